@@ -1,0 +1,28 @@
+// The socket between the two libraries: _C holds schemas, checks and plans and loads anywhere; _C_cuda, loaded where
+// torch has CUDA, plugs its kernels in here.
+#pragma once
+
+#include <string>
+
+#include "../attention/family.h"
+#include "../common/types.h"
+#include "../layer_norm/params.h"
+
+namespace flashbwd {
+
+struct CudaBackend {
+  DeviceInfo (*device_info)(int device_index) = nullptr;
+  void* (*current_stream)(int device_index) = nullptr;
+  // Launchers by family; null when the build holds none.
+  AttentionLauncher attention_sm90 = nullptr;
+  AttentionLauncher attention_sm80 = nullptr;
+  const char* (*layer_norm_backward)(const LayerNormBackwardParams&, const DeviceInfo&, void* stream) = nullptr;
+  int64_t (*layer_norm_workspace)(const LayerNormBackwardParams&, const DeviceInfo&) = nullptr;
+};
+
+// Null until _C_cuda has loaded.
+const CudaBackend* cuda_backend();
+
+}  // namespace flashbwd
+
+extern "C" __attribute__((visibility("default"))) void flashbwd_install_cuda_backend(const flashbwd::CudaBackend*);

@@ -1,0 +1,74 @@
+// The arguments of attention_backward as plain data, the one table of checks on them, and what they amount to.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../common/types.h"
+#include "params.h"
+
+namespace flashbwd {
+
+// The operator's arguments, before any check. Names are those of the public function, so that messages are too.
+struct AttentionArguments {
+  TensorDesc dout, q, k, v, out, softmax_lse;
+  TensorDesc attn_bias, alibi_slopes, sink, dlse;
+  TensorDesc rng_seed, rng_offset;
+  TensorDesc cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  std::optional<double> softmax_scale;
+  std::string causal = "none";  // "none", "bottom_right", "top_left"
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  double softcap = 0.0;
+  double dropout_p = 0.0;
+  std::string rng_layout;  // "", "flash", "efficient32", "efficient64"
+  std::optional<int64_t> max_seqlen_q, max_seqlen_k;
+  bool need_dbias = true;
+  bool deterministic = false;
+  std::string backend = "auto";  // or the name of a backend, which is then taken or refused with the reason
+  TensorDesc dq, dk, dv, workspace;  // given by the caller, or undefined
+};
+
+// A checked problem: everything that plans and launchers ask about it.
+struct AttentionProblem {
+  DType dtype = DType::kFloat32;
+  Device device;
+  bool varlen = false;
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t heads_kv = 0;
+  int64_t head_dim = 0;
+  int64_t head_dim_v = 0;
+  int64_t seqlen_q = 0;  // the maximum when varlen
+  int64_t seqlen_k = 0;
+  int64_t total_q = 0;  // batch * seqlen_q when dense
+  int64_t total_k = 0;
+  // Physical lengths of each sequence where they are known on the host (CPU cu_seqlens); empty otherwise.
+  std::vector<int64_t> seqlens_q, seqlens_k;
+  double softmax_scale = 1.0;
+  CausalAlignment causal = CausalAlignment::kNone;
+  int64_t window_left = -1;
+  int64_t window_right = -1;  // 0 when causal
+  double softcap = 0.0;
+  double dropout_p = 0.0;
+  DropoutLayout dropout_layout = DropoutLayout::kNone;
+  bool has_bias = false;
+  bool need_dbias = false;
+  DType bias_dtype = DType::kFloat32;
+  bool bias_broadcast_batch = false, bias_broadcast_head = false, bias_broadcast_row = false, bias_broadcast_col = false;
+  bool has_alibi = false;
+  bool has_sink = false;
+  bool has_dlse = false;
+  bool has_seqused = false;
+  bool deterministic = false;
+  bool aligned_16 = false;  // every pointer and stride of q, k, v, out, dout is a multiple of 16 bytes
+  DType dq_dtype = DType::kFloat32, dk_dtype = DType::kFloat32, dv_dtype = DType::kFloat32;
+  std::string backend = "auto";
+};
+
+// Throws std::invalid_argument whose message names the argument, what was expected and what came.
+AttentionProblem check_attention(const AttentionArguments& arguments);
+
+}  // namespace flashbwd

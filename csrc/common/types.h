@@ -1,0 +1,75 @@
+// Plain descriptions of tensors and devices: what host logic works on instead of torch types.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace flashbwd {
+
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, kUInt8, kUInt64, kOther };
+
+constexpr int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+constexpr bool is_16bit(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
+
+const char* name_of(DType dtype);  // "float16", as torch prints it without the prefix
+
+enum class DeviceType : int32_t { kCPU, kCUDA, kMeta, kOther };
+
+struct Device {
+  DeviceType type = DeviceType::kCPU;
+  int32_t index = 0;
+  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
+  bool operator!=(const Device& other) const { return !(*this == other); }
+};
+
+std::string name_of(Device device);  // "cuda:0"
+
+// A tensor seen from host logic. Sizes and strides count elements. Undefined when `defined` is false.
+struct TensorDesc {
+  static constexpr int kMaxDims = 8;
+  void* data = nullptr;
+  std::array<int64_t, kMaxDims> sizes{};
+  std::array<int64_t, kMaxDims> strides{};
+  int32_t dim = 0;
+  DType dtype = DType::kOther;
+  Device device;
+  bool defined = false;
+
+  explicit operator bool() const { return defined; }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int i = 0; i < dim; ++i) n *= sizes[i];
+    return n;
+  }
+};
+
+std::string shape_of(const TensorDesc& tensor);  // "(2, 3, 4)"
+
+// What the plan needs to know about the GPU. `usable` is false, with the reason in words, when kernels of this
+// build cannot run there (no driver, driver too old, no device).
+struct DeviceInfo {
+  bool usable = false;
+  std::string why_not = "there is no CUDA device";
+  int32_t cc_major = 0;
+  int32_t cc_minor = 0;
+  int32_t sm_count = 0;
+  int64_t smem_per_block = 0;  // largest dynamic shared memory a block may ask for, bytes
+  int64_t l2_bytes = 0;
+};
+
+}  // namespace flashbwd

@@ -1,0 +1,367 @@
+"""What is compiled, for which GPUs, with which flags; writes the ninja file and runs it.
+
+Each source is a unit with its own architecture flags, which torch.utils.cpp_extension, whose flags belong to a whole
+extension, cannot give.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from build_tools.toolchain import (
+    BuildError,
+    CudaToolkit,
+    Torch,
+    cuda_wanted,
+    find_cuda_toolkit,
+    find_cutlass,
+    find_ninja,
+    find_torch,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = Path("build/native")  # relative to ROOT, where ninja runs
+TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10, the oldest that loads the result
+GB_PER_NVCC_JOB = 5
+
+# The GPUs each kernel family is compiled for. A portable family runs its 8.0 code on 8.6 and 8.9 and compiles its
+# PTX on newer GPUs; 9.0a code runs on 9.0 alone.
+PORTABLE = ("8.0", "9.0", "9.0+PTX")
+FAMILIES = {
+    "attention_sm90": ("csrc/attention/sm90", ("9.0a",)),
+    "attention_sm80": ("csrc/attention/sm80", PORTABLE),
+    "layer_norm": ("csrc/layer_norm", PORTABLE),
+    "decoding": ("csrc/decoding", PORTABLE),
+}
+
+CXX_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Icsrc"]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-Icsrc",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
+    "-Xptxas=-v",
+    "--expt-relaxed-constexpr",
+    "--compress-mode=size",
+    "--threads=1",
+    "-diag-suppress=20012",  # nvcc on the defaulted constructors of CuTe
+]
+# z,defs: a missing definition is an error here and not when a user imports the library.
+LINK_FLAGS = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-Wl,-O1", "-s"]
+EXPORTS = "-Wl,--version-script=build_tools/exports.map"
+
+
+@dataclass(frozen=True)
+class Unit:
+    source: Path
+    arch: tuple[str, ...] = ()  # of nvcc; none for C++
+
+
+@dataclass(frozen=True)
+class Library:
+    output: Path
+    units: list[Unit]
+    flags: list[str]  # of the preprocessor
+    link: list[str]
+    needs: list[Path] = field(default_factory=list)  # libraries built before this one
+
+
+def _names_from_env(variable: str) -> list[str]:
+    return [name for name in re.split(r"[,;\s]+", os.environ.get(variable, "")) if name]
+
+
+def chosen_architectures(offered: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets of a family that serve the GPUs TORCH_CUDA_ARCH_LIST names; all of them where it names none."""
+    wanted = _names_from_env("TORCH_CUDA_ARCH_LIST")
+    if not wanted:
+        return offered
+    chosen = set()
+    for name in wanted:
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
+        if match is None:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST: {name!r} is no architecture such as 8.0, 9.0a or 9.0+PTX")
+        gpu = (int(match.group(1)), int(match.group(2)))
+        native = []
+        for target in offered:
+            major, minor = (int(part) for part in re.findall(r"\d+", target))
+            runs_there = major == gpu[0] and (minor == gpu[1] if target.endswith("a") else minor <= gpu[1])
+            if not target.endswith("+PTX") and runs_there:
+                native.append(target)
+        ptx = [target for target in offered if target.endswith("+PTX")]
+        if native:
+            chosen.add(max(native))
+        if match.group(4) or (not native and gpu >= (9, 0)):
+            chosen.update(ptx)
+    return tuple(target for target in offered if target in chosen)
+
+
+def _gencode(targets: tuple[str, ...]) -> list[str]:
+    flags = []
+    for target in targets:
+        number = target.replace(".", "").replace("+PTX", "")
+        kind = "compute" if target.endswith("+PTX") else "sm"
+        flags.append(f"-gencode=arch=compute_{number},code={kind}_{number}")
+    return flags
+
+
+def chosen_families() -> dict[str, tuple[str, ...]]:
+    """The kernel families of this build that have sources, and the architectures of each."""
+    wanted = _names_from_env("FLASHBWD_FAMILIES") or list(FAMILIES)
+    if unknown := [name for name in wanted if name not in FAMILIES]:
+        raise BuildError(f"FLASHBWD_FAMILIES: no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+    families = {}
+    for name in wanted:
+        folder, offered = FAMILIES[name]
+        targets = chosen_architectures(offered)
+        if any((ROOT / folder).rglob("*.cu")) and targets:
+            families[name] = targets
+    return families
+
+
+def _head_dim(source: Path) -> int | None:
+    """An instantiation names its head dimension: `d128_bf16.cu`."""
+    match = re.search(r"(?:^|_)d(\d+)(?:_|x|$)", source.stem)
+    return int(match.group(1)) if match else None
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(path.relative_to(ROOT) for path in ROOT.glob(pattern))
+
+
+def _cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
+    portable = chosen_architectures(PORTABLE)
+    if not portable:
+        raise BuildError(
+            f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']} names no GPU that flashbwd has kernels for: "
+            "they start at 8.0. For a build without kernels set FLASHBWD_CUDA=0"
+        )
+    head_dims = [int(number) for number in _names_from_env("FLASHBWD_HEAD_DIMS")]
+    units = []
+    for source in _sources("csrc/**/*.cu"):
+        owner = next((name for name, (folder, _) in FAMILIES.items() if source.is_relative_to(folder)), None)
+        if owner is not None and owner not in families:
+            continue
+        head_dim = _head_dim(source)
+        if owner and owner.startswith("attention") and head_dims and head_dim and head_dim not in head_dims:
+            continue
+        units.append(Unit(source, families[owner] if owner else portable))
+    return units
+
+
+def _cutlass_is_used() -> bool:
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".h")]
+    return any(re.search(r"#include <(cute|cutlass)/", path.read_text()) for path in files)
+
+
+def _head_dim_macro() -> list[str]:
+    """FLASHBWD_BUILT_HEAD_DIMS=64,128 in a build that does not hold all of them."""
+    head_dims = _names_from_env("FLASHBWD_HEAD_DIMS")
+    return [f"-DFLASHBWD_BUILT_HEAD_DIMS={','.join(head_dims)}"] if head_dims else []
+
+
+class NativeBuild:
+    """One build with the torch and the toolkit of this environment."""
+
+    def __init__(self) -> None:
+        self.torch: Torch = find_torch()
+        self.toolkit: CudaToolkit | None = None
+        self.cutlass: Path | None = None
+        print(f"flashbwd: torch {self.torch.version} (CUDA {self.torch.cuda}) in {self.torch.root}")
+        if not cuda_wanted():
+            print("flashbwd: FLASHBWD_CUDA=0: library for the CPU only")
+        elif self.torch.cuda is None:
+            print("flashbwd: this torch has no CUDA: library for the CPU only")
+        else:
+            self.toolkit = self._toolkit(self.torch.cuda)
+            self.cutlass = find_cutlass()
+        self.families = chosen_families() if self.toolkit else {}
+
+    @staticmethod
+    def _toolkit(cuda: str) -> CudaToolkit:
+        toolkit, rejected = find_cuda_toolkit(cuda)
+        for reason in rejected:
+            print(f"flashbwd: not used: {reason}")
+        if toolkit is None:
+            raise BuildError(
+                f"no CUDA toolkit for torch's CUDA {cuda}. Install one from pip (pip install -r requirements/cuda.txt, "
+                "which is for CUDA 13), point CUDA_HOME at one, or set FLASHBWD_CUDA=0 for a build without kernels"
+            )
+        print(f"flashbwd: CUDA {toolkit.version} in {toolkit.root}")
+        return toolkit
+
+    def _torch_flags(self) -> list[str]:
+        return [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-isystem", str(self.torch.include)]
+
+    def _cuda_flags(self) -> list[str]:
+        assert self.toolkit is not None
+        paths = [*self.toolkit.includes, *([self.cutlass] if self.cutlass else [])]
+        return ["-DUSE_CUDA", *(flag for path in paths for flag in ("-isystem", str(path)))]
+
+    def _cuda_link(self) -> list[str]:
+        assert self.toolkit is not None
+        torch = [f"-L{self.torch.lib}", "-ltorch_cuda", "-ltorch_cpu"]
+        return [*torch, f"-L{self.toolkit.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+
+    def libraries(self) -> list[Library]:
+        """`_C`, and `_C_cuda` where there is a CUDA compiler and something for it to compile."""
+        host = [*_host_units(), *(Unit(path) for path in _sources("csrc/api/*.cpp") if not _is_cuda_api(path))]
+        if not host:
+            return []
+        base = Library(
+            OUT / "_C.so",
+            host,
+            [*self._torch_flags(), *_head_dim_macro()],
+            [f"-L{self.torch.lib}", "-ltorch_cpu", "-Wl,-soname,_C.so", EXPORTS],
+        )
+        if self.toolkit is None:
+            return [base]
+        cuda = [Unit(path) for path in _sources("csrc/api/*.cpp") if _is_cuda_api(path)] + _cuda_units(self.families)
+        if not cuda:
+            return [base]
+        if self.cutlass is None and _cutlass_is_used():
+            raise BuildError("no CUTLASS: pip install nvidia-cutlass==4.2.0.0, or set FLASHBWD_CUTLASS_PATH")
+        built = [f"-DFLASHBWD_BUILT_{name.upper()}" for name in self.families]
+        kernels = Library(
+            OUT / "_C_cuda.so",
+            cuda,
+            [*self._torch_flags(), *self._cuda_flags(), *built, *_head_dim_macro()],
+            ["-Wl,-rpath,$ORIGIN", str(base.output), *self._cuda_link(), "-Wl,-soname,_C_cuda.so", EXPORTS],
+            [base.output],
+        )
+        return [base, kernels]
+
+    def test_modules(self) -> list[Library]:
+        """What only tests load: the host code for Python, and kernels that fail on purpose."""
+        python = ["-isystem", sysconfig.get_paths()["include"], "-isystem", str(self.torch.include)]
+        modules = []
+        if (ROOT / "tests/csrc/host_module.cpp").is_file():
+            name = "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX")
+            units = [Unit(Path("tests/csrc/host_module.cpp")), *_host_units()]
+            # Python's own symbols come from the interpreter.
+            modules.append(Library(Path("tests/_built") / name, units, python, ["-Wl,-z,undefs"]))
+        if self.toolkit and (ROOT / "tests/csrc/fault_kernels.cu").is_file():
+            units = [Unit(Path("tests/csrc/fault_kernels.cu"), PORTABLE)]
+            flags = [*self._torch_flags(), *self._cuda_flags()]
+            modules.append(Library(Path("tests/_built/fault_kernels.so"), units, flags, self._cuda_link()))
+        return modules
+
+    def build(self, libraries: list[Library], name: str) -> None:
+        """Compiles and links what is out of date. ninja shows the progress and the compilers' own messages."""
+        (ROOT / OUT).mkdir(parents=True, exist_ok=True)
+        ninja_file = OUT / f"{name}.ninja"
+        (ROOT / ninja_file).write_text(self._ninja(libraries, name))
+        cores, nvcc_jobs = job_limits()
+        units = sum(len(library.units) for library in libraries)
+        print(f"flashbwd: {units} units, {cores} jobs, of them {nvcc_jobs} of nvcc", flush=True)
+        for family, targets in self.families.items():
+            print(f"flashbwd: {family} for {' '.join(targets)}", flush=True)
+        environment = {"NINJA_STATUS": "[%f/%t %es] ", **os.environ}
+        done = subprocess.run([find_ninja(), "-f", str(ninja_file)], cwd=ROOT, env=environment, check=False)
+        if done.returncode != 0:
+            raise BuildError("compilation failed: the compiler's messages are above, after the line FAILED")
+
+    def write_report(self, libraries: list[Library]) -> Path:
+        """Merges what each unit cost into build/resource_usage.json."""
+        files = [ROOT / _report(unit, library) for library in libraries for unit in library.units]
+        reports = [json.loads(file.read_text()) for file in files]
+        path = ROOT / "build" / "resource_usage.json"
+        path.write_text(json.dumps(reports, indent=1) + "\n")
+        return path
+
+    def _ninja(self, libraries: list[Library], name: str) -> str:
+        python = shlex.quote(sys.executable)
+        unit = f"{python} build_tools/compile_unit.py $report $in"
+        ccache = shutil.which("ccache") or ""
+        cxx = os.environ.get("CXX", "g++")
+        nvcc = shlex.quote(str(self.toolkit.nvcc)) if self.toolkit else "nvcc"
+        cxx_flags = [*CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        lines = [
+            "ninja_required_version = 1.5",
+            f"builddir = {OUT}/{name}",
+            "pool nvcc",
+            f"  depth = {job_limits()[1]}",
+            "rule cxx",
+            f"  command = {unit} {ccache} {cxx} -MMD -MF $out.d $flags -c $in -o $out",
+            "  description = g++ $in",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "rule nvcc",
+            f"  command = {unit} {ccache} {nvcc} -ccbin={cxx} -MMD -MF $out.d $flags -c $in -o $out",
+            "  description = nvcc $in",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  pool = nvcc",
+            "rule link",
+            f"  command = {cxx} $in $link -o $out",
+            "  description = link $out",
+        ]
+        for library in libraries:
+            objects = []
+            for unit_ in library.units:
+                compiled = _object(unit_, library)
+                objects.append(str(compiled))
+                own = [*NVCC_FLAGS, *_gencode(unit_.arch)] if unit_.arch else cxx_flags
+                lines += [
+                    f"build {compiled}: {'nvcc' if unit_.arch else 'cxx'} {unit_.source}",
+                    f"  report = {_report(unit_, library)}",
+                    f"  flags = {_quote([*own, *library.flags])}",
+                ]
+            needs = f" | {' '.join(map(str, library.needs))}" if library.needs else ""
+            lines += [
+                f"build {library.output}: link {' '.join(objects)}{needs}",
+                f"  link = {_quote([*LINK_FLAGS, *library.link])}",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def _host_units() -> list[Unit]:
+    """The C++ that knows nothing of torch: plans, workspaces, schedules."""
+    return [Unit(path) for path in _sources("csrc/**/*.cpp") if not path.is_relative_to("csrc/api")]
+
+
+def _is_cuda_api(path: Path) -> bool:
+    return path.name.startswith("cuda_")
+
+
+def _object(unit: Unit, library: Library) -> Path:
+    return OUT / library.output.name.split(".")[0] / unit.source.with_suffix(unit.source.suffix + ".o")
+
+
+def _report(unit: Unit, library: Library) -> Path:
+    return _object(unit, library).with_suffix(".json")
+
+
+def _quote(flags: list[str]) -> str:
+    """Flags for a shell in a ninja file, where $ is written $$."""
+    return shlex.join(flags).replace("$", "$$")
+
+
+def job_limits() -> tuple[int, int]:
+    """Jobs in all, and nvcc jobs among them: no more than cores, nor than free memory serves; MAX_JOBS bounds both."""
+    cores = len(os.sched_getaffinity(0))
+    if given := os.environ.get("MAX_JOBS"):
+        cores = max(1, int(given))
+    return cores, max(1, min(cores, int(_free_gigabytes() / GB_PER_NVCC_JOB)))
+
+
+def _free_gigabytes() -> float:
+    """Available memory, or what is left of the container's limit when that is less."""
+    meminfo = Path("/proc/meminfo").read_text()
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
+    free = int(match.group(1)) * 1024 if match else 0
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except OSError:
+        pass  # no cgroup v2 here
+    return free / 2**30

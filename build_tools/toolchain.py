@@ -1,0 +1,153 @@
+"""Finds torch, ninja, CUTLASS and a CUDA toolkit. Imports nothing heavy, never touches a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class BuildError(RuntimeError):
+    """The build cannot go on; the message says what to do."""
+
+
+def cuda_wanted() -> bool:
+    return os.environ.get("FLASHBWD_CUDA", "1").lower() not in ("0", "off", "false", "no")
+
+
+def _package_dir(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch whose headers and libraries the build uses, read without importing it."""
+
+    root: Path
+    version: str
+    cuda: str | None
+
+    @property
+    def include(self) -> Path:
+        return self.root / "include"
+
+    @property
+    def lib(self) -> Path:
+        return self.root / "lib"
+
+
+def find_torch() -> Torch:
+    root = _package_dir("torch")
+    if root is None:
+        raise BuildError(
+            "torch is not installed in this environment. With --no-build-isolation install the build requirements "
+            "first: pip install -r requirements/build.txt -r requirements/cuda.txt"
+        )
+    facts = runpy.run_path(str(root / "version.py"))
+    version = str(facts["__version__"])
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < (2, 10):
+        raise BuildError(f"torch >= 2.10 is needed, found {version} in {root}")
+    return Torch(root, version, facts.get("cuda"))
+
+
+@dataclass(frozen=True)
+class CudaToolkit:
+    root: Path
+    version: str
+
+    @property
+    def nvcc(self) -> Path:
+        return self.root / "bin" / "nvcc"
+
+    @property
+    def lib(self) -> Path:
+        lib = _cudart_dir(self.root)
+        assert lib is not None
+        return lib
+
+    @property
+    def includes(self) -> list[Path]:
+        """The toolkit's headers; from CUDA 13 on libcu++ and CUB live in a folder of their own."""
+        return [path for path in (self.root / "include", self.root / "include" / "cccl") if path.is_dir()]
+
+
+def _cudart_dir(root: Path) -> Path | None:
+    for lib in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+        if (root / lib / "libcudart_static.a").is_file():
+            return root / lib
+    return None
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout + done.stderr
+
+
+def _root_of_nvcc(nvcc: str) -> Path | None:
+    """The toolkit an nvcc belongs to. It may be a wrapper script, so nvcc itself is asked."""
+    match = re.search(r"^#\$ TOP=(.*)$", _run(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull), re.MULTILINE)
+    return Path(match.group(1).strip()).resolve() if match else None
+
+
+def _candidates() -> list[tuple[str, Path]]:
+    found = [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if (on_path := shutil.which("nvcc")) and (root := _root_of_nvcc(on_path)):
+        found.append(("nvcc on PATH", root))
+    found.append(("default location", Path("/usr/local/cuda")))
+    found += [("pip packages", Path(entry or ".") / "nvidia" / "cu13") for entry in sys.path]
+    return found
+
+
+def find_cuda_toolkit(cuda: str) -> tuple[CudaToolkit | None, list[str]]:
+    """The first usable toolkit of torch's CUDA major version `cuda`, and what was wrong with those before it."""
+    rejected = []
+    for source, root in _candidates():
+        if not (root / "bin" / "nvcc").is_file():
+            if source in ("CUDA_HOME", "CUDA_PATH", "nvcc on PATH"):
+                rejected.append(f"{root} ({source}): no bin/nvcc")
+            continue
+        match = re.search(r"release (\d+\.\d+)", _run(str(root / "bin" / "nvcc"), "--version"))
+        if match is None:
+            rejected.append(f"{root} ({source}): nvcc does not run")
+        elif match.group(1).split(".")[0] != cuda.split(".")[0]:
+            rejected.append(f"{root} ({source}): is CUDA {match.group(1)}, torch was built with {cuda}")
+        elif not (root / "include" / "cuda_runtime.h").is_file():
+            rejected.append(f"{root} ({source}): no include/cuda_runtime.h")
+        elif _cudart_dir(root) is None:
+            rejected.append(f"{root} ({source}): no libcudart_static.a")
+        else:
+            return CudaToolkit(root, match.group(1)), rejected
+    return None, rejected
+
+
+def find_cutlass() -> Path | None:
+    """CUTLASS's include folder: FLASHBWD_CUTLASS_PATH (a checkout or its include folder), else pip's nvidia-cutlass."""
+    if given := os.environ.get("FLASHBWD_CUTLASS_PATH"):
+        for folder in (Path(given) / "include", Path(given)):
+            if (folder / "cute" / "tensor.hpp").is_file():
+                return folder
+        raise BuildError(f"FLASHBWD_CUTLASS_PATH={given} holds no include/cute/tensor.hpp")
+    package = _package_dir("cutlass_library")
+    include = package / "source" / "include" if package else None
+    return include if include and include.is_dir() else None
+
+
+def find_ninja() -> str:
+    """The ninja of this environment, which need not be activated, else the one on PATH."""
+    beside_python = Path(sys.executable).parent / "ninja"
+    if beside_python.is_file():
+        return str(beside_python)
+    if on_path := shutil.which("ninja"):
+        return on_path
+    raise BuildError("ninja is not installed: pip install ninja")

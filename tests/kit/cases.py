@@ -1,0 +1,296 @@
+"""Attention problems as data: named cases for every feature and edge, and hypothesis strategies over the contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+Lengths = tuple[int, ...]
+
+LAYOUTS = (
+    "contiguous",
+    "packed_qkv",  # q, k, v are views of one buffer (k, v alone where shapes forbid it)
+    "bhsd",  # (B, H, S, D) memory seen as (B, S, H, D)
+    "odd_strides",  # every row is followed by an odd number of unused elements
+    "offset",  # contiguous, one element past an aligned address
+    "every_other_row",  # x[:, ::2] of a buffer twice as long
+)
+DOUT_LAYOUTS = ("same", "expanded_scalar", "expanded_row")
+LSE_FORMS = ("rows", "rows1", "padded")  # (B, H, Sq) | (B, H, Sq, 1) | (B, H, roundup(Sq, 32))
+RNG_LAYOUTS = ("flash", "efficient32", "efficient64")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention_backward. ``seqlens_q`` set: packed variable lengths, else dense.
+
+    ``seqlens_*`` are physical lengths, ``seqused_*`` logical ones. ``bias`` names the dimensions of (B, H, Sq, Sk) that
+    attn_bias has in full, "1" for a broadcast one: "bhqk", "1h1k". ``empty_lse`` is what the forward wrote where a row
+    sees no key. ``slack`` is how far max_seqlen_* exceed the longest sequence.
+    """
+
+    name: str
+    batch: int = 2
+    heads: int = 2
+    heads_kv: int = 2
+    seqlen_q: int = 33
+    seqlen_k: int = 33
+    head_dim: int = 16
+    head_dim_v: int = 16
+    seqlens_q: Lengths | None = None
+    seqlens_k: Lengths | None = None
+    seqused_q: Lengths | None = None
+    seqused_k: Lengths | None = None
+    slack: int = 0
+    softmax_scale: float | None = None
+    causal: bool | str = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    bias: str | None = None
+    bias_float32: bool = False
+    bias_hides_rows: bool = False  # some rows of the bias are all -inf, some single entries too
+    alibi: str | None = None  # "heads": (H,), "batch": (B, H)
+    sink: str | None = None  # "finite", "minus_inf": -inf for head 0
+    dlse: bool = False
+    dropout_p: float = 0.0
+    rng_layout: str = "flash"
+    rng_seed: int = 0x1234_5678_9ABC_DEF
+    rng_offset: int = 4
+    lse_form: str = "rows"
+    empty_lse: float = float("inf")
+    layout: str = "contiguous"
+    dout_layout: str = "same"
+    deterministic: bool = False
+
+    @property
+    def varlen(self) -> bool:
+        return self.seqlens_q is not None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.seqlens_q) if self.seqlens_q is not None else self.batch
+
+    @property
+    def physical_q(self) -> Lengths:
+        return self.seqlens_q if self.seqlens_q is not None else (self.seqlen_q,) * self.batch
+
+    @property
+    def physical_k(self) -> Lengths:
+        return self.seqlens_k if self.seqlens_k is not None else (self.seqlen_k,) * self.batch
+
+    @property
+    def logical_q(self) -> Lengths:
+        return self.seqused_q if self.seqused_q is not None else self.physical_q
+
+    @property
+    def logical_k(self) -> Lengths:
+        return self.seqused_k if self.seqused_k is not None else self.physical_k
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return max(self.physical_q, default=0) + self.slack if self.varlen else self.seqlen_q
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return max(self.physical_k, default=0) + self.slack if self.varlen else self.seqlen_k
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _varlen(name: str, seqlens_q: Lengths, seqlens_k: Lengths | None = None, **changes: object) -> Case:
+    case = Case(name, seqlens_q=seqlens_q, seqlens_k=seqlens_q if seqlens_k is None else seqlens_k)
+    return replace(case, **changes)  # type: ignore[arg-type]
+
+
+def _sizes() -> list[Case]:
+    """Lengths around the tiles (64, 128), primes, 1 and 0; head dimensions on and off multiples of 8."""
+    lengths = [(1, 1), (1, 67), (67, 1), (63, 64), (64, 65), (65, 63), (127, 128), (128, 129), (129, 127), (97, 131)]
+    lengths += [(0, 5), (5, 0), (0, 0)]
+    cases = [Case(f"seqlen_{q}x{k}", batch=1, seqlen_q=q, seqlen_k=k) for q, k in lengths]
+    cases += [Case(f"seqlen_{q}x{k}_causal", batch=1, seqlen_q=q, seqlen_k=k, causal=True) for q, k in lengths]
+    dims = [(1, 1), (8, 8), (24, 40), (33, 31), (64, 64), (65, 64), (80, 80), (96, 128), (128, 128), (192, 128)]
+    dims += [(256, 256), (257, 3), (512, 16)]
+    cases += [Case(f"head_dim_{d}x{dv}", batch=1, head_dim=d, head_dim_v=dv) for d, dv in dims]
+    cases.append(Case("batch_0", batch=0))
+    return cases
+
+
+def _heads() -> list[Case]:
+    pairs = [(4, 2), (6, 2), (3, 1), (8, 1), (5, 5)]
+    return [Case(f"heads_{h}to{kv}", heads=h, heads_kv=kv, causal=True) for h, kv in pairs]
+
+
+def _masks() -> list[Case]:
+    cases: list[Case] = []
+    for q, k in [(40, 40), (40, 70), (70, 40)]:
+        for causal in (False, True, "top_left"):
+            for window in [(-1, -1), (7, -1), (-1, 5), (7, 5), (0, 0), (200, 200)]:
+                name = f"mask_{q}x{k}_{causal}_{window[0]}_{window[1]}"
+                cases.append(
+                    Case(name, batch=1, heads=1, heads_kv=1, seqlen_q=q, seqlen_k=k, causal=causal, window_size=window)
+                )
+    for value in (float("inf"), float("-inf"), 0.0):
+        cases.append(Case(f"empty_rows_lse_{value}", seqlen_q=70, seqlen_k=20, causal=True, empty_lse=value))
+    cases.append(Case("empty_rows_dlse", seqlen_q=70, seqlen_k=20, causal=True, dlse=True))
+    cases.append(Case("empty_rows_sink", seqlen_q=70, seqlen_k=20, causal=True, sink="minus_inf", dlse=True))
+    return cases
+
+
+def _score_features() -> list[Case]:
+    base = Case("base", heads=4, heads_kv=2, seqlen_q=37, seqlen_k=70)
+    cases = [
+        replace(base, name="softmax_scale", softmax_scale=0.3),
+        replace(base, name="softmax_scale_0", softmax_scale=0.0),
+        replace(base, name="softmax_scale_negative", softmax_scale=-0.5),
+        replace(base, name="softcap", softcap=1.5),
+        replace(base, name="softcap_large", softcap=30.0, causal=True),
+        replace(base, name="alibi_heads", alibi="heads"),
+        replace(base, name="alibi_batch_causal", alibi="batch", causal=True),
+        replace(base, name="alibi_top_left", alibi="heads", causal="top_left"),
+        replace(base, name="sink", sink="finite"),
+        replace(base, name="sink_minus_inf", sink="minus_inf", causal=True),
+        replace(base, name="dlse", dlse=True),
+        replace(base, name="dlse_sink_causal", dlse=True, sink="finite", causal=True),
+        replace(base, name="bias_softcap_alibi_sink", bias="bhqk", softcap=2.0, alibi="heads", sink="finite"),
+    ]
+    for bias in ("bhqk", "1hqk", "b1qk", "bh1k", "bhq1", "11qk", "1h11", "b111", "111k", "1111"):
+        cases.append(replace(base, name=f"bias_{bias}", bias=bias))
+    cases.append(replace(base, name="bias_float32", bias="1hqk", bias_float32=True))
+    cases.append(replace(base, name="bias_causal_skipped_tiles", bias="bhqk", seqlen_q=140, seqlen_k=150, causal=True))
+    cases.append(replace(base, name="bias_hides_rows", bias="bhqk", bias_hides_rows=True, dlse=True))
+    cases.append(replace(base, name="bias_softcap", bias="1hqk", softcap=1.0, dlse=True))
+    return cases
+
+
+def _dropout() -> list[Case]:
+    cases = []
+    for layout in RNG_LAYOUTS:
+        base = Case(f"dropout_{layout}", heads=4, heads_kv=2, seqlen_q=37, seqlen_k=70, rng_layout=layout)
+        cases += [
+            replace(base, name=f"{base.name}_small", dropout_p=0.1),
+            replace(base, name=f"{base.name}_half_causal", dropout_p=0.5, causal=True),
+            replace(base, name=f"{base.name}_large", dropout_p=0.97, rng_offset=2**40 + 3, rng_seed=2**63 - 1),
+            replace(base, name=f"{base.name}_bias_softcap", dropout_p=0.2, bias="b1qk", softcap=2.0, dlse=True),
+            _varlen(
+                f"{base.name}_varlen",
+                (17, 0, 40),
+                (33, 5, 20),
+                dropout_p=0.3,
+                rng_layout=layout,
+                slack=3,
+                seqused_k=(30, 5, 11),
+            ),
+        ]
+    return cases
+
+
+def _varlens() -> list[Case]:
+    return [
+        _varlen("varlen_one", (65,)),
+        _varlen("varlen_many", (1, 17, 64, 65, 2), causal=True),
+        _varlen("varlen_unequal", (10, 40, 7), (33, 12, 7), causal=True, heads=4, heads_kv=2),
+        _varlen("varlen_top_left", (10, 40, 7), (33, 12, 7), causal="top_left"),
+        _varlen("varlen_window", (50, 20), (70, 45), window_size=(9, 3)),
+        _varlen("varlen_zero_lengths", (0, 5, 0, 9, 0), (3, 0, 0, 7, 0)),
+        _varlen("varlen_all_zero", (0, 0), (0, 0)),
+        _varlen("varlen_slack", (12, 31), (20, 9), slack=29),
+        _varlen("varlen_seqused", (20, 33, 8), (40, 10, 9), seqused_q=(13, 33, 0), seqused_k=(40, 3, 5), causal=True),
+        _varlen("varlen_seqused_k_only", (20, 33), (40, 10), seqused_k=(0, 6), lse_form="padded"),
+        _varlen("varlen_bias", (20, 33), (40, 10), bias="bhqk", seqused_k=(31, 10), dlse=True),
+        _varlen("varlen_bias_broadcast", (20, 0, 33), (40, 7, 10), bias="1hq1", slack=2),
+        _varlen("varlen_bias_row", (20, 33), (40, 10), bias="b11k", causal=True),
+        _varlen("varlen_alibi_batch", (20, 33), (40, 10), alibi="batch", seqused_q=(11, 30)),
+        _varlen("varlen_sink_dlse", (20, 33), (40, 10), sink="finite", dlse=True, causal=True),
+        _varlen("varlen_lse_padded", (20, 33), (40, 10), lse_form="padded", dlse=True),
+        _varlen("varlen_packed_qkv", (20, 33), layout="packed_qkv", causal=True),
+        _varlen("varlen_odd_strides", (20, 33), (21, 30), layout="odd_strides"),
+    ]
+
+
+def _memory() -> list[Case]:
+    cases = [Case(f"lse_{form}", lse_form=form, dlse=True, causal=True) for form in LSE_FORMS]
+    cases += [Case(f"layout_{layout}", layout=layout, heads=4, heads_kv=2) for layout in LAYOUTS]
+    cases += [Case(f"dout_{layout}", dout_layout=layout, causal=True) for layout in DOUT_LAYOUTS[1:]]
+    cases.append(Case("dout_expanded_row_offset", dout_layout="expanded_row", layout="offset"))
+    cases.append(Case("packed_kv_only", layout="packed_qkv", seqlen_q=20, seqlen_k=45, heads=4, heads_kv=2))
+    return cases
+
+
+CASES: tuple[Case, ...] = tuple(
+    _sizes() + _heads() + _masks() + _score_features() + _dropout() + _varlens() + _memory()
+)
+BY_NAME = {case.name: case for case in CASES}
+assert len(BY_NAME) == len(CASES), "two cases share a name"
+
+
+def named(*names: str) -> list[Case]:
+    """Cases by name, in the order given."""
+    return [BY_NAME[name] for name in names]
+
+
+def with_prefix(*prefixes: str) -> list[Case]:
+    """All cases whose names begin with one of the prefixes."""
+    found = [case for case in CASES if case.name.startswith(prefixes)]
+    assert found, f"no case begins with {prefixes}"
+    return found
+
+
+@st.composite
+def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> Case:
+    """A random case over the whole contract, small enough for a CPU."""
+    varlen = draw(st.booleans())
+    length = st.integers(0, max_seqlen)
+    heads_kv = draw(st.integers(1, 3))
+    heads = heads_kv * draw(st.integers(1, 3))
+    batch = draw(st.integers(1, 4 if varlen else 2))
+    same = draw(st.booleans())
+    seqlens_q = tuple(draw(length) for _ in range(batch))
+    seqlens_k = seqlens_q if same else tuple(draw(length) for _ in range(batch))
+    head_dim = draw(st.integers(1, max_head_dim))
+    layout = draw(st.sampled_from(LAYOUTS))
+    dropout = draw(st.booleans())
+    bias = draw(st.booleans())
+
+    def used(physical: Lengths) -> Lengths | None:
+        return tuple(draw(st.integers(0, n)) for n in physical) if varlen and draw(st.booleans()) else None
+
+    full = [draw(st.booleans()) for _ in range(4)]
+    causal: st.SearchStrategy[bool | str] = st.sampled_from([False, True, "top_left"])
+    window = st.one_of(st.just(-1), st.integers(0, max_seqlen))
+    forms = [form for form in LSE_FORMS if not (varlen and form == "rows1")]
+    return Case(
+        name="random",
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv,
+        seqlen_q=seqlens_q[0],
+        seqlen_k=seqlens_k[0],
+        head_dim=head_dim,
+        head_dim_v=head_dim if draw(st.booleans()) else draw(st.integers(1, max_head_dim)),
+        seqlens_q=seqlens_q if varlen else None,
+        seqlens_k=seqlens_k if varlen else None,
+        seqused_q=used(seqlens_q),
+        seqused_k=used(seqlens_k),
+        slack=draw(st.integers(0, 40)) if varlen else 0,
+        softmax_scale=draw(st.sampled_from([None, None, 0.25, 0.0, -0.3])),
+        causal=draw(causal),
+        window_size=(draw(window), draw(window)) if draw(st.booleans()) else (-1, -1),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 20.0])),
+        bias="".join(letter if wide else "1" for letter, wide in zip("bhqk", full, strict=True)) if bias else None,
+        bias_float32=draw(st.booleans()),
+        bias_hides_rows=draw(st.booleans()),
+        alibi=draw(st.sampled_from([None, None, "heads", "batch"])),
+        sink=draw(st.sampled_from([None, None, "finite", "minus_inf"])),
+        dlse=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.1, 0.5, 0.9])) if dropout else 0.0,
+        rng_layout=draw(st.sampled_from(RNG_LAYOUTS)),
+        rng_seed=draw(st.integers(0, 2**63 - 1)),
+        rng_offset=draw(st.integers(0, 2**40)),
+        lse_form=draw(st.sampled_from(forms)),
+        empty_lse=draw(st.sampled_from([float("inf"), float("-inf"), 0.0])),
+        layout=layout,
+        dout_layout=draw(st.sampled_from(DOUT_LAYOUTS)),
+        deterministic=draw(st.booleans()),
+    )

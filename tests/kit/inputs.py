@@ -1,0 +1,271 @@
+"""Tensors of a case: values, reference results, memory layouts, and NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dropout, oracle, tolerance
+from .cases import Case
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything one call takes. ``softmax_lse`` and ``dlse`` have the form the case asks for.
+
+    ``reference`` holds the float64 results, on the CPU. ``canonical`` holds the same values as the arguments, on the
+    CPU, contiguous, with lse and dlse as (B, H, Sq) or (H, total_q), for the oracle.
+    """
+
+    case: Case
+    dtype: torch.dtype
+    canonical: dict[str, Any]
+    arguments: dict[str, Any]
+    reference: oracle.AttentionResult
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor arguments by name."""
+        return {name: x for name, x in self.arguments.items() if isinstance(x, Tensor)}
+
+    def rng_state(self) -> tuple[int, int, str] | None:
+        """(seed, offset, layout) for flashbwd.RngState, or None."""
+        case = self.case
+        return (case.rng_seed, case.rng_offset, case.rng_layout) if case.dropout_p > 0 else None
+
+    def forward_arguments(self) -> dict[str, Any]:
+        """What oracle.attention takes besides q, k, v, dout."""
+        return {name: x for name, x in self.canonical.items() if name not in ("q", "k", "v", "dout", "out", "lse")}
+
+    @cached_property
+    def naive(self) -> tuple[oracle.AttentionResult, oracle.AttentionResult]:
+        """The same gradients by PyTorch in the precision of the inputs: autograd, and the formulas written out."""
+        x, rest = self.canonical, self.forward_arguments()
+        q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
+        autograd = oracle.attention(q, k, v, dout, **rest, dtype=self.dtype)
+        written = oracle.attention_from_statistics(q, k, v, dout, x["out"], x["lse"], **rest, dtype=self.dtype)
+        return autograd, written
+
+    def check(self, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None) -> None:
+        """Assert that the gradients obey the tolerance rule, each absent exactly where the reference has none."""
+        for name, actual in {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsink": dsink}.items():
+            expected = getattr(self.reference, name)
+            if expected is None or actual is None:
+                assert expected is None and actual is None, f"{name}: got {actual}, the reference has {expected}"
+                continue
+            naive = [getattr(result, name) for result in self.naive]
+            softcap = self.case.softcap > 0
+            tolerance.assert_close(actual, expected, naive, name, dtype=self.dtype, softcap=softcap)
+
+
+def roundup(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def build(case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+    """Draw the values of a case, compute its reference, and lay both out as the case asks, on ``device``."""
+    canonical = _values(case, dtype, seed)
+    rest = {name: x for name, x in canonical.items() if name not in ("q", "k", "v", "dout")}
+    reference = oracle.attention(*(canonical[name] for name in ("q", "k", "v", "dout")), **rest)
+    canonical["out"] = reference.out.to(dtype)
+    canonical["lse"] = torch.where(reference.empty, case.empty_lse, reference.lse).to(lse_dtype(dtype))
+    if canonical["dlse"] is not None:
+        canonical["dlse"] = torch.where(reference.empty, torch.nan, canonical["dlse"])
+    _poison(case, canonical)
+    return Inputs(case, dtype, canonical, _arguments(case, canonical, torch.device(device)), reference)
+
+
+def _values(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, to: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(to)
+
+    def rows(physical: tuple[int, ...], heads: int, dim: int) -> Tensor:
+        lead = (sum(physical),) if case.varlen else (case.batch, physical[0] if physical else case.seqlen_q)
+        return normal(*lead, heads, dim)
+
+    def int32(values: tuple[int, ...] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.int32)
+
+    def cumulative(physical: tuple[int, ...]) -> Tensor | None:
+        return torch.tensor([sum(physical[:n]) for n in range(len(physical) + 1)], dtype=torch.int32)
+
+    batch, physical_q = case.batch_size, case.physical_q
+    dout = rows(physical_q, case.heads, case.head_dim_v)
+    if case.dout_layout == "expanded_scalar":
+        dout = torch.full_like(dout, 0.75)
+    elif case.dout_layout == "expanded_row":
+        dout = normal(case.head_dim_v).expand_as(dout)
+    statistics = (case.heads, sum(physical_q)) if case.varlen else (batch, case.heads, case.seqlen_q)
+    slopes = {None: None, "heads": (case.heads,), "batch": (batch, case.heads)}[case.alibi]
+    sink = None if case.sink is None else normal(case.heads, to=lse_dtype(dtype))
+    if case.sink == "minus_inf" and sink is not None:
+        sink[0] = -torch.inf
+    keep = None
+    if case.dropout_p > 0:
+        keep = dropout.keep_masks(
+            case.rng_layout,
+            case.rng_seed,
+            case.rng_offset,
+            case.dropout_p,
+            heads=case.heads,
+            seqlens_q=case.logical_q,
+            seqlens_k=case.logical_k,
+            max_seqlen_q=case.max_seqlen_q,
+            max_seqlen_k=case.max_seqlen_k,
+        )
+    return {
+        "q": rows(physical_q, case.heads, case.head_dim),
+        "k": _keys(case, normal, case.head_dim),
+        "v": _keys(case, normal, case.head_dim_v),
+        "dout": dout,
+        "softmax_scale": case.softmax_scale,
+        "causal": case.causal,
+        "window_size": case.window_size,
+        "softcap": case.softcap,
+        "attn_bias": _bias(case, dtype, generator),
+        "alibi_slopes": None if slopes is None else normal(*slopes, to=torch.float32).abs() * 0.1,
+        "sink": sink,
+        "dlse": normal(*statistics, to=lse_dtype(dtype)) if case.dlse else None,
+        "dropout_p": case.dropout_p,
+        "keep": keep,
+        "cu_seqlens_q": cumulative(physical_q) if case.varlen else None,
+        "cu_seqlens_k": cumulative(case.physical_k) if case.varlen else None,
+        "seqused_q": int32(case.seqused_q),
+        "seqused_k": int32(case.seqused_k),
+    }
+
+
+def _keys(case: Case, normal: Any, dim: int) -> Tensor:
+    lead = (sum(case.physical_k),) if case.varlen else (case.batch, case.seqlen_k)
+    return normal(*lead, case.heads_kv, dim)
+
+
+def _bias(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
+    if case.bias is None:
+        return None
+    full = (case.batch_size, case.heads, case.max_seqlen_q, case.max_seqlen_k)
+    shape = [size if letter != "1" else 1 for letter, size in zip(case.bias, full, strict=True)]
+    bias = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if case.bias_hides_rows:
+        bias[:, :, 1::3] = -torch.inf  # whole rows
+        bias.view(-1)[::11] = -torch.inf
+    return bias.to(torch.float32 if case.bias_float32 and dtype != torch.float64 else dtype)
+
+
+def _poison(case: Case, canonical: dict[str, Any]) -> None:
+    """NaN outside the logical lengths: rows of q, k, v, dout, out, lse, dlse, and entries of the bias."""
+    if not case.varlen:
+        return
+    for names, physical, logical in (
+        (("q", "dout", "out"), case.physical_q, case.logical_q),
+        (("k", "v"), case.physical_k, case.logical_k),
+    ):
+        start = 0
+        for n, used in zip(physical, logical, strict=True):
+            for name in names:
+                if case.dout_layout == "same" or name != "dout":
+                    canonical[name][start + used : start + n] = torch.nan
+            if names[0] == "q":
+                for name in ("lse", "dlse"):
+                    if canonical[name] is not None:
+                        canonical[name][:, start + used : start + n] = torch.nan
+            start += n
+    bias = canonical["attn_bias"]
+    if bias is None:
+        return
+    if bias.shape[0] > 1 or case.batch_size == 1:
+        spans = list(zip(case.logical_q, case.logical_k, strict=True))
+    else:
+        spans = [(max(case.logical_q, default=0), max(case.logical_k, default=0))]
+    for b, (used_q, used_k) in enumerate(spans):
+        if bias.shape[2] > 1:
+            bias[b, :, used_q:] = torch.nan
+        if bias.shape[3] > 1:
+            bias[b, :, :, used_k:] = torch.nan
+
+
+def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    names = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "sink", "dropout_p")
+    arguments = {name: moved(canonical[name]) for name in names}
+    arguments |= {name: moved(canonical[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
+    q, k, v, dout, out = (moved(canonical[name]) for name in ("q", "k", "v", "dout", "out"))
+    arguments |= dict(zip(("q", "k", "v"), _lay_out_qkv(case.layout, q, k, v), strict=True))
+    arguments["out"] = lay_out(case.layout, out)
+    if case.dout_layout == "expanded_scalar" and dout.numel() > 0:
+        arguments["dout"] = dout.flatten()[0].clone().expand_as(dout)
+    elif case.dout_layout == "expanded_row" and dout.numel() > 0:
+        row = lay_out("offset" if case.layout == "offset" else "contiguous", dout[(0,) * (dout.dim() - 1)].clone())
+        arguments["dout"] = row.expand_as(dout)
+    else:
+        arguments["dout"] = lay_out(case.layout, dout.contiguous())
+    arguments["attn_bias"] = None if canonical["attn_bias"] is None else moved(canonical["attn_bias"])
+    for name, argument in (("lse", "softmax_lse"), ("dlse", "dlse")):
+        x = canonical[name]
+        arguments[argument] = None if x is None else moved(statistics_in_form(case, x))
+    if case.varlen:
+        arguments["max_seqlen_q"], arguments["max_seqlen_k"] = case.max_seqlen_q, case.max_seqlen_k
+    arguments["deterministic"] = case.deterministic
+    return arguments
+
+
+def statistics_in_form(case: Case, rows: Tensor) -> Tensor:
+    """Row statistics, (B, H, Sq) or (H, total_q), in the form that the case asks for; what pads them is NaN."""
+    if case.lse_form == "rows":
+        return rows
+    if case.lse_form == "rows1":
+        return rows.unsqueeze(-1)
+    width = roundup(case.max_seqlen_q, 32)
+    padded = torch.full((case.batch_size, case.heads, width), torch.nan, dtype=rows.dtype)
+    start = 0
+    for b, n in enumerate(case.physical_q):
+        padded[b, :, :n] = rows[:, start : start + n] if case.varlen else rows[b]
+        start += n
+    return padded
+
+
+def lay_out(layout: str, x: Tensor) -> Tensor:
+    """The values of x, (B, S, H, D) or (total, H, D) (or a row), as a view of memory that holds NaN in the gaps."""
+
+    def buffer(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
+
+    if layout == "bhsd":
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "odd_strides":
+        return buffer(*x.shape[:-1], x.shape[-1] + 3)[..., : x.shape[-1]].copy_(x)
+    if layout == "offset":
+        return buffer(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    if layout == "every_other_row":
+        rows = x.dim() - 3
+        doubled = list(x.shape)
+        doubled[rows] *= 2
+        index = (slice(None),) * rows + (slice(None, None, 2),)
+        return buffer(*doubled)[index].copy_(x)
+    assert layout in ("contiguous", "packed_qkv"), layout
+    return x
+
+
+def _lay_out_qkv(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if layout != "packed_qkv" or k.shape != v.shape:
+        return lay_out(layout, q), lay_out(layout, k), lay_out(layout, v)
+    parts = [q, k, v] if q.shape[:-2] == k.shape[:-2] else [k, v]
+    packed = torch.cat(parts, dim=-2).split([x.shape[-2] for x in parts], dim=-2)
+    return packed if len(parts) == 3 else (q, *packed)
+
+
+def without_features(case: Case) -> Case:
+    """The same shapes, masks aside: what a plain forward of PyTorch can also run."""
+    return dataclasses.replace(case, softcap=0.0, bias=None, alibi=None, sink=None, dlse=False, dropout_p=0.0)

@@ -61,14 +61,14 @@ struct AttentionBackwardParams {
   int64_t total_q = 0;
   int64_t total_k = 0;
 
-  DType dtype = DType::kBFloat16;       // of q, k, v, out, dout
-  DType dq_dtype = DType::kBFloat16;    // of the gradients: `dtype`, or fp32 where the caller gave fp32
+  DType dtype = DType::kBFloat16;     // of q, k, v, out, dout
+  DType dq_dtype = DType::kBFloat16;  // of the gradients: `dtype`, or fp32 where the caller gave fp32
   DType dk_dtype = DType::kBFloat16;
   DType dv_dtype = DType::kBFloat16;
 
   HeadsView q, k, v, out, dout;
   HeadsView dq, dk, dv;
-  RowsView lse, dlse;                   // dlse.data is null when there is none
+  RowsView lse, dlse;  // dlse.data is null when there is none
 
   // (batch + 1,) and (batch,) int32 on the GPU; null when dense / unused.
   const int32_t* cu_seqlens_q = nullptr;
@@ -77,24 +77,24 @@ struct AttentionBackwardParams {
   const int32_t* seqused_k = nullptr;
 
   float softmax_scale = 1.f;
-  float softcap = 0.f;                  // 0: none
+  float softcap = 0.f;                              // 0: none
   CausalAlignment causal = CausalAlignment::kNone;  // which diagonal `window_*` are measured from
-  int32_t window_left = -1;             // -1: unbounded. Causal has already made window_right 0.
+  int32_t window_left = -1;                         // -1: unbounded. Causal has already made window_right 0.
   int32_t window_right = -1;
 
-  BiasView bias;                        // data null: none
-  BiasView dbias;                       // data null: not asked for; same shape and dtype as bias
+  BiasView bias;   // data null: none
+  BiasView dbias;  // data null: not asked for; same shape and dtype as bias
   const float* alibi_slopes = nullptr;
-  int64_t alibi_batch_stride = 0;       // 0: one slope a head for all batches
-  const float* sink = nullptr;          // (heads,)
-  float* dsink = nullptr;               // (heads,) fp32, written, not added to
+  int64_t alibi_batch_stride = 0;  // 0: one slope a head for all batches
+  const float* sink = nullptr;     // (heads,)
+  float* dsink = nullptr;          // (heads,) fp32, written, not added to
 
   float dropout_p = 0.f;
   DropoutLayout dropout_layout = DropoutLayout::kNone;
   PhiloxArguments philox;
 
   bool deterministic = false;
-  void* workspace = nullptr;            // at least the plan's workspace_bytes, 256-byte aligned
+  void* workspace = nullptr;  // at least the plan's workspace_bytes, 256-byte aligned
 };
 
 }  // namespace flashbwd

@@ -27,8 +27,9 @@ struct AttentionArguments {
   std::optional<int64_t> max_seqlen_q, max_seqlen_k;
   bool need_dbias = true;
   bool deterministic = false;
-  std::string backend = "auto";  // or the name of a backend, which is then taken or refused with the reason
+  std::string backend = "auto";      // or the name of a backend, which is then taken or refused with the reason
   TensorDesc dq, dk, dv, workspace;  // given by the caller, or undefined
+  bool plan_only = false;            // nothing will run: lengths may lie on the CPU beside tensors that do not
 };
 
 // A checked problem: everything that plans and launchers ask about it.
@@ -57,7 +58,8 @@ struct AttentionProblem {
   bool has_bias = false;
   bool need_dbias = false;
   DType bias_dtype = DType::kFloat32;
-  bool bias_broadcast_batch = false, bias_broadcast_head = false, bias_broadcast_row = false, bias_broadcast_col = false;
+  bool bias_broadcast_batch = false, bias_broadcast_head = false, bias_broadcast_row = false,
+       bias_broadcast_col = false;
   bool has_alibi = false;
   bool has_sink = false;
   bool has_dlse = false;
@@ -70,5 +72,13 @@ struct AttentionProblem {
 
 // Throws std::invalid_argument whose message names the argument, what was expected and what came.
 AttentionProblem check_attention(const AttentionArguments& arguments);
+
+// The same checks on what a forward is given: `arguments` hold no out, dout, softmax_lse or rng_state.
+void check_attention_forward(AttentionArguments arguments);
+
+// The parameters of a launch. `arguments` hold every output: dq, dk, dv and the workspace; dbias and dsink are
+// undefined where not asked for. Philox seeds on the CPU are read here, those on the GPU are passed as pointers.
+AttentionBackwardParams make_params(const AttentionArguments& arguments, const AttentionProblem& problem,
+                                    const TensorDesc& dbias, const TensorDesc& dsink);
 
 }  // namespace flashbwd

@@ -70,6 +70,10 @@ struct DeviceInfo {
   int32_t sm_count = 0;
   int64_t smem_per_block = 0;  // largest dynamic shared memory a block may ask for, bytes
   int64_t l2_bytes = 0;
+  // Kernel families that this build holds.
+  bool has_attention_sm90 = false;
+  bool has_attention_sm80 = false;
+  bool has_layer_norm = false;
 };
 
 }  // namespace flashbwd

@@ -9,26 +9,26 @@ namespace flashbwd {
 
 struct LayerNormBackwardParams {
   int64_t rows = 0;
-  int64_t columns = 0;                  // N
-  DType x_dtype = DType::kBFloat16;     // of x and dx
+  int64_t columns = 0;               // N
+  DType x_dtype = DType::kBFloat16;  // of x and dx
   DType dz_dtype = DType::kBFloat16;
   DType gamma_dtype = DType::kFloat32;  // of gamma, dgamma, dbeta
   DType stats_dtype = DType::kFloat32;  // of mu and rs
   const void* dz = nullptr;
-  int64_t dz_row_stride = 0;            // elements
+  int64_t dz_row_stride = 0;  // elements
   const void* x = nullptr;
   int64_t x_row_stride = 0;
-  const void* mu = nullptr;             // null: RMSNorm
+  const void* mu = nullptr;  // null: RMSNorm
   const void* rs = nullptr;
-  const void* gamma = nullptr;          // null: none (all ones)
-  const void* dresidual = nullptr;      // x's dtype, added into dx; null: none
+  const void* gamma = nullptr;      // null: none (all ones)
+  const void* dresidual = nullptr;  // x's dtype, added into dx; null: none
   int64_t dresidual_row_stride = 0;
-  void* dx = nullptr;                   // null where not asked for, as are the next two
+  void* dx = nullptr;  // null where not asked for, as are the next two
   int64_t dx_row_stride = 0;
   void* dgamma = nullptr;
   void* dbeta = nullptr;
   bool zero_centered_gamma = false;
-  void* workspace = nullptr;            // fp32 partial sums
+  void* workspace = nullptr;  // fp32 partial sums
   int64_t workspace_bytes = 0;
   int32_t sm_count = 0;
 };

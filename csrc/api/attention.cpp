@@ -1,0 +1,316 @@
+// The attention operators: read the arguments, check, plan, allocate, launch.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <memory>
+#include <string>
+
+#include "../attention/plan.h"
+#include "../attention/problem.h"
+#include "../common/check.h"
+#include "cuda_backend.h"
+#include "tensors.h"
+
+namespace flashbwd {
+namespace {
+
+// What the operators share, in the order of their schemas.
+#define FLASHBWD_ATTENTION_ARGUMENTS                                                                           \
+  "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "                                \
+  "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? dlse=None, "                  \
+  "Tensor? rng_seed=None, Tensor? rng_offset=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "     \
+  "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, str causal='none', "             \
+  "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, float dropout_p=0.0, str rng_layout='', " \
+  "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool need_dbias=True, bool deterministic=False, "     \
+  "str backend='auto'"
+
+// A call's tensors, which own what `arguments` point to.
+struct AttentionCall {
+  Tensor dout, q, k, v, out, softmax_lse;
+  std::optional<Tensor> attn_bias, alibi_slopes, sink, dlse, rng_seed, rng_offset;
+  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  AttentionArguments arguments;
+
+  explicit AttentionCall(ArgumentReader& reader)
+      : dout(reader.tensor()),
+        q(reader.tensor()),
+        k(reader.tensor()),
+        v(reader.tensor()),
+        out(reader.tensor()),
+        softmax_lse(reader.tensor()),
+        attn_bias(reader.optional_tensor()),
+        alibi_slopes(reader.optional_tensor()),
+        sink(reader.optional_tensor()),
+        dlse(reader.optional_tensor()),
+        rng_seed(reader.optional_tensor()),
+        rng_offset(reader.optional_tensor()),
+        cu_seqlens_q(reader.optional_tensor()),
+        cu_seqlens_k(reader.optional_tensor()),
+        seqused_q(reader.optional_tensor()),
+        seqused_k(reader.optional_tensor()) {
+    AttentionArguments& a = arguments;
+    a.softmax_scale = reader.read<std::optional<double>>();
+    a.causal = reader.read<std::string>();
+    a.window_left = reader.read<int64_t>();
+    a.window_right = reader.read<int64_t>();
+    a.softcap = reader.read<double>();
+    a.dropout_p = reader.read<double>();
+    a.rng_layout = reader.read<std::string>();
+    a.max_seqlen_q = reader.read<std::optional<int64_t>>();
+    a.max_seqlen_k = reader.read<std::optional<int64_t>>();
+    a.need_dbias = reader.read<bool>();
+    a.deterministic = reader.read<bool>();
+    a.backend = reader.read<std::string>();
+  }
+
+  // Called once every argument has been read.
+  void describe_tensors() {
+    AttentionArguments& a = arguments;
+    dout = with_contiguous_last_dim(dout);
+    a.dout = describe(dout);
+    a.q = describe(q);
+    a.k = describe(k);
+    a.v = describe(v);
+    a.out = describe(out);
+    a.softmax_lse = describe(softmax_lse);
+    a.attn_bias = describe(attn_bias);
+    a.alibi_slopes = describe(alibi_slopes);
+    a.sink = describe(sink);
+    a.dlse = describe(dlse);
+    a.rng_seed = describe(rng_seed);
+    a.rng_offset = describe(rng_offset);
+    a.cu_seqlens_q = describe(cu_seqlens_q);
+    a.cu_seqlens_k = describe(cu_seqlens_k);
+    a.seqused_q = describe(seqused_q);
+    a.seqused_k = describe(seqused_k);
+  }
+};
+
+struct Outputs {
+  Tensor dq, dk, dv;
+  std::optional<Tensor> workspace, dbias, dsink;
+};
+
+DeviceInfo device_info(Device device) {
+  DeviceInfo info;
+  if (device.type != DeviceType::kCUDA) return info;
+  if (cuda_backend() == nullptr) {
+    info.why_not = "this installation holds no CUDA kernels";
+    return info;
+  }
+  info = cuda_backend()->device_info(device.index);
+  info.has_attention_sm90 = cuda_backend()->attention_sm90 != nullptr;
+  info.has_attention_sm80 = cuda_backend()->attention_sm80 != nullptr;
+  return info;
+}
+
+void run_reference(const AttentionCall& call, const AttentionProblem& problem, const Outputs& outputs) {
+  const AttentionArguments& a = call.arguments;
+  StableIValue stack[] = {
+      boxed(call.dout),
+      boxed(call.q),
+      boxed(call.k),
+      boxed(call.v),
+      boxed(call.out),
+      boxed(call.softmax_lse),
+      boxed(call.attn_bias),
+      boxed(call.alibi_slopes),
+      boxed(call.sink),
+      boxed(call.dlse),
+      boxed(call.rng_seed),
+      boxed(call.rng_offset),
+      boxed(call.cu_seqlens_q),
+      boxed(call.cu_seqlens_k),
+      boxed(call.seqused_q),
+      boxed(call.seqused_k),
+      boxed(problem.softmax_scale),
+      boxed(a.causal),
+      boxed(problem.window_left),
+      boxed(problem.window_right),
+      boxed(problem.softcap),
+      boxed(problem.dropout_p),
+      boxed(a.rng_layout),
+      boxed(problem.seqlen_q),
+      boxed(problem.seqlen_k),
+      boxed(outputs.dq),
+      boxed(outputs.dk),
+      boxed(outputs.dv),
+      boxed(outputs.dbias),
+      boxed(outputs.dsink),
+  };
+  call_operator("flashbwd::attention_backward_reference", stack);
+}
+
+void run_kernel(const AttentionCall& call, const AttentionProblem& problem, const AttentionPlan& plan,
+                const Outputs& outputs) {
+  const CudaBackend& cuda = *cuda_backend();
+  const AttentionLauncher launch = plan.backend == "sm90" ? cuda.attention_sm90 : cuda.attention_sm80;
+  const AttentionBackwardParams params =
+      make_params(call.arguments, problem, describe(outputs.dbias), describe(outputs.dsink));
+  const char* error = launch(params, plan, cuda.current_stream(problem.device.index));
+  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+}
+
+// Plans and runs a checked call whose dq, dk, dv exist.
+void run(AttentionCall& call, const AttentionProblem& problem, Outputs& outputs) {
+  std::unique_ptr<torch::stable::accelerator::DeviceGuard> guard;
+  if (problem.device.type == DeviceType::kCUDA) {
+    guard = std::make_unique<torch::stable::accelerator::DeviceGuard>(problem.device.index);
+  }
+  AttentionArguments& a = call.arguments;
+  const AttentionPlan plan = plan_attention(problem, device_info(problem.device));
+  const int64_t bytes = plan.workspace.bytes;
+  if (outputs.workspace.has_value()) {
+    check(a.workspace.numel() >= bytes, "workspace has ", a.workspace.numel(), " bytes, expected at least ", bytes);
+  } else if (bytes > 0) {
+    outputs.workspace = new_empty(call.q, {bytes}, DType::kUInt8);
+  }
+  if (problem.need_dbias) outputs.dbias = torch::stable::empty_like(*call.attn_bias);
+  if (problem.has_sink) outputs.dsink = torch::stable::empty_like(*call.sink);
+  if (plan.backend == "reference") {
+    run_reference(call, problem, outputs);
+    return;
+  }
+  a.dq = describe(outputs.dq);
+  a.dk = describe(outputs.dk);
+  a.dv = describe(outputs.dv);
+  a.workspace = describe(outputs.workspace);
+  run_kernel(call, problem, plan, outputs);
+}
+
+// Operators return tensors, never none: what was not asked for is an empty one.
+Tensor or_empty(const std::optional<Tensor>& tensor, const AttentionCall& call) {
+  return tensor.has_value() ? *tensor : new_empty(call.q, {0}, call.arguments.q.dtype);
+}
+
+void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  AttentionCall call(reader);
+  call.describe_tensors();
+  const AttentionProblem problem = check_attention(call.arguments);
+  Outputs outputs{torch::stable::empty_like(call.q),
+                  torch::stable::empty_like(call.k),
+                  torch::stable::empty_like(call.v),
+                  {},
+                  {},
+                  {}};
+  run(call, problem, outputs);
+  stack[0] = boxed(outputs.dq);
+  stack[1] = boxed(outputs.dk);
+  stack[2] = boxed(outputs.dv);
+  stack[3] = boxed(or_empty(outputs.dbias, call));
+  stack[4] = boxed(or_empty(outputs.dsink, call));
+}
+
+void attention_backward_out(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  AttentionCall call(reader);
+  Tensor dq = reader.tensor();
+  Tensor dk = reader.tensor();
+  Tensor dv = reader.tensor();
+  std::optional<Tensor> workspace = reader.optional_tensor();
+  call.describe_tensors();
+  AttentionArguments& a = call.arguments;
+  a.dq = describe(dq);
+  a.dk = describe(dk);
+  a.dv = describe(dv);
+  a.workspace = describe(workspace);
+  const AttentionProblem problem = check_attention(a);
+  Outputs outputs{dq, dk, dv, workspace, {}, {}};
+  run(call, problem, outputs);
+  stack[0] = boxed(or_empty(outputs.dbias, call));
+  stack[1] = boxed(or_empty(outputs.dsink, call));
+}
+
+// `plan_device` is the index of the CUDA device that meta tensors are planned for, or -1 for the CPU.
+void plan_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  AttentionCall call(reader);
+  const std::optional<Tensor> dq = reader.optional_tensor();
+  const std::optional<Tensor> dk = reader.optional_tensor();
+  const std::optional<Tensor> dv = reader.optional_tensor();
+  const std::optional<Tensor> workspace = reader.optional_tensor();
+  const int64_t plan_device = reader.read<int64_t>();
+  call.describe_tensors();
+  AttentionArguments& a = call.arguments;
+  a.plan_only = true;
+  a.dq = describe(dq);
+  a.dk = describe(dk);
+  a.dv = describe(dv);
+  a.workspace = describe(workspace);
+  AttentionProblem problem = check_attention(a);
+  if (problem.device.type == DeviceType::kMeta) {
+    problem.device = plan_device < 0 ? Device{} : Device{DeviceType::kCUDA, static_cast<int32_t>(plan_device)};
+  }
+  stack[0] = boxed(to_json(plan_attention(problem, device_info(problem.device))));
+}
+
+// The checks of a backward on the inputs of a forward, whose out, dout and LSE are still to come.
+void check_attention_inputs(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const Tensor q = reader.tensor();
+  const Tensor k = reader.tensor();
+  const Tensor v = reader.tensor();
+  const auto attn_bias = reader.optional_tensor();
+  const auto alibi_slopes = reader.optional_tensor();
+  const auto sink = reader.optional_tensor();
+  const auto cu_seqlens_q = reader.optional_tensor();
+  const auto cu_seqlens_k = reader.optional_tensor();
+  AttentionArguments a;
+  a.softmax_scale = reader.read<double>();
+  a.causal = reader.read<std::string>();
+  a.window_left = reader.read<int64_t>();
+  a.window_right = reader.read<int64_t>();
+  a.softcap = reader.read<double>();
+  a.dropout_p = reader.read<double>();
+  a.max_seqlen_q = reader.read<std::optional<int64_t>>();
+  a.max_seqlen_k = reader.read<std::optional<int64_t>>();
+  a.deterministic = reader.read<bool>();
+  a.backend = reader.read<std::string>();
+  a.q = describe(q);
+  a.k = describe(k);
+  a.v = describe(v);
+  a.attn_bias = describe(attn_bias);
+  a.alibi_slopes = describe(alibi_slopes);
+  a.sink = describe(sink);
+  a.cu_seqlens_q = describe(cu_seqlens_q);
+  a.cu_seqlens_k = describe(cu_seqlens_k);
+  check_attention_forward(a);
+}
+
+}  // namespace
+}  // namespace flashbwd
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
+  m.def("attention_backward(" FLASHBWD_ATTENTION_ARGUMENTS
+        ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
+  m.def("attention_backward_out(" FLASHBWD_ATTENTION_ARGUMENTS
+        ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? workspace=None) -> (Tensor dbias, Tensor dsink)");
+  m.def("plan_attention_backward(" FLASHBWD_ATTENTION_ARGUMENTS
+        ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
+  m.def(
+      "check_attention_inputs(Tensor q, Tensor k, Tensor v, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, "
+      "SymInt window_right, float softcap, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+      "bool deterministic, str backend) -> ()");
+  // Implemented in Python on torch operators; the operators above call it where the plan says so.
+  m.def(
+      "attention_backward_reference(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+      "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, Tensor? dlse, Tensor? rng_seed, Tensor? rng_offset, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, float softmax_scale, "
+      "str causal, SymInt window_left, SymInt window_right, float softcap, float dropout_p, str rng_layout, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, "
+      "Tensor(e!)? dsink) -> ()");
+}
+
+#define FLASHBWD_IMPLEMENT(key)                                           \
+  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                           \
+    m.impl("attention_backward", flashbwd::attention_backward);           \
+    m.impl("attention_backward_out", flashbwd::attention_backward_out);   \
+    m.impl("plan_attention_backward", flashbwd::plan_attention_backward); \
+    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);   \
+  }
+
+FLASHBWD_IMPLEMENT(CPU)
+FLASHBWD_IMPLEMENT(CUDA)
+
+STABLE_TORCH_LIBRARY_IMPL(flashbwd, Meta, m) { m.impl("plan_attention_backward", flashbwd::plan_attention_backward); }

@@ -1,0 +1,81 @@
+// _C_cuda: what this build's kernels are, plugged into _C when the library loads.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "../common/probe.h"
+#include "cuda_backend.h"
+
+namespace flashbwd {
+namespace {
+
+std::string why_not(cudaError_t error) {
+  int driver = 0;
+  int runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+  if (driver == 0) return "there is no CUDA driver";
+  if (driver / 1000 < runtime / 1000) {
+    return "the driver supports CUDA " + version(driver) + ", which is older than the " + version(runtime) +
+           " of this build";
+  }
+  return std::string("kernels of this build cannot run on this device: ") + cudaGetErrorString(error);
+}
+
+DeviceInfo query_device(int index) {
+  DeviceInfo info;
+  cudaError_t error = probe_current_device();
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, which, index);
+    return value;
+  };
+  info.cc_major = attribute(cudaDevAttrComputeCapabilityMajor);
+  info.cc_minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  info.sm_count = attribute(cudaDevAttrMultiProcessorCount);
+  info.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  info.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  info.usable = error == cudaSuccess;
+  info.why_not = info.usable ? "" : why_not(error);
+  cudaGetLastError();  // a failed probe is an answer, not an error to be met later
+  return info;
+}
+
+// Properties of a device do not change while a process runs: asked once.
+DeviceInfo device_info(int index) {
+  static std::mutex mutex;
+  static std::map<int, DeviceInfo> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(index);
+  if (found != known.end()) return found->second;
+  int before = 0;
+  const bool switched = cudaGetDevice(&before) == cudaSuccess && before != index && cudaSetDevice(index) == cudaSuccess;
+  const DeviceInfo info = query_device(index);
+  if (switched) cudaSetDevice(before);
+  return known.emplace(index, info).first->second;
+}
+
+void* current_stream(int index) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  return stream;
+}
+
+struct Installer {
+  Installer() {
+    CudaBackend backend;
+    backend.device_info = device_info;
+    backend.current_stream = current_stream;
+    flashbwd_install_cuda_backend(&backend);
+  }
+};
+
+const Installer installer;
+
+}  // namespace
+}  // namespace flashbwd

@@ -1,0 +1,82 @@
+#include "tensors.h"
+
+#include "../common/check.h"
+
+namespace flashbwd {
+namespace {
+
+constexpr std::pair<ScalarType, DType> kDTypes[] = {
+    {ScalarType::Half, DType::kFloat16},  {ScalarType::BFloat16, DType::kBFloat16},
+    {ScalarType::Float, DType::kFloat32}, {ScalarType::Double, DType::kFloat64},
+    {ScalarType::Int, DType::kInt32},     {ScalarType::Long, DType::kInt64},
+    {ScalarType::Byte, DType::kUInt8},    {ScalarType::UInt64, DType::kUInt64},
+};
+
+DType dtype_of(ScalarType type) {
+  for (const auto& [scalar_type, dtype] : kDTypes) {
+    if (scalar_type == type) return dtype;
+  }
+  return DType::kOther;
+}
+
+Device device_of(const Tensor& tensor) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  Device device;
+  if (type == aoti_torch_device_type_cuda()) {
+    device.type = DeviceType::kCUDA;
+    device.index = tensor.get_device_index();
+  } else if (type == aoti_torch_device_type_meta()) {
+    device.type = DeviceType::kMeta;
+  } else if (type != aoti_torch_device_type_cpu()) {
+    device.type = DeviceType::kOther;
+  }
+  return device;
+}
+
+}  // namespace
+
+TensorDesc describe(const Tensor& tensor) {
+  TensorDesc desc;
+  desc.defined = true;
+  const int64_t dim = tensor.dim();
+  check(dim <= TensorDesc::kMaxDims, "a tensor has ", dim, " dimensions, expected at most ", TensorDesc::kMaxDims);
+  desc.dim = static_cast<int32_t>(dim);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (int64_t i = 0; i < dim; ++i) {
+    desc.sizes[i] = sizes[i];
+    desc.strides[i] = strides[i];
+  }
+  desc.dtype = dtype_of(tensor.scalar_type());
+  desc.device = device_of(tensor);
+  desc.data = desc.device.type == DeviceType::kMeta ? nullptr : tensor.data_ptr();
+  return desc;
+}
+
+TensorDesc describe(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? describe(*tensor) : TensorDesc{};
+}
+
+ScalarType scalar_type_of(DType dtype) {
+  for (const auto& [scalar_type, known] : kDTypes) {
+    if (known == dtype) return scalar_type;
+  }
+  refuse("no scalar type for ", name_of(dtype));
+}
+
+Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype) {
+  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, scalar_type_of(dtype));
+}
+
+Tensor with_contiguous_last_dim(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1) return tensor;
+  return torch::stable::contiguous(tensor);
+}
+
+void call_operator(const char* name, StableIValue* stack) {
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION));
+}
+
+}  // namespace flashbwd

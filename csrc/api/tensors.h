@@ -1,0 +1,53 @@
+// From the stable ABI's tensors to the plain descriptions that host logic works on, and back.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <utility>
+
+#include "../common/types.h"
+
+namespace flashbwd {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+TensorDesc describe(const Tensor& tensor);
+TensorDesc describe(const std::optional<Tensor>& tensor);  // undefined when there is none
+
+ScalarType scalar_type_of(DType dtype);
+
+// An uninitialised tensor on `like`'s device.
+Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
+
+// `tensor`, or a copy whose last dimension is contiguous (gradients of sums come expanded).
+Tensor with_contiguous_last_dim(const Tensor& tensor);
+
+// Reads an operator's arguments off a boxed stack, in the order of its schema. All of them must be read before
+// anything can throw: reading takes ownership.
+class ArgumentReader {
+ public:
+  explicit ArgumentReader(StableIValue* stack) : next_(stack) {}
+  template <typename T>
+  T read() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+  Tensor tensor() { return read<Tensor>(); }
+  std::optional<Tensor> optional_tensor() { return read<std::optional<Tensor>>(); }
+
+ private:
+  StableIValue* next_;
+};
+
+template <typename T>
+StableIValue boxed(const T& value) {
+  return torch::stable::detail::from(value);
+}
+
+// Calls an operator of this namespace through the dispatcher, for its effect on the arguments.
+void call_operator(const char* name, StableIValue* stack);
+
+}  // namespace flashbwd

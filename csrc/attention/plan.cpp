@@ -1,0 +1,110 @@
+#include "plan.h"
+
+#include <sstream>
+
+#include "../common/check.h"
+#include "family.h"
+
+namespace flashbwd {
+namespace {
+
+// The kernel families in order of preference. A null entry has no kernels in this source tree.
+struct Candidate {
+  const char* name;
+  const AttentionFamily* family;
+  bool DeviceInfo::*built;
+};
+
+constexpr Candidate kCandidates[] = {
+    {"sm90", nullptr, &DeviceInfo::has_attention_sm90},
+    {"sm80", nullptr, &DeviceInfo::has_attention_sm80},
+};
+
+std::string refusal_of(const Candidate& candidate, const AttentionProblem& problem, const DeviceInfo& device) {
+  if (problem.device.type == DeviceType::kCPU) return "q is on the CPU";
+  if (!device.usable) return device.why_not;
+  if (candidate.family == nullptr || !(device.*candidate.built)) {
+    return std::string("this build holds no ") + candidate.name + " attention kernels";
+  }
+  return candidate.family->refusal(problem, device);
+}
+
+constexpr const char* kReference = "reference";
+
+void append_quoted(std::ostringstream& json, const std::string& text) {
+  json << '"';
+  for (const char c : text) {
+    if (c == '"' || c == '\\') json << '\\';
+    json << c;
+  }
+  json << '"';
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const AttentionProblem& problem, const DeviceInfo& device) {
+  AttentionPlan plan;
+  plan.sm_count = device.sm_count;
+  const bool any = problem.backend == "auto";
+  const AttentionFamily* chosen = nullptr;
+  bool known = any || problem.backend == kReference;
+  for (const Candidate& candidate : kCandidates) {
+    const bool forced = problem.backend == candidate.name;
+    known = known || forced;
+    std::string reason;
+    if (chosen != nullptr) {
+      reason = std::string(chosen->name) + " is preferred";
+    } else if (!any && !forced) {
+      reason = "backend " + problem.backend + " was asked for";
+    } else {
+      reason = refusal_of(candidate, problem, device);
+      check(!forced || reason.empty(), "backend \"", candidate.name, "\" cannot run this: ", reason);
+      if (reason.empty()) {
+        chosen = candidate.family;
+        continue;
+      }
+    }
+    plan.refusals.emplace_back(candidate.name, reason);
+  }
+  check(known, "backend is \"", problem.backend, "\", expected \"auto\", \"sm90\", \"sm80\" or \"reference\"");
+  if (chosen != nullptr) {
+    plan.backend = chosen->name;
+    plan.refusals.emplace_back(kReference, std::string(chosen->name) + " is faster");
+    chosen->plan(problem, device, &plan);
+    return plan;
+  }
+  plan.backend = kReference;
+  plan.schedule = "blockwise matrix products, one batch of heads at a time";
+  plan.deterministic = true;
+  return plan;
+}
+
+std::string to_json(const AttentionPlan& plan) {
+  std::ostringstream json;
+  json << "{\"backend\": ";
+  append_quoted(json, plan.backend);
+  json << ", \"tile\": ";
+  if (plan.block_m > 0) {
+    json << '[' << plan.block_m << ", " << plan.block_n << ']';
+  } else {
+    json << "null";
+  }
+  json << ", \"key_splits\": " << plan.key_splits << ", \"schedule\": ";
+  append_quoted(json, plan.schedule);
+  json << ", \"workspace_bytes\": " << plan.workspace.bytes
+       << ", \"accumulator_bytes\": " << plan.workspace.accumulator_bytes << ", \"nsplits\": " << plan.workspace.nsplits
+       << ", \"deterministic\": " << (plan.deterministic ? "true" : "false") << ", \"sm_count\": " << plan.sm_count
+       << ", \"refusals\": {";
+  bool first = true;
+  for (const auto& [backend, reason] : plan.refusals) {
+    if (!first) json << ", ";
+    first = false;
+    append_quoted(json, backend);
+    json << ": ";
+    append_quoted(json, reason);
+  }
+  json << "}}";
+  return json.str();
+}
+
+}  // namespace flashbwd

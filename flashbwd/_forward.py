@@ -1,0 +1,142 @@
+"""The forward of :func:`flashbwd.attention`: PyTorch's own where it has one for the case, else the reference's.
+
+This is the one place (with override fallbacks and benchmark peers) that may call other people's attention kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashbwd import reference
+
+_aten = torch.ops.aten
+
+
+def choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: str,
+    window: tuple[int, int],
+    softcap: float,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    varlen: bool,
+    deterministic: bool,
+) -> str:
+    """Name of the forward that serves a case: ``"torch_cpu"``, ``"torch_flash"`` or ``"reference"``.
+
+    Decided from metadata alone, so that the backward can ask again which dropout mask was drawn.
+    """
+    if softcap > 0.0 or attn_bias is not None or alibi_slopes is not None or q.shape[-1] != v.shape[-1]:
+        return "reference"
+    if q.numel() == 0 or k.numel() == 0:
+        return "reference"
+    same_length = not varlen and q.shape[1] == k.shape[1]
+    if q.device.type == "cpu":
+        plain = causal == "none" or causal == "top_left" or same_length
+        if plain and window == (-1, -1) and not varlen and dropout_p == 0.0 and q.shape[2] == k.shape[2]:
+            return "torch_cpu"
+        return "reference"
+    fits_flash = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    bottom_right = causal != "top_left" or same_length
+    if q.is_cuda and fits_flash and bottom_right and torch.backends.cuda.is_flash_attention_available():
+        return "torch_flash"
+    return "reference"
+
+
+def dropout_layout(forward: str) -> str:
+    """Numbering of the dropout mask that a forward draws."""
+    return "flash" if forward == "torch_flash" else "efficient64"
+
+
+def run(
+    forward: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: str,
+    window: tuple[int, int],
+    softcap: float,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    dropout_p: float,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the chosen forward; returns out, softmax_lse and rng = (seed, offset), empty without dropout."""
+    no_rng = q.new_empty(0, dtype=torch.int64)
+    if forward == "reference":
+        rng = no_rng
+        if dropout_p > 0.0:
+            rng = torch.randint(2**62, (2,), device=q.device) * torch.tensor([1, 0], device=q.device)
+        out, lse = reference.attention_forward(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_left=window[0],
+            window_right=window[1],
+            softcap=softcap,
+            attn_bias=attn_bias,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+            dropout_p=dropout_p,
+            rng_seed=rng[0] if dropout_p > 0.0 else None,
+            rng_offset=rng[1] if dropout_p > 0.0 else None,
+            rng_layout="efficient64" if dropout_p > 0.0 else "",
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+        return out, lse, rng
+    if forward == "torch_cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal != "none", scale=softmax_scale
+        )
+        out, lse, rng = out.transpose(1, 2), lse.to(_statistics_dtype(q)), no_rng
+    else:
+        out, lse, rng, _, _ = _aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q.shape[1] if max_seqlen_q is None else max_seqlen_q,
+            k.shape[1] if max_seqlen_k is None else max_seqlen_k,
+            dropout_p,
+            causal != "none",
+            False,
+            scale=softmax_scale,
+            window_size_left=None if window[0] < 0 else window[0],
+            window_size_right=None if window[1] < 0 else window[1],
+        )
+        rng = rng.view(torch.int64) if dropout_p > 0.0 else no_rng
+    if sink is not None:
+        out, lse = _add_sink(out, lse, sink)
+    return out.contiguous(), lse.contiguous(), rng
+
+
+def _statistics_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """What a softmax with one more logit per head gives: ``lse' = logaddexp(lse, sink)``, ``out' = out exp(lse - lse')``.
+
+    FlashAttention-2 writes +inf as the LSE of a row without a visible key; its output is 0 and stays so.
+    """
+    lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    with_sink = torch.logaddexp(lse, sink[:, None])  # (B, H, Sq) or (H, total_q)
+    share = torch.exp(lse - with_sink).nan_to_num(0.0)
+    return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype), with_sink

@@ -1,0 +1,184 @@
+"""The operators of this package: loading the libraries and telling PyTorch what each operator means.
+
+Schemas, checks, plans and CPU/CUDA implementations are C++ (``csrc/api``). What lives here is what PyTorch wants in
+Python: shapes for fake tensors, the autograd rules, FLOP formulas, and the reference backend's implementation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from flashbwd import reference
+
+_PACKAGE = Path(__file__).parent
+
+#: Libraries of this installation that were loaded, and why the others were not.
+loaded: dict[str, bool] = {}
+not_loaded: dict[str, str] = {}
+
+
+def _load(name: str) -> None:
+    path = _PACKAGE / f"{name}.so"
+    if not path.exists():
+        not_loaded[name] = f"{path.name} is not part of this installation"
+        return
+    torch.ops.load_library(path)
+    loaded[name] = True
+
+
+def _load_libraries() -> None:
+    _load("_C")
+    if "_C" not in loaded:
+        raise ImportError(
+            f"flashbwd: {_PACKAGE / '_C.so'} is missing: the package was not built. "
+            "Run `pip install --no-build-isolation .`, or `python setup.py build_ext --inplace` in a source tree."
+        )
+    if torch.version.cuda is None:
+        not_loaded["_C_cuda"] = "this PyTorch was built without CUDA"
+        return
+    _load("_C_cuda")  # after _C, whose symbols it uses
+
+
+_load_libraries()
+
+_library = torch.library.Library("flashbwd", "FRAGMENT")
+
+
+def _implement_reference(name: str, implementation: Callable[..., Any]) -> None:
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+
+
+_implement_reference("attention_backward_reference", reference.attention_backward)
+
+
+@torch.library.register_fake("flashbwd::attention_backward")
+def _attention_backward_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    *args: Any,
+    need_dbias: bool = True,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dbias, dsink = _optional_gradients(q, attn_bias if _needs_dbias(args, need_dbias) else None, sink)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias, dsink
+
+
+@torch.library.register_fake("flashbwd::attention_backward_out")
+def _attention_backward_out_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    *args: Any,
+    need_dbias: bool = True,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    return _optional_gradients(q, attn_bias if _needs_dbias(args, need_dbias) else None, sink)
+
+
+_SCHEMA = torch.ops.flashbwd.attention_backward.default._schema
+_ARGUMENTS = [argument.name for argument in _SCHEMA.arguments]
+_NEED_DBIAS = _ARGUMENTS.index("need_dbias") - _ARGUMENTS.index("dlse")
+
+
+def _needs_dbias(rest: Sequence[Any], keyword: bool) -> bool:
+    """``need_dbias``, which comes among the positional arguments after ``sink`` or as a keyword."""
+    return rest[_NEED_DBIAS] if len(rest) > _NEED_DBIAS else keyword
+
+
+def _optional_gradients(q: Tensor, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    dbias = q.new_empty(0) if bias is None else torch.empty_like(bias)
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    return dbias, dsink
+
+
+@torch.library.register_fake("flashbwd::attention_backward_reference")
+def _attention_backward_reference_fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def refuse_double_backward(name: str) -> Callable[..., Any]:
+    """An autograd rule for an operator that is itself a gradient and has none of its own."""
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"flashbwd: {name} has no gradient: double backward is not supported")
+
+    return backward
+
+
+torch.library.register_autograd(
+    "flashbwd::attention_backward", refuse_double_backward("attention_backward"), lib=_library
+)
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, causal: str, window: tuple[int, int]) -> int:
+    """Number of (query, key) pairs that the mask leaves, for one head of one sequence."""
+    offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
+    left, right = window[0], 0 if causal != "none" else window[1]
+    if left < 0 and right < 0:
+        return seqlen_q * seqlen_k
+
+    def keys_up_to(bound_from_diagonal: int, rows: int) -> int:
+        """Sum over rows i of clamp(i + bound + 1, 0, seqlen_k): the keys j <= i + bound."""
+        first = min(max(-bound_from_diagonal, 0), rows)  # rows before it see no key
+        full = min(max(seqlen_k - bound_from_diagonal - 1, first), rows)  # rows from it on see all of them
+        count = full - first
+        return count * (2 * bound_from_diagonal + first + full + 1) // 2 + (rows - full) * seqlen_k
+
+    upper = seqlen_q * seqlen_k if right < 0 else keys_up_to(offset + right, seqlen_q)
+    lower = 0 if left < 0 else keys_up_to(offset - left - 1, seqlen_q)
+    return upper - lower
+
+
+def attention_backward_flops(
+    dout_shape: Sequence[int],
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    *args: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
+) -> int:
+    """Floating-point operations of five matrix products over the visible pairs: ``pairs * (6 D + 4 Dv)``.
+
+    Packed sequences of unknown lengths count as one product over ``max_seqlen``, bounded by what the rows allow.
+    """
+    bound = dict(zip(_ARGUMENTS[4:], args, strict=False)) | kwargs
+    causal = bound.get("causal", "none")
+    window = (bound.get("window_left", -1), bound.get("window_right", -1))
+    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
+    if len(q_shape) == 3:
+        seqlen_q, seqlen_k = bound["max_seqlen_q"], bound["max_seqlen_k"]
+        sequences = bound["cu_seqlens_q"][0] - 1
+        heads = q_shape[1]
+        pairs = visible_pairs(seqlen_q, seqlen_k, causal, window)
+        total = min(sequences * pairs, math.ceil(q_shape[0] / max(seqlen_q, 1)) * pairs)
+        return total * heads * (6 * head_dim + 4 * head_dim_v)
+    batch, seqlen_q, heads, _ = q_shape
+    pairs = visible_pairs(seqlen_q, k_shape[1], causal, window)
+    return batch * heads * pairs * (6 * head_dim + 4 * head_dim_v)
+
+
+register_flop_formula([torch.ops.flashbwd.attention_backward, torch.ops.flashbwd.attention_backward_out])(
+    attention_backward_flops
+)

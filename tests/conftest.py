@@ -44,9 +44,9 @@ BACKENDS = [
 
 
 @pytest.fixture(params=BACKENDS)
-def target(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+def target(request: pytest.FixtureRequest) -> tuple[str, str]:
     """(device, backend)."""
-    yield request.param
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,8 @@ class Case:
 
     ``seqlens_*`` are physical lengths, ``seqused_*`` logical ones. ``bias`` names the dimensions of (B, H, Sq, Sk) that
     attn_bias has in full, "1" for a broadcast one: "bhqk", "1h1k". ``empty_lse`` is what the forward wrote where a row
-    sees no key. ``slack`` is how far max_seqlen_* exceed the longest sequence.
+    sees no key. ``slack`` is how far max_seqlen_* exceed the longest sequence, ``trailing`` how many rows follow the
+    last sequence.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Case:
     seqused_q: Lengths | None = None
     seqused_k: Lengths | None = None
     slack: int = 0
+    trailing: int = 0
     softmax_scale: float | None = None
     causal: bool | str = False
     window_size: tuple[int, int] = (-1, -1)
@@ -197,6 +199,10 @@ def _varlens() -> list[Case]:
         _varlen("varlen_all_zero", (0, 0), (0, 0)),
         _varlen("varlen_slack", (12, 31), (20, 9), slack=29),
         _varlen("varlen_seqused", (20, 33, 8), (40, 10, 9), seqused_q=(13, 33, 0), seqused_k=(40, 3, 5), causal=True),
+        _varlen("varlen_trailing_rows", (20, 33), (40, 10), trailing=5, dlse=True),
+        _varlen("varlen_trailing_rows_padded", (20, 3), (40, 10), trailing=9, lse_form="padded", layout="odd_strides"),
+        Case("dense_seqused", seqused_q=(33, 7), seqused_k=(0, 30), dlse=True, bias="bhqk", causal=True),
+        Case("dense_seqused_k", seqused_k=(20, 33), lse_form="padded", alibi="heads", dropout_p=0.4),
         _varlen("varlen_seqused_k_only", (20, 33), (40, 10), seqused_k=(0, 6), lse_form="padded"),
         _varlen("varlen_bias", (20, 33), (40, 10), bias="bhqk", seqused_k=(31, 10), dlse=True),
         _varlen("varlen_bias_broadcast", (20, 0, 33), (40, 7, 10), bias="1hq1", slack=2),
@@ -254,7 +260,7 @@ def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> C
     bias = draw(st.booleans())
 
     def used(physical: Lengths) -> Lengths | None:
-        return tuple(draw(st.integers(0, n)) for n in physical) if varlen and draw(st.booleans()) else None
+        return tuple(draw(st.integers(0, n)) for n in physical) if draw(st.booleans()) else None
 
     full = [draw(st.booleans()) for _ in range(4)]
     causal: st.SearchStrategy[bool | str] = st.sampled_from([False, True, "top_left"])
@@ -271,8 +277,9 @@ def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> C
         head_dim_v=head_dim if draw(st.booleans()) else draw(st.integers(1, max_head_dim)),
         seqlens_q=seqlens_q if varlen else None,
         seqlens_k=seqlens_k if varlen else None,
-        seqused_q=used(seqlens_q),
-        seqused_k=used(seqlens_k),
+        seqused_q=used(seqlens_q if varlen else (seqlens_q[0],) * batch),
+        seqused_k=used(seqlens_k if varlen else (seqlens_k[0],) * batch),
+        trailing=draw(st.integers(0, 3)) if varlen else 0,
         slack=draw(st.integers(0, 40)) if varlen else 0,
         softmax_scale=draw(st.sampled_from([None, None, 0.25, 0.0, -0.3])),
         causal=draw(causal),

@@ -126,12 +126,12 @@ def attention(
     heads, heads_kv = q.shape[-2], k.shape[-2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
-    def leaf(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach().to(dtype).clone().requires_grad_()
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().to(dtype).clone().requires_grad_()
 
-    leaves = {"q": leaf(q), "k": leaf(k), "v": leaf(v), "attn_bias": leaf(attn_bias), "sink": leaf(sink)}
-    ql, kl, vl, bias, logit = leaves.values()
-    assert ql is not None and kl is not None and vl is not None
+    ql, kl, vl = leaf(q), leaf(k), leaf(v)
+    bias = None if attn_bias is None else leaf(attn_bias)
+    logit = None if sink is None else leaf(sink)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
     rows = (q.shape[-2], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(rows, -torch.inf, dtype=dtype, device=q.device)
@@ -181,12 +181,12 @@ def attention(
         lse[at_rows] = torch.where(blind, lse[at_rows], row_lse.detach())
         empty[at_rows] = blind
 
-    wanted = [x for x in leaves.values() if x is not None]
+    wanted = [x for x in (ql, kl, vl, bias, logit) if x is not None]
     grads = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if outputs else [None] * len(wanted)
-    found = iter(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True))
-    dq, dk, dv, dbias, dsink = (None if x is None else next(found) for x in leaves.values())
-    assert dq is not None and dk is not None and dv is not None
-    return AttentionResult(out, lse, empty, dq, dk, dv, dbias, dsink)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+    dsink = None if logit is None else found.pop()
+    dbias = None if bias is None else found.pop()
+    return AttentionResult(out, lse, empty, *found, dbias=dbias, dsink=dsink)
 
 
 def attention_from_statistics(

@@ -18,17 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from build_tools.toolchain import (
+    ROOT,
     BuildError,
     CudaToolkit,
     Torch,
     cuda_wanted,
+    cutlass_is_used,
     find_cuda_toolkit,
     find_cutlass,
     find_ninja,
     find_torch,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("build/native")  # relative to ROOT, where ninja runs
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10, the oldest that loads the result
 GB_PER_NVCC_JOB = 5
@@ -157,11 +158,6 @@ def _cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
     return units
 
 
-def _cutlass_is_used() -> bool:
-    files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".h")]
-    return any(re.search(r"#include <(cute|cutlass)/", path.read_text()) for path in files)
-
-
 def _head_dim_macro() -> list[str]:
     """FLASHBWD_BUILT_HEAD_DIMS=64,128 in a build that does not hold all of them."""
     head_dims = _names_from_env("FLASHBWD_HEAD_DIMS")
@@ -227,7 +223,7 @@ class NativeBuild:
         cuda = [Unit(path) for path in _sources("csrc/api/*.cpp") if _is_cuda_api(path)] + _cuda_units(self.families)
         if not cuda:
             return [base]
-        if self.cutlass is None and _cutlass_is_used():
+        if self.cutlass is None and cutlass_is_used():
             raise BuildError("no CUTLASS: pip install nvidia-cutlass==4.2.0.0, or set FLASHBWD_CUTLASS_PATH")
         built = [f"-DFLASHBWD_BUILT_{name.upper()}" for name in self.families]
         kernels = Library(

@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 class BuildError(RuntimeError):
     """The build cannot go on; the message says what to do."""
@@ -141,6 +143,11 @@ def find_cutlass() -> Path | None:
     package = _package_dir("cutlass_library")
     include = package / "source" / "include" if package else None
     return include if include and include.is_dir() else None
+
+
+def cutlass_is_used() -> bool:
+    sources = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
+    return any(re.search(r"#include <(cute|cutlass)/", path.read_text()) for path in sources)
 
 
 def find_ninja() -> str:

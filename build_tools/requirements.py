@@ -1,0 +1,43 @@
+"""What a build needs from pip, by what is built and what is there already. Needs the standard library alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from build_tools.toolchain import BuildError, Torch, cuda_wanted, cutlass_is_used, find_cuda_toolkit, find_torch
+
+_FOLDER = Path(__file__).resolve().parent.parent / "requirements"
+_COMPILER = ("nvidia-cuda-", "nvidia-nvvm")
+
+
+def _read(name: str) -> list[str]:
+    lines = (line.split("#")[0].strip() for line in (_FOLDER / name).read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def build_requirements(torch: Torch | None = None) -> list[str]:
+    """The requirements of a build with `torch`, where one is installed, else with the one that they name."""
+    requirements = _read("build.txt")
+    if cuda_wanted() and not (torch and torch.cuda is None):
+        cuda = _read("cuda.txt")
+        pinned = next(re.findall(r"==(\d+\.\d+)", line)[0] for line in cuda if line.startswith("nvidia-cuda-nvcc"))
+        if find_cuda_toolkit(torch.cuda if torch and torch.cuda else pinned)[0] is not None:
+            cuda = [line for line in cuda if not line.startswith(_COMPILER)]
+        if os.environ.get("FLASHBWD_CUTLASS_PATH") or not cutlass_is_used():
+            cuda = [line for line in cuda if not line.startswith("nvidia-cutlass")]
+        requirements += cuda
+    return [line for line in requirements if not (torch and line.startswith("torch"))]
+
+
+if __name__ == "__main__":
+    try:
+        installed: Torch | None = find_torch()
+    except BuildError:
+        installed = None
+    print("\n".join(build_requirements(installed)))

@@ -1,0 +1,88 @@
+"""One command from a fresh clone to a result: makes the environment `.venv`, builds flashbwd in place, runs it.
+
+python3 dev.py demo [ARGS]    trains a small GPT with flashbwd's gradients and with PyTorch's: examples/train_gpt.py
+python3 dev.py test [ARGS]    runs the tests; ARGS go to pytest
+python3 dev.py setup          makes the environment and builds, no more
+
+A torch >= 2.10 that this python can import is used as it is; otherwise one is installed from PyPI. Needs Python 3.10
+or newer and g++. FLASHBWD_CUDA=0 leaves out the kernels and the CUDA compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ENV = ROOT / ".venv"
+PYTHON = ENV / "bin" / "python"
+COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
+
+
+def run(*arguments: str) -> None:
+    print("+ python", " ".join(arguments), flush=True)
+    code = subprocess.run([str(PYTHON), *arguments], cwd=ROOT, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def output(*arguments: str) -> str:
+    return subprocess.run([str(PYTHON), *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def make_environment() -> None:
+    """A virtual environment; it sees the packages of this python where they hold a usable torch."""
+    from build_tools.toolchain import BuildError, find_torch
+
+    venv.create(ENV, with_pip=False, symlinks=True, clear=True)
+    try:
+        torch = find_torch()
+    except BuildError:
+        pass
+    else:
+        print(f"using torch {torch.version} of {torch.root.parent}", flush=True)
+        packages = Path(output("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        parents = [path for path in sys.path if path.endswith("-packages")]
+        (packages / "packages_of_parent.pth").write_text("\n".join(parents) + "\n")
+    pip = subprocess.run([str(PYTHON), "-m", "pip", "--version"], capture_output=True, check=False)
+    if pip.returncode and subprocess.run([str(PYTHON), "-m", "ensurepip"], check=False).returncode:
+        shutil.rmtree(ENV)
+        sys.exit("this python has no pip: on Debian and Ubuntu, apt install python3-venv")
+
+
+def install() -> None:
+    """Builds in place; installs what the build, the tests and the demo import, when that has changed."""
+    requirements = output("-m", "build_tools.requirements").split()
+    stamp = ENV / "installed.txt"
+    wanted = "\n".join([*requirements, (ROOT / "pyproject.toml").read_text()])
+    changed = not stamp.exists() or stamp.read_text() != wanted
+    if changed:
+        run("-m", "pip", "install", *requirements)
+    run("setup.py", "-q", "build_ext", "--inplace")
+    if changed:
+        run("-m", "pip", "install", "--no-build-isolation", "-e", ".[test]")
+        stamp.write_text(wanted)
+
+
+def main() -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036
+        sys.exit(f"flashbwd needs Python 3.10 or newer, this is {sys.version.split()[0]}")
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(__doc__)
+    command, arguments = sys.argv[1], sys.argv[2:]
+    if not PYTHON.exists():
+        make_environment()
+    install()
+    if command == "test":
+        run("setup.py", "-q", "build_test_modules")
+    if command != "setup":
+        os.chdir(ROOT)
+        os.execv(PYTHON, [str(PYTHON), *COMMANDS[command], *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,18 @@
-"""The forward of :func:`flashbwd.attention`: PyTorch's own where it has one for the case, else the reference's.
+"""The operator behind :func:`flashbwd.attention`: its forward, and its gradient by ``attention_backward``.
 
-This is the one place (with override fallbacks and benchmark peers) that may call other people's attention kernels.
+The forward is PyTorch's own where it has one for the case, else the reference's. This is the one place (with override
+fallbacks and benchmark peers) that may call other people's attention kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashbwd import reference
+from flashbwd import _ops, reference
 
 _aten = torch.ops.aten
 
@@ -132,7 +136,7 @@ def _statistics_dtype(q: Tensor) -> torch.dtype:
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """What a softmax with one more logit per head gives: ``lse' = logaddexp(lse, sink)``, ``out' = out exp(lse - lse')``.
+    """A softmax with one more logit a head: ``lse' = logaddexp(lse, sink)`` and ``out' = out * exp(lse - lse')``.
 
     FlashAttention-2 writes +inf as the LSE of a row without a visible key; its output is 0 and stays so.
     """
@@ -140,3 +144,110 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     with_sink = torch.logaddexp(lse, sink[:, None])  # (B, H, Sq) or (H, total_q)
     share = torch.exp(lse - with_sink).nan_to_num(0.0)
     return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype), with_sink
+
+
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, SymInt window_right, float softcap, "
+    "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str backend) "
+    "-> (Tensor out, Tensor softmax_lse, Tensor rng)"
+)
+_INPUTS = [part.split("=")[0].split()[-1] for part in _SCHEMA[1 : _SCHEMA.index(")")].split(",")]
+
+
+def _forward_name(arguments: Mapping[str, Any]) -> str:
+    return choose(
+        arguments["q"],
+        arguments["k"],
+        arguments["v"],
+        causal=arguments["causal"],
+        window=(arguments["window_left"], arguments["window_right"]),
+        softcap=arguments["softcap"],
+        attn_bias=arguments["attn_bias"],
+        alibi_slopes=arguments["alibi_slopes"],
+        dropout_p=arguments["dropout_p"],
+        varlen=arguments["cu_seqlens_q"] is not None,
+        deterministic=arguments["deterministic"],
+    )
+
+
+def _attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    torch.ops.flashbwd.check_attention_inputs(*inputs)
+    arguments = dict(zip(_INPUTS, inputs, strict=True))
+    forward = _forward_name(arguments)
+    q, k, v = arguments["q"], arguments["k"], arguments["v"]
+    return run(
+        forward,
+        q,
+        k,
+        v,
+        window=(arguments["window_left"], arguments["window_right"]),
+        **{
+            name: arguments[name]
+            for name in _INPUTS
+            if name not in ("q", "k", "v", "window_left", "window_right", "deterministic", "backend")
+        },
+    )
+
+
+torch.library.define("flashbwd::attention", _SCHEMA, lib=_ops.library)
+torch.library.impl("flashbwd::attention", "CompositeExplicitAutograd", lib=_ops.library)(_attention)
+
+
+@torch.library.register_fake("flashbwd::attention")
+def _attention_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = dict(zip(_INPUTS, inputs, strict=True))
+    q, v = arguments["q"], arguments["v"]
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return out, lse, q.new_empty(2 if arguments["dropout_p"] > 0.0 else 0, dtype=torch.int64)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    arguments = dict(zip(_INPUTS, inputs, strict=True))
+    ctx.set_materialize_grads(False)
+    tensors = ("q", "k", "v", "attn_bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k")
+    ctx.save_for_backward(*(arguments[name] for name in tensors), *output)
+    ctx.layout = dropout_layout(_forward_name(arguments))
+    ctx.options = {name: arguments[name] for name in _INPUTS if name not in tensors}
+    ctx.mark_non_differentiable(output[2])
+
+
+def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, attn_bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, out, softmax_lse, rng = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * len(_INPUTS)
+    with_dropout = ctx.options["dropout_p"] > 0.0
+    dq, dk, dv, dbias, dsink = _ops.call(
+        torch.ops.flashbwd.attention_backward,
+        torch.zeros_like(out) if dout is None else dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dlse=dlse,
+        rng_seed=rng[0] if with_dropout else None,
+        rng_offset=rng[1] if with_dropout else None,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        rng_layout=ctx.layout if with_dropout else "",
+        need_dbias=attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")],
+        **ctx.options,
+    )
+    grads = dict.fromkeys(_INPUTS)
+    grads.update(q=dq, k=dk, v=dv)
+    if attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")]:
+        grads["attn_bias"] = dbias
+    if sink is not None:
+        grads["sink"] = dsink
+    return tuple(grads.values())
+
+
+torch.library.register_autograd(
+    "flashbwd::attention", _attention_grads, setup_context=_save_for_backward, lib=_ops.library
+)

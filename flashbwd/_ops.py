@@ -7,6 +7,7 @@ Python: shapes for fake tensors, the autograd rules, FLOP formulas, and the refe
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,35 @@ def _load_libraries() -> None:
 
 _load_libraries()
 
-_library = torch.library.Library("flashbwd", "FRAGMENT")
+library = torch.library.Library("flashbwd", "FRAGMENT")
+
+
+# The C++ operators call the reference through PyTorch's C interface, which turns whatever it raises into a plain
+# RuntimeError. What it was is kept here for call() to raise.
+_failure = threading.local()
 
 
 def _implement_reference(name: str, implementation: Callable[..., Any]) -> None:
+    def keep_error(*args: Any) -> None:
+        try:
+            implementation(*args)
+        except Exception as error:
+            _failure.error = error
+            raise
+
     for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
+        library.impl(name, keep_error, key)
+
+
+def call(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator; what its reference raised comes out as it was."""
+    try:
+        return operator(*args, **kwargs)
+    except RuntimeError:
+        error, _failure.error = getattr(_failure, "error", None), None
+        if error is None:
+            raise
+        raise error from None
 
 
 _implement_reference("attention_backward_reference", reference.attention_backward)
@@ -127,7 +151,7 @@ def refuse_double_backward(name: str) -> Callable[..., Any]:
 
 
 torch.library.register_autograd(
-    "flashbwd::attention_backward", refuse_double_backward("attention_backward"), lib=_library
+    "flashbwd::attention_backward", refuse_double_backward("attention_backward"), lib=library
 )
 
 

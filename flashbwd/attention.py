@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashbwd import _forward, _ops
+from flashbwd import _forward, _ops  # noqa: F401  (defines torch.ops.flashbwd.attention)
 
 __all__ = [
     "AttentionGrads",
@@ -312,13 +312,26 @@ def attention_backward(
         deterministic=deterministic,
     )
     if workspace is None and dq is None and dk is None and dv is None:
-        dq, dk, dv, dbias, dsink = torch.ops.flashbwd.attention_backward(dout, q, k, v, out, softmax_lse, **options)
+        dq, dk, dv, dbias, dsink = _ops.call(
+            torch.ops.flashbwd.attention_backward, dout, q, k, v, out, softmax_lse, **options
+        )
     else:
         dq = torch.empty_like(q) if dq is None else dq
         dk = torch.empty_like(k) if dk is None else dk
         dv = torch.empty_like(v) if dv is None else dv
-        dbias, dsink = torch.ops.flashbwd.attention_backward_out(
-            dout, q, k, v, out, softmax_lse, **options, dq=dq, dk=dk, dv=dv, workspace=workspace
+        dbias, dsink = _ops.call(
+            torch.ops.flashbwd.attention_backward_out,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            softmax_lse,
+            **options,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            workspace=workspace,
         )
     return AttentionGrads(
         dq,
@@ -401,112 +414,6 @@ def _plan_device(device: torch.device | str | None) -> int:
     if device.type == "cpu":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, SymInt window_right, float softcap, "
-    "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str backend) "
-    "-> (Tensor out, Tensor softmax_lse, Tensor rng)"
-)
-_INPUTS = [part.split("=")[0].split()[-1] for part in _SCHEMA[1 : _SCHEMA.index(")")].split(",")]
-
-
-def _forward_name(arguments: Mapping[str, Any]) -> str:
-    return _forward.choose(
-        arguments["q"],
-        arguments["k"],
-        arguments["v"],
-        causal=arguments["causal"],
-        window=(arguments["window_left"], arguments["window_right"]),
-        softcap=arguments["softcap"],
-        attn_bias=arguments["attn_bias"],
-        alibi_slopes=arguments["alibi_slopes"],
-        dropout_p=arguments["dropout_p"],
-        varlen=arguments["cu_seqlens_q"] is not None,
-        deterministic=arguments["deterministic"],
-    )
-
-
-def _attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    torch.ops.flashbwd.check_attention_inputs(*inputs)
-    arguments = dict(zip(_INPUTS, inputs, strict=True))
-    forward = _forward_name(arguments)
-    q, k, v = arguments["q"], arguments["k"], arguments["v"]
-    return _forward.run(
-        forward,
-        q,
-        k,
-        v,
-        window=(arguments["window_left"], arguments["window_right"]),
-        **{
-            name: arguments[name]
-            for name in _INPUTS
-            if name not in ("q", "k", "v", "window_left", "window_right", "deterministic", "backend")
-        },
-    )
-
-
-torch.library.define("flashbwd::attention", _SCHEMA, lib=_ops._library)
-torch.library.impl("flashbwd::attention", "CompositeExplicitAutograd", lib=_ops._library)(_attention)
-
-
-@torch.library.register_fake("flashbwd::attention")
-def _attention_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = dict(zip(_INPUTS, inputs, strict=True))
-    q, v = arguments["q"], arguments["v"]
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return out, lse, q.new_empty(2 if arguments["dropout_p"] > 0.0 else 0, dtype=torch.int64)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    arguments = dict(zip(_INPUTS, inputs, strict=True))
-    ctx.set_materialize_grads(False)
-    tensors = ("q", "k", "v", "attn_bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k")
-    ctx.save_for_backward(*(arguments[name] for name in tensors), *output)
-    ctx.layout = _forward.dropout_layout(_forward_name(arguments))
-    ctx.options = {name: arguments[name] for name in _INPUTS if name not in tensors}
-    ctx.mark_non_differentiable(output[2])
-
-
-def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, attn_bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, out, softmax_lse, rng = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * len(_INPUTS)
-    with_dropout = ctx.options["dropout_p"] > 0.0
-    dq, dk, dv, dbias, dsink = torch.ops.flashbwd.attention_backward(
-        torch.zeros_like(out) if dout is None else dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        attn_bias=attn_bias,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        dlse=dlse,
-        rng_seed=rng[0] if with_dropout else None,
-        rng_offset=rng[1] if with_dropout else None,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        rng_layout=ctx.layout if with_dropout else "",
-        need_dbias=attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")],
-        **ctx.options,
-    )
-    grads = dict.fromkeys(_INPUTS)
-    grads.update(q=dq, k=dk, v=dv)
-    if attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")]:
-        grads["attn_bias"] = dbias
-    if sink is not None:
-        grads["sink"] = dsink
-    return tuple(grads.values())
-
-
-torch.library.register_autograd(
-    "flashbwd::attention", _attention_grads, setup_context=_save_for_backward, lib=_ops._library
-)
 
 
 def attention(

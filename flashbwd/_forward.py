@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from flashbwd import _ops, reference
 
@@ -251,3 +252,10 @@ def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tens
 torch.library.register_autograd(
     "flashbwd::attention", _attention_grads, setup_context=_save_for_backward, lib=_ops.library
 )
+
+
+@register_flop_formula(torch.ops.flashbwd.attention)
+def _attention_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two matrix products over the visible pairs: ``pairs * (2 D + 2 Dv)``."""
+    bound = dict(zip(_INPUTS, shapes, strict=True))
+    return _ops.pairs_of_call(bound["q"], bound["k"], bound) * 2 * (bound["q"][-1] + bound["v"][-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,19 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, causal: str, window: tuple[int, 
     return upper - lower
 
 
+def pairs_of_call(q_shape: Sequence[int], k_shape: Sequence[int], bound: Mapping[str, Any]) -> int:
+    """(query, key) pairs over all batches and heads that an operator's arguments ``bound`` leave visible.
+
+    Packed sequences of unknown lengths count as ``max_seqlen`` long, as many as their rows allow.
+    """
+    mask = (bound.get("causal", "none"), (bound.get("window_left", -1), bound.get("window_right", -1)))
+    if len(q_shape) == 4:
+        return q_shape[0] * q_shape[2] * visible_pairs(q_shape[1], k_shape[1], *mask)
+    seqlen_q = bound["max_seqlen_q"]
+    sequences = min(bound["cu_seqlens_q"][0] - 1, math.ceil(q_shape[0] / max(seqlen_q, 1)))
+    return sequences * q_shape[1] * visible_pairs(seqlen_q, bound["max_seqlen_k"], *mask)
+
+
 def attention_backward_flops(
     dout_shape: Sequence[int],
     q_shape: Sequence[int],
@@ -183,24 +196,9 @@ def attention_backward_flops(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Floating-point operations of five matrix products over the visible pairs: ``pairs * (6 D + 4 Dv)``.
-
-    Packed sequences of unknown lengths count as one product over ``max_seqlen``, bounded by what the rows allow.
-    """
+    """Floating-point operations of five matrix products over the visible pairs: ``pairs * (6 D + 4 Dv)``."""
     bound = dict(zip(_ARGUMENTS[4:], args, strict=False)) | kwargs
-    causal = bound.get("causal", "none")
-    window = (bound.get("window_left", -1), bound.get("window_right", -1))
-    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
-    if len(q_shape) == 3:
-        seqlen_q, seqlen_k = bound["max_seqlen_q"], bound["max_seqlen_k"]
-        sequences = bound["cu_seqlens_q"][0] - 1
-        heads = q_shape[1]
-        pairs = visible_pairs(seqlen_q, seqlen_k, causal, window)
-        total = min(sequences * pairs, math.ceil(q_shape[0] / max(seqlen_q, 1)) * pairs)
-        return total * heads * (6 * head_dim + 4 * head_dim_v)
-    batch, seqlen_q, heads, _ = q_shape
-    pairs = visible_pairs(seqlen_q, k_shape[1], causal, window)
-    return batch * heads * pairs * (6 * head_dim + 4 * head_dim_v)
+    return pairs_of_call(q_shape, k_shape, bound) * (6 * q_shape[-1] + 4 * v_shape[-1])
 
 
 register_flop_formula([torch.ops.flashbwd.attention_backward, torch.ops.flashbwd.attention_backward_out])(

@@ -1,0 +1,108 @@
+"""Checks what the built libraries ask of the machine they will run on.
+
+Usage: audit.py WHEEL_OR_FOLDER    a wheel, or a folder that holds _C.so and perhaps _C_cuda.so
+
+Stable torch ABI only, no shared CUDA library but torch's, no symbol of ours beside flashbwd_*, and code for exactly
+the GPUs that the build was asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from build_tools.native import PORTABLE, chosen_architectures, chosen_families
+
+SYSTEM = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"}
+SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+ALLOWED = {"_C.so": {"libtorch_cpu.so"}, "_C_cuda.so": {"libtorch_cpu.so", "libtorch_cuda.so", "_C.so"}}
+WHEEL_LIMIT_MB = 40
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def dependencies(library: Path) -> list[str]:
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "-d", str(library))))
+    extra = needed - SYSTEM - ALLOWED[library.name]
+    return [f"{library.name} needs {name}" for name in sorted(extra)]
+
+
+def exports(library: Path) -> list[str]:
+    names = [line.split()[-1] for line in output("nm", "-D", "--defined-only", str(library)).splitlines()]
+    return [f"{library.name} exports {name}" for name in names if not name.startswith("flashbwd_")]
+
+
+def stable_abi(library: Path) -> list[str]:
+    tool = Path(sys.executable).parent / "torch-abi-audit"
+    done = subprocess.run(
+        [str(tool), "--check", "torch", "-v", str(library)], capture_output=True, text=True, check=False
+    )
+    return [] if done.returncode == 0 else [done.stdout + done.stderr]
+
+
+def cuobjdump() -> str:
+    from build_tools.toolchain import find_cuda_toolkit
+
+    pip = [Path(entry) / "nvidia/cu13/bin/cuobjdump" for entry in sys.path]
+    toolkit = find_cuda_toolkit("13")[0]
+    places = [*pip, *([toolkit.root / "bin" / "cuobjdump"] if toolkit else [])]
+    found = next((str(path) for path in places if path.is_file()), None) or shutil.which("cuobjdump")
+    if found is None:
+        sys.exit("cuobjdump is missing: pip install nvidia-cuda-cuobjdump")
+    return found
+
+
+def architectures(library: Path) -> list[str]:
+    targets = {target for family in chosen_families().values() for target in family} | set(
+        chosen_architectures(PORTABLE)
+    )
+    number = {target: target.replace(".", "").removesuffix("+PTX") for target in targets}
+    expected = {f"compute_{number[t]}" if t.endswith("+PTX") else f"sm_{number[t]}" for t in targets}
+    elf = output(cuobjdump(), "--list-elf", str(library))
+    ptx = output(cuobjdump(), "--list-ptx", str(library))
+    built = set(re.findall(r"\.(sm_\w+)\.cubin", elf))
+    built |= {name.replace("sm_", "compute_") for name in re.findall(r"\.(sm_\w+)\.ptx", ptx)}
+    print(f"{library.name}: code for {' '.join(sorted(built))}")
+    return [] if built == expected else [f"{library.name} holds {sorted(built)}, expected {sorted(expected)}"]
+
+
+def audit(folder: Path) -> list[str]:
+    problems = []
+    for library in sorted(folder.glob("_C*.so")):
+        problems += [*dependencies(library), *exports(library), *stable_abi(library)]
+        if library.name == "_C_cuda.so":
+            problems += architectures(library)
+        print(f"{library.name}: {library.stat().st_size / 2**20:.1f} MB")
+    return problems if (folder / "_C.so").is_file() else [f"{folder} holds no _C.so"]
+
+
+def main() -> None:
+    target = Path(sys.argv[1])
+    if target.is_dir():
+        problems = audit(target)
+    else:
+        megabytes = target.stat().st_size / 2**20
+        print(f"{target.name}: {megabytes:.1f} MB")
+        with tempfile.TemporaryDirectory() as folder:
+            zipfile.ZipFile(target).extractall(folder)
+            problems = audit(Path(folder) / "flashbwd")
+        if megabytes > WHEEL_LIMIT_MB:
+            problems.append(f"the wheel is larger than {WHEEL_LIMIT_MB} MB")
+        if not re.search(r"-py3-none-(many)?linux", target.name):
+            problems.append(f"{target.name} is not for every Python")
+    if problems:
+        sys.exit("\n".join(problems))
+    print("audit passed")
+
+
+if __name__ == "__main__":
+    main()

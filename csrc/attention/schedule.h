@@ -1,5 +1,9 @@
-// Index arithmetic that host and device share: which key blocks a query block sees, who works on what, and how many
-// workers touch a dq tile. Everything here is constexpr-friendly integer code; tests brute-force it.
+// Index arithmetic that host and device share: which tiles of the scores are visible, who works on which key block in
+// which order, how many workers touch a dq tile, and where a row of the dq accumulator lies. Integer code without
+// state; the tests brute-force every function on the host.
+//
+// Units: i is a query row, j a key row, both local to their sequence; m counts tiles of block_m query rows, n tiles of
+// block_n key rows. Ranges are half-open.
 #pragma once
 
 #include <cstdint>
@@ -11,5 +15,320 @@ namespace flashbwd {
 
 FLASHBWD_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 FLASHBWD_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+FLASHBWD_HOST_DEVICE constexpr int64_t at_least(int64_t a, int64_t floor) { return a < floor ? floor : a; }
+FLASHBWD_HOST_DEVICE constexpr int64_t at_most(int64_t a, int64_t ceiling) { return a > ceiling ? ceiling : a; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Visibility: masks as a band of the (seqlen_q, seqlen_k) scores
+
+// [begin, end); {0, 0} when empty.
+struct BlockRange {
+  int32_t begin = 0;
+  int32_t end = 0;
+  FLASHBWD_HOST_DEVICE constexpr int32_t size() const { return end - begin; }
+  FLASHBWD_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
+  FLASHBWD_HOST_DEVICE constexpr bool contains(int32_t block) const { return begin <= block && block < end; }
+};
+
+// Pair (i, j) is visible iff 0 <= i < seqlen_q, 0 <= j < seqlen_k and lo <= j - i < hi. Causal, windows and their
+// absence differ in the two numbers only: an unbounded side is one that no pair reaches.
+struct Visibility {
+  int32_t seqlen_q = 0;  // logical lengths of this sequence
+  int32_t seqlen_k = 0;
+  int32_t lo = 0;  // in [-seqlen_q, seqlen_k], as is hi, so that no sum below leaves 64 and no j - i leaves 32 bits
+  int32_t hi = 0;
+
+  FLASHBWD_HOST_DEVICE constexpr bool visible(int32_t i, int32_t j) const {
+    return 0 <= i && i < seqlen_q && 0 <= j && j < seqlen_k && lo <= j - i && j - i < hi;
+  }
+  // No mask inside the lengths: every query sees every key. Says nothing where there are none of either.
+  FLASHBWD_HOST_DEVICE constexpr bool full() const { return lo <= 1 - seqlen_q && hi >= seqlen_k; }
+};
+
+// The windows reach `window_left` keys before and `window_right` keys after the diagonal j = i + off, which ends in the
+// bottom right corner (off = seqlen_k - seqlen_q) but for kTopLeft (off = 0). Negative: unbounded. Causal has already
+// made window_right 0. A difference j - i of two rows lies in [1 - seqlen_q, seqlen_k - 1], so clamping lo and hi to
+// [-seqlen_q, seqlen_k] changes no pair.
+FLASHBWD_HOST_DEVICE constexpr Visibility make_visibility(int32_t seqlen_q, int32_t seqlen_k, int64_t window_left,
+                                                          int64_t window_right, CausalAlignment causal) {
+  const int64_t off = causal == CausalAlignment::kTopLeft ? 0 : int64_t{seqlen_k} - seqlen_q;
+  // No length reaches 2^31: a longer window is cut there before it is added to.
+  const int64_t left = at_most(window_left, INT32_MAX);
+  const int64_t right = at_most(window_right, INT32_MAX);
+  const int64_t lo = left < 0 ? -int64_t{seqlen_q} : at_most(at_least(off - left, -int64_t{seqlen_q}), seqlen_k);
+  const int64_t hi = right < 0 ? int64_t{seqlen_k} : at_most(at_least(off + right + 1, -int64_t{seqlen_q}), seqlen_k);
+  return {seqlen_q, seqlen_k, static_cast<int32_t>(lo), static_cast<int32_t>(hi)};
+}
+
+// Blocks that hold at least one of the rows [first, last + 1), where rows below 0 or from `limit` on do not exist.
+FLASHBWD_HOST_DEVICE constexpr BlockRange blocks_of_rows(int64_t first, int64_t last, int32_t limit, int32_t block) {
+  first = at_least(first, 0);
+  last = at_most(last, int64_t{limit} - 1);
+  if (last < first) return {};
+  return {static_cast<int32_t>(first / block), static_cast<int32_t>(last / block + 1)};
+}
+
+// Key blocks that query block m sees: exactly those with a visible pair in tile (m, n). Exact, for the keys of a row
+// are one interval of hi - lo >= 1 places that moves by one a row, so those of a block of rows are one interval too.
+FLASHBWD_HOST_DEVICE constexpr BlockRange key_blocks(const Visibility& v, int32_t m, int32_t block_m, int32_t block_n) {
+  const int64_t first_row = int64_t{m} * block_m;
+  const int64_t last_row = at_most(first_row + block_m, v.seqlen_q) - 1;
+  if (last_row < first_row) return {};
+  return blocks_of_rows(first_row + v.lo, last_row + v.hi - 1, v.seqlen_k, block_n);
+}
+
+// Query blocks that see key block n: exactly those with a visible pair in tile (m, n). lo <= j - i < hi read for i:
+// j - hi < i <= j - lo.
+FLASHBWD_HOST_DEVICE constexpr BlockRange query_blocks(const Visibility& v, int32_t n, int32_t block_m,
+                                                       int32_t block_n) {
+  const int64_t first_key = int64_t{n} * block_n;
+  const int64_t last_key = at_most(first_key + block_n, v.seqlen_k) - 1;
+  if (last_key < first_key) return {};
+  return blocks_of_rows(first_key - v.hi + 1, last_key - v.lo, v.seqlen_q, block_m);
+}
+
+enum class TileKind : int32_t {
+  kEmpty,     // no visible pair: nothing to do
+  kMasked,    // some pairs of the tile are invisible or beyond the lengths
+  kInterior,  // every pair of the whole tile is visible
+};
+
+// The one answer to "what is to be done with tile (m, n)" for every role of a kernel.
+FLASHBWD_HOST_DEVICE constexpr TileKind tile_kind(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
+                                                  int32_t block_n) {
+  if (!query_blocks(v, n, block_m, block_n).contains(m)) return TileKind::kEmpty;
+  const int64_t first_row = int64_t{m} * block_m, last_row = first_row + block_m - 1;
+  const int64_t first_key = int64_t{n} * block_n, last_key = first_key + block_n - 1;
+  const bool inside = last_row < v.seqlen_q && last_key < v.seqlen_k;
+  return inside && first_key - last_row >= v.lo && last_key - first_row < v.hi ? TileKind::kInterior
+                                                                               : TileKind::kMasked;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Key splits: the key blocks of one (batch, head) shared by num_splits CTAs
+
+enum class KeySplit : int32_t {
+  kStrided,     // split s takes key blocks s, s + num_splits, ...: even under causal
+  kContiguous,  // split s takes a run of ceil(num_key_blocks / num_splits): the last splits may have none
+};
+
+// The key blocks of one split: n = begin, begin + stride, ... < end.
+struct SplitBlocks {
+  int32_t begin = 0;
+  int32_t end = 0;
+  int32_t stride = 1;
+};
+
+FLASHBWD_HOST_DEVICE constexpr SplitBlocks split_blocks(int32_t num_key_blocks, int32_t split, int32_t num_splits,
+                                                        KeySplit policy) {
+  if (policy == KeySplit::kStrided) return {split, num_key_blocks, num_splits};
+  const int64_t run = ceil_div(num_key_blocks, num_splits);
+  return {static_cast<int32_t>(at_most(split * run, num_key_blocks)),
+          static_cast<int32_t>(at_most((split + 1) * run, num_key_blocks)), 1};
+}
+
+// CTAs (splits) that have at least one key block to add into dq tile m: what a counter of that tile reaches.
+// num_key_blocks is the number that split_blocks was given, at least ceil(seqlen_k / block_n).
+FLASHBWD_HOST_DEVICE constexpr int32_t dq_touches(const Visibility& v, int32_t m, int32_t block_m, int32_t block_n,
+                                                  int32_t num_key_blocks, int32_t num_splits, KeySplit policy) {
+  const BlockRange seen = key_blocks(v, m, block_m, block_n);
+  if (seen.empty()) return 0;
+  // `size` consecutive numbers meet that many residues, or all of them.
+  if (policy == KeySplit::kStrided) return static_cast<int32_t>(at_most(seen.size(), num_splits));
+  // Runs between the first and the last one met are full, so each is met.
+  const int64_t run = ceil_div(num_key_blocks, num_splits);
+  return static_cast<int32_t>((seen.end - 1) / run - seen.begin / run + 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Ordered accumulation: the adds into dq tile m of one (batch, query head) happen in a fixed order of the key blocks
+//
+// One job is one key block n. It walks its query blocks in the order of ordered_query_block and, for each, waits until
+// the tile's semaphore equals ordered_turn, adds, and sets it to turn + 1. The last of key_blocks(m).size() turns may
+// finish the tile. Jobs are taken one by one from a counter (or launched) with n ascending within a (batch, head).
+//
+// Masked (any window, causal): turns ascend with n, and the walk descends from the last visible query block. With a
+// diagonal the block of the most keys is everybody's first, and job n, which starts n turns late and has n tiles fewer,
+// ends with the others; with a window each block's first tile is one that no earlier block sees.
+// No deadlock, whatever the number of workers or who else holds the GPU: a job waits only for jobs with smaller n of
+// its own (batch, head), which were taken earlier. Of the jobs taken and not finished the one taken first waits for
+// nobody, so it goes on; by induction all end.
+//
+// Full: in that order job n would idle for n turns. Instead `group` key blocks run abreast, job n starting at query
+// block n % group and going up cyclically, so that at each moment they are in different tiles: the add into tile m
+// happens at step (m - n) mod M of job n. Groups follow one another; within a group turns ascend with that step.
+// No deadlock as long as `group` times `heads_abreast` workers run at the same time at some time, where heads_abreast
+// is the head_group of the job order below (1 if all key blocks of a head come in a row): let g be the oldest
+// unfinished bundle, the jobs of one group in all heads abreast. They are consecutive jobs. While one of g is not
+// taken, no job of a later bundle is, so some worker is free and takes it. Once all are taken they wait for nobody
+// outside, and an add at step t waits for adds at steps below t only. A group of 1 waits for earlier jobs alone, as the
+// masked order does: for launches that cannot count on any neighbour.
+
+// Key blocks abreast for a full mask: no more than run at the same time, and no more than there are tiles to be in.
+FLASHBWD_HOST_DEVICE constexpr int32_t ordered_group(int32_t workers, int32_t heads_abreast, int32_t num_query_blocks) {
+  return static_cast<int32_t>(at_least(at_most(workers / heads_abreast, num_query_blocks), 1));
+}
+
+// Query block of step 0 <= step < query_blocks(n).size() of key block n.
+FLASHBWD_HOST_DEVICE constexpr int32_t ordered_query_block(const Visibility& v, int32_t n, int32_t block_m,
+                                                           int32_t block_n, int32_t group, int32_t step) {
+  const BlockRange range = query_blocks(v, n, block_m, block_n);
+  if (!v.full()) return range.end - 1 - step;
+  const int64_t m = int64_t{n % group} + step;
+  return static_cast<int32_t>(m < range.end ? m : m - range.end);
+}
+
+// How many key blocks add into dq tile m before key block n does. 1 <= group <= ordered_group(...).
+FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
+                                                    int32_t block_n, int32_t group) {
+  if (!v.full()) return n - key_blocks(v, m, block_m, block_n).begin;
+  const int32_t num_key_blocks = static_cast<int32_t>(ceil_div(v.seqlen_k, block_n));
+  const int32_t place = n % group, base = n - place;  // of n in its group, and the turns of earlier groups
+  const int32_t size = static_cast<int32_t>(at_most(group, num_key_blocks - base));
+  // Job p of the group is in tile m at step m - p, or a round later where p > m: m, m - 1, ..., 0, size - 1, ..., m
+  // + 1.
+  if (place <= m) return base + static_cast<int32_t>(at_most(m, size - 1)) - place;
+  return base + m + size - place;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Persistent slots: job = (batch * heads + head) * jobs_per_head + n, jobs dealt to workers in equal runs
+
+// Each worker sums dq of the jobs it has in one (batch, head) in one slot. Workers of a head are consecutive, so the
+// slot is the worker's place among them. That is ceil((job % jobs_per_head) / jobs_per_worker) taken at the first job
+// that the worker has in the head, and holds for its other jobs there (taken at each job of its own, the same formula
+// would put the jobs of one worker in several slots and reach num_splits).
+struct PersistentSlots {
+  int64_t jobs = 0;
+  int64_t jobs_per_head = 0;    // ceil(seqlen_k / block_n)
+  int64_t jobs_per_worker = 1;  // ceil(jobs / workers), at least 1
+
+  // Slots a head: at least the number of workers that meet in any head. 0 when there are no keys.
+  FLASHBWD_HOST_DEVICE constexpr int64_t num_splits() const {
+    if (jobs_per_head == 0) return 0;
+    if (jobs_per_head % jobs_per_worker == 0) return jobs_per_head / jobs_per_worker;
+    if (jobs_per_worker % jobs_per_head == 0) return 1;
+    return 1 + ceil_div(jobs_per_head - 1, jobs_per_worker);
+  }
+  // Jobs [first_job(w), first_job(w + 1)) are worker w's.
+  FLASHBWD_HOST_DEVICE constexpr int64_t first_job(int64_t worker) const {
+    return at_most(worker * jobs_per_worker, jobs);
+  }
+  FLASHBWD_HOST_DEVICE constexpr int64_t worker_of(int64_t job) const { return job / jobs_per_worker; }
+  FLASHBWD_HOST_DEVICE constexpr int64_t slot_of(int64_t job) const {
+    return worker_of(job) - worker_of(job - job % jobs_per_head);
+  }
+  // The one worker that writes `slot` of head `head` (batch * heads + head), or -1 where the slot stays unwritten.
+  FLASHBWD_HOST_DEVICE constexpr int64_t owner_of(int64_t head, int64_t slot) const {
+    if (jobs_per_head == 0) return -1;
+    const int64_t owner = worker_of(head * jobs_per_head) + slot;
+    return owner <= worker_of((head + 1) * jobs_per_head - 1) ? owner : -1;
+  }
+};
+
+FLASHBWD_HOST_DEVICE constexpr PersistentSlots persistent_slots(int64_t batch, int64_t heads, int64_t seqlen_k,
+                                                                int64_t block_n, int64_t workers) {
+  const int64_t jobs_per_head = ceil_div(seqlen_k, block_n);
+  const int64_t jobs = batch * heads * jobs_per_head;
+  return {jobs, jobs_per_head, at_least(ceil_div(jobs, workers), 1)};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The order of work: linear job -> (batch, head, key block)
+//
+// Heads go in groups whose queries stay in L2 together; within a group all heads' key block 0 come first, then all
+// heads' key block 1, and so on. Under a causal mask key block 0 has the most queries: longest first. Key blocks of one
+// (batch, head) are in ascending order, as ordered accumulation wants, and far apart, so that neighbours rarely wait.
+
+struct Job {
+  int32_t batch = 0;
+  int32_t head = 0;
+  int32_t key_block = 0;
+};
+
+// Heads, from 1 on, whose q, dout and dq accumulator fit the L2 cache of l2_bytes. `heads_per_job` query heads belong
+// to one head of the job list (heads / heads_kv where a job loops over its group).
+FLASHBWD_HOST_DEVICE constexpr int64_t heads_in_l2(int64_t l2_bytes, int64_t seqlen_q, int64_t head_dim,
+                                                   int64_t head_dim_v, int64_t element_bytes, int64_t heads_per_job) {
+  const int64_t row = (head_dim + head_dim_v) * element_bytes + round_up(head_dim, 4) * 4;
+  return at_least(l2_bytes / at_least(seqlen_q * row * heads_per_job, 1), 1);
+}
+
+// Dense: 0 <= index < batch * heads * num_key_blocks. Heads of all batches are one list of batch * heads.
+FLASHBWD_HOST_DEVICE constexpr Job dense_job(int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks,
+                                             int64_t head_group) {
+  const int64_t all_heads = int64_t{batch} * heads;
+  const int64_t width = at_most(head_group, all_heads);  // keeps the product below within the number of jobs
+  const int64_t group = index / (width * num_key_blocks);
+  const int64_t within = index - group * width * num_key_blocks;
+  const int64_t size = at_most(width, all_heads - group * width);  // the last group may be smaller
+  const int64_t head = group * width + within % size;
+  return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
+}
+
+// Packed variable lengths need no table of block counts: sequence b gets the block numbers
+// [first_block(b), first_block(b + 1)). As floor(x + y) >= floor(x) + floor(y), these are at least
+// ceil(length / block_n), and at most one more, which has nothing to do.
+FLASHBWD_HOST_DEVICE constexpr int64_t first_block(int64_t cu_seqlens_b, int64_t b, int64_t block_n) {
+  return cu_seqlens_b / block_n + b;
+}
+
+// Number of jobs: exactly this with cu_seqlens_k[batch]; an upper bound, for a grid, with total_k rows in its place.
+FLASHBWD_HOST_DEVICE constexpr int64_t varlen_jobs(int64_t total_k, int64_t batch, int64_t heads, int64_t block_n) {
+  return heads * first_block(total_k, batch, block_n);
+}
+
+// 0 <= index < varlen_jobs(cu_seqlens_k[batch], ...); batch = -1 beyond it. A key block at or past the end of its
+// sequence is not a job. cu_seqlens_k: (batch + 1,), [0] = 0. Bisection: log2(batch) loads.
+FLASHBWD_HOST_DEVICE constexpr Job varlen_job(int64_t index, const int32_t* cu_seqlens_k, int32_t batch, int32_t heads,
+                                              int32_t block_n, int64_t head_group) {
+  const int64_t block = index / heads;
+  if (batch == 0 || block >= first_block(cu_seqlens_k[batch], batch, block_n)) return {-1, 0, 0};
+  int32_t low = 0, high = batch;  // first_block(low) <= block < first_block(high)
+  while (high - low > 1) {
+    const int32_t middle = low + (high - low) / 2;
+    if (first_block(cu_seqlens_k[middle], middle, block_n) <= block) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int64_t first = first_block(cu_seqlens_k[low], low, block_n);
+  const int64_t blocks = first_block(cu_seqlens_k[low + 1], low + 1, block_n) - first;
+  const Job job = dense_job(index - first * heads, 1, heads, static_cast<int32_t>(blocks), head_group);
+  return {low, job.head, job.key_block};
+}
+
+// Grouped heads: a job of KV head `head_kv` walks the query blocks of each of its heads / heads_kv query heads in turn.
+// Step 0 <= step < (heads / heads_kv) * steps_per_head belongs to this query head, at step % steps_per_head of its
+// walk.
+FLASHBWD_HOST_DEVICE constexpr int32_t query_head(int32_t head_kv, int64_t step, int32_t steps_per_head, int32_t heads,
+                                                  int32_t heads_kv) {
+  return head_kv * (heads / heads_kv) + static_cast<int32_t>(step / steps_per_head);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The dq accumulator: batches back to back, each (heads, num_splits, seqlen_q, row_stride) fp32, physical seqlen_q
+
+// Floats from one row to the next: head_dim padded to a whole number of 16-byte vectors.
+FLASHBWD_HOST_DEVICE constexpr int64_t dq_row_stride(int64_t head_dim) { return round_up(head_dim, 4); }
+
+// Slots of a sequence in split-slot mode. A seqlen_k beyond max_seqlen_k breaks the caller's promise; cut here, it
+// costs keys that no CTA was launched for, but no memory beyond the workspace, which was sized by the maximum.
+FLASHBWD_HOST_DEVICE constexpr int64_t split_slots(int64_t seqlen_k, int64_t max_seqlen_k, int64_t block_n) {
+  return ceil_div(at_most(seqlen_k, max_seqlen_k), block_n);
+}
+
+// Elements of a sequence in the accumulator.
+FLASHBWD_HOST_DEVICE constexpr int64_t dq_elements(int64_t heads, int64_t num_splits, int64_t seqlen_q,
+                                                   int64_t row_stride) {
+  return heads * num_splits * seqlen_q * row_stride;
+}
+
+// Element of column 0 of query row i in slot `split` of `head`, from the start of its sequence.
+FLASHBWD_HOST_DEVICE constexpr int64_t dq_row_offset(int64_t head, int64_t split, int64_t i, int64_t num_splits,
+                                                     int64_t seqlen_q, int64_t row_stride) {
+  return ((head * num_splits + split) * seqlen_q + i) * row_stride;
+}
 
 }  // namespace flashbwd

@@ -1,0 +1,153 @@
+// The host arithmetic of the library as a Python module, for the tests alone. Thin: a function a line, no logic.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "../../csrc/attention/problem.h"
+#include "../../csrc/attention/schedule.h"
+#include "../../csrc/attention/workspace.h"
+
+namespace py = pybind11;
+
+namespace flashbwd {
+namespace {
+
+std::tuple<int32_t, int32_t> pair_of(BlockRange range) { return {range.begin, range.end}; }
+std::tuple<int32_t, int32_t, int32_t> triple_of(Job job) { return {job.batch, job.head, job.key_block}; }
+
+void bind_problem(py::module_& m) {
+  py::enum_<CausalAlignment>(m, "CausalAlignment")
+      .value("kNone", CausalAlignment::kNone)
+      .value("kBottomRight", CausalAlignment::kBottomRight)
+      .value("kTopLeft", CausalAlignment::kTopLeft);
+  py::class_<AttentionProblem>(m, "AttentionProblem")
+      .def(py::init<>())
+      .def_readwrite("varlen", &AttentionProblem::varlen)
+      .def_readwrite("batch", &AttentionProblem::batch)
+      .def_readwrite("heads", &AttentionProblem::heads)
+      .def_readwrite("heads_kv", &AttentionProblem::heads_kv)
+      .def_readwrite("head_dim", &AttentionProblem::head_dim)
+      .def_readwrite("head_dim_v", &AttentionProblem::head_dim_v)
+      .def_readwrite("seqlen_q", &AttentionProblem::seqlen_q)
+      .def_readwrite("seqlen_k", &AttentionProblem::seqlen_k)
+      .def_readwrite("total_q", &AttentionProblem::total_q)
+      .def_readwrite("total_k", &AttentionProblem::total_k)
+      .def_readwrite("seqlens_q", &AttentionProblem::seqlens_q)
+      .def_readwrite("seqlens_k", &AttentionProblem::seqlens_k)
+      .def_readwrite("window_left", &AttentionProblem::window_left)
+      .def_readwrite("window_right", &AttentionProblem::window_right)
+      .def_readwrite("has_seqused", &AttentionProblem::has_seqused);
+}
+
+void bind_workspace(py::module_& m) {
+  py::enum_<DqMode>(m, "DqMode")
+      .value("kDirect", DqMode::kDirect)
+      .value("kAtomic", DqMode::kAtomic)
+      .value("kSplitSlots", DqMode::kSplitSlots)
+      .value("kPersistentSlots", DqMode::kPersistentSlots)
+      .value("kOrdered", DqMode::kOrdered);
+  py::class_<WorkspaceRequest>(m, "WorkspaceRequest")
+      .def(py::init<>())
+      .def_readwrite("dq_mode", &WorkspaceRequest::dq_mode)
+      .def_readwrite("block_n", &WorkspaceRequest::block_n)
+      .def_readwrite("sm_count", &WorkspaceRequest::sm_count)
+      .def_readwrite("ordered_zeros", &WorkspaceRequest::ordered_zeros)
+      .def_readwrite("semaphore_bytes", &WorkspaceRequest::semaphore_bytes)
+      .def_readwrite("delta_rows", &WorkspaceRequest::delta_rows)
+      .def_readwrite("partial_bytes", &WorkspaceRequest::partial_bytes);
+  py::class_<WorkspaceLayout>(m, "WorkspaceLayout")
+      .def_readonly("dq_mode", &WorkspaceLayout::dq_mode)
+      .def_readonly("block_n", &WorkspaceLayout::block_n)
+      .def_readonly("tables", &WorkspaceLayout::tables)
+      .def_readonly("nsplits_offset", &WorkspaceLayout::nsplits_offset)
+      .def_readonly("has_offsets", &WorkspaceLayout::has_offsets)
+      .def_readonly("offsets_offset", &WorkspaceLayout::offsets_offset)
+      .def_readonly("nsplits", &WorkspaceLayout::nsplits)
+      .def_readonly("row_stride", &WorkspaceLayout::row_stride)
+      .def_readonly("accumulator_offset", &WorkspaceLayout::accumulator_offset)
+      .def_readonly("accumulator_bytes", &WorkspaceLayout::accumulator_bytes)
+      .def_readonly("zero_accumulator", &WorkspaceLayout::zero_accumulator)
+      .def_readonly("semaphore_offset", &WorkspaceLayout::semaphore_offset)
+      .def_readonly("semaphore_bytes", &WorkspaceLayout::semaphore_bytes)
+      .def_readonly("delta_offset", &WorkspaceLayout::delta_offset)
+      .def_readonly("delta_bytes", &WorkspaceLayout::delta_bytes)
+      .def_readonly("partial_offset", &WorkspaceLayout::partial_offset)
+      .def_readonly("partial_bytes", &WorkspaceLayout::partial_bytes)
+      .def_readonly("bytes", &WorkspaceLayout::bytes);
+  m.def("plan_workspace", &plan_workspace);
+  m.def("make_tables", [](const AttentionProblem& problem, const WorkspaceRequest& request,
+                          const std::vector<int64_t>& seqlens_q, const std::vector<int64_t>& seqlens_k) {
+    const WorkspaceTables tables = make_tables(problem, request, seqlens_q, seqlens_k);
+    return std::make_tuple(tables.nsplits, tables.dq_acc_offsets);
+  });
+  m.def("dq_row_offset", &dq_row_offset);
+}
+
+void bind_visibility(py::module_& m) {
+  py::class_<Visibility>(m, "Visibility")
+      .def_readonly("seqlen_q", &Visibility::seqlen_q)
+      .def_readonly("seqlen_k", &Visibility::seqlen_k)
+      .def_readonly("lo", &Visibility::lo)
+      .def_readonly("hi", &Visibility::hi)
+      .def("visible", &Visibility::visible)
+      .def("full", &Visibility::full);
+  py::enum_<TileKind>(m, "TileKind")
+      .value("kEmpty", TileKind::kEmpty)
+      .value("kMasked", TileKind::kMasked)
+      .value("kInterior", TileKind::kInterior);
+  m.def("make_visibility", &make_visibility);
+  m.def("key_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
+    return pair_of(key_blocks(v, block, block_m, block_n));
+  });
+  m.def("query_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
+    return pair_of(query_blocks(v, block, block_m, block_n));
+  });
+  m.def("tile_kind", &tile_kind);
+}
+
+void bind_order(py::module_& m) {
+  py::enum_<KeySplit>(m, "KeySplit").value("kStrided", KeySplit::kStrided).value("kContiguous", KeySplit::kContiguous);
+  m.def("split_blocks", [](int32_t num_key_blocks, int32_t split, int32_t num_splits, KeySplit policy) {
+    const SplitBlocks blocks = split_blocks(num_key_blocks, split, num_splits, policy);
+    return std::make_tuple(blocks.begin, blocks.end, blocks.stride);
+  });
+  m.def("dq_touches", &dq_touches);
+  m.def("ordered_group", &ordered_group);
+  m.def("ordered_query_block", &ordered_query_block);
+  m.def("ordered_turn", &ordered_turn);
+  py::class_<PersistentSlots>(m, "PersistentSlots")
+      .def_readonly("jobs", &PersistentSlots::jobs)
+      .def_readonly("jobs_per_head", &PersistentSlots::jobs_per_head)
+      .def_readonly("jobs_per_worker", &PersistentSlots::jobs_per_worker)
+      .def("num_splits", &PersistentSlots::num_splits)
+      .def("first_job", &PersistentSlots::first_job)
+      .def("worker_of", &PersistentSlots::worker_of)
+      .def("slot_of", &PersistentSlots::slot_of)
+      .def("owner_of", &PersistentSlots::owner_of);
+  m.def("persistent_slots", &persistent_slots);
+  m.def("heads_in_l2", &heads_in_l2);
+  m.def("dense_job", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group) {
+    return triple_of(dense_job(index, batch, heads, num_key_blocks, head_group));
+  });
+  m.def("varlen_jobs", &varlen_jobs);
+  m.def("varlen_job", [](int64_t index, const std::vector<int32_t>& cu_seqlens_k, int32_t heads, int32_t block_n,
+                         int64_t head_group) {
+    const auto batch = static_cast<int32_t>(cu_seqlens_k.size()) - 1;
+    return triple_of(varlen_job(index, cu_seqlens_k.data(), batch, heads, block_n, head_group));
+  });
+  m.def("query_head", &query_head);
+}
+
+}  // namespace
+}  // namespace flashbwd
+
+PYBIND11_MODULE(flashbwd_host_tests, m) {
+  m.doc() = "Host arithmetic of flashbwd: workspace and schedule.";
+  flashbwd::bind_problem(m);
+  flashbwd::bind_workspace(m);
+  flashbwd::bind_visibility(m);
+  flashbwd::bind_order(m);
+}

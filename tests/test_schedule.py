@@ -1,0 +1,448 @@
+"""The index arithmetic that host and kernels share, against plain enumeration."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.host import load_host
+
+host = load_host()
+Kind, Split, Causal = host.TileKind, host.KeySplit, host.CausalAlignment
+INT_MAX = 2**31 - 1
+WINDOWS = (-1, 0, 1, 2, 5, 17, 1000, INT_MAX)
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, causal: Any) -> np.ndarray:
+    """(seqlen_q, seqlen_k) bool: i + off - left <= j <= i + off + right, -1 unbounded."""
+    off = 0 if causal == Causal.kTopLeft else seqlen_k - seqlen_q
+    i, j = np.arange(seqlen_q, dtype=np.int64)[:, None], np.arange(seqlen_k, dtype=np.int64)[None, :]
+    seen = np.ones((seqlen_q, seqlen_k), dtype=bool)
+    if left >= 0:
+        seen &= i + off - left <= j
+    if right >= 0:
+        seen &= j <= i + off + right
+    return seen
+
+
+def tiles_of(seen: np.ndarray, block_m: int, block_n: int, beyond: int = 2) -> dict[tuple[int, int], np.ndarray]:
+    """Every tile, cut at the lengths, and a few beyond the ends."""
+    rows, keys = seen.shape
+    return {
+        (m, n): seen[m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
+        for m in range(-(-rows // block_m) + beyond)
+        for n in range(-(-keys // block_n) + beyond)
+    }
+
+
+def as_range(blocks: list[int]) -> tuple[int, int]:
+    """Half-open range of consecutive blocks."""
+    if not blocks:
+        return (0, 0)
+    assert blocks == list(range(blocks[0], blocks[-1] + 1))
+    return (blocks[0], blocks[-1] + 1)
+
+
+def masks(max_length: int = 70) -> st.SearchStrategy[tuple[int, int, int, int, Any]]:
+    window = st.one_of(st.sampled_from(WINDOWS), st.integers(-1, 2 * max_length))
+    kinds = st.sampled_from([Causal.kNone, Causal.kBottomRight, Causal.kTopLeft])
+    lengths = st.integers(0, max_length)
+    masks = st.tuples(lengths, lengths, window, window, kinds)
+    return masks.map(lambda m: (*m[:3], m[3] if m[4] == Causal.kNone else 0, m[4]))
+
+
+blocks = st.sampled_from([1, 2, 3, 7, 16, 64])
+
+
+@given(mask=masks())
+@settings(max_examples=500, deadline=None)
+def test_visible_is_the_definition(mask: tuple[int, int, int, int, Any]) -> None:
+    v, seen = host.make_visibility(*mask), visible_pairs(*mask)
+    got = [[v.visible(i, j) for j in range(-2, mask[1] + 2)] for i in range(-2, mask[0] + 2)]
+    np.testing.assert_array_equal(np.array(got), np.pad(seen, 2))
+    assert v.full() == bool(seen.all()) or seen.size == 0
+
+
+@given(mask=masks(), block_m=blocks, block_n=blocks)
+@settings(max_examples=1500, deadline=None)
+def test_tiles_are_visited_iff_they_hold_a_visible_pair(
+    mask: tuple[int, int, int, int, Any], block_m: int, block_n: int
+) -> None:
+    v = host.make_visibility(*mask)
+    tiles = tiles_of(visible_pairs(*mask), block_m, block_n)
+    by_row, by_column = defaultdict(list), defaultdict(list)
+    for (m, n), tile in tiles.items():
+        if tile.any():
+            by_row[m].append(n)
+            by_column[n].append(m)
+    for m in {m for m, _ in tiles}:
+        assert host.key_blocks(v, m, block_m, block_n) == as_range(by_row[m])
+    for n in {n for _, n in tiles}:
+        assert host.query_blocks(v, n, block_m, block_n) == as_range(by_column[n])
+
+
+@given(mask=masks(), block_m=blocks, block_n=blocks)
+@settings(max_examples=1500, deadline=None)
+def test_a_tile_is_interior_iff_all_of_it_is_visible(
+    mask: tuple[int, int, int, int, Any], block_m: int, block_n: int
+) -> None:
+    v = host.make_visibility(*mask)
+    for (m, n), tile in tiles_of(visible_pairs(*mask), block_m, block_n).items():
+        whole = tile.shape == (block_m, block_n) and tile.all()
+        expected = Kind.kInterior if whole else Kind.kMasked if tile.any() else Kind.kEmpty
+        assert host.tile_kind(v, m, n, block_m, block_n) == expected
+
+
+@pytest.mark.parametrize("length", [2**30, INT_MAX])
+@pytest.mark.parametrize("window", [-1, 0, 4096, INT_MAX, 2**62])
+def test_lengths_and_windows_up_to_the_integer_limit_do_not_overflow(length: int, window: int) -> None:
+    block = 128
+    last = -(-length // block) - 1
+    v = host.make_visibility(length, length, window, 0, Causal.kBottomRight)
+    reach = last + 1 if window < 0 else min(-(-window // block), last)
+    first = 0 if window < 0 or window >= length else max(0, (last * block - window) // block)
+    assert host.key_blocks(v, last, block, block) == (first, last + 1)
+    assert host.query_blocks(v, 0, block, block)[0] == 0
+    assert host.query_blocks(v, 0, block, block)[1] in (min(reach + 2, last + 1), min(reach + 1, last + 1))
+    full = host.make_visibility(length, length, -1, -1, Causal.kNone)
+    assert full.full() and host.key_blocks(full, last, block, block) == (0, last + 1)
+    assert host.tile_kind(full, 0, last - 1, block, block) == Kind.kInterior
+
+
+# Key splits
+
+
+@pytest.mark.parametrize("policy", [Split.kStrided, Split.kContiguous])
+def test_every_key_block_belongs_to_one_split(policy: Any) -> None:
+    for num_blocks in range(40):
+        for num_splits in range(1, 45):
+            taken = [n for s in range(num_splits) for n in range(*host.split_blocks(num_blocks, s, num_splits, policy))]
+            assert sorted(taken) == list(range(num_blocks))
+
+
+@given(
+    mask=masks(),
+    block_m=blocks,
+    block_n=blocks,
+    num_splits=st.integers(1, 12),
+    spare_blocks=st.integers(0, 3),
+    policy=st.sampled_from([Split.kStrided, Split.kContiguous]),
+)
+@settings(max_examples=3000, deadline=None)
+def test_dq_touches_counts_the_splits_that_visit_a_tile(
+    mask: tuple[int, int, int, int, Any], block_m: int, block_n: int, num_splits: int, spare_blocks: int, policy: Any
+) -> None:
+    v = host.make_visibility(*mask)
+    num_blocks = -(-mask[1] // block_n) + spare_blocks  # as for the longest sequence of a batch
+    touched: dict[int, set[int]] = defaultdict(set)
+    for s in range(num_splits):
+        for n in range(*host.split_blocks(num_blocks, s, num_splits, policy)):
+            for m in range(*host.query_blocks(v, n, block_m, block_n)):
+                touched[m].add(s)
+    for m in range(-(-mask[0] // block_m) + 2):
+        touches = host.dq_touches(v, m, block_m, block_n, num_blocks, num_splits, policy)
+        assert touches == len(touched[m])
+
+
+# Ordered accumulation
+
+
+class Ordered:
+    """Jobs of `heads` (batch, head) with the same mask, in the order of work, run by `workers` workers."""
+
+    def __init__(self, v: Any, block_m: int, block_n: int, heads: int, head_group: int, group: int) -> None:
+        self.v, self.block_m, self.block_n, self.group = v, block_m, block_n, group
+        num_blocks = -(-v.seqlen_k // block_n)
+        order = [host.dense_job(index, heads, 1, num_blocks, head_group) for index in range(heads * num_blocks)]
+        self.jobs = [(batch, self.steps(n)) for batch, _, n in order]
+        self.semaphores: dict[tuple[int, int], int] = defaultdict(int)
+
+    def steps(self, n: int) -> list[tuple[int, int]]:
+        """(query block, turn) of each step of key block n."""
+        begin, end = host.query_blocks(self.v, n, self.block_m, self.block_n)
+        tile = self.block_m, self.block_n, self.group
+        walk = [host.ordered_query_block(self.v, n, *tile, step) for step in range(end - begin)]
+        assert sorted(walk) == list(range(begin, end))
+        return [(m, host.ordered_turn(self.v, m, n, *tile)) for m in walk]
+
+    def run(self, workers: int, rng: random.Random) -> bool:
+        """Whether all jobs end, when workers take jobs from a counter and advance in random order."""
+        waiting = list(reversed(self.jobs))
+        busy: list[list[Any]] = []
+        while True:
+            while waiting and len(busy) < workers:
+                busy.append([*waiting.pop(), 0])
+            if not busy:
+                return True
+            rng.shuffle(busy)
+            moved = False
+            for worker in list(busy):
+                head, steps, step = worker
+                if step == len(steps):
+                    busy.remove(worker)
+                    moved = True
+                elif self.semaphores[head, steps[step][0]] == steps[step][1]:
+                    self.semaphores[head, steps[step][0]] += 1
+                    worker[2] += 1
+                    moved = True
+                if moved:
+                    break
+            if not moved:
+                return False
+
+
+@given(
+    mask=masks(60), block_m=st.sampled_from([3, 7, 16]), block_n=st.sampled_from([3, 7, 16]), group=st.integers(1, 9)
+)
+@settings(max_examples=1000, deadline=None)
+def test_turns_of_a_tile_count_up_to_its_number_of_key_blocks(
+    mask: tuple[int, int, int, int, Any], block_m: int, block_n: int, group: int
+) -> None:
+    v = host.make_visibility(*mask)
+    num_m = -(-mask[0] // block_m)
+    group = host.ordered_group(group, 1, num_m)
+    for m in range(num_m):
+        seen = range(*host.key_blocks(v, m, block_m, block_n))
+        turns = [host.ordered_turn(v, m, n, block_m, block_n, group) for n in seen]
+        assert sorted(turns) == list(range(len(seen)))
+        if not v.full() or group == 1:
+            assert turns == sorted(turns)
+
+
+@given(
+    mask=masks(40),
+    block_m=st.sampled_from([3, 7, 16]),
+    block_n=st.sampled_from([3, 7, 16]),
+    workers=st.integers(1, 12),
+    heads=st.integers(1, 5),
+    head_group=st.integers(1, 5),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=1000, deadline=None)
+def test_ordered_adds_never_deadlock(
+    mask: tuple[int, int, int, int, Any],
+    block_m: int,
+    block_n: int,
+    workers: int,
+    heads: int,
+    head_group: int,
+    seed: int,
+) -> None:
+    v = host.make_visibility(*mask)
+    group = host.ordered_group(workers, min(heads, head_group), -(-mask[0] // block_m))
+    ordered = Ordered(v, block_m, block_n, heads, head_group, group)
+    assert ordered.run(workers, random.Random(seed))
+    for m in range(-(-mask[0] // block_m)):
+        begin, end = host.key_blocks(v, m, block_m, block_n)
+        assert all(ordered.semaphores[head, m] == end - begin for head in range(heads))
+
+
+@given(mask=masks(40), workers=st.integers(1, 6), seed=st.integers(0, 2**32))
+@settings(max_examples=500, deadline=None)
+def test_a_group_of_one_needs_no_neighbour(mask: tuple[int, int, int, int, Any], workers: int, seed: int) -> None:
+    ordered = Ordered(host.make_visibility(*mask), 7, 7, heads=3, head_group=2, group=1)
+    assert ordered.run(workers, random.Random(seed))
+
+
+def test_a_group_larger_than_the_workers_would_hang() -> None:
+    """The simulation sees deadlocks, and heads abreast count in the bound."""
+    v = host.make_visibility(64, 64, -1, -1, Causal.kNone)
+    assert not Ordered(v, 8, 8, heads=1, head_group=1, group=8).run(7, random.Random(0))
+    assert not Ordered(v, 8, 8, heads=2, head_group=2, group=4).run(6, random.Random(0))
+    assert Ordered(v, 8, 8, heads=2, head_group=2, group=4).run(8, random.Random(0))
+
+
+def makespan(ordered: Ordered) -> int:
+    """Steps until all jobs end when every job has a worker and a step takes one unit."""
+    progress = [0] * len(ordered.jobs)
+    for now in range(10_000):
+        if all(done == len(steps) for done, (_, steps) in zip(progress, ordered.jobs, strict=True)):
+            return now
+        ready = [
+            index
+            for index, (head, steps) in enumerate(ordered.jobs)
+            if progress[index] < len(steps)
+            and ordered.semaphores[head, steps[progress[index]][0]] == steps[progress[index]][1]
+        ]
+        for index in ready:
+            ordered.semaphores[ordered.jobs[index][0], ordered.jobs[index][1][progress[index]][0]] += 1
+            progress[index] += 1
+    raise AssertionError("deadlock")
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 5, 16])
+def test_nobody_waits_longer_than_the_longest_job_takes(tiles: int) -> None:
+    length = 8 * tiles
+    full = host.make_visibility(length, length, -1, -1, Causal.kNone)
+    causal = host.make_visibility(length, length, -1, 0, Causal.kBottomRight)
+    window = host.make_visibility(length, length, 15, 0, Causal.kBottomRight)
+    assert makespan(Ordered(full, 8, 8, 1, 1, group=tiles)) == tiles
+    assert makespan(Ordered(causal, 8, 8, 1, 1, group=tiles)) == tiles
+    assert makespan(Ordered(window, 8, 8, 1, 1, group=tiles)) == min(tiles, 3)
+
+
+# Persistent slots
+
+
+def persistent_cases() -> list[tuple[int, int, int, int, int]]:
+    rng = random.Random(0)
+    small = [(1, heads, keys, 1, workers) for heads in range(1, 6) for keys in range(14) for workers in range(1, 16)]
+    large = [
+        (rng.randrange(1, 4), rng.randrange(1, 9), rng.randrange(0, 3000), rng.choice((64, 80, 128)), workers)
+        for workers in (1, 2, 7, 108, 132)
+        for _ in range(100)
+    ]
+    return small + large
+
+
+def test_persistent_jobs_are_dealt_once_and_no_worker_has_more_than_its_share() -> None:
+    for batch, heads, seqlen_k, block_n, workers in persistent_cases():
+        slots = host.persistent_slots(batch, heads, seqlen_k, block_n, workers)
+        assert slots.jobs == batch * heads * len(range(0, seqlen_k, block_n))
+        dealt = [(job, w) for w in range(workers) for job in range(slots.first_job(w), slots.first_job(w + 1))]
+        assert [job for job, _ in dealt] == list(range(slots.jobs))
+        assert all(slots.worker_of(job) == w for job, w in dealt)
+        assert slots.jobs_per_worker == max(1, -(-slots.jobs // workers))
+
+
+def test_one_worker_owns_each_persistent_slot() -> None:
+    for case in persistent_cases():
+        slots = host.persistent_slots(*case)
+        owners: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for job in range(slots.jobs):
+            owners[job // slots.jobs_per_head, slots.slot_of(job)].add(slots.worker_of(job))
+        assert all(len(workers) == 1 for workers in owners.values())
+        assert all(0 <= slot < slots.num_splits() for _, slot in owners)
+        for head in range(case[0] * case[1] if slots.jobs else 0):
+            for slot in range(slots.num_splits()):
+                assert {slots.owner_of(head, slot)} == owners.get((head, slot), {-1})
+
+
+def test_a_worker_has_one_slot_in_a_head() -> None:
+    for case in persistent_cases():
+        slots = host.persistent_slots(*case)
+        seen: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for job in range(slots.jobs):
+            seen[job // slots.jobs_per_head, slots.worker_of(job)].add(slots.slot_of(job))
+        assert all(len(slot) == 1 for slot in seen.values())
+
+
+def test_persistent_slot_is_the_rounded_up_place_of_the_workers_first_job_in_the_head() -> None:
+    for case in persistent_cases():
+        slots = host.persistent_slots(*case)
+        per_head, per_worker = slots.jobs_per_head, slots.jobs_per_worker
+        for job in range(slots.jobs):
+            first = max(job // per_worker * per_worker, job // per_head * per_head)
+            assert slots.slot_of(job) == -(-(first % per_head) // per_worker)
+
+
+def test_persistent_splits_exceed_the_workers_that_meet_by_one_at_most() -> None:
+    for case in persistent_cases():
+        slots = host.persistent_slots(*case)
+        used = max((slots.slot_of(job) + 1 for job in range(slots.jobs)), default=0)
+        if slots.jobs:
+            assert used <= slots.num_splits() <= used + 1
+
+
+# The order of work
+
+
+def test_every_dense_job_comes_once() -> None:
+    for batch in (0, 1, 2, 3):
+        for heads in (1, 2, 5):
+            for num_blocks in (0, 1, 3, 4):
+                for head_group in (1, 2, 3, 4, 100):
+                    total = batch * heads * num_blocks
+                    jobs = [host.dense_job(i, batch, heads, num_blocks, head_group) for i in range(total)]
+                    every = {(b, h, n) for b in range(batch) for h in range(heads) for n in range(num_blocks)}
+                    assert len(jobs) == len(every) and set(jobs) == every
+
+
+def test_key_blocks_of_a_head_come_in_ascending_order_and_heads_in_groups() -> None:
+    for head_group in (1, 2, 3, 7):
+        jobs = [host.dense_job(i, 2, 5, 4, head_group) for i in range(40)]
+        for index, (b, h, n) in enumerate(jobs):
+            assert (b * 5 + h) // head_group == index // (head_group * 4)
+            assert n == sum((b, h) == other[:2] for other in jobs[:index])
+        for group in range(0, 40, head_group * 4):
+            within = [n for _, _, n in jobs[group : group + head_group * 4]]
+            assert within == sorted(within)
+
+
+def test_dense_jobs_are_64_bit() -> None:
+    batch, heads, num_blocks = 65536, 128, 8192
+    last = batch * heads * num_blocks - 1
+    assert host.dense_job(last, batch, heads, num_blocks, 16) == (batch - 1, heads - 1, num_blocks - 1)
+    assert host.dense_job(last, batch, heads, num_blocks, 2**40) == (batch - 1, heads - 1, num_blocks - 1)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=12),
+    slack=st.integers(0, 50),
+    heads=st.integers(1, 5),
+    block_n=st.sampled_from([1, 3, 7, 16, 64]),
+    head_group=st.integers(1, 6),
+)
+@settings(max_examples=1500, deadline=None)
+def test_every_varlen_job_comes_once_with_at_most_one_idle_block_a_sequence(
+    lengths: list[int], slack: int, heads: int, block_n: int, head_group: int
+) -> None:
+    cu_seqlens = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+    total = host.varlen_jobs(cu_seqlens[-1], len(lengths), heads, block_n)
+    jobs = [host.varlen_job(i, cu_seqlens, heads, block_n, head_group) for i in range(total)]
+    every = [(b, h, n) for b, k in enumerate(lengths) for h in range(heads) for n in range(len(range(0, k, block_n)))]
+    idle = [job for job in jobs if job not in set(every)]
+    assert sorted(set(jobs) - set(idle)) == sorted(every) and len(jobs) == len(every) + len(idle) == len(set(jobs))
+    assert len(idle) <= heads * len(lengths)
+    assert all(b >= 0 and n == len(range(0, lengths[b], block_n)) for b, _, n in idle)
+    # A grid sized with spare rows behind the last sequence finds nothing there.
+    bound = host.varlen_jobs(cu_seqlens[-1] + slack, len(lengths), heads, block_n)
+    beyond = [host.varlen_job(i, cu_seqlens, heads, block_n, head_group) for i in range(total, bound)]
+    assert all(batch == -1 for batch, _, _ in beyond)
+    for b in range(len(lengths)):
+        for h in range(heads):
+            order = [n for other_b, other_h, n in jobs if (other_b, other_h) == (b, h)]
+            assert order == sorted(order)
+
+
+def test_longest_jobs_of_a_causal_head_come_first() -> None:
+    v = host.make_visibility(1000, 1000, -1, 0, Causal.kBottomRight)
+    jobs = [host.dense_job(i, 1, 4, 8, 2) for i in range(32)]
+    for group in (jobs[:16], jobs[16:]):
+        steps = [host.query_blocks(v, n, 64, 128) for _, _, n in group]
+        sizes = [end - begin for begin, end in steps]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_heads_of_a_group_fit_the_cache_and_one_more_would_not() -> None:
+    rng = random.Random(7)
+    for _ in range(500):
+        cache, rows = rng.randrange(0, 50 << 20), rng.randrange(0, 20000)
+        head_dim, head_dim_v, size, group = (
+            rng.randrange(1, 300),
+            rng.randrange(1, 300),
+            rng.choice((2, 4)),
+            rng.choice((1, 8)),
+        )
+        heads = host.heads_in_l2(cache, rows, head_dim, head_dim_v, size, group)
+        one = max(1, group * rows * (size * (head_dim + head_dim_v) + 4 * ((head_dim + 3) // 4 * 4)))
+        assert heads >= 1
+        assert heads == 1 or heads * one <= cache
+        assert (heads + 1) * one > cache
+
+
+def test_steps_of_a_grouped_head_visit_each_query_head_once_per_query_block() -> None:
+    for heads_kv, ratio, steps in ((1, 1, 4), (2, 4, 3), (3, 7, 1)):
+        heads = heads_kv * ratio
+        visits = [
+            (host.query_head(kv, step, steps, heads, heads_kv), step % steps)
+            for kv in range(heads_kv)
+            for step in range(ratio * steps)
+        ]
+        assert visits == [(h, s) for h in range(heads) for s in range(steps)]
+        assert all(h // ratio == visits.index((h, s)) // (ratio * steps) for h, s in visits)

@@ -257,7 +257,8 @@ class NativeBuild:
         (ROOT / ninja_file).write_text(self._ninja(libraries, name))
         cores, nvcc_jobs = job_limits()
         units = sum(len(library.units) for library in libraries)
-        print(f"flashbwd: {units} units, {cores} jobs, of them {nvcc_jobs} of nvcc", flush=True)
+        bound = f", at most {nvcc_jobs} of nvcc" if self.toolkit else ""
+        print(f"flashbwd: {units} units, {cores} jobs{bound}", flush=True)
         for family, targets in self.families.items():
             print(f"flashbwd: {family} for {' '.join(targets)}", flush=True)
         environment = {"NINJA_STATUS": "[%f/%t %es] ", **os.environ}

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../common/check.h"
+#include "workspace.h"
 
 namespace flashbwd {
 namespace {
@@ -13,7 +14,6 @@ namespace {
 using Named = std::pair<const char*, const TensorDesc*>;
 
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
-constexpr int64_t kWorkspaceAlignment = 256;
 
 int64_t round_up_32(int64_t n) { return (n + 31) / 32 * 32; }
 
@@ -313,9 +313,10 @@ void check_outputs(const AttentionArguments& a, AttentionProblem* p) {
   check_device("workspace", a.workspace, p->device);
   check(a.workspace.dim == 1, "workspace has shape ", shape_of(a.workspace), ", expected one dimension");
   check_last_contiguous("workspace", a.workspace);
-  check(reinterpret_cast<uintptr_t>(a.workspace.data) % kWorkspaceAlignment == 0,
-        "workspace starts at an address that is ", reinterpret_cast<uintptr_t>(a.workspace.data) % kWorkspaceAlignment,
-        " modulo ", kWorkspaceAlignment, ", expected one aligned to ", kWorkspaceAlignment, " bytes");
+  check(reinterpret_cast<uintptr_t>(a.workspace.data) % kAccumulatorAlignment == 0,
+        "workspace starts at an address that is ",
+        reinterpret_cast<uintptr_t>(a.workspace.data) % kAccumulatorAlignment, " modulo ", kAccumulatorAlignment,
+        ", expected one aligned to ", kAccumulatorAlignment, " bytes");
 }
 
 bool aligned_16(const TensorDesc& t) {

@@ -10,6 +10,7 @@ constexpr std::pair<ScalarType, DType> kDTypes[] = {
     {ScalarType::Float, DType::kFloat32}, {ScalarType::Double, DType::kFloat64},
     {ScalarType::Int, DType::kInt32},     {ScalarType::Long, DType::kInt64},
     {ScalarType::Byte, DType::kUInt8},    {ScalarType::UInt64, DType::kUInt64},
+    {ScalarType::Bool, DType::kBool},
 };
 
 DType dtype_of(ScalarType type) {

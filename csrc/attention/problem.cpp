@@ -178,6 +178,16 @@ void check_rows(const char* name, const TensorDesc& tensor, const AttentionProbl
          shape({p.batch, p.heads, p.seqlen_q, 1}), " or ", shape({p.batch, p.heads, round_up_32(p.seqlen_q)}));
 }
 
+// `lengths` is empty where the host does not know them.
+void check_seqused(const char* name, const TensorDesc& tensor, const std::vector<int64_t>& lengths) {
+  if (!tensor || tensor.device.type != DeviceType::kCPU) return;
+  const auto* values = static_cast<const int32_t*>(tensor.data);
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    check(values[i] >= 0 && values[i] <= lengths[i], name, " holds ", values[i], " at index ", i,
+          ", expected at least 0 and at most the sequence's length, ", lengths[i]);
+  }
+}
+
 void check_sequences(const AttentionArguments& a, AttentionProblem* p) {
   if (p->varlen) {
     // A plan may be asked with cu_seqlens on the CPU, which makes its sizes exact; to run, they lie beside q.
@@ -191,6 +201,8 @@ void check_sequences(const AttentionArguments& a, AttentionProblem* p) {
     check_lengths(name, *tensor, p->batch, "the batch", a);
     p->has_seqused = true;
   }
+  check_seqused("seqused_q", a.seqused_q, p->varlen ? p->seqlens_q : std::vector<int64_t>(p->batch, p->seqlen_q));
+  check_seqused("seqused_k", a.seqused_k, p->varlen ? p->seqlens_k : std::vector<int64_t>(p->batch, p->seqlen_k));
 }
 
 void check_bias(const AttentionArguments& a, AttentionProblem* p) {
@@ -305,6 +317,10 @@ void check_outputs(const AttentionArguments& a, AttentionProblem* p) {
     for (const auto& [name, input] : {Named{"q", &a.q}, {"k", &a.k}, {"v", &a.v}, {"out", &a.out}, {"dout", &a.dout}}) {
       check(given.data == nullptr || given.numel() == 0 || given.data != input->data, o.name,
             " shares its memory with ", name, ", expected memory of its own: inputs are never written to");
+    }
+    for (const auto& [name, other] : {Named{"dq", &a.dq}, {"dk", &a.dk}, {"dv", &a.dv}}) {
+      check(given.data == nullptr || given.numel() == 0 || other == &given || given.data != other->data, o.name,
+            " shares its memory with ", name, ", expected memory of its own");
     }
     *o.dtype = given.dtype;
   }

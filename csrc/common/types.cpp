@@ -20,6 +20,8 @@ const char* name_of(DType dtype) {
       return "uint8";
     case DType::kUInt64:
       return "uint64";
+    case DType::kBool:
+      return "bool";
     case DType::kOther:
       break;
   }

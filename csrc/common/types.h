@@ -7,11 +7,12 @@
 
 namespace flashbwd {
 
-enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, kUInt8, kUInt64, kOther };
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, kUInt8, kUInt64, kBool, kOther };
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kUInt8:
+    case DType::kBool:
       return 1;
     case DType::kFloat16:
     case DType::kBFloat16:

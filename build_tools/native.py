@@ -76,6 +76,10 @@ class Library:
     needs: list[Path] = field(default_factory=list)  # libraries built before this one
 
 
+def cxx() -> str:
+    return os.environ.get("CXX", "g++")
+
+
 def _names_from_env(variable: str) -> list[str]:
     return [name for name in re.split(r"[,;\s]+", os.environ.get(variable, "")) if name]
 
@@ -171,6 +175,8 @@ class NativeBuild:
         self.torch: Torch = find_torch()
         self.toolkit: CudaToolkit | None = None
         self.cutlass: Path | None = None
+        if shutil.which(cxx()) is None:
+            raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or name another with CXX")
         print(f"flashbwd: torch {self.torch.version} (CUDA {self.torch.cuda}) in {self.torch.root}")
         if not cuda_wanted():
             print("flashbwd: FLASHBWD_CUDA=0: library for the CPU only")
@@ -278,7 +284,6 @@ class NativeBuild:
         python = shlex.quote(sys.executable)
         unit = f"{python} build_tools/compile_unit.py $report $in"
         ccache = shutil.which("ccache") or ""
-        cxx = os.environ.get("CXX", "g++")
         nvcc = shlex.quote(str(self.toolkit.nvcc)) if self.toolkit else "nvcc"
         cxx_flags = [*CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
         lines = [
@@ -287,18 +292,18 @@ class NativeBuild:
             "pool nvcc",
             f"  depth = {job_limits()[1]}",
             "rule cxx",
-            f"  command = {unit} {ccache} {cxx} -MMD -MF $out.d $flags -c $in -o $out",
+            f"  command = {unit} {ccache} {cxx()} -MMD -MF $out.d $flags -c $in -o $out",
             "  description = g++ $in",
             "  depfile = $out.d",
             "  deps = gcc",
             "rule nvcc",
-            f"  command = {unit} {ccache} {nvcc} -ccbin={cxx} -MMD -MF $out.d $flags -c $in -o $out",
+            f"  command = {unit} {ccache} {nvcc} -ccbin={cxx()} -MMD -MF $out.d $flags -c $in -o $out",
             "  description = nvcc $in",
             "  depfile = $out.d",
             "  deps = gcc",
             "  pool = nvcc",
             "rule link",
-            f"  command = {cxx} $in $link -o $out",
+            f"  command = {cxx()} $in $link -o $out",
             "  description = link $out",
         ]
         for library in libraries:

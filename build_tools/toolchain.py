@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_CUDA = Path("/usr/local/cuda")
 
 
 class BuildError(RuntimeError):
@@ -106,7 +107,7 @@ def _candidates() -> list[tuple[str, Path]]:
     found = [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if (on_path := shutil.which("nvcc")) and (root := _root_of_nvcc(on_path)):
         found.append(("nvcc on PATH", root))
-    found.append(("default location", Path("/usr/local/cuda")))
+    found.append(("default location", DEFAULT_CUDA))
     found += [("pip packages", Path(entry or ".") / "nvidia" / "cu13") for entry in sys.path]
     return found
 

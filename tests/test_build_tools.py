@@ -1,0 +1,157 @@
+"""The build's decisions: which toolkit, which GPU targets, which requirements, what a compiler's report says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from build_tools import native, requirements, toolchain  # noqa: E402
+from build_tools.compile_unit import parse_ptxas  # noqa: E402
+
+SM90 = native.FAMILIES["attention_sm90"][1]
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FLASHBWD_CUDA", "FLASHBWD_FAMILIES", "FLASHBWD_CUTLASS_PATH", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arch_list", "portable", "sm90"),
+    [
+        ("", native.PORTABLE, SM90),
+        ("8.0", ("8.0",), ()),
+        ("8.6 8.9", ("8.0",), ()),
+        ("9.0", ("9.0",), SM90),
+        ("9.0a", ("9.0",), SM90),
+        ("8.0;9.0+PTX", native.PORTABLE, SM90),
+        ("10.0", ("9.0+PTX",), ()),
+        ("7.5", (), ()),
+    ],
+)
+def test_arch_list_selects_targets(
+    monkeypatch: pytest.MonkeyPatch, arch_list: str, portable: tuple[str, ...], sm90: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    assert native.chosen_architectures(native.PORTABLE) == portable
+    assert native.chosen_architectures(SM90) == sm90
+
+
+def test_arch_list_of_no_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(toolchain.BuildError, match="'Hopper' is no architecture"):
+        native.chosen_architectures(native.PORTABLE)
+
+
+def test_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHBWD_FAMILIES", "attention_sm70")
+    with pytest.raises(toolchain.BuildError, match="no family 'attention_sm70'"):
+        native.chosen_families()
+
+
+def test_jobs_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", "8")
+    monkeypatch.setattr(native, "_free_gigabytes", lambda: 16.0)
+    assert native.job_limits() == (8, 3)
+    monkeypatch.setattr(native, "_free_gigabytes", lambda: 1.0)
+    assert native.job_limits() == (8, 1)
+
+
+def fake_toolkit(root: Path, release: str, *, headers: bool = True, runtime: bool = True) -> Path:
+    (root / "bin").mkdir(parents=True)
+    nvcc = root / "bin" / "nvcc"
+    nvcc.write_text(
+        f'#!/bin/sh\ncase "$*" in *dryrun*) echo "#$ TOP={root}/bin/.." >&2;; *) echo "release {release},";; esac\n'
+    )
+    nvcc.chmod(0o755)
+    if headers:
+        (root / "include").mkdir()
+        (root / "include" / "cuda_runtime.h").touch()
+    if runtime:
+        (root / "lib64").mkdir()
+        (root / "lib64" / "libcudart_static.a").touch()
+    return root
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No toolkit but those that a test makes."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(toolchain, "DEFAULT_CUDA", Path("/nonexistent"))
+    monkeypatch.setattr(sys, "path", [])
+
+
+@pytest.mark.usefixtures("only")
+def test_toolkit_is_found_behind_a_wrapper_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = fake_toolkit(tmp_path / "cuda", "13.0")
+    (tmp_path / "bin").mkdir()
+    wrapper = tmp_path / "bin" / "nvcc"
+    wrapper.write_text(f'#!/bin/sh\nexec {root}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", str(wrapper.parent), prepend=":")
+    toolkit, _ = toolchain.find_cuda_toolkit("13.0")
+    assert toolkit is not None
+    assert toolkit.root == root.resolve()
+
+
+@pytest.mark.usefixtures("only")
+@pytest.mark.parametrize(
+    ("release", "headers", "runtime", "reason"),
+    [
+        ("12.8", True, True, "is CUDA 12.8, torch was built with 13.0"),
+        ("13.0", False, True, "no include/cuda_runtime.h"),
+        ("13.0", True, False, "no libcudart_static.a"),
+    ],
+)
+def test_unusable_toolkit_is_passed_over_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str, headers: bool, runtime: bool, reason: str
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "bad", release, headers=headers, runtime=runtime)))
+    monkeypatch.setenv("CUDA_PATH", str(fake_toolkit(tmp_path / "good", "13.2")))
+    toolkit, rejected = toolchain.find_cuda_toolkit("13.0")
+    assert toolkit is not None
+    assert toolkit.root == tmp_path / "good"
+    assert rejected == [f"{tmp_path / 'bad'} (CUDA_HOME): {reason}"]
+
+
+@pytest.mark.usefixtures("only")
+def test_compiler_is_required_only_for_cuda_and_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert any(line.startswith("nvidia-cuda-nvcc") for line in requirements.build_requirements())
+    cpu_torch = toolchain.Torch(tmp_path, "2.13.0+cpu", None)
+    assert not any(line.startswith("nvidia") for line in requirements.build_requirements(cpu_torch))
+    monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "cuda", "13.0")))
+    assert not any(line.startswith("nvidia-cuda") for line in requirements.build_requirements())
+    monkeypatch.setenv("FLASHBWD_CUDA", "0")
+    assert not any(line.startswith("nvidia") for line in requirements.build_requirements())
+
+
+def test_torch_is_not_required_twice() -> None:
+    torch = toolchain.find_torch()
+    assert not any(line.startswith("torch") for line in requirements.build_requirements(torch))
+
+
+def test_ptxas_report_is_read() -> None:
+    report = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1kPf' for 'sm_80'
+ptxas info    : Function properties for _Z1kPf
+    40 bytes stack frame, 36 bytes spill stores, 52 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 40 bytes cumulative stack size, 360 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z1kPf' for 'sm_90a'
+ptxas info    : Function properties for _Z1kPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers
+"""
+    assert parse_ptxas(report) == [
+        {"name": "_Z1kPf", "arch": "sm_80", "stack": 40, "spills": 88, "registers": 32},
+        {"name": "_Z1kPf", "arch": "sm_90a", "stack": 0, "spills": 0, "registers": 168},
+    ]

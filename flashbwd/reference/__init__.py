@@ -1,0 +1,20 @@
+"""The reference backend: the library's mathematics, blockwise, in matrix products and elementwise operators of torch.
+
+It serves CPUs, and GPUs and cases without a kernel. No function here calls an attention or normalisation kernel of
+PyTorch or of anyone else, and none holds a tensor of (Sq, Sk): memory is O(S * block).
+"""
+
+from __future__ import annotations
+
+from flashbwd.reference.backward import attention_backward
+from flashbwd.reference.forward import attention_forward
+from flashbwd.reference.norms import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
+
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "rms_norm_backward",
+    "rms_norm_forward",
+]

@@ -1,0 +1,143 @@
+"""A blockwise attention forward, for the cases that PyTorch has none for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashbwd.reference.blocks import Band, Chunk, Cut, chunks
+from flashbwd.reference.scores import AdditiveTerms, Dropout, accumulation_dtype, operand
+from flashbwd.reference.spans import Span, split_spans
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: str = "none",
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_seed: Tensor | int | None = None,
+    rng_offset: Tensor | int | None = None,
+    rng_layout: str = "",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention with a running maximum over blocks of keys.
+
+    Arguments are those of :func:`flashbwd.attention_backward`, already checked; ``causal`` is ``"none"``,
+    ``"bottom_right"`` or ``"top_left"``; the dropout mask is the one that `rng_layout` numbers.
+
+    Returns
+    -------
+    out : Tensor, (B, Sq, H, Dv) or (total_q, H, Dv), q's dtype, contiguous
+        0 in rows that see no key.
+    softmax_lse : Tensor, (B, H, Sq) or (H, total_q), float32 (float64 for float64 inputs)
+        Natural logarithm, sink included; -inf in rows that see no key, whatever the sink.
+    """
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        dtype = accumulation_dtype(q.dtype)
+        packed = cu_seqlens_q is not None
+        if max_seqlen_q is None or max_seqlen_k is None:
+            if packed:
+                raise ValueError("flashbwd: cu_seqlens need max_seqlen_q and max_seqlen_k, got None")
+            max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        dropout = Dropout.of(q, rng_layout, rng_seed, rng_offset, dropout_p, max_seqlen_q, max_seqlen_k)
+        heads, heads_kv = q.shape[-2], k.shape[-2]
+        group = heads // max(heads_kv, 1)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        rows_shape = (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1])
+        lse = q.new_full(rows_shape, -torch.inf, dtype=dtype)
+
+        for span in split_spans(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
+            band = Band.of(span.sq, span.sk, causal, window_left, window_right)
+            if band.rows() == (0, 0) or span.batches == 0 or heads == 0:
+                continue
+            cut = Cut.of(q.device, span.batches, heads_kv, group, span.sq, span.sk)
+            for chunk in chunks(span.batches, heads_kv, group, cut):
+                terms = AdditiveTerms.of(span, chunk, band, attn_bias, alibi_slopes, dtype)
+                _chunk_forward(q, k, v, out, lse, span, chunk, band, cut, terms, scale, softcap, sink, dropout)
+    return out, lse
+
+
+def _chunk_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    span: Span,
+    chunk: Chunk,
+    band: Band,
+    cut: Cut,
+    terms: AdditiveTerms,
+    scale: float,
+    softcap: float,
+    sink: Tensor | None,
+    dropout: Dropout | None,
+) -> None:
+    """All queries of a few heads; shapes as in the backward."""
+    dtype, items = lse.dtype, chunk.items
+    first_row, last_row = band.rows()
+    key0, key1 = band.keys((first_row, last_row))
+    keys = operand(chunk.of_keys(span.keys(k))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, D)
+    values = operand(chunk.of_keys(span.keys(v))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, Dv)
+    tile = keys.new_empty(items * cut.block_q * chunk.group * cut.block_k)
+    out_heads = chunk.of_queries(span.queries(out))  # (batches, query heads, sq, Dv)
+    lse_heads = chunk.of_plane(span.statistics(lse))  # (batches, query heads, sq)
+    if softcap:
+        scale /= softcap
+
+    for row0 in range(first_row, last_row, cut.block_q):
+        rows = (row0, min(row0 + cut.block_q, last_row))
+        by_row = (chunk.batches, chunk.query_heads, rows[1] - rows[0])
+        folded = (items, chunk.group * by_row[2])
+        queries = operand(chunk.of_queries(span.queries(q))[:, :, rows[0] : rows[1]], dtype, scale)
+        highest = keys.new_full((*folded, 1), -torch.inf)
+        total = keys.new_zeros(*folded, 1)
+        weighted = keys.new_zeros(*folded, v.shape[-1])
+        for cols in band.tiles(rows, cut.block_k):
+            here = slice(cols[0] - key0, cols[1] - key0)
+            shape = (*folded, cols[1] - cols[0])
+            s = tile[: shape[0] * shape[1] * shape[2]].view(shape)
+            torch.bmm(queries.view(*folded, -1), keys[:, here].mT, out=s)
+            if softcap:
+                s.tanh_().mul_(softcap)
+            by_head = s.view(*by_row, shape[2])
+            terms.add_(by_head, rows, cols)
+            hidden = band.hidden(rows, cols, s.device)
+            if hidden is not None:
+                by_head.masked_fill_(hidden, -torch.inf)
+            now = torch.maximum(highest, s.amax(-1, keepdim=True))
+            shift = now.masked_fill(now == -torch.inf, 0.0)
+            fade = (highest - shift).exp_()
+            p = s.sub_(shift).exp_()
+            total.mul_(fade).add_(p.sum(-1, keepdim=True))
+            if dropout:
+                p.view_as(by_head).mul_(dropout.keep(span, chunk, rows, cols, s.device)).mul_(dropout.scale)
+            weighted.mul_(fade).baddbmm_(p, values[:, here])
+            highest = now
+        row_lse = (highest + total.log()).view(*by_row, 1)  # -inf + -inf in rows without a key
+        # Dividing by 1 where the total is 0 keeps such rows at 0.
+        weighted.div_(total.masked_fill(total == 0.0, 1.0))
+        result = weighted.view(*by_row, -1)
+        if sink is not None:
+            mine = slice(chunk.head0 * chunk.group, chunk.head0 * chunk.group + chunk.query_heads)
+            with_sink = torch.logaddexp(row_lse, sink[mine].to(dtype)[:, None, None])
+            with_sink = torch.where(row_lse == -torch.inf, row_lse, with_sink)
+            result = result * (row_lse - with_sink).exp().nan_to_num(0.0)
+            row_lse = with_sink
+        out_heads[:, :, rows[0] : rows[1]].copy_(result)
+        lse_heads[:, :, rows[0] : rows[1]].copy_(row_lse.squeeze(-1))

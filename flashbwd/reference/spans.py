@@ -1,0 +1,99 @@
+"""Dense batches and packed sequences seen alike: spans of sequences that share lengths and are worked on together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """`batches` sequences from `batch0` on, each of `sq` queries and `sk` keys (logical lengths)."""
+
+    batch0: int
+    batches: int
+    sq: int
+    sk: int
+    packed: bool
+    q0: int = 0  # first row in packed tensors
+    k0: int = 0
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """(batches, sq, heads, dim) of a dense or packed tensor of query rows."""
+        return self._take(tensor, self.q0, self.sq)
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """(batches, sk, heads, dim) of a dense or packed tensor of key rows."""
+        return self._take(tensor, self.k0, self.sk)
+
+    def _take(self, tensor: Tensor, first: int, length: int) -> Tensor:
+        if self.packed:
+            return tensor.narrow(0, first, length).unsqueeze(0)
+        return tensor.narrow(0, self.batch0, self.batches).narrow(1, 0, length)
+
+    def statistics(self, tensor: Tensor) -> Tensor:
+        """(batches, heads, sq) of row statistics in any of the accepted forms.
+
+        Dense: (B, H, Sq), (B, H, Sq, 1) or (B, H, roundup(Sq, 32)). Packed: (H, total_q) or
+        (B, H, roundup(max_seqlen_q, 32)).
+        """
+        if tensor.dim() == 2:
+            return tensor.narrow(1, self.q0, self.sq).unsqueeze(0)
+        if tensor.dim() == 4:
+            tensor = tensor.squeeze(3)
+        return tensor.narrow(0, self.batch0, self.batches).narrow(2, 0, self.sq)
+
+    def plane(self, tensor: Tensor) -> Tensor:
+        """The span's part of a tensor that broadcasts to (B, heads, queries, keys); dimensions of 1 stay."""
+        return narrow_broadcast(tensor, ((self.batch0, self.batches), (0, tensor.shape[1]), (0, self.sq), (0, self.sk)))
+
+    def batch_rows(self, tensor: Tensor) -> Tensor:
+        """(batches or 1, H) of a tensor of (H,) or (B, H)."""
+        return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.narrow(0, self.batch0, self.batches)
+
+
+def narrow_broadcast(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Narrow every dimension to its (first, length), except those of size 1, which broadcast."""
+    for dim, (first, length) in enumerate(ranges):
+        if tensor.shape[dim] != 1:
+            tensor = tensor.narrow(dim, first, length)
+    return tensor
+
+
+def split_spans(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+) -> list[Span]:
+    """Spans of a call: one for a dense batch, one a sequence where lengths differ."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
+        if seqused_q is None and seqused_k is None:
+            return [Span(0, batch, sq, sk, packed=False)]
+        used_q = _on_host(seqused_q, "seqused_q", [sq] * batch)
+        used_k = _on_host(seqused_k, "seqused_k", [sk] * batch)
+        return [Span(b, 1, used_q[b], used_k[b], packed=False) for b in range(batch)]
+    first_q, first_k = _on_host(cu_seqlens_q, "cu_seqlens_q"), _on_host(cu_seqlens_k, "cu_seqlens_k")
+    used_q = _on_host(seqused_q, "seqused_q", [b - a for a, b in itertools.pairwise(first_q)])
+    used_k = _on_host(seqused_k, "seqused_k", [b - a for a, b in itertools.pairwise(first_k)])
+    return [
+        Span(b, 1, used_q[b], used_k[b], packed=True, q0=first_q[b], k0=first_k[b]) for b in range(len(first_q) - 1)
+    ]
+
+
+def _on_host(tensor: Tensor | None, name: str, default: Sequence[int] = ()) -> list[int]:
+    if tensor is None:
+        return list(default)
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"flashbwd: {name} is on the GPU and the reference backend must read it on the host, "
+            "which a CUDA graph capture does not allow"
+        )
+    return [int(length) for length in tensor.tolist()]

@@ -1,0 +1,412 @@
+"""The reference backend called directly: values, poisoned memory, bounded memory, and what it is made of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import cases, inputs, oracle, tolerance
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashbwd import reference
+from flashbwd.reference import blocks
+
+CAUSAL = {False: "none", True: "bottom_right", "top_left": "top_left"}
+
+
+def poisoned_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.full_like(x, torch.nan, dtype=dtype or x.dtype)
+
+
+def run_backward(
+    arguments: dict[str, Any], rng_state: Any = None, **outputs: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Call with the keywords of the public function; outputs hold NaN before."""
+    a = arguments
+    q, k, v, bias, sink = a["q"], a["k"], a["v"], a["attn_bias"], a["sink"]
+    seed, offset, layout = rng_state or (None, None, "")
+    varlen = a["cu_seqlens_q"] is not None
+    inputs_of = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dsink": sink}
+    grads = {name: None if x is None else poisoned_like(x) for name, x in inputs_of.items() if name not in outputs}
+    grads |= outputs
+    arguments_in_order = (
+        a["dout"],
+        q,
+        k,
+        v,
+        a["out"],
+        a["softmax_lse"],
+        bias,
+        a["alibi_slopes"],
+        sink,
+        a["dlse"],
+        seed,
+        offset,
+        a["cu_seqlens_q"],
+        a["cu_seqlens_k"],
+        a["seqused_q"],
+        a["seqused_k"],
+        q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"],
+        CAUSAL[a["causal"]],
+        *a["window_size"],
+        a["softcap"],
+        a["dropout_p"],
+        layout,
+        a["max_seqlen_q"] if varlen else q.shape[1],
+        a["max_seqlen_k"] if varlen else k.shape[1],
+        grads["dq"],
+        grads["dk"],
+        grads["dv"],
+        grads["dbias"],
+        grads["dsink"],
+    )
+    reference.attention_backward(*arguments_in_order)
+    return grads
+
+
+def check(case: cases.Case, dtype: torch.dtype, seed: int = 0) -> None:
+    """The kit's rule, and in fp32 a floor of 32 units of rounding beside it.
+
+    Where exact gradients cancel to nothing (one key, a bias of one element) the rule compares chance with chance.
+    """
+    x = inputs.build(case, dtype, seed=seed)
+    grads = run_backward(x.arguments, x.rng_state())
+    if dtype != torch.float32:
+        x.check(**grads)
+        return
+    for name, actual in grads.items():
+        expected = getattr(x.reference, name)
+        if actual is None or expected.numel() == 0:
+            continue
+        naive = [getattr(result, name) for result in x.naive]
+        limit = tolerance.bound(expected, naive, dtype, softcap=case.softcap > 0)
+        floor = 32 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()))
+        tolerance.assert_within(actual, expected, max(limit, floor), name)
+
+
+@pytest.fixture
+def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that little inputs have many of them, and several chunks of heads."""
+    monkeypatch.setattr(blocks, "_CPU_TILE", (8, 16, 2 * 8 * 16))
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_gradients_match_the_oracle(case):
+    check(case, torch.float64)
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_gradients_match_the_oracle_when_cut_into_many_tiles(case):
+    check(case, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_gradients_obey_the_tolerance_rule(case, dtype):
+    check(case, dtype)
+
+
+@given(cases.any_case(), st.integers(0, 1000), st.sampled_from([(256, 256, 8 * 256 * 256), (5, 7, 70), (16, 16, 256)]))
+def test_random_cases_match_the_oracle(case, seed, tile):
+    before = blocks._CPU_TILE
+    blocks._CPU_TILE = tile
+    try:
+        check(case, torch.float64, seed)
+    finally:
+        blocks._CPU_TILE = before
+
+
+@pytest.mark.parametrize("case", cases.with_prefix("varlen", "heads", "layout", "dense_seqused"), ids=str)
+def test_gradients_go_to_fp32_and_strided_outputs_of_16_bit_inputs(case):
+    x = inputs.build(case, torch.bfloat16)
+    wide = {
+        f"d{name}": inputs.lay_out("odd_strides", poisoned_like(x.arguments[name], torch.float32)) for name in "qkv"
+    }
+    narrow = run_backward(x.arguments, x.rng_state())
+    given_ = run_backward(x.arguments, x.rng_state(), **wide)
+    x.check(**given_)
+    for name in wide:
+        torch.testing.assert_close(given_[name].bfloat16(), narrow[name], rtol=0, atol=0)
+
+
+def forward_of(x: inputs.Inputs) -> tuple[Tensor, Tensor]:
+    a = x.arguments
+    names = ["softcap", "attn_bias", "alibi_slopes", "sink", "dropout_p", "cu_seqlens_q", "cu_seqlens_k"]
+    names += ["seqused_q", "seqused_k", "softmax_scale"]
+    seed, offset, layout = x.rng_state() or (None, None, "")
+    return reference.attention_forward(
+        a["q"],
+        a["k"],
+        a["v"],
+        causal=CAUSAL[a["causal"]],
+        window_left=a["window_size"][0],
+        window_right=a["window_size"][1],
+        rng_seed=seed,
+        rng_offset=offset,
+        rng_layout=layout,
+        max_seqlen_q=a.get("max_seqlen_q"),
+        max_seqlen_k=a.get("max_seqlen_k"),
+        **{name: a[name] for name in names},
+    )
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_forward_matches_the_oracle(case):
+    x = inputs.build(case, torch.float64)
+    out, lse = forward_of(x)
+    empty = x.reference.empty
+    expected = x.reference.out.nan_to_num(0.0)  # the kit poisons what lies outside the logical lengths
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, x.reference.lse.masked_fill(empty, -torch.inf), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_forward_rounds_its_output_only(dtype):
+    x = inputs.build(cases.BY_NAME["bias_softcap_alibi_sink"], dtype)
+    out, lse = forward_of(x)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(out, x.reference.out.to(dtype))
+    torch.testing.assert_close(lse, x.reference.lse.float())
+
+
+@pytest.mark.parametrize("name", ["heads_6to2", "varlen_unequal", "bias_1hqk", "dropout_flash_small"])
+def test_results_repeat_bit_for_bit(name):
+    x = inputs.build(cases.BY_NAME[name], torch.float32)
+    first, second = (run_backward(x.arguments, x.rng_state()) for _ in range(2))
+    for key, value in first.items():
+        assert value is None or torch.equal(value, second[key])
+
+
+@pytest.mark.parametrize("name", ["bias_softcap", "varlen_bias", "dropout_flash_small"])
+def test_inputs_are_not_written_to(name):
+    x = inputs.build(cases.BY_NAME[name], torch.float32)
+    before = {key: tensor.clone() for key, tensor in x.tensors().items()}
+    run_backward(x.arguments, x.rng_state())
+    for key, tensor in x.tensors().items():
+        torch.testing.assert_close(tensor, before[key], rtol=0, atol=0, equal_nan=True, msg=key)
+
+
+def test_autocast_changes_nothing():
+    x = inputs.build(cases.BY_NAME["softcap"], torch.float32)
+    plain = run_backward(x.arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = run_backward(x.arguments)
+    assert torch.equal(plain["dq"], within["dq"])
+
+
+def test_extreme_lse_in_rows_without_keys_gives_exact_zeros():
+    case = cases.Case("empty", batch=1, seqlen_q=50, seqlen_k=11, causal=True, dlse=True)
+    x = inputs.build(case, torch.float32)
+    x.arguments["softmax_lse"] = x.arguments["softmax_lse"].clone()
+    for value in (torch.inf, -torch.inf, torch.nan, 0.0, -1e30):
+        x.arguments["softmax_lse"][:, :, : 50 - 11] = value
+        x.arguments["dlse"][:, :, : 50 - 11] = torch.nan
+        x.arguments["out"][:, : 50 - 11] = torch.nan
+        grads = run_backward(x.arguments)
+        assert not grads["dq"][:, : 50 - 11].any()
+        x.check(**grads)
+
+
+class Operators(TorchDispatchMode):
+    """Records every operator called, and the largest tensor that one of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__)
+        given_storages = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given_storages:
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+LONG = cases.Case("long", batch=1, heads=2, heads_kv=2, seqlen_q=2048, seqlen_k=2048, head_dim=8, head_dim_v=8)
+VARIETY = [
+    LONG,
+    replace(LONG, name="long_causal", causal=True),
+    replace(LONG, name="long_softcap_alibi_sink", softcap=3.0, alibi="heads", sink="finite"),
+    replace(LONG, name="long_dropout", dropout_p=0.2, window_size=(600, 0)),
+    replace(LONG, name="long_key_bias", bias="111k"),
+    replace(LONG, name="long_varlen", seqlens_q=(2048,), seqlens_k=(2048,), dlse=True),
+]
+
+
+def backward_without_oracle(case: cases.Case) -> Callable[[], None]:
+    """Inputs of the right shapes; what they hold does not matter."""
+    x = inputs.build(replace(case, seqlen_q=1, seqlen_k=1, seqlens_q=None, seqlens_k=None), torch.float32)
+    q = torch.randn(case.batch, case.seqlen_q, case.heads, case.head_dim)
+    lse = torch.full((case.batch, case.heads, case.seqlen_q), 9.0)
+    arguments = x.arguments | {"q": q, "k": q, "v": q, "out": q, "dout": q, "softmax_lse": lse, "dlse": None}
+    if case.bias is not None:
+        arguments["attn_bias"] = torch.randn(1, 1, 1, case.seqlen_k)
+    if case.varlen:
+        cu_seqlens = torch.tensor([0, case.seqlen_q], dtype=torch.int32)
+        arguments |= dict.fromkeys(("q", "k", "v", "out", "dout"), q[0])
+        arguments |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "softmax_lse": lse[0]}
+        arguments |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    return lambda: void(run_backward(arguments, x.rng_state()))
+
+
+def void(_: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("case", VARIETY, ids=str)
+def test_no_tensor_is_as_large_as_the_score_matrix(case):
+    backward = backward_without_oracle(case)
+    with Operators() as seen:
+        backward()
+    assert 0 < seen.largest <= case.seqlen_q * case.seqlen_k // 2
+
+
+def test_forward_has_no_tensor_as_large_as_the_score_matrix():
+    q = torch.randn(1, 2048, 2, 8)
+    with Operators() as seen:
+        reference.attention_forward(q, q, q, causal="bottom_right", softcap=2.0)
+    assert 0 < seen.largest <= 2048 * 2048 // 2
+
+
+def norms() -> None:
+    x, gamma = torch.randn(5, 16), torch.randn(16)
+    z, mu, rs = reference.layer_norm_forward(x, gamma, gamma)
+    reference.layer_norm_backward(z, x, mu, rs, gamma, dresidual=x)
+    z, rs = reference.rms_norm_forward(x, gamma)
+    reference.rms_norm_backward(z, x, rs, gamma)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [backward_without_oracle(case) for case in VARIETY] + [norms],
+    ids=[case.name for case in VARIETY] + ["norms"],
+)
+def test_only_matrix_products_elementwise_operators_and_reductions_are_called(call):
+    with Operators() as seen:
+        call()
+    forbidden = ("attention", "norm", "flash", "softmax", "flex", "mkldnn", "linear", "cudnn")
+    assert not [name for name in seen.names if any(word in name for word in forbidden)]
+
+
+def test_bias_gradient_of_a_dense_broadcast_needs_no_second_score_matrix():
+    heads, length = 3, 512
+    q = torch.randn(2, length, heads, 8, dtype=torch.bfloat16)
+    bias = torch.zeros(1, 1, length, length, dtype=torch.bfloat16)
+    x = inputs.build(replace(LONG, seqlen_q=1, seqlen_k=1), torch.bfloat16)
+    lse = torch.full((2, heads, length), 7.0)
+    arguments = x.arguments | {"q": q, "k": q, "v": q, "out": q, "dout": q, "softmax_lse": lse, "attn_bias": bias}
+    dbias = poisoned_like(bias)
+    before = blocks._CPU_TILE
+    blocks._CPU_TILE = (64, 64, 2 * 64 * 64)
+    try:
+        with Operators() as seen:
+            run_backward(arguments, dbias=dbias)
+    finally:
+        blocks._CPU_TILE = before
+    assert 0 < seen.largest < length * length // 2
+    assert dbias.isfinite().all()
+
+
+# LayerNorm and RMSNorm
+
+SHAPES = [(0, 8), (1, 1), (7, 5), (3, 4, 33), (2, 1000), (300,), (2, 3, 0)]
+
+
+def check_norm(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerances = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+    largest = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerances[dtype] * largest)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("with_gamma", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norm_forward_and_gradients_match_the_oracle(shape, dtype, with_gamma, zero_centered, rms):
+    generator = torch.Generator().manual_seed(3)
+    x, dz, dresidual = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    gamma = torch.randn(shape[-1], generator=generator, dtype=torch.float64).to(dtype) if with_gamma else None
+    zero_centered = zero_centered and with_gamma
+    if shape[-1] == 1 and not rms:
+        x, dz = x.double().to(dtype), torch.zeros_like(dz)  # a row of one element has no variance: rs is huge
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = oracle.layer_norm(
+            x, dz, gamma, rms=rms, dresidual=dresidual, zero_centered_gamma=zero_centered, eps=1e-5
+        )
+    if rms:
+        z, rs = reference.rms_norm_forward(x, gamma, 1e-5, zero_centered)
+        dx, dgamma = reference.rms_norm_backward(dz, x, rs, gamma, dresidual, zero_centered)
+        dbeta = None
+    else:
+        z, mu, rs = reference.layer_norm_forward(x, gamma, None, 1e-5, zero_centered)
+        dx, dgamma, dbeta = reference.layer_norm_backward(dz, x, mu, rs, gamma, dresidual, zero_centered)
+    if shape[-1] == 0:
+        assert dx.shape == x.shape
+        return
+    check_norm(z, expected.z, dtype)
+    check_norm(dx, expected.dx, dtype)
+    assert (dgamma is None) == (gamma is None)
+    if dgamma is not None:
+        assert dgamma.dtype == dtype
+        check_norm(dgamma, expected.dgamma, dtype)
+    if dbeta is not None:
+        check_norm(dbeta, expected.dbeta, dtype)
+
+
+def test_norm_takes_16_bit_statistics_columns_and_strided_rows():
+    wide = torch.randn(6, 9, 40)
+    x, dz = wide[:, ::2, :20], wide.transpose(0, 1)[1:6, :, 20:].transpose(0, 1)
+    z, mu, rs = reference.layer_norm_forward(x)
+    mu16, rs16 = mu.bfloat16().view(6, 5, 1), rs.bfloat16().view(6, 5, 1)
+    got = reference.layer_norm_backward(dz, x, mu16, rs16)
+    expected = reference.layer_norm_backward(
+        dz.contiguous(), x.contiguous(), mu16.float().flatten(), rs16.float().flatten()
+    )
+    torch.testing.assert_close(z, torch.nn.functional.layer_norm(x, (20,)))
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+def test_norm_writes_permuted_outputs():
+    x = torch.randn(4, 6, 5).permute(1, 0, 2)[:, :, :]
+    dz = torch.randn(6, 4, 5)
+    _, mu, rs = reference.layer_norm_forward(x)
+    dx = reference.layer_norm_backward(dz, x, mu, rs)[0]
+    assert dx.stride() == torch.empty_like(x).stride()
+    torch.testing.assert_close(dx, reference.layer_norm_backward(dz, x.contiguous(), mu, rs)[0])
+
+
+def test_norm_output_mask_leaves_out_what_is_not_asked_for():
+    x, gamma = torch.randn(4, 8), torch.randn(8)
+    _, mu, rs = reference.layer_norm_forward(x, gamma)
+    for mask in [(True, False, False), (False, True, False), (False, False, True), (False, False, False)]:
+        got = reference.layer_norm_backward(x, x, mu, rs, gamma, output_mask=mask)
+        assert tuple(value is not None for value in got) == mask
+
+
+def test_norm_chunks_of_rows_do_not_show(monkeypatch):
+    from flashbwd.reference import norms as module
+
+    x, dz, gamma = torch.randn(50, 16), torch.randn(50, 16), torch.randn(16)
+    _, mu, rs = reference.layer_norm_forward(x, gamma)
+    whole = reference.layer_norm_backward(dz, x, mu, rs, gamma)
+    monkeypatch.setattr(module, "_CPU_CHUNK", 48)
+    for a, b in zip(reference.layer_norm_backward(dz, x, mu, rs, gamma), whole, strict=True):
+        torch.testing.assert_close(a, b)

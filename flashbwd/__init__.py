@@ -11,16 +11,34 @@ from flashbwd.attention import (
     plan_attention_backward,
     use_backend,
 )
+from flashbwd.layer_norm import (
+    LayerNorm,
+    LayerNormGrads,
+    RMSNorm,
+    RMSNormGrads,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
+    "LayerNorm",
+    "LayerNormGrads",
     "Plan",
+    "RMSNorm",
+    "RMSNormGrads",
     "RngState",
     "__version__",
     "attention",
     "attention_backward",
+    "layer_norm",
+    "layer_norm_backward",
     "plan_attention_backward",
+    "rms_norm",
+    "rms_norm_backward",
     "use_backend",
 ]

@@ -57,10 +57,12 @@ library = torch.library.Library("flashbwd", "FRAGMENT")
 _failure = threading.local()
 
 
-def _implement_reference(name: str, implementation: Callable[..., Any]) -> None:
-    def keep_error(*args: Any) -> None:
+def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
+    """Register what an operator's C++ half calls where there is no kernel."""
+
+    def keep_error(*args: Any) -> Any:
         try:
-            implementation(*args)
+            return implementation(*args)
         except Exception as error:
             _failure.error = error
             raise
@@ -80,7 +82,7 @@ def call(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise error from None
 
 
-_implement_reference("attention_backward_reference", reference.attention_backward)
+implement_reference("attention_backward_reference", reference.attention_backward)
 
 
 @torch.library.register_fake("flashbwd::attention_backward")

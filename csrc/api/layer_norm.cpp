@@ -1,0 +1,216 @@
+// The LayerNorm and RMSNorm operators: read the arguments, check, allocate, launch.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <memory>
+#include <vector>
+
+#include "../common/check.h"
+#include "../layer_norm/problem.h"
+#include "cuda_backend.h"
+#include "tensors.h"
+
+namespace flashbwd {
+namespace {
+
+// A call's tensors, which own what `arguments` point to.
+struct NormCall {
+  Tensor dz, x;
+  std::optional<Tensor> mu;
+  Tensor rs;
+  std::optional<Tensor> gamma, dresidual;
+  LayerNormArguments arguments;
+
+  NormCall(ArgumentReader& reader, bool rms)
+      : dz(reader.tensor()),
+        x(reader.tensor()),
+        mu(rms ? std::nullopt : std::optional<Tensor>(reader.tensor())),
+        rs(reader.tensor()),
+        gamma(reader.optional_tensor()),
+        dresidual(reader.optional_tensor()) {
+    LayerNormArguments& a = arguments;
+    a.rms = rms;
+    a.zero_centered_gamma = reader.read<bool>();
+    const std::vector<bool> mask = reader.read<std::vector<bool>>();
+    a.need_dx = mask[0];
+    a.need_dgamma = mask[1] && gamma.has_value();
+    a.need_dbeta = !rms && mask[2];
+  }
+
+  // Called once every argument has been read.
+  LayerNormBackwardParams checked() {
+    LayerNormArguments& a = arguments;
+    a.dz = describe(dz);
+    a.x = describe(x);
+    a.mu = describe(mu);
+    a.rs = describe(rs);
+    a.gamma = describe(gamma);
+    a.dresidual = describe(dresidual);
+    return check_layer_norm(a);
+  }
+};
+
+struct Gradients {
+  std::optional<Tensor> dx, dgamma, dbeta;
+};
+
+Gradients run_reference(const NormCall& call) {
+  const LayerNormArguments& a = call.arguments;
+  Gradients grads;
+  const auto keep = [&](StableIValue result, bool wanted, std::optional<Tensor>* grad) {
+    Tensor tensor = torch::stable::detail::to<Tensor>(result);
+    if (wanted) *grad = tensor;
+  };
+  if (a.rms) {
+    StableIValue stack[] = {
+        boxed(call.dz),    boxed(call.x),         boxed(call.rs),
+        boxed(call.gamma), boxed(call.dresidual), boxed(a.zero_centered_gamma),
+        boxed(a.need_dx),  boxed(a.need_dgamma),
+    };
+    call_operator("flashbwd::rms_norm_backward_reference", stack);
+    keep(stack[0], a.need_dx, &grads.dx);
+    keep(stack[1], a.need_dgamma, &grads.dgamma);
+  } else {
+    StableIValue stack[] = {
+        boxed(call.dz),
+        boxed(call.x),
+        boxed(*call.mu),
+        boxed(call.rs),
+        boxed(call.gamma),
+        boxed(call.dresidual),
+        boxed(a.zero_centered_gamma),
+        boxed(a.need_dx),
+        boxed(a.need_dgamma),
+        boxed(a.need_dbeta),
+    };
+    call_operator("flashbwd::layer_norm_backward_reference", stack);
+    keep(stack[0], a.need_dx, &grads.dx);
+    keep(stack[1], a.need_dgamma, &grads.dgamma);
+    keep(stack[2], a.need_dbeta, &grads.dbeta);
+  }
+  return grads;
+}
+
+// A tensor as kernels take it, and its row stride. Rows at several distances are copied.
+struct Rows {
+  Tensor tensor;
+  int64_t stride;
+};
+
+Rows with_one_row_stride(const Tensor& tensor) {
+  if (const std::optional<int64_t> stride = row_stride_of(describe(tensor))) return {tensor, *stride};
+  return {torch::stable::contiguous(tensor), tensor.size(tensor.dim() - 1)};
+}
+
+Gradients run_kernel(const NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
+  const CudaBackend& cuda = *cuda_backend();
+  const LayerNormArguments& a = call.arguments;
+  const torch::stable::accelerator::DeviceGuard guard(a.x.device.index);
+  Gradients grads;
+  if (a.need_dx) grads.dx = torch::stable::empty_like(call.x);
+  if (a.need_dgamma) grads.dgamma = new_empty(call.x, {params.columns}, params.gamma_dtype);
+  if (a.need_dbeta) grads.dbeta = new_empty(call.x, {params.columns}, params.gamma_dtype);
+
+  const Rows dz = with_one_row_stride(call.dz);
+  const Rows x = with_one_row_stride(call.x);
+  params.dz = dz.tensor.data_ptr();
+  params.dz_row_stride = dz.stride;
+  params.x = x.tensor.data_ptr();
+  params.x_row_stride = x.stride;
+  const Tensor rs = torch::stable::contiguous(call.rs);
+  params.rs = rs.data_ptr();
+  std::optional<Tensor> mu, gamma, workspace;
+  if (call.mu.has_value()) {
+    mu = torch::stable::contiguous(*call.mu);
+    params.mu = mu->data_ptr();
+  }
+  if (call.gamma.has_value()) {
+    gamma = torch::stable::contiguous(*call.gamma);
+    params.gamma = gamma->data_ptr();
+  }
+  std::optional<Rows> dresidual, dx;
+  if (a.need_dx) {
+    dx = with_one_row_stride(*grads.dx);
+    params.dx = dx->tensor.data_ptr();
+    params.dx_row_stride = dx->stride;
+    if (call.dresidual.has_value()) {
+      dresidual = with_one_row_stride(*call.dresidual);
+      params.dresidual = dresidual->tensor.data_ptr();
+      params.dresidual_row_stride = dresidual->stride;
+    }
+  }
+  if (a.need_dgamma) params.dgamma = grads.dgamma->data_ptr();
+  if (a.need_dbeta) params.dbeta = grads.dbeta->data_ptr();
+  params.workspace_bytes = cuda.layer_norm_workspace(params, info);
+  if (params.workspace_bytes > 0) {
+    workspace = new_empty(call.x, {params.workspace_bytes}, DType::kUInt8);
+    params.workspace = workspace->data_ptr();
+  }
+  const char* error = cuda.layer_norm_backward(params, info, cuda.current_stream(a.x.device.index));
+  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+  if (dx.has_value() && dx->tensor.get() != grads.dx->get()) torch::stable::copy_(*grads.dx, dx->tensor);
+  return grads;
+}
+
+Gradients run(NormCall& call) {
+  const LayerNormBackwardParams params = call.checked();
+  const Device device = call.arguments.x.device;
+  DeviceInfo info;
+  if (cuda_backend() == nullptr || cuda_backend()->layer_norm_backward == nullptr) {
+    info.why_not = "this installation holds no LayerNorm kernels";
+  } else if (device.type == DeviceType::kCUDA) {
+    info = cuda_backend()->device_info(device.index);
+  }
+  return layer_norm_refusal(params, device, info).empty() ? run_kernel(call, params, info) : run_reference(call);
+}
+
+// Operators return tensors, never none: what was not asked for is an empty one.
+Tensor or_empty(const std::optional<Tensor>& tensor, const NormCall& call) {
+  return tensor.has_value() ? *tensor : new_empty(call.x, {0}, call.arguments.x.dtype);
+}
+
+void layer_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  NormCall call(reader, false);
+  const Gradients grads = run(call);
+  stack[0] = boxed(or_empty(grads.dx, call));
+  stack[1] = boxed(or_empty(grads.dgamma, call));
+  stack[2] = boxed(or_empty(grads.dbeta, call));
+}
+
+void rms_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  NormCall call(reader, true);
+  const Gradients grads = run(call);
+  stack[0] = boxed(or_empty(grads.dx, call));
+  stack[1] = boxed(or_empty(grads.dgamma, call));
+}
+
+}  // namespace
+}  // namespace flashbwd
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
+  m.def(
+      "layer_norm_backward(Tensor dz, Tensor x, Tensor mu, Tensor rs, Tensor? gamma=None, Tensor? dresidual=None, *, "
+      "bool zero_centered_gamma=False, bool[3] output_mask=[True, True, True]) "
+      "-> (Tensor dx, Tensor dgamma, Tensor dbeta)");
+  m.def(
+      "rms_norm_backward(Tensor dz, Tensor x, Tensor rs, Tensor? gamma=None, Tensor? dresidual=None, *, "
+      "bool zero_centered_gamma=False, bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dgamma)");
+  // Implemented in Python on torch operators; the operators above call them where there is no kernel.
+  m.def(
+      "layer_norm_backward_reference(Tensor dz, Tensor x, Tensor mu, Tensor rs, Tensor? gamma, Tensor? dresidual, "
+      "bool zero_centered_gamma, bool need_dx, bool need_dgamma, bool need_dbeta) "
+      "-> (Tensor dx, Tensor dgamma, Tensor dbeta)");
+  m.def(
+      "rms_norm_backward_reference(Tensor dz, Tensor x, Tensor rs, Tensor? gamma, Tensor? dresidual, "
+      "bool zero_centered_gamma, bool need_dx, bool need_dgamma) -> (Tensor dx, Tensor dgamma)");
+}
+
+#define FLASHBWD_IMPLEMENT(key)                                   \
+  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                   \
+    m.impl("layer_norm_backward", flashbwd::layer_norm_backward); \
+    m.impl("rms_norm_backward", flashbwd::rms_norm_backward);     \
+  }
+
+FLASHBWD_IMPLEMENT(CPU)
+FLASHBWD_IMPLEMENT(CUDA)

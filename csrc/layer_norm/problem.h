@@ -1,0 +1,33 @@
+// The arguments of layer_norm_backward and rms_norm_backward as plain data, and the one table of checks on them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "../common/types.h"
+#include "params.h"
+
+namespace flashbwd {
+
+// The operators' arguments, before any check. Names are those of the public functions.
+struct LayerNormArguments {
+  TensorDesc dz, x, mu, rs, gamma, dresidual;  // mu undefined: RMSNorm
+  bool rms = false;
+  bool zero_centered_gamma = false;
+  bool need_dx = true;
+  bool need_dgamma = true;  // false too where there is no gamma
+  bool need_dbeta = true;
+};
+
+// Sizes and dtypes; tensors stay where they are. Throws std::invalid_argument whose message names the argument, what
+// was expected and what came.
+LayerNormBackwardParams check_layer_norm(const LayerNormArguments& arguments);
+
+// Elements from one row (..., N) to the next where the rows have one distance and contiguous elements, as kernels take
+// them; none otherwise.
+std::optional<int64_t> row_stride_of(const TensorDesc& tensor);
+
+// Why a kernel cannot take a problem on a device; empty where it can.
+std::string layer_norm_refusal(const LayerNormBackwardParams& params, Device place, const DeviceInfo& device);
+
+}  // namespace flashbwd

@@ -1,0 +1,308 @@
+"""Everything that wants a GPU, in one script: tests, compute-sanitizer, benchmarks, and one archive of what came out.
+
+    python benchmarks/gpu_run.py OUT                          all stages, one after the other
+    python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without what an earlier run finished
+
+Libraries that are in place are used as they are; missing ones are built first. Stages are made of steps.
+``OUT/state.json`` remembers the steps that ended, so that with ``--resume`` a run goes on where another was cut off (by
+``--budget-s``, which holds for each stage, or from outside). Results of other sources or libraries are not taken over.
+``OUT/flashbwd-gpu.tar.gz`` holds logs, test reports, results and plots.
+
+Exit status: 0 all passed, 1 something failed, 3 nothing failed but steps are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+STAGES = ("check", "tests", "sanitizer", "bench")
+LIBRARIES = ("_C.so", "_C_cuda.so")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PASSED, FAILED, LEFT = "passed", "FAILED", "left"
+ARCHIVE = "flashbwd-gpu.tar.gz"
+INCOMPLETE = 3
+SHORTEST_STEP_S = 15.0  # no step is begun with less time left
+TO_FINISH_A_CASE_S = 45.0  # the benchmark stops by itself so long before it would be stopped
+SANITIZER_FOUND = 86  # exit status by which compute-sanitizer says that it found something
+NO_TESTS = 5  # pytest's
+
+
+@dataclass
+class Outcome:
+    """How a step ended: PASSED, FAILED, or LEFT where time ran out."""
+
+    status: str
+    seconds: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. ``judge`` turns its exit status and output into an outcome's status and detail."""
+
+    stage: str
+    name: str
+    command: list[str]
+    judge: Callable[[int, str], tuple[str, str]]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"{self.stage}: {self.name}"
+
+    @property
+    def log_name(self) -> str:
+        return re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{self.stage}-{self.name}") + ".log"
+
+
+# ---- judges ---------------------------------------------------------------------------------------
+
+
+def last_line(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1].strip("= ")[:100] if lines else ""
+
+
+def plain(status: int, output: str) -> tuple[str, str]:
+    return (PASSED, "") if status == 0 else (FAILED, f"status {status}: {last_line(output)}")
+
+
+def pytest_summary(output: str) -> str:
+    """The counts that pytest ends with: "3 failed, 20 passed"."""
+    found = re.findall(r"^(?:=+ )?(\d+ \w+.*) in [\d.]+s", output, re.MULTILINE)
+    return found[-1] if found else last_line(output)
+
+
+def by_pytest(status: int, output: str) -> tuple[str, str]:
+    return (PASSED if status in (0, NO_TESTS) else FAILED), pytest_summary(output)
+
+
+def by_sanitizer(status: int, output: str) -> tuple[str, str]:
+    if status == NO_TESTS:
+        return FAILED, 'no test is marked "gpu and sanitizer"'
+    found = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", output)
+    return (PASSED if status == 0 else FAILED), ", ".join([pytest_summary(output), *found[-1:]])
+
+
+def by_bench(status: int, output: str) -> tuple[str, str]:
+    bars = re.findall(r"^bars: .*$", output, re.MULTILINE)
+    return {0: PASSED, INCOMPLETE: LEFT}.get(status, FAILED), bars[-1] if bars else last_line(output)
+
+
+# ---- steps ----------------------------------------------------------------------------------------
+
+
+def build_steps() -> Iterator[Step]:
+    """Builds what is not there yet."""
+    if not all((ROOT / "flashbwd" / library).exists() for library in LIBRARIES):
+        yield Step("build", "libraries", [sys.executable, "setup.py", "build_ext", "--inplace"], plain)
+    if not any((ROOT / "tests" / "_built").glob("*")):
+        yield Step("build", "test modules", [sys.executable, "setup.py", "build_test_modules"], plain)
+
+
+def check_steps() -> Iterator[Step]:
+    yield Step("check", "python -m flashbwd", [sys.executable, "-m", "flashbwd"], plain)
+    yield Step("check", "example", [sys.executable, "examples/train_gpt.py"], plain)
+
+
+def test_steps(out: Path, jobs: int) -> Iterator[Step]:
+    """One step for each file with tests that need a GPU."""
+    collect = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "tests"]
+    listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
+    files = dict.fromkeys(re.findall(r"^(tests/[^:\s]+\.py)::", listed.stdout, re.MULTILINE))
+    if not files:
+        yield Step("tests", "collection", collect, lambda status, output: (FAILED, "found no test that needs a GPU"))
+    for file in files:
+        report = out / "reports" / f"{Path(file).stem}.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}", file]
+        yield Step("tests", file, command + (["-n", str(jobs)] if jobs > 1 else []), by_pytest)
+
+
+def sanitizer_steps() -> Iterator[Step]:
+    """Each tool over the tests marked for it.
+
+    PyTorch's memory cache is off, so that an access past a tensor leaves its allocation. initcheck has to see the
+    writes of every kernel, PyTorch's too; the others look at this library's kernels alone.
+    """
+    for tool in TOOLS:
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--print-limit", "20"]
+        if tool != "initcheck":
+            command += ["--kernel-name", "kns=flashbwd"]
+        command += [sys.executable, "-m", "pytest", "-m", "gpu and sanitizer", "-q", "-p", "no:cacheprovider", "tests"]
+        yield Step("sanitizer", tool, command, by_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
+def bench_steps(out: Path, quick: bool) -> Iterator[Step]:
+    for suite in ("attention", "layer_norm"):
+        command = [sys.executable, "-m", "flashbwd", "bench", "--suite", suite, "--out", str(out / "results")]
+        yield Step("bench", suite, command + ["--resume"] + (["--quick"] if quick else []), by_bench)
+
+
+def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Step]:
+    if stage == "build":
+        return build_steps()
+    if stage == "check":
+        return check_steps()
+    if stage == "tests":
+        return test_steps(out, options.jobs)
+    if stage == "sanitizer":
+        return sanitizer_steps()
+    return bench_steps(out, options.quick)
+
+
+# ---- running --------------------------------------------------------------------------------------
+
+
+def run(step: Step, out: Path, seconds: float) -> Outcome:
+    """Run a step for at most ``seconds``; what it prints goes to its log."""
+    command = list(step.command)
+    if step.stage == "bench":
+        command += ["--budget-s", f"{max(1.0, seconds - TO_FINISH_A_CASE_S):.0f}"]
+    if shutil.which(command[0]) is None:
+        return Outcome(FAILED, 0.0, f"{command[0]} is not on the PATH")
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **step.environment, "PYTHONPATH": search}
+    log = out / "logs" / step.log_name
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            stop(process)
+            return Outcome(LEFT, time.monotonic() - start, f"stopped after {seconds:.0f} s")
+    status, detail = step.judge(process.returncode, log.read_text(errors="replace"))
+    return Outcome(status, time.monotonic() - start, detail)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a step and the processes it started."""
+    for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 30)):
+        try:
+            os.killpg(process.pid, how)
+            process.wait(patience)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def identity() -> dict[str, object]:
+    """What a result belongs to: other sources or libraries make it stale."""
+    from flashbwd.bench import machine
+
+    libraries = {path.name: machine.sha256([path]) for path in sorted(machine.PACKAGE.glob("*.so"))}
+    return {"commit": machine.commit(), "kernel_sources": machine.kernel_sources_hash(), "libraries": libraries}
+
+
+class State:
+    """Outcomes by step, kept in a file."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        self.outcomes: dict[str, Outcome] = {}
+        self.identity: dict[str, object] | None = None
+        if resume and path.exists():
+            data = json.loads(path.read_text())
+            self.outcomes = {title: Outcome(**outcome) for title, outcome in data["outcomes"].items()}
+            self.identity = data["identity"]
+
+    def belongs_to(self, now: dict[str, object]) -> None:
+        """Forget outcomes of other sources or libraries."""
+        if self.identity not in (None, now):
+            print("sources or libraries have changed: starting over", flush=True)
+            self.outcomes = {title: o for title, o in self.outcomes.items() if title.startswith("build")}
+        self.identity = now
+        self.save()
+
+    def ended(self, title: str) -> bool:
+        return title in self.outcomes and self.outcomes[title].status != LEFT
+
+    def record(self, title: str, outcome: Outcome) -> None:
+        self.outcomes[title] = outcome
+        self.save()
+
+    def save(self) -> None:
+        outcomes = {title: asdict(outcome) for title, outcome in self.outcomes.items()}
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps({"identity": self.identity, "outcomes": outcomes}, indent=1) + "\n")
+        os.replace(part, self.path)
+
+
+def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) -> None:
+    deadline = time.monotonic() + options.budget_s
+    for step in steps_of(stage, out, options):
+        if state.ended(step.title):
+            continue
+        seconds = deadline - time.monotonic()
+        if seconds < min(SHORTEST_STEP_S, options.budget_s / 2):
+            state.record(step.title, Outcome(LEFT, 0.0, "not begun: the stage's time is spent"))
+            continue
+        print(f"{step.title} ...", flush=True)
+        outcome = run(step, out, seconds)
+        print(f"{step.title}: {outcome.status} in {outcome.seconds:.0f} s, {outcome.detail}", flush=True)
+        state.record(step.title, outcome)
+
+
+def pack(out: Path) -> Path:
+    """One archive of everything under ``out``."""
+    archive, part = out / ARCHIVE, out / f"{ARCHIVE}.part"
+    with tarfile.open(part, "w:gz") as tar:
+        for path in sorted(out.rglob("*")):
+            if path.is_file() and path not in (archive, part):
+                tar.add(path, Path("flashbwd-gpu") / path.relative_to(out))
+    os.replace(part, archive)
+    return archive
+
+
+def summary(outcomes: dict[str, Outcome]) -> str:
+    width = max(map(len, outcomes), default=0)
+    return "\n".join(f"{title:{width}}  {o.status:6} {o.seconds:5.0f} s  {o.detail}" for title, o in outcomes.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for logs, results and the archive")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage; may be repeated")
+    parser.add_argument("--resume", action="store_true", help="leave out steps that ended in an earlier run")
+    parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for each stage (default 480)")
+    parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
+    parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="pytest workers (default 6)")
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(ROOT))
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    state = State(out / "state.json", options.resume)
+    stages = options.stage or list(STAGES)
+    run_stage("build", state, out, options)
+    if all((ROOT / "flashbwd" / library).exists() for library in LIBRARIES):
+        state.belongs_to(identity())
+        for stage in stages:
+            run_stage(stage, state, out, options)
+    stages = ["build", *stages]
+    outcomes = {title: o for title, o in state.outcomes.items() if title.split(":")[0] in stages}
+    archive = pack(out)
+    print(f"\n{summary(outcomes)}\n\nwritten: {archive} ({archive.stat().st_size / 2**20:.1f} MiB)")
+    statuses = [outcome.status for outcome in outcomes.values()]
+    return 1 if FAILED in statuses else INCOMPLETE if LEFT in statuses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

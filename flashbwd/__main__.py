@@ -1,0 +1,190 @@
+"""``python -m flashbwd``: what is this machine, are the gradients right on it, how fast are they.
+
+``python -m flashbwd bench`` measures a suite beside PyTorch's kernels and writes JSON, a Markdown table and plots.
+Both end with status 1 if a gradient is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import flashbwd
+from flashbwd import _ops
+from flashbwd.bench import attention_peers, cases, machine, report, results, runner
+from flashbwd.bench.measure import Settings
+from flashbwd.bench.peers import Peer
+
+STOPPED_BY_BUDGET = 3  # exit status of an unfinished `bench`
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "bench":
+        return bench(options)
+    return check()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashbwd",
+        description="Without a command: describe this machine, say which backend a few real shapes get and why, check "
+        "their gradients against float64 and time them beside PyTorch's. Status 1 if a gradient is wrong.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    bench_parser = commands.add_parser(
+        "bench",
+        help="measure a suite beside PyTorch's kernels; writes JSON, a Markdown table and plots",
+        description="Measure a suite beside PyTorch's kernels on this machine's GPU, or on its CPU without one. "
+        "Every gradient is checked. Status 1 if one of flashbwd is wrong, 3 if --budget-s ended the run early.",
+    )
+    add = bench_parser.add_argument
+    add("--suite", choices=("attention", "layer_norm", "all"), default="all")
+    add("--quick", action="store_true", help="fewer cases, 5 short rounds")
+    add("--out", type=Path, help="folder for the results (default: benchmarks/results of a source tree, else here)")
+    add("--compare", type=Path, metavar="FILE", help="an earlier result file to compare with")
+    add("--cases", default="", metavar="TEXT", help='only cases whose "table: name" contains this')
+    add("--peers", default="", metavar="NAMES", help="only peers whose names contain one of these, comma-separated")
+    add("--rounds", type=int, help="interleaved rounds, 5 or more (default 7)")
+    add("--budget-s", type=float, default=float("inf"), help="begin no case after so many seconds")
+    add("--resume", action="store_true", help="go on with the newest unfinished file in --out")
+    return parser
+
+
+# ---- python -m flashbwd --------------------------------------------------------------------------
+
+
+def check() -> int:
+    """Describe the machine, then check and time a few real shapes."""
+    device = machine.default_device()
+    print(_machine_lines(machine.describe(device)))
+    settings = Settings(rounds=5, slot_ms=10.0)
+    rows, wrong = [], []
+    plans: dict[str, list[str]] = {}
+    refusals: dict[str, list[str]] = {}
+    for number, case in enumerate(cases.SMOKE_CASES[device.type], 1):
+        result = runner.run_case(case, device, settings, _peers_to_check(case, device))
+        ours = result.peers["flashbwd"]
+        rows.append([str(number), *_row(result)])
+        if ours.plan:
+            plans.setdefault(ours.plan, []).append(str(number))
+        for backend, reason in ours.refusals.items():
+            refusals.setdefault(f"{backend}: {reason}", []).append(str(number))
+        if ours.status != results.OK:
+            wrong.append(f"case {number}, {result.name}: {ours.status}, {ours.reason}")
+    header = ["", "gradient of", "backend", "worst error", "ms", "PyTorch ms", "speedup", "gradients"]
+    print(report.table(header, rows))
+    print("\nerror: ||g - ref|| / ||ref|| against float64; speedup: median over 5 rounds (least-greatest)")
+    for title, lines in (("backends", plans), ("why no other", refusals)):
+        print(f"\n{title}:")
+        for line, numbers in lines.items():
+            print(f"  {line} (case {', '.join(numbers)})")
+    for line in wrong:
+        print(f"\nWRONG: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _machine_lines(where: machine.Machine) -> str:
+    versions = [f"torch {where.torch}", f"Python {where.python}"]
+    if where.kind == "cuda":
+        versions += [f"CUDA {where.cuda}", f"cuDNN {where.cudnn}", f"driver {where.driver}"]
+    libraries = [f"{name} loaded" for name in _ops.loaded]
+    libraries += [f"{name} not loaded: {reason}" for name, reason in _ops.not_loaded.items()]
+    cpu = f"{where.cpu}, {where.threads} threads"
+    lines = [
+        f"flashbwd {flashbwd.__version__} on {where.device if where.kind == 'cuda' else 'the CPU'}",
+        f"  {', '.join(versions)}",
+        f"  CPU {cpu}",
+        f"  libraries: {'; '.join(libraries)}",
+    ]
+    if where.kind == "cpu" and torch.version.cuda is not None:
+        lines.append("  no CUDA device: everything runs on the CPU")
+    return "\n".join(lines) + "\n"
+
+
+def _peers_to_check(case: cases.Case, device: torch.device) -> list[Peer]:
+    """PyTorch's peers and this library as it chooses for itself."""
+    peers = [peer for peer in runner.peers_of(case, device) if peer.name.startswith("torch")]
+    if isinstance(case, cases.AttentionCase):
+        return [*peers, Peer("flashbwd", attention_peers.ours("auto"), devices=(device.type,))]
+    return [*peers, *(peer for peer in runner.peers_of(case, device) if peer.ours)]
+
+
+def _row(result: results.CaseResult) -> list[str]:
+    ours = result.peers["flashbwd"]
+    error = max(ours.errors.values(), default=float("nan"))
+    cells = [result.name, ours.plan.split(":")[0] or "-", f"{error:.1e}"]
+    if not ours.timed:
+        return [*cells, "-", "-", "-", ours.status]
+    other = result.fastest_peer()
+    cells.append(f"{ours.median_ms:.3g}")
+    cells += ["-", "-"] if other is None else [
+        f"{result.peers[other].median_ms:.3g} ({other})",
+        str(result.ratio("flashbwd", other)),
+    ]  # fmt: skip
+    return [*cells, "right" if ours.status == results.OK else "WRONG"]
+
+
+# ---- python -m flashbwd bench --------------------------------------------------------------------
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run a suite and write its report."""
+    device = machine.default_device()
+    earlier = None if options.compare is None else results.load(options.compare)
+    rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
+    settings = Settings(rounds=rounds, slot_ms=10.0 if options.quick else 30.0)
+    chosen = [
+        case
+        for case in cases.suite(options.suite, device.type, options.quick)
+        if options.cases in f"{case.table}: {case.name}"
+    ]
+    if not chosen:
+        print(f"flashbwd: no case of suite {options.suite} contains {options.cases!r}", file=sys.stderr)
+        return 2
+    name = options.suite + ("-quick" if options.quick else "")
+    directory = options.out or default_directory()
+    where = machine.describe(device)
+    path = runner.unfinished(directory, name, where, settings) if options.resume else None
+    path = path or runner.result_path(directory, name, where.device)
+    only = [part.strip() for part in options.peers.split(",") if part.strip()]
+    found = runner.run_suite(
+        name,
+        chosen,
+        device,
+        settings,
+        path,
+        only=only,
+        budget_s=options.budget_s,
+        progress=sys.stderr.isatty(),
+    )
+    path.with_suffix(".md").write_text(report.markdown(found, earlier))
+    images = report.plots(found, path.with_suffix(""))
+    for table, members in report.by_table(found).items():
+        print(f"\n{table.replace('_', ' ')}\n{report.rates(members)}")
+    if earlier is not None:
+        print(f"\ncompared with {options.compare}\n{report.changes_table(results.compare(earlier, found))}")
+    print(f"\n{report.bar_summary(found)}")
+    print(f"written: {path}, {path.with_suffix('.md').name}, {len(images)} plots")
+    if not images:
+        print("no plots: they need matplotlib (pip install flashbwd[bench])")
+    for line in found.wrong():
+        print(f"WRONG: {line}", file=sys.stderr)
+    if found.wrong():
+        return 1
+    return 0 if found.complete else STOPPED_BY_BUDGET
+
+
+def default_directory() -> Path:
+    """benchmarks/results of a source tree; beside an installed package's user, the current folder."""
+    results_of_tree = machine.SOURCE_TREE / "benchmarks" / "results"
+    return results_of_tree if (machine.SOURCE_TREE / "csrc").is_dir() else Path("flashbwd-results")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""Who is measured on attention. To add a peer, write its ``prepare`` and a row of ``ATTENTION_PEERS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashbwd
+from flashbwd.bench.cases import (
+    CPU_FLASH,
+    CUDNN,
+    DETERMINISTIC,
+    DTYPES,
+    EFFICIENT,
+    FLASH,
+    FLEX,
+    REFERENCE,
+    SM80,
+    SM90,
+    AttentionCase,
+)
+from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError, refuse
+
+aten = torch.ops.aten
+MASK_SEED = 1234
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """q, dout (B, S, H, D | Dv), k, v (B, S, Hkv, D | Dv), or packed (T, H, D); bias (B or 1, H, S, S)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    bias: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # (B + 1,) int32
+
+
+def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
+    """Random normal inputs; never zeros, which run faster than data."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[case.dtype])
+
+    rows = (sum(case.lengths),) if case.lengths else (case.batch, case.seqlen)
+    cu_seqlens = None
+    if case.lengths:
+        cu_seqlens = torch.tensor((0, *case.lengths), device=device).cumsum(0).int()
+    return AttentionInputs(
+        q=normal(*rows, case.heads, case.head_dim),
+        k=normal(*rows, case.heads_kv, case.head_dim),
+        v=normal(*rows, case.heads_kv, case.head_dim_v),
+        dout=normal(*rows, case.heads, case.head_dim_v),
+        bias=normal(case.bias_batch, case.heads, case.seqlen, case.seqlen) if case.bias_batch else None,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+def _fold_groups(grad: Tensor, heads_kv: int) -> Tensor:
+    """(..., H, D) -> (..., Hkv, D): the sum over the query heads of a key head."""
+    if grad.shape[-2] == heads_kv:
+        return grad
+    return grad.unflatten(-2, (heads_kv, -1)).sum(-2)
+
+
+def _expand_groups(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[-2] == heads else x.repeat_interleave(heads // x.shape[-2], dim=-2)
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's deterministic mode, without its filling of fresh memory, which would be timed too."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+
+
+# ---- PyTorch's kernels on CUDA, as bare backward operators ---------------------------------------
+
+
+def _flash_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FlashAttention-2's out, lse, rng_state and the operator's unused tensor."""
+    refuse(x.bias is not None, "takes no bias")
+    refuse(case.dtype not in ("bf16", "fp16"), "16-bit only")
+    refuse(case.head_dim > 256, "head dim up to 256")
+    refuse(case.head_dim != case.head_dim_v, "wants equal head dims")
+    torch.manual_seed(MASK_SEED)
+    left, right = (case.window - 1, 0) if case.window else (None, None)
+    out, lse, rng_state, unused, _ = aten._flash_attention_forward(
+        x.q, x.k, v, x.cu_seqlens, x.cu_seqlens, case.seqlen, case.seqlen, case.dropout_p, case.causal, False,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out, lse, rng_state, unused
+
+
+def torch_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    out, lse, rng_state, unused = _flash_forward(case, x, x.v)
+    left, right = (case.window - 1, 0) if case.window else (None, None)
+
+    def backward() -> tuple[Tensor | None, ...]:
+        return aten._flash_attention_backward(
+            x.dout, x.q, x.k, x.v, out, lse, x.cu_seqlens, x.cu_seqlens, case.seqlen, case.seqlen, case.dropout_p,
+            case.causal, rng_state, unused, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+
+    return Prepared(backward, forward=lambda v: _flash_forward(case, x, v)[0])
+
+
+def torch_flash_deterministic(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    return replace(torch_flash(case, x), scope=deterministic_algorithms)
+
+
+def _efficient_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Any, ...]:
+    """The memory-efficient kernel's k, v, bias as it takes them (heads expanded), then out, lse, seed, offset."""
+    torch.manual_seed(MASK_SEED)
+    q, k, v = x.q, _expand_groups(x.k, case.heads), _expand_groups(v, case.heads)
+    if x.cu_seqlens is not None:
+        q, k, v = q[None], k[None], v[None]
+    bias = None if x.bias is None else x.bias.expand(case.batch, case.heads, case.seqlen, case.seqlen)
+    lengths = (case.seqlen, case.seqlen) if x.cu_seqlens is not None else (None, None)
+    out, lse, seed, offset, _, _ = aten._efficient_attention_forward(
+        q, k, v, bias, x.cu_seqlens, x.cu_seqlens, *lengths, case.dropout_p, int(case.causal), True,
+        window_size=case.window,
+    )  # fmt: skip
+    return q, k, v, bias, out, lse, seed, offset
+
+
+def torch_efficient(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    q, k, v, bias, out, lse, seed, offset = _efficient_forward(case, x, x.v)
+    dout = x.dout if x.cu_seqlens is None else x.dout[None]
+    shared_bias = x.bias is not None and x.bias.shape[0] < case.batch
+
+    def backward() -> tuple[Tensor | None, ...]:
+        dq, dk, dv, dbias = aten._efficient_attention_backward(
+            dout, q, k, v, bias, out, x.cu_seqlens, x.cu_seqlens, case.seqlen, case.seqlen, lse, case.dropout_p, seed,
+            offset, int(case.causal), bias is not None, window_size=case.window,
+        )  # fmt: skip
+        if x.cu_seqlens is not None:
+            dq, dk, dv = dq[0], dk[0], dv[0]
+        if shared_bias:
+            dbias = dbias.sum(0, keepdim=True)
+        grads = dq, _fold_groups(dk, case.heads_kv), _fold_groups(dv, case.heads_kv)
+        return grads if bias is None else (*grads, dbias)
+
+    def forward(other_v: Tensor) -> Tensor:
+        out = _efficient_forward(case, x, other_v)[4]
+        return out if x.cu_seqlens is None else out[0]
+
+    return Prepared(backward, forward=forward)
+
+
+def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    refuse(x.bias is not None, "gives no gradient of the bias")
+    refuse(case.window is not None, "PyTorch passes it no window")
+    refuse(case.dtype not in ("bf16", "fp16"), "16-bit only")
+    if x.cu_seqlens is not None:
+        return _torch_cudnn_varlen(case, x, x.cu_seqlens)
+    q, k, dout = _heads_first(x.q), _heads_first(x.k), _heads_first(x.dout)
+
+    def run_forward(v: Tensor) -> tuple[Any, ...]:
+        torch.manual_seed(MASK_SEED)
+        return aten._scaled_dot_product_cudnn_attention(
+            q, k, _heads_first(v), None, True, case.dropout_p, case.causal, False
+        )
+
+    v = _heads_first(x.v)
+    out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = run_forward(x.v)
+
+    def backward() -> tuple[Tensor | None, ...]:
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse, seed, offset, None, cu_q, cu_k, max_q, max_k, case.dropout_p, case.causal
+        )
+        return tuple(_heads_first(grad) for grad in grads)
+
+    return Prepared(backward, forward=lambda v: _heads_first(run_forward(v)[0]))
+
+
+def _torch_cudnn_varlen(case: AttentionCase, x: AttentionInputs, cu_seqlens: Tensor) -> Prepared:
+    out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = aten._cudnn_attention_forward(
+        x.q, x.k, x.v, None, cu_seqlens, cu_seqlens, case.seqlen, case.seqlen, True, 0.0, case.causal, False
+    )
+
+    def backward() -> tuple[Tensor | None, ...]:
+        return aten._cudnn_attention_backward(
+            x.dout, x.q, x.k, x.v, out, lse, seed, offset, None, cu_q, cu_k, max_q, max_k, 0.0, case.causal
+        )
+
+    return Prepared(backward)
+
+
+def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    """The compiled backward of flex_attention, through autograd."""
+    refuse(x.bias is not None or case.dropout_p > 0 or x.cu_seqlens is not None, "measured on masks only")
+    import torch._functorch.config as functorch_config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    block_mask = None
+    if case.causal:
+        window = case.window or case.seqlen
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (j <= i) & (j > i - window)
+
+        block_mask = create_block_mask(visible, None, None, case.seqlen, case.seqlen, device=str(x.q.device))
+    q, k, v = inputs = tuple(_heads_first(t).detach().requires_grad_() for t in (x.q, x.k, x.v))
+    dout = _heads_first(x.dout)
+    with functorch_config.patch(donated_buffer=False):  # the graph is kept for many backwards
+        compiled: Callable[..., Any] = torch.compile(flex_attention)
+        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=case.heads != case.heads_kv)
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    def backward() -> tuple[Tensor | None, ...]:
+        grads = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        return tuple(_heads_first(grad) for grad in grads)
+
+    return Prepared(backward)
+
+
+# ---- PyTorch on the CPU --------------------------------------------------------------------------
+
+
+def torch_cpu_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    refuse(x.bias is not None, "gives no gradient of the bias")
+    refuse(case.window is not None or x.cu_seqlens is not None, "takes neither a window nor packed sequences")
+    refuse(case.head_dim != case.head_dim_v or case.dropout_p > 0, "wants equal head dims and no dropout")
+    k, v = (_heads_first(_expand_groups(t, case.heads)) for t in (x.k, x.v))
+    q, dout = _heads_first(x.q), _heads_first(x.dout)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, case.causal)
+
+    def backward() -> tuple[Tensor | None, ...]:
+        dq, dk, dv = (
+            _heads_first(grad)
+            for grad in aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, lse, 0.0, case.causal
+            )
+        )
+        return dq, _fold_groups(dk, case.heads_kv), _fold_groups(dv, case.heads_kv)
+
+    return Prepared(backward)
+
+
+def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    """Autograd of the plain formula, S^2 memory: what PyTorch has on the CPU for a window or a bias with gradient."""
+    refuse(x.bias is None and case.window is None, "measured where PyTorch has nothing better")
+    refuse(x.cu_seqlens is not None or case.dropout_p > 0, "measured without dropout and packed sequences")
+    k, v = (_heads_first(_expand_groups(t, case.heads)).detach().requires_grad_() for t in (x.k, x.v))
+    q, dout = _heads_first(x.q).detach().requires_grad_(), _heads_first(x.dout)
+    bias = None if x.bias is None else x.bias.detach().requires_grad_()
+    scores = case.head_dim**-0.5 * q @ k.mT
+    if bias is not None:
+        scores = scores + bias
+    if case.causal:
+        visible = torch.ones(case.seqlen, case.seqlen, dtype=torch.bool, device=q.device).tril()
+        if case.window:
+            visible = visible.triu(1 - case.window)
+        scores = scores.masked_fill(~visible, -torch.inf)
+    out = scores.softmax(-1) @ v
+    wanted = (q, k, v) if bias is None else (q, k, v, bias)
+
+    def backward() -> tuple[Tensor | None, ...]:
+        dq, dk, dv, *dbias = torch.autograd.grad(out, wanted, dout, retain_graph=True)
+        grads = (_heads_first(dq), *(_fold_groups(_heads_first(d), case.heads_kv) for d in (dk, dv)))
+        return (*grads, *dbias)
+
+    return Prepared(backward)
+
+
+# ---- this library --------------------------------------------------------------------------------
+
+
+def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, AttentionInputs], Prepared]:
+    """This library with a backend forced, or "auto". The forward is the one that ``flashbwd.attention`` chooses."""
+
+    def prepare(case: AttentionCase, x: AttentionInputs) -> Prepared:
+        options: dict[str, Any] = {"causal": case.causal}
+        forward = None
+        if case.window:
+            options["window_size"] = (case.window - 1, 0)
+        if x.bias is not None:
+            options["attn_bias"] = x.bias
+        if x.cu_seqlens is not None:
+            options.update(
+                cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, max_seqlen_q=case.seqlen, max_seqlen_k=case.seqlen
+            )
+        if case.dropout_p > 0:
+            refuse(not x.q.is_cuda, "dropout is measured with FlashAttention-2's mask, which has no CPU forward")
+            out, lse, rng_state, _ = _flash_forward(case, x, x.v)
+            options["dropout_p"] = case.dropout_p
+            options["rng_state"] = flashbwd.RngState(rng_state[0], rng_state[1], "flash")
+
+            def forward(v: Tensor) -> Tensor:
+                return _flash_forward(case, x, v)[0]
+        else:
+            with torch.no_grad():
+                out, lse = flashbwd.attention(x.q, x.k, x.v, **options, return_lse=True)
+        options["deterministic"] = deterministic
+        arguments = (x.dout, x.q, x.k, x.v, out, lse)
+        if backend == "reference" and x.q.is_cuda:
+            chosen = flashbwd.plan_attention_backward(*arguments, **options).backend
+            refuse(chosen != "reference", f"not needed: {chosen} takes it")
+        try:
+            with flashbwd.use_backend(backend):
+                plan = flashbwd.plan_attention_backward(*arguments, **options)
+        except (RuntimeError, ValueError) as error:
+            raise UnsupportedCaseError(str(error).splitlines()[0]) from error
+
+        def backward() -> tuple[Tensor | None, ...]:
+            grads = flashbwd.attention_backward(*arguments, **options)
+            return tuple(grads[:3]) if x.bias is None else tuple(grads[:4])
+
+        return Prepared(
+            backward,
+            forward=forward,
+            scope=lambda: flashbwd.use_backend(backend),
+            plan=_in_words(plan),
+            refusals=dict(plan.reasons),
+            workspace_bytes=plan.workspace_bytes,
+        )
+
+    return prepare
+
+
+def _in_words(plan: flashbwd.Plan) -> str:
+    tile = f", tile {plan.tile[0]}x{plan.tile[1]}" if plan.tile else ""
+    return f"{plan.backend}: {plan.schedule}{tile}"
+
+
+ATTENTION_PEERS: tuple[Peer, ...] = (
+    Peer(EFFICIENT, torch_efficient),
+    Peer(FLASH, torch_flash),
+    Peer(FLASH + DETERMINISTIC, torch_flash_deterministic),
+    Peer(CUDNN, torch_cudnn),
+    Peer(FLEX, flex, compiled=True),
+    Peer(CPU_FLASH, torch_cpu_flash, devices=("cpu",)),
+    Peer("torch math", torch_math, devices=("cpu",)),
+    Peer(SM90, ours("sm90")),
+    Peer(SM90 + DETERMINISTIC, ours("sm90", deterministic=True)),
+    Peer(SM80, ours("sm80")),
+    Peer(SM80 + DETERMINISTIC, ours("sm80", deterministic=True)),
+    Peer(REFERENCE, ours("reference"), devices=("cuda", "cpu")),
+)
+
+
+def dropout_mask(case: AttentionCase, x: AttentionInputs, forward: Callable[[Tensor], Tensor], batch: int) -> Tensor:
+    """(S, H, S) bool: what a forward keeps, read off its outputs for the identity as v, a slice of keys at a time."""
+    keep = torch.empty(case.seqlen, case.heads, case.seqlen, dtype=torch.bool, device=x.q.device)
+    for first in range(0, case.seqlen, case.head_dim_v):
+        width = min(case.head_dim_v, case.seqlen - first)
+        v = torch.zeros_like(x.v)
+        index = torch.arange(width, device=v.device)
+        v[:, first + index, :, index] = 1
+        keep[:, :, first : first + width] = forward(v)[batch, :, :, :width] > 0
+    return keep

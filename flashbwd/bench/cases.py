@@ -1,0 +1,495 @@
+"""What is measured: every case is data, with the work it does and the bars it must reach.
+
+A *bar* says by how much one of this library's backends has to beat a peer (or an absolute rate) on that case, both
+timed in the same run. Bars were set on one H100 80GB HBM3 with torch 2.11 and cuDNN 9.19: the ratio of the fastest
+public kernel to PyTorch's cuDNN backward. A *goal* is a bar that may be missed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+# Relative error ||g - ref|| / ||ref|| up to which a gradient counts as right. fp32 leaves room for TF32 products.
+TOLERANCES: dict[str, float] = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-3, "fp64": 1e-9}
+
+SM90 = "flashbwd sm90"
+SM80 = "flashbwd sm80"
+REFERENCE = "flashbwd reference"
+NORM = "flashbwd"
+FLASH = "torch flash"
+EFFICIENT = "torch efficient"
+CUDNN = "torch cuDNN"
+FLEX = "flex"
+CPU_FLASH = "torch CPU flash"
+COPY = "device copy"
+ANY_PEER = "fastest peer"
+DETERMINISTIC = " deterministic"  # suffix of a peer's name
+
+
+@dataclass(frozen=True)
+class Bar:
+    """``ours`` must run at ``at_least`` times the speed of ``over``.
+
+    ``over`` is a peer's name, ``ANY_PEER`` (the fastest that is not of this library), or the unit of an absolute
+    rate, "TFLOP/s" or "GB/s".
+    """
+
+    ours: str
+    over: str
+    at_least: float
+    goal: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One attention backward. ``window`` w lets a query see its own key and the w - 1 before it."""
+
+    table: str
+    batch: int
+    seqlen: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window: int | None = None
+    dtype: str = "bf16"
+    dropout_p: float = 0.0
+    bias_batch: int | None = None  # attn_bias is (this, H, S, S): the batch, or 1; its gradient is computed
+    lengths: tuple[int, ...] | None = None  # packed sequences; batch and seqlen are their number and maximum
+    deterministic: bool = False  # also measure the deterministic variants of peers that have one
+    compiled: bool = False  # also measure peers that compile for the shape (seconds each)
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def name(self) -> str:
+        parts = [self.dtype, f"B{self.batch}"]
+        parts.append(f"T{sum(self.lengths)} varlen" if self.lengths else f"S{self.seqlen}")
+        parts.append(f"H{self.heads}" if self.heads == self.heads_kv else f"H{self.heads}:{self.heads_kv}")
+        parts.append(f"D{self.head_dim}" if self.head_dim == self.head_dim_v else f"D{self.head_dim}/{self.head_dim_v}")
+        parts.append(f"window {self.window}" if self.window else "causal" if self.causal else "full")
+        if self.bias_batch:
+            parts.append("bias" if self.bias_batch == self.batch else "shared bias")
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p:g}")
+        return " ".join(parts)
+
+    @property
+    def unit(self) -> str:
+        return "TFLOP/s"
+
+    @property
+    def pairs(self) -> float:
+        """Visible (query, key) pairs of one head; a causal mask counts as half of the square, as is usual."""
+        total = 0.0
+        for s in self.lengths or (self.seqlen,) * self.batch:
+            if self.window is not None:
+                w = min(self.window, s)
+                total += w * (w + 1) / 2 + (s - w) * w
+            else:
+                total += s * s / 2 if self.causal else s * s
+        return total
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations: five products, three over D and two over Dv, 2 operations a multiply-add."""
+        return self.heads * self.pairs * (6 * self.head_dim + 4 * self.head_dim_v)
+
+    @property
+    def input_bytes(self) -> int:
+        size = DTYPES[self.dtype].itemsize
+        tokens = sum(self.lengths) if self.lengths else self.batch * self.seqlen
+        of_q = self.heads * (self.head_dim + 2 * self.head_dim_v)  # q, out, dout
+        of_k = self.heads_kv * (self.head_dim + self.head_dim_v)
+        return (tokens * (of_q + of_k) + self.bias_elements) * size
+
+    @property
+    def bias_elements(self) -> int:
+        return (self.bias_batch or 0) * self.heads * self.seqlen * self.seqlen
+
+
+@dataclass(frozen=True)
+class NormCase:
+    """One LayerNorm (or RMSNorm) backward over ``rows`` rows of ``columns``."""
+
+    table: str
+    columns: int
+    rows: int
+    dtype: str = "bf16"
+    rms: bool = False
+    compiled: bool = True
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{'rms' if self.rms else 'layer'} norm {self.dtype} N{self.columns} rows {self.rows}"
+
+    @property
+    def unit(self) -> str:
+        return "GB/s"
+
+    @property
+    def work(self) -> float:
+        """Bytes that any implementation has to move: read x, read dz, write dx."""
+        return 3.0 * self.rows * self.columns * DTYPES[self.dtype].itemsize
+
+    @property
+    def input_bytes(self) -> int:
+        return 2 * self.rows * self.columns * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class DecodingCase:
+    """One short-query attention forward over a key-value cache."""
+
+    table: str
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: str = "bf16"
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return (
+            f"decoding {self.dtype} B{self.batch} H{self.heads}:{self.heads_kv} Sq{self.seqlen_q} Sk{self.seqlen_k} "
+            f"D{self.head_dim}"
+        )
+
+    @property
+    def unit(self) -> str:
+        return "GB/s"
+
+    @property
+    def work(self) -> float:
+        """Bytes of keys and values read."""
+        return 2.0 * self.batch * self.heads_kv * self.seqlen_k * self.head_dim * DTYPES[self.dtype].itemsize
+
+
+Case = AttentionCase | NormCase
+
+
+def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: int = 8192) -> tuple[int, ...]:
+    """Sequence lengths that sum to ``total``, log-normal around ``typical``: many short ones, few very long."""
+    law = random.Random(seed)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        drawn = round(typical * math.exp(law.gauss(0.0, 1.2)))
+        lengths.append(min(max(drawn, 16), longest, left))
+    return tuple(lengths)
+
+
+def packed(case: AttentionCase, total: int) -> AttentionCase:
+    """``case`` over ``total`` tokens of long-tailed sequences."""
+    lengths = long_tailed_lengths(total)
+    return replace(case, batch=len(lengths), seqlen=max(lengths), lengths=lengths)
+
+
+def _hopper_bars(ratio: float) -> tuple[Bar, ...]:
+    return (
+        Bar(SM90, CUDNN, ratio),
+        Bar(SM90, CUDNN, round(1.1 * ratio, 3), goal=True),
+        Bar(SM80, FLASH, 1.0),
+    )
+
+
+# ---- the main table: B * S = 16384 tokens, H * D = 2048, heads equal, bf16 -----------------------
+
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+# (head_dim, causal) -> the bar over cuDNN at each of SEQLENS
+MAIN_BARS: dict[tuple[int, bool], tuple[float, ...]] = {
+    (64, False): (1.23, 1.16, 1.15, 1.17, 1.17, 1.20),
+    (64, True): (1.22, 1.26, 1.24, 1.26, 1.27, 1.24),
+    (128, False): (1.05, 1.09, 1.07, 1.14, 1.11, 1.19),
+    (128, True): (1.08, 1.11, 1.10, 1.14, 1.17, 1.19),
+    (256, False): (1.20, 1.19, 1.18, 1.22, 1.29, 1.23),
+    (256, True): (1.05, 1.07, 1.10, 1.21, 1.07, 1.21),
+}
+
+
+def _main_table() -> Iterator[AttentionCase]:
+    deterministic = tuple(Bar(ours + DETERMINISTIC, ours, 0.95) for ours in (SM90, SM80))
+    for (head_dim, causal), ratios in MAIN_BARS.items():
+        for seqlen, ratio in zip(SEQLENS, ratios, strict=True):
+            bars = _hopper_bars(ratio) + deterministic[:1]
+            if (head_dim, causal, seqlen) == (128, False, 16384):
+                bars += (Bar(SM90, "TFLOP/s", 700.0, goal=True),)
+            heads = 2048 // head_dim
+            yield AttentionCase(
+                "main",
+                batch=16384 // seqlen,
+                seqlen=seqlen,
+                heads=heads,
+                heads_kv=heads,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                causal=causal,
+                deterministic=True,
+                compiled=seqlen == 4096,
+                bars=bars,
+            )
+
+
+# ---- grouped heads -------------------------------------------------------------------------------
+# 4 query heads a key head: head dim, the least and the most that the fastest public kernel has over cuDNN
+
+GROUPED_BARS = ((64, 1.06, 1.25), (128, 1.00, 1.15))
+
+
+def _grouped_table() -> Iterator[AttentionCase]:
+    for head_dim, least, most in GROUPED_BARS:
+        heads = 2048 // head_dim
+        for causal in (False, True):
+            for seqlen in (1024, 8192):
+                yield AttentionCase(
+                    "grouped",
+                    batch=16384 // seqlen,
+                    seqlen=seqlen,
+                    heads=heads,
+                    heads_kv=heads // 4,
+                    head_dim=head_dim,
+                    head_dim_v=head_dim,
+                    causal=causal,
+                    bars=(Bar(SM90, CUDNN, least), Bar(SM90, CUDNN, most, goal=True), Bar(SM80, FLASH, 1.0)),
+                )
+
+
+# ---- other shapes: B, S, H, Hkv, D, Dv, mask, dtype, cuDNN TFLOP/s (None: refuses), the fastest public kernel's
+
+OTHER_SHAPES: tuple[tuple[int, int, int, int, int, int, str, str, int | None, int], ...] = (
+    (4, 4096, 16, 16, 32, 32, "full", "bf16", 232, 370),
+    (4, 4096, 16, 16, 32, 32, "causal", "bf16", 191, 317),
+    (4, 4096, 16, 16, 80, 80, "full", "bf16", 364, 505),
+    (4, 4096, 16, 16, 80, 80, "causal", "bf16", 313, 452),
+    (4, 4096, 16, 16, 96, 96, "full", "bf16", 405, 523),
+    (4, 4096, 16, 16, 96, 96, "causal", "bf16", 364, 492),
+    (4, 4096, 16, 16, 112, 112, "full", "bf16", 466, 466),
+    (4, 4096, 16, 16, 112, 112, "causal", "bf16", 419, 419),
+    (4, 4096, 16, 16, 160, 160, "full", "bf16", 284, 284),
+    (4, 4096, 16, 16, 160, 160, "causal", "bf16", 258, 258),
+    (4, 4096, 16, 16, 192, 192, "full", "bf16", 335, 509),
+    (4, 4096, 16, 16, 192, 192, "causal", "bf16", 299, 442),
+    (4, 4096, 16, 16, 192, 128, "full", "bf16", 283, 478),
+    (4, 4096, 16, 16, 192, 128, "causal", "bf16", 408, 456),
+    (1, 16384, 16, 16, 128, 128, "window 256", "bf16", None, 176),
+    (1, 16384, 16, 16, 128, 128, "window 1024", "bf16", None, 410),
+    (16, 1024, 32, 4, 128, 128, "causal", "bf16", 278, 297),
+    (2, 8192, 32, 4, 128, 128, "causal", "bf16", 518, 556),
+    (16, 1024, 32, 2, 128, 128, "causal", "bf16", 279, 312),
+    (2, 8192, 32, 2, 128, 128, "causal", "bf16", 475, 560),
+    (16, 1024, 32, 1, 128, 128, "causal", "bf16", 281, 318),
+    (2, 8192, 32, 1, 128, 128, "causal", "bf16", 479, 562),
+    (2, 8192, 16, 16, 128, 128, "causal", "fp16", 493, 585),
+    (2, 8192, 16, 16, 64, 64, "causal", "fp16", 382, 485),
+)
+WINDOW_BARS = {256: 250.0, 1024: 500.0}  # TFLOP/s
+
+
+def _other_table() -> Iterator[AttentionCase]:
+    for batch, seqlen, heads, heads_kv, dim, dim_v, mask, dtype, cudnn, best in OTHER_SHAPES:
+        window = int(mask.split()[1]) if mask.startswith("window") else None
+        bars: tuple[Bar, ...] = (Bar(SM90, "TFLOP/s", WINDOW_BARS[window]),) if window else ()
+        if cudnn is not None:
+            bars += (Bar(SM90, CUDNN, round(best / cudnn, 3)),)
+        # FlashAttention-2 wants equal head dims; where it refuses, the memory-efficient kernel is the yardstick.
+        bars += (Bar(SM80, FLASH, 1.0) if dim == dim_v else Bar(SM80, EFFICIENT, 2.2),)
+        yield AttentionCase(
+            "other",
+            batch,
+            seqlen,
+            heads,
+            heads_kv,
+            dim,
+            dim_v,
+            causal=mask != "full",
+            window=window,
+            dtype=dtype,
+            compiled=window is not None,
+            bars=bars,
+        )
+
+
+# ---- what few kernels offer: bias with gradient, dropout, variable lengths, D 512, fp32 ----------
+
+
+def _feature_tables() -> Iterator[AttentionCase]:
+    shape = AttentionCase("bias", 4, 2048, 16, 16, 64, 64)
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            for bias_batch in (4, 1):
+                yield replace(
+                    shape,
+                    head_dim=head_dim,
+                    head_dim_v=head_dim,
+                    causal=causal,
+                    bias_batch=bias_batch,
+                    bars=(Bar(SM80, EFFICIENT, 2.0), Bar(SM90, EFFICIENT, 2.0, goal=True)),
+                )
+    shape = replace(shape, table="dropout", seqlen=4096, dropout_p=0.1)
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            yield replace(shape, head_dim=head_dim, head_dim_v=head_dim, causal=causal, bars=(Bar(SM80, FLASH, 1.0),))
+    bars = (Bar(SM80, FLASH, 1.0), Bar(SM90, CUDNN, 1.0, goal=True), Bar(SM90 + DETERMINISTIC, SM90, 0.95))
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            heads = 2048 // head_dim
+            shape = AttentionCase("varlen", 1, 1, heads, heads, head_dim, head_dim, causal, bars=bars)
+            yield packed(replace(shape, deterministic=True), 32768)
+    for causal in (False, True):
+        yield AttentionCase("wide", 2, 4096, 4, 4, 512, 512, causal=causal, bars=(Bar(SM80, EFFICIENT, 3.0),))
+        yield AttentionCase(
+            "fp32", 2, 4096, 16, 16, 64, 64, causal=causal, dtype="fp32", bars=(Bar(SM80, EFFICIENT, 2.2),)
+        )
+
+
+ATTENTION_CASES: tuple[AttentionCase, ...] = (*_main_table(), *_grouped_table(), *_other_table(), *_feature_tables())
+
+# ---- LayerNorm: (N, rows of bf16, rows of fp32) --------------------------------------------------
+
+NORM_ROWS = (
+    (768, 349525, 174762),
+    (1024, 262144, 131072),
+    (2048, 131072, 65536),
+    (4096, 65536, 32768),
+    (5120, 52428, 26214),
+    (8192, 32768, 16384),
+    (12288, 21845, 10922),
+    (16384, 16384, 8192),
+    (65536, 4096, 2048),
+)
+UNTUNED_COLUMNS = (1000, 5000, 7919)
+_COPY_BARS = (Bar(NORM, COPY, 0.92), Bar(NORM, COPY, 0.97, goal=True))
+_AHEAD = (Bar(NORM, ANY_PEER, 1.0),)
+
+
+def _norm_cases() -> Iterator[NormCase]:
+    for dtype, column in (("bf16", 1), ("fp32", 2)):
+        for row in NORM_ROWS:
+            yield NormCase("layer_norm", row[0], row[column], dtype, bars=_COPY_BARS)
+    for dtype, elements in (("bf16", 2**28), ("fp32", 2**27)):
+        for columns in UNTUNED_COLUMNS:
+            yield NormCase("layer_norm_untuned", columns, elements // columns, dtype, bars=_COPY_BARS)
+    for rows in (8192, 1024):
+        for dtype in ("bf16", "fp32"):
+            for columns in (1024, 4096, 8192):
+                yield NormCase("layer_norm_few_rows", columns, rows, dtype, bars=_AHEAD)
+    for dtype, rows in (("bf16", 65536), ("fp32", 32768)):
+        yield NormCase("rms_norm", 4096, rows, dtype, rms=True, bars=_COPY_BARS)
+
+
+NORM_CASES: tuple[NormCase, ...] = tuple(_norm_cases())
+
+# ---- decoding: data for the flex_decoding suite --------------------------------------------------
+
+DECODING_SHAPES = (
+    (1, 32, 8, 1, 8192, 128),
+    (1, 32, 8, 1, 131072, 128),
+    (8, 32, 8, 1, 8192, 128),
+    (64, 32, 8, 1, 8192, 128),
+    (8, 32, 32, 1, 8192, 128),
+    (8, 64, 8, 4, 16384, 128),
+    (16, 32, 8, 1, 16384, 64),
+    (8, 24, 8, 1, 8192, 128),
+    (8, 32, 8, 1, 8191, 128),
+)
+
+
+def _decoding_cases() -> Iterator[DecodingCase]:
+    for index, shape in enumerate(DECODING_SHAPES):
+        case = DecodingCase("decoding", *shape)
+        bars: tuple[Bar, ...] = (Bar("flashbwd decoding", "torch SDPA", 0.98),)
+        if case.work > 128e6:
+            bars += (Bar("flashbwd decoding", "GB/s", 2800.0),)
+        if index == 0:
+            # 1500 GB/s, and under 22 us replayed from a CUDA graph: the second is the stricter.
+            bars += (Bar("flashbwd decoding", "GB/s", round(case.work / 22e-6 / 1e9)),)
+        yield replace(case, bars=bars)
+
+
+DECODING_CASES: tuple[DecodingCase, ...] = tuple(_decoding_cases())
+
+# ---- machines without a GPU ----------------------------------------------------------------------
+
+_CPU = AttentionCase("cpu", 1, 4096, 8, 8, 64, 64, dtype="fp32", bars=(Bar(REFERENCE, CPU_FLASH, 0.667),))
+
+CPU_ATTENTION_CASES: tuple[AttentionCase, ...] = (
+    replace(_CPU, seqlen=512, causal=True),
+    replace(_CPU, seqlen=1024, causal=True),
+    replace(_CPU, seqlen=4096, causal=True),
+    replace(_CPU, seqlen=4096, bars=()),
+    replace(_CPU, seqlen=2048, causal=True, heads=16, heads_kv=4, bars=()),
+    replace(_CPU, seqlen=2048, causal=True, head_dim=128, head_dim_v=128, bars=()),
+    replace(_CPU, seqlen=2048, causal=True, dtype="bf16", bars=()),
+    replace(_CPU, seqlen=2048, causal=True, window=256, bars=()),
+    replace(_CPU, seqlen=1024, bias_batch=1, bars=()),
+    packed(replace(_CPU, causal=True, bars=()), 4096),
+)
+CPU_NORM_CASES: tuple[NormCase, ...] = (
+    NormCase("cpu_norm", 768, 8192, "fp32", compiled=False),
+    NormCase("cpu_norm", 4096, 4096, "fp32", compiled=False),
+    NormCase("cpu_norm", 4096, 4096, "bf16", compiled=False),
+    NormCase("cpu_norm", 1000, 8192, "fp32", compiled=False),
+    NormCase("cpu_norm", 4096, 4096, "fp32", rms=True, compiled=False),
+)
+
+# ---- a few real shapes, for `python -m flashbwd` -------------------------------------------------
+
+SMOKE_CASES: dict[str, tuple[Case, ...]] = {
+    "cuda": (
+        AttentionCase("smoke", 4, 4096, 16, 16, 128, 128, causal=True),
+        AttentionCase("smoke", 4, 4096, 32, 8, 128, 128, causal=True),
+        AttentionCase("smoke", 8, 2048, 32, 32, 64, 64),
+        AttentionCase("smoke", 2, 4096, 8, 8, 256, 256, causal=True),
+        AttentionCase("smoke", 1, 8192, 16, 16, 128, 128, causal=True, window=1024),
+        AttentionCase("smoke", 4, 1024, 16, 16, 64, 64, bias_batch=1),
+        AttentionCase("smoke", 4, 2048, 16, 16, 128, 128, causal=True, dropout_p=0.1),
+        packed(AttentionCase("smoke", 1, 1, 16, 16, 128, 128, causal=True), 16384),
+        NormCase("smoke", 4096, 16384, "bf16", compiled=False),
+        NormCase("smoke", 4096, 16384, "bf16", rms=True, compiled=False),
+    ),
+    "cpu": (
+        AttentionCase("smoke", 1, 1024, 8, 8, 64, 64, causal=True, dtype="fp32"),
+        AttentionCase("smoke", 1, 1024, 16, 4, 64, 64, causal=True, dtype="fp32"),
+        AttentionCase("smoke", 1, 1024, 8, 8, 128, 128, dtype="bf16"),
+        AttentionCase("smoke", 1, 2048, 8, 8, 64, 64, causal=True, window=256, dtype="fp32"),
+        AttentionCase("smoke", 2, 512, 8, 8, 64, 64, bias_batch=1, dtype="fp32"),
+        packed(AttentionCase("smoke", 1, 1, 8, 8, 64, 64, causal=True, dtype="fp32"), 2048),
+        NormCase("smoke", 4096, 2048, "fp32", compiled=False),
+        NormCase("smoke", 4096, 2048, "fp32", rms=True, compiled=False),
+    ),
+}
+
+
+def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
+    """The cases of suite ``name`` ("attention", "layer_norm" or "all") on ``device`` ("cuda" or "cpu")."""
+    attention: tuple[Case, ...] = ATTENTION_CASES if device == "cuda" else CPU_ATTENTION_CASES
+    norms: tuple[Case, ...] = NORM_CASES if device == "cuda" else CPU_NORM_CASES
+    if quick:
+        attention = tuple(case for case in attention if isinstance(case, AttentionCase) and _is_quick(case))
+        norms = tuple(case for case in norms if isinstance(case, NormCase) and case.columns in (1024, 4096, 16384))
+    chosen = {"attention": attention, "layer_norm": norms, "all": attention + norms}
+    return chosen[name]
+
+
+def _is_quick(case: AttentionCase) -> bool:
+    if case.table == "main":
+        return case.seqlen in (1024, 8192)
+    if case.table == "cpu":
+        return case.seqlen <= 1024
+    return case.table not in ("grouped", "fp32") and case.causal and case.dtype == "bf16"

@@ -1,0 +1,119 @@
+"""Who is measured on LayerNorm and RMSNorm. To add a peer, write its ``prepare`` and a row of ``NORM_PEERS``."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashbwd
+from flashbwd.bench.cases import COPY, DTYPES, NORM, NormCase
+from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError, refuse
+
+aten = torch.ops.aten
+EPS = 1e-5
+COPY_BYTES = {"cuda": 2**29, "cpu": 2**26}  # of one buffer: far over any cache
+
+
+@dataclass(frozen=True)
+class NormInputs:
+    """x, dz (rows, N); gamma, beta (N,); mu, rs (rows, 1), the statistics as PyTorch's forward saves them."""
+
+    x: Tensor
+    dz: Tensor
+    gamma: Tensor
+    beta: Tensor
+    mu: Tensor
+    rs: Tensor
+
+
+def make_inputs(case: NormCase, device: torch.device, seed: int) -> NormInputs:
+    """Random normal inputs; gamma around 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[case.dtype])
+
+    x, dz = normal(case.rows, case.columns), normal(case.rows, case.columns)
+    gamma, beta = 1 + normal(case.columns) / 4, normal(case.columns)
+    if case.rms:
+        rs = torch.empty(case.rows, 1, device=device)
+        for block, values in zip(x.split(8192), rs.split(8192), strict=True):
+            values.copy_((block.float().square().mean(-1, keepdim=True) + EPS).rsqrt())
+        mu = torch.zeros_like(rs)
+    else:
+        _, mu, rs = aten.native_layer_norm(x, [case.columns], gamma, beta, EPS)
+    return NormInputs(x, dz, gamma, beta, mu, rs)
+
+
+def _torch_backward(case: NormCase, x: NormInputs) -> tuple[Tensor | None, ...]:
+    if case.rms:
+        return (*aten._fused_rms_norm_backward(x.dz, x.x, [case.columns], x.rs, x.gamma, [True, True]), None)
+    return aten.native_layer_norm_backward(
+        x.dz, x.x, [case.columns], x.mu, x.rs, x.gamma, x.beta, [True, True, True]
+    )  # fmt: skip
+
+
+def torch_native(case: NormCase, x: NormInputs) -> Prepared:
+    if case.rms and not x.x.is_cuda:  # no fused operator there: autograd of the composite
+        inputs = x.x.detach().requires_grad_(), x.gamma.detach().requires_grad_()
+        z = torch.nn.functional.rms_norm(inputs[0], [case.columns], inputs[1], EPS)
+        return Prepared(lambda: (*torch.autograd.grad(z, inputs, x.dz, retain_graph=True), None))
+    return Prepared(lambda: _torch_backward(case, x))
+
+
+def inductor(case: NormCase, x: NormInputs) -> Prepared:
+    compiled = torch.compile(functools.partial(_torch_backward, case), dynamic=False)
+    compiled(x)
+    return Prepared(lambda: compiled(x))
+
+
+def liger(case: NormCase, x: NormInputs) -> Prepared:
+    refuse(case.rms, "measured on LayerNorm")
+    try:
+        from liger_kernel.ops.layer_norm import layer_norm_backward
+    except ImportError:
+        raise UnsupportedCaseError("liger-kernel is not installed") from None
+    mu, rs = x.mu.flatten(), x.rs.flatten()
+    return Prepared(lambda: layer_norm_backward(x.dz, x.x, x.gamma, x.beta, mu, rs))
+
+
+@functools.lru_cache(maxsize=1)
+def _copy_buffers(device: torch.device) -> tuple[Tensor, Tensor]:
+    source = torch.randn(COPY_BYTES[device.type] // 4, device=device)
+    return source, torch.empty_like(source)
+
+
+def device_copy(case: NormCase, x: NormInputs) -> Prepared:
+    """The ceiling: a large copy, in bytes read and written."""
+    source, target = _copy_buffers(x.x.device)
+
+    def copy() -> tuple[Tensor | None, ...]:
+        target.copy_(source)
+        return ()
+
+    return Prepared(copy, work=2.0 * COPY_BYTES[x.x.device.type])
+
+
+def ours(case: NormCase, x: NormInputs) -> Prepared:
+    def backward() -> tuple[Tensor | None, ...]:
+        grads: Any
+        if case.rms:
+            grads = flashbwd.rms_norm_backward(x.dz, x.x, x.rs, x.gamma)
+            return grads.dx, grads.dgamma, None
+        grads = flashbwd.layer_norm_backward(x.dz, x.x, x.mu, x.rs, x.gamma)
+        return grads.dx, grads.dgamma, grads.dbeta
+
+    return Prepared(backward)
+
+
+NORM_PEERS: tuple[Peer, ...] = (
+    Peer("torch native", torch_native, devices=("cuda", "cpu")),
+    Peer("Inductor", inductor, devices=("cuda", "cpu"), compiled=True),
+    Peer("Liger", liger),
+    Peer(COPY, device_copy, devices=("cuda", "cpu")),
+    Peer(NORM, ours, devices=("cuda", "cpu")),
+)

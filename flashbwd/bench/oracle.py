@@ -1,0 +1,118 @@
+"""Float64 gradients of the naive formulas, by autograd, for slices of a problem.
+
+They share no code with the library or with any peer. A slice is one sequence and one key head with all its query
+heads; queries are taken a block of rows at a time, which is exact because the loss is a sum over rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 2**23  # float64 scores held at once: 64 MB
+
+
+def attention_slice(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients for one key head of one sequence.
+
+    Parameters
+    ----------
+    q, dout : (Sq, G, D), (Sq, G, Dv)
+    k, v : (Sk, D), (Sk, Dv)
+    causal
+        Key j is visible to query i iff j <= i + Sk - Sq.
+    window
+        Of those keys, the last ``window`` only.
+    bias : (G, Sq, Sk), optional
+    keep : (G, Sq, Sk) bool, optional
+        The dropout mask: what is not kept is dropped, what is kept is scaled by 1 / (1 - dropout_p).
+
+    Returns
+    -------
+    dq, dk, dv, dbias
+        float64, of the shapes of q, k, v, bias.
+    """
+    k64 = k.double().requires_grad_()
+    v64 = v.double().requires_grad_()
+    (sq, groups), sk = q.shape[:2], k.shape[0]
+    scale = q.shape[-1] ** -0.5
+    dq = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    dk, dv = torch.zeros_like(k64), torch.zeros_like(v64)
+    dbias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float64, device=q.device)
+    step = max(1, _BLOCK_ELEMENTS // max(sk, 1))
+    columns = torch.arange(sk, device=q.device)
+    for g in range(groups):
+        for start in range(0, sq, step):
+            rows = slice(start, min(start + step, sq))
+            q64 = q[rows, g].double().requires_grad_()
+            wanted = [q64, k64, v64]
+            scores = scale * q64 @ k64.T  # (rows, Sk)
+            if bias is not None:
+                bias64 = bias[g, rows].double().requires_grad_()
+                wanted.append(bias64)
+                scores = scores + bias64
+            if causal:
+                last = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (sk - sq)
+                visible = columns <= last
+                if window is not None:
+                    visible &= columns > last - window
+                scores = scores.masked_fill(~visible, -torch.inf)
+            p = scores.softmax(-1)
+            if keep is not None:
+                p = p * keep[g, rows] / (1 - dropout_p)
+            grads = torch.autograd.grad(p @ v64, wanted, dout[rows, g].double())
+            dq[rows, g] = grads[0]
+            dk += grads[1]
+            dv += grads[2]
+            if dbias is not None:
+                dbias[g, rows] = grads[3]
+    return dq, dk.detach(), dv.detach(), dbias
+
+
+def norm_gradients(
+    dz: Tensor, x: Tensor, gamma: Tensor, *, eps: float, rms: bool, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """LayerNorm's (RMSNorm's) dx at the ``rows`` asked for, and dgamma and dbeta over all rows, in float64.
+
+    x, dz : (R, N); gamma : (N,). dgamma and dbeta are summed over blocks of rows, so that memory stays bounded.
+    """
+    gamma64 = gamma.double().requires_grad_()
+    beta64 = torch.zeros_like(gamma64).requires_grad_()
+
+    def normalized(block: Tensor) -> Tensor:
+        if rms:
+            return block * (block.square().mean(-1, keepdim=True) + eps).rsqrt() * gamma64
+        centred = block - block.mean(-1, keepdim=True)
+        return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * gamma64 + beta64
+
+    picked = x[rows].double().requires_grad_()
+    (dx,) = torch.autograd.grad(normalized(picked), picked, dz[rows].double())
+    parameters = [gamma64] if rms else [gamma64, beta64]
+    sums = [torch.zeros_like(p) for p in parameters]
+    step = max(1, _BLOCK_ELEMENTS // x.shape[1])
+    for start in range(0, x.shape[0], step):
+        block = x[start : start + step].double()
+        for total, part in zip(
+            sums, torch.autograd.grad(normalized(block), parameters, dz[start : start + step].double()), strict=True
+        ):
+            total += part
+    return dx, sums[0].detach(), None if rms else sums[1].detach()
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """``||value - reference|| / ||reference||`` in float64; NaN when anything is not finite."""
+    reference = reference.double()
+    norm = reference.norm()
+    difference = (value.double() - reference).norm()
+    return float(difference / norm) if norm > 0 else float(difference)

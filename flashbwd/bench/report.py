@@ -1,0 +1,253 @@
+"""Markdown tables and plots of a report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashbwd.bench.cases import COPY
+from flashbwd.bench.results import OK, CaseResult, Change, Report, compare
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with padded columns, as readable in a terminal as rendered."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(text)
+
+
+def by_table(report: Report) -> dict[str, list[CaseResult]]:
+    groups: dict[str, list[CaseResult]] = {}
+    for result in report.results:
+        groups.setdefault(result.table, []).append(result)
+    return groups
+
+
+def timed_peers(results: Sequence[CaseResult]) -> list[str]:
+    """Peers timed on any of the cases, in the order in which they were measured."""
+    names = itertools.chain.from_iterable(result.peers for result in results)
+    return [
+        name for name in dict.fromkeys(names) if any(r.peers[name].timed for r in results if name in r.peers)
+    ]  # fmt: skip
+
+
+def rate_cell(result: CaseResult, peer: str) -> str:
+    measured = result.peers.get(peer)
+    if measured is None or measured.status == "unsupported":
+        return "-"
+    if not measured.timed:
+        return measured.status
+    mark = "" if measured.status == OK else " WRONG"
+    return f"{result.rate(peer):.4g}{mark}"
+
+
+def bar_cell(result: CaseResult) -> str:
+    """Every bar that could be measured: value, bar, and whether it was reached."""
+    cells = []
+    for bar in result.bars:
+        verdict = result.verdict(bar)
+        if verdict.passed is None:
+            continue
+        ours = bar.ours.removeprefix("flashbwd").strip()
+        over = bar.over.removeprefix("flashbwd").strip()
+        word = "reached" if verdict.passed else "missed" if bar.goal else "MISSED"
+        kind = "goal" if bar.goal else "bar"
+        cells.append(f"{ours} over {over}: {verdict.value} {kind} {bar.at_least:g} {word}".strip())
+    return "; ".join(cells) or "-"
+
+
+def rates(results: Sequence[CaseResult]) -> str:
+    peers = timed_peers(results)
+    header = ["case", *(f"{name} {results[0].unit}" for name in peers), "bars: median (range)"]
+    return table(header, ([r.name, *(rate_cell(r, peer) for peer in peers), bar_cell(r)] for r in results))
+
+
+def details(results: Sequence[CaseResult]) -> str:
+    """Time, spread, host time, error and memory of everything timed."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            result.name,
+            name,
+            f"{peer.median_ms:.4g}",
+            f"{100 * peer.spread:.1f} %",
+            peer.method,
+            number(peer.host_us, ".0f"),
+            number(max(peer.errors.values(), default=None), ".1e"),
+            number(None if peer.extra_bytes is None else peer.extra_bytes / 2**20, ".1f"),
+            number(None if peer.workspace_bytes is None else peer.workspace_bytes / 2**20, ".1f"),
+        ]
+        for result in results
+        for name, peer in result.peers.items()
+        if peer.timed
+    ]
+    header = ["case", "peer", "ms", "spread", "timed by", "host us", "worst error", "extra MiB", "workspace MiB"]
+    return table(header, rows)
+
+
+def not_measured(report: Report) -> str:
+    """What has no time, and why: one line for each peer and reason."""
+    reasons: dict[tuple[str, str, str], int] = {}
+    for result in report.results:
+        for name, peer in result.peers.items():
+            if not peer.timed:
+                key = (name, peer.status, peer.reason)
+                reasons[key] = reasons.get(key, 0) + 1
+    return "\n".join(f"- {name}: {status} in {n} cases: {why}" for (name, status, why), n in reasons.items())
+
+
+def bar_summary(report: Report) -> str:
+    """How many bars and goals were reached."""
+    verdicts = [result.verdict(bar) for result in report.results for bar in result.bars]
+    lines = []
+    for goal, word in ((False, "bars"), (True, "goals")):
+        chosen = [verdict for verdict in verdicts if verdict.bar.goal == goal]
+        passed = sum(verdict.passed is True for verdict in chosen)
+        missed = sum(verdict.passed is False for verdict in chosen)
+        lines.append(f"{word}: {passed} reached, {missed} missed, {len(chosen) - passed - missed} not measured")
+    return "; ".join(lines)
+
+
+def changes_table(changes: Sequence[Change]) -> str:
+    def percent(ratio: float | None) -> str:
+        return "-" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+
+    header = ["case", "peer", "old", "new", "change", "relative to fastest peer", "beyond the spread"]
+    rows = (
+        [
+            change.case,
+            change.peer,
+            f"{change.old:.4g} {change.unit}",
+            f"{change.new:.4g} {change.unit}",
+            percent(change.change),
+            percent(change.relative),
+            "yes" if change.significant else "no",
+        ]
+        for change in changes
+    )
+    return table(header, rows)
+
+
+def markdown(report: Report, earlier: Report | None = None) -> str:
+    machine = report.machine
+    versions = [f"torch {machine['torch']}"]
+    if machine["driver"]:
+        versions += [f"driver {machine['driver']}", f"CUDA {machine['cuda']}", f"cuDNN {machine['cudnn']}"]
+    parts = [
+        f"# {report.suite} on {machine['device']}",
+        f"{report.date}; {', '.join(versions)}; {machine['threads']} CPU threads; commit {machine['commit']}; "
+        f"kernel sources {(machine['kernel_sources'] or 'not present')[:12]}."
+        + ("" if report.complete else " **The run is not complete.**"),
+        f"{report.settings['rounds']} interleaved rounds, slots of {report.settings['slot_ms']:g} ms; a rate is the "
+        "median over rounds, a ratio the median (least-greatest) over rounds. " + bar_summary(report) + ".",
+    ]
+    if report.results:
+        ceilings = report.results[-1].ceilings
+        parts.append(
+            f"Ceilings in the same run: matrix product {ceilings['matmul_tflops']:.4g} TFLOP/s, "
+            f"copy {ceilings['copy_gbs']:.4g} GB/s (bytes read + written)."
+        )
+    groups = by_table(report)
+    for name, results in groups.items():
+        parts += [f"## {name.replace('_', ' ')}", rates(results)]
+    if earlier is not None:
+        parts += [
+            f"## Compared with {earlier.date}, commit {earlier.machine['commit']}",
+            changes_table(compare(earlier, report)) if (earlier.results and report.results) else "Nothing in common.",
+        ]
+    if missing := not_measured(report):
+        parts += ["## Not measured", missing]
+    parts += ["## Details", *(details(results) for results in groups.values() if timed_peers(results))]
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- plots ---------------------------------------------------------------------------------------
+
+
+def plots(report: Report, stem: Path) -> list[Path]:
+    """One PNG a table, beside ``stem``. Empty without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    written = []
+    for name, results in by_table(report).items():
+        if not timed_peers(results):
+            continue
+        figure = _lines(results) if name in _PANELS else _bars(results)
+        figure.suptitle(f"{name.replace('_', ' ')}, {report.machine['device']}, torch {report.machine['torch']}")
+        path = stem.with_name(f"{stem.name}-{name}.png")
+        figure.savefig(path, dpi=110)
+        written.append(path)
+    return written
+
+
+# Tables drawn as lines: what makes a panel, and what runs along its x axis.
+_PANELS: dict[str, tuple[tuple[str, ...], str]] = {
+    "main": (("head_dim", "causal"), "seqlen"),
+    "layer_norm": (("dtype",), "columns"),
+}
+
+
+def _color(peer: str) -> dict[str, Any]:
+    """Ours solid and strong, others dashed, a ceiling dotted."""
+    if peer.startswith("flashbwd"):
+        return {"linewidth": 2.2, "linestyle": "-"}
+    return {"linewidth": 1.2, "linestyle": ":" if peer == COPY else "--"}
+
+
+def _lines(results: Sequence[CaseResult]) -> Any:
+    from matplotlib.figure import Figure
+
+    keys, along = _PANELS[results[0].table]
+    panels: dict[tuple[Any, ...], list[CaseResult]] = {}
+    for result in results:
+        panels.setdefault(tuple(result.case[key] for key in keys), []).append(result)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(6.5 * columns, 3.6 * rows), layout="constrained")
+    peers = timed_peers(results)
+    for index, (panel, members) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        for number, peer in enumerate(peers):
+            points = [(r.case[along], r.rate(peer)) for r in members if peer in r.peers and r.peers[peer].timed]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=peer, color=f"C{number}", **_color(peer))
+        axes.set_xscale("log", base=2)
+        axes.set_title(", ".join(f"{key} {value}" for key, value in zip(keys, panel, strict=True)))
+        axes.set_xlabel(along)
+        axes.set_ylabel(members[0].unit)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if index == 0:
+            axes.legend(fontsize="small")
+    return figure
+
+
+def _bars(results: Sequence[CaseResult]) -> Any:
+    from matplotlib.figure import Figure
+
+    peers = timed_peers(results)
+    height = 0.8 / len(peers)
+    figure = Figure(figsize=(10, 1 + len(results) * max(0.4, 0.14 * len(peers))), layout="constrained")
+    axes = figure.add_subplot()
+    for number, peer in enumerate(peers):
+        places = [i + number * height for i, r in enumerate(results) if peer in r.peers and r.peers[peer].timed]
+        values = [r.rate(peer) for r in results if peer in r.peers and r.peers[peer].timed]
+        axes.barh(places, values, height, label=peer, color=f"C{number}", hatch=None if "flashbwd" in peer else "//")
+    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(results))], [r.name for r in results], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel(results[0].unit)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure

@@ -1,0 +1,254 @@
+"""What came out: records, their JSON file, the verdict on every bar, and the comparison of two files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashbwd.bench.cases import ANY_PEER, COPY, Bar
+
+SCHEMA = 1
+
+OK = "ok"  # right and timed
+WRONG = "wrong"  # timed, but a gradient differs from the reference
+UNSUPPORTED = "unsupported"  # the peer does not do the case
+FAILED = "failed"  # the peer raised
+
+
+@dataclass
+class PeerResult:
+    """One peer on one case.
+
+    ``times_ms`` has a value a round; ``errors`` is ||g - ref|| / ||ref|| of each gradient on the slices checked;
+    ``work`` is that of one call (FLOPs or bytes).
+    """
+
+    status: str
+    reason: str = ""
+    times_ms: list[float] = field(default_factory=list)
+    method: str = ""
+    host_us: float | None = None
+    work: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    extra_bytes: int | None = None
+    workspace_bytes: int | None = None
+    plan: str = ""
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def timed(self) -> bool:
+        return self.status in (OK, WRONG) and bool(self.times_ms)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median over the rounds."""
+        return (max(self.times_ms) - min(self.times_ms)) / self.median_ms
+
+    @property
+    def rates(self) -> list[float]:
+        """TFLOP/s (attention) or GB/s in each round; see ``CaseResult.unit``."""
+        return [self.work / time for time in self.times_ms]
+
+
+@dataclass
+class CaseResult:
+    """All peers on one case. ``ceilings`` are those of the process that measured it."""
+
+    name: str
+    table: str
+    unit: str
+    tolerance: float
+    case: dict[str, Any]
+    peers: dict[str, PeerResult]
+    bars: list[Bar]
+    ceilings: dict[str, float]
+    input_sets: int = 1
+
+    def rate(self, peer: str) -> float:
+        """Median rate of a peer, in ``unit``."""
+        scale = 1e9 if self.unit == "TFLOP/s" else 1e6
+        return statistics.median(self.peers[peer].rates) / scale
+
+    def ratio(self, ours: str, over: str) -> Ratio | None:
+        """Speed of one peer over another's, round by round; None where either was not timed."""
+        a, b = self.peers.get(ours), self.peers.get(over)
+        if a is None or b is None or not a.timed or not b.timed:
+            return None
+        return Ratio.of([x / y for x, y in zip(a.rates, b.rates, strict=True)])
+
+    def fastest_peer(self) -> str | None:
+        """The fastest right peer that is not of this library."""
+        others = [
+            name
+            for name, peer in self.peers.items()
+            if peer.status == OK and peer.timed and not name.startswith("flashbwd") and name != COPY
+        ]
+        return max(others, key=self.rate, default=None)
+
+    def verdict(self, bar: Bar) -> Verdict:
+        ours = self.peers.get(bar.ours)
+        if ours is None or not ours.timed:
+            return Verdict(bar, None, None)
+        if bar.over == self.unit:
+            rate = self.rate(bar.ours)
+            value: Ratio | None = Ratio(rate, rate, rate)
+        else:
+            over = self.fastest_peer() if bar.over == ANY_PEER else bar.over
+            value = None if over is None else self.ratio(bar.ours, over)
+        if value is None:
+            return Verdict(bar, None, None)
+        return Verdict(bar, value, ours.status == OK and value.median >= bar.at_least)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median over rounds, with its least and greatest value."""
+
+    median: float
+    least: float
+    most: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Ratio:
+        return Ratio(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.least:.3g}-{self.most:.3g})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a bar was reached; None where it could not be measured."""
+
+    bar: Bar
+    value: Ratio | None
+    passed: bool | None
+
+    def __str__(self) -> str:
+        bar = self.bar
+        what = f"{bar.ours} {bar.over}" if bar.over in ("TFLOP/s", "GB/s") else f"{bar.ours} / {bar.over}"
+        words = {None: "not measured", True: "reached", False: "missed"}
+        return f"{what} {self.value or '-'}, {'goal' if bar.goal else 'bar'} {bar.at_least:g}: {words[self.passed]}"
+
+
+@dataclass
+class Report:
+    """One run of a suite."""
+
+    suite: str
+    date: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    results: list[CaseResult] = field(default_factory=list)
+    complete: bool = False
+    schema: int = SCHEMA
+
+    def by_name(self) -> dict[str, CaseResult]:
+        return {f"{result.table}: {result.name}": result for result in self.results}
+
+    def wrong(self) -> list[str]:
+        """This library's gradients that are wrong or could not be computed."""
+        return [
+            f"{result.name}, {name}: {peer.status}, {peer.reason}"
+            for result in self.results
+            for name, peer in result.peers.items()
+            if name.startswith("flashbwd") and peer.status in (WRONG, FAILED)
+        ]
+
+    def save(self, path: Path) -> None:
+        """Write the JSON file; a reader never sees half of it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        os.replace(part, path)
+
+
+def load(path: Path) -> Report:
+    """Read a file that ``Report.save`` wrote.
+
+    Raises
+    ------
+    ValueError
+        If it is not one, or of another schema.
+    """
+    try:
+        data = json.loads(path.read_text())
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"flashbwd: {path} has schema {data['schema']}, expected {SCHEMA}")
+        results = [
+            CaseResult(
+                **{
+                    **result,
+                    "peers": {name: PeerResult(**peer) for name, peer in result["peers"].items()},
+                    "bars": [Bar(**bar) for bar in result["bars"]],
+                }
+            )
+            for result in data.pop("results")
+        ]
+        return Report(results=results, **data)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"flashbwd: {path} is not a file of benchmark results: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Change:
+    """One peer on one case in two runs.
+
+    ``change`` is the new rate over the old. ``relative`` is the same after dividing both by the rate, in the same
+    run, of the fastest peer that is not ours: what can be compared across days and cards. ``significant`` says that
+    the one reported moved by more than the spreads of both runs together.
+    """
+
+    case: str
+    peer: str
+    unit: str
+    old: float
+    new: float
+    change: float
+    relative: float | None
+    significant: bool
+
+
+def compare(old: Report, new: Report) -> list[Change]:
+    """Every (case, peer) timed in both runs, in the order of ``new``."""
+    changes = []
+    before = old.by_name()
+    for key, now in new.by_name().items():
+        then = before.get(key)
+        if then is None:
+            continue
+        anchor = now.fastest_peer()
+        if anchor is not None and not (anchor in then.peers and then.peers[anchor].timed):
+            anchor = None
+        for name, peer in now.peers.items():
+            earlier = then.peers.get(name)
+            if earlier is None or not earlier.timed or not peer.timed:
+                continue
+            change = now.rate(name) / then.rate(name)
+            relative = None
+            if anchor is not None and anchor != name:
+                relative = change / (now.rate(anchor) / then.rate(anchor))
+            moved = abs((change if relative is None else relative) - 1)
+            changes.append(
+                Change(
+                    key,
+                    name,
+                    now.unit,
+                    then.rate(name),
+                    now.rate(name),
+                    change,
+                    relative,
+                    moved > peer.spread + earlier.spread,
+                )
+            )
+    return changes

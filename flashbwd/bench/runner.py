@@ -1,0 +1,321 @@
+"""The loop over cases: prepare the peers, check their gradients, time them, record."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashbwd.bench import attention_peers, machine, measure, norm_peers, oracle
+from flashbwd.bench.cases import TOLERANCES, AttentionCase, Case, NormCase
+from flashbwd.bench.measure import Settings
+from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
+from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
+
+SEED = 20
+NORM_ROWS_CHECKED = 256
+
+# ---- correctness ---------------------------------------------------------------------------------
+
+
+def _attention_slices(case: AttentionCase) -> list[tuple[int, int]]:
+    """(sequence, key head) pairs whose gradients are compared: the longest and the shortest, another head for each."""
+    if case.lengths:
+        longest = max(range(case.batch), key=lambda b: case.lengths[b])  # type: ignore[index]
+        shortest = min(range(case.batch), key=lambda b: case.lengths[b])  # type: ignore[index]
+        return [(longest, case.heads_kv - 1), (shortest, 0)]
+    if case.bias_batch and case.bias_batch < case.batch:  # the bias gradient sums over all sequences
+        return [(b, case.heads_kv - 1) for b in range(case.batch)]
+    return [(case.batch - 1, case.heads_kv - 1)]
+
+
+def attention_errors(
+    case: AttentionCase, x: attention_peers.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
+) -> dict[str, float]:
+    """Relative error of dq, dk, dv (and dbias) against float64 on slices; NaN if anything anywhere is not finite."""
+    names = ["dq", "dk", "dv", "dbias"][: len(grads)]
+    expected: dict[str, list[Tensor]] = {name: [] for name in names}
+    actual: dict[str, list[Tensor]] = {name: [] for name in names}
+    group = case.heads // case.heads_kv
+    starts = [0, *torch.tensor(case.lengths).cumsum(0).tolist()] if case.lengths else []
+    bias_sum: Tensor | None = None
+    for b, kv in _attention_slices(case):
+        where: Any = slice(starts[b], starts[b + 1]) if case.lengths else b
+        heads = slice(kv * group, (kv + 1) * group)
+        keep = bias = None
+        if case.dropout_p > 0 and prepared.forward is not None:
+            with prepared.scope():
+                keep = attention_peers.dropout_mask(case, x, prepared.forward, b)[:, heads].transpose(0, 1)
+        if x.bias is not None:
+            bias = x.bias[min(b, x.bias.shape[0] - 1), heads]
+        dq, dk, dv, dbias = oracle.attention_slice(
+            x.q[where][:, heads],
+            x.k[where][:, kv],
+            x.v[where][:, kv],
+            x.dout[where][:, heads],
+            causal=case.causal,
+            window=case.window,
+            bias=bias,
+            keep=keep,
+            dropout_p=case.dropout_p,
+        )
+        for name, reference in (("dq", dq), ("dk", dk), ("dv", dv)):
+            grad = grads[names.index(name)]
+            assert grad is not None
+            expected[name].append(reference)
+            actual[name].append(grad[where][:, heads if name == "dq" else kv])
+        if dbias is not None:
+            bias_sum = dbias if bias_sum is None else bias_sum + dbias
+    if bias_sum is not None:
+        b, kv = _attention_slices(case)[-1]
+        dbias = grads[3]
+        assert dbias is not None
+        expected["dbias"].append(bias_sum)
+        actual["dbias"].append(dbias[min(b, dbias.shape[0] - 1), kv * group : (kv + 1) * group])
+    return _worst_errors(names, expected, actual, grads)
+
+
+def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
+    """Relative error of dx (on rows spread over all), dgamma and dbeta against float64."""
+    rows = torch.linspace(0, case.rows - 1, min(case.rows, NORM_ROWS_CHECKED), device=x.x.device).long()
+    references = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=case.rms, rows=rows)
+    names = ["dx", "dgamma"] + ([] if case.rms else ["dbeta"])
+    expected = {name: [ref] for name, ref in zip(names, references, strict=False) if ref is not None}
+    actual = {name: [g[rows] if name == "dx" else g] for name, g in zip(names, grads, strict=False) if g is not None}
+    return _worst_errors(names, expected, actual, grads)
+
+
+def _worst_errors(
+    names: Sequence[str],
+    expected: dict[str, list[Tensor]],
+    actual: dict[str, list[Tensor]],
+    grads: Sequence[Tensor | None],
+) -> dict[str, float]:
+    finite = {name: bool(torch.isfinite(g).all()) for name, g in zip(names, grads, strict=False) if g is not None}
+    return {
+        name: max(oracle.relative_error(a, e) for a, e in zip(actual[name], expected[name], strict=True))
+        if finite[name]
+        else float("nan")
+        for name in names
+    }
+
+
+# ---- one case ------------------------------------------------------------------------------------
+
+
+def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list[Peer]:
+    """The peers measured on a case: those of its device, deterministic and compiled ones where it asks for them."""
+    table = attention_peers.ATTENTION_PEERS if isinstance(case, AttentionCase) else norm_peers.NORM_PEERS
+    return [
+        peer
+        for peer in table
+        if device.type in peer.devices
+        and (not only or any(part in peer.name for part in only))
+        and (case.compiled or not peer.compiled)
+        and (not peer.deterministic or (isinstance(case, AttentionCase) and case.deterministic))
+    ]
+
+
+def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
+    if isinstance(case, AttentionCase):
+        return attention_peers.make_inputs(case, device, seed)
+    return norm_peers.make_inputs(case, device, seed)
+
+
+def run_case(
+    case: Case,
+    device: torch.device,
+    settings: Settings,
+    peers: Sequence[Peer],
+    ceilings: dict[str, float] | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> CaseResult:
+    """Prepare, check and time each of ``peers`` on one case."""
+    sets = measure.input_sets(case.input_bytes, device)
+    inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
+    results: dict[str, PeerResult] = {}
+    ready: dict[str, list[Prepared]] = {}
+    torch.compiler.reset()
+    for peer in peers:
+        try:
+            prepared = [peer.prepare(case, x) for x in inputs]
+            results[peer.name] = _checked(case, inputs[0], prepared[0], device)
+            ready[peer.name] = prepared
+        except (UnsupportedCaseError, NotImplementedError) as reason:
+            results[peer.name] = PeerResult(UNSUPPORTED, _first_line(reason))
+        except Exception as error:
+            _abort_on_broken_device(peer.name, error, device)
+            results[peer.name] = PeerResult(FAILED, f"{type(error).__name__}: {_first_line(error)}")
+    if ready:
+        for name, timing in measure.interleaved(ready, device, settings, tick).items():
+            results[name].times_ms = timing.times_ms
+            results[name].method = timing.method
+            results[name].host_us = timing.host_us
+    return CaseResult(
+        case.name,
+        case.table,
+        case.unit,
+        TOLERANCES[case.dtype],
+        {k: v for k, v in dataclasses.asdict(case).items() if k not in ("bars", "table")},
+        results,
+        list(case.bars),
+        ceilings or {},
+        sets,
+    )
+
+
+def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> PeerResult:
+    """The result of a peer before it is timed: right or wrong, work and memory."""
+    with prepared.scope():
+        grads = prepared.backward()
+    errors: dict[str, float] = {}
+    if grads:
+        errors = (
+            attention_errors(case, x, prepared, grads)
+            if isinstance(case, AttentionCase)
+            else norm_errors(case, x, grads)
+        )
+    bad = {name: error for name, error in errors.items() if not error <= TOLERANCES[case.dtype]}
+    del grads
+    return PeerResult(
+        WRONG if bad else OK,
+        ", ".join(f"{name} is off by {error:.2e}" for name, error in bad.items()),
+        work=case.work if prepared.work is None else prepared.work,
+        errors=errors,
+        extra_bytes=measure.extra_bytes(prepared, device),
+        workspace_bytes=prepared.workspace_bytes,
+        plan=prepared.plan,
+        refusals=dict(prepared.refusals),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _abort_on_broken_device(peer: str, error: Exception, device: torch.device) -> None:
+    """After an illegal access nothing on the device can be trusted: stop, and say who did it."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as broken:
+        raise RuntimeError(f"flashbwd: the GPU is unusable after {peer} raised: {_first_line(error)}") from broken
+
+
+# ---- a suite -------------------------------------------------------------------------------------
+
+
+def result_path(directory: Path, suite: str, device_name: str) -> Path:
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return directory / f"{slug}-{suite}-{stamp}.json"
+
+
+def unfinished(directory: Path, suite: str, now: machine.Machine, settings: Settings) -> Path | None:
+    """The newest incomplete file of the same suite, settings, machine and kernels, to go on with."""
+    for path in sorted(directory.glob("*.json"), reverse=True):
+        try:
+            report = load(path)
+        except ValueError:
+            continue
+        keys = ("device", "torch", "kernel_sources", "libraries")
+        same_code = all(report.machine[key] == getattr(now, key) for key in keys)
+        same_run = report.suite == suite and report.settings == dataclasses.asdict(settings)
+        if same_code and same_run and not report.complete:
+            return path
+    return None
+
+
+def run_suite(
+    suite: str,
+    cases: Iterable[Case],
+    device: torch.device,
+    settings: Settings,
+    path: Path,
+    *,
+    only: Sequence[str] = (),
+    budget_s: float = float("inf"),
+    progress: bool = True,
+) -> Report:
+    """Measure ``cases``, saving to ``path`` after each, going on where an incomplete file at ``path`` stopped.
+
+    No case is begun after ``budget_s`` seconds; ``report.complete`` then stays False.
+    """
+    deadline = time.monotonic() + budget_s
+    report = load(path) if path.exists() else None
+    if report is None:
+        report = Report(
+            suite,
+            datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            machine.describe(device).as_dict(),
+            dataclasses.asdict(settings),
+        )
+    done = report.by_name()
+    left = [case for case in cases if f"{case.table}: {case.name}" not in done]
+    slots = sum(len(peers_of(case, device, only)) * settings.rounds for case in left)
+    ceilings = measure.ceilings(device, settings) if left else {}
+    with Progress(slots, progress) as bar:
+        for case in left:
+            if time.monotonic() > deadline:
+                break
+            peers = peers_of(case, device, only)
+            bar.begin(case.name)
+            report.results.append(run_case(case, device, settings, peers, ceilings, bar.tick))
+            bar.finish(len(peers) * settings.rounds)
+            report.save(path)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        else:
+            report.complete = True
+    report.save(path)
+    return report
+
+
+class Progress:
+    """A progress bar over timed slots: tqdm's where it is installed, else a line a case."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.ticked = 0
+        self.bar: Any = None
+        self.shown = shown
+        if shown:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self.bar = tqdm(total=total, unit="slot", dynamic_ncols=True, smoothing=0.1)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def begin(self, name: str) -> None:
+        self.ticked = 0
+        if self.bar is not None:
+            self.bar.set_description(name)
+        elif self.shown:
+            print(name, flush=True)
+
+    def tick(self) -> None:
+        self.ticked += 1
+        if self.bar is not None:
+            self.bar.update()
+
+    def finish(self, expected: int) -> None:
+        """Count the slots of peers that turned out not to run."""
+        if self.bar is not None:
+            self.bar.update(expected - self.ticked)

@@ -1,0 +1,577 @@
+"""The benchmark harness: its tables, formulas, statistics, files and peers. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kit import dropout
+from kit import oracle as kit_oracle
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashbwd.bench import attention_peers, cases, machine, measure, norm_peers, oracle, peers, report, results, runner
+from flashbwd.bench.cases import AttentionCase, Bar, NormCase
+from flashbwd.bench.measure import Settings
+
+CPU = torch.device("cpu")
+FAST = Settings(rounds=5, slot_ms=0.1)
+CEILINGS = {"matmul_tflops": 1.0, "copy_gbs": 1.0}
+input_sets = measure.input_sets
+TINY = AttentionCase("tiny", 2, 24, 4, 4, 16, 16, dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def _little_work(monkeypatch):
+    """Two input sets a case, and no large copies and products."""
+    monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 2)
+    monkeypatch.setattr(measure, "ceilings", lambda device, settings: CEILINGS)
+
+
+# ---- tables ---------------------------------------------------------------------------------------
+
+
+def test_tables_have_every_row():
+    counts = Counter(case.table for case in cases.ATTENTION_CASES)
+    assert counts["main"] == 3 * 2 * 6
+    assert counts["grouped"] == 2 * 2 * 2
+    assert counts["other"] == 24
+    assert counts["bias"] == 8
+    assert counts["dropout"] == counts["varlen"] == 4
+    assert counts["wide"] == counts["fp32"] == 2
+    counts = Counter((case.table, case.dtype) for case in cases.NORM_CASES)
+    assert counts["layer_norm", "bf16"] == counts["layer_norm", "fp32"] == 9
+    assert counts["layer_norm_untuned", "bf16"] == counts["layer_norm_untuned", "fp32"] == 3
+    assert counts["layer_norm_few_rows", "bf16"] == counts["layer_norm_few_rows", "fp32"] == 6
+    assert len(cases.DECODING_CASES) == 9
+
+
+def test_names_are_unique_within_a_table():
+    for suite in (
+        cases.ATTENTION_CASES,
+        cases.NORM_CASES,
+        cases.DECODING_CASES,
+        cases.CPU_ATTENTION_CASES,
+        cases.CPU_NORM_CASES,
+        *cases.SMOKE_CASES.values(),
+    ):
+        names = [(case.table, case.name) for case in suite]
+        assert len(set(names)) == len(names)
+
+
+def test_main_table_has_constant_tokens_and_width():
+    for case in cases.ATTENTION_CASES:
+        if case.table == "main":
+            assert case.batch * case.seqlen == 16384
+            assert case.heads * case.head_dim == 2048
+            assert case.deterministic
+
+
+def test_every_gpu_case_has_a_bar():
+    assert all(case.bars for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *cases.DECODING_CASES))
+
+
+@pytest.mark.parametrize(
+    ("table", "dim", "causal", "seqlen", "over", "at_least"),
+    [
+        ("main", 64, False, 512, cases.CUDNN, 1.23),
+        ("main", 128, True, 16384, cases.CUDNN, 1.19),
+        ("main", 256, False, 8192, cases.CUDNN, 1.29),
+        ("other", 32, False, 4096, cases.CUDNN, round(370 / 232, 3)),
+        ("other", 112, True, 4096, cases.CUDNN, 1.0),
+    ],
+)
+def test_bars_are_those_of_the_table(table, dim, causal, seqlen, over, at_least):
+    (case,) = [
+        c
+        for c in cases.ATTENTION_CASES
+        if (c.table, c.head_dim, c.causal, c.seqlen) == (table, dim, causal, seqlen) and c.dtype == "bf16"
+    ]
+    assert Bar(cases.SM90, over, at_least) in case.bars
+
+
+def test_bars_name_peers_that_exist():
+    names = {peer.name for peer in (*attention_peers.ATTENTION_PEERS, *norm_peers.NORM_PEERS)}
+    names |= {"TFLOP/s", "GB/s", cases.ANY_PEER}
+    for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *cases.CPU_ATTENTION_CASES):
+        for bar in case.bars:
+            assert {bar.ours, bar.over} <= names
+
+
+def test_quick_suites_are_parts_of_the_full_ones():
+    for device in ("cuda", "cpu"):
+        for name in ("attention", "layer_norm", "all"):
+            quick, full = cases.suite(name, device, quick=True), cases.suite(name, device)
+            assert 0 < len(quick) < len(full)
+            assert set(quick) <= set(full)
+
+
+def test_long_tailed_lengths():
+    lengths = cases.long_tailed_lengths(32768)
+    assert sum(lengths) == 32768
+    assert lengths == cases.long_tailed_lengths(32768)
+    assert max(lengths) > 8 * sorted(lengths)[len(lengths) // 2]
+
+
+# ---- formulas -------------------------------------------------------------------------------------
+
+
+def test_flops_of_the_main_table():
+    for case in cases.ATTENTION_CASES:
+        if case.table == "main":
+            flops = 10 * case.batch * case.heads * case.seqlen**2 * case.head_dim
+            assert case.work == (flops / 2 if case.causal else flops)
+
+
+def test_flops_count_6d_and_4dv_a_pair():
+    case = replace(TINY, head_dim=192, head_dim_v=128)
+    assert case.work == 2 * 4 * 24 * 24 * (6 * 192 + 4 * 128)
+
+
+@pytest.mark.parametrize("window", [1, 5, 24, 100])
+def test_window_pairs_are_counted_one_by_one(window):
+    case = replace(TINY, causal=True, window=window)
+    counted = sum(1 for i in range(24) for j in range(24) if i - window < j <= i)
+    assert case.pairs == 2 * counted
+
+
+def test_varlen_pairs_sum_over_sequences():
+    case = replace(TINY, batch=3, seqlen=9, lengths=(9, 1, 4), causal=True)
+    assert case.pairs == (81 + 1 + 16) / 2
+
+
+def test_norm_bytes_are_three_passes():
+    assert NormCase("t", 4096, 65536, "bf16").work == 3 * 4096 * 65536 * 2
+    assert NormCase("t", 768, 100, "fp32").work == 3 * 768 * 100 * 4
+
+
+def test_decoding_bytes_are_keys_and_values():
+    assert cases.DECODING_CASES[0].work == 2 * 8 * 8192 * 128 * 2
+
+
+# ---- statistics, bars, comparison -----------------------------------------------------------------
+
+
+def _peer(*times_ms: float, status: str = results.OK, work: float = 6e9) -> results.PeerResult:
+    return results.PeerResult(status, times_ms=list(times_ms), work=work, method="clock")
+
+
+def _case(bars: list[Bar], **measured: results.PeerResult) -> results.CaseResult:
+    named = {name.replace("_", " "): peer for name, peer in measured.items()}
+    return results.CaseResult("name", "main", "TFLOP/s", 0.02, {}, named, bars, {})
+
+
+def _report(*found: results.CaseResult) -> results.Report:
+    where = machine.describe(CPU).as_dict()
+    return results.Report("attention", "2026-01-01T00:00:00+00:00", where, dataclasses.asdict(FAST), list(found), True)
+
+
+def test_rate_is_the_median_and_ratio_is_taken_within_rounds():
+    found = _case([], flashbwd_sm90=_peer(1.0, 2.0, 4.0), torch_cuDNN=_peer(2.0, 4.0, 8.0))
+    assert found.rate("flashbwd sm90") == pytest.approx(6e9 / 2.0 / 1e9)
+    ratio = found.ratio("flashbwd sm90", "torch cuDNN")
+    assert ratio is not None
+    assert (ratio.median, ratio.least, ratio.most) == (2.0, 2.0, 2.0)  # though times drift by a factor of 4
+    assert found.peers["torch cuDNN"].spread == pytest.approx(6.0 / 4.0)
+
+
+def test_ratio_compares_rates_not_times():
+    found = _case([], flashbwd=_peer(1.0, work=3e9), device_copy=_peer(1.0, work=4e9))
+    assert found.ratio("flashbwd", "device copy") == results.Ratio(0.75, 0.75, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("bar", "passed"),
+    [
+        (Bar("flashbwd sm90", "torch cuDNN", 1.5), True),
+        (Bar("flashbwd sm90", "torch cuDNN", 2.5), False),
+        (Bar("flashbwd sm90", "TFLOP/s", 5.9), True),
+        (Bar("flashbwd sm90", "TFLOP/s", 6.1), False),
+        (Bar("flashbwd sm90", cases.ANY_PEER, 1.9), True),  # torch flash is faster, but wrong
+        (Bar("flashbwd sm90", "torch efficient", 1.0), None),
+        (Bar("flashbwd sm80", "torch cuDNN", 1.0), None),
+    ],
+)
+def test_verdict(bar, passed):
+    found = _case(
+        [bar],
+        flashbwd_sm90=_peer(1.0, 1.0, 1.0),
+        torch_cuDNN=_peer(2.0, 2.0, 2.0),
+        torch_flash=_peer(0.1, 0.1, 0.1, status=results.WRONG),
+        device_copy=_peer(0.1, 0.1, 0.1),
+    )
+    assert found.verdict(bar).passed is passed
+    assert str(found.verdict(bar))
+
+
+def test_a_wrong_gradient_passes_no_bar():
+    bar = Bar("flashbwd sm90", "torch cuDNN", 1.0)
+    found = _case([bar], flashbwd_sm90=_peer(1.0, status=results.WRONG), torch_cuDNN=_peer(2.0))
+    assert found.verdict(bar).passed is False
+
+
+def test_compare_divides_by_the_fastest_peer():
+    old = _report(_case([], flashbwd_sm90=_peer(2.0, 2.0), torch_cuDNN=_peer(2.0, 2.0)))
+    new = _report(_case([], flashbwd_sm90=_peer(1.0, 1.0), torch_cuDNN=_peer(1.0, 1.0)))  # a machine twice as fast
+    ours, cudnn = results.compare(old, new)
+    assert (ours.peer, ours.change, ours.relative, ours.significant) == ("flashbwd sm90", 2.0, 1.0, False)
+    assert (cudnn.change, cudnn.relative, cudnn.significant) == (2.0, None, True)
+    assert "torch cuDNN" in report.changes_table([ours, cudnn])
+
+
+def test_compare_ignores_what_only_one_run_has():
+    old = _report(_case([], torch_cuDNN=_peer(2.0)))
+    other = _case([], torch_cuDNN=_peer(2.0))
+    other.name = "another"
+    new = _report(_case([], flashbwd_sm90=_peer(1.0)), other)
+    assert results.compare(old, new) == []
+
+
+def test_fewer_than_five_rounds_are_refused():
+    with pytest.raises(ValueError, match="rounds is 4, expected at least 5"):
+        Settings(rounds=4)
+
+
+# ---- files ----------------------------------------------------------------------------------------
+
+
+def test_report_survives_its_file(tmp_path):
+    bar = Bar("flashbwd sm90", "torch cuDNN", 1.2, goal=True)
+    saved = _report(_case([bar], flashbwd_sm90=_peer(1.0), flex=results.PeerResult(results.UNSUPPORTED, "no bias")))
+    saved.save(tmp_path / "deep" / "r.json")
+    assert results.load(tmp_path / "deep" / "r.json") == saved
+    assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "r.json"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "nonsense", '{"schema": 99}', '{"schema": 1, "results": [{}]}'])
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"flashbwd: .*r\.json"):
+        results.load(path)
+
+
+def test_json_says_where_and_of_what(tmp_path):
+    path = tmp_path / "r.json"
+    found = runner.run_suite("attention", [TINY], CPU, FAST, path, only=["torch CPU"], progress=False)
+    data = json.loads(path.read_text())
+    assert found.complete
+    assert data["schema"] == results.SCHEMA
+    assert {"device", "driver", "cpu", "torch", "commit", "kernel_sources", "libraries"} <= set(data["machine"])
+    assert data["machine"]["kernel_sources"] == machine.kernel_sources_hash()
+    assert data["results"][0]["ceilings"] == CEILINGS
+    peer = data["results"][0]["peers"]["torch CPU flash"]
+    assert peer["status"] == "ok"
+    assert len(peer["times_ms"]) == FAST.rounds
+    assert all(time > 0 for time in peer["times_ms"])
+
+
+def test_run_goes_on_where_it_stopped(tmp_path):
+    path = runner.result_path(tmp_path, "attention", "Some CPU (R) 3")
+    assert path.name.startswith("some-cpu-r-3-attention-")
+    two = [TINY, replace(TINY, causal=True)]
+    stopped = runner.run_suite("attention", two, CPU, FAST, path, only=["torch"], budget_s=-1, progress=False)
+    assert (stopped.complete, stopped.results) == (False, [])
+    where = machine.describe(CPU)
+    assert runner.unfinished(tmp_path, "attention", where, FAST) == path
+    assert runner.unfinished(tmp_path, "layer_norm", where, FAST) is None
+    assert runner.unfinished(tmp_path, "attention", replace(where, libraries={"_C.so": "0"}), FAST) is None
+    runner.run_suite("attention", two[:1], CPU, FAST, path, only=["torch"], progress=False)
+    first = results.load(path).results[0]
+    whole = runner.run_suite("attention", two, CPU, FAST, path, only=["torch"], progress=False)
+    assert whole.complete
+    assert [result.name for result in whole.results] == [case.name for case in two]
+    assert whole.results[0] == first
+    assert runner.unfinished(tmp_path, "attention", where, FAST) is None
+
+
+def test_kernel_sources_hash_follows_names_and_contents(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "SOURCE_TREE", tmp_path)
+    assert machine.kernel_sources_hash() is None
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.cu").write_text("1")
+    first = machine.kernel_sources_hash()
+    (tmp_path / "csrc" / "a.cu").write_text("2")
+    second = machine.kernel_sources_hash()
+    (tmp_path / "csrc" / "a.cu").rename(tmp_path / "csrc" / "b.cu")
+    assert len({first, second, machine.kernel_sources_hash()}) == 3
+
+
+def test_markdown_and_plots(tmp_path):
+    suite = [TINY, replace(TINY, causal=True), NormCase("tiny_norm", 32, 40, "fp32", compiled=False)]
+    found = runner.run_suite("all", suite, CPU, FAST, tmp_path / "r.json", only=["torch", "copy"], progress=False)
+    text = report.markdown(found, found)
+    assert TINY.name in text
+    assert "torch CPU flash TFLOP/s" in text
+    assert "## Compared with" in text
+    assert f"kernel sources {machine.kernel_sources_hash()[:12]}" in text  # type: ignore[index]
+    pytest.importorskip("matplotlib")
+    images = report.plots(found, tmp_path / "r")
+    assert [path.name for path in images] == ["r-tiny.png", "r-tiny_norm.png"]
+    assert all(path.stat().st_size > 1000 for path in images)
+
+
+def test_main_tables_are_drawn_as_lines(tmp_path):
+    pytest.importorskip("matplotlib")
+    points = []
+    for seqlen in (512, 1024):
+        point = _case([], flashbwd_sm90=_peer(1.0), torch_cuDNN=_peer(2.0))
+        point.case = {"head_dim": 64, "causal": False, "seqlen": seqlen}
+        points.append(point)
+    (path,) = report.plots(_report(*points), tmp_path / "r")
+    assert path.name == "r-main.png"
+
+
+# ---- correctness of what is measured --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        TINY,
+        replace(TINY, causal=True, heads_kv=2),
+        replace(TINY, causal=True, window=5, head_dim_v=8),
+        replace(TINY, bias_batch=1),
+        replace(TINY, bias_batch=2, causal=True, heads_kv=2),
+    ],
+    ids=lambda case: case.name,
+)
+def test_oracle_of_slices_agrees_with_the_test_kit(case):
+    x = attention_peers.make_inputs(replace(case, dtype="fp64"), CPU, 0)
+    window = (case.window - 1, 0) if case.window else (-1, -1)
+    whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, causal=case.causal, window_size=window, attn_bias=x.bias)
+    grads = (whole.dq, whole.dk, whole.dv) if x.bias is None else (whole.dq, whole.dk, whole.dv, whole.dbias)
+    prepared = peers.Prepared(lambda: grads)
+    errors = runner.attention_errors(case, x, prepared, grads)
+    assert max(errors.values()) < 1e-12
+    for n, name in enumerate(errors):
+        spoilt = [g.clone() for g in grads]
+        spoilt[n].view(-1)[-1] += 1e-3
+        assert runner.attention_errors(case, x, prepared, spoilt)[name] > 1e-7
+
+
+def test_varlen_slices_are_the_longest_and_the_shortest():
+    case = replace(TINY, batch=3, seqlen=9, lengths=(9, 1, 4), causal=True)
+    x = attention_peers.make_inputs(replace(case, dtype="fp64"), CPU, 0)
+    whole = kit_oracle.attention(
+        x.q, x.k, x.v, x.dout, causal=True, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens
+    )
+    grads = (whole.dq, whole.dk, whole.dv)
+    assert runner._attention_slices(case) == [(0, 3), (1, 0)]
+    assert max(runner.attention_errors(case, x, peers.Prepared(lambda: grads), grads).values()) < 1e-12
+
+
+def test_nan_anywhere_is_an_error():
+    x = attention_peers.make_inputs(TINY, CPU, 0)
+    grads = attention_peers.torch_cpu_flash(TINY, x).backward()
+    grads[1][0, 3, 0, 0] = torch.nan  # type: ignore[index]
+    errors = runner.attention_errors(TINY, x, peers.Prepared(lambda: grads), grads)
+    assert math.isnan(errors["dk"])
+    assert errors["dq"] < 1e-5
+
+
+def test_dropout_mask_is_read_off_a_forward():
+    case = replace(TINY, dropout_p=0.3, heads_kv=2)
+    x = attention_peers.make_inputs(case, CPU, 0)
+    keep = torch.rand(2, 4, 24, 24) > 0.3
+
+    def forward(v: torch.Tensor) -> torch.Tensor:
+        p = torch.softmax(torch.einsum("bshd,bthd->bhst", x.q, x.k.repeat_interleave(2, 2)), -1) * keep
+        return torch.einsum("bhst,bthd->bshd", p, v.repeat_interleave(2, 2))
+
+    read = attention_peers.dropout_mask(case, x, forward, 1)
+    assert torch.equal(read, keep[1].transpose(0, 1))
+
+
+def test_dropout_reaches_the_oracle():
+    case = replace(TINY, dropout_p=0.3, dtype="fp64")
+    x = attention_peers.make_inputs(case, CPU, 0)
+    masks = dropout.keep_masks(
+        "flash", 1, 2, 0.3, heads=4, seqlens_q=(24, 24), seqlens_k=(24, 24), max_seqlen_q=24, max_seqlen_k=24
+    )
+    whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, dropout_p=0.3, keep=masks)
+    grads = (whole.dq, whole.dk, whole.dv)
+
+    def forward(v: torch.Tensor) -> torch.Tensor:
+        p = torch.softmax(torch.einsum("bshd,bthd->bhst", x.q, x.k) / 4, -1) * torch.stack(masks)
+        return torch.einsum("bhst,bthd->bshd", p, v)
+
+    errors = runner.attention_errors(case, x, peers.Prepared(lambda: grads, forward=forward), grads)
+    assert max(errors.values()) < 1e-12
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("peer", ["torch native", "flashbwd"])
+def test_norm_peers_are_right(peer, rms):
+    case = NormCase("t", 48, 700, "fp32", rms=rms, compiled=False)
+    found = runner.run_case(case, CPU, FAST, runner.peers_of(case, CPU, [peer]))
+    assert found.peers[peer].status == results.OK, found.peers[peer].reason
+    assert set(found.peers[peer].errors) == ({"dx", "dgamma"} if rms else {"dx", "dgamma", "dbeta"})
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_norm_oracle_agrees_with_autograd(rms):
+    case = NormCase("t", 20, 30, "fp64", rms=rms)
+    x = norm_peers.make_inputs(case, CPU, 0)
+    leaves = [t.clone().requires_grad_() for t in (x.x, x.gamma, x.beta)]
+    shape = [case.columns]
+    if rms:
+        z = torch.nn.functional.rms_norm(leaves[0], shape, leaves[1], norm_peers.EPS)
+    else:
+        z = torch.nn.functional.layer_norm(leaves[0], shape, *leaves[1:], norm_peers.EPS)
+    expected = torch.autograd.grad(z, leaves[: 2 if rms else 3], x.dz)
+    rows = torch.tensor([0, 7, 29])
+    actual = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=rms, rows=rows)
+    torch.testing.assert_close(actual[0], expected[0][rows])
+    for a, e in zip(actual[1:], expected[1:], strict=False):
+        torch.testing.assert_close(a, e)
+
+
+SMALL = [
+    replace(TINY, causal=True),
+    replace(TINY, causal=True, heads_kv=2),
+    replace(TINY, head_dim_v=8),
+    replace(TINY, causal=True, window=5),
+    replace(TINY, bias_batch=1),
+    replace(TINY, dtype="bf16"),
+    cases.packed(replace(TINY, causal=True), 60),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_every_cpu_peer_is_right_or_says_why_not(case):
+    found = runner.run_case(case, CPU, FAST, runner.peers_of(case, CPU))
+    for name, peer in found.peers.items():
+        assert peer.status in (results.OK, results.UNSUPPORTED), f"{name}: {peer.reason}"
+        assert peer.timed == (peer.status == results.OK)
+        assert peer.timed or peer.reason
+    ours = found.peers[cases.REFERENCE]
+    assert ours.status == results.OK
+    assert ours.plan.startswith("reference")
+    assert set(ours.refusals) == {"sm90", "sm80"}
+    assert set(ours.errors) == {"dq", "dk", "dv"} | ({"dbias"} if case.bias_batch else set())
+
+
+def test_a_peer_that_raises_is_reported():
+    def prepare(case, inputs):
+        raise RuntimeError("no plan\nmore")
+
+    found = runner.run_case(TINY, CPU, FAST, [peers.Peer("broken", prepare)])
+    assert (found.peers["broken"].status, found.peers["broken"].reason) == (results.FAILED, "RuntimeError: no plan")
+    assert "broken: failed in 1 cases: RuntimeError: no plan" in report.not_measured(_report(found))
+
+
+def test_a_wrong_peer_is_reported_and_timed():
+    def prepare(case, x):
+        return peers.Prepared(lambda: (x.q, x.k, x.v))
+
+    found = runner.run_case(TINY, CPU, FAST, [peers.Peer("flashbwd wrong", prepare)])
+    assert found.peers["flashbwd wrong"].status == results.WRONG
+    assert found.peers["flashbwd wrong"].timed
+    assert len(_report(found).wrong()) == 1
+    assert "WRONG" in report.rate_cell(found, "flashbwd wrong")
+
+
+# ---- the GPU's peers, as far as shapes go ---------------------------------------------------------
+
+BASE = AttentionCase("t", 2, 64, 4, 4, 64, 64)
+
+
+GPU_SHAPES = [
+    BASE,
+    replace(BASE, causal=True),
+    replace(BASE, heads_kv=2),
+    replace(BASE, bias_batch=1),
+    replace(BASE, bias_batch=2, causal=True),
+    replace(BASE, dropout_p=0.1),
+    replace(BASE, head_dim=192, head_dim_v=128),
+    cases.packed(BASE, 300),
+]
+GPU_PEERS = ["torch_efficient", "torch_flash", "torch_flash_deterministic", "torch_cudnn"]
+
+
+@pytest.mark.parametrize(
+    ("case", "peer"),
+    [
+        pytest.param(case, peer, id=f"{peer}-{case.name}")
+        for case in GPU_SHAPES
+        for peer in GPU_PEERS
+        if not (case.lengths and peer == "torch_cudnn")  # PyTorch gives no shapes for that operator
+    ],
+)
+def test_gpu_peers_call_the_operators_by_their_schemas(case, peer, monkeypatch):
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # which would start the GPU
+    with FakeTensorMode():
+        rows = (sum(case.lengths),) if case.lengths else (case.batch, case.seqlen)
+
+        def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        x = attention_peers.AttentionInputs(
+            tensor(*rows, case.heads, case.head_dim),
+            tensor(*rows, case.heads_kv, case.head_dim),
+            tensor(*rows, case.heads_kv, case.head_dim_v),
+            tensor(*rows, case.heads, case.head_dim_v),
+            tensor(case.bias_batch, case.heads, case.seqlen, case.seqlen) if case.bias_batch else None,
+            tensor(case.batch + 1, dtype=torch.int32) if case.lengths else None,
+        )
+        try:
+            prepared = getattr(attention_peers, peer)(case, x)
+        except peers.UnsupportedCaseError as reason:
+            assert peer != "torch_efficient", reason
+            return
+        with prepared.scope():
+            grads = prepared.backward()
+        inputs = (x.q, x.k, x.v) if x.bias is None else (x.q, x.k, x.v, x.bias)
+        assert [g.shape for g in grads] == [t.shape for t in inputs]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- measuring ------------------------------------------------------------------------------------
+
+
+def test_rounds_interleave_and_each_begins_with_another_peer():
+    order = []
+    noted = {name: [peers.Prepared(lambda name=name: order.append(name) or ())] for name in "abc"}
+    timings = measure.interleaved(noted, CPU, Settings(rounds=6, slot_ms=1e-9))
+    assert {name: len(t.times_ms) for name, t in timings.items()} == dict.fromkeys("abc", 6)
+    assert "".join(order[-18:]) == "abcbcacab" * 2
+
+
+def test_calls_rotate_among_input_sets():
+    order = []
+    sets = [peers.Prepared(lambda n=n: order.append(n) or ()) for n in range(3)]
+    measure.interleaved({"a": sets}, CPU, Settings(rounds=6, slot_ms=1e-9))  # one call a slot, after warm-up and pilot
+    assert order == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+
+
+def test_input_sets_exceed_the_cache():
+    size = measure.cache_bytes(CPU)
+    assert input_sets(10 * size, CPU) == 1
+    assert input_sets(size, CPU) == 3
+    assert input_sets(1, CPU) == 64
+
+
+def test_deterministic_scope_is_left_as_it_was():
+    with attention_peers.deterministic_algorithms():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.gpu
+def test_gpu_case_end_to_end(tmp_path: Path):
+    device = machine.default_device()
+    suite = [replace(BASE, causal=True), replace(BASE, dropout_p=0.1), NormCase("t", 512, 64, compiled=False)]
+    found = runner.run_suite("all", suite, device, FAST, tmp_path / "r.json", progress=False)
+    assert found.complete
+    assert found.wrong() == []
+    for result in found.results:
+        assert any(peer.timed for peer in result.peers.values())
+        assert all(peer.method == "graph" for peer in result.peers.values() if peer.timed and peer.status == "ok")

@@ -1,0 +1,248 @@
+"""``python -m flashbwd`` and the script for GPU machines: options, exit status, files."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import flashbwd
+from flashbwd import __main__ as cli
+from flashbwd.bench import cases, machine, measure, results
+from flashbwd.bench.cases import AttentionCase, NormCase
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = (
+    AttentionCase("smoke", 1, 32, 2, 1, 16, 16, causal=True, dtype="fp32"),
+    NormCase("smoke", 1024, 16, "fp32", compiled=False),
+)
+
+
+@pytest.fixture
+def _few_cpu_shapes(monkeypatch):
+    monkeypatch.setitem(cases.SMOKE_CASES, "cpu", SHAPES)
+    monkeypatch.setattr(cases, "CPU_ATTENTION_CASES", (replace(SHAPES[0], table="cpu"),))
+    monkeypatch.setattr(cases, "CPU_NORM_CASES", (replace(SHAPES[1], table="cpu_norm"),))
+    monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 1)
+    monkeypatch.setattr(measure, "ceilings", lambda device, settings: {"matmul_tflops": 1.0, "copy_gbs": 1.0})
+    monkeypatch.setattr(machine, "default_device", lambda: torch.device("cpu"))
+
+
+def _spoil(monkeypatch):
+    right = flashbwd.attention_backward
+
+    def wrong(*args, **kwargs):
+        grads = right(*args, **kwargs)
+        return grads._replace(dk=grads.dk * 1.1)
+
+    monkeypatch.setattr(flashbwd, "attention_backward", wrong)
+
+
+def test_help_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "flashbwd", "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert "bench" in done.stdout
+
+
+def test_bench_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for option in ("--suite", "--quick", "--out", "--compare", "--resume", "--budget-s", "--cases", "--peers"):
+        assert option in shown
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_check_describes_plans_and_passes(capsys):
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert flashbwd.__version__ in shown
+    assert torch.__version__ in shown
+    assert "_C loaded" in shown
+    assert "sm90: " in shown  # why not
+    assert shown.count("right") == len(SHAPES)
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_check_fails_on_a_wrong_gradient(monkeypatch, capsys):
+    _spoil(monkeypatch)
+    assert cli.main([]) == 1
+    shown = capsys.readouterr()
+    assert "WRONG" in shown.out
+    assert "dk is off by 1.00e-01" in shown.err
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_check_fails_on_a_backend_that_raises(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("flashbwd: broken")
+
+    monkeypatch.setattr(flashbwd, "attention_backward", broken)
+    assert cli.main([]) == 1
+    assert "RuntimeError: flashbwd: broken" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_bench_writes_and_compares(tmp_path, capsys):
+    assert cli.main(["bench", "--quick", "--suite", "attention", "--out", str(tmp_path)]) == 0
+    (first,) = tmp_path.glob("*.json")
+    assert first.with_suffix(".md").exists()
+    assert results.load(first).complete
+    assert cli.main(["bench", "--quick", "--out", str(tmp_path / "second"), "--compare", str(first)]) == 0
+    shown = capsys.readouterr().out
+    assert "relative to fastest peer" in shown
+    assert "bars: " in shown
+    (second,) = (tmp_path / "second").glob("*.json")
+    assert {result.table for result in results.load(second).results} == {"cpu", "cpu_norm"}
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_bench_fails_on_a_wrong_gradient(monkeypatch, tmp_path):
+    _spoil(monkeypatch)
+    assert cli.main(["bench", "--quick", "--suite", "attention", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_bench_stopped_by_its_budget_resumes(tmp_path):
+    arguments = ["bench", "--quick", "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--budget-s", "-1"]) == cli.STOPPED_BY_BUDGET
+    assert cli.main([*arguments, "--resume"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert len(results.load(path).results) == 2
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_bench_without_a_case_says_so(tmp_path, capsys):
+    assert cli.main(["bench", "--cases", "nothing like it", "--out", str(tmp_path)]) == 2
+    assert "nothing like it" in capsys.readouterr().err
+
+
+def test_results_go_into_the_source_tree_or_the_current_folder(monkeypatch, tmp_path):
+    assert cli.default_directory() == ROOT / "benchmarks" / "results"
+    monkeypatch.setattr(machine, "SOURCE_TREE", tmp_path)
+    assert cli.default_directory() == Path("flashbwd-results")
+
+
+# ---- benchmarks/gpu_run.py ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_run(monkeypatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "benchmarks" / "gpu_run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_run", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "LIBRARIES", ("__init__.py",))  # always there
+    monkeypatch.setattr(module, "identity", lambda: {"commit": "c"})
+    return module
+
+
+def _python(gpu_run, name: str, code: str, stage: str = "check"):
+    return gpu_run.Step(stage, name, [sys.executable, "-c", code], gpu_run.plain)
+
+
+def _steps(gpu_run, monkeypatch, *steps):
+    monkeypatch.setattr(gpu_run, "steps_of", lambda stage, out, options: [s for s in steps if s.stage == stage])
+
+
+def test_gpu_run_reports_and_packs(gpu_run, monkeypatch, tmp_path, capsys):
+    _steps(
+        gpu_run,
+        monkeypatch,
+        _python(gpu_run, "good", "print('fine')"),
+        _python(gpu_run, "bad", "raise SystemExit('broken')"),
+    )
+    assert gpu_run.main([str(tmp_path), "--stage", "check"]) == 1
+    shown = capsys.readouterr().out
+    assert "check: good  passed" in shown
+    assert "status 1: broken" in shown
+    with tarfile.open(tmp_path / gpu_run.ARCHIVE) as tar:
+        names = tar.getnames()
+    assert "flashbwd-gpu/state.json" in names
+    assert "flashbwd-gpu/logs/check-good.log" in names
+
+
+def test_gpu_run_resumes_what_is_left(gpu_run, monkeypatch, tmp_path):
+    mark = tmp_path / "ran"
+    first = _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')")
+    slow = _python(gpu_run, "slow", "import time; time.sleep(60)")
+    _steps(gpu_run, monkeypatch, first, slow)
+    out = tmp_path / "out"
+    assert gpu_run.main([str(out), "--stage", "check", "--budget-s", "2"]) == gpu_run.INCOMPLETE
+    _steps(gpu_run, monkeypatch, first, _python(gpu_run, "slow", "pass"))
+    assert gpu_run.main([str(out), "--stage", "check", "--resume"]) == 0
+    assert mark.read_text() == "1"
+    assert gpu_run.main([str(out), "--stage", "check"]) == 0
+    assert mark.read_text() == "11"
+
+
+def test_gpu_run_starts_over_with_other_libraries(gpu_run, monkeypatch, tmp_path):
+    mark = tmp_path / "ran"
+    _steps(gpu_run, monkeypatch, _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')"))
+    out = tmp_path / "out"
+    gpu_run.main([str(out), "--stage", "check"])
+    monkeypatch.setattr(gpu_run, "identity", lambda: {"commit": "d"})
+    gpu_run.main([str(out), "--stage", "check", "--resume"])
+    assert mark.read_text() == "11"
+
+
+def test_gpu_run_without_libraries_runs_nothing_else(gpu_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_run, "LIBRARIES", ("no such library.so",))
+    mark = tmp_path / "ran"
+    _steps(
+        gpu_run,
+        monkeypatch,
+        _python(gpu_run, "libraries", "raise SystemExit(1)", stage="build"),
+        _python(gpu_run, "first", f"open({str(mark)!r}, 'a')"),
+    )
+    assert gpu_run.main([str(tmp_path / "out"), "--stage", "check"]) == 1
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "outcome"),
+    [
+        (0, "== 20 passed, 3 deselected in 4.20s ==", ("passed", "20 passed, 3 deselected")),
+        (1, "FAILED tests/x.py\n2 failed, 18 passed in 4.20s", ("FAILED", "2 failed, 18 passed")),
+        (5, "no tests ran", ("passed", "no tests ran")),
+        (2, "1 error in 0.5s", ("FAILED", "1 error")),
+    ],
+)
+def test_gpu_run_judges_pytest(gpu_run, status, output, outcome):
+    assert gpu_run.by_pytest(status, output) == outcome
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "outcome"),
+    [
+        (0, "9 passed in 4s\n========= ERROR SUMMARY: 0 errors", ("passed", "9 passed, ERROR SUMMARY: 0 errors")),
+        (86, "9 passed in 4s\n========= ERROR SUMMARY: 2 errors", ("FAILED", "9 passed, ERROR SUMMARY: 2 errors")),
+        (5, "9 deselected", ("FAILED", 'no test is marked "gpu and sanitizer"')),
+    ],
+)
+def test_gpu_run_judges_the_sanitizer(gpu_run, status, output, outcome):
+    assert gpu_run.by_sanitizer(status, output) == outcome
+
+
+@pytest.mark.parametrize(("status", "word"), [(0, "passed"), (3, "left"), (1, "FAILED")])
+def test_gpu_run_judges_the_benchmark(gpu_run, status, word):
+    assert gpu_run.by_bench(status, "x\nbars: 3 reached\nwritten: y") == (word, "bars: 3 reached")
+
+
+def test_gpu_run_steps(gpu_run, tmp_path):
+    tools = list(gpu_run.sanitizer_steps())
+    assert [step.name for step in tools] == list(gpu_run.TOOLS)
+    assert all("gpu and sanitizer" in step.command for step in tools)
+    suites = list(gpu_run.bench_steps(tmp_path, quick=True))
+    assert [step.name for step in suites] == ["attention", "layer_norm"]
+    assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

@@ -1,0 +1,333 @@
+"""Train a small character-level GPT on real text, once with flashbwd's gradients and once with PyTorch's.
+
+Both runs start from the same weights and see the same batches. They have to give the same gradients on the first batch
+and the same loss curve, within the tolerances stated below; the exit status is 1 if they do not.
+
+    python examples/train_gpt.py                  # about two minutes on four cores; on a GPU, bf16 and seconds
+    python examples/train_gpt.py --steps 50 --out /tmp/gpt
+
+The text is the Python language reference that every CPython carries for `help()` (about 0.5 million characters).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, layer_norm, scaled_dot_product_attention
+from tqdm import tqdm
+
+import flashbwd
+
+# Largest allowed |loss - loss| of one step, in nats. Rounding differs between the two runs and training amplifies it.
+LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02}
+# Largest allowed |g - g_torch| / |g_torch| of all gradients on the first batch (2-norms).
+GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model and of the run."""
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    context: int = 128
+    batch: int = 16
+    steps: int = 400
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The two operators under test, over (batch, seq, head, dim) heads and (..., width) rows."""
+
+    name: str
+    attention: Callable[[Tensor, Tensor, Tensor], Any]
+    layer_norm: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def flashbwd_operators() -> Operators:
+    """Attention and LayerNorm whose gradients flashbwd computes."""
+    return Operators(
+        "flashbwd",
+        lambda q, k, v: flashbwd.attention(q, k, v, causal=True),
+        lambda x, gamma, beta: flashbwd.layer_norm(x, gamma, beta),
+    )
+
+
+def torch_operators() -> Operators:
+    """Attention and LayerNorm whose gradients PyTorch computes."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return Operators("torch", attention, lambda x, gamma, beta: layer_norm(x, gamma.shape, gamma, beta))
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, operators: Operators) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+        self.beta = nn.Parameter(torch.zeros(width))
+        self.operators = operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operators.layer_norm(x, self.gamma, self.beta)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, operators: Operators) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.operators = operators
+        self.norm1 = Norm(width, operators)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = Norm(width, operators)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Three (B, S, H, D) views of one tensor.
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        x = x + self.proj(self.operators.attention(q, k, v).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, config: Config, operators: Operators) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.Sequential(*(Block(config, operators) for _ in range(config.layers)))
+        self.norm = Norm(config.width, operators)
+        self.head = nn.Linear(config.width, vocabulary, bias=False)
+        self.head.weight = self.token.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("proj.weight", "mlp.2.weight"))
+                variance = 1 / (parameter.shape[1] * (2 * config.layers if residual else 1))
+                nn.init.normal_(parameter, std=math.sqrt(variance))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits (B, S, vocabulary) for token ids (B, S)."""
+        x = self.token(ids) + self.position.weight[: ids.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def encode(text: str, characters: str) -> Tensor:
+    index = {character: i for i, character in enumerate(characters)}
+    return torch.tensor([index[character] for character in text])
+
+
+@dataclass(frozen=True)
+class Text:
+    """The corpus as token ids, one a character; every eighth topic is held out."""
+
+    characters: str
+    train: Tensor
+    held_out: Tensor
+
+    @classmethod
+    def load(cls) -> Text:
+        documents = [topics.topics[name] for name in sorted(topics.topics)]
+        characters = "".join(sorted(set().union(*documents)))
+        held_out = "".join(documents[::8])
+        del documents[::8]
+        return cls(characters, encode("".join(documents), characters), encode(held_out, characters))
+
+    def decode(self, ids: Tensor) -> str:
+        return "".join(self.characters[i] for i in ids.tolist())
+
+
+def draw(ids: Tensor, config: Config, generator: torch.Generator) -> Tensor:
+    """Draw a batch (B, context + 1) of random windows of the text."""
+    starts = torch.randint(len(ids) - config.context, (config.batch, 1), generator=generator)
+    return ids[starts + torch.arange(config.context + 1)]
+
+
+def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """bf16 on a GPU, plain fp32 on a CPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def loss_of(model: GPT, batch: Tensor) -> Tensor:
+    """Mean cross entropy of the next character, in nats."""
+    with autocast(batch.device):
+        logits = model(batch[:, :-1])
+    return cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def build(text: Text, config: Config, operators: Operators, device: torch.device) -> GPT:
+    """Build the model: the same weights for the same seed, whatever the operators and the device."""
+    torch.manual_seed(config.seed)
+    return GPT(len(text.characters), config, operators).to(device)
+
+
+def first_gradient(text: Text, config: Config, operators: Operators, device: torch.device) -> Tensor:
+    """All gradients on the first batch, as one float64 vector."""
+    model = build(text, config, operators, device)
+    generator = torch.Generator().manual_seed(config.seed)
+    loss_of(model, draw(text.train, config, generator).to(device)).backward()
+    gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(gradients)
+
+
+def schedule(step: int, config: Config) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
+    warmup = max(1, config.steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def train(text: Text, config: Config, operators: Operators, device: torch.device) -> tuple[GPT, dict[str, Any]]:
+    """Train one model; return it with its loss curve, held-out loss and time."""
+    model = build(text, config, operators, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(config.seed)
+    losses = []
+    start = time.perf_counter()
+    with tqdm(range(config.steps), desc=f"{operators.name:>8}", unit="step", mininterval=0.5) as bar:
+        for step in bar:
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * schedule(step, config)
+            loss = loss_of(model, draw(text.train, config, generator).to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    seconds = time.perf_counter() - start
+    with torch.no_grad():
+        held_out = [loss_of(model, draw(text.held_out, config, generator).to(device)).item() for _ in range(8)]
+    return model, {"losses": losses, "held_out_loss": sum(held_out) / len(held_out), "seconds": seconds}
+
+
+@torch.no_grad()
+def sample(model: GPT, text: Text, config: Config, device: torch.device, prompt: str, length: int = 300) -> str:
+    """Continue the prompt by `length` characters at temperature 0.7."""
+    generator = torch.Generator().manual_seed(config.seed)
+    ids = encode(prompt, text.characters)
+    for _ in range(length):
+        with autocast(device):
+            logits = model(ids[None, -config.context :].to(device))[0, -1]
+        probabilities = (logits.float().cpu() / 0.7).softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)])
+    return text.decode(ids)
+
+
+def describe_backend(config: Config, device: torch.device) -> dict[str, Any]:
+    """Say which backend computes the attention gradients of this model, and why not another."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (config.batch, config.context, config.heads, config.width // config.heads)
+    q, k, v, out, dout = torch.zeros(5, *shape, device=device, dtype=dtype).unbind(0)
+    lse = torch.zeros(config.batch, config.heads, config.context, device=device)
+    plan = flashbwd.plan_attention_backward(dout, q, k, v, out, lse, causal=True)
+    print(f"attention gradients: {plan.backend} backend")
+    for backend, reason in plan.reasons.items():
+        print(f"    not {backend}: {reason}")
+    return {"backend": plan.backend, "reasons": dict(plan.reasons)}
+
+
+def plot(path: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Draw both loss curves, and below them their difference."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ours, theirs = runs["flashbwd"]["losses"], runs["torch"]["losses"]
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
+    top.plot(theirs, color="0.6", linewidth=3, label="PyTorch's gradients")
+    top.plot(ours, color="C3", linewidth=1, label="flashbwd's gradients")
+    top.set_ylabel("loss (nats per character)")
+    top.legend()
+    bottom.plot([abs(a - b) for a, b in zip(ours, theirs, strict=True)], color="C0", linewidth=1)
+    bottom.set_ylabel("|difference|")
+    bottom.set_xlabel("step")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=Config.steps, help="training steps of each run (%(default)s)")
+    parser.add_argument("--seed", type=int, default=Config.seed, help="of weights, batches and sample (%(default)s)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of train_gpt.png and .json (%(default)s)")
+    options = parser.parse_args(arguments)
+
+    config = Config(steps=options.steps, seed=options.seed)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    text = Text.load()
+    print(f"text: {len(text.train) + len(text.held_out)} characters, {len(text.characters)} different")
+    print(f"device: {device}, {dtype}, torch {torch.__version__}, flashbwd {flashbwd.__version__}")
+    plan = describe_backend(config, device)
+
+    ours = first_gradient(text, config, flashbwd_operators(), device)
+    theirs = first_gradient(text, config, torch_operators(), device)
+    gradient_error = ((ours - theirs).norm() / theirs.norm()).item()
+
+    model, our_run = train(text, config, flashbwd_operators(), device)
+    _, torch_run = train(text, config, torch_operators(), device)
+    runs = {"flashbwd": our_run, "torch": torch_run}
+    pairs = zip(our_run["losses"], torch_run["losses"], strict=True)
+    loss_error = max(abs(a - b) for a, b in pairs)
+
+    # Written so that a NaN fails.
+    gradients_agree = gradient_error <= GRADIENT_TOLERANCE[dtype]
+    curves_agree = loss_error <= LOSS_TOLERANCE[dtype]
+    continuation = sample(model, text, config, device, "The ")
+    result = {
+        "config": asdict(config),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "flashbwd": flashbwd.__version__,
+        "plan": plan,
+        "gradient_error": gradient_error,
+        "gradient_tolerance": GRADIENT_TOLERANCE[dtype],
+        "loss_error": loss_error,
+        "loss_tolerance": LOSS_TOLERANCE[dtype],
+        "agree": gradients_agree and curves_agree,
+        "runs": runs,
+        "sample": continuation,
+    }
+    (options.out / "train_gpt.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(options.out / "train_gpt.png", runs)
+
+    for name, run in runs.items():
+        print(
+            f"{name:>8}: loss {run['losses'][0]:.3f} -> {run['losses'][-1]:.3f}, "
+            f"held out {run['held_out_loss']:.3f}, {run['seconds']:.1f} s"
+        )
+    print(f"first gradient: relative difference {gradient_error:.1e} (allowed {GRADIENT_TOLERANCE[dtype]:g})")
+    print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
+    print(f"sample: {continuation!r}")
+    print(f"wrote {options.out / 'train_gpt.png'} and {options.out / 'train_gpt.json'}")
+    print("the two runs agree" if result["agree"] else "FAILED: the two runs do not agree")
+    return 0 if result["agree"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

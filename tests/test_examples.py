@@ -1,0 +1,77 @@
+"""The examples run from start to end, and notice when a gradient is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch import Tensor
+
+import flashbwd
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def train_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_gpt", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_train_gpt_agrees_with_torch_and_writes_its_results(device: str, tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "train_gpt.py", "--steps", "4", "--device", device, "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "train_gpt.json").read_text())
+    assert result["agree"]
+    assert result["plan"]["backend"] in ("reference", "sm80", "sm90")
+    assert f"{result['plan']['backend']} backend" in done.stdout
+    assert [len(run["losses"]) for run in result["runs"].values()] == [4, 4]
+    assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_gpt_learns(train_gpt: ModuleType, tmp_path: Path) -> None:
+    assert train_gpt.main(["--steps", "20", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    losses = json.loads((tmp_path / "train_gpt.json").read_text())["runs"]["flashbwd"]["losses"]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("tolerance", ["LOSS_TOLERANCE", "GRADIENT_TOLERANCE"])
+def test_train_gpt_fails_beyond_either_tolerance(
+    tolerance: str, train_gpt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_gpt, tolerance, dict.fromkeys(getattr(train_gpt, tolerance), -1.0))
+    assert train_gpt.main(["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert not json.loads((tmp_path / "train_gpt.json").read_text())["agree"]
+
+
+def scaled_gradient(factor: float) -> Callable[[Tensor], Tensor]:
+    """The identity, whose gradient is off by a factor."""
+    return lambda x: x.detach() + factor * (x - x.detach())
+
+
+def test_train_gpt_notices_a_gradient_that_is_one_percent_off(
+    train_gpt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = train_gpt.flashbwd_operators()
+    wrong = scaled_gradient(1.01)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashbwd.attention(wrong(q), k, v, causal=True)
+
+    operators = train_gpt.Operators(right.name, attention, right.layer_norm)
+    monkeypatch.setattr(train_gpt, "flashbwd_operators", lambda: operators)
+    assert train_gpt.main(["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1

@@ -1,0 +1,90 @@
+"""README and docs say what is true: their code runs, their links lead somewhere, the API page is complete."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import flashbwd
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def code_blocks() -> list:
+    """Every python block of the pages; those that name cuda or flash_attn need them."""
+    blocks = []
+    for page in PAGES:
+        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)):
+            marks = []
+            if 'device="cuda"' in code:
+                marks.append(pytest.mark.gpu)
+            if "flash_attn" in code and importlib.util.find_spec("flash_attn") is None:
+                marks.append(pytest.mark.skip(reason="needs the package flash_attn"))
+            blocks.append(pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}", marks=marks))
+    return blocks
+
+
+@pytest.mark.parametrize("code", code_blocks())
+def test_python_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "documentation", "exec"), {"__name__": "documentation"})
+
+
+def test_readme_shows_attention_backward_in_code_that_runs_without_a_gpu() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert any("flashbwd.attention_backward(" in code and "cuda" not in code for code in blocks)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+def api_sections() -> dict[str, str]:
+    parts = re.split(r"^## flashbwd\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+PUBLIC = [name for name in flashbwd.__all__ if not name.startswith("__")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_api_page_names_every_argument_and_default(name: str) -> None:
+    sections = api_sections()
+    assert name in sections, f"docs/api.md has no section flashbwd.{name}"
+    public = getattr(flashbwd, name)
+    if inspect.isclass(public):
+        fields = getattr(public, "_fields", None) or getattr(public, "__dataclass_fields__", ())
+        for field in fields:
+            assert re.search(rf"\b{field}\b", sections[name]), f"flashbwd.{name} has a field {field}"
+        return
+    signature = re.sub(r"\s+", " ", sections[name])
+    for parameter in inspect.signature(public).parameters.values():
+        shown = parameter.name
+        if parameter.default is not inspect.Parameter.empty:
+            shown += f"={parameter.default!r}".replace("1e-05", "1e-5")
+        assert shown in signature, f"flashbwd.{name} has an argument {shown}"
+
+
+def test_api_page_has_no_section_for_what_is_not_there() -> None:
+    assert set(api_sections()) == set(PUBLIC)

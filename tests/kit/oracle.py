@@ -186,7 +186,8 @@ def attention(
     found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
     dsink = None if logit is None else found.pop()
     dbias = None if bias is None else found.pop()
-    return AttentionResult(out, lse, empty, *found, dbias=dbias, dsink=dsink)
+    dq, dk, dv = found
+    return AttentionResult(out, lse, empty, dq, dk, dv, dbias, dsink)
 
 
 def attention_from_statistics(

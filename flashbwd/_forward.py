@@ -191,7 +191,8 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-torch.library.define("flashbwd::attention", _SCHEMA, lib=_ops.library)
+# Dropout draws from the generator: no compiler may run the forward again for the backward.
+torch.library.define("flashbwd::attention", _SCHEMA, lib=_ops.library, tags=(torch.Tag.nondeterministic_seeded,))
 torch.library.impl("flashbwd::attention", "CompositeExplicitAutograd", lib=_ops.library)(_attention)
 
 

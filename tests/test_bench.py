@@ -394,7 +394,7 @@ def test_dropout_reaches_the_oracle():
     masks = dropout.keep_masks(
         "flash", 1, 2, 0.3, heads=4, seqlens_q=(24, 24), seqlens_k=(24, 24), max_seqlen_q=24, max_seqlen_k=24
     )
-    whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, dropout_p=0.3, keep=masks)
+    whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, keep=masks, keep_scale=1 / 0.7)
     grads = (whole.dq, whole.dk, whole.dv)
 
     def forward(v: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import cases, inputs, oracle, tolerance
+from kit import cases, inputs, oracle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,23 +72,8 @@ def run_backward(
 
 
 def check(case: cases.Case, dtype: torch.dtype, seed: int = 0) -> None:
-    """The kit's rule, and in fp32 a floor of 32 units of rounding beside it.
-
-    Where exact gradients cancel to nothing (one key, a bias of one element) the rule compares chance with chance.
-    """
     x = inputs.build(case, dtype, seed=seed)
-    grads = run_backward(x.arguments, x.rng_state())
-    if dtype != torch.float32:
-        x.check(**grads)
-        return
-    for name, actual in grads.items():
-        expected = getattr(x.reference, name)
-        if actual is None or expected.numel() == 0:
-            continue
-        naive = [getattr(result, name) for result in x.naive]
-        limit = tolerance.bound(expected, naive, dtype, softcap=case.softcap > 0)
-        floor = 32 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()))
-        tolerance.assert_within(actual, expected, max(limit, floor), name)
+    x.check(**run_backward(x.arguments, x.rng_state()))
 
 
 @pytest.fixture

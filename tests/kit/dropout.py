@@ -122,3 +122,9 @@ def keep_masks(
 
     assert layout in ("flash", "efficient32", "efficient64"), layout
     return [torch.from_numpy(np.stack([head(b, h) for h in range(heads)])) for b in range(len(seqlens_q))]
+
+
+def keep_scale(layout: str, dropout_p: float, dtype: torch.dtype) -> float:
+    """What kept weights are multiplied by: 1 / (1 - p), which the memory-efficient forward rounds to its dtype."""
+    scale = 1 / (1 - dropout_p)
+    return scale if layout == "flash" else float(torch.tensor(scale, dtype=torch.float64).to(dtype))

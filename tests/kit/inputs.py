@@ -12,6 +12,8 @@ from torch import Tensor
 from . import dropout, oracle, tolerance
 from .cases import Case
 
+_A_HANDFUL = 1024  # elements
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -23,6 +25,7 @@ class Inputs:
 
     case: Case
     dtype: torch.dtype
+    seed: int
     canonical: dict[str, Any]
     arguments: dict[str, Any]
     reference: oracle.AttentionResult
@@ -41,13 +44,23 @@ class Inputs:
         return {name: x for name, x in self.canonical.items() if name not in ("q", "k", "v", "dout", "out", "lse")}
 
     @cached_property
-    def naive(self) -> tuple[oracle.AttentionResult, oracle.AttentionResult]:
-        """The same gradients by PyTorch in the precision of the inputs: autograd, and the formulas written out."""
+    def naive(self) -> tuple[oracle.AttentionResult, ...]:
+        """The same gradients by plain PyTorch, for the tolerance rule.
+
+        In the precision of the inputs by autograd, and by the formulas written out; and by those in float64, whose
+        error is that of the given out and LSE.
+        """
         x, rest = self.canonical, self.forward_arguments()
-        q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
-        autograd = oracle.attention(q, k, v, dout, **rest, dtype=self.dtype)
-        written = oracle.attention_from_statistics(q, k, v, dout, x["out"], x["lse"], **rest, dtype=self.dtype)
-        return autograd, written
+        q, k, v, dout, out, lse = (x[name] for name in ("q", "k", "v", "dout", "out", "lse"))
+        return (
+            oracle.attention(q, k, v, dout, **rest, dtype=self.dtype),
+            oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest, dtype=self.dtype),
+            oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest),
+        )
+
+    def naive_error(self, name: str) -> float:
+        """Largest error of the plain computations in one gradient."""
+        return tolerance.largest_error(getattr(self.reference, name), (getattr(result, name) for result in self.naive))
 
     def check(self, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None) -> None:
         """Assert that the gradients obey the tolerance rule, each absent exactly where the reference has none."""
@@ -57,9 +70,21 @@ class Inputs:
                 assert actual is None, f"{name} was not asked for"
                 continue
             assert actual is not None, f"{name} is missing"
-            naive = [getattr(result, name) for result in self.naive]
+
             softcap = self.case.softcap > 0
-            tolerance.assert_close(actual, expected, naive, name, dtype=self.dtype, softcap=softcap)
+            limit = tolerance.bound(expected, self.naive_error(name), self.dtype, softcap=softcap)
+            try:
+                tolerance.assert_within(actual, expected, limit, name)
+            except AssertionError:
+                if expected.numel() > _A_HANDFUL:
+                    raise
+                # On a handful of elements the plain computations can be right by luck, all the more where a search
+                # looks for it: other draws say how far off they usually are.
+                draws = (build(self.case, self.dtype, seed=self.seed + n) for n in range(1, 13))
+                usual = max(draw.naive_error(name) for draw in draws)
+                limit = 2 * tolerance.bound(expected, usual, self.dtype, softcap=softcap)
+                rounding = torch.finfo(self.dtype).eps * float(expected.abs().max())
+                tolerance.assert_within(actual, expected, limit + rounding, name)
 
 
 def roundup(n: int, multiple: int) -> int:
@@ -80,7 +105,7 @@ def build(case: Case, dtype: torch.dtype = torch.float32, device: torch.device |
     if canonical["dlse"] is not None:
         canonical["dlse"] = torch.where(reference.empty, torch.nan, canonical["dlse"])
     _poison(case, canonical)
-    return Inputs(case, dtype, canonical, _arguments(case, canonical, torch.device(device)), reference)
+    return Inputs(case, dtype, seed, canonical, _arguments(case, canonical, torch.device(device)), reference)
 
 
 def _values(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
@@ -134,8 +159,8 @@ def _values(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
         "alibi_slopes": None if slopes is None else normal(*slopes, to=torch.float32).abs() * 0.1,
         "sink": sink,
         "dlse": normal(*statistics, to=lse_dtype(dtype)) if case.dlse else None,
-        "dropout_p": case.dropout_p,
         "keep": keep,
+        "keep_scale": dropout.keep_scale(case.rng_layout, case.dropout_p, dtype),
         "cu_seqlens_q": cumulative(case.physical_q) if case.varlen else None,
         "cu_seqlens_k": cumulative(case.physical_k) if case.varlen else None,
         "seqused_q": int32(case.seqused_q),
@@ -190,8 +215,9 @@ def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> d
     def moved(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
 
-    names = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "sink", "dropout_p")
-    arguments = {name: moved(canonical[name]) for name in names}
+    names = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "sink")
+    arguments: dict[str, Any] = {"dropout_p": case.dropout_p}
+    arguments |= {name: moved(canonical[name]) for name in names}
     arguments |= {name: moved(canonical[name]) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")}
     q, k, v, dout, out = (moved(canonical[name]) for name in ("q", "k", "v", "dout", "out"))
     arguments |= dict(zip(("q", "k", "v"), _lay_out_qkv(case.layout, q, k, v), strict=True))

@@ -109,8 +109,8 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dlse: Tensor | None = None,
-    dropout_p: float = 0.0,
     keep: Sequence[Tensor] | None = None,
+    keep_scale: float = 1.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
@@ -119,7 +119,8 @@ def attention(
 ) -> AttentionResult:
     """Forward and autograd gradients of the naive formula, all arithmetic in ``dtype``.
 
-    ``keep`` holds one (H, seqlen_q, seqlen_k) bool tensor a sequence (logical lengths), e.g. from dropout.keep_masks.
+    ``keep`` holds one (H, seqlen_q, seqlen_k) bool tensor a sequence (logical lengths), e.g. from dropout.keep_masks;
+    what is kept is multiplied by ``keep_scale``.
     ``dlse`` has the shape of AttentionResult.lse. Everything outside the logical lengths may be NaN.
     """
     varlen = cu_seqlens_q is not None
@@ -169,7 +170,7 @@ def attention(
             s = torch.cat([s, logit[:, None, None].expand(heads, seqlen_q, 1)], dim=-1)
         p = torch.softmax(s, dim=-1)[..., :seqlen_k].masked_fill(blind[..., None], 0.0)
         if keep is not None:
-            p = p * (keep[b].to(q.device).to(dtype) / (1 - dropout_p))
+            p = p * (keep[b].to(q.device).to(dtype) * keep_scale)
         o = (p @ vs).transpose(0, 1)  # (seqlen_q, H, Dv)
         row_lse = torch.logsumexp(s, dim=-1)  # (H, seqlen_q)
         outputs.append(o)
@@ -206,8 +207,8 @@ def attention_from_statistics(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dlse: Tensor | None = None,
-    dropout_p: float = 0.0,
     keep: Sequence[Tensor] | None = None,
+    keep_scale: float = 1.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
@@ -252,7 +253,7 @@ def attention_from_statistics(
         blind = ~seen.any(dim=-1)
         stat = lse[at_rows].masked_fill(blind, 0.0)  # (H, seqlen_q), in the precision it was given
         p = torch.exp(s - stat[..., None].to(torch.promote_types(dtype, stat.dtype))).to(dtype).masked_fill(~seen, 0.0)
-        z = torch.ones_like(p) if keep is None else keep[b].to(q.device).to(dtype) / (1 - dropout_p)
+        z = torch.ones_like(p) if keep is None else keep[b].to(q.device).to(dtype) * keep_scale
         delta = (dos * os_).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse[at_rows].to(dtype)

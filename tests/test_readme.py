@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashbwd
 
@@ -88,3 +89,19 @@ def test_api_page_names_every_argument_and_default(name: str) -> None:
 
 def test_api_page_has_no_section_for_what_is_not_there() -> None:
     assert set(api_sections()) == set(PUBLIC)
+
+
+def test_messages_quoted_on_troubleshooting_are_those_of_the_calls() -> None:
+    q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 3, 16)
+    packed, cu_seqlens = q[0], torch.tensor([0, 4], dtype=torch.int32)
+    quoted = re.findall(r"^    (flashbwd: .*)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    said = []
+    for call in (
+        lambda: flashbwd.attention(q, k, k),
+        lambda: flashbwd.attention_backward(q, q, q, q, q, torch.zeros(1, 8, 4, dtype=torch.bfloat16)),
+        lambda: flashbwd.attention(packed, packed, packed, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        said.append(str(error.value))
+    assert quoted == said

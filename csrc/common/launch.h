@@ -1,0 +1,19 @@
+// One way to launch a kernel: its own error comes back, and none stays behind for another launch to be blamed for.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+namespace flashbwd {
+
+// cudaLaunchKernelEx returns what is wrong with this launch (or with the device for good); cudaGetLastError after a
+// <<<>>> would also return what an earlier call left. A failed launch leaves its error in the runtime: it is cleared.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+}  // namespace flashbwd

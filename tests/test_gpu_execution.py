@@ -1,0 +1,204 @@
+"""Streams, graphs, devices, repeats and memory on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from kit import cases, inputs
+from support import GPU_TARGETS, Target, arguments_of, run, skip_where_refused
+from torch import Tensor
+
+import flashbwd
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [target for target in GPU_TARGETS if "reference" not in str(target.id)]
+MEDIUM = cases.Case("medium", batch=2, heads=4, heads_kv=2, seqlen_q=257, seqlen_k=300, head_dim=64, head_dim_v=64)
+PACKED = cases.Case(
+    "packed", heads=4, heads_kv=2, seqlens_q=(100, 57, 0, 43), seqlens_k=(80, 90, 10, 20), head_dim=64, head_dim_v=64
+)
+VARIANTS = {
+    "dense_causal": dataclasses.replace(MEDIUM, causal=True),
+    "dense_bias": dataclasses.replace(MEDIUM, bias="1hqk"),
+    "dense_dropout": dataclasses.replace(MEDIUM, dropout_p=0.2),
+    "varlen_causal": dataclasses.replace(PACKED, causal=True),
+    "varlen_sink": dataclasses.replace(PACKED, sink="finite", dlse=True),
+}
+OTHER_LENGTHS = [((43, 57, 0, 100), (10, 90, 20, 80)), ((0, 0, 0, 0), (0, 0, 0, 0)), ((1, 1, 1, 1), (50, 50, 50, 50))]
+
+
+def built(name: str, target: Target, **changes: Any) -> inputs.Inputs:
+    device, backend, dtype = target
+    x = inputs.build(dataclasses.replace(VARIANTS[name], **changes), dtype, device)
+    skip_where_refused(x, backend)
+    return x
+
+
+def present(grads: flashbwd.AttentionGrads) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_side_streams_keep_order(name: str, target: Target) -> None:
+    """Inputs made late on a side stream, gradients used at once on it, 200 times."""
+    x = built(name, target, deterministic=True)
+    expected = present(run(x, target[1]))
+    q = x.arguments["q"]
+    stream = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(200 if target[1] != "reference" else 20):
+            late = torch.full_like(q, torch.nan)
+            torch.cuda._sleep(200_000)
+            late.copy_(q)
+            for actual, reference in zip(present(run(x, target[1], q=late)), expected, strict=True):
+                wrong += (actual != reference).sum()
+    stream.synchronize()
+    assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_captured_graph_replays_with_other_inputs(name: str, target: Target) -> None:
+    x = built(name, target, deterministic=True)
+    arguments = arguments_of(x)
+    state = x.rng_state()
+    if state is not None:
+        words = [torch.tensor(word, device="cuda") for word in state[:2]]
+        arguments["rng_state"] = flashbwd.RngState(*words, state[2])
+    run(x, target[1])  # anything that is made once is made now
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), flashbwd.use_backend(target[1]):
+        captured = flashbwd.attention_backward(**arguments)
+    other = inputs.build(dataclasses.replace(x.case, rng_seed=99, rng_offset=12), x.dtype, "cuda", seed=1)
+    for source in (other, x, other):
+        for argument, tensor in source.tensors().items():
+            arguments[argument].copy_(tensor)
+        for place, word in zip(arguments.get("rng_state", ())[:2], source.rng_state() or (), strict=False):
+            place.fill_(word)
+        for grad in present(captured):
+            grad.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        source.check(*captured)
+
+
+@pytest.mark.parametrize("target", KERNELS)
+def test_a_captured_graph_follows_the_lengths_of_the_moment(target: Target) -> None:
+    """The lengths lie on the device: a replay reads those that are there then."""
+    first = built("varlen_causal", target, deterministic=True, slack=60)
+    arguments = arguments_of(first)
+    run(first, target[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), flashbwd.use_backend(target[1]):
+        captured = flashbwd.attention_backward(**arguments)
+    longest = max(*first.case.physical_q, *first.case.physical_k) + 60
+    for seqlens_q, seqlens_k in OTHER_LENGTHS:
+        slack = longest - max(*seqlens_q, *seqlens_k)
+        other = inputs.build(
+            dataclasses.replace(first.case, seqlens_q=seqlens_q, seqlens_k=seqlens_k, slack=slack), first.dtype, "cuda"
+        )
+        for argument, tensor in other.tensors().items():
+            there = arguments[argument]
+            there.fill_(torch.nan if there.is_floating_point() else 0)
+            there[tuple(slice(n) for n in tensor.shape)].copy_(tensor)  # rows that no sequence holds stay NaN
+        graph.replay()
+        torch.cuda.synchronize()
+        end_q, end_k = sum(seqlens_q), sum(seqlens_k)
+        other.check(captured.dq[:end_q], captured.dk[:end_k], captured.dv[:end_k], None, None)
+        assert not captured.dq[end_q:].any()
+        assert not captured.dk[end_k:].any()
+        assert not captured.dv[end_k:].any()
+
+
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nothing_waits_for_the_gpu(name: str, target: Target) -> None:
+    x = built(name, target)
+    run(x, target[1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grads = run(x, target[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    x.check(*grads)
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_thousand_deterministic_runs_agree_bitwise(name: str, target: Target) -> None:
+    x = built(name, target, deterministic=True)
+    first = present(run(x, target[1]))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    noise = torch.randn(1 << 20, device="cuda")
+    for n in range(1000 if target[1] != "reference" else 50):
+        if n % 7 == 0:
+            noise.sin_()  # something else on the GPU shifts the timing
+        for actual, expected in zip(present(run(x, target[1])), first, strict=True):
+            wrong += (actual != expected).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_more_memory_than_the_plan_says(name: str, deterministic: bool, target: Target) -> None:
+    x = built(name, target, deterministic=deterministic)
+    with flashbwd.use_backend(target[1]):
+        plan = flashbwd.plan_attention_backward(**arguments_of(x))
+    outputs = sum(-(-grad.numel() * grad.element_size() // 512) * 512 for grad in present(run(x, target[1])))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = run(x, target[1])
+    extra = torch.cuda.max_memory_allocated() - before - outputs
+    del grads
+    # An absent gradient is an empty tensor; a workspace is rounded up to 512 bytes.
+    assert extra <= -(-plan.workspace_bytes // 512) * 512
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_another_device_than_the_current_one(target: Target) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    _, backend, dtype = target
+    x = inputs.build(VARIANTS["dense_causal"], dtype, "cuda:1")
+    skip_where_refused(x, backend)
+    assert torch.cuda.current_device() == 0
+    grads = run(x, backend)
+    assert grads.dq.device.index == 1
+    assert torch.cuda.current_device() == 0
+    x.check(*grads)
+
+
+@pytest.mark.parametrize("target", GPU_TARGETS)
+def test_the_plan_names_what_runs(target: Target) -> None:
+    x = built("dense_causal", target)
+    with flashbwd.use_backend(target[1]):
+        plan = flashbwd.plan_attention_backward(**arguments_of(x))
+    assert plan.backend == target[1]
+    assert plan.sm_count == torch.cuda.get_device_properties(0).multi_processor_count
+    assert (plan.tile is None) == (target[1] == "reference")
+
+
+@pytest.mark.parametrize("target", KERNELS)
+def test_compiled_with_cuda_graphs(target: Target) -> None:
+    backend = target[1]
+    x = built("dense_causal", target)
+    q, k, v, dout = (x.arguments[name].detach() for name in ("q", "k", "v", "dout"))
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(flashbwd.attention(*leaves, causal=True), leaves, dout)
+
+    with flashbwd.use_backend(backend):
+        compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            grads = [grad.clone() for grad in compiled(q, k, v)]
+    x.check(*grads, None, None)

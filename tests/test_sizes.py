@@ -1,0 +1,131 @@
+"""Sizes that do not fit 16 or 32 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit import cases, inputs
+from support import CPU_TARGETS, GPU_TARGETS, Target, skip_where_refused
+from torch import Tensor
+
+import flashbwd
+
+SIXTEEN_BIT = [target for target in GPU_TARGETS if "float16" in str(target.id) or "bfloat16" in str(target.id)]
+BEYOND = 2**31
+
+
+def need_memory(gib: float) -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < gib * 2**30:
+        pytest.skip(f"needs {gib:.0f} GiB of free GPU memory")
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    """x (1, S, H, D) as a batch of its own copies, each in memory of its own."""
+    return x.repeat(times, *([1] * (x.dim() - 1)))
+
+
+def run_batch_of_copies(case: cases.Case, target: Target, copies: int) -> None:
+    """Every batch entry is the same problem, so that each gradient must equal that of one."""
+    device, backend, dtype = target
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    names = ("dout", "q", "k", "v", "out", "softmax_lse")
+    with flashbwd.use_backend(backend):
+        grads = flashbwd.attention_backward(
+            **{name: repeated(x.arguments[name], copies) for name in names}, causal=case.causal
+        )
+    for at in (0, 1, copies // 2, copies - 2, copies - 1):
+        x.check(grads.dq[at : at + 1], grads.dk[at : at + 1], grads.dv[at : at + 1], None, None)
+    for grad in (grads.dq, grads.dk, grads.dv):
+        spread = (grad - grad[:1]).abs().amax()
+        assert float(spread) <= 0.02 * float(grad[0].abs().max())  # NaN fails too
+
+
+@pytest.mark.parametrize("target", SIXTEEN_BIT)
+def test_more_than_65535_batches_times_heads(target: Target) -> None:
+    case = cases.Case("many", batch=1, heads=3, heads_kv=1, seqlen_q=9, seqlen_k=17, head_dim=64, head_dim_v=64)
+    run_batch_of_copies(case, target, 25_000)
+
+
+@pytest.mark.parametrize("target", SIXTEEN_BIT)
+def test_more_than_65535_batches(target: Target) -> None:
+    case = cases.Case("many", batch=1, heads=1, heads_kv=1, seqlen_q=5, seqlen_k=5, head_dim=64, head_dim_v=64)
+    run_batch_of_copies(case, target, 66_000)
+
+
+@pytest.mark.parametrize("target", SIXTEEN_BIT)
+def test_tensors_of_more_than_2_to_the_31_elements(target: Target) -> None:
+    need_memory(70)
+    case = cases.Case(
+        "huge", batch=1, heads=16, heads_kv=16, seqlen_q=256, seqlen_k=256, head_dim=128, head_dim_v=128, causal=True
+    )
+    copies = BEYOND // (16 * 256 * 128) + 1
+    run_batch_of_copies(case, target, copies)
+
+
+@pytest.mark.parametrize("target", SIXTEEN_BIT)
+def test_packed_rows_beyond_2_to_the_31_elements(target: Target) -> None:
+    """One packed sequence after another until the last begins past 2^31 elements."""
+    need_memory(70)
+    device, backend, dtype = target
+    length, heads, dim = 2048, 16, 128
+    copies = BEYOND // (length * heads * dim) + 1
+    case = cases.Case(
+        "packed",
+        heads=heads,
+        heads_kv=heads,
+        seqlens_q=(length,),
+        seqlens_k=(length,),
+        head_dim=dim,
+        head_dim_v=dim,
+        causal=True,
+        window_size=(127, 0),
+    )
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    names = ("dout", "q", "k", "v", "out")
+    starts = torch.arange(copies + 1, dtype=torch.int32, device=device) * length
+    with flashbwd.use_backend(backend):
+        grads = flashbwd.attention_backward(
+            **{name: repeated(x.arguments[name], copies) for name in names},
+            softmax_lse=x.arguments["softmax_lse"].repeat(1, copies),
+            causal=True,
+            window_size=(127, 0),
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=length,
+            max_seqlen_k=length,
+        )
+    for at in (0, copies - 1):
+        here = slice(at * length, (at + 1) * length)
+        x.check(grads.dq[here], grads.dk[here], grads.dv[here], None, None)
+
+
+@pytest.mark.parametrize("target", [t for t in CPU_TARGETS if "bfloat16" in str(t.id)] + GPU_TARGETS)
+@pytest.mark.parametrize("which", ["batch", "row", "head"])
+def test_strides_beyond_32_bits(which: str, target: Target) -> None:
+    """A small problem whose elements lie more than 2^31 elements apart; one buffer serves all inputs.
+
+    On a CPU the buffer is address space alone: what is not touched takes no memory.
+    """
+    device, backend, dtype = target
+    if device == "cuda":
+        need_memory(BEYOND * dtype.itemsize / 2**30 + 6)
+    case = cases.Case("far", batch=2, seqlen_q=3, seqlen_k=3, head_dim=64, head_dim_v=64, causal=True)
+    x = inputs.build(case, dtype, device)
+    strides = {
+        "batch": (BEYOND, 128, 64, 1),
+        "row": (64, BEYOND // 2, 128, 1),
+        "head": (192, 64, BEYOND, 1),
+    }[which]
+    buffer = torch.empty(BEYOND + (1 << 20), dtype=dtype, device=device)
+    moved = {
+        name: buffer.as_strided((2, 3, 2, 64), strides, n * 4096).copy_(x.arguments[name])
+        for n, name in enumerate(("q", "k", "v", "out", "dout"))
+    }
+    skip_where_refused(x, backend, **moved)
+    with flashbwd.use_backend(backend):
+        grads = flashbwd.attention_backward(**moved, softmax_lse=x.arguments["softmax_lse"], causal=True)
+    x.check(*grads)

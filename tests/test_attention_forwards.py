@@ -1,0 +1,170 @@
+"""The backward of PyTorch's own forwards: their out, LSE and Philox state as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kit import cases, inputs
+from support import skip_where_refused
+from torch import Tensor
+
+import flashbwd
+
+aten = torch.ops.aten
+
+DENSE = cases.Case("dense", heads=4, heads_kv=4, seqlen_q=75, seqlen_k=75, head_dim=64, head_dim_v=64)
+BACKENDS = ["auto", "reference", "sm80", "sm90"]
+
+
+def on_gpu(case: cases.Case, backend: str, dtype: torch.dtype = torch.float16) -> inputs.Inputs:
+    x = inputs.build(case, dtype, "cuda")
+    skip_where_refused(x, backend)
+    return x
+
+
+def main(x: inputs.Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, dout = (x.arguments[name] for name in ("q", "k", "v", "dout"))
+    return q, k, v, dout
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_cpu_flash_forward(causal: bool, dtype: torch.dtype) -> None:
+    x = inputs.build(dataclasses.replace(DENSE, causal="top_left" if causal else False), dtype)
+    q, k, v, dout = main(x)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal
+    )
+    out, lse = out.transpose(1, 2), lse.to(inputs.lse_dtype(dtype))
+    x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=x.case.causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_k", [75, 130])
+def test_the_flash_forward(seqlen_k: int, causal: bool, backend: str) -> None:
+    x = on_gpu(dataclasses.replace(DENSE, causal=causal, seqlen_k=seqlen_k), backend)
+    q, k, v, dout = main(x)
+    out, lse, _, _, _ = aten._flash_attention_forward(q, k, v, None, None, 75, seqlen_k, 0.0, causal, False)
+    with flashbwd.use_backend(backend):
+        x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_flash_forward_of_packed_sequences(backend: str) -> None:
+    case = dataclasses.replace(DENSE, seqlens_q=(40, 1, 75), seqlens_k=(60, 80, 75), causal=True)
+    x = on_gpu(case, backend)
+    q, k, v, dout = main(x)
+    lengths = {name: x.arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    out, lse, _, _, _ = aten._flash_attention_forward(q, k, v, *lengths.values(), 0.0, True, False)
+    with flashbwd.use_backend(backend):
+        x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=True, **lengths))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask_type", [0, 1, 2])
+@pytest.mark.parametrize("bias", [None, "bhqk"])
+def test_the_memory_efficient_forward(bias: str | None, mask_type: int, backend: str) -> None:
+    causal = (False, "top_left", True)[mask_type]
+    x = on_gpu(dataclasses.replace(DENSE, causal=causal, seqlen_k=104, bias=bias), backend)
+    q, k, v, dout = main(x)
+    attn_bias = x.arguments["attn_bias"]
+    out, lse, _, _, _, _ = aten._efficient_attention_forward(
+        q, k, v, attn_bias, None, None, None, None, 0.0, mask_type, True
+    )
+    assert lse.shape[-1] == 96  # roundup(75, 32)
+    with flashbwd.use_backend(backend):
+        x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=causal, attn_bias=attn_bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_cudnn_forward(causal: bool, backend: str) -> None:
+    x = on_gpu(dataclasses.replace(DENSE, causal="top_left" if causal else False, heads_kv=2), backend)
+    q, k, v, dout = main(x)
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False
+    )
+    with flashbwd.use_backend(backend):
+        x.check(*flashbwd.attention_backward(dout, q, k, v, out.transpose(1, 2), lse, causal=x.case.causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("forward", ["flash", "efficient32"])
+def test_a_forward_with_dropout(forward: str, backend: str) -> None:
+    """Against PyTorch's own backward of the same call."""
+    x = on_gpu(dataclasses.replace(DENSE, dropout_p=0.25, rng_layout=forward), backend)
+    q, k, v, dout = main(x)
+    if forward == "flash":
+        out, lse, state, unused, _ = aten._flash_attention_forward(q, k, v, None, None, 75, 75, 0.25, False, False)
+        expected = aten._flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, 75, 75, 0.25, False, state, unused
+        )
+        seed, offset = state.view(torch.int64).unbind()
+    else:
+        out, lse, seed, offset, _, _ = aten._efficient_attention_forward(
+            q, k, v, None, None, None, None, None, 0.25, 0, True
+        )
+        *expected, _ = aten._efficient_attention_backward(
+            dout, q, k, v, None, out, None, None, 75, 75, lse, 0.25, seed, offset, 0, False
+        )
+    with flashbwd.use_backend(backend):
+        actual = flashbwd.attention_backward(
+            dout, q, k, v, out, lse, dropout_p=0.25, rng_state=flashbwd.RngState(seed, offset, forward)
+        )
+    for name, a, e in zip(("dq", "dk", "dv"), actual[:3], expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "window", "grouped", "unequal", "bias", "sink", "softcap", "packed"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    case = {
+        "plain": DENSE,
+        "causal": dataclasses.replace(DENSE, causal=True, seqlen_k=90),
+        "window": dataclasses.replace(DENSE, causal=True, window_size=(9, 0)),
+        "grouped": dataclasses.replace(DENSE, heads_kv=1),
+        "unequal": dataclasses.replace(DENSE, head_dim_v=32),
+        "bias": dataclasses.replace(DENSE, bias="1hqk"),
+        "sink": dataclasses.replace(DENSE, sink="finite", seqlen_q=90, causal=True),
+        "softcap": dataclasses.replace(DENSE, softcap=3.0),
+        "packed": dataclasses.replace(DENSE, seqlens_q=(40, 0, 75), seqlens_k=(60, 8, 75), causal=True),
+    }[name]
+    x = inputs.build(case, dtype, "cuda")
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x.arguments[n] for n in LEAVES)]
+    q, k, v, bias, sink = leaves
+    options = {n: x.arguments[n] for n in OPTIONS if n in x.arguments}
+    out, lse = flashbwd.attention(q, k, v, attn_bias=bias, sink=sink, return_lse=True, **options)
+    given = [leaf for leaf in leaves if leaf is not None]
+    grads = iter(torch.autograd.grad(out, given, x.arguments["dout"]))
+    x.check(*(None if leaf is None else next(grads) for leaf in leaves))  # type: ignore[arg-type]
+    torch.testing.assert_close(out.double().cpu(), x.reference.out, rtol=2e-2, atol=2e-2)
+    seen = ~x.reference.empty
+    torch.testing.assert_close(lse.double().cpu()[seen], x.reference.lse[seen], rtol=1e-2, atol=1e-2)
+
+
+LEAVES = ("q", "k", "v", "attn_bias", "sink")
+OPTIONS = ("causal", "window_size", "softcap", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dropout_on_a_gpu_is_one_mask_forward_and_backward(dtype: torch.dtype) -> None:
+    """out is linear in v: its derivative along v is out itself, only if both used one mask."""
+    x = inputs.build(DENSE, dtype, "cuda")
+    q, k, v = (x.arguments[name].detach().requires_grad_() for name in ("q", "k", "v"))
+    out = flashbwd.attention(q, k, v, dropout_p=0.5)
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    along, total = (dv.double() * v.detach().double()).sum(), out.detach().double().sum()
+    scale = out.detach().double().abs().sum()
+    assert abs(float(along - total)) < 1e-2 * float(scale)

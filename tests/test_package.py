@@ -1,0 +1,55 @@
+"""Importing the package, and calling it from several threads."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from kit import cases, inputs
+from support import run
+
+import flashbwd
+
+
+def python(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_starts_no_cuda_and_no_compiler() -> None:
+    heavy = "[m for m in ('torch._inductor.codecache', 'matplotlib', 'transformers') if m in sys.modules]"
+    before = f"import sys, torch; before = {heavy}"
+    assert python(f"{before}; import flashbwd; print(torch.cuda.is_initialized(), {heavy} == before)") == "False True"
+
+
+def test_importing_changes_no_setting_of_torch() -> None:
+    state = "(torch.get_num_threads(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), "
+    state += "torch.get_default_dtype(), torch.backends.cuda.flash_sdp_enabled())"
+    assert python(f"import torch; before = {state}; import flashbwd; print({state} == before)") == "True"
+
+
+@pytest.mark.parametrize("name", flashbwd.__all__)
+def test_public_names_exist_and_are_documented(name: str) -> None:
+    value = getattr(flashbwd, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__doc__
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    names = ["heads_4to2", "bias_bhqk", "varlen_seqused", "dropout_flash_half_causal", "sink", "softcap"]
+    problems = [inputs.build(cases.BY_NAME[name], torch.float32) for name in names] * 4
+    bad = dict(problems[0].arguments) | {"causal": "nowhere"}
+
+    def one(problem: inputs.Inputs) -> None:
+        for _ in range(5):
+            problem.check(*run(problem))
+            with pytest.raises(ValueError, match="causal is nowhere"):
+                flashbwd.attention_backward(**bad)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, problems))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,14 +18,14 @@ MASK32 = 2**32 - 1
     ("rounds", "words"),
     [(10, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"), (7, "5f6fb709 0d893f64 4f121f81 4f730a48")],
 )
-def test_zero_counter_and_key_give_the_published_words(rounds, words):
+def test_zero_counter_and_key_give_the_published_words(rounds: int, words: str) -> None:
     expected = [int(word, 16) for word in words.split()]
     zero = torch.zeros((), dtype=torch.int64)
     assert [int(word) for word in philox.philox4x32((zero, zero, zero, zero), (0, 0), rounds)] == expected
     assert philox.philox4x32((0, 0, 0, 0), (0, 0), rounds) == expected
 
 
-def test_ten_rounds_match_the_published_vectors_of_other_counters():
+def test_ten_rounds_match_the_published_vectors_of_other_counters() -> None:
     ones = MASK32
     assert philox.philox4x32((ones, ones, ones, ones), (ones, ones), 10) == [
         0x408F276D,
@@ -31,7 +34,7 @@ def test_ten_rounds_match_the_published_vectors_of_other_counters():
         0x6D5451FD,
     ]
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-    tensors = tuple(torch.tensor([word]) for word in pi)
+    tensors: Any = tuple(torch.tensor([word]) for word in pi)
     words = philox.philox4x32(tensors, (0xA4093822, 0x299F31D0), 10)
     assert [int(word) for word in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
@@ -67,7 +70,7 @@ def scalar_keep(
 @pytest.mark.parametrize("layout", philox.LAYOUTS)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.83])
 @pytest.mark.parametrize(("seed", "offset"), [(0, 0), (0x0123456789ABCDEF, 7), (2**64 - 3, 2**33 + 1), (5, 2**64 - 30)])
-def test_tile_matches_a_scalar_reading_of_the_numbering(layout, p, seed, offset):
+def test_tile_matches_a_scalar_reading_of_the_numbering(layout: str, p: float, seed: int, offset: int) -> None:
     rows, cols, bhs = (13, 35), (27, 71), (0, 3, 10)
     sizes = {"seqlen_k": 75, "max_seqlen_q": 40, "max_seqlen_k": 80}
     device = torch.device("cpu")
@@ -89,7 +92,7 @@ def test_tile_matches_a_scalar_reading_of_the_numbering(layout, p, seed, offset)
 
 
 @pytest.mark.parametrize("layout", ["efficient32", "efficient64"])
-def test_numbers_beyond_32_bits_wrap_only_in_the_32_bit_numbering(layout):
+def test_numbers_beyond_32_bits_wrap_only_in_the_32_bit_numbering(layout: str) -> None:
     sk = 70001
     row = 2**32 // sk
     sizes = {"seqlen_k": sk, "max_seqlen_q": 70003, "max_seqlen_k": sk}
@@ -104,25 +107,25 @@ def test_numbers_beyond_32_bits_wrap_only_in_the_32_bit_numbering(layout):
 
 
 @pytest.mark.parametrize("layout", philox.LAYOUTS)
-def test_tiles_put_together_are_the_whole_mask(layout):
-    sizes = {"seqlen_k": 90, "max_seqlen_q": 50, "max_seqlen_k": 90}
-    arguments = (layout, 77, 12, 0.3, torch.arange(3))
-    whole = philox.keep_mask(*arguments, (0, 50), (0, 90), **sizes)
+def test_tiles_put_together_are_the_whole_mask(layout: str) -> None:
+    sizes: Any = {"seqlen_k": 90, "max_seqlen_q": 50, "max_seqlen_k": 90}
+    mask: Any = functools.partial(philox.keep_mask, layout, 77, 12, 0.3, torch.arange(3), **sizes)
+    whole = mask((0, 50), (0, 90))
     for rows in ((0, 17), (17, 50)):
         for cols in ((0, 33), (33, 34), (34, 90)):
-            part = philox.keep_mask(*arguments, rows, cols, **sizes)
+            part = mask(rows, cols)
             assert torch.equal(part, whole[:, rows[0] : rows[1], cols[0] : cols[1]])
 
 
 @pytest.mark.parametrize("layout", philox.LAYOUTS)
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_share_of_kept_elements_is_one_minus_p(layout, p):
+def test_share_of_kept_elements_is_one_minus_p(layout: str, p: float) -> None:
     sizes = {"seqlen_k": 512, "max_seqlen_q": 512, "max_seqlen_k": 512}
     mask = philox.keep_mask(layout, 1234, 0, p, torch.arange(4), (0, 512), (0, 512), **sizes)
     assert mask.float().mean().item() == pytest.approx(1.0 - p, abs=0.005)
 
 
-def test_seeds_are_read_from_ints_and_tensors_alike():
+def test_seeds_are_read_from_ints_and_tensors_alike() -> None:
     device = torch.device("cpu")
     top = 2**64 - 5
     assert philox.as_word64(top, device) == -5
@@ -130,13 +133,13 @@ def test_seeds_are_read_from_ints_and_tensors_alike():
     assert philox.as_word64(torch.tensor([top], dtype=torch.uint64), device) == -5
 
 
-def test_scale_is_rounded_to_the_inputs_dtype_by_the_memory_efficient_forward_only():
+def test_scale_is_rounded_to_the_inputs_dtype_by_the_memory_efficient_forward_only() -> None:
     assert philox.keep_scale("flash", 0.1, torch.bfloat16) == 1.0 / 0.9
     assert philox.keep_scale("efficient64", 0.1, torch.float64) == 1.0 / 0.9
     assert philox.keep_scale("efficient64", 0.1, torch.bfloat16) == float(torch.tensor(1.0 / 0.9).bfloat16())
 
 
-def test_unknown_layout_is_named():
+def test_unknown_layout_is_named() -> None:
     with pytest.raises(ValueError, match="'cudnn'"):
         philox.keep_mask(
             "cudnn", 0, 0, 0.1, torch.arange(1), (0, 1), (0, 1), seqlen_k=1, max_seqlen_q=1, max_seqlen_k=1

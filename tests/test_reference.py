@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +23,30 @@ from flashbwd.reference import blocks
 CAUSAL = {False: "none", True: "bottom_right", "top_left": "top_left"}
 
 
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def poisoned_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.full_like(x, torch.nan, dtype=dtype or x.dtype)
 
 
-def run_backward(
-    arguments: dict[str, Any], rng_state: Any = None, **outputs: Tensor | None
-) -> dict[str, Tensor | None]:
+def run_backward(arguments: dict[str, Any], rng_state: Any = None, **outputs: Tensor | None) -> dict[str, Any]:
     """Call with the keywords of the public function; outputs hold NaN before."""
     a = arguments
     q, k, v, bias, sink = a["q"], a["k"], a["v"], a["attn_bias"], a["sink"]
     seed, offset, layout = rng_state or (None, None, "")
     varlen = a["cu_seqlens_q"] is not None
     inputs_of = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dsink": sink}
-    grads = {name: None if x is None else poisoned_like(x) for name, x in inputs_of.items() if name not in outputs}
+    grads: dict[str, Any] = {
+        name: None if x is None else poisoned_like(x) for name, x in inputs_of.items() if name not in outputs
+    }
     grads |= outputs
     arguments_in_order = (
         a["dout"],
@@ -76,41 +88,46 @@ def check(case: cases.Case, dtype: torch.dtype, seed: int = 0) -> None:
     x.check(**run_backward(x.arguments, x.rng_state()))
 
 
+def set_tiles(monkeypatch: pytest.MonkeyPatch, tile: blocks.TileSize) -> None:
+    monkeypatch.setattr(blocks, "_CPU_TILE", tile)
+    monkeypatch.setattr(blocks, "_CPU_SHARED_TILE", tile)
+
+
 @pytest.fixture
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that little inputs have many of them, and several chunks of heads."""
-    monkeypatch.setattr(blocks, "_CPU_TILE", (8, 16, 2 * 8 * 16))
+    set_tiles(monkeypatch, blocks.TileSize(8, 16, 2 * 8 * 16))
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_gradients_match_the_oracle(case):
+def test_gradients_match_the_oracle(case: cases.Case) -> None:
     check(case, torch.float64)
 
 
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_gradients_match_the_oracle_when_cut_into_many_tiles(case):
+def test_gradients_match_the_oracle_when_cut_into_many_tiles(case: cases.Case) -> None:
     check(case, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_gradients_obey_the_tolerance_rule(case, dtype):
+def test_gradients_obey_the_tolerance_rule(case: cases.Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-@given(cases.any_case(), st.integers(0, 1000), st.sampled_from([(256, 256, 8 * 256 * 256), (5, 7, 70), (16, 16, 256)]))
-def test_random_cases_match_the_oracle(case, seed, tile):
-    before = blocks._CPU_TILE
-    blocks._CPU_TILE = tile
-    try:
+TILES = [blocks._CPU_SHARED_TILE, blocks.TileSize(5, 7, 70), blocks.TileSize(16, 16, 256)]
+
+
+@given(cases.any_case(), st.integers(0, 1000), st.sampled_from(TILES), st.sampled_from([1, 3]))
+def test_random_cases_match_the_oracle(case: cases.Case, seed: int, tile: blocks.TileSize, count: int) -> None:
+    with threads(count), pytest.MonkeyPatch.context() as monkeypatch:
+        set_tiles(monkeypatch, tile)
         check(case, torch.float64, seed)
-    finally:
-        blocks._CPU_TILE = before
 
 
 @pytest.mark.parametrize("case", cases.with_prefix("varlen", "heads", "layout", "dense_seqused"), ids=str)
-def test_gradients_go_to_fp32_and_strided_outputs_of_16_bit_inputs(case):
+def test_gradients_go_to_fp32_and_strided_outputs_of_16_bit_inputs(case: cases.Case) -> None:
     x = inputs.build(case, torch.bfloat16)
     wide = {
         f"d{name}": inputs.lay_out("odd_strides", poisoned_like(x.arguments[name], torch.float32)) for name in "qkv"
@@ -145,7 +162,7 @@ def forward_of(x: inputs.Inputs) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_forward_matches_the_oracle(case):
+def test_forward_matches_the_oracle(case: cases.Case) -> None:
     x = inputs.build(case, torch.float64)
     out, lse = forward_of(x)
     empty = x.reference.empty
@@ -155,7 +172,7 @@ def test_forward_matches_the_oracle(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_forward_rounds_its_output_only(dtype):
+def test_forward_rounds_its_output_only(dtype: torch.dtype) -> None:
     x = inputs.build(cases.BY_NAME["bias_softcap_alibi_sink"], dtype)
     out, lse = forward_of(x)
     assert out.dtype == dtype
@@ -165,7 +182,7 @@ def test_forward_rounds_its_output_only(dtype):
 
 
 @pytest.mark.parametrize("name", ["heads_6to2", "varlen_unequal", "bias_1hqk", "dropout_flash_small"])
-def test_results_repeat_bit_for_bit(name):
+def test_results_repeat_bit_for_bit(name: str) -> None:
     x = inputs.build(cases.BY_NAME[name], torch.float32)
     first, second = (run_backward(x.arguments, x.rng_state()) for _ in range(2))
     for key, value in first.items():
@@ -173,7 +190,7 @@ def test_results_repeat_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("name", ["bias_softcap", "varlen_bias", "dropout_flash_small"])
-def test_inputs_are_not_written_to(name):
+def test_inputs_are_not_written_to(name: str) -> None:
     x = inputs.build(cases.BY_NAME[name], torch.float32)
     before = {key: tensor.clone() for key, tensor in x.tensors().items()}
     run_backward(x.arguments, x.rng_state())
@@ -181,7 +198,7 @@ def test_inputs_are_not_written_to(name):
         torch.testing.assert_close(tensor, before[key], rtol=0, atol=0, equal_nan=True, msg=key)
 
 
-def test_autocast_changes_nothing():
+def test_autocast_changes_nothing() -> None:
     x = inputs.build(cases.BY_NAME["softcap"], torch.float32)
     plain = run_backward(x.arguments)
     with torch.autocast("cpu", torch.bfloat16):
@@ -189,7 +206,7 @@ def test_autocast_changes_nothing():
     assert torch.equal(plain["dq"], within["dq"])
 
 
-def test_extreme_lse_in_rows_without_keys_gives_exact_zeros():
+def test_extreme_lse_in_rows_without_keys_gives_exact_zeros() -> None:
     case = cases.Case("empty", batch=1, seqlen_q=50, seqlen_k=11, causal=True, dlse=True)
     x = inputs.build(case, torch.float32)
     x.arguments["softmax_lse"] = x.arguments["softmax_lse"].clone()
@@ -202,13 +219,66 @@ def test_extreme_lse_in_rows_without_keys_gives_exact_zeros():
         x.check(**grads)
 
 
+@pytest.mark.parametrize("name", ["heads_6to2", "varlen_many", "bias_bh1k", "sink", "dropout_efficient32_small"])
+def test_thread_count_does_not_show_in_the_results(name: str) -> None:
+    x = inputs.build(replace(cases.BY_NAME[name], heads=6, heads_kv=3), torch.float32)
+    results = []
+    for count in (2, 3):
+        with threads(count):
+            results.append(run_backward(x.arguments, x.rng_state()) | {"out": forward_of(x)[0]})
+    for key, value in results[0].items():
+        assert value is None or torch.equal(value, results[1][key])
+
+
+def test_inference_mode_reaches_the_threads() -> None:
+    case = cases.BY_NAME["heads_4to2"]
+    x = inputs.build(case, torch.float32)
+    with torch.inference_mode(), threads(2):
+        grads = run_backward(x.arguments)
+    assert grads["dq"] is not None
+    assert grads["dq"].is_inference()
+    x.check(**grads)
+
+
+def run_in_child(x: inputs.Inputs, pipe: Any) -> None:
+    pipe.send(float(run_backward(x.arguments)["dq"].sum()))
+
+
+def test_a_forked_child_starts_threads_of_its_own() -> None:
+    x = inputs.build(cases.BY_NAME["heads_4to2"], torch.float32)
+    with threads(2):
+        expected = float(run_backward(x.arguments)["dq"].sum())
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+            child = context.Process(target=run_in_child, args=(x, theirs))
+            child.start()
+        assert ours.poll(60)
+        assert ours.recv() == expected
+        child.join()
+
+
 class Operators(TorchDispatchMode):
-    """Records every operator called, and the largest tensor that one of them made."""
+    """Records every operator called, and the largest tensor that one of them made.
+
+    A mode sees its own thread, so the work must stay there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
         self.largest = 0
+        self._one_thread = threads(1)
+
+    def __enter__(self) -> Operators:
+        self._one_thread.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._one_thread.__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -252,14 +322,14 @@ def void(_: Any) -> None:
 
 
 @pytest.mark.parametrize("case", VARIETY, ids=str)
-def test_no_tensor_is_as_large_as_the_score_matrix(case):
+def test_no_tensor_is_as_large_as_the_score_matrix(case: cases.Case) -> None:
     backward = backward_without_oracle(case)
     with Operators() as seen:
         backward()
     assert 0 < seen.largest <= case.seqlen_q * case.seqlen_k // 2
 
 
-def test_forward_has_no_tensor_as_large_as_the_score_matrix():
+def test_forward_has_no_tensor_as_large_as_the_score_matrix() -> None:
     q = torch.randn(1, 2048, 2, 8)
     with Operators() as seen:
         reference.attention_forward(q, q, q, causal="bottom_right", softcap=2.0)
@@ -279,14 +349,14 @@ def norms() -> None:
     [backward_without_oracle(case) for case in VARIETY] + [norms],
     ids=[case.name for case in VARIETY] + ["norms"],
 )
-def test_only_matrix_products_elementwise_operators_and_reductions_are_called(call):
+def test_only_matrix_products_elementwise_operators_and_reductions_are_called(call: Callable[[], None]) -> None:
     with Operators() as seen:
         call()
     forbidden = ("attention", "norm", "flash", "softmax", "flex", "mkldnn", "linear", "cudnn")
     assert not [name for name in seen.names if any(word in name for word in forbidden)]
 
 
-def test_bias_gradient_of_a_dense_broadcast_needs_no_second_score_matrix():
+def test_bias_gradient_of_a_dense_broadcast_needs_no_second_score_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, length = 3, 512
     q = torch.randn(2, length, heads, 8, dtype=torch.bfloat16)
     bias = torch.zeros(1, 1, length, length, dtype=torch.bfloat16)
@@ -294,13 +364,9 @@ def test_bias_gradient_of_a_dense_broadcast_needs_no_second_score_matrix():
     lse = torch.full((2, heads, length), 7.0)
     arguments = x.arguments | {"q": q, "k": q, "v": q, "out": q, "dout": q, "softmax_lse": lse, "attn_bias": bias}
     dbias = poisoned_like(bias)
-    before = blocks._CPU_TILE
-    blocks._CPU_TILE = (64, 64, 2 * 64 * 64)
-    try:
-        with Operators() as seen:
-            run_backward(arguments, dbias=dbias)
-    finally:
-        blocks._CPU_TILE = before
+    set_tiles(monkeypatch, blocks.TileSize(64, 64, 2 * 64 * 64))
+    with Operators() as seen:
+        run_backward(arguments, dbias=dbias)
     assert 0 < seen.largest < length * length // 2
     assert dbias.isfinite().all()
 
@@ -310,7 +376,7 @@ def test_bias_gradient_of_a_dense_broadcast_needs_no_second_score_matrix():
 SHAPES = [(0, 8), (1, 1), (7, 5), (3, 4, 33), (2, 1000), (300,), (2, 3, 0)]
 
 
-def check_norm(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def check_norm(got: Tensor, expected: Any, dtype: torch.dtype) -> None:
     tolerances = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
     largest = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerances[dtype] * largest)
@@ -321,7 +387,9 @@ def check_norm(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_gamma", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norm_forward_and_gradients_match_the_oracle(shape, dtype, with_gamma, zero_centered, rms):
+def test_norm_forward_and_gradients_match_the_oracle(
+    shape: tuple[int, ...], dtype: torch.dtype, with_gamma: bool, zero_centered: bool, rms: bool
+) -> None:
     generator = torch.Generator().manual_seed(3)
     x, dz, dresidual = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
     gamma = torch.randn(shape[-1], generator=generator, dtype=torch.float64).to(dtype) if with_gamma else None
@@ -335,11 +403,11 @@ def test_norm_forward_and_gradients_match_the_oracle(shape, dtype, with_gamma, z
         )
     if rms:
         z, rs = reference.rms_norm_forward(x, gamma, 1e-5, zero_centered)
-        dx, dgamma = reference.rms_norm_backward(dz, x, rs, gamma, dresidual, zero_centered)
-        dbeta = None
+        gradients: Any = *reference.rms_norm_backward(dz, x, rs, gamma, dresidual, zero_centered), None
     else:
         z, mu, rs = reference.layer_norm_forward(x, gamma, None, 1e-5, zero_centered)
-        dx, dgamma, dbeta = reference.layer_norm_backward(dz, x, mu, rs, gamma, dresidual, zero_centered)
+        gradients = reference.layer_norm_backward(dz, x, mu, rs, gamma, dresidual, zero_centered)
+    dx, dgamma, dbeta = gradients
     if shape[-1] == 0:
         assert dx.shape == x.shape
         return
@@ -353,7 +421,7 @@ def test_norm_forward_and_gradients_match_the_oracle(shape, dtype, with_gamma, z
         check_norm(dbeta, expected.dbeta, dtype)
 
 
-def test_norm_takes_16_bit_statistics_columns_and_strided_rows():
+def test_norm_takes_16_bit_statistics_columns_and_strided_rows() -> None:
     wide = torch.randn(6, 9, 40)
     x, dz = wide[:, ::2, :20], wide.transpose(0, 1)[1:6, :, 20:].transpose(0, 1)
     z, mu, rs = reference.layer_norm_forward(x)
@@ -369,16 +437,16 @@ def test_norm_takes_16_bit_statistics_columns_and_strided_rows():
             torch.testing.assert_close(a, b)
 
 
-def test_norm_writes_permuted_outputs():
+def test_norm_writes_permuted_outputs() -> None:
     x = torch.randn(4, 6, 5).permute(1, 0, 2)[:, :, :]
     dz = torch.randn(6, 4, 5)
     _, mu, rs = reference.layer_norm_forward(x)
-    dx = reference.layer_norm_backward(dz, x, mu, rs)[0]
+    dx: Any = reference.layer_norm_backward(dz, x, mu, rs)[0]
     assert dx.stride() == torch.empty_like(x).stride()
     torch.testing.assert_close(dx, reference.layer_norm_backward(dz, x.contiguous(), mu, rs)[0])
 
 
-def test_norm_output_mask_leaves_out_what_is_not_asked_for():
+def test_norm_output_mask_leaves_out_what_is_not_asked_for() -> None:
     x, gamma = torch.randn(4, 8), torch.randn(8)
     _, mu, rs = reference.layer_norm_forward(x, gamma)
     for mask in [(True, False, False), (False, True, False), (False, False, True), (False, False, False)]:
@@ -386,7 +454,7 @@ def test_norm_output_mask_leaves_out_what_is_not_asked_for():
         assert tuple(value is not None for value in got) == mask
 
 
-def test_norm_chunks_of_rows_do_not_show(monkeypatch):
+def test_norm_chunks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashbwd.reference import norms as module
 
     x, dz, gamma = torch.randn(50, 16), torch.randn(50, 16), torch.randn(16)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashbwd.reference.spans import narrow_broadcast
+from flashbwd.reference.spans import Span, narrow_broadcast
 
-# Queries (of all heads of a group together) and keys of a tile, and elements of a tile over all heads that are worked
-# on together. docs/kernels/reference.md has the measurements.
-_CPU_TILE = (256, 256, 8 * 256 * 256)
-_CUDA_TILE = (512, 1024, 32 * 512 * 1024)
+
+@dataclass(frozen=True)
+class TileSize:
+    """Queries (of all heads of a group together) and keys of a tile, and elements of the tiles of one operator call."""
+
+    rows: int
+    keys: int
+    elements: int
+
+
+# docs/kernels/reference.md has the measurements.
+_CPU_TILE = TileSize(256, 256, 256 * 256)  # each thread works on its own heads
+_CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256)  # threads share each operator
+_CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024)
 
 
 @dataclass(frozen=True)
@@ -27,23 +37,25 @@ class Cut:
     heads_kv: int
 
     @staticmethod
-    def of(device: torch.device, batches: int, heads_kv: int, group: int, sq: int, sk: int, whole: bool = False) -> Cut:
-        """Choose for a span; `whole` asks for all its heads in one chunk."""
-        rows, block_k, elements = _CPU_TILE if device.type == "cpu" else _CUDA_TILE
-        block_q = min(max(rows // group, 1), sq)
-        block_k = min(block_k, sk)
-        items = max(elements // (block_q * group * block_k), 1)
-        if whole:
-            while batches * heads_kv > items and (block_q > 16 or block_k > 64):
-                if block_q * group >= block_k and block_q > 16:
-                    block_q = -(-block_q // 2)
-                else:
-                    block_k = -(-block_k // 2)
-                items = max(elements // (block_q * group * block_k), 1)
-            return Cut(block_q, block_k, batches, heads_kv)
+    def of(tile: TileSize, span: Span, heads_kv: int, group: int, most_items: int) -> Cut:
+        """Cut into chunks of at most `most_items` pairs of a sequence and a KV head."""
+        block_q = min(max(tile.rows // group, 1), span.sq)
+        block_k = min(tile.keys, span.sk)
+        items = min(max(tile.elements // (block_q * group * block_k), 1), max(most_items, 1))
         if items < heads_kv:
             return Cut(block_q, block_k, 1, items)
-        return Cut(block_q, block_k, min(items // heads_kv, batches), heads_kv)
+        return Cut(block_q, block_k, min(items // heads_kv, span.batches), heads_kv)
+
+    @staticmethod
+    def whole(tile: TileSize, span: Span, heads_kv: int, group: int) -> Cut:
+        """One chunk of all heads, with smaller blocks to make up for it."""
+        block_q, block_k = min(max(tile.rows // group, 1), span.sq), min(tile.keys, span.sk)
+        while span.batches * heads_kv * block_q * group * block_k > tile.elements and max(block_q, block_k) > 16:
+            if block_q * group >= block_k and block_q > 16:
+                block_q = -(-block_q // 2)
+            else:
+                block_k = -(-block_k // 2)
+        return Cut(block_q, block_k, span.batches, heads_kv)
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,11 @@ class Chunk:
     @property
     def query_heads(self) -> int:
         return self.heads * self.group
+
+    @property
+    def query_range(self) -> slice:
+        """Query heads, among all."""
+        return slice(self.head0 * self.group, self.head0 * self.group + self.query_heads)
 
     def of_queries(self, tensor: Tensor) -> Tensor:
         """(batches, query heads, rows, dim) of (batches, rows, H, dim)."""
@@ -153,6 +170,50 @@ class Band:
             tile.tril_(upper)
         if lower is not None:
             tile.triu_(lower)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Work that stands alone: all queries of a few heads of a span."""
+
+    span: Span
+    band: Band
+    cut: Cut
+    chunk: Chunk
+
+
+def cut_into_pieces(
+    spans: Sequence[Span],
+    q: Tensor,
+    k: Tensor,
+    causal: str,
+    window: tuple[int, int],
+    *,
+    independent: bool = True,
+    one_chunk: bool = False,
+) -> tuple[list[Piece], int]:
+    """The pieces of a call that see any keys, and on how many CPU threads to run them side by side.
+
+    Pieces that write to places of their own (`independent`) get a thread each if that keeps all threads busy. Else one
+    runs after the other, and threads share each operator. `one_chunk` asks for all heads of a span in one piece.
+    """
+    heads_kv = k.shape[-2]
+    group = q.shape[-2] // max(heads_kv, 1)
+    items = sum(span.batches for span in spans) * heads_kv
+    threads = torch.get_num_threads() if q.device.type == "cpu" else 1
+    alone = threads == 1 or not independent or items < threads
+    tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if alone else _CPU_TILE
+    pieces = []
+    for span in spans:
+        band = Band.of(span.sq, span.sk, causal, *window)
+        if band.rows() == (0, 0) or span.batches * heads_kv == 0:
+            continue
+        if one_chunk:
+            cut = Cut.whole(tile, span, heads_kv, group)
+        else:
+            cut = Cut.of(tile, span, heads_kv, group, items if alone else items // threads)
+        pieces += [Piece(span, band, cut, chunk) for chunk in chunks(span.batches, heads_kv, group, cut)]
+    return pieces, 1 if alone else threads
 
 
 def arange(bounds: tuple[int, int], device: torch.device) -> Tensor:

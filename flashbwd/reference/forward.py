@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from flashbwd.reference.blocks import Band, Chunk, Cut, chunks
+from flashbwd.reference.blocks import Piece, cut_into_pieces
 from flashbwd.reference.scores import AdditiveTerms, Dropout, accumulation_dtype, operand
-from flashbwd.reference.spans import Span, split_spans
+from flashbwd.reference.spans import split_spans
+from flashbwd.reference.workers import run_all
 
 
 def attention_forward(
@@ -55,33 +58,28 @@ def attention_forward(
             max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         dropout = Dropout.of(q, rng_layout, rng_seed, rng_offset, dropout_p, max_seqlen_q, max_seqlen_k)
-        heads, heads_kv = q.shape[-2], k.shape[-2]
-        group = heads // max(heads_kv, 1)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        rows_shape = (heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1])
+        rows_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = q.new_full(rows_shape, -torch.inf, dtype=dtype)
 
-        for span in split_spans(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
-            band = Band.of(span.sq, span.sk, causal, window_left, window_right)
-            if band.rows() == (0, 0) or span.batches == 0 or heads == 0:
-                continue
-            cut = Cut.of(q.device, span.batches, heads_kv, group, span.sq, span.sk)
-            for chunk in chunks(span.batches, heads_kv, group, cut):
-                terms = AdditiveTerms.of(span, chunk, band, attn_bias, alibi_slopes, dtype)
-                _chunk_forward(q, k, v, out, lse, span, chunk, band, cut, terms, scale, softcap, sink, dropout)
+        spans = split_spans(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        pieces, threads = cut_into_pieces(spans, q, k, causal, (window_left, window_right))
+
+        def run(piece: Piece) -> None:
+            terms = AdditiveTerms.of(piece.span, piece.chunk, piece.band, attn_bias, alibi_slopes, dtype)
+            _piece_forward(q, k, v, out, lse, piece, terms, scale, softcap, sink, dropout)
+
+        run_all([functools.partial(run, piece) for piece in pieces], threads)
     return out, lse
 
 
-def _chunk_forward(
+def _piece_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    span: Span,
-    chunk: Chunk,
-    band: Band,
-    cut: Cut,
+    piece: Piece,
     terms: AdditiveTerms,
     scale: float,
     softcap: float,
@@ -89,6 +87,7 @@ def _chunk_forward(
     dropout: Dropout | None,
 ) -> None:
     """All queries of a few heads; shapes as in the backward."""
+    span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
     dtype, items = lse.dtype, chunk.items
     first_row, last_row = band.rows()
     key0, key1 = band.keys((first_row, last_row))
@@ -134,8 +133,7 @@ def _chunk_forward(
         weighted.div_(total.masked_fill(total == 0.0, 1.0))
         result = weighted.view(*by_row, -1)
         if sink is not None:
-            mine = slice(chunk.head0 * chunk.group, chunk.head0 * chunk.group + chunk.query_heads)
-            with_sink = torch.logaddexp(row_lse, sink[mine].to(dtype)[:, None, None])
+            with_sink = torch.logaddexp(row_lse, sink[chunk.query_range].to(dtype)[:, None, None])
             with_sink = torch.where(row_lse == -torch.inf, row_lse, with_sink)
             result = result * (row_lse - with_sink).exp().nan_to_num(0.0)
             row_lse = with_sink

@@ -1,0 +1,55 @@
+"""The CPU threads of the reference backend: order, errors, and whose number of threads they change."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+
+from flashbwd.reference.workers import run_all
+
+
+def test_results_come_in_the_order_of_the_tasks() -> None:
+    tasks = [functools.partial(divmod, n, 7) for n in range(50)]
+    assert run_all(tasks, 3) == [divmod(n, 7) for n in range(50)]
+
+
+def test_workers_run_operators_on_one_thread_and_the_caller_keeps_its_number() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        # Only a thread that has run an operator shows what number it runs with.
+        numbers = run_all([lambda: (torch.ones(1 << 17).exp_(), torch.get_num_threads())[1] for _ in range(12)], 3)
+        assert numbers == [1] * 12
+        assert torch.get_num_threads() == 3
+        later: list[int] = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [3]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_thread_is_the_callers() -> None:
+    assert set(run_all([threading.get_ident] * 4, 1)) == {threading.get_ident()}
+
+
+def test_no_more_threads_work_than_asked_for() -> None:
+    run_all([int] * 8, 4)
+    assert len(set(run_all([threading.get_ident] * 40, 2))) <= 2
+
+
+def test_gradients_are_not_recorded() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    assert not any(result.requires_grad for result in run_all([lambda: weight * 2] * 4, 2))
+
+
+def test_an_error_in_a_task_is_raised() -> None:
+    def fail() -> int:
+        raise ValueError("of a task")
+
+    with pytest.raises(ValueError, match="of a task"):
+        run_all([fail] * 3, 2)

@@ -1,0 +1,48 @@
+// Where the two fp32 numbers of a query row lie that every kernel family reads: lse * log2(e) and
+// delta = rowsum(dout * out) - dlse. The rows of each (sequence, head) are padded to a multiple of kRowPadding, so that
+// a tile of rows is one aligned copy; padding holds lse = +inf (probability 0) and delta = 0, as do empty rows.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/macros.h"
+
+namespace flashbwd {
+
+constexpr int64_t kRowPadding = 128;
+
+struct RowStatistics {
+  float* lse_log2 = nullptr;
+  float* delta = nullptr;
+  int64_t batch_stride = 0;  // 0 when packed
+  int64_t head_stride = 0;
+
+  FLASHBWD_HOST_DEVICE static constexpr int64_t padded(int64_t rows) {
+    return (rows + kRowPadding - 1) / kRowPadding * kRowPadding;
+  }
+
+  // Rows of one array, all heads and sequences.
+  static constexpr int64_t rows(bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t total_q) {
+    return varlen ? heads * padded(total_q + batch * kRowPadding) : batch * heads * padded(seqlen_q);
+  }
+
+  // `storage` holds 2 * rows(...) floats.
+  static RowStatistics make(float* storage, bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q,
+                            int64_t total_q) {
+    RowStatistics statistics;
+    statistics.lse_log2 = storage;
+    statistics.delta = storage + rows(varlen, batch, heads, seqlen_q, total_q);
+    statistics.head_stride = varlen ? padded(total_q + batch * kRowPadding) : padded(seqlen_q);
+    statistics.batch_stride = varlen ? 0 : heads * statistics.head_stride;
+    return statistics;
+  }
+
+  // Index of row 0 of (batch, head). `begin_q` is the first packed row of the sequence, 0 when dense.
+  FLASHBWD_HOST_DEVICE int64_t index(int64_t batch, int64_t head, int64_t begin_q) const {
+    const int64_t sequence =
+        batch_stride != 0 ? batch * batch_stride : (begin_q + batch * kRowPadding) / kRowPadding * kRowPadding;
+    return sequence + head * head_stride;
+  }
+};
+
+}  // namespace flashbwd

@@ -1,0 +1,41 @@
+// One sequence of the batch as a kernel sees it.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "schedule.h"
+
+namespace flashbwd {
+
+struct Sequence {
+  int32_t rows_q = 0;  // physical: what gradients must be written for
+  int32_t rows_k = 0;
+  int32_t seqlen_q = 0;  // logical: what takes part
+  int32_t seqlen_k = 0;
+  int64_t begin_q = 0;  // first row in packed tensors; 0 when dense
+  int64_t begin_k = 0;
+};
+
+inline __device__ Sequence load_sequence(const AttentionBackwardParams& params, int32_t batch) {
+  Sequence sequence;
+  sequence.rows_q = params.seqlen_q;
+  sequence.rows_k = params.seqlen_k;
+  if (params.cu_seqlens_q != nullptr) {
+    sequence.begin_q = params.cu_seqlens_q[batch];
+    sequence.rows_q = params.cu_seqlens_q[batch + 1] - params.cu_seqlens_q[batch];
+  }
+  if (params.cu_seqlens_k != nullptr) {
+    sequence.begin_k = params.cu_seqlens_k[batch];
+    sequence.rows_k = params.cu_seqlens_k[batch + 1] - params.cu_seqlens_k[batch];
+  }
+  sequence.seqlen_q = params.seqused_q != nullptr ? min(params.seqused_q[batch], sequence.rows_q) : sequence.rows_q;
+  sequence.seqlen_k = params.seqused_k != nullptr ? min(params.seqused_k[batch], sequence.rows_k) : sequence.rows_k;
+  return sequence;
+}
+
+inline __device__ Visibility visibility_of(const AttentionBackwardParams& params, const Sequence& sequence) {
+  return make_visibility(sequence.seqlen_q, sequence.seqlen_k, params.window_left, params.window_right, params.causal);
+}
+
+}  // namespace flashbwd

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Usage: test_wheel.sh WHEEL TORCH_REQUIREMENT [PYTEST_ARGUMENTS...]
-# Installs a built wheel beside a torch (for example torch==2.10.0) in a fresh environment, without a compiler, and
-# runs the tests against it. KEEP=1 keeps the environment.
+# Usage: test_wheel.sh WHEEL TORCH_REQUIREMENT [tests [PYTEST_ARGUMENTS...]]
+# Installs a built wheel beside a torch (for example torch==2.10.0) in a fresh environment and checks it there; with
+# the word tests, runs the whole test suite against it too, for which g++ compiles what only the tests load.
+# KEEP=1 keeps the environment.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-wheel=$(realpath "$1") torch=$2
-shift 2
+wheel=$(realpath "$1") torch=$2 suite=${3:-}
+shift $(($# < 3 ? $# : 3))
 environment=$(mktemp -d)
 [ "${KEEP:-}" ] || trap 'rm -rf "$environment"' EXIT
 
@@ -13,6 +14,8 @@ environment=$(mktemp -d)
 "$environment/bin/pip" install --quiet "$torch" "$wheel[test]"
 cd "$environment" # not the source tree: the installed package is what is tested
 bin/python "$root/scripts/smoke.py"
-if [ $# -gt 0 ]; then
-    bin/pytest --rootdir "$root" -c "$root/pyproject.toml" -o cache_dir=/tmp/flashbwd_pytest_cache "$@"
+if [ "$suite" = tests ]; then
+    bin/pip install --quiet ninja "setuptools>=77"
+    (cd "$root" && FLASHBWD_CUDA=0 "$environment/bin/python" setup.py -q build_test_modules)
+    bin/pytest --rootdir "$root" -c "$root/pyproject.toml" "$root/tests" "$@"
 fi

@@ -143,7 +143,8 @@ def run_case(
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
     results: dict[str, PeerResult] = {}
     ready: dict[str, list[Prepared]] = {}
-    torch.compiler.reset()
+    if any(peer.compiled for peer in peers):
+        torch.compiler.reset()  # else it falls back to eager after a few shapes
     for peer in peers:
         try:
             prepared = [peer.prepare(case, x) for x in inputs]

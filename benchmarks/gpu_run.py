@@ -114,9 +114,10 @@ def build_steps() -> Iterator[Step]:
         yield Step("build", "test modules", [sys.executable, "setup.py", "build_test_modules"], plain)
 
 
-def check_steps() -> Iterator[Step]:
+def check_steps(out: Path) -> Iterator[Step]:
     yield Step("check", "python -m flashbwd", [sys.executable, "-m", "flashbwd"], plain)
-    yield Step("check", "example", [sys.executable, "examples/train_gpt.py"], plain)
+    example = [sys.executable, "examples/train_gpt.py", "--out", str(out / "example")]
+    yield Step("check", "example", example, plain)
 
 
 def test_steps(out: Path, jobs: int) -> Iterator[Step]:
@@ -156,7 +157,7 @@ def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Ste
     if stage == "build":
         return build_steps()
     if stage == "check":
-        return check_steps()
+        return check_steps(out)
     if stage == "tests":
         return test_steps(out, options.jobs)
     if stage == "sanitizer":

@@ -1,0 +1,82 @@
+"""What runs under compute-sanitizer: each kernel family once over every feature, in the smallest shapes that do it.
+
+``benchmarks/gpu_run.py --stage sanitizer`` runs these under memcheck, racecheck, initcheck and synccheck; without it
+they are ordinary tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kit import cases, inputs
+from kit.cases import Case
+
+import flashbwd
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
+
+# Several tiles in both directions, the last of each partly filled.
+TILES = Case("tiles", batch=1, heads=2, heads_kv=1, seqlen_q=300, seqlen_k=270, head_dim=64, head_dim_v=64, causal=True)
+ATTENTION = [
+    TILES,
+    replace(TILES, name="tiles_128", head_dim=128, head_dim_v=128),
+    replace(TILES, name="tiles_256", head_dim=256, head_dim_v=256, heads=1),
+    replace(TILES, name="tiles_full", causal=False),
+    replace(TILES, name="tiles_window", window_size=(40, 20), causal=False),
+    replace(TILES, name="tiles_deterministic", deterministic=True, head_dim=128, head_dim_v=128),
+    replace(TILES, name="tiles_varlen", seqlens_q=(300, 1, 0, 65), seqlens_k=(270, 130, 5, 0), deterministic=True),
+    *cases.named(
+        "head_dim_33x31",
+        "heads_6to2",
+        "bias_1hqk",
+        "bias_bhq1",
+        "bias_softcap_alibi_sink",
+        "dropout_flash_small",
+        "dropout_efficient32_bias_softcap",
+        "dlse_sink_causal",
+        "varlen_zero_lengths",
+        "varlen_seqused",
+        "layout_odd_strides",
+        "empty_rows_lse_inf",
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_attention_kernels(case: Case, backend: str) -> None:
+    x = inputs.build(case, torch.bfloat16, "cuda")
+    arguments = dict(x.arguments)
+    if (state := x.rng_state()) is not None:
+        arguments["rng_state"] = flashbwd.RngState(*state)
+    with flashbwd.use_backend(backend):
+        try:
+            flashbwd.plan_attention_backward(**arguments)
+        except ValueError as refusal:
+            pytest.skip(str(refusal))
+        x.check(*flashbwd.attention_backward(**arguments))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (300, 1000), (5, 7919), (70, 4096), (3, 20000)])
+def test_norm_kernels(rows: int, columns: int, dtype: torch.dtype, rms: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, dz = (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    gamma = torch.randn(columns, generator=generator, device="cuda").to(dtype)
+    x64, dz64, gamma64 = x.double(), dz.double(), gamma.double()
+    mu = torch.zeros(rows, device="cuda") if rms else x64.mean(-1).float()
+    rs = ((x64 - mu[:, None]).square().mean(-1) + 1e-5).rsqrt().float()
+    if rms:
+        dx, dgamma = flashbwd.rms_norm_backward(dz, x, rs, gamma)
+    else:
+        dx, dgamma, dbeta = flashbwd.layer_norm_backward(dz, x, mu, rs, gamma)
+        torch.testing.assert_close(dbeta.double(), dz64.sum(0), rtol=1e-2, atol=1e-2 * rows**0.5)
+    xhat = (x64 - mu[:, None]) * rs[:, None]
+    dy = gamma64 * dz64
+    mean_dy = 0.0 if rms else dy.mean(-1, keepdim=True)
+    expected = rs[:, None] * (dy - mean_dy - xhat * (dy * xhat).mean(-1, keepdim=True))
+    torch.testing.assert_close(dx.double(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(dgamma.double(), (dz64 * xhat).sum(0), rtol=1e-2, atol=1e-2 * rows**0.5)

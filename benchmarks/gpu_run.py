@@ -205,6 +205,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def identity() -> dict[str, object]:
     """What a result belongs to: other sources or libraries make it stale."""
     from flashbwd.bench import machine
@@ -287,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="pytest workers (default 6)")
     options = parser.parse_args(arguments)
+    if not has_gpu():
+        parser.error("no CUDA device: every GPU test would be skipped")
     sys.path.insert(0, str(ROOT))
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from flashbwd.bench import attention_peers, cases, machine, report, results, run
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer
 
-STOPPED_BY_BUDGET = 3  # exit status of an unfinished `bench`
+STOPPED_EARLY = 3  # exit status of an unfinished `bench`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         help="measure a suite beside PyTorch's kernels; writes JSON, a Markdown table and plots",
         description="Measure a suite beside PyTorch's kernels on this machine's GPU, or on its CPU without one. "
-        "Every gradient is checked. Status 1 if one of flashbwd is wrong, 3 if --budget-s ended the run early.",
+        "Every gradient is checked. Status 1 if one of flashbwd is wrong, 3 if the run ended early: --budget-s, or a "
+        "GPU left unusable.",
     )
     add = bench_parser.add_argument
     add("--suite", choices=("attention", "layer_norm", "all"), default="all")
@@ -153,20 +154,25 @@ def bench(options: argparse.Namespace) -> int:
     path = runner.unfinished(directory, name, where, settings) if options.resume else None
     path = path or runner.result_path(directory, name, where.device)
     only = [part.strip() for part in options.peers.split(",") if part.strip()]
-    found = runner.run_suite(
-        name,
-        chosen,
-        device,
-        settings,
-        path,
-        only=only,
-        budget_s=options.budget_s,
-        progress=sys.stderr.isatty(),
-    )
+    try:
+        found = runner.run_suite(
+            name,
+            chosen,
+            device,
+            settings,
+            path,
+            only=only,
+            budget_s=options.budget_s,
+            progress=sys.stderr.isatty(),
+        )
+    except runner.DeviceLostError as lost:
+        print(f"{lost}\n{path} has what was measured; --resume goes on with the next case", file=sys.stderr)
+        return STOPPED_EARLY
     path.with_suffix(".md").write_text(report.markdown(found, earlier))
     images = report.plots(found, path.with_suffix(""))
     for table, members in report.by_table(found).items():
         print(f"\n{table.replace('_', ' ')}\n{report.rates(members)}")
+        print(report.bars(members))
     if earlier is not None:
         print(f"\ncompared with {options.compare}\n{report.changes_table(results.compare(earlier, found))}")
     print(f"\n{report.bar_summary(found)}")
@@ -177,7 +183,7 @@ def bench(options: argparse.Namespace) -> int:
         print(f"WRONG: {line}", file=sys.stderr)
     if found.wrong():
         return 1
-    return 0 if found.complete else STOPPED_BY_BUDGET
+    return 0 if found.complete else STOPPED_EARLY
 
 
 def default_directory() -> Path:

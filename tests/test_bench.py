@@ -206,7 +206,7 @@ def test_verdict(bar, passed):
         device_copy=_peer(0.1, 0.1, 0.1),
     )
     assert found.verdict(bar).passed is passed
-    assert str(found.verdict(bar))
+    assert (bar.over in report.bars([found])) == (passed is not None)
 
 
 def test_a_wrong_gradient_passes_no_bar():
@@ -307,7 +307,7 @@ def test_markdown_and_plots(tmp_path):
     found = runner.run_suite("all", suite, CPU, FAST, tmp_path / "r.json", only=["torch", "copy"], progress=False)
     text = report.markdown(found, found)
     assert TINY.name in text
-    assert "torch CPU flash TFLOP/s" in text
+    assert "TFLOP/s of" in text
     assert "## Compared with" in text
     assert f"kernel sources {machine.kernel_sources_hash()[:12]}" in text  # type: ignore[index]
     pytest.importorskip("matplotlib")
@@ -574,4 +574,6 @@ def test_gpu_case_end_to_end(tmp_path: Path):
     assert found.wrong() == []
     for result in found.results:
         assert any(peer.timed for peer in result.peers.values())
-        assert all(peer.method == "graph" for peer in result.peers.values() if peer.timed and peer.status == "ok")
+        methods = {name: peer.method for name, peer in result.peers.items() if peer.timed}
+        if not result.case.get("dropout_p"):
+            assert set(methods.values()) == {"graph"}, methods

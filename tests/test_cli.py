@@ -15,7 +15,7 @@ import torch
 
 import flashbwd
 from flashbwd import __main__ as cli
-from flashbwd.bench import cases, machine, measure, results
+from flashbwd.bench import cases, machine, measure, results, runner
 from flashbwd.bench.cases import AttentionCase, NormCase
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,10 +113,29 @@ def test_bench_fails_on_a_wrong_gradient(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("_few_cpu_shapes")
 def test_bench_stopped_by_its_budget_resumes(tmp_path):
     arguments = ["bench", "--quick", "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--budget-s", "-1"]) == cli.STOPPED_BY_BUDGET
+    assert cli.main([*arguments, "--budget-s", "-1"]) == cli.STOPPED_EARLY
     assert cli.main([*arguments, "--resume"]) == 0
     (path,) = tmp_path.glob("*.json")
     assert len(results.load(path).results) == 2
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_bench_goes_on_behind_a_case_that_broke_the_device(monkeypatch, tmp_path, capsys):
+    arguments = ["bench", "--quick", "--out", str(tmp_path)]
+    right = flashbwd.attention_backward
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(flashbwd, "attention_backward", broken)
+    monkeypatch.setattr(runner, "is_broken", lambda device: True)
+    assert cli.main(arguments) == cli.STOPPED_EARLY
+    assert "unusable after flashbwd reference: illegal memory access" in capsys.readouterr().err
+    monkeypatch.setattr(flashbwd, "attention_backward", right)
+    assert cli.main([*arguments, "--resume"]) == 1  # the first case stays failed
+    (path,) = tmp_path.glob("*.json")
+    statuses = [[p.status for n, p in r.peers.items() if "flashbwd" in n] for r in results.load(path).results]
+    assert statuses == [["failed"], ["ok"]]
 
 
 @pytest.mark.usefixtures("_few_cpu_shapes")
@@ -143,6 +162,7 @@ def gpu_run(monkeypatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "gpu_run", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "LIBRARIES", ("__init__.py",))  # always there
+    monkeypatch.setattr(module, "has_gpu", lambda: True)
     monkeypatch.setattr(module, "identity", lambda: {"commit": "c"})
     return module
 
@@ -237,6 +257,15 @@ def test_gpu_run_judges_the_sanitizer(gpu_run, status, output, outcome):
 @pytest.mark.parametrize(("status", "word"), [(0, "passed"), (3, "left"), (1, "FAILED")])
 def test_gpu_run_judges_the_benchmark(gpu_run, status, word):
     assert gpu_run.by_bench(status, "x\nbars: 3 reached\nwritten: y") == (word, "bars: 3 reached")
+
+
+def test_gpu_run_wants_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu_run, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        gpu_run.main([str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_gpu_run_steps(gpu_run, tmp_path):

@@ -162,7 +162,8 @@ def torch_efficient(case: AttentionCase, x: AttentionInputs) -> Prepared:
         out = _efficient_forward(case, x, other_v)[4]
         return out if x.cu_seqlens is None else out[0]
 
-    return Prepared(backward, forward=forward)
+    # Under capture the operator takes seed and offset for GPU memory; those of an eager forward are on the CPU.
+    return Prepared(backward, forward=forward, capturable=case.dropout_p == 0)
 
 
 def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
@@ -188,7 +189,9 @@ def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
         )
         return tuple(_heads_first(grad) for grad in grads)
 
-    return Prepared(backward, forward=lambda v: _heads_first(run_forward(v)[0]))
+    return Prepared(
+        backward, forward=lambda v: _heads_first(run_forward(v)[0]), capturable=case.dropout_p == 0
+    )  # fmt: skip
 
 
 def _torch_cudnn_varlen(case: AttentionCase, x: AttentionInputs, cu_seqlens: Tensor) -> Prepared:

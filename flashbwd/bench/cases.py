@@ -426,19 +426,19 @@ DECODING_CASES: tuple[DecodingCase, ...] = tuple(_decoding_cases())
 
 # ---- machines without a GPU ----------------------------------------------------------------------
 
-_CPU = AttentionCase("cpu", 1, 4096, 8, 8, 64, 64, dtype="fp32", bars=(Bar(REFERENCE, CPU_FLASH, 0.667),))
+_CPU = AttentionCase("cpu", 1, 4096, 8, 8, 64, 64, dtype="fp32")
 
 CPU_ATTENTION_CASES: tuple[AttentionCase, ...] = (
     replace(_CPU, seqlen=512, causal=True),
     replace(_CPU, seqlen=1024, causal=True),
-    replace(_CPU, seqlen=4096, causal=True),
-    replace(_CPU, seqlen=4096, bars=()),
-    replace(_CPU, seqlen=2048, causal=True, heads=16, heads_kv=4, bars=()),
-    replace(_CPU, seqlen=2048, causal=True, head_dim=128, head_dim_v=128, bars=()),
-    replace(_CPU, seqlen=2048, causal=True, dtype="bf16", bars=()),
-    replace(_CPU, seqlen=2048, causal=True, window=256, bars=()),
-    replace(_CPU, seqlen=1024, bias_batch=1, bars=()),
-    packed(replace(_CPU, causal=True, bars=()), 4096),
+    replace(_CPU, seqlen=4096, causal=True, bars=(Bar(REFERENCE, CPU_FLASH, 0.667),)),
+    replace(_CPU, seqlen=4096),
+    replace(_CPU, seqlen=2048, causal=True, heads=16, heads_kv=4),
+    replace(_CPU, seqlen=2048, causal=True, head_dim=128, head_dim_v=128),
+    replace(_CPU, seqlen=2048, causal=True, dtype="bf16"),
+    replace(_CPU, seqlen=2048, causal=True, window=256),
+    replace(_CPU, seqlen=1024, bias_batch=1),
+    packed(replace(_CPU, causal=True), 4096),
 )
 CPU_NORM_CASES: tuple[NormCase, ...] = (
     NormCase("cpu_norm", 768, 8192, "fp32", compiled=False),

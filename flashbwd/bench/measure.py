@@ -115,6 +115,7 @@ class _Runner:
         self.repeats = 1
         self.method = method
         self.host_us: float | None = None
+        self.capturable = sets[0].capturable
 
     def slot(self, timer: Timer) -> float:
         """Milliseconds of one backward."""
@@ -125,6 +126,8 @@ class _Runner:
         """Replay a CUDA graph of all sets from now on. What cannot be captured keeps its eager time."""
         with self.scope():
             self.host_us = timer.host_us(self.backwards[0])
+            if not self.capturable:
+                return
             try:
                 graph = capture(self.backwards)
             except RuntimeError:

@@ -49,12 +49,16 @@ def make_inputs(case: NormCase, device: torch.device, seed: int) -> NormInputs:
     return NormInputs(x, dz, gamma, beta, mu, rs)
 
 
-def _torch_backward(case: NormCase, x: NormInputs) -> tuple[Tensor | None, ...]:
-    if case.rms:
-        return (*aten._fused_rms_norm_backward(x.dz, x.x, [case.columns], x.rs, x.gamma, [True, True]), None)
-    return aten.native_layer_norm_backward(
-        x.dz, x.x, [case.columns], x.mu, x.rs, x.gamma, x.beta, [True, True, True]
-    )  # fmt: skip
+def _layer_norm(dz: Tensor, x: Tensor, mu: Tensor, rs: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    return aten.native_layer_norm_backward(dz, x, [x.shape[1]], mu, rs, gamma, beta, [True, True, True])
+
+
+def _rms_norm(dz: Tensor, x: Tensor, mu: Tensor, rs: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor | None, ...]:
+    return (*aten._fused_rms_norm_backward(dz, x, [x.shape[1]], rs, gamma, [True, True]), None)
+
+
+def _arguments(x: NormInputs) -> tuple[Tensor, ...]:
+    return x.dz, x.x, x.mu, x.rs, x.gamma, x.beta
 
 
 def torch_native(case: NormCase, x: NormInputs) -> Prepared:
@@ -62,13 +66,15 @@ def torch_native(case: NormCase, x: NormInputs) -> Prepared:
         inputs = x.x.detach().requires_grad_(), x.gamma.detach().requires_grad_()
         z = torch.nn.functional.rms_norm(inputs[0], [case.columns], inputs[1], EPS)
         return Prepared(lambda: (*torch.autograd.grad(z, inputs, x.dz, retain_graph=True), None))
-    return Prepared(lambda: _torch_backward(case, x))
+    backward = _rms_norm if case.rms else _layer_norm
+    return Prepared(lambda: backward(*_arguments(x)))
 
 
 def inductor(case: NormCase, x: NormInputs) -> Prepared:
-    compiled = torch.compile(functools.partial(_torch_backward, case), dynamic=False)
-    compiled(x)
-    return Prepared(lambda: compiled(x))
+    compiled = torch.compile(_rms_norm if case.rms else _layer_norm, dynamic=False)  # once for all sets of inputs
+    arguments = _arguments(x)
+    compiled(*arguments)
+    return Prepared(lambda: compiled(*arguments))
 
 
 def liger(case: NormCase, x: NormInputs) -> Prepared:

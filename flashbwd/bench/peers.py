@@ -33,6 +33,8 @@ class Prepared:
         Repeats the forward with another v and the same dropout mask, so that the mask can be read off it.
     scope
         Entered around every use of ``backward``.
+    capturable
+        Whether a CUDA graph of ``backward`` does the same as ``backward``.
     work
         What one call does, where that is not the case's own work.
     plan
@@ -46,6 +48,7 @@ class Prepared:
     backward: Callable[[], tuple[Tensor | None, ...]]
     forward: Callable[[Tensor], Tensor] | None = None
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    capturable: bool = True
     work: float | None = None
     plan: str = ""
     refusals: Mapping[str, str] = field(default_factory=dict)

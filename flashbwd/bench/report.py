@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashbwd.bench.cases import COPY
-from flashbwd.bench.results import OK, CaseResult, Change, Report, compare
+from flashbwd.bench.results import OK, CaseResult, Change, Report, Verdict, compare
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -47,25 +47,32 @@ def rate_cell(result: CaseResult, peer: str) -> str:
     return f"{result.rate(peer):.4g}{mark}"
 
 
-def bar_cell(result: CaseResult) -> str:
-    """Every bar that could be measured: value, bar, and whether it was reached."""
-    cells = []
-    for bar in result.bars:
-        verdict = result.verdict(bar)
-        if verdict.passed is None:
-            continue
-        ours = bar.ours.removeprefix("flashbwd").strip()
-        over = bar.over.removeprefix("flashbwd").strip()
-        word = "reached" if verdict.passed else "missed" if bar.goal else "MISSED"
-        kind = "goal" if bar.goal else "bar"
-        cells.append(f"{ours} over {over}: {verdict.value} {kind} {bar.at_least:g} {word}".strip())
-    return "; ".join(cells) or "-"
-
-
 def rates(results: Sequence[CaseResult]) -> str:
     peers = timed_peers(results)
-    header = ["case", *(f"{name} {results[0].unit}" for name in peers), "bars: median (range)"]
-    return table(header, ([r.name, *(rate_cell(r, peer) for peer in peers), bar_cell(r)] for r in results))
+    header = [f"{results[0].unit} of", *peers]
+    return table(header, ([r.name, *(rate_cell(r, peer) for peer in peers)] for r in results))
+
+
+def bars(results: Sequence[CaseResult]) -> str:
+    """Every bar that could be measured, with the goal on the same ratio beside it; empty where there is none."""
+    rows: dict[tuple[str, str, str], dict[bool, Verdict]] = {}
+    for result in results:
+        for bar in result.bars:
+            verdict = result.verdict(bar)
+            if verdict.passed is not None:
+                rows.setdefault((result.name, bar.ours, bar.over), {})[bar.goal] = verdict
+
+    def cell(verdict: Verdict | None) -> str:
+        if verdict is None:
+            return "-"
+        return f"{verdict.bar.at_least:g} {'reached' if verdict.passed else 'missed' if verdict.bar.goal else 'MISSED'}"
+
+    header = ["case", "ratio of", "over", "median (range)", "bar", "goal"]
+    cells = [
+        [*key, str(next(iter(verdicts.values())).value), cell(verdicts.get(False)), cell(verdicts.get(True))]
+        for key, verdicts in rows.items()
+    ]
+    return table(header, cells) if cells else ""
 
 
 def details(results: Sequence[CaseResult]) -> str:
@@ -158,7 +165,7 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
         )
     groups = by_table(report)
     for name, results in groups.items():
-        parts += [f"## {name.replace('_', ' ')}", rates(results)]
+        parts += [f"## {name.replace('_', ' ')}", rates(results), bars(results)]
     if earlier is not None:
         parts += [
             f"## Compared with {earlier.date}, commit {earlier.machine['commit']}",
@@ -167,7 +174,7 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
     if missing := not_measured(report):
         parts += ["## Not measured", missing]
     parts += ["## Details", *(details(results) for results in groups.values() if timed_peers(results))]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 # ---- plots ---------------------------------------------------------------------------------------
@@ -230,7 +237,7 @@ def _lines(results: Sequence[CaseResult]) -> Any:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         if index == 0:
-            axes.legend(fontsize="small")
+            figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 
@@ -249,5 +256,6 @@ def _bars(results: Sequence[CaseResult]) -> Any:
     axes.invert_yaxis()
     axes.set_xlabel(results[0].unit)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.margins(y=0.01)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     return figure

@@ -123,7 +123,9 @@ class Ratio:
         return Ratio(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.least:.3g}-{self.most:.3g})"
+        if self.least == self.most:
+            return f"{self.median:.4g}"
+        return f"{self.median:.2f} ({self.least:.2f}-{self.most:.2f})"
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,6 @@ class Verdict:
     bar: Bar
     value: Ratio | None
     passed: bool | None
-
-    def __str__(self) -> str:
-        bar = self.bar
-        what = f"{bar.ours} {bar.over}" if bar.over in ("TFLOP/s", "GB/s") else f"{bar.ours} / {bar.over}"
-        words = {None: "not measured", True: "reached", False: "missed"}
-        return f"{what} {self.value or '-'}, {'goal' if bar.goal else 'bar'} {bar.at_least:g}: {words[self.passed]}"
 
 
 @dataclass

@@ -124,6 +124,14 @@ def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list
     ]
 
 
+class DeviceLostError(RuntimeError):
+    """Nothing more can be measured in this process. ``result`` says what is known of the case that did it."""
+
+    def __init__(self, message: str, result: CaseResult) -> None:
+        super().__init__(message)
+        self.result = result
+
+
 def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
     if isinstance(case, AttentionCase):
         return attention_peers.make_inputs(case, device, seed)
@@ -142,6 +150,17 @@ def run_case(
     sets = measure.input_sets(case.input_bytes, device)
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
     results: dict[str, PeerResult] = {}
+    found = CaseResult(
+        case.name,
+        case.table,
+        case.unit,
+        TOLERANCES[case.dtype],
+        {k: v for k, v in dataclasses.asdict(case).items() if k not in ("bars", "table")},
+        results,
+        list(case.bars),
+        ceilings or {},
+        sets,
+    )
     ready: dict[str, list[Prepared]] = {}
     if any(peer.compiled for peer in peers):
         torch.compiler.reset()  # else it falls back to eager after a few shapes
@@ -153,24 +172,24 @@ def run_case(
         except (UnsupportedCaseError, NotImplementedError) as reason:
             results[peer.name] = PeerResult(UNSUPPORTED, _first_line(reason))
         except Exception as error:
-            _abort_on_broken_device(peer.name, error, device)
             results[peer.name] = PeerResult(FAILED, f"{type(error).__name__}: {_first_line(error)}")
+            if is_broken(device):
+                message = f"flashbwd: the GPU is unusable after {peer.name}: {_first_line(error)}"
+                raise DeviceLostError(message, found) from error
     if ready:
-        for name, timing in measure.interleaved(ready, device, settings, tick).items():
+        try:
+            timings = measure.interleaved(ready, device, settings, tick)
+        except Exception as error:
+            for name in ready:
+                results[name] = PeerResult(FAILED, f"raised, or another did, while timed: {_first_line(error)}")
+            if is_broken(device):
+                raise DeviceLostError(f"flashbwd: the GPU is unusable: {_first_line(error)}", found) from error
+            raise
+        for name, timing in timings.items():
             results[name].times_ms = timing.times_ms
             results[name].method = timing.method
             results[name].host_us = timing.host_us
-    return CaseResult(
-        case.name,
-        case.table,
-        case.unit,
-        TOLERANCES[case.dtype],
-        {k: v for k, v in dataclasses.asdict(case).items() if k not in ("bars", "table")},
-        results,
-        list(case.bars),
-        ceilings or {},
-        sets,
-    )
+    return found
 
 
 def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> PeerResult:
@@ -203,14 +222,15 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _abort_on_broken_device(peer: str, error: Exception, device: torch.device) -> None:
-    """After an illegal access nothing on the device can be trusted: stop, and say who did it."""
+def is_broken(device: torch.device) -> bool:
+    """Whether an earlier error, an illegal access say, has left the device unusable for this process."""
     if device.type != "cuda":
-        return
+        return False
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError as broken:
-        raise RuntimeError(f"flashbwd: the GPU is unusable after {peer} raised: {_first_line(error)}") from broken
+    except RuntimeError:
+        return True
+    return False
 
 
 # ---- a suite -------------------------------------------------------------------------------------
@@ -250,7 +270,8 @@ def run_suite(
 ) -> Report:
     """Measure ``cases``, saving to ``path`` after each, going on where an incomplete file at ``path`` stopped.
 
-    No case is begun after ``budget_s`` seconds; ``report.complete`` then stays False.
+    No case is begun after ``budget_s`` seconds; ``report.complete`` then stays False. Raises ``DeviceLostError`` when
+    a peer has broken the device.
     """
     deadline = time.monotonic() + budget_s
     report = load(path) if path.exists() else None
@@ -271,7 +292,12 @@ def run_suite(
                 break
             peers = peers_of(case, device, only)
             bar.begin(case.name)
-            report.results.append(run_case(case, device, settings, peers, ceilings, bar.tick))
+            try:
+                report.results.append(run_case(case, device, settings, peers, ceilings, bar.tick))
+            except DeviceLostError as lost:
+                report.results.append(lost.result)  # so that a resumed run goes on behind it
+                report.save(path)
+                raise
             bar.finish(len(peers) * settings.rounds)
             report.save(path)
             gc.collect()

@@ -128,6 +128,31 @@ def test_head_dimension_and_masking_do_not_change_the_mask(layout: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", ["efficient32", "efficient64"])
+def test_the_factor_on_what_is_kept_is_the_forwards(layout: str, target: Target) -> None:
+    """The memory-efficient forward rounds 1 / (1 - p) to its dtype.
+
+    With one key of value 1, out is that factor; dp * z and delta cancel only if the backward has the same.
+    """
+    skip_without_dropout(target, layout)
+    device, backend, dtype = target
+    p, seqlen_q = 0.1, 64
+    (kept,) = dropout.keep_masks(
+        layout, 5, 6, p, heads=2, seqlens_q=[seqlen_q], seqlens_k=[1], max_seqlen_q=seqlen_q, max_seqlen_k=1
+    )
+    factor = dropout.keep_scale(layout, p, dtype)
+    out = (kept.transpose(0, 1) * factor).expand(1, seqlen_q, 2, 8).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    dout = torch.randint(-8, 9, (1, seqlen_q, 2, 8), generator=generator).to(dtype)
+    q, k = torch.ones(1, seqlen_q, 2, 8, dtype=dtype), torch.full((1, 1, 2, 8), 4.0, dtype=dtype)
+    lse = torch.full((1, 2, seqlen_q), 32 / 8**0.5, dtype=inputs.lse_dtype(dtype))
+    tensors = (x.contiguous().to(device) for x in (dout, q, k, torch.ones_like(k), out, lse))
+    with flashbwd.use_backend(backend):
+        dq = flashbwd.attention_backward(*tensors, dropout_p=p, rng_state=flashbwd.RngState(5, 6, layout)).dq
+    assert float(dq.abs().max()) < 1e-3  # up to 0.05 with a factor that is not rounded
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_rng_state_is_ignored_without_dropout(target: Target) -> None:
     device, backend, dtype = target
     x = inputs.build(cases.Case("plain"), dtype, device)

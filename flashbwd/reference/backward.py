@@ -10,7 +10,7 @@ from torch import Tensor
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece, cut_into_pieces
 from flashbwd.reference.operands import Call, KeySide, Scratch, Strip
-from flashbwd.reference.scores import AdditiveTerms, Dropout, accumulation_dtype
+from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype
 from flashbwd.reference.spans import split_spans
 from flashbwd.reference.workers import run_all
 
@@ -120,7 +120,7 @@ def _piece_backward(call: Call, piece: Piece) -> Tensor:
         strip = Strip.of(call, piece, rows, terms.dead_rows(rows, cut.block_k))
         if call.sink is not None:
             dsink -= strip.sink_share(call.sink[chunk.query_range], chunk.batches)
-        dq = torch.zeros_like(strip.q_values)
+        dq = strip.q.new_zeros(strip.q_factor.shape)
         for cols in band.tiles(rows, cut.block_k):
             keys, tile = key_side.block(cols), scratch.tile(rows[1] - rows[0], cols[1] - cols[0])
             p, ds = tile.p, tile.ds
@@ -128,10 +128,10 @@ def _piece_backward(call: Call, piece: Piece) -> Tensor:
             torch.bmm(strip.q, keys.k_transposed, out=p)
             if call.softcap:
                 torch.tanh(p, out=tile.capped)
-                torch.mul(tile.capped, call.softcap, out=p)
+                torch.mul(tile.capped, call.softcap * LOG2E, out=p)
                 p.sub_(strip.lse)
             terms.add_(tile.p_by_head, rows, cols)
-            p.exp_()
+            p.exp2_()
             band.zero_hidden_(tile.p_by_head, rows, cols)
 
             torch.bmm(strip.dout, keys.v_transposed, out=ds)
@@ -148,9 +148,7 @@ def _piece_backward(call: Call, piece: Piece) -> Tensor:
             if call.softcap:
                 ds.addcmul_(ds, tile.capped.square_(), value=-1.0)
 
-            keys.dv.baddbmm_(tile.p_transposed, strip.dout_values)
-            keys.dk.baddbmm_(tile.ds_transposed, strip.q_values)
-            dq.baddbmm_(ds, keys.k)
+            tile.add_products(strip, keys, dq)
         dq.mul_(call.scale)
         dq_heads[:, :, rows[0] : rows[1]].copy_(dq.view(chunk.batches, chunk.query_heads, -1, dq.shape[-1]))
     key_side.write()

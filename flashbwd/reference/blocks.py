@@ -22,7 +22,7 @@ class TileSize:
 
 
 # docs/kernels/reference.md has the measurements.
-_CPU_TILE = TileSize(256, 256, 256 * 256)  # each thread works on its own heads
+_CPU_TILE = TileSize(256, 256, 2 * 256 * 256)  # each thread works on its own heads
 _CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256)  # threads share each operator
 _CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024)
 

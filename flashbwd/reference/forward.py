@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashbwd.reference.blocks import Piece, cut_into_pieces
-from flashbwd.reference.scores import AdditiveTerms, Dropout, accumulation_dtype, operand
+from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, operand
 from flashbwd.reference.spans import split_spans
 from flashbwd.reference.workers import run_all
 
@@ -96,8 +96,7 @@ def _piece_forward(
     tile = keys.new_empty(items * cut.block_q * chunk.group * cut.block_k)
     out_heads = chunk.of_queries(span.queries(out))  # (batches, query heads, sq, Dv)
     lse_heads = chunk.of_plane(span.statistics(lse))  # (batches, query heads, sq)
-    if softcap:
-        scale /= softcap
+    scale = scale / softcap if softcap else scale * LOG2E
 
     for row0 in range(first_row, last_row, cut.block_q):
         rows = (row0, min(row0 + cut.block_q, last_row))
@@ -113,7 +112,7 @@ def _piece_forward(
             s = tile[: shape[0] * shape[1] * shape[2]].view(shape)
             torch.bmm(queries.view(*folded, -1), keys[:, here].mT, out=s)
             if softcap:
-                s.tanh_().mul_(softcap)
+                s.tanh_().mul_(softcap * LOG2E)
             by_head = s.view(*by_row, shape[2])
             terms.add_(by_head, rows, cols)
             hidden = band.hidden(rows, cols, s.device)
@@ -121,14 +120,14 @@ def _piece_forward(
                 by_head.masked_fill_(hidden, -torch.inf)
             now = torch.maximum(highest, s.amax(-1, keepdim=True))
             shift = now.masked_fill(now == -torch.inf, 0.0)
-            fade = (highest - shift).exp_()
-            p = s.sub_(shift).exp_()
+            fade = (highest - shift).exp2_()
+            p = s.sub_(shift).exp2_()
             total.mul_(fade).add_(p.sum(-1, keepdim=True))
             if dropout:
                 p.view_as(by_head).mul_(dropout.keep(span, chunk, rows, cols, s.device)).mul_(dropout.scale)
             weighted.mul_(fade).baddbmm_(p, values[:, here])
             highest = now
-        row_lse = (highest + total.log()).view(*by_row, 1)  # -inf + -inf in rows without a key
+        row_lse = (highest / LOG2E + total.log()).view(*by_row, 1)  # -inf + -inf in rows without a key
         # Dividing by 1 where the total is 0 keeps such rows at 0.
         weighted.div_(total.masked_fill(total == 0.0, 1.0))
         result = weighted.view(*by_row, -1)

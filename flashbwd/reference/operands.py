@@ -5,6 +5,7 @@ Views are made once and kept: a tile is ten operators of some 50 us, of which ma
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece
-from flashbwd.reference.scores import Dropout, accumulation_dtype, operand
+from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operand
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,18 @@ class Call:
     dv: Tensor
     dbias: BiasGradient | None
 
+    @functools.cached_property
+    def narrow(self) -> torch.dtype | None:
+        """The dtype of the three products that give dq, dk and dv, where that is not the accumulation dtype.
+
+        A CPU that multiplies bfloat16 does so four times as fast as fp32. Its products come out rounded, which the
+        sums over blocks of 16-bit gradients can bear, as those are rounded themselves; scores cannot.
+        """
+        gradients = (self.dq.dtype, self.dk.dtype, self.dv.dtype)
+        if self.q.device.type != "cpu" or {self.q.dtype, *gradients} != {torch.bfloat16}:
+            return None
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else None
+
     @property
     def dtype(self) -> torch.dtype:
         """Accumulation dtype."""
@@ -46,19 +59,19 @@ class Call:
 
     @property
     def scale_in_product(self) -> float:
-        """What the queries carry into their products with the keys."""
-        return self.scale / self.softcap if self.softcap else self.scale
+        """What the queries carry into their products with the keys: with softcap, the argument of tanh comes out."""
+        return self.scale / self.softcap if self.softcap else self.scale * LOG2E
 
 
 @dataclass(frozen=True)
 class Strip:
     """A block of queries; rows are (query heads of the group, queries)."""
 
-    q: Tensor  # (items, rows, D + 1), scaled; the column is -lse, absent with softcap
-    q_values: Tensor  # (items, rows, D)
+    q: Tensor  # (items, rows, D + 1), times scale_in_product; the column is -lse, absent with softcap
+    q_factor: Tensor  # (items, rows, D), for dk
     dout: Tensor  # (items, rows, Dv + 1); the column is -delta, absent with dropout
-    dout_values: Tensor  # (items, rows, Dv)
-    lse: Tensor  # (items, rows, 1)
+    dout_factor: Tensor  # (items, rows, Dv), for dv
+    lse: Tensor  # (items, rows, 1), in units of ln 2
     delta: Tensor  # (items, rows, 1)
 
     @staticmethod
@@ -74,7 +87,7 @@ class Strip:
             return chunk.of_plane(span.statistics(tensor))[:, :, here, None].to(dtype)
 
         q, dout, out = heads(call.q), heads(call.dout), heads(call.out)
-        lse = statistics(call.lse)
+        lse = statistics(call.lse) * LOG2E
         # A row without a visible key has an infinite LSE; a finite one as large keeps infinities out of the product.
         lse = lse.masked_fill(lse.isinf(), torch.finfo(dtype).max / 4)
         # dp - delta cancels: in fp32 the rounding of this sum would be half of the error of ds.
@@ -85,23 +98,25 @@ class Strip:
             q, dout = q.masked_fill(dead, 0.0), dout.masked_fill(dead, 0.0)
             lse, delta = lse.masked_fill(dead, torch.finfo(dtype).max / 4), delta.masked_fill(dead, 0.0)
 
-        head_dim, head_dim_v = q.shape[-1], dout.shape[-1]
+        q_rows, dout_rows = q, dout
         q = operand(q, dtype, call.scale_in_product, column=None if call.softcap else -lse)
         dout = operand(dout, dtype, column=None if call.dropout else -delta)
-        q, dout, lse, delta = (x.reshape(chunk.items, -1, x.shape[-1]) for x in (q, dout, lse, delta))
-        return Strip(q, q[..., :head_dim], dout, dout[..., :head_dim_v], lse, delta)
+        if call.narrow is None:
+            q_rows, dout_rows = q[..., : q_rows.shape[-1]], dout[..., : dout_rows.shape[-1]]
+        parts = (q, q_rows, dout, dout_rows, lse, delta)
+        return Strip(*(x.reshape(chunk.items, -1, x.shape[-1]) for x in parts))
 
     def sink_share(self, sink: Tensor, batches: int) -> Tensor:
         """(query heads,): sum over batches and rows of exp(sink - lse) * delta."""
         lse, delta = (rows.view(batches, len(sink), -1) for rows in (self.lse, self.delta))
-        return (torch.exp(sink.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2))
+        return (torch.exp2(sink.to(lse.dtype)[:, None] * LOG2E - lse) * delta).sum((0, 2))
 
 
 @dataclass(frozen=True)
 class KeyBlock:
     """A block of keys, and where its gradients add up."""
 
-    k: Tensor  # (items, keys, D)
+    k_factor: Tensor  # (items, keys, D), for dq
     k_transposed: Tensor  # (items, D + 1, keys); the row is ones, absent with softcap
     v_transposed: Tensor  # (items, Dv + 1, keys); the row is ones, absent with dropout
     dk: Tensor  # (items, keys, D)
@@ -117,6 +132,7 @@ class KeySide:
         k, v = self._seen(call.k), self._seen(call.v)
         self._k = operand(k, call.dtype, column=None if call.softcap else 1.0).flatten(0, 1)
         self._v = operand(v, call.dtype, column=None if call.dropout else 1.0).flatten(0, 1)
+        self._k_factor = self._k[..., : k.shape[-1]] if call.narrow is None else k.contiguous().flatten(0, 1)
         self._dk = k.new_zeros(k.shape, dtype=call.dtype).flatten(0, 1)
         self._dv = v.new_zeros(v.shape, dtype=call.dtype).flatten(0, 1)
         self._blocks: dict[tuple[int, int], KeyBlock] = {}
@@ -128,14 +144,16 @@ class KeySide:
     def block(self, cols: tuple[int, int]) -> KeyBlock:
         if cols not in self._blocks:
             here = slice(cols[0] - self._first, cols[1] - self._first)
-            k, v, dk, dv = (x[:, here] for x in (self._k, self._v, self._dk, self._dv))
-            self._blocks[cols] = KeyBlock(k[..., : dk.shape[-1]], k.mT, v.mT, dk, dv)
+            k_factor, k, v, dk, dv = (x[:, here] for x in (self._k_factor, self._k, self._v, self._dk, self._dv))
+            self._blocks[cols] = KeyBlock(k_factor, k.mT, v.mT, dk, dv)
         return self._blocks[cols]
 
     def write(self) -> None:
         """Hand the gradients over."""
-        if self._call.softcap:
-            self._dk.mul_(self._call.softcap)  # the queries carried scale / softcap
+        if self._call.narrow is not None:
+            self._dk.mul_(self._call.scale)
+        else:  # the queries carried more, or less, than the scale
+            self._dk.mul_(self._call.softcap or 1.0 / LOG2E)
         for total, gradient in ((self._dk, self._call.dk), (self._dv, self._call.dv)):
             target = self._seen(gradient)
             target.copy_(total.view(target.shape))
@@ -146,30 +164,66 @@ class Tile:
     """Scratch of one shape, (items, rows, keys)."""
 
     p: Tensor
-    p_transposed: Tensor
     p_by_head: Tensor  # (batches, query heads, queries, keys)
     ds: Tensor
-    ds_transposed: Tensor
     ds_by_head: Tensor
     capped: Tensor  # tanh; empty without softcap
+    p_factor: Tensor  # p itself, or its narrow copy
+    ds_factor: Tensor
+    p_factor_transposed: Tensor
+    ds_factor_transposed: Tensor
+    products: tuple[Tensor, Tensor, Tensor] | None  # narrow parts of dv, dk and dq
+
+    def add_products(self, strip: Strip, keys: KeyBlock, dq: Tensor) -> None:
+        """Add what the finished tile gives to dv, dk and dq."""
+        if self.products is None:
+            keys.dv.baddbmm_(self.p_factor_transposed, strip.dout_factor)
+            keys.dk.baddbmm_(self.ds_factor_transposed, strip.q_factor)
+            dq.baddbmm_(self.ds_factor, keys.k_factor)
+            return
+        dv_part, dk_part, dq_part = self.products
+        self.p_factor.copy_(self.p)
+        self.ds_factor.copy_(self.ds)
+        keys.dv.add_(torch.bmm(self.p_factor_transposed, strip.dout_factor, out=dv_part))
+        keys.dk.add_(torch.bmm(self.ds_factor_transposed, strip.q_factor, out=dk_part))
+        dq.add_(torch.bmm(self.ds_factor, keys.k_factor, out=dq_part))
 
 
 class Scratch:
     """The tiles of a piece, all in the same memory."""
 
     def __init__(self, call: Call, piece: Piece) -> None:
-        self._chunk = piece.chunk
+        self._call, self._chunk = call, piece.chunk
         size = piece.chunk.items * piece.chunk.group * piece.cut.block_q * piece.cut.block_k
         self._buffers = [call.q.new_empty(size, dtype=call.dtype) for _ in range(3 if call.softcap else 2)]
+        self._narrow = [] if call.narrow is None else [call.q.new_empty(size, dtype=call.narrow) for _ in range(2)]
         self._tiles: dict[tuple[int, int], Tile] = {}
 
     def tile(self, queries: int, keys: int) -> Tile:
         if (queries, keys) not in self._tiles:
-            shape = (self._chunk.items, self._chunk.group * queries, keys)
-            by_head = (self._chunk.batches, self._chunk.query_heads, queries, keys)
-            size = shape[0] * shape[1] * shape[2]
-            p, ds, *capped = (buffer[:size].view(shape) for buffer in self._buffers)
-            self._tiles[queries, keys] = Tile(
-                p, p.mT, p.view(by_head), ds, ds.mT, ds.view(by_head), capped[0] if capped else p[:0]
-            )
+            self._tiles[queries, keys] = self._make(queries, keys)
         return self._tiles[queries, keys]
+
+    def _make(self, queries: int, keys: int) -> Tile:
+        items, rows = self._chunk.items, self._chunk.group * queries
+        by_head = (self._chunk.batches, self._chunk.query_heads, queries, keys)
+        p, ds, *capped = (buffer[: items * rows * keys].view(items, rows, keys) for buffer in self._buffers)
+        p_factor, ds_factor, products = p, ds, None
+        if self._narrow:
+            p_factor, ds_factor = (buffer[: p.numel()].view(p.shape) for buffer in self._narrow)
+            head_dim, head_dim_v = self._call.k.shape[-1], self._call.v.shape[-1]
+            shapes = ((items, keys, head_dim_v), (items, keys, head_dim), (items, rows, head_dim))
+            dv_part, dk_part, dq_part = (p_factor.new_empty(shape) for shape in shapes)
+            products = (dv_part, dk_part, dq_part)
+        return Tile(
+            p,
+            p.view(by_head),
+            ds,
+            ds.view(by_head),
+            capped[0] if capped else p[:0],
+            p_factor,
+            ds_factor,
+            p_factor.mT,
+            ds_factor.mT,
+            products,
+        )

@@ -171,8 +171,7 @@ def bench(options: argparse.Namespace) -> int:
     path.with_suffix(".md").write_text(report.markdown(found, earlier))
     images = report.plots(found, path.with_suffix(""))
     for table, members in report.by_table(found).items():
-        print(f"\n{table.replace('_', ' ')}\n{report.rates(members)}")
-        print(report.bars(members))
+        print("\n\n".join(filter(None, [f"\n{table.replace('_', ' ')}", report.rates(members), report.bars(members)])))
     if earlier is not None:
         print(f"\ncompared with {options.compare}\n{report.changes_table(results.compare(earlier, found))}")
     print(f"\n{report.bar_summary(found)}")

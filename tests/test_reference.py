@@ -228,6 +228,30 @@ def test_thread_count_changes_no_more_than_rounding(name: str) -> None:
             torch.testing.assert_close(value, results[1][key], rtol=1e-5, atol=1e-5, msg=key)
 
 
+FEW_HEADS = [
+    cases.Case(
+        "few_heads", batch=1, heads=1, heads_kv=1, seqlen_q=70, seqlen_k=90, causal=True, sink="finite", dlse=True
+    ),
+    cases.Case("few_heads_grouped", batch=1, heads=6, heads_kv=2, seqlen_q=70, seqlen_k=50, window_size=(20, 9)),
+    cases.Case("few_heads_bias_bhq1", batch=1, heads=2, heads_kv=1, seqlen_q=70, bias="bhq1"),
+    cases.Case("few_heads_bias_bh1k", batch=1, heads=2, heads_kv=1, seqlen_q=70, bias="bh1k"),
+    cases.Case("few_heads_varlen", heads=1, heads_kv=1, seqlens_q=(40, 3), seqlens_k=(33, 50), softcap=2.0),
+    cases.Case("few_queries", batch=1, heads=1, heads_kv=1, seqlen_q=9, seqlen_k=90, alibi="heads"),
+]
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.parametrize("case", FEW_HEADS, ids=str)
+def test_queries_are_spread_over_threads_where_heads_are_few(case: cases.Case) -> None:
+    with threads(5):
+        check(case, torch.float64)
+        x = inputs.build(case, torch.float64)
+        first, second = (run_backward(x.arguments) for _ in range(2))
+        assert all(value is None or torch.equal(value, second[key]) for key, value in first.items())
+        if not case.varlen:
+            torch.testing.assert_close(forward_of(x)[0], x.reference.out)
+
+
 def test_inference_mode_reaches_the_threads() -> None:
     case = cases.BY_NAME["heads_4to2"]
     x = inputs.build(case, torch.float32)

@@ -89,37 +89,51 @@ def attention_backward(
             k,
             causal,
             (window_left, window_right),
-            independent=call.dbias is None or call.dbias.independent,
+            shared_sums=call.dbias is not None and call.dbias.shared,
             one_chunk=call.dbias is not None and call.dbias.one_chunk,
         )
-        dsink_parts = run_all([functools.partial(_piece_backward, call, piece) for piece in pieces], threads)
+        results = run_all([functools.partial(_piece_backward, call, piece) for piece in pieces], threads)
+        _sum_parts(pieces, [key_side for key_side, _ in results])
         if call.dbias is not None:
             call.dbias.finish()
         if dsink is not None:
             total = torch.zeros_like(dsink, dtype=dtype)
-            for piece, part in zip(pieces, dsink_parts, strict=True):
-                total[piece.chunk.query_range] += part
+            for piece, (_, share) in zip(pieces, results, strict=True):
+                total[piece.chunk.query_range] -= share
             dsink.copy_(total)
 
 
-def _piece_backward(call: Call, piece: Piece) -> Tensor:
-    """All queries of a few heads. Rows of a tile are the queries of all heads of a group, one after another.
+def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:
+    """Write dk and dv of heads whose queries were spread over several pieces, which follow one another."""
+    first = None
+    for piece, key_side in zip(pieces, key_sides, strict=True):
+        if key_side is None:
+            continue
+        if piece.part == 0 or first is None:
+            first = key_side
+        else:
+            first.add(key_side)
+        if piece.part == piece.parts - 1:
+            first.write()
 
-    Returns this piece's part of dsink, (query heads,); zeros if nobody asked.
+
+def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor]:
+    """Some queries of a few heads. Rows of a tile are the queries of all heads of a group, one after another.
+
+    Returns dk and dv if they are only a part, and else writes them; and for dsink the sums over this piece's rows,
+    (query heads,), zeros if nobody asked.
     """
     span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
-    first_row, last_row = band.rows()
     key_side = KeySide(call, piece)
     scratch = Scratch(call, piece)
     terms = AdditiveTerms.of(span, chunk, band, call.bias, call.slopes, call.dtype)
     dq_heads = chunk.of_queries(span.queries(call.dq))
-    dsink = dq_heads.new_zeros(chunk.query_heads, dtype=call.dtype)
+    sink_share = dq_heads.new_zeros(chunk.query_heads, dtype=call.dtype)
 
-    for row0 in range(first_row, last_row, cut.block_q):
-        rows = (row0, min(row0 + cut.block_q, last_row))
+    for rows in piece.strips():
         strip = Strip.of(call, piece, rows, terms.dead_rows(rows, cut.block_k))
         if call.sink is not None:
-            dsink -= strip.sink_share(call.sink[chunk.query_range], chunk.batches)
+            sink_share += strip.sink_share(call.sink[chunk.query_range], chunk.batches)
         dq = strip.q.new_zeros(strip.q_factor.shape)
         for cols in band.tiles(rows, cut.block_k):
             keys, tile = key_side.block(cols), scratch.tile(rows[1] - rows[0], cols[1] - cols[0])
@@ -151,5 +165,7 @@ def _piece_backward(call: Call, piece: Piece) -> Tensor:
             tile.add_products(strip, keys, dq)
         dq.mul_(call.scale)
         dq_heads[:, :, rows[0] : rows[1]].copy_(dq.view(chunk.batches, chunk.query_heads, -1, dq.shape[-1]))
+    if piece.parts > 1:
+        return key_side, sink_share
     key_side.write()
-    return dsink
+    return None, sink_share

@@ -22,7 +22,7 @@ class BiasGradient:
         self._dbias = dbias
         summed = [size != all_of for size, all_of in zip(dbias.shape, full, strict=True)]
         self.one_chunk = (summed[0] or summed[1]) and not (summed[2] or summed[3]) and len(spans) == 1
-        self.independent = not (summed[0] or summed[1])  # sequences and heads add to different elements
+        self.shared = any(summed[:3])  # several sequences, heads or queries add to one element
         self._once = self.one_chunk or not any(summed)
         dbias.zero_()
         self._total = dbias if self._once or dbias.dtype == dtype else torch.zeros_like(dbias, dtype=dtype)

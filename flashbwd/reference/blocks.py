@@ -22,8 +22,8 @@ class TileSize:
 
 
 # docs/kernels/reference.md has the measurements.
-_CPU_TILE = TileSize(256, 256, 2 * 256 * 256)  # each thread works on its own heads
-_CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256)  # threads share each operator
+_CPU_TILE = TileSize(256, 256, 2 * 256 * 256)  # for one thread
+_CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256)  # for all threads
 _CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024)
 
 
@@ -174,12 +174,21 @@ class Band:
 
 @dataclass(frozen=True)
 class Piece:
-    """Work that stands alone: all queries of a few heads of a span."""
+    """Work that stands alone: every `parts`-th block of queries of a few heads of a span, from number `part` on."""
 
     span: Span
     band: Band
     cut: Cut
     chunk: Chunk
+    part: int
+    parts: int
+
+    def strips(self) -> Iterator[tuple[int, int]]:
+        """Ranges of queries."""
+        first, last = self.band.rows()
+        step = self.cut.block_q
+        for row in range(first + self.part * step, last, self.parts * step):
+            yield row, min(row + step, last)
 
 
 def cut_into_pieces(
@@ -189,20 +198,20 @@ def cut_into_pieces(
     causal: str,
     window: tuple[int, int],
     *,
-    independent: bool = True,
+    shared_sums: bool = False,
     one_chunk: bool = False,
 ) -> tuple[list[Piece], int]:
     """The pieces of a call that see any keys, and on how many CPU threads to run them side by side.
 
-    Pieces that write to places of their own (`independent`) get a thread each if that keeps all threads busy. Else one
-    runs after the other, and threads share each operator. `one_chunk` asks for all heads of a span in one piece.
+    The threads get heads of their own, and where there are too few heads, blocks of queries of their own. With
+    `shared_sums`, when heads add to the same elements, pieces come one after the other and the threads share each
+    operator. `one_chunk` asks for all heads of a span in one piece.
     """
     heads_kv = k.shape[-2]
     group = q.shape[-2] // max(heads_kv, 1)
     items = sum(span.batches for span in spans) * heads_kv
-    threads = torch.get_num_threads() if q.device.type == "cpu" else 1
-    alone = threads == 1 or not independent or items < threads
-    tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if alone else _CPU_TILE
+    threads = 1 if shared_sums or q.device.type != "cpu" else torch.get_num_threads()
+    tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if shared_sums else _CPU_TILE
     pieces = []
     for span in spans:
         band = Band.of(span.sq, span.sk, causal, *window)
@@ -211,9 +220,15 @@ def cut_into_pieces(
         if one_chunk:
             cut = Cut.whole(tile, span, heads_kv, group)
         else:
-            cut = Cut.of(tile, span, heads_kv, group, items if alone else items // threads)
-        pieces += [Piece(span, band, cut, chunk) for chunk in chunks(span.batches, heads_kv, group, cut)]
-    return pieces, 1 if alone else threads
+            cut = Cut.of(tile, span, heads_kv, group, items // threads)
+        blocks = -(-(band.rows()[1] - band.rows()[0]) // cut.block_q)
+        parts = min(-(-threads // items), blocks)
+        pieces += [
+            Piece(span, band, cut, chunk, part, parts)
+            for chunk in chunks(span.batches, heads_kv, group, cut)
+            for part in range(parts)
+        ]
+    return pieces, threads
 
 
 def arange(bounds: tuple[int, int], device: torch.device) -> Tensor:

@@ -89,8 +89,7 @@ def _piece_forward(
     """All queries of a few heads; shapes as in the backward."""
     span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
     dtype, items = lse.dtype, chunk.items
-    first_row, last_row = band.rows()
-    key0, key1 = band.keys((first_row, last_row))
+    key0, key1 = band.keys(band.rows())
     keys = operand(chunk.of_keys(span.keys(k))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, D)
     values = operand(chunk.of_keys(span.keys(v))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, Dv)
     tile = keys.new_empty(items * cut.block_q * chunk.group * cut.block_k)
@@ -98,8 +97,7 @@ def _piece_forward(
     lse_heads = chunk.of_plane(span.statistics(lse))  # (batches, query heads, sq)
     scale = scale / softcap if softcap else scale * LOG2E
 
-    for row0 in range(first_row, last_row, cut.block_q):
-        rows = (row0, min(row0 + cut.block_q, last_row))
+    for rows in piece.strips():
         by_row = (chunk.batches, chunk.query_heads, rows[1] - rows[0])
         folded = (items, chunk.group * by_row[2])
         queries = operand(chunk.of_queries(span.queries(q))[:, :, rows[0] : rows[1]], dtype, scale)

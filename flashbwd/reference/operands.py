@@ -148,6 +148,11 @@ class KeySide:
             self._blocks[cols] = KeyBlock(k_factor, k.mT, v.mT, dk, dv)
         return self._blocks[cols]
 
+    def add(self, other: KeySide) -> None:
+        """Add the gradients that other queries gave the same keys."""
+        self._dk.add_(other._dk)
+        self._dv.add_(other._dv)
+
     def write(self) -> None:
         """Hand the gradients over."""
         if self._call.narrow is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import cases, inputs
 from kit.inputs import Inputs
 from torch import Tensor
 
@@ -65,6 +66,12 @@ def skip_where_refused(x: Inputs, backend: str, **changes: Any) -> None:
     """Skip the running test where a kernel family says that it does not take the case."""
     if (reason := refusal(x, backend, **changes)) is not None:
         pytest.skip(reason)
+
+
+def skip_without_kernels(target: Target) -> None:
+    """Skip the running test where a backend takes not even a plain case: another GPU, or a build without it."""
+    device, backend, dtype = target
+    skip_where_refused(inputs.build(cases.BY_NAME["heads_4to2"], dtype, device), backend)
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from kit import cases, inputs
-from support import TARGETS, Target, refusal, run
+from support import TARGETS, Target, refusal, run, skip_without_kernels
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @given(case=cases.any_case(), seed=st.integers(0, 1000))
 @example(case=cases.BY_NAME["dense_seqused"], seed=0)
 def test_random_cases_agree_with_the_oracle(target: Target, case: cases.Case, seed: int) -> None:
+    skip_without_kernels(target)
     device, backend, dtype = target
     x = inputs.build(case, dtype, device, seed)
     assume(refusal(x, backend) is None)
@@ -29,6 +30,7 @@ def test_random_longer_cases_agree_with_the_oracle(case: cases.Case, seed: int) 
 @pytest.mark.parametrize("target", TARGETS)
 @given(case=cases.any_case(), seed=st.integers(0, 1000))
 def test_random_cases_fill_given_outputs(target: Target, case: cases.Case, seed: int) -> None:
+    skip_without_kernels(target)
     device, backend, dtype = target
     x = inputs.build(case, dtype, device, seed)
     wide = torch.float32 if dtype.itemsize == 2 else dtype

@@ -173,7 +173,7 @@ def _forward_name(arguments: Mapping[str, Any]) -> str:
 
 
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    torch.ops.flashbwd.check_attention_inputs(*inputs)
+    _ops.call(torch.ops.flashbwd.check_attention_inputs, *inputs)
     arguments = dict(zip(_INPUTS, inputs, strict=True))
     forward = _forward_name(arguments)
     q, k, v = arguments["q"], arguments["k"], arguments["v"]

@@ -6,6 +6,7 @@ Python: shapes for fake tensors, the autograd rules, FLOP formulas, and the refe
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,8 @@ def _load_libraries() -> None:
 
 
 _load_libraries()
+_last_refusal = ctypes.CDLL(str(_PACKAGE / "_C.so")).flashbwd_last_refusal
+_last_refusal.restype = ctypes.c_char_p
 
 library = torch.library.Library("flashbwd", "FRAGMENT")
 
@@ -72,14 +75,17 @@ def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
 
 
 def call(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator; what its reference raised comes out as it was."""
+    """Call an operator; what its reference raised comes out as it was, and bad arguments as ValueError."""
     try:
         return operator(*args, **kwargs)
-    except RuntimeError:
+    except RuntimeError as caught:
         error, _failure.error = getattr(_failure, "error", None), None
-        if error is None:
-            raise
-        raise error from None
+        if error is not None:
+            raise error from None
+        refusal = _last_refusal().decode()
+        if refusal and str(caught).startswith(refusal):
+            raise ValueError(refusal) from None
+        raise
 
 
 implement_reference("attention_backward_reference", reference.attention_backward)

@@ -381,7 +381,8 @@ def plan_attention_backward(
     unknown = sorted(set(options) - set(defaults))
     if unknown:
         raise TypeError(f"flashbwd: plan_attention_backward has no argument {unknown[0]!r}")
-    described = torch.ops.flashbwd.plan_attention_backward(
+    described = _ops.call(
+        torch.ops.flashbwd.plan_attention_backward,
         dout,
         q,
         k,

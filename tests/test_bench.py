@@ -309,7 +309,8 @@ def test_markdown_and_plots(tmp_path):
     assert TINY.name in text
     assert "TFLOP/s of" in text
     assert "## Compared with" in text
-    assert f"kernel sources {machine.kernel_sources_hash()[:12]}" in text  # type: ignore[index]
+    sources = machine.kernel_sources_hash()  # none beside an installed package
+    assert sources is None or f"kernel sources {sources[:12]}" in text
     pytest.importorskip("matplotlib")
     images = report.plots(found, tmp_path / "r")
     assert [path.name for path in images] == ["r-tiny.png", "r-tiny_norm.png"]

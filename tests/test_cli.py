@@ -145,6 +145,7 @@ def test_bench_without_a_case_says_so(tmp_path, capsys):
 
 
 def test_results_go_into_the_source_tree_or_the_current_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "SOURCE_TREE", ROOT)
     assert cli.default_directory() == ROOT / "benchmarks" / "results"
     monkeypatch.setattr(machine, "SOURCE_TREE", tmp_path)
     assert cli.default_directory() == Path("flashbwd-results")

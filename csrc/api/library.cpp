@@ -1,6 +1,7 @@
 // The namespace of the operators, and the socket that _C_cuda plugs into.
 #include <torch/csrc/stable/library.h>
 
+#include "../common/check.h"
 #include "cuda_backend.h"
 
 namespace flashbwd {
@@ -14,6 +15,11 @@ bool has_cuda = false;
 const CudaBackend* cuda_backend() { return has_cuda ? &installed : nullptr; }
 
 }  // namespace flashbwd
+
+// For Python, which turns an error with this message into a ValueError.
+extern "C" __attribute__((visibility("default"))) const char* flashbwd_last_refusal() {
+  return flashbwd::last_refusal.c_str();
+}
 
 void flashbwd_install_cuda_backend(const flashbwd::CudaBackend* backend) {
   flashbwd::installed = *backend;

@@ -7,12 +7,17 @@
 
 namespace flashbwd {
 
+// The last message of refuse() on this thread. From torch 2.15 on a C++ exception reaches Python as a RuntimeError of
+// whatever kind it was; this tells Python which of them were refusals.
+inline thread_local std::string last_refusal;
+
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream message;
   message << "flashbwd: ";
   (message << ... << parts);
-  throw std::invalid_argument(message.str());
+  last_refusal = message.str();
+  throw std::invalid_argument(last_refusal);
 }
 
 template <typename... Parts>

@@ -1,4 +1,4 @@
-"""Runs one compiler command and records what it cost: CPU seconds, and registers and spills of every kernel.
+"""Runs one compiler command and records what came of it: CPU seconds, warnings, registers and spills of every kernel.
 
 Usage: compile_unit.py REPORT SOURCE COMMAND...
 """
@@ -46,7 +46,9 @@ def main() -> int:
     if done.returncode == 0:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = round(usage.ru_utime + usage.ru_stime, 1)
-        Path(report).write_text(json.dumps({"source": source, "cpu_seconds": seconds, "kernels": kernels}))
+        warnings = [line for line in done.stdout.splitlines() if re.search(r"\bwarning\b", line)]
+        record = {"source": source, "cpu_seconds": seconds, "warnings": warnings, "kernels": kernels}
+        Path(report).write_text(json.dumps(record))
     return done.returncode
 
 

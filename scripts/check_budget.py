@@ -1,5 +1,7 @@
 """Holds the last build to the checked-in budget: kernels, CPU seconds, registers and spills of each CUDA unit.
 
+A compiler's warning, in any unit, is a failure too.
+
 Usage: check_budget.py [--update]
 
 Reads build/resource_usage.json, which every build writes, and compares it with build_tools/budget.json. --update
@@ -58,6 +60,7 @@ def main() -> None:
     budget = json.loads(BUDGET.read_text())
     problems = [f"{source}: not in the budget" for source in sorted(rows.keys() - budget.keys())]
     problems += [f"{source}: in the budget, but not built" for source in sorted(budget.keys() - rows.keys())]
+    problems += [f"{unit['source']}: {warning}" for unit in units for warning in unit["warnings"]]
     print(f"{'unit':60} {'kernels':>7} {'CPU s':>6}  registers, spilled bytes")
     for source in sorted(rows.keys() & budget.keys()):
         now = rows[source]

@@ -96,7 +96,7 @@ def set_tiles(monkeypatch: pytest.MonkeyPatch, tile: blocks.TileSize) -> None:
 @pytest.fixture
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that little inputs have many of them, and several chunks of heads."""
-    set_tiles(monkeypatch, blocks.TileSize(8, 16, 2 * 8 * 16))
+    set_tiles(monkeypatch, blocks.TileSize(8, 16, 2 * 8 * 16, 1000))
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
@@ -116,7 +116,7 @@ def test_gradients_obey_the_tolerance_rule(case: cases.Case, dtype: torch.dtype)
     check(case, dtype)
 
 
-TILES = [blocks._CPU_SHARED_TILE, blocks.TileSize(5, 7, 70), blocks.TileSize(16, 16, 256)]
+TILES = [blocks._CPU_SHARED_TILE, blocks.TileSize(5, 7, 70, 1000), blocks.TileSize(16, 16, 256, 64)]
 
 
 @given(cases.any_case(), st.integers(0, 1000), st.sampled_from(TILES), st.sampled_from([1, 3]))
@@ -386,7 +386,7 @@ def test_bias_gradient_of_a_dense_broadcast_needs_no_second_score_matrix(monkeyp
     lse = torch.full((2, heads, length), 7.0)
     arguments = x.arguments | {"q": q, "k": q, "v": q, "out": q, "dout": q, "softmax_lse": lse, "attn_bias": bias}
     dbias = poisoned_like(bias)
-    set_tiles(monkeypatch, blocks.TileSize(64, 64, 2 * 64 * 64))
+    set_tiles(monkeypatch, blocks.TileSize(64, 64, 2 * 64 * 64, 4096))
     with Operators() as seen:
         run_backward(arguments, dbias=dbias)
     assert 0 < seen.largest < length * length // 2

@@ -14,17 +14,28 @@ from flashbwd.reference.spans import Span, narrow_broadcast
 
 @dataclass(frozen=True)
 class TileSize:
-    """Queries (of all heads of a group together) and keys of a tile, and elements of the tiles of one operator call."""
+    """Limits of what one thread, or one stream, works on at a time.
+
+    Attributes
+    ----------
+    rows, keys : int
+        Of a tile: queries of all heads of a group together, and keys.
+    elements : int
+        Of the tiles, of several heads, that one operator call takes.
+    held : int
+        Keys of several heads whose operands and gradients are held, unless a single head has more.
+    """
 
     rows: int
     keys: int
     elements: int
+    held: int
 
 
 # docs/kernels/reference.md has the measurements.
-_CPU_TILE = TileSize(256, 256, 2 * 256 * 256)  # for one thread
-_CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256)  # for all threads
-_CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024)
+_CPU_TILE = TileSize(256, 256, 4 * 256 * 256, 8192)  # for one thread
+_CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256, 32768)  # for all threads
+_CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024, 131072)
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class Cut:
         """Cut into chunks of at most `most_items` pairs of a sequence and a KV head."""
         block_q = min(max(tile.rows // group, 1), span.sq)
         block_k = min(tile.keys, span.sk)
-        items = min(max(tile.elements // (block_q * group * block_k), 1), max(most_items, 1))
+        items = max(min(tile.elements // (block_q * group * block_k), tile.held // span.sk, most_items), 1)
         if items < heads_kv:
             return Cut(block_q, block_k, 1, items)
         return Cut(block_q, block_k, min(items // heads_kv, span.batches), heads_kv)

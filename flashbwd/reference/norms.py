@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flashbwd.reference.scores import accumulation_dtype
+from flashbwd.reference.workers import run_all
+
+T = TypeVar("T")
 
 # Elements of a chunk: the handful of temporaries stay in a CPU's cache, or are worth a GPU's launch.
 _CPU_CHUNK = 1 << 18
@@ -75,38 +80,46 @@ def _norm_backward(
         dtype = accumulation_dtype(x.dtype)
         columns = x.shape[-1]
         dx = torch.empty_like(x) if output_mask[0] else None
-        dgamma = x.new_zeros(columns, dtype=dtype) if output_mask[1] and gamma is not None else None
-        dbeta = x.new_zeros(columns, dtype=dtype) if output_mask[2] else None
         factor = _factor(gamma, zero_centered_gamma, dtype)
         all_x, all_dz = _as_rows(x), _as_rows(dz)
         all_dx = None if dx is None else _as_rows(dx)
         all_dresidual = None if dresidual is None else _as_rows(dresidual)
-        for index in _row_chunks(x):
-            dz_rows, x_hat = all_dz[index].to(dtype), all_x[index].to(dtype)
-            rs_rows = rs.reshape(-1, 1)[index].to(dtype)
-            if mu is not None:
-                x_hat = x_hat - mu.reshape(-1, 1)[index].to(dtype)
-            x_hat = x_hat * rs_rows  # (rows, N)
-            if dgamma is not None:
-                dgamma += (dz_rows * x_hat).sum(0)
-            if dbeta is not None:
-                dbeta += dz_rows.sum(0)
-            if all_dx is None:
-                continue
-            dy = dz_rows if factor is None else dz_rows * factor
-            centred = dy - x_hat * (dy * x_hat).mean(-1, keepdim=True)
-            if mu is not None:
-                centred.sub_(dy.mean(-1, keepdim=True))
-            centred.mul_(rs_rows)
-            if all_dresidual is not None:
-                centred.add_(all_dresidual[index])
-            all_dx[index] = centred
+
+        def rows_backward(chunks: Sequence[slice]) -> tuple[Tensor, Tensor]:
+            dgamma, dbeta = (x.new_zeros(columns, dtype=dtype) for _ in range(2))
+            scratch = _scratch(3, chunks, columns, x, dtype)
+            for index in chunks:
+                x_hat, product, rows_dx = (buffer[: index.stop - index.start] for buffer in scratch)  # (rows, N)
+                dz_rows, rs_rows = all_dz[index], rs.reshape(-1, 1)[index].to(dtype)
+                if mu is None:
+                    torch.mul(all_x[index], rs_rows, out=x_hat)
+                else:
+                    torch.sub(all_x[index], mu.reshape(-1, 1)[index].to(dtype), out=x_hat).mul_(rs_rows)
+                torch.mul(dz_rows, x_hat, out=product)
+                if output_mask[1]:
+                    dgamma += product.sum(0)
+                if output_mask[2]:
+                    dbeta += dz_rows.sum(0, dtype=dtype)
+                if all_dx is None:
+                    continue
+                torch.mul(dz_rows, rs_rows, out=rows_dx)  # rs * dz, then rs * dy, then less the means
+                if factor is not None:
+                    rows_dx.mul_(factor)
+                    product.mul_(factor)
+                if mu is not None:
+                    rows_dx.sub_(rows_dx.mean(-1, keepdim=True))
+                rows_dx.addcmul_(x_hat, product.mean(-1, keepdim=True).mul_(rs_rows), value=-1.0)
+                if all_dresidual is not None:
+                    rows_dx.add_(all_dresidual[index])
+                all_dx[index] = rows_dx
+            return dgamma, dbeta
+
+        sums = _run_on_chunks(x, rows_backward)
         if dx is not None and all_dx is not None:
             _finish(dx, all_dx)
         parameter_dtype = x.dtype if gamma is None else gamma.dtype
-        dgamma = None if dgamma is None else dgamma.to(parameter_dtype)
-        dbeta = None if dbeta is None else dbeta.to(parameter_dtype)
-        return dx, dgamma, dbeta
+        dgamma, dbeta = (torch.stack(parts).sum(0).to(parameter_dtype) for parts in zip(*sums, strict=True))
+        return dx, dgamma if output_mask[1] and gamma is not None else None, dbeta if output_mask[2] else None
 
 
 def layer_norm_forward(
@@ -138,22 +151,26 @@ def _norm_forward(
         mu, rs = (x.new_zeros(rows, dtype=dtype) for _ in range(2))
         factor = _factor(gamma, zero_centered_gamma, dtype)
         all_x, all_z = _as_rows(x), _as_rows(z)
-        for index in _row_chunks(x):
-            values = all_x[index].to(dtype)
-            if centred:
-                variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
-                values = values - mean
-                mu[index] = mean.squeeze(-1)
-            else:
-                variance = values.square().mean(-1, keepdim=True)
-            scale = torch.rsqrt(variance + eps)
-            rs[index] = scale.squeeze(-1)
-            values = values * scale
-            if factor is not None:
-                values.mul_(factor)
-            if beta is not None:
-                values.add_(beta)
-            all_z[index] = values
+
+        def rows_forward(chunks: Sequence[slice]) -> None:
+            for index in chunks:
+                values = all_x[index].to(dtype)
+                if centred:
+                    variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
+                    values = values - mean
+                    mu[index] = mean.squeeze(-1)
+                else:
+                    variance = values.square().mean(-1, keepdim=True)
+                scale = torch.rsqrt(variance + eps)
+                rs[index] = scale.squeeze(-1)
+                values = values * scale
+                if factor is not None:
+                    values.mul_(factor)
+                if beta is not None:
+                    values.add_(beta)
+                all_z[index] = values
+
+        _run_on_chunks(x, rows_forward)
         _finish(z, all_z)
         return z, mu, rs
 
@@ -164,13 +181,22 @@ def _factor(gamma: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Te
     return gamma.to(dtype) + 1.0 if zero_centered else gamma.to(dtype)
 
 
-def _row_chunks(x: Tensor) -> Iterator[slice]:
+def _run_on_chunks(x: Tensor, work: Callable[[Sequence[slice]], T]) -> list[T]:
+    """Call `work` with chunks of rows, consecutive ones on each CPU thread; at least once, if with none."""
     rows, columns = x.shape[:-1].numel(), x.shape[-1]
-    if columns == 0:
-        return
-    step = max((_CPU_CHUNK if x.device.type == "cpu" else _CUDA_CHUNK) // columns, 1)
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
+    on_cpu = x.device.type == "cpu"
+    step = max((_CPU_CHUNK if on_cpu else _CUDA_CHUNK) // max(columns, 1), 1)
+    chunks = [slice(first, min(first + step, rows)) for first in range(0, rows, step)] if columns else []
+    threads = torch.get_num_threads() if on_cpu else 1
+    share = max(-(-len(chunks) // threads), 1)
+    shares = [chunks[first : first + share] for first in range(0, len(chunks), share)] or [[]]
+    return run_all([functools.partial(work, part) for part in shares], threads)
+
+
+def _scratch(count: int, chunks: Sequence[slice], columns: int, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Memory that every chunk uses again: fresh pages would cost as much as the arithmetic."""
+    rows = chunks[0].stop - chunks[0].start if chunks else 0
+    return [x.new_empty(rows, columns, dtype=dtype) for _ in range(count)]
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from flashbwd.attention import (
     plan_attention_backward,
     use_backend,
 )
+from flashbwd.decoding import flex_decoding
 from flashbwd.layer_norm import (
     LayerNorm,
     LayerNormGrads,
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "flex_decoding",
     "layer_norm",
     "layer_norm_backward",
     "plan_attention_backward",

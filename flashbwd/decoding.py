@@ -1,0 +1,273 @@
+"""Attention of short queries over long keys, with Python modifications of the scores and block-sparse masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from flashbwd.reference.decoding import (
+    DecodingCall,
+    Mod,
+    accumulator,
+    captured_tensors,
+    decoding_backward,
+    decoding_forward,
+)
+
+__all__ = ["flex_decoding"]
+
+_ACTING: dict[str, type] = {"SPLIT_KV": int, "PRESCALE_QK": bool, "ROWS_GUARANTEED_SAFE": bool}
+_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
+# PyTorch's keys for tuning its own kernels, each also with fwd_ or bwd_ before it: hints, which change nothing here.
+_HINTS = frozenset(
+    {
+        *("num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"),
+        *("BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION", "USE_TMA"),
+        *("kpack", "matrix_instr_nonkdim", "waves_per_eu"),
+    }
+)
+_AUTOCAST = ("cpu", "cuda")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def flex_decoding(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """``softmax(mask(score_mod(scale * q @ k.T))) @ v``, meant for a few queries over a long cache of keys and values.
+
+    The meaning is that of ``torch.nn.attention.flex_attention.flex_attention``, for any number of queries.
+    Differentiable in query, key, value, in the returned lse, and in every tensor that ``score_mod`` captures; those
+    gradients are not differentiable again.
+
+    Parameters
+    ----------
+    query : Tensor, (B, H, Sq, D)
+        float16, bfloat16, float32 or float64. Any strides.
+    key, value : Tensor, (B or 1, Hkv, Sk, D) and (B or 1, Hkv, Sk, Dv)
+        query's dtype. A batch of 1 serves all queries.
+    score_mod : callable, optional
+        ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors: the scaled score in float32 (float64 for float64
+        inputs), and int32 indices; ``h`` is the query head. It may read captured tensors, and index them.
+    block_mask : BlockMask, optional
+        Made by PyTorch's ``create_block_mask`` for this Sq and Sk, or by hand. Its block lists choose the blocks of
+        keys; its ``mask_mod`` is asked in partial blocks only. Lists per batch and per query head are fine with
+        grouped heads.
+    scale : float, optional
+        Default ``D ** -0.5``.
+    enable_gqa : bool
+        Allow H to be a multiple of Hkv; query head h then reads key head ``h // (H / Hkv)``.
+    return_lse : bool
+        Also return the natural log-sum-exp of each row, as ``(out, lse)``.
+    kernel_options : mapping, optional
+        PyTorch's keys. ``SPLIT_KV`` (parts of the keys at least), ``PRESCALE_QK`` (scale q instead of the scores) and
+        ``ROWS_GUARANTEED_SAFE`` (no row is fully masked) act; keys that tune PyTorch's kernels are accepted as hints.
+    return_aux : AuxRequest, optional
+        PyTorch's newer request: ``(out, AuxOutput(lse, max_scores))`` with ``None`` for what was not asked for.
+        ``max_scores`` has no gradient.
+
+    Returns
+    -------
+    out : Tensor, (B, H, Sq, Dv)
+        query's dtype, and its order of strides. 0 in a row that sees no key.
+    lse, max_scores : Tensor, (B, H, Sq)
+        float32 (float64 for float64 inputs); -inf in a row that sees no key.
+
+    Raises
+    ------
+    ValueError
+        For bad arguments; the message names the argument, what was expected and what came.
+    RuntimeError
+        When a modification fails, reads a value back from the device or branches on one.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value, enable_gqa)
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, key)
+    if return_lse and return_aux is not None:
+        raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
+    options = _acting_options(kernel_options or {})
+    call = DecodingCall(
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        prescale=options.get("PRESCALE_QK", False),
+        rows_safe=options.get("ROWS_GUARANTEED_SAFE", False),
+        splits=options.get("SPLIT_KV"),
+    )
+    out, lse, largest = _attend(call, query, key, value)
+    if return_aux is not None:
+        aux = AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest if return_aux.max_scores else None)
+        return out, aux
+    return (out, lse) if return_lse else out
+
+
+# ---- checks ----
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"flashbwd: {name} has {tensor.dim()} dimensions, expected 4: (batch, heads, length, dim)")
+        if tensor.device != query.device:
+            raise ValueError(f"flashbwd: {name} is on {tensor.device}, expected query's {query.device}")
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(
+                f"flashbwd: {name} is {_name_of(tensor.dtype)}, expected float16, bfloat16, float32 or float64"
+            )
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"flashbwd: {name} is {_name_of(tensor.dtype)}, expected query's {_name_of(query.dtype)}")
+    B, H, _, D = query.shape
+    if D == 0:
+        raise ValueError(f"flashbwd: query has shape {tuple(query.shape)}, expected a last dimension of at least 1")
+    if key.shape[3] != D:
+        raise ValueError(f"flashbwd: key has head dimension {key.shape[3]}, expected query's {D}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"flashbwd: value has shape {tuple(value.shape)}, expected key's batch, heads and length "
+            f"{tuple(key.shape[:3])}"
+        )
+    if key.shape[0] not in (1, B):
+        raise ValueError(f"flashbwd: key has batch {key.shape[0]}, expected 1 or query's {B}")
+    heads = key.shape[1]
+    if heads != H and not enable_gqa:
+        raise ValueError(f"flashbwd: key has {heads} heads, expected query's {H} (enable_gqa=True allows a divisor)")
+    if heads != H and (heads == 0 or H % heads != 0):
+        raise ValueError(f"flashbwd: key has {heads} heads, which does not divide query's {H}")
+
+
+def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    if not isinstance(mask, BlockMask):
+        raise ValueError(f"flashbwd: block_mask is a {type(mask).__name__}, expected a BlockMask")
+    lists = {"kv_num_blocks": 3, "kv_indices": 4, "full_kv_num_blocks": 3, "full_kv_indices": 4}
+    for name, dims in lists.items():
+        tensor = getattr(mask, name)
+        if tensor is None:
+            continue
+        if tensor.device != query.device:
+            raise ValueError(f"flashbwd: block_mask.{name} is on {tensor.device}, expected query's {query.device}")
+        if tensor.dim() != dims or any(n not in (1, m) for n, m in zip(tensor.shape[:2], query.shape[:2], strict=True)):
+            raise ValueError(
+                f"flashbwd: block_mask.{name} has shape {tuple(tensor.shape)}, expected {dims} dimensions that begin "
+                f"with (1 or {query.shape[0]}, 1 or {query.shape[1]})"
+            )
+    lengths = (query.shape[2], key.shape[2])
+    if min(mask.BLOCK_SIZE) >= 1 << 30:  # PyTorch's mask of everything, whose lengths mean nothing
+        return
+    if tuple(mask.shape[-2:]) != lengths:
+        raise ValueError(
+            f"flashbwd: block_mask was made for lengths {tuple(mask.shape[-2:])}, expected query's and key's {lengths}"
+        )
+
+
+def _acting_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that change something here; refuses what PyTorch has no key for."""
+    options = {}
+    for key, value in given.items():
+        name = key.removeprefix("fwd_").removeprefix("bwd_")
+        if name in _ACTING:
+            positive = type(value) is int and value > 0
+            if not (positive if _ACTING[name] is int else isinstance(value, bool)):
+                expected = "a positive int" if _ACTING[name] is int else "a bool"
+                raise ValueError(f"flashbwd: kernel_options[{key!r}] is {value!r}, expected {expected}")
+            if not key.startswith("bwd_"):
+                options[name] = value
+        elif name == "BACKEND":
+            if value not in _BACKENDS:
+                raise ValueError(f"flashbwd: kernel_options['BACKEND'] is {value!r}, expected one of {_BACKENDS}")
+        elif name not in _HINTS:
+            known = ", ".join(sorted([*_ACTING, "BACKEND", *_HINTS]))
+            raise ValueError(f"flashbwd: kernel_options has an unknown key {key!r}, expected one of {known}")
+    return options
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- the computation ----
+
+
+def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.compiler.is_compiling():  # the compiler differentiates what it traces
+        return _forward(call, query, key, value)
+    captured = []
+    if torch.is_grad_enabled() and query.numel() and key.numel():
+        captured = captured_tensors(call.score_mod, query.device, accumulator(query.dtype))
+    return _FlexDecoding.apply(call, query, key, value, *captured)
+
+
+def _forward(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shape = query.shape[:3]
+    if query.numel() == 0 or key.numel() == 0:
+        statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
+        return query.new_zeros((*shape, value.shape[3])), statistics, statistics.clone()
+    with _exact(query.device):
+        out, lse, largest = decoding_forward(call, query, key, value)
+    return _ordered_like(query, out), lse, largest
+
+
+def _exact(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast has acted on the arguments; inside, products stay in the accumulation dtype."""
+    if device.type not in _AUTOCAST:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _ordered_like(query: Tensor, out: Tensor) -> Tensor:
+    """``out`` in query's dtype, with its dimensions in memory in the order of query's; the last one innermost."""
+    strides = query.stride()
+    order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
+    memory = out.new_empty([out.shape[dim] for dim in order], dtype=query.dtype)
+    view = memory.permute([order.index(dim) for dim in range(4)])
+    return view.copy_(out)
+
+
+class _FlexDecoding(torch.autograd.Function):
+    """The reference and its gradient. Captured tensors are inputs so that autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, *captured: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, largest = _forward(call, query, key, value)
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, out, lse, *captured)
+        ctx.mark_non_differentiable(largest)
+        ctx.set_materialize_grads(False)
+        return out, lse, largest
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, *captured = ctx.saved_tensors
+        inputs = (query, key, value, *captured)
+        if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
+            return None, *(torch.zeros_like(tensor) for tensor in inputs)
+        with _exact(query.device):
+            dq, dk, dv, dcaptured = decoding_backward(ctx.call, query, key, value, out, lse, dout, dlse, captured)
+        grads = (dq, dk, dv, *dcaptured)
+        return None, *(grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True))

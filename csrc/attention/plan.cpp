@@ -4,6 +4,7 @@
 
 #include "../common/check.h"
 #include "family.h"
+#include "sm90/plan.h"
 
 namespace flashbwd {
 namespace {
@@ -15,8 +16,8 @@ struct Candidate {
   bool DeviceInfo::* built;
 };
 
-constexpr Candidate kCandidates[] = {
-    {"sm90", nullptr, &DeviceInfo::has_attention_sm90},
+const Candidate kCandidates[] = {
+    {"sm90", &sm90::kFamily, &DeviceInfo::has_attention_sm90},
     {"sm80", nullptr, &DeviceInfo::has_attention_sm80},
 };
 

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/problem.h"
 #include "../../csrc/attention/schedule.h"
 #include "../../csrc/attention/workspace.h"
@@ -23,8 +24,22 @@ void bind_problem(py::module_& m) {
       .value("kNone", CausalAlignment::kNone)
       .value("kBottomRight", CausalAlignment::kBottomRight)
       .value("kTopLeft", CausalAlignment::kTopLeft);
+  py::enum_<DType>(m, "DType")
+      .value("kFloat16", DType::kFloat16)
+      .value("kBFloat16", DType::kBFloat16)
+      .value("kFloat32", DType::kFloat32)
+      .value("kFloat64", DType::kFloat64);
   py::class_<AttentionProblem>(m, "AttentionProblem")
       .def(py::init<>())
+      .def_readwrite("dtype", &AttentionProblem::dtype)
+      .def_readwrite("softcap", &AttentionProblem::softcap)
+      .def_readwrite("dropout_p", &AttentionProblem::dropout_p)
+      .def_readwrite("has_bias", &AttentionProblem::has_bias)
+      .def_readwrite("has_alibi", &AttentionProblem::has_alibi)
+      .def_readwrite("has_sink", &AttentionProblem::has_sink)
+      .def_readwrite("deterministic", &AttentionProblem::deterministic)
+      .def_readwrite("aligned_16", &AttentionProblem::aligned_16)
+      .def_readwrite("backend", &AttentionProblem::backend)
       .def_readwrite("varlen", &AttentionProblem::varlen)
       .def_readwrite("batch", &AttentionProblem::batch)
       .def_readwrite("heads", &AttentionProblem::heads)
@@ -86,6 +101,32 @@ void bind_workspace(py::module_& m) {
   m.def("dq_row_offset", &dq_row_offset);
 }
 
+// Plans for GPUs that need not be there.
+void bind_plan(py::module_& m) {
+  py::class_<DeviceInfo>(m, "DeviceInfo")
+      .def(py::init<>())
+      .def_readwrite("usable", &DeviceInfo::usable)
+      .def_readwrite("why_not", &DeviceInfo::why_not)
+      .def_readwrite("cc_major", &DeviceInfo::cc_major)
+      .def_readwrite("cc_minor", &DeviceInfo::cc_minor)
+      .def_readwrite("sm_count", &DeviceInfo::sm_count)
+      .def_readwrite("smem_per_block", &DeviceInfo::smem_per_block)
+      .def_readwrite("has_attention_sm90", &DeviceInfo::has_attention_sm90)
+      .def_readwrite("has_attention_sm80", &DeviceInfo::has_attention_sm80);
+  py::class_<AttentionPlan>(m, "AttentionPlan")
+      .def_readonly("backend", &AttentionPlan::backend)
+      .def_readonly("block_m", &AttentionPlan::block_m)
+      .def_readonly("block_n", &AttentionPlan::block_n)
+      .def_readonly("schedule", &AttentionPlan::schedule)
+      .def_readonly("deterministic", &AttentionPlan::deterministic)
+      .def_readonly("workspace", &AttentionPlan::workspace)
+      .def_readonly("refusals", &AttentionPlan::refusals);
+  m.def("plan_attention", [](AttentionProblem problem, const DeviceInfo& device) {
+    problem.device.type = DeviceType::kCUDA;
+    return plan_attention(problem, device);
+  });
+}
+
 void bind_visibility(py::module_& m) {
   py::class_<Visibility>(m, "Visibility")
       .def_readonly("seqlen_q", &Visibility::seqlen_q)
@@ -145,9 +186,10 @@ void bind_order(py::module_& m) {
 }  // namespace flashbwd
 
 PYBIND11_MODULE(flashbwd_host_tests, m) {
-  m.doc() = "Host arithmetic of flashbwd: workspace and schedule.";
+  m.doc() = "Host arithmetic of flashbwd: plans, workspace and schedule.";
   flashbwd::bind_problem(m);
   flashbwd::bind_workspace(m);
+  flashbwd::bind_plan(m);
   flashbwd::bind_visibility(m);
   flashbwd::bind_order(m);
 }

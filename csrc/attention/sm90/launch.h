@@ -1,0 +1,12 @@
+// One instantiation of the kernel: defined in launch.cuh, instantiated in a file for each (tile, dtype).
+#pragma once
+
+#include "kernel_params.h"
+
+namespace flashbwd::sm90 {
+
+// Launches the kernel for row kTileIndex of kTiles on `stream`; returns null or a message.
+template <typename T, int kTileIndex>
+const char* launch(const KernelParams& params, void* stream);
+
+}  // namespace flashbwd::sm90

@@ -1,0 +1,73 @@
+// What a tile and a type fix at compile time: sizes, shared memory, barriers.
+#pragma once
+
+#include "../../common/hopper.cuh"
+#include "../../common/wgmma.cuh"
+#include "config.h"
+#include "scheduler.cuh"
+
+namespace flashbwd::sm90 {
+
+enum NamedBarrier : uint32_t {
+  kConsumersBarrier = 1,  // all consumers: dS is written, or a tile is scrubbed
+  kWarpgroupBarrier = 2,  // + warpgroup: its 128 threads
+  kDqFullBarrier = 4,     // + warpgroup: consumers arrive, its store warp waits
+  kDqEmptyBarrier = 6,    // + warpgroup: the store warp arrives, consumers wait
+};
+
+constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
+constexpr int kDqBarrierThreads = kWarpgroupThreads + 32;
+
+template <typename T_, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_>
+struct Traits {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kStages = kStages_;
+  // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
+  static constexpr bool kEarlyDv = kBlockM <= 64;
+  static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup owns 64 keys");
+  static_assert(kHeadDim % kChunkColumns == 0 && kBlockM % 64 == 0, "tiles are whole chunks");
+  // A dq tile is cut into 64 x 64 parts, one a warpgroup: by rows or by columns.
+  static constexpr int kDqColumnParts = kHeadDim / 64;
+  static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
+
+  static constexpr int kChunks = kHeadDim / kChunkColumns;
+  static constexpr int kKeyChunkBytes = kBlockN * kChunkRowBytes;    // 64 columns of k or v
+  static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
+  static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kStatisticBytes = kBlockM * 4;
+
+  using Work = sm90::Work<kBlockM, kBlockN>;
+
+  struct alignas(1024) SharedStorage {
+    uint8_t k[kKeyBytes];                                   // (kBlockN, kHeadDim)
+    uint8_t v[kKeyBytes];                                   // (kBlockN, kHeadDim)
+    uint8_t q[kStages][kQueryBytes];                        // (kBlockM, kHeadDim)
+    uint8_t dout[kStages][kQueryBytes];                     // (kBlockM, kHeadDim)
+    uint8_t ds[2][kBlockM / 64][kBlockN * kChunkRowBytes];  // transposed, (kBlockN, kBlockM)
+    float dq[2][kConsumerWarpgroups][2][64 * 32];           // 64 x 64 a warpgroup, two boxes of 32 columns
+    alignas(128) float lse_log2[kStages][kBlockM];
+    alignas(128) float delta[kStages][kBlockM];
+    Work work;
+    uint64_t k_full, v_full;                         // producer arrives with bytes
+    uint64_t q_full[kStages], dout_full[kStages];    // producer arrives with bytes
+    uint64_t q_empty[kStages], dout_empty[kStages];  // every consumer warp arrives
+  };
+
+  static __device__ void init_barriers(SharedStorage& smem) {
+    mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.v_full, 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(&smem.q_full[stage], 1);
+      mbarrier_init(&smem.dout_full[stage], 1);
+      mbarrier_init(&smem.q_empty[stage], kConsumerThreads / 32);
+      mbarrier_init(&smem.dout_empty[stage], kConsumerThreads / 32);
+    }
+    fence_mbarrier_init();
+  }
+};
+
+}  // namespace flashbwd::sm90

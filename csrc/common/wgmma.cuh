@@ -1,0 +1,150 @@
+// Warpgroup matrix products over tiles in shared memory with the 128-byte swizzle.
+//
+// A tile of `rows` rows lies in chunks of 64 columns (128 bytes of 16-bit elements): row r of a chunk is 128 bytes, its
+// 16-byte piece p at place p ^ (r % 8); chunks follow each other. This is what a tensor copy with a 64-column box and
+// SWIZZLE_128B leaves behind, a chunk a copy. Chunks start 1024-byte aligned.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <type_traits>
+#include <utility>
+
+namespace flashbwd {
+
+using cute::SM90::GMMA::Major;
+using cute::SM90::GMMA::ScaleOut;
+
+constexpr int kChunkColumns = 64;
+constexpr int kChunkRowBytes = 128;
+constexpr int kSwizzleGroupBytes = 1024;  // 8 rows
+
+__device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, int leading_bytes) {
+  cute::GmmaDescriptor descriptor;
+  descriptor.bitfield.start_address_ = static_cast<uint16_t>(address >> 4);
+  descriptor.bitfield.leading_byte_offset_ = static_cast<uint16_t>(leading_bytes >> 4);
+  descriptor.bitfield.stride_byte_offset_ = kSwizzleGroupBytes >> 4;
+  descriptor.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
+  return descriptor.desc_;
+}
+
+// An operand whose product dimension runs along the columns of its tile (K-major); the rows are its M or N.
+template <int kChunkBytes>
+struct AlongColumns {
+  static constexpr Major kMajor = Major::K;
+  static constexpr int step_bytes(int k) { return k / 4 * kChunkBytes + k % 4 * 32; }  // 16 columns a step
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) { return smem_descriptor(address, 16); }
+};
+
+// An operand whose product dimension runs down the rows of its tile (MN-major); the columns are its M or N.
+template <int kChunkBytes>
+struct AlongRows {
+  static constexpr Major kMajor = Major::MN;
+  static constexpr int step_bytes(int k) { return k * 16 * kChunkRowBytes; }  // 16 rows a step
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+    return smem_descriptor(address, kChunkBytes);
+  }
+};
+
+namespace detail {
+
+template <typename T, int N, Major kMajorA, Major kMajorB>
+constexpr auto shared_atom() {
+  namespace atoms = cute::SM90::GMMA;
+  constexpr bool kBF16 = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(N == 64 || N == 128, "add the atom's name here");
+  if constexpr (N == 64) {
+    if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_SS<kMajorA, kMajorB>{};
+  } else {
+    if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_SS<kMajorA, kMajorB>{};
+  }
+}
+
+template <typename T, int N, Major kMajorB>
+constexpr auto register_atom() {
+  namespace atoms = cute::SM90::GMMA;
+  constexpr bool kBF16 = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(N == 64 || N == 128, "add the atom's name here");
+  if constexpr (N == 64) {
+    if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_RS<Major::K, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_RS<Major::K, kMajorB>{};
+  } else {
+    if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_RS<Major::K, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_RS<Major::K, kMajorB>{};
+  }
+}
+
+template <typename Atom, int kRegisters, int... I>
+__device__ __forceinline__ void issue(float (&d)[kRegisters], uint64_t a, uint64_t b, ScaleOut scale,
+                                      std::integer_sequence<int, I...>) {
+  Atom::fma(a, b, d[I]..., scale);
+}
+
+template <typename Atom, int kRegisters, int... I>
+__device__ __forceinline__ void issue(float (&d)[kRegisters], const uint32_t* a, uint64_t b, ScaleOut scale,
+                                      std::integer_sequence<int, I...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
+}
+
+}  // namespace detail
+
+// Keeps the compiler from moving accesses to accumulators across the issue or the wait of the products on them.
+template <int kRegisters>
+__device__ __forceinline__ void fence_registers(float (&d)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void fence_registers(uint32_t (&d)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
+// d (64 x N, N = 2 * kRegisters) = or += A B^T over kSteps * 16; A and B in shared memory. One committed group.
+template <typename T, int kSteps, bool kAccumulate, typename OperandA, typename OperandB, int kRegisters>
+__device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t address_a, uint32_t address_b) {
+  using Atom = decltype(detail::shared_atom<T, kRegisters * 2, OperandA::kMajor, OperandB::kMajor>());
+  const uint64_t a = OperandA::descriptor(address_a);
+  const uint64_t b = OperandB::descriptor(address_b);
+  fence_registers(d);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    detail::issue<Atom>(d, a + (OperandA::step_bytes(k) >> 4), b + (OperandB::step_bytes(k) >> 4),
+                        kAccumulate || k > 0 ? ScaleOut::One : ScaleOut::Zero,
+                        std::make_integer_sequence<int, kRegisters>());
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// The same with A in registers: four a step, in the order of the 16-bit fragment of a 64 x 16 tile.
+template <typename T, bool kAccumulate, typename OperandB, int kRegisters, int kRegistersA>
+__device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kRegistersA], uint32_t address_b) {
+  using Atom = decltype(detail::register_atom<T, kRegisters * 2, OperandB::kMajor>());
+  const uint64_t b = OperandB::descriptor(address_b);
+  fence_registers(d);
+  fence_registers(a);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kRegistersA / 4; ++k) {
+    detail::issue<Atom>(d, a + 4 * k, b + (OperandB::step_bytes(k) >> 4),
+                        kAccumulate || k > 0 ? ScaleOut::One : ScaleOut::Zero,
+                        std::make_integer_sequence<int, kRegisters>());
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// All but the last kPending groups of products are complete.
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  cute::warpgroup_wait<kPending>();
+}
+
+}  // namespace flashbwd

@@ -1,0 +1,143 @@
+"""What the sm_90a family takes and asks for: its host half, on a GPU that need not be there."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+from kit.host import load_host
+
+H100 = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def host() -> ModuleType:
+    return load_host()
+
+
+def problem_of(host: ModuleType, **changes: Any) -> Any:
+    """A dense bfloat16 problem that the family takes, with changes."""
+    values = {
+        "dtype": host.DType.kBFloat16,
+        "batch": 2,
+        "heads": 6,
+        "heads_kv": 3,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "seqlen_q": 300,
+        "seqlen_k": 500,
+        "aligned_16": True,
+        **changes,
+    }
+    values.setdefault("total_q", values["batch"] * values["seqlen_q"])
+    values.setdefault("total_k", values["batch"] * values["seqlen_k"])
+    problem = host.AttentionProblem()
+    for name, value in values.items():
+        setattr(problem, name, value)
+    return problem
+
+
+def device_of(host: ModuleType, **changes: Any) -> Any:
+    device = host.DeviceInfo()
+    for name, value in {**H100, "has_attention_sm90": True, **changes}.items():
+        setattr(device, name, value)
+    return device
+
+
+def plan_of(host: ModuleType, device: dict[str, Any] | None = None, **changes: Any) -> Any:
+    return host.plan_attention(problem_of(host, **changes), device_of(host, **(device or {})))
+
+
+def reason(host: ModuleType, device: dict[str, Any] | None = None, **changes: Any) -> str:
+    plan = plan_of(host, device, **changes)
+    assert plan.backend != "sm90"
+    return str(dict(plan.refusals)["sm90"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"has_bias": True}, "it does not take attn_bias"),
+        ({"has_alibi": True}, "it does not take alibi_slopes"),
+        ({"has_sink": True}, "it does not compute the gradient of sink"),
+        ({"dropout_p": 0.1}, "it does not take dropout"),
+        ({"softcap": 30.0}, "it does not take softcap"),
+        ({"head_dim": 136}, "it holds no tile for head dimensions 136 and 128"),
+        ({"head_dim_v": 192}, "it holds no tile for head dimensions 128 and 192"),
+        ({"aligned_16": False}, "multiples of 16 bytes"),
+        ({"batch": 0}, "nothing to launch for an empty batch"),
+        ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
+    ],
+)
+def test_each_refusal_says_what_it_does_not_take(host: ModuleType, changes: dict[str, Any], words: str) -> None:
+    assert words in reason(host, **changes)
+
+
+@pytest.mark.parametrize("dtype", ["kFloat32", "kFloat64"])
+def test_refuses_other_types_than_16_bit_ones(host: ModuleType, dtype: str) -> None:
+    assert "it takes float16 and bfloat16, got float" in reason(host, dtype=getattr(host.DType, dtype))
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ({"cc_major": 8}, "it needs compute capability 9.0, the device has 8.0"),
+        ({"cc_major": 10}, "it needs compute capability 9.0, the device has 10.0"),
+        ({"cc_major": 12, "cc_minor": 1}, "the device has 12.1"),
+        ({"smem_per_block": 99 * 1024}, "the device gives 101376"),
+        ({"usable": False, "why_not": "the driver is old"}, "the driver is old"),
+        ({"has_attention_sm90": False}, "this build holds no sm90 attention kernels"),
+    ],
+)
+def test_refuses_other_devices_with_the_reason(host: ModuleType, device: dict[str, Any], words: str) -> None:
+    assert words in reason(host, device)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "tile"),
+    [
+        (8, 8, (128, 128)),
+        (64, 64, (128, 128)),
+        (72, 64, (64, 128)),
+        (64, 72, (64, 128)),
+        (128, 8, (64, 128)),
+        (128, 128, (64, 128)),
+    ],
+)
+def test_tile_follows_the_wider_head_dimension(
+    host: ModuleType, head_dim: int, head_dim_v: int, tile: tuple[int, int]
+) -> None:
+    plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v)
+    assert plan.backend == "sm90"
+    assert (plan.block_m, plan.block_n) == tile
+
+
+@pytest.mark.parametrize("dtype", ["kBFloat16", "kFloat16"])
+def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType, dtype: str) -> None:
+    plan = plan_of(host, dtype=getattr(host.DType, dtype))
+    assert not plan.deterministic
+    assert plan.workspace.dq_mode == host.DqMode.kAtomic
+    assert plan.workspace.zero_accumulator
+    assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
+    assert plan.workspace.semaphore_bytes == 0
+
+
+def test_deterministic_plan_takes_turns_by_query_block_and_warpgroup(host: ModuleType) -> None:
+    plan = plan_of(host, deterministic=True)
+    assert plan.deterministic
+    assert plan.workspace.dq_mode == host.DqMode.kOrdered
+    assert plan.workspace.zero_accumulator
+    assert plan.workspace.semaphore_bytes == 2 * 6 * 5 * 2 * 4  # 300 queries are 5 blocks of 64; 2 warpgroups; int32
+
+
+@pytest.mark.parametrize(("varlen", "rows"), [(False, 2 * 6 * 384), (True, 6 * 896)])
+def test_row_statistics_take_two_padded_rows_a_query(host: ModuleType, varlen: bool, rows: int) -> None:
+    # Dense: 300 queries padded to 384. Packed: 600 rows and 128 a sequence, padded to 896.
+    plan = plan_of(host, varlen=varlen)
+    assert plan.workspace.delta_bytes == 2 * rows * 4
+
+
+def test_windows_packed_and_grouped_heads_are_taken(host: ModuleType) -> None:
+    plan = plan_of(host, varlen=True, window_left=7, window_right=0, has_seqused=True, heads=32, heads_kv=1)
+    assert plan.backend == "sm90"

@@ -46,7 +46,7 @@ def _spoil(monkeypatch):
 
 
 def test_help_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "flashbwd", "--help"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "flashbwd", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "bench" in done.stdout
 

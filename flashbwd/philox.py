@@ -30,7 +30,7 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], r
 
     Parameters
     ----------
-    counter : four ints or int64 tensors of shapes that broadcast, each in [0, 2**32)
+    counter : four ints or int64 tensors of one shape, each in [0, 2**32)
     key : two ints or 0-d int64 tensors, each in [0, 2**32)
     rounds : 10 in cuRAND's generator (PyTorch), 7 in FlashAttention-2
 
@@ -43,12 +43,16 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], r
     for _ in range(rounds):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
-            product1 & _MASK32,
-            ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
-            product0 & _MASK32,
-        )
+        high0, high1 = product0 >> 32, product1 >> 32
+        high0 &= _MASK32  # in place for tensors: allocating anew costs more than the arithmetic
+        high0 ^= c3
+        high0 ^= k1
+        high1 &= _MASK32
+        high1 ^= c1
+        high1 ^= k0
+        product0 &= _MASK32
+        product1 &= _MASK32
+        c0, c1, c2, c3 = high1, product1, high0, product0
         k0 = (k0 + _KEY_STEPS[0]) & _MASK32
         k1 = (k1 + _KEY_STEPS[1]) & _MASK32
     return [c0, c1, c2, c3]
@@ -123,25 +127,23 @@ def keep_mask(
     if crosses:  # the number jumps back by 2**32 within this tile: each element asks for its own block
         within = (first + torch.arange(cols[0], cols[1], device=batch_heads.device)) & _MASK32  # (rows, cols)
         number = offset + plane[:, None, None] + within  # (n, rows, cols)
-        words = _efficient_words(key, number >> 2)  # (n, rows, cols, 4)
-        words = words.gather(-1, (number & 3).unsqueeze(-1)).squeeze(-1)
-    else:
-        within = first + cols[0]
-        if wraps:
-            within = within & _MASK32
-        number = offset + plane[:, None, None] + within  # (n, rows, 1), of the first column
-        width = cols[1] - cols[0]
-        blocks = (number >> 2) + torch.arange((width + 6) // 4, device=batch_heads.device)  # (n, rows, blocks)
-        words = _efficient_words(key, blocks).flatten(-2)  # (n, rows, 4 * blocks)
-        words = words.gather(-1, (number & 3) + torch.arange(width, device=batch_heads.device))
-    uniform = words.to(torch.float32).mul_(2.0**-32).add_(2.0**-33)
-    return uniform > _float32(dropout_p)
+        kept = _efficient_blocks(key, number >> 2, dropout_p)  # (n, rows, cols, 4)
+        return kept.gather(-1, (number & 3).unsqueeze(-1)).squeeze(-1)
+    within = first + cols[0]
+    if wraps:
+        within = within & _MASK32
+    number = offset + plane[:, None, None] + within  # (n, rows, 1), of the first column
+    width = cols[1] - cols[0]
+    blocks = (number >> 2) + torch.arange((width + 6) // 4, device=batch_heads.device)  # (n, rows, blocks)
+    kept = _efficient_blocks(key, blocks, dropout_p).flatten(-2)  # (n, rows, 4 * blocks)
+    return kept.gather(-1, (number & 3) + torch.arange(width, device=batch_heads.device))
 
 
-def _efficient_words(key: tuple[Word, Word], block: Tensor) -> Tensor:
-    """Words of the blocks numbered by a 62-bit counter, subsequence 0, in a new last dimension."""
+def _efficient_blocks(key: tuple[Word, Word], block: Tensor, dropout_p: float) -> Tensor:
+    """What is kept of the blocks numbered by a 62-bit counter, subsequence 0: four elements each, in a new last dim."""
     words = philox4x32((block & _MASK32, (block >> 32) & 0x3FFFFFFF, 0, 0), key, 10)
-    return torch.stack(torch.broadcast_tensors(*words), -1)
+    threshold = _float32(dropout_p)
+    return torch.stack([word.to(torch.float32).mul_(2.0**-32).add_(2.0**-33) > threshold for word in words], -1)
 
 
 def _flash_tile(
@@ -159,8 +161,8 @@ def _flash_tile(
     block_cols = torch.arange(col0, (cols[1] + 31) // 32, device=device)[:, None]  # (C, 1)
     lanes = torch.arange(32, device=device)
     low = offset + batch_heads[:, None, None, None] * 32 + lanes  # (n, 1, 1, 32)
-    words = philox4x32((low & _MASK32, (low >> 32) & _MASK32, block_rows, block_cols), key, 7)
-    word = torch.stack(torch.broadcast_tensors(*words), -1)  # (n, R, C, 32, 4)
+    counter = torch.broadcast_tensors(low & _MASK32, (low >> 32) & _MASK32, block_rows, block_cols)
+    word = torch.stack(philox4x32(counter, key, 7), -1)  # (n, R, C, 32, 4)
     shifts = torch.arange(0, 32, 8, device=device)
     kept = ((word.unsqueeze(-1) >> shifts) & 0xFF) <= math.floor(_float32(1.0 - _float32(dropout_p)) * 255.0)
     # lane = (row % 8) * 4 + (col % 8) / 2; byte = (col / 16) * 8 + (col % 16 / 8) * 4 + (row / 8) * 2 + col % 2

@@ -214,7 +214,7 @@ def cut_into_pieces(
 ) -> tuple[list[Piece], int]:
     """The pieces of a call that see any keys, and on how many CPU threads to run them side by side.
 
-    The threads get heads of their own, and where there are too few heads, blocks of queries of their own. With
+    The threads get heads of their own, and where heads are too few, blocks of queries of their own. With
     `shared_sums`, when heads add to the same elements, pieces come one after the other and the threads share each
     operator. `one_chunk` asks for all heads of a span in one piece.
     """

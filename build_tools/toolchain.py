@@ -134,13 +134,22 @@ def find_cuda_toolkit(cuda: str) -> tuple[CudaToolkit | None, list[str]]:
     return None, rejected
 
 
-def find_cutlass() -> Path | None:
-    """CUTLASS's include folder: FLASHBWD_CUTLASS_PATH (a checkout or its include folder), else pip's nvidia-cutlass."""
-    if given := os.environ.get("FLASHBWD_CUTLASS_PATH"):
-        for folder in (Path(given) / "include", Path(given)):
-            if (folder / "cute" / "tensor.hpp").is_file():
-                return folder
+def local_cutlass() -> Path | None:
+    """CUTLASS's include folder where this machine names one: FLASHBWD_CUTLASS_PATH, else third_party/cutlass."""
+    given = os.environ.get("FLASHBWD_CUTLASS_PATH")
+    root = Path(given).resolve() if given else ROOT / "third_party" / "cutlass"
+    for folder in (root / "include", root):
+        if (folder / "cute" / "tensor.hpp").is_file():
+            return folder
+    if given:
         raise BuildError(f"FLASHBWD_CUTLASS_PATH={given} holds no include/cute/tensor.hpp")
+    return None
+
+
+def find_cutlass() -> Path | None:
+    """CUTLASS's include folder: this machine's own, else that of pip's nvidia-cutlass."""
+    if local := local_cutlass():
+        return local
     package = _package_dir("cutlass_library")
     include = package / "source" / "include" if package else None
     return include if include and include.is_dir() else None

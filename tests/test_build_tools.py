@@ -155,3 +155,17 @@ ptxas info    : Used 168 registers
         {"name": "_Z1kPf", "arch": "sm_80", "stack": 40, "spills": 88, "registers": 32},
         {"name": "_Z1kPf", "arch": "sm_90a", "stack": 0, "spills": 0, "registers": 168},
     ]
+
+
+def test_cutlass_of_this_machine_is_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(requirements, "cutlass_is_used", lambda: True)
+    monkeypatch.setattr(toolchain, "ROOT", tmp_path)
+    assert any(line.startswith("nvidia-cutlass") for line in requirements.build_requirements())
+    header = tmp_path / "third_party" / "cutlass" / "include" / "cute" / "tensor.hpp"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    assert not any(line.startswith("nvidia-cutlass") for line in requirements.build_requirements())
+    assert toolchain.find_cutlass() == tmp_path / "third_party" / "cutlass" / "include"
+    monkeypatch.setenv("FLASHBWD_CUTLASS_PATH", str(tmp_path))
+    with pytest.raises(toolchain.BuildError, match="FLASHBWD_CUTLASS_PATH="):
+        toolchain.find_cutlass()

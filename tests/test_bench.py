@@ -496,6 +496,7 @@ GPU_SHAPES = [
 GPU_PEERS = ["torch_efficient", "torch_flash", "torch_flash_deterministic", "torch_cudnn"]
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a PyTorch built with CUDA")
 @pytest.mark.parametrize(
     ("case", "peer"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -77,7 +78,12 @@ def driver_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the source tree the package is imported from; None for an installed package."""
+    """The commit of the source tree the package is imported from; None for an installed package.
+
+    A copy of the tree without its history is told by the environment variable FLASHBWD_COMMIT.
+    """
+    if given := os.environ.get("FLASHBWD_COMMIT"):
+        return given
     if not (SOURCE_TREE / ".git").exists():
         return None
     head = _output(["git", "-C", str(SOURCE_TREE), "rev-parse", "HEAD"])

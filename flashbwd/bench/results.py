@@ -80,9 +80,9 @@ class CaseResult:
         return statistics.median(self.peers[peer].rates) / scale
 
     def ratio(self, ours: str, over: str) -> Ratio | None:
-        """Speed of one peer over another's, round by round; None where either was not timed."""
+        """Speed of one peer over another's, round by round; None where either was not timed or the other is wrong."""
         a, b = self.peers.get(ours), self.peers.get(over)
-        if a is None or b is None or not a.timed or not b.timed:
+        if a is None or b is None or not a.timed or not b.timed or b.status == WRONG:
             return None
         return Ratio.of([x / y for x, y in zip(a.rates, b.rates, strict=True)])
 

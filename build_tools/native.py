@@ -216,8 +216,6 @@ class NativeBuild:
     def libraries(self) -> list[Library]:
         """`_C`, and `_C_cuda` where there is a CUDA compiler and something for it to compile."""
         host = [*_host_units(), *(Unit(path) for path in _sources("csrc/api/*.cpp") if not _is_cuda_api(path))]
-        if not host:
-            return []
         base = Library(
             OUT / "_C.so",
             host,
@@ -227,8 +225,6 @@ class NativeBuild:
         if self.toolkit is None:
             return [base]
         cuda = [Unit(path) for path in _sources("csrc/api/*.cpp") if _is_cuda_api(path)] + _cuda_units(self.families)
-        if not cuda:
-            return [base]
         if self.cutlass is None and cutlass_is_used():
             raise BuildError("no CUTLASS: pip install nvidia-cutlass==4.2.0.0, or set FLASHBWD_CUTLASS_PATH")
         built = [f"-DFLASHBWD_BUILT_{name.upper()}" for name in self.families]
@@ -244,13 +240,11 @@ class NativeBuild:
     def test_modules(self) -> list[Library]:
         """What only tests load: the host code for Python, and kernels that fail on purpose."""
         python = ["-isystem", sysconfig.get_paths()["include"], "-isystem", str(self.torch.include)]
-        modules = []
-        if (ROOT / "tests/csrc/host_module.cpp").is_file():
-            name = "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX")
-            units = [Unit(Path("tests/csrc/host_module.cpp")), *_host_units()]
-            # Python's own symbols come from the interpreter.
-            modules.append(Library(Path("tests/_built") / name, units, python, ["-Wl,-z,undefs"]))
-        if self.toolkit and (ROOT / "tests/csrc/fault_kernels.cu").is_file():
+        name = "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX")
+        units = [Unit(Path("tests/csrc/host_module.cpp")), *_host_units()]
+        # Python's own symbols come from the interpreter.
+        modules = [Library(Path("tests/_built") / name, units, python, ["-Wl,-z,undefs"])]
+        if self.toolkit:
             units = [Unit(Path("tests/csrc/fault_kernels.cu"), PORTABLE)]
             flags = [*self._torch_flags(), *self._cuda_flags()]
             modules.append(Library(Path("tests/_built/fault_kernels.so"), units, flags, self._cuda_link()))
@@ -268,7 +262,8 @@ class NativeBuild:
         for family, targets in self.families.items():
             print(f"flashbwd: {family} for {' '.join(targets)}", flush=True)
         environment = {"NINJA_STATUS": "[%f/%t %es] ", **os.environ}
-        done = subprocess.run([find_ninja(), "-f", str(ninja_file)], cwd=ROOT, env=environment, check=False)
+        command = [find_ninja(), "-j", str(cores), "-f", str(ninja_file)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
         if done.returncode != 0:
             raise BuildError("compilation failed: the compiler's messages are above, after the line FAILED")
 
@@ -281,8 +276,7 @@ class NativeBuild:
         return path
 
     def _ninja(self, libraries: list[Library], name: str) -> str:
-        python = shlex.quote(sys.executable)
-        unit = f"{python} build_tools/compile_unit.py $report $in"
+        record = f"{shlex.quote(sys.executable)} build_tools/compile_unit.py $report $in"
         ccache = shutil.which("ccache") or ""
         nvcc = shlex.quote(str(self.toolkit.nvcc)) if self.toolkit else "nvcc"
         cxx_flags = [*CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
@@ -292,12 +286,12 @@ class NativeBuild:
             "pool nvcc",
             f"  depth = {job_limits()[1]}",
             "rule cxx",
-            f"  command = {unit} {ccache} {cxx()} -MMD -MF $out.d $flags -c $in -o $out",
+            f"  command = {record} {ccache} {cxx()} -MMD -MF $out.d $flags -c $in -o $out",
             "  description = g++ $in",
             "  depfile = $out.d",
             "  deps = gcc",
             "rule nvcc",
-            f"  command = {unit} {ccache} {nvcc} -ccbin={cxx()} -MMD -MF $out.d $flags -c $in -o $out",
+            f"  command = {record} {ccache} {nvcc} -ccbin={cxx()} -MMD -MF $out.d $flags -c $in -o $out",
             "  description = nvcc $in",
             "  depfile = $out.d",
             "  deps = gcc",
@@ -308,13 +302,13 @@ class NativeBuild:
         ]
         for library in libraries:
             objects = []
-            for unit_ in library.units:
-                compiled = _object(unit_, library)
+            for unit in library.units:
+                compiled = _object(unit, library)
                 objects.append(str(compiled))
-                own = [*NVCC_FLAGS, *_gencode(unit_.arch)] if unit_.arch else cxx_flags
+                own = [*NVCC_FLAGS, *_gencode(unit.arch)] if unit.arch else cxx_flags
                 lines += [
-                    f"build {compiled}: {'nvcc' if unit_.arch else 'cxx'} {unit_.source}",
-                    f"  report = {_report(unit_, library)}",
+                    f"build {compiled}: {'nvcc' if unit.arch else 'cxx'} {unit.source}",
+                    f"  report = {_report(unit, library)}",
                     f"  flags = {_quote([*own, *library.flags])}",
                 ]
             needs = f" | {' '.join(map(str, library.needs))}" if library.needs else ""

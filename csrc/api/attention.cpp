@@ -2,7 +2,10 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "../attention/plan.h"
 #include "../attention/problem.h"
@@ -85,6 +88,14 @@ struct AttentionCall {
   }
 };
 
+// (B, H, S, D) seen as (B, S, H, D), and back.
+Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }
+
+void swap_heads_and_rows(TensorDesc* tensor) {
+  std::swap(tensor->sizes[1], tensor->sizes[2]);
+  std::swap(tensor->strides[1], tensor->strides[2]);
+}
+
 struct Outputs {
   Tensor dq, dk, dv;
   std::optional<Tensor> workspace, dbias, dsink;
@@ -150,29 +161,35 @@ void run_kernel(const AttentionCall& call, const AttentionProblem& problem, cons
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 
-// Plans and runs a checked call whose dq, dk, dv exist.
-void run(AttentionCall& call, const AttentionProblem& problem, Outputs& outputs) {
+// Runs a checked and planned call whose dq, dk, dv exist.
+void run(AttentionCall& call, const AttentionProblem& problem, const AttentionPlan& plan, Outputs& outputs,
+         bool heads_first = false) {
   std::unique_ptr<torch::stable::accelerator::DeviceGuard> guard;
   if (problem.device.type == DeviceType::kCUDA) {
     guard = std::make_unique<torch::stable::accelerator::DeviceGuard>(problem.device.index);
   }
   AttentionArguments& a = call.arguments;
-  const AttentionPlan plan = plan_attention(problem, device_info(problem.device));
   const int64_t bytes = plan.workspace.bytes;
   if (outputs.workspace.has_value()) {
     check(a.workspace.numel() >= bytes, "workspace has ", a.workspace.numel(), " bytes, expected at least ", bytes);
   } else if (bytes > 0) {
     outputs.workspace = new_empty(call.q, {bytes}, DType::kUInt8);
   }
-  if (problem.need_dbias) outputs.dbias = torch::stable::empty_like(*call.attn_bias);
+  if (problem.need_dbias && !outputs.dbias) outputs.dbias = torch::stable::empty_like(*call.attn_bias);
   if (problem.has_sink) outputs.dsink = torch::stable::empty_like(*call.sink);
   if (plan.backend == "reference") {
-    run_reference(call, problem, outputs);
-    return;
+    if (!heads_first) return run_reference(call, problem, outputs);
+    for (Tensor* tensor : {&call.dout, &call.q, &call.k, &call.v, &call.out}) *tensor = rows_first(*tensor);
+    Outputs views = outputs;
+    for (Tensor* tensor : {&views.dq, &views.dk, &views.dv}) *tensor = rows_first(*tensor);
+    return run_reference(call, problem, views);
   }
   a.dq = describe(outputs.dq);
   a.dk = describe(outputs.dk);
   a.dv = describe(outputs.dv);
+  if (heads_first) {
+    for (TensorDesc* tensor : {&a.dq, &a.dk, &a.dv}) swap_heads_and_rows(tensor);
+  }
   a.workspace = describe(outputs.workspace);
   run_kernel(call, problem, plan, outputs);
 }
@@ -193,7 +210,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
                   {},
                   {},
                   {}};
-  run(call, problem, outputs);
+  run(call, problem, plan_attention(problem, device_info(problem.device)), outputs);
   stack[0] = boxed(outputs.dq);
   stack[1] = boxed(outputs.dk);
   stack[2] = boxed(outputs.dv);
@@ -216,9 +233,73 @@ void attention_backward_out(StableIValue* stack, uint64_t, uint64_t) {
   a.workspace = describe(workspace);
   const AttentionProblem problem = check_attention(a);
   Outputs outputs{dq, dk, dv, workspace, {}, {}};
-  run(call, problem, outputs);
+  run(call, problem, plan_attention(problem, device_info(problem.device)), outputs);
   stack[0] = boxed(or_empty(outputs.dbias, call));
   stack[1] = boxed(or_empty(outputs.dsink, call));
+}
+
+// As PyTorch's memory-efficient backward allocates it: contiguous but for rows padded to 16 elements.
+Tensor empty_padded_rows(const Tensor& bias) {
+  constexpr int64_t kAlignment = 16;
+  const int64_t last = bias.dim() - 1;
+  std::vector<int64_t> sizes(bias.sizes().begin(), bias.sizes().end());
+  sizes[last] = (sizes[last] + kAlignment - 1) / kAlignment * kAlignment;
+  Tensor padded = torch::stable::new_empty(bias, {sizes.data(), sizes.size()});
+  return torch::stable::narrow(padded, last, 0, bias.size(last));
+}
+
+std::string all_refusals(const AttentionPlan& plan) {
+  std::string text;
+  for (const auto& [backend, reason] : plan.refusals) {
+    text += (text.empty() ? "" : "; ") + backend + ": " + reason;
+  }
+  return text;
+}
+
+// attention_backward by a kernel, or no gradients and a reason: what the overrides of PyTorch's operators call. A
+// forced reference backend counts as a kernel.
+// `heads_first`: q, k, v, out and dout are (B, H, S, D). `contiguous_grads`: dq, dk and dv are contiguous, dbias but
+// for padded rows.
+void attention_backward_or_refusal(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  AttentionCall call(reader);
+  const bool heads_first = reader.read<bool>();
+  const bool contiguous_grads = reader.read<bool>();
+  const auto empty = [&](const Tensor& like) {
+    return contiguous_grads ? torch::stable::new_empty(like, like.sizes()) : torch::stable::empty_like(like);
+  };
+  Outputs outputs;
+  std::string refusal;
+  try {
+    AttentionArguments& a = call.arguments;
+    call.describe_tensors();
+    if (heads_first) {
+      for (TensorDesc* tensor : {&a.dout, &a.q, &a.k, &a.v, &a.out}) {
+        check(tensor->dim == 4, "a tensor has shape ", shape_of(*tensor), ", expected 4 dimensions, heads first");
+        swap_heads_and_rows(tensor);
+      }
+    }
+    const AttentionProblem problem = check_attention(a);
+    const AttentionPlan plan = plan_attention(problem, device_info(problem.device));
+    if (plan.backend == "reference" && a.backend != "reference") {
+      refusal = all_refusals(plan);
+    } else {
+      outputs.dq = empty(call.q);
+      outputs.dk = empty(call.k);
+      outputs.dv = empty(call.v);
+      if (problem.need_dbias && contiguous_grads) outputs.dbias = empty_padded_rows(*call.attn_bias);
+      run(call, problem, plan, outputs, heads_first);
+    }
+  } catch (const std::invalid_argument& error) {
+    refusal = error.what();
+  }
+  const Tensor none = new_empty(call.q, {0}, DType::kUInt8);
+  const bool refused = !refusal.empty();
+  stack[0] = boxed(refused ? none : outputs.dq);
+  stack[1] = boxed(refused ? none : outputs.dk);
+  stack[2] = boxed(refused ? none : outputs.dv);
+  stack[3] = boxed(!refused && outputs.dbias.has_value() ? *outputs.dbias : none);
+  stack[4] = boxed(refusal);
 }
 
 // `plan_device` is the index of the CUDA device that meta tensors are planned for, or -1 for the CPU.
@@ -293,6 +374,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, "
       "SymInt window_right, float softcap, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
       "bool deterministic, str backend) -> ()");
+  m.def("attention_backward_or_refusal(" FLASHBWD_ATTENTION_ARGUMENTS
+        ", bool heads_first=False, bool contiguous_grads=False) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, str refusal)");
   // Implemented in Python on torch operators; the operators above call it where the plan says so.
   m.def(
       "attention_backward_reference(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
@@ -303,12 +387,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "Tensor(e!)? dsink) -> ()");
 }
 
-#define FLASHBWD_IMPLEMENT(key)                                           \
-  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                           \
-    m.impl("attention_backward", flashbwd::attention_backward);           \
-    m.impl("attention_backward_out", flashbwd::attention_backward_out);   \
-    m.impl("plan_attention_backward", flashbwd::plan_attention_backward); \
-    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);   \
+#define FLASHBWD_IMPLEMENT(key)                                                       \
+  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                                       \
+    m.impl("attention_backward_or_refusal", flashbwd::attention_backward_or_refusal); \
+    m.impl("attention_backward", flashbwd::attention_backward);                       \
+    m.impl("attention_backward_out", flashbwd::attention_backward_out);               \
+    m.impl("plan_attention_backward", flashbwd::plan_attention_backward);             \
+    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);               \
   }
 
 FLASHBWD_IMPLEMENT(CPU)

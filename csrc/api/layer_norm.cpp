@@ -151,15 +151,20 @@ Gradients run_kernel(const NormCall& call, LayerNormBackwardParams params, const
   return grads;
 }
 
-Gradients run(NormCall& call) {
-  const LayerNormBackwardParams params = call.checked();
-  const Device device = call.arguments.x.device;
+DeviceInfo norm_device_info(Device device) {
   DeviceInfo info;
   if (cuda_backend() == nullptr || cuda_backend()->layer_norm_backward == nullptr) {
     info.why_not = "this installation holds no LayerNorm kernels";
   } else if (device.type == DeviceType::kCUDA) {
     info = cuda_backend()->device_info(device.index);
   }
+  return info;
+}
+
+Gradients run(NormCall& call) {
+  const LayerNormBackwardParams params = call.checked();
+  const Device device = call.arguments.x.device;
+  const DeviceInfo info = norm_device_info(device);
   return layer_norm_refusal(params, device, info).empty() ? run_kernel(call, params, info) : run_reference(call);
 }
 
@@ -185,6 +190,16 @@ void rms_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
   stack[1] = boxed(or_empty(grads.dgamma, call));
 }
 
+// Why no kernel runs the backward of a norm of x, in words; empty where one does.
+void norm_kernel_refusal(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const TensorDesc x = describe(reader.tensor());
+  LayerNormBackwardParams params;
+  params.x_dtype = x.dtype;
+  params.columns = x.dim > 0 ? x.sizes[x.dim - 1] : 1;
+  stack[0] = boxed(layer_norm_refusal(params, x.device, norm_device_info(x.device)));
+}
+
 }  // namespace
 }  // namespace flashbwd
 
@@ -196,6 +211,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
       "rms_norm_backward(Tensor dz, Tensor x, Tensor rs, Tensor? gamma=None, Tensor? dresidual=None, *, "
       "bool zero_centered_gamma=False, bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dgamma)");
+  m.def("norm_kernel_refusal(Tensor x) -> str");
   // Implemented in Python on torch operators; the operators above call them where there is no kernel.
   m.def(
       "layer_norm_backward_reference(Tensor dz, Tensor x, Tensor mu, Tensor rs, Tensor? gamma, Tensor? dresidual, "
@@ -209,6 +225,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
 #define FLASHBWD_IMPLEMENT(key)                                   \
   STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                   \
     m.impl("layer_norm_backward", flashbwd::layer_norm_backward); \
+    m.impl("norm_kernel_refusal", flashbwd::norm_kernel_refusal); \
     m.impl("rms_norm_backward", flashbwd::rms_norm_backward);     \
   }
 

@@ -12,6 +12,7 @@ from flashbwd.attention import (
     use_backend,
 )
 from flashbwd.decoding import flex_decoding
+from flashbwd.integrations.overrides import OperatorStats, Overrides, disable, enable, stats
 from flashbwd.layer_norm import (
     LayerNorm,
     LayerNormGrads,
@@ -29,6 +30,8 @@ __all__ = [
     "AttentionGrads",
     "LayerNorm",
     "LayerNormGrads",
+    "OperatorStats",
+    "Overrides",
     "Plan",
     "RMSNorm",
     "RMSNormGrads",
@@ -36,11 +39,14 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "disable",
+    "enable",
     "flex_decoding",
     "layer_norm",
     "layer_norm_backward",
     "plan_attention_backward",
     "rms_norm",
     "rms_norm_backward",
+    "stats",
     "use_backend",
 ]

@@ -112,6 +112,11 @@ def use_backend(name: str) -> Iterator[None]:
         _backend = before
 
 
+def current_backend() -> str:
+    """The backend that :func:`use_backend` forces, or ``"auto"``."""
+    return _backend
+
+
 def _causal_name(causal: bool | str) -> str:
     if isinstance(causal, str):
         return causal

@@ -1,0 +1,450 @@
+"""Overrides of PyTorch's backward operators: registered and restored, mapped right, falling back with a reason."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kit import inputs, oracle
+from kit.cases import Case
+from torch import Tensor
+
+import flashbwd
+from flashbwd.integrations import norms, overrides, sdpa
+
+ATTENTION = list(sdpa.ATTEMPTS)
+NORMS = list(norms.ATTEMPTS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_overridden() -> Iterator[None]:
+    yield
+    flashbwd.disable()
+    flashbwd.stats(reset=True)
+
+
+def dispatch_tables() -> dict[str, str]:
+    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in ATTENTION + NORMS}
+
+
+def overridden(before: dict[str, str]) -> list[str]:
+    return [name for name, table in dispatch_tables().items() if table != before[name]]
+
+
+needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA kernels to override")
+
+
+# ---- registration ----
+
+
+@needs_cuda_torch
+def test_enable_overrides_each_operator_and_disable_restores_the_dispatcher() -> None:
+    before = dispatch_tables()
+    flashbwd.enable()
+    assert overridden(before) == ATTENTION + NORMS
+    flashbwd.disable()
+    assert dispatch_tables() == before
+
+
+@needs_cuda_torch
+@pytest.mark.parametrize(
+    ("kind", "names"), [({"norms": False}, ATTENTION), ({"attention": False}, NORMS), ({}, ATTENTION + NORMS)]
+)
+def test_enable_overrides_what_is_asked_for(kind: dict[str, bool], names: list[str]) -> None:
+    before = dispatch_tables()
+    with flashbwd.enable(**kind):
+        assert overridden(before) == names
+    assert dispatch_tables() == before
+
+
+@needs_cuda_torch
+def test_enable_twice_changes_nothing() -> None:
+    before = dispatch_tables()
+    flashbwd.enable()
+    once = dispatch_tables()
+    flashbwd.enable()
+    assert dispatch_tables() == once
+    flashbwd.disable()
+    assert dispatch_tables() == before
+
+
+@needs_cuda_torch
+def test_the_end_of_a_block_leaves_what_was_enabled_before_it() -> None:
+    before = dispatch_tables()
+    flashbwd.enable(norms=False)
+    with flashbwd.enable():
+        assert overridden(before) == ATTENTION + NORMS
+    assert overridden(before) == ATTENTION
+
+
+@needs_cuda_torch
+def test_a_block_that_raises_restores_the_dispatcher() -> None:
+    before = dispatch_tables()
+    with pytest.raises(KeyError), flashbwd.enable():
+        raise KeyError
+    assert dispatch_tables() == before
+
+
+@needs_cuda_torch
+def test_enabling_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    flashbwd.enable()
+    assert not recwarn.list
+
+
+@needs_cuda_torch
+def test_another_override_below_is_restored() -> None:
+    library = torch.library.Library("aten", "IMPL", "CUDA")
+    try:
+        library.impl("_flash_attention_backward", lambda *args, **kwargs: (None,) * 3, allow_override=True)
+        before = dispatch_tables()
+        with flashbwd.enable():
+            pass
+        assert dispatch_tables() == before
+    finally:
+        library._destroy()
+
+
+@needs_cuda_torch
+def test_torch_lists_and_activates_it() -> None:
+    attention = torch.nn.attention
+    if not hasattr(attention, "register_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry of attention implementations")
+    assert "FLASHBWD" in attention.list_flash_attention_impls()
+    assert attention.current_flash_attention_impl() is None
+    before = dispatch_tables()
+    attention.activate_flash_attention_impl("FLASHBWD")
+    assert overridden(before) == ATTENTION
+    attention.restore_flash_attention_impl()
+    assert dispatch_tables() == before
+
+
+# ---- falling back ----
+
+
+class FakeKernel:
+    """What the dispatcher held before: remembers the arguments that it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def call_boxed(self, *args: Any, **kwargs: Any) -> str:
+        self.calls.append((*args, kwargs))
+        return "PyTorch's result"
+
+
+def override_of(attempt: Callable[..., Any]) -> tuple[overrides._Override, FakeKernel]:
+    override, kernel = overrides._Override("some_backward", attempt), FakeKernel()
+    override._original = kernel
+    return override, kernel
+
+
+def test_a_refused_call_goes_on_as_it_came_and_is_counted_with_its_reason() -> None:
+    override, kernel = override_of(lambda *args, **kwargs: "too small")
+    assert override.run("keys", 1, 2, scale=3) == "PyTorch's result"
+    assert override.run("keys", 1) == "PyTorch's result"
+    assert kernel.calls == [("keys", 1, 2, {"scale": 3}), ("keys", 1, {})]
+    assert override.stats() == flashbwd.OperatorStats(0, {"too small": 2})
+
+
+def test_a_computed_call_is_a_hit_and_does_not_reach_pytorch() -> None:
+    override, kernel = override_of(lambda x: (x, None))
+    assert override.run("keys", 5) == (5, None)
+    assert kernel.calls == []
+    assert override.stats() == flashbwd.OperatorStats(1, {})
+
+
+def test_stats_name_the_operators_and_can_be_reset() -> None:
+    assert list(flashbwd.stats()) == [f"aten::{name}" for name in ATTENTION + NORMS]
+    overrides._ALL["native_layer_norm_backward"]._hits = 3
+    assert flashbwd.stats(reset=True)["aten::native_layer_norm_backward"].hits == 3
+    assert flashbwd.stats()["aten::native_layer_norm_backward"] == flashbwd.OperatorStats(0, {})
+
+
+# ---- what each operator's arguments mean: on the CPU, by the reference, which is forced ----
+
+ROWS = Case("rows", seqlen_q=40, seqlen_k=40, heads=4, heads_kv=4)
+GROUPED = Case("grouped", seqlen_q=33, seqlen_k=70, heads=4, heads_kv=2)
+PACKED = Case("packed", seqlens_q=(17, 0, 40), seqlens_k=(30, 5, 33), heads=4, heads_kv=2)
+CAUSAL = [replace(case, name=f"{case.name}_causal", causal=True) for case in (ROWS, GROUPED, PACKED)]
+WINDOW = [replace(case, name=f"{case.name}_window", window_size=(9, 4)) for case in (ROWS, GROUPED, PACKED)]
+DROPOUT = [replace(case, name=f"{case.name}_dropout", dropout_p=0.25) for case in (ROWS, PACKED)]
+PADDED_LSE = [replace(case, name=f"{case.name}_padded_lse", lse_form="padded") for case in (ROWS, PACKED)]
+EFFICIENT_MASKS = {False: 0, "top_left": 1, True: 2}
+FLASH = [ROWS, GROUPED, PACKED, *CAUSAL, *WINDOW, *DROPOUT, replace(ROWS, name="rows_bhsd", layout="bhsd")]
+EFFICIENT = [
+    *(replace(case, heads=2, heads_kv=2) for case in (ROWS, GROUPED, PACKED, *CAUSAL, *PADDED_LSE)),
+    replace(ROWS, name="top_left", seqlen_q=30, causal="top_left", lse_form="padded", empty_lse=0.0),
+    replace(ROWS, name="window_top_left", seqlen_q=30, causal="top_left", window_size=(6, -1)),
+    replace(GROUPED, name="window_bottom_right", heads_kv=4, causal=True, window_size=(0, -1)),
+    replace(ROWS, name="bias", bias="bhqk", seqlen_k=35),
+    replace(ROWS, name="dropout", dropout_p=0.25, rng_layout=sdpa._EFFICIENT_DROPOUT),
+]
+CUDNN = [
+    replace(case, layout="bhsd", lse_form=form) for case, form in itertools.product((ROWS, GROUPED), ("rows", "rows1"))
+] + [
+    replace(GROUPED, name="cudnn_causal", causal="top_left", lse_form="rows1"),
+    replace(ROWS, name="cudnn_causal_head_dim_v", causal="top_left", head_dim_v=24, layout="bhsd"),
+]
+
+
+def given(x: inputs.Inputs, *names: str) -> list[Any]:
+    return [x.arguments[name] for name in names]
+
+
+def rng_tensors(x: inputs.Inputs) -> tuple[Tensor, Tensor]:
+    state = x.rng_state()
+    seed, offset = (0, 0) if state is None else state[:2]
+    return torch.tensor(seed), torch.tensor(offset)
+
+
+def check(x: inputs.Inputs, results: Any, dbias: Tensor | None = None) -> None:
+    assert not isinstance(results, str), results
+    x.check(*results[:3], dbias, None)
+
+
+def flash_arguments(x: inputs.Inputs) -> tuple[list[Any], dict[str, Any]]:
+    case = x.case
+    seed, offset = rng_tensors(x)
+    left, right = case.window_size
+    args = [
+        *given(x, "dout", "q", "k", "v", "out", "softmax_lse", "cu_seqlens_q", "cu_seqlens_k"),
+        case.max_seqlen_q,
+        case.max_seqlen_k,
+        case.dropout_p,
+        case.causal,
+        torch.stack([seed, offset]).view(torch.uint64),
+        torch.empty(0),
+    ]
+    windows = {"window_size_left": None if left < 0 else left, "window_size_right": None if right < 0 else right}
+    return args, windows | {"scale": case.softmax_scale}
+
+
+@pytest.mark.parametrize("case", FLASH, ids=str)
+def test_flash_arguments_mean_what_they_do_to_pytorch(case: Case) -> None:
+    x = inputs.build(case)
+    args, kwargs = flash_arguments(x)
+    with flashbwd.use_backend("reference"):
+        results = sdpa.flash_attention_backward(*args, **kwargs)
+    check(x, results)
+    assert [grad.stride() for grad in results] == [torch.empty_like(t).stride() for t in given(x, "q", "k", "v")]
+
+
+@pytest.mark.parametrize("case", EFFICIENT, ids=str)
+def test_efficient_arguments_mean_what_they_do_to_pytorch(case: Case) -> None:
+    x = inputs.build(case)
+    packed = [t.unsqueeze(0) if case.varlen else t for t in given(x, "dout", "q", "k", "v", "out")]
+    with flashbwd.use_backend("reference"):
+        results = sdpa.efficient_attention_backward(
+            *packed[:4],
+            x.arguments["attn_bias"],
+            packed[4],
+            *given(x, "cu_seqlens_q", "cu_seqlens_k"),
+            case.max_seqlen_q,
+            case.max_seqlen_k,
+            x.arguments["softmax_lse"],
+            case.dropout_p,
+            *rng_tensors(x),
+            EFFICIENT_MASKS[case.causal],
+            case.bias is not None,
+            scale=case.softmax_scale,
+            window_size=None if case.window_size[0] < 0 else case.window_size[0] + 1,
+        )
+    assert not isinstance(results, str), results
+    assert all(grad.is_contiguous() for grad in results[:3])
+    check(x, [grad.squeeze(0) if case.varlen else grad for grad in results[:3]], results[3])
+    if case.bias is not None:
+        assert results[3].stride()[-2:] == (48, 1)  # rows of 35 padded to a multiple of 16, as PyTorch's
+
+
+def test_a_bias_without_gradient_gets_none() -> None:
+    x = inputs.build(replace(ROWS, bias="bhqk"))
+    with flashbwd.use_backend("reference"):
+        results = sdpa.efficient_attention_backward(
+            *given(x, "dout", "q", "k", "v", "attn_bias", "out"),
+            *(None, None, 40, 40, x.arguments["softmax_lse"], 0.0, *rng_tensors(x), 0, False),
+        )
+    assert results[3] is None
+
+
+@pytest.mark.parametrize("case", CUDNN, ids=str)
+def test_cudnn_arguments_mean_what_they_do_to_pytorch(case: Case) -> None:
+    x = inputs.build(case)
+    heads_first = [t.transpose(1, 2) for t in given(x, "dout", "q", "k", "v", "out")]
+    with flashbwd.use_backend("reference"):
+        results = sdpa.cudnn_attention_backward(
+            *heads_first,
+            *(x.arguments["softmax_lse"], *rng_tensors(x), None, None, None, case.seqlen_q, case.seqlen_k, 0.0),
+            case.causal == "top_left",
+            scale=case.softmax_scale,
+        )
+    check(x, [grad.transpose(1, 2) for grad in results])
+    assert [grad.stride() for grad in results] == [torch.empty_like(t).stride() for t in heads_first[1:4]]
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4])
+def test_cudnn_bias_of_any_dimensions_is_added(dims: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 9, 3, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    bias = torch.randn((1, 1, 9, 9)[4 - dims :], generator=generator, dtype=torch.float64)
+    expected = oracle.attention(q, k, v, dout, attn_bias=bias.view(1, 1, 9, 9))
+    with flashbwd.use_backend("reference"):
+        results = sdpa.cudnn_attention_backward(
+            *(t.transpose(1, 2) for t in (dout, q, k, v, expected.out)),
+            *(expected.lse, None, None, bias, None, None, 9, 9, 0.0, False),
+        )
+    for grad, name in zip(results, ("dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(grad.transpose(1, 2), getattr(expected, name))
+
+
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (3, 4, 6)], ids=str)
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
+def test_norm_arguments_mean_what_they_do_to_pytorch(shape: tuple[int, ...], kind: str, mask: Any) -> None:
+    normalized = shape[-2:] if shape == (3, 4, 6) else shape[-1:]
+    x, weight, bias, dz = (torch.randn(s, dtype=torch.float64) for s in (shape, normalized, normalized, shape))
+    x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    dims = tuple(range(-len(normalized), 0))
+    if kind == "layer_norm":
+        z = torch.nn.functional.layer_norm(x, normalized, weight, bias, eps=1e-5)
+        mean = x.mean(dims, keepdim=True).detach()
+        rstd = (x.detach().var(dims, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+    else:
+        z = torch.nn.functional.rms_norm(x, normalized, weight, eps=1e-5)
+        rstd = (x.detach().square().mean(dims, keepdim=True) + 1e-5).rsqrt()
+    wanted = [t for t in (x, weight, bias) if kind == "layer_norm" or t is not bias]
+    expected = torch.autograd.grad(z, wanted, dz)
+    with flashbwd.use_backend("reference"), torch.no_grad():
+        if kind == "layer_norm":
+            results = norms.layer_norm_backward(dz, x, normalized, mean, rstd, weight, bias, mask)
+        else:
+            results = norms.rms_norm_backward(dz, x, normalized, rstd, weight, mask[:2])
+    for result, gradient, asked in zip(results, expected, mask, strict=False):
+        if asked:
+            torch.testing.assert_close(result, gradient)
+        else:
+            assert result is None
+
+
+def test_norm_gradients_are_contiguous_for_an_input_that_is_not() -> None:
+    x = torch.randn(6, 5, 4).transpose(0, 1)
+    statistics = torch.zeros(5, 6, 1)
+    with flashbwd.use_backend("reference"):
+        dx, _, _ = norms.layer_norm_backward(x, x, (4,), statistics, statistics, None, None, (True, False, False))
+    assert dx.is_contiguous() and dx.shape == x.shape
+
+
+# ---- the whole way, on the CPU: PyTorch's autograd calls the operator, the dispatcher calls the override ----
+
+
+@pytest.fixture
+def flash_on_cpu() -> Iterator[overrides._Override]:
+    """aten's flash attention on the CPU: a forward by plain operators, a backward of zeros, and an override of it."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)  # causal
+        out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).contiguous()
+        rng_state = torch.zeros(2, dtype=torch.uint64)
+        return out, scores.logsumexp(-1), rng_state, rng_state.new_empty(()), q.new_empty(0)
+
+    def zeros(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_flash_attention_forward", forward)
+    library.impl("_flash_attention_backward", zeros)
+    override = overrides._Override("_flash_attention_backward", sdpa.flash_attention_backward, "CPU")
+    override.register()
+    try:
+        yield override
+    finally:
+        override.unregister()
+        library._destroy()
+
+
+def flash_gradients(compiled: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Gradients of a block around aten's flash attention, and the same by float64 operators."""
+    generator = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(2, 12, 2, 8, generator=generator, requires_grad=True) for _ in range(3)]
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten._flash_attention_forward(q * 2, k, v, None, None, 12, 12, 0.0, True, False)[0].sin()
+
+    actual = torch.autograd.grad((torch.compile(block) if compiled else block)(*leaves).sum(), leaves)
+    q, k, v = (t.detach().double().requires_grad_() for t in leaves)
+    heads_first = [t.transpose(1, 2) for t in (q * 2, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+    return actual, torch.autograd.grad(out.sin().sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autograd_reaches_the_override(flash_on_cpu: overrides._Override, compiled: bool) -> None:
+    with flashbwd.use_backend("reference"):
+        actual, expected = flash_gradients(compiled)
+    assert flash_on_cpu.stats() == (1, {})
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_no_kernel_takes_reaches_the_kernel_that_was_there(
+    flash_on_cpu: overrides._Override, compiled: bool
+) -> None:
+    actual, _ = flash_gradients(compiled)
+    assert flash_on_cpu.stats() == (0, {"sm90: q is on the CPU; sm80: q is on the CPU": 1})
+    assert all(not grad.any() for grad in actual)
+
+
+# ---- what no kernel takes ----
+
+
+def test_attention_without_a_kernel_is_refused_with_the_reason_of_each_backend() -> None:
+    x = inputs.build(ROWS)
+    args, kwargs = flash_arguments(x)
+    refusal = sdpa.flash_attention_backward(*args, **kwargs)
+    assert refusal == "sm90: q is on the CPU; sm80: q is on the CPU"
+
+
+def test_bad_attention_arguments_are_refused_not_raised() -> None:
+    x = inputs.build(ROWS)
+    args, kwargs = flash_arguments(x)
+    args[2] = args[2][:, :7]
+    with flashbwd.use_backend("reference"):
+        assert "v has shape (2, 40, 4, 16)" in sdpa.flash_attention_backward(*args, **kwargs)
+
+
+def test_cudnn_dropout_is_refused() -> None:
+    x = inputs.build(replace(ROWS, layout="bhsd"))
+    tensors = [t.transpose(1, 2) for t in given(x, "dout", "q", "k", "v", "out")]
+    lse = x.arguments["softmax_lse"]
+    refusal = sdpa.cudnn_attention_backward(
+        *tensors, lse, *rng_tensors(x), None, None, None, 40, 40, dropout_p=0.1, is_causal=False
+    )
+    assert isinstance(refusal, str) and "dropout mask" in refusal
+
+
+def test_an_efficient_window_without_a_causal_mask_is_refused() -> None:
+    x = inputs.build(ROWS)
+    refusal = sdpa.efficient_attention_backward(
+        *given(x, "dout", "q", "k", "v", "attn_bias", "out"),
+        *(None, None, 40, 40, x.arguments["softmax_lse"], 0.0, *rng_tensors(x), 0, False),
+        window_size=4,
+    )
+    assert refusal == "a window without a causal mask"
+
+
+def test_norms_without_a_kernel_are_refused_with_a_reason() -> None:
+    x, statistics = torch.randn(5, 8), torch.ones(5, 1)
+    refusal = norms.rms_norm_backward(x, x, (8,), statistics, None, (True, False))
+    assert refusal == "the tensors are not on a CUDA device"
+
+
+def test_bad_norm_arguments_are_refused_not_raised() -> None:
+    x = torch.randn(5, 8)
+    with flashbwd.use_backend("reference"):
+        refusal = norms.rms_norm_backward(x, x, (8,), torch.ones(4, 1), None, (True, False))
+    assert isinstance(refusal, str) and "rs has shape (4,)" in refusal

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from flashbwd.mods.kernels import NoKernelError
+from flashbwd.mods.run import kernel_refusal, run_kernel
 from flashbwd.reference.decoding import (
     DecodingCall,
     Mod,
@@ -214,9 +218,13 @@ def _name_of(dtype: torch.dtype) -> str:
 def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if torch.compiler.is_compiling():  # the compiler differentiates what it traces
         return _forward(call, query, key, value)
+    if not torch.is_grad_enabled():
+        return _forward(call, query, key, value)
     captured = []
-    if torch.is_grad_enabled() and query.numel() and key.numel():
+    if query.numel() and key.numel():
         captured = captured_tensors(call.score_mod, query.device, accumulator(query.dtype))
+    if not captured and not any(tensor.requires_grad for tensor in (query, key, value)):
+        return _forward(call, query, key, value)
     return _FlexDecoding.apply(call, query, key, value, *captured)
 
 
@@ -225,9 +233,15 @@ def _forward(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> t
     if query.numel() == 0 or key.numel() == 0:
         statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
         return query.new_zeros((*shape, value.shape[3])), statistics, statistics.clone()
+    if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):
+        out = _empty_like_query(query, value.shape[3])
+        try:
+            return out, *run_kernel(call, query, key, value, out)
+        except NoKernelError as reason:
+            _warn_once(f"flashbwd: flex_decoding runs on its slow reference: {reason}")
     with _exact(query.device):
         out, lse, largest = decoding_forward(call, query, key, value)
-    return _ordered_like(query, out), lse, largest
+    return _empty_like_query(query, value.shape[3]).copy_(out), lse, largest
 
 
 def _exact(device: torch.device) -> AbstractContextManager[Any]:
@@ -237,13 +251,17 @@ def _exact(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _ordered_like(query: Tensor, out: Tensor) -> Tensor:
-    """``out`` in query's dtype, with its dimensions in memory in the order of query's; the last one innermost."""
+def _empty_like_query(query: Tensor, head_dim: int) -> Tensor:
+    """(B, H, Sq, head_dim) in query's dtype and with query's order of dimensions in memory, the last innermost."""
     strides = query.stride()
     order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
-    memory = out.new_empty([out.shape[dim] for dim in order], dtype=query.dtype)
-    view = memory.permute([order.index(dim) for dim in range(4)])
-    return view.copy_(out)
+    sizes = (*query.shape[:3], head_dim)
+    return query.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
 
 
 class _FlexDecoding(torch.autograd.Function):

@@ -174,9 +174,10 @@ def lists(rows: list[list[int]], columns: int, device: str) -> tuple[Tensor, Ten
     return counts, indices
 
 
-def test_block_lists_choose_the_blocks_and_full_blocks_do_not_ask(device: str) -> None:
+@pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
+def test_block_lists_choose_the_blocks_and_full_blocks_do_not_ask(dtype: torch.dtype, device: str) -> None:
     shape = Shape(seqlen_q=2, seqlen_k=160)
-    q, k, v = shape.tensors(fp64, device)
+    q, k, v = shape.tensors(dtype, device)
 
     def odd(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx % 2 == 1
@@ -186,14 +187,17 @@ def test_block_lists_choose_the_blocks_and_full_blocks_do_not_ask(device: str) -
     block, odd_key = torch.arange(160, device=device) // 32, torch.arange(160, device=device) % 2 == 1
     visible = (block == 2) | (((block == 4) | (block == 0)) & odd_key)
     expected = kit.oracle(shape, q, k, v, None, visible.expand(2, 4, 2, 160))
+    tolerance = 1e-11 if dtype == fp64 else 4e-3
     for got, want in zip(run(shape, (q, k, v), None, mask), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_what_lies_in_keys_that_nobody_sees_does_not_matter(device: str) -> None:
+@pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
+@pytest.mark.parametrize("block", [64, 20])
+def test_what_lies_in_keys_that_nobody_sees_does_not_matter(block: int, dtype: torch.dtype, device: str) -> None:
     shape = Shape(seqlen_q=1, seqlen_k=333)
-    q, k, v = (t.requires_grad_() for t in shape.tensors(fp64, device))
-    mask = kit.block_mask(lambda b, h, q, k: (k >= 70) & (k < 200), shape, device)
+    q, k, v = (t.requires_grad_() for t in shape.tensors(dtype, device))
+    mask = kit.block_mask(lambda b, h, q, k: (k >= 70) & (k < 200), shape, device, block)
     clean = run(shape, (q, k, v), lambda s, b, h, q, k: s * 2, mask)
     poisoned = [t.detach().clone() for t in (k, v)]
     for tensor in poisoned:
@@ -208,12 +212,13 @@ def test_what_lies_in_keys_that_nobody_sees_does_not_matter(device: str) -> None
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_paged_cache_by_permuted_block_indices(device: str) -> None:
+@pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
+def test_paged_cache_by_permuted_block_indices(dtype: torch.dtype, device: str) -> None:
     shape, page = Shape(batch=1, seqlen_q=1, seqlen_k=5 * 32), 32
-    q, k, v = shape.tensors(fp64, device)
+    q, k, v = shape.tensors(dtype, device)
     length = 4 * page + 7
     pages = torch.tensor([6, 2, 7, 0, 4], device=device)  # of the physical cache of 8 pages
-    physical = [torch.full((1, 2, 8 * page, 16), torch.nan, dtype=fp64, device=device) for _ in range(2)]
+    physical = [torch.full((1, 2, 8 * page, 16), torch.nan, dtype=dtype, device=device) for _ in range(2)]
     for cache, tensor in zip(physical, (k, v), strict=True):
         for i, where in enumerate(pages.tolist()):
             rows = min(page, length - i * page)
@@ -228,8 +233,9 @@ def test_paged_cache_by_permuted_block_indices(device: str) -> None:
     mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(1, page), mask_mod=valid, seq_lengths=(1, 8 * page))
     visible = (torch.arange(160, device=device) < length).expand(1, 4, 1, 160)
     expected = kit.oracle(shape, q, k, v, None, visible)
+    tolerance = 1e-11 if dtype == fp64 else 4e-3
     for got, want in zip(run(shape, (q, *physical), None, mask), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
 def test_a_changed_closure_is_read_anew(device: str) -> None:
@@ -252,11 +258,12 @@ def test_a_changed_closure_is_read_anew(device: str) -> None:
 # ---- options ----
 
 
+@pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 7, 500])
-def test_number_of_splits_changes_nothing_but_rounding(splits: int, device: str) -> None:
+def test_number_of_splits_changes_nothing_but_rounding(splits: int, dtype: torch.dtype, device: str) -> None:
     shape = Shape()
     for name in ("causal", "per_head", "some_rows_empty"):
-        check(shape, fp64, device, None, kit.mask_mods(shape, device)[name], kernel_options={"SPLIT_KV": splits})
+        check(shape, dtype, device, None, kit.mask_mods(shape, device)[name], kernel_options={"SPLIT_KV": splits})
 
 
 def test_hints_are_accepted(device: str) -> None:

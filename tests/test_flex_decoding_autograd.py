@@ -9,7 +9,7 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import flashbwd
 
@@ -168,9 +168,11 @@ def test_a_captured_graph_reads_changed_lengths() -> None:
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j < lengths[b]
 
-    block_mask = create_block_mask(lambda b, h, i, j: j >= 0, 2, None, 1, 300, device="cuda")
-    block_mask = type(block_mask).from_kv_blocks(
-        block_mask.full_kv_num_blocks, block_mask.full_kv_indices, mask_mod=mask, seq_lengths=(1, 300)
+    block_mask = BlockMask.from_kv_blocks(
+        torch.full((2, 1, 1), 3, dtype=torch.int32, device="cuda"),
+        torch.arange(3, dtype=torch.int32, device="cuda").expand(2, 1, 1, 3).contiguous(),
+        mask_mod=mask,
+        seq_lengths=(1, 300),
     )
     with torch.no_grad():
         flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)

@@ -6,6 +6,7 @@
 
 #include "../attention/family.h"
 #include "../common/types.h"
+#include "../decoding/launch.h"
 #include "../layer_norm/params.h"
 
 namespace flashbwd {
@@ -18,6 +19,8 @@ struct CudaBackend {
   AttentionLauncher attention_sm80 = nullptr;
   const char* (*layer_norm_backward)(const LayerNormBackwardParams&, const DeviceInfo&, void* stream) = nullptr;
   int64_t (*layer_norm_workspace)(const LayerNormBackwardParams&, const DeviceInfo&) = nullptr;
+  const char* (*decoding)(const DecodingParams&, DecodingTile, bool bfloat16, void* kernel, const DeviceInfo&,
+                          void* stream) = nullptr;
 };
 
 // Null until _C_cuda has loaded.

@@ -75,6 +75,9 @@ struct Installer {
 #ifdef FLASHBWD_BUILT_ATTENTION_SM90
     backend.attention_sm90 = sm90::run;
 #endif
+#ifdef FLASHBWD_BUILT_DECODING
+    backend.decoding = run_decoding;
+#endif
     flashbwd_install_cuda_backend(&backend);
   }
 };

@@ -1,0 +1,79 @@
+// Sums the splits' partial results: one thread block a row, its warps taking turns at the splits.
+#pragma once
+
+#include "params.h"
+#include "ptx.cuh"
+#include "split_kv.cuh"
+
+namespace flashbwd {
+
+constexpr int kCombineWarps = 4;
+constexpr int kCombineColumns = 8;  // pairs of a lane: head dimensions to 512
+
+template <bool kBFloat16>
+__global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __grid_constant__ DecodingParams p) {
+  extern __shared__ float2 meeting[];  // (kCombineWarps, Dv / 2)
+  const long long row = blockIdx.x;
+  const long long all_rows = gridDim.x;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int pairs = p.head_dim_v / 2;
+  const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + row;
+
+  wait_for_previous();
+  // Every warp finds the maximum and the sum of all splits: they are few.
+  float largest = -FLASHBWD_INFINITY;
+  for (int split = lane; split < p.splits; split += 32) largest = fmaxf(largest, stats[split * all_rows].x);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+  const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
+  float sum = 0.f;
+  for (int split = lane; split < p.splits; split += 32) {
+    const float2 stat = stats[split * all_rows];
+    sum += exp2_approx(stat.x - base) * stat.y;
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+
+  float2 total[kCombineColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kCombineColumns / 2; ++i) total[i] = make_float2(0.f, 0.f);
+#pragma unroll 4
+  for (int split = warp; split < p.splits; split += kCombineWarps) {
+    const float weight = exp2_approx(stats[split * all_rows].x - base);
+    const float2* part = reinterpret_cast<const float2*>(p.partial_out + (split * all_rows + row) * p.head_dim_v);
+#pragma unroll
+    for (int i = 0; i < kCombineColumns / 2; ++i) {
+      if (i * 32 + lane < pairs) {
+        const float2 value = part[i * 32 + lane];
+        total[i].x += weight * value.x;
+        total[i].y += weight * value.y;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCombineColumns / 2; ++i) {
+    if (i * 32 + lane < pairs) meeting[warp * pairs + i * 32 + lane] = total[i];
+  }
+  __syncthreads();
+  const float norm = sum > 0.f ? 1.f / sum : 0.f;
+  const long long head_row = row / p.seqlen_q;
+  const long long offset = head_row / p.heads * p.out_strides[0] + head_row % p.heads * p.out_strides[1] +
+                           row % p.seqlen_q * p.out_strides[2];
+  uint32* out = reinterpret_cast<uint32*>(static_cast<unsigned short*>(p.out) + offset);
+  for (int pair = threadIdx.x; pair < pairs; pair += kCombineWarps * 32) {
+    float2 value = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < kCombineWarps; ++w) {
+      value.x += meeting[w * pairs + pair].x;
+      value.y += meeting[w * pairs + pair].y;
+    }
+    out[pair] = pack_16bit<kBFloat16>(value.x * norm, value.y * norm);
+  }
+  if (threadIdx.x == 0) {
+    p.lse[row] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;
+    p.max_scores[row] = largest * kLn2;
+  }
+}
+
+}  // namespace flashbwd

@@ -1,0 +1,66 @@
+// What the decoding kernels are given. Compiled by nvcc, by g++ and, at run time, by NVRTC: no header may be included.
+#pragma once
+
+namespace flashbwd {
+
+// A tensor that a modification captured.
+struct CapturedTensor {
+  static constexpr int kMaxDims = 5;
+  const void* data;
+  long long strides[kMaxDims];  // elements
+  int sizes[kMaxDims];          // for negative indices
+};
+
+// A list of key blocks for each block of queries: counts (B or 1, H or 1, nq), indices (B or 1, H or 1, nq, columns).
+struct BlockList {
+  const int* counts;
+  const int* indices;
+  long long count_strides[3];  // batch, head, query block; 0 where broadcast
+  long long index_strides[3];  // the column's stride is 1
+};
+
+struct DecodingParams {
+  static constexpr int kMaxCaptured = 16;
+  const void* q;  // (B, H, Sq, D)
+  const void* k;  // (B, Hkv, Sk, D)
+  const void* v;  // (B, Hkv, Sk, Dv)
+  void* out;      // (B, H, Sq, Dv)
+  float* lse;     // (B, H, Sq), contiguous, as is max_scores
+  float* max_scores;
+  // Of each split: sums of exp2(s - max) * v, (splits, B * H * Sq, Dv), and (max, sum) pairs, (splits, B * H * Sq, 2),
+  // both in log2 units. Not used with one split.
+  float* partial_out;
+  float* partial_stats;
+  long long q_strides[3];  // batch, head, row, in elements; the last dimension is contiguous
+  long long k_strides[3];  // batch stride 0 where one batch serves all
+  long long v_strides[3];
+  long long out_strides[3];
+  int batch, heads, heads_kv, group;  // group = heads / heads_kv
+  int seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int splits;
+  int row_tiles;  // tiles that hold the group * seqlen_q rows of a key head
+  float scale;
+  // The mask. `states` null: every row of a tile has the lists of its first row, and they are walked. Else
+  // (B or 1, H or 1, nq, nk) bytes: 0 no block, 1 partial, 2 full; all blocks are walked.
+  BlockList partial, full;  // counts null: none
+  const unsigned char* states;
+  long long state_strides[3];
+  int q_block, kv_block;
+  CapturedTensor captured[kMaxCaptured];
+};
+
+constexpr int kWarps = 4;  // of a thread block
+constexpr int kKeys = 16;  // of a stage: one k-step of P V
+
+// Stages of a ring. 96 KiB a block, so that two blocks share a multiprocessor of 228 KiB; 128 KiB at 256.
+constexpr int stages_of(int head_dim) { return head_dim <= 64 ? 6 : head_dim <= 128 ? 3 : 2; }
+constexpr int stage_bytes(int head_dim) { return 2 * kKeys * head_dim * 2; }  // K and V, 16-bit
+constexpr int ring_bytes(int head_dim) { return kWarps * stages_of(head_dim) * stage_bytes(head_dim); }
+
+// The ring, or the meeting of the warps where that needs more.
+constexpr int shared_bytes(int head_dim, int rows) {
+  const int meeting = kWarps * rows * (head_dim + 2) * 4;
+  return ring_bytes(head_dim) > meeting ? ring_bytes(head_dim) : meeting;
+}
+
+}  // namespace flashbwd

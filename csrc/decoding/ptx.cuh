@@ -1,0 +1,111 @@
+// The instructions of sm_80 that the decoding kernels are made of. No header: NVRTC compiles this too.
+#pragma once
+
+#ifdef __CUDACC__
+
+namespace flashbwd {
+
+using uint32 = unsigned int;
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from global to shared memory; zeros when not `valid`.
+__device__ __forceinline__ void copy_async_16(uint32 shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0));
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n"); }
+
+// Until at most kPending of the committed groups of this thread are under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32 (&r)[4], uint32 shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32 (&r)[4], uint32 shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// d (16, 8) += a (16, 16) @ b (16, 8), fp32 sums of 16-bit products.
+template <bool kBFloat16>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  if constexpr (kBFloat16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Two floats as one register of 16-bit values, `low` in the low half.
+template <bool kBFloat16>
+__device__ __forceinline__ uint32 pack_16bit(float low, float high) {
+  uint32 packed;
+  if constexpr (kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// Programmatic dependent launch: the next kernel of the stream may start when every block said so or ended, and waits
+// for this one's results where it says so itself. Nothing before sm_90.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float float_of_half(unsigned short bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;\n" : "=f"(x) : "h"(bits));
+  return x;
+}
+
+__device__ __forceinline__ float float_of_bfloat16(unsigned short bits) {
+  return __uint_as_float(static_cast<uint32>(bits) << 16);
+}
+
+// The value in the low (0) or high (1) half of a packed register.
+template <bool kBFloat16, int kHalf>
+__device__ __forceinline__ float unpack_16bit(uint32 packed) {
+  const unsigned short bits = static_cast<unsigned short>(packed >> (16 * kHalf));
+  return kBFloat16 ? float_of_bfloat16(bits) : float_of_half(bits);
+}
+
+}  // namespace flashbwd
+
+#endif

@@ -1,0 +1,23 @@
+// The kernel's own text, for the compiler of modifications.
+#include "source.h"
+
+// Empty for a C++ compiler; included so that a change of a file embedded below rebuilds this one.
+#include "params.h"
+#include "ptx.cuh"
+#include "split_kv.cuh"
+
+#define FLASHBWD_EMBED(name, path)                                                 \
+  asm(".section .rodata\n" #name ":\n.incbin \"" path "\"\n.byte 0\n.previous\n"); \
+  extern "C" __attribute__((visibility("hidden"))) const char name[];
+
+FLASHBWD_EMBED(flashbwd_decoding_params, "csrc/decoding/params.h")
+FLASHBWD_EMBED(flashbwd_decoding_ptx, "csrc/decoding/ptx.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_split_kv, "csrc/decoding/split_kv.cuh")
+
+namespace flashbwd {
+
+std::string decoding_source() {
+  return std::string(flashbwd_decoding_params) + flashbwd_decoding_ptx + flashbwd_decoding_split_kv;
+}
+
+}  // namespace flashbwd

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <string>
+
+namespace flashbwd {
+
+// params.h, ptx.cuh and split_kv.cuh, one after the other, with their #include and #pragma lines.
+std::string decoding_source();
+
+}  // namespace flashbwd

@@ -1,0 +1,269 @@
+"""From Python modifications to CUDA: when two are the same, what is emitted, the cache on disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import decoding as kit
+from kit.decoding import Shape
+from torch import Tensor
+
+import flashbwd
+from flashbwd.mods import kernels, nvrtc
+from flashbwd.mods.captures import Captures
+from flashbwd.mods.emit import CannotEmitError, emit
+
+CPU = torch.device("cpu")
+TILE = kernels.Tile(64, 16, True, 0)
+
+
+def _has_nvrtc() -> bool:
+    try:
+        nvrtc.nvrtc_version()
+    except nvrtc.CompilationError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="this PyTorch comes without NVRTC")
+
+SCALE = 2.0
+
+
+def scaled_by_global(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * SCALE
+
+
+def scaled(factor: Any) -> Any:
+    return lambda s, b, h, q, k: s * factor
+
+
+# ---- keys ----
+
+
+def test_the_same_code_with_the_same_constants_has_one_key() -> None:
+    assert Captures(scaled(2.0), None).key == Captures(scaled(2.0), None).key
+    assert Captures(scaled(2.0), None).key != Captures(scaled(3.0), None).key
+    assert Captures(scaled(1), None).key != Captures(scaled(1.0), None).key
+    assert Captures(scaled(True), None).key != Captures(scaled(1), None).key
+    assert Captures(scaled(2.0), None).key != Captures(None, scaled(2.0)).key
+
+
+def test_a_changed_global_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Captures(scaled_by_global).key
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert Captures(scaled_by_global).key != before
+
+
+def test_tensors_count_by_kind_not_by_value() -> None:
+    one, two = torch.zeros(3), torch.ones(5)
+    assert Captures(scaled(one)).key == Captures(scaled(two)).key
+    assert Captures(scaled(one)).tensors == [one]
+    assert Captures(scaled(one)).key != Captures(scaled(one.double())).key
+    assert Captures(scaled(one)).key != Captures(scaled(one[None])).key
+
+
+def test_two_names_of_one_tensor_are_not_two_tensors() -> None:
+    def pair(x: Any, y: Any) -> Any:
+        return lambda s, b, h, q, k: s * x[h] + y[h]
+
+    one, two = torch.zeros(3), torch.ones(3)
+    assert Captures(pair(one, one)).key != Captures(pair(one, two)).key
+
+
+def test_what_lies_behind_objects_lists_and_other_functions_is_found() -> None:
+    class Holder:
+        def __init__(self, tensor: Tensor, number: float) -> None:
+            self.tensor, self.number = tensor, number
+
+        def mod(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s * self.tensor[h] * self.number
+
+    tensor = torch.zeros(3)
+    assert Captures(Holder(tensor, 1.0).mod).tensors == [tensor]
+    assert Captures(Holder(tensor, 1.0).mod).key == Captures(Holder(tensor, 1.0).mod).key
+    assert Captures(Holder(tensor, 1.0).mod).key != Captures(Holder(tensor, 2.0).mod).key
+    tensors = [tensor]
+    inner = scaled(tensors)
+    assert Captures(lambda s, b, h, q, k: inner(s, b, h, q, k)).tensors == [tensor]
+
+
+# ---- emission ----
+
+
+def source_of(mod: Any, mask: Any = None) -> str:
+    return emit(mod, mask, Captures(mod, mask), CPU)[0]
+
+
+UNSUPPORTED = {
+    "operator": (lambda s, b, h, q, k: torch.special.bessel_j0(s), "score_mod calls aten.special_bessel_j0"),
+    "shape": (lambda s, b, h, q, k: s.unsqueeze(0).sum(), r"with a result of shape \(1,\)"),
+    "cpu_tensor": (scaled(torch.ones(())), "score_mod captures a tensor on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_has_no_cuda_is_named(name: str) -> None:
+    mod, message = UNSUPPORTED[name]
+    with pytest.raises(CannotEmitError, match=message):
+        source_of(mod)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["identity", "relative_bias", "softcap", "trig", "silu", "integers"])
+def test_emitted_source_compiles_without_a_header_or_a_gpu(name: str) -> None:
+    shape = Shape()
+    source = source_of(kit.score_mods(shape)[name], kit.mask_mods(shape)["per_head"])
+    assert nvrtc.compile_source(kernels.kernel_source(source, TILE), kernels.options_for((9, 0)))
+
+
+@needs_nvrtc
+def test_a_source_that_does_not_compile_shows_the_log() -> None:
+    with pytest.raises(nvrtc.CompilationError, match="expected a"):
+        nvrtc.compile_source("int f( {", kernels.options_for((9, 0)))
+
+
+@pytest.mark.parametrize("head_dim_v", [1, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize("rows", [1, 16, 17, 128, 1000])
+def test_tiles_fit_their_rows_and_shared_memory(rows: int, head_dim_v: int) -> None:
+    head_dim, tile_rows = torch.ops.flashbwd.decoding_tile(64, head_dim_v, rows)
+    assert head_dim >= max(64, head_dim_v) and tile_rows in (16, 32)
+    assert torch.ops.flashbwd.decoding_shared_bytes(head_dim, tile_rows) <= 160 * 1024  # of an A100
+
+
+def test_head_dimensions_over_256_have_no_tile() -> None:
+    assert torch.ops.flashbwd.decoding_tile(64, 257, 1) == (0, 0)
+
+
+# ---- the cache on disk ----
+
+SMALL = 'extern "C" __global__ void f(int* x) { *x = 7; }'
+OPTIONS = ["--gpu-architecture=sm_80"]
+
+
+@needs_nvrtc
+def test_an_entry_is_read_and_a_corrupt_one_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path / "cache"))
+    calls = []
+    real = nvrtc.compile_source
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *a: calls.append(1) or real(*a))
+    cubin = nvrtc.cubin_of(SMALL, OPTIONS)
+    assert nvrtc.cubin_of(SMALL, OPTIONS) == cubin and len(calls) == 1
+    (entry,) = (tmp_path / "cache").iterdir()
+    whole = entry.read_bytes()
+    for broken in (b"", whole[:-1], whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]):
+        entry.write_bytes(broken)
+        assert nvrtc.cubin_of(SMALL, OPTIONS) == cubin
+        assert entry.read_bytes() == whole
+    assert len(calls) == 4
+    nvrtc.cubin_of(SMALL, ["--gpu-architecture=sm_90"])
+    assert len(calls) == 5
+
+
+@needs_nvrtc
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert nvrtc.cubin_of(SMALL, OPTIONS)
+
+
+def _compile(folder: str, results: Any) -> None:
+    import os
+
+    os.environ["FLASHBWD_CACHE_DIR"] = folder
+    results.put(nvrtc.cubin_of(SMALL, OPTIONS))
+
+
+@needs_nvrtc
+def test_processes_share_the_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    workers = [context.Process(target=_compile, args=(str(tmp_path), results)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    cubins = {results.get(timeout=60) for _ in workers}
+    for worker in workers:
+        worker.join()
+    assert len(cubins) == 1
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+def test_changed_values_compile_nothing_and_changed_constants_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
+    shape = Shape()
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+    calls = []
+    real = nvrtc.compile_source
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *a: calls.append(1) or real(*a))
+
+    def mod_of(weight: Tensor, number: float) -> Any:
+        return lambda s, b, h, q, k: s * weight[h] + number * (k % 11)
+
+    for step, (value, number) in enumerate([(1.0, 0.5), (2.0, 0.5), (3.0, 0.5), (1.0, 0.25)]):
+        weight = torch.full((4,), value, device="cuda")
+        mod = mod_of(weight, number)
+        with torch.no_grad():
+            out = flashbwd.flex_decoding(*tensors, mod, enable_gqa=True)
+        expected, _ = kit.oracle(shape, *tensors, mod)
+        torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
+        assert len(calls) == (1 if step < 3 else 2)
+
+
+@pytest.mark.gpu
+def test_a_mod_without_cuda_is_right_and_says_why_it_is_slow() -> None:
+    shape = Shape()
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + torch.special.bessel_j0(s)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = flashbwd.flex_decoding(*tensors, mod, enable_gqa=True)
+    assert any("score_mod calls aten.special_bessel_j0" in str(w.message) for w in caught)
+    expected, _ = kit.oracle(shape, *tensors, mod)
+    torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "per_head"])
+def test_repeated_calls_give_equal_bits(mask: str) -> None:
+    shape = Shape(heads=8, seqlen_k=4097)
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+    block_mask = kit.block_mask(kit.mask_mods(shape, "cuda")[mask], shape, "cuda")
+    mod = kit.score_mods(shape, "cuda")["alibi"]
+    with torch.no_grad():
+        first = flashbwd.flex_decoding(*tensors, mod, block_mask, enable_gqa=True)
+        for _ in range(1000):
+            assert torch.equal(flashbwd.flex_decoding(*tensors, mod, block_mask, enable_gqa=True), first)
+
+
+@pytest.mark.gpu
+def test_first_calls_are_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
+    shape = Shape()
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+
+    def first_call() -> float:
+        kernels._emitted.clear()
+        kernels._kernels.clear()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        flashbwd.flex_decoding(*tensors, lambda s, b, h, q, k: s * 0.75 + (k % 13), enable_gqa=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    assert first_call() < 3.0
+    assert first_call() < 0.1

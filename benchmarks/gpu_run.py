@@ -148,7 +148,7 @@ def sanitizer_steps() -> Iterator[Step]:
 
 
 def bench_steps(out: Path, quick: bool) -> Iterator[Step]:
-    for suite in ("attention", "layer_norm"):
+    for suite in ("attention", "layer_norm", "decoding"):
         command = [sys.executable, "-m", "flashbwd", "bench", "--suite", suite, "--out", str(out / "results")]
         yield Step("bench", suite, command + ["--resume"] + (["--quick"] if quick else []), by_bench)
 

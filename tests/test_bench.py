@@ -15,7 +15,19 @@ from kit import dropout
 from kit import oracle as kit_oracle
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashbwd.bench import attention_peers, cases, machine, measure, norm_peers, oracle, peers, report, results, runner
+from flashbwd.bench import (
+    attention_peers,
+    cases,
+    decoding_peers,
+    machine,
+    measure,
+    norm_peers,
+    oracle,
+    peers,
+    report,
+    results,
+    runner,
+)
 from flashbwd.bench.cases import AttentionCase, Bar, NormCase
 from flashbwd.bench.measure import Settings
 
@@ -58,6 +70,7 @@ def test_names_are_unique_within_a_table():
         cases.DECODING_CASES,
         cases.CPU_ATTENTION_CASES,
         cases.CPU_NORM_CASES,
+        cases.CPU_DECODING_CASES,
         *cases.SMOKE_CASES.values(),
     ):
         names = [(case.table, case.name) for case in suite]
@@ -96,9 +109,10 @@ def test_bars_are_those_of_the_table(table, dim, causal, seqlen, over, at_least)
 
 
 def test_bars_name_peers_that_exist():
-    names = {peer.name for peer in (*attention_peers.ATTENTION_PEERS, *norm_peers.NORM_PEERS)}
+    tables = (attention_peers.ATTENTION_PEERS, norm_peers.NORM_PEERS, decoding_peers.DECODING_PEERS)
+    names = {peer.name for table in tables for peer in table}
     names |= {"TFLOP/s", "GB/s", cases.ANY_PEER}
-    for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *cases.CPU_ATTENTION_CASES):
+    for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *cases.CPU_ATTENTION_CASES, *cases.DECODING_CASES):
         for bar in case.bars:
             assert {bar.ours, bar.over} <= names
 
@@ -579,3 +593,13 @@ def test_gpu_case_end_to_end(tmp_path: Path):
         methods = {name: peer.method for name, peer in result.peers.items() if peer.timed}
         if not result.case.get("dropout_p"):
             assert set(methods.values()) == {"graph"}, methods
+
+
+@pytest.mark.parametrize(
+    "peer", [peer for peer in decoding_peers.DECODING_PEERS if not peer.compiled], ids=lambda peer: peer.name
+)
+def test_decoding_peers_are_right(peer):
+    case = cases.DecodingCase("t", 2, 4, 2, 2, 100, 16, dtype="fp32", compiled=False)
+    found = runner.run_case(case, CPU, FAST, [peer])
+    assert found.peers[peer.name].status == results.OK
+    assert bool(found.peers[peer.name].errors) == (" with " not in peer.name)

@@ -30,6 +30,7 @@ def _few_cpu_shapes(monkeypatch):
     monkeypatch.setitem(cases.SMOKE_CASES, "cpu", SHAPES)
     monkeypatch.setattr(cases, "CPU_ATTENTION_CASES", (replace(SHAPES[0], table="cpu"),))
     monkeypatch.setattr(cases, "CPU_NORM_CASES", (replace(SHAPES[1], table="cpu_norm"),))
+    monkeypatch.setattr(cases, "CPU_DECODING_CASES", ())
     monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 1)
     monkeypatch.setattr(measure, "ceilings", lambda device, settings: {"matmul_tflops": 1.0, "copy_gbs": 1.0})
     monkeypatch.setattr(machine, "default_device", lambda: torch.device("cpu"))
@@ -274,5 +275,5 @@ def test_gpu_run_steps(gpu_run, tmp_path):
     assert [step.name for step in tools] == list(gpu_run.TOOLS)
     assert all("gpu and sanitizer" in step.command for step in tools)
     suites = list(gpu_run.bench_steps(tmp_path, quick=True))
-    assert [step.name for step in suites] == ["attention", "layer_norm"]
+    assert [step.name for step in suites] == ["attention", "layer_norm", "decoding"]
     assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

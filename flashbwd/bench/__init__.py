@@ -6,7 +6,7 @@
 cases      what is measured: shapes, features, the bars each must reach
 oracle     float64 gradients of the naive formula, on slices
 peers      who is measured on attention (PyTorch's kernels, flex_attention, this library)
-norm_peers who is measured on LayerNorm and RMSNorm
+norm_peers likewise, on LayerNorm and RMSNorm; decoding_peers, on short-query decoding
 measure    how: interleaved rounds, CUDA events or graphs, memory, ceilings
 machine    where: GPU or CPU, driver, versions, commit, hash of the kernel sources
 results    what came out: records, JSON, bars, comparison with an earlier file

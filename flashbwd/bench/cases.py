@@ -34,6 +34,8 @@ CUDNN = "torch cuDNN"
 FLEX = "flex"
 CPU_FLASH = "torch CPU flash"
 COPY = "device copy"
+DECODING = "flashbwd decoding"
+SDPA = "torch SDPA"
 ANY_PEER = "fastest peer"
 DETERMINISTIC = " deterministic"  # suffix of a peer's name
 
@@ -162,6 +164,7 @@ class DecodingCase:
     seqlen_k: int
     head_dim: int
     dtype: str = "bf16"
+    compiled: bool = True
     bars: tuple[Bar, ...] = ()
 
     @property
@@ -180,8 +183,12 @@ class DecodingCase:
         """Bytes of keys and values read."""
         return 2.0 * self.batch * self.heads_kv * self.seqlen_k * self.head_dim * DTYPES[self.dtype].itemsize
 
+    @property
+    def input_bytes(self) -> int:
+        return int(self.work) + self.batch * self.heads * self.seqlen_q * self.head_dim * DTYPES[self.dtype].itemsize
 
-Case = AttentionCase | NormCase
+
+Case = AttentionCase | NormCase | DecodingCase
 
 
 def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: int = 8192) -> tuple[int, ...]:
@@ -395,7 +402,7 @@ def _norm_cases() -> Iterator[NormCase]:
 
 NORM_CASES: tuple[NormCase, ...] = tuple(_norm_cases())
 
-# ---- decoding: data for the flex_decoding suite --------------------------------------------------
+# ---- decoding ------------------------------------------------------------------------------------
 
 DECODING_SHAPES = (
     (1, 32, 8, 1, 8192, 128),
@@ -413,12 +420,12 @@ DECODING_SHAPES = (
 def _decoding_cases() -> Iterator[DecodingCase]:
     for index, shape in enumerate(DECODING_SHAPES):
         case = DecodingCase("decoding", *shape)
-        bars: tuple[Bar, ...] = (Bar("flashbwd decoding", "torch SDPA", 0.98),)
+        bars: tuple[Bar, ...] = (Bar(DECODING, SDPA, 0.98),)
         if case.work > 128e6:
-            bars += (Bar("flashbwd decoding", "GB/s", 2800.0),)
+            bars += (Bar(DECODING, "GB/s", 2800.0),)
         if index == 0:
             # 1500 GB/s, and under 22 us replayed from a CUDA graph: the second is the stricter.
-            bars += (Bar("flashbwd decoding", "GB/s", round(case.work / 22e-6 / 1e9)),)
+            bars += (Bar(DECODING, "GB/s", round(case.work / 22e-6 / 1e9)),)
         yield replace(case, bars=bars)
 
 
@@ -439,6 +446,10 @@ CPU_ATTENTION_CASES: tuple[AttentionCase, ...] = (
     replace(_CPU, seqlen=2048, causal=True, window=256),
     replace(_CPU, seqlen=1024, bias_batch=1),
     packed(replace(_CPU, causal=True), 4096),
+)
+CPU_DECODING_CASES: tuple[DecodingCase, ...] = (
+    DecodingCase("cpu_decoding", 1, 32, 8, 1, 8192, 128, dtype="fp32", compiled=False),
+    DecodingCase("cpu_decoding", 4, 32, 8, 1, 2048, 64, dtype="fp32", compiled=False),
 )
 CPU_NORM_CASES: tuple[NormCase, ...] = (
     NormCase("cpu_norm", 768, 8192, "fp32", compiled=False),
@@ -477,13 +488,15 @@ SMOKE_CASES: dict[str, tuple[Case, ...]] = {
 
 
 def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
-    """The cases of suite ``name`` ("attention", "layer_norm" or "all") on ``device`` ("cuda" or "cpu")."""
+    """The cases of suite ``name`` ("attention", "layer_norm", "decoding" or "all") on ``device`` ("cuda" or "cpu")."""
     attention: tuple[Case, ...] = ATTENTION_CASES if device == "cuda" else CPU_ATTENTION_CASES
     norms: tuple[Case, ...] = NORM_CASES if device == "cuda" else CPU_NORM_CASES
+    decoding: tuple[Case, ...] = DECODING_CASES if device == "cuda" else CPU_DECODING_CASES
     if quick:
+        decoding = decoding[:3]
         attention = tuple(case for case in attention if isinstance(case, AttentionCase) and _is_quick(case))
         norms = tuple(case for case in norms if isinstance(case, NormCase) and case.columns in (1024, 4096, 16384))
-    chosen = {"attention": attention, "layer_norm": norms, "all": attention + norms}
+    chosen = {"attention": attention, "layer_norm": norms, "decoding": decoding, "all": attention + norms + decoding}
     return chosen[name]
 
 

@@ -41,6 +41,8 @@ class Prepared:
         How it runs, in words.
     refusals
         For each backend that was not chosen, why.
+    checked
+        Whether ``backward`` computes what the case's reference does; else it is only timed.
     workspace_bytes
         The scratch it says it needs.
     """
@@ -53,6 +55,7 @@ class Prepared:
     plan: str = ""
     refusals: Mapping[str, str] = field(default_factory=dict)
     workspace_bytes: int | None = None
+    checked: bool = True
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.bench import attention_peers, machine, measure, norm_peers, oracle
-from flashbwd.bench.cases import TOLERANCES, AttentionCase, Case, NormCase
+from flashbwd.bench import attention_peers, decoding_peers, machine, measure, norm_peers, oracle
+from flashbwd.bench.cases import TOLERANCES, AttentionCase, Case, DecodingCase, NormCase
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
@@ -93,6 +93,15 @@ def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor
     return _worst_errors(names, expected, actual, grads)
 
 
+def decoding_errors(
+    case: DecodingCase, x: decoding_peers.DecodingInputs, outputs: Sequence[Tensor | None]
+) -> dict[str, float]:
+    """Relative error of the output of the last batch against float64."""
+    (out,) = outputs
+    assert out is not None
+    return _worst_errors(["out"], {"out": [decoding_peers.outputs(case, x)]}, {"out": [out[-1]]}, outputs)
+
+
 def _worst_errors(
     names: Sequence[str],
     expected: dict[str, list[Tensor]],
@@ -113,7 +122,11 @@ def _worst_errors(
 
 def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list[Peer]:
     """The peers measured on a case: those of its device, deterministic and compiled ones where it asks for them."""
-    table = attention_peers.ATTENTION_PEERS if isinstance(case, AttentionCase) else norm_peers.NORM_PEERS
+    table = norm_peers.NORM_PEERS
+    if isinstance(case, AttentionCase):
+        table = attention_peers.ATTENTION_PEERS
+    elif isinstance(case, DecodingCase):
+        table = decoding_peers.DECODING_PEERS
     return [
         peer
         for peer in table
@@ -135,6 +148,8 @@ class DeviceLostError(RuntimeError):
 def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
     if isinstance(case, AttentionCase):
         return attention_peers.make_inputs(case, device, seed)
+    if isinstance(case, DecodingCase):
+        return decoding_peers.make_inputs(case, device, seed)
     return norm_peers.make_inputs(case, device, seed)
 
 
@@ -197,12 +212,13 @@ def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> Pe
     with prepared.scope():
         grads = prepared.backward()
     errors: dict[str, float] = {}
-    if grads:
-        errors = (
-            attention_errors(case, x, prepared, grads)
-            if isinstance(case, AttentionCase)
-            else norm_errors(case, x, grads)
-        )
+    if grads and prepared.checked:
+        if isinstance(case, AttentionCase):
+            errors = attention_errors(case, x, prepared, grads)
+        elif isinstance(case, DecodingCase):
+            errors = decoding_errors(case, x, grads)
+        else:
+            errors = norm_errors(case, x, grads)
     bad = {name: error for name, error in errors.items() if not error <= TOLERANCES[case.dtype]}
     del grads
     return PeerResult(

@@ -75,3 +75,11 @@ def test_train_gpt_notices_a_gradient_that_is_one_percent_off(
     operators = train_gpt.Operators(right.name, attention, right.layer_norm)
     monkeypatch.setattr(train_gpt, "flashbwd_operators", lambda: operators)
     assert train_gpt.main(["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_gives_the_tokens_of_torch(device: str) -> None:
+    command = [sys.executable, EXAMPLES / "decode.py", "--steps", "5", "--prompt", "300", "--device", device]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("tokens/s") == 2

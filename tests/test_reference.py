@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import cases, inputs, oracle
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import flashbwd
 from flashbwd import reference
 from flashbwd.reference import blocks
 
@@ -366,10 +368,18 @@ def norms() -> None:
     reference.rms_norm_backward(z, x, rs, gamma)
 
 
+def decoding() -> None:
+    q, k = torch.randn(1, 4, 2, 8, requires_grad=True), torch.randn(1, 2, 40, 8)
+    bias = torch.randn(4, requires_grad=True)
+    mask = create_block_mask(lambda b, h, i, j: i + 30 >= j, None, None, 2, 40, device="cpu", BLOCK_SIZE=16)
+    out = flashbwd.flex_decoding(q, k, k, lambda s, b, h, i, j: s + bias[h], mask, enable_gqa=True)
+    out.sum().backward()  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     "call",
-    [backward_without_oracle(case) for case in VARIETY] + [norms],
-    ids=[case.name for case in VARIETY] + ["norms"],
+    [backward_without_oracle(case) for case in VARIETY] + [norms, decoding],
+    ids=[case.name for case in VARIETY] + ["norms", "decoding"],
 )
 def test_only_matrix_products_elementwise_operators_and_reductions_are_called(call: Callable[[], None]) -> None:
     with Operators() as seen:

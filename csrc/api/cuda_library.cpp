@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "../attention/sm80/plan.h"
 #include "../attention/sm90/plan.h"
 #include "../common/probe.h"
 #include "cuda_backend.h"
@@ -72,6 +73,9 @@ struct Installer {
     CudaBackend backend;
     backend.device_info = device_info;
     backend.current_stream = current_stream;
+#ifdef FLASHBWD_BUILT_ATTENTION_SM80
+    backend.attention_sm80 = sm80::run;
+#endif
 #ifdef FLASHBWD_BUILT_ATTENTION_SM90
     backend.attention_sm90 = sm90::run;
 #endif

@@ -4,6 +4,7 @@
 
 #include "../common/check.h"
 #include "family.h"
+#include "sm80/plan.h"
 #include "sm90/plan.h"
 
 namespace flashbwd {
@@ -18,7 +19,7 @@ struct Candidate {
 
 const Candidate kCandidates[] = {
     {"sm90", &sm90::kFamily, &DeviceInfo::has_attention_sm90},
-    {"sm80", nullptr, &DeviceInfo::has_attention_sm80},
+    {"sm80", &sm80::kFamily, &DeviceInfo::has_attention_sm80},
 };
 
 std::string refusal_of(const Candidate& candidate, const AttentionProblem& problem, const DeviceInfo& device) {

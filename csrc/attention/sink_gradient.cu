@@ -1,0 +1,72 @@
+#include <cuda_runtime.h>
+
+#include "../common/launch.h"
+#include "../common/numeric.cuh"
+#include "schedule.h"
+#include "sequence.cuh"
+#include "sink_gradient.h"
+
+namespace flashbwd {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ float bias_value(const BiasView& bias, int64_t index) {
+  if (bias.dtype == DType::kFloat32) return static_cast<const float*>(bias.data)[index];
+  if (bias.dtype == DType::kBFloat16) return to_float(static_cast<const __nv_bfloat16*>(bias.data)[index]);
+  return to_float(static_cast<const __half*>(bias.data)[index]);
+}
+
+// Every key that a row sees has a bias of -inf. Found at the first key for any other row.
+__device__ bool hidden_by_bias(const AttentionBackwardParams& p, const Visibility& visibility, int32_t batch,
+                               int32_t head, int32_t row) {
+  if (p.bias.data == nullptr) return false;
+  const int64_t first = batch * p.bias.batch_stride + head * p.bias.head_stride + row * p.bias.row_stride;
+  const BlockRange keys = key_blocks(visibility, row, 1, 1);
+  for (int32_t key = keys.begin; key < keys.end; ++key) {
+    if (bias_value(p.bias, first + key * p.bias.col_stride) != -INFINITY) return false;
+  }
+  return true;
+}
+
+// dsink = -sum of exp(sink - lse) * delta over the rows of all sequences: a CTA a head, the same order every time.
+__global__ void __launch_bounds__(kThreads)
+    sink_kernel(const __grid_constant__ AttentionBackwardParams p, const __grid_constant__ RowStatistics statistics) {
+  constexpr float kLog2E = 1.44269504088896340736f;
+  const int32_t head = blockIdx.x;
+  const float sink = p.sink[head] * kLog2E;
+  float sum = 0.f;
+  for (int32_t batch = 0; batch < p.batch; ++batch) {
+    const Sequence sequence = load_sequence(p, batch);
+    const Visibility visibility = visibility_of(p, sequence);
+    const int64_t first = statistics.index(batch, head, sequence.begin_q);
+    for (int32_t row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
+      const float share = exp2f(sink - statistics.lse_log2[first + row]);
+      if (share > 0.f && !hidden_by_bias(p, visibility, batch, head, row)) sum -= share * statistics.delta[first + row];
+    }
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  __shared__ float warp_sums[kThreads / 32];
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
+  __syncthreads();  // every warp's sum is there
+  if (threadIdx.x == 0) {
+    sum = 0.f;
+    for (int warp = 0; warp < kThreads / 32; ++warp) sum += warp_sums[warp];
+    p.dsink[head] = sum;
+  }
+}
+
+}  // namespace
+
+const char* launch_sink_gradient(const AttentionBackwardParams& params, const RowStatistics& statistics, void* stream) {
+  if (params.sink == nullptr || params.dsink == nullptr) return nullptr;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(params.heads);
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = launch_kernel(config, sink_kernel, params, statistics);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace flashbwd

@@ -1,0 +1,70 @@
+// The gradient of attn_bias: what the main kernel writes, and how that becomes a tensor of the bias's own shape.
+#pragma once
+
+#include <cstdint>
+
+#include "../params.h"
+#include "../problem.h"
+
+namespace flashbwd::sm80 {
+
+enum class BiasGradientMode : int32_t {
+  kNone,
+  kStore,    // every element of (batch, heads, seqlen_q, seqlen_k) is stored by the one CTA that has it
+  kAdd,      // likewise added, into zeros: the bias is broadcast over batch or heads
+  kKeySums,  // summed over queries: a slot for each warp that shares a key, (batch, heads, slots, seqlen_k), into zeros
+  kRowSums,  // summed over keys: a slot for each group of keys of a warp, (batch, heads, slots, seqlen_q), into zeros
+};
+
+struct BiasGradient {
+  BiasGradientMode mode = BiasGradientMode::kNone;
+  DType dtype = DType::kFloat32;
+  void* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, slot_stride = 0, row_stride = 0, col_stride = 0;
+};
+
+// What a plan needs to know: the mode, and the fp32 numbers in scratch that come to it (0 where dbias itself is
+// written).
+struct BiasGradientScratch {
+  BiasGradientMode mode = BiasGradientMode::kNone;
+  int64_t slots = 1;
+  int64_t elements = 0;
+  bool zeroed = false;
+};
+
+// `bias` says which dimensions are broadcast; warps_s and key_groups: slots of the two sums.
+struct BiasBroadcast {
+  bool batch = false, head = false, row = false, col = false;
+};
+
+inline BiasGradientScratch bias_gradient_scratch(const BiasBroadcast& broadcast, bool deterministic, int64_t batch,
+                                                 int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t warps_s,
+                                                 int64_t key_groups) {
+  BiasGradientScratch scratch;
+  if (broadcast.row) {
+    scratch.mode = BiasGradientMode::kKeySums;
+    scratch.slots = warps_s;
+    scratch.elements = batch * heads * warps_s * seqlen_k;
+    scratch.zeroed = true;
+    return scratch;
+  }
+  if (broadcast.col) {
+    scratch.mode = BiasGradientMode::kRowSums;
+    scratch.slots = key_groups;
+    scratch.elements = batch * heads * key_groups * seqlen_q;
+    scratch.zeroed = true;
+    return scratch;
+  }
+  if (!broadcast.batch && !broadcast.head) {
+    scratch.mode = BiasGradientMode::kStore;
+    return scratch;
+  }
+  // In order: a slot for each (batch, head). In any order: one for all that share an element.
+  scratch.mode = deterministic ? BiasGradientMode::kStore : BiasGradientMode::kAdd;
+  const int64_t planes = deterministic ? batch * heads : (broadcast.batch ? 1 : batch) * (broadcast.head ? 1 : heads);
+  scratch.elements = planes * seqlen_q * seqlen_k;
+  scratch.zeroed = !deterministic;
+  return scratch;
+}
+
+}  // namespace flashbwd::sm80

@@ -1,0 +1,78 @@
+// Tiles of the sm_80 attention kernel, by element size, head dimension and shared memory. Host code includes this too:
+// no CUDA here.
+#pragma once
+
+#include <cstdint>
+
+namespace flashbwd::sm80 {
+
+struct Tile {
+  int32_t element_bytes;
+  int32_t head_dim;  // of q, k and v in shared memory: smaller ones are padded with zeros
+  int32_t block_m;   // queries
+  int32_t block_n;   // keys
+  int32_t warps_n;   // warps along the keys of s, dk and dv
+  int32_t warps_s;   // warps that share 16 or 32 keys: they split the queries of s and the columns of dk and dv
+  int32_t warps_q;   // warps along the queries of dq; the others split its columns
+  int32_t stages;    // of q and dout
+  bool features;     // also for bias, ALiBi, softcap and dropout, which take registers of their own
+
+  constexpr int32_t warps() const { return warps_n * warps_s; }
+  constexpr int32_t threads() const { return warps() * 32; }
+  constexpr int32_t row_bytes() const { return head_dim * element_bytes; }
+  constexpr int32_t score_bytes() const { return block_m * block_n * element_bytes; }
+  // k, v; stages of q, dout, lse and delta; ds, and p where warps exchange it.
+  constexpr int32_t shared_bytes() const {
+    return 2 * block_n * row_bytes() + stages * (2 * block_m * row_bytes() + 2 * block_m * 4) +
+           score_bytes() * (warps_s > 1 ? 2 : 1);
+  }
+};
+
+// Registers a thread at the widest point, accumulators alone: dk and dv of its keys and columns, s and dp of its keys
+// and queries. In the order of preference for each element size and head dimension: the first that fits the device.
+constexpr Tile kTiles[] = {
+    {2, 64, 128, 128, 4, 2, 4, 2, false},  // 64 + 128 registers, 162 KB
+    {2, 64, 64, 128, 8, 1, 2, 2, true},    // 64 + 64 registers, 81 KB
+    {2, 128, 64, 128, 4, 2, 2, 2, false},  // 128 + 64 registers, 161 KB
+    {2, 128, 64, 64, 4, 1, 2, 1, true},    // 128 + 64 registers, 73 KB
+    {2, 256, 64, 64, 4, 2, 2, 1, true},    // 128 + 32 registers, 145 KB
+    {2, 256, 32, 32, 2, 2, 1, 1, true},    // 128 + 16 registers, 68 KB
+    {4, 64, 64, 64, 4, 2, 4, 1, true},     // 32 + 32 registers, 97 KB
+    {4, 128, 32, 64, 4, 2, 2, 1, true},    // 64 + 16 registers, 112 KB
+    {4, 128, 32, 32, 2, 2, 1, 1, true},    // 64 + 16 registers, 72 KB
+    {4, 256, 32, 32, 2, 2, 1, 1, true},    // 128 + 16 registers, 136 KB
+};
+constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
+
+// Whether a partial build (FLASHBWD_HEAD_DIMS) holds a head dimension.
+constexpr bool is_built(int32_t head_dim) {
+#ifdef FLASHBWD_BUILT_HEAD_DIMS
+  constexpr int32_t kBuilt[] = {FLASHBWD_BUILT_HEAD_DIMS};
+  for (const int32_t built : kBuilt) {
+    if (built == head_dim) return true;
+  }
+  return false;
+#else
+  return head_dim > 0;
+#endif
+}
+
+// Beside what a tile counts: a little state, and tiles start 1024-byte aligned.
+constexpr int32_t kAlignmentBytes = 1024;
+
+// Row of kTiles, or -1.
+constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim_v, bool features,
+                       int64_t shared_bytes) {
+  const int64_t wider = head_dim > head_dim_v ? head_dim : head_dim_v;
+  for (int i = 0; i < kNumTiles; ++i) {
+    const Tile& tile = kTiles[i];
+    if (tile.element_bytes == element_bytes && wider <= tile.head_dim &&
+        tile.shared_bytes() + kAlignmentBytes <= shared_bytes && (tile.features || !features) &&
+        is_built(tile.head_dim)) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+}  // namespace flashbwd::sm80

@@ -1,0 +1,85 @@
+// dk and dv from accumulators to global memory; zeros in the gradient of the bias where no tile was walked.
+#pragma once
+
+#include "mainloop.cuh"
+
+namespace flashbwd::sm80 {
+
+template <typename Traits>
+struct Epilogue {
+  using T = typename Traits::T;
+  using Gradient = typename Mainloop<Traits>::Gradient;
+
+  static __device__ __forceinline__ void store(const KernelParams& params, const Work& work, const Gradient& dk,
+                                               const Gradient& dv) {
+    const AttentionBackwardParams& p = params.attention;
+    store_one(p.dv, p.dv_dtype, p.head_dim_v, params.dv_aligned, work, dv);
+    store_one(p.dk, p.dk_dtype, p.head_dim, params.dk_aligned, work, dk);
+  }
+
+  // Query tiles that this key block does not see.
+  static __device__ void zero_bias_gradient(const KernelParams& params, const Work& work) {
+    const BiasGradient& g = params.bias_gradient;
+    const AttentionBackwardParams& p = params.attention;
+    if (g.mode != BiasGradientMode::kStore) return;
+    const int32_t first_key = work.key_block * Traits::kBlockN;
+    const int32_t keys = min(Traits::kBlockN, p.seqlen_k - first_key);
+    const int32_t seen_from = work.query_range.empty() ? p.seqlen_q : work.query_range.begin * Traits::kBlockM;
+    const int32_t seen_to = work.query_range.empty() ? p.seqlen_q : work.query_range.end * Traits::kBlockM;
+    for (int32_t head = 0; head < work.heads_per_kv; ++head) {
+      const int64_t plane = work.batch * g.batch_stride + (work.head_kv * work.heads_per_kv + head) * g.head_stride;
+      for (int32_t row = Traits::warp(); row < p.seqlen_q; row += Traits::kThreads / 32) {
+        if (row >= seen_from && row < seen_to) continue;
+        for (int32_t key = Traits::lane(); key < keys; key += 32) {
+          store_scalar(g.data, plane + row * g.row_stride + (first_key + key) * g.col_stride, g.dtype, 0.f);
+        }
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void store_one(const HeadsView& view, DType dtype, int32_t columns, bool aligned,
+                                                   const Work& work, const Gradient& gradient) {
+    const int32_t first =
+        work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;
+    const int32_t rows = work.sequence.rows_k - first;
+    const int32_t column = Traits::warp_s() * Traits::kGradientTiles * 8 + Traits::lane() % 4 * 2;
+    const int64_t offset = work.batch * view.batch_stride + work.head_kv * view.head_stride +
+                           (work.sequence.begin_k + first) * view.seq_stride + column;
+#pragma unroll
+    for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t row = mt * 16 + half * 8;
+        if (row >= rows) continue;
+#pragma unroll
+        for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
+          const int64_t place = offset + row * view.seq_stride + nt * 8;
+          const float low = gradient[mt][nt][half * 2], high = gradient[mt][nt][half * 2 + 1];
+          const int32_t left = columns - column - nt * 8;
+          if (dtype == DType::kFloat32) {
+            store_pair(static_cast<float*>(view.data) + place, low, high, left, aligned);
+          } else if constexpr (sizeof(T) == 2) {
+            store_pair(static_cast<T*>(view.data) + place, low, high, left, aligned);
+          }
+        }
+      }
+    }
+  }
+
+  template <typename Out>
+  static __device__ __forceinline__ void store_pair(Out* place, float low, float high, int32_t left, bool aligned) {
+    if (aligned && left >= 2) {
+      if constexpr (sizeof(Out) == 4) {
+        *reinterpret_cast<float2*>(place) = make_float2(low, high);
+      } else {
+        *reinterpret_cast<uint32_t*>(place) = pack2<Out>(low, high);
+      }
+      return;
+    }
+    if (left >= 1) place[0] = from_float<Out>(low);
+    if (left >= 2) place[1] = from_float<Out>(high);
+  }
+};
+
+}  // namespace flashbwd::sm80

@@ -1,0 +1,38 @@
+// What the host hands the kernel: the problem, numbers derived from it, where scratch lies.
+#pragma once
+
+#include <cstdint>
+
+#include "../params.h"
+#include "../row_statistics.h"
+#include "bias_gradient.h"
+
+namespace flashbwd::sm80 {
+
+struct KernelParams {
+  AttentionBackwardParams attention;
+  RowStatistics statistics;
+  float* dq_accumulator = nullptr;  // one slot a sequence, see workspace.h
+  int64_t dq_row_stride = 0;
+  int64_t jobs = 0;          // CTAs
+  bool packed_jobs = false;  // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
+  int32_t key_blocks = 0;    // of the longest sequence
+  int32_t query_blocks = 0;
+  int32_t head_group = 1;  // KV heads that are worked on abreast, see dense_job
+  // Rows that can be copied 16 bytes at a time.
+  bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
+  bool dk_aligned = false, dv_aligned = false;
+
+  // Deterministic: the number of jobs taken so far, and for each (head, query block) how many key blocks have added
+  // to its dq. Null: adds happen in any order.
+  int32_t* jobs_taken = nullptr;
+  int32_t* turns = nullptr;
+  int64_t turns_of_head = 0;  // query blocks of all sequences
+
+  BiasGradient bias_gradient;
+
+  float dropout_scale = 1.f;       // of what is kept
+  uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept
+};
+
+}  // namespace flashbwd::sm80

@@ -1,0 +1,89 @@
+#include "plan.h"
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "../row_statistics.h"
+#include "config.h"
+#include "layout.h"
+
+namespace flashbwd::sm80 {
+namespace {
+
+bool has_features(const AttentionProblem& problem) {
+  return problem.has_bias || problem.has_alibi || problem.softcap > 0.0 || problem.dropout_p > 0.0;
+}
+
+int tile_of(const AttentionProblem& problem, const DeviceInfo& device) {
+  return tile_for(size_of(problem.dtype), problem.head_dim, problem.head_dim_v, has_features(problem),
+                  device.smem_per_block);
+}
+
+CallSizes sizes_of(const AttentionProblem& problem) {
+  CallSizes sizes;
+  sizes.packed_q = sizes.packed_k = problem.varlen;
+  sizes.batch = problem.batch;
+  sizes.heads = problem.heads;
+  sizes.heads_kv = problem.heads_kv;
+  sizes.seqlen_q = problem.seqlen_q;
+  sizes.seqlen_k = problem.seqlen_k;
+  sizes.total_q = problem.total_q;
+  sizes.total_k = problem.total_k;
+  sizes.deterministic = problem.deterministic;
+  sizes.bias_gradient = problem.need_dbias;
+  sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
+                          problem.bias_broadcast_col};
+  return sizes;
+}
+
+std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
+  const auto number = [](int64_t value) { return std::to_string(value); };
+  if (device.cc_major < 8) {
+    return "it needs compute capability 8.0, the device has " + number(device.cc_major) + "." + number(device.cc_minor);
+  }
+  if (!is_16bit(problem.dtype) && problem.dtype != DType::kFloat32) {
+    return std::string("it takes float16, bfloat16 and float32, got ") + name_of(problem.dtype);
+  }
+  if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
+  const int tile_index = tile_of(problem, device);
+  if (tile_index < 0) {
+    return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v) +
+           " of " + name_of(problem.dtype) + " in " + number(device.smem_per_block) + " bytes of shared memory a block";
+  }
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const CallSizes sizes = sizes_of(problem);
+  const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);
+  if (job_count(sizes, kTiles[tile_index]) > kMost || rows > kMost) {
+    return "batch * heads * rows is too large for one launch";
+  }
+  return "";
+}
+
+void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPlan* plan) {
+  const int tile_index = tile_of(problem, device);
+  const Tile& tile = kTiles[tile_index];
+  plan->block_m = tile.block_m;
+  plan->block_n = tile.block_n;
+  plan->config = tile_index;
+  plan->deterministic = problem.deterministic;
+  plan->schedule = problem.deterministic ? "one CTA a key block, dq added in order of the key blocks"
+                                         : "one CTA a key block, dq added by atomics";
+  const CallSizes sizes = sizes_of(problem);
+  WorkspaceRequest request;
+  request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
+  request.block_n = tile.block_n;
+  request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
+  // lse * log2(e) and delta
+  request.delta_rows =
+      2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q);
+  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  if (!scratch.zeroed) request.partial_bytes = scratch.elements * static_cast<int64_t>(sizeof(float));
+  plan->workspace = plan_workspace(problem, request);
+}
+
+}  // namespace
+
+const AttentionFamily kFamily = {"sm80", refusal, plan};
+
+}  // namespace flashbwd::sm80

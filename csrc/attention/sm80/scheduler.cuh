@@ -1,0 +1,111 @@
+// Which (batch, KV head, key block) a CTA works on, and the query tiles that it walks.
+#pragma once
+
+#include "../schedule.h"
+#include "../sequence.cuh"
+#include "kernel_params.h"
+
+namespace flashbwd::sm80 {
+
+struct Work {
+  Sequence sequence;
+  Visibility visibility;
+  BlockRange query_range;  // query blocks of each head of the group
+  BlockRange interior;     // those of them that need no mask
+  int32_t batch = 0;
+  int32_t head_kv = 0;
+  int32_t key_block = 0;
+  int32_t heads_per_kv = 1;
+  bool descending = false;  // the walk goes from the last query block to the first
+  bool exists = false;      // false: past the end of its sequence, nothing to load and nothing to write
+
+  __device__ __forceinline__ Work(const KernelParams& params, int64_t index, int32_t block_m, int32_t block_n) {
+    const AttentionBackwardParams& p = params.attention;
+    const Job job = params.packed_jobs
+                        ? varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n, params.head_group)
+                        : dense_job(index, p.batch, p.heads_kv, params.key_blocks, params.head_group);
+    if (job.batch < 0) return;
+    batch = job.batch;
+    head_kv = job.head;
+    key_block = job.key_block;
+    heads_per_kv = p.heads / p.heads_kv;
+    sequence = load_sequence(p, batch);
+    visibility = visibility_of(p, sequence);
+    query_range = query_blocks(visibility, key_block, block_m, block_n);
+    interior = interior_query_blocks(visibility, key_block, block_m, block_n);
+    descending = params.turns != nullptr && !visibility.full();  // see ordered_query_block
+    // Where the gradient of a bias is stored, its columns reach up to the longest sequence.
+    const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
+    exists = key_block * block_n < (whole_bias ? p.seqlen_k : sequence.rows_k);
+  }
+
+  // Every pair of query blocks [begin, end) is visible: the first row sees the last key (last_key - row < hi), the last
+  // row the first key (first_key - row >= lo).
+  static __device__ __forceinline__ BlockRange interior_query_blocks(const Visibility& v, int32_t key_block,
+                                                                     int32_t block_m, int32_t block_n) {
+    const int64_t first_key = int64_t{key_block} * block_n, last_key = first_key + block_n - 1;
+    if (last_key >= v.seqlen_k) return {};
+    const int64_t end = at_least(at_most(first_key - v.lo + 1, v.seqlen_q), 0) / block_m;
+    const int64_t begin = ceil_div(at_least(last_key - v.hi + 1, 0), block_m);
+    return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
+  }
+
+  __device__ __forceinline__ int32_t steps() const { return query_range.size() * heads_per_kv; }
+};
+
+// A position in the walk over the query tiles of all heads of the group.
+struct Step {
+  int32_t index = 0;  // 0 .. steps
+  int32_t place = 0;  // in the walk of one head
+  int32_t head = 0;   // query head
+
+  __device__ __forceinline__ explicit Step(const Work& work) : head(work.head_kv * work.heads_per_kv) {}
+
+  __device__ __forceinline__ void advance(const Work& work) {
+    ++index;
+    if (++place == work.query_range.size()) {
+      place = 0;
+      ++head;
+    }
+  }
+  __device__ __forceinline__ bool last_of_head(const Work& work) const { return place + 1 == work.query_range.size(); }
+  __device__ __forceinline__ int32_t query_block(const Work& work) const {
+    return work.descending ? work.query_range.end - 1 - place : work.query_range.begin + place;
+  }
+};
+
+// Adds into dq tile `query_block` of `head` in the order of the key blocks. Waits happen for jobs with smaller key
+// blocks of the same (batch, head) only, and those were taken from the counter before this one: schedule.h shows that
+// this ends.
+struct Turn {
+  int32_t* counter;
+  int32_t number;
+
+  __device__ Turn(const KernelParams& params, const Work& work, int32_t head, int32_t query_block, int32_t block_m,
+                  int32_t block_n) {
+    const AttentionBackwardParams& p = params.attention;
+    const int64_t first = p.cu_seqlens_q != nullptr ? first_block(work.sequence.begin_q, work.batch, block_m)
+                                                    : int64_t{work.batch} * params.query_blocks;
+    counter = params.turns + head * params.turns_of_head + first + query_block;
+    number = ordered_turn(work.visibility, query_block, work.key_block, block_m, block_n, 1);
+  }
+  // By all threads.
+  __device__ void wait() const {
+    if (threadIdx.x == 0) {
+      int32_t taken;
+      do {
+        asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(taken) : "l"(counter) : "memory");
+      } while (taken != number);
+    }
+    __syncthreads();  // thread 0 has seen that the tile is ours
+  }
+  // By all threads, after their adds.
+  __device__ void pass_on() const {
+    __syncthreads();  // every thread has added; the release below is for all that came before it
+    if (threadIdx.x == 0) {
+      asm volatile("st.global.release.gpu.b32 [%0], %1;" ::"l"(counter), "r"(number + 1) : "memory");
+    }
+  }
+};
+
+}  // namespace flashbwd::sm80

@@ -1,0 +1,309 @@
+// Warp-level matrix products on tiles in shared memory, with instructions that compute capability 8.0 has.
+//
+// One interface for 16-bit elements (m16n8k16) and for fp32 (m16n8k8 in TF32, three products that keep fp32 precision):
+// 32 bytes of the summed dimension a step, and the same addresses for both. Rows lie in 16-byte pieces that are
+// permuted within the row, so that the eight rows of a fragment meet in different banks.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cute/arch/mma_sm80.hpp>
+
+#include "numeric.cuh"
+
+namespace flashbwd {
+
+// Where the 16-byte pieces of a row lie. Rows of whole 128-byte lines: eight places; rows of an odd number of 64-byte
+// halves already alternate between two groups of banks: four places.
+template <int kRowBytes>
+struct PieceSwizzle {
+  static_assert(kRowBytes % 64 == 0, "rows are a multiple of 64 bytes");
+  static __device__ __forceinline__ uint32_t key(uint32_t row) { return kRowBytes % 128 == 0 ? row % 8 : row / 2 % 4; }
+  static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t piece) {
+    return row * kRowBytes + (piece ^ key(row)) * 16;
+  }
+};
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Copies the first `bytes` (0 to 16) of a 16-byte piece and fills the rest with zeros. Both addresses 16-byte aligned.
+__device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source, int32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// A lane's place in an operand of a tile: `row` and the low bit of `piece` differ by lane, the rest is constant.
+template <int kRowBytes>
+struct LaneAddress {
+  uint32_t row_base;
+  uint32_t piece;  // low bit of the piece, swizzled
+
+  __device__ __forceinline__ LaneAddress(uint32_t tile, uint32_t row, uint32_t low_piece)
+      : row_base(tile + row * kRowBytes), piece(low_piece ^ PieceSwizzle<kRowBytes>::key(row)) {}
+  // `row` a multiple of 8, `even_piece` even.
+  __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t even_piece) const {
+    return row_base + row * kRowBytes + ((piece ^ even_piece) << 4);
+  }
+};
+
+// Fragments of one step. Tiles are named by their memory: rows x columns, columns contiguous.
+template <typename T>
+struct Mma {
+  static_assert(sizeof(T) == 2);
+  static constexpr int kStep = 16;  // elements of the summed dimension
+  struct A {
+    uint32_t r[4];  // (16, 16)
+  };
+  struct B {
+    uint32_t r[4];  // (16, 16): two n-tiles of 8
+  };
+
+  // Operand A, rows are m, columns are summed: 16 rows from `row`, one step from `piece`.
+  template <int kRowBytes>
+  struct RowsA : LaneAddress<kRowBytes> {
+    __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row)
+        : LaneAddress<kRowBytes>(tile, first_row + lane % 16, lane / 16) {}
+    __device__ __forceinline__ A load(int row, int step) const {
+      A a;
+      load_matrix_x4(a.r, this->at(row, step * 2));
+      return a;
+    }
+  };
+
+  // Operand B, rows are n, columns are summed: 16 rows from `row`.
+  template <int kRowBytes>
+  struct RowsB : LaneAddress<kRowBytes> {
+    __device__ explicit RowsB(uint32_t tile, int32_t lane, int32_t first_row)
+        : LaneAddress<kRowBytes>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
+    __device__ __forceinline__ B load(int row, int step) const {
+      B b;
+      load_matrix_x4(b.r, this->at(row, step * 2));
+      return b;
+    }
+  };
+
+  // Operand A, rows are summed, columns are m: 16 columns from first_column + column.
+  template <int kRowBytes>
+  struct ColumnsA : LaneAddress<kRowBytes> {
+    uint32_t first_piece;
+    __device__ explicit ColumnsA(uint32_t tile, int32_t lane, int32_t first_column)
+        : LaneAddress<kRowBytes>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2), first_piece(first_column / 8) {}
+    __device__ __forceinline__ A load(int step, int column) const {
+      A a;
+      load_matrix_x4_trans(a.r, this->at(step * kStep, first_piece + column / 8));
+      return a;
+    }
+  };
+
+  // Operand B, rows are summed, columns are n: 16 columns. kHeld: the other operand is a Held one.
+  template <int kRowBytes, bool kHeld>
+  struct ColumnsB : LaneAddress<kRowBytes> {
+    uint32_t first_piece;
+    __device__ explicit ColumnsB(uint32_t tile, int32_t lane, int32_t first_column)
+        : LaneAddress<kRowBytes>(tile, lane % 16, lane / 16), first_piece(first_column / 8) {}
+    __device__ __forceinline__ B load(int step, int column) const {
+      B b;
+      load_matrix_x4_trans(b.r, this->at(step * kStep, first_piece + column / 8));
+      return b;
+    }
+  };
+
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, uint32_t b0, uint32_t b1) {
+    using Atom = std::conditional_t<std::is_same_v<T, __half>, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                    cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+    Atom::fma(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b0, b1, c[0], c[1], c[2], c[3]);
+  }
+  // c0, c1: the two n-tiles of b.
+  static __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const A& a, const B& b) {
+    multiply(c0, a, b.r[0], b.r[1]);
+    multiply(c1, a, b.r[2], b.r[3]);
+  }
+
+  // An accumulator of (16, kStep) as operand A of a later product, rounded to T.
+  static constexpr int kHeldTiles = kStep / 8;  // n-tiles of the accumulator
+  struct Held {
+    uint32_t r[4];
+  };
+  static __device__ __forceinline__ Held hold(const float (*c)[4]) {
+    return {{pack2<T>(c[0][0], c[0][1]), pack2<T>(c[0][2], c[0][3]), pack2<T>(c[1][0], c[1][1]),
+             pack2<T>(c[1][2], c[1][3])}};
+  }
+  static __device__ __forceinline__ A operand(const Held& held) {
+    return {{held.r[0], held.r[1], held.r[2], held.r[3]}};
+  }
+  // To rows `row` to row + 15, columns from `column` of a tile.
+  template <int kRowBytes>
+  static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
+                                               const Held& held) {
+    using Swizzle = PieceSwizzle<kRowBytes>;
+    const uint32_t r = row + lane / 4, piece = column / 8, within = lane % 4 * 4;
+    store_shared_word(tile + Swizzle::offset(r, piece) + within, held.r[0]);
+    store_shared_word(tile + Swizzle::offset(r + 8, piece) + within, held.r[1]);
+    store_shared_word(tile + Swizzle::offset(r, piece + 1) + within, held.r[2]);
+    store_shared_word(tile + Swizzle::offset(r + 8, piece + 1) + within, held.r[3]);
+  }
+};
+
+// fp32 as the sum of two TF32 numbers: x = big + small up to 2^-22 relative. Three of the four products are kept.
+template <>
+struct Mma<float> {
+  static constexpr int kStep = 8;
+  struct A {
+    uint32_t big[4], small[4];
+  };
+  struct B {
+    uint32_t big[4], small[4];
+  };
+
+  static __device__ __forceinline__ uint32_t round_tf32(float x) {
+    uint32_t bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return bits;
+  }
+  template <typename Operand>
+  static __device__ __forceinline__ void split(Operand& operand, int i, uint32_t bits) {
+    const float x = __uint_as_float(bits);
+    operand.big[i] = round_tf32(x);
+    operand.small[i] = round_tf32(x - __uint_as_float(operand.big[i]));
+  }
+
+  template <int kRowBytes>
+  struct RowsA : LaneAddress<kRowBytes> {
+    __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row)
+        : LaneAddress<kRowBytes>(tile, first_row + lane % 16, lane / 16) {}
+    __device__ __forceinline__ A load(int row, int step) const {
+      uint32_t r[4];
+      load_matrix_x4(r, this->at(row, step * 2));  // an 8 x 8 matrix of 16 bits is one of 8 x 4 words
+      A a;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split(a, i, r[i]);
+      return a;
+    }
+  };
+
+  template <int kRowBytes>
+  struct RowsB : LaneAddress<kRowBytes> {
+    __device__ explicit RowsB(uint32_t tile, int32_t lane, int32_t first_row)
+        : LaneAddress<kRowBytes>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
+    __device__ __forceinline__ B load(int row, int step) const {
+      uint32_t r[4];
+      load_matrix_x4(r, this->at(row, step * 2));
+      B b;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split(b, i, r[i]);
+      return b;
+    }
+  };
+
+  // Summed rows are read word by word: matrices of words cannot be transposed on the way.
+  template <int kRowBytes>
+  static __device__ __forceinline__ uint32_t word(uint32_t tile, uint32_t row, uint32_t column) {
+    return load_shared_word(tile + PieceSwizzle<kRowBytes>::offset(row, column / 4) + column % 4 * 4);
+  }
+
+  template <int kRowBytes>
+  struct ColumnsA {
+    uint32_t tile, row, first_column;
+    __device__ explicit ColumnsA(uint32_t tile, int32_t lane, int32_t first_column)
+        : tile(tile), row(lane % 4), first_column(first_column + lane / 4) {}
+    __device__ __forceinline__ A load(int step, int column) const {
+      A a;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        split(a, i, word<kRowBytes>(tile, step * kStep + row + i / 2 * 4, first_column + column + i % 2 * 8));
+      }
+      return a;
+    }
+  };
+
+  // A Held operand has the columns 2 t and 2 t + 1 of its accumulator where others have t and t + 4.
+  template <int kRowBytes, bool kHeld>
+  struct ColumnsB {
+    uint32_t tile, row, first_column;
+    __device__ explicit ColumnsB(uint32_t tile, int32_t lane, int32_t first_column)
+        : tile(tile), row(kHeld ? lane % 4 * 2 : lane % 4), first_column(first_column + lane / 4) {}
+    __device__ __forceinline__ B load(int step, int column) const {
+      B b;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        split(b, i,
+              word<kRowBytes>(tile, step * kStep + row + i % 2 * (kHeld ? 1 : 4), first_column + column + i / 2 * 8));
+      }
+      return b;
+    }
+  };
+
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int n) {
+    using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
+    // The tensor core truncates its sums: those of one step stay by themselves, and fp32 additions collect them.
+    float step[4] = {};
+    const auto product = [&step](const uint32_t (&x)[4], uint32_t y0, uint32_t y1) {
+      Atom::fma(step[0], step[1], step[2], step[3], x[0], x[1], x[2], x[3], y0, y1, step[0], step[1], step[2], step[3]);
+    };
+    product(a.small, b.big[2 * n], b.big[2 * n + 1]);
+    product(a.big, b.small[2 * n], b.small[2 * n + 1]);
+    product(a.big, b.big[2 * n], b.big[2 * n + 1]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[e] += step[e];
+  }
+  static __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const A& a, const B& b) {
+    multiply(c0, a, b, 0);
+    multiply(c1, a, b, 1);
+  }
+
+  static constexpr int kHeldTiles = 1;
+  struct Held {
+    float r[4];
+  };
+  static __device__ __forceinline__ Held hold(const float (*c)[4]) { return {{c[0][0], c[0][2], c[0][1], c[0][3]}}; }
+  static __device__ __forceinline__ A operand(const Held& held) {
+    A a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(a, i, __float_as_uint(held.r[i]));
+    return a;
+  }
+  template <int kRowBytes>
+  static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
+                                               const Held& held) {
+    using Swizzle = PieceSwizzle<kRowBytes>;
+    const uint32_t r = row + lane / 4, c = column + lane % 4 * 2;
+    const uint32_t upper = tile + Swizzle::offset(r, c / 4) + c % 4 * 4;
+    const uint32_t lower = tile + Swizzle::offset(r + 8, c / 4) + c % 4 * 4;
+    store_shared_word(upper, __float_as_uint(held.r[0]));
+    store_shared_word(upper + 4, __float_as_uint(held.r[2]));
+    store_shared_word(lower, __float_as_uint(held.r[1]));
+    store_shared_word(lower + 4, __float_as_uint(held.r[3]));
+  }
+};
+
+}  // namespace flashbwd

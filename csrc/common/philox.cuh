@@ -1,0 +1,46 @@
+// The dropout masks of the forwards whose gradients are computed, drawn again. docs/numerics.md has the numberings.
+#pragma once
+
+#include <cstdint>
+
+namespace flashbwd {
+
+// Philox4x32 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+template <int kRounds>
+__device__ __forceinline__ uint4 philox4x32(uint64_t seed, uint64_t counter_low, uint32_t c2, uint32_t c3) {
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  uint4 c = make_uint4(static_cast<uint32_t>(counter_low), static_cast<uint32_t>(counter_low >> 32), c2, c3);
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const uint64_t first = uint64_t{0xD2511F53u} * c.x, second = uint64_t{0xCD9E8D57u} * c.z;
+    c = make_uint4(static_cast<uint32_t>(second >> 32) ^ c.y ^ k0, static_cast<uint32_t>(second),
+                   static_cast<uint32_t>(first >> 32) ^ c.w ^ k1, static_cast<uint32_t>(first));
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return c;
+}
+
+__device__ __forceinline__ uint32_t word_of(const uint4& words, uint32_t index) {
+  const uint32_t low = index & 1 ? words.y : words.x, high = index & 1 ? words.w : words.z;
+  return index & 2 ? high : low;
+}
+
+// PyTorch's memory-efficient forward: element n of the mask.
+__device__ __forceinline__ bool keep_efficient(uint64_t seed, uint64_t n, float dropout_p) {
+  const uint4 words = philox4x32<10>(seed, n >> 2, 0, 0);
+  const float uniform = fmaf(__uint2float_rn(word_of(words, n & 3)), 0x1p-32f, 0x1p-33f);
+  return uniform > dropout_p;
+}
+
+// FlashAttention-2: 16 bytes for queries {i, i ^ 8} and keys {j, j ^ 1, j ^ 8, j ^ 16, ...} of a block of 16 queries
+// and 32 keys. Query i, key j has byte flash_byte(i, j) of flash_bytes(i, j).
+__device__ __forceinline__ uint4 flash_bytes(uint64_t seed, uint64_t head_offset, uint32_t i, uint32_t j) {
+  return philox4x32<7>(seed, head_offset + i % 8 * 4 + j % 8 / 2, i / 16, j / 32);
+}
+__device__ __forceinline__ uint32_t flash_byte(const uint4& bytes, uint32_t i, uint32_t j) {
+  const uint32_t index = j / 16 % 2 * 8 + j / 8 % 2 * 4 + i / 8 % 2 * 2 + j % 2;
+  return word_of(bytes, index / 4) >> (index % 4 * 8) & 0xff;
+}
+
+}  // namespace flashbwd

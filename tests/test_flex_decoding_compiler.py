@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,24 @@ def test_a_changed_global_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> No
     before = Captures(scaled_by_global).key
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     assert Captures(scaled_by_global).key != before
+
+
+def test_a_changed_attribute_of_a_module_or_class_changes_the_key() -> None:
+    settings = types.ModuleType("settings")
+    settings.window = 4  # type: ignore[attr-defined]
+
+    class Settings:
+        window = 4
+
+    for owner in (settings, Settings):
+
+        def mod(s: Any, b: Any, h: Any, q: Any, k: Any, owner: Any = owner) -> Any:
+            return torch.where(q - k < owner.window, s, -1.0)
+
+        before = Captures(mod).key
+        assert Captures(mod).key == before
+        owner.window = 5  # type: ignore[attr-defined]
+        assert Captures(mod).key != before
 
 
 def test_tensors_count_by_kind_not_by_value() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_FIXED = ("torch", "math", "builtins", "operator", "functools")  # packages whose contents stay as they are
 _OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type)
 
 
@@ -68,19 +69,28 @@ class Captures:
         if id(function) in self._open:
             return
         self._open.add(id(function))
+        names = _names(code)
+        surroundings: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for cell in function.__closure__ or ():
             try:
-                self._walk(cell.cell_contents)
+                surroundings.append(cell.cell_contents)
             except ValueError:  # an empty cell
                 self._key.append(None)
-        for default in function.__defaults__ or ():
-            self._walk(default)
-        for value in (function.__kwdefaults__ or {}).values():
+        surroundings += [function.__globals__[name] for name in names if name in function.__globals__]
+        for value in surroundings:
             self._walk(value)
-        for name in _names(code):
-            if name in function.__globals__:
-                self._walk(function.__globals__[name])
+            if isinstance(value, (types.ModuleType, type)):
+                self._attributes(value, names)
         self._open.discard(id(function))
+
+    def _attributes(self, owner: Any, names: tuple[str, ...]) -> None:
+        """What a function may read off a module or class: settings, say. PyTorch's own do not change."""
+        module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+        if module.partition(".")[0] in _FIXED:
+            return
+        for name in names:
+            if name in vars(owner):
+                self._walk(vars(owner)[name])
 
     def _object(self, value: Any) -> None:
         if id(value) in self._open:

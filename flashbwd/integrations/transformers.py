@@ -1,0 +1,301 @@
+"""Hugging Face Transformers: an attention implementation, and norms with the gradients of this library.
+
+Importing this module does not import transformers; :func:`register` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flashbwd.attention import attention
+from flashbwd.layer_norm import LayerNorm, RMSNorm, rms_norm
+
+__all__ = ["NAME", "attention_forward", "register", "swap_norms"]
+
+#: What models take as ``attn_implementation``.
+NAME = "flashbwd"
+
+
+def register() -> None:
+    """Make ``attn_implementation="flashbwd"`` known to Transformers; a second call changes nothing.
+
+    Models get padding masks as for FlashAttention: none where nothing is padded, else (batch, keys) of booleans.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    # Transformers 5 takes every name with "flash" in it for a kernel that it has to download.
+    lookup = getattr(modeling_utils, "lazy_import_flash_attention", None)
+    if lookup is not None and not isinstance(lookup, _LookupOfOthers):
+        modeling_utils.lazy_import_flash_attention = _LookupOfOthers(lookup)
+
+
+class _LookupOfOthers:
+    """Transformers' search for a FlashAttention package, which there is none of for this implementation."""
+
+    def __init__(self, lookup: Callable[..., Any]) -> None:
+        self._lookup = lookup
+
+    def __call__(self, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        return None if implementation == NAME else self._lookup(implementation, *args, **kwargs)
+
+
+class _Packing(NamedTuple):
+    """Where sequences lie among the rows of a flattened batch."""
+
+    rows: Tensor | None  # indices of the rows that count; None for all
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+class _OncePerTensor:
+    """Remembers a function's result for the tensor that it was called with last: all layers of a model pass one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._last: tuple[weakref.ref[Tensor], tuple[Any, ...], Any] | None = None
+        functools.update_wrapper(self, function)
+
+    def __call__(self, tensor: Tensor, *args: Any) -> Any:
+        key = (tensor._version, *args)
+        if self._last is not None and self._last[0]() is tensor and self._last[1] == key:
+            return self._last[2]
+        result = self._function(tensor, *args)
+        self._last = (weakref.ref(tensor), key, result)
+        return result
+
+
+def _packing(starts: Tensor, rows: Tensor | None) -> _Packing:
+    """From the first row of each sequence, and the number of rows last."""
+    cu_seqlens = starts.to(torch.int32)
+    return _Packing(rows, cu_seqlens, int(cu_seqlens.diff().max()))
+
+
+@_OncePerTensor
+def _unpadded(mask: Tensor, length: int) -> _Packing:
+    """The last ``length`` columns of a padding mask (batch, keys)."""
+    kept = mask[:, -length:]
+    return _packing(nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)), kept.flatten().nonzero().squeeze(1))
+
+
+@_OncePerTensor
+def _packed(position_ids: Tensor, batch: int) -> _Packing | None:
+    """Sequences that follow one another in each row of (batch, queries); None where each row is one."""
+    positions = position_ids.expand(batch, -1)
+    follows = positions[:, 1:] - positions[:, :-1] == 1
+    if bool(follows.all()):
+        return None
+    starts = nn.functional.pad(~follows, (1, 0), value=True).flatten().nonzero().squeeze(1)
+    return _packing(nn.functional.pad(starts, (0, 1), value=positions.numel()), None)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """:func:`flashbwd.attention`, called as Transformers calls attention implementations.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The attention layer; ``module.is_causal`` counts where ``is_causal`` is not given.
+    query, key, value : Tensor, (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
+        The last query attends to the last key: earlier keys may come from a cache.
+    attention_mask : Tensor, optional
+        (B, Sk), false or 0 for padding, on either side; or (B or 1, H or 1, Sq, Sk), booleans or a bias, which then
+        is all the mask there is.
+    dropout, scaling, sliding_window, softcap
+        As models pass them; a window counts the query's own key.
+    s_aux : Tensor, (H,), optional
+        Attention sinks.
+    position_ids : Tensor, (B or 1, Sq), optional
+        Where it does not go up by one, another sequence begins.
+    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        Packed sequences, of a batch of one, without looking at ``position_ids``.
+
+    Returns
+    -------
+    (Tensor, None)
+        (B, Sq, H, Dv), 0 in padded rows; no attention weights.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    batch, seqlen_q = query.shape[0], query.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": causal,
+        "softcap": softcap or 0.0,
+        "sink": s_aux,
+        "dropout_p": dropout,
+    }
+    if sliding_window is not None:
+        options["window_size"] = (sliding_window - 1, sliding_window - 1)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        options |= {"causal": False, "window_size": (-1, -1), "attn_bias": _as_bias(attention_mask, q, k.shape[1])}
+        return _out(attention(q, k, v, **options)), None
+
+    if attention_mask is not None:
+        k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]  # a static cache is longer
+        of_q = _unpadded(attention_mask, seqlen_q)
+        of_k = of_q if k.shape[1] == seqlen_q else _unpadded(attention_mask, k.shape[1])
+    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        of_q = _given(cu_seq_lens_q, max_length_q)
+        of_k = _given(cu_seq_lens_k, max_length_k)
+    elif position_ids is not None and 1 < seqlen_q == k.shape[1] == position_ids.shape[-1] and position_ids.dim() == 2:
+        of_q = of_k = _packed(position_ids, batch)
+    else:
+        of_q = of_k = None
+    if of_q is None or of_k is None:
+        return _out(attention(q, k, v, **options)), None
+
+    result = attention(
+        _flat(q, of_q),
+        _flat(k, of_k),
+        _flat(v, of_k),
+        cu_seqlens_q=of_q.cu_seqlens,
+        cu_seqlens_k=of_k.cu_seqlens,
+        max_seqlen_q=of_q.max_seqlen,
+        max_seqlen_k=of_k.max_seqlen,
+        **options,
+    )
+    out = _out(result)
+    if of_q.rows is not None:
+        out = out.new_zeros(batch * seqlen_q, *out.shape[1:]).index_copy(0, of_q.rows, out)
+    return out.view(batch, seqlen_q, *out.shape[1:]), None
+
+
+def _out(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def _given(cu_seqlens: Tensor, max_seqlen: int | None) -> _Packing:
+    return _packing(cu_seqlens, None) if max_seqlen is None else _Packing(None, cu_seqlens.int(), int(max_seqlen))
+
+
+def _flat(x: Tensor, packing: _Packing) -> Tensor:
+    """The rows that count of (B, S, H, D), one sequence after another."""
+    x = x.flatten(0, 1)
+    return x if packing.rows is None else x.index_select(0, packing.rows)
+
+
+def _as_bias(mask: Tensor, q: Tensor, seqlen_k: int) -> Tensor:
+    mask = mask[..., :seqlen_k]
+    if mask.dtype == torch.bool:
+        return torch.zeros((), dtype=q.dtype, device=q.device).where(mask, -torch.inf)
+    return mask.to(q.dtype)
+
+
+# ---- norms ----
+
+
+def swap_norms(model: nn.Module) -> int:
+    """Give a model's LayerNorm and RMSNorm modules the gradients of this library, in place.
+
+    Swapped are ``nn.LayerNorm``, ``nn.RMSNorm``, and modules whose class is called ``...RMSNorm``, as Transformers'
+    models have, where :func:`flashbwd.rms_norm` gives what they give (with ``weight`` or ``1 + weight``) on random
+    rows. They stay instances of their classes, with the same parameters and hooks; the others stay as they were.
+
+    Returns
+    -------
+    int
+        How many modules were swapped.
+    """
+    swapped = 0
+    for module in model.modules():
+        replacement = _replacement(module)
+        if replacement is not None:
+            module.__class__ = replacement
+            swapped += 1
+    return swapped
+
+
+def _replacement(module: nn.Module) -> type[nn.Module] | None:
+    kind = type(module)
+    if kind is nn.LayerNorm:
+        return LayerNorm
+    if kind is nn.RMSNorm:
+        return RMSNorm
+    if not kind.__name__.endswith("RMSNorm") or isinstance(module, nn.RMSNorm) or issubclass(kind, _LikeRMSNorm):
+        return None
+    for zero_centered_gamma in (False, True):
+        candidate = _like_rms_norm(kind, zero_centered_gamma)
+        if _agree(module, candidate):
+            return candidate
+    return None
+
+
+class _LikeRMSNorm(nn.Module):
+    """What is put before a model's own class of RMSNorm."""
+
+    zero_centered_gamma: bool
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = getattr(self, "variance_epsilon", None) or getattr(self, "eps", None)
+        weight = self.weight.to(x.dtype) if x.dtype == torch.float64 else self.weight
+        return rms_norm(x, weight, eps=eps, zero_centered_gamma=self.zero_centered_gamma)
+
+
+_like: dict[tuple[Any, bool], type[nn.Module]] = {}
+
+
+def _like_rms_norm(kind: type[nn.Module], zero_centered_gamma: bool) -> type[nn.Module]:
+    """A subclass that calculates with the operators of this library; one for each class."""
+    key = (kind, zero_centered_gamma)
+    if key not in _like:
+        _like[key] = type(kind.__name__, (_LikeRMSNorm, kind), {"zero_centered_gamma": zero_centered_gamma})
+    return _like[key]
+
+
+@torch.no_grad()
+def _agree(module: nn.Module, candidate: type[nn.Module]) -> bool:
+    """Whether a class gives what the module gives, but for rounding, with the module's own parameters."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = 1e-2 * torch.randn(4, weight.numel(), generator=generator)  # small, so that eps counts
+    x = x.to(weight.device, weight.dtype)
+    own_class = type(module)
+    try:
+        expected = own_class.forward(module, x)
+        actual = candidate.forward(_with_class(module, candidate), x)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+    finally:
+        module.__class__ = own_class
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return False
+    rounding = 4 * torch.finfo(x.dtype).eps
+    return torch.allclose(
+        actual.double(), expected.double(), rtol=rounding, atol=rounding * float(expected.abs().max())
+    )
+
+
+def _with_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    module.__class__ = kind
+    return module

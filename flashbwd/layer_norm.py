@@ -153,7 +153,7 @@ def layer_norm(
     x : Tensor, (..., N)
         float16, bfloat16, float32 or float64.
     gamma, beta : Tensor, (N,), optional
-        x's dtype or float32.
+        x's dtype or float32, both the same.
     eps : float
         Added to the variance.
     zero_centered_gamma : bool
@@ -312,28 +312,6 @@ for _name in ("layer_norm_backward", "rms_norm_backward"):
     torch.library.register_autograd(f"flashbwd::{_name}", _ops.refuse_double_backward(_name), lib=_ops.library)
 
 
-def _check_forward(x: Tensor, **parameters: Tensor | None) -> None:
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"flashbwd: x has shape {tuple(x.shape)}, expected (..., N) with N at least 1")
-    if not x.is_floating_point():
-        raise ValueError(f"flashbwd: x is {_name_of(x.dtype)}, expected float16, bfloat16, float32 or float64")
-    for name, parameter in parameters.items():
-        if parameter is None:
-            continue
-        if parameter.shape != x.shape[-1:]:
-            raise ValueError(f"flashbwd: {name} has shape {tuple(parameter.shape)}, expected ({x.shape[-1]},)")
-        allowed = [x.dtype] if x.dtype in (torch.float32, torch.float64) else [x.dtype, torch.float32]
-        if parameter.dtype not in allowed:
-            expected = " or ".join(["x's " + _name_of(x.dtype), *map(_name_of, allowed[1:])])
-            raise ValueError(f"flashbwd: {name} is {_name_of(parameter.dtype)}, expected {expected}")
-        if parameter.device != x.device:
-            raise ValueError(f"flashbwd: {name} is on {parameter.device}, expected x's {x.device}")
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _define(name: str, schema: str, forward: Callable[..., Any]) -> None:
     torch.library.define(f"flashbwd::{name}", schema, lib=_ops.library)
     torch.library.impl(f"flashbwd::{name}", "CompositeExplicitAutograd", lib=_ops.library)(forward)
@@ -342,15 +320,24 @@ def _define(name: str, schema: str, forward: Callable[..., Any]) -> None:
 def _layer_norm(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_forward(x, gamma=gamma, beta=beta)
-    return reference.layer_norm_forward(x, gamma, beta, eps=eps, zero_centered_gamma=zero_centered_gamma)
+    return _ops.call(torch.ops.flashbwd.norm_forward, x, gamma, beta, eps, zero_centered_gamma, False)
 
 
 def _rms_norm(x: Tensor, gamma: Tensor | None, eps: float, zero_centered_gamma: bool) -> tuple[Tensor, Tensor]:
-    _check_forward(x, gamma=gamma)
-    return reference.rms_norm_forward(x, gamma, eps=eps, zero_centered_gamma=zero_centered_gamma)
+    z, _, rs = _ops.call(torch.ops.flashbwd.norm_forward, x, gamma, None, eps, zero_centered_gamma, True)
+    return z, rs
 
 
+def _norm_forward_reference(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool, rms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if rms:
+        z, rs = reference.rms_norm_forward(x, gamma, eps=eps, zero_centered_gamma=zero_centered_gamma)
+        return z, rs.new_empty(0), rs
+    return reference.layer_norm_forward(x, gamma, beta, eps=eps, zero_centered_gamma=zero_centered_gamma)
+
+
+_ops.implement_reference("norm_forward_reference", _norm_forward_reference)
 _define(
     "layer_norm",
     "(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma) -> (Tensor z, Tensor mu, Tensor rs)",

@@ -159,8 +159,16 @@ def check(grads: dict[str, Any], inputs: Inputs, case: Case) -> None:
             assert grad is None
             continue
         assert grad is not None, f"{name} is missing"
-        naive = [inputs.naive[name]] if inputs.naive else []
-        tolerance.assert_close(grad, inputs.expected[name], naive, f"{name} of {case}")
+        expected = inputs.expected[name]
+        reached = 0.0
+        if inputs.naive and expected.numel() > 0:
+            reached = float((inputs.naive[name].double() - expected).abs().max())
+        limit = tolerance.bound(expected, reached, grad.dtype)
+        if name == "dx" and case.columns == 1 and case.rows > 0:  # 0, left over by terms of the size of rs * dz
+            limit += 2**-20 * float((inputs.rs[:, None] * inputs.dz).abs().max())
+        # Compared where the tensors are; only a failure is worth taking a large tensor to the CPU.
+        if not bool(((grad.double() - expected).abs() <= limit).all()):
+            tolerance.assert_within(grad, expected, limit, f"{name} of {case}")
 
 
 def run(case: Case, device: str) -> None:
@@ -170,7 +178,7 @@ def run(case: Case, device: str) -> None:
 
 COLUMNS = [1, 7, 64, 768, 1000, 1024, 4095, 4096, 5000, 5120, 7919, 8192, 12288, 16384, 65536, 131072]
 ROWS = [0, 1, 3, 131, 132, 133, 8192, 2**18 + 1]
-MOST_ELEMENTS = {"cpu": 2**19, "cuda": 2**28}
+MOST_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 SIZES = [(rows, columns) for columns in COLUMNS for rows in ROWS]
 DTYPES = [(x, dz, gamma) for x in (bf16, fp16, fp32) for dz in (bf16, fp16, fp32) for gamma in dict.fromkeys((x, fp32))]
 OPTIONS = [
@@ -417,6 +425,14 @@ def test_dgamma_of_a_million_rows_is_as_accurate_as_float32_allows() -> None:
 
 
 @pytest.mark.gpu
+def test_rows_of_an_sm_80_gpu_that_are_read_twice() -> None:
+    """Rows beyond what a cluster holds take the form without clusters, which is the one of wide rows before sm_90."""
+    for dtype in (bf16, fp32):
+        for rows in (1, 3, 40):
+            run(Case(rows=rows, columns=300_001, x=dtype, dresidual=True), "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("columns", [768, 4095, 65536])
 def test_a_captured_graph_replays_on_new_values(columns: int) -> None:
     case = Case(rows=64, columns=columns, x=bf16)
@@ -485,6 +501,31 @@ def test_forward_is_that_of_torch(device: str, dtype: torch.dtype) -> None:
     z = flashbwd.rms_norm(x, gamma)
     want = functional.rms_norm(x.double(), (72,), gamma.double(), eps=torch.finfo(dtype).eps)
     tolerance.assert_close(z, want, [functional.rms_norm(x, (72,), gamma)], "rms_norm")
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
+@pytest.mark.parametrize("columns", [*COLUMNS, 24576])
+@pytest.mark.parametrize("device", DEVICES)
+def test_forward_at_every_size(device: str, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(columns)
+    for rows, layout in ((0, "contiguous"), (1, "contiguous"), (5, "odd_stride"), (37, "contiguous")):
+        x = laid_out((torch.randn(rows, columns, device=device) + 3).to(dtype), layout)
+        gamma, beta = (torch.randn(columns, device=device).to(dtype) for _ in range(2))
+        z, mu, rs = torch.ops.flashbwd.layer_norm(x, gamma, beta, 1e-5, True)
+        mean = x.double().mean(-1)
+        want_rs = ((x.double() - mean[:, None]).square().mean(-1) + 1e-5).rsqrt()
+        want = (x.double() - mean[:, None]) * want_rs[:, None] * (1 + gamma.double()) + beta.double()
+        torch.testing.assert_close(mu.double(), mean, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(rs.double(), want_rs, rtol=1e-5, atol=0)
+        plain = ((x.float() - mu[:, None]) * rs[:, None] * (1 + gamma.float()) + beta.float()).to(dtype)
+        tolerance.assert_close(z, want, [plain], f"z of {rows} x {columns}")
+        z, rs = torch.ops.flashbwd.rms_norm(x, gamma, 1e-5, False)
+        want_rs = (x.double().square().mean(-1) + 1e-5).rsqrt()
+        torch.testing.assert_close(rs.double(), want_rs, rtol=1e-5, atol=0)
+        plain = (x.float() * rs[:, None] * gamma.float()).to(dtype)
+        tolerance.assert_close(
+            z, x.double() * want_rs[:, None] * gamma.double(), [plain], f"rms z of {rows} x {columns}"
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -674,7 +715,12 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
         (lambda: flashbwd.layer_norm(X, X[0, :5]), "gamma has shape (5,), expected (6,)"),
         (lambda: flashbwd.layer_norm(X, X[0], X[0].half()), "beta is float16, expected x's float32"),
         (lambda: flashbwd.layer_norm(X.long()), "x is int64, expected float16, bfloat16, float32 or float64"),
-        (lambda: flashbwd.layer_norm(torch.tensor(1.0)), "x has shape (), expected (..., N) with N at least 1"),
+        (lambda: flashbwd.layer_norm(torch.tensor(1.0)), "x has no dimensions, expected (..., N)"),
+        (lambda: flashbwd.layer_norm(X.half(), X[0].half(), X[0]), "beta is float32, expected gamma's float16"),
+        (
+            lambda: flashbwd.rms_norm(X, zero_centered_gamma=True),
+            "zero_centered_gamma is set, expected a gamma with it",
+        ),
         (lambda: flashbwd.LayerNorm(5)(X), "x has shape (4, 6), expected its last dimensions to be (5,)"),
     ],
 )

@@ -18,6 +18,7 @@ struct CudaBackend {
   AttentionLauncher attention_sm90 = nullptr;
   AttentionLauncher attention_sm80 = nullptr;
   const char* (*layer_norm_backward)(const LayerNormBackwardParams&, const DeviceInfo&, void* stream) = nullptr;
+  const char* (*layer_norm_forward)(const LayerNormForwardParams&, void* stream) = nullptr;
   int64_t (*layer_norm_workspace)(const LayerNormBackwardParams&, const DeviceInfo&) = nullptr;
   const char* (*decoding)(const DecodingParams&, DecodingTile, bool bfloat16, void* kernel, const DeviceInfo&,
                           void* stream) = nullptr;

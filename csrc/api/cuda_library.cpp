@@ -10,6 +10,7 @@
 #include "../attention/sm80/plan.h"
 #include "../attention/sm90/plan.h"
 #include "../common/probe.h"
+#include "../layer_norm/launch.h"
 #include "cuda_backend.h"
 
 namespace flashbwd {
@@ -81,6 +82,11 @@ struct Installer {
 #endif
 #ifdef FLASHBWD_BUILT_DECODING
     backend.decoding = run_decoding;
+#endif
+#ifdef FLASHBWD_BUILT_LAYER_NORM
+    backend.layer_norm_backward = launch_layer_norm_backward;
+    backend.layer_norm_workspace = layer_norm_backward_workspace;
+    backend.layer_norm_forward = launch_layer_norm_forward;
 #endif
     flashbwd_install_cuda_backend(&backend);
   }

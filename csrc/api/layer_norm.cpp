@@ -101,6 +101,23 @@ Rows with_one_row_stride(const Tensor& tensor) {
   return {torch::stable::contiguous(tensor), tensor.size(tensor.dim() - 1)};
 }
 
+// `tensor` without gaps: itself, without asking the dispatcher, where it has none.
+Tensor packed(const Tensor& tensor) {
+  const TensorDesc desc = describe(tensor);
+  int64_t stride = 1;
+  for (int i = desc.dim - 1; i >= 0; --i) {
+    if (desc.sizes[i] != 1 && desc.strides[i] != stride) return torch::stable::contiguous(tensor);
+    stride *= desc.sizes[i];
+  }
+  return tensor;
+}
+
+// Statistics as kernels take them: packed, in float32.
+Tensor as_statistics(const Tensor& tensor) {
+  if (tensor.scalar_type() == ScalarType::Float) return packed(tensor);
+  return torch::stable::to(packed(tensor), ScalarType::Float);
+}
+
 Gradients run_kernel(const NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
   const CudaBackend& cuda = *cuda_backend();
   const LayerNormArguments& a = call.arguments;
@@ -116,15 +133,15 @@ Gradients run_kernel(const NormCall& call, LayerNormBackwardParams params, const
   params.dz_row_stride = dz.stride;
   params.x = x.tensor.data_ptr();
   params.x_row_stride = x.stride;
-  const Tensor rs = torch::stable::contiguous(call.rs);
-  params.rs = rs.data_ptr();
+  const Tensor rs = as_statistics(call.rs);
+  params.rs = static_cast<const float*>(rs.data_ptr());
   std::optional<Tensor> mu, gamma, workspace;
   if (call.mu.has_value()) {
-    mu = torch::stable::contiguous(*call.mu);
-    params.mu = mu->data_ptr();
+    mu = as_statistics(*call.mu);
+    params.mu = static_cast<const float*>(mu->data_ptr());
   }
   if (call.gamma.has_value()) {
-    gamma = torch::stable::contiguous(*call.gamma);
+    gamma = packed(*call.gamma);
     params.gamma = gamma->data_ptr();
   }
   std::optional<Rows> dresidual, dx;
@@ -165,7 +182,8 @@ Gradients run(NormCall& call) {
   const LayerNormBackwardParams params = call.checked();
   const Device device = call.arguments.x.device;
   const DeviceInfo info = norm_device_info(device);
-  return layer_norm_refusal(params, device, info).empty() ? run_kernel(call, params, info) : run_reference(call);
+  return layer_norm_refusal(params.x_dtype, params.columns, device, info).empty() ? run_kernel(call, params, info)
+                                                                                  : run_reference(call);
 }
 
 // Operators return tensors, never none: what was not asked for is an empty one.
@@ -194,10 +212,59 @@ void rms_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
 void norm_kernel_refusal(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const TensorDesc x = describe(reader.tensor());
-  LayerNormBackwardParams params;
-  params.x_dtype = x.dtype;
-  params.columns = x.dim > 0 ? x.sizes[x.dim - 1] : 1;
-  stack[0] = boxed(layer_norm_refusal(params, x.device, norm_device_info(x.device)));
+  const int64_t columns = x.dim > 0 ? x.sizes[x.dim - 1] : 1;
+  stack[0] = boxed(layer_norm_refusal(x.dtype, columns, x.device, norm_device_info(x.device)));
+}
+
+// z like x, mu and rs (rows,) in float32; mu is empty for RMSNorm. By the kernel, where there is one.
+void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const Tensor x = reader.tensor();
+  const std::optional<Tensor> gamma = reader.optional_tensor();
+  const std::optional<Tensor> beta = reader.optional_tensor();
+  LayerNormForwardArguments a;
+  a.eps = reader.read<double>();
+  a.zero_centered_gamma = reader.read<bool>();
+  a.rms = reader.read<bool>();
+  a.x = describe(x);
+  a.gamma = describe(gamma);
+  a.beta = describe(beta);
+  LayerNormForwardParams params = check_layer_norm_forward(a);
+  if (!layer_norm_refusal(params.x_dtype, params.columns, a.x.device, norm_device_info(a.x.device)).empty()) {
+    StableIValue reference[] = {boxed(x),    boxed(gamma), boxed(beta), boxed(a.eps), boxed(a.zero_centered_gamma),
+                                boxed(a.rms)};
+    call_operator("flashbwd::norm_forward_reference", reference);
+    for (int i = 0; i < 3; ++i) stack[i] = reference[i];
+    return;
+  }
+  const torch::stable::accelerator::DeviceGuard guard(a.x.device.index);
+  const Rows rows = with_one_row_stride(x);
+  Tensor z = torch::stable::empty_like(x);
+  const Rows z_rows = with_one_row_stride(z);
+  const Tensor mu = new_empty(x, {a.rms ? 0 : params.rows}, DType::kFloat32);
+  const Tensor rs = new_empty(x, {params.rows}, DType::kFloat32);
+  params.x = rows.tensor.data_ptr();
+  params.x_row_stride = rows.stride;
+  params.z = z_rows.tensor.data_ptr();
+  params.z_row_stride = z_rows.stride;
+  std::optional<Tensor> packed_gamma, packed_beta;
+  if (gamma.has_value()) {
+    packed_gamma = packed(*gamma);
+    params.gamma = packed_gamma->data_ptr();
+  }
+  if (beta.has_value()) {
+    packed_beta = packed(*beta);
+    params.beta = packed_beta->data_ptr();
+  }
+  if (!a.rms) params.mu = static_cast<float*>(mu.data_ptr());
+  params.rs = static_cast<float*>(rs.data_ptr());
+  const CudaBackend& cuda = *cuda_backend();
+  const char* error = cuda.layer_norm_forward(params, cuda.current_stream(a.x.device.index));
+  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+  if (z_rows.tensor.get() != z.get()) torch::stable::copy_(z, z_rows.tensor);
+  stack[0] = boxed(z);
+  stack[1] = boxed(mu);
+  stack[2] = boxed(rs);
 }
 
 }  // namespace
@@ -212,7 +279,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "rms_norm_backward(Tensor dz, Tensor x, Tensor rs, Tensor? gamma=None, Tensor? dresidual=None, *, "
       "bool zero_centered_gamma=False, bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dgamma)");
   m.def("norm_kernel_refusal(Tensor x) -> str");
+  // Below flashbwd::layer_norm and flashbwd::rms_norm, which have the gradients.
+  m.def(
+      "norm_forward(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool rms) "
+      "-> (Tensor z, Tensor mu, Tensor rs)");
   // Implemented in Python on torch operators; the operators above call them where there is no kernel.
+  m.def(
+      "norm_forward_reference(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool rms) "
+      "-> (Tensor z, Tensor mu, Tensor rs)");
   m.def(
       "layer_norm_backward_reference(Tensor dz, Tensor x, Tensor mu, Tensor rs, Tensor? gamma, Tensor? dresidual, "
       "bool zero_centered_gamma, bool need_dx, bool need_dgamma, bool need_dbeta) "
@@ -227,6 +301,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
     m.impl("layer_norm_backward", flashbwd::layer_norm_backward); \
     m.impl("norm_kernel_refusal", flashbwd::norm_kernel_refusal); \
     m.impl("rms_norm_backward", flashbwd::rms_norm_backward);     \
+    m.impl("norm_forward", flashbwd::norm_forward);               \
   }
 
 FLASHBWD_IMPLEMENT(CPU)

@@ -1,4 +1,4 @@
-// What a LayerNorm or RMSNorm backward kernel is given.
+// What LayerNorm and RMSNorm kernels are given.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +7,19 @@
 
 namespace flashbwd {
 
+// A backward.
 struct LayerNormBackwardParams {
   int64_t rows = 0;
   int64_t columns = 0;               // N
   DType x_dtype = DType::kBFloat16;  // of x and dx
   DType dz_dtype = DType::kBFloat16;
   DType gamma_dtype = DType::kFloat32;  // of gamma, dgamma, dbeta
-  DType stats_dtype = DType::kFloat32;  // of mu and rs
   const void* dz = nullptr;
   int64_t dz_row_stride = 0;  // elements
   const void* x = nullptr;
   int64_t x_row_stride = 0;
-  const void* mu = nullptr;  // null: RMSNorm
-  const void* rs = nullptr;
+  const float* mu = nullptr;  // null: RMSNorm
+  const float* rs = nullptr;
   const void* gamma = nullptr;      // null: none (all ones)
   const void* dresidual = nullptr;  // x's dtype, added into dx; null: none
   int64_t dresidual_row_stride = 0;
@@ -30,7 +30,24 @@ struct LayerNormBackwardParams {
   bool zero_centered_gamma = false;
   void* workspace = nullptr;  // fp32 partial sums
   int64_t workspace_bytes = 0;
-  int32_t sm_count = 0;
+};
+
+// A forward.
+struct LayerNormForwardParams {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  DType x_dtype = DType::kBFloat16;         // of x and z
+  DType parameter_dtype = DType::kFloat32;  // of gamma and beta
+  const void* x = nullptr;
+  int64_t x_row_stride = 0;  // elements
+  void* z = nullptr;
+  int64_t z_row_stride = 0;
+  const void* gamma = nullptr;  // null: none
+  const void* beta = nullptr;
+  float* mu = nullptr;  // (rows,), written; null: RMSNorm
+  float* rs = nullptr;
+  double eps = 0.0;
+  bool zero_centered_gamma = false;
 };
 
 }  // namespace flashbwd

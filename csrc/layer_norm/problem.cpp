@@ -46,14 +46,50 @@ void check_statistics(const char* name, const TensorDesc& tensor, const TensorDe
   check_device(name, tensor, x);
 }
 
+void check_x(const TensorDesc& x) {
+  check(x.dim >= 1, "x has no dimensions, expected (..., N)");
+  check(is_floating(x.dtype), "x is ", name_of(x.dtype), ", expected float16, bfloat16, float32 or float64");
+  check(x.sizes[x.dim - 1] >= 1, "x has shape ", shape_of(x), ", expected at least 1 in the last dimension");
+}
+
+void check_parameter(const char* name, const TensorDesc& tensor, const TensorDesc& x) {
+  if (!tensor) return;
+  const int64_t columns = x.sizes[x.dim - 1];
+  check(tensor.dim == 1 && tensor.sizes[0] == columns, name, " has shape ", shape_of(tensor), ", expected (", columns,
+        ",)");
+  check(tensor.dtype == x.dtype || (tensor.dtype == DType::kFloat32 && x.dtype != DType::kFloat64), name, " is ",
+        name_of(tensor.dtype), ", expected x's ", name_of(x.dtype),
+        x.dtype == DType::kFloat64 || x.dtype == DType::kFloat32 ? "" : " or float32");
+  check_device(name, tensor, x);
+}
+
+void check_zero_centered(bool zero_centered_gamma, const TensorDesc& gamma) {
+  check(gamma || !zero_centered_gamma, "zero_centered_gamma is set, expected a gamma with it");
+}
+
 }  // namespace
+
+LayerNormForwardParams check_layer_norm_forward(const LayerNormForwardArguments& a) {
+  check_x(a.x);
+  check_parameter("gamma", a.gamma, a.x);
+  check_parameter("beta", a.beta, a.x);
+  check(!a.gamma || !a.beta || a.gamma.dtype == a.beta.dtype, "beta is ", name_of(a.beta.dtype), ", expected gamma's ",
+        name_of(a.gamma.dtype));
+  check_zero_centered(a.zero_centered_gamma, a.gamma);
+  LayerNormForwardParams params;
+  params.columns = a.x.sizes[a.x.dim - 1];
+  params.rows = a.x.numel() / params.columns;
+  params.x_dtype = a.x.dtype;
+  params.parameter_dtype = a.gamma ? a.gamma.dtype : (a.beta ? a.beta.dtype : a.x.dtype);
+  params.eps = a.eps;
+  params.zero_centered_gamma = a.zero_centered_gamma;
+  return params;
+}
 
 LayerNormBackwardParams check_layer_norm(const LayerNormArguments& a) {
   const TensorDesc& x = a.x;
-  check(x.dim >= 1, "x has no dimensions, expected (..., N)");
-  check(is_floating(x.dtype), "x is ", name_of(x.dtype), ", expected float16, bfloat16, float32 or float64");
+  check_x(x);
   const int64_t columns = x.sizes[x.dim - 1];
-  check(columns >= 1, "x has shape ", shape_of(x), ", expected at least 1 in the last dimension");
   const int64_t rows = x.numel() / columns;
 
   check_like_x("dz", a.dz, x);
@@ -65,15 +101,8 @@ LayerNormBackwardParams check_layer_norm(const LayerNormArguments& a) {
     check_statistics("mu", a.mu, x, rows);
     check(a.mu.dtype == a.rs.dtype, "mu is ", name_of(a.mu.dtype), ", expected rs's ", name_of(a.rs.dtype));
   }
-  if (a.gamma) {
-    check(a.gamma.dim == 1 && a.gamma.sizes[0] == columns, "gamma has shape ", shape_of(a.gamma), ", expected (",
-          columns, ",)");
-    check(a.gamma.dtype == x.dtype || (a.gamma.dtype == DType::kFloat32 && x.dtype != DType::kFloat64), "gamma is ",
-          name_of(a.gamma.dtype), ", expected x's ", name_of(x.dtype),
-          x.dtype == DType::kFloat64 || x.dtype == DType::kFloat32 ? "" : " or float32");
-    check_device("gamma", a.gamma, x);
-  }
-  check(a.gamma || !a.zero_centered_gamma, "zero_centered_gamma is set, expected a gamma with it");
+  check_parameter("gamma", a.gamma, x);
+  check_zero_centered(a.zero_centered_gamma, a.gamma);
   if (a.dresidual) {
     check_like_x("dresidual", a.dresidual, x);
     check(a.dresidual.dtype == x.dtype, "dresidual is ", name_of(a.dresidual.dtype), ", expected x's ",
@@ -86,7 +115,6 @@ LayerNormBackwardParams check_layer_norm(const LayerNormArguments& a) {
   params.x_dtype = x.dtype;
   params.dz_dtype = a.dz.dtype;
   params.gamma_dtype = a.gamma ? a.gamma.dtype : x.dtype;
-  params.stats_dtype = a.rs.dtype;
   params.zero_centered_gamma = a.zero_centered_gamma;
   return params;
 }
@@ -106,13 +134,13 @@ std::optional<int64_t> row_stride_of(const TensorDesc& tensor) {
   return stride.value_or(tensor.sizes[last]);
 }
 
-std::string layer_norm_refusal(const LayerNormBackwardParams& params, Device place, const DeviceInfo& device) {
+std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device place, const DeviceInfo& device) {
   if (place.type != DeviceType::kCUDA) return "the tensors are not on a CUDA device";
   if (!device.usable) return device.why_not;
   if (device.cc_major < 8) return "the device is older than compute capability 8.0";
-  if (params.x_dtype == DType::kFloat64) return "float64";
+  if (x_dtype == DType::kFloat64) return "float64";
   constexpr int64_t kMostColumns = int64_t{1} << 28;  // column numbers are 32-bit in the kernels
-  if (params.columns > kMostColumns) return "rows of more than 2^28 elements";
+  if (columns > kMostColumns) return "rows of more than 2^28 elements";
   return "";
 }
 

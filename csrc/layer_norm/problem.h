@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "../common/types.h"
 #include "params.h"
@@ -23,11 +24,22 @@ struct LayerNormArguments {
 // was expected and what came.
 LayerNormBackwardParams check_layer_norm(const LayerNormArguments& arguments);
 
+// The forward operators' arguments, before any check.
+struct LayerNormForwardArguments {
+  TensorDesc x, gamma, beta;
+  bool rms = false;
+  bool zero_centered_gamma = false;
+  double eps = 0.0;
+};
+
+// As check_layer_norm.
+LayerNormForwardParams check_layer_norm_forward(const LayerNormForwardArguments& arguments);
+
 // Elements from one row (..., N) to the next where the rows have one distance and contiguous elements, as kernels take
 // them; none otherwise.
 std::optional<int64_t> row_stride_of(const TensorDesc& tensor);
 
-// Why a kernel cannot take a problem on a device; empty where it can.
-std::string layer_norm_refusal(const LayerNormBackwardParams& params, Device place, const DeviceInfo& device);
+// Why no kernel takes rows of a dtype on a device; empty where one does.
+std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device place, const DeviceInfo& device);
 
 }  // namespace flashbwd

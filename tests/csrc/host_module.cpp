@@ -10,6 +10,7 @@
 #include "../../csrc/attention/problem.h"
 #include "../../csrc/attention/schedule.h"
 #include "../../csrc/attention/workspace.h"
+#include "../../csrc/layer_norm/config.h"
 
 namespace py = pybind11;
 
@@ -116,6 +117,7 @@ void bind_plan(py::module_& m) {
       .def_readwrite("cc_minor", &DeviceInfo::cc_minor)
       .def_readwrite("sm_count", &DeviceInfo::sm_count)
       .def_readwrite("smem_per_block", &DeviceInfo::smem_per_block)
+      .def_readwrite("l2_bytes", &DeviceInfo::l2_bytes)
       .def_readwrite("has_attention_sm90", &DeviceInfo::has_attention_sm90)
       .def_readwrite("has_attention_sm80", &DeviceInfo::has_attention_sm80);
   py::class_<AttentionPlan>(m, "AttentionPlan")
@@ -187,6 +189,34 @@ void bind_order(py::module_& m) {
   m.def("query_head", &query_head);
 }
 
+void bind_layer_norm(py::module_& m) {
+  using namespace layer_norm;
+  py::class_<BackwardShape>(m, "BackwardShape")
+      .def(py::init<>())
+      .def_readwrite("rows", &BackwardShape::rows)
+      .def_readwrite("columns", &BackwardShape::columns)
+      .def_readwrite("x_bytes", &BackwardShape::x_bytes)
+      .def_readwrite("dz_bytes", &BackwardShape::dz_bytes)
+      .def_readwrite("residual", &BackwardShape::residual)
+      .def_readwrite("shifted", &BackwardShape::shifted);
+  py::class_<BackwardTile>(m, "BackwardTile")
+      .def_readonly("elements", &BackwardTile::elements)
+      .def_readonly("lanes", &BackwardTile::lanes)
+      .def_readonly("groups", &BackwardTile::groups)
+      .def_readonly("vectors", &BackwardTile::vectors)
+      .def_readonly("chunks", &BackwardTile::chunks)
+      .def_readonly("chunk_vectors", &BackwardTile::chunk_vectors)
+      .def_readonly("cluster", &BackwardTile::cluster)
+      .def_readonly("smem_bytes", &BackwardTile::smem_bytes)
+      .def_property_readonly("threads", &BackwardTile::threads);
+  py::class_<RowSchedule>(m, "RowSchedule")
+      .def_readonly("workers", &RowSchedule::workers)
+      .def_readonly("period", &RowSchedule::period);
+  m.def("pace_of", &pace_of);
+  m.def("choose_tile", &choose_tile);
+  m.def("schedule_rows", &schedule_rows);
+}
+
 }  // namespace
 }  // namespace flashbwd
 
@@ -197,4 +227,5 @@ PYBIND11_MODULE(flashbwd_host_tests, m) {
   flashbwd::bind_plan(m);
   flashbwd::bind_visibility(m);
   flashbwd::bind_order(m);
+  flashbwd::bind_layer_norm(m);
 }

@@ -1,0 +1,179 @@
+// How a LayerNorm backward is cut into CTAs: host arithmetic, no GPU.
+//
+// A row of x is a sequence of vectors of `elements` elements (16 bytes of the narrower of x and dz). A CTA holds
+// `groups` rows at a time, `lanes` threads a row, each thread the same `vectors` columns of every row it meets, so
+// that dgamma and dbeta stay in its registers from the CTA's first row to its last.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+#include "../common/types.h"
+
+namespace flashbwd::layer_norm {
+
+constexpr int kMaxThreads =
+    512;                       // 128 registers each: up to 64 for the sums, the rest for one vector of x, dz and gamma
+constexpr int kMinStages = 2;  // rows in flight, the one in use included
+constexpr int kMaxStages = 4;
+constexpr int kMaxCluster = 16;
+constexpr double kPaceShare = 0.91;  // see pace_of
+constexpr int kWarp = 32;
+constexpr int kRowSumsThreads = 512;
+constexpr int kSlotStride =
+    16 * kMaxThreads;  // bytes from one of a thread's slots to the next: a constant saves registers
+
+constexpr int elements_of(int64_t x_bytes, int64_t dz_bytes) {
+  return 16 / static_cast<int>(x_bytes < dz_bytes ? x_bytes : dz_bytes);
+}
+
+// Vectors a thread: 32 columns where x and dz are 16-bit, 16 where one of them is fp32 and a stage is wider.
+constexpr int max_vectors_of(int64_t x_bytes, int64_t dz_bytes) { return x_bytes == dz_bytes ? 4 : 2; }
+
+struct BackwardTile {
+  int elements = 0;       // of a vector
+  int lanes = 0;          // threads a row and CTA: a power of two up to 32, else a multiple of 32
+  int groups = 0;         // rows a CTA holds at a time
+  int vectors = 0;        // a thread
+  int chunks = 1;         // CTAs a row
+  int chunk_vectors = 0;  // vectors of a row in one CTA
+  int stages = 0;         // rows in flight, the one in use included
+  int planes = 0;         // 16-byte slots a thread and stage
+  int parts = 1;          // warps that share a row
+  int parts_width = 1;    // lanes that add them: the next power of two, at most a warp
+  bool cluster = false;   // the CTAs of a row exchange their sums; otherwise a kernel before has summed
+  int64_t smem_bytes = 0;
+
+  int threads() const { return lanes * groups; }
+  bool found() const { return lanes != 0; }
+};
+
+struct BackwardShape {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t x_bytes = 2;  // of an element
+  int64_t dz_bytes = 2;
+  bool residual = false;
+  bool shifted = false;  // rows start off a vector's boundary
+};
+
+// Regions of shared memory, in bytes: what the warps of a row exchange; gamma in fp32; the stages, whose room serves
+// the sum over the groups at the end.
+constexpr int64_t gamma_bytes(const BackwardTile& t) { return int64_t{4} * t.vectors * t.elements * t.lanes; }
+constexpr int parts_of(const BackwardTile& t) { return (t.lanes + kWarp - 1) / kWarp * (t.cluster ? t.chunks : 1); }
+// Two mbarriers, and by group two rows' sums.
+constexpr int64_t exchange_bytes(const BackwardTile& t) { return 16 + int64_t{16} * t.groups * t.parts; }
+// A lane stride that spreads both the writes (by lane) and the reads (by column) over the banks.
+constexpr int reduce_stride(int lanes) { return lanes >= kWarp ? lanes + 4 : lanes; }
+constexpr int64_t reduce_bytes(const BackwardTile& t) {
+  return int64_t{4} * t.groups * t.vectors * t.elements * reduce_stride(t.lanes);
+}
+
+inline int64_t smem_of(const BackwardTile& t, int stages) {
+  const int64_t stage_bytes = int64_t{kSlotStride} * t.planes;
+  return exchange_bytes(t) + gamma_bytes(t) + std::max(stages * stage_bytes, reduce_bytes(t));
+}
+
+inline int power_of_two_at_least(int64_t n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+// The tile for rows cut into `chunks` CTAs, `vectors` a thread; none (found() is false) where it does not fit.
+inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors, const DeviceInfo& device) {
+  BackwardTile t;
+  t.elements = elements_of(shape.x_bytes, shape.dz_bytes);
+  const int64_t shift = shape.shifted ? t.elements - 1 : 0;
+  const int64_t row_vectors = (shape.columns + shift + t.elements - 1) / t.elements;
+  const int64_t chunk_vectors = (row_vectors + chunks - 1) / chunks;
+  if (chunk_vectors > int64_t{vectors} * kMaxThreads) return {};
+  t.chunks = chunks;
+  t.cluster = chunks > 1 && chunks <= kMaxCluster && device.cc_major >= 9;
+  t.chunk_vectors = static_cast<int>(chunk_vectors);
+  // A row of at most a warp is spread over its lanes; one thread with all of a short row would not coalesce.
+  const int64_t lanes = (chunk_vectors + vectors - 1) / vectors;
+  t.lanes = chunk_vectors <= kWarp ? power_of_two_at_least(chunk_vectors)
+                                   : static_cast<int>((lanes + kWarp - 1) / kWarp * kWarp);
+  if (chunks > 1) t.lanes = std::max(t.lanes, kWarp);
+  t.parts = (t.lanes + kWarp - 1) / kWarp * (t.cluster ? t.chunks : 1);
+  t.parts_width = std::min(kWarp, power_of_two_at_least(t.parts));
+  t.vectors = (t.chunk_vectors + t.lanes - 1) / t.lanes;
+  const int64_t row_bytes = shape.x_bytes * (shape.residual ? 2 : 1) + shape.dz_bytes;
+  t.planes = static_cast<int>(t.vectors * t.elements * row_bytes / 16);
+  // As many rows a CTA as its threads allow, but no more than leave every SM a row.
+  const int step = std::max(1, kWarp / t.lanes);
+  const int64_t wanted = (shape.rows + device.sm_count - 1) / std::max(1, device.sm_count);
+  int64_t groups = chunks > 1 ? 1 : std::min<int64_t>(kMaxThreads / t.lanes, std::max<int64_t>(1, wanted));
+  for (groups = (groups + step - 1) / step * step; groups >= step; groups -= step) {
+    t.groups = static_cast<int>(groups);
+    for (t.stages = kMaxStages; t.stages >= kMinStages; --t.stages) {
+      t.smem_bytes = smem_of(t, t.stages);
+      if (t.smem_bytes <= device.smem_per_block) return t;
+    }
+  }
+  return {};
+}
+
+// The best way to share rows of `chunks` CTAs between threads: the one with most of x and dz in a CTA at a time, then
+// the one with most threads.
+inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const DeviceInfo& device) {
+  BackwardTile best;
+  for (int vectors = max_vectors_of(shape.x_bytes, shape.dz_bytes); vectors >= 1; --vectors) {
+    const BackwardTile tile = tile_of(shape, chunks, vectors, device);
+    if (!tile.found()) continue;
+    const int64_t held = int64_t{tile.groups} * tile.chunk_vectors;
+    const int64_t best_held = int64_t{best.groups} * best.chunk_vectors;
+    if (held > best_held || (held == best_held && tile.threads() > best.threads())) best = tile;
+  }
+  return best;
+}
+
+// The fewest CTAs a row that hold it.
+inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& device) {
+  for (int chunks = 1; chunks <= 1 << 20; chunks *= 2) {
+    if (const BackwardTile tile = tile_of(shape, chunks, device); tile.found()) return tile;
+  }
+  return {};
+}
+
+// How rows are dealt out to workers (a CTA, or the CTAs of one row): in turn, `groups` at a time.
+//
+// Rows of odd length start at changing offsets from a vector's boundary, but with a period: a worker takes the rows of
+// one residue only, so its columns never shift.
+struct RowSchedule {
+  int workers = 1;  // a multiple of `period`
+  int period = 1;
+  int phase_base = 0;  // of residue r: (phase_base + r * phase_step) % elements
+  int phase_step = 0;
+};
+
+// `concurrent`: workers that run at once.
+inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile& tile, int concurrent, int phase_base,
+                                 int phase_step) {
+  RowSchedule s;
+  s.phase_base = phase_base;
+  s.phase_step = phase_step;
+  s.period = phase_step == 0 ? 1 : tile.elements / std::gcd(tile.elements, phase_step);
+  const int64_t useful = (shape.rows + tile.groups - 1) / tile.groups;
+  const int64_t workers = std::min<int64_t>(concurrent, std::max<int64_t>(1, useful));
+  s.workers = static_cast<int>(std::max<int64_t>(s.period, workers / s.period * s.period));
+  return s;
+}
+
+// The least time between two rows of a thread, in 1/16 ns: what a worker would need at its share of kPaceShare of
+// `bytes_per_ns`, the bandwidth of the memory's data sheet. 0, no bound, where much of the tensors may lie in L2.
+//
+// SMs do not get equal shares of a saturated memory: with equal rows for each and no bound, the first end 15 % before
+// the mean and the last 10 to 20 % after it (one H100), and the kernel is as slow as the last. Held to little more than
+// their share, the fast ones leave room for the others.
+inline int pace_of(const BackwardShape& shape, const BackwardTile& tile, int workers, double bytes_per_ns,
+                   const DeviceInfo& device) {
+  const int64_t row_bytes = shape.columns * (2 * shape.x_bytes + shape.dz_bytes + (shape.residual ? shape.x_bytes : 0));
+  if (bytes_per_ns <= 0 || shape.rows * row_bytes < 4 * device.l2_bytes) return 0;
+  const double share = kPaceShare * bytes_per_ns / workers;  // of a row's CTAs together
+  return static_cast<int>(16.0 * static_cast<double>(row_bytes) * tile.groups / share);
+}
+
+}  // namespace flashbwd::layer_norm

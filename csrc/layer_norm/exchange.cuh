@@ -1,0 +1,54 @@
+// How the threads that share a row add up.
+#pragma once
+
+#include "config.h"
+#include "device.cuh"
+
+namespace flashbwd::layer_norm {
+
+// The sums of a row over the lanes, warps and CTAs that share it. Shared memory, by address: two mbarriers, then for
+// each group the parts of two rows, which take turns.
+struct RowExchange {
+  static constexpr int kPartBytes = sizeof(float2);
+  uint32_t barriers;
+  uint32_t slots;     // (2, parts) float2 of this group, in each CTA of the row
+  uint32_t own_slot;  // this warp's part of the first
+  int group;
+  uint32_t row = 0;
+
+  __device__ RowExchange(const BackwardTile& tile, uint32_t smem, int group, int rank) : barriers(smem), group(group) {
+    const int warps = (tile.lanes + kWarp - 1) / kWarp;
+    slots = barriers + 16 + group * 2 * tile.parts * kPartBytes;
+    own_slot = slots + (rank * warps + static_cast<int>(threadIdx.x) / kWarp % warps) * kPartBytes;
+  }
+
+  __device__ float2 sum(const BackwardTile& tile, float2 sums) {
+    sums = warp_sum(sums, tile.lanes);
+    if (tile.parts == 1) return sums;
+    const int lane = threadIdx.x % kWarp;
+    const uint32_t turn = row % 2;
+    const uint32_t offset = turn * tile.parts * kPartBytes;
+    if (kHasClusters && tile.cluster) {
+      // Each part brings its bytes to the barrier of the CTA it goes to; one thread there says how many to expect.
+      if (threadIdx.x == 0) arrive_expecting(barriers + 8 * turn, tile.parts * kPartBytes);
+      if (lane < tile.chunks) store_to_peer(own_slot + offset, barriers + 8 * turn, lane, sums);
+      wait(barriers + 8 * turn, row / 2 % 2);
+    } else {
+      if (lane == 0) store_shared(own_slot + offset, sums);
+      group_barrier(1 + group, tile.lanes);  // the warps of this group arrive and wait
+    }
+    ++row;
+    // Every warp adds the parts in the same order and gets the same bits. These slots are written again two rows
+    // later, which nobody reaches before all have sent the next row, after reading here.
+    sums = make_float2(0.f, 0.f);
+#pragma unroll 1
+    for (int i = lane % tile.parts_width; i < tile.parts; i += tile.parts_width) {
+      const float2 part = load_shared<float2>(slots + offset + i * kPartBytes);
+      sums.x += part.x;
+      sums.y += part.y;
+    }
+    return warp_sum(sums, tile.parts_width);
+  }
+};
+
+}  // namespace flashbwd::layer_norm

@@ -1,0 +1,258 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "finalize.cuh"
+#include "launch.h"
+#include "variants.h"
+
+namespace flashbwd {
+namespace layer_norm {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+
+Variant variant_of(const LayerNormBackwardParams& p) {
+  switch (p.x_dtype) {
+    case DType::kFloat16:
+      return variant_of_float16(p.dz_dtype);
+    case DType::kBFloat16:
+      return variant_of_bfloat16(p.dz_dtype);
+    case DType::kFloat32:
+      return variant_of_float32(p.dz_dtype);
+    default:
+      return {};
+  }
+}
+
+// Where the rows of a tensor start, counted in elements from a vector's boundary: (base + row * step) % elements.
+struct Phase {
+  int base = 0;
+  int step = 0;
+  bool operator==(const Phase& other) const { return base == other.base && step == other.step; }
+};
+
+Phase phase_of(const void* data, int64_t row_stride, DType dtype, int elements) {
+  const auto first = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) / size_of(dtype));
+  return {static_cast<int>(first % elements), static_cast<int>(row_stride % elements)};
+}
+
+// Everything a launch needs but the workspace's address.
+struct Launch {
+  Variant kernels;
+  BackwardArguments arguments;
+  bool sums_first = false;    // the row sums come from a kernel of their own
+  int64_t partial_bytes = 0;  // in the workspace, first
+  int64_t sums_bytes = 0;     // then
+  const char* error = nullptr;
+};
+
+cudaLaunchConfig_t config_of(const BackwardTile& tile, int workers, cudaLaunchAttribute* cluster, void* stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(workers * tile.chunks);
+  config.blockDim = dim3(tile.threads());
+  config.dynamicSmemBytes = tile.smem_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  if (tile.cluster) {
+    cluster->id = cudaLaunchAttributeClusterDimension;
+    cluster->val.clusterDim = {static_cast<unsigned>(tile.chunks), 1, 1};
+    config.attrs = cluster;
+    config.numAttrs = 1;
+  }
+  return config;
+}
+
+// Lets `kernel` use all the shared memory of the current device, and clusters of more than 8 CTAs.
+cudaError_t prepare(const void* kernel, const DeviceInfo& device) {
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(device.smem_per_block));
+  if (status == cudaSuccess && device.cc_major >= 9) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  return status;
+}
+
+// Workers that run at once: what a persistent grid should have. Also prepares the kernel; asked of the driver once for
+// each kernel, device and tile.
+int concurrent_workers(const void* kernel, const BackwardTile& tile, const DeviceInfo& device, cudaError_t* status) {
+  using Key = std::tuple<const void*, int, int, int, int64_t>;
+  static std::mutex mutex;
+  static std::map<Key, int> known;
+  int index = 0;
+  *status = cudaGetDevice(&index);
+  if (*status != cudaSuccess) return 0;
+  const Key key(kernel, index, tile.chunks, tile.threads(), tile.cluster ? tile.smem_bytes : 0);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  *status = prepare(kernel, device);
+  if (*status != cudaSuccess) return 0;
+  int workers = std::max(1, device.sm_count / tile.chunks);
+  if (tile.cluster) {
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t config = config_of(tile, workers, &attribute, nullptr);
+    int clusters = 0;
+    *status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (*status != cudaSuccess) return 0;
+    workers = std::min(workers, clusters);
+  }
+  return known.emplace(key, workers).first->second;
+}
+
+// Bandwidth of the current device's memory by its data sheet, in bytes per ns; 0 where it does not say. Asked once a
+// device: the driver takes most of a millisecond to answer.
+double memory_bandwidth() {
+  static std::mutex mutex;
+  static std::map<int, double> known;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0.0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = known.find(device); found != known.end()) return found->second;
+  int clock_khz = 0;
+  int bus_bits = 0;
+  double bandwidth = 0.0;
+  if (cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&bus_bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess) {
+    bandwidth = 2.0 * clock_khz * 1e-6 * bus_bits / 8;  // two transfers a clock
+  } else {
+    cudaGetLastError();
+  }
+  return known.emplace(device, bandwidth).first->second;
+}
+
+Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
+  Launch launch;
+  launch.kernels = variant_of(p);
+  BackwardArguments& a = launch.arguments;
+  const int elements = elements_of(size_of(p.x_dtype), size_of(p.dz_dtype));
+  const Phase phase = phase_of(p.x, p.x_row_stride, p.x_dtype, elements);
+  const auto in_phase = [&](const void* data, int64_t row_stride, DType dtype) {
+    return phase_of(data, row_stride, dtype, elements) == phase;
+  };
+  a.vector_x = true;
+  a.vector_dz = in_phase(p.dz, p.dz_row_stride, p.dz_dtype);
+  a.vector_residual = in_phase(p.dresidual, p.dresidual_row_stride, p.x_dtype);
+  a.vector_dx = in_phase(p.dx, p.dx_row_stride, p.x_dtype);
+
+  BackwardShape shape;
+  shape.rows = p.rows;
+  shape.columns = p.columns;
+  shape.x_bytes = size_of(p.x_dtype);
+  shape.dz_bytes = size_of(p.dz_dtype);
+  shape.residual = p.dresidual != nullptr;
+  shape.shifted = phase.base != 0 || phase.step != 0;
+  a.tile = choose_tile(shape, device);
+  if (!a.tile.found() || launch.kernels.backward == nullptr) {
+    launch.error = "this LayerNorm fits no kernel";
+    return launch;
+  }
+  cudaError_t status = cudaSuccess;
+  const int concurrent =
+      concurrent_workers(reinterpret_cast<const void*>(launch.kernels.backward), a.tile, device, &status);
+  if (concurrent == 0) {
+    launch.error = status != cudaSuccess ? cudaGetErrorString(status) : "no cluster of this LayerNorm's size fits";
+    return launch;
+  }
+  a.all_vectors = a.vector_x && a.vector_dz && (p.dresidual == nullptr || a.vector_residual);
+  a.schedule = schedule_rows(shape, a.tile, concurrent, phase.base, phase.step);
+
+  a.rows = p.rows;
+  a.columns = static_cast<int>(p.columns);
+  a.inverse_columns = 1.f / static_cast<float>(p.columns);
+  a.x = p.x;
+  a.dz = p.dz;
+  a.residual = p.dresidual;
+  a.mu = p.mu;
+  a.rs = p.rs;
+  a.gamma = p.gamma;
+  a.dx = p.dx;
+  a.x_stride = p.x_row_stride;
+  a.dz_stride = p.dz_row_stride;
+  a.residual_stride = p.dresidual_row_stride;
+  a.dx_stride = p.dx_row_stride;
+  a.row_step = int64_t{a.schedule.workers} * a.tile.groups;
+  a.x_step = a.row_step * a.x_stride;
+  a.dz_step = a.row_step * a.dz_stride;
+  a.zero_centered = p.zero_centered_gamma;
+  a.pace = pace_of(shape, a.tile, a.schedule.workers, memory_bandwidth(), device);
+  a.gamma_dtype = p.gamma_dtype;
+
+  const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
+  if (p.dgamma != nullptr || p.dbeta != nullptr) {
+    launch.partial_bytes = aligned(int64_t{a.schedule.workers} * 2 * p.columns * 4);
+  }
+  launch.sums_first = a.tile.chunks > 1 && !a.tile.cluster && p.dx != nullptr;
+  if (launch.sums_first) launch.sums_bytes = aligned(p.rows * int64_t{sizeof(float2)});
+  return launch;
+}
+
+cudaError_t launch_finalize(const LayerNormBackwardParams& p, const BackwardArguments& a, int workers, bool dependent,
+                            void* stream) {
+  FinalizeArguments f;
+  f.partial = a.partial;
+  f.workers = workers;
+  f.columns = static_cast<int>(p.columns);
+  f.dgamma = p.dgamma;
+  f.dbeta = p.dbeta;
+  f.dtype = p.gamma_dtype;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((f.columns + kFinalizeColumns - 1) / kFinalizeColumns, 2);
+  config.blockDim = dim3(kFinalizeColumns, kFinalizeRows);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, finalize_kernel, f);
+}
+
+cudaError_t run(const LayerNormBackwardParams& p, const DeviceInfo& device, Launch& launch, void* stream) {
+  BackwardArguments& a = launch.arguments;
+  char* workspace = static_cast<char*>(p.workspace);
+  if (launch.partial_bytes > 0) a.partial = reinterpret_cast<float*>(workspace);
+  cudaError_t status = cudaSuccess;
+  if (launch.sums_first) {
+    float2* means = reinterpret_cast<float2*>(workspace + launch.partial_bytes);
+    const int grid = static_cast<int>(std::min<int64_t>(p.rows, 4 * device.sm_count));
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(grid);
+    config.blockDim = dim3(kRowSumsThreads);
+    config.stream = static_cast<cudaStream_t>(stream);
+    status = cudaLaunchKernelEx(&config, launch.kernels.row_sums, a, means);
+    if (status != cudaSuccess) return status;
+    a.row_sums = means;
+  }
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t config = config_of(a.tile, a.schedule.workers, &attribute, stream);
+  status = cudaLaunchKernelEx(&config, launch.kernels.backward, a);
+  if (status != cudaSuccess || launch.partial_bytes == 0) return status;
+  return launch_finalize(p, a, a.schedule.workers, device.cc_major >= 9, stream);
+}
+
+}  // namespace
+}  // namespace layer_norm
+
+int64_t layer_norm_backward_workspace(const LayerNormBackwardParams& params, const DeviceInfo& device) {
+  if (params.rows == 0) return 0;
+  const layer_norm::Launch launch = layer_norm::plan_launch(params, device);
+  return launch.partial_bytes + launch.sums_bytes;
+}
+
+const char* launch_layer_norm_backward(const LayerNormBackwardParams& params, const DeviceInfo& device, void* stream) {
+  cudaError_t status = cudaSuccess;
+  if (params.rows == 0) {  // sums over no rows
+    if (params.dgamma == nullptr && params.dbeta == nullptr) return nullptr;
+    status = layer_norm::launch_finalize(params, {}, 0, false, stream);
+  } else {
+    layer_norm::Launch launch = layer_norm::plan_launch(params, device);
+    if (launch.error != nullptr) return launch.error;
+    if (params.workspace_bytes < launch.partial_bytes + launch.sums_bytes) return "the workspace is too small";
+    status = layer_norm::run(params, device, launch, stream);
+  }
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+}  // namespace flashbwd

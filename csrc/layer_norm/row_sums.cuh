@@ -1,0 +1,39 @@
+// The two means of a row that dx needs, for rows too wide to be held and GPUs without clusters: x and dz are then
+// read twice, here and by the backward kernel.
+#pragma once
+
+#include "backward.cuh"
+
+namespace flashbwd::layer_norm {
+
+// Grid: CTAs that walk the rows. Writes sums (rows,): of dy, of dy * xhat.
+template <typename TX, typename TDZ>
+__global__ void __launch_bounds__(kRowSumsThreads)
+    row_sums_kernel(const __grid_constant__ BackwardArguments a, float2* row_sums) {
+  __shared__ float2 parts[kRowSumsThreads / kWarp];
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const TX* x = static_cast<const TX*>(a.x) + row * a.x_stride;
+    const TDZ* dz = static_cast<const TDZ*>(a.dz) + row * a.dz_stride;
+    const float rs = a.rs[row];
+    const float mu = a.mu == nullptr ? 0.f : a.mu[row];
+    float2 sums = make_float2(0.f, 0.f);
+#pragma unroll 4
+    for (int column = threadIdx.x; column < a.columns; column += kRowSumsThreads) {
+      const float gamma = a.gamma == nullptr ? 1.f : load_float(a.gamma, a.gamma_dtype, column) + a.zero_centered;
+      const float dy = gamma * to_float(dz[column]);
+      sums.x += dy;
+      sums.y += dy * ((to_float(x[column]) - mu) * rs);
+    }
+    sums = warp_sum(sums, kWarp);
+    if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = sums;
+    __syncthreads();  // all parts are there
+    if (threadIdx.x < kWarp) {
+      sums = threadIdx.x < kRowSumsThreads / kWarp ? parts[threadIdx.x] : make_float2(0.f, 0.f);
+      sums = warp_sum(sums, kWarp);
+      if (threadIdx.x == 0) row_sums[row] = sums;
+    }
+    __syncthreads();  // the parts have been read
+  }
+}
+
+}  // namespace flashbwd::layer_norm

@@ -1,0 +1,112 @@
+"""How LayerNorm backward deals rows and columns out to threads, against plain enumeration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.host import load_host
+
+host = load_host()
+
+MAX_THREADS, MAX_COLUMNS_A_THREAD = 512, 32
+SMEM = {(9, 0): 232448, (8, 0): 166912, (8, 6): 101376}
+
+
+def device(capability: tuple[int, int], sm_count: int) -> Any:
+    info = host.DeviceInfo()
+    info.cc_major, info.sm_count, info.smem_per_block = capability[0], sm_count, SMEM[capability]
+    return info
+
+
+def shape(
+    rows: int, columns: int, x_bytes: int = 2, dz_bytes: int = 2, residual: bool = False, shifted: bool = False
+) -> Any:
+    result = host.BackwardShape()
+    result.rows, result.columns, result.x_bytes, result.dz_bytes = rows, columns, x_bytes, dz_bytes
+    result.residual, result.shifted = residual, shifted
+    return result
+
+
+columns = st.one_of(st.integers(1, 300), st.integers(1, 20000), st.integers(1, 2_000_000))
+capabilities = st.sampled_from(sorted(SMEM))
+sizes = st.sampled_from([2, 4])
+
+
+@given(
+    rows=st.integers(1, 10**7),
+    columns=columns,
+    x_bytes=sizes,
+    dz_bytes=sizes,
+    residual=st.booleans(),
+    shifted=st.booleans(),
+    capability=capabilities,
+    sm_count=st.integers(1, 160),
+)
+def test_every_shape_has_a_tile_that_fits(
+    rows: int,
+    columns: int,
+    x_bytes: int,
+    dz_bytes: int,
+    residual: bool,
+    shifted: bool,
+    capability: tuple[int, int],
+    sm_count: int,
+) -> None:
+    gpu = device(capability, sm_count)
+    tile = host.choose_tile(shape(rows, columns, x_bytes, dz_bytes, residual, shifted), gpu)
+    assert tile.elements == 16 // min(x_bytes, dz_bytes)
+    assert 0 < tile.threads <= MAX_THREADS
+    assert tile.threads % 32 == 0
+    assert tile.vectors * tile.elements <= MAX_COLUMNS_A_THREAD
+    assert tile.smem_bytes <= gpu.smem_per_block
+    # Every column has a thread, also where rows start off a vector's boundary.
+    assert tile.vectors * tile.lanes >= tile.chunk_vectors
+    assert tile.chunks * tile.chunk_vectors * tile.elements >= columns + (tile.elements - 1 if shifted else 0)
+    # Shuffles need lanes that divide a warp or fill warps; named barriers are 16.
+    assert 32 % tile.lanes == 0 or tile.lanes % 32 == 0
+    assert tile.lanes <= 32 or tile.groups <= 15
+    assert tile.cluster == (tile.chunks > 1 and capability[0] >= 9 and tile.chunks <= 16)
+    assert tile.chunks == 1 or tile.groups == 1
+
+
+@given(
+    rows=st.one_of(st.integers(1, 3000), st.integers(1, 100_000)),
+    columns=st.one_of(st.integers(1, 300), st.integers(1, 20000)),
+    x_bytes=sizes,
+    base=st.integers(0, 7),
+    capability=capabilities,
+    sm_count=st.integers(1, 160),
+)
+def test_every_row_has_one_worker_whose_columns_never_shift(
+    rows: int, columns: int, x_bytes: int, base: int, capability: tuple[int, int], sm_count: int
+) -> None:
+    elements = 16 // x_bytes
+    step, base = columns % elements, base % elements
+    problem = shape(rows, columns, x_bytes, x_bytes, shifted=step != 0 or base != 0)
+    tile = host.choose_tile(problem, device(capability, sm_count))
+    schedule = host.schedule_rows(problem, tile, max(1, sm_count // tile.chunks), base, step)
+    assert schedule.workers % schedule.period == 0
+    seen = bytearray(rows)
+    for worker in range(schedule.workers):
+        residue = worker % schedule.period
+        for group in range(tile.groups):
+            first = (worker // schedule.period * tile.groups + group) * schedule.period + residue
+            for row in range(first, rows, schedule.workers * tile.groups):
+                seen[row] += 1
+                assert (base + row * step) % elements == (base + residue * step) % elements
+    assert set(seen) == {1}
+
+
+def test_pace_is_a_workers_share_of_the_bandwidth() -> None:
+    gpu = device((9, 0), 132)
+    gpu.l2_bytes = 50 * 2**20
+    problem = shape(32768, 8192)
+    tile = host.choose_tile(problem, gpu)
+    bytes_per_ns = 3352.0
+    pace = host.pace_of(problem, tile, 132, bytes_per_ns, gpu) / 16  # ns for `groups` rows of x, dz and dx
+    reached = 132 * tile.groups * 8192 * 6 / pace
+    assert 0.85 * bytes_per_ns < reached < bytes_per_ns
+    assert host.pace_of(shape(64, 8192), tile, 64, bytes_per_ns, gpu) == 0  # in L2
+    assert host.pace_of(problem, tile, 132, 0.0, gpu) == 0  # a device that does not say

@@ -124,13 +124,9 @@ inline __device__ void store_shared_16(uint32_t shared, uint4 value) {
                : "memory");
 }
 
+// An ordinary load, which the compiler may move among others.
 inline __device__ uint4 load_shared_16(uint32_t shared) {
-  uint4 value;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(shared)
-               : "memory");
-  return value;
+  return *static_cast<const uint4*>(__cvta_shared_to_generic(shared));
 }
 
 template <typename T>

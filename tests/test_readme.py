@@ -62,6 +62,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{link}: no such heading"
 
 
+def test_every_page_is_reached_from_the_index() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text()
+    pages = [str(page.relative_to(docs)) for page in docs.rglob("*.md") if page.name != "index.md"]
+    assert [page for page in pages if f"]({page})" not in index] == []
+
+
 def api_sections() -> dict[str, str]:
     parts = re.split(r"^## flashbwd\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))

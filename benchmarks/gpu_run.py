@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 STAGES = ("check", "tests", "sanitizer", "bench")
 LIBRARIES = ("_C.so", "_C_cuda.so")
+TEST_MODULES = ("fault_kernels.so", "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX"))  # for this Python
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PASSED, FAILED, LEFT = "passed", "FAILED", "left"
 ARCHIVE = "flashbwd-gpu.tar.gz"
@@ -110,7 +112,7 @@ def build_steps() -> Iterator[Step]:
     """Builds what is not there yet."""
     if not all((ROOT / "flashbwd" / library).exists() for library in LIBRARIES):
         yield Step("build", "libraries", [sys.executable, "setup.py", "build_ext", "--inplace"], plain)
-    if not any((ROOT / "tests" / "_built").glob("*")):
+    if not all((ROOT / "tests" / "_built" / module).exists() for module in TEST_MODULES):
         yield Step("build", "test modules", [sys.executable, "setup.py", "build_test_modules"], plain)
 
 

@@ -1,0 +1,258 @@
+"""Overrides on a GPU: gradients of PyTorch's own functions against float64, and proof of what computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit import cases, inputs, tolerance
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashbwd
+
+pytestmark = pytest.mark.gpu
+
+OPERATORS = {
+    SDPBackend.CUDNN_ATTENTION: "aten::_scaled_dot_product_cudnn_attention_backward",
+    SDPBackend.FLASH_ATTENTION: "aten::_flash_attention_backward",
+    SDPBackend.EFFICIENT_ATTENTION: "aten::_efficient_attention_backward",
+}
+FORWARDS = [pytest.param(backend, id=backend.name.split("_")[0].lower()) for backend in OPERATORS]
+
+
+@pytest.fixture(autouse=True)
+def _overridden() -> Iterator[None]:
+    flashbwd.stats(reset=True)
+    with flashbwd.enable():
+        yield
+
+
+def skip_without_kernels() -> None:
+    x = inputs.build(cases.BY_NAME["heads_4to2"], torch.bfloat16, "cuda")
+    arguments = {name: value for name, value in x.arguments.items() if name not in ("dq", "dk", "dv")}
+    if flashbwd.plan_attention_backward(**arguments).backend == "reference":
+        pytest.skip("no attention kernel of this build runs on this GPU")
+
+
+def heads_first(
+    *, heads: int = 4, heads_kv: int | None = None, seqlen: int = 200, head_dim: int = 64, dtype: torch.dtype
+) -> list[Tensor]:
+    """q, k, v (B, H, S, D) and a gradient of the output."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, heads if i in (0, 3) or heads_kv is None else heads_kv, seqlen, head_dim) for i in range(4)]
+    return [torch.randn(s, generator=generator, device="cuda", dtype=dtype) for s in shapes]
+
+
+def gradients(function: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+    return torch.autograd.grad(function(*leaves), leaves, dout)
+
+
+def check(actual: tuple[Tensor, ...], function: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> None:
+    """The tolerance rule, against PyTorch's unfused attention in float64 and in the inputs' own precision."""
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gradients(function, [t.double() for t in tensors], dout.double())
+        naive = gradients(function, tensors, dout)
+    for i, (got, want, plain) in enumerate(zip(actual, expected, naive, strict=True)):
+        tolerance.assert_close(got, want, [plain.double()], f"gradient {i}")
+
+
+def only(operator: str) -> flashbwd.OperatorStats:
+    """The statistics of the one operator that was called."""
+    called = {name: stats for name, stats in flashbwd.stats().items() if stats != (0, {})}
+    assert list(called) == [operator], called
+    return called[operator]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_gradients_of_each_forward_come_from_a_kernel(
+    forward: SDPBackend, dtype: torch.dtype, causal: bool, heads_kv: int
+) -> None:
+    if heads_kv != 4 and forward is SDPBackend.EFFICIENT_ATTENTION:
+        pytest.skip("PyTorch's memory-efficient attention takes no grouped heads")
+    skip_without_kernels()
+    *tensors, dout = heads_first(heads_kv=heads_kv, dtype=dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads_kv != 4)
+
+    with sdpa_kernel(forward):
+        actual = gradients(attend, tensors, dout)
+    assert only(OPERATORS[forward]) == (1, {})
+    check(actual, attend, tensors, dout)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
+def test_gradients_lie_in_memory_as_pytorchs_own(forward: SDPBackend, layout: str) -> None:
+    *tensors, dout = heads_first(dtype=torch.bfloat16)
+    if layout != "heads_first":
+        rows = [t.transpose(1, 2).contiguous() for t in tensors]
+        rows = rows if layout == "rows_first" else list(torch.stack(rows, 2).unbind(2))
+        tensors = [t.transpose(1, 2) for t in rows]
+
+    def strides() -> list[tuple[int, ...]]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        with sdpa_kernel(forward):
+            return [g.stride() for g in torch.autograd.grad(scaled_dot_product_attention(*leaves), leaves, dout)]
+
+    ours = strides()
+    only(OPERATORS[forward])
+    flashbwd.disable()
+    assert ours == strides()
+
+
+@pytest.mark.parametrize("forward", [FORWARDS[0], FORWARDS[2]])
+def test_gradients_with_a_bias(forward: SDPBackend) -> None:
+    *tensors, dout = heads_first(seqlen=136, dtype=torch.bfloat16)
+    bias = torch.randn(1, 4, 136, 136, device="cuda", dtype=torch.bfloat16)
+    with_gradient = forward is SDPBackend.EFFICIENT_ATTENTION
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = bias) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
+
+    tensors = [*tensors, bias] if with_gradient else tensors
+    with sdpa_kernel(forward):
+        actual = gradients(attend, tensors, dout)
+    stats = only(OPERATORS[forward])
+    assert stats.hits + sum(stats.fallbacks.values()) == 1
+    check(actual, attend, tensors, dout)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_gradients_with_dropout_are_those_of_pytorchs_mask(forward: SDPBackend) -> None:
+    *tensors, dout = heads_first(dtype=torch.bfloat16)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+
+    with sdpa_kernel(forward):
+        actual = gradients(attend, tensors, dout)
+        stats = only(OPERATORS[forward])
+        flashbwd.disable()
+        expected = gradients(attend, tensors, dout)
+    assert stats.hits + sum(stats.fallbacks.values()) == 1
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+def test_float64_runs_pytorchs_own_and_nothing_is_overridden_on_the_way() -> None:
+    *tensors, dout = heads_first(dtype=torch.float64, seqlen=20)
+    gradients(scaled_dot_product_attention, tensors, dout)
+    assert all(stats == (0, {}) for stats in flashbwd.stats().values())
+
+
+def test_a_head_dimension_without_a_kernel_falls_back_and_is_right() -> None:
+    *tensors, dout = heads_first(head_dim=256, dtype=torch.bfloat16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        actual = gradients(scaled_dot_product_attention, tensors, dout)
+    stats = only(OPERATORS[SDPBackend.FLASH_ATTENTION])
+    assert stats.hits + sum(stats.fallbacks.values()) == 1
+    check(actual, scaled_dot_product_attention, tensors, dout)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_packed_sequences_of_the_flash_operator(window: int | None) -> None:
+    skip_without_kernels()
+    lengths = [70, 1, 129]
+    cu_seqlens = torch.tensor([0, 70, 71, 200], dtype=torch.int32, device="cuda")
+    tensors = [torch.randn(200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    *tensors, dout = tensors
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_seqlens, cu_seqlens, 129, 129, 0.0, True, False, window_size_left=window
+        )[0]
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        for sequence in zip(*(t.split(lengths) for t in (q, k, v)), strict=True):
+            n = sequence[0].shape[0]
+            back = torch.arange(n, device="cuda")[:, None] - torch.arange(n, device="cuda")
+            seen = (back >= 0) & (back <= (n if window is None else window))
+            each = (t.transpose(0, 1).unsqueeze(0) for t in sequence)
+            parts.append(scaled_dot_product_attention(*each, attn_mask=seen)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    actual = gradients(packed, tensors, dout)
+    assert only("aten::_flash_attention_backward") == (1, {})
+    check(actual, one_by_one, tensors, dout)
+
+
+@pytest.mark.parametrize("forward", [FORWARDS[1], FORWARDS[2]])
+def test_nested_tensors(forward: SDPBackend) -> None:
+    skip_without_kernels()
+    offsets = torch.tensor([0, 70, 71, 200], device="cuda")
+    *values, dout = (torch.randn(200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+
+    def nested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        each = (torch.nested.nested_tensor_from_jagged(t, offsets, max_seqlen=129).transpose(1, 2) for t in (q, k, v))
+        return scaled_dot_product_attention(*each).transpose(1, 2).values()
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(t.split([70, 1, 129]) for t in (q, k, v)), strict=True)
+        each = ((t.transpose(0, 1).unsqueeze(0) for t in sequence) for sequence in parts)
+        return torch.cat([scaled_dot_product_attention(*x)[0].transpose(0, 1) for x in each])
+
+    with sdpa_kernel(forward):
+        actual = gradients(nested, values, dout)
+    assert only(OPERATORS[forward]) == (1, {})
+    check(actual, one_by_one, values, dout)
+
+
+@pytest.mark.parametrize("forward", FORWARDS[1:])
+def test_deterministic_algorithms_give_bitwise_equal_gradients(forward: SDPBackend) -> None:
+    """cuDNN's forward is not offered where PyTorch is asked for determinism."""
+    skip_without_kernels()
+    *tensors, dout = heads_first(seqlen=1100, dtype=torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(forward):
+            runs = [gradients(scaled_dot_product_attention, tensors, dout) for _ in range(4)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert only(OPERATORS[forward]) == (4, {})
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_compiled_block_calls_the_override(forward: SDPBackend) -> None:
+    skip_without_kernels()
+    *tensors, dout = heads_first(dtype=torch.bfloat16)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q * 1.5, k + 1, v, is_causal=True).sin()
+
+    torch._dynamo.reset()  # what was compiled for another forward would be taken for this one
+    with sdpa_kernel(forward):
+        actual = gradients(torch.compile(block, fullgraph=True), tensors, dout)
+    assert only(OPERATORS[forward]) == (1, {})
+    check(actual, block, tensors, dout)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_norms(kind: str, dtype: torch.dtype) -> None:
+    x, dz = (torch.randn(37, 5, 768, device="cuda", dtype=dtype) for _ in range(2))
+    parameters = [torch.randn(768, device="cuda", dtype=dtype) for _ in range(2 if kind == "layer_norm" else 1)]
+
+    def normalise(x: Tensor, *rest: Any) -> Tensor:
+        return getattr(torch.nn.functional, kind)(x, (768,), *rest, eps=1e-5)
+
+    actual = gradients(normalise, [x, *parameters], dz)
+    stats = only("aten::native_layer_norm_backward" if kind == "layer_norm" else "aten::_fused_rms_norm_backward")
+    assert stats.hits + sum(stats.fallbacks.values()) == 1
+    flashbwd.disable()
+    expected = gradients(normalise, [t.double() for t in (x, *parameters)], dz.double())
+    naive = gradients(normalise, [x, *parameters], dz)
+    for i, (got, want, plain) in enumerate(zip(actual, expected, naive, strict=True)):
+        tolerance.assert_close(got, want, [plain.double()], f"gradient {i}")

@@ -111,8 +111,8 @@ def test_another_override_below_is_restored() -> None:
 @needs_cuda_torch
 def test_torch_lists_and_activates_it() -> None:
     attention = torch.nn.attention
-    if not hasattr(attention, "register_flash_attention_impl"):
-        pytest.skip("this PyTorch has no registry of attention implementations")
+    if not hasattr(attention, "restore_flash_attention_impl"):  # torch 2.10 activates, but cannot restore
+        pytest.skip("this PyTorch cannot restore its own attention implementation")
     assert "FLASHBWD" in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() is None
     before = dispatch_tables()

@@ -18,32 +18,23 @@ from flashbwd import _ops, reference
 _aten = torch.ops.aten
 
 
-def choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: str,
-    window: tuple[int, int],
-    softcap: float,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_p: float,
-    varlen: bool,
-    deterministic: bool,
-) -> str:
+def choose(call: Mapping[str, Any]) -> str:
     """Name of the forward that serves a case: ``"torch_cpu"``, ``"torch_flash"`` or ``"reference"``.
 
     Decided from metadata alone, so that the backward can ask again which dropout mask was drawn.
     """
-    if softcap > 0.0 or attn_bias is not None or alibi_slopes is not None or q.shape[-1] != v.shape[-1]:
+    q, k, v, causal = call["q"], call["k"], call["v"], call["causal"]
+    if call["softcap"] > 0.0 or call["attn_bias"] is not None or call["alibi_slopes"] is not None:
         return "reference"
+    if q.shape[-1] != v.shape[-1]:
+        return "reference"
+    varlen = call["cu_seqlens_q"] is not None
     if q.numel() == 0 or k.numel() == 0:
         return "reference"
     same_length = not varlen and q.shape[1] == k.shape[1]
     if q.device.type == "cpu":
-        plain = causal == "none" or causal == "top_left" or same_length
-        if plain and window == (-1, -1) and not varlen and dropout_p == 0.0 and q.shape[2] == k.shape[2]:
+        full_rows = call["window_left"] == call["window_right"] == -1 and (causal != "bottom_right" or same_length)
+        if full_rows and not varlen and call["dropout_p"] == 0.0 and q.shape[2] == k.shape[2]:
             return "torch_cpu"
         return "reference"
     fits_flash = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
@@ -156,26 +147,10 @@ _SCHEMA = (
 _INPUTS = [part.split("=")[0].split()[-1] for part in _SCHEMA[1 : _SCHEMA.index(")")].split(",")]
 
 
-def _forward_name(arguments: Mapping[str, Any]) -> str:
-    return choose(
-        arguments["q"],
-        arguments["k"],
-        arguments["v"],
-        causal=arguments["causal"],
-        window=(arguments["window_left"], arguments["window_right"]),
-        softcap=arguments["softcap"],
-        attn_bias=arguments["attn_bias"],
-        alibi_slopes=arguments["alibi_slopes"],
-        dropout_p=arguments["dropout_p"],
-        varlen=arguments["cu_seqlens_q"] is not None,
-        deterministic=arguments["deterministic"],
-    )
-
-
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     _ops.call(torch.ops.flashbwd.check_attention_inputs, *inputs)
     arguments = dict(zip(_INPUTS, inputs, strict=True))
-    forward = _forward_name(arguments)
+    forward = choose(arguments)
     q, k, v = arguments["q"], arguments["k"], arguments["v"]
     return run(
         forward,
@@ -211,7 +186,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
     tensors = ("q", "k", "v", "attn_bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k")
     ctx.save_for_backward(*(arguments[name] for name in tensors), *output)
-    ctx.layout = dropout_layout(_forward_name(arguments))
+    ctx.layout = dropout_layout(choose(arguments))
     ctx.options = {name: arguments[name] for name in _INPUTS if name not in tensors}
     ctx.mark_non_differentiable(output[2])
 
@@ -259,4 +234,4 @@ torch.library.register_autograd(
 def _attention_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Two matrix products over the visible pairs: ``pairs * (2 D + 2 Dv)``."""
     bound = dict(zip(_INPUTS, shapes, strict=True))
-    return _ops.pairs_of_call(bound["q"], bound["k"], bound) * 2 * (bound["q"][-1] + bound["v"][-1])
+    return _ops.pairs_of_call(bound) * 2 * (bound["q"][-1] + bound["v"][-1])

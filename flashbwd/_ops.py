@@ -22,7 +22,7 @@ from flashbwd import reference
 _PACKAGE = Path(__file__).parent
 
 #: Libraries of this installation that were loaded, and why the others were not.
-loaded: dict[str, bool] = {}
+loaded: list[str] = []
 not_loaded: dict[str, str] = {}
 
 
@@ -32,7 +32,7 @@ def _load(name: str) -> None:
         not_loaded[name] = f"{path.name} is not part of this installation"
         return
     torch.ops.load_library(path)
-    loaded[name] = True
+    loaded.append(name)
 
 
 def _load_libraries() -> None:
@@ -91,57 +91,33 @@ def call(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 implement_reference("attention_backward_reference", reference.attention_backward)
 
 
-@torch.library.register_fake("flashbwd::attention_backward")
-def _attention_backward_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    *args: Any,
-    need_dbias: bool = True,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dbias, dsink = _optional_gradients(q, attn_bias if _needs_dbias(args, need_dbias) else None, sink)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias, dsink
-
-
-@torch.library.register_fake("flashbwd::attention_backward_out")
-def _attention_backward_out_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    *args: Any,
-    need_dbias: bool = True,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    return _optional_gradients(q, attn_bias if _needs_dbias(args, need_dbias) else None, sink)
-
-
 _SCHEMA = torch.ops.flashbwd.attention_backward.default._schema
 _ARGUMENTS = [argument.name for argument in _SCHEMA.arguments]
-_NEED_DBIAS = _ARGUMENTS.index("need_dbias") - _ARGUMENTS.index("dlse")
 
 
-def _needs_dbias(rest: Sequence[Any], keyword: bool) -> bool:
-    """``need_dbias``, which comes among the positional arguments after ``sink`` or as a keyword."""
-    return rest[_NEED_DBIAS] if len(rest) > _NEED_DBIAS else keyword
+def _bind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those left at their defaults."""
+    return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
 
 
-def _optional_gradients(q: Tensor, bias: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _optional_gradients(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """dbias and dsink, empty where not asked for."""
+    q, sink = call["q"], call.get("sink")
+    bias = call.get("attn_bias") if call.get("need_dbias", True) else None
     dbias = q.new_empty(0) if bias is None else torch.empty_like(bias)
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
     return dbias, dsink
+
+
+@torch.library.register_fake("flashbwd::attention_backward")
+def _attention_backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = _bind(args, kwargs)
+    return *(torch.empty_like(call[name]) for name in ("q", "k", "v")), *_optional_gradients(call)
+
+
+@torch.library.register_fake("flashbwd::attention_backward_out")
+def _attention_backward_out_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _optional_gradients(_bind(args, kwargs))
 
 
 @torch.library.register_fake("flashbwd::attention_backward_reference")
@@ -182,31 +158,24 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, causal: str, window: tuple[int, 
     return upper - lower
 
 
-def pairs_of_call(q_shape: Sequence[int], k_shape: Sequence[int], bound: Mapping[str, Any]) -> int:
-    """(query, key) pairs over all batches and heads that an operator's arguments ``bound`` leave visible.
+def pairs_of_call(call: Mapping[str, Any]) -> int:
+    """(query, key) pairs over all batches and heads that a call leaves visible; its tensors are given as shapes.
 
     Packed sequences of unknown lengths count as ``max_seqlen`` long, as many as their rows allow.
     """
-    mask = (bound.get("causal", "none"), (bound.get("window_left", -1), bound.get("window_right", -1)))
-    if len(q_shape) == 4:
-        return q_shape[0] * q_shape[2] * visible_pairs(q_shape[1], k_shape[1], *mask)
-    seqlen_q = bound["max_seqlen_q"]
-    sequences = min(bound["cu_seqlens_q"][0] - 1, math.ceil(q_shape[0] / max(seqlen_q, 1)))
-    return sequences * q_shape[1] * visible_pairs(seqlen_q, bound["max_seqlen_k"], *mask)
+    q, k = call["q"], call["k"]
+    mask = (call.get("causal", "none"), (call.get("window_left", -1), call.get("window_right", -1)))
+    if len(q) == 4:
+        return q[0] * q[2] * visible_pairs(q[1], k[1], *mask)
+    seqlen_q = call["max_seqlen_q"]
+    sequences = min(call["cu_seqlens_q"][0] - 1, math.ceil(q[0] / max(seqlen_q, 1)))
+    return sequences * q[1] * visible_pairs(seqlen_q, call["max_seqlen_k"], *mask)
 
 
-def attention_backward_flops(
-    dout_shape: Sequence[int],
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    v_shape: Sequence[int],
-    *args: Any,
-    out_shape: Any = None,
-    **kwargs: Any,
-) -> int:
+def attention_backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Floating-point operations of five matrix products over the visible pairs: ``pairs * (6 D + 4 Dv)``."""
-    bound = dict(zip(_ARGUMENTS[4:], args, strict=False)) | kwargs
-    return pairs_of_call(q_shape, k_shape, bound) * (6 * q_shape[-1] + 4 * v_shape[-1])
+    call = _bind(shapes, kwargs)
+    return pairs_of_call(call) * (6 * call["q"][-1] + 4 * call["v"][-1])
 
 
 register_flop_formula([torch.ops.flashbwd.attention_backward, torch.ops.flashbwd.attention_backward_out])(

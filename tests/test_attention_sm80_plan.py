@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kit.host import load_host
+from kit.host import dense_problem, device_info, load_host
 
 A100 = {"usable": True, "cc_major": 8, "cc_minor": 0, "sm_count": 108, "smem_per_block": 163 * 1024}
 CONSUMER = {"cc_minor": 9, "smem_per_block": 99 * 1024}
@@ -17,30 +17,13 @@ def host() -> ModuleType:
     return load_host()
 
 
-def plan_of(host: ModuleType, device: dict[str, Any] | None = None, **changes: Any) -> Any:
-    values = {
-        "dtype": host.DType.kBFloat16,
-        "batch": 2,
-        "heads": 6,
-        "heads_kv": 3,
-        "head_dim": 128,
-        "head_dim_v": 128,
-        "seqlen_q": 300,
-        "seqlen_k": 500,
-        **changes,
-    }
-    values.setdefault("total_q", values["batch"] * values["seqlen_q"])
-    values.setdefault("total_k", values["batch"] * values["seqlen_k"])
-    problem, gpu = host.AttentionProblem(), host.DeviceInfo()
-    for name, value in values.items():
-        setattr(problem, name, value)
-    for name, value in {**A100, "has_attention_sm80": True, **(device or {})}.items():
-        setattr(gpu, name, value)
-    return host.plan_attention(problem, gpu)
+def plan_of(host: ModuleType, changed: dict[str, Any] | None = None, **changes: Any) -> Any:
+    gpu = device_info(host, **{**A100, "has_attention_sm80": True, **(changed or {})})
+    return host.plan_attention(dense_problem(host, **changes), gpu)
 
 
-def reason(host: ModuleType, device: dict[str, Any] | None = None, **changes: Any) -> str:
-    plan = plan_of(host, device, **changes)
+def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: Any) -> str:
+    plan = plan_of(host, changed, **changes)
     assert plan.backend == "reference"
     return str(dict(plan.refusals)["sm80"])
 

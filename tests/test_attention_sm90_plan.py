@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kit.host import load_host
+from kit.host import dense_problem, device_info, load_host
 
 H100 = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
 
@@ -16,41 +16,13 @@ def host() -> ModuleType:
     return load_host()
 
 
-def problem_of(host: ModuleType, **changes: Any) -> Any:
-    """A dense bfloat16 problem that the family takes, with changes."""
-    values = {
-        "dtype": host.DType.kBFloat16,
-        "batch": 2,
-        "heads": 6,
-        "heads_kv": 3,
-        "head_dim": 128,
-        "head_dim_v": 128,
-        "seqlen_q": 300,
-        "seqlen_k": 500,
-        "aligned_16": True,
-        **changes,
-    }
-    values.setdefault("total_q", values["batch"] * values["seqlen_q"])
-    values.setdefault("total_k", values["batch"] * values["seqlen_k"])
-    problem = host.AttentionProblem()
-    for name, value in values.items():
-        setattr(problem, name, value)
-    return problem
+def plan_of(host: ModuleType, changed: dict[str, Any] | None = None, **changes: Any) -> Any:
+    gpu = device_info(host, **{**H100, "has_attention_sm90": True, **(changed or {})})
+    return host.plan_attention(dense_problem(host, **{"aligned_16": True, **changes}), gpu)
 
 
-def device_of(host: ModuleType, **changes: Any) -> Any:
-    device = host.DeviceInfo()
-    for name, value in {**H100, "has_attention_sm90": True, **changes}.items():
-        setattr(device, name, value)
-    return device
-
-
-def plan_of(host: ModuleType, device: dict[str, Any] | None = None, **changes: Any) -> Any:
-    return host.plan_attention(problem_of(host, **changes), device_of(host, **(device or {})))
-
-
-def reason(host: ModuleType, device: dict[str, Any] | None = None, **changes: Any) -> str:
-    plan = plan_of(host, device, **changes)
+def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: Any) -> str:
+    plan = plan_of(host, changed, **changes)
     assert plan.backend != "sm90"
     return str(dict(plan.refusals)["sm90"])
 

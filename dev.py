@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
+WORKERS = ["-n", "auto", "--maxprocesses", "8"]  # of pytest-xdist, for all tests together
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
 
@@ -85,6 +86,9 @@ def main() -> None:
     install()
     if command == "test":
         run("setup.py", "-q", "build_test_modules")
+        has_xdist = output("-c", "import importlib.util as u; print(u.find_spec('xdist') is not None)").strip() == "True"
+        if not arguments and has_xdist:
+            arguments = WORKERS
     if command != "setup":
         os.chdir(ROOT)
         os.execv(PYTHON, [str(PYTHON), *COMMANDS[command], *arguments])

@@ -86,7 +86,9 @@ def main() -> None:
     install()
     if command == "test":
         run("setup.py", "-q", "build_test_modules")
-        has_xdist = output("-c", "import importlib.util as u; print(u.find_spec('xdist') is not None)").strip() == "True"
+        has_xdist = (
+            output("-c", "import importlib.util as u; print(u.find_spec('xdist') is not None)").strip() == "True"
+        )
         if not arguments and has_xdist:
             arguments = WORKERS
     if command != "setup":

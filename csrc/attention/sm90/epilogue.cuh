@@ -5,91 +5,102 @@
 
 namespace flashbwd::sm90 {
 
+struct Gradient {
+  HeadsView view;
+  DType dtype;
+  int32_t columns;
+  bool vectors;
+};
+
+inline __device__ Gradient dk_of(const KernelParams& params) {
+  return {params.attention.dk, params.attention.dk_dtype, params.attention.head_dim, params.dk_vectors};
+}
+inline __device__ Gradient dv_of(const KernelParams& params) {
+  return {params.attention.dv, params.attention.dv_dtype, params.attention.head_dim_v, params.dv_vectors};
+}
+
+template <int kValues>
+__device__ void store_fp32(float* destination, const Gradient& gradient, int32_t rows, const float (&values)[kValues]) {
+  const int32_t thread = threadIdx.x % kWarpgroupThreads;
+  const int32_t row = thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int32_t r = row + i % 4 / 2 * 8;
+    const int32_t column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+    if (r < rows && column < gradient.columns) destination[r * gradient.view.seq_stride + column] = values[i];
+  }
+}
+
+template <typename T, int kChunkBytes, int kValues>
+__device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging, uint32_t barrier,
+                            const float (&values)[kValues]) {
+  constexpr int kColumns = 2 * kValues;
+  const int32_t thread = threadIdx.x % kWarpgroupThreads;
+  const int32_t lane = thread % 32;
+  named_barrier_sync(barrier, kWarpgroupThreads);  // the gradient staged before is read
+  const int32_t row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kColumns / 16; ++k) {
+    const int32_t piece = k % 4 * 2 + lane / 16;
+    store_matrix_x4(smem_address(staging) + k / 4 * kChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
+                    pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
+                    pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
+  }
+  named_barrier_sync(barrier, kWarpgroupThreads);  // staged
+#pragma unroll 1
+  for (int32_t i = thread; i < 64 * kColumns / 8; i += kWarpgroupThreads) {
+    const int32_t r = i / (kColumns / 8);
+    const int32_t column = i % (kColumns / 8) * 8;
+    if (r >= rows || column >= gradient.columns) continue;
+    const int32_t piece = column % kChunkColumns / 8 ^ r % 8;
+    const uint4 vector = *reinterpret_cast<const uint4*>(staging + column / kChunkColumns * kChunkBytes +
+                                                         r * kChunkRowBytes + piece * 16);
+    T* place = destination + r * gradient.view.seq_stride + column;
+    if (gradient.vectors && column + 8 <= gradient.columns) {
+      *reinterpret_cast<uint4*>(place) = vector;
+    } else {
+      const T* elements = reinterpret_cast<const T*>(&vector);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (column + e < gradient.columns) place[e] = elements[e];
+      }
+    }
+  }
+}
+
+// 64 rows of a gradient, from row `part_row` of the key block on, by the warpgroup that has them as an accumulator of
+// (64, 2 * kValues). `staging`: chunks of 64 columns, kChunkBytes apart, that this warpgroup alone may write.
+template <typename T, int kChunkBytes, typename Work, int kValues>
+__device__ void store_gradient(const Gradient& gradient, const Work& work, int32_t part_row, uint8_t* staging,
+                               uint32_t barrier, const float (&values)[kValues]) {
+  const int32_t first_row = work.first_key + part_row;
+  const int32_t rows = work.sequence.rows_k - first_row;  // of the 64; may be negative
+  const int64_t first_element = work.batch * gradient.view.batch_stride + work.head_kv * gradient.view.head_stride +
+                                (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
+  if (gradient.dtype == DType::kFloat32) {
+    store_fp32(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);
+  } else {
+    store_16bit<T, kChunkBytes>(static_cast<T*>(gradient.view.data) + first_element, gradient, rows, staging, barrier,
+                                values);
+  }
+}
+
 template <typename Traits>
 struct Epilogue {
   using T = typename Traits::T;
   using Work = typename Traits::Work;
   static constexpr int kHeadDim = Traits::kHeadDim;
 
-  struct Gradient {
-    HeadsView view;
-    DType dtype;
-    int32_t columns;
-    bool vectors;
-  };
-
   // The 64 rows of this warpgroup in smem.v serve as its staging buffer: nobody else reads them, and all products on
   // them are complete.
   static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const Work& work,
                                int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
-    const AttentionBackwardParams& p = params.attention;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= p.softmax_scale;
+    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
     uint8_t* staging = smem.v + warpgroup * 64 * kChunkRowBytes;
-    store_one(Gradient{p.dv, p.dv_dtype, p.head_dim_v, params.dv_vectors}, work, staging, warpgroup, dv);
-    store_one(Gradient{p.dk, p.dk_dtype, p.head_dim, params.dk_vectors}, work, staging, warpgroup, dk);
-  }
-
- private:
-  static __device__ void store_one(const Gradient& gradient, const Work& work, uint8_t* staging, int32_t warpgroup,
-                                   const float (&values)[kHeadDim / 2]) {
-    const int32_t first_row = work.first_key + warpgroup * 64;
-    const int32_t rows = work.sequence.rows_k - first_row;  // of the 64; may be negative
-    const int64_t first_element = work.batch * gradient.view.batch_stride + work.head_kv * gradient.view.head_stride +
-                                  (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
-    if (gradient.dtype == DType::kFloat32) {
-      store_fp32(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);
-    } else {
-      store_16bit(static_cast<T*>(gradient.view.data) + first_element, gradient, rows, staging, warpgroup, values);
-    }
-  }
-
-  static __device__ void store_fp32(float* destination, const Gradient& gradient, int32_t rows,
-                                    const float (&values)[kHeadDim / 2]) {
-    const int32_t thread = threadIdx.x % kWarpgroupThreads;
-    const int32_t row = thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) {
-      const int32_t r = row + i % 4 / 2 * 8;
-      const int32_t column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-      if (r < rows && column < gradient.columns) destination[r * gradient.view.seq_stride + column] = values[i];
-    }
-  }
-
-  static __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging,
-                                     int32_t warpgroup, const float (&values)[kHeadDim / 2]) {
-    const int32_t thread = threadIdx.x % kWarpgroupThreads;
-    const int32_t lane = thread % 32;
-    named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // the gradient staged before is read
-    const int32_t row = thread / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) {
-      const int32_t piece = k % 4 * 2 + lane / 16;
-      store_matrix_x4(
-          smem_address(staging) + k / 4 * Traits::kKeyChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
-          pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
-          pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
-    }
-    named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // staged
-#pragma unroll 1
-    for (int32_t i = thread; i < 64 * kHeadDim / 8; i += kWarpgroupThreads) {
-      const int32_t r = i / (kHeadDim / 8);
-      const int32_t column = i % (kHeadDim / 8) * 8;
-      if (r >= rows || column >= gradient.columns) continue;
-      const int32_t piece = column % kChunkColumns / 8 ^ r % 8;
-      const uint4 vector = *reinterpret_cast<const uint4*>(staging + column / kChunkColumns * Traits::kKeyChunkBytes +
-                                                           r * kChunkRowBytes + piece * 16);
-      T* place = destination + r * gradient.view.seq_stride + column;
-      if (gradient.vectors && column + 8 <= gradient.columns) {
-        *reinterpret_cast<uint4*>(place) = vector;
-      } else {
-        const T* elements = reinterpret_cast<const T*>(&vector);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (column + e < gradient.columns) place[e] = elements[e];
-        }
-      }
-    }
+    const uint32_t barrier = kWarpgroupBarrier + warpgroup;
+    store_gradient<T, Traits::kKeyChunkBytes>(dv_of(params), work, warpgroup * 64, staging, barrier, dv);
+    store_gradient<T, Traits::kKeyChunkBytes>(dk_of(params), work, warpgroup * 64, staging, barrier, dk);
   }
 };
 

@@ -3,7 +3,7 @@
 // K needs the keys of all warpgroups and takes dS through shared memory.
 #pragma once
 
-#include "../../common/numeric.cuh"
+#include "fragments.cuh"
 #include "kernel_params.h"
 #include "traits.cuh"
 
@@ -46,7 +46,7 @@ struct Mainloop {
     int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
     int32_t lane = threadIdx.x % 32;
     int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
-    float scale_log2 = params.attention.softmax_scale * 1.44269504088896340736f;
+    float scale_log2 = params.attention.softmax_scale * kLog2E;
 
     // Operands of this warpgroup: its 64 rows of k and v, and its 64 x 64 part of dq.
     uint32_t k_rows = smem_address(smem.k) + warpgroup * 64 * kChunkRowBytes;
@@ -137,20 +137,13 @@ struct Mainloop {
       wait_queries(params, work, step, smem.dout_full, smem.dout);
       product<T, kHeadDim / 16, false, KeyColumns, QueryColumns>(dp, v_rows, smem_address(smem.dout[stage]));
       // P = exp(scale * S - lse), 0 where masked.
-#pragma unroll
-      for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(&smem.lse_log2[stage][8 * j + pair]);
-        s[4 * j + 0] = exp2_approximate(s[4 * j + 0] * scale_log2 - lse.x);
-        s[4 * j + 1] = exp2_approximate(s[4 * j + 1] * scale_log2 - lse.y);
-        s[4 * j + 2] = exp2_approximate(s[4 * j + 2] * scale_log2 - lse.x);
-        s[4 * j + 3] = exp2_approximate(s[4 * j + 3] * scale_log2 - lse.y);
-      }
+      exponentiate(s, &smem.lse_log2[stage][pair], scale_log2);
       if (!interior.contains(step.query_block)) {
         mask(s, work.visibility, work.first_key + warpgroup * 64 + warp * 16 + lane / 4,
              step.query_block * kBlockM + pair);
       }
       if constexpr (kEarlyDv) {
-        pack(p16, s);
+        pack<T>(p16, s);
         issue_dv(p16, dv, stage);
         wait_products<1>();
       } else {
@@ -166,11 +159,11 @@ struct Mainloop {
         dp[4 * j + 2] = s[4 * j + 2] * (dp[4 * j + 2] - delta.x);
         dp[4 * j + 3] = s[4 * j + 3] * (dp[4 * j + 3] - delta.y);
       }
-      if constexpr (!kEarlyDv) pack(p16, s);
-      pack(ds16, dp);
+      if constexpr (!kEarlyDv) pack<T>(p16, s);
+      pack<T>(ds16, dp);
       // This buffer of dS was read two steps ago, by products that every warpgroup waited for before it arrived at the
       // barrier of the last step.
-      store_ds(smem_address(smem.ds[step.index % 2]), ds16, warpgroup * 64 + warp * 16, lane);
+      store_ds<kBlockN>(smem_address(smem.ds[step.index % 2]), ds16, warpgroup * 64 + warp * 16, lane);
       fence_async_shared();
       if constexpr (kEarlyDv) wait_products<0>();
     }
@@ -184,49 +177,22 @@ struct Mainloop {
       }
     }
 
-    // Into two boxes of 32 columns, swizzled as the copy engine reads them, when the store warp has let go of them.
+    // Into the buffer of this step, when the store warp has let go of it.
     __device__ __forceinline__ void write_dq(float (&dq)[32], int32_t index) {
       fence_registers(dq);
       named_barrier_sync(kDqEmptyBarrier + warpgroup, kDqBarrierThreads);
-      const int32_t row = warp * 16 + lane / 4;
-      // Odd rows go through the columns in another order: four rows then fall into four different sets of banks.
-      const bool odd = row % 2 != 0;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int32_t piece = ((odd ? j ^ 2 : j) % 4 * 2 + lane % 4 / 2) ^ row % 8;  // row + 8 has the same row % 8
-        float* place = smem.dq[index % 2][warpgroup][j / 4] + row * 32 + piece * 4 + lane % 2 * 2;
-        const float2 upper =
-            odd ? make_float2(dq[4 * (j ^ 2)], dq[4 * (j ^ 2) + 1]) : make_float2(dq[4 * j], dq[4 * j + 1]);
-        const float2 lower =
-            odd ? make_float2(dq[4 * (j ^ 2) + 2], dq[4 * (j ^ 2) + 3]) : make_float2(dq[4 * j + 2], dq[4 * j + 3]);
-        *reinterpret_cast<float2*>(place) = upper;
-        *reinterpret_cast<float2*>(place + 8 * 32) = lower;
-      }
+      store_dq_boxes(smem.dq[index % 2][warpgroup], dq, warp, lane);
       named_barrier_arrive(kDqFullBarrier + warpgroup, kDqBarrierThreads);
     }
   };
-
-  // Rows from `valid` on of a tile become zero: they belong to another sequence, or to nobody, and 0 * NaN is NaN.
-  // All consumers call it.
-  template <int kChunkBytes>
-  static __device__ void scrub(uint8_t* tile, int32_t valid) {
-    constexpr int kRows = kChunkBytes / kChunkRowBytes;
-    const int32_t vectors = (kRows - valid) * (kChunkRowBytes / 16);
-    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-      uint4* rows = reinterpret_cast<uint4*>(tile + chunk * kChunkBytes + valid * kChunkRowBytes);
-      for (int i = threadIdx.x % kConsumerThreads; i < vectors; i += kConsumerThreads) rows[i] = make_uint4(0, 0, 0, 0);
-    }
-    fence_async_shared();
-    named_barrier_sync(kConsumersBarrier, kConsumerThreads);
-  }
 
   static __device__ void wait_keys(const KernelParams& params, SharedStorage& smem, const Work& work) {
     mbarrier_wait(&smem.k_full, 0);
     mbarrier_wait(&smem.v_full, 0);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
     if (params.rows_may_be_poisoned && valid < kBlockN) {
-      scrub<Traits::kKeyChunkBytes>(smem.k, valid);
-      scrub<Traits::kKeyChunkBytes>(smem.v, valid);
+      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads>(smem.k, valid, kConsumersBarrier);
+      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads>(smem.v, valid, kConsumersBarrier);
     }
   }
 
@@ -235,47 +201,8 @@ struct Mainloop {
     const int32_t stage = Ring::stage(step.index);
     mbarrier_wait(&full[stage], Ring::phase(step.index));
     const int32_t valid = work.visibility.seqlen_q - step.query_block * kBlockM;
-    if (params.rows_may_be_poisoned && valid < kBlockM) scrub<Traits::kQueryChunkBytes>(tiles[stage], valid);
-  }
-
-  // Zero where key `key` (and key + 8) is invisible to the queries of an accumulator whose first column of this thread
-  // is `query`.
-  static __device__ __forceinline__ void mask(float (&p)[kBlockM / 2], const Visibility& visibility, int32_t key,
-                                              int32_t query) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t j = key + 8 * half;
-      // Columns c in [begin, end) see key j: lo <= j - i < hi for i = query + c.
-      const int64_t begin = at_least(at_most(j - visibility.hi + 1 - query, kBlockM), 0);
-      const int64_t end = at_least(at_most(at_most(j - visibility.lo + 1, visibility.seqlen_q) - query, kBlockM), 0);
-      const int32_t first = static_cast<int32_t>(j < visibility.seqlen_k ? begin : kBlockM);
-      const int32_t past = static_cast<int32_t>(end);
-#pragma unroll
-      for (int i = 0; i < kBlockM / 8; ++i) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const int column = 8 * i + odd;
-          float& value = p[4 * i + 2 * half + odd];
-          value = column >= first && column < past ? value : 0.f;
-        }
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void pack(uint32_t (&packed)[kBlockM / 4], const float (&values)[kBlockM / 2]) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 4; ++i) packed[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
-  }
-
-  // dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries.
-  static __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16)[kBlockM / 4], int32_t key,
-                                                  int32_t lane) {
-    const int32_t row = key + lane % 16;
-#pragma unroll
-    for (int k = 0; k < kBlockM / 16; ++k) {
-      const int32_t piece = k % 4 * 2 + lane / 16;
-      const uint32_t place = k / 4 * (kBlockN * kChunkRowBytes) + row * kChunkRowBytes + ((piece ^ row % 8) * 16);
-      store_matrix_x4(address + place, ds16[4 * k], ds16[4 * k + 1], ds16[4 * k + 2], ds16[4 * k + 3]);
+    if (params.rows_may_be_poisoned && valid < kBlockM) {
+      scrub<Traits::kChunks, Traits::kQueryChunkBytes, kConsumerThreads>(tiles[stage], valid, kConsumersBarrier);
     }
   }
 };

@@ -4,6 +4,7 @@
 
 #include "kernel_params.h"
 #include "traits.cuh"
+#include "turns.cuh"
 
 namespace flashbwd::sm90 {
 
@@ -11,7 +12,8 @@ template <typename Traits>
 struct Producer {
   using SharedStorage = typename Traits::SharedStorage;
   using Work = typename Traits::Work;
-  using Ring = sm90::Ring<Traits::kStages>;
+  using QueryRing = Ring<Traits::kStages>;
+  using DoutRing = Ring<Traits::kDoutStages>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
 
@@ -21,27 +23,29 @@ struct Producer {
     const int32_t batch = p.cu_seqlens_k != nullptr ? 0 : work.batch;
     const int32_t batch_q = p.cu_seqlens_q != nullptr ? 0 : work.batch;
 
-    load_tile<Traits::kKeyChunkBytes>(&params.k, &smem.k_full, smem.k, key_row, work.head_kv, batch, 0);
+    load_tile<Traits::kChunks, Traits::kKeyChunkBytes>(&params.k, &smem.k_full, smem.k, key_row, work.head_kv, batch,
+                                                       0);
     for (Step step(work); step.index < work.steps; step.advance()) {
-      const int32_t stage = Ring::stage(step.index);
-      const uint32_t vacated = Ring::phase(step.index) ^ 1;
+      const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
       const int32_t first_query = step.query_block * kBlockM;
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
       const int64_t statistic = params.statistics.index(work.batch, step.head, work.sequence.begin_q) + first_query;
 
-      mbarrier_wait(&smem.q_empty[stage], vacated);
-      load_tile<Traits::kQueryChunkBytes>(&params.q, &smem.q_full[stage], smem.q[stage], query_row, step.head, batch_q,
-                                          Traits::kStatisticBytes);
+      mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
+      load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.q, &smem.q_full[stage], smem.q[stage], query_row,
+                                                           step.head, batch_q, Traits::kStatisticBytes);
       bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,
                 &smem.q_full[stage]);
       if (step.index == 0) {
-        load_tile<Traits::kKeyChunkBytes>(&params.v, &smem.v_full, smem.v, key_row, work.head_kv, batch, 0);
+        load_tile<Traits::kChunksV, Traits::kKeyChunkBytes>(&params.v, &smem.v_full, smem.v, key_row, work.head_kv,
+                                                            batch, 0);
       }
-      mbarrier_wait(&smem.dout_empty[stage], vacated);
-      load_tile<Traits::kQueryChunkBytes>(&params.dout, &smem.dout_full[stage], smem.dout[stage], query_row, step.head,
-                                          batch_q, Traits::kStatisticBytes);
-      bulk_load(smem.delta[stage], params.statistics.delta + statistic, Traits::kStatisticBytes,
-                &smem.dout_full[stage]);
+      mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(step.index) ^ 1);
+      load_tile<Traits::kChunksV, Traits::kQueryChunkBytes>(&params.dout, &smem.dout_full[dout_stage],
+                                                            smem.dout[dout_stage], query_row, step.head, batch_q,
+                                                            Traits::kStatisticBytes);
+      bulk_load(smem.delta[dout_stage], params.statistics.delta + statistic, Traits::kStatisticBytes,
+                &smem.dout_full[dout_stage]);
     }
   }
 
@@ -67,7 +71,7 @@ struct Producer {
       named_barrier_sync(kDqFullBarrier + warpgroup, kDqBarrierThreads);
       if (lane == 0) {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
-        turn = begin_turn(params, work, warpgroup, step.head, step.query_block);
+        turn = begin_turn<Traits>(params, work, warpgroup, step.head, step.query_block);
         if (row < work.sequence.seqlen_q) {
 #pragma unroll
           for (int box = 0; box < 2; ++box) {
@@ -88,40 +92,14 @@ struct Producer {
   }
 
  private:
-  template <int kChunkBytes>
+  template <int kChunks, int kChunkBytes>
   static __device__ void load_tile(const CUtensorMap* map, uint64_t* barrier, uint8_t* smem, int32_t row, int32_t head,
                                    int32_t batch, uint32_t extra_bytes) {
-    mbarrier_arrive_expect(barrier, Traits::kChunks * kChunkBytes + extra_bytes);
+    mbarrier_arrive_expect(barrier, kChunks * kChunkBytes + extra_bytes);
 #pragma unroll
-    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, chunk * kChunkColumns, row, head, batch);
     }
-  }
-
-  // Deterministic: the adds into a part of a dq tile happen in turn (schedule.h, ordered accumulation). Key blocks wait
-  // only for key blocks before them, whose CTAs were launched earlier.
-  struct Turn {
-    int32_t* semaphore = nullptr;
-    int32_t number = 0;
-  };
-
-  static __device__ Turn begin_turn(const KernelParams& params, const Work& work, int32_t warpgroup, int32_t head,
-                                    int32_t query_block) {
-    if (params.semaphores == nullptr) return {};
-    Turn turn;
-    const int64_t tile = (int64_t{work.batch} * params.attention.heads + head) * params.query_blocks + query_block;
-    turn.semaphore = params.semaphores + tile * kConsumerWarpgroups + warpgroup;
-    turn.number = ordered_turn(work.visibility, query_block, work.key_block, kBlockM, kBlockN, 1);
-    while (load_acquire(turn.semaphore) != turn.number) __nanosleep(32);
-    fence_async_global();  // adds of the turn before, seen through the semaphore, come before ours
-    return turn;
-  }
-
-  static __device__ void finish_turn(const Turn& turn) {
-    if (turn.semaphore == nullptr) return;
-    bulk_wait<0>();
-    fence_async_global();
-    store_release(turn.semaphore, turn.number + 1);
   }
 };
 

@@ -24,16 +24,19 @@ struct Traits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kStages_;  // of q and, as many, of dout
+  static constexpr int kDoutStages = kStages;
   // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
   static constexpr bool kEarlyDv = kBlockM <= 64;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup owns 64 keys");
   static_assert(kHeadDim % kChunkColumns == 0 && kBlockM % 64 == 0, "tiles are whole chunks");
   // A dq tile is cut into 64 x 64 parts, one a warpgroup: by rows or by columns.
+  static constexpr int kDqParts = kConsumerWarpgroups;
   static constexpr int kDqColumnParts = kHeadDim / 64;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
   static constexpr int kChunks = kHeadDim / kChunkColumns;
+  static constexpr int kChunksV = kChunks;
   static constexpr int kKeyChunkBytes = kBlockN * kChunkRowBytes;    // 64 columns of k or v
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;

@@ -1,0 +1,104 @@
+// What a warpgroup does with a tile in its registers between the products. S^T and dP^T are accumulators of
+// (64 keys, kBlockM queries): thread `lane` of warp w holds keys 16 w + lane / 4 and 8 further, queries 8 j + lane % 4
+// * 2 and the next of each 8, as values 4 j, 4 j + 1 of the first key and 4 j + 2, 4 j + 3 of the second.
+#pragma once
+
+#include "../../common/hopper.cuh"
+#include "../../common/numeric.cuh"
+#include "../../common/wgmma.cuh"
+#include "../schedule.h"
+
+namespace flashbwd::sm90 {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// S becomes P = exp(scale * S - lse). `lse_log2` begins at this thread's first query.
+template <int kValues>
+__device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2) {
+#pragma unroll
+  for (int j = 0; j < kValues / 4; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(&lse_log2[8 * j]);
+    s[4 * j + 0] = exp2_approximate(s[4 * j + 0] * scale_log2 - lse.x);
+    s[4 * j + 1] = exp2_approximate(s[4 * j + 1] * scale_log2 - lse.y);
+    s[4 * j + 2] = exp2_approximate(s[4 * j + 2] * scale_log2 - lse.x);
+    s[4 * j + 3] = exp2_approximate(s[4 * j + 3] * scale_log2 - lse.y);
+  }
+}
+
+// Zero where key `key` (and key + 8) is invisible to the queries of an accumulator whose first column of this thread
+// is `query`.
+template <int kValues>
+__device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visibility, int32_t key, int32_t query) {
+  constexpr int kBlockM = 2 * kValues;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = key + 8 * half;
+    // Columns c in [begin, end) see key j: lo <= j - i < hi for i = query + c.
+    const int64_t begin = at_least(at_most(j - visibility.hi + 1 - query, kBlockM), 0);
+    const int64_t end = at_least(at_most(at_most(j - visibility.lo + 1, visibility.seqlen_q) - query, kBlockM), 0);
+    const int32_t first = static_cast<int32_t>(j < visibility.seqlen_k ? begin : kBlockM);
+    const int32_t past = static_cast<int32_t>(end);
+#pragma unroll
+    for (int i = 0; i < kBlockM / 8; ++i) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int column = 8 * i + odd;
+        float& value = p[4 * i + 2 * half + odd];
+        value = column >= first && column < past ? value : 0.f;
+      }
+    }
+  }
+}
+
+template <typename T, int kValues>
+__device__ __forceinline__ void pack(uint32_t (&packed)[kValues / 2], const float (&values)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues / 2; ++i) packed[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
+}
+
+// dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys.
+template <int kBlockN, int kPairs>
+__device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16)[kPairs], int32_t key, int32_t lane) {
+  const int32_t row = key + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kPairs / 4; ++k) {
+    const int32_t piece = k % 4 * 2 + lane / 16;
+    const uint32_t place = k / 4 * (kBlockN * kChunkRowBytes) + row * kChunkRowBytes + ((piece ^ row % 8) * 16);
+    store_matrix_x4(address + place, ds16[4 * k], ds16[4 * k + 1], ds16[4 * k + 2], ds16[4 * k + 3]);
+  }
+}
+
+// dq of one warp, 16 of 64 queries x 64 columns, into two boxes of 32 columns, swizzled as the copy engine reads them.
+__device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const float (&dq)[32], int32_t warp,
+                                               int32_t lane) {
+  const int32_t row = warp * 16 + lane / 4;
+  // Odd rows go through the columns in another order: four rows then fall into four different sets of banks.
+  const bool odd = row % 2 != 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int32_t piece = ((odd ? j ^ 2 : j) % 4 * 2 + lane % 4 / 2) ^ row % 8;  // row + 8 has the same row % 8
+    float* place = boxes[j / 4] + row * 32 + piece * 4 + lane % 2 * 2;
+    const float2 upper =
+        odd ? make_float2(dq[4 * (j ^ 2)], dq[4 * (j ^ 2) + 1]) : make_float2(dq[4 * j], dq[4 * j + 1]);
+    const float2 lower =
+        odd ? make_float2(dq[4 * (j ^ 2) + 2], dq[4 * (j ^ 2) + 3]) : make_float2(dq[4 * j + 2], dq[4 * j + 3]);
+    *reinterpret_cast<float2*>(place) = upper;
+    *reinterpret_cast<float2*>(place + 8 * 32) = lower;
+  }
+}
+
+// Rows from `valid` on of a tile become zero: they belong to another sequence, or to nobody, and 0 * NaN is NaN.
+// Called by kThreads threads, consecutive from a multiple of kThreads or all of the consumers; they meet at `barrier`.
+template <int kChunks, int kChunkBytes, int kThreads>
+__device__ void scrub(uint8_t* tile, int32_t valid, uint32_t barrier) {
+  constexpr int kRows = kChunkBytes / kChunkRowBytes;
+  const int32_t vectors = (kRows - valid) * (kChunkRowBytes / 16);
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    uint4* rows = reinterpret_cast<uint4*>(tile + chunk * kChunkBytes + valid * kChunkRowBytes);
+    for (int i = threadIdx.x % kThreads; i < vectors; i += kThreads) rows[i] = make_uint4(0, 0, 0, 0);
+  }
+  fence_async_shared();
+  named_barrier_sync(barrier, kThreads);
+}
+
+}  // namespace flashbwd::sm90

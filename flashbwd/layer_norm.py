@@ -349,7 +349,7 @@ _define(
 
 
 def _statistics(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1].numel(), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 @torch.library.register_fake("flashbwd::layer_norm")

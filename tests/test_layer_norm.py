@@ -512,20 +512,18 @@ def test_forward_at_every_size(device: str, columns: int, dtype: torch.dtype) ->
         x = laid_out((torch.randn(rows, columns, device=device) + 3).to(dtype), layout)
         gamma, beta = (torch.randn(columns, device=device).to(dtype) for _ in range(2))
         z, mu, rs = torch.ops.flashbwd.layer_norm(x, gamma, beta, 1e-5, True)
-        mean = x.double().mean(-1)
-        want_rs = ((x.double() - mean[:, None]).square().mean(-1) + 1e-5).rsqrt()
-        want = (x.double() - mean[:, None]) * want_rs[:, None] * (1 + gamma.double()) + beta.double()
+        mean = x.double().mean(-1, keepdim=True)
+        want_rs = ((x.double() - mean).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        want = (x.double() - mean) * want_rs * (1 + gamma.double()) + beta.double()
         torch.testing.assert_close(mu.double(), mean, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(rs.double(), want_rs, rtol=1e-5, atol=0)
-        plain = ((x.float() - mu[:, None]) * rs[:, None] * (1 + gamma.float()) + beta.float()).to(dtype)
+        plain = ((x.float() - mu) * rs * (1 + gamma.float()) + beta.float()).to(dtype)
         tolerance.assert_close(z, want, [plain], f"z of {rows} x {columns}")
         z, rs = torch.ops.flashbwd.rms_norm(x, gamma, 1e-5, False)
-        want_rs = (x.double().square().mean(-1) + 1e-5).rsqrt()
+        want_rs = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         torch.testing.assert_close(rs.double(), want_rs, rtol=1e-5, atol=0)
-        plain = (x.float() * rs[:, None] * gamma.float()).to(dtype)
-        tolerance.assert_close(
-            z, x.double() * want_rs[:, None] * gamma.double(), [plain], f"rms z of {rows} x {columns}"
-        )
+        plain = (x.float() * rs * gamma.float()).to(dtype)
+        tolerance.assert_close(z, x.double() * want_rs * gamma.double(), [plain], f"rms z of {rows} x {columns}")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -216,7 +216,14 @@ void norm_kernel_refusal(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = boxed(layer_norm_refusal(x.dtype, columns, x.device, norm_device_info(x.device)));
 }
 
-// z like x, mu and rs (rows,) in float32; mu is empty for RMSNorm. By the kernel, where there is one.
+// Uninitialised statistics of x's rows, (..., 1): a dimension of x that is split over devices is one of theirs too.
+Tensor new_statistics(const Tensor& x) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = 1;
+  return torch::stable::new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
+}
+
+// z like x, mu and rs (..., 1) in float32; mu is empty for RMSNorm. By the kernel, where there is one.
 void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const Tensor x = reader.tensor();
@@ -241,8 +248,8 @@ void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Rows rows = with_one_row_stride(x);
   Tensor z = torch::stable::empty_like(x);
   const Rows z_rows = with_one_row_stride(z);
-  const Tensor mu = new_empty(x, {a.rms ? 0 : params.rows}, DType::kFloat32);
-  const Tensor rs = new_empty(x, {params.rows}, DType::kFloat32);
+  const Tensor mu = a.rms ? new_empty(x, {0}, DType::kFloat32) : new_statistics(x);
+  const Tensor rs = new_statistics(x);
   params.x = rows.tensor.data_ptr();
   params.x_row_stride = rows.stride;
   params.z = z_rows.tensor.data_ptr();

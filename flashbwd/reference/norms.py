@@ -129,14 +129,14 @@ def layer_norm_forward(
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm over the last dimension: z like x, and mu, rs of (rows,) in float32 (float64 for float64 x)."""
+    """LayerNorm over the last dimension: z like x, and mu, rs (..., 1) in float32 (float64 for float64 x)."""
     return _norm_forward(x, gamma, beta, eps, zero_centered_gamma, centred=True)
 
 
 def rms_norm_forward(
     x: Tensor, gamma: Tensor | None = None, eps: float = 1e-5, zero_centered_gamma: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension: z like x, and rs of (rows,) in float32 (float64 for float64 x)."""
+    """RMSNorm over the last dimension: z like x, and rs (..., 1) in float32 (float64 for float64 x)."""
     z, _, rs = _norm_forward(x, gamma, None, eps, zero_centered_gamma, centred=False)
     return z, rs
 
@@ -146,9 +146,8 @@ def _norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         dtype = accumulation_dtype(x.dtype)
-        rows = x.shape[:-1].numel()
         z = torch.empty_like(x)
-        mu, rs = (x.new_zeros(rows, dtype=dtype) for _ in range(2))
+        mu, rs = (x.new_zeros(x.shape[:-1].numel(), 1, dtype=dtype) for _ in range(2))
         factor = _factor(gamma, zero_centered_gamma, dtype)
         all_x, all_z = _as_rows(x), _as_rows(z)
 
@@ -158,11 +157,11 @@ def _norm_forward(
                 if centred:
                     variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
                     values = values - mean
-                    mu[index] = mean.squeeze(-1)
+                    mu[index] = mean
                 else:
                     variance = values.square().mean(-1, keepdim=True)
                 scale = torch.rsqrt(variance + eps)
-                rs[index] = scale.squeeze(-1)
+                rs[index] = scale
                 values = values * scale
                 if factor is not None:
                     values.mul_(factor)
@@ -172,7 +171,8 @@ def _norm_forward(
 
         _run_on_chunks(x, rows_forward)
         _finish(z, all_z)
-        return z, mu, rs
+        statistics = (*x.shape[:-1], 1)
+        return z, mu.view(statistics), rs.view(statistics)
 
 
 def _factor(gamma: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Tensor | None:

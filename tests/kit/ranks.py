@@ -1,0 +1,74 @@
+"""Processes that talk to each other over gloo on this machine, and run a test's functions."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed
+
+
+def _work(rank: int, size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while (call := pipe.recv()) is not None:
+        function, args = call
+        try:
+            function(*args)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+    torch.distributed.destroy_process_group()
+
+
+class Ranks:
+    """A process group of fresh processes; a context manager.
+
+    Parameters
+    ----------
+    size : int
+        How many processes.
+    folder : Path
+        Where they find each other.
+    """
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, str(folder / "store"), theirs)
+            self._pipes.append(ours)
+            self._processes.append(context.Process(target=_work, args=arguments, daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+
+    def run(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a module's function in every process; what is raised in one is raised here, with its traceback."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        failures: list[str] = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(timeout=120), f"rank {rank} does not answer: {failures or 'the others do'}"
+            if (failure := pipe.recv()) is not None:
+                failures.append(f"rank {rank}: {failure}")
+        assert not failures, "\n".join(failures)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=20)
+            process.kill()

@@ -1,0 +1,189 @@
+"""DTensors through the operators: the same gradients as unsplit tensors, and no communication where none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.ranks import Ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import flashbwd
+from flashbwd.integrations import distributed
+
+if not torch.distributed.is_gloo_available():
+    pytest.skip("this PyTorch has no gloo", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def compare(
+    function: Callable[..., Tensor],
+    tensors: dict[str, Tensor],
+    placements: dict[str, Placement],
+    mesh: DeviceMesh,
+    communicates: bool = False,
+) -> dict[str, DTensor]:
+    """Gradients of a function of DTensors against those of plain tensors; returns the DTensors' gradients."""
+    plain = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
+    out = function(**plain)
+    dout = random(*out.shape, seed=9)
+    out.backward(dout)
+
+    def split(name: str, tensor: Tensor) -> DTensor:
+        placed = distribute_tensor(tensor, mesh, [placements.get(name, Replicate())])
+        return placed.detach().requires_grad_(tensor.is_floating_point())
+
+    distributed.register()
+    parts = {name: split(name, t) for name, t in tensors.items()}
+    split_dout = split("out", dout).detach()
+    with CommDebugMode() as communication:
+        split_out = function(**parts)
+        split_out.backward(split_dout)
+    if not communicates:
+        assert communication.get_total_counts() == 0, communication.get_comm_counts()
+    torch.testing.assert_close(split_out.full_tensor(), out)
+    grads = {name: part.grad for name, part in parts.items() if part.is_floating_point()}
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad.full_tensor(), plain[name].grad, msg=lambda m, n=name: f"{n}: {m}")
+    return grads
+
+
+# ---- attention ----
+
+
+def attention_tensors(heads_kv: int = 2) -> dict[str, Tensor]:
+    shapes = {"q": (2, 10, 4, 8), "k": (2, 14, heads_kv, 8), "v": (2, 14, heads_kv, 8)}
+    return {name: random(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    result = flashbwd.attention(q, k, v, causal=True, **options)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _attention_by(dim: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements = dict.fromkeys(("q", "k", "v", "out"), Shard(dim))
+    grads = compare(attend, attention_tensors(), placements, mesh)
+    assert all(grad.placements == (Shard(dim),) for grad in grads.values())
+
+
+@pytest.mark.parametrize("dim", [0, 2], ids=["batch", "heads"])
+def test_attention_is_computed_where_its_batches_and_heads_lie(two: Ranks, dim: int) -> None:
+    two.run(_attention_by, dim)
+
+
+def _attention_with_shared(dim: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    extras = {"attn_bias": random(1, 4, 10, 14, seed=5), "sink": random(4, seed=6)}
+    placements: dict[str, Placement] = dict.fromkeys(("q", "k", "v", "out"), Shard(dim))
+    if dim == 2:
+        placements |= {"attn_bias": Shard(1), "sink": Shard(0)}
+    grads = compare(attend, attention_tensors() | extras, placements, mesh)
+    for name in extras:
+        assert grads[name].placements[0].is_partial() == (dim == 0)
+
+
+@pytest.mark.parametrize("dim", [0, 2], ids=["batch", "heads"])
+def test_gradients_of_what_batches_share_are_partial_sums(two: Ranks, dim: int) -> None:
+    two.run(_attention_with_shared, dim)
+
+
+def _attention_by_rows() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements = dict.fromkeys(("q", "k", "v", "out"), Shard(1))
+    compare(attend, attention_tensors(), placements, mesh, communicates=True)
+
+
+def test_attention_split_along_the_sequence_is_gathered(two: Ranks) -> None:
+    two.run(_attention_by_rows)
+
+
+def _attention_with_one_kv_head() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements: dict[str, Placement] = {"q": Shard(2), "out": Shard(2)}
+    compare(attend, attention_tensors(heads_kv=1), placements, mesh, communicates=True)
+
+
+def test_heads_that_do_not_divide_are_gathered(two: Ranks) -> None:
+    two.run(_attention_with_one_kv_head)
+
+
+def _packed_attention() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {name: random(17, heads, 8, seed=i) for i, (name, heads) in enumerate({"q": 4, "k": 2, "v": 2}.items())}
+    tensors["cu_seqlens"] = torch.tensor([0, 6, 6, 17], dtype=torch.int32)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 11, "max_seqlen_k": 11}
+        return attend(q, k, v, **lengths)
+
+    compare(packed, tensors, dict.fromkeys(("q", "k", "v", "out"), Shard(1)), mesh)
+
+
+def test_packed_sequences_split_by_heads(two: Ranks) -> None:
+    two.run(_packed_attention)
+
+
+def _two_dimensional_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 1))
+    distributed.register()
+    tensors = attention_tensors()
+    expected = attend(**tensors)
+    parts = {name: distribute_tensor(t, mesh, [Shard(0), Shard(2)]) for name, t in tensors.items()}
+    out = attend(**parts)
+    assert isinstance(out, DTensor) and out.placements == (Shard(0), Shard(2))
+    torch.testing.assert_close(out.full_tensor(), expected)
+
+
+def test_batches_and_heads_over_a_mesh_of_two_dimensions(two: Ranks) -> None:
+    two.run(_two_dimensional_mesh)
+
+
+# ---- norms ----
+
+
+def normalise(kind: str, **tensors: Tensor) -> Tensor:
+    return getattr(flashbwd, kind)(**tensors)
+
+
+def _norm_by(kind: str, dim: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {"x": random(2, 6, 12, seed=1), "gamma": random(12, seed=2)}
+    if kind == "layer_norm":
+        tensors["beta"] = random(12, seed=3)
+    placements = dict.fromkeys(("x", "out"), Shard(dim))
+    grads = compare(lambda **t: normalise(kind, **t), tensors, placements, mesh)
+    assert grads.pop("x").placements == (Shard(dim),)
+    assert all(grad.placements[0].is_partial() for grad in grads.values())
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_norms_of_split_rows_have_partial_parameter_gradients(two: Ranks, kind: str, dim: int) -> None:
+    two.run(_norm_by, kind, dim)
+
+
+def _norm_by_columns() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {"x": random(2, 6, 12, seed=1), "gamma": random(12, seed=2)}
+    compare(flashbwd.rms_norm, tensors, dict.fromkeys(("x", "out"), Shard(2)), mesh, communicates=True)
+
+
+def test_a_norm_split_along_its_rows_is_gathered(two: Ranks) -> None:
+    two.run(_norm_by_columns)

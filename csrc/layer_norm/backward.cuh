@@ -210,7 +210,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
         fetch_residual =
             static_cast<const TX*>(a.residual) + (first + fetched * a.row_step) * a.residual_stride + column0;
       }
-      const int together = a.all_vectors ? whole : 0;
+      // Of the first row's head and the last row's tail, 16 bytes are not all the tensor's: those come by elements.
+      const int64_t row = first + fetched * a.row_step;
+      const bool framed = row > 0 && row + 1 < a.rows;
+      const int together = a.all_vectors && (framed || head == 0) ? whole : 0;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (v < together) {
@@ -224,12 +227,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
 #pragma unroll 1
       for (int v = together; v < mine; ++v) {
         const int skip = v == 0 ? head : 0;
-        PlaneX::fill_part(slots + v * kPairStride, fetch_x + v * column_step, skip, count_of(v), a.vector_x);
+        const bool within = framed || (skip == 0 && v < whole);
+        PlaneX::fill_part(slots + v * kPairStride, fetch_x + v * column_step, skip, count_of(v), a.vector_x && within);
         PlaneDz::fill_part(slots + v * kPairStride + kDzOffset, fetch_dz + v * column_step, skip, count_of(v),
-                           a.vector_dz);
+                           a.vector_dz && within);
         if (a.residual != nullptr) {
           PlaneX::fill_part(residual_slots + v * PlaneX::kSlots * kSlotStride, fetch_residual + v * column_step, skip,
-                            count_of(v), a.vector_residual);
+                            count_of(v), a.vector_residual && within);
         }
       }
     }

@@ -7,7 +7,7 @@
 
 namespace flashbwd {
 
-constexpr int kCombineWarps = 4;
+constexpr int kCombineWarps = 8;
 constexpr int kCombineColumns = 8;  // pairs of a lane: head dimensions to 512
 
 template <bool kBFloat16>
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
   float2 total[kCombineColumns / 2];
 #pragma unroll
   for (int i = 0; i < kCombineColumns / 2; ++i) total[i] = make_float2(0.f, 0.f);
-#pragma unroll 4
+#pragma unroll 8
   for (int split = warp; split < p.splits; split += kCombineWarps) {
     const float weight = exp2_approx(stats[split * all_rows].x - base);
     const float2* part = reinterpret_cast<const float2*>(p.partial_out + (split * all_rows + row) * p.head_dim_v);

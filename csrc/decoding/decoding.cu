@@ -1,4 +1,4 @@
-// The kernels that every build holds: no modification, four tiles, two dtypes.
+// The kernels that every build holds: no modification, five tiles, two dtypes.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -39,6 +39,7 @@ cudaError_t launch_tile(const DecodingParams& p, DecodingTile tile, dim3 grid, v
   if (tile.head_dim == 64 && tile.rows == 16) return launch_prebuilt<64, 16, kBFloat16>(p, grid, stream);
   if (tile.head_dim == 64 && tile.rows == 32) return launch_prebuilt<64, 32, kBFloat16>(p, grid, stream);
   if (tile.head_dim == 128 && tile.rows == 16) return launch_prebuilt<128, 16, kBFloat16>(p, grid, stream);
+  if (tile.head_dim == 128 && tile.rows == 32) return launch_prebuilt<128, 32, kBFloat16>(p, grid, stream);
   if (tile.head_dim == 256 && tile.rows == 16) return launch_prebuilt<256, 16, kBFloat16>(p, grid, stream);
   return cudaErrorInvalidValue;
 }

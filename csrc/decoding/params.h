@@ -57,10 +57,14 @@ constexpr int stages_of(int head_dim) { return head_dim <= 64 ? 6 : head_dim <= 
 constexpr int stage_bytes(int head_dim) { return 2 * kKeys * head_dim * 2; }  // K and V, 16-bit
 constexpr int ring_bytes(int head_dim) { return kWarps * stages_of(head_dim) * stage_bytes(head_dim); }
 
-// The ring, or the meeting of the warps where that needs more.
+// Q lies in shared memory where registers would not hold it beside the output.
+constexpr bool q_in_shared(int rows) { return rows > 16; }
+
+// The ring and Q, or the meeting of the warps where that needs more.
 constexpr int shared_bytes(int head_dim, int rows) {
+  const int streaming = ring_bytes(head_dim) + (q_in_shared(rows) ? rows * head_dim * 2 : 0);
   const int meeting = kWarps * rows * (head_dim + 2) * 4;
-  return ring_bytes(head_dim) > meeting ? ring_bytes(head_dim) : meeting;
+  return streaming > meeting ? streaming : meeting;
 }
 
 }  // namespace flashbwd

@@ -14,13 +14,14 @@ constexpr int64_t kMostSplits = 512;
 
 DecodingTile decoding_tile(int64_t head_dim, int64_t head_dim_v, int64_t rows) {
   const int64_t larger = std::max(head_dim, head_dim_v);
-  // A lane keeps rows * head_dim / 128 registers of the output and half as many of Q: more than 128 + 64 would spill.
+  // A lane keeps rows * head_dim / 32 / 4 floats of the output and half as many registers of Q: at most 128 + 64.
   DecodingTile tile;
-  if (larger <= 64) {
+  if (larger <= 64)
     tile = {64, rows <= 16 ? 16 : 32};
-  } else if (larger <= 256) {
-    tile = {larger <= 128 ? 128 : 256, 16};
-  }
+  else if (larger <= 128)
+    tile = {128, rows <= 16 ? 16 : 32};
+  else if (larger <= 256)
+    tile = {256, 16};
   return tile;
 }
 

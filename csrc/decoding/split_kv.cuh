@@ -27,31 +27,54 @@ struct NoMod {
   __device__ static bool mask_mod(const DecodingParams&, int, int, int, int) { return true; }
 };
 
-// 16 keys of the list of a thread block.
-struct Chunk {
-  int first_key;
-  int end_key;  // of its block, or of the keys
-  bool full;
-};
-
-// The chunks that the rows of a tile walk: by their common block lists, or all keys.
+// The chunks, of 16 keys each, that the rows of a tile walk: all keys, or those of their common block lists.
 struct ChunkList {
   const int* partial = nullptr;
   const int* full = nullptr;
   int partial_blocks = 0;
-  int chunks_per_block = 0;
+  int chunks_per_block = 0;  // 0: all keys
   int kv_block = 0;
   int seqlen_k = 0;
   int total = 0;
+};
 
-  __device__ Chunk at(int chunk) const {
-    if (chunks_per_block == 0) return {chunk * kKeys, seqlen_k, false};
-    const int entry = chunk / chunks_per_block;
-    const bool is_full = entry >= partial_blocks;
-    const int block = is_full ? full[entry - partial_blocks] : partial[entry];
-    const long long first = static_cast<long long>(block) * kv_block;
-    const long long end = min(first + kv_block, static_cast<long long>(seqlen_k));
-    return {static_cast<int>(first) + (chunk - entry * chunks_per_block) * kKeys, static_cast<int>(end), is_full};
+// A place in a list that moves on by kWarps chunks; the entry of the list is read when a new block begins.
+struct Cursor {
+  int chunk;
+  int first_key;
+  int end_key;  // of the block, or of all keys
+  bool full = false;
+  int entry = 0, inside = 0, block_first = 0;
+
+  __device__ Cursor(const ChunkList& list, int start, int end)
+      : chunk(start), first_key(start * kKeys), end_key(list.seqlen_k) {
+    if (list.chunks_per_block == 0) return;
+    entry = start / list.chunks_per_block;
+    inside = start - entry * list.chunks_per_block;
+    if (start < end) read(list);
+  }
+
+  __device__ void advance(const ChunkList& list, int end) {
+    chunk += kWarps;
+    first_key += kWarps * kKeys;
+    if (list.chunks_per_block == 0) return;
+    inside += kWarps;
+    if (inside >= list.chunks_per_block) {
+      do {
+        inside -= list.chunks_per_block;
+        ++entry;
+      } while (inside >= list.chunks_per_block);
+      if (chunk < end) read(list);
+    } else {
+      first_key = block_first + inside * kKeys;
+    }
+  }
+
+  __device__ void read(const ChunkList& list) {
+    full = entry >= list.partial_blocks;
+    block_first = (full ? list.full[entry - list.partial_blocks] : list.partial[entry]) * list.kv_block;
+    first_key = block_first + inside * kKeys;
+    end_key = min(block_first + list.kv_block, list.seqlen_k);
   }
 };
 
@@ -73,8 +96,8 @@ __device__ ChunkList chunk_list(const DecodingParams& p, int b, int h, int q) {
   int full_blocks;
   list.partial = list_of(p.partial, b, h, q / p.q_block, &list.partial_blocks);
   list.full = list_of(p.full, b, h, q / p.q_block, &full_blocks);
-  list.kv_block = p.kv_block;
-  list.chunks_per_block = (min(p.kv_block, p.seqlen_k) + kKeys - 1) / kKeys;
+  list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger one is block 0, and its products stay in 32 bits
+  list.chunks_per_block = (list.kv_block + kKeys - 1) / kKeys;
   list.total = (list.partial_blocks + full_blocks) * list.chunks_per_block;
   return list;
 }
@@ -121,8 +144,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   const Half* v_head = static_cast<const Half*>(p.v) + b * p.v_strides[0] + head_kv * p.v_strides[1];
   // Piece `col` of row `row` lies at row * kPieces + (col ^ row % 8): no two rows of a matrix share banks.
   const auto piece_at = [](int row, int col) { return static_cast<uint32>((row * kPieces + (col ^ (row & 7))) * 16); };
-  const auto load = [&](int chunk, int stage) {
-    const Chunk c = list.at(chunk);
+  const auto load = [&](const Cursor& c, int stage) {
     const uint32 to = ring + stage * stage_bytes(kD);
 #pragma unroll
     for (int i = 0; i < kKeys * kPieces / 32; ++i) {
@@ -136,28 +158,46 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       copy_async_16(to + kHalf + piece_at(row, col), v_head + (in_v ? key * p.v_strides[2] + col * 8 : 0), in_v);
     }
   };
+  Cursor ahead(list, begin + warp, end);
+  Cursor c = ahead;
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (begin + warp + stage * kWarps < end) load(begin + warp + stage * kWarps, stage);
+    if (ahead.chunk < end) load(ahead, stage);
+    ahead.advance(list, end);
     copy_async_commit();
   }
 
   launch_dependents();  // the combine kernel, which waits before it reads
 
   // ---- Q, as the A operand: (kM, kD) ----
-  uint32 tQ[kRowTiles][kSteps][4];
+  constexpr bool kQInShared = q_in_shared(kM);
+  uint32 tQ[kRowTiles][kQInShared ? 1 : kSteps][4];
+  const uint32 shared_q = shared_address(shared) + ring_bytes(kD);
+  if constexpr (kQInShared) {
+    for (int i = threadIdx.x; i < kM * kPieces; i += kWarps * 32) {
+      const int local = first_row + i / kPieces < rows ? first_row + i / kPieces : first_row;
+      const int col = i % kPieces;
+      const long long offset = b * p.q_strides[0] + (head_kv * p.group + local / p.seqlen_q) * p.q_strides[1] +
+                               local % p.seqlen_q * p.q_strides[2] + col * 8;
+      uint4 piece = make_uint4(0, 0, 0, 0);
+      if (col * 8 < p.head_dim) piece = *reinterpret_cast<const uint4*>(static_cast<const Half*>(p.q) + offset);
+      *reinterpret_cast<uint4*>(shared + ring_bytes(kD) + piece_at(i / kPieces, col)) = piece;
+    }
+    __syncthreads();  // every warp reads all of Q
+  } else {
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int half = r % 2;
-        const int column = step * 16 + r / 2 * 8 + lane % 4 * 2;
-        const long long offset =
-            b * p.q_strides[0] + head[m][half] * p.q_strides[1] + query[m][half] * p.q_strides[2] + column;
-        const bool inside = column < p.head_dim;
-        tQ[m][step][r] = inside ? *reinterpret_cast<const uint32*>(static_cast<const Half*>(p.q) + offset) : 0u;
+        for (int r = 0; r < 4; ++r) {
+          const int half = r % 2;
+          const int column = step * 16 + r / 2 * 8 + lane % 4 * 2;
+          const long long offset =
+              b * p.q_strides[0] + head[m][half] * p.q_strides[1] + query[m][half] * p.q_strides[2] + column;
+          const bool inside = column < p.head_dim;
+          tQ[m][step][r] = inside ? *reinterpret_cast<const uint32*>(static_cast<const Half*>(p.q) + offset) : 0u;
+        }
       }
     }
   }
@@ -179,16 +219,15 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   }
 
   int stage = 0;
-  for (int chunk = begin + warp; chunk < end; chunk += kWarps) {
+  for (; c.chunk < end; c.advance(list, end)) {
     copy_async_wait<kStages - 2>();
     __syncwarp();  // the pieces that other lanes copied are there too, and all lanes are done with the stage before
-    const int ahead = chunk + (kStages - 1) * kWarps;
-    if (ahead < end) load(ahead, stage == 0 ? kStages - 1 : stage - 1);
+    if (ahead.chunk < end) load(ahead, stage == 0 ? kStages - 1 : stage - 1);
+    ahead.advance(list, end);
     copy_async_commit();
     const uint32 stage_k = ring + stage * stage_bytes(kD);
     const uint32 stage_v = stage_k + kHalf;
     stage = stage + 1 == kStages ? 0 : stage + 1;
-    const Chunk c = list.at(chunk);
 
     // S (kM, 16 keys): two tiles of 8 keys
     float tS[kRowTiles][2][4];
@@ -203,13 +242,17 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       load_matrices(tK, stage_k + piece_at(lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        mma_16x8x16<kBFloat16>(tS[m][0], tQ[m][step], tK[0], tK[1]);
-        mma_16x8x16<kBFloat16>(tS[m][1], tQ[m][step], tK[2], tK[3]);
+        if constexpr (kQInShared)
+          load_matrices(tQ[m][0], shared_q + piece_at(m * 16 + lane % 16, step * 2 + lane / 16));
+        const uint32(&q)[4] = tQ[m][kQInShared ? 0 : step];
+        mma_16x8x16<kBFloat16>(tS[m][0], q, tK[0], tK[1]);
+        mma_16x8x16<kBFloat16>(tS[m][1], q, tK[2], tK[3]);
       }
     }
 
     // Scores in log2 units, -inf where not visible; `seen` has a bit for each of this lane's keys.
     const bool whole = c.first_key + kKeys <= c.end_key;
+    const bool masked = Mod::kHasMask && (p.states != nullptr || !c.full);
     uint32 seen = 0;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -228,8 +271,8 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
           s *= p.scale * kLog2e;
         }
         if constexpr (Mod::kHasMask) {
-          if (visible) {
-            int state = c.full ? 2 : 1;
+          if (masked && visible) {
+            int state = 1;
             if (p.states != nullptr) {
               state = p.states[b * p.state_strides[0] + head[m][half] * p.state_strides[1] +
                                query[m][half] / p.q_block * p.state_strides[2] + key / p.kv_block];
@@ -241,7 +284,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
         if (!visible) s = -FLASHBWD_INFINITY;
       }
     }
-    if constexpr (Mod::kHasMask) {
+    if (masked) {
       // Values that no row sees may hold anything, and 0 * NaN is NaN: they are cleared.
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) seen |= __shfl_xor_sync(0xffffffffu, seen, step);

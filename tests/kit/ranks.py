@@ -1,4 +1,4 @@
-"""Processes that talk to each other over gloo on this machine, and run a test's functions."""
+"""Processes of this machine that form a process group, and run a test's functions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import torch
 import torch.distributed
 
 
-def _work(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _work(rank: int, size: int, backend: str, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     while (call := pipe.recv()) is not None:
         function, args = call
         try:
@@ -36,15 +38,17 @@ class Ranks:
         How many processes.
     folder : Path
         Where they find each other.
+    backend : str
+        ``"gloo"``; or ``"nccl"``, each on its own GPU.
     """
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, str(folder / "store"), theirs)
+            arguments = (rank, size, backend, str(folder / "store"), theirs)
             self._pipes.append(ours)
             self._processes.append(context.Process(target=_work, args=arguments, daemon=True))
             self._processes[-1].start()

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "../bias_gradient.h"
 #include "../params.h"
 #include "../row_statistics.h"
-#include "bias_gradient.h"
 
 namespace flashbwd::sm80 {
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "../bias_gradient.h"
 #include "../schedule.h"
-#include "bias_gradient.h"
 #include "config.h"
 
 namespace flashbwd::sm80 {

@@ -1,0 +1,75 @@
+// The gradient of a broadcast bias from scratch: sums over what is broadcast, in a fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/numeric.cuh"
+#include "bias_gradient.h"
+
+namespace flashbwd::sm80 {
+
+constexpr int kReduceThreads = 256;
+
+struct Extents {
+  int32_t batch = 1, head = 1, slot = 1, row = 1, col = 1;
+  __host__ __device__ int64_t count() const { return int64_t{batch} * head * slot * row * col; }
+};
+
+struct ReduceArguments {
+  BiasGradient source;
+  Extents summed;  // 1 where the source is summed already, or where the bias is not broadcast
+  BiasView dbias;
+  Extents out;
+};
+
+// One element of dbias by 32 lanes, or by one thread where there are few terms.
+__device__ __forceinline__ float sum_terms(const ReduceArguments& a, int64_t first, int32_t lane, int32_t lanes) {
+  const Extents& n = a.summed;
+  float sum = 0.f;
+  for (int64_t i = lane; i < n.count(); i += lanes) {
+    int64_t rest = i;
+    const int64_t col = rest % n.col;
+    rest /= n.col;
+    const int64_t row = rest % n.row;
+    rest /= n.row;
+    const int64_t slot = rest % n.slot;
+    rest /= n.slot;
+    const int64_t head = rest % n.head, batch = rest / n.head;
+    sum += static_cast<const float*>(
+        a.source.data)[first + batch * a.source.batch_stride + head * a.source.head_stride +
+                       slot * a.source.slot_stride + row * a.source.row_stride + col * a.source.col_stride];
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_bias_gradient_kernel(const __grid_constant__ ReduceArguments a, int32_t lanes) {
+  const int64_t thread = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kReduceThreads / lanes;
+  for (int64_t element = thread / lanes; element < a.out.count(); element += step) {
+    int64_t rest = element;
+    const int64_t col = rest % a.out.col;
+    rest /= a.out.col;
+    const int64_t row = rest % a.out.row;
+    rest /= a.out.row;
+    const int64_t head = rest % a.out.head, batch = rest / a.out.head;
+    const int64_t first = batch * a.source.batch_stride + head * a.source.head_stride + row * a.source.row_stride +
+                          col * a.source.col_stride;
+    float sum = sum_terms(a, first, static_cast<int32_t>(thread % lanes), lanes);
+    for (int32_t distance = lanes / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);  // lanes is 1 or 32: whole warps work on one element
+    }
+    if (thread % lanes != 0) continue;
+    const int64_t place =
+        batch * a.dbias.batch_stride + head * a.dbias.head_stride + row * a.dbias.row_stride + col * a.dbias.col_stride;
+    if (a.dbias.dtype == DType::kFloat32) {
+      static_cast<float*>(a.dbias.data)[place] = sum;
+    } else if (a.dbias.dtype == DType::kBFloat16) {
+      static_cast<__nv_bfloat16*>(a.dbias.data)[place] = __float2bfloat16_rn(sum);
+    } else {
+      static_cast<__half*>(a.dbias.data)[place] = __float2half_rn(sum);
+    }
+  }
+}
+
+}  // namespace flashbwd::sm80

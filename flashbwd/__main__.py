@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "GPU left unusable.",
     )
     add = bench_parser.add_argument
-    add("--suite", choices=("attention", "layer_norm", "decoding", "all"), default="all")
+    add("--suite", choices=("attention", "layer_norm", "decoding", "block", "all"), default="all")
     add("--quick", action="store_true", help="fewer cases, 5 short rounds")
     add("--out", type=Path, help="folder for the results (default: benchmarks/results of a source tree, else here)")
     add("--compare", type=Path, metavar="FILE", help="an earlier result file to compare with")

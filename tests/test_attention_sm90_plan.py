@@ -92,7 +92,7 @@ def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType, dtype: str) -
     assert plan.workspace.dq_mode == host.DqMode.kAtomic
     assert plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
-    assert plan.workspace.semaphore_bytes == 0
+    assert plan.workspace.semaphore_bytes == 16  # the counter of jobs
 
 
 def test_deterministic_plan_takes_turns_by_query_block_and_warpgroup(host: ModuleType) -> None:
@@ -100,7 +100,8 @@ def test_deterministic_plan_takes_turns_by_query_block_and_warpgroup(host: Modul
     assert plan.deterministic
     assert plan.workspace.dq_mode == host.DqMode.kOrdered
     assert plan.workspace.zero_accumulator
-    assert plan.workspace.semaphore_bytes == 2 * 6 * 5 * 2 * 4  # 300 queries are 5 blocks of 64; 2 warpgroups; int32
+    turns = 2 * 6 * 5 * 2  # 300 queries are 5 blocks of 64; 2 warpgroups
+    assert plan.workspace.semaphore_bytes == 16 + turns * 4
 
 
 @pytest.mark.parametrize(("varlen", "rows"), [(False, 2 * 6 * 384), (True, 6 * 896)])

@@ -14,9 +14,12 @@ import torch
 from kit import dropout
 from kit import oracle as kit_oracle
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashbwd.bench import (
     attention_peers,
+    block_peers,
     cases,
     decoding_peers,
     machine,
@@ -109,10 +112,15 @@ def test_bars_are_those_of_the_table(table, dim, causal, seqlen, over, at_least)
 
 
 def test_bars_name_peers_that_exist():
-    tables = (attention_peers.ATTENTION_PEERS, norm_peers.NORM_PEERS, decoding_peers.DECODING_PEERS)
+    tables = (
+        attention_peers.ATTENTION_PEERS,
+        norm_peers.NORM_PEERS,
+        decoding_peers.DECODING_PEERS,
+        block_peers.BLOCK_PEERS,
+    )
     names = {peer.name for table in tables for peer in table}
     names |= {"TFLOP/s", "GB/s", cases.ANY_PEER}
-    for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *cases.CPU_ATTENTION_CASES, *cases.DECODING_CASES):
+    for case in (*cases.suite("all", "cuda"), *cases.suite("all", "cpu")):
         for bar in case.bars:
             assert {bar.ours, bar.over} <= names
 
@@ -603,3 +611,31 @@ def test_decoding_peers_are_right(peer):
     found = runner.run_case(case, CPU, FAST, [peer])
     assert found.peers[peer.name].status == results.OK
     assert bool(found.peers[peer.name].errors) == (" with " not in peer.name)
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+BLOCKS = [
+    cases.BlockCase("t", "gpt", 2, 40, 32, 4, 4, 64, dtype="fp32"),
+    cases.BlockCase("t", "llama", 2, 40, 32, 4, 2, 48, dtype="fp32"),
+]
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=lambda case: case.name)
+def test_block_peers_take_the_same_step_again_and_again(case):
+    x = block_peers.make_inputs(case, CPU, 0)
+    step = block_peers.eager(case, x).backward
+    for grads in (step(), step()):
+        errors = runner.block_errors(x, grads)
+        assert len(errors) == 1 + len(list(x.block.parameters()))
+        assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=lambda case: case.name)
+def test_flops_of_a_block_are_those_that_pytorch_counts(case):
+    x = block_peers.make_inputs(case, CPU, 0)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        block_peers.eager(case, x).backward()
+    halves = case.batch * case.seqlen**2 * case.width  # of a product over all pairs
+    # Plain attention has six products, of all pairs; the case counts seven, of half of them.
+    assert counter.get_total_flops() == pytest.approx(case.work + (2 * 6 - 7) * halves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,10 +11,15 @@ import pytest
 import torch
 from kit import cases, inputs, tolerance
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 import flashbwd
+from flashbwd.bench import block_peers
+from flashbwd.bench.cases import BlockCase
+from flashbwd.integrations.transformers import swap_norms
 
 pytestmark = pytest.mark.gpu
 
@@ -229,10 +236,12 @@ def test_a_compiled_block_calls_the_override(forward: SDPBackend) -> None:
     skip_without_kernels()
     *tensors, dout = heads_first(dtype=torch.bfloat16)
 
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q * 1.5, k + 1, v, is_causal=True).sin()
+    factor = 1.5 + list(OPERATORS).index(forward)  # the same code would be taken from a cache, with its forward
 
-    torch._dynamo.reset()  # what was compiled for another forward would be taken for this one
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q * factor, k + 1, v, is_causal=True).sin()
+
+    torch._dynamo.reset()
     with sdpa_kernel(forward):
         actual = gradients(torch.compile(block, fullgraph=True), tensors, dout)
     assert only(OPERATORS[forward]) == (1, {})
@@ -255,4 +264,40 @@ def test_gradients_of_norms(kind: str, dtype: torch.dtype) -> None:
     expected = gradients(normalise, [t.double() for t in (x, *parameters)], dz.double())
     naive = gradients(normalise, [x, *parameters], dz)
     for i, (got, want, plain) in enumerate(zip(actual, expected, naive, strict=True)):
+        tolerance.assert_close(got, want, [plain.double()], f"gradient {i}")
+
+
+def kernels_of(call: Callable[[], Any]) -> list[str]:
+    """Names of the GPU kernels that a call launches."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events() if event.device_type is DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_a_compiled_transformer_block_runs_kernels_of_this_library(shape: str) -> None:
+    """Attention by the override; norms as modules of this library, which Inductor leaves as they are."""
+    skip_without_kernels()
+    case = BlockCase("test", shape, 2, 256, 256, 4, 4 if shape == "gpt" else 2, 512)
+    x = block_peers.make_inputs(case, torch.device("cuda"), 0)
+
+    def gradients_of(block: torch.nn.Module, parameters: torch.nn.Module, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaf = x.x.detach().to(dtype).requires_grad_()
+        return torch.autograd.grad(block(leaf), [leaf, *parameters.parameters()], x.dout.to(dtype))
+
+    model = copy.deepcopy(x.block)
+    assert swap_norms(model) == 2
+    compiled = torch.compile(model, fullgraph=True)
+    gradients_of(compiled, model, torch.bfloat16)  # compiles
+    flashbwd.stats(reset=True)
+    actual: list[tuple[Tensor, ...]] = []
+    kernels = kernels_of(lambda: actual.append(gradients_of(compiled, model, torch.bfloat16)))
+    assert only(OPERATORS[SDPBackend.CUDNN_ATTENTION]) == (1, {})
+    for family in ("flashbwd::(sm90|sm80)::backward_kernel", "flashbwd::layer_norm::backward_kernel"):
+        assert any(re.search(family, name) for name in kernels), kernels
+    flashbwd.disable()
+    naive = gradients_of(x.block, x.block, torch.bfloat16)
+    wide = copy.deepcopy(x.block).double()
+    for i, (got, want, plain) in enumerate(zip(actual[0], gradients_of(wide, wide, torch.float64), naive, strict=True)):
         tolerance.assert_close(got, want, [plain.double()], f"gradient {i}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from typing import Any
@@ -96,6 +97,8 @@ def test_a_tile_is_interior_iff_all_of_it_is_visible(
         whole = tile.shape == (block_m, block_n) and tile.all()
         expected = Kind.kInterior if whole else Kind.kMasked if tile.any() else Kind.kEmpty
         assert host.tile_kind(v, m, n, block_m, block_n) == expected
+        begin, end = host.interior_query_blocks(v, n, block_m, block_n)
+        assert (begin <= m < end) == (expected == Kind.kInterior)
 
 
 @pytest.mark.parametrize("length", [2**30, INT_MAX])
@@ -417,6 +420,13 @@ def test_longest_jobs_of_a_causal_head_come_first() -> None:
         steps = [host.query_blocks(v, n, 64, 128) for _, _, n in group]
         sizes = [end - begin for begin, end in steps]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def test_heads_abreast_divide_all_heads_and_fill_the_workers_at_most_once() -> None:
+    for workers, heads, key_blocks in itertools.product((1, 60, 132), (1, 7, 16, 48, 256), (1, 8, 64, 1000)):
+        abreast = host.heads_abreast(workers, heads, key_blocks)
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * key_blocks <= workers]
+        assert abreast == max(fitting, default=1)
 
 
 def test_heads_of_a_group_fit_the_cache_and_one_more_would_not() -> None:

@@ -87,6 +87,18 @@ FLASHBWD_HOST_DEVICE constexpr BlockRange query_blocks(const Visibility& v, int3
   return blocks_of_rows(first_key - v.hi + 1, last_key - v.lo, v.seqlen_q, block_m);
 }
 
+// Of those, the ones of which every pair of the whole tile is visible: m * block_m <= first_key - lo - (block_m - 1),
+// and so on. A range without blocks may lie anywhere.
+FLASHBWD_HOST_DEVICE constexpr BlockRange interior_query_blocks(const Visibility& v, int32_t n, int32_t block_m,
+                                                                int32_t block_n) {
+  const int64_t first_key = int64_t{n} * block_n;
+  const int64_t last_key = first_key + block_n - 1;
+  if (last_key >= v.seqlen_k) return {};
+  const int64_t end = at_least(at_most(first_key - v.lo + 1, v.seqlen_q), 0) / block_m;
+  const int64_t begin = ceil_div(at_least(last_key - v.hi + 1, 0), block_m);
+  return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
+}
+
 enum class TileKind : int32_t {
   kEmpty,     // no visible pair: nothing to do
   kMasked,    // some pairs of the tile are invisible or beyond the lengths
@@ -254,15 +266,27 @@ FLASHBWD_HOST_DEVICE constexpr int64_t heads_in_l2(int64_t l2_bytes, int64_t seq
   return at_least(l2_bytes / at_least(seqlen_q * row * heads_per_job, 1), 1);
 }
 
-// Dense: 0 <= index < batch * heads * num_key_blocks. Heads of all batches are one list of batch * heads.
-FLASHBWD_HOST_DEVICE constexpr Job dense_job(int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks,
+// Heads whose jobs are one list, longest first: as many as have all their key blocks in work at the same time, so that
+// these read q and dout, and add to dq, while those are in L2. More than `workers` jobs in a list would leave each head
+// half done. A divisor of all_heads, for a short last list ends late.
+FLASHBWD_HOST_DEVICE constexpr int64_t heads_abreast(int64_t workers, int64_t all_heads, int64_t num_key_blocks) {
+  int64_t heads = at_least(at_most(workers / at_least(num_key_blocks, 1), all_heads), 1);
+  while (all_heads % heads != 0) --heads;
+  return heads;
+}
+
+// Dense: 0 <= index < batch * heads * num_key_blocks. Heads of all batches are one list of batch * heads. Index counts
+// all jobs: 32 bits where they are enough save a GPU the divisions of 64.
+template <typename Index>
+FLASHBWD_HOST_DEVICE constexpr Job dense_job(Index index, int32_t batch, int32_t heads, int32_t num_key_blocks,
                                              int64_t head_group) {
-  const int64_t all_heads = int64_t{batch} * heads;
-  const int64_t width = at_most(head_group, all_heads);  // keeps the product below within the number of jobs
-  const int64_t group = index / (width * num_key_blocks);
-  const int64_t within = index - group * width * num_key_blocks;
-  const int64_t size = at_most(width, all_heads - group * width);  // the last group may be smaller
-  const int64_t head = group * width + within % size;
+  const Index all_heads = Index{batch} * heads;
+  // Keeps the product below within the number of jobs.
+  const Index width = static_cast<Index>(at_most(head_group, all_heads));
+  const Index group = index / (width * num_key_blocks);
+  const Index within = index - group * width * num_key_blocks;
+  const Index size = static_cast<Index>(at_most(width, all_heads - group * width));  // the last group may be smaller
+  const Index head = group * width + within % size;
   return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
 }
 
@@ -280,9 +304,10 @@ FLASHBWD_HOST_DEVICE constexpr int64_t varlen_jobs(int64_t total_k, int64_t batc
 
 // 0 <= index < varlen_jobs(cu_seqlens_k[batch], ...); batch = -1 beyond it. A key block at or past the end of its
 // sequence is not a job. cu_seqlens_k: (batch + 1,), [0] = 0. Bisection: log2(batch) loads.
-FLASHBWD_HOST_DEVICE constexpr Job varlen_job(int64_t index, const int32_t* cu_seqlens_k, int32_t batch, int32_t heads,
+template <typename Index>
+FLASHBWD_HOST_DEVICE constexpr Job varlen_job(Index index, const int32_t* cu_seqlens_k, int32_t batch, int32_t heads,
                                               int32_t block_n, int64_t head_group) {
-  const int64_t block = index / heads;
+  const Index block = index / heads;
   if (batch == 0 || block >= first_block(cu_seqlens_k[batch], batch, block_n)) return {-1, 0, 0};
   int32_t low = 0, high = batch;  // first_block(low) <= block < first_block(high)
   while (high - low > 1) {
@@ -295,7 +320,8 @@ FLASHBWD_HOST_DEVICE constexpr Job varlen_job(int64_t index, const int32_t* cu_s
   }
   const int64_t first = first_block(cu_seqlens_k[low], low, block_n);
   const int64_t blocks = first_block(cu_seqlens_k[low + 1], low + 1, block_n) - first;
-  const Job job = dense_job(index - first * heads, 1, heads, static_cast<int32_t>(blocks), head_group);
+  const Job job =
+      dense_job(static_cast<Index>(index - first * heads), 1, heads, static_cast<int32_t>(blocks), head_group);
   return {low, job.head, job.key_block};
 }
 

@@ -36,6 +36,10 @@ CPU_FLASH = "torch CPU flash"
 COPY = "device copy"
 DECODING = "flashbwd decoding"
 SDPA = "torch SDPA"
+TORCH_BLOCK = "torch eager"
+TORCH_BLOCK_COMPILED = "torch compiled"
+BLOCK = "flashbwd eager"
+BLOCK_COMPILED = "flashbwd compiled"
 ANY_PEER = "fastest peer"
 DETERMINISTIC = " deterministic"  # suffix of a peer's name
 
@@ -188,7 +192,46 @@ class DecodingCase:
         return int(self.work) + self.batch * self.heads * self.seqlen_q * self.head_dim * DTYPES[self.dtype].itemsize
 
 
-Case = AttentionCase | NormCase | DecodingCase
+@dataclass(frozen=True)
+class BlockCase:
+    """One training step of a transformer block: forward, backward and optimizer, causal."""
+
+    table: str
+    shape: str  # "gpt": LayerNorm, GELU, biases; "llama": RMSNorm, gated MLP
+    batch: int
+    seqlen: int
+    width: int
+    heads: int
+    heads_kv: int
+    hidden: int  # columns of the MLP
+    dtype: str = "bf16"
+    compiled: bool = True
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.heads}" if self.heads == self.heads_kv else f"H{self.heads}:{self.heads_kv}"
+        return f"{self.shape} block {self.dtype} B{self.batch} S{self.seqlen} width {self.width} {heads}"
+
+    @property
+    def unit(self) -> str:
+        return "TFLOP/s"
+
+    @property
+    def work(self) -> float:
+        """Operations of all matrix products: three passes over the weights, seven products over half of the pairs."""
+        tokens = self.batch * self.seqlen
+        width_kv = self.width // self.heads * self.heads_kv
+        products = {"gpt": 2, "llama": 3}[self.shape]
+        weights = self.width * (2 * self.width + 2 * width_kv + products * self.hidden)
+        return 6.0 * tokens * weights + 7.0 * tokens * self.seqlen * self.width
+
+    @property
+    def input_bytes(self) -> int:
+        return 2 * self.batch * self.seqlen * self.width * DTYPES[self.dtype].itemsize
+
+
+Case = AttentionCase | NormCase | DecodingCase | BlockCase
 
 
 def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: int = 8192) -> tuple[int, ...]:
@@ -431,6 +474,31 @@ def _decoding_cases() -> Iterator[DecodingCase]:
 
 DECODING_CASES: tuple[DecodingCase, ...] = tuple(_decoding_cases())
 
+# ---- a whole block in training -------------------------------------------------------------------
+# GPT-2 medium; Llama 3.2 1B; Llama 3 8B: shape, width, heads, key heads, hidden columns
+
+BLOCK_SHAPES = (("gpt", 1024, 16, 16, 4096), ("llama", 2048, 32, 8, 8192), ("llama", 4096, 32, 8, 14336))
+
+
+def _block_cases() -> Iterator[BlockCase]:
+    for shape, width, heads, heads_kv, hidden in BLOCK_SHAPES:
+        for seqlen in (4096, 8192):
+            bars = (Bar(BLOCK, TORCH_BLOCK, 1.05), Bar(BLOCK_COMPILED, TORCH_BLOCK_COMPILED, 1.05))
+            yield BlockCase(
+                "block",
+                shape,
+                batch=16384 // seqlen,
+                seqlen=seqlen,
+                width=width,
+                heads=heads,
+                heads_kv=heads_kv,
+                hidden=hidden,
+                bars=bars if seqlen == 8192 else (),
+            )
+
+
+BLOCK_CASES: tuple[BlockCase, ...] = tuple(_block_cases())
+
 # ---- machines without a GPU ----------------------------------------------------------------------
 
 _CPU = AttentionCase("cpu", 1, 4096, 8, 8, 64, 64, dtype="fp32")
@@ -488,16 +556,18 @@ SMOKE_CASES: dict[str, tuple[Case, ...]] = {
 
 
 def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
-    """The cases of suite ``name`` ("attention", "layer_norm", "decoding" or "all") on ``device`` ("cuda" or "cpu")."""
+    """The cases of suite ``name`` on ``device`` ("cuda" or "cpu")."""
     attention: tuple[Case, ...] = ATTENTION_CASES if device == "cuda" else CPU_ATTENTION_CASES
     norms: tuple[Case, ...] = NORM_CASES if device == "cuda" else CPU_NORM_CASES
     decoding: tuple[Case, ...] = DECODING_CASES if device == "cuda" else CPU_DECODING_CASES
+    blocks: tuple[Case, ...] = BLOCK_CASES if device == "cuda" else ()
     if quick:
         decoding = decoding[:3]
+        blocks = tuple(case for case in blocks if isinstance(case, BlockCase) and case.width < 4096)
         attention = tuple(case for case in attention if isinstance(case, AttentionCase) and _is_quick(case))
         norms = tuple(case for case in norms if isinstance(case, NormCase) and case.columns in (1024, 4096, 16384))
-    chosen = {"attention": attention, "layer_norm": norms, "decoding": decoding, "all": attention + norms + decoding}
-    return chosen[name]
+    chosen = {"attention": attention, "layer_norm": norms, "decoding": decoding, "block": blocks}
+    return sum(chosen.values(), ()) if name == "all" else chosen[name]
 
 
 def _is_quick(case: AttentionCase) -> bool:

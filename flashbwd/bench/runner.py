@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.bench import attention_peers, decoding_peers, machine, measure, norm_peers, oracle
-from flashbwd.bench.cases import TOLERANCES, AttentionCase, Case, DecodingCase, NormCase
+from flashbwd.bench import attention_peers, block_peers, decoding_peers, machine, measure, norm_peers, oracle
+from flashbwd.bench.cases import TOLERANCES, AttentionCase, BlockCase, Case, DecodingCase, NormCase
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
@@ -102,6 +102,17 @@ def decoding_errors(
     return _worst_errors(["out"], {"out": [decoding_peers.outputs(case, x)]}, {"out": [out[-1]]}, outputs)
 
 
+def block_errors(x: block_peers.BlockInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
+    """Relative error of dx and of every parameter's gradient against float32."""
+    names = ["dx", *(name for name, _ in x.block.named_parameters())]
+    return _worst_errors(
+        names,
+        {name: [expected] for name, expected in zip(names, x.expected, strict=True)},
+        {name: [grad] for name, grad in zip(names, grads, strict=True) if grad is not None},
+        grads,
+    )
+
+
 def _worst_errors(
     names: Sequence[str],
     expected: dict[str, list[Tensor]],
@@ -127,6 +138,8 @@ def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list
         table = attention_peers.ATTENTION_PEERS
     elif isinstance(case, DecodingCase):
         table = decoding_peers.DECODING_PEERS
+    elif isinstance(case, BlockCase):
+        table = block_peers.BLOCK_PEERS
     return [
         peer
         for peer in table
@@ -150,6 +163,8 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
         return attention_peers.make_inputs(case, device, seed)
     if isinstance(case, DecodingCase):
         return decoding_peers.make_inputs(case, device, seed)
+    if isinstance(case, BlockCase):
+        return block_peers.make_inputs(case, device, seed)
     return norm_peers.make_inputs(case, device, seed)
 
 
@@ -217,6 +232,8 @@ def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> Pe
             errors = attention_errors(case, x, prepared, grads)
         elif isinstance(case, DecodingCase):
             errors = decoding_errors(case, x, grads)
+        elif isinstance(case, BlockCase):
+            errors = block_errors(x, grads)
         else:
             errors = norm_errors(case, x, grads)
     bad = {name: error for name, error in errors.items() if not error <= TOLERANCES[case.dtype]}

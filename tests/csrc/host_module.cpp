@@ -9,7 +9,6 @@
 #include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/problem.h"
 #include "../../csrc/attention/schedule.h"
-#include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/workspace.h"
 #include "../../csrc/layer_norm/config.h"
 
@@ -129,13 +128,6 @@ void bind_plan(py::module_& m) {
       .def_readonly("deterministic", &AttentionPlan::deterministic)
       .def_readonly("workspace", &AttentionPlan::workspace)
       .def_readonly("refusals", &AttentionPlan::refusals);
-  m.def(
-      "sm80_launch",
-      [](const AttentionPlan& plan) {
-        const sm80::Tile& tile = sm80::kTiles[plan.config];
-        return py::make_tuple(tile.shared_bytes() + sm80::kAlignmentBytes, tile.threads(), tile.features);
-      },
-      "Of a plan of this family: bytes of shared memory and threads of a CTA, and whether its tile has every feature.");
   m.def("plan_attention", [](AttentionProblem problem, const DeviceInfo& device) {
     problem.device.type = DeviceType::kCUDA;
     return plan_attention(problem, device);
@@ -161,6 +153,9 @@ void bind_visibility(py::module_& m) {
   m.def("query_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
     return pair_of(query_blocks(v, block, block_m, block_n));
   });
+  m.def("interior_query_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
+    return pair_of(interior_query_blocks(v, block, block_m, block_n));
+  });
   m.def("tile_kind", &tile_kind);
 }
 
@@ -185,6 +180,7 @@ void bind_order(py::module_& m) {
       .def("owner_of", &PersistentSlots::owner_of);
   m.def("persistent_slots", &persistent_slots);
   m.def("heads_in_l2", &heads_in_l2);
+  m.def("heads_abreast", &heads_abreast);
   m.def("dense_job", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group) {
     return triple_of(dense_job(index, batch, heads, num_key_blocks, head_group));
   });

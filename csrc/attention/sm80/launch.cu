@@ -4,18 +4,16 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
-#include "../../common/launch.h"
 #include "../auxiliary.h"
+#include "../dropout.h"
 #include "../sink_gradient.h"
 #include "config.h"
 #include "launch.h"
 #include "layout.h"
 #include "plan.h"
-#include "reduce_bias_gradient.cuh"
 
 namespace flashbwd::sm80 {
 namespace {
@@ -23,12 +21,6 @@ namespace {
 bool aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(view.data) % bytes == 0 && view.batch_stride * element_bytes % bytes == 0 &&
          view.seq_stride * element_bytes % bytes == 0 && view.head_stride * element_bytes % bytes == 0;
-}
-
-// A dimension of size 1 has stride 0 in a view.
-BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
-  return {p.dbias.batch_stride == 0 && p.batch != 1, p.dbias.head_stride == 0 && p.heads != 1,
-          p.dbias.row_stride == 0 && p.seqlen_q != 1, p.dbias.col_stride == 0 && p.seqlen_k != 1};
 }
 
 CallSizes sizes_of(const AttentionBackwardParams& p) {
@@ -42,88 +34,10 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   sizes.seqlen_k = p.seqlen_k;
   sizes.total_q = p.total_q;
   sizes.total_k = p.total_k;
-  sizes.head_dim = p.head_dim;
-  sizes.head_dim_v = p.head_dim_v;
   sizes.deterministic = p.deterministic;
   sizes.bias_gradient = p.dbias.data != nullptr;
   sizes.bias_broadcast = broadcast_of(p);
   return sizes;
-}
-
-// Where the main kernel puts the gradient of the bias: dbias itself, or scratch of 32-bit floats.
-BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientScratch& scratch,
-                           const BiasBroadcast& broadcast, void* storage) {
-  BiasGradient g;
-  g.mode = scratch.mode;
-  if (scratch.mode == BiasGradientMode::kNone) return g;
-  if (scratch.elements == 0 && scratch.mode == BiasGradientMode::kStore) {
-    g.dtype = p.dbias.dtype;
-    g.data = p.dbias.data;
-    g.batch_stride = p.dbias.batch_stride;
-    g.head_stride = p.dbias.head_stride;
-    g.row_stride = p.dbias.row_stride;
-    g.col_stride = p.dbias.col_stride;
-    return g;
-  }
-  g.data = storage;
-  const int64_t rows = p.seqlen_q, cols = p.seqlen_k;
-  switch (scratch.mode) {
-    case BiasGradientMode::kKeySums:
-      g.col_stride = 1;
-      g.slot_stride = cols;
-      g.head_stride = scratch.slots * cols;
-      break;
-    case BiasGradientMode::kRowSums:
-      g.row_stride = 1;
-      g.slot_stride = rows;
-      g.head_stride = scratch.slots * rows;
-      break;
-    default:
-      g.col_stride = 1;
-      g.row_stride = cols;
-      g.head_stride = scratch.mode == BiasGradientMode::kAdd && broadcast.head ? 0 : rows * cols;
-      break;
-  }
-  const int64_t heads = g.head_stride == 0 ? 1 : p.heads;
-  const int64_t plane = g.head_stride == 0 ? rows * cols : g.head_stride;
-  g.batch_stride = scratch.mode == BiasGradientMode::kAdd && broadcast.batch ? 0 : heads * plane;
-  return g;
-}
-
-const char* launch_reduce(const AttentionBackwardParams& p, const BiasGradient& source,
-                          const BiasGradientScratch& scratch, const BiasBroadcast& broadcast, void* stream) {
-  ReduceArguments a;
-  a.source = source;
-  a.dbias = p.dbias;
-  const auto extent = [](bool is_broadcast, int32_t size) { return is_broadcast ? 1 : size; };
-  a.out.batch = extent(broadcast.batch, p.batch);
-  a.out.head = extent(broadcast.head, p.heads);
-  a.out.row = extent(broadcast.row, p.seqlen_q);
-  a.out.col = extent(broadcast.col, p.seqlen_k);
-  const bool added = scratch.mode == BiasGradientMode::kAdd;
-  a.summed.batch = broadcast.batch && !added ? p.batch : 1;
-  a.summed.head = broadcast.head && !added ? p.heads : 1;
-  a.summed.slot = static_cast<int32_t>(scratch.slots);
-  a.summed.col = broadcast.col && scratch.mode == BiasGradientMode::kKeySums ? p.seqlen_k : 1;
-  if (a.out.count() == 0) return nullptr;
-  constexpr int64_t kManyTerms = 64;
-  const int32_t lanes = a.summed.count() >= kManyTerms ? 32 : 1;
-  constexpr int64_t kMostCtas = 1 << 16;
-  const int64_t ctas = std::min(ceil_div(a.out.count() * lanes, kReduceThreads), kMostCtas);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(kReduceThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = launch_kernel(config, reduce_bias_gradient_kernel, a, lanes);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-// PyTorch's memory-efficient forward rounds the factor to the type of its inputs.
-float dropout_scale(const AttentionBackwardParams& p) {
-  const double scale = 1.0 / (1.0 - p.dropout_p);
-  if (p.dropout_layout == DropoutLayout::kFlash || p.dtype == DType::kFloat32) return static_cast<float>(scale);
-  if (p.dtype == DType::kBFloat16) return __bfloat162float(__float2bfloat16(static_cast<float>(scale)));
-  return __half2float(__float2half(static_cast<float>(scale)));
 }
 
 KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, const CallSizes& sizes) {
@@ -153,22 +67,17 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
 
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
-  if (takes_jobs(sizes, tile)) params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
   if (p.deterministic) {
+    params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
     params.turns = reinterpret_cast<int32_t*>(zeroed + region.turns_offset);
     params.turns_of_head = region.turns_of_head;
   }
-  uint8_t* const partial = base + workspace.partial_offset;
-  if (tile.wide) {
-    params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
-    params.gradients = reinterpret_cast<float*>(partial + partial_region(sizes, tile, plan.sm_count).gradients_offset);
-  }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  params.bias_gradient =
-      bias_gradient(p, scratch, sizes.bias_broadcast, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
+  params.bias_gradient = bias_gradient(
+      p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : base + workspace.partial_offset);
   if (p.dropout_p > 0.f) {
     params.dropout_scale = dropout_scale(p);
-    params.dropout_threshold = static_cast<uint32_t>(std::floor(double{1.f - p.dropout_p} * 255.0));
+    params.dropout_threshold = flash_threshold(p.dropout_p);
   }
   return params;
 }
@@ -209,9 +118,7 @@ const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, voi
   }
   if (const char* error = launch_convert_dq(p, plan.workspace, stream)) return error;
   const BiasGradientScratch scratch = bias_gradient_of(sizes, kTiles[plan.config]);
-  if (scratch.mode != BiasGradientMode::kNone && params.bias_gradient.data != p.dbias.data) {
-    if (const char* error = launch_reduce(p, params.bias_gradient, scratch, sizes.bias_broadcast, stream)) return error;
-  }
+  if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.statistics, stream);
 }
 

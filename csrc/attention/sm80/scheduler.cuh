@@ -39,17 +39,6 @@ struct Work {
     exists = key_block * block_n < (whole_bias ? p.seqlen_k : sequence.rows_k);
   }
 
-  // Every pair of query blocks [begin, end) is visible: the first row sees the last key (last_key - row < hi), the last
-  // row the first key (first_key - row >= lo).
-  static __device__ __forceinline__ BlockRange interior_query_blocks(const Visibility& v, int32_t key_block,
-                                                                     int32_t block_m, int32_t block_n) {
-    const int64_t first_key = int64_t{key_block} * block_n, last_key = first_key + block_n - 1;
-    if (last_key >= v.seqlen_k) return {};
-    const int64_t end = at_least(at_most(first_key - v.lo + 1, v.seqlen_q), 0) / block_m;
-    const int64_t begin = ceil_div(at_least(last_key - v.hi + 1, 0), block_m);
-    return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
-  }
-
   __device__ __forceinline__ int32_t steps() const { return query_range.size() * heads_per_kv; }
 };
 

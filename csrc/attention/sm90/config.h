@@ -14,6 +14,9 @@ constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;  // one 
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
+// The workspace's zeroed region: the counter of jobs taken, padded, then the turns of ordered adds.
+constexpr int32_t kCounterWords = 4;
+
 struct Tile {
   int32_t head_dim;  // of q, k and v in shared memory: smaller ones are padded by the copy engine
   int32_t block_m;   // queries

@@ -91,16 +91,17 @@ struct Epilogue {
   using Work = typename Traits::Work;
   static constexpr int kHeadDim = Traits::kHeadDim;
 
-  // The 64 rows of this warpgroup in smem.v serve as its staging buffer: nobody else reads them, and all products on
-  // them are complete.
+  // The rows of ds that this warpgroup writes serve as its staging buffer.
   static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const Work& work,
                                int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
-    uint8_t* staging = smem.v + warpgroup * 64 * kChunkRowBytes;
+    uint8_t* staging = smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
+    named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // the last dQ of all warpgroups has read ds
     store_gradient<T, Traits::kKeyChunkBytes>(dv_of(params), work, warpgroup * 64, staging, barrier, dv);
     store_gradient<T, Traits::kKeyChunkBytes>(dk_of(params), work, warpgroup * 64, staging, barrier, dk);
+    named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
   }
 };
 

@@ -1,4 +1,4 @@
-// The attention-backward kernel for Hopper: one CTA a key block, roles by warp.
+// The attention-backward kernel for Hopper: CTAs that stay and take one key block after the other, roles by warp.
 #pragma once
 
 #include "epilogue.cuh"
@@ -15,10 +15,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
   const int32_t warpgroup = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / kWarpgroupThreads, 0);
   const int32_t warp = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / 32, 0);
-  const typename Traits::Work& work = smem.work;
+  const int32_t lane = threadIdx.x % 32;
 
-  if (threadIdx.x == 0) smem.work.find(params);
-  if (threadIdx.x == 32) {
+  if (threadIdx.x == 0) {
     prefetch_tensor_map(&params.q);
     prefetch_tensor_map(&params.k);
     prefetch_tensor_map(&params.v);
@@ -27,23 +26,37 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     Traits::init_barriers(smem);
   }
   __syncthreads();
-  if (!work.exists) return;  // the whole CTA: nothing to load, nothing to write
 
   if (warpgroup == 0) {
     shrink_registers<kProducerRegisters>();
     if (warp == 0) {
-      if (threadIdx.x == 0 && work.steps > 0) Producer::load(params, smem, work);
+      if (lane == 0) Producer::load_jobs(params, smem);
     } else if (warp <= kConsumerWarpgroups) {
-      Producer::store_dq(params, smem, work, warp - 1, threadIdx.x % 32);
+      Producer::store_dq(params, smem, warp - 1, lane);
+    } else if (warp == kConsumerWarpgroups + 1) {
+      if (lane == 0) Producer::find_jobs(params, smem);
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    float dk[Traits::kHeadDim / 2];
-    float dv[Traits::kHeadDim / 2];
+    int32_t steps_before = 0;
+    uint32_t keys_phase = 0;
+    for (JobSlot slot;; slot.advance()) {
+      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+      const typename Traits::Work& work = smem.work[slot.index()];
+      if (work.exhausted) break;
+      float dk[Traits::kHeadDim / 2];
+      float dv[Traits::kHeadDim / 2];
 #pragma unroll
-    for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-    if (work.steps > 0) Mainloop<Traits>::compute(params, smem, work, warpgroup - 1, dk, dv);
-    Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);  // zeros where nobody looked
+      for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+      if (work.steps > 0) {
+        Mainloop<Traits>::compute(params, smem, work, warpgroup - 1, steps_before, keys_phase, dk, dv);
+        steps_before += work.steps;
+        keys_phase ^= 1;
+      }
+      Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);  // zeros where nobody looked
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
+    }
   }
 }
 

@@ -16,9 +16,11 @@ struct KernelParams {
   CUtensorMap dq_accumulator;
   AttentionBackwardParams attention;
   RowStatistics statistics;
-  int64_t jobs = 0;        // CTAs
-  int32_t key_blocks = 0;  // of the longest sequence
-  int32_t head_group = 1;  // KV heads that are worked on abreast, see dense_job
+  int32_t jobs = 0;
+  int32_t ctas = 0;               // one a multiprocessor
+  int32_t* jobs_taken = nullptr;  // counter in the workspace, 0 at the start
+  int32_t key_blocks = 0;         // of the longest sequence
+  int32_t head_group = 1;         // KV heads that are worked on abreast, see dense_job
   // Rows past the logical end of a sequence hold other data, not the zeros that the copy engine puts past a tensor.
   bool rows_may_be_poisoned = false;
   bool dk_vectors = false;  // rows of dk can be written 16 bytes at a time

@@ -98,16 +98,19 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->statistics = row_statistics(p, workspace);
   params->key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, plan.block_n));
   params->query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, plan.block_m));
-  params->jobs = packed_k ? varlen_jobs(p.total_k, p.batch, p.heads_kv, plan.block_n)
-                          : int64_t{p.batch} * p.heads_kv * params->key_blocks;
+  params->jobs = static_cast<int32_t>(packed_k ? varlen_jobs(p.total_k, p.batch, p.heads_kv, plan.block_n)
+                                               : int64_t{p.batch} * p.heads_kv * params->key_blocks);
+  params->ctas = static_cast<int32_t>(std::min<int64_t>(params->jobs, plan.sm_count));
+  auto* const zeros = reinterpret_cast<int32_t*>(base + workspace.semaphore_offset);
+  params->jobs_taken = zeros;
   constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB: the rest is for k, v and what passes through
   params->head_group = static_cast<int32_t>(
-      std::min<int64_t>(heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv),
-                        int64_t{p.batch} * p.heads_kv));
+      std::min(heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv),
+               heads_abreast(plan.sm_count, int64_t{packed_k ? 1 : p.batch} * p.heads_kv, params->key_blocks)));
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
   params->dv_vectors = rows_aligned(p.dv);
-  params->semaphores = p.deterministic ? reinterpret_cast<int32_t*>(base + workspace.semaphore_offset) : nullptr;
+  params->semaphores = p.deterministic ? zeros + kCounterWords : nullptr;
   return nullptr;
 }
 

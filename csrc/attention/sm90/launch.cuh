@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include "../../common/launch.h"
 #include "kernel.cuh"
 #include "launch.h"
 
@@ -16,8 +17,12 @@ const char* launch(const KernelParams& params, void* stream) {
   const auto kernel = backward_kernel<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
-    kernel<<<static_cast<unsigned>(params.jobs), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params);
-    error = cudaGetLastError();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(params.ctas);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    error = launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

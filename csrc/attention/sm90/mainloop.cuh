@@ -26,10 +26,12 @@ struct Mainloop {
   using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
+  // first_index: steps of the jobs before; keys_phase: parity of the loads of k and v.
   static __device__ void compute(const KernelParams& params, SharedStorage& smem, const Work& work, int32_t warpgroup,
-                                 float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
-    Consumer consumer{params, smem, work, warpgroup, Step(work)};
-    wait_keys(params, smem, work);
+                                 int32_t first_index, uint32_t keys_phase, float (&dk)[kHeadDim / 2],
+                                 float (&dv)[kHeadDim / 2]) {
+    Consumer consumer{params, smem, work, warpgroup, Step(work, first_index)};
+    wait_keys(params, smem, work, keys_phase);
     consumer.run(dk, dv);
   }
 
@@ -42,7 +44,7 @@ struct Mainloop {
     Step step;
     // Of work, what every step asks for: shared memory would answer too late.
     BlockRange interior = work.interior;
-    int32_t last_step = work.steps - 1;
+    int32_t last_step = step.end - 1;
     int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
     int32_t lane = threadIdx.x % 32;
     int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
@@ -90,10 +92,12 @@ struct Mainloop {
         score_gradients(s, p16, ds16, dv);
       }
       const int32_t stage = Ring::stage(step.index);
+      arrive(&smem.v_empty);
       issue_dq(p16, ds16, dq, dk, dv);
       if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
       wait_products<0>();
       release(stage);
+      arrive(&smem.k_empty);
       write_dq(dq, step.index);
       fence_registers(dk);
       fence_registers(dv);
@@ -168,6 +172,12 @@ struct Mainloop {
       if constexpr (kEarlyDv) wait_products<0>();
     }
 
+    // This warp has read what the barrier guards.
+    __device__ __forceinline__ void arrive(uint64_t* barrier) {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barrier);
+    }
+
     // The stage of q and dout is read; every warp says so.
     __device__ __forceinline__ void release(int32_t stage) {
       __syncwarp();
@@ -186,9 +196,9 @@ struct Mainloop {
     }
   };
 
-  static __device__ void wait_keys(const KernelParams& params, SharedStorage& smem, const Work& work) {
-    mbarrier_wait(&smem.k_full, 0);
-    mbarrier_wait(&smem.v_full, 0);
+  static __device__ void wait_keys(const KernelParams& params, SharedStorage& smem, const Work& work, uint32_t phase) {
+    mbarrier_wait(&smem.k_full, phase);
+    mbarrier_wait(&smem.v_full, phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
     if (params.rows_may_be_poisoned && valid < kBlockN) {
       scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads>(smem.k, valid, kConsumersBarrier);

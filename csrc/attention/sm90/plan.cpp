@@ -44,7 +44,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);
-  if (jobs(problem, kTiles[tile_index]) > kMost || rows > kMost || problem.heads * problem.total_q > kMost) {
+  if (jobs(problem, kTiles[tile_index]) > kMost / 2 || rows > kMost || problem.heads * problem.total_q > kMost) {
     return "batch * heads * rows is too large for one launch";
   }
   return "";
@@ -65,10 +65,11 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;
   request.sm_count = device.sm_count;
+  int64_t words = kCounterWords;
   if (problem.deterministic) {
-    request.semaphore_bytes = problem.batch * problem.heads * ceil_div(problem.seqlen_q, tile.block_m) *
-                              kConsumerWarpgroups * static_cast<int64_t>(sizeof(int32_t));
+    words += problem.batch * problem.heads * ceil_div(problem.seqlen_q, tile.block_m) * kConsumerWarpgroups;
   }
+  request.semaphore_bytes = words * static_cast<int64_t>(sizeof(int32_t));
   // lse * log2(e) and delta
   request.delta_rows =
       2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q);

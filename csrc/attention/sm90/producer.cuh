@@ -1,5 +1,6 @@
-// The producer warpgroup: `load`, one thread that brings q, dout and row statistics through the copy engine, and
-// `store_dq`, one warp for each consumer warpgroup that adds dq tiles into the accumulator.
+// The producer warpgroup: `find_jobs`, one thread that takes jobs from the counter; `load`, one thread that brings k,
+// v, q, dout and row statistics through the copy engine; `store_dq`, one warp for each consumer warpgroup that adds dq
+// tiles into the accumulator. Each goes from job to job by itself.
 #pragma once
 
 #include "kernel_params.h"
@@ -17,15 +18,52 @@ struct Producer {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
 
-  static __device__ void load(const KernelParams& params, SharedStorage& smem, const Work& work) {
+  // One thread. A job is taken when the loader has nothing left to load for the one before: early enough to be there in
+  // time, late enough that jobs go to the CTAs that are really done.
+  static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem) {
+    for (JobSlot slot;; slot.advance()) {
+      mbarrier_wait(&smem.work_empty[slot.index()], slot.phase() ^ 1);
+      mbarrier_wait(&smem.work_wanted, ~slot.jobs_before % 2);  // the first job is wanted from the start
+      Work& work = smem.work[slot.index()];
+      do {
+        const int32_t index = atomicAdd(params.jobs_taken, 1);
+        work.exhausted = index >= params.jobs;
+        if (!work.exhausted) work.find(params, index);
+      } while (!work.exhausted && !work.exists);
+      mbarrier_arrive(&smem.work_full[slot.index()]);
+      if (work.exhausted) return;
+    }
+  }
+
+  // One thread.
+  static __device__ void load_jobs(const KernelParams& params, SharedStorage& smem) {
+    int32_t steps_before = 0;
+    uint32_t keys_vacated = 1;
+    for (JobSlot slot;; slot.advance()) {
+      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+      const Work& work = smem.work[slot.index()];
+      if (work.exhausted) return;
+      if (work.steps > 0) {
+        const auto wait_keys = [&](uint64_t* empty) { mbarrier_wait(empty, keys_vacated); };
+        load(params, smem, work, steps_before, [&] { wait_keys(&smem.k_empty); }, [&] { wait_keys(&smem.v_empty); });
+        keys_vacated ^= 1;
+        steps_before += work.steps;
+      }
+      mbarrier_arrive(&smem.work_wanted);
+      mbarrier_arrive(&smem.work_empty[slot.index()]);
+    }
+  }
+
+  // One job, by one thread. The last job may still be using k and v: wait_k and wait_v return when it has let go.
+  template <typename WaitK, typename WaitV>
+  static __device__ __forceinline__ void load(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                              int32_t first_index, WaitK wait_k, WaitV wait_v) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t key_row = static_cast<int32_t>(work.sequence.begin_k) + work.first_key;
     const int32_t batch = p.cu_seqlens_k != nullptr ? 0 : work.batch;
     const int32_t batch_q = p.cu_seqlens_q != nullptr ? 0 : work.batch;
 
-    load_tile<Traits::kChunks, Traits::kKeyChunkBytes>(&params.k, &smem.k_full, smem.k, key_row, work.head_kv, batch,
-                                                       0);
-    for (Step step(work); step.index < work.steps; step.advance()) {
+    for (Step step(work, first_index); step.index < step.end; step.advance()) {
       const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
       const int32_t first_query = step.query_block * kBlockM;
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
@@ -36,9 +74,13 @@ struct Producer {
                                                            step.head, batch_q, Traits::kStatisticBytes);
       bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,
                 &smem.q_full[stage]);
-      if (step.index == 0) {
+      if (step.index == first_index) {
+        wait_v();
         load_tile<Traits::kChunksV, Traits::kKeyChunkBytes>(&params.v, &smem.v_full, smem.v, key_row, work.head_kv,
                                                             batch, 0);
+        wait_k();
+        load_tile<Traits::kChunks, Traits::kKeyChunkBytes>(&params.k, &smem.k_full, smem.k, key_row, work.head_kv,
+                                                           batch, 0);
       }
       mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(step.index) ^ 1);
       load_tile<Traits::kChunksV, Traits::kQueryChunkBytes>(&params.dout, &smem.dout_full[dout_stage],
@@ -49,20 +91,26 @@ struct Producer {
     }
   }
 
-  static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, const Work& work, int32_t warpgroup,
-                                  int32_t lane) {
-    const AttentionBackwardParams& p = params.attention;
-    const bool packed = p.cu_seqlens_q != nullptr;
-    const int32_t part_row = warpgroup / Traits::kDqColumnParts * 64;
-    const int32_t part_column = warpgroup % Traits::kDqColumnParts * 64;
+  // One warp for each consumer warpgroup.
+  static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t warpgroup, int32_t lane) {
+    int32_t steps_before = 0;
+    for (JobSlot slot;; slot.advance()) {
+      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+      const Work& work = smem.work[slot.index()];
+      if (work.exhausted) break;
+      Step step(work, steps_before);
+      store_job_dq(params, smem, work, warpgroup, lane, step);
+      steps_before = step.end;
+      if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
+    }
+    if (lane == 0) bulk_wait<0>();
+  }
+
+ private:
+  static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                      int32_t warpgroup, int32_t lane, Step& step) {
     Turn turn;
-    for (Step step(work); step.index < work.steps; step.advance()) {
-      const int32_t row = step.query_block * kBlockM + part_row;
-      // Packed: all heads of a sequence are one run of rows.
-      const int32_t first =
-          packed ? static_cast<int32_t>(work.sequence.begin_q * p.heads + int64_t{step.head} * work.sequence.rows_q)
-                 : 0;
-      const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
+    for (; step.index < step.end; step.advance()) {
       // The buffer that this step fills is free: the add of two steps before has read it.
       if (lane == 0) bulk_wait_read<1>();
       __syncwarp();
@@ -72,26 +120,28 @@ struct Producer {
       if (lane == 0) {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
         turn = begin_turn<Traits>(params, work, warpgroup, step.head, step.query_block);
-        if (row < work.sequence.seqlen_q) {
-#pragma unroll
-          for (int box = 0; box < 2; ++box) {
-            if (part_column + box * 32 < p.head_dim) {
-              tensor_reduce_add_3d(&params.dq_accumulator, smem.dq[step.index % 2][warpgroup][box],
-                                   part_column + box * 32, first + row, slab);
-            }
-          }
-        }
+        add_dq(params, smem.dq[step.index % 2][warpgroup], work, warpgroup, step);
         bulk_commit();
       }
       __syncwarp();
     }
-    if (lane == 0) {
-      finish_turn(turn);
-      bulk_wait<0>();
-    }
+    if (lane == 0) finish_turn(turn);
   }
 
- private:
+  static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
+                                                const Work& work, int32_t warpgroup, const Step& step) {
+    const AttentionBackwardParams& p = params.attention;
+    int32_t row = step.query_block * kBlockM + warpgroup / Traits::kDqColumnParts * 64;
+    if (row >= work.sequence.seqlen_q) return;
+    const bool packed = p.cu_seqlens_q != nullptr;
+    // Packed: all heads of a sequence are one run of rows.
+    if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
+    const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
+    const int32_t column = warpgroup % Traits::kDqColumnParts * 64;
+    tensor_reduce_add_3d(&params.dq_accumulator, boxes[0], column, row, slab);
+    if (column + 32 < p.head_dim) tensor_reduce_add_3d(&params.dq_accumulator, boxes[1], column + 32, row, slab);
+  }
+
   template <int kChunks, int kChunkBytes>
   static __device__ void load_tile(const CUtensorMap* map, uint64_t* barrier, uint8_t* smem, int32_t row, int32_t head,
                                    int32_t batch, uint32_t extra_bytes) {

@@ -43,6 +43,8 @@ struct Traits {
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kStatisticBytes = kBlockM * 4;
 
+  static_assert(kChunks <= 2 * kBlockM / 64, "dk is staged in the buffers of ds");
+
   using Work = sm90::Work<kBlockM, kBlockN>;
 
   struct alignas(1024) SharedStorage {
@@ -54,8 +56,12 @@ struct Traits {
     float dq[2][kConsumerWarpgroups][2][64 * 32];           // 64 x 64 a warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kStages][kBlockM];
-    Work work;
+    Work work[2];                                    // this job and the next
+    uint64_t work_full[2];                           // the scheduler arrives
+    uint64_t work_empty[2];                          // every consumer warp, every store warp and the loader arrive
+    uint64_t work_wanted;                            // the loader arrives: it has nothing more to load for this job
     uint64_t k_full, v_full;                         // producer arrives with bytes
+    uint64_t k_empty, v_empty;                       // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kStages];  // every consumer warp arrives
   };
@@ -63,6 +69,13 @@ struct Traits {
   static __device__ void init_barriers(SharedStorage& smem) {
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.v_full, 1);
+    mbarrier_init(&smem.k_empty, kConsumerThreads / 32);
+    mbarrier_init(&smem.v_empty, kConsumerThreads / 32);
+    mbarrier_init(&smem.work_wanted, 1);
+    for (int slot = 0; slot < 2; ++slot) {
+      mbarrier_init(&smem.work_full[slot], 1);
+      mbarrier_init(&smem.work_empty[slot], kConsumerThreads / 32 + kConsumerWarpgroups + 1);
+    }
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&smem.q_full[stage], 1);
       mbarrier_init(&smem.dout_full[stage], 1);

@@ -21,7 +21,8 @@ __device__ Turn begin_turn(const KernelParams& params, const typename Traits::Wo
   Turn turn;
   const int64_t tile = (int64_t{work.batch} * params.attention.heads + head) * params.query_blocks + query_block;
   turn.semaphore = params.semaphores + tile * Traits::kDqParts + part;
-  turn.number = ordered_turn(work.visibility, query_block, work.key_block, Traits::kBlockM, Traits::kBlockN, 1);
+  // ordered_turn of a group of 1: the key blocks before this one that the tile sees.
+  turn.number = work.key_block - max(query_block * Traits::kBlockM + work.visibility.lo, 0) / Traits::kBlockN;
   while (load_acquire(turn.semaphore) != turn.number) __nanosleep(32);
   fence_async_global();  // adds of the turn before, seen through the semaphore, come before ours
   return turn;

@@ -3,10 +3,9 @@
 
 #include <cstdint>
 
-#include "../params.h"
-#include "../problem.h"
+#include "params.h"
 
-namespace flashbwd::sm80 {
+namespace flashbwd {
 
 enum class BiasGradientMode : int32_t {
   kNone,
@@ -67,4 +66,17 @@ inline BiasGradientScratch bias_gradient_scratch(const BiasBroadcast& broadcast,
   return scratch;
 }
 
-}  // namespace flashbwd::sm80
+// A dimension of size 1 has stride 0 in a view.
+inline BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
+  return {p.dbias.batch_stride == 0 && p.batch != 1, p.dbias.head_stride == 0 && p.heads != 1,
+          p.dbias.row_stride == 0 && p.seqlen_q != 1, p.dbias.col_stride == 0 && p.seqlen_k != 1};
+}
+
+// Where the main kernel puts the gradient of the bias: dbias itself, or fp32 numbers at `storage`.
+BiasGradient bias_gradient(const AttentionBackwardParams& params, const BiasGradientScratch& scratch, void* storage);
+
+// After the main kernel: dbias from what lies at `source`, unless that is dbias. Returns null or a message.
+const char* launch_reduce_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& source,
+                                        const BiasGradientScratch& scratch, void* stream);
+
+}  // namespace flashbwd

@@ -1,0 +1,150 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../common/launch.h"
+#include "../common/numeric.cuh"
+#include "bias_gradient.h"
+#include "schedule.h"
+
+namespace flashbwd {
+namespace {
+
+// The gradient of a broadcast bias from scratch: sums over what is broadcast, in a fixed order.
+constexpr int kReduceThreads = 256;
+
+struct Extents {
+  int32_t batch = 1, head = 1, slot = 1, row = 1, col = 1;
+  __host__ __device__ int64_t count() const { return int64_t{batch} * head * slot * row * col; }
+};
+
+struct ReduceArguments {
+  BiasGradient source;
+  Extents summed;  // 1 where the source is summed already, or where the bias is not broadcast
+  BiasView dbias;
+  Extents out;
+};
+
+// One element of dbias by 32 lanes, or by one thread where there are few terms.
+__device__ __forceinline__ float sum_terms(const ReduceArguments& a, int64_t first, int32_t lane, int32_t lanes) {
+  const Extents& n = a.summed;
+  float sum = 0.f;
+  for (int64_t i = lane; i < n.count(); i += lanes) {
+    int64_t rest = i;
+    const int64_t col = rest % n.col;
+    rest /= n.col;
+    const int64_t row = rest % n.row;
+    rest /= n.row;
+    const int64_t slot = rest % n.slot;
+    rest /= n.slot;
+    const int64_t head = rest % n.head, batch = rest / n.head;
+    sum += static_cast<const float*>(
+        a.source.data)[first + batch * a.source.batch_stride + head * a.source.head_stride +
+                       slot * a.source.slot_stride + row * a.source.row_stride + col * a.source.col_stride];
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_bias_gradient_kernel(const __grid_constant__ ReduceArguments a, int32_t lanes) {
+  const int64_t thread = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kReduceThreads / lanes;
+  for (int64_t element = thread / lanes; element < a.out.count(); element += step) {
+    int64_t rest = element;
+    const int64_t col = rest % a.out.col;
+    rest /= a.out.col;
+    const int64_t row = rest % a.out.row;
+    rest /= a.out.row;
+    const int64_t head = rest % a.out.head, batch = rest / a.out.head;
+    const int64_t first = batch * a.source.batch_stride + head * a.source.head_stride + row * a.source.row_stride +
+                          col * a.source.col_stride;
+    float sum = sum_terms(a, first, static_cast<int32_t>(thread % lanes), lanes);
+    for (int32_t distance = lanes / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);  // lanes is 1 or 32: whole warps work on one element
+    }
+    if (thread % lanes != 0) continue;
+    const int64_t place =
+        batch * a.dbias.batch_stride + head * a.dbias.head_stride + row * a.dbias.row_stride + col * a.dbias.col_stride;
+    if (a.dbias.dtype == DType::kFloat32) {
+      static_cast<float*>(a.dbias.data)[place] = sum;
+    } else if (a.dbias.dtype == DType::kBFloat16) {
+      static_cast<__nv_bfloat16*>(a.dbias.data)[place] = __float2bfloat16_rn(sum);
+    } else {
+      static_cast<__half*>(a.dbias.data)[place] = __float2half_rn(sum);
+    }
+  }
+}
+
+}  // namespace
+
+BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientScratch& scratch, void* storage) {
+  const BiasBroadcast broadcast = broadcast_of(p);
+  BiasGradient g;
+  g.mode = scratch.mode;
+  if (scratch.mode == BiasGradientMode::kNone) return g;
+  if (scratch.elements == 0 && scratch.mode == BiasGradientMode::kStore) {
+    g.dtype = p.dbias.dtype;
+    g.data = p.dbias.data;
+    g.batch_stride = p.dbias.batch_stride;
+    g.head_stride = p.dbias.head_stride;
+    g.row_stride = p.dbias.row_stride;
+    g.col_stride = p.dbias.col_stride;
+    return g;
+  }
+  g.data = storage;
+  const int64_t rows = p.seqlen_q, cols = p.seqlen_k;
+  switch (scratch.mode) {
+    case BiasGradientMode::kKeySums:
+      g.col_stride = 1;
+      g.slot_stride = cols;
+      g.head_stride = scratch.slots * cols;
+      break;
+    case BiasGradientMode::kRowSums:
+      g.row_stride = 1;
+      g.slot_stride = rows;
+      g.head_stride = scratch.slots * rows;
+      break;
+    default:
+      g.col_stride = 1;
+      g.row_stride = cols;
+      g.head_stride = scratch.mode == BiasGradientMode::kAdd && broadcast.head ? 0 : rows * cols;
+      break;
+  }
+  const int64_t heads = g.head_stride == 0 ? 1 : p.heads;
+  const int64_t plane = g.head_stride == 0 ? rows * cols : g.head_stride;
+  g.batch_stride = scratch.mode == BiasGradientMode::kAdd && broadcast.batch ? 0 : heads * plane;
+  return g;
+}
+
+const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& source,
+                                        const BiasGradientScratch& scratch, void* stream) {
+  if (scratch.mode == BiasGradientMode::kNone || source.data == p.dbias.data) return nullptr;
+  const BiasBroadcast broadcast = broadcast_of(p);
+  ReduceArguments a;
+  a.source = source;
+  a.dbias = p.dbias;
+  const auto extent = [](bool is_broadcast, int32_t size) { return is_broadcast ? 1 : size; };
+  a.out.batch = extent(broadcast.batch, p.batch);
+  a.out.head = extent(broadcast.head, p.heads);
+  a.out.row = extent(broadcast.row, p.seqlen_q);
+  a.out.col = extent(broadcast.col, p.seqlen_k);
+  const bool added = scratch.mode == BiasGradientMode::kAdd;
+  a.summed.batch = broadcast.batch && !added ? p.batch : 1;
+  a.summed.head = broadcast.head && !added ? p.heads : 1;
+  a.summed.slot = static_cast<int32_t>(scratch.slots);
+  a.summed.col = broadcast.col && scratch.mode == BiasGradientMode::kKeySums ? p.seqlen_k : 1;
+  if (a.out.count() == 0) return nullptr;
+  constexpr int64_t kManyTerms = 64;
+  const int32_t lanes = a.summed.count() >= kManyTerms ? 32 : 1;
+  constexpr int64_t kMostCtas = 1 << 16;
+  const int64_t ctas = std::min(ceil_div(a.out.count() * lanes, kReduceThreads), kMostCtas);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(kReduceThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = launch_kernel(config, reduce_bias_gradient_kernel, a, lanes);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace flashbwd

@@ -1,3 +1,0 @@
-#include "../launch.cuh"
-
-template const char* flashbwd::sm80::launch<float, 12>(const KernelParams&, bool, void*);

@@ -1,0 +1,133 @@
+"""A whole block of a transformer in training, with PyTorch's gradients and with this library's put in their place.
+
+The model and its code are the same for all peers. Those of this library differ by ``flashbwd.enable()`` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+import flashbwd
+from flashbwd.bench.cases import BLOCK, BLOCK_COMPILED, DTYPES, TORCH_BLOCK, TORCH_BLOCK_COMPILED, BlockCase
+from flashbwd.bench.peers import Peer, Prepared
+
+
+class Attention(nn.Module):
+    """Causal self-attention over (B, S, width); query heads share key heads in groups."""
+
+    def __init__(self, case: BlockCase, bias: bool) -> None:
+        super().__init__()
+        self.head_dim = case.width // case.heads
+        self.splits = [case.width, case.heads_kv * self.head_dim, case.heads_kv * self.head_dim]
+        self.grouped = case.heads != case.heads_kv
+        self.qkv = nn.Linear(case.width, sum(self.splits), bias=bias)
+        self.proj = nn.Linear(case.width, case.width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).split(self.splits, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class GPTBlock(nn.Module):
+    """GPT-2's: LayerNorm before attention and before an MLP with GELU; biases everywhere."""
+
+    def __init__(self, case: BlockCase) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(case.width), nn.LayerNorm(case.width)
+        self.attention = Attention(case, bias=True)
+        self.up, self.down = nn.Linear(case.width, case.hidden), nn.Linear(case.hidden, case.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class LlamaBlock(nn.Module):
+    """Llama's without its rotations: RMSNorm before attention and before a gated MLP; no biases."""
+
+    def __init__(self, case: BlockCase) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(case.width), nn.RMSNorm(case.width)
+        self.attention = Attention(case, bias=False)
+        self.gate, self.up = (nn.Linear(case.width, case.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(case.hidden, case.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        x_hat = self.norm2(x)
+        return x + self.down(silu(self.gate(x_hat)) * self.up(x_hat))
+
+
+SHAPES: dict[str, type[nn.Module]] = {"gpt": GPTBlock, "llama": LlamaBlock}
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """A block with its parameters, x and the gradient of its result (B, S, width)."""
+
+    block: nn.Module
+    x: Tensor
+    dout: Tensor
+
+    @functools.cached_property
+    def expected(self) -> tuple[Tensor, ...]:
+        """Gradients of x and of the parameters in float32, by PyTorch."""
+        wide = copy.deepcopy(self.block).float()
+        x = self.x.detach().float().requires_grad_()
+        return torch.autograd.grad(wide(x), (x, *wide.parameters()), self.dout.float())
+
+
+def make_inputs(case: BlockCase, device: torch.device, seed: int) -> BlockInputs:
+    """Parameters as PyTorch initialises them, and random normal x and gradient."""
+    torch.manual_seed(seed)
+    dtype = DTYPES[case.dtype]
+    with device:
+        block = SHAPES[case.shape](case).to(dtype)
+        x, dout = (torch.randn(case.batch, case.seqlen, case.width, dtype=dtype) for _ in range(2))
+    return BlockInputs(block, x.requires_grad_(), dout)
+
+
+def _step(call: Callable[[Tensor], Tensor], x: BlockInputs) -> Callable[[], tuple[Tensor | None, ...]]:
+    """Forward, backward and a step of AdamW, whose rate is 0 so that every step computes the same."""
+    parameters = list(x.block.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=x.x.is_cuda)
+
+    def step() -> tuple[Tensor | None, ...]:
+        call(x.x).backward(x.dout)
+        optimizer.step()
+        grads = (x.x.grad, *(p.grad for p in parameters))
+        x.x.grad = None
+        optimizer.zero_grad()
+        return grads
+
+    return step
+
+
+def eager(case: BlockCase, x: BlockInputs) -> Prepared:
+    return Prepared(_step(x.block, x), capturable=False)
+
+
+def compiled(case: BlockCase, x: BlockInputs) -> Prepared:
+    return Prepared(_step(torch.compile(x.block, dynamic=False), x), capturable=False)
+
+
+def overridden(prepare: Callable[[BlockCase, BlockInputs], Prepared], case: BlockCase, x: BlockInputs) -> Prepared:
+    prepared = prepare(case, x)
+    return Prepared(prepared.backward, scope=flashbwd.enable, capturable=False)
+
+
+BLOCK_PEERS: tuple[Peer, ...] = (
+    Peer(TORCH_BLOCK, eager),
+    Peer(TORCH_BLOCK_COMPILED, compiled, compiled=True),
+    Peer(BLOCK, functools.partial(overridden, eager)),
+    Peer(BLOCK_COMPILED, functools.partial(overridden, compiled), compiled=True),
+)

@@ -31,8 +31,6 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 257}, "it holds no tile for head dimensions 257 and 128 of bfloat16"),
-        ({"head_dim_v": 512}, "it holds no tile for head dimensions 128 and 512"),
         ({"batch": 0}, "nothing to launch for an empty batch"),
         ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
     ],
@@ -49,7 +47,7 @@ def test_refuses_double_precision(host: ModuleType) -> None:
     ("device", "words"),
     [
         ({"cc_major": 7, "cc_minor": 5}, "it needs compute capability 8.0, the device has 7.5"),
-        ({"smem_per_block": 48 * 1024}, "in 49152 bytes of shared memory a block"),
+        ({"smem_per_block": 64 * 1024}, "in 65536 bytes of shared memory a block"),
         ({"usable": False, "why_not": "the driver is old"}, "the driver is old"),
         ({"has_attention_sm80": False}, "this build holds no sm80 attention kernels"),
     ],
@@ -93,10 +91,62 @@ def test_features_have_tiles_with_registers_to_spare(
     assert (plan.block_m, plan.block_n) == tile
 
 
-@pytest.mark.parametrize(("head_dim", "takes"), [(64, True), (128, True), (256, False)])
-def test_fp32_on_little_shared_memory(host: ModuleType, head_dim: int, takes: bool) -> None:
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 64)), (128, (32, 32)), (256, (64, 64)), (512, (64, 64))])
+def test_fp32_on_little_shared_memory(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
     plan = plan_of(host, CONSUMER, dtype=host.DType.kFloat32, head_dim=head_dim, head_dim_v=head_dim)
-    assert (plan.backend == "sm80") == takes
+    assert (plan.block_m, plan.block_n) == tile
+
+
+# dk and dv of a block of 64 keys for each multiprocessor, in whole blocks of columns: 256 of them, or 128.
+@pytest.mark.parametrize(
+    ("head_dims", "device", "dtype", "tile", "floats"),
+    [
+        ((257, 128), None, "kBFloat16", (256, 64), 64 * (512 + 256)),
+        ((128, 512), None, "kFloat16", (256, 64), 64 * (256 + 512)),
+        ((1024, 1024), None, "kBFloat16", (256, 64), 64 * 2048),
+        ((1024, 1000), CONSUMER, "kBFloat16", (128, 64), 64 * 2048),
+        ((320, 320), None, "kFloat32", (64, 64), 64 * (384 + 384)),
+    ],
+)
+def test_wider_heads_keep_gradients_of_keys_in_global_memory(
+    host: ModuleType,
+    head_dims: tuple[int, int],
+    device: dict[str, Any] | None,
+    dtype: str,
+    tile: tuple[int, int],
+    floats: int,
+) -> None:
+    changes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "dtype": getattr(host.DType, dtype)}
+    plan = plan_of(host, device, batch=16, **changes)
+    assert (plan.block_m, plan.block_n) == tile
+    assert plan.workspace.partial_bytes == A100["sm_count"] * floats * 4
+    assert plan.workspace.semaphore_bytes == 16  # jobs taken
+    few = plan_of(host, device, batch=1, heads_kv=1, seqlen_k=65, **changes)
+    assert few.workspace.partial_bytes == 2 * floats * 4  # no more places than key blocks
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("dtype", ["kFloat16", "kBFloat16", "kFloat32"])
+@pytest.mark.parametrize("features", [False, True])
+def test_every_head_dimension_has_a_launch_that_the_device_allows(
+    host: ModuleType, kib: int, dtype: str, features: bool
+) -> None:
+    """8.6, 8.9 and 12.0 have 99 KB a block, 8.0 and 8.7 have 163, 9.0 and 10.0 have 227."""
+    for wider in [*range(1, 530), 1024, 4096]:
+        for head_dims in ((wider, wider), (wider, 64), (64, wider)):
+            plan = plan_of(
+                host,
+                {"smem_per_block": kib * 1024},
+                dtype=getattr(host.DType, dtype),
+                head_dim=head_dims[0],
+                head_dim_v=head_dims[1],
+                has_alibi=features,
+            )
+            assert plan.backend == "sm80"
+            shared_bytes, threads, has_features = host.sm80_launch(plan)
+            assert shared_bytes <= kib * 1024
+            assert threads * 255 <= 65536
+            assert has_features or not features
 
 
 def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType) -> None:

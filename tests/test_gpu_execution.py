@@ -23,6 +23,7 @@ PACKED = cases.Case(
 VARIANTS = {
     "dense_causal": dataclasses.replace(MEDIUM, causal=True),
     "dense_bias": dataclasses.replace(MEDIUM, bias="1hqk"),
+    "dense_wide": dataclasses.replace(MEDIUM, head_dim=320, head_dim_v=512, causal=True, bias="bh1k", dropout_p=0.1),
     "dense_dropout": dataclasses.replace(MEDIUM, dropout_p=0.2),
     "varlen_causal": dataclasses.replace(PACKED, causal=True),
     "varlen_sink": dataclasses.replace(PACKED, sink="finite", dlse=True),

@@ -26,7 +26,7 @@ struct RowsView {
   bool packed_rows = false;
 };
 
-// A (batch, head, row, column) view; a broadcast dimension has stride 0 and size 1 in `broadcast`.
+// A (batch, head, row, column) view; a broadcast dimension has stride 0.
 struct BiasView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;

@@ -10,7 +10,7 @@
 namespace flashbwd {
 namespace {
 
-// The kernel families in order of preference. A null entry has no kernels in this source tree.
+// The kernel families in order of preference.
 struct Candidate {
   const char* name;
   const AttentionFamily* family;
@@ -25,7 +25,7 @@ const Candidate kCandidates[] = {
 std::string refusal_of(const Candidate& candidate, const AttentionProblem& problem, const DeviceInfo& device) {
   if (problem.device.type == DeviceType::kCPU) return "q is on the CPU";
   if (!device.usable) return device.why_not;
-  if (candidate.family == nullptr || !(device.*candidate.built)) {
+  if (!(device.*candidate.built)) {
     return std::string("this build holds no ") + candidate.name + " attention kernels";
   }
   return candidate.family->refusal(problem, device);

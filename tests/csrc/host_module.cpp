@@ -9,6 +9,7 @@
 #include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/problem.h"
 #include "../../csrc/attention/schedule.h"
+#include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/workspace.h"
 #include "../../csrc/layer_norm/config.h"
 
@@ -128,6 +129,13 @@ void bind_plan(py::module_& m) {
       .def_readonly("deterministic", &AttentionPlan::deterministic)
       .def_readonly("workspace", &AttentionPlan::workspace)
       .def_readonly("refusals", &AttentionPlan::refusals);
+  m.def(
+      "sm80_launch",
+      [](const AttentionPlan& plan) {
+        const sm80::Tile& tile = sm80::kTiles[plan.config];
+        return py::make_tuple(tile.shared_bytes() + sm80::kAlignmentBytes, tile.threads(), tile.features);
+      },
+      "Of a plan of this family: bytes of shared memory and threads of a CTA, and whether its tile has every feature.");
   m.def("plan_attention", [](AttentionProblem problem, const DeviceInfo& device) {
     problem.device.type = DeviceType::kCUDA;
     return plan_attention(problem, device);

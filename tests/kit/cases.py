@@ -119,6 +119,34 @@ def _sizes() -> list[Case]:
     return cases
 
 
+def _wide() -> list[Case]:
+    """Head dimensions beyond any tile, with every feature and lengths that fill no tile."""
+    base = Case("base", batch=1, heads=2, heads_kv=1, seqlen_q=270, seqlen_k=140, head_dim=320, head_dim_v=320)
+    dims = [(264, 264), (320, 320), (384, 384), (512, 512), (1024, 1024), (512, 64), (40, 520), (576, 512), (263, 257)]
+    cases = [replace(base, name=f"wide_{d}x{dv}", head_dim=d, head_dim_v=dv) for d, dv in dims]
+    return [
+        *cases,
+        replace(base, name="wide_causal", causal=True, batch=2, seqlen_k=300),
+        replace(base, name="wide_top_left", causal="top_left", head_dim=512, head_dim_v=512),
+        replace(base, name="wide_window", window_size=(30, 20), seqlen_k=290, head_dim=512),
+        replace(base, name="wide_deterministic", deterministic=True, causal=True, seqlen_k=290),
+        replace(base, name="wide_bias", bias="bhqk", softcap=2.0, alibi="heads", sink="finite", causal=True),
+        replace(base, name="wide_bias_heads", bias="b1qk", dlse=True, head_dim_v=300, bias_hides_rows=True),
+        replace(base, name="wide_bias_row", bias="1h1k", deterministic=True),
+        replace(base, name="wide_bias_column", bias="1hq1"),
+        replace(base, name="wide_dropout_flash", dropout_p=0.2, head_dim=512, head_dim_v=512),
+        replace(base, name="wide_dropout_efficient64", dropout_p=0.3, rng_layout="efficient64", causal=True),
+        replace(base, name="wide_odd_strides", layout="odd_strides", head_dim=262),
+        replace(base, name="wide_packed_qkv", layout="packed_qkv", seqlen_k=270, heads_kv=2),
+        replace(base, name="wide_empty_rows", causal=True, seqlen_k=70, empty_lse=float("-inf")),
+        replace(base, name="wide_seqused", batch=2, seqused_q=(100, 269), seqused_k=(140, 0), dlse=True),
+        _varlen(
+            "wide_varlen", (300, 1, 0, 65), (270, 130, 5, 0), head_dim=320, head_dim_v=512, causal=True, trailing=3
+        ),
+        _varlen("wide_varlen_bias", (20, 33), (40, 10), head_dim=512, head_dim_v=320, bias="bhqk", slack=40),
+    ]
+
+
 def _heads() -> list[Case]:
     pairs = [(4, 2), (6, 2), (3, 1), (8, 1), (5, 5)]
     return [Case(f"heads_{h}to{kv}", heads=h, heads_kv=kv, causal=True) for h, kv in pairs]
@@ -225,7 +253,7 @@ def _memory() -> list[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(
-    _sizes() + _heads() + _masks() + _score_features() + _dropout() + _varlens() + _memory()
+    _sizes() + _wide() + _heads() + _masks() + _score_features() + _dropout() + _varlens() + _memory()
 )
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "two cases share a name"

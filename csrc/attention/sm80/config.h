@@ -6,23 +6,36 @@
 
 namespace flashbwd::sm80 {
 
+// Two forms. Narrow: rows of q, k, v and dout lie in shared memory whole, dk and dv stay in registers. Wide: both are
+// worked on in blocks of columns, dk and dv lie in global memory between query tiles; any head dimension.
 struct Tile {
   int32_t element_bytes;
-  int32_t head_dim;  // of q, k and v in shared memory: smaller ones are padded with zeros
+  int32_t head_dim;  // of q, k and v in shared memory: smaller ones are padded with zeros. Wide: a name for builds only
   int32_t block_m;   // queries
   int32_t block_n;   // keys
   int32_t warps_n;   // warps along the keys of s, dk and dv
   int32_t warps_s;   // warps that share 16 or 32 keys: they split the queries of s and the columns of dk and dv
   int32_t warps_q;   // warps along the queries of dq; the others split its columns
-  int32_t stages;    // of q and dout
+  int32_t stages;    // of q and dout; wide: of pieces
   bool features;     // also for bias, ALiBi, softcap and dropout, which take registers of their own
+  bool wide = false;
 
   constexpr int32_t warps() const { return warps_n * warps_s; }
   constexpr int32_t threads() const { return warps() * 32; }
   constexpr int32_t row_bytes() const { return head_dim * element_bytes; }
   constexpr int32_t score_bytes() const { return block_m * block_n * element_bytes; }
-  // k, v; stages of q, dout, lse and delta; ds, and p where warps exchange it.
+
+  // Wide: what one piece of the stream of tiles holds. Scores take 128 bytes of each row of keys and queries at a time;
+  // dv, dk and dq as many rows of dout, q and k as the tile has keys, gradient_columns of each.
+  constexpr int32_t gradient_columns() const { return 64 * warps_s; }  // 64 of each warp
+  constexpr int32_t piece_bytes() const {
+    const int32_t scores = (block_m + block_n) * 128, rows = block_n * gradient_columns() * element_bytes;
+    return scores > rows ? scores : rows;
+  }
+
+  // k, v; stages of q, dout, lse and delta; ds, and p where warps exchange it. Wide: pieces, lse, delta, ds, p.
   constexpr int32_t shared_bytes() const {
+    if (wide) return stages * piece_bytes() + 2 * block_m * 4 + 2 * score_bytes();
     return 2 * block_n * row_bytes() + stages * (2 * block_m * row_bytes() + 2 * block_m * 4) +
            score_bytes() * (warps_s > 1 ? 2 : 1);
   }
@@ -41,6 +54,10 @@ constexpr Tile kTiles[] = {
     {4, 128, 32, 64, 4, 2, 2, 1, true},    // 64 + 16 registers, 112 KB
     {4, 128, 32, 32, 2, 2, 1, 1, true},    // 64 + 16 registers, 72 KB
     {4, 256, 32, 32, 2, 2, 1, 1, true},    // 128 + 16 registers, 136 KB
+    // Wide: s and dp, then old and new of dv or dk, then dq.
+    {2, 512, 256, 64, 2, 4, 4, 2, true, true},  // 128, 128, 64 registers, 146 KB
+    {2, 512, 128, 64, 2, 2, 2, 2, true, true},  // 128, 128, 64 registers, 81 KB
+    {4, 512, 64, 64, 4, 2, 4, 2, true, true},   // 32, 64, 16 registers, 97 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
@@ -66,7 +83,7 @@ constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim
   const int64_t wider = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
-    if (tile.element_bytes == element_bytes && wider <= tile.head_dim &&
+    if (tile.element_bytes == element_bytes && (tile.wide || wider <= tile.head_dim) &&
         tile.shared_bytes() + kAlignmentBytes <= shared_bytes && (tile.features || !features) &&
         is_built(tile.head_dim)) {
       return i;

@@ -13,8 +13,9 @@ struct Epilogue {
   static __device__ __forceinline__ void store(const KernelParams& params, const Work& work, const Gradient& dk,
                                                const Gradient& dv) {
     const AttentionBackwardParams& p = params.attention;
-    store_one(p.dv, p.dv_dtype, p.head_dim_v, params.dv_aligned, work, dv);
-    store_one(p.dk, p.dk_dtype, p.head_dim, params.dk_aligned, work, dk);
+    const int32_t first_column = Traits::warp_s() * Traits::kGradientTiles * 8;
+    store_one<16>(p.dv, p.dv_dtype, p.head_dim_v, params.dv_aligned, work, first_column, dv);
+    store_one<16>(p.dk, p.dk_dtype, p.head_dim, params.dk_aligned, work, first_column, dk);
   }
 
   // Query tiles that this key block does not see.
@@ -37,13 +38,14 @@ struct Epilogue {
     }
   }
 
- private:
+  // Of `columns`, those of this warp: pairs of tiles, kPairColumns apart, from first_column on.
+  template <int kPairColumns>
   static __device__ __forceinline__ void store_one(const HeadsView& view, DType dtype, int32_t columns, bool aligned,
-                                                   const Work& work, const Gradient& gradient) {
+                                                   const Work& work, int32_t first_column, const Gradient& gradient) {
     const int32_t first =
         work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;
     const int32_t rows = work.sequence.rows_k - first;
-    const int32_t column = Traits::warp_s() * Traits::kGradientTiles * 8 + Traits::lane() % 4 * 2;
+    const int32_t column = first_column + Traits::lane() % 4 * 2;
     const int64_t offset = work.batch * view.batch_stride + work.head_kv * view.head_stride +
                            (work.sequence.begin_k + first) * view.seq_stride + column;
 #pragma unroll
@@ -54,9 +56,10 @@ struct Epilogue {
         if (row >= rows) continue;
 #pragma unroll
         for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
-          const int64_t place = offset + row * view.seq_stride + nt * 8;
+          const int32_t tile_column = nt / 2 * kPairColumns + nt % 2 * 8;
+          const int64_t place = offset + row * view.seq_stride + tile_column;
           const float low = gradient[mt][nt][half * 2], high = gradient[mt][nt][half * 2 + 1];
-          const int32_t left = columns - column - nt * 8;
+          const int32_t left = columns - column - tile_column;
           if (dtype == DType::kFloat32) {
             store_pair(static_cast<float*>(view.data) + place, low, high, left, aligned);
           } else if constexpr (sizeof(T) == 2) {
@@ -67,6 +70,7 @@ struct Epilogue {
     }
   }
 
+ private:
   template <typename Out>
   static __device__ __forceinline__ void store_pair(Out* place, float low, float high, int32_t left, bool aligned) {
     if (aligned && left >= 2) {

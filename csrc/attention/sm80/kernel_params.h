@@ -23,11 +23,15 @@ struct KernelParams {
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
   bool dk_aligned = false, dv_aligned = false;
 
-  // Deterministic: the number of jobs taken so far, and for each (head, query block) how many key blocks have added
-  // to its dq. Null: adds happen in any order.
-  int32_t* jobs_taken = nullptr;
+  int32_t* jobs_taken = nullptr;  // so far, where CTAs take jobs; null: job blockIdx.x
+  // Deterministic: for each (head, query block) how many key blocks have added to its dq. Null: adds happen in any
+  // order.
   int32_t* turns = nullptr;
   int64_t turns_of_head = 0;  // query blocks of all sequences
+
+  // Wide tiles: CTAs, each with a place for dk and dv of its keys.
+  int32_t workers = 0;
+  float* gradients = nullptr;
 
   BiasGradient bias_gradient;
 

@@ -34,6 +34,8 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   sizes.seqlen_k = p.seqlen_k;
   sizes.total_q = p.total_q;
   sizes.total_k = p.total_k;
+  sizes.head_dim = p.head_dim;
+  sizes.head_dim_v = p.head_dim_v;
   sizes.deterministic = p.deterministic;
   sizes.bias_gradient = p.dbias.data != nullptr;
   sizes.bias_broadcast = broadcast_of(p);
@@ -67,14 +69,18 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
 
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
+  if (takes_jobs(sizes, tile)) params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
   if (p.deterministic) {
-    params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
     params.turns = reinterpret_cast<int32_t*>(zeroed + region.turns_offset);
     params.turns_of_head = region.turns_of_head;
   }
+  uint8_t* const partial = base + workspace.partial_offset;
+  if (tile.wide) {
+    params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
+    params.gradients = reinterpret_cast<float*>(partial + partial_region(sizes, tile, plan.sm_count).gradients_offset);
+  }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  params.bias_gradient = bias_gradient(
-      p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : base + workspace.partial_offset);
+  params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
   if (p.dropout_p > 0.f) {
     params.dropout_scale = dropout_scale(p);
     params.dropout_threshold = flash_threshold(p.dropout_p);

@@ -5,33 +5,47 @@
 #include "../../common/launch.h"
 #include "kernel.cuh"
 #include "launch.h"
+#include "wide_kernel.cuh"
 
 namespace flashbwd::sm80 {
 
-template <typename Traits>
-const char* launch_variant(const KernelParams& params, void* stream) {
-  constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(kSharedBytes <= Traits::kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
-  const auto kernel = backward_kernel<Traits>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+inline const char* launch_ctas(void (*kernel)(KernelParams), const KernelParams& params, int64_t ctas, int threads,
+                               int shared_bytes, void* stream) {
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(params.jobs));
-    config.blockDim = dim3(Traits::kThreads);
-    config.dynamicSmemBytes = kSharedBytes;
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     error = launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+template <typename T, int kTileIndex, bool kFeatures>
+const char* launch_variant(const KernelParams& params, void* stream) {
+  constexpr Tile kTile = kTiles[kTileIndex];
+  if constexpr (kTile.wide) {
+    using Variant = WideTraits<T, kTileIndex, kFeatures>;
+    constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
+    static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
+    return launch_ctas(wide_kernel<Variant>, params, params.workers, Variant::kThreads, kSharedBytes, stream);
+  } else {
+    using Variant = Traits<T, kTileIndex, kFeatures>;
+    constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
+    static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
+    return launch_ctas(backward_kernel<Variant>, params, params.jobs, Variant::kThreads, kSharedBytes, stream);
+  }
+}
+
 template <typename T, int kTileIndex>
 const char* launch(const KernelParams& params, bool features, void* stream) {
   if constexpr (kTiles[kTileIndex].features) {
-    if (features) return launch_variant<Traits<T, kTileIndex, true>>(params, stream);
+    if (features) return launch_variant<T, kTileIndex, true>(params, stream);
   }
   return features ? "sm80: the tile has no variant for bias, ALiBi, softcap and dropout"
-                  : launch_variant<Traits<T, kTileIndex, false>>(params, stream);
+                  : launch_variant<T, kTileIndex, false>(params, stream);
 }
 
 }  // namespace flashbwd::sm80

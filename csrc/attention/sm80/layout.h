@@ -15,6 +15,7 @@ struct CallSizes {
   int64_t batch = 0, heads = 0, heads_kv = 0;
   int64_t seqlen_q = 0, seqlen_k = 0;  // the longest when packed
   int64_t total_q = 0, total_k = 0;
+  int64_t head_dim = 0, head_dim_v = 0;
   bool deterministic = false;
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
@@ -36,12 +37,16 @@ inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& 
                                sizes.seqlen_k, tile.warps_s, key_groups);
 }
 
+// Whether CTAs take their jobs from a counter: in order, or because there are fewer CTAs than jobs.
+inline bool takes_jobs(const CallSizes& sizes, const Tile& tile) { return sizes.deterministic || tile.wide; }
+
 inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   ZeroedRegion region;
+  if (takes_jobs(sizes, tile)) region.bytes = 16;
   if (sizes.deterministic) {
     region.turns_of_head = sizes.packed_q ? first_block(sizes.total_q, sizes.batch, tile.block_m)
                                           : sizes.batch * ceil_div(sizes.seqlen_q, tile.block_m);
-    region.turns_offset = 16;
+    region.turns_offset = region.bytes;
     region.bytes = round_up(region.turns_offset + sizes.heads * region.turns_of_head * 4, 16);
   }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
@@ -52,6 +57,12 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   return region;
 }
 
+// Wide tiles: fp32 dk and dv of the keys that a CTA works on, in the order of its registers.
+inline int64_t gradient_floats(int64_t head_dim, int64_t head_dim_v, const Tile& tile) {
+  const int64_t columns = tile.gradient_columns();
+  return tile.wide ? tile.block_n * (round_up(head_dim, columns) + round_up(head_dim_v, columns)) : 0;
+}
+
 // Whether jobs follow cu_seqlens_k. A bias gradient is as wide as the longest sequence, so that every sequence needs
 // CTAs for all of it.
 inline bool packed_jobs(const CallSizes& sizes) { return sizes.packed_k && !sizes.bias_gradient; }
@@ -59,6 +70,27 @@ inline bool packed_jobs(const CallSizes& sizes) { return sizes.packed_k && !size
 inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
   if (packed_jobs(sizes)) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
   return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
+}
+
+// CTAs of a wide tile: one a multiprocessor, as their shared memory wants it.
+inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors) {
+  return at_most(job_count(sizes, tile), at_least(multiprocessors, 1));
+}
+
+// The partial region of the workspace: fp32 bias gradient that needs no zeros, then dk and dv of the CTAs.
+struct PartialRegion {
+  int64_t gradients_offset = 0;
+  int64_t bytes = 0;
+};
+
+inline PartialRegion partial_region(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors) {
+  PartialRegion region;
+  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  if (!scratch.zeroed) region.bytes = scratch.elements * 4;
+  region.gradients_offset = round_up(region.bytes, 256);
+  const int64_t floats = gradient_floats(sizes.head_dim, sizes.head_dim_v, tile);
+  if (floats > 0) region.bytes = region.gradients_offset + worker_count(sizes, tile, multiprocessors) * floats * 4;
+  return region;
 }
 
 }  // namespace flashbwd::sm80

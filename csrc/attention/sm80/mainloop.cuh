@@ -231,7 +231,7 @@ struct Mainloop {
     }
   }
 
- private:
+ protected:
   static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t first = work.key_block * Traits::kBlockN;

@@ -30,6 +30,8 @@ CallSizes sizes_of(const AttentionProblem& problem) {
   sizes.seqlen_k = problem.seqlen_k;
   sizes.total_q = problem.total_q;
   sizes.total_k = problem.total_k;
+  sizes.head_dim = problem.head_dim;
+  sizes.head_dim_v = problem.head_dim_v;
   sizes.deterministic = problem.deterministic;
   sizes.bias_gradient = problem.need_dbias;
   sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
@@ -67,8 +69,10 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->block_n = tile.block_n;
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
-  plan->schedule = problem.deterministic ? "one CTA a key block, dq added in order of the key blocks"
-                                         : "one CTA a key block, dq added by atomics";
+  plan->schedule =
+      std::string(tile.wide ? "persistent CTAs, a key block at a time, dk and dv in global memory by blocks of columns"
+                            : "one CTA a key block") +
+      (problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics");
   const CallSizes sizes = sizes_of(problem);
   WorkspaceRequest request;
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
@@ -77,8 +81,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   // lse * log2(e) and delta
   request.delta_rows =
       2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q);
-  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  if (!scratch.zeroed) request.partial_bytes = scratch.elements * static_cast<int64_t>(sizeof(float));
+  request.partial_bytes = partial_region(sizes, tile, device.sm_count).bytes;
   plan->workspace = plan_workspace(problem, request);
 }
 

@@ -1,0 +1,243 @@
+// The wide form: the walk of one CTA over the query tiles of a key block, for any head dimensions.
+//
+// Scores are summed over blocks of columns in registers; p and ds of the whole tile go to shared memory; then dv, dk
+// and dq take shape one block of columns after the other. dk and dv lie in global memory between query tiles, each
+// thread's registers as 16-byte vectors: what a thread reads is what it wrote itself.
+#pragma once
+
+#include <cstdint>
+
+#include "epilogue.cuh"
+#include "wide_traits.cuh"
+
+namespace flashbwd::sm80 {
+
+template <typename Traits>
+struct WideMainloop : Mainloop<Traits> {
+  using Base = Mainloop<Traits>;
+  using M = typename Base::M;
+  using SharedStorage = typename Traits::SharedStorage;
+  using Gradient = typename Base::Gradient;
+  using ScoreTile = typename Base::ScoreTile;
+  using DqTile = float[Traits::kQueryTiles][Traits::kColumnTiles][4];
+  static constexpr int kPartSteps = Traits::kPartRows / M::kStep;
+  static constexpr int kVectors = Traits::kKeyTiles * Traits::kGradientTiles;  // of a thread, a block of columns
+
+  // dk or dv: where it is kept and where it goes.
+  struct Target {
+    float* kept;  // vectors of this thread; those of the next are 16 bytes further
+    const HeadsView& view;
+    DType dtype;
+    int32_t columns;
+    bool aligned;
+    float scale;
+  };
+
+  // Writes dk and dv of the keys, adds dq of all query tiles.
+  static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, const Work& work) {
+    const AttentionBackwardParams& p = params.attention;
+    const int32_t blocks_k = PieceCursor<Traits>::blocks_for_gradients(p.head_dim);
+    const int32_t blocks_v = PieceCursor<Traits>::blocks_for_gradients(p.head_dim_v);
+    constexpr int64_t kBlockFloats = Traits::kBlockN * Traits::kGradientColumns;
+    float* const kept = params.gradients + int64_t{blockIdx.x} * (blocks_k + blocks_v) * kBlockFloats + threadIdx.x * 4;
+    const Target dk = {kept, p.dk, p.dk_dtype, p.head_dim, params.dk_aligned, p.softmax_scale};
+    const Target dv = {kept + blocks_k * kBlockFloats, p.dv, p.dv_dtype, p.head_dim_v, params.dv_aligned, 1.f};
+    const int32_t steps = work.steps();
+    if (steps == 0) {
+      for (int32_t block = 0; block < blocks_k; ++block) store_zeros(dk, work, block);
+      for (int32_t block = 0; block < blocks_v; ++block) store_zeros(dv, work, block);
+      return;
+    }
+
+    Scores<Traits> scores(params, work);
+    PieceStream<Traits> stream(params, smem, work);
+#pragma unroll 1
+    for (Step step(work); step.index < steps; step.advance(work)) {
+      const int32_t query_block = step.query_block(work);
+      {
+        ScoreTile s, dp;
+        scores.start(step.head, query_block, s);
+        multiply(stream, p.head_dim, s);
+#pragma unroll
+        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+          for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) dp[mt][nt][e] = 0.f;
+          }
+        }
+        multiply(stream, p.head_dim_v, dp);
+        scores.apply(step.head, query_block, smem.lse, smem.delta, s, dp);
+        typename Base::Held held;
+        Base::hold(s, held);
+        Base::store_scores(smem.p, held);
+        Base::hold(dp, held);
+        Base::store_scores(smem.ds, held);
+      }
+      const BlockRange parts = PieceCursor<Traits>::parts(work, query_block);
+      add_gradient(stream, smem.p, parts, dv, work, step.index == 0, step.index + 1 == steps);
+      add_gradient(stream, smem.ds, parts, dk, work, step.index == 0, step.index + 1 == steps);
+      add_dq(stream, step.head, query_block);
+      if (step.last_of_head(work)) scores.finish_head(step.head);
+    }
+  }
+
+ private:
+  // c (keys, queries) += keys (kBlockN, columns) * queries (kBlockM, columns)^T.
+  static __device__ __forceinline__ void multiply(PieceStream<Traits>& stream, int32_t columns, ScoreTile& c) {
+#pragma unroll 1
+    for (int32_t block = PieceCursor<Traits>::blocks_for_scores(columns); block > 0; --block) {
+      const uint8_t* const piece = stream.acquire();
+      Base::multiply_keys(piece, piece + Traits::kBlockN * Traits::kRowBytes, c);
+    }
+  }
+
+  static __device__ __forceinline__ void store_zeros(const Target& target, const Work& work, int32_t block) {
+    const Gradient zeros = {};
+    store(target, work, block, zeros);
+  }
+
+  static __device__ __forceinline__ void store(const Target& target, const Work& work, int32_t block,
+                                               const Gradient& gradient) {
+    Epilogue<Traits>::template store_one<Traits::kPairColumns>(
+        target.view, target.dtype, target.columns, target.aligned, work,
+        block * Traits::kGradientColumns + Traits::warp_s() * 16, gradient);
+  }
+
+  // dk or dv of all columns: what is kept of the query tiles before plus scores (keys, queries) * rows (queries,
+  // columns).
+  static __device__ __forceinline__ void add_gradient(PieceStream<Traits>& stream, const uint8_t* scores,
+                                                      const BlockRange& parts, const Target& target, const Work& work,
+                                                      bool first, bool last) {
+    const int32_t blocks = PieceCursor<Traits>::blocks_for_gradients(target.columns);
+#pragma unroll 1
+    for (int32_t block = 0; block < blocks; ++block) {
+      const int32_t left = target.columns - block * Traits::kGradientColumns;
+      const int32_t pairs = min((left + Traits::kPairColumns - 1) / Traits::kPairColumns, Traits::kPairs);
+      auto* const kept = reinterpret_cast<float4*>(target.kept) + int64_t{block} * kVectors * Traits::kThreads;
+      float4 before[Traits::kKeyTiles][Traits::kGradientTiles];  // on its way while the products run
+      Gradient sum;
+#pragma unroll
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+        for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
+          before[mt][nt] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (!first && nt / 2 < pairs) {
+            before[mt][nt] = __ldcg(kept + (mt * Traits::kGradientTiles + nt) * Traits::kThreads);
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[mt][nt][e] = 0.f;
+        }
+      }
+#pragma unroll 1
+      for (int32_t part = parts.begin; part < parts.end; ++part) {
+        const uint8_t* const rows = stream.acquire();
+        if (pairs == Traits::kPairs) {
+          multiply_part<true>(scores, rows, part, pairs, sum);
+        } else {
+          multiply_part<false>(scores, rows, part, pairs, sum);
+        }
+      }
+#pragma unroll
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+        for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
+          float (&c)[4] = sum[mt][nt];
+          c[0] += before[mt][nt].x;
+          c[1] += before[mt][nt].y;
+          c[2] += before[mt][nt].z;
+          c[3] += before[mt][nt].w;
+          if (!last && nt / 2 < pairs) {
+            __stcg(kept + (mt * Traits::kGradientTiles + nt) * Traits::kThreads, make_float4(c[0], c[1], c[2], c[3]));
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e) c[e] *= target.scale;
+        }
+      }
+      if (last) store(target, work, block, sum);
+    }
+  }
+
+  // c (keys, columns) += scores (keys, queries of a part) * rows (kPartRows, columns); kWhole: all pairs of tiles.
+  template <bool kWhole>
+  static __device__ __forceinline__ void multiply_part(const uint8_t* scores, const uint8_t* rows, int32_t part,
+                                                       int32_t pairs, Gradient& c) {
+    const int32_t lane = Traits::lane();
+    const typename M::template RowsA<Traits::kScoreRowBytes> rows_a(smem_address(scores), lane,
+                                                                    Traits::warp_n() * Traits::kKeyTiles * 16);
+    const typename M::template ColumnsB<Traits::kGradientRowBytes, false> columns_b(smem_address(rows), lane,
+                                                                                    Traits::warp_s() * 16);
+#pragma unroll(Base::kUnroll)
+    for (int k = 0; k < kPartSteps; ++k) {
+      typename M::A a[Traits::kKeyTiles];
+#pragma unroll
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, part * kPartSteps + k);
+#pragma unroll
+      for (int pair = 0; pair < Traits::kPairs; ++pair) {
+        if (!kWhole && pair >= pairs) break;
+        const typename M::B b = columns_b.load(k, pair * Traits::kPairColumns);
+#pragma unroll
+        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt][2 * pair], c[mt][2 * pair + 1], a[mt], b);
+      }
+    }
+  }
+
+  // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, columns), added to the accumulator in global memory.
+  static __device__ __forceinline__ void add_dq(PieceStream<Traits>& stream, int32_t head, int32_t query_block) {
+    const KernelParams& params = stream.params;
+    const AttentionBackwardParams& p = params.attention;
+    const Work& work = stream.work;
+    const int32_t lane = Traits::lane();
+    const bool odd = lane / 4 % 2 == 1;
+    const int32_t rows = work.sequence.seqlen_q - query_block * Traits::kBlockM;
+    const int32_t row = Traits::warp_q() * Traits::kQueryTiles * 16 + lane / 8 * 2;
+    const int32_t lane_column = Traits::warp_d() * Traits::kColumnTiles * 8 + lane % 4 * 2 + (odd ? 1 : 0);
+    const int64_t first_row = p.cu_seqlens_q != nullptr ? work.sequence.begin_q : int64_t{work.batch} * p.seqlen_q;
+    float* const destination =
+        params.dq_accumulator + first_row * p.heads * params.dq_row_stride +
+        dq_row_offset(head, 0, query_block * Traits::kBlockM + row, 1, work.sequence.rows_q, params.dq_row_stride);
+    const bool in_turn = params.turns != nullptr;
+    if (in_turn) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+#pragma unroll 1
+    for (int32_t block = 0; block < p.head_dim; block += Traits::kGradientColumns) {
+      const uint8_t* const keys = stream.acquire();
+      const int32_t columns = min(p.head_dim - block, Traits::kGradientColumns);
+#pragma unroll 1
+      for (int32_t column = 0; column < columns; column += Traits::kDqStep) {
+        DqTile dq = {};
+        multiply_dq(stream.smem.ds, keys, column, dq);
+        float* const place = destination + block + column + lane_column;
+        if (rows >= Traits::kBlockM && columns - column >= Traits::kDqStep) {
+          Base::template add_fragments<false>(place, params.dq_row_stride, odd, 0, 0, dq);
+        } else {
+          Base::template add_fragments<true>(place, params.dq_row_stride, odd, rows - row,
+                                             columns - column - lane_column, dq);
+        }
+      }
+    }
+    if (in_turn) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();
+  }
+
+  static __device__ __forceinline__ void multiply_dq(const uint8_t* ds, const uint8_t* keys, int32_t column,
+                                                     DqTile& dq) {
+    const int32_t lane = Traits::lane();
+    const typename M::template ColumnsA<Traits::kScoreRowBytes> columns_a(smem_address(ds), lane,
+                                                                          Traits::warp_q() * Traits::kQueryTiles * 16);
+    const typename M::template ColumnsB<Traits::kGradientRowBytes, false> columns_b(
+        smem_address(keys), lane, Traits::warp_d() * Traits::kColumnTiles * 8);
+#pragma unroll(Base::kUnroll)
+    for (int k = 0; k < Traits::kBlockN / M::kStep; ++k) {
+      typename M::A a[Traits::kQueryTiles];
+#pragma unroll
+      for (int mt = 0; mt < Traits::kQueryTiles; ++mt) a[mt] = columns_a.load(k, mt * 16);
+#pragma unroll
+      for (int nt = 0; nt < Traits::kColumnTiles; nt += 2) {
+        const typename M::B b = columns_b.load(k, column + nt * 8);
+#pragma unroll
+        for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt][nt], dq[mt][nt + 1], a[mt], b);
+      }
+    }
+  }
+};
+
+}  // namespace flashbwd::sm80

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flashbwd.mods.kernels import NoKernelError
-from flashbwd.mods.run import kernel_refusal, run_kernel
+from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
 from flashbwd.reference.decoding import (
     DecodingCall,
     Mod,
@@ -97,14 +97,26 @@ def flex_decoding(
     ValueError
         For bad arguments; the message names the argument, what was expected and what came.
     RuntimeError
-        When a modification fails, reads a value back from the device or branches on one.
+        When a modification fails, reads a value back from the device or branches on one; on a GPU also when it calls
+        an operator that the kernel has no code for. The message names the modification and the operator.
     """
+    need_lse, need_max_scores = return_lse, False
+    if return_aux is not None:
+        if return_lse:
+            raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
+        need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
+    if not kernel_options and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cuda"):
+        results = run_at_once(query, key, value, score_mod, block_mask, scale, enable_gqa, 0, need_lse, need_max_scores)
+        if results:
+            if return_aux is not None:
+                lse = results[1] if need_lse else None
+                return results[0], AuxOutput(lse=lse, max_scores=results[-1] if need_max_scores else None)
+            return (results[0], results[1]) if return_lse else results[0]
+
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value, enable_gqa)
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
-    if return_lse and return_aux is not None:
-        raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
     options = _acting_options(kernel_options or {})
     call = DecodingCall(
         score_mod=score_mod,
@@ -116,8 +128,7 @@ def flex_decoding(
     )
     out, lse, largest = _attend(call, query, key, value)
     if return_aux is not None:
-        aux = AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest if return_aux.max_scores else None)
-        return out, aux
+        return out, AuxOutput(lse=lse if need_lse else None, max_scores=largest if need_max_scores else None)
     return (out, lse) if return_lse else out
 
 
@@ -234,9 +245,9 @@ def _forward(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> t
         statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
         return query.new_zeros((*shape, value.shape[3])), statistics, statistics.clone()
     if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):
-        out = _empty_like_query(query, value.shape[3])
         try:
-            return out, *run_kernel(call, query, key, value, out)
+            out, lse, largest = run_kernel(call, query, key, value)
+            return out, lse, largest
         except NoKernelError as reason:
             _warn_once(f"flashbwd: flex_decoding runs on its slow reference: {reason}")
     with _exact(query.device):

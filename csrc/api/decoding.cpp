@@ -2,9 +2,13 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
+#include <cmath>
+#include <deque>
+#include <mutex>
+#include <utility>
 #include <vector>
 
-#include "../common/check.h"
+#include "../decoding/call.h"
 #include "../decoding/launch.h"
 #include "../decoding/source.h"
 #include "cuda_backend.h"
@@ -13,102 +17,158 @@
 namespace flashbwd {
 namespace {
 
-void copy_strides(const TensorDesc& tensor, long long (&strides)[3]) {
-  for (int i = 0; i < 3; ++i) strides[i] = tensor.sizes[i] == 1 ? 0 : tensor.strides[i];
+// Kernels compiled for the modifications of a call, one a tile, dtype and device. Python makes one, fills it, and
+// passes its number; number 0 has no modification, and its kernels are those that every build holds.
+struct Modification {
+  struct Kernel {
+    DecodingTile tile;
+    bool bfloat16;
+    int64_t device;
+    void* kernel;
+  };
+  std::vector<Kernel> kernels;
+};
+
+std::mutex modifications_mutex;
+std::deque<Modification> modifications(1);
+
+// False when Python has no kernel for it yet.
+bool find_kernel(int64_t modification, DecodingTile tile, bool bfloat16, int64_t device, void** kernel) {
+  *kernel = nullptr;
+  if (modification == 0) return true;
+  const std::lock_guard<std::mutex> lock(modifications_mutex);
+  for (const auto& known : modifications.at(modification).kernels) {
+    if (known.tile.head_dim == tile.head_dim && known.tile.rows == tile.rows && known.bfloat16 == bfloat16 &&
+        known.device == device) {
+      *kernel = known.kernel;
+      return true;
+    }
+  }
+  return false;
 }
 
-BlockList block_list(const std::optional<Tensor>& counts, const std::optional<Tensor>& indices) {
-  BlockList list = {};
-  if (!counts.has_value() || !indices.has_value()) return list;
-  const TensorDesc c = describe(*counts), i = describe(*indices);
-  list.counts = static_cast<const int*>(c.data);
-  list.indices = static_cast<const int*>(i.data);
-  copy_strides(c, list.count_strides);
-  copy_strides(i, list.index_strides);
-  return list;
+// (B, H, Sq, head_dim) with q's dtype and order of dimensions in memory, the last innermost.
+Tensor empty_output(const Tensor& q, const TensorDesc& desc, int64_t head_dim) {
+  std::array<int, 3> order = {0, 1, 2};
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return desc.strides[a] > desc.strides[b]; });
+  const std::array<int64_t, 4> sizes = {desc.sizes[0], desc.sizes[1], desc.sizes[2], head_dim};
+  std::array<int64_t, 4> strides = {0, 0, 0, 1};
+  int64_t stride = head_dim;
+  for (int i = 2; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride *= sizes[order[i]];
+  }
+  return empty_strided(q, sizes, strides, desc.dtype);
 }
 
-// decoding_forward(q, k, v, out!, lse!, max_scores!, partial lists, full lists, states, captured, ...)
+// A decoding loop asks the same question at every step.
+int32_t splits_of(int64_t units, int64_t seqlen_k, DecodingTile tile, const DeviceInfo& info) {
+  using Question = std::array<int64_t, 6>;
+  const Question question = {units, seqlen_k, tile.head_dim, tile.rows, info.sm_count, info.smem_per_block};
+  static thread_local Question last = {};
+  static thread_local int32_t answer = 1;
+  if (question != last) {
+    answer = decoding_splits(units, seqlen_k, tile, info.sm_count, info.smem_per_block);
+    last = question;
+  }
+  return answer;
+}
+
+struct ForwardOptions {
+  int64_t modification;
+  std::optional<double> scale;
+  int64_t splits;  // 0: as many as serve best
+  bool need_lse, need_max_scores;
+};
+
+// out, and the statistics that are needed; nothing for a call that no kernel takes as it is.
+std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const ForwardOptions& options) {
+  const CudaBackend* cuda = cuda_backend();
+  if (cuda == nullptr || cuda->decoding == nullptr || !kernel_takes(call)) return {};
+  const int device = call.q.device.index;
+  const DeviceInfo info = cuda->device_info(device);
+  if (!info.usable || info.cc_major < 8) return {};
+  const DecodingTile tile =
+      decoding_tile(call.q.sizes[3], call.v.sizes[3], call.q.sizes[1] / call.k.sizes[1] * call.q.sizes[2]);
+  const bool bfloat16 = call.q.dtype == DType::kBFloat16;
+  void* kernel = nullptr;
+  if (tile.head_dim == 0 || !find_kernel(options.modification, tile, bfloat16, device, &kernel)) return {};
+
+  DecodingParams p = params_of(call, tile);
+  p.scale = static_cast<float>(options.scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
+  const int64_t units = int64_t{p.batch} * p.heads_kv * p.row_tiles;
+  p.splits = options.splits > 0 ? static_cast<int>(std::min<int64_t>(options.splits, 65535))
+                                : splits_of(units, p.seqlen_k, tile, info);
+
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  std::vector<Tensor> results = {empty_output(q, call.q, p.head_dim_v)};
+  p.out = results[0].data_ptr();
+  const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
+  // One piece of scratch: the splits' partial results, and the statistics that nobody asked for.
+  const int64_t partial = p.splits > 1 ? p.splits * rows * (p.head_dim_v + 2) : 0;
+  const int64_t unasked = (options.need_lse ? 0 : rows) + (options.need_max_scores ? 0 : rows);
+  std::optional<Tensor> scratch;
+  float* free = nullptr;
+  if (partial + unasked > 0) {
+    scratch = empty_strided<1>(q, {partial + unasked}, {1}, DType::kFloat32);
+    p.partial_out = static_cast<float*>(scratch->data_ptr());
+    p.partial_stats = p.partial_out + p.splits * rows * p.head_dim_v;
+    free = p.partial_out + partial;
+  }
+  const auto statistic = [&](bool needed) {
+    if (!needed) return std::exchange(free, free + rows);
+    results.push_back(empty_strided<3>(q, {p.batch, p.heads, p.seqlen_q},
+                                       {int64_t{p.heads} * p.seqlen_q, p.seqlen_q, 1}, DType::kFloat32));
+    return static_cast<float*>(results.back().data_ptr());
+  };
+  p.lse = statistic(options.need_lse);
+  p.max_scores = statistic(options.need_max_scores);
+  const char* error = cuda->decoding(p, tile, bfloat16, kernel, info, cuda->current_stream(device));
+  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+  return results;
+}
+
 void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const Tensor q = reader.tensor(), k = reader.tensor(), v = reader.tensor();
-  const Tensor out = reader.tensor(), lse = reader.tensor(), max_scores = reader.tensor();
-  const auto counts = reader.optional_tensor(), indices = reader.optional_tensor();
-  const auto full_counts = reader.optional_tensor(), full_indices = reader.optional_tensor();
-  const auto states = reader.optional_tensor();
-  const std::vector<Tensor> captured = reader.read<std::vector<Tensor>>();
-  const double scale = reader.read<double>();
-  const int64_t splits = reader.read<int64_t>();
-  const int64_t q_block = reader.read<int64_t>(), kv_block = reader.read<int64_t>();
-  const int64_t kernel = reader.read<int64_t>();
+  const auto mask = reader.read<std::vector<Tensor>>();
+  const auto mask_shape = reader.read<std::vector<int64_t>>();
+  const auto captured = reader.read<std::vector<Tensor>>();
+  ForwardOptions options;
+  options.modification = reader.read<int64_t>();
+  options.scale = reader.read<std::optional<double>>();
+  DecodingCall call;
+  call.enable_gqa = reader.read<bool>();
+  options.splits = reader.read<int64_t>();
+  options.need_lse = reader.read<bool>();
+  options.need_max_scores = reader.read<bool>();
 
-  const TensorDesc dq = describe(q), dk = describe(k), dv = describe(v), dout = describe(out);
-  const CudaBackend* cuda = cuda_backend();
-  check(cuda != nullptr && cuda->decoding != nullptr, "this installation holds no decoding kernels");
-  const DeviceInfo info = cuda->device_info(dq.device.index);
-  check(info.usable, info.why_not);
-  check(captured.size() <= DecodingParams::kMaxCaptured, "score_mod and mask_mod capture ", captured.size(),
-        " tensors, expected at most ", DecodingParams::kMaxCaptured);
+  call.q = describe(q);
+  call.k = describe(k);
+  call.v = describe(v);
+  for (const Tensor& tensor : mask) call.mask.push_back(describe(tensor));
+  std::copy_n(mask_shape.begin(), std::min<size_t>(mask_shape.size(), 4), call.mask_shape.begin());
+  for (const Tensor& tensor : captured) call.captured.push_back(describe(tensor));
+  stack[0] = boxed(forward(q, call, options));
+}
 
-  DecodingParams p = {};
-  p.q = dq.data;
-  p.k = dk.data;
-  p.v = dv.data;
-  p.out = dout.data;
-  p.lse = static_cast<float*>(lse.data_ptr());
-  p.max_scores = static_cast<float*>(max_scores.data_ptr());
-  copy_strides(dq, p.q_strides);
-  copy_strides(dk, p.k_strides);
-  copy_strides(dv, p.v_strides);
-  copy_strides(dout, p.out_strides);
-  p.batch = static_cast<int>(dq.sizes[0]);
-  p.heads = static_cast<int>(dq.sizes[1]);
-  p.heads_kv = static_cast<int>(dk.sizes[1]);
-  p.group = p.heads / p.heads_kv;
-  p.seqlen_q = static_cast<int>(dq.sizes[2]);
-  p.seqlen_k = static_cast<int>(dk.sizes[2]);
-  p.head_dim = static_cast<int>(dq.sizes[3]);
-  p.head_dim_v = static_cast<int>(dv.sizes[3]);
-  p.scale = static_cast<float>(scale);
-  p.partial = block_list(counts, indices);
-  p.full = block_list(full_counts, full_indices);
-  if (states.has_value()) {
-    const TensorDesc s = describe(*states);
-    p.states = static_cast<const unsigned char*>(s.data);
-    copy_strides(s, p.state_strides);
-  }
-  constexpr int64_t kLargestBlock = 1 << 30;
-  p.q_block = static_cast<int>(std::min(q_block, kLargestBlock));
-  p.kv_block = static_cast<int>(std::min(kv_block, kLargestBlock));
-  for (size_t i = 0; i < captured.size(); ++i) {
-    const TensorDesc c = describe(captured[i]);
-    p.captured[i].data = c.data;
-    check(c.dim <= CapturedTensor::kMaxDims, "a captured tensor has ", c.dim, " dimensions, expected at most ",
-          CapturedTensor::kMaxDims);
-    for (int d = 0; d < c.dim; ++d) {
-      p.captured[i].strides[d] = c.strides[d];
-      p.captured[i].sizes[d] = static_cast<int>(c.sizes[d]);
-    }
-  }
+void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
+  const std::lock_guard<std::mutex> lock(modifications_mutex);
+  modifications.emplace_back();
+  stack[0] = boxed<int64_t>(static_cast<int64_t>(modifications.size()) - 1);
+}
 
-  const DecodingTile tile = decoding_tile(p.head_dim, p.head_dim_v, int64_t{p.group} * p.seqlen_q);
-  check(tile.head_dim > 0, "query has head dimension ", p.head_dim, ", expected at most 256 for the decoding kernel");
-  p.row_tiles = (p.group * p.seqlen_q + tile.rows - 1) / tile.rows;
-  const int64_t units = int64_t{p.batch} * p.heads_kv * p.row_tiles;
-  p.splits = splits > 0 ? static_cast<int>(std::min<int64_t>(splits, 65535))
-                        : decoding_splits(units, p.seqlen_k, tile, info.sm_count, info.smem_per_block);
-
-  const torch::stable::accelerator::DeviceGuard guard(dq.device.index);
-  std::optional<Tensor> workspace;
-  if (p.splits > 1) {
-    const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
-    workspace = new_empty(q, {p.splits * rows * (p.head_dim_v + 2)}, DType::kFloat32);
-    p.partial_out = static_cast<float*>(workspace->data_ptr());
-    p.partial_stats = p.partial_out + p.splits * rows * p.head_dim_v;
-  }
-  const char* error = cuda->decoding(p, tile, dq.dtype == DType::kBFloat16, reinterpret_cast<void*>(kernel), info,
-                                     cuda->current_stream(dq.device.index));
-  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+void decoding_add_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const int64_t modification = reader.read<int64_t>();
+  Modification::Kernel kernel;
+  kernel.tile.head_dim = static_cast<int32_t>(reader.read<int64_t>());
+  kernel.tile.rows = static_cast<int32_t>(reader.read<int64_t>());
+  kernel.bfloat16 = reader.read<bool>();
+  kernel.device = reader.read<int64_t>();
+  kernel.kernel = reinterpret_cast<void*>(reader.read<int64_t>());
+  const std::lock_guard<std::mutex> lock(modifications_mutex);
+  modifications.at(modification).kernels.push_back(kernel);
 }
 
 // Why a device cannot run the kernels; empty when it can.
@@ -147,9 +207,10 @@ void decoding_source_operator(StableIValue* stack, uint64_t, uint64_t) { stack[0
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
-      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_scores, "
-      "Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
-      "Tensor? states, Tensor[] captured, float scale, int splits, int q_block, int kv_block, int kernel) -> ()");
+      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[] mask, int[] mask_shape, Tensor[] captured, "
+      "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores) -> Tensor[]");
+  m.def("decoding_modification() -> int");
+  m.def("decoding_add_kernel(int modification, int head_dim, int rows, bool bfloat16, int device, int kernel) -> ()");
   m.def("decoding_refusal(int device) -> str");
   m.def("decoding_tile(int head_dim, int head_dim_v, int rows) -> (int head_dim, int rows)");
   m.def("decoding_shared_bytes(int head_dim, int rows) -> int");
@@ -159,6 +220,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) { m.impl("decoding_forward", flashbwd::decoding_forward); }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
+  m.impl("decoding_modification", flashbwd::decoding_modification);
+  m.impl("decoding_add_kernel", flashbwd::decoding_add_kernel);
   m.impl("decoding_refusal", flashbwd::decoding_refusal);
   m.impl("decoding_tile", flashbwd::decoding_tile_operator);
   m.impl("decoding_shared_bytes", flashbwd::decoding_shared_bytes);

@@ -1,10 +1,12 @@
 // From the stable ABI's tensors to the plain descriptions that host logic works on, and back.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <optional>
 #include <utility>
 
@@ -22,6 +24,17 @@ ScalarType scalar_type_of(DType dtype);
 
 // An uninitialised tensor on `like`'s device.
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
+template <size_t kDims>
+Tensor empty_strided(const Tensor& like, const std::array<int64_t, kDims>& sizes,
+                     const std::array<int64_t, kDims>& strides, DType dtype) {
+  AtenTensorHandle handle = nullptr;
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kDims, sizes.data(), strides.data(),
+                                                  static_cast<int32_t>(scalar_type_of(dtype)), device_type,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
+}
 
 // `tensor`, or a copy whose last dimension is contiguous (gradients of sums come expanded).
 Tensor with_contiguous_last_dim(const Tensor& tensor);

@@ -2,6 +2,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <cstdint>
+
 #include "../common/launch.h"
 #include "combine.cuh"
 #include "launch.h"
@@ -29,7 +32,13 @@ template <int kD, int kM, bool kBFloat16>
 cudaError_t launch_prebuilt(const DecodingParams& p, dim3 grid, void* stream) {
   constexpr int kBytes = shared_bytes(kD, kM);
   const auto kernel = split_kv_kernel<kD, kM, kBFloat16>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static std::atomic<uint64_t> allowed_on{0};  // a bit a device
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && !(allowed_on >> device % 64 & 1)) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error == cudaSuccess) allowed_on |= uint64_t{1} << device % 64;
+  }
   if (error != cudaSuccess) return error;
   return launch_kernel(config_of(grid, kWarps * 32, kBytes, stream), kernel, p);
 }

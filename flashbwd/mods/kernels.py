@@ -1,10 +1,10 @@
-"""From the modifications of a call to a kernel that is ready to launch."""
+"""From the modifications of a call to kernels that are ready to launch."""
 
 from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,55 +28,92 @@ class Tile:
     device: int
 
 
-@dataclass(frozen=True)
-class _Emitted:
+@dataclass(eq=False)
+class Modification:
+    """What two functions become.
+
+    Attributes
+    ----------
+    number : int
+        Of the operator's own record, which has the compiled kernels.
+    source : str
+    captured : list
+        For each captured tensor of the kernel: its position among the functions' own, or the tensor itself where the
+        functions do not hold it in a place that :class:`Captures` reads.
+    in_order : bool
+        The captured tensors are the functions' own, in their order.
+    tiles : set of Tile
+        That kernels were compiled for.
+    """
+
+    number: int
     source: str
-    sources: list[int | Tensor]
-    refusal: str = ""
+    captured: list[int | Tensor]
+    in_order: bool
+    tiles: set[Tile] = field(default_factory=set)
 
 
 class NoKernelError(Exception):
-    """There is no kernel for these modifications; the message says why."""
+    """No kernel can be compiled on this machine; the message says why."""
 
 
-_emitted: dict[Any, _Emitted] = {}
-_kernels: dict[Any, int] = {}
+_known: dict[Any, Modification] = {}
 _lock = threading.Lock()
 
 
-def kernel_for(
+def known_modification(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]] | None:
+    """What was made of these functions before, and the tensors that they capture now."""
+    try:
+        captures = Captures(score_mod, mask_mod)
+        known = _known.get(captures.key)
+    except (UnknownCaptureError, TypeError):  # TypeError: not hashable
+        return None
+    if known is None:
+        return None
+    tensors = captures.tensors
+    return known, tensors if known.in_order else [tensors[c] if isinstance(c, int) else c for c in known.captured]
+
+
+def compiled_modification(
     score_mod: Mod | None, mask_mod: Mod | None, tile: Tile, device: torch.device
-) -> tuple[int, list[Tensor]]:
-    """The kernel's handle and the captured tensors to pass to it.
+) -> tuple[Modification, list[Tensor]]:
+    """As :func:`known_modification`, with a kernel for ``tile``.
 
     Traces only when the functions' code, constants, or the kind of their tensors are new; compiles only when, besides,
     the source is in no cache.
+
+    Raises
+    ------
+    NoKernelError
+        Without a working NVRTC.
+    RuntimeError
+        For functions that the kernel has no code for; the message names what it is.
     """
+    found = known_modification(score_mod, mask_mod) or _trace(score_mod, mask_mod, device)
+    modification = found[0]
+    if tile not in modification.tiles:
+        with _lock:
+            if tile not in modification.tiles:
+                _build(modification, tile)
+    return found
+
+
+def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Modification, list[Tensor]]:
     try:
         captures = Captures(score_mod, mask_mod)
-        key = captures.key
-        known = _emitted.get(key)
-    except (UnknownCaptureError, TypeError):  # TypeError: not hashable
-        captures, key, known = Captures(), None, None
-    if known is None:
-        known = _emit(score_mod, mask_mod, captures, device)
-        if key is not None:
-            _emitted[key] = known
-    if known.refusal:
-        raise NoKernelError(known.refusal)
-    handle = _kernels.get((known.source, tile))
-    if handle is None:
-        with _lock:
-            handle = _kernels.get((known.source, tile)) or _build(known.source, tile)
-            _kernels[known.source, tile] = handle
-    return handle, [captures.tensors[s] if isinstance(s, int) else s for s in known.sources]
-
-
-def _emit(score_mod: Mod | None, mask_mod: Mod | None, captures: Captures, device: torch.device) -> _Emitted:
+        hash(captures.key)
+        has_key = True
+    except (UnknownCaptureError, TypeError):
+        captures, has_key = Captures(), False
     try:
-        return _Emitted(*emit(score_mod, mask_mod, captures, device))
+        source, captured = emit(score_mod, mask_mod, captures, device)
     except CannotEmitError as error:
-        return _Emitted("", [], str(error))
+        raise RuntimeError(f"flashbwd: {error}") from error
+    in_order = captured == list(range(len(captures.tensors)))
+    modification = Modification(torch.ops.flashbwd.decoding_modification(), source, captured, in_order)
+    if has_key:
+        _known[captures.key] = modification
+    return modification, [captures.tensors[c] if isinstance(c, int) else c for c in captured]
 
 
 def kernel_source(mod: str, tile: Tile) -> str:
@@ -102,11 +139,15 @@ def shared_bytes(tile: Tile) -> int:
     return torch.ops.flashbwd.decoding_shared_bytes(tile.head_dim, tile.rows)
 
 
-def _build(mod: str, tile: Tile) -> int:
+def _build(modification: Modification, tile: Tile) -> None:
     capability = torch.cuda.get_device_capability(tile.device)
     try:
-        cubin = nvrtc.cubin_of(kernel_source(mod, tile), options_for(capability))
+        cubin = nvrtc.cubin_of(kernel_source(modification.source, tile), options_for(capability))
         with torch.cuda.device(tile.device):
-            return nvrtc.load_kernel(cubin, _NAME, shared_bytes(tile))
+            kernel = nvrtc.load_kernel(cubin, _NAME, shared_bytes(tile))
     except nvrtc.CompilationError as error:
         raise NoKernelError(str(error)) from error
+    torch.ops.flashbwd.decoding_add_kernel(
+        modification.number, tile.head_dim, tile.rows, tile.bfloat16, tile.device, kernel
+    )
+    modification.tiles.add(tile)

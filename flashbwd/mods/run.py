@@ -1,17 +1,66 @@
-"""Launching the decoding kernel: whether it takes a call's tensors, and as what it takes the mask."""
+"""Launching the decoding kernel: at once where all is ready, else after what the call needs has been made."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashbwd.mods.kernels import Tile, kernel_for
-from flashbwd.reference.decoding import DecodingCall, block_states
+from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
+from flashbwd.reference.decoding import DecodingCall, Mod, block_states
 
 _CHUNK = 16  # keys that a warp takes at a time
+_decoding_forward = torch.ops.flashbwd.decoding_forward.default
+
+
+def run_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    splits: int,
+    need_lse: bool,
+    need_max_scores: bool,
+) -> list[Tensor]:
+    """Output and the statistics that are needed; nothing where a call is not one of those that can be launched as is.
+
+    That is every warm call of a decoding loop, so what happens here is what a step costs the host. It takes no
+    decisions: the operator refuses all but ordinary CUDA tensors whose checks pass, and what has no kernel yet.
+    """
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
+        return []
+    number = 0
+    captured: list[Tensor] = []
+    mask: tuple[Any, ...] = ()
+    mask_shape: tuple[int, ...] = ()
+    if score_mod is not None or block_mask is not None:
+        if block_mask is None:
+            known = known_modification(score_mod, None)
+        elif type(block_mask) is BlockMask:
+            known = known_modification(score_mod, block_mask.mask_mod)
+            mask = (block_mask.kv_num_blocks, block_mask.kv_indices)
+            if block_mask.full_kv_num_blocks is not None:
+                mask += (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+            mask_shape = (*block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
+        else:
+            return []
+        if known is None:
+            return []
+        modification, captured = known
+        number = modification.number
+    if torch.is_grad_enabled():
+        for tensor in (query, key, value, *captured):
+            if tensor.requires_grad:
+                return []
+    return _decoding_forward(
+        query, key, value, mask, mask_shape, captured, number, scale, enable_gqa, splits, need_lse, need_max_scores
+    )
 
 
 @functools.cache
@@ -19,13 +68,8 @@ def _device_refusal(device: int) -> str:
     return torch.ops.flashbwd.decoding_refusal(device)
 
 
-@functools.lru_cache(maxsize=256)
-def _tile(head_dim: int, head_dim_v: int, rows: int) -> tuple[int, int]:
-    return torch.ops.flashbwd.decoding_tile(head_dim, head_dim_v, rows)
-
-
 def kernel_refusal(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Why the kernel does not take these tensors; empty when it does."""
+    """Why the kernel does not take these tensors, even prepared; empty when it does."""
     if not query.is_cuda:
         return "query is not on a CUDA device"
     if type(query) not in (Tensor, nn.Parameter):
@@ -38,61 +82,48 @@ def kernel_refusal(query: Tensor, key: Tensor, value: Tensor) -> str:
     return _device_refusal(query.device.index)
 
 
-def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Fills ``out``; returns lse and largest score. Raises NoKernelError when the modifications have no kernel."""
+def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Output, lse and largest score of a call that has passed every check, and that :func:`kernel_refusal` lets pass.
+
+    Raises
+    ------
+    NoKernelError
+        When the modifications have no kernel.
+    """
+    block_mask = call.block_mask
     group = query.shape[1] // key.shape[1]
-    mask = call.block_mask
-    handle = 0
+    number = 0
     captured: list[Tensor] = []
-    if call.score_mod is not None or mask is not None:
-        head_dim, rows = _tile(query.shape[3], value.shape[3], group * query.shape[2])
+    mask: tuple[Tensor, ...] = ()
+    mask_shape: tuple[int, ...] = ()
+    if call.score_mod is not None or block_mask is not None:
+        head_dim, rows = torch.ops.flashbwd.decoding_tile(query.shape[3], value.shape[3], group * query.shape[2])
         tile = Tile(head_dim, rows, query.dtype == torch.bfloat16, query.device.index)
-        handle, captured = kernel_for(call.score_mod, None if mask is None else mask.mask_mod, tile, query.device)
-    lists: tuple[Tensor | None, ...] = (None, None, None, None)
-    states, q_block, kv_block = None, 1, 1
-    if mask is not None:
-        q_block, kv_block = mask.BLOCK_SIZE
-        if _rows_share_lists(mask, group, key.shape[2]):
-            lists = (mask.kv_num_blocks, _rows_contiguous(mask.kv_indices))
-            lists += (mask.full_kv_num_blocks, _rows_contiguous(mask.full_kv_indices))
-        else:
-            states = block_states(mask, key.shape[2]).contiguous()
-    statistics = query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
-    lse, largest = statistics.unbind()
-    torch.ops.flashbwd.decoding_forward(
-        _aligned(query),
-        _aligned(key),
-        _aligned(value),
-        out,
-        lse,
-        largest,
-        *lists,
-        states,
-        captured,
-        call.scale,
-        call.splits or 0,
-        q_block,
-        kv_block,
-        handle,
+        mask_mod = None if block_mask is None else block_mask.mask_mod
+        modification, captured = compiled_modification(call.score_mod, mask_mod, tile, query.device)
+        number = modification.number
+    if block_mask is not None:
+        mask_shape = (*block_mask.BLOCK_SIZE, query.shape[2], key.shape[2])
+        mask = _lists(block_mask, group, key.shape[2]) or (block_states(block_mask, key.shape[2]).contiguous(),)
+    tensors = (_aligned(query), _aligned(key), _aligned(value))
+    results = _decoding_forward(
+        *tensors, mask, mask_shape, captured, number, call.scale, True, call.splits or 0, True, True
     )
-    return lse, largest
+    if not results:
+        raise RuntimeError("flashbwd: the decoding kernel refused a call that was prepared for it")
+    return results
 
 
-def _rows_share_lists(mask: BlockMask, group: int, seqlen_k: int) -> bool:
-    """Whether all rows of a key head have the same lists, in blocks that the kernel's chunks divide."""
-    counts: Tensor = mask.kv_num_blocks
-    full: Tensor | None = mask.full_kv_num_blocks
+def _lists(mask: BlockMask, group: int, seqlen_k: int) -> tuple[Tensor, ...]:
+    """The mask's lists, where all rows of a key head share them, in blocks that the kernel's chunks divide."""
+    lists = [mask.kv_num_blocks, mask.kv_indices]
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    shared = all((t.shape[1] == 1 or group == 1) and t.shape[2] == 1 and t.dtype == torch.int32 for t in lists)
     kv_block: int = mask.BLOCK_SIZE[1]
-    if any(t is not None and t.dtype != torch.int32 for t in (counts, full)):
-        return False
-    heads = max(t.shape[1] for t in (counts, full) if t is not None)
-    return (heads == 1 or group == 1) and counts.shape[2] == 1 and (kv_block % _CHUNK == 0 or kv_block >= seqlen_k)
-
-
-def _rows_contiguous(indices: Tensor | None) -> Tensor | None:
-    if indices is None or indices.shape[-1] <= 1 or indices.stride(-1) == 1:
-        return indices
-    return indices.contiguous()
+    if not shared or (kv_block % _CHUNK != 0 and kv_block < seqlen_k):
+        return ()
+    return tuple(t if t.shape[-1] <= 1 or t.dim() == 3 or t.stride(-1) == 1 else t.contiguous() for t in lists)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

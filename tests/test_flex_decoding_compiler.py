@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import time
 import types
 from pathlib import Path
@@ -17,9 +19,9 @@ from torch import Tensor
 import flashbwd
 from flashbwd.mods import kernels, nvrtc
 from flashbwd.mods.captures import Captures
-from flashbwd.mods.emit import CannotEmitError, emit
+from flashbwd.mods.emit import emit
+from flashbwd.mods.trace import CannotEmitError
 
-CPU = torch.device("cpu")
 TILE = kernels.Tile(64, 16, True, 0)
 
 
@@ -118,13 +120,24 @@ def test_what_lies_behind_objects_lists_and_other_functions_is_found() -> None:
 
 
 def source_of(mod: Any, mask: Any = None) -> str:
-    return emit(mod, mask, Captures(mod, mask), CPU)[0]
+    return emit(mod, mask, Captures(mod, mask))[0]
 
 
+TABLE = torch.ones(8)
+READS_BACK = "_local_scalar_dense.default, which reads a value back"
 UNSUPPORTED = {
     "operator": (lambda s, b, h, q, k: torch.special.bessel_j0(s), "score_mod calls aten.special_bessel_j0"),
     "shape": (lambda s, b, h, q, k: s.unsqueeze(0).sum(), r"with a result of shape \(1,\)"),
     "cpu_tensor": (scaled(torch.ones(())), "score_mod captures a tensor on cpu"),
+    "branch": (lambda s, b, h, q, k: s if k > 3 else -s, READS_BACK),
+    "item": (lambda s, b, h, q, k: s + TABLE[h].item(), READS_BACK),
+    "int": (lambda s, b, h, q, k: s + range(8)[int(h)], READS_BACK),
+    "numpy": (lambda s, b, h, q, k: s * float(s.numpy()), r"score_mod calls Tensor\.numpy, which reads a value back"),
+    "tolist": (lambda s, b, h, q, k: s * s.tolist(), r"Tensor\.tolist, which reads a value back"),
+    "whole_tensor": (
+        lambda s, b, h, q, k: s + TABLE.sum(),
+        r"calls aten\.sum\.default on a captured tensor of shape \(8,\)",
+    ),
 }
 
 
@@ -159,6 +172,30 @@ def test_tiles_fit_their_rows_and_shared_memory(rows: int, head_dim_v: int) -> N
 
 def test_head_dimensions_over_256_have_no_tile() -> None:
     assert torch.ops.flashbwd.decoding_tile(64, 257, 1) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mods", "message"),
+    [
+        ((lambda s, b, h, q, k: s.undefined(), None), "score_mod failed: .*undefined"),
+        ((lambda s, b, h, q, k: 1.0, None), "score_mod returned a float, expected a tensor"),
+        ((lambda s, b, h, q, k: k, None), "score_mod returned int32, expected a floating-point score"),
+        ((None, lambda b, h, q, k: q - k), "mask_mod returned int32, expected bool"),
+    ],
+    ids=["fails", "no_tensor", "no_score", "no_bool"],
+)
+def test_a_wrong_function_is_named(mods: tuple[Any, Any], message: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=f"flashbwd: {message}"):
+        source_of(*mods)
+
+
+def test_tracing_does_not_import_the_compiler_of_pytorch() -> None:
+    code = (
+        "import sys, torch; from flashbwd.mods.trace import trace; "
+        "trace('score_mod', lambda s, b, h, q, k: torch.where(q >= k, torch.tanh(s / 30) * 30, -1.0), True); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- the cache on disk ----

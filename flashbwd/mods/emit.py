@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashbwd.mods.captures import Captures
-from flashbwd.reference.decoding import GatherByIndex, Mod
+from flashbwd.mods.trace import CannotEmitError, Trace, trace
+from flashbwd.reference.decoding import Mod
 
 aten = torch.ops.aten
 
@@ -33,10 +33,6 @@ _C_TYPES = {
     torch.float64: "double",
 }
 _ROUNDED = {torch.float16: "round_half", torch.bfloat16: "round_bfloat16"}
-
-
-class CannotEmitError(Exception):
-    """There is no CUDA for this modification; the message names what is in the way."""
 
 
 PRELUDE = r"""
@@ -175,9 +171,9 @@ _FILLS = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, 
 class _Emitter:
     """Writes one function; ``sources`` takes the captured tensors of all functions of a kernel."""
 
-    def __init__(self, name: str, graph: fx.GraphModule, captures: Captures, sources: list[int | Tensor]) -> None:
+    def __init__(self, name: str, trace: Trace, captures: Captures, sources: list[int | Tensor]) -> None:
         self.name = name
-        self.module = graph
+        self.trace = trace
         self.captures = captures
         self.sources = sources
         self.lines: list[str] = []
@@ -186,7 +182,7 @@ class _Emitter:
 
     def run(self, parameters: list[str], result: torch.dtype) -> str:
         inputs = iter(parameters)
-        for node in self.module.graph.nodes:
+        for node in self.trace.graph.nodes:
             if node.op == "placeholder":
                 self.names[node] = next(inputs)
             elif node.op == "get_attr":
@@ -243,9 +239,7 @@ class _Emitter:
     # ---- captured tensors ----
 
     def _capture(self, node: Any) -> None:
-        tensor = getattr(self.module, str(node.target))
-        if not isinstance(tensor, Tensor):
-            raise CannotEmitError(f"{self.name} captures a {type(tensor).__name__}")
+        tensor = self.trace.tensors[str(node.target)]
         position = self.captures.position(tensor)
         if position is None and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant that the function made
             self.names[node] = _literal(tensor.item())
@@ -413,16 +407,7 @@ def _literal(value: Any) -> str:
     raise CannotEmitError(f"a constant of type {type(value).__name__} has no CUDA")
 
 
-def _trace(mod: Mod, device: torch.device, with_score: bool) -> fx.GraphModule:
-    indices = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)]
-    score = [torch.zeros((), device=device)] if with_score else []
-    with torch.no_grad(), GatherByIndex():
-        return make_fx(mod, tracing_mode="fake", _allow_non_fake_inputs=True)(*score, *indices)
-
-
-def emit(
-    score_mod: Mod | None, mask_mod: Mod | None, captures: Captures, device: torch.device
-) -> tuple[str, list[int | Tensor]]:
+def emit(score_mod: Mod | None, mask_mod: Mod | None, captures: Captures) -> tuple[str, list[int | Tensor]]:
     """``struct Mod`` for the kernel, and where its captured tensors come from.
 
     Parameters
@@ -445,10 +430,10 @@ def emit(
     sources: list[int | Tensor] = []
     score, mask = "return score;", "return true;"
     if score_mod is not None:
-        emitter = _Emitter("score_mod", _trace(score_mod, device, True), captures, sources)
+        emitter = _Emitter("score_mod", trace("score_mod", score_mod, True), captures, sources)
         score = emitter.run(["score", "b", "h", "q", "k"], torch.float32)
     if mask_mod is not None:
-        emitter = _Emitter("mask_mod", _trace(mask_mod, device, False), captures, sources)
+        emitter = _Emitter("mask_mod", trace("mask_mod", mask_mod, False), captures, sources)
         mask = emitter.run(["b", "h", "q", "k"], torch.bool)
     source = f"""{PRELUDE}
 namespace flashbwd {{

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures, UnknownCaptureError
-from flashbwd.mods.emit import CannotEmitError, emit
+from flashbwd.mods.emit import emit
+from flashbwd.mods.trace import CannotEmitError
 from flashbwd.reference.decoding import Mod
 
 _NAME = "flashbwd_decoding"
@@ -74,9 +75,7 @@ def known_modification(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Mod
     return known, tensors if known.in_order else [tensors[c] if isinstance(c, int) else c for c in known.captured]
 
 
-def compiled_modification(
-    score_mod: Mod | None, mask_mod: Mod | None, tile: Tile, device: torch.device
-) -> tuple[Modification, list[Tensor]]:
+def compiled_modification(score_mod: Mod | None, mask_mod: Mod | None, tile: Tile) -> tuple[Modification, list[Tensor]]:
     """As :func:`known_modification`, with a kernel for ``tile``.
 
     Traces only when the functions' code, constants, or the kind of their tensors are new; compiles only when, besides,
@@ -89,7 +88,7 @@ def compiled_modification(
     RuntimeError
         For functions that the kernel has no code for; the message names what it is.
     """
-    found = known_modification(score_mod, mask_mod) or _trace(score_mod, mask_mod, device)
+    found = known_modification(score_mod, mask_mod) or _trace(score_mod, mask_mod)
     modification = found[0]
     if tile not in modification.tiles:
         with _lock:
@@ -98,7 +97,7 @@ def compiled_modification(
     return found
 
 
-def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> tuple[Modification, list[Tensor]]:
+def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]]:
     try:
         captures = Captures(score_mod, mask_mod)
         hash(captures.key)
@@ -106,7 +105,7 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) ->
     except (UnknownCaptureError, TypeError):
         captures, has_key = Captures(), False
     try:
-        source, captured = emit(score_mod, mask_mod, captures, device)
+        source, captured = emit(score_mod, mask_mod, captures)
     except CannotEmitError as error:
         raise RuntimeError(f"flashbwd: {error}") from error
     in_order = captured == list(range(len(captures.tensors)))

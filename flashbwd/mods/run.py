@@ -100,7 +100,7 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) ->
         head_dim, rows = torch.ops.flashbwd.decoding_tile(query.shape[3], value.shape[3], group * query.shape[2])
         tile = Tile(head_dim, rows, query.dtype == torch.bfloat16, query.device.index)
         mask_mod = None if block_mask is None else block_mask.mask_mod
-        modification, captured = compiled_modification(call.score_mod, mask_mod, tile, query.device)
+        modification, captured = compiled_modification(call.score_mod, mask_mod, tile)
         number = modification.number
     if block_mask is not None:
         mask_shape = (*block_mask.BLOCK_SIZE, query.shape[2], key.shape[2])

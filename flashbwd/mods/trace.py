@@ -1,0 +1,162 @@
+"""A modification as a graph of aten operators on scalars.
+
+The function runs once, on 0-d CPU tensors of the right dtypes that stand for its arguments, under a mode that writes
+down every operator. Nothing of it touches a captured tensor's memory or the GPU, and nothing of PyTorch's compiler is
+imported, which alone would take half a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from flashbwd.reference.decoding import GatherByIndex, Mod
+
+aten = torch.ops.aten
+
+_READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero})
+_HOST_METHODS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr})
+# Operators that choose from a captured tensor; every other would take it as a whole.
+_CHOOSES = frozenset({aten.index, aten.select, aten.detach, aten.alias})
+
+
+class CannotEmitError(Exception):
+    """There is no CUDA for this modification; the message names what is in the way."""
+
+
+@dataclass
+class Trace:
+    """What a function does.
+
+    Attributes
+    ----------
+    graph : fx.Graph
+        ``placeholder`` nodes are the arguments, ``get_attr`` nodes name a tensor of ``tensors``; ``meta["val"]`` of a
+        node is a CPU tensor of its result's dtype and number of dimensions.
+    tensors : dict of str to Tensor
+        Captured, and constants that the function made.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def trace(name: str, mod: Mod, with_score: bool) -> Trace:
+    """Trace ``score_mod`` (``with_score``) or ``mask_mod``.
+
+    Raises
+    ------
+    CannotEmitError
+        When the function reads a value back, or hands a captured tensor to an operator as a whole.
+    RuntimeError
+        With ``name``, when the function itself fails.
+    """
+    recorder = _Recorder(name)
+    names = ["score", "b", "h", "q_idx", "kv_idx"] if with_score else ["b", "h", "q_idx", "kv_idx"]
+    arguments = [recorder.argument(n, torch.float32 if n == "score" else torch.int32) for n in names]
+    try:
+        with torch.no_grad(), GatherByIndex(), _NoHost(name), recorder:
+            result = mod(*arguments)
+    except CannotEmitError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
+    if not isinstance(result, Tensor):
+        raise RuntimeError(f"flashbwd: {name} returned a {type(result).__name__}, expected a tensor")
+    if with_score and not result.is_floating_point():
+        raise ValueError(f"flashbwd: {name} returned {_name_of(result.dtype)}, expected a floating-point score")
+    if not with_score and result.dtype != torch.bool:
+        raise ValueError(f"flashbwd: {name} returned {_name_of(result.dtype)}, expected bool")
+    recorder.trace.graph.output(recorder.node_of(result))
+    return recorder.trace
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _NoHost(TorchFunctionMode):
+    """Refuses what would hand a stand-in's value to the host without an operator that the recorder sees."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOST_METHODS:
+            raise CannotEmitError(f"{self.name} calls Tensor.{func.__name__}, which reads a value back from the device")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.trace = Trace()
+        self.nodes: dict[int, fx.Node] = {}
+        self.alive: list[Tensor] = []  # so that an id stays a name
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import PyTorch's compiler to say that it has no part in this
+
+    def argument(self, name: str, dtype: torch.dtype) -> Tensor:
+        value = torch.zeros((), dtype=dtype)
+        self._keep(value, self.trace.graph.placeholder(name), value)
+        return value
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        node = self.nodes.get(id(tensor))
+        if node is None:
+            name = f"tensor{len(self.trace.tensors)}"
+            self.trace.tensors[name] = tensor
+            node = self.trace.graph.create_node("get_attr", name)
+            self._keep(tensor, node, torch.zeros((1,) * tensor.dim(), dtype=tensor.dtype))
+        return node
+
+    def _keep(self, tensor: Tensor, node: fx.Node, stand_in: Tensor) -> None:
+        node.meta["val"] = stand_in
+        self.nodes[id(tensor)] = node
+        self.alive.append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _READS:
+            raise CannotEmitError(
+                f"{self.name} calls {func}, which reads a value back from the device, as a branch on a value does"
+            )
+        kwargs = dict(kwargs or {})
+        arguments, options = tree_map_only(Tensor, self.node_of, (tuple(args), kwargs))
+        result = self._result(func, arguments, options)
+        node = self.trace.graph.call_function(func, arguments, options)
+        if isinstance(result, Tensor):
+            self._keep(result, node, result)
+        return result
+
+    def _result(self, func: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A tensor of the dtype and shape of the operator's result."""
+        source = arguments[0] if arguments else None
+        if isinstance(source, fx.Node) and source.meta["val"].dim() > 0 and func.overloadpacket in _CHOOSES:
+            value: Tensor = source.meta["val"]
+            if func is aten.index.Tensor:
+                chosen = sum(index is not None for index in arguments[1])
+                return torch.zeros((1,) * (value.dim() - chosen), dtype=value.dtype)
+            if func is aten.select.int:
+                return torch.zeros((1,) * (value.dim() - 1), dtype=value.dtype)
+        for node in (*arguments, *options.values()):
+            if isinstance(node, fx.Node) and node.op == "get_attr" and node.meta["val"].dim() > 0:
+                shape = tuple(self.trace.tensors[str(node.target)].shape)
+                raise CannotEmitError(f"{self.name} calls {func} on a captured tensor of shape {shape} as a whole")
+        if "device" in options:
+            options = {**options, "device": torch.device("cpu")}
+        arguments, options = fx.node.map_aggregate((arguments, options), _stand_in)
+        return func(*arguments, **options)
+
+
+def _stand_in(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value

@@ -103,6 +103,7 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   const torch::stable::accelerator::DeviceGuard guard(device);
   std::vector<Tensor> results = {empty_output(q, call.q, p.head_dim_v)};
   p.out = results[0].data_ptr();
+  for (int i = 0; i < 3; ++i) p.out_strides[i] = results[0].stride(i);
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
   // One piece of scratch: the splits' partial results, and the statistics that nobody asked for.
   const int64_t partial = p.splits > 1 ? p.splits * rows * (p.head_dim_v + 2) : 0;

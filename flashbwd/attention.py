@@ -104,17 +104,18 @@ def use_backend(name: str) -> Iterator[None]:
         Holds for the whole process, not for one thread. :func:`attention` keeps, for its backward, the backend that
         was in force when its forward ran.
     """
-    global _backend
-    before, _backend = _backend, name
+    before = _backend
+    _set_backend(name)
     try:
         yield
     finally:
-        _backend = before
+        _set_backend(before)
 
 
-def current_backend() -> str:
-    """The backend that :func:`use_backend` forces, or ``"auto"``."""
-    return _backend
+def _set_backend(name: str) -> None:
+    global _backend
+    _backend = name
+    torch.ops.flashbwd.force_backend(name)  # for the overrides, which are C++
 
 
 def _causal_name(causal: bool | str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +16,10 @@ from kit.cases import Case
 from torch import Tensor
 
 import flashbwd
-from flashbwd.integrations import norms, overrides, sdpa
+from flashbwd.integrations import overrides
 
-ATTENTION = list(sdpa.ATTEMPTS)
-NORMS = list(norms.ATTEMPTS)
+ATTENTION = list(overrides._ATTENTION)
+NORMS = list(overrides._NORMS)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,12 @@ def _nothing_stays_overridden() -> Iterator[None]:
 
 
 def dispatch_tables() -> dict[str, str]:
-    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in ATTENTION + NORMS}
+    """What is registered for each operator, and what the dispatcher computed from it for every key."""
+    operators = {name: f"aten::{name}" for name in ATTENTION + NORMS}
+    return {
+        name: torch._C._dispatch_dump(operator) + torch._C._dispatch_dump_table(operator)
+        for name, operator in operators.items()
+    }
 
 
 def overridden(before: dict[str, str]) -> list[str]:
@@ -122,46 +129,133 @@ def test_torch_lists_and_activates_it() -> None:
     assert dispatch_tables() == before
 
 
-# ---- falling back ----
+@needs_cuda_torch
+def test_enabling_writes_nothing_to_stderr() -> None:
+    """PyTorch's warning of a replaced kernel would come from C++, once a process."""
+    code = "import flashbwd; flashbwd.enable(); flashbwd.disable(); print('done')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
-class FakeKernel:
-    """What the dispatcher held before: remembers the arguments that it was called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def call_boxed(self, *args: Any, **kwargs: Any) -> str:
-        self.calls.append((*args, kwargs))
-        return "PyTorch's result"
+# ---- on the CPU: what the dispatcher calls for PyTorch's operator, and what it gets to hear ----
 
 
-def override_of(attempt: Callable[..., Any]) -> tuple[overrides._Override, FakeKernel]:
-    override, kernel = overrides._Override("some_backward", attempt), FakeKernel()
-    override._original = kernel
-    return override, kernel
+class OnCPU:
+    """One operator overridden on the CPU, before a kernel that remembers its calls and returns zeros."""
+
+    def __init__(self, name: str) -> None:
+        self.override = overrides._ALL[name]
+        self.operator = getattr(torch.ops.aten, name).default
+        self.passed_on: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._library = torch.library.Library("aten", "IMPL", "CPU")
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        self.passed_on.append((args, kwargs))
+        return tuple(torch.zeros_like(args[1]) for _ in self.operator._schema.returns)
+
+    def __enter__(self) -> OnCPU:
+        overrides._use_up_the_warning()
+        self._library.impl(self.override.name, self._original, allow_override=True)
+        self.override.register("CPU")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.override.unregister()
+        self._library._destroy()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of a call that the override has to take."""
+        with flashbwd.use_backend("reference"), torch.no_grad():
+            results = self.operator(*args, **kwargs)
+        assert self.override.stats() == (1, {})
+        assert not self.passed_on
+        return results
+
+    def refusal(self, *args: Any, backend: str = "auto", **kwargs: Any) -> str:
+        """The reason for which a call is passed on."""
+        with flashbwd.use_backend(backend), torch.no_grad():
+            self.operator(*args, **kwargs)
+        hits, fallbacks = self.override.stats()
+        assert hits == 0 and len(self.passed_on) == sum(fallbacks.values()) == 1
+        return next(iter(fallbacks))
 
 
-def test_a_refused_call_goes_on_as_it_came_and_is_counted_with_its_reason() -> None:
-    override, kernel = override_of(lambda *args, **kwargs: "too small")
-    assert override.run("keys", 1, 2, scale=3) == "PyTorch's result"
-    assert override.run("keys", 1) == "PyTorch's result"
-    assert kernel.calls == [("keys", 1, 2, {"scale": 3}), ("keys", 1, {})]
-    assert override.stats() == flashbwd.OperatorStats(0, {"too small": 2})
+@pytest.fixture
+def cudnn() -> Iterator[OnCPU]:
+    with OnCPU("_scaled_dot_product_cudnn_attention_backward") as overridden:
+        yield overridden
 
 
-def test_a_computed_call_is_a_hit_and_does_not_reach_pytorch() -> None:
-    override, kernel = override_of(lambda x: (x, None))
-    assert override.run("keys", 5) == (5, None)
-    assert kernel.calls == []
-    assert override.stats() == flashbwd.OperatorStats(1, {})
+@pytest.fixture
+def flash() -> Iterator[OnCPU]:
+    with OnCPU("_flash_attention_backward") as overridden:
+        yield overridden
 
 
-def test_stats_name_the_operators_and_can_be_reset() -> None:
+@pytest.fixture
+def efficient() -> Iterator[OnCPU]:
+    with OnCPU("_efficient_attention_backward") as overridden:
+        yield overridden
+
+
+@pytest.fixture
+def layer_norm() -> Iterator[OnCPU]:
+    with OnCPU("native_layer_norm_backward") as overridden:
+        yield overridden
+
+
+@pytest.fixture
+def rms_norm() -> Iterator[OnCPU]:
+    with OnCPU("_fused_rms_norm_backward") as overridden:
+        yield overridden
+
+
+def test_stats_name_the_operators_and_can_be_reset(rms_norm: OnCPU) -> None:
     assert list(flashbwd.stats()) == [f"aten::{name}" for name in ATTENTION + NORMS]
-    overrides._ALL["native_layer_norm_backward"]._hits = 3
-    assert flashbwd.stats(reset=True)["aten::native_layer_norm_backward"].hits == 3
-    assert flashbwd.stats()["aten::native_layer_norm_backward"] == flashbwd.OperatorStats(0, {})
+    x, statistics = torch.randn(5, 8), torch.ones(5, 1)
+    with flashbwd.use_backend("reference"):
+        rms_norm.operator(x, x, (8,), statistics, None, (True, False))
+    rms_norm.operator(x, x, (8,), statistics, None, (True, False))
+    counted = flashbwd.OperatorStats(1, {"the tensors are not on a CUDA device": 1})
+    assert flashbwd.stats(reset=True)["aten::_fused_rms_norm_backward"] == counted
+    assert flashbwd.stats()["aten::_fused_rms_norm_backward"] == flashbwd.OperatorStats(0, {})
+
+
+def assert_same_arguments(passed: Sequence[Any], given: Sequence[Any]) -> None:
+    for actual, expected in zip(passed, given, strict=True):
+        if isinstance(expected, Tensor):
+            assert actual.data_ptr() == expected.data_ptr() and actual.stride() == expected.stride()
+        else:
+            assert actual == (list(expected) if isinstance(expected, tuple) else expected)
+
+
+def test_a_refused_call_goes_on_as_it_came(
+    cudnn: OnCPU, flash: OnCPU, efficient: OnCPU, layer_norm: OnCPU, rms_norm: OnCPU
+) -> None:
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape)
+
+    qkv = [some(2, 5, 3, 8).transpose(1, 2) for _ in range(5)]
+    calls: list[tuple[OnCPU, tuple[Any, ...], dict[str, Any]]] = [
+        (cudnn, (*qkv, some(2, 5, 3), some(1), some(1), None, None, None, 3, 4, 0.25, True), {"scale": 2.0}),
+        (
+            flash,
+            (*qkv, some(2, 5, 3), None, None, 3, 4, 0.25, True, some(2), some(0)),
+            {"scale": 2.0, "window_size_left": 3, "window_size_right": 1},
+        ),
+        (
+            efficient,
+            (*qkv[:4], some(2, 5, 3, 3), qkv[4], None, None, 3, 4, some(2, 5, 3), 0.25, some(1), some(1), 1, True),
+            {"scale": 2.0, "num_splits_key": 7, "window_size": 5, "shared_storage_dqdkdv": True},
+        ),
+        (layer_norm, (some(6, 8), some(6, 8), (8,), some(6, 1), some(6, 1), some(8), None, (True, False, True)), {}),
+        (rms_norm, (some(6, 8), some(6, 8), (8,), some(6, 1), None, (True, False)), {}),
+    ]
+    for overridden, args, kwargs in calls:
+        overridden.operator(*args, **kwargs)
+        ((passed, options),) = overridden.passed_on
+        assert_same_arguments(passed, args)
+        assert options == kwargs
 
 
 # ---- what each operator's arguments mean: on the CPU, by the reference, which is forced ----
@@ -173,6 +267,8 @@ CAUSAL = [replace(case, name=f"{case.name}_causal", causal=True) for case in (RO
 WINDOW = [replace(case, name=f"{case.name}_window", window_size=(9, 4)) for case in (ROWS, GROUPED, PACKED)]
 DROPOUT = [replace(case, name=f"{case.name}_dropout", dropout_p=0.25) for case in (ROWS, PACKED)]
 PADDED_LSE = [replace(case, name=f"{case.name}_padded_lse", lse_form="padded") for case in (ROWS, PACKED)]
+# PyTorch's memory-efficient kernel counted the elements of its mask in 32 bits up to torch 2.11.
+EFFICIENT_DROPOUT = "efficient32" if torch.torch_version.TorchVersion(torch.__version__) < (2, 12) else "efficient64"
 EFFICIENT_MASKS = {False: 0, "top_left": 1, True: 2}
 FLASH = [ROWS, GROUPED, PACKED, *CAUSAL, *WINDOW, *DROPOUT, replace(ROWS, name="rows_bhsd", layout="bhsd")]
 EFFICIENT = [
@@ -181,7 +277,7 @@ EFFICIENT = [
     replace(ROWS, name="window_top_left", seqlen_q=30, causal="top_left", window_size=(6, -1)),
     replace(GROUPED, name="window_bottom_right", heads_kv=4, causal=True, window_size=(0, -1)),
     replace(ROWS, name="bias", bias="bhqk", seqlen_k=35),
-    replace(ROWS, name="dropout", dropout_p=0.25, rng_layout=sdpa._EFFICIENT_DROPOUT),
+    replace(ROWS, name="dropout", dropout_p=0.25, rng_layout=EFFICIENT_DROPOUT),
 ]
 CUDNN = [
     replace(case, layout="bhsd", lse_form=form) for case, form in itertools.product((ROWS, GROUPED), ("rows", "rows1"))
@@ -202,7 +298,6 @@ def rng_tensors(x: inputs.Inputs) -> tuple[Tensor, Tensor]:
 
 
 def check(x: inputs.Inputs, results: Any, dbias: Tensor | None = None) -> None:
-    assert not isinstance(results, str), results
     x.check(*results[:3], dbias, None)
 
 
@@ -224,104 +319,95 @@ def flash_arguments(x: inputs.Inputs) -> tuple[list[Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", FLASH, ids=str)
-def test_flash_arguments_mean_what_they_do_to_pytorch(case: Case) -> None:
+def test_flash_arguments_mean_what_they_do_to_pytorch(case: Case, flash: OnCPU) -> None:
     x = inputs.build(case)
     args, kwargs = flash_arguments(x)
-    with flashbwd.use_backend("reference"):
-        results = sdpa.flash_attention_backward(*args, **kwargs)
+    results = flash(*args, **kwargs)
     check(x, results)
     assert [grad.stride() for grad in results] == [torch.empty_like(t).stride() for t in given(x, "q", "k", "v")]
 
 
 @pytest.mark.parametrize("case", EFFICIENT, ids=str)
-def test_efficient_arguments_mean_what_they_do_to_pytorch(case: Case) -> None:
+def test_efficient_arguments_mean_what_they_do_to_pytorch(case: Case, efficient: OnCPU) -> None:
     x = inputs.build(case)
     packed = [t.unsqueeze(0) if case.varlen else t for t in given(x, "dout", "q", "k", "v", "out")]
-    with flashbwd.use_backend("reference"):
-        results = sdpa.efficient_attention_backward(
-            *packed[:4],
-            x.arguments["attn_bias"],
-            packed[4],
-            *given(x, "cu_seqlens_q", "cu_seqlens_k"),
-            case.max_seqlen_q,
-            case.max_seqlen_k,
-            x.arguments["softmax_lse"],
-            case.dropout_p,
-            *rng_tensors(x),
-            EFFICIENT_MASKS[case.causal],
-            case.bias is not None,
-            scale=case.softmax_scale,
-            window_size=None if case.window_size[0] < 0 else case.window_size[0] + 1,
-        )
-    assert not isinstance(results, str), results
+    results = efficient(
+        *packed[:4],
+        x.arguments["attn_bias"],
+        packed[4],
+        *given(x, "cu_seqlens_q", "cu_seqlens_k"),
+        case.max_seqlen_q,
+        case.max_seqlen_k,
+        x.arguments["softmax_lse"],
+        case.dropout_p,
+        *rng_tensors(x),
+        EFFICIENT_MASKS[case.causal],
+        case.bias is not None,
+        scale=case.softmax_scale,
+        window_size=None if case.window_size[0] < 0 else case.window_size[0] + 1,
+    )
     assert all(grad.is_contiguous() for grad in results[:3])
     check(x, [grad.squeeze(0) if case.varlen else grad for grad in results[:3]], results[3])
     if case.bias is not None:
         assert results[3].stride()[-2:] == (48, 1)  # rows of 35 padded to a multiple of 16, as PyTorch's
 
 
-def test_a_bias_without_gradient_gets_none() -> None:
+def test_a_bias_without_gradient_gets_none(efficient: OnCPU) -> None:
     x = inputs.build(replace(ROWS, bias="bhqk"))
-    with flashbwd.use_backend("reference"):
-        results = sdpa.efficient_attention_backward(
-            *given(x, "dout", "q", "k", "v", "attn_bias", "out"),
-            *(None, None, 40, 40, x.arguments["softmax_lse"], 0.0, *rng_tensors(x), 0, False),
-        )
+    results = efficient(
+        *given(x, "dout", "q", "k", "v", "attn_bias", "out"),
+        *(None, None, 40, 40, x.arguments["softmax_lse"], 0.0, *rng_tensors(x), 0, False),
+    )
     assert results[3] is None
 
 
 @pytest.mark.parametrize("case", CUDNN, ids=str)
-def test_cudnn_arguments_mean_what_they_do_to_pytorch(case: Case) -> None:
+def test_cudnn_arguments_mean_what_they_do_to_pytorch(case: Case, cudnn: OnCPU) -> None:
     x = inputs.build(case)
     heads_first = [t.transpose(1, 2) for t in given(x, "dout", "q", "k", "v", "out")]
-    with flashbwd.use_backend("reference"):
-        results = sdpa.cudnn_attention_backward(
-            *heads_first,
-            *(x.arguments["softmax_lse"], *rng_tensors(x), None, None, None, case.seqlen_q, case.seqlen_k, 0.0),
-            case.causal == "top_left",
-            scale=case.softmax_scale,
-        )
+    results = cudnn(
+        *heads_first,
+        *(x.arguments["softmax_lse"], *rng_tensors(x), None, None, None, case.seqlen_q, case.seqlen_k, 0.0),
+        case.causal == "top_left",
+        scale=case.softmax_scale,
+    )
     check(x, [grad.transpose(1, 2) for grad in results])
     assert [grad.stride() for grad in results] == [torch.empty_like(t).stride() for t in heads_first[1:4]]
 
 
 @pytest.mark.parametrize("dims", [2, 3, 4])
-def test_cudnn_bias_of_any_dimensions_is_added(dims: int) -> None:
+def test_cudnn_bias_of_any_dimensions_is_added(dims: int, cudnn: OnCPU) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 9, 3, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     bias = torch.randn((1, 1, 9, 9)[4 - dims :], generator=generator, dtype=torch.float64)
     expected = oracle.attention(q, k, v, dout, attn_bias=bias.view(1, 1, 9, 9))
-    with flashbwd.use_backend("reference"):
-        results = sdpa.cudnn_attention_backward(
-            *(t.transpose(1, 2) for t in (dout, q, k, v, expected.out)),
-            *(expected.lse, None, None, bias, None, None, 9, 9, 0.0, False),
-        )
+    results = cudnn(
+        *(t.transpose(1, 2) for t in (dout, q, k, v, expected.out)),
+        *(expected.lse, None, None, bias, None, None, 9, 9, 0.0, False),
+    )
     for grad, name in zip(results, ("dq", "dk", "dv"), strict=True):
         torch.testing.assert_close(grad.transpose(1, 2), getattr(expected, name))
 
 
-@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (3, 4, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 24), (3, 4, 6)], ids=str)
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
-def test_norm_arguments_mean_what_they_do_to_pytorch(shape: tuple[int, ...], kind: str, mask: Any) -> None:
+def test_norm_arguments_mean_what_they_do_to_pytorch(
+    shape: tuple[int, ...], kind: str, mask: Any, layer_norm: OnCPU, rms_norm: OnCPU
+) -> None:
     normalized = shape[-2:] if shape == (3, 4, 6) else shape[-1:]
     x, weight, bias, dz = (torch.randn(s, dtype=torch.float64) for s in (shape, normalized, normalized, shape))
-    x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
     dims = tuple(range(-len(normalized), 0))
+    centred = leaves[0] - (leaves[0].mean(dims, keepdim=True) if kind == "layer_norm" else 0)
+    rstd = (centred.square().mean(dims, keepdim=True) + 1e-5).rsqrt()
+    z = centred * rstd * leaves[1] + (leaves[2] if kind == "layer_norm" else 0)
+    expected = torch.autograd.grad(z, leaves if kind == "layer_norm" else leaves[:2], dz)
     if kind == "layer_norm":
-        z = torch.nn.functional.layer_norm(x, normalized, weight, bias, eps=1e-5)
-        mean = x.mean(dims, keepdim=True).detach()
-        rstd = (x.detach().var(dims, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+        mean = x.mean(dims, keepdim=True)
+        results = layer_norm(dz, x, normalized, mean, rstd.detach(), weight, bias, mask)
     else:
-        z = torch.nn.functional.rms_norm(x, normalized, weight, eps=1e-5)
-        rstd = (x.detach().square().mean(dims, keepdim=True) + 1e-5).rsqrt()
-    wanted = [t for t in (x, weight, bias) if kind == "layer_norm" or t is not bias]
-    expected = torch.autograd.grad(z, wanted, dz)
-    with flashbwd.use_backend("reference"), torch.no_grad():
-        if kind == "layer_norm":
-            results = norms.layer_norm_backward(dz, x, normalized, mean, rstd, weight, bias, mask)
-        else:
-            results = norms.rms_norm_backward(dz, x, normalized, rstd, weight, mask[:2])
+        results = rms_norm(dz, x, normalized, rstd.detach(), weight, mask[:2])
     for result, gradient, asked in zip(results, expected, mask, strict=False):
         if asked:
             torch.testing.assert_close(result, gradient)
@@ -329,20 +415,25 @@ def test_norm_arguments_mean_what_they_do_to_pytorch(shape: tuple[int, ...], kin
             assert result is None
 
 
-def test_norm_gradients_are_contiguous_for_an_input_that_is_not() -> None:
+def test_norm_gradients_are_contiguous_for_an_input_that_is_not(layer_norm: OnCPU) -> None:
     x = torch.randn(6, 5, 4).transpose(0, 1)
     statistics = torch.zeros(5, 6, 1)
-    with flashbwd.use_backend("reference"):
-        dx, _, _ = norms.layer_norm_backward(x, x, (4,), statistics, statistics, None, None, (True, False, False))
+    dx, _, _ = layer_norm(x, x, (4,), statistics, statistics, None, None, (True, False, False))
     assert dx.is_contiguous() and dx.shape == x.shape
+
+
+def test_norm_parameters_keep_their_dtype(layer_norm: OnCPU) -> None:
+    x, statistics, weight = torch.randn(5, 8).bfloat16(), torch.ones(5, 1), torch.ones(8)
+    dx, dweight, dbias = layer_norm(x, x, (8,), statistics, statistics, weight, weight.bfloat16(), (True, True, True))
+    assert (dx.dtype, dweight.dtype, dbias.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
 
 
 # ---- the whole way, on the CPU: PyTorch's autograd calls the operator, the dispatcher calls the override ----
 
 
 @pytest.fixture
-def flash_on_cpu() -> Iterator[overrides._Override]:
-    """aten's flash attention on the CPU: a forward by plain operators, a backward of zeros, and an override of it."""
+def flash_forward() -> Iterator[None]:
+    """aten's flash attention on the CPU, by plain operators."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
         scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
@@ -351,19 +442,10 @@ def flash_on_cpu() -> Iterator[overrides._Override]:
         rng_state = torch.zeros(2, dtype=torch.uint64)
         return out, scores.logsumexp(-1), rng_state, rng_state.new_empty(()), q.new_empty(0)
 
-    def zeros(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_flash_attention_forward", forward)
-    library.impl("_flash_attention_backward", zeros)
-    override = overrides._Override("_flash_attention_backward", sdpa.flash_attention_backward, "CPU")
-    override.register()
-    try:
-        yield override
-    finally:
-        override.unregister()
-        library._destroy()
+    yield
+    library._destroy()
 
 
 def flash_gradients(compiled: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -381,55 +463,63 @@ def flash_gradients(compiled: bool = False) -> tuple[tuple[Tensor, ...], tuple[T
     return actual, torch.autograd.grad(out.sin().sum(), (q, k, v))
 
 
+@pytest.mark.usefixtures("flash_forward")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autograd_reaches_the_override(flash_on_cpu: overrides._Override, compiled: bool) -> None:
+def test_autograd_reaches_the_override(flash: OnCPU, compiled: bool) -> None:
     with flashbwd.use_backend("reference"):
         actual, expected = flash_gradients(compiled)
-    assert flash_on_cpu.stats() == (1, {})
+    assert flash.override.stats() == (1, {})
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("flash_forward")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_no_kernel_takes_reaches_the_kernel_that_was_there(
-    flash_on_cpu: overrides._Override, compiled: bool
-) -> None:
+def test_what_no_kernel_takes_reaches_the_kernel_that_was_there(flash: OnCPU, compiled: bool) -> None:
     actual, _ = flash_gradients(compiled)
-    assert flash_on_cpu.stats() == (0, {"sm90: q is on the CPU; sm80: q is on the CPU": 1})
+    assert flash.override.stats() == (0, {"sm90: q is on the CPU; sm80: q is on the CPU": 1})
     assert all(not grad.any() for grad in actual)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_pytorchs_deterministic_mode_is_known_to_the_overrides(asked: bool) -> None:
+    torch.use_deterministic_algorithms(asked)
+    try:
+        assert torch.ops.flashbwd.deterministic_algorithms() == asked
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # ---- what no kernel takes ----
 
 
-def test_attention_without_a_kernel_is_refused_with_the_reason_of_each_backend() -> None:
-    x = inputs.build(ROWS)
-    args, kwargs = flash_arguments(x)
-    refusal = sdpa.flash_attention_backward(*args, **kwargs)
-    assert refusal == "sm90: q is on the CPU; sm80: q is on the CPU"
+def test_attention_without_a_kernel_is_refused_with_the_reason_of_each_backend(flash: OnCPU) -> None:
+    args, kwargs = flash_arguments(inputs.build(ROWS))
+    assert flash.refusal(*args, **kwargs) == "sm90: q is on the CPU; sm80: q is on the CPU"
 
 
-def test_bad_attention_arguments_are_refused_not_raised() -> None:
-    x = inputs.build(ROWS)
-    args, kwargs = flash_arguments(x)
+def test_a_forced_backend_that_refuses_is_a_reason(flash: OnCPU) -> None:
+    args, kwargs = flash_arguments(inputs.build(ROWS))
+    assert 'backend "sm80" cannot run this: q is on the CPU' in flash.refusal(*args, backend="sm80", **kwargs)
+
+
+def test_bad_attention_arguments_are_refused_not_raised(flash: OnCPU) -> None:
+    args, kwargs = flash_arguments(inputs.build(ROWS))
     args[2] = args[2][:, :7]
-    with flashbwd.use_backend("reference"):
-        assert "v has shape (2, 40, 4, 16)" in sdpa.flash_attention_backward(*args, **kwargs)
+    assert "v has shape (2, 40, 4, 16)" in flash.refusal(*args, backend="reference", **kwargs)
 
 
-def test_cudnn_dropout_is_refused() -> None:
+def test_cudnn_dropout_is_refused(cudnn: OnCPU) -> None:
     x = inputs.build(replace(ROWS, layout="bhsd"))
     tensors = [t.transpose(1, 2) for t in given(x, "dout", "q", "k", "v", "out")]
     lse = x.arguments["softmax_lse"]
-    refusal = sdpa.cudnn_attention_backward(
-        *tensors, lse, *rng_tensors(x), None, None, None, 40, 40, dropout_p=0.1, is_causal=False
-    )
-    assert isinstance(refusal, str) and "dropout mask" in refusal
+    refusal = cudnn.refusal(*tensors, lse, *rng_tensors(x), None, None, None, 40, 40, 0.1, False)
+    assert "dropout mask" in refusal
 
 
-def test_an_efficient_window_without_a_causal_mask_is_refused() -> None:
+def test_an_efficient_window_without_a_causal_mask_is_refused(efficient: OnCPU) -> None:
     x = inputs.build(ROWS)
-    refusal = sdpa.efficient_attention_backward(
+    refusal = efficient.refusal(
         *given(x, "dout", "q", "k", "v", "attn_bias", "out"),
         *(None, None, 40, 40, x.arguments["softmax_lse"], 0.0, *rng_tensors(x), 0, False),
         window_size=4,
@@ -437,14 +527,13 @@ def test_an_efficient_window_without_a_causal_mask_is_refused() -> None:
     assert refusal == "a window without a causal mask"
 
 
-def test_norms_without_a_kernel_are_refused_with_a_reason() -> None:
+def test_norms_without_a_kernel_are_refused_with_a_reason(rms_norm: OnCPU) -> None:
     x, statistics = torch.randn(5, 8), torch.ones(5, 1)
-    refusal = norms.rms_norm_backward(x, x, (8,), statistics, None, (True, False))
+    refusal = rms_norm.refusal(x, x, (8,), statistics, None, (True, False))
     assert refusal == "the tensors are not on a CUDA device"
 
 
-def test_bad_norm_arguments_are_refused_not_raised() -> None:
+def test_bad_norm_arguments_are_refused_not_raised(rms_norm: OnCPU) -> None:
     x = torch.randn(5, 8)
-    with flashbwd.use_backend("reference"):
-        refusal = norms.rms_norm_backward(x, x, (8,), torch.ones(4, 1), None, (True, False))
-    assert isinstance(refusal, str) and "rs has shape (4,)" in refusal
+    refusal = rms_norm.refusal(x, x, (8,), torch.ones(4, 1), None, (True, False), backend="reference")
+    assert "rs has shape (4, 1)" in refusal

@@ -10,8 +10,8 @@
 #include "../attention/plan.h"
 #include "../attention/problem.h"
 #include "../common/check.h"
+#include "attention_call.h"
 #include "cuda_backend.h"
-#include "tensors.h"
 
 namespace flashbwd {
 namespace {
@@ -25,68 +25,6 @@ namespace {
   "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, float dropout_p=0.0, str rng_layout='', " \
   "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool need_dbias=True, bool deterministic=False, "     \
   "str backend='auto'"
-
-// A call's tensors, which own what `arguments` point to.
-struct AttentionCall {
-  Tensor dout, q, k, v, out, softmax_lse;
-  std::optional<Tensor> attn_bias, alibi_slopes, sink, dlse, rng_seed, rng_offset;
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  AttentionArguments arguments;
-
-  explicit AttentionCall(ArgumentReader& reader)
-      : dout(reader.tensor()),
-        q(reader.tensor()),
-        k(reader.tensor()),
-        v(reader.tensor()),
-        out(reader.tensor()),
-        softmax_lse(reader.tensor()),
-        attn_bias(reader.optional_tensor()),
-        alibi_slopes(reader.optional_tensor()),
-        sink(reader.optional_tensor()),
-        dlse(reader.optional_tensor()),
-        rng_seed(reader.optional_tensor()),
-        rng_offset(reader.optional_tensor()),
-        cu_seqlens_q(reader.optional_tensor()),
-        cu_seqlens_k(reader.optional_tensor()),
-        seqused_q(reader.optional_tensor()),
-        seqused_k(reader.optional_tensor()) {
-    AttentionArguments& a = arguments;
-    a.softmax_scale = reader.read<std::optional<double>>();
-    a.causal = reader.read<std::string>();
-    a.window_left = reader.read<int64_t>();
-    a.window_right = reader.read<int64_t>();
-    a.softcap = reader.read<double>();
-    a.dropout_p = reader.read<double>();
-    a.rng_layout = reader.read<std::string>();
-    a.max_seqlen_q = reader.read<std::optional<int64_t>>();
-    a.max_seqlen_k = reader.read<std::optional<int64_t>>();
-    a.need_dbias = reader.read<bool>();
-    a.deterministic = reader.read<bool>();
-    a.backend = reader.read<std::string>();
-  }
-
-  // Called once every argument has been read.
-  void describe_tensors() {
-    AttentionArguments& a = arguments;
-    dout = with_contiguous_last_dim(dout);
-    a.dout = describe(dout);
-    a.q = describe(q);
-    a.k = describe(k);
-    a.v = describe(v);
-    a.out = describe(out);
-    a.softmax_lse = describe(softmax_lse);
-    a.attn_bias = describe(attn_bias);
-    a.alibi_slopes = describe(alibi_slopes);
-    a.sink = describe(sink);
-    a.dlse = describe(dlse);
-    a.rng_seed = describe(rng_seed);
-    a.rng_offset = describe(rng_offset);
-    a.cu_seqlens_q = describe(cu_seqlens_q);
-    a.cu_seqlens_k = describe(cu_seqlens_k);
-    a.seqused_q = describe(seqused_q);
-    a.seqused_k = describe(seqused_k);
-  }
-};
 
 // (B, H, S, D) seen as (B, S, H, D), and back.
 Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }
@@ -256,52 +194,6 @@ std::string all_refusals(const AttentionPlan& plan) {
   return text;
 }
 
-// attention_backward by a kernel, or no gradients and a reason: what the overrides of PyTorch's operators call. A
-// forced reference backend counts as a kernel.
-// `heads_first`: q, k, v, out and dout are (B, H, S, D). `contiguous_grads`: dq, dk and dv are contiguous, dbias but
-// for padded rows.
-void attention_backward_or_refusal(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader reader(stack);
-  AttentionCall call(reader);
-  const bool heads_first = reader.read<bool>();
-  const bool contiguous_grads = reader.read<bool>();
-  const auto empty = [&](const Tensor& like) {
-    return contiguous_grads ? torch::stable::new_empty(like, like.sizes()) : torch::stable::empty_like(like);
-  };
-  Outputs outputs;
-  std::string refusal;
-  try {
-    AttentionArguments& a = call.arguments;
-    call.describe_tensors();
-    if (heads_first) {
-      for (TensorDesc* tensor : {&a.dout, &a.q, &a.k, &a.v, &a.out}) {
-        check(tensor->dim == 4, "a tensor has shape ", shape_of(*tensor), ", expected 4 dimensions, heads first");
-        swap_heads_and_rows(tensor);
-      }
-    }
-    const AttentionProblem problem = check_attention(a);
-    const AttentionPlan plan = plan_attention(problem, device_info(problem.device));
-    if (plan.backend == "reference" && a.backend != "reference") {
-      refusal = all_refusals(plan);
-    } else {
-      outputs.dq = empty(call.q);
-      outputs.dk = empty(call.k);
-      outputs.dv = empty(call.v);
-      if (problem.need_dbias && contiguous_grads) outputs.dbias = empty_padded_rows(*call.attn_bias);
-      run(call, problem, plan, outputs, heads_first);
-    }
-  } catch (const std::invalid_argument& error) {
-    refusal = error.what();
-  }
-  const Tensor none = new_empty(call.q, {0}, DType::kUInt8);
-  const bool refused = !refusal.empty();
-  stack[0] = boxed(refused ? none : outputs.dq);
-  stack[1] = boxed(refused ? none : outputs.dk);
-  stack[2] = boxed(refused ? none : outputs.dv);
-  stack[3] = boxed(!refused && outputs.dbias.has_value() ? *outputs.dbias : none);
-  stack[4] = boxed(refusal);
-}
-
 // `plan_device` is the index of the CUDA device that meta tensors are planned for, or -1 for the CPU.
 void plan_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
@@ -359,6 +251,32 @@ void check_attention_inputs(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 }  // namespace
+
+AttentionGradients attention_backward_or_refusal(AttentionCall& call, bool heads_first, bool contiguous_grads) {
+  const auto empty = [&](const Tensor& like) {
+    return contiguous_grads ? torch::stable::new_empty(like, like.sizes()) : torch::stable::empty_like(like);
+  };
+  AttentionArguments& a = call.arguments;
+  try {
+    call.describe_tensors();
+    if (heads_first) {
+      for (TensorDesc* tensor : {&a.dout, &a.q, &a.k, &a.v, &a.out}) {
+        check(tensor->dim == 4, "a tensor has shape ", shape_of(*tensor), ", expected 4 dimensions, heads first");
+        swap_heads_and_rows(tensor);
+      }
+    }
+    const AttentionProblem problem = check_attention(a);
+    const AttentionPlan plan = plan_attention(problem, device_info(problem.device));
+    if (plan.backend == "reference" && a.backend != "reference") return {{}, {}, all_refusals(plan)};
+    Outputs outputs{empty(call.q), empty(call.k), empty(call.v), {}, {}, {}};
+    if (problem.need_dbias && contiguous_grads) outputs.dbias = empty_padded_rows(*call.attn_bias);
+    run(call, problem, plan, outputs, heads_first);
+    return {{outputs.dq, outputs.dk, outputs.dv}, outputs.dbias, {}};
+  } catch (const std::invalid_argument& error) {
+    return {{}, {}, error.what()};
+  }
+}
+
 }  // namespace flashbwd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
@@ -374,9 +292,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, "
       "SymInt window_right, float softcap, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
       "bool deterministic, str backend) -> ()");
-  m.def("attention_backward_or_refusal(" FLASHBWD_ATTENTION_ARGUMENTS
-        ", bool heads_first=False, bool contiguous_grads=False) "
-        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, str refusal)");
   // Implemented in Python on torch operators; the operators above call it where the plan says so.
   m.def(
       "attention_backward_reference(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
@@ -387,13 +302,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "Tensor(e!)? dsink) -> ()");
 }
 
-#define FLASHBWD_IMPLEMENT(key)                                                       \
-  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                                       \
-    m.impl("attention_backward_or_refusal", flashbwd::attention_backward_or_refusal); \
-    m.impl("attention_backward", flashbwd::attention_backward);                       \
-    m.impl("attention_backward_out", flashbwd::attention_backward_out);               \
-    m.impl("plan_attention_backward", flashbwd::plan_attention_backward);             \
-    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);               \
+#define FLASHBWD_IMPLEMENT(key)                                           \
+  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                           \
+    m.impl("attention_backward", flashbwd::attention_backward);           \
+    m.impl("attention_backward_out", flashbwd::attention_backward_out);   \
+    m.impl("plan_attention_backward", flashbwd::plan_attention_backward); \
+    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);   \
   }
 
 FLASHBWD_IMPLEMENT(CPU)

@@ -1,61 +1,50 @@
 // The LayerNorm and RMSNorm operators: read the arguments, check, allocate, launch.
 #include <torch/csrc/stable/accelerator.h>
 
-#include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "../common/check.h"
-#include "../layer_norm/problem.h"
 #include "cuda_backend.h"
-#include "tensors.h"
+#include "norm_call.h"
 
 namespace flashbwd {
 namespace {
 
-// A call's tensors, which own what `arguments` point to.
-struct NormCall {
-  Tensor dz, x;
+LayerNormBackwardParams checked(NormCall& call) {
+  LayerNormArguments& a = call.arguments;
+  a.dz = describe(call.dz);
+  a.x = describe(call.x);
+  a.mu = describe(call.mu);
+  a.rs = describe(call.rs);
+  a.gamma = describe(call.gamma);
+  a.dresidual = describe(call.dresidual);
+  return check_layer_norm(a);
+}
+
+NormCall read_call(StableIValue* stack, bool rms) {
+  ArgumentReader reader(stack);
+  Tensor dz = reader.tensor();
+  Tensor x = reader.tensor();
   std::optional<Tensor> mu;
-  Tensor rs;
-  std::optional<Tensor> gamma, dresidual;
-  LayerNormArguments arguments;
+  if (!rms) mu = reader.tensor();
+  NormCall call{dz, x, mu, reader.tensor(), {}, {}, {}};
+  call.gamma = reader.optional_tensor();
+  call.dresidual = reader.optional_tensor();
+  LayerNormArguments& a = call.arguments;
+  a.rms = rms;
+  a.zero_centered_gamma = reader.read<bool>();
+  const std::vector<bool> mask = reader.read<std::vector<bool>>();
+  a.need_dx = mask[0];
+  a.need_dgamma = mask[1] && call.gamma.has_value();
+  a.need_dbeta = !rms && mask[2];
+  return call;
+}
 
-  NormCall(ArgumentReader& reader, bool rms)
-      : dz(reader.tensor()),
-        x(reader.tensor()),
-        mu(rms ? std::nullopt : std::optional<Tensor>(reader.tensor())),
-        rs(reader.tensor()),
-        gamma(reader.optional_tensor()),
-        dresidual(reader.optional_tensor()) {
-    LayerNormArguments& a = arguments;
-    a.rms = rms;
-    a.zero_centered_gamma = reader.read<bool>();
-    const std::vector<bool> mask = reader.read<std::vector<bool>>();
-    a.need_dx = mask[0];
-    a.need_dgamma = mask[1] && gamma.has_value();
-    a.need_dbeta = !rms && mask[2];
-  }
-
-  // Called once every argument has been read.
-  LayerNormBackwardParams checked() {
-    LayerNormArguments& a = arguments;
-    a.dz = describe(dz);
-    a.x = describe(x);
-    a.mu = describe(mu);
-    a.rs = describe(rs);
-    a.gamma = describe(gamma);
-    a.dresidual = describe(dresidual);
-    return check_layer_norm(a);
-  }
-};
-
-struct Gradients {
-  std::optional<Tensor> dx, dgamma, dbeta;
-};
-
-Gradients run_reference(const NormCall& call) {
+NormGradients run_reference(const NormCall& call) {
   const LayerNormArguments& a = call.arguments;
-  Gradients grads;
+  NormGradients grads;
   const auto keep = [&](StableIValue result, bool wanted, std::optional<Tensor>* grad) {
     Tensor tensor = torch::stable::detail::to<Tensor>(result);
     if (wanted) *grad = tensor;
@@ -101,28 +90,17 @@ Rows with_one_row_stride(const Tensor& tensor) {
   return {torch::stable::contiguous(tensor), tensor.size(tensor.dim() - 1)};
 }
 
-// `tensor` without gaps: itself, without asking the dispatcher, where it has none.
-Tensor packed(const Tensor& tensor) {
-  const TensorDesc desc = describe(tensor);
-  int64_t stride = 1;
-  for (int i = desc.dim - 1; i >= 0; --i) {
-    if (desc.sizes[i] != 1 && desc.strides[i] != stride) return torch::stable::contiguous(tensor);
-    stride *= desc.sizes[i];
-  }
-  return tensor;
-}
-
 // Statistics as kernels take them: packed, in float32.
 Tensor as_statistics(const Tensor& tensor) {
   if (tensor.scalar_type() == ScalarType::Float) return packed(tensor);
   return torch::stable::to(packed(tensor), ScalarType::Float);
 }
 
-Gradients run_kernel(const NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
+NormGradients run_kernel(const NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
   const CudaBackend& cuda = *cuda_backend();
   const LayerNormArguments& a = call.arguments;
   const torch::stable::accelerator::DeviceGuard guard(a.x.device.index);
-  Gradients grads;
+  NormGradients grads;
   if (a.need_dx) grads.dx = torch::stable::empty_like(call.x);
   if (a.need_dgamma) grads.dgamma = new_empty(call.x, {params.columns}, params.gamma_dtype);
   if (a.need_dbeta) grads.dbeta = new_empty(call.x, {params.columns}, params.gamma_dtype);
@@ -178,8 +156,8 @@ DeviceInfo norm_device_info(Device device) {
   return info;
 }
 
-Gradients run(NormCall& call) {
-  const LayerNormBackwardParams params = call.checked();
+NormGradients run(NormCall& call) {
+  const LayerNormBackwardParams params = checked(call);
   const Device device = call.arguments.x.device;
   const DeviceInfo info = norm_device_info(device);
   return layer_norm_refusal(params.x_dtype, params.columns, device, info).empty() ? run_kernel(call, params, info)
@@ -192,28 +170,18 @@ Tensor or_empty(const std::optional<Tensor>& tensor, const NormCall& call) {
 }
 
 void layer_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader reader(stack);
-  NormCall call(reader, false);
-  const Gradients grads = run(call);
+  NormCall call = read_call(stack, false);
+  const NormGradients grads = run(call);
   stack[0] = boxed(or_empty(grads.dx, call));
   stack[1] = boxed(or_empty(grads.dgamma, call));
   stack[2] = boxed(or_empty(grads.dbeta, call));
 }
 
 void rms_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader reader(stack);
-  NormCall call(reader, true);
-  const Gradients grads = run(call);
+  NormCall call = read_call(stack, true);
+  const NormGradients grads = run(call);
   stack[0] = boxed(or_empty(grads.dx, call));
   stack[1] = boxed(or_empty(grads.dgamma, call));
-}
-
-// Why no kernel runs the backward of a norm of x, in words; empty where one does.
-void norm_kernel_refusal(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader reader(stack);
-  const TensorDesc x = describe(reader.tensor());
-  const int64_t columns = x.dim > 0 ? x.sizes[x.dim - 1] : 1;
-  stack[0] = boxed(layer_norm_refusal(x.dtype, columns, x.device, norm_device_info(x.device)));
 }
 
 // Uninitialised statistics of x's rows, (..., 1): a dimension of x that is split over devices is one of theirs too.
@@ -275,6 +243,31 @@ void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 }  // namespace
+
+Tensor packed(const Tensor& tensor) {
+  const TensorDesc desc = describe(tensor);
+  int64_t stride = 1;
+  for (int i = desc.dim - 1; i >= 0; --i) {
+    if (desc.sizes[i] != 1 && desc.strides[i] != stride) return torch::stable::contiguous(tensor);
+    stride *= desc.sizes[i];
+  }
+  return tensor;
+}
+
+NormGradients norm_backward_or_refusal(NormCall& call, bool any_backend) {
+  try {
+    const LayerNormBackwardParams params = checked(call);
+    const Device device = call.arguments.x.device;
+    const DeviceInfo info = norm_device_info(device);
+    const std::string refusal = layer_norm_refusal(params.x_dtype, params.columns, device, info);
+    if (refusal.empty()) return run_kernel(call, params, info);
+    if (any_backend) return run_reference(call);
+    return {{}, {}, {}, refusal};
+  } catch (const std::invalid_argument& error) {
+    return {{}, {}, {}, error.what()};
+  }
+}
+
 }  // namespace flashbwd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
@@ -285,7 +278,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
       "rms_norm_backward(Tensor dz, Tensor x, Tensor rs, Tensor? gamma=None, Tensor? dresidual=None, *, "
       "bool zero_centered_gamma=False, bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dgamma)");
-  m.def("norm_kernel_refusal(Tensor x) -> str");
   // Below flashbwd::layer_norm and flashbwd::rms_norm, which have the gradients.
   m.def(
       "norm_forward(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool rms) "
@@ -306,7 +298,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
 #define FLASHBWD_IMPLEMENT(key)                                   \
   STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                   \
     m.impl("layer_norm_backward", flashbwd::layer_norm_backward); \
-    m.impl("norm_kernel_refusal", flashbwd::norm_kernel_refusal); \
     m.impl("rms_norm_backward", flashbwd::rms_norm_backward);     \
     m.impl("norm_forward", flashbwd::norm_forward);               \
   }

@@ -1,21 +1,22 @@
 """Replacing the CUDA kernels of PyTorch's backward operators by this library's, and putting them back.
 
-An override tries a kernel of this library. Where there is none for the call, it runs what the dispatcher held before,
-with the arguments as they came, and counts why.
+An override is C++: it tries a kernel of this library. Where there is none for the call, it comes here, and what the
+dispatcher held before runs with the arguments as they came; the reason is counted.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from flashbwd.integrations import norms, sdpa
+from flashbwd import _ops
 
 __all__ = ["OperatorStats", "Overrides", "disable", "enable", "stats"]
 
@@ -35,54 +36,72 @@ class OperatorStats(NamedTuple):
     fallbacks: dict[str, int]
 
 
-class _Override:
-    """One operator's replacement. ``attempt`` takes the operator's arguments; it returns its results, or a reason."""
+@functools.cache
+def _use_up_the_warning() -> None:
+    """PyTorch warns of the first kernel in a process that is replaced, and not through Python where C++ replaces it."""
+    library = torch.library.Library("flashbwd", "IMPL", "CPU")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for _ in range(2):
+            library.impl("force_backend", lambda name: None, allow_override=True)
+    library._destroy()
 
-    def __init__(self, name: str, attempt: Callable[..., Any], dispatch_key: str = "CUDA") -> None:
+
+class _Override:
+    """One operator's replacement, whose kernel is C++ (``csrc/api``); what it falls back to, and the reasons."""
+
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.attempt = attempt
-        self.dispatch_key = dispatch_key
-        self._lock = threading.Lock()  # backwards run in autograd's threads
+        self._key: str | None = None
         self._original: Any = None
-        self._library: torch.library.Library | None = None
-        self.reset()
+        self._fallbacks: Counter[str] = Counter()
+        self._lock = threading.Lock()  # backwards run in autograd's threads
+        schema = str(getattr(torch.ops.aten, name).default._schema)
+        arguments = schema[schema.index("(") + 1 :]
+        fallback = f"fall_back_{name.removeprefix('_')}"
+        _ops.library.define(f"{fallback}(str reason, {arguments}")
+        _ops.library.impl(fallback, self._fall_back, "CompositeExplicitAutograd")
 
     def reset(self) -> None:
-        self._hits = 0
-        self._fallbacks: Counter[str] = Counter()
+        torch.ops.flashbwd.override_hits(self.name, True)
+        with self._lock:
+            self._fallbacks.clear()
 
     def stats(self) -> OperatorStats:
         with self._lock:
-            return OperatorStats(self._hits, dict(self._fallbacks))
+            return OperatorStats(torch.ops.flashbwd.override_hits(self.name, False), dict(self._fallbacks))
 
-    def run(self, keyset: torch.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        result = self.attempt(*args, **kwargs)
-        if type(result) is not str:
-            with self._lock:
-                self._hits += 1
-            return result
+    def _fall_back(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """Run what the dispatcher held before; called by the C++ half."""
         with self._lock:
-            self._fallbacks[result] += 1
-        return self._original.call_boxed(keyset, *args, **kwargs)
+            self._fallbacks[reason] += 1
+        return self._original.call_boxed(self._keyset, *args, **kwargs)
 
-    def register(self) -> None:
-        operator, key = f"aten::{self.name}", self.dispatch_key
-        if self._library is not None or not torch._C._dispatch_has_kernel_for_dispatch_key(operator, key):
+    def register(self, key: str = "CUDA") -> None:
+        operator = f"aten::{self.name}"
+        if self._key is not None or not torch._C._dispatch_has_kernel_for_dispatch_key(operator, key):
             return  # a PyTorch without CUDA has nothing to replace
+        self._key = key
+        self._keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         self._original = torch.library.get_kernel(operator, key)
-        self._library = torch.library.Library("aten", "IMPL", key)
-        with warnings.catch_warnings():  # PyTorch warns of the first kernel that is replaced
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            self._library.impl(self.name, self.run, with_keyset=True, allow_override=True)
+        _use_up_the_warning()
+        torch.ops.flashbwd.register_override(self.name, key)
 
     def unregister(self) -> None:
-        if self._library is not None:
-            self._library._destroy()
-        self._library = self._original = None
+        if self._key is not None:
+            torch.ops.flashbwd.unregister_override(self.name)
+        self._key = self._original = None
 
 
-_ATTENTION = {name: _Override(name, attempt) for name, attempt in sdpa.ATTEMPTS.items()}
-_NORMS = {name: _Override(name, attempt) for name, attempt in norms.ATTEMPTS.items()}
+_ATTENTION = {
+    name: _Override(name)
+    for name in (
+        "_scaled_dot_product_cudnn_attention_backward",
+        "_flash_attention_backward",
+        "_efficient_attention_backward",
+    )
+}
+_NORMS = {name: _Override(name) for name in ("native_layer_norm_backward", "_fused_rms_norm_backward")}
 _ALL = _ATTENTION | _NORMS
 
 _lock = threading.RLock()

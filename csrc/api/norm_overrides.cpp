@@ -1,0 +1,75 @@
+// PyTorch's LayerNorm and RMSNorm backwards, as calls of this library's.
+#include "norm_call.h"
+#include "overrides.h"
+
+namespace flashbwd {
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
+
+// x with its last `dims` dimensions, which are normalised together, as one.
+Tensor in_rows(const Tensor& x, size_t dims) {
+  if (dims == 1) return x;
+  Shape shape(x.sizes().begin(), x.sizes().end() - static_cast<int64_t>(dims));
+  shape.push_back(-1);
+  return torch::stable::reshape(x, {shape.data(), shape.size()});
+}
+
+Tensor flat(const Tensor& x, size_t dims) {
+  constexpr int64_t kAll = -1;
+  return dims == 1 ? x : torch::stable::reshape(x, {&kAll, 1});
+}
+
+Tensor like(const Tensor& grad, const Tensor& parameter) {
+  Tensor result = grad;
+  if (grad.scalar_type() != parameter.scalar_type()) result = torch::stable::to(grad, parameter.scalar_type());
+  return parameter.dim() == 1 ? result : torch::stable::view(result, parameter.sizes());
+}
+
+Attempt run(const Tensor& dz, const Tensor& input, const Shape& normalized_shape, const MaybeTensor& mean,
+            const Tensor& rstd, const MaybeTensor& weight, const MaybeTensor& bias, const std::vector<bool>& mask) {
+  if (!is_given(dz)) return refused(kNoGradient);
+  const size_t dims = normalized_shape.size();
+  const Tensor x = packed(input);  // dx is contiguous, as PyTorch's
+  NormCall call{in_rows(dz, dims), in_rows(x, dims), {}, flat(rstd, dims), {}, {}, {}};
+  if (mean.has_value()) call.mu = flat(*mean, dims);
+  if (is_given(weight)) call.gamma = flat(*weight, dims);
+  LayerNormArguments& a = call.arguments;
+  a.rms = !mean.has_value();
+  a.need_dx = mask[0];
+  a.need_dgamma = mask[1] && call.gamma.has_value();
+  a.need_dbeta = mask.size() == 3 && mask[2] && is_given(bias);
+  NormGradients grads = norm_backward_or_refusal(call, forced_backend() == "reference");
+  if (!grads.refusal.empty()) return refused(std::move(grads.refusal));
+  std::vector<Tensor> results(mask.size());  // undefined ones
+  if (grads.dx.has_value()) results[0] = dims == 1 ? *grads.dx : torch::stable::view(*grads.dx, x.sizes());
+  if (grads.dgamma.has_value()) results[1] = like(*grads.dgamma, *weight);
+  if (grads.dbeta.has_value()) results[2] = like(*grads.dbeta, *bias);
+  return {std::move(results), {}};
+}
+
+// native_layer_norm_backward
+Attempt layer_norm_backward(const Tensor& dz, const Tensor& x, const Shape& normalized_shape, const Tensor& mean,
+                            const Tensor& rstd, const MaybeTensor& weight, const MaybeTensor& bias,
+                            const std::vector<bool>& mask) {
+  return run(dz, x, normalized_shape, mean, rstd, weight, bias, mask);
+}
+
+// _fused_rms_norm_backward
+Attempt rms_norm_backward(const Tensor& dz, const Tensor& x, const Shape& normalized_shape, const Tensor& rstd,
+                          const MaybeTensor& weight, const std::vector<bool>& mask) {
+  return run(dz, x, normalized_shape, {}, rstd, weight, {}, mask);
+}
+
+}  // namespace
+
+Override layer_norm_override{
+    "native_layer_norm_backward", "flashbwd::fall_back_native_layer_norm_backward",
+    [](StableIValue* stack, uint64_t, uint64_t) { run_override(layer_norm_override, layer_norm_backward, stack); }};
+
+Override rms_norm_override{
+    "_fused_rms_norm_backward", "flashbwd::fall_back_fused_rms_norm_backward",
+    [](StableIValue* stack, uint64_t, uint64_t) { run_override(rms_norm_override, rms_norm_backward, stack); }};
+
+}  // namespace flashbwd

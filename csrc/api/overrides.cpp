@@ -1,0 +1,101 @@
+// Overrides of PyTorch's operators: registered and taken back while a process runs, and counted.
+#include "overrides.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+
+#include "../common/check.h"
+
+namespace flashbwd {
+namespace {
+
+std::mutex mutex;  // of the names and handles below
+std::string backend = "auto";
+
+Override& find(const std::string& name) {
+  for (Override* override : {&cudnn_attention_override, &flash_attention_override, &efficient_attention_override,
+                             &layer_norm_override, &rms_norm_override}) {
+    if (name == override->name) return *override;
+  }
+  refuse("there is no override of ", name);
+}
+
+// Puts an override before what a dispatch key ("CUDA") has.
+void register_override(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const std::string name = reader.read<std::string>();
+  const std::string key = reader.read<std::string>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  Override& override = find(name);
+  check(override.library == nullptr, name, " is overridden already");
+  TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_impl("aten", key.c_str(), __FILE__, __LINE__, &override.library));
+  TORCH_ERROR_CODE_CHECK(torch_library_impl(override.library, override.name, override.kernel, TORCH_ABI_VERSION));
+}
+
+// Gives the operator back what it had.
+void unregister_override(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const std::string name = reader.read<std::string>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  Override& override = find(name);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_delete_library_object(std::exchange(override.library, nullptr)));
+}
+
+// Calls that a kernel of this library ran.
+void override_hits(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const std::string name = reader.read<std::string>();
+  const bool reset = reader.read<bool>();
+  Override& override = find(name);
+  stack[0] = boxed(reset ? override.hits.exchange(0) : override.hits.load());
+}
+
+void force_backend(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  std::string name = reader.read<std::string>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  backend = std::move(name);
+}
+
+void deterministic_algorithms_asked(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = boxed(deterministic_algorithms());
+}
+
+}  // namespace
+
+std::string forced_backend() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return backend;
+}
+
+// at::globalContext().deterministicAlgorithms(), which the stable ABI does not offer: looked up by name, once. Were a
+// PyTorch not to have it, every call would be deterministic.
+bool deterministic_algorithms() {
+  using GlobalContext = const void* (*)();
+  using Asked = bool (*)(const void*);
+  static void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  static const auto context =
+      reinterpret_cast<GlobalContext>(torch ? dlsym(torch, "_ZN2at13globalContextEv") : nullptr);
+  static const auto asked =
+      reinterpret_cast<Asked>(torch ? dlsym(torch, "_ZNK2at7Context23deterministicAlgorithmsEv") : nullptr);
+  return context == nullptr || asked == nullptr || asked(context());
+}
+
+}  // namespace flashbwd
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
+  m.def("register_override(str name, str key) -> ()");
+  m.def("unregister_override(str name) -> ()");
+  m.def("override_hits(str name, bool reset) -> int");
+  m.def("force_backend(str name) -> ()");
+  m.def("deterministic_algorithms() -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
+  m.impl("register_override", flashbwd::register_override);
+  m.impl("unregister_override", flashbwd::unregister_override);
+  m.impl("override_hits", flashbwd::override_hits);
+  m.impl("force_backend", flashbwd::force_backend);
+  m.impl("deterministic_algorithms", flashbwd::deterministic_algorithms_asked);
+}

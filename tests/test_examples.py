@@ -114,3 +114,20 @@ def test_train_distributed_on_two_gpus_agrees_with_one(parallel: str, tmp_path: 
         layers, steps, devices = result["config"]["layers"], 3, 2
         hits = [stats["hits"] for name, stats in result["overridden"].items() if "attention" in name]
         assert hits == [layers * steps * devices]  # as many steps of the ring as devices
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_finetune_transformers_agrees_whatever_computes_the_gradients(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    command = [sys.executable, EXAMPLES / "finetune_transformers.py", "--device", device, "--out", tmp_path]
+    done = subprocess.run([*command, "--steps", "3", "--lengths", "64,32"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "finetune_transformers.json").read_text())
+    runs = ["torch", "flashbwd"] if device == "cpu" else ["torch", "overrides", "flashbwd"]
+    assert result["agree"] and list(result["losses"]) == runs
+    assert list(result["ablation"]) == ["64", "32"]
+    assert all(list(variants) == runs for variants in result["ablation"].values())
+    assert (tmp_path / "finetune_transformers.png").read_bytes().startswith(b"\x89PNG")
+    if device == "cuda":
+        hits = {name: stats["hits"] for name, stats in result["overridden"].items()}
+        assert sum(count for name, count in hits.items() if "attention" in name) > 0

@@ -272,7 +272,7 @@ def kernels_of(call: Callable[[], Any]) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    return [event.name for event in profiler.events() if event.device_type is DeviceType.CUDA]
+    return [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
 
 
 @pytest.mark.parametrize("shape", ["gpt", "llama"])

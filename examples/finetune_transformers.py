@@ -1,0 +1,248 @@
+"""Train a Llama of Transformers on real text: with PyTorch's gradients, and with flashbwd's in two ways.
+
+    python examples/finetune_transformers.py                      # a GPU: bf16, some minutes; a CPU: a toy, seconds
+    python examples/finetune_transformers.py --steps 50 --lengths 1024,4096
+
+    torch       attn_implementation="sdpa", as Transformers comes
+    overrides   the same model under flashbwd.enable()
+    flashbwd    attn_implementation="flashbwd", and norms swapped in place by flashbwd's
+
+All three start from the same random weights and see the same batches of the Python language reference, a token a byte.
+Their loss curves have to agree within the tolerance stated below, else the exit status is 1. Then the time of a step
+and peak memory are taken over a range of sequence lengths, the same number of tokens in each. Without a GPU there is
+nothing for the overrides to replace, and that run is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import flashbwd
+from flashbwd.integrations import transformers as integration
+
+# Largest allowed |loss - loss| of one step, in nats. Rounding differs between the runs and training amplifies it.
+LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+WARM_UP = 2  # steps of a timed run that do not count
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model and of the runs."""
+
+    layers: int
+    width: int
+    heads: int
+    heads_kv: int
+    length: int
+    tokens: int  # of a batch
+    steps: int
+    lengths: tuple[int, ...]  # of the ablation
+    learning_rate: float = 3e-4
+    seed: int = 0
+
+
+CONFIGS = {
+    "cuda": Config(8, 1024, 16, 4, length=2048, tokens=16384, steps=200, lengths=(1024, 2048, 4096, 8192, 16384)),
+    "cpu": Config(2, 64, 4, 2, length=64, tokens=256, steps=20, lengths=(64, 128), learning_rate=3e-3),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute the gradients."""
+
+    attention: str = "sdpa"
+    swap_norms: bool = False
+    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+VARIANTS = {
+    "torch": Variant(),
+    "overrides": Variant(scope=flashbwd.enable),
+    "flashbwd": Variant(attention=integration.NAME, swap_norms=True),
+}
+
+
+def build(config: Config, variant: Variant, device: torch.device) -> Any:
+    """A Llama with random weights, the same for every variant."""
+    torch.manual_seed(config.seed)
+    settings: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": config.width,
+        "intermediate_size": 4 * config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads_kv,
+        "max_position_embeddings": max(config.length, *config.lengths),
+        "attn_implementation": variant.attention,
+        "use_cache": False,
+    }
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
+    if variant.swap_norms:
+        integration.swap_norms(model)
+    return model.to(device)
+
+
+class Trainer:
+    """A model, its optimizer and its own stream of batches."""
+
+    def __init__(self, text: Tensor, config: Config, variant: Variant, device: torch.device) -> None:
+        self.text, self.config, self.variant, self.device = text, config, variant, device
+        self.model = build(config, variant, device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, fused=device.type == "cuda"
+        )
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    def step(self, length: int) -> Tensor:
+        """One step on a batch of ``tokens`` tokens in sequences of ``length``; returns the loss."""
+        count = max(1, self.config.tokens // length)
+        starts = torch.randint(len(self.text) - length, (count, 1), generator=self.generator)
+        ids = self.text[starts + torch.arange(length)].to(self.device)
+        cuda = self.device.type == "cuda"
+        precision = torch.autocast("cuda", torch.bfloat16) if cuda else contextlib.nullcontext()
+        with self.variant.scope():
+            with precision:
+                loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def losses_of(trainer: Trainer, name: str) -> list[float]:
+    """The loss of every step of a training run."""
+    config = trainer.config
+    return [trainer.step(config.length).item() for _ in tqdm(range(config.steps), desc=name, unit="step")]
+
+
+def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, float | None]]:
+    """Milliseconds of a step, the median over interleaved rounds, and the most memory that one takes in MiB."""
+    cuda = next(iter(trainers.values())).device.type == "cuda"
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    peaks: dict[str, float | None] = dict.fromkeys(trainers)
+    for round_ in range(WARM_UP + ROUNDS):
+        for name, trainer in trainers.items():
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            resident = torch.cuda.memory_allocated() if cuda else 0  # the other models too
+            start = time.perf_counter()
+            trainer.step(length)
+            if cuda:
+                torch.cuda.synchronize()
+                peaks[name] = (torch.cuda.max_memory_allocated() - resident) / 2**20
+            if round_ >= WARM_UP:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: {"step_ms": statistics.median(times[name]), "peak_mib": peaks[name]} for name in trainers}
+
+
+def table(ablation: dict[int, dict[str, dict[str, float | None]]]) -> str:
+    """A Markdown table of the ablation; ratios are PyTorch's time over the other's."""
+    lines = ["| sequence length | gradients | ms a step | speed over torch | MiB of a step |", "|" + " --- |" * 5]
+    for length, variants in ablation.items():
+        stock = variants["torch"]["step_ms"] or 0.0
+        for name, figures in variants.items():
+            ms, peak = figures["step_ms"] or 0.0, figures["peak_mib"]
+            memory = "-" if peak is None else f"{peak:.0f}"
+            lines.append(f"| {length} | {name} | {ms:.1f} | {stock / ms:.2f} | {memory} |")
+    return "\n".join(lines)
+
+
+def plot(path: Path, curves: dict[str, list[float]], ablation: dict[int, dict[str, dict[str, float | None]]]) -> None:
+    """Loss curves on the left, time of a step over the sequence length on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for number, (name, losses) in enumerate(curves.items()):
+        left.plot(losses, color=f"C{number}", linewidth=3 - number, label=name)
+        right.plot(
+            list(ablation), [of[name]["step_ms"] for of in ablation.values()], "o-", color=f"C{number}", label=name
+        )
+    left.set_xlabel("step")
+    left.set_ylabel("loss (nats per byte)")
+    right.set_xlabel("sequence length")
+    right.set_ylabel("ms a step")
+    right.set_xscale("log", base=2)
+    right.set_ylim(bottom=0)
+    left.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="training steps of each run")
+    parser.add_argument("--lengths", type=lengths, metavar="N,N,...", help="sequence lengths to time")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of results and plot (%(default)s)")
+    options = parser.parse_args(arguments)
+
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    given = {name: getattr(options, name) for name in ("steps", "lengths") if getattr(options, name) is not None}
+    config = Config(**(asdict(CONFIGS[device.type]) | given))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    variants = {name: variant for name, variant in VARIANTS.items() if device.type == "cuda" or name != "overrides"}
+    integration.register()
+    text = torch.tensor(list("".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
+    print(f"device: {device}, {dtype}, torch {torch.__version__}, flashbwd {flashbwd.__version__}")
+
+    flashbwd.stats(reset=True)
+    trainers = {name: Trainer(text, config, variant, device) for name, variant in variants.items()}
+    curves = {name: losses_of(trainer, name) for name, trainer in trainers.items()}
+    ablation = {length: measure(trainers, length) for length in config.lengths}
+    pairs = [pair for losses in curves.values() for pair in zip(losses, curves["torch"], strict=True)]
+    loss_error = max(abs(a - b) for a, b in pairs)
+    agree = loss_error <= LOSS_TOLERANCE[dtype]  # written so that a NaN fails
+    overridden = {name: stats._asdict() for name, stats in flashbwd.stats().items() if stats != (0, {})}
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = {
+        "config": asdict(config),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "loss_error": loss_error,
+        "agree": agree,
+        "losses": curves,
+        "ablation": ablation,
+        "overridden": overridden,
+    }
+    (options.out / "finetune_transformers.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(options.out / "finetune_transformers.png", curves, ablation)
+
+    for name, losses in curves.items():
+        print(f"{name:>10}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
+    print(table(ablation))
+    for name, stats in overridden.items():
+        print(f"{name}: {stats['hits']} calls by flashbwd's kernels, by PyTorch's {stats['fallbacks'] or 'none'}")
+    print("the runs agree" if agree else "FAILED: the runs do not agree")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

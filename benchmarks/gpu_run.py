@@ -150,7 +150,7 @@ def sanitizer_steps() -> Iterator[Step]:
 
 
 def bench_steps(out: Path, quick: bool) -> Iterator[Step]:
-    for suite in ("attention", "layer_norm", "decoding"):
+    for suite in ("attention", "layer_norm", "decoding", "block"):
         command = [sys.executable, "-m", "flashbwd", "bench", "--suite", suite, "--out", str(out / "results")]
         yield Step("bench", suite, command + ["--resume"] + (["--quick"] if quick else []), by_bench)
 

@@ -275,5 +275,5 @@ def test_gpu_run_steps(gpu_run, tmp_path):
     assert [step.name for step in tools] == list(gpu_run.TOOLS)
     assert all("gpu and sanitizer" in step.command for step in tools)
     suites = list(gpu_run.bench_steps(tmp_path, quick=True))
-    assert [step.name for step in suites] == ["attention", "layer_norm", "decoding"]
+    assert [step.name for step in suites] == ["attention", "layer_norm", "decoding", "block"]
     assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

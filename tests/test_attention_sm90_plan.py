@@ -86,22 +86,39 @@ def test_tile_follows_the_wider_head_dimension(
 
 
 @pytest.mark.parametrize("dtype", ["kBFloat16", "kFloat16"])
-def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType, dtype: str) -> None:
-    plan = plan_of(host, dtype=getattr(host.DType, dtype))
-    assert not plan.deterministic
-    assert plan.workspace.dq_mode == host.DqMode.kAtomic
-    assert plan.workspace.zero_accumulator
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_first_add_to_a_tile_of_a_dense_accumulator_stores(host: ModuleType, dtype: str, deterministic: bool) -> None:
+    plan = plan_of(host, dtype=getattr(host.DType, dtype), deterministic=deterministic)
+    assert plan.deterministic is deterministic
+    assert plan.workspace.dq_mode == (host.DqMode.kOrdered if deterministic else host.DqMode.kAtomic)
+    assert not plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
-    assert plan.workspace.semaphore_bytes == 16  # the counter of jobs
+    counters = 8  # jobs taken, what is finished of 2 * 3 KV heads, padded to 4
+    semaphores = 2 * 6 * 5 * 2  # 300 queries are 5 blocks of 64; 2 warpgroups
+    assert plan.workspace.semaphore_bytes == (counters + semaphores) * 4
 
 
-def test_deterministic_plan_takes_turns_by_query_block_and_warpgroup(host: ModuleType) -> None:
-    plan = plan_of(host, deterministic=True)
-    assert plan.deterministic
-    assert plan.workspace.dq_mode == host.DqMode.kOrdered
+def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
+    plan = plan_of(host, varlen=True)
     assert plan.workspace.zero_accumulator
-    turns = 2 * 6 * 5 * 2  # 300 queries are 5 blocks of 64; 2 warpgroups
-    assert plan.workspace.semaphore_bytes == 16 + turns * 4
+    assert plan.workspace.semaphore_bytes == 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "splits", "pairs"), [(32, 1, False), (4, 1, True), (2, 1, True), (1, 2, True)], ids=str
+)
+@pytest.mark.parametrize(("batch", "rows"), [(16, 1024), (2, 8192)])
+def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
+    host: ModuleType, batch: int, rows: int, heads_kv: int, splits: int, pairs: bool
+) -> None:
+    sizes = {"batch": batch, "seqlen_q": rows, "seqlen_k": rows, "total_q": batch * rows, "total_k": batch * rows}
+    plan = plan_of(host, heads=32, heads_kv=heads_kv, window_right=0, **sizes)
+    assert plan.schedule.startswith("pairs") is pairs
+    assert ("query heads in 2 parts" in plan.schedule) is (splits == 2)
+    sums = splits * batch * heads_kv * rows * 2 * 128 * 4 if splits > 1 else 0
+    assert plan.workspace.partial_bytes == sums
+    ordered = plan_of(host, heads=32, heads_kv=heads_kv, window_right=0, deterministic=True, **sizes)
+    assert not ordered.schedule.startswith("pairs")  # turns would wait for jobs taken later
 
 
 @pytest.mark.parametrize(("varlen", "rows"), [(False, 2 * 6 * 384), (True, 6 * 896)])

@@ -87,6 +87,15 @@ def test_tiles_are_visited_iff_they_hold_a_visible_pair(
         assert host.query_blocks(v, n, block_m, block_n) == as_range(by_column[n])
 
 
+@given(mask=masks())
+@settings(max_examples=500, deadline=None)
+def test_a_row_sees_a_key_iff_one_of_its_pairs_is_visible(mask: tuple[int, int, int, int, Any]) -> None:
+    v = host.make_visibility(*mask)
+    seen = visible_pairs(*mask).any(axis=1)
+    assert [host.sees_a_key(v, i) for i in range(mask[0])] == seen.tolist()
+    assert not host.sees_a_key(v, mask[0])
+
+
 @given(mask=masks(), block_m=blocks, block_n=blocks)
 @settings(max_examples=1500, deadline=None)
 def test_a_tile_is_interior_iff_all_of_it_is_visible(

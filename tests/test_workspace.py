@@ -241,7 +241,7 @@ def test_accumulators_that_are_added_into_are_zeroed(mode: Any) -> None:
 
 @pytest.mark.parametrize("zeros", [True, False])
 def test_ordered_accumulator_is_zeroed_as_its_schedule_asks(zeros: bool) -> None:
-    wanted = request(Mode.kOrdered, ordered_zeros=zeros)
+    wanted = request(Mode.kOrdered, adds_into_zeros=zeros)
     assert host.plan_workspace(dense(1, 1, 8, 8, 8), wanted).zero_accumulator is zeros
 
 

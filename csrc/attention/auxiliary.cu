@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "../common/launch.h"
 #include "auxiliary.h"
 #include "convert_dq.cuh"
 #include "preprocess.cuh"
@@ -15,12 +16,35 @@ bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes) {
          view.seq_stride * element_bytes % bytes == 0 && view.head_stride * element_bytes % bytes == 0;
 }
 
+// Threads a row, a power of two up to a warp, where each takes `columns_each` of `columns` at a time.
+int32_t lanes_log2(int64_t columns, int64_t columns_each) {
+  int32_t log2 = 0;
+  while (log2 < 5 && (columns_each << log2) < columns) ++log2;
+  return log2;
+}
+
+RowThreads row_threads(int64_t columns, const HeadsView& result, DType dtype) {
+  return {lanes_log2(columns, kConvertColumns), rows_aligned(result, size_of(dtype), 16)};
+}
+
+uint32_t convert_row_blocks(int64_t rows, const RowThreads& threads) {
+  return static_cast<uint32_t>(ceil_div(rows, (kConvertThreads >> threads.lanes_log2) * kConvertRows));
+}
+
 template <typename Arguments>
-const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t ctas, int threads, void* stream) {
+const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t batch_heads, int threads,
+                   bool overlaps, void* stream) {
+  const int64_t ctas = batch_heads * arguments.row_blocks;
   if (ctas == 0) return nullptr;
   if (ctas > std::numeric_limits<int32_t>::max()) return "batch * heads * rows is too large for one launch";
-  kernel<<<static_cast<unsigned>(ctas), threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments);
-  const cudaError_t error = cudaGetLastError();
+  cudaLaunchAttribute attribute = overlap_with_launch_before();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(threads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = overlaps ? 1 : 0;
+  const cudaError_t error = launch_kernel(config, kernel, arguments);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
@@ -34,41 +58,72 @@ RowStatistics row_statistics(const AttentionBackwardParams& params, const Worksp
 
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
                               const RowStatistics& statistics, void* stream) {
-  const int64_t row_blocks = ceil_div(RowStatistics::padded(params.seqlen_q), kPreprocessRows);
   PreprocessArguments arguments;
   arguments.params = params;
   arguments.workspace = workspace_init(params, workspace);
   arguments.statistics = statistics;
+  arguments.lanes_log2 = lanes_log2(params.head_dim_v, 16 / size_of(params.dtype));
+  const int64_t rows = (kPreprocessThreads >> arguments.lanes_log2) * kPreprocessRows;
   // One CTA at least, for the tables.
-  arguments.row_blocks = static_cast<int32_t>(std::max<int64_t>(row_blocks, 1));
+  arguments.row_blocks =
+      static_cast<uint32_t>(std::max<int64_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows), 1));
   arguments.vectors =
       rows_aligned(params.out, size_of(params.dtype), 16) && rows_aligned(params.dout, size_of(params.dtype), 16);
-  const int64_t ctas = int64_t{params.batch} * params.heads * arguments.row_blocks;
+  const int64_t batch_heads = int64_t{params.batch} * params.heads;
   switch (params.dtype) {
     case DType::kFloat16:
-      return launch(preprocess_kernel<__half>, arguments, ctas, kPreprocessThreads, stream);
+      return launch(preprocess_kernel<__half>, arguments, batch_heads, kPreprocessThreads, false, stream);
     case DType::kBFloat16:
-      return launch(preprocess_kernel<__nv_bfloat16>, arguments, ctas, kPreprocessThreads, stream);
+      return launch(preprocess_kernel<__nv_bfloat16>, arguments, batch_heads, kPreprocessThreads, false, stream);
     default:
-      return launch(preprocess_kernel<float>, arguments, ctas, kPreprocessThreads, stream);
+      return launch(preprocess_kernel<float>, arguments, batch_heads, kPreprocessThreads, false, stream);
   }
 }
 
-const char* launch_convert_dq(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream) {
+const char* launch_convert_dq(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
+                              const HeadsFinished& finished) {
   ConvertArguments arguments;
   arguments.params = params;
   arguments.workspace = workspace;
-  arguments.row_blocks = static_cast<int32_t>(ceil_div(params.seqlen_q, kConvertRows));
-  arguments.vectors = rows_aligned(params.dq, size_of(params.dq_dtype), 4 * size_of(params.dq_dtype));
-  const int64_t ctas = int64_t{params.batch} * params.heads * arguments.row_blocks;
+  arguments.finished = finished;
+  arguments.threads = row_threads(params.head_dim, params.dq, params.dq_dtype);
+  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads);
+  const int64_t batch_heads = int64_t{params.batch} * params.heads;
+  const bool overlaps = finished.counts != nullptr;
   switch (params.dq_dtype) {
     case DType::kFloat16:
-      return launch(convert_dq_kernel<__half>, arguments, ctas, kConvertThreads, stream);
+      return launch(convert_dq_kernel<__half>, arguments, batch_heads, kConvertThreads, overlaps, stream);
     case DType::kBFloat16:
-      return launch(convert_dq_kernel<__nv_bfloat16>, arguments, ctas, kConvertThreads, stream);
+      return launch(convert_dq_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, overlaps, stream);
     default:
-      return launch(convert_dq_kernel<float>, arguments, ctas, kConvertThreads, stream);
+      return launch(convert_dq_kernel<float>, arguments, batch_heads, kConvertThreads, overlaps, stream);
   }
+}
+
+const char* launch_add_partial_sums(const AttentionBackwardParams& params, const AttentionBackwardParams& partial,
+                                    int32_t splits, void* stream) {
+  const auto add = [&](const HeadsView& sums, const HeadsView& gradient, DType dtype, int32_t columns) {
+    PartialSumsArguments arguments;
+    arguments.sums = sums;
+    arguments.gradient = gradient;
+    arguments.heads = params.heads_kv;
+    arguments.slots = splits;
+    arguments.rows = params.seqlen_k;
+    arguments.columns = columns;
+    arguments.threads = row_threads(columns, gradient, dtype);
+    arguments.row_blocks = convert_row_blocks(params.seqlen_k, arguments.threads);
+    const int64_t batch_heads = int64_t{params.batch} * params.heads_kv;
+    switch (dtype) {
+      case DType::kFloat16:
+        return launch(add_partial_sums_kernel<__half>, arguments, batch_heads, kConvertThreads, false, stream);
+      case DType::kBFloat16:
+        return launch(add_partial_sums_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, false, stream);
+      default:
+        return launch(add_partial_sums_kernel<float>, arguments, batch_heads, kConvertThreads, false, stream);
+    }
+  };
+  if (const char* error = add(partial.dk, params.dk, params.dk_dtype, params.head_dim)) return error;
+  return add(partial.dv, params.dv, params.dv_dtype, params.head_dim_v);
 }
 
 }  // namespace flashbwd

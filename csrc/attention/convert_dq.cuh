@@ -1,9 +1,12 @@
-// After the main kernel: dq = softmax_scale * the sum of the accumulator's slots in index order, in dq's own dtype.
+// After the main kernel, or as its heads finish: dq = softmax_scale * the sum of the accumulator's slots in index
+// order, in dq's own dtype.
 #pragma once
 
 #include <cstdint>
 
+#include "../common/launch_overlap.cuh"
 #include "../common/numeric.cuh"
+#include "auxiliary.h"
 #include "params.h"
 #include "schedule.h"
 #include "sequence.cuh"
@@ -12,22 +15,103 @@
 namespace flashbwd {
 
 constexpr int kConvertThreads = 256;
-constexpr int kConvertLanes = 16;  // threads a row, four columns each at a time
-constexpr int kConvertRows = kConvertThreads / kConvertLanes;
+constexpr int kConvertRows = 2;     // of a thread, read at the same time
+constexpr int kConvertColumns = 8;  // of a thread: 32 bytes of the accumulator, 16 of a 16-bit dq
+
+template <typename T>
+__device__ __forceinline__ void store_columns(T* destination, const float (&values)[kConvertColumns]) {
+  if constexpr (sizeof(T) == 4) {
+    reinterpret_cast<float4*>(destination)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    reinterpret_cast<float4*>(destination)[1] = make_float4(values[4], values[5], values[6], values[7]);
+  } else {
+    *reinterpret_cast<uint4*>(destination) = make_uint4(pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
+                                                        pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7]));
+  }
+}
+
+// How the threads of a CTA lie over rows and columns.
+struct RowThreads {
+  int32_t lanes_log2 = 0;  // threads a row
+  bool vectors = false;    // kConvertColumns columns of the result can be written at once
+
+  __device__ int32_t lanes() const { return 1 << lanes_log2; }
+  __device__ int32_t lane() const { return threadIdx.x & (lanes() - 1); }
+  __device__ int32_t rows_abreast() const { return kConvertThreads >> lanes_log2; }  // from a thread's row to its next
+  __device__ int32_t first_row(uint32_t row_block) const {
+    return row_block * rows_abreast() * kConvertRows + (threadIdx.x >> lanes_log2);
+  }
+};
+
+struct SlotRows {
+  const float* first;  // this thread's first row in slot 0
+  int64_t slot_stride;
+  int64_t row_stride;  // a multiple of 4
+  int32_t slots;
+};
+
+// This thread's rows of the result: scale * the sum over the slots, 0 where not `live`. `rows` of them exist from its
+// first one on.
+template <typename T>
+__device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotRows& in, float scale,
+                                          const bool (&live)[kConvertRows], T* out, int64_t out_row_stride,
+                                          int32_t rows, int32_t columns) {
+  const int32_t abreast = threads.rows_abreast();
+  const int32_t step = threads.lanes() * kConvertColumns;
+  for (int32_t column = threads.lane() * kConvertColumns; column < columns; column += step) {
+    float sums[kConvertRows][kConvertColumns] = {};
+    const bool upper = column + 4 < columns;
+    for (int32_t slot = 0; slot < in.slots; ++slot) {
+      float4 parts[kConvertRows][2] = {};
+#pragma unroll
+      for (int r = 0; r < kConvertRows; ++r) {
+        const float* place = in.first + slot * in.slot_stride + r * abreast * in.row_stride + column;
+        if (live[r]) parts[r][0] = __ldcg(reinterpret_cast<const float4*>(place));
+        if (live[r] && upper) parts[r][1] = __ldcg(reinterpret_cast<const float4*>(place) + 1);
+      }
+#pragma unroll
+      for (int r = 0; r < kConvertRows; ++r) {
+        const float* part = reinterpret_cast<const float*>(parts[r]);
+#pragma unroll
+        for (int i = 0; i < kConvertColumns; ++i) sums[r][i] += part[i];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kConvertRows; ++r) {
+      if (r * abreast >= rows) continue;
+      T* place = out + r * abreast * out_row_stride + column;
+#pragma unroll
+      for (int i = 0; i < kConvertColumns; ++i) sums[r][i] *= scale;
+      if (threads.vectors && column + kConvertColumns <= columns) {
+        store_columns(place, sums[r]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kConvertColumns; ++i) {
+          if (column + i < columns) place[i] = from_float<T>(sums[r][i]);
+        }
+      }
+    }
+  }
+}
 
 struct ConvertArguments {
   AttentionBackwardParams params;
   WorkspaceLayout workspace;
-  int32_t row_blocks = 0;  // CTAs a (batch, head)
-  bool vectors = false;    // four columns of dq can be written at once
+  HeadsFinished finished;
+  uint32_t row_blocks = 0;  // CTAs a (batch, head)
+  RowThreads threads;
 };
 
-template <typename T>
-__device__ __forceinline__ void store4(T* destination, float4 value) {
-  if constexpr (sizeof(T) == 4) {
-    *reinterpret_cast<float4*>(destination) = value;
-  } else {
-    *reinterpret_cast<uint2*>(destination) = make_uint2(pack2<T>(value.x, value.y), pack2<T>(value.z, value.w));
+// By one thread: all key blocks have been added to this head.
+inline __device__ void wait_for_head(const ConvertArguments& a, const Sequence& sequence, int32_t batch, int32_t head) {
+  const AttentionBackwardParams& p = a.params;
+  const int32_t* count = a.finished.counts + int64_t{batch} * p.heads_kv + head / (p.heads / p.heads_kv);
+  const auto all =
+      static_cast<int32_t>(ceil_div(sequence.rows_k, a.finished.block_n)) * a.finished.counts_per_key_block;
+  int32_t seen = 0;
+  while (true) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    if (seen >= all) return;
+    __nanosleep(200);
   }
 }
 
@@ -37,49 +121,64 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
   const WorkspaceLayout& w = a.workspace;
   const uint8_t* const workspace = static_cast<const uint8_t*>(p.workspace);
 
-  const int64_t row_block = blockIdx.x % a.row_blocks;
-  const int64_t batch_head = blockIdx.x / a.row_blocks;
-  const int32_t head = static_cast<int32_t>(batch_head % p.heads);
+  const uint32_t batch_head = blockIdx.x / a.row_blocks;
+  const uint32_t row_block = blockIdx.x - batch_head * a.row_blocks;
   const int32_t batch = static_cast<int32_t>(batch_head / p.heads);
+  const int32_t head = static_cast<int32_t>(batch_head) - batch * p.heads;
   const Sequence sequence = load_sequence(p, batch);
-  const int64_t row = row_block * kConvertRows + threadIdx.x / kConvertLanes;
-  const int32_t lane = threadIdx.x % kConvertLanes;
-  if (row >= sequence.rows_q) return;
+  if (a.finished.counts != nullptr) {
+    if (threadIdx.x == 0) wait_for_head(a, sequence, batch, head);
+    __syncthreads();  // thread 0 has seen it
+  }
+  const Visibility visibility = visibility_of(p, sequence);
+  const int32_t first_row = a.threads.first_row(row_block);
 
   const int32_t nsplits = reinterpret_cast<const int32_t*>(workspace + w.nsplits_offset)[w.tables > 1 ? batch : 0];
-  const int64_t first_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
+  const int64_t first_slot_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
   const int64_t first = w.has_offsets ? reinterpret_cast<const int64_t*>(workspace + w.offsets_offset)[batch]
-                                      : first_row * p.heads * nsplits * w.row_stride;
-  const float* slot = reinterpret_cast<const float*>(workspace + w.accumulator_offset) + first +
-                      dq_row_offset(head, 0, row, nsplits, sequence.rows_q, w.row_stride);
+                                      : first_slot_row * p.heads * nsplits * w.row_stride;
+  const float* slots = reinterpret_cast<const float*>(workspace + w.accumulator_offset) + first +
+                       dq_row_offset(head, 0, first_row, nsplits, sequence.rows_q, w.row_stride);
   const int64_t slot_stride = sequence.rows_q * w.row_stride;
   T* dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
-          (sequence.begin_q + row) * p.dq.seq_stride;
-  const bool live = row < sequence.seqlen_q;
-
-  for (int32_t column = lane * 4; column < p.head_dim; column += kConvertLanes * 4) {
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int32_t split = 0; live && split < nsplits; ++split) {
-      const float4 part = *reinterpret_cast<const float4*>(slot + split * slot_stride + column);
-      sum.x += part.x;
-      sum.y += part.y;
-      sum.z += part.z;
-      sum.w += part.w;
-    }
-    sum.x *= p.softmax_scale;
-    sum.y *= p.softmax_scale;
-    sum.z *= p.softmax_scale;
-    sum.w *= p.softmax_scale;
-    if (a.vectors && column + 4 <= p.head_dim) {
-      store4(dq + column, sum);
-    } else {
-      const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+          (sequence.begin_q + first_row) * p.dq.seq_stride;
+  // What no key block sees, nobody may have written.
+  bool live[kConvertRows];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (column + i < p.head_dim) dq[column + i] = from_float<T>(values[i]);
-      }
-    }
+  for (int r = 0; r < kConvertRows; ++r) {
+    live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_abreast());
   }
+
+  sum_slots(a.threads, SlotRows{slots, slot_stride, w.row_stride, nsplits}, p.softmax_scale, live, dq, p.dq.seq_stride,
+            sequence.rows_q - first_row, p.head_dim);
+  // Launches behind this one wait for it alone: it must not end before the main kernel.
+  if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_for_launch_before();
+}
+
+struct PartialSumsArguments {
+  HeadsView sums, gradient;  // of sums the heads are heads * slots
+  int32_t heads = 0, slots = 0, rows = 0, columns = 0;
+  uint32_t row_blocks = 0;  // CTAs a (batch, head)
+  RowThreads threads;
+};
+
+// A gradient from slots of one sum each, in index order.
+template <typename T>
+__global__ void __launch_bounds__(kConvertThreads)
+    add_partial_sums_kernel(const __grid_constant__ PartialSumsArguments a) {
+  const uint32_t batch_head = blockIdx.x / a.row_blocks;
+  const int32_t batch = static_cast<int32_t>(batch_head / a.heads);
+  const int32_t head = static_cast<int32_t>(batch_head) - batch * a.heads;
+  const int32_t first_row = a.threads.first_row(blockIdx.x - batch_head * a.row_blocks);
+  bool live[kConvertRows];
+#pragma unroll
+  for (int r = 0; r < kConvertRows; ++r) live[r] = first_row + r * a.threads.rows_abreast() < a.rows;
+  const SlotRows sums = {static_cast<const float*>(a.sums.data) + batch * a.sums.batch_stride +
+                             int64_t{head} * a.slots * a.sums.head_stride + first_row * a.sums.seq_stride,
+                         a.sums.head_stride, a.sums.seq_stride, a.slots};
+  T* gradient = static_cast<T*>(a.gradient.data) + batch * a.gradient.batch_stride + head * a.gradient.head_stride +
+                first_row * a.gradient.seq_stride;
+  sum_slots(a.threads, sums, 1.f, live, gradient, a.gradient.seq_stride, a.rows - first_row, a.columns);
 }
 
 }  // namespace flashbwd

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../common/launch_overlap.cuh"
 #include "../common/numeric.cuh"
 #include "params.h"
 #include "row_statistics.h"
@@ -15,15 +16,15 @@
 namespace flashbwd {
 
 constexpr int kPreprocessThreads = 256;
-constexpr int kPreprocessLanes = 8;  // threads a row: 8 x 16 bytes is one 128-byte line
-constexpr int kPreprocessRows = kPreprocessThreads / kPreprocessLanes;
+constexpr int kPreprocessRows = 2;  // of a thread, read at the same time; 1 and 4 are slower on an H100
 
 struct PreprocessArguments {
   AttentionBackwardParams params;
   WorkspaceInit workspace;
   RowStatistics statistics;
-  int32_t row_blocks = 0;  // CTAs a (batch, head)
-  bool vectors = false;    // rows of out and dout can be read 16 bytes at a time
+  uint32_t row_blocks = 0;  // CTAs a (batch, head)
+  int32_t lanes_log2 = 0;   // threads a row
+  bool vectors = false;     // rows of out and dout can be read 16 bytes at a time
 };
 
 // Rows [first, last) of packed gradients belong to no sequence: zeros. By all threads of the grid.
@@ -42,71 +43,92 @@ inline __device__ void zero_rows(const HeadsView& view, DType dtype, int32_t hea
   }
 }
 
+// Parts of rowsum(a * b) for `rows` of kPreprocessRows rows, `row_stride_*` elements apart, by the lanes of a row.
 template <typename T>
-__device__ float dot_rows(const T* a, const T* b, int32_t columns, int32_t lane, bool vectors) {
+__device__ __forceinline__ void dot_rows(float (&sums)[kPreprocessRows], const T* a, int64_t row_stride_a, const T* b,
+                                         int64_t row_stride_b, const bool (&live)[kPreprocessRows], int32_t columns,
+                                         int32_t lane, int32_t lanes, bool vectors) {
   constexpr int kVector = 16 / sizeof(T);
-  float sum = 0.f;
-  int32_t column = 0;
+  int32_t column = lane;
   if (vectors) {
-    for (column = lane * kVector; column + kVector <= columns; column += kPreprocessLanes * kVector) {
-      const uint4 va = *reinterpret_cast<const uint4*>(a + column);
-      const uint4 vb = *reinterpret_cast<const uint4*>(b + column);
-      const T* ea = reinterpret_cast<const T*>(&va);
-      const T* eb = reinterpret_cast<const T*>(&vb);
+    for (column = lane * kVector; column + kVector <= columns; column += lanes * kVector) {
+      uint4 va[kPreprocessRows], vb[kPreprocessRows];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum += to_float(ea[i]) * to_float(eb[i]);
+      for (int r = 0; r < kPreprocessRows; ++r) {
+        va[r] = live[r] ? *reinterpret_cast<const uint4*>(a + r * row_stride_a + column) : uint4{};
+        vb[r] = live[r] ? *reinterpret_cast<const uint4*>(b + r * row_stride_b + column) : uint4{};
+      }
+#pragma unroll
+      for (int r = 0; r < kPreprocessRows; ++r) {
+        const T* ea = reinterpret_cast<const T*>(&va[r]);
+        const T* eb = reinterpret_cast<const T*>(&vb[r]);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sums[r] += to_float(ea[i]) * to_float(eb[i]);
+      }
     }
-    column = columns / kVector * kVector;
+    column = columns / kVector * kVector + lane;
   }
-  for (column += lane; column < columns; column += kPreprocessLanes) sum += to_float(a[column]) * to_float(b[column]);
-  return sum;
+  for (; column < columns; column += lanes) {
+#pragma unroll
+    for (int r = 0; r < kPreprocessRows; ++r) {
+      if (live[r]) sums[r] += to_float(a[r * row_stride_a + column]) * to_float(b[r * row_stride_b + column]);
+    }
+  }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ PreprocessArguments a) {
   const AttentionBackwardParams& p = a.params;
+  let_launch_behind_begin();
 
-  const int64_t row_block = blockIdx.x % a.row_blocks;
-  const int64_t batch_head = blockIdx.x / a.row_blocks;
-  const int32_t head = static_cast<int32_t>(batch_head % p.heads);
-  const int32_t batch = static_cast<int32_t>(batch_head / p.heads);
+  // Heads first: in (batch, seq, head, dim) memory those of a row are neighbours, and DRAM likes to be read so.
+  const uint32_t batch_rows = blockIdx.x / p.heads;
+  const int32_t head = static_cast<int32_t>(blockIdx.x - batch_rows * p.heads);
+  const int32_t batch = static_cast<int32_t>(batch_rows / a.row_blocks);
+  const uint32_t row_block = batch_rows - batch * a.row_blocks;
   const Sequence sequence = load_sequence(p, batch);
-  const int32_t row = static_cast<int32_t>(row_block * kPreprocessRows + threadIdx.x / kPreprocessLanes);
-  const int32_t lane = threadIdx.x % kPreprocessLanes;
+  const Visibility visibility = visibility_of(p, sequence);
+  const int32_t lanes = 1 << a.lanes_log2;
+  const int32_t lane = threadIdx.x & (lanes - 1);
+  const int32_t rows_abreast = kPreprocessThreads >> a.lanes_log2;  // from one row of a thread to its next
+  const int32_t first_row = row_block * rows_abreast * kPreprocessRows + (threadIdx.x >> a.lanes_log2);
 
-  if (row < RowStatistics::padded(sequence.rows_q)) {
-    bool live = row < sequence.seqlen_q && !key_blocks(visibility_of(p, sequence), row, 1, 1).empty();
-    float lse = INFINITY;
-    if (live) {
-      const int64_t lse_row = p.lse.packed_rows ? sequence.begin_q + row : row;
-      lse = static_cast<const float*>(
-          p.lse.data)[batch * p.lse.batch_stride + head * p.lse.head_stride + lse_row * p.lse.seq_stride];
-      live = !isinf(lse);
-    }
-    float delta = 0.f;
-    if (live) {
-      const int64_t physical = sequence.begin_q + row;
-      const T* out = static_cast<const T*>(p.out.data) + batch * p.out.batch_stride + head * p.out.head_stride +
-                     physical * p.out.seq_stride;
-      const T* dout = static_cast<const T*>(p.dout.data) + batch * p.dout.batch_stride + head * p.dout.head_stride +
-                      physical * p.dout.seq_stride;
-      delta = dot_rows(out, dout, p.head_dim_v, lane, a.vectors);
-    }
+  bool live[kPreprocessRows];
+  float lse[kPreprocessRows], delta[kPreprocessRows];
 #pragma unroll
-    for (int offset = kPreprocessLanes / 2; offset > 0; offset /= 2) {
-      delta += __shfl_xor_sync(0xffffffffu, delta, offset);  // kPreprocessLanes divides a warp, rows pad to whole warps
+  for (int r = 0; r < kPreprocessRows; ++r) {
+    const int32_t row = first_row + r * rows_abreast;
+    live[r] = sees_a_key(visibility, row);
+    delta[r] = 0.f;
+    const int64_t lse_row = p.lse.packed_rows ? sequence.begin_q + row : row;
+    lse[r] = live[r]
+                 ? static_cast<const float*>(
+                       p.lse.data)[batch * p.lse.batch_stride + head * p.lse.head_stride + lse_row * p.lse.seq_stride]
+                 : INFINITY;
+  }
+  const int64_t physical = sequence.begin_q + first_row;
+  dot_rows(delta,
+           static_cast<const T*>(p.out.data) + batch * p.out.batch_stride + head * p.out.head_stride +
+               physical * p.out.seq_stride,
+           rows_abreast * p.out.seq_stride,
+           static_cast<const T*>(p.dout.data) + batch * p.dout.batch_stride + head * p.dout.head_stride +
+               physical * p.dout.seq_stride,
+           rows_abreast * p.dout.seq_stride, live, p.head_dim_v, lane, lanes, a.vectors);
+#pragma unroll
+  for (int r = 0; r < kPreprocessRows; ++r) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], offset);
+    const int32_t row = first_row + r * rows_abreast;
+    if (lane != 0 || row >= RowStatistics::padded(sequence.rows_q)) continue;
+    const bool counts = live[r] && !isinf(lse[r]);
+    if (counts && p.dlse.data != nullptr) {
+      const int64_t dlse_row = p.dlse.packed_rows ? sequence.begin_q + row : row;
+      delta[r] -= static_cast<const float*>(
+          p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + dlse_row * p.dlse.seq_stride];
     }
-    if (lane == 0) {
-      if (live && p.dlse.data != nullptr) {
-        const int64_t dlse_row = p.dlse.packed_rows ? sequence.begin_q + row : row;
-        delta -= static_cast<const float*>(
-            p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + dlse_row * p.dlse.seq_stride];
-      }
-      const int64_t index = a.statistics.index(batch, head, sequence.begin_q) + row;
-      constexpr float kLog2E = 1.44269504088896340736f;
-      a.statistics.lse_log2[index] = live ? lse * kLog2E : INFINITY;
-      a.statistics.delta[index] = delta;
-    }
+    const int64_t index = a.statistics.index(batch, head, sequence.begin_q) + row;
+    constexpr float kLog2E = 1.44269504088896340736f;
+    a.statistics.lse_log2[index] = counts ? lse[r] * kLog2E : INFINITY;
+    a.statistics.delta[index] = counts ? delta[r] : 0.f;
   }
 
   if (p.cu_seqlens_q != nullptr) zero_rows(p.dq, p.dq_dtype, p.heads, p.head_dim, p.cu_seqlens_q[p.batch], p.total_q);

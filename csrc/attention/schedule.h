@@ -99,6 +99,13 @@ FLASHBWD_HOST_DEVICE constexpr BlockRange interior_query_blocks(const Visibility
   return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
 }
 
+// Row i sees a key. 0 <= i; the sums fit in 32 bits, see Visibility.
+FLASHBWD_HOST_DEVICE constexpr bool sees_a_key(const Visibility& v, int32_t i) {
+  const int32_t first = i + v.lo > 0 ? i + v.lo : 0;
+  const int32_t end = i < v.seqlen_k - v.hi ? i + v.hi : v.seqlen_k;
+  return i < v.seqlen_q && first < end;
+}
+
 enum class TileKind : int32_t {
   kEmpty,     // no visible pair: nothing to do
   kMasked,    // some pairs of the tile are invisible or beyond the lengths

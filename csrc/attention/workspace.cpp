@@ -106,8 +106,9 @@ bool needs_zeros(const AttentionProblem& problem, const WorkspaceRequest& reques
       return false;
     case DqMode::kSplitSlots:
       return problem.window_left >= 0 || problem.window_right >= 0 || problem.has_seqused;
+    case DqMode::kAtomic:
     case DqMode::kOrdered:
-      return request.ordered_zeros;
+      return request.adds_into_zeros;
     default:
       return true;
   }

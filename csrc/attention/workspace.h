@@ -33,7 +33,7 @@ struct WorkspaceRequest {
   DqMode dq_mode = DqMode::kDirect;
   int64_t block_n = 0;          // keys a block (kBlockN); slot modes
   int64_t sm_count = 0;         // workers of kPersistentSlots
-  bool ordered_zeros = true;    // kOrdered: the schedule adds into zeros; false where the first turn stores
+  bool adds_into_zeros = true;  // kAtomic, kOrdered: false where the first add to a tile stores
   int64_t semaphore_bytes = 0;  // zeroed before use, on every launch
   int64_t delta_rows = 0;       // fp32 rows for delta (and for the scaled LSE): 4 bytes each
   int64_t partial_bytes = 0;    // dk/dv or dbias partials

@@ -75,6 +75,14 @@ __device__ __forceinline__ void tensor_reduce_add_3d(const CUtensorMap* map, con
                : "memory");
 }
 
+__device__ __forceinline__ void tensor_store_3d(const CUtensorMap* map, const void* smem, int32_t c0, int32_t c1,
+                                                int32_t c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Shared memory of all but the last kPending groups may be reused.
@@ -103,6 +111,10 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* pointer) {
 
 __device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_release(int32_t* pointer, int32_t value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
 // ---- Named barriers among `threads` threads; barrier 0 is __syncthreads. ----

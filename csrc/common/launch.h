@@ -16,4 +16,13 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t& config, void (*kernel)(Param
   return error;
 }
 
+// Compute capability 9.0 and later: the kernel may begin while the launch before it on the stream still runs. It calls
+// wait_for_launch_before() (launch_overlap.cuh) before it touches anything of that launch.
+inline cudaLaunchAttribute overlap_with_launch_before() {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
 }  // namespace flashbwd

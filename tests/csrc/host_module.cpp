@@ -76,7 +76,7 @@ void bind_workspace(py::module_& m) {
       .def_readwrite("dq_mode", &WorkspaceRequest::dq_mode)
       .def_readwrite("block_n", &WorkspaceRequest::block_n)
       .def_readwrite("sm_count", &WorkspaceRequest::sm_count)
-      .def_readwrite("ordered_zeros", &WorkspaceRequest::ordered_zeros)
+      .def_readwrite("adds_into_zeros", &WorkspaceRequest::adds_into_zeros)
       .def_readwrite("semaphore_bytes", &WorkspaceRequest::semaphore_bytes)
       .def_readwrite("delta_rows", &WorkspaceRequest::delta_rows)
       .def_readwrite("partial_bytes", &WorkspaceRequest::partial_bytes);
@@ -161,6 +161,7 @@ void bind_visibility(py::module_& m) {
   m.def("query_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
     return pair_of(query_blocks(v, block, block_m, block_n));
   });
+  m.def("sees_a_key", &sees_a_key);
   m.def("interior_query_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
     return pair_of(interior_query_blocks(v, block, block_m, block_n));
   });

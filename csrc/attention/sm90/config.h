@@ -14,8 +14,9 @@ constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;  // one 
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// The workspace's zeroed region: the counter of jobs taken, padded, then the turns of ordered adds.
-constexpr int32_t kCounterWords = 4;
+// Words of the workspace's zeroed region: the counter of jobs taken, then a count for each of batch * heads_kv heads,
+// padded; then the semaphores of dq tiles.
+constexpr int64_t counter_words(int64_t heads) { return (1 + heads + 3) / 4 * 4; }
 
 struct Tile {
   int32_t head_dim;  // of q, k and v in shared memory: smaller ones are padded by the copy engine

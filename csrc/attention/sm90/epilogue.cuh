@@ -75,7 +75,7 @@ __device__ void store_gradient(const Gradient& gradient, const Work& work, int32
                                uint32_t barrier, const float (&values)[kValues]) {
   const int32_t first_row = work.first_key + part_row;
   const int32_t rows = work.sequence.rows_k - first_row;  // of the 64; may be negative
-  const int64_t first_element = work.batch * gradient.view.batch_stride + work.head_kv * gradient.view.head_stride +
+  const int64_t first_element = work.batch * gradient.view.batch_stride + work.list * gradient.view.head_stride +
                                 (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
   if (gradient.dtype == DType::kFloat32) {
     store_fp32(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);

@@ -1,6 +1,7 @@
 // The attention-backward kernel for Hopper: CTAs that stay and take one key block after the other, roles by warp.
 #pragma once
 
+#include "../../common/launch_overlap.cuh"
 #include "epilogue.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
@@ -25,15 +26,19 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     prefetch_tensor_map(&params.dq_accumulator);
     Traits::init_barriers(smem);
   }
+  wait_for_launch_before();
+  let_launch_behind_begin();
   __syncthreads();
 
   if (warpgroup == 0) {
     shrink_registers<kProducerRegisters>();
     if (warp == 0) {
       if (lane == 0) Producer::load_jobs(params, smem);
-    } else if (warp <= kConsumerWarpgroups) {
-      Producer::store_dq(params, smem, warp - 1, lane);
-    } else if (warp == kConsumerWarpgroups + 1) {
+    } else if (warp == 1) {
+      Producer::template store_dq<0>(params, smem, lane);
+    } else if (warp == 2) {
+      Producer::template store_dq<1>(params, smem, lane);
+    } else {
       if (lane == 0) Producer::find_jobs(params, smem);
     }
   } else {

@@ -7,6 +7,7 @@
 
 #include "../params.h"
 #include "../row_statistics.h"
+#include "grouped.h"
 
 namespace flashbwd::sm90 {
 
@@ -17,18 +18,22 @@ struct KernelParams {
   AttentionBackwardParams attention;
   RowStatistics statistics;
   int32_t jobs = 0;
-  int32_t ctas = 0;               // one a multiprocessor
-  int32_t* jobs_taken = nullptr;  // counter in the workspace, 0 at the start
-  int32_t key_blocks = 0;         // of the longest sequence
-  int32_t head_group = 1;         // KV heads that are worked on abreast, see dense_job
+  GroupedJobs grouped;
+  int32_t ctas = 0;                // one a multiprocessor
+  int32_t* jobs_taken = nullptr;   // counter in the workspace, 0 at the start
+  int32_t key_blocks = 0;          // of the longest sequence
+  int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
+  int32_t head_group = 1;          // KV heads that are worked on abreast, see dense_job
   // Rows past the logical end of a sequence hold other data, not the zeros that the copy engine puts past a tensor.
   bool rows_may_be_poisoned = false;
   bool dk_vectors = false;  // rows of dk can be written 16 bytes at a time
   bool dv_vectors = false;
-  // Deterministic: turns taken so far of (batch * heads + head, query block), zeros at the start. Null: adds into dq
-  // happen in any order.
+  // Of (batch * heads + head, query block, part of the tile), zeros at the start; see turns.cuh. Null: adds into dq
+  // happen in any order, and into zeros.
   int32_t* semaphores = nullptr;
-  int32_t query_blocks = 0;  // of the longest sequence
+  bool adds_into_zeros = false;       // of the workspace: the first add to a tile need not store
+  int32_t* heads_finished = nullptr;  // see HeadsFinished; a count a store warp
+  int32_t query_blocks = 0;           // of the longest sequence
 };
 
 }  // namespace flashbwd::sm90

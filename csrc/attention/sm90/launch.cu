@@ -75,6 +75,38 @@ bool rows_aligned(const HeadsView& view) {
          view.head_stride % 8 == 0;
 }
 
+// Heads whose jobs are one list, longest first (dense_job).
+int32_t heads_of_a_list(const AttentionBackwardParams& p, const KernelParams& params, int64_t lists, int64_t sm_count) {
+  constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB: the rest is for k, v and what passes through
+  const int64_t all = p.cu_seqlens_k != nullptr ? lists : lists * p.batch;
+  const int64_t abreast = std::min(heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv),
+                                   heads_abreast(sm_count, all, params.key_blocks_of_list));
+  const bool masked = p.window_left >= 0 || p.window_right >= 0;
+  if (!p.deterministic || !masked || p.heads != p.heads_kv) return static_cast<int32_t>(abreast);
+  // In turn, and with a diagonal everybody's first tile is the same: key blocks of a head should begin one after the
+  // other. The shorter the jobs, the more heads that takes; measured at S = 1024 and 8192. A quarter of the
+  // multiprocessors leaves four key blocks of a head to share what is in L2.
+  const int64_t steps = std::max<int64_t>(params.query_blocks / 2, 1);
+  return static_cast<int32_t>(std::min(std::max(abreast, std::min(1000 / steps, sm_count / 4)), all));
+}
+
+// Partial sums of dk and dv, in place of the gradients: (batch, heads_kv * splits, seqlen_k, columns) fp32 each.
+void point_at_partial_sums(const WorkspaceLayout& workspace, AttentionBackwardParams* p, int32_t splits) {
+  auto* sums = reinterpret_cast<float*>(static_cast<uint8_t*>(p->workspace) + workspace.partial_offset);
+  const auto view = [&](int32_t columns) {
+    HeadsView view;
+    view.data = sums;
+    view.seq_stride = round_up(columns, 4);
+    view.head_stride = view.seq_stride * p->seqlen_k;
+    view.batch_stride = view.head_stride * p->heads_kv * splits;
+    sums += view.batch_stride * p->batch;
+    return view;
+  };
+  p->dk = view(p->head_dim);
+  p->dv = view(p->head_dim_v);
+  p->dk_dtype = p->dv_dtype = DType::kFloat32;
+}
+
 const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, KernelParams* params) {
   const WorkspaceLayout& workspace = plan.workspace;
   uint8_t* const base = static_cast<uint8_t*>(p.workspace);
@@ -98,19 +130,26 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->statistics = row_statistics(p, workspace);
   params->key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, plan.block_n));
   params->query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, plan.block_m));
-  params->jobs = static_cast<int32_t>(packed_k ? varlen_jobs(p.total_k, p.batch, p.heads_kv, plan.block_n)
-                                               : int64_t{p.batch} * p.heads_kv * params->key_blocks);
+  const GroupedSizes sizes = grouped_sizes(p, packed_q || packed_k, plan.block_m, plan.block_n);
+  params->grouped = grouped_jobs(sizes, plan.sm_count);
+  params->key_blocks_of_list =
+      params->grouped.pairs ? static_cast<int32_t>(ceil_div(params->key_blocks, 2)) : params->key_blocks;
+  const int32_t lists = p.heads_kv * params->grouped.splits;
+  params->jobs = static_cast<int32_t>(packed_k ? varlen_jobs(p.total_k, p.batch, lists, plan.block_n)
+                                               : int64_t{p.batch} * lists * params->key_blocks_of_list);
+  if (params->grouped.splits > 1) point_at_partial_sums(workspace, &params->attention, params->grouped.splits);
   params->ctas = static_cast<int32_t>(std::min<int64_t>(params->jobs, plan.sm_count));
   auto* const zeros = reinterpret_cast<int32_t*>(base + workspace.semaphore_offset);
   params->jobs_taken = zeros;
-  constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB: the rest is for k, v and what passes through
-  params->head_group = static_cast<int32_t>(
-      std::min(heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv),
-               heads_abreast(plan.sm_count, int64_t{packed_k ? 1 : p.batch} * p.heads_kv, params->key_blocks)));
+  params->head_group = heads_of_a_list(p, *params, lists, plan.sm_count);
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
   params->dv_vectors = rows_aligned(p.dv);
-  params->semaphores = p.deterministic ? zeros + kCounterWords : nullptr;
+  params->heads_finished = zeros + 1;
+  params->adds_into_zeros = workspace.zero_accumulator;
+  if (p.deterministic || !workspace.zero_accumulator) {
+    params->semaphores = zeros + counter_words(int64_t{p.batch} * p.heads_kv);
+  }
   return nullptr;
 }
 
@@ -139,7 +178,11 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
                                                          : dispatch<__half>(plan.config, kernel_params, stream);
     if (error != nullptr) return error;
   }
-  return launch_convert_dq(params, plan.workspace, stream);
+  const int32_t splits = kernel_params.grouped.splits;
+  const HeadsFinished finished = {kernel_params.heads_finished, kConsumerWarpgroups * splits,
+                                  static_cast<int32_t>(plan.block_n)};
+  if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;
+  return splits > 1 ? launch_add_partial_sums(params, kernel_params.attention, splits, stream) : nullptr;
 }
 
 }  // namespace flashbwd::sm90

@@ -22,6 +22,9 @@ const char* launch(const KernelParams& params, void* stream) {
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute = overlap_with_launch_before();
+    config.attrs = &attribute;
+    config.numAttrs = 1;
     error = launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

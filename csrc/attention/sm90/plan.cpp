@@ -8,6 +8,7 @@
 #include "../row_statistics.h"
 #include "../schedule.h"
 #include "config.h"
+#include "grouped.h"
 
 namespace flashbwd::sm90 {
 namespace {
@@ -59,17 +60,25 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   plan->sm_count = device.sm_count;
-  plan->schedule = problem.deterministic ? "one CTA a key block, dq added in order of the key blocks"
-                                         : "one CTA a key block, dq added by bulk reductions";
+  const GroupedSizes sizes = grouped_sizes(problem, problem.varlen, tile.block_m, tile.block_n);
+  const GroupedJobs grouped = grouped_jobs(sizes, device.sm_count);
+  plan->schedule = grouped.pairs ? "pairs of key blocks from a counter" : "key blocks from a counter";
+  if (grouped.splits > 1) plan->schedule += ", query heads in " + std::to_string(grouped.splits) + " parts";
+  plan->schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
   WorkspaceRequest request;
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;
   request.sm_count = device.sm_count;
-  int64_t words = kCounterWords;
-  if (problem.deterministic) {
+  int64_t words = counter_words(problem.batch * problem.heads_kv);
+  // Packed: the rows behind a sequence's last tile are another head's, whose sums a store would overwrite.
+  request.adds_into_zeros = problem.varlen;
+  if (problem.deterministic || !request.adds_into_zeros) {
     words += problem.batch * problem.heads * ceil_div(problem.seqlen_q, tile.block_m) * kConsumerWarpgroups;
   }
   request.semaphore_bytes = words * static_cast<int64_t>(sizeof(int32_t));
+  if (grouped.splits > 1) {
+    request.partial_bytes = grouped.splits * partial_elements(sizes) * static_cast<int64_t>(sizeof(float));
+  }
   // lse * log2(e) and delta
   request.delta_rows =
       2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q);

@@ -21,18 +21,19 @@ struct Producer {
   // One thread. A job is taken when the loader has nothing left to load for the one before: early enough to be there in
   // time, late enough that jobs go to the CTAs that are really done.
   static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem) {
-    for (JobSlot slot;; slot.advance()) {
-      mbarrier_wait(&smem.work_empty[slot.index()], slot.phase() ^ 1);
-      mbarrier_wait(&smem.work_wanted, ~slot.jobs_before % 2);  // the first job is wanted from the start
-      Work& work = smem.work[slot.index()];
+    JobCursor& cursor = smem.cursor;
+    cursor = {};
+    do {
+      mbarrier_wait(&smem.work_empty[cursor.slot.index()], cursor.slot.phase() ^ 1);
+      mbarrier_wait(&smem.work_wanted, ~cursor.slot.jobs_before % 2);  // the first job is wanted from the start
       do {
-        const int32_t index = atomicAdd(params.jobs_taken, 1);
-        work.exhausted = index >= params.jobs;
-        if (!work.exhausted) work.find(params, index);
-      } while (!work.exhausted && !work.exists);
-      mbarrier_arrive(&smem.work_full[slot.index()]);
-      if (work.exhausted) return;
-    }
+        cursor.second = params.grouped.pairs && !cursor.second;
+        if (!cursor.second) cursor.job = atomicAdd(params.jobs_taken, 1);
+        smem.work[cursor.slot.index()].find(params, cursor);
+      } while (!smem.work[cursor.slot.index()].settled());
+      mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
+      cursor.slot.advance();
+    } while (cursor.job < params.jobs);
   }
 
   // One thread.
@@ -92,54 +93,69 @@ struct Producer {
   }
 
   // One warp for each consumer warpgroup.
-  static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t warpgroup, int32_t lane) {
+  template <int kWarpgroup>
+  static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t lane) {
     int32_t steps_before = 0;
     for (JobSlot slot;; slot.advance()) {
       mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
       const Work& work = smem.work[slot.index()];
       if (work.exhausted) break;
       Step step(work, steps_before);
-      store_job_dq(params, smem, work, warpgroup, lane, step);
+      store_job_dq<kWarpgroup>(params, smem, work, lane, step);
       steps_before = step.end;
-      if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
+      if (lane == 0) {
+        bulk_wait<0>();  // the adds of this job are complete
+        fence_async_global();
+        add_release(params.heads_finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
+        mbarrier_arrive(&smem.work_empty[slot.index()]);
+      }
     }
-    if (lane == 0) bulk_wait<0>();
   }
 
  private:
+  template <int kWarpgroup>
   static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                      int32_t warpgroup, int32_t lane, Step& step) {
+                                                      int32_t lane, Step& step) {
     Turn turn;
     for (; step.index < step.end; step.advance()) {
       // The buffer that this step fills is free: the add of two steps before has read it.
       if (lane == 0) bulk_wait_read<1>();
       __syncwarp();
-      named_barrier_arrive(kDqEmptyBarrier + warpgroup, kDqBarrierThreads);
-      if (lane == 0) finish_turn(turn);
-      named_barrier_sync(kDqFullBarrier + warpgroup, kDqBarrierThreads);
+      named_barrier_arrive(kDqEmptyBarrier + kWarpgroup, kDqBarrierThreads);
+      if (lane == 0) finish_turn(params, turn);
+      named_barrier_sync(kDqFullBarrier + kWarpgroup, kDqBarrierThreads);
       if (lane == 0) {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
-        turn = begin_turn<Traits>(params, work, warpgroup, step.head, step.query_block);
-        add_dq(params, smem.dq[step.index % 2][warpgroup], work, warpgroup, step);
+        turn = begin_turn<Traits>(params, work, kWarpgroup, step.head, step.query_block);
+        add_dq<kWarpgroup>(params, smem.dq[step.index % 2][kWarpgroup], work, step, turn.stores);
         bulk_commit();
       }
       __syncwarp();
     }
-    if (lane == 0) finish_turn(turn);
+    if (lane == 0) finish_turn(params, turn);
   }
 
+  template <int kWarpgroup>
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                const Work& work, int32_t warpgroup, const Step& step) {
+                                                const Work& work, const Step& step, bool stores) {
     const AttentionBackwardParams& p = params.attention;
-    int32_t row = step.query_block * kBlockM + warpgroup / Traits::kDqColumnParts * 64;
+    int32_t row = step.query_block * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;
-    const bool packed = p.cu_seqlens_q != nullptr;
-    // Packed: all heads of a sequence are one run of rows.
-    if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
-    const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
-    const int32_t column = warpgroup % Traits::kDqColumnParts * 64;
-    tensor_reduce_add_3d(&params.dq_accumulator, boxes[0], column, row, slab);
-    if (column + 32 < p.head_dim) tensor_reduce_add_3d(&params.dq_accumulator, boxes[1], column + 32, row, slab);
+    int32_t slab = work.batch * p.heads + step.head;
+    if (p.cu_seqlens_q != nullptr) {  // packed: all heads of a sequence are one run of rows
+      row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
+      slab = 0;
+    }
+    const int32_t column = kWarpgroup % Traits::kDqColumnParts * 64;
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      if (column + box * 32 >= p.head_dim) continue;
+      if (stores) {
+        tensor_store_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
+      } else {
+        tensor_reduce_add_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
+      }
+    }
   }
 
   template <int kChunks, int kChunkBytes>

@@ -8,6 +8,21 @@
 
 namespace flashbwd::sm90 {
 
+// The two places of shared memory where jobs lie, as each role goes through them: wait for the job, work, let go of it.
+struct JobSlot {
+  uint32_t jobs_before = 0;
+  __device__ __forceinline__ uint32_t index() const { return jobs_before % 2; }
+  __device__ __forceinline__ uint32_t phase() const { return jobs_before / 2 % 2; }
+  __device__ __forceinline__ void advance() { ++jobs_before; }
+};
+
+// The scheduler's own, in shared memory: it has few registers.
+struct JobCursor {
+  JobSlot slot;        // of the next job
+  int32_t job = 0;     // as the counter has it
+  bool second = true;  // the second part, where jobs are pairs of key blocks
+};
+
 template <int kBlockM, int kBlockN>
 struct Work {
   Sequence sequence;
@@ -17,6 +32,7 @@ struct Work {
   int32_t steps;           // query_range.size() for each head of the group
   int32_t batch;
   int32_t head_kv;
+  int32_t list;        // head_kv and which of its splits: dk and dv go there
   int32_t first_head;  // of the group
   int32_t end_head;
   int32_t key_block;
@@ -25,21 +41,29 @@ struct Work {
   bool exhausted;   // no job is left
   bool exists;      // false: past the end of its sequence, nothing to load and nothing to write
 
+  __device__ bool settled() const { return exhausted || exists; }
+
   // What is written so far is read back from shared memory: the thread has few registers.
   static __device__ void forget_registers() { asm volatile("" ::: "memory"); }
 
-  __device__ void find(const KernelParams& params, int32_t index) {
+  __device__ void find(const KernelParams& params, const JobCursor& cursor) {
     const AttentionBackwardParams& p = params.attention;
+    exhausted = cursor.job >= params.jobs;
+    if (exhausted) return;
+    const int32_t lists = p.heads_kv * params.grouped.splits;
     const Job job = p.cu_seqlens_k != nullptr
-                        ? varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, kBlockN, params.head_group)
-                        : dense_job(index, p.batch, p.heads_kv, params.key_blocks, params.head_group);
+                        ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group)
+                        : dense_job(cursor.job, p.batch, lists, params.key_blocks_of_list, params.head_group);
     exists = job.batch >= 0;
     if (!exists) return;
     batch = job.batch;
-    head_kv = job.head;
-    first_head = job.head * (p.heads / p.heads_kv);
-    end_head = first_head + p.heads / p.heads_kv;
-    key_block = job.key_block;
+    list = job.head;
+    key_block = params.grouped.pairs && !cursor.second ? params.key_blocks - 1 - job.key_block : job.key_block;
+    forget_registers();
+    head_kv = list / params.grouped.splits;
+    const int32_t heads = p.heads / (p.heads_kv * params.grouped.splits);
+    first_head = list * heads;
+    end_head = first_head + heads;
     first_key = key_block * kBlockN;
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
@@ -49,8 +73,9 @@ struct Work {
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
     // Ordered adds ask for it, see ordered_query_block. For grouped heads it keeps the key blocks of a head abreast.
-    descending = (params.semaphores != nullptr || p.heads != p.heads_kv) && !visibility.full();
-    exists = first_key < sequence.rows_k;
+    descending = (p.deterministic || p.heads != p.heads_kv) && !cursor.second && !visibility.full();
+    // The block in the middle of an odd number is its own partner: it is done once.
+    exists = first_key < sequence.rows_k && !(cursor.second && 2 * key_block + 1 == params.key_blocks);
   }
 };
 
@@ -88,14 +113,6 @@ template <int kStages>
 struct Ring {
   static __device__ __forceinline__ int32_t stage(int32_t index) { return index % kStages; }
   static __device__ __forceinline__ uint32_t phase(int32_t index) { return index / kStages & 1; }
-};
-
-// The two places of shared memory where jobs lie, as each role goes through them: wait for the job, work, let go of it.
-struct JobSlot {
-  uint32_t jobs_before = 0;
-  __device__ __forceinline__ uint32_t index() const { return jobs_before % 2; }
-  __device__ __forceinline__ uint32_t phase() const { return jobs_before / 2 % 2; }
-  __device__ __forceinline__ void advance() { ++jobs_before; }
 };
 
 }  // namespace flashbwd::sm90

@@ -57,6 +57,7 @@ struct Traits {
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kStages][kBlockM];
     Work work[2];                                    // this job and the next
+    JobCursor cursor;                                // the scheduler's own
     uint64_t work_full[2];                           // the scheduler arrives
     uint64_t work_empty[2];                          // every consumer warp, every store warp and the loader arrive
     uint64_t work_wanted;                            // the loader arrives: it has nothing more to load for this job

@@ -173,14 +173,15 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   }
   KernelParams kernel_params;
   if (const char* error = make_params(params, plan, &kernel_params)) return error;
+  HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
   if (kernel_params.jobs > 0) {
+    finished = {kernel_params.heads_finished, kConsumerWarpgroups * kernel_params.grouped.splits,
+                static_cast<int32_t>(plan.block_n)};
     const char* error = params.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(plan.config, kernel_params, stream)
                                                          : dispatch<__half>(plan.config, kernel_params, stream);
     if (error != nullptr) return error;
   }
   const int32_t splits = kernel_params.grouped.splits;
-  const HeadsFinished finished = {kernel_params.heads_finished, kConsumerWarpgroups * splits,
-                                  static_cast<int32_t>(plan.block_n)};
   if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;
   return splits > 1 ? launch_add_partial_sums(params, kernel_params.attention, splits, stream) : nullptr;
 }

@@ -58,7 +58,7 @@ class Config:
 
 
 CONFIGS = {
-    "cuda": Config(8, 1024, 16, 4, length=2048, tokens=16384, steps=200, lengths=(1024, 2048, 4096, 8192, 16384)),
+    "cuda": Config(8, 1024, 16, 4, length=2048, tokens=16384, steps=150, lengths=(1024, 2048, 4096, 8192, 16384)),
     "cpu": Config(2, 64, 4, 2, length=64, tokens=256, steps=20, lengths=(64, 128), learning_rate=3e-3),
 }
 
@@ -108,6 +108,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, fused=device.type == "cuda"
         )
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=max(1, config.steps // 5))
         self.generator = torch.Generator().manual_seed(config.seed)
 
     def step(self, length: int) -> Tensor:
@@ -122,6 +123,7 @@ class Trainer:
                 loss = self.model(input_ids=ids, labels=ids).loss
             loss.backward()
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
         return loss.detach()
 

@@ -19,29 +19,64 @@ _aten = torch.ops.aten
 
 
 def choose(call: Mapping[str, Any]) -> str:
-    """Name of the forward that serves a case: ``"torch_cpu"``, ``"torch_flash"`` or ``"reference"``.
+    """Name of the forward that serves a case.
 
-    Decided from metadata alone, so that the backward can ask again which dropout mask was drawn.
+    ``"torch_cpu"``, ``"torch_cudnn"``, ``"torch_flash"``, ``"torch_efficient"`` or ``"reference"``. With dropout it is
+    decided from metadata alone, so that the backward can ask again which mask was drawn.
     """
-    q, k, v, causal = call["q"], call["k"], call["v"], call["causal"]
-    if call["softcap"] > 0.0 or call["attn_bias"] is not None or call["alibi_slopes"] is not None:
-        return "reference"
-    if q.shape[-1] != v.shape[-1]:
+    q, k, v, causal, bias = (call[name] for name in ("q", "k", "v", "causal", "attn_bias"))
+    if call["softcap"] > 0.0 or call["alibi_slopes"] is not None or q.numel() == 0 or k.numel() == 0:
         return "reference"
     varlen = call["cu_seqlens_q"] is not None
-    if q.numel() == 0 or k.numel() == 0:
-        return "reference"
     same_length = not varlen and q.shape[1] == k.shape[1]
+    windowed = call["window_left"] != -1 or call["window_right"] != -1
+    plain = bias is None and q.shape[-1] == v.shape[-1]
     if q.device.type == "cpu":
-        full_rows = call["window_left"] == call["window_right"] == -1 and (causal != "bottom_right" or same_length)
-        if full_rows and not varlen and call["dropout_p"] == 0.0 and q.shape[2] == k.shape[2]:
+        full_rows = not windowed and (causal != "bottom_right" or same_length)
+        if plain and full_rows and not varlen and call["dropout_p"] == 0.0 and q.shape[2] == k.shape[2]:
             return "torch_cpu"
         return "reference"
-    fits_flash = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    if not q.is_cuda:
+        return "reference"
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    dense = not varlen and not windowed and call["dropout_p"] == 0.0
+    if plain and half and dense and _fits_cudnn(call, same_length):
+        return "torch_cudnn"
     bottom_right = causal != "top_left" or same_length
-    if q.is_cuda and fits_flash and bottom_right and torch.backends.cuda.is_flash_attention_available():
+    fits_flash = half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and bottom_right
+    if plain and fits_flash and torch.backends.cuda.is_flash_attention_available():
         return "torch_flash"
+    if dense and _fits_efficient(call):
+        return "torch_efficient"
     return "reference"
+
+
+def _fits_cudnn(call: Mapping[str, Any], same_length: bool) -> bool:
+    """Where PyTorch would take cuDNN first; it is not asked for determinism there."""
+    q, k = call["q"], call["k"]
+    return (
+        q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+        and q.shape[1] > 1
+        and k.shape[1] > 1
+        and (call["causal"] != "bottom_right" or same_length)
+        and not call["deterministic"]
+        and torch.cuda.get_device_capability(q.device)[0] >= 9
+        and (torch.backends.cudnn.version() or 0) >= 90000
+    )
+
+
+def _fits_efficient(call: Mapping[str, Any]) -> bool:
+    """No grouped heads; no rows before the first key, whose LSE it writes as 0."""
+    q, k, v, bias = (call[name] for name in ("q", "k", "v", "attn_bias"))
+    return (
+        q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and q.shape[2] == k.shape[2]
+        and q.shape[-1] % 8 == 0
+        and v.shape[-1] % 8 == 0
+        and (call["causal"] != "bottom_right" or k.shape[1] >= q.shape[1])
+        and (bias is None or (bias.dtype == q.dtype and bias.shape[-1] == k.shape[1]))
+    )
 
 
 def dropout_layout(forward: str) -> str:
@@ -96,11 +131,25 @@ def run(
             max_seqlen_k=max_seqlen_k,
         )
         return out, lse, rng
+    rng = no_rng
     if forward == "torch_cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal != "none", scale=softmax_scale
         )
-        out, lse, rng = out.transpose(1, 2), lse.to(_statistics_dtype(q)), no_rng
+        out, lse = out.transpose(1, 2), lse.to(_statistics_dtype(q))
+    elif forward == "torch_cudnn":
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            *heads_first, None, True, 0.0, causal != "none", scale=softmax_scale
+        )
+        out, lse = out.transpose(1, 2), lse.view(lse.shape[:3])  # (B, H, Sq, 1), without the 1 in newer versions
+    elif forward == "torch_efficient":
+        mask = ("none", "top_left", "bottom_right").index(causal)
+        bias = None if attn_bias is None else _aligned(attn_bias).expand(q.shape[0], q.shape[2], q.shape[1], -1)
+        out, lse, *_ = _aten._efficient_attention_forward(
+            q, k, v, bias, None, None, None, None, 0.0, mask, True, scale=softmax_scale
+        )
+        lse = lse[..., : q.shape[1]]  # (B, H, roundup(Sq, 32))
     else:
         out, lse, rng, _, _ = _aten._flash_attention_forward(
             q,
@@ -121,6 +170,12 @@ def run(
     if sink is not None:
         out, lse = _add_sink(out, lse, sink)
     return out.contiguous(), lse.contiguous(), rng
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """A bias whose rows begin at multiples of 16 elements, as the memory-efficient forward reads them."""
+    columns = bias.shape[-1]
+    return torch.nn.functional.pad(bias, (0, -columns % 16))[..., :columns]
 
 
 def _statistics_dtype(q: Tensor) -> torch.dtype:
@@ -186,7 +241,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
     tensors = ("q", "k", "v", "attn_bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k")
     ctx.save_for_backward(*(arguments[name] for name in tensors), *output)
-    ctx.layout = dropout_layout(choose(arguments))
+    ctx.layout = dropout_layout(choose(arguments)) if arguments["dropout_p"] > 0.0 else ""
     ctx.options = {name: arguments[name] for name in _INPUTS if name not in tensors}
     ctx.mark_non_differentiable(output[2])
 
@@ -212,7 +267,7 @@ def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tens
         rng_offset=rng[1] if with_dropout else None,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        rng_layout=ctx.layout if with_dropout else "",
+        rng_layout=ctx.layout,
         need_dbias=attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")],
         **ctx.options,
     )

@@ -9,8 +9,10 @@ import torch
 from kit import cases, inputs
 from support import skip_where_refused
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashbwd
+from flashbwd import _forward
 
 aten = torch.ops.aten
 
@@ -123,24 +125,30 @@ def test_a_forward_with_dropout(forward: str, backend: str) -> None:
         torch.testing.assert_close(a, e, rtol=2e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
 
 
+ON_A_GPU = {
+    "plain": DENSE,
+    "causal": dataclasses.replace(DENSE, causal=True),
+    "longer_keys": dataclasses.replace(DENSE, causal=True, seqlen_k=90),
+    "top_left": dataclasses.replace(DENSE, causal="top_left", seqlen_k=90),
+    "window": dataclasses.replace(DENSE, causal=True, window_size=(9, 0)),
+    "grouped": dataclasses.replace(DENSE, heads_kv=1),
+    "unequal": dataclasses.replace(DENSE, head_dim_v=32),
+    "odd": dataclasses.replace(DENSE, head_dim=36, head_dim_v=36),
+    "bias": dataclasses.replace(DENSE, bias="1hqk"),
+    "causal_bias": dataclasses.replace(DENSE, bias="bhqk", causal=True, seqlen_k=90),
+    "column_bias": dataclasses.replace(DENSE, bias="bhq1"),
+    "sink": dataclasses.replace(DENSE, sink="finite", causal=True),
+    "sink_and_empty_rows": dataclasses.replace(DENSE, sink="finite", seqlen_q=90, causal=True),
+    "softcap": dataclasses.replace(DENSE, softcap=3.0),
+    "packed": dataclasses.replace(DENSE, seqlens_q=(40, 0, 75), seqlens_k=(60, 8, 75), causal=True),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", ["plain", "causal", "window", "grouped", "unequal", "bias", "sink", "softcap", "packed"]
-)
+@pytest.mark.parametrize("name", ON_A_GPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    case = {
-        "plain": DENSE,
-        "causal": dataclasses.replace(DENSE, causal=True, seqlen_k=90),
-        "window": dataclasses.replace(DENSE, causal=True, window_size=(9, 0)),
-        "grouped": dataclasses.replace(DENSE, heads_kv=1),
-        "unequal": dataclasses.replace(DENSE, head_dim_v=32),
-        "bias": dataclasses.replace(DENSE, bias="1hqk"),
-        "sink": dataclasses.replace(DENSE, sink="finite", seqlen_q=90, causal=True),
-        "softcap": dataclasses.replace(DENSE, softcap=3.0),
-        "packed": dataclasses.replace(DENSE, seqlens_q=(40, 0, 75), seqlens_k=(60, 8, 75), causal=True),
-    }[name]
-    x = inputs.build(case, dtype, "cuda")
+    x = inputs.build(ON_A_GPU[name], dtype, "cuda")
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x.arguments[n] for n in LEAVES)]
     q, k, v, bias, sink = leaves
     options = {n: x.arguments[n] for n in OPTIONS if n in x.arguments}
@@ -151,6 +159,45 @@ def test_attention_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double().cpu(), x.reference.out, rtol=2e-2, atol=2e-2)
     seen = ~x.reference.empty
     torch.testing.assert_close(lse.double().cpu()[seen], x.reference.lse[seen], rtol=1e-2, atol=1e-2)
+
+
+FORWARDS = {
+    ("plain", "sm90"): "torch_cudnn",
+    ("plain", "sm80"): "torch_flash",
+    ("causal", "sm90"): "torch_cudnn",
+    ("longer_keys", "sm90"): "torch_flash",
+    ("top_left", "sm90"): "torch_cudnn",
+    ("top_left", "sm80"): "torch_efficient",
+    ("window", "sm90"): "torch_flash",
+    ("grouped", "sm90"): "torch_cudnn",
+    ("unequal", "sm90"): "torch_efficient",
+    ("odd", "sm90"): "reference",
+    ("bias", "sm90"): "torch_efficient",
+    ("column_bias", "sm90"): "reference",
+    ("sink", "sm90"): "torch_cudnn",
+    ("sink_and_empty_rows", "sm90"): "torch_flash",
+    ("softcap", "sm90"): "reference",
+    ("packed", "sm90"): "torch_flash",
+}
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA forwards to choose from")
+@pytest.mark.parametrize(("name", "generation"), FORWARDS)
+def test_the_best_forward_is_chosen_for_a_gpu(name: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (9, 0) if generation == "sm90" else (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    case = ON_A_GPU[name]
+    x = inputs.build(case, torch.bfloat16)
+    causal = case.causal if isinstance(case.causal, str) else "bottom_right" if case.causal else "none"
+    call = dict(x.arguments) | {"causal": causal, "deterministic": False, "dropout_p": 0.0}
+    call |= {"window_left": case.window_size[0], "window_right": case.window_size[1]}
+    with FakeTensorMode():
+        for tensor in ("q", "k", "v", "attn_bias"):
+            if (given := call[tensor]) is not None:
+                call[tensor] = torch.empty(given.shape, dtype=given.dtype, device="cuda")
+    assert _forward.choose(call) == FORWARDS[name, generation]
 
 
 LEAVES = ("q", "k", "v", "attn_bias", "sink")
@@ -168,3 +215,19 @@ def test_dropout_on_a_gpu_is_one_mask_forward_and_backward(dtype: torch.dtype) -
     along, total = (dv.double() * v.detach().double()).sum(), out.detach().double().sum()
     scale = out.detach().double().abs().sum()
     assert abs(float(along - total)) < 1e-2 * float(scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_that_its_bias_hides_is_zero_on_a_gpu(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    leaves = [torch.randn(2, 40, 3, 32, generator=generator, device="cuda", dtype=dtype) for _ in range(3)]
+    bias = torch.zeros(1, 3, 40, 40, device="cuda", dtype=dtype)
+    bias[:, 1, 7] = -torch.inf
+    leaves = [leaf.requires_grad_() for leaf in (*leaves, bias)]
+    out = flashbwd.attention(*leaves[:3], attn_bias=leaves[3])
+    assert isinstance(out, Tensor)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert not out[:, 7, 1].any()
+    assert not grads[0][:, 7, 1].any() and not grads[3][:, 1, 7].any()
+    assert all(bool(t.isfinite().all()) for t in (out, *grads))

@@ -90,7 +90,7 @@ class _Override:
     def unregister(self) -> None:
         if self._key is not None:
             torch.ops.flashbwd.unregister_override(self.name)
-        self._key = self._original = None
+        self._key = None  # what was original stays, for a thread that is on its way to it
 
 
 _ATTENTION = {

@@ -93,10 +93,11 @@ def build(config: Config, variant: Variant, device: torch.device) -> Any:
         "attn_implementation": variant.attention,
         "use_cache": False,
     }
-    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
+    with device:
+        model: Any = LlamaForCausalLM(LlamaConfig(**settings))
     if variant.swap_norms:
         integration.swap_norms(model)
-    return model.to(device)
+    return model
 
 
 class Trainer:

@@ -178,13 +178,10 @@ struct Mainloop {
       if (lane == 0) mbarrier_arrive(barrier);
     }
 
-    // The stage of q and dout is read; every warp says so.
+    // The stage of q and dout is read. Every thread says so for itself, for it has read row statistics.
     __device__ __forceinline__ void release(int32_t stage) {
-      __syncwarp();
-      if (lane == 0) {
-        mbarrier_arrive(&smem.dout_empty[stage]);
-        mbarrier_arrive(&smem.q_empty[stage]);
-      }
+      mbarrier_arrive(&smem.dout_empty[stage]);
+      mbarrier_arrive(&smem.q_empty[stage]);
     }
 
     // Into the buffer of this step, when the store warp has let go of it.

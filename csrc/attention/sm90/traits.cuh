@@ -64,7 +64,7 @@ struct Traits {
     uint64_t k_full, v_full;                         // producer arrives with bytes
     uint64_t k_empty, v_empty;                       // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kStages];    // producer arrives with bytes
-    uint64_t q_empty[kStages], dout_empty[kStages];  // every consumer warp arrives
+    uint64_t q_empty[kStages], dout_empty[kStages];  // every consumer thread arrives
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {
@@ -80,8 +80,8 @@ struct Traits {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&smem.q_full[stage], 1);
       mbarrier_init(&smem.dout_full[stage], 1);
-      mbarrier_init(&smem.q_empty[stage], kConsumerThreads / 32);
-      mbarrier_init(&smem.dout_empty[stage], kConsumerThreads / 32);
+      mbarrier_init(&smem.q_empty[stage], kConsumerThreads);
+      mbarrier_init(&smem.dout_empty[stage], kConsumerThreads);
     }
     fence_mbarrier_init();
   }

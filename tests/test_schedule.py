@@ -224,6 +224,8 @@ def test_turns_of_a_tile_count_up_to_its_number_of_key_blocks(
         assert sorted(turns) == list(range(len(seen)))
         if not v.full() or group == 1:
             assert turns == sorted(turns)
+            # What a kernel without registers to spare computes instead.
+            assert turns == [n - max(m * block_m + v.lo, 0) // block_n for n in seen]
 
 
 @given(
@@ -453,15 +455,3 @@ def test_heads_of_a_group_fit_the_cache_and_one_more_would_not() -> None:
         assert heads >= 1
         assert heads == 1 or heads * one <= cache
         assert (heads + 1) * one > cache
-
-
-def test_steps_of_a_grouped_head_visit_each_query_head_once_per_query_block() -> None:
-    for heads_kv, ratio, steps in ((1, 1, 4), (2, 4, 3), (3, 7, 1)):
-        heads = heads_kv * ratio
-        visits = [
-            (host.query_head(kv, step, steps, heads, heads_kv), step % steps)
-            for kv in range(heads_kv)
-            for step in range(ratio * steps)
-        ]
-        assert visits == [(h, s) for h in range(heads) for s in range(steps)]
-        assert all(h // ratio == visits.index((h, s)) // (ratio * steps) for h, s in visits)

@@ -332,14 +332,6 @@ FLASHBWD_HOST_DEVICE constexpr Job varlen_job(Index index, const int32_t* cu_seq
   return {low, job.head, job.key_block};
 }
 
-// Grouped heads: a job of KV head `head_kv` walks the query blocks of each of its heads / heads_kv query heads in turn.
-// Step 0 <= step < (heads / heads_kv) * steps_per_head belongs to this query head, at step % steps_per_head of its
-// walk.
-FLASHBWD_HOST_DEVICE constexpr int32_t query_head(int32_t head_kv, int64_t step, int32_t steps_per_head, int32_t heads,
-                                                  int32_t heads_kv) {
-  return head_kv * (heads / heads_kv) + static_cast<int32_t>(step / steps_per_head);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The dq accumulator: batches back to back, each (heads, num_splits, seqlen_q, row_stride) fp32, physical seqlen_q
 

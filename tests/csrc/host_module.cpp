@@ -199,7 +199,6 @@ void bind_order(py::module_& m) {
     const auto batch = static_cast<int32_t>(cu_seqlens_k.size()) - 1;
     return triple_of(varlen_job(index, cu_seqlens_k.data(), batch, heads, block_n, head_group));
   });
-  m.def("query_head", &query_head);
 }
 
 void bind_layer_norm(py::module_& m) {

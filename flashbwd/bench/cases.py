@@ -168,6 +168,7 @@ class DecodingCase:
     seqlen_k: int
     head_dim: int
     dtype: str = "bf16"
+    mod: str = ""  # "alibi", "softcap", "causal" (a BlockMask), or "relative" (a table of biases)
     compiled: bool = True
     bars: tuple[Bar, ...] = ()
 
@@ -175,7 +176,7 @@ class DecodingCase:
     def name(self) -> str:
         return (
             f"decoding {self.dtype} B{self.batch} H{self.heads}:{self.heads_kv} Sq{self.seqlen_q} Sk{self.seqlen_k} "
-            f"D{self.head_dim}"
+            f"D{self.head_dim}{self.mod and ' ' + self.mod}"
         )
 
     @property
@@ -456,8 +457,11 @@ DECODING_SHAPES = (
     (8, 64, 8, 4, 16384, 128),
     (16, 32, 8, 1, 16384, 64),
     (8, 24, 8, 1, 8192, 128),
+    (8, 48, 8, 1, 8192, 128),
     (8, 32, 8, 1, 8191, 128),
 )
+DECODING_MODS = ("alibi", "softcap", "causal", "relative")
+MODIFIED_SHAPES = ((8, 32, 8, 1, 8192, 128), (8, 64, 8, 4, 16384, 128))
 
 
 def _decoding_cases() -> Iterator[DecodingCase]:
@@ -470,6 +474,10 @@ def _decoding_cases() -> Iterator[DecodingCase]:
             # 1500 GB/s, and under 22 us replayed from a CUDA graph: the second is the stricter.
             bars += (Bar(DECODING, "GB/s", round(case.work / 22e-6 / 1e9)),)
         yield replace(case, bars=bars)
+    for shape in MODIFIED_SHAPES:
+        for mod in DECODING_MODS:
+            bars = (Bar(DECODING, "GB/s", 2800.0), Bar(DECODING, FLEX, 1.0))
+            yield DecodingCase("decoding_modified", *shape, mod=mod, bars=bars)
 
 
 DECODING_CASES: tuple[DecodingCase, ...] = tuple(_decoding_cases())
@@ -518,6 +526,7 @@ CPU_ATTENTION_CASES: tuple[AttentionCase, ...] = (
 CPU_DECODING_CASES: tuple[DecodingCase, ...] = (
     DecodingCase("cpu_decoding", 1, 32, 8, 1, 8192, 128, dtype="fp32", compiled=False),
     DecodingCase("cpu_decoding", 4, 32, 8, 1, 2048, 64, dtype="fp32", compiled=False),
+    DecodingCase("cpu_decoding", 4, 32, 8, 1, 2048, 64, dtype="fp32", mod="alibi", compiled=False),
 )
 CPU_NORM_CASES: tuple[NormCase, ...] = (
     NormCase("cpu_norm", 768, 8192, "fp32", compiled=False),
@@ -562,7 +571,9 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
     decoding: tuple[Case, ...] = DECODING_CASES if device == "cuda" else CPU_DECODING_CASES
     blocks: tuple[Case, ...] = BLOCK_CASES if device == "cuda" else ()
     if quick:
-        decoding = decoding[:3]
+        decoding = tuple(
+            case for case in decoding if isinstance(case, DecodingCase) and (case.seqlen_k, case.seqlen_q) == (8192, 1)
+        )
         blocks = tuple(case for case in blocks if isinstance(case, BlockCase) and case.width < 4096)
         attention = tuple(case for case in attention if isinstance(case, AttentionCase) and _is_quick(case))
         norms = tuple(case for case in norms if isinstance(case, NormCase) and case.columns in (1024, 4096, 16384))

@@ -12,6 +12,13 @@ from flashbwd.attention import (
     use_backend,
 )
 from flashbwd.decoding import flex_decoding
+from flashbwd.dropout_add_norm import (
+    DropoutAddNormGrads,
+    dropout_add_layer_norm,
+    dropout_add_layer_norm_backward,
+    dropout_add_rms_norm,
+    dropout_add_rms_norm_backward,
+)
 from flashbwd.integrations.overrides import OperatorStats, Overrides, disable, enable, stats
 from flashbwd.layer_norm import (
     LayerNorm,
@@ -20,14 +27,17 @@ from flashbwd.layer_norm import (
     RMSNormGrads,
     layer_norm,
     layer_norm_backward,
+    layer_norm_backward_from_output,
     rms_norm,
     rms_norm_backward,
+    rms_norm_backward_from_output,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
+    "DropoutAddNormGrads",
     "LayerNorm",
     "LayerNormGrads",
     "OperatorStats",
@@ -40,13 +50,19 @@ __all__ = [
     "attention",
     "attention_backward",
     "disable",
+    "dropout_add_layer_norm",
+    "dropout_add_layer_norm_backward",
+    "dropout_add_rms_norm",
+    "dropout_add_rms_norm_backward",
     "enable",
     "flex_decoding",
     "layer_norm",
     "layer_norm_backward",
+    "layer_norm_backward_from_output",
     "plan_attention_backward",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_backward_from_output",
     "stats",
     "use_backend",
 ]

@@ -18,8 +18,10 @@ __all__ = [
     "RMSNormGrads",
     "layer_norm",
     "layer_norm_backward",
+    "layer_norm_backward_from_output",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_backward_from_output",
 ]
 
 
@@ -138,6 +140,86 @@ def rms_norm_backward(
     return RMSNormGrads(*(grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)))
 
 
+def layer_norm_backward_from_output(
+    dz: Tensor,
+    z: Tensor,
+    rs: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    dresidual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> LayerNormGrads:
+    """:func:`layer_norm_backward` from the output z instead of x: ``xhat = (z - beta) / gamma``. x need not be kept.
+
+    Where the magnitude of gamma (of ``1 + gamma`` with `zero_centered_gamma`) is below 1e-5, 1e-5 with its sign divides
+    instead. z carries xhat with its own rounding: a 16-bit z gives less accurate gradients than x does where
+    gamma is small beside beta.
+
+    Parameters
+    ----------
+    dz, z : Tensor, (..., N)
+        The norm's output and its gradient, of one dtype.
+    rs : Tensor, (rows,) or (..., 1)
+        Reciprocal standard deviation of each row of x.
+    gamma, beta : Tensor, (N,), optional
+        z's dtype or float32, both the same.
+    dresidual, zero_centered_gamma, output_mask
+        As in :func:`layer_norm_backward`.
+
+    Returns
+    -------
+    LayerNormGrads
+    """
+    return LayerNormGrads(
+        *_backward_from_output(dz, z, rs, gamma, beta, dresidual, zero_centered_gamma, False, output_mask)
+    )
+
+
+def rms_norm_backward_from_output(
+    dz: Tensor,
+    z: Tensor,
+    rs: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    dresidual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool] = (True, True),
+) -> RMSNormGrads:
+    """:func:`rms_norm_backward` from the output z instead of x, as :func:`layer_norm_backward_from_output`."""
+    mask = (*output_mask, False)
+    dx, dgamma, _ = _backward_from_output(dz, z, rs, gamma, None, dresidual, zero_centered_gamma, True, mask)
+    return RMSNormGrads(dx, dgamma)
+
+
+def _backward_from_output(
+    dz: Tensor,
+    z: Tensor,
+    rs: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    dresidual: Tensor | None,
+    zero_centered_gamma: bool,
+    rms: bool,
+    output_mask: tuple[bool, bool, bool],
+) -> list[Tensor | None]:
+    grads = _ops.call(
+        torch.ops.flashbwd.norm_backward_from_output,
+        dz,
+        z,
+        rs,
+        gamma,
+        beta,
+        dresidual,
+        zero_centered_gamma=zero_centered_gamma,
+        rms=rms,
+        output_mask=list(output_mask),
+    )
+    asked = (output_mask[0], output_mask[1] and gamma is not None, output_mask[2])
+    return [grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)]
+
+
 def layer_norm(
     x: Tensor,
     gamma: Tensor | None = None,
@@ -145,6 +227,7 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """LayerNorm over the last dimension, differentiable in x, gamma and beta.
 
@@ -158,6 +241,8 @@ def layer_norm(
         Added to the variance.
     zero_centered_gamma : bool
         Multiply by ``1 + gamma``.
+    memory_efficient : bool
+        Keep the output for the backward instead of x: see :func:`layer_norm_backward_from_output`.
 
     Returns
     -------
@@ -165,12 +250,17 @@ def layer_norm(
         ``gamma * (x - mean) / sqrt(var + eps) + beta`` in x's dtype, computed in float32 (float64 for float64). CUDA
         autocast runs it in float32, as PyTorch's.
     """
-    z, _, _ = torch.ops.flashbwd.layer_norm(x, gamma, beta, eps, zero_centered_gamma)
+    z, _, _ = torch.ops.flashbwd.layer_norm(x, gamma, beta, eps, zero_centered_gamma, memory_efficient)
     return z
 
 
 def rms_norm(
-    x: Tensor, gamma: Tensor | None = None, *, eps: float | None = None, zero_centered_gamma: bool = False
+    x: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    zero_centered_gamma: bool = False,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """RMSNorm over the last dimension, differentiable in x and gamma.
 
@@ -184,13 +274,16 @@ def rms_norm(
         Added to the mean square; by default ``torch.finfo(x.dtype).eps``, as in PyTorch.
     zero_centered_gamma : bool
         Multiply by ``1 + gamma``.
+    memory_efficient : bool
+        Keep the output for the backward instead of x: see :func:`rms_norm_backward_from_output`.
 
     Returns
     -------
     Tensor, (..., N)
         ``gamma * x / sqrt(mean(x**2) + eps)`` in x's dtype, computed in float32 (float64 for float64).
     """
-    z, _ = torch.ops.flashbwd.rms_norm(x, gamma, torch.finfo(x.dtype).eps if eps is None else eps, zero_centered_gamma)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    z, _ = torch.ops.flashbwd.rms_norm(x, gamma, eps, zero_centered_gamma, memory_efficient)
     return z
 
 
@@ -253,6 +346,24 @@ def _rms_norm_backward_reference(
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 
+def _norm_backward_from_output_reference(
+    dz: Tensor,
+    z: Tensor,
+    rs: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    dresidual: Tensor | None,
+    zero_centered_gamma: bool,
+    rms: bool,
+    *mask: bool,
+) -> tuple[Tensor, ...]:
+    grads = reference.norm_backward_from_output(
+        dz, z, rs, gamma, beta, dresidual, zero_centered_gamma, rms, (mask[0], mask[1], mask[2])
+    )
+    return tuple(z.new_empty(0) if grad is None else grad for grad in grads)
+
+
+_ops.implement_reference("norm_backward_from_output_reference", _norm_backward_from_output_reference)
 _ops.implement_reference("layer_norm_backward_reference", _layer_norm_backward_reference)
 _ops.implement_reference("rms_norm_backward_reference", _rms_norm_backward_reference)
 
@@ -271,12 +382,35 @@ def _rms_norm_backward_reference_fake(
     return _fake_grads(x, gamma, list(rest[-2:]))
 
 
-def _fake_grads(x: Tensor, gamma: Tensor | None, mask: list[bool]) -> tuple[Tensor, ...]:
+def _fake_grads(x: Tensor, gamma: Tensor | None, mask: list[bool], beta: Tensor | None = None) -> tuple[Tensor, ...]:
     """Fakes of dx, dgamma and, for a mask of three, dbeta; empty where not asked for."""
-    parameter = x if gamma is None else gamma
+    parameter = next(t for t in (gamma, beta, x) if t is not None)
     present = (mask[0], mask[1] and gamma is not None, *mask[2:])
     shapes = [torch.empty_like(x)] + [parameter.new_empty(x.shape[-1]) for _ in present[1:]]
     return tuple(grad if wanted else x.new_empty(0) for grad, wanted in zip(shapes, present, strict=True))
+
+
+@torch.library.register_fake("flashbwd::norm_backward_from_output_reference")
+def _norm_backward_from_output_reference_fake(
+    dz: Tensor, z: Tensor, rs: Tensor, gamma: Tensor | None, beta: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    return _fake_grads(z, gamma, list(rest[-3:]), beta)
+
+
+@torch.library.register_fake("flashbwd::norm_backward_from_output")
+def _norm_backward_from_output_fake(
+    dz: Tensor,
+    z: Tensor,
+    rs: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    dresidual: Tensor | None = None,
+    *,
+    zero_centered_gamma: bool = False,
+    rms: bool = False,
+    output_mask: list[bool] = [True, True, True],  # noqa: B006
+) -> tuple[Tensor, ...]:
+    return _fake_grads(z, gamma, [*output_mask[:2], output_mask[2] and not rms], beta)
 
 
 @torch.library.register_fake("flashbwd::layer_norm_backward")
@@ -308,7 +442,7 @@ def _rms_norm_backward_fake(
     return _fake_grads(x, gamma, output_mask)
 
 
-for _name in ("layer_norm_backward", "rms_norm_backward"):
+for _name in ("layer_norm_backward", "rms_norm_backward", "norm_backward_from_output"):
     torch.library.register_autograd(f"flashbwd::{_name}", _ops.refuse_double_backward(_name), lib=_ops.library)
 
 
@@ -318,13 +452,15 @@ def _define(name: str, schema: str, forward: Callable[..., Any]) -> None:
 
 
 def _layer_norm(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _ops.call(torch.ops.flashbwd.norm_forward, x, gamma, beta, eps, zero_centered_gamma, False)
 
 
-def _rms_norm(x: Tensor, gamma: Tensor | None, eps: float, zero_centered_gamma: bool) -> tuple[Tensor, Tensor]:
-    z, _, rs = _ops.call(torch.ops.flashbwd.norm_forward, x, gamma, None, eps, zero_centered_gamma, True)
+def _rms_norm(
+    x: Tensor, gamma: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
+) -> tuple[Tensor, Tensor]:
+    z, _mu, rs = _ops.call(torch.ops.flashbwd.norm_forward, x, gamma, None, eps, zero_centered_gamma, True)
     return z, rs
 
 
@@ -340,11 +476,15 @@ def _norm_forward_reference(
 _ops.implement_reference("norm_forward_reference", _norm_forward_reference)
 _define(
     "layer_norm",
-    "(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma) -> (Tensor z, Tensor mu, Tensor rs)",
+    "(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool memory_efficient=False) "
+    "-> (Tensor z, Tensor mu, Tensor rs)",
     _layer_norm,
 )
 _define(
-    "rms_norm", "(Tensor x, Tensor? gamma, float eps, bool zero_centered_gamma) -> (Tensor z, Tensor rs)", _rms_norm
+    "rms_norm",
+    "(Tensor x, Tensor? gamma, float eps, bool zero_centered_gamma, bool memory_efficient=False) "
+    "-> (Tensor z, Tensor rs)",
+    _rms_norm,
 )
 
 
@@ -354,21 +494,23 @@ def _statistics(x: Tensor) -> Tensor:
 
 @torch.library.register_fake("flashbwd::layer_norm")
 def _layer_norm_fake(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), _statistics(x), _statistics(x)
 
 
 @torch.library.register_fake("flashbwd::rms_norm")
-def _rms_norm_fake(x: Tensor, gamma: Tensor | None, eps: float, zero_centered_gamma: bool) -> tuple[Tensor, Tensor]:
+def _rms_norm_fake(
+    x: Tensor, gamma: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), _statistics(x)
 
 
 def _save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, gamma, beta, _, zero_centered_gamma = inputs
-    _, mu, rs = output
-    ctx.save_for_backward(x, gamma, mu, rs)
-    ctx.zero_centered_gamma = zero_centered_gamma
+    x, gamma, beta, _, zero_centered_gamma, memory_efficient = inputs
+    z, mu, rs = output
+    ctx.save_for_backward(z if memory_efficient else x, gamma, beta if memory_efficient else None, mu, rs)
+    ctx.zero_centered_gamma, ctx.memory_efficient = zero_centered_gamma, memory_efficient
     ctx.beta_dtype = None if beta is None else beta.dtype
     ctx.mark_non_differentiable(mu, rs)
     ctx.set_materialize_grads(False)
@@ -376,36 +518,43 @@ def _save_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 def _layer_norm_grads(ctx: Any, dz: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if dz is None:
-        return None, None, None, None, None
-    x, gamma, mu, rs = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:3]
-    dx, dgamma, dbeta = layer_norm_backward(
-        dz, x, mu, rs, gamma, zero_centered_gamma=ctx.zero_centered_gamma, output_mask=tuple(wanted)
-    )
-    return dx, dgamma, None if dbeta is None else dbeta.to(ctx.beta_dtype), None, None
+        return (None,) * 6
+    x_or_z, gamma, beta, mu, rs = ctx.saved_tensors
+    options: dict[str, Any] = {
+        "zero_centered_gamma": ctx.zero_centered_gamma,
+        "output_mask": tuple(ctx.needs_input_grad[:3]),
+    }
+    if ctx.memory_efficient:
+        grads = layer_norm_backward_from_output(dz, x_or_z, rs, gamma, beta, **options)
+    else:
+        grads = layer_norm_backward(dz, x_or_z, mu, rs, gamma, **options)
+    dbeta = None if grads.dbeta is None else grads.dbeta.to(ctx.beta_dtype)
+    return grads.dx, grads.dgamma, dbeta, None, None, None
 
 
 def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, gamma, _, zero_centered_gamma = inputs
-    ctx.save_for_backward(x, gamma, output[1])
-    ctx.zero_centered_gamma = zero_centered_gamma
-    ctx.mark_non_differentiable(output[1])
+    x, gamma, _, zero_centered_gamma, memory_efficient = inputs
+    z, rs = output
+    ctx.save_for_backward(z if memory_efficient else x, gamma, rs)
+    ctx.zero_centered_gamma, ctx.memory_efficient = zero_centered_gamma, memory_efficient
+    ctx.mark_non_differentiable(rs)
     ctx.set_materialize_grads(False)
 
 
 def _rms_norm_grads(ctx: Any, dz: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if dz is None:
-        return None, None, None, None
-    x, gamma, rs = ctx.saved_tensors
-    dx, dgamma = rms_norm_backward(
+        return (None,) * 5
+    x_or_z, gamma, rs = ctx.saved_tensors
+    backward = rms_norm_backward_from_output if ctx.memory_efficient else rms_norm_backward
+    grads = backward(
         dz,
-        x,
+        x_or_z,
         rs,
         gamma,
         zero_centered_gamma=ctx.zero_centered_gamma,
         output_mask=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
     )
-    return dx, dgamma, None, None
+    return grads.dx, grads.dgamma, None, None, None
 
 
 torch.library.register_autograd(

@@ -139,6 +139,26 @@ def keep_mask(
     return kept.gather(-1, (number & 3) + torch.arange(width, device=batch_heads.device))
 
 
+def keep_elements(seed: Word, offset: Word, dropout_p: float, first: int, count: int, device: torch.device) -> Tensor:
+    """Elements `first` to `first + count` of a mask that PyTorch's memory-efficient numbering counts in one row.
+
+    Parameters
+    ----------
+    seed, offset : ints, or 0-d int64 tensors on `device` (see `as_word64`)
+    dropout_p : probability of dropping, in [0, 1)
+    first, count : range of elements; the first of all is number `offset`
+
+    Returns
+    -------
+    (count,) bool, True where the element is kept.
+    """
+    key = (seed & _MASK32, (seed >> 32) & _MASK32)
+    number = offset + first
+    blocks = (number >> 2) + torch.arange((count + 6) // 4, device=device)
+    kept = _efficient_blocks(key, blocks, dropout_p).flatten()  # (4 * blocks,)
+    return kept[(number & 3) + torch.arange(count, device=device)]
+
+
 def _efficient_blocks(key: tuple[Word, Word], block: Tensor, dropout_p: float) -> Tensor:
     """What is kept of the blocks numbered by a 62-bit counter, subsequence 0: four elements each, in a new last dim."""
     words = philox4x32((block & _MASK32, (block >> 32) & 0x3FFFFFFF, 0, 0), key, 10)

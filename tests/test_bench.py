@@ -63,7 +63,7 @@ def test_tables_have_every_row():
     assert counts["layer_norm", "bf16"] == counts["layer_norm", "fp32"] == 9
     assert counts["layer_norm_untuned", "bf16"] == counts["layer_norm_untuned", "fp32"] == 3
     assert counts["layer_norm_few_rows", "bf16"] == counts["layer_norm_few_rows", "fp32"] == 6
-    assert sum(case.table == "decoding" for case in cases.DECODING_CASES) == 10
+    assert len(cases.DECODING_CASES) == 9
 
 
 def test_names_are_unique_within_a_table():
@@ -606,12 +606,11 @@ def test_gpu_case_end_to_end(tmp_path: Path):
 @pytest.mark.parametrize(
     "peer", [peer for peer in decoding_peers.DECODING_PEERS if not peer.compiled], ids=lambda peer: peer.name
 )
-@pytest.mark.parametrize("mod", ["", *cases.DECODING_MODS])
-def test_decoding_peers_are_right(peer, mod):
-    case = cases.DecodingCase("t", 2, 4, 2, 2, 100, 16, dtype="fp32", mod=mod, compiled=False)
+def test_decoding_peers_are_right(peer):
+    case = cases.DecodingCase("t", 2, 4, 2, 2, 100, 16, dtype="fp32", compiled=False)
     found = runner.run_case(case, CPU, FAST, [peer])
     assert found.peers[peer.name].status == results.OK
-    assert bool(found.peers[peer.name].errors) == (peer.name != cases.SDPA or not mod)
+    assert bool(found.peers[peer.name].errors) == (" with " not in peer.name)
 
 
 # ---- blocks --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.host import load_host
@@ -20,12 +21,11 @@ def device(capability: tuple[int, int], sm_count: int) -> Any:
     return info
 
 
-def shape(
-    rows: int, columns: int, x_bytes: int = 2, dz_bytes: int = 2, residual: bool = False, shifted: bool = False
-) -> Any:
+def shape(rows: int, columns: int, x_bytes: int = 2, dz_bytes: int = 2, **options: bool) -> Any:
     result = host.BackwardShape()
     result.rows, result.columns, result.x_bytes, result.dz_bytes = rows, columns, x_bytes, dz_bytes
-    result.residual, result.shifted = residual, shifted
+    for name, value in options.items():
+        setattr(result, name, value)
     return result
 
 
@@ -39,7 +39,7 @@ sizes = st.sampled_from([2, 4])
     columns=columns,
     x_bytes=sizes,
     dz_bytes=sizes,
-    residual=st.booleans(),
+    from_output=st.booleans(),
     shifted=st.booleans(),
     capability=capabilities,
     sm_count=st.integers(1, 160),
@@ -49,13 +49,14 @@ def test_every_shape_has_a_tile_that_fits(
     columns: int,
     x_bytes: int,
     dz_bytes: int,
-    residual: bool,
+    from_output: bool,
     shifted: bool,
     capability: tuple[int, int],
     sm_count: int,
 ) -> None:
     gpu = device(capability, sm_count)
-    tile = host.choose_tile(shape(rows, columns, x_bytes, dz_bytes, residual, shifted), gpu)
+    problem = shape(rows, columns, x_bytes, dz_bytes, from_output=from_output, shifted=shifted)
+    tile = host.choose_tile(problem, gpu)
     assert tile.elements == 16 // min(x_bytes, dz_bytes)
     assert 0 < tile.threads <= MAX_THREADS
     assert tile.threads % 32 == 0
@@ -99,14 +100,22 @@ def test_every_row_has_one_worker_whose_columns_never_shift(
     assert set(seen) == {1}
 
 
-def test_pace_is_a_workers_share_of_the_bandwidth() -> None:
+def test_workers_keep_together_where_there_are_rounds_to() -> None:
     gpu = device((9, 0), 132)
-    gpu.l2_bytes = 50 * 2**20
-    problem = shape(32768, 8192)
-    tile = host.choose_tile(problem, gpu)
-    bytes_per_ns = 3352.0
-    pace = host.pace_of(problem, tile, 132, bytes_per_ns, gpu) / 16  # ns for `groups` rows of x, dz and dx
-    reached = 132 * tile.groups * 8192 * 6 / pace
-    assert 0.85 * bytes_per_ns < reached < bytes_per_ns
-    assert host.pace_of(shape(64, 8192), tile, 64, bytes_per_ns, gpu) == 0  # in L2
-    assert host.pace_of(problem, tile, 132, 0.0, gpu) == 0  # a device that does not say
+    for rows, columns, waits in ((300, 8192, False), (32768, 8192, True), (32768, 7919, False), (32768, 16384, False)):
+        problem = shape(rows, columns)
+        tile = host.choose_tile(problem, gpu)
+        schedule = host.schedule_rows(problem, tile, 132, 0, 0)
+        assert schedule.workers * schedule.rounds * tile.groups >= rows
+        assert (schedule.ahead > 0) == waits
+
+
+@given(p=st.floats(0.0, 1.0, exclude_max=True))
+def test_the_least_word_that_dropout_keeps(p: float) -> None:
+    def kept(word: int) -> bool:
+        uniform = torch.tensor(word, dtype=torch.int64).to(torch.float32) * 2.0**-32 + 2.0**-33
+        return bool(uniform > torch.tensor(p, dtype=torch.float32))
+
+    least = host.keep_from(p)
+    assert least == 0 or not kept(least - 1)
+    assert least == 2**32 - 1 or kept(least)

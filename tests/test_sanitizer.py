@@ -85,3 +85,34 @@ def test_norm_kernels(rows: int, columns: int, dtype: torch.dtype, rms: bool) ->
     expected = rs[:, None] * (dy - mean_dy - xhat * (dy * xhat).mean(-1, keepdim=True))
     torch.testing.assert_close(dx.double(), expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(dgamma.double(), (dz64 * xhat).sum(0), rtol=1e-2, atol=1e-2 * rows**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (70, 1000), (5, 7919), (3, 20000)])
+def test_norm_forms(rows: int, columns: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    h, dz, dh = (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype) for _ in range(3))
+    gamma, beta = (torch.randn(columns, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    gamma = gamma.sign() + gamma / 4
+    keep = torch.rand(rows, columns, generator=generator, device="cuda") < 0.5
+    state = flashbwd.RngState(5, 4, "efficient64")
+    z, mu, rs = torch.ops.flashbwd.norm_forward(h, gamma, beta, 1e-5, False, False)
+
+    def gradients(device: str) -> list[torch.Tensor | None]:
+        t = [x.to(device) for x in (dz, h, mu, rs, gamma)]
+        given = keep.to(device)
+        return [
+            *flashbwd.dropout_add_layer_norm_backward(*t, dresidual=dh.to(device), dropout_p=0.5, keep=given),
+            *flashbwd.dropout_add_layer_norm_backward(*t, dresidual=dh.to(device), dropout_p=0.5, rng_state=state),
+            *flashbwd.layer_norm_backward_from_output(t[0], z.to(device), t[3], t[4], beta.to(device)),
+        ]
+
+    for got, want in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        assert got is not None
+        assert want is not None
+        torch.testing.assert_close(got.cpu(), want, rtol=2e-2, atol=5e-2)
+    for given, rng in ((keep, None), (None, torch.tensor([5, 4], device="cuda"))):
+        forward = torch.ops.flashbwd.dropout_add_norm_forward
+        z, total, _, _ = forward(dh, h, gamma, beta, given, rng, 0.5, 1e-5, False, False)
+        assert torch.isfinite(z).all()
+        assert torch.isfinite(total).all()

@@ -18,9 +18,15 @@ constexpr int kMaxThreads =
 constexpr int kMinStages = 2;  // rows in flight, the one in use included
 constexpr int kMaxStages = 4;
 constexpr int kMaxCluster = 16;
-constexpr double kPaceShare = 0.91;  // see pace_of
 constexpr int kWarp = 32;
 constexpr int kRowSumsThreads = 512;
+// See LockStep: from how many rounds a worker on, up to how many columns, and how many rounds ahead of the mean a
+// worker may be. Measured on an H100: rows of 1024 to 8192 columns gain 1 to 5 % by it; where the number is no power of
+// two, or rows are wider, workers that drift apart are up to 16 % faster.
+constexpr int64_t kFewestInStep = 16;
+constexpr int64_t kMostColumnsInStep = 8192;
+constexpr double kMostAhead = 1.0;
+constexpr float kLeastGamma = 1e-5f;  // magnitude by which outputs are divided to give xhat
 constexpr int kSlotStride =
     16 * kMaxThreads;  // bytes from one of a thread's slots to the next: a constant saves registers
 
@@ -40,13 +46,14 @@ struct BackwardTile {
   int chunk_vectors = 0;  // vectors of a row in one CTA
   int stages = 0;         // rows in flight, the one in use included
   int planes = 0;         // 16-byte slots a thread and stage
+  int parameters = 1;     // values a column in shared memory: gamma, or gamma and beta
   int parts = 1;          // warps that share a row
-  int parts_width = 1;    // lanes that add them: the next power of two, at most a warp
   bool cluster = false;   // the CTAs of a row exchange their sums; otherwise a kernel before has summed
+  int stages_offset = 0;  // in shared memory
   int64_t smem_bytes = 0;
 
-  int threads() const { return lanes * groups; }
-  bool found() const { return lanes != 0; }
+  constexpr int threads() const { return lanes * groups; }
+  constexpr bool found() const { return lanes != 0; }
 };
 
 struct BackwardShape {
@@ -54,25 +61,30 @@ struct BackwardShape {
   int64_t columns = 0;
   int64_t x_bytes = 2;  // of an element
   int64_t dz_bytes = 2;
-  bool residual = false;
+  bool from_output = false;
   bool shifted = false;  // rows start off a vector's boundary
 };
 
-// Regions of shared memory, in bytes: what the warps of a row exchange; gamma in fp32; the stages, whose room serves
-// the sum over the groups at the end.
-constexpr int64_t gamma_bytes(const BackwardTile& t) { return int64_t{4} * t.vectors * t.elements * t.lanes; }
-constexpr int parts_of(const BackwardTile& t) { return (t.lanes + kWarp - 1) / kWarp * (t.cluster ? t.chunks : 1); }
-// Two mbarriers, and by group two rows' sums.
-constexpr int64_t exchange_bytes(const BackwardTile& t) { return 16 + int64_t{16} * t.groups * t.parts; }
-// A lane stride that spreads both the writes (by lane) and the reads (by column) over the banks.
-constexpr int reduce_stride(int lanes) { return lanes >= kWarp ? lanes + 4 : lanes; }
+// Regions of shared memory, in bytes: what the warps of a row exchange; gamma and beta in fp32; where the groups add
+// their sums; the stages.
+// Of a lane's parameters, from one lane to the next: an odd number of 16 bytes, which spreads lanes over the banks.
+constexpr int64_t parameter_stride(const BackwardTile& t) {
+  return int64_t{16} * (t.parameters * t.vectors * t.elements / 4 | 1);
+}
+constexpr int64_t parameter_bytes(const BackwardTile& t) { return parameter_stride(t) * t.lanes; }
+// Two mbarriers, what LockStep tells, and by group two rows' sums.
+constexpr int kToldOffset = 16;
+constexpr int64_t kExchangeHead = 32;
+constexpr int64_t exchange_bytes(const BackwardTile& t) { return kExchangeHead + int64_t{16} * t.groups * t.parts; }
+// All vectors of dgamma and dbeta, where the stages were.
 constexpr int64_t reduce_bytes(const BackwardTile& t) {
-  return int64_t{4} * t.groups * t.vectors * t.elements * reduce_stride(t.lanes);
+  return t.groups == 1 ? 0 : int64_t{8} * t.vectors * t.elements * t.threads();
 }
 
-inline int64_t smem_of(const BackwardTile& t, int stages) {
-  const int64_t stage_bytes = int64_t{kSlotStride} * t.planes;
-  return exchange_bytes(t) + gamma_bytes(t) + std::max(stages * stage_bytes, reduce_bytes(t));
+inline void place(BackwardTile* t, int stages) {
+  t->stages = stages;
+  t->stages_offset = static_cast<int>(exchange_bytes(*t) + parameter_bytes(*t));
+  t->smem_bytes = t->stages_offset + std::max(stages * int64_t{kSlotStride} * t->planes, reduce_bytes(*t));
 }
 
 inline int power_of_two_at_least(int64_t n) {
@@ -85,6 +97,7 @@ inline int power_of_two_at_least(int64_t n) {
 inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors, const DeviceInfo& device) {
   BackwardTile t;
   t.elements = elements_of(shape.x_bytes, shape.dz_bytes);
+  t.parameters = shape.from_output ? 2 : 1;
   const int64_t shift = shape.shifted ? t.elements - 1 : 0;
   const int64_t row_vectors = (shape.columns + shift + t.elements - 1) / t.elements;
   const int64_t chunk_vectors = (row_vectors + chunks - 1) / chunks;
@@ -98,9 +111,8 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
                                    : static_cast<int>((lanes + kWarp - 1) / kWarp * kWarp);
   if (chunks > 1) t.lanes = std::max(t.lanes, kWarp);
   t.parts = (t.lanes + kWarp - 1) / kWarp * (t.cluster ? t.chunks : 1);
-  t.parts_width = std::min(kWarp, power_of_two_at_least(t.parts));
   t.vectors = (t.chunk_vectors + t.lanes - 1) / t.lanes;
-  const int64_t row_bytes = shape.x_bytes * (shape.residual ? 2 : 1) + shape.dz_bytes;
+  const int64_t row_bytes = shape.x_bytes + shape.dz_bytes;
   t.planes = static_cast<int>(t.vectors * t.elements * row_bytes / 16);
   // As many rows a CTA as its threads allow, but no more than leave every SM a row.
   const int step = std::max(1, kWarp / t.lanes);
@@ -108,8 +120,9 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   int64_t groups = chunks > 1 ? 1 : std::min<int64_t>(kMaxThreads / t.lanes, std::max<int64_t>(1, wanted));
   for (groups = (groups + step - 1) / step * step; groups >= step; groups -= step) {
     t.groups = static_cast<int>(groups);
-    for (t.stages = kMaxStages; t.stages >= kMinStages; --t.stages) {
-      t.smem_bytes = smem_of(t, t.stages);
+    const int64_t rounds = (wanted + groups - 1) / groups;
+    for (int stages = std::clamp<int>(rounds, kMinStages, kMaxStages); stages >= kMinStages; --stages) {
+      place(&t, stages);
       if (t.smem_bytes <= device.smem_per_block) return t;
     }
   }
@@ -147,6 +160,8 @@ struct RowSchedule {
   int period = 1;
   int phase_base = 0;  // of residue r: (phase_base + r * phase_step) % elements
   int phase_step = 0;
+  int rounds = 0;  // of `groups` rows, a worker
+  int ahead = 0;   // rounds by which a worker may be ahead of the mean, times workers; 0: any number
 };
 
 // `concurrent`: workers that run at once.
@@ -159,21 +174,15 @@ inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile&
   const int64_t useful = (shape.rows + tile.groups - 1) / tile.groups;
   const int64_t workers = std::min<int64_t>(concurrent, std::max<int64_t>(1, useful));
   s.workers = static_cast<int>(std::max<int64_t>(s.period, workers / s.period * s.period));
+  const int64_t round_rows = int64_t{s.workers} * tile.groups;
+  const int64_t rounds = (shape.rows + round_rows - 1) / round_rows;
+  s.rounds = static_cast<int>(rounds);
+  const bool counted = rounds * s.workers < int64_t{1} << 31;  // in 32 bits
+  const bool power_of_two = (shape.columns & (shape.columns - 1)) == 0;
+  if (rounds >= kFewestInStep && counted && power_of_two && shape.columns <= kMostColumnsInStep) {
+    s.ahead = static_cast<int>(kMostAhead * s.workers);
+  }
   return s;
-}
-
-// The least time between two rows of a thread, in 1/16 ns: what a worker would need at its share of kPaceShare of
-// `bytes_per_ns`, the bandwidth of the memory's data sheet. 0, no bound, where much of the tensors may lie in L2.
-//
-// SMs do not get equal shares of a saturated memory: with equal rows for each and no bound, the first end 15 % before
-// the mean and the last 10 to 20 % after it (one H100), and the kernel is as slow as the last. Held to little more than
-// their share, the fast ones leave room for the others.
-inline int pace_of(const BackwardShape& shape, const BackwardTile& tile, int workers, double bytes_per_ns,
-                   const DeviceInfo& device) {
-  const int64_t row_bytes = shape.columns * (2 * shape.x_bytes + shape.dz_bytes + (shape.residual ? shape.x_bytes : 0));
-  if (bytes_per_ns <= 0 || shape.rows * row_bytes < 4 * device.l2_bytes) return 0;
-  const double share = kPaceShare * bytes_per_ns / workers;  // of a row's CTAs together
-  return static_cast<int>(16.0 * static_cast<double>(row_bytes) * tile.groups / share);
 }
 
 }  // namespace flashbwd::layer_norm

@@ -91,7 +91,25 @@ __device__ uint4 pack(const float* values) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// A vector's floats, 16 bytes at a time.
+template <int kElements>
+__device__ void store_floats(float* target, const float (&values)[kElements]) {
+#pragma unroll
+  for (int q = 0; q < kElements; q += 4) {
+    *reinterpret_cast<float4*>(target + q) = make_float4(values[q], values[q + 1], values[q + 2], values[q + 3]);
+  }
+}
+
+// xhat from the norm's output, whose magnitude of gamma counts as kLeastGamma at least.
+inline __device__ float xhat_of_output(float z, float gamma, float beta) {
+  return __fdividef(z - beta, copysignf(fmaxf(fabsf(gamma), kLeastGamma), gamma));
+}
+
 inline __device__ void store_streaming(void* address, uint4 value) { __stcs(static_cast<uint4*>(address), value); }
+
+inline __device__ void prefetch(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global) : "memory");
+}
 
 inline __device__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -151,7 +169,6 @@ inline __device__ uint32_t keep(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-
 inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Waits until at most `pending` of this thread's groups are under way.
@@ -192,16 +209,6 @@ inline __device__ float2 warp_sum(float2 s, int width) {
 
 inline __device__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Nanoseconds.
-inline __device__ uint64_t global_time() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-inline __device__ void wait_until(uint64_t time) {
-  while (global_time() < time) __nanosleep(32);
 }
 
 // threadIdx.x and blockIdx.x, read where this stands and not kept from before.

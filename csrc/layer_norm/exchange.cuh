@@ -18,8 +18,13 @@ struct RowExchange {
 
   __device__ RowExchange(const BackwardTile& tile, uint32_t smem, int group, int rank) : barriers(smem), group(group) {
     const int warps = (tile.lanes + kWarp - 1) / kWarp;
-    slots = barriers + 16 + group * 2 * tile.parts * kPartBytes;
+    slots = barriers + static_cast<uint32_t>(kExchangeHead) + group * 2 * tile.parts * kPartBytes;
     own_slot = slots + (rank * warps + static_cast<int>(threadIdx.x) / kWarp % warps) * kPartBytes;
+  }
+
+  // One thread of a cluster's CTA; all others find the barriers after the next barrier.
+  __device__ void init() const {
+    for (int i = 0; i < 2; ++i) init_barrier(barriers + 8 * i, 1);
   }
 
   __device__ float2 sum(const BackwardTile& tile, float2 sums) {
@@ -42,12 +47,12 @@ struct RowExchange {
     // later, which nobody reaches before all have sent the next row, after reading here.
     sums = make_float2(0.f, 0.f);
 #pragma unroll 1
-    for (int i = lane % tile.parts_width; i < tile.parts; i += tile.parts_width) {
+    for (int i = lane; i < tile.parts; i += kWarp) {
       const float2 part = load_shared<float2>(slots + offset + i * kPartBytes);
       sums.x += part.x;
       sums.y += part.y;
     }
-    return warp_sum(sums, tile.parts_width);
+    return warp_sum(sums, kWarp);
   }
 };
 

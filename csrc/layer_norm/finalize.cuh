@@ -7,11 +7,17 @@ namespace flashbwd::layer_norm {
 
 constexpr int kFinalizeColumns = 32;  // a CTA: one 128-byte line a worker
 constexpr int kFinalizeRows = 16;     // threads that share a column
+constexpr int kFinalizeLoads = 9;     // a thread has in flight: 132 workers at once
 
 struct FinalizeArguments {
-  const float* partial = nullptr;  // (workers, 2, columns)
+  const float* partial = nullptr;  // (workers, 2, partial_columns)
   int workers = 0;
+  int64_t partial_columns = 0;
   int columns = 0;
+  int period = 1;  // worker w's are shifted by (phase_base + w % period * phase_step) % elements columns
+  int phase_base = 0;
+  int phase_step = 0;
+  int elements = 1;
   void* dgamma = nullptr;  // (columns,) of `dtype`; null: not asked for
   void* dbeta = nullptr;
   DType dtype = DType::kFloat32;
@@ -19,7 +25,7 @@ struct FinalizeArguments {
 
 // Sums in double, so that a million rows cost no more precision than their partial sums have.
 //
-// Grid: (columns / 32, 2). Each thread sums every 16th worker, then one of 16 sums those: enough CTAs and loads in
+// Grid: (columns / 32, 2). Each thread adds every 16th worker's, then one warp adds those: enough CTAs and loads in
 // flight for a chip at N = 1024 already.
 __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
     finalize_kernel(const __grid_constant__ FinalizeArguments a) {
@@ -27,22 +33,36 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
   const int column = blockIdx.x * kFinalizeColumns + threadIdx.x;
   const int which = blockIdx.y;  // dgamma, dbeta
   void* target = which == 0 ? a.dgamma : a.dbeta;
-  wait_for_prerequisites();
   if (target == nullptr) return;
+  const float* source = a.partial + which * a.partial_columns + column;
   double sum = 0.;
+  wait_for_prerequisites();
   if (column < a.columns) {
-    const float* source = a.partial + static_cast<int64_t>(which) * a.columns + column;
-#pragma unroll 8
-    for (int w = threadIdx.y; w < a.workers; w += kFinalizeRows) {
-      sum += __ldcg(source + static_cast<int64_t>(w) * 2 * a.columns);
+#pragma unroll 1
+    for (int first = threadIdx.y; first < a.workers; first += kFinalizeRows * kFinalizeLoads) {
+      float loaded[kFinalizeLoads] = {};
+#pragma unroll
+      for (int i = 0; i < kFinalizeLoads; ++i) {  // periods and vectors are powers of two
+        const int w = first + i * kFinalizeRows;
+        const int phase = (a.phase_base + (w & (a.period - 1)) * a.phase_step) & (a.elements - 1);
+        if (w < a.workers) loaded[i] = __ldcg(source + w * 2 * a.partial_columns + phase);
+      }
+#pragma unroll
+      for (int i = 0; i < kFinalizeLoads; ++i) sum += loaded[i];
     }
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();  // all sums are there; the first row of threads reads them
   if (threadIdx.y > 0 || column >= a.columns) return;
+  double parts[kFinalizeRows];
 #pragma unroll
-  for (int r = 1; r < kFinalizeRows; ++r) sum += sums[r][threadIdx.x];
-  store_float(target, a.dtype, column, static_cast<float>(sum));
+  for (int r = 0; r < kFinalizeRows; ++r) parts[r] = sums[r][threadIdx.x];
+#pragma unroll
+  for (int half = kFinalizeRows / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int r = 0; r < half; ++r) parts[r] += parts[r + half];
+  }
+  store_float(target, a.dtype, column, static_cast<float>(parts[0]));
 }
 
 }  // namespace flashbwd::layer_norm

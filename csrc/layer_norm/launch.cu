@@ -16,13 +16,14 @@ namespace {
 constexpr int64_t kAlignment = 256;
 
 Variant variant_of(const LayerNormBackwardParams& p) {
+  const Form form = p.from_output ? Form::kOutput : (p.dbranch != nullptr ? Form::kDropout : Form::kPlain);
   switch (p.x_dtype) {
     case DType::kFloat16:
-      return variant_of_float16(p.dz_dtype);
+      return variant_of_float16(form, p.dz_dtype);
     case DType::kBFloat16:
-      return variant_of_bfloat16(p.dz_dtype);
+      return variant_of_bfloat16(form, p.dz_dtype);
     case DType::kFloat32:
-      return variant_of_float32(p.dz_dtype);
+      return variant_of_float32(form, p.dz_dtype);
     default:
       return {};
   }
@@ -44,9 +45,13 @@ Phase phase_of(const void* data, int64_t row_stride, DType dtype, int elements) 
 struct Launch {
   Variant kernels;
   BackwardArguments arguments;
-  bool sums_first = false;    // the row sums come from a kernel of their own
-  int64_t partial_bytes = 0;  // in the workspace, first
-  int64_t sums_bytes = 0;     // then
+  bool needs_sums = false;     // of rows: not for dgamma and dbeta alone
+  bool sums_first = false;     // these come from a kernel of their own
+  int64_t partial_bytes = 0;   // in the workspace, first
+  int64_t progress_bytes = 0;  // then
+  int64_t sums_bytes = 0;      // then
+
+  int64_t bytes() const { return partial_bytes + progress_bytes + sums_bytes; }
   const char* error = nullptr;
 };
 
@@ -101,30 +106,10 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   return known.emplace(key, workers).first->second;
 }
 
-// Bandwidth of the current device's memory by its data sheet, in bytes per ns; 0 where it does not say. Asked once a
-// device: the driver takes most of a millisecond to answer.
-double memory_bandwidth() {
-  static std::mutex mutex;
-  static std::map<int, double> known;
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0.0;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = known.find(device); found != known.end()) return found->second;
-  int clock_khz = 0;
-  int bus_bits = 0;
-  double bandwidth = 0.0;
-  if (cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&bus_bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess) {
-    bandwidth = 2.0 * clock_khz * 1e-6 * bus_bits / 8;  // two transfers a clock
-  } else {
-    cudaGetLastError();
-  }
-  return known.emplace(device, bandwidth).first->second;
-}
-
 Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   Launch launch;
   launch.kernels = variant_of(p);
+  launch.needs_sums = p.dx != nullptr || p.dbranch != nullptr;
   BackwardArguments& a = launch.arguments;
   const int elements = elements_of(size_of(p.x_dtype), size_of(p.dz_dtype));
   const Phase phase = phase_of(p.x, p.x_row_stride, p.x_dtype, elements);
@@ -135,13 +120,14 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   a.vector_dz = in_phase(p.dz, p.dz_row_stride, p.dz_dtype);
   a.vector_residual = in_phase(p.dresidual, p.dresidual_row_stride, p.x_dtype);
   a.vector_dx = in_phase(p.dx, p.dx_row_stride, p.x_dtype);
+  a.vector_branch = in_phase(p.dbranch, p.dbranch_row_stride, p.dz_dtype);
 
   BackwardShape shape;
   shape.rows = p.rows;
   shape.columns = p.columns;
   shape.x_bytes = size_of(p.x_dtype);
   shape.dz_bytes = size_of(p.dz_dtype);
-  shape.residual = p.dresidual != nullptr;
+  shape.from_output = p.from_output;
   shape.shifted = phase.base != 0 || phase.step != 0;
   a.tile = choose_tile(shape, device);
   if (!a.tile.found() || launch.kernels.backward == nullptr) {
@@ -155,7 +141,7 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
     launch.error = status != cudaSuccess ? cudaGetErrorString(status) : "no cluster of this LayerNorm's size fits";
     return launch;
   }
-  a.all_vectors = a.vector_x && a.vector_dz && (p.dresidual == nullptr || a.vector_residual);
+  a.all_vectors = a.vector_x && a.vector_dz;
   a.schedule = schedule_rows(shape, a.tile, concurrent, phase.base, phase.step);
 
   a.rows = p.rows;
@@ -164,26 +150,30 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   a.x = p.x;
   a.dz = p.dz;
   a.residual = p.dresidual;
+  a.centred = p.centred;
   a.mu = p.mu;
   a.rs = p.rs;
   a.gamma = p.gamma;
+  a.beta = p.beta;
   a.dx = p.dx;
+  a.branch = p.dbranch;
+  a.branch_stride = p.dbranch_row_stride;
+  a.dropout = dropout_of(p.dropout);
+  a.dropout.vector_keep = in_phase(p.dropout.keep, p.dropout.keep_row_stride, DType::kBool);
   a.x_stride = p.x_row_stride;
   a.dz_stride = p.dz_row_stride;
   a.residual_stride = p.dresidual_row_stride;
   a.dx_stride = p.dx_row_stride;
-  a.row_step = int64_t{a.schedule.workers} * a.tile.groups;
-  a.x_step = a.row_step * a.x_stride;
-  a.dz_step = a.row_step * a.dz_stride;
   a.zero_centered = p.zero_centered_gamma;
-  a.pace = pace_of(shape, a.tile, a.schedule.workers, memory_bandwidth(), device);
   a.gamma_dtype = p.gamma_dtype;
 
   const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   if (p.dgamma != nullptr || p.dbeta != nullptr) {
-    launch.partial_bytes = aligned(int64_t{a.schedule.workers} * 2 * p.columns * 4);
+    a.partial_columns = int64_t{a.tile.chunks} * a.tile.chunk_vectors * a.tile.elements;
+    launch.partial_bytes = aligned(a.schedule.workers * 2 * a.partial_columns * 4);
   }
-  launch.sums_first = a.tile.chunks > 1 && !a.tile.cluster && p.dx != nullptr;
+  if (a.schedule.ahead > 0 && p.dbranch == nullptr) launch.progress_bytes = aligned(sizeof(int));
+  launch.sums_first = a.tile.chunks > 1 && !a.tile.cluster && launch.needs_sums;
   if (launch.sums_first) launch.sums_bytes = aligned(p.rows * int64_t{sizeof(float2)});
   return launch;
 }
@@ -193,6 +183,11 @@ cudaError_t launch_finalize(const LayerNormBackwardParams& p, const BackwardArgu
   FinalizeArguments f;
   f.partial = a.partial;
   f.workers = workers;
+  f.partial_columns = a.partial_columns;
+  f.period = a.schedule.period;
+  f.phase_base = a.schedule.phase_base;
+  f.phase_step = a.schedule.phase_step;
+  f.elements = std::max(1, a.tile.elements);
   f.columns = static_cast<int>(p.columns);
   f.dgamma = p.dgamma;
   f.dbeta = p.dbeta;
@@ -214,8 +209,13 @@ cudaError_t run(const LayerNormBackwardParams& p, const DeviceInfo& device, Laun
   char* workspace = static_cast<char*>(p.workspace);
   if (launch.partial_bytes > 0) a.partial = reinterpret_cast<float*>(workspace);
   cudaError_t status = cudaSuccess;
+  if (launch.progress_bytes > 0) {
+    a.progress = reinterpret_cast<int*>(workspace + launch.partial_bytes);
+    status = cudaMemsetAsync(a.progress, 0, sizeof(int), static_cast<cudaStream_t>(stream));
+    if (status != cudaSuccess) return status;
+  }
   if (launch.sums_first) {
-    float2* means = reinterpret_cast<float2*>(workspace + launch.partial_bytes);
+    float2* means = reinterpret_cast<float2*>(workspace + launch.partial_bytes + launch.progress_bytes);
     const int grid = static_cast<int>(std::min<int64_t>(p.rows, 4 * device.sm_count));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(grid);
@@ -238,7 +238,7 @@ cudaError_t run(const LayerNormBackwardParams& p, const DeviceInfo& device, Laun
 int64_t layer_norm_backward_workspace(const LayerNormBackwardParams& params, const DeviceInfo& device) {
   if (params.rows == 0) return 0;
   const layer_norm::Launch launch = layer_norm::plan_launch(params, device);
-  return launch.partial_bytes + launch.sums_bytes;
+  return launch.bytes();
 }
 
 const char* launch_layer_norm_backward(const LayerNormBackwardParams& params, const DeviceInfo& device, void* stream) {
@@ -249,7 +249,7 @@ const char* launch_layer_norm_backward(const LayerNormBackwardParams& params, co
   } else {
     layer_norm::Launch launch = layer_norm::plan_launch(params, device);
     if (launch.error != nullptr) return launch.error;
-    if (params.workspace_bytes < launch.partial_bytes + launch.sums_bytes) return "the workspace is too small";
+    if (params.workspace_bytes < launch.bytes()) return "the workspace is too small";
     status = layer_norm::run(params, device, launch, stream);
   }
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);

@@ -7,6 +7,14 @@
 
 namespace flashbwd {
 
+// What was dropped of a tensor of x's shape before it was added to another: a mask, or what to draw it from.
+struct DropoutParams {
+  double p = 0.0;
+  const uint8_t* keep = nullptr;  // bool; null: drawn, unless p is 0
+  int64_t keep_row_stride = 0;
+  const int64_t* rng = nullptr;  // seed and offset, on the device
+};
+
 // A backward.
 struct LayerNormBackwardParams {
   int64_t rows = 0;
@@ -18,13 +26,20 @@ struct LayerNormBackwardParams {
   int64_t dz_row_stride = 0;  // elements
   const void* x = nullptr;
   int64_t x_row_stride = 0;
-  const float* mu = nullptr;  // null: RMSNorm
+  bool from_output = false;   // x is the norm's output
+  bool centred = false;       // LayerNorm
+  const float* mu = nullptr;  // null: RMSNorm, or from the output
   const float* rs = nullptr;
   const void* gamma = nullptr;      // null: none (all ones)
+  const void* beta = nullptr;       // needed from the output alone; null: none
   const void* dresidual = nullptr;  // x's dtype, added into dx; null: none
   int64_t dresidual_row_stride = 0;
   void* dx = nullptr;  // null where not asked for, as are the next two
   int64_t dx_row_stride = 0;
+  // For x = residual + dropout(branch): the branch's gradient, of dz's dtype; null where not asked for.
+  void* dbranch = nullptr;
+  int64_t dbranch_row_stride = 0;
+  DropoutParams dropout;
   void* dgamma = nullptr;
   void* dbeta = nullptr;
   bool zero_centered_gamma = false;
@@ -37,9 +52,16 @@ struct LayerNormForwardParams {
   int64_t rows = 0;
   int64_t columns = 0;
   DType x_dtype = DType::kBFloat16;         // of x and z
+  DType h_dtype = DType::kBFloat16;         // of the residual and h
   DType parameter_dtype = DType::kFloat32;  // of gamma and beta
   const void* x = nullptr;
   int64_t x_row_stride = 0;  // elements
+  // h = residual + dropout(x) is what is normalised, and written; null: x is.
+  const void* residual = nullptr;
+  int64_t residual_row_stride = 0;
+  void* h = nullptr;
+  int64_t h_row_stride = 0;
+  DropoutParams dropout;
   void* z = nullptr;
   int64_t z_row_stride = 0;
   const void* gamma = nullptr;  // null: none

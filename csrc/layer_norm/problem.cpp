@@ -15,12 +15,20 @@ bool same_shape(const TensorDesc& a, const TensorDesc& b) {
   return true;
 }
 
-void check_device(const char* name, const TensorDesc& tensor, const TensorDesc& x) {
-  check(tensor.device == x.device, name, " is on ", name_of(tensor.device), ", expected x's ", name_of(x.device));
+// x, or what stands in its place, and its name.
+struct Named {
+  const char* name;
+  const TensorDesc& tensor;
+};
+
+void check_device(const char* name, const TensorDesc& tensor, const Named& x) {
+  check(tensor.device == x.tensor.device, name, " is on ", name_of(tensor.device), ", expected ", x.name, "'s ",
+        name_of(x.tensor.device));
 }
 
-void check_like_x(const char* name, const TensorDesc& tensor, const TensorDesc& x) {
-  check(same_shape(tensor, x), name, " has shape ", shape_of(tensor), ", expected x's ", shape_of(x));
+void check_like(const char* name, const TensorDesc& tensor, const Named& x) {
+  check(same_shape(tensor, x.tensor), name, " has shape ", shape_of(tensor), ", expected ", x.name, "'s ",
+        shape_of(x.tensor));
   check_device(name, tensor, x);
 }
 
@@ -34,11 +42,11 @@ bool has_statistics_shape(const TensorDesc& tensor, const TensorDesc& x, int64_t
   return true;
 }
 
-void check_statistics(const char* name, const TensorDesc& tensor, const TensorDesc& x, int64_t rows) {
-  check(has_statistics_shape(tensor, x, rows), name, " has shape ", shape_of(tensor), ", expected (", rows,
-        ",) or x's ", shape_of(x), " with 1 for the last");
-  if (x.dtype == DType::kFloat64) {
-    check(tensor.dtype == DType::kFloat64, name, " is ", name_of(tensor.dtype), ", expected float64 as x");
+void check_statistics(const char* name, const TensorDesc& tensor, const Named& x, int64_t rows) {
+  check(has_statistics_shape(tensor, x.tensor, rows), name, " has shape ", shape_of(tensor), ", expected (", rows,
+        ",) or ", x.name, "'s ", shape_of(x.tensor), " with 1 for the last");
+  if (x.tensor.dtype == DType::kFloat64) {
+    check(tensor.dtype == DType::kFloat64, name, " is ", name_of(tensor.dtype), ", expected float64 as ", x.name);
   } else {
     check(tensor.dtype == DType::kFloat32 || is_16bit(tensor.dtype), name, " is ", name_of(tensor.dtype),
           ", expected float32, float16 or bfloat16");
@@ -46,40 +54,75 @@ void check_statistics(const char* name, const TensorDesc& tensor, const TensorDe
   check_device(name, tensor, x);
 }
 
-void check_x(const TensorDesc& x) {
-  check(x.dim >= 1, "x has no dimensions, expected (..., N)");
-  check(is_floating(x.dtype), "x is ", name_of(x.dtype), ", expected float16, bfloat16, float32 or float64");
-  check(x.sizes[x.dim - 1] >= 1, "x has shape ", shape_of(x), ", expected at least 1 in the last dimension");
+void check_x(const Named& x) {
+  const TensorDesc& t = x.tensor;
+  check(t.dim >= 1, x.name, " has no dimensions, expected (..., N)");
+  check(is_floating(t.dtype), x.name, " is ", name_of(t.dtype), ", expected float16, bfloat16, float32 or float64");
+  check(t.sizes[t.dim - 1] >= 1, x.name, " has shape ", shape_of(t), ", expected at least 1 in the last dimension");
 }
 
-void check_parameter(const char* name, const TensorDesc& tensor, const TensorDesc& x) {
+// gamma and beta have the dtype of the norm's input x or output, or are float32.
+void check_parameter(const char* name, const TensorDesc& tensor, const Named& x) {
   if (!tensor) return;
-  const int64_t columns = x.sizes[x.dim - 1];
+  const int64_t columns = x.tensor.sizes[x.tensor.dim - 1];
+  const DType dtype = x.tensor.dtype;
   check(tensor.dim == 1 && tensor.sizes[0] == columns, name, " has shape ", shape_of(tensor), ", expected (", columns,
         ",)");
-  check(tensor.dtype == x.dtype || (tensor.dtype == DType::kFloat32 && x.dtype != DType::kFloat64), name, " is ",
-        name_of(tensor.dtype), ", expected x's ", name_of(x.dtype),
-        x.dtype == DType::kFloat64 || x.dtype == DType::kFloat32 ? "" : " or float32");
+  check(tensor.dtype == dtype || (tensor.dtype == DType::kFloat32 && dtype != DType::kFloat64), name, " is ",
+        name_of(tensor.dtype), ", expected ", x.name, "'s ", name_of(dtype),
+        dtype == DType::kFloat64 || dtype == DType::kFloat32 ? "" : " or float32");
   check_device(name, tensor, x);
 }
 
-void check_zero_centered(bool zero_centered_gamma, const TensorDesc& gamma) {
+void check_parameters(const TensorDesc& gamma, const TensorDesc& beta, bool zero_centered_gamma, const Named& x) {
+  check_parameter("gamma", gamma, x);
+  check_parameter("beta", beta, x);
+  check(!gamma || !beta || gamma.dtype == beta.dtype, "beta is ", name_of(beta.dtype), ", expected gamma's ",
+        name_of(gamma.dtype));
   check(gamma || !zero_centered_gamma, "zero_centered_gamma is set, expected a gamma with it");
+}
+
+// A tensor of the residual's dtype beside one of x's.
+void check_residual_dtype(const char* name, const TensorDesc& residual, const Named& x) {
+  check(residual.dtype == x.tensor.dtype || (residual.dtype == DType::kFloat32 && is_16bit(x.tensor.dtype)), name,
+        " is ", name_of(residual.dtype), ", expected ", x.name, "'s ", name_of(x.tensor.dtype),
+        is_16bit(x.tensor.dtype) ? " or float32" : "");
+}
+
+DropoutParams check_dropout(const DropoutArguments& d, const Named& x) {
+  check(d.p >= 0.0 && d.p < 1.0, "dropout_p is ", d.p, ", expected 0 <= dropout_p < 1");
+  if (d.keep) {
+    check(d.keep.dtype == DType::kBool, "keep is ", name_of(d.keep.dtype), ", expected bool");
+    check_like("keep", d.keep, x);
+  }
+  if (d.rng) {
+    check(d.rng.dtype == DType::kInt64 && d.rng.dim == 1 && d.rng.sizes[0] == 2, "rng is ", name_of(d.rng.dtype),
+          " of shape ", shape_of(d.rng), ", expected int64 of shape (2,): seed and offset");
+    check_device("rng", d.rng, x);
+  }
+  check(!d.keep || !d.rng, "keep and rng are both given, expected one of them");
+  check(d.p == 0.0 || d.keep || d.rng, "dropout_p is ", d.p, ", expected keep or rng with it");
+  DropoutParams params;
+  params.p = d.p;
+  return params;
 }
 
 }  // namespace
 
 LayerNormForwardParams check_layer_norm_forward(const LayerNormForwardArguments& a) {
-  check_x(a.x);
-  check_parameter("gamma", a.gamma, a.x);
-  check_parameter("beta", a.beta, a.x);
-  check(!a.gamma || !a.beta || a.gamma.dtype == a.beta.dtype, "beta is ", name_of(a.beta.dtype), ", expected gamma's ",
-        name_of(a.gamma.dtype));
-  check_zero_centered(a.zero_centered_gamma, a.gamma);
+  const Named x{"x", a.x};
+  check_x(x);
+  check_parameters(a.gamma, a.beta, a.zero_centered_gamma, x);
   LayerNormForwardParams params;
+  if (a.residual) {
+    check_like("residual", a.residual, x);
+    check_residual_dtype("residual", a.residual, x);
+    params.dropout = check_dropout(a.dropout, x);
+  }
   params.columns = a.x.sizes[a.x.dim - 1];
   params.rows = a.x.numel() / params.columns;
   params.x_dtype = a.x.dtype;
+  params.h_dtype = a.residual ? a.residual.dtype : a.x.dtype;
   params.parameter_dtype = a.gamma ? a.gamma.dtype : (a.beta ? a.beta.dtype : a.x.dtype);
   params.eps = a.eps;
   params.zero_centered_gamma = a.zero_centered_gamma;
@@ -87,34 +130,47 @@ LayerNormForwardParams check_layer_norm_forward(const LayerNormForwardArguments&
 }
 
 LayerNormBackwardParams check_layer_norm(const LayerNormArguments& a) {
-  const TensorDesc& x = a.x;
+  const Named x{a.form == NormForm::kInput ? "x" : (a.form == NormForm::kOutput ? "z" : "h"), a.x};
   check_x(x);
-  const int64_t columns = x.sizes[x.dim - 1];
-  const int64_t rows = x.numel() / columns;
+  const DType dtype = a.x.dtype;
+  const int64_t columns = a.x.sizes[a.x.dim - 1];
+  const int64_t rows = a.x.numel() / columns;
 
-  check_like_x("dz", a.dz, x);
-  check(is_floating(a.dz.dtype) && (a.dz.dtype == DType::kFloat64) == (x.dtype == DType::kFloat64), "dz is ",
-        name_of(a.dz.dtype), ", expected ",
-        x.dtype == DType::kFloat64 ? "float64 as x" : "float16, bfloat16 or float32");
+  check_like("dz", a.dz, x);
+  LayerNormBackwardParams params;
+  if (a.form == NormForm::kInput) {
+    check(is_floating(a.dz.dtype) && (a.dz.dtype == DType::kFloat64) == (dtype == DType::kFloat64), "dz is ",
+          name_of(a.dz.dtype), ", expected ",
+          dtype == DType::kFloat64 ? "float64 as x" : "float16, bfloat16 or float32");
+  } else if (a.form == NormForm::kOutput) {
+    check(a.dz.dtype == dtype, "dz is ", name_of(a.dz.dtype), ", expected z's ", name_of(dtype));
+  } else {
+    check(is_floating(a.dz.dtype), "dz is ", name_of(a.dz.dtype), ", expected float16, bfloat16, float32 or float64");
+    check_residual_dtype("h", a.x, {"dz", a.dz});
+    params.dropout = check_dropout(a.dropout, x);
+  }
   check_statistics("rs", a.rs, x, rows);
-  if (!a.rms) {
+  if (a.mu) {
     check_statistics("mu", a.mu, x, rows);
     check(a.mu.dtype == a.rs.dtype, "mu is ", name_of(a.mu.dtype), ", expected rs's ", name_of(a.rs.dtype));
   }
-  check_parameter("gamma", a.gamma, x);
-  check_zero_centered(a.zero_centered_gamma, a.gamma);
+  // Where h is float32 beside a 16-bit output, parameters may be of the output's dtype.
+  const bool mixed = a.form == NormForm::kDropout && a.dz.dtype != dtype;
+  check_parameters(a.gamma, a.beta, a.zero_centered_gamma, mixed ? Named{"dz", a.dz} : x);
   if (a.dresidual) {
-    check_like_x("dresidual", a.dresidual, x);
-    check(a.dresidual.dtype == x.dtype, "dresidual is ", name_of(a.dresidual.dtype), ", expected x's ",
-          name_of(x.dtype));
+    check_like("dresidual", a.dresidual, x);
+    check(a.dresidual.dtype == dtype, "dresidual is ", name_of(a.dresidual.dtype), ", expected ", x.name, "'s ",
+          name_of(dtype));
   }
 
-  LayerNormBackwardParams params;
   params.rows = rows;
   params.columns = columns;
-  params.x_dtype = x.dtype;
+  params.from_output = a.form == NormForm::kOutput;
+  params.centred = !a.rms;
+  params.x_dtype = dtype;
   params.dz_dtype = a.dz.dtype;
-  params.gamma_dtype = a.gamma ? a.gamma.dtype : x.dtype;
+  params.gamma_dtype = a.gamma ? a.gamma.dtype : (a.beta ? a.beta.dtype : a.dz.dtype);
+  if (a.form == NormForm::kInput && !a.gamma) params.gamma_dtype = dtype;
   params.zero_centered_gamma = a.zero_centered_gamma;
   return params;
 }

@@ -10,13 +10,29 @@
 
 namespace flashbwd {
 
-// The operators' arguments, before any check. Names are those of the public functions.
+// What stands in the place of x.
+enum class NormForm {
+  kInput,    // x, what was normalised
+  kOutput,   // z, what came of it
+  kDropout,  // h = residual + dropout(x), which was normalised: the gradients are those of x and of the residual
+};
+
+struct DropoutArguments {
+  TensorDesc keep, rng;
+  double p = 0.0;
+};
+
+// A backward operator's arguments, before any check. Names are those of the public functions.
 struct LayerNormArguments {
-  TensorDesc dz, x, mu, rs, gamma, dresidual;  // mu undefined: RMSNorm
+  NormForm form = NormForm::kInput;
+  TensorDesc dz, x, mu, rs, gamma, beta,
+      dresidual;  // x: z or h in the other forms; mu undefined: RMSNorm, or not needed
+  DropoutArguments dropout;
   bool rms = false;
   bool zero_centered_gamma = false;
   bool need_dx = true;
-  bool need_dgamma = true;  // false too where there is no gamma
+  bool need_dresidual = false;  // of Form::kDropout
+  bool need_dgamma = true;      // false too where there is no gamma
   bool need_dbeta = true;
 };
 
@@ -26,7 +42,8 @@ LayerNormBackwardParams check_layer_norm(const LayerNormArguments& arguments);
 
 // The forward operators' arguments, before any check.
 struct LayerNormForwardArguments {
-  TensorDesc x, gamma, beta;
+  TensorDesc x, residual, gamma, beta;  // residual undefined: x is what is normalised
+  DropoutArguments dropout;
   bool rms = false;
   bool zero_centered_gamma = false;
   double eps = 0.0;

@@ -7,7 +7,7 @@
 namespace flashbwd::layer_norm {
 
 // Grid: CTAs that walk the rows. Writes sums (rows,): of dy, of dy * xhat.
-template <typename TX, typename TDZ>
+template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kRowSumsThreads)
     row_sums_kernel(const __grid_constant__ BackwardArguments a, float2* row_sums) {
   __shared__ float2 parts[kRowSumsThreads / kWarp];
@@ -21,8 +21,14 @@ __global__ void __launch_bounds__(kRowSumsThreads)
     for (int column = threadIdx.x; column < a.columns; column += kRowSumsThreads) {
       const float gamma = a.gamma == nullptr ? 1.f : load_float(a.gamma, a.gamma_dtype, column) + a.zero_centered;
       const float dy = gamma * to_float(dz[column]);
+      float xhat = to_float(x[column]);
+      if constexpr (kForm == Form::kOutput) {
+        xhat = xhat_of_output(xhat, gamma, a.beta == nullptr ? 0.f : load_float(a.beta, a.gamma_dtype, column));
+      } else {
+        xhat = (xhat - mu) * rs;
+      }
       sums.x += dy;
-      sums.y += dy * ((to_float(x[column]) - mu) * rs);
+      sums.y += dy * xhat;
     }
     sums = warp_sum(sums, kWarp);
     if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = sums;

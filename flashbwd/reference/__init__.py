@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from flashbwd.reference.backward import attention_backward
 from flashbwd.reference.forward import attention_forward
-from flashbwd.reference.norms import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
+from flashbwd.reference.norms import (
+    dropout_add_norm_backward,
+    dropout_add_norm_forward,
+    layer_norm_backward,
+    layer_norm_forward,
+    norm_backward_from_output,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 
 __all__ = [
     "attention_backward",
     "attention_forward",
+    "dropout_add_norm_backward",
+    "dropout_add_norm_forward",
     "layer_norm_backward",
     "layer_norm_forward",
+    "norm_backward_from_output",
     "rms_norm_backward",
     "rms_norm_forward",
 ]

@@ -9,10 +9,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from flashbwd.philox import as_word64, keep_elements
 from flashbwd.reference.scores import accumulation_dtype
 from flashbwd.reference.workers import run_all
 
 T = TypeVar("T")
+
+#: Magnitude by which an output is divided at least to give xhat.
+LEAST_GAMMA = 1e-5
 
 # Elements of a chunk: the handful of temporaries stay in a CPU's cache, or are worth a GPU's launch.
 _CPU_CHUNK = 1 << 18
@@ -49,7 +53,8 @@ def layer_norm_backward(
         dx like x; dgamma and dbeta (N,) in gamma's dtype (x's without gamma). None where not asked for, and dgamma
         where there is no gamma.
     """
-    return _norm_backward(dz, x, mu, rs, gamma, dresidual, zero_centered_gamma, output_mask)
+    normalise = _from_input(x, mu, rs)
+    return _norm_backward(dz, x, normalise, rs, gamma, dresidual, zero_centered_gamma, output_mask, True)
 
 
 def rms_norm_backward(
@@ -63,19 +68,106 @@ def rms_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``z = x * rs * gamma`` with respect to x and gamma; otherwise as :func:`layer_norm_backward`."""
     mask = (output_mask[0], output_mask[1], False)
-    return _norm_backward(dz, x, None, rs, gamma, dresidual, zero_centered_gamma, mask)[:2]
+    normalise = _from_input(x, None, rs)
+    return _norm_backward(dz, x, normalise, rs, gamma, dresidual, zero_centered_gamma, mask, False)[:2]
+
+
+def norm_backward_from_output(
+    dz: Tensor,
+    z: Tensor,
+    rs: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    dresidual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    rms: bool = False,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As :func:`layer_norm_backward` (:func:`rms_norm_backward`), from ``xhat = (z - beta) / gamma``.
+
+    Where the magnitude of the factor is below `LEAST_GAMMA`, that divides, with the factor's sign.
+    """
+    dtype = accumulation_dtype(z.dtype)
+    factor = _factor(gamma, zero_centered_gamma, dtype)
+    divisor = None if factor is None else factor.abs().clamp_min(LEAST_GAMMA).copysign(factor + 0.0)
+    shift = None if beta is None else beta.to(dtype)
+
+    def normalise(rows: Tensor, index: slice, out: Tensor) -> None:
+        torch.sub(rows, 0.0 if shift is None else shift, out=out)
+        if divisor is not None:
+            out.div_(divisor)
+
+    return _norm_backward(dz, z, normalise, rs, gamma, dresidual, zero_centered_gamma, output_mask, not rms, beta)
+
+
+def dropout_add_norm_backward(
+    dz: Tensor,
+    h: Tensor,
+    mu: Tensor | None,
+    rs: Tensor,
+    gamma: Tensor | None = None,
+    dresidual: Tensor | None = None,
+    keep: Tensor | None = None,
+    rng: Tensor | None = None,
+    dropout_p: float = 0.0,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool, bool, bool] = (True, True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of a norm of ``h = residual + dropout(x)`` with respect to x, residual, gamma and beta.
+
+    ``dresidual`` is the gradient that reaches h past the norm; without ``mu`` the norm is RMSNorm. For the mask see
+    :func:`dropout_add_norm_forward`.
+    """
+    need_dx, need_dresidual, *parameters = output_mask
+    mask = (need_dx or need_dresidual, parameters[0], parameters[1])
+    normalise = _from_input(h, mu, rs)
+    dh, dgamma, dbeta = _norm_backward(
+        dz, h, normalise, rs, gamma, dresidual, zero_centered_gamma, mask, mu is not None, parameter_like=dz
+    )
+    dx = None
+    if need_dx and dh is not None:
+        with torch.no_grad():
+            dx = _dropped(dh, keep, rng, dropout_p).to(dz.dtype)
+    return dx, dh if need_dresidual else None, dgamma, dbeta
+
+
+def _dropped(x: Tensor, keep: Tensor | None, rng: Tensor | None, dropout_p: float) -> Tensor:
+    """x / (1 - p) where it is kept, and 0 elsewhere."""
+    if keep is None and dropout_p > 0.0:
+        assert rng is not None
+        seed, offset = (as_word64(word, x.device) for word in rng)
+        keep = keep_elements(seed, offset, dropout_p, 0, x.numel(), x.device).view(x.shape)
+    return x if keep is None else torch.where(keep, x.to(accumulation_dtype(x.dtype)) * (1.0 / (1.0 - dropout_p)), 0.0)
+
+
+def _from_input(x: Tensor, mu: Tensor | None, rs: Tensor) -> Callable[[Tensor, slice, Tensor], None]:
+    """How rows of x become those of xhat, by their statistics."""
+    dtype = accumulation_dtype(x.dtype)
+
+    def normalise(rows: Tensor, index: slice, out: Tensor) -> None:
+        scale = rs.reshape(-1, 1)[index].to(dtype)
+        if mu is None:
+            torch.mul(rows, scale, out=out)
+        else:
+            torch.sub(rows, mu.reshape(-1, 1)[index].to(dtype), out=out).mul_(scale)
+
+    return normalise
 
 
 def _norm_backward(
     dz: Tensor,
     x: Tensor,
-    mu: Tensor | None,
+    normalise: Callable[[Tensor, slice, Tensor], None],
     rs: Tensor,
     gamma: Tensor | None,
     dresidual: Tensor | None,
     zero_centered_gamma: bool,
     output_mask: tuple[bool, bool, bool],
+    centred: bool,
+    parameter_like: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``normalise(rows of x, their index, out)`` writes those of xhat. Without gamma, dbeta has ``parameter_like``'s
+    dtype, or x's."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         dtype = accumulation_dtype(x.dtype)
         columns = x.shape[-1]
@@ -91,10 +183,7 @@ def _norm_backward(
             for index in chunks:
                 x_hat, product, rows_dx = (buffer[: index.stop - index.start] for buffer in scratch)  # (rows, N)
                 dz_rows, rs_rows = all_dz[index], rs.reshape(-1, 1)[index].to(dtype)
-                if mu is None:
-                    torch.mul(all_x[index], rs_rows, out=x_hat)
-                else:
-                    torch.sub(all_x[index], mu.reshape(-1, 1)[index].to(dtype), out=x_hat).mul_(rs_rows)
+                normalise(all_x[index], index, x_hat)
                 torch.mul(dz_rows, x_hat, out=product)
                 if output_mask[1]:
                     dgamma += product.sum(0)
@@ -106,7 +195,7 @@ def _norm_backward(
                 if factor is not None:
                     rows_dx.mul_(factor)
                     product.mul_(factor)
-                if mu is not None:
+                if centred:
                     rows_dx.sub_(rows_dx.mean(-1, keepdim=True))
                 rows_dx.addcmul_(x_hat, product.mean(-1, keepdim=True).mul_(rs_rows), value=-1.0)
                 if all_dresidual is not None:
@@ -117,7 +206,7 @@ def _norm_backward(
         sums = _run_on_chunks(x, rows_backward)
         if dx is not None and all_dx is not None:
             _finish(dx, all_dx)
-        parameter_dtype = x.dtype if gamma is None else gamma.dtype
+        parameter_dtype = (x if parameter_like is None else parameter_like).dtype if gamma is None else gamma.dtype
         dgamma, dbeta = (torch.stack(parts).sum(0).to(parameter_dtype) for parts in zip(*sums, strict=True))
         return dx, dgamma if output_mask[1] and gamma is not None else None, dbeta if output_mask[2] else None
 
@@ -141,12 +230,43 @@ def rms_norm_forward(
     return z, rs
 
 
+def dropout_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    keep: Tensor | None = None,
+    rng: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    zero_centered_gamma: bool = False,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """LayerNorm (RMSNorm) of ``h = residual + dropout(x)``: z in x's dtype, h like residual, mu and rs (..., 1).
+
+    What is kept is given, or drawn with ``rng``, an int64 tensor of seed and offset: element n of x, counted row by row
+    from ``offset`` on, by Philox in PyTorch's memory-efficient numbering. mu is empty for RMSNorm.
+    """
+    with torch.no_grad():
+        h = torch.empty_like(residual)
+        h.copy_(residual.to(accumulation_dtype(x.dtype)) + _dropped(x, keep, rng, dropout_p))
+    z, mu, rs = _norm_forward(h, gamma, beta, eps, zero_centered_gamma, centred=not rms, like=x)
+    return z, h, rs.new_empty(0) if rms else mu, rs
+
+
 def _norm_forward(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool, centred: bool
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    centred: bool,
+    like: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """z is as ``like``, or as x."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         dtype = accumulation_dtype(x.dtype)
-        z = torch.empty_like(x)
+        z = torch.empty_like(x if like is None else like)
         mu, rs = (x.new_zeros(x.shape[:-1].numel(), 1, dtype=dtype) for _ in range(2))
         factor = _factor(gamma, zero_centered_gamma, dtype)
         all_x, all_z = _as_rows(x), _as_rows(z)

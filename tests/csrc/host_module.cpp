@@ -12,6 +12,7 @@
 #include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/workspace.h"
 #include "../../csrc/layer_norm/config.h"
+#include "../../csrc/layer_norm/keep.h"
 
 namespace py = pybind11;
 
@@ -209,7 +210,7 @@ void bind_layer_norm(py::module_& m) {
       .def_readwrite("columns", &BackwardShape::columns)
       .def_readwrite("x_bytes", &BackwardShape::x_bytes)
       .def_readwrite("dz_bytes", &BackwardShape::dz_bytes)
-      .def_readwrite("residual", &BackwardShape::residual)
+      .def_readwrite("from_output", &BackwardShape::from_output)
       .def_readwrite("shifted", &BackwardShape::shifted);
   py::class_<BackwardTile>(m, "BackwardTile")
       .def_readonly("elements", &BackwardTile::elements)
@@ -223,10 +224,14 @@ void bind_layer_norm(py::module_& m) {
       .def_property_readonly("threads", &BackwardTile::threads);
   py::class_<RowSchedule>(m, "RowSchedule")
       .def_readonly("workers", &RowSchedule::workers)
-      .def_readonly("period", &RowSchedule::period);
-  m.def("pace_of", &pace_of);
+      .def_readonly("period", &RowSchedule::period)
+      .def_readonly("rounds", &RowSchedule::rounds)
+      .def_readonly("ahead", &RowSchedule::ahead);
+
   m.def("choose_tile", &choose_tile);
   m.def("schedule_rows", &schedule_rows);
+  m.def("keep_from", &keep_from);
+  m.def("keep_from", &keep_from);
 }
 
 }  // namespace

@@ -1,18 +1,30 @@
 // x in bfloat16, dz in each dtype.
-#include "../backward.cuh"
-#include "../row_sums.cuh"
 #include "../variants.h"
 
 namespace flashbwd::layer_norm {
+namespace {
 
-Variant variant_of_bfloat16(DType dz_dtype) {
+template <typename TDZ>
+Variant variant_of(Form form) {
+  constexpr bool kSame = std::is_same_v<TDZ, __nv_bfloat16>;
+  if (form == Form::kPlain) return kernels<Form::kPlain, __nv_bfloat16, TDZ>();
+  if constexpr (kSame) {
+    return form == Form::kDropout ? kernels<Form::kDropout, __nv_bfloat16, TDZ>()
+                                  : kernels<Form::kOutput, __nv_bfloat16, TDZ>();
+  }
+  return {};
+}
+
+}  // namespace
+
+Variant variant_of_bfloat16(Form form, DType dz_dtype) {
   switch (dz_dtype) {
     case DType::kFloat16:
-      return {backward_kernel<__nv_bfloat16, __half>, row_sums_kernel<__nv_bfloat16, __half>};
+      return variant_of<__half>(form);
     case DType::kBFloat16:
-      return {backward_kernel<__nv_bfloat16, __nv_bfloat16>, row_sums_kernel<__nv_bfloat16, __nv_bfloat16>};
+      return variant_of<__nv_bfloat16>(form);
     case DType::kFloat32:
-      return {backward_kernel<__nv_bfloat16, float>, row_sums_kernel<__nv_bfloat16, float>};
+      return variant_of<float>(form);
     default:
       return {};
   }

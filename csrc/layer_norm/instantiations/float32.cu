@@ -1,18 +1,28 @@
 // x in float32, dz in each dtype.
-#include "../backward.cuh"
-#include "../row_sums.cuh"
 #include "../variants.h"
 
 namespace flashbwd::layer_norm {
+namespace {
 
-Variant variant_of_float32(DType dz_dtype) {
+template <typename TDZ>
+Variant variant_of(Form form) {
+  constexpr bool kSame = std::is_same_v<TDZ, float>;
+  if (form == Form::kPlain) return kernels<Form::kPlain, float, TDZ>();
+  if (form == Form::kDropout) return kernels<Form::kDropout, float, TDZ>();
+  if constexpr (kSame) return kernels<Form::kOutput, float, TDZ>();
+  return {};
+}
+
+}  // namespace
+
+Variant variant_of_float32(Form form, DType dz_dtype) {
   switch (dz_dtype) {
     case DType::kFloat16:
-      return {backward_kernel<float, __half>, row_sums_kernel<float, __half>};
+      return variant_of<__half>(form);
     case DType::kBFloat16:
-      return {backward_kernel<float, __nv_bfloat16>, row_sums_kernel<float, __nv_bfloat16>};
+      return variant_of<__nv_bfloat16>(form);
     case DType::kFloat32:
-      return {backward_kernel<float, float>, row_sums_kernel<float, float>};
+      return variant_of<float>(form);
     default:
       return {};
   }

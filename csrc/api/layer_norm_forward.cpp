@@ -1,0 +1,157 @@
+// The forwards of LayerNorm and RMSNorm: check, allocate, launch.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <vector>
+
+#include "../common/check.h"
+#include "cuda_backend.h"
+#include "layer_norm.h"
+#include "norm_call.h"
+
+namespace flashbwd {
+namespace {
+
+// A call's tensors, which own what `arguments` point to.
+struct ForwardCall {
+  Tensor x;
+  std::optional<Tensor> residual, gamma, beta;
+  Dropout dropout;
+  LayerNormForwardArguments arguments;
+
+  // Called once every argument has been read.
+  LayerNormForwardParams checked() {
+    LayerNormForwardArguments& a = arguments;
+    a.x = describe(x);
+    a.residual = describe(residual);
+    a.gamma = describe(gamma);
+    a.beta = describe(beta);
+    a.dropout.keep = describe(dropout.keep);
+    a.dropout.rng = describe(dropout.rng);
+    return check_layer_norm_forward(a);
+  }
+};
+
+struct Results {
+  Tensor z;
+  std::optional<Tensor> h;  // where a residual was added
+  Tensor mu, rs;
+};
+
+// Uninitialised statistics of x's rows, (..., 1): a dimension of x that is split over devices is one of theirs too.
+Tensor new_statistics(const Tensor& x) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = 1;
+  return torch::stable::new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
+}
+
+Results run_kernel(ForwardCall& call, LayerNormForwardParams params) {
+  const LayerNormForwardArguments& a = call.arguments;
+  const torch::stable::accelerator::DeviceGuard guard(a.x.device.index);
+  Results results{torch::stable::empty_like(call.x), std::nullopt,
+                  a.rms ? new_empty(call.x, {0}, DType::kFloat32) : new_statistics(call.x), new_statistics(call.x)};
+  const Rows x = with_one_row_stride(call.x);
+  params.x = x.tensor.data_ptr();
+  params.x_row_stride = x.stride;
+  const Rows z = with_one_row_stride(results.z);
+  params.z = z.tensor.data_ptr();
+  params.z_row_stride = z.stride;
+  std::optional<Rows> residual, h;
+  if (call.residual.has_value()) {
+    results.h = torch::stable::empty_like(*call.residual);
+    residual = with_one_row_stride(*call.residual);
+    h = with_one_row_stride(*results.h);
+    params.residual = residual->tensor.data_ptr();
+    params.residual_row_stride = residual->stride;
+    params.h = h->tensor.data_ptr();
+    params.h_row_stride = h->stride;
+    call.dropout.place(&params.dropout);
+  }
+  std::optional<Tensor> gamma, beta;
+  if (call.gamma.has_value()) {
+    gamma = packed(*call.gamma);
+    params.gamma = gamma->data_ptr();
+  }
+  if (call.beta.has_value()) {
+    beta = packed(*call.beta);
+    params.beta = beta->data_ptr();
+  }
+  if (!a.rms) params.mu = static_cast<float*>(results.mu.data_ptr());
+  params.rs = static_cast<float*>(results.rs.data_ptr());
+  const CudaBackend& cuda = *cuda_backend();
+  const char* error = cuda.layer_norm_forward(params, cuda.current_stream(a.x.device.index));
+  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+  if (z.tensor.get() != results.z.get()) torch::stable::copy_(results.z, z.tensor);
+  if (h.has_value() && h->tensor.get() != results.h->get()) torch::stable::copy_(*results.h, h->tensor);
+  return results;
+}
+
+bool has_kernel(const ForwardCall& call, const LayerNormForwardParams& params) {
+  const Device device = call.arguments.x.device;
+  return layer_norm_refusal(params.x_dtype, params.columns, device, norm_device_info(device)).empty();
+}
+
+}  // namespace
+
+// z like x, mu and rs (..., 1) in float32; mu is empty for RMSNorm. By the kernel, where there is one.
+void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  ForwardCall call{reader.tensor(), std::nullopt, reader.optional_tensor(), reader.optional_tensor(), {}, {}};
+  LayerNormForwardArguments& a = call.arguments;
+  a.eps = reader.read<double>();
+  a.zero_centered_gamma = reader.read<bool>();
+  a.rms = reader.read<bool>();
+  const LayerNormForwardParams params = call.checked();
+  if (has_kernel(call, params)) {
+    const Results results = run_kernel(call, params);
+    stack[0] = boxed(results.z);
+    stack[1] = boxed(results.mu);
+    stack[2] = boxed(results.rs);
+    return;
+  }
+  StableIValue reference[] = {
+      boxed(call.x), boxed(call.gamma), boxed(call.beta), boxed(a.eps), boxed(a.zero_centered_gamma), boxed(a.rms),
+  };
+  call_operator("flashbwd::norm_forward_reference", reference);
+  for (int i = 0; i < 3; ++i) stack[i] = reference[i];
+}
+
+// As norm_forward, of h = residual + dropout(x), which is returned too.
+void dropout_add_norm_forward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  ForwardCall call{reader.tensor(),
+                   reader.tensor(),
+                   reader.optional_tensor(),
+                   reader.optional_tensor(),
+                   {reader.optional_tensor(), reader.optional_tensor()},
+                   {}};
+  LayerNormForwardArguments& a = call.arguments;
+  a.dropout.p = reader.read<double>();
+  a.eps = reader.read<double>();
+  a.zero_centered_gamma = reader.read<bool>();
+  a.rms = reader.read<bool>();
+  const LayerNormForwardParams params = call.checked();
+  if (has_kernel(call, params)) {
+    const Results results = run_kernel(call, params);
+    stack[0] = boxed(results.z);
+    stack[1] = boxed(*results.h);
+    stack[2] = boxed(results.mu);
+    stack[3] = boxed(results.rs);
+    return;
+  }
+  StableIValue reference[] = {
+      boxed(call.x),
+      boxed(*call.residual),
+      boxed(call.gamma),
+      boxed(call.beta),
+      boxed(call.dropout.keep),
+      boxed(call.dropout.rng),
+      boxed(a.dropout.p),
+      boxed(a.eps),
+      boxed(a.zero_centered_gamma),
+      boxed(a.rms),
+  };
+  call_operator("flashbwd::dropout_add_norm_forward_reference", reference);
+  for (int i = 0; i < 4; ++i) stack[i] = reference[i];
+}
+
+}  // namespace flashbwd

@@ -1,0 +1,76 @@
+// A thread's own slots of shared memory, where rows of one tensor arrive, and from where gradients leave.
+#pragma once
+
+#include "device.cuh"
+
+namespace flashbwd::layer_norm {
+
+// One tensor's part of a stage: fills and reads a thread's own slots.
+template <typename T, int kElements>
+struct Plane {
+  static constexpr int kSlots = kElements * static_cast<int>(sizeof(T)) / 16;  // a vector
+  static constexpr int kPerSlot = 16 / static_cast<int>(sizeof(T));
+
+  // Fetches a whole vector from an aligned address. Slots are given by their address in the shared window.
+  static __device__ void fill(uint32_t slots, const T* source) {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) copy_async_16(slots + h * kSlotStride, source + h * kPerSlot);
+  }
+
+  // Fetches a vector of which elements `skip` to `count` are wanted; the others become zeros. With `vector` the
+  // address is that of 16 bytes, and elements before the row come along (see clear_head).
+  static __device__ void fill_part(uint32_t slots, const T* source, int skip, int count, bool vector) {
+#pragma unroll 1
+    for (int h = 0; h < kSlots; ++h) {
+      const uint32_t slot = slots + h * kSlotStride;
+      if (vector) {
+        const int bytes = (count - h * kPerSlot) * static_cast<int>(sizeof(T));
+        copy_async_16(slot, source + h * kPerSlot, max(0, min(16, bytes)));
+      } else {
+#pragma unroll 1
+        for (int e = 0; e < kPerSlot; ++e) {
+          const int element = h * kPerSlot + e;
+          const bool wanted = element >= skip && element < count;
+          store_shared(slot + e * sizeof(T), wanted ? source[element] : from_float<T>(0.f));
+        }
+      }
+    }
+  }
+
+  // Clears the elements that belong to the row before.
+  static __device__ void clear_head(uint32_t slots, int count) {
+#pragma unroll 1
+    for (int e = 0; e < count; ++e) store_shared(element_of(slots, e), from_float<T>(0.f));
+  }
+
+  static __device__ void read(uint32_t slots, float (&values)[kElements]) {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) unpack<T>(load_shared_16(slots + h * kSlotStride), &values[h * kPerSlot]);
+  }
+
+  // Loads a whole vector from an aligned address.
+  static __device__ void load(const T* source, uint4 (&raw)[kSlots]) {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) raw[h] = __ldcs(reinterpret_cast<const uint4*>(source + h * kPerSlot));
+  }
+
+  // Writes a whole vector to an aligned address.
+  static __device__ void store(T* target, const float (&values)[kElements]) {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) store_streaming(target + h * kPerSlot, pack<T>(&values[h * kPerSlot]));
+  }
+
+  // Writes elements `skip` to `count`, by way of the slots that x came in.
+  static __device__ void store_part(uint32_t slots, T* target, int skip, int count, const float (&values)[kElements]) {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) store_shared_16(slots + h * kSlotStride, pack<T>(&values[h * kPerSlot]));
+#pragma unroll 1
+    for (int e = skip; e < count; ++e) target[e] = load_shared<T>(element_of(slots, e));
+  }
+
+  static __device__ uint32_t element_of(uint32_t slots, int e) {
+    return slots + e / kPerSlot * kSlotStride + e % kPerSlot * static_cast<int>(sizeof(T));
+  }
+};
+
+}  // namespace flashbwd::layer_norm

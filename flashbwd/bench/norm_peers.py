@@ -61,7 +61,12 @@ def _arguments(x: NormInputs) -> tuple[Tensor, ...]:
     return x.dz, x.x, x.mu, x.rs, x.gamma, x.beta
 
 
+def _refuse_forms(case: NormCase) -> None:
+    refuse(case.form != "", "measured on the norm alone")
+
+
 def torch_native(case: NormCase, x: NormInputs) -> Prepared:
+    _refuse_forms(case)
     if case.rms and not x.x.is_cuda:  # no fused operator there: autograd of the composite
         inputs = x.x.detach().requires_grad_(), x.gamma.detach().requires_grad_()
         z = torch.nn.functional.rms_norm(inputs[0], [case.columns], inputs[1], EPS)
@@ -71,6 +76,7 @@ def torch_native(case: NormCase, x: NormInputs) -> Prepared:
 
 
 def inductor(case: NormCase, x: NormInputs) -> Prepared:
+    _refuse_forms(case)
     compiled = torch.compile(_rms_norm if case.rms else _layer_norm, dynamic=False)  # once for all sets of inputs
     arguments = _arguments(x)
     compiled(*arguments)
@@ -79,6 +85,7 @@ def inductor(case: NormCase, x: NormInputs) -> Prepared:
 
 def liger(case: NormCase, x: NormInputs) -> Prepared:
     refuse(case.rms, "measured on LayerNorm")
+    _refuse_forms(case)
     try:
         from liger_kernel.ops.layer_norm import layer_norm_backward
     except ImportError:
@@ -104,7 +111,32 @@ def device_copy(case: NormCase, x: NormInputs) -> Prepared:
     return Prepared(copy, work=2.0 * COPY_BYTES[x.x.device.type])
 
 
+def _ours_with_dropout(x: NormInputs) -> Prepared:
+    seed, offset = torch.zeros(2, dtype=torch.int64, device=x.x.device)
+    state = flashbwd.RngState(seed, offset, "efficient64")
+    past_the_norm = torch.randn_like(x.x)
+
+    def backward() -> tuple[Tensor | None, ...]:
+        return flashbwd.dropout_add_layer_norm_backward(
+            x.dz, x.x, x.mu, x.rs, x.gamma, dresidual=past_the_norm, dropout_p=0.1, rng_state=state
+        )
+
+    return Prepared(backward, checked=False)
+
+
+def _ours_from_output(case: NormCase, x: NormInputs) -> Prepared:
+    z = aten.native_layer_norm(x.x, [case.columns], x.gamma, x.beta, EPS)[0]
+    return Prepared(
+        lambda: flashbwd.layer_norm_backward_from_output(x.dz, z, x.rs, x.gamma, x.beta), checked=case.dtype == "fp32"
+    )
+
+
 def ours(case: NormCase, x: NormInputs) -> Prepared:
+    if case.form == "dropout":
+        return _ours_with_dropout(x)
+    if case.form == "output":
+        return _ours_from_output(case, x)
+
     def backward() -> tuple[Tensor | None, ...]:
         grads: Any
         if case.rms:

@@ -80,17 +80,6 @@ def test_tile_follows_the_wider_head_dimension_and_the_shared_memory(
         assert (plan.block_m, plan.block_n) == tile
 
 
-@pytest.mark.parametrize(
-    "changes", [{"has_bias": True}, {"has_alibi": True}, {"dropout_p": 0.1}, {"softcap": 30.0}], ids=str
-)
-@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (128, (64, 64)), (256, (64, 64))])
-def test_features_have_tiles_with_registers_to_spare(
-    host: ModuleType, head_dim: int, tile: tuple[int, int], changes: dict[str, Any]
-) -> None:
-    plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim, **changes)
-    assert (plan.block_m, plan.block_n) == tile
-
-
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 64)), (128, (32, 32)), (256, (64, 64)), (512, (64, 64))])
 def test_fp32_on_little_shared_memory(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
     plan = plan_of(host, CONSUMER, dtype=host.DType.kFloat32, head_dim=head_dim, head_dim_v=head_dim)
@@ -143,10 +132,9 @@ def test_every_head_dimension_has_a_launch_that_the_device_allows(
                 has_alibi=features,
             )
             assert plan.backend == "sm80"
-            shared_bytes, threads, has_features = host.sm80_launch(plan)
+            shared_bytes, threads = host.sm80_launch(plan)
             assert shared_bytes <= kib * 1024
             assert threads * 255 <= 65536
-            assert has_features or not features
 
 
 def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType) -> None:
@@ -165,7 +153,8 @@ def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None
     assert plan.workspace.semaphore_bytes == 16 + 2 * 6 * 5 * 4  # jobs taken; 300 queries are 5 blocks of 64; int32
 
 
-# Scratch for the gradient of a (2, 6, 300, 500) bias with some dimensions broadcast; tile 64 x 64, 4 groups of keys.
+# Scratch for the gradient of a (2, 6, 300, 500) bias with some dimensions broadcast; tile 64 x 128, 4 groups of keys,
+# each shared by two warps.
 @pytest.mark.parametrize(
     ("broadcast", "deterministic", "zeroed", "stored"),
     [
@@ -174,9 +163,9 @@ def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None
         (("batch",), False, 6 * 300 * 500, 0),
         (("batch",), True, 0, 2 * 6 * 300 * 500),
         (("batch", "head"), False, 300 * 500, 0),
-        (("row",), True, 2 * 6 * 500, 0),
-        (("col",), False, 2 * 6 * 8 * 4 * 300, 0),
-        (("batch", "head", "row", "col"), False, 2 * 6 * 500, 0),
+        (("row",), True, 2 * 6 * 2 * 500, 0),
+        (("col",), False, 2 * 6 * 4 * 4 * 300, 0),
+        (("batch", "head", "row", "col"), False, 2 * 6 * 2 * 500, 0),
     ],
 )
 def test_scratch_of_the_bias_gradient(

@@ -309,6 +309,24 @@ def test_every_row_of_every_slot_has_an_address_of_its_own_and_none_is_left_over
         assert addresses == list(range(0, layout.accumulator_bytes // 4, stride))
 
 
+def test_rows_lie_in_blocks_only_where_they_are_asked_for_and_whole() -> None:
+    for head_dim in range(1, 300):
+        for asked in (False, True):
+            layout = host.plan_workspace(dense(1, 1, 1, 1, head_dim), request(Mode.kAtomic, dq_blocks=asked))
+            assert layout.dq_blocks == (asked and padded(head_dim) % 8 == 0)
+            assert layout.accumulator_bytes == padded(head_dim) * 4
+
+
+def test_blocks_give_eight_rows_the_elements_that_they_have_as_rows() -> None:
+    for columns in (8, 64, 136):
+        places = [host.dq_block_offset(row, column) for row in range(8) for column in range(columns)]
+        assert sorted(places) == list(range(8 * columns))
+    # An accumulator of 16 x 8 of a warp: lane has row lane / 4, columns lane % 4 * 2 and the next.
+    for odd in range(2):
+        places = [host.dq_block_offset(lane // 4, 24 + lane % 4 * 2 + odd) for lane in range(32)]
+        assert places == list(range(places[0], places[0] + 32)) and places[0] % 32 == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "shape"),
     [

@@ -6,6 +6,7 @@
 #include "../common/launch.h"
 #include "auxiliary.h"
 #include "convert_dq.cuh"
+#include "convert_dq_blocks.cuh"
 #include "preprocess.cuh"
 
 namespace flashbwd {
@@ -48,6 +49,17 @@ const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+const char* launch_convert_dq_blocks(const ConvertArguments& arguments, int64_t batch_heads, void* stream) {
+  switch (arguments.params.dq_dtype) {
+    case DType::kFloat16:
+      return launch(convert_dq_blocks_kernel<__half>, arguments, batch_heads, kConvertThreads, false, stream);
+    case DType::kBFloat16:
+      return launch(convert_dq_blocks_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, false, stream);
+    default:
+      return launch(convert_dq_blocks_kernel<float>, arguments, batch_heads, kConvertThreads, false, stream);
+  }
+}
+
 }  // namespace
 
 RowStatistics row_statistics(const AttentionBackwardParams& params, const WorkspaceLayout& workspace) {
@@ -87,8 +99,13 @@ const char* launch_convert_dq(const AttentionBackwardParams& params, const Works
   arguments.workspace = workspace;
   arguments.finished = finished;
   arguments.threads = row_threads(params.head_dim, params.dq, params.dq_dtype);
-  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads);
   const int64_t batch_heads = int64_t{params.batch} * params.heads;
+  if (workspace.dq_blocks) {
+    arguments.row_blocks =
+        static_cast<uint32_t>(ceil_div(params.seqlen_q, kConvertThreads >> arguments.threads.lanes_log2));
+    return launch_convert_dq_blocks(arguments, batch_heads, stream);
+  }
+  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads);
   const bool overlaps = finished.counts != nullptr;
   switch (params.dq_dtype) {
     case DType::kFloat16:

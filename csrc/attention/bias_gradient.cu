@@ -76,6 +76,80 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void store_columns(const BiasView& view, int64_t place, const float (&sum)[4],
+                                              int32_t columns, bool vectors) {
+  T* const out = static_cast<T*>(view.data) + place;
+  if (vectors && columns >= 4) {
+    if constexpr (sizeof(T) == 4) {
+      *reinterpret_cast<float4*>(out) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    } else {
+      *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(sum[0], sum[1]), pack2<T>(sum[2], sum[3]));
+    }
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (e < columns) out[e * view.col_stride] = from_float<T>(sum[e]);
+  }
+}
+
+// Whole planes (seqlen_q, seqlen_k), of which batch and heads are summed: four columns of a row a thread. `vectors`:
+// all rows and planes start on 16 bytes, those of dbias on four elements.
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    sum_planes_kernel(const __grid_constant__ ReduceArguments a, bool vectors) {
+  const uint32_t rows = static_cast<uint32_t>(a.out.batch) * a.out.head * a.out.row;  // plans take less than 2^31
+  for (uint32_t i = blockIdx.x; i < rows; i += gridDim.x) {
+    const uint32_t plane = i / a.out.row, row = i - plane * a.out.row;
+    const uint32_t batch = plane / a.out.head, head = plane - batch * a.out.head;
+    const float* const first = static_cast<const float*>(a.source.data) + batch * a.source.batch_stride +
+                               head * a.source.head_stride + row * a.source.row_stride;
+    const int64_t place = batch * a.dbias.batch_stride + head * a.dbias.head_stride + row * a.dbias.row_stride;
+    for (int32_t column = threadIdx.x * 4; column < a.out.col; column += kReduceThreads * 4) {
+      const int32_t columns = a.out.col - column;
+      float sum[4] = {};
+      for (int32_t b = 0; b < a.summed.batch; ++b) {
+        for (int32_t h = 0; h < a.summed.head; ++h) {
+          const float* const terms = first + b * a.source.batch_stride + h * a.source.head_stride + column;
+          if (vectors && columns >= 4) {
+            const float4 term = *reinterpret_cast<const float4*>(terms);
+            sum[0] += term.x;
+            sum[1] += term.y;
+            sum[2] += term.z;
+            sum[3] += term.w;
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              if (e < columns) sum[e] += terms[e];
+            }
+          }
+        }
+      }
+      store_columns<T>(a.dbias, place + column * a.dbias.col_stride, sum, columns, vectors);
+    }
+  }
+}
+
+bool four_at_a_time(const ReduceArguments& a) {
+  const BiasView& d = a.dbias;
+  return a.source.row_stride % 4 == 0 && d.col_stride == 1 &&
+         reinterpret_cast<uintptr_t>(d.data) % (4 * size_of(d.dtype)) == 0 && d.batch_stride % 4 == 0 &&
+         d.head_stride % 4 == 0 && d.row_stride % 4 == 0;
+}
+
+cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t config) {
+  const bool vectors = four_at_a_time(a);
+  switch (a.dbias.dtype) {
+    case DType::kFloat32:
+      return launch_kernel(config, sum_planes_kernel<float>, a, vectors);
+    case DType::kBFloat16:
+      return launch_kernel(config, sum_planes_kernel<__nv_bfloat16>, a, vectors);
+    default:
+      return launch_kernel(config, sum_planes_kernel<__half>, a, vectors);
+  }
+}
+
 }  // namespace
 
 BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientScratch& scratch, void* storage) {
@@ -135,15 +209,17 @@ const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const 
   a.summed.slot = static_cast<int32_t>(scratch.slots);
   a.summed.col = broadcast.col && scratch.mode == BiasGradientMode::kKeySums ? p.seqlen_k : 1;
   if (a.out.count() == 0) return nullptr;
+  const bool planes = scratch.mode == BiasGradientMode::kAdd || scratch.mode == BiasGradientMode::kStore;
   constexpr int64_t kManyTerms = 64;
   const int32_t lanes = a.summed.count() >= kManyTerms ? 32 : 1;
   constexpr int64_t kMostCtas = 1 << 16;
-  const int64_t ctas = std::min(ceil_div(a.out.count() * lanes, kReduceThreads), kMostCtas);
+  const int64_t ctas = planes ? a.out.count() / a.out.col : ceil_div(a.out.count() * lanes, kReduceThreads);
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.gridDim = dim3(static_cast<unsigned>(std::min(ctas, kMostCtas)));
   config.blockDim = dim3(kReduceThreads);
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = launch_kernel(config, reduce_bias_gradient_kernel, a, lanes);
+  const cudaError_t error =
+      planes ? launch_sum_planes(a, config) : launch_kernel(config, reduce_bias_gradient_kernel, a, lanes);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -24,4 +24,15 @@ inline uint32_t flash_threshold(float dropout_p) {
   return static_cast<uint32_t>(std::floor(double{1.f - dropout_p} * 255.0));
 }
 
+// PyTorch's memory-efficient forward keeps a 32-bit word x iff fl32(fl32(x) * 2^-32 + 2^-33) > p, which grows with x:
+// the first that it keeps.
+inline uint32_t efficient_threshold(float dropout_p) {
+  uint32_t first = 0;
+  for (uint32_t bit = uint32_t{1} << 31; bit != 0; bit >>= 1) {
+    const float before = static_cast<float>((first | bit) - 1);
+    if (!(std::fma(before, 0x1p-32f, 0x1p-33f) > dropout_p)) first |= bit;
+  }
+  return first;
+}
+
 }  // namespace flashbwd

@@ -356,4 +356,16 @@ FLASHBWD_HOST_DEVICE constexpr int64_t dq_row_offset(int64_t head, int64_t split
   return ((head * num_splits + split) * seqlen_q + i) * row_stride;
 }
 
+// Accumulators in blocks (WorkspaceLayout::dq_blocks): every eight rows of a slot, from its first on, lie in blocks of
+// eight columns, the even columns of all rows before the odd ones. So two MMA accumulators of a warp (rows lane / 4,
+// columns lane % 4 * 2 and one more) are 128 consecutive bytes each. Rows that make no eight lie as rows.
+constexpr int32_t kDqBlock = 8;
+constexpr int32_t kDqBlockElements = kDqBlock * kDqBlock;
+
+// From the first row of the eight that hold it.
+FLASHBWD_HOST_DEVICE constexpr int64_t dq_block_offset(int64_t row, int64_t column) {
+  return column / kDqBlock * kDqBlockElements + column % 2 * (kDqBlockElements / 2) + row % kDqBlock * (kDqBlock / 2) +
+         column % kDqBlock / 2;
+}
+
 }  // namespace flashbwd

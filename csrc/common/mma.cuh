@@ -16,11 +16,15 @@
 namespace flashbwd {
 
 // Where the 16-byte pieces of a row lie. Rows of whole 128-byte lines: eight places; rows of an odd number of 64-byte
-// halves already alternate between two groups of banks: four places.
-template <int kRowBytes>
+// halves already alternate between two groups of banks: four places. kWords: elements of 32 bits, which are also read
+// one by one, eight columns of four consecutive rows at a time: two neighbouring pieces of these rows meet in no bank.
+template <int kRowBytes, bool kWords = false>
 struct PieceSwizzle {
   static_assert(kRowBytes % 64 == 0, "rows are a multiple of 64 bytes");
-  static __device__ __forceinline__ uint32_t key(uint32_t row) { return kRowBytes % 128 == 0 ? row % 8 : row / 2 % 4; }
+  static __device__ __forceinline__ uint32_t key(uint32_t row) {
+    if constexpr (kRowBytes % 128 != 0) return row / 2 % 4;
+    return kWords ? row % 4 * 2 + row / 4 % 2 : row % 8;
+  }
   static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t piece) {
     return row * kRowBytes + (piece ^ key(row)) * 16;
   }
@@ -52,6 +56,15 @@ __device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t val
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_pair(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+// Waits for `threads` threads, whole warps, at one of the sixteen barriers of a CTA; 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier(int32_t barrier, int32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Copies the first `bytes` (0 to 16) of a 16-byte piece and fills the rest with zeros. Both addresses 16-byte aligned.
 __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source, int32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
@@ -63,13 +76,13 @@ __device__ __forceinline__ void copy_async_wait() {
 }
 
 // A lane's place in an operand of a tile: `row` and the low bit of `piece` differ by lane, the rest is constant.
-template <int kRowBytes>
+template <int kRowBytes, bool kWords = false>
 struct LaneAddress {
   uint32_t row_base;
   uint32_t piece;  // low bit of the piece, swizzled
 
   __device__ __forceinline__ LaneAddress(uint32_t tile, uint32_t row, uint32_t low_piece)
-      : row_base(tile + row * kRowBytes), piece(low_piece ^ PieceSwizzle<kRowBytes>::key(row)) {}
+      : row_base(tile + row * kRowBytes), piece(low_piece ^ PieceSwizzle<kRowBytes, kWords>::key(row)) {}
   // `row` a multiple of 8, `even_piece` even.
   __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t even_piece) const {
     return row_base + row * kRowBytes + ((piece ^ even_piece) << 4);
@@ -185,22 +198,18 @@ struct Mma<float> {
     uint32_t big[4], small[4];
   };
 
-  static __device__ __forceinline__ uint32_t round_tf32(float x) {
-    uint32_t bits;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-    return bits;
-  }
+  // big: x rounded to TF32 (cvt.rna is four instructions on compute capability 9.0). small: what that left, exactly; of
+  // it the tensor core ignores what is below TF32, an error of 2^-22 of x with the sign of neither.
   template <typename Operand>
   static __device__ __forceinline__ void split(Operand& operand, int i, uint32_t bits) {
-    const float x = __uint_as_float(bits);
-    operand.big[i] = round_tf32(x);
-    operand.small[i] = round_tf32(x - __uint_as_float(operand.big[i]));
+    operand.big[i] = (bits + 0x1000u) & 0xffffe000u;
+    operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(operand.big[i]));
   }
 
   template <int kRowBytes>
-  struct RowsA : LaneAddress<kRowBytes> {
+  struct RowsA : LaneAddress<kRowBytes, true> {
     __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row)
-        : LaneAddress<kRowBytes>(tile, first_row + lane % 16, lane / 16) {}
+        : LaneAddress<kRowBytes, true>(tile, first_row + lane % 16, lane / 16) {}
     __device__ __forceinline__ A load(int row, int step) const {
       uint32_t r[4];
       load_matrix_x4(r, this->at(row, step * 2));  // an 8 x 8 matrix of 16 bits is one of 8 x 4 words
@@ -212,9 +221,9 @@ struct Mma<float> {
   };
 
   template <int kRowBytes>
-  struct RowsB : LaneAddress<kRowBytes> {
+  struct RowsB : LaneAddress<kRowBytes, true> {
     __device__ explicit RowsB(uint32_t tile, int32_t lane, int32_t first_row)
-        : LaneAddress<kRowBytes>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
+        : LaneAddress<kRowBytes, true>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
     __device__ __forceinline__ B load(int row, int step) const {
       uint32_t r[4];
       load_matrix_x4(r, this->at(row, step * 2));
@@ -228,7 +237,7 @@ struct Mma<float> {
   // Summed rows are read word by word: matrices of words cannot be transposed on the way.
   template <int kRowBytes>
   static __device__ __forceinline__ uint32_t word(uint32_t tile, uint32_t row, uint32_t column) {
-    return load_shared_word(tile + PieceSwizzle<kRowBytes>::offset(row, column / 4) + column % 4 * 4);
+    return load_shared_word(tile + PieceSwizzle<kRowBytes, true>::offset(row, column / 4) + column % 4 * 4);
   }
 
   template <int kRowBytes>
@@ -295,14 +304,12 @@ struct Mma<float> {
   template <int kRowBytes>
   static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
                                                const Held& held) {
-    using Swizzle = PieceSwizzle<kRowBytes>;
+    using Swizzle = PieceSwizzle<kRowBytes, true>;
     const uint32_t r = row + lane / 4, c = column + lane % 4 * 2;
     const uint32_t upper = tile + Swizzle::offset(r, c / 4) + c % 4 * 4;
     const uint32_t lower = tile + Swizzle::offset(r + 8, c / 4) + c % 4 * 4;
-    store_shared_word(upper, __float_as_uint(held.r[0]));
-    store_shared_word(upper + 4, __float_as_uint(held.r[2]));
-    store_shared_word(lower, __float_as_uint(held.r[1]));
-    store_shared_word(lower + 4, __float_as_uint(held.r[3]));
+    store_shared_pair(upper, held.r[0], held.r[2]);
+    store_shared_pair(lower, held.r[1], held.r[3]);
   }
 };
 

@@ -21,26 +21,18 @@ __device__ __forceinline__ uint4 philox4x32(uint64_t seed, uint64_t counter_low,
   return c;
 }
 
+// PyTorch's memory-efficient forward: element n of the mask is word n % 4 of philox4x32<10>(seed, n / 4, 0, 0), kept
+// from a threshold on (efficient_threshold in attention/dropout.h).
 __device__ __forceinline__ uint32_t word_of(const uint4& words, uint32_t index) {
   const uint32_t low = index & 1 ? words.y : words.x, high = index & 1 ? words.w : words.z;
   return index & 2 ? high : low;
 }
 
-// PyTorch's memory-efficient forward: element n of the mask.
-__device__ __forceinline__ bool keep_efficient(uint64_t seed, uint64_t n, float dropout_p) {
-  const uint4 words = philox4x32<10>(seed, n >> 2, 0, 0);
-  const float uniform = fmaf(__uint2float_rn(word_of(words, n & 3)), 0x1p-32f, 0x1p-33f);
-  return uniform > dropout_p;
-}
-
 // FlashAttention-2: 16 bytes for queries {i, i ^ 8} and keys {j, j ^ 1, j ^ 8, j ^ 16, ...} of a block of 16 queries
-// and 32 keys. Query i, key j has byte flash_byte(i, j) of flash_bytes(i, j).
+// and 32 keys. Query i, key j has byte j / 16 % 2 * 8 + j / 8 % 2 * 4 + i / 8 % 2 * 2 + j % 2, which is kept up to a
+// threshold (flash_threshold in attention/dropout.h).
 __device__ __forceinline__ uint4 flash_bytes(uint64_t seed, uint64_t head_offset, uint32_t i, uint32_t j) {
   return philox4x32<7>(seed, head_offset + i % 8 * 4 + j % 8 / 2, i / 16, j / 32);
-}
-__device__ __forceinline__ uint32_t flash_byte(const uint4& bytes, uint32_t i, uint32_t j) {
-  const uint32_t index = j / 16 % 2 * 8 + j / 8 % 2 * 4 + i / 8 % 2 * 2 + j % 2;
-  return word_of(bytes, index / 4) >> (index % 4 * 8) & 0xff;
 }
 
 }  // namespace flashbwd

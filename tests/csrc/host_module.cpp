@@ -78,6 +78,7 @@ void bind_workspace(py::module_& m) {
       .def_readwrite("block_n", &WorkspaceRequest::block_n)
       .def_readwrite("sm_count", &WorkspaceRequest::sm_count)
       .def_readwrite("adds_into_zeros", &WorkspaceRequest::adds_into_zeros)
+      .def_readwrite("dq_blocks", &WorkspaceRequest::dq_blocks)
       .def_readwrite("semaphore_bytes", &WorkspaceRequest::semaphore_bytes)
       .def_readwrite("delta_rows", &WorkspaceRequest::delta_rows)
       .def_readwrite("partial_bytes", &WorkspaceRequest::partial_bytes);
@@ -90,6 +91,7 @@ void bind_workspace(py::module_& m) {
       .def_readonly("offsets_offset", &WorkspaceLayout::offsets_offset)
       .def_readonly("nsplits", &WorkspaceLayout::nsplits)
       .def_readonly("row_stride", &WorkspaceLayout::row_stride)
+      .def_readonly("dq_blocks", &WorkspaceLayout::dq_blocks)
       .def_readonly("accumulator_offset", &WorkspaceLayout::accumulator_offset)
       .def_readonly("accumulator_bytes", &WorkspaceLayout::accumulator_bytes)
       .def_readonly("zero_accumulator", &WorkspaceLayout::zero_accumulator)
@@ -107,6 +109,7 @@ void bind_workspace(py::module_& m) {
     return std::make_tuple(tables.nsplits, tables.dq_acc_offsets);
   });
   m.def("dq_row_offset", &dq_row_offset);
+  m.def("dq_block_offset", &dq_block_offset);
 }
 
 // Plans for GPUs that need not be there.
@@ -134,7 +137,7 @@ void bind_plan(py::module_& m) {
       "sm80_launch",
       [](const AttentionPlan& plan) {
         const sm80::Tile& tile = sm80::kTiles[plan.config];
-        return py::make_tuple(tile.shared_bytes() + sm80::kAlignmentBytes, tile.threads(), tile.features);
+        return py::make_tuple(tile.shared_bytes() + sm80::kAlignmentBytes, tile.threads());
       },
       "Of a plan of this family: bytes of shared memory and threads of a CTA, and whether its tile has every feature.");
   m.def("plan_attention", [](AttentionProblem problem, const DeviceInfo& device) {

@@ -17,7 +17,6 @@ struct Tile {
   int32_t warps_s;   // warps that share 16 or 32 keys: they split the queries of s and the columns of dk and dv
   int32_t warps_q;   // warps along the queries of dq; the others split its columns
   int32_t stages;    // of q and dout; wide: of pieces
-  bool features;     // also for bias, ALiBi, softcap and dropout, which take registers of their own
   bool wide = false;
 
   constexpr int32_t warps() const { return warps_n * warps_s; }
@@ -44,20 +43,22 @@ struct Tile {
 // Registers a thread at the widest point, accumulators alone: dk and dv of its keys and columns, s and dp of its keys
 // and queries. In the order of preference for each element size and head dimension: the first that fits the device.
 constexpr Tile kTiles[] = {
-    {2, 64, 128, 128, 4, 2, 4, 2, false},  // 64 + 128 registers, 162 KB
-    {2, 64, 64, 128, 8, 1, 2, 2, true},    // 64 + 64 registers, 81 KB
-    {2, 128, 64, 128, 4, 2, 2, 2, false},  // 128 + 64 registers, 161 KB
-    {2, 128, 64, 64, 4, 1, 2, 1, true},    // 128 + 64 registers, 73 KB
-    {2, 256, 64, 64, 4, 2, 2, 1, true},    // 128 + 32 registers, 145 KB
-    {2, 256, 32, 32, 2, 2, 1, 1, true},    // 128 + 16 registers, 68 KB
-    {4, 64, 64, 64, 4, 2, 4, 1, true},     // 32 + 32 registers, 97 KB
-    {4, 128, 32, 64, 4, 2, 2, 1, true},    // 64 + 16 registers, 112 KB
-    {4, 128, 32, 32, 2, 2, 1, 1, true},    // 64 + 16 registers, 72 KB
-    {4, 256, 32, 32, 2, 2, 1, 1, true},    // 128 + 16 registers, 136 KB
+    {2, 64, 128, 128, 4, 2, 4, 2},  // 64 + 128 registers, 162 KB
+    {2, 64, 64, 128, 8, 1, 2, 2},   // 64 + 64 registers, 81 KB
+    {2, 128, 64, 128, 4, 2, 2, 2},  // 128 + 64 registers, 161 KB
+    {2, 128, 64, 64, 4, 1, 2, 1},   // 128 + 64 registers, 73 KB
+    {2, 256, 64, 64, 2, 4, 2, 1},   // 128 + 32 registers, 145 KB
+    {2, 256, 32, 32, 2, 2, 1, 1},   // 128 + 16 registers, 68 KB
+    {4, 64, 64, 128, 4, 2, 4, 1},   // 64 + 64 registers, 161 KB
+    {4, 64, 64, 64, 4, 2, 4, 1},    // 32 + 32 registers, 97 KB
+    {4, 128, 64, 64, 4, 2, 4, 1},   // 64 + 32 registers, 161 KB
+    {4, 128, 32, 32, 2, 2, 1, 1},   // 64 + 16 registers, 72 KB
+    {4, 256, 32, 64, 4, 2, 2, 1},   // 128 + 16 registers, 208 KB
+    {4, 256, 32, 32, 2, 2, 1, 1},   // 128 + 16 registers, 136 KB
     // Wide: s and dp, then old and new of dv or dk, then dq.
-    {2, 512, 256, 64, 2, 4, 4, 2, true, true},  // 128, 128, 64 registers, 146 KB
-    {2, 512, 128, 64, 2, 2, 2, 2, true, true},  // 128, 128, 64 registers, 81 KB
-    {4, 512, 64, 64, 4, 2, 4, 2, true, true},   // 32, 64, 16 registers, 97 KB
+    {2, 512, 256, 64, 2, 4, 4, 2, true},  // 128, 128, 64 registers, 146 KB
+    {2, 512, 128, 64, 2, 2, 2, 2, true},  // 128, 128, 64 registers, 81 KB
+    {4, 512, 64, 64, 4, 2, 4, 2, true},   // 32, 64, 16 registers, 97 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
@@ -78,14 +79,12 @@ constexpr bool is_built(int32_t head_dim) {
 constexpr int32_t kAlignmentBytes = 1024;
 
 // Row of kTiles, or -1.
-constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim_v, bool features,
-                       int64_t shared_bytes) {
+constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim_v, int64_t shared_bytes) {
   const int64_t wider = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
     if (tile.element_bytes == element_bytes && (tile.wide || wider <= tile.head_dim) &&
-        tile.shared_bytes() + kAlignmentBytes <= shared_bytes && (tile.features || !features) &&
-        is_built(tile.head_dim)) {
+        tile.shared_bytes() + kAlignmentBytes <= shared_bytes && is_built(tile.head_dim)) {
       return i;
     }
   }

@@ -27,12 +27,22 @@ struct Epilogue {
     const int32_t keys = min(Traits::kBlockN, p.seqlen_k - first_key);
     const int32_t seen_from = work.query_range.empty() ? p.seqlen_q : work.query_range.begin * Traits::kBlockM;
     const int32_t seen_to = work.query_range.empty() ? p.seqlen_q : work.query_range.end * Traits::kBlockM;
+    constexpr int kPieces = Traits::kBlockN / 8;
     for (int32_t head = 0; head < work.heads_per_kv; ++head) {
       const int64_t plane = work.batch * g.batch_stride + (work.head_kv * work.heads_per_kv + head) * g.head_stride;
-      for (int32_t row = Traits::warp(); row < p.seqlen_q; row += Traits::kThreads / 32) {
-        if (row >= seen_from && row < seen_to) continue;
-        for (int32_t key = Traits::lane(); key < keys; key += 32) {
-          store_scalar(g.data, plane + row * g.row_stride + (first_key + key) * g.col_stride, g.dtype, 0.f);
+      for (int32_t i = threadIdx.x; i < p.seqlen_q * kPieces; i += Traits::kThreads) {
+        const int32_t row = i / kPieces, column = i % kPieces * 8, columns = min(keys - column, 8);
+        if (row >= seen_from && row < seen_to) {
+          i += (seen_to - row - 1) / (Traits::kThreads / kPieces) * Traits::kThreads;  // to the last such row
+          continue;
+        }
+        const int64_t place = plane + row * g.row_stride + (first_key + column) * g.col_stride;
+        if (params.bias_gradient_pieces && columns == 8) {
+          *reinterpret_cast<uint4*>(static_cast<T*>(g.data) + place) = make_uint4(0, 0, 0, 0);
+        } else if (g.dtype == DType::kFloat32) {
+          for (int32_t e = 0; e < columns; ++e) static_cast<float*>(g.data)[place + e * g.col_stride] = 0.f;
+        } else {
+          for (int32_t e = 0; e < columns; ++e) static_cast<uint16_t*>(g.data)[place + e * g.col_stride] = 0;
         }
       }
     }

@@ -14,6 +14,7 @@ struct KernelParams {
   RowStatistics statistics;
   float* dq_accumulator = nullptr;  // one slot a sequence, see workspace.h
   int64_t dq_row_stride = 0;
+  bool dq_blocks = false;    // see dq_block_offset
   int64_t jobs = 0;          // CTAs
   bool packed_jobs = false;  // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;    // of the longest sequence
@@ -34,9 +35,11 @@ struct KernelParams {
   float* gradients = nullptr;
 
   BiasGradient bias_gradient;
+  // Of the operands' own 16-bit type, in rows of 16-byte pieces.
+  bool bias_pieces = false, bias_gradient_pieces = false;
 
   float dropout_scale = 1.f;       // of what is kept
-  uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept
+  uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; else 32-bit words from this one on
 };
 
 }  // namespace flashbwd::sm80

@@ -42,6 +42,14 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   return sizes;
 }
 
+// 16-bit rows that can be copied 16 bytes at a time; a broadcast dimension has stride 0.
+bool in_pieces(void* data, DType dtype, DType wanted, int64_t batch_stride, int64_t head_stride, int64_t row_stride,
+               int64_t col_stride) {
+  return data != nullptr && dtype == wanted && is_16bit(dtype) && col_stride == 1 &&
+         reinterpret_cast<uintptr_t>(data) % 16 == 0 && batch_stride % 8 == 0 && head_stride % 8 == 0 &&
+         row_stride % 8 == 0;
+}
+
 KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, const CallSizes& sizes) {
   const Tile& tile = kTiles[plan.config];
   const WorkspaceLayout& workspace = plan.workspace;
@@ -52,6 +60,7 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.statistics = row_statistics(p, workspace);
   params.dq_accumulator = reinterpret_cast<float*>(base + workspace.accumulator_offset);
   params.dq_row_stride = workspace.row_stride;
+  params.dq_blocks = workspace.dq_blocks;
   params.jobs = job_count(sizes, tile);
   params.packed_jobs = packed_jobs(sizes);
   params.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
@@ -81,9 +90,18 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
+  const bool capped = p.softcap > 0.f;  // a factor of the cap then lies where pieces go, and ds has been through it
+  const BiasView& b = p.bias;
+  params.bias_pieces =
+      !capped && in_pieces(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
+  const BiasGradient& g = params.bias_gradient;
+  params.bias_gradient_pieces =
+      !capped && g.mode == BiasGradientMode::kStore &&
+      in_pieces(g.data, g.dtype, p.dtype, g.batch_stride, g.head_stride, g.row_stride, g.col_stride);
   if (p.dropout_p > 0.f) {
     params.dropout_scale = dropout_scale(p);
-    params.dropout_threshold = flash_threshold(p.dropout_p);
+    params.dropout_threshold =
+        p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
   }
   return params;
 }

@@ -41,10 +41,7 @@ const char* launch_variant(const KernelParams& params, void* stream) {
 
 template <typename T, int kTileIndex>
 const char* launch(const KernelParams& params, bool features, void* stream) {
-  if constexpr (kTiles[kTileIndex].features) {
-    if (features) return launch_variant<T, kTileIndex, true>(params, stream);
-  }
-  return features ? "sm80: the tile has no variant for bias, ALiBi, softcap and dropout"
+  return features ? launch_variant<T, kTileIndex, true>(params, stream)
                   : launch_variant<T, kTileIndex, false>(params, stream);
 }
 

@@ -6,22 +6,15 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../../common/mma.cuh"
 #include "config.h"
-#include "scores.cuh"
+#include "dq.cuh"
+#include "features.cuh"
+#include "loads.cuh"
 
 namespace flashbwd::sm80 {
-
-// Where the next query tile comes from.
-template <typename T>
-struct Source {
-  const T* q;
-  const T* dout;
-  const float* lse;
-  const float* delta;
-  int32_t rows;  // that exist, from the first of the tile
-};
 
 template <typename T_, int kTileIndex, bool kFeatures_>
 struct Traits {
@@ -75,62 +68,25 @@ struct Traits {
   };
 };
 
-// Rows of one head, from the first row of a sequence.
-template <typename T>
-__device__ __forceinline__ T* head_rows(const HeadsView& view, int32_t batch, int32_t head, int64_t first_row) {
-  return static_cast<T*>(view.data) + batch * view.batch_stride + head * view.head_stride + first_row * view.seq_stride;
-}
-
-// kRows rows of which `rows` exist, each of `columns` elements; zeros elsewhere. Not `aligned`: element by element.
-template <typename Traits, int kRows, typename T>
-__device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_t stride, int32_t rows, int32_t columns,
-                                          bool aligned) {
-  using Swizzle = PieceSwizzle<Traits::kRowBytes>;
-  constexpr int kPieces = Traits::kRowBytes / 16;        // a row
-  constexpr int kElements = 16 / sizeof(T);              // a piece
-  constexpr int kPassRows = Traits::kThreads / kPieces;  // rows that all threads copy at once
-  static_assert(Traits::kThreads % kPieces == 0 && kRows % kPassRows == 0, "a thread has one piece of some rows");
-  const int32_t piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces;
-  const int32_t left = columns - piece * kElements;
-  if (aligned) {
-    const int32_t bytes = max(min(left, kElements), 0) * static_cast<int32_t>(sizeof(T));
-    const uint32_t place = smem_address(tile) + Swizzle::offset(first_row, piece);
-    const T* pointer = source + first_row * stride + (left > 0 ? piece * kElements : 0);
-    const int64_t pass_stride = kPassRows * stride;
-#pragma unroll
-    for (int row = 0; row < kRows; row += kPassRows) {
-      const bool exists = first_row + row < rows;
-      // Rows eight apart have their pieces in the same order.
-      const uint32_t to = kPassRows % 8 == 0 ? place + row * Traits::kRowBytes
-                                             : smem_address(tile) + Swizzle::offset(first_row + row, piece);
-      copy_async_16(to, exists ? pointer : source, exists ? bytes : 0);
-      pointer += pass_stride;
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int32_t row = first_row; row < kRows; row += kPassRows) {
-    alignas(16) T values[kElements];
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      values[e] = row < rows && e < left ? source[row * stride + piece * kElements + e] : from_float<T>(0.f);
-    }
-    *reinterpret_cast<uint4*>(tile + Swizzle::offset(row, piece)) = *reinterpret_cast<const uint4*>(values);
-  }
-}
-
 template <typename Traits>
 struct Mainloop {
   using T = typename Traits::T;
   using M = Mma<T>;
   using SharedStorage = typename Traits::SharedStorage;
   using Gradient = float[Traits::kKeyTiles][Traits::kGradientTiles][4];
-  using ScoreTile = typename Scores<Traits>::Accumulator;
+  using ScoreTile = typename ScorePlace<Traits>::Accumulator;
+  using ScoreWork = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
+  static constexpr int kHeadSteps = Traits::kHeadDim / M::kStep;    // of s and dp
   static constexpr int kQuerySteps = Traits::kBlockM / M::kStep;    // of dk and dv
   static constexpr int kWarpSteps = kQuerySteps / Traits::kWarpsS;  // those of a warp's own queries
   using Held = typename M::Held[Traits::kKeyTiles][kWarpSteps];
   // Steps in flight: fragments of fp32 are twice as large, and their products take twelve times as long.
-  static constexpr int kUnroll = sizeof(T) == 4 ? 1 : 16;
+  static constexpr int kUnroll = sizeof(T) == 2 ? 16 : Traits::kTile.head_dim <= 128 ? 2 : 1;
+
+  // Whether a warp takes its own part of p and ds from registers; those of fp32 are too many.
+  static constexpr bool kHoldsOwn = sizeof(T) == 2;
+  // Where warps exchange p, the bias of the next step is loaded into it once this step's p has been read.
+  static constexpr bool kEarlyBias = Traits::kFeatures && Traits::kExchange && Bias<Traits>::kPieces;
 
   // Zeroes dk and dv and adds all query tiles of the work to them.
   static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, const Work& work,
@@ -147,7 +103,7 @@ struct Mainloop {
     if (steps == 0) return;
 
     const AttentionBackwardParams& p = params.attention;
-    Scores<Traits> scores(params, work);
+    ScoreWork scores(params, work);
     Step step(work);
     if (threadIdx.x == 0) set_source(params, smem, work, step);
     load_keys(params, smem, work);
@@ -155,6 +111,7 @@ struct Mainloop {
     load_queries(params, smem, 0);
     load_douts(params, smem, 0);
     copy_async_commit();
+    if constexpr (kEarlyBias) scores.load_bias(step.head, step.query_block(work), smem.p);
     if (Traits::kStages > 1) {
       __syncthreads();  // everybody has read the source
       if (threadIdx.x == 0) advance_source(params, smem, work, step);
@@ -164,62 +121,65 @@ struct Mainloop {
     for (; step.index < steps; step.advance(work)) {
       const int32_t stage = step.index % Traits::kStages;
       const int32_t query_block = step.query_block(work);
-      const int32_t rows = work.sequence.seqlen_q - query_block * Traits::kBlockM;
       const bool more = step.index + 1 < steps;
-      ScoreTile s, dp;
-      scores.start(step.head, query_block, s);
-      copy_async_wait<0>();
+      copy_async_wait<(kEarlyBias && Traits::kStages > 1 ? 1 : 0)>();  // but for the bias
       __syncthreads();  // this step's tiles and the next source are there; everybody is done with the step before
-      if (Traits::kStages > 1 && more) {
-        load_queries(params, smem, stage ^ 1);
-        load_douts(params, smem, stage ^ 1);
+      if constexpr (Traits::kFeatures && !kEarlyBias) scores.load_bias(step.head, query_block, smem.ds);
+      if (Traits::kStages > 1) {
+        if (more) {
+          load_queries(params, smem, stage ^ 1);
+          load_douts(params, smem, stage ^ 1);
+        }
         copy_async_commit();
       }
       if (Traits::kStages == 1 && threadIdx.x == 0) advance_source(params, smem, work, step);
 
+      if constexpr (Traits::kFeatures) scores.draw_mask(step.head, query_block);
+      ScoreTile s = {}, dp = {};
       multiply_keys(smem.k, smem.q[stage], s);
-#pragma unroll
-      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
-#pragma unroll
-        for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) dp[mt][nt][e] = 0.f;
-        }
-      }
       multiply_keys(smem.v, smem.dout[stage], dp);
-      scores.apply(step.head, query_block, smem.lse[stage], smem.delta[stage], s, dp);
+      if constexpr (Traits::kFeatures) {
+        scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(step.head, query_block, smem.lse[stage], smem.delta[stage],
+                                                             kEarlyBias ? smem.p : smem.ds, smem.ds, s, dp);
+      } else {
+        scores.apply(query_block, smem.lse[stage], smem.delta[stage], s, dp);
+      }
       Held p_held, ds_held;
       hold(s, p_held);
       hold(dp, ds_held);
       store_scores(smem.ds, ds_held);
-      if constexpr (Traits::kExchange) {
-        store_scores(smem.p, p_held);
-      } else {
-        add_from_registers(p_held, smem.dout[stage], dv);
-      }
+      if constexpr (Traits::kFeatures) scores.finish_tile(step.head, query_block, smem.ds);
+      if constexpr (Traits::kExchange) store_scores(smem.p, p_held);
+      add_own(p_held, smem.dout[stage], dv);
       __syncthreads();  // ds (and p) of all warps are there
-      if constexpr (Traits::kExchange) add_from_shared(smem.p, smem.dout[stage], dv);
+      add_others(smem.p, smem.dout[stage], dv);
+      if constexpr (kEarlyBias) {
+        named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);  // the warps of these keys are done with their p
+        Step next = step;
+        next.advance(work);
+        if (more) scores.load_bias(next.head, next.query_block(work), smem.p);
+      }
       if constexpr (Traits::kStages > 1) {
         if (threadIdx.x == 0) {
           Step next = step;
           next.advance(work);
           advance_source(params, smem, work, next);
         }
-        add_dq(params, smem, work, step.head, query_block,
-               rows);  // its additions are on their way under the next product
-        add_dk(ds_held, smem, stage, dk);
+        add_dq(params, smem, work, step.head, query_block);  // its additions are on their way under the next product
+        add_own(ds_held, smem.q[stage], dk);
+        add_others(smem.ds, smem.q[stage], dk);
       } else {
         if (!Traits::kExchange && more) load_douts(params, smem, 0);
-        add_dk(ds_held, smem, stage, dk);
+        add_own(ds_held, smem.q[stage], dk);
+        add_others(smem.ds, smem.q[stage], dk);
         __syncthreads();  // everybody is done with q (and dout)
         if (more) {
           if constexpr (Traits::kExchange) load_douts(params, smem, 0);
           load_queries(params, smem, 0);
         }
         copy_async_commit();
-        add_dq(params, smem, work, step.head, query_block, rows);  // under the copies
+        add_dq(params, smem, work, step.head, query_block);  // under the copies
       }
-      if (step.last_of_head(work)) scores.finish_head(step.head);
     }
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
@@ -301,7 +261,7 @@ struct Mainloop {
     const typename M::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
                                                                Traits::warp_s() * Traits::kScoreTiles * 8);
 #pragma unroll(kUnroll)
-    for (int k = 0; k < Traits::kHeadDim / M::kStep; ++k) {
+    for (int k = 0; k < kHeadSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
@@ -334,56 +294,70 @@ struct Mainloop {
     }
   }
 
-  static __device__ __forceinline__ void add_dk(const Held& ds_held, const SharedStorage& smem, int32_t stage,
-                                                Gradient& dk) {
-    if constexpr (Traits::kExchange) {
-      add_from_shared(smem.ds, smem.q[stage], dk);
-    } else {
-      add_from_registers(ds_held, smem.q[stage], dk);
-    }
-  }
-
-  // c (keys, columns) += held (keys, queries) * rows (kBlockM, kHeadDim).
-  static __device__ __forceinline__ void add_from_registers(const Held& held, const uint8_t* rows, Gradient& c) {
-    const typename M::template ColumnsB<Traits::kRowBytes, true> columns_b(smem_address(rows), Traits::lane(), 0);
+  // c (keys, columns) += scores (keys, queries) * rows (kBlockM, kHeadDim): of the queries whose scores this warp
+  // holds,
+  static __device__ __forceinline__ void add_own(const Held& held, const uint8_t* rows, Gradient& c) {
+    if constexpr (!kHoldsOwn) return;
+    const auto columns_b = columns_of<true>(rows, Traits::kExchange ? Traits::warp_s() : 0);
 #pragma unroll
-    for (int k = 0; k < kQuerySteps; ++k) {
+    for (int k = 0; k < kWarpSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = M::operand(held[mt][k]);
-#pragma unroll
-      for (int nt = 0; nt < Traits::kGradientTiles; nt += 2) {
-        const typename M::B b = columns_b.load(k, nt * 8);
-#pragma unroll
-        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt][nt], c[mt][nt + 1], a[mt], b);
-      }
+      add_step(a, columns_b, k, c);
     }
   }
 
-  // The same with scores (kBlockN, kBlockM) in shared memory; this warp's columns.
-  static __device__ __forceinline__ void add_from_shared(const uint8_t* scores, const uint8_t* rows, Gradient& c) {
-    const int32_t lane = Traits::lane();
-    const typename M::template RowsA<Traits::kScoreRowBytes> rows_a(smem_address(scores), lane,
+  // and of those that other warps have put into shared memory, scores (kBlockN, kBlockM).
+  static __device__ __forceinline__ void add_others(const uint8_t* scores, const uint8_t* rows, Gradient& c) {
+    if constexpr (kHoldsOwn) {
+#pragma unroll
+      for (int other = 1; other < Traits::kWarpsS; ++other) {
+        add_steps<kWarpSteps>(scores, rows, (Traits::warp_s() + other) % Traits::kWarpsS, c);
+      }
+    } else {
+      add_steps<kQuerySteps>(scores, rows, 0, c);
+    }
+  }
+
+  // kSteps from the first query on of the warp that is number `part` of those that share the keys.
+  template <int kSteps>
+  static __device__ __forceinline__ void add_steps(const uint8_t* scores, const uint8_t* rows, int32_t part,
+                                                   Gradient& c) {
+    const auto columns_b = columns_of<false>(rows, part);
+    const typename M::template RowsA<Traits::kScoreRowBytes> rows_a(smem_address(scores), Traits::lane(),
                                                                     Traits::warp_n() * Traits::kKeyTiles * 16);
-    const typename M::template ColumnsB<Traits::kRowBytes, false> columns_b(
-        smem_address(rows), lane, Traits::warp_s() * Traits::kGradientTiles * 8);
 #pragma unroll(kUnroll)
-    for (int k = 0; k < kQuerySteps; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
 #pragma unroll
-      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, part * kWarpSteps + k);
+      add_step(a, columns_b, k, c);
+    }
+  }
+
+  // This warp's columns of the rows that belong to the queries of one of the warps that share its keys.
+  template <bool kHeld>
+  static __device__ __forceinline__ auto columns_of(const uint8_t* rows, int32_t part) {
+    return typename M::template ColumnsB<Traits::kRowBytes, kHeld>(
+        smem_address(rows) + part * kWarpSteps * M::kStep * Traits::kRowBytes, Traits::lane(),
+        Traits::warp_s() * Traits::kGradientTiles * 8);
+  }
+
+  template <typename Columns>
+  static __device__ __forceinline__ void add_step(const typename M::A (&a)[Traits::kKeyTiles], const Columns& columns_b,
+                                                  int k, Gradient& c) {
 #pragma unroll
-      for (int nt = 0; nt < Traits::kGradientTiles; nt += 2) {
-        const typename M::B b = columns_b.load(k, nt * 8);
+    for (int nt = 0; nt < Traits::kGradientTiles; nt += 2) {
+      const typename M::B b = columns_b.load(k, nt * 8);
 #pragma unroll
-        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt][nt], c[mt][nt + 1], a[mt], b);
-      }
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt][nt], c[mt][nt + 1], a[mt], b);
     }
   }
 
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, kHeadDim), added to the accumulator in global memory.
   static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                int32_t head, int32_t query_block, int32_t rows) {
+                                                int32_t head, int32_t query_block) {
     const int32_t lane = Traits::lane();
     float dq[Traits::kQueryTiles][Traits::kColumnTiles][4] = {};
     const typename M::template ColumnsA<Traits::kScoreRowBytes> columns_a(smem_address(smem.ds), lane,
@@ -403,60 +377,10 @@ struct Mainloop {
       }
     }
 
+    const DqRows<Traits> dq_rows(params, work, head, query_block);
     if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
-    add_rows(params, work, head, query_block, rows, dq);
+    dq_rows.add(dq);
     if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();
-  }
-
-  // Lanes of neighbouring rows exchange half of what they have: an instruction then adds to four rows of eight
-  // consecutive columns, whole 32-byte sectors, and not to half sectors of eight rows.
-  static __device__ __forceinline__ void add_rows(const KernelParams& params, const Work& work, int32_t head,
-                                                  int32_t query_block, int32_t rows,
-                                                  const float (&dq)[Traits::kQueryTiles][Traits::kColumnTiles][4]) {
-    const AttentionBackwardParams& p = params.attention;
-    const int32_t lane = Traits::lane();
-    const bool odd = lane / 4 % 2 == 1;
-    const int32_t row = Traits::warp_q() * Traits::kQueryTiles * 16 + lane / 8 * 2;
-    const int32_t column = Traits::warp_d() * Traits::kColumnTiles * 8 + lane % 4 * 2 + (odd ? 1 : 0);
-    const int64_t first_row = p.cu_seqlens_q != nullptr ? work.sequence.begin_q : int64_t{work.batch} * p.seqlen_q;
-    float* destination =
-        params.dq_accumulator + first_row * p.heads * params.dq_row_stride +
-        dq_row_offset(head, 0, query_block * Traits::kBlockM + row, 1, work.sequence.rows_q, params.dq_row_stride) +
-        column;
-    if (rows >= Traits::kBlockM && p.head_dim == Traits::kHeadDim) {
-      add_fragments<false>(destination, params.dq_row_stride, odd, 0, 0, dq);
-    } else {
-      add_fragments<true>(destination, params.dq_row_stride, odd, rows - row, p.head_dim - column, dq);
-    }
-  }
-
-  // kPartial: of `rows` and `columns` from the destination on.
-  template <bool kPartial>
-  static __device__ __forceinline__ void add_fragments(
-      float* destination, int64_t row_stride, bool odd, int32_t rows, int32_t columns,
-      const float (&dq)[Traits::kQueryTiles][Traits::kColumnTiles][4]) {
-#pragma unroll
-    for (int mt = 0; mt < Traits::kQueryTiles; ++mt) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int32_t row = mt * 16 + half * 8;
-        float* const even_row = destination + row * row_stride;
-        float* const odd_row = even_row + row_stride;
-#pragma unroll
-        for (int nt = 0; nt < Traits::kColumnTiles; ++nt) {
-          const float left = dq[mt][nt][half * 2], right = dq[mt][nt][half * 2 + 1];
-          const float received = __shfl_xor_sync(0xffffffffu, odd ? left : right, 4);
-          const bool column_exists = !kPartial || nt * 8 < columns;
-          if (column_exists && (!kPartial || row < rows)) add(even_row + nt * 8, odd ? received : left);
-          if (column_exists && (!kPartial || row + 1 < rows)) add(odd_row + nt * 8, odd ? right : received);
-        }
-      }
-    }
-  }
-
-  // No result to wait for.
-  static __device__ __forceinline__ void add(float* place, float value) {
-    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(place), "f"(value) : "memory");
   }
 };
 

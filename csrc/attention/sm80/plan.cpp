@@ -11,13 +11,8 @@
 namespace flashbwd::sm80 {
 namespace {
 
-bool has_features(const AttentionProblem& problem) {
-  return problem.has_bias || problem.has_alibi || problem.softcap > 0.0 || problem.dropout_p > 0.0;
-}
-
 int tile_of(const AttentionProblem& problem, const DeviceInfo& device) {
-  return tile_for(size_of(problem.dtype), problem.head_dim, problem.head_dim_v, has_features(problem),
-                  device.smem_per_block);
+  return tile_for(size_of(problem.dtype), problem.head_dim, problem.head_dim_v, device.smem_per_block);
 }
 
 CallSizes sizes_of(const AttentionProblem& problem) {
@@ -77,6 +72,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   WorkspaceRequest request;
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;
+  request.dq_blocks = true;
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
   // lse * log2(e) and delta
   request.delta_rows =

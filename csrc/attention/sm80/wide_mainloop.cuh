@@ -19,7 +19,7 @@ struct WideMainloop : Mainloop<Traits> {
   using SharedStorage = typename Traits::SharedStorage;
   using Gradient = typename Base::Gradient;
   using ScoreTile = typename Base::ScoreTile;
-  using DqTile = float[Traits::kQueryTiles][Traits::kColumnTiles][4];
+  using DqTile = typename DqRows<Traits>::Tile;
   static constexpr int kPartSteps = Traits::kPartRows / M::kStep;
   static constexpr int kVectors = Traits::kKeyTiles * Traits::kGradientTiles;  // of a thread, a block of columns
 
@@ -49,36 +49,36 @@ struct WideMainloop : Mainloop<Traits> {
       return;
     }
 
-    Scores<Traits> scores(params, work);
+    typename Base::ScoreWork scores(params, work);
     PieceStream<Traits> stream(params, smem, work);
 #pragma unroll 1
     for (Step step(work); step.index < steps; step.advance(work)) {
       const int32_t query_block = step.query_block(work);
       {
-        ScoreTile s, dp;
-        scores.start(step.head, query_block, s);
+        ScoreTile s = {}, dp = {};
         multiply(stream, p.head_dim, s);
-#pragma unroll
-        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
-#pragma unroll
-          for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) dp[mt][nt][e] = 0.f;
-          }
+        // The first piece has been waited for: nobody reads p and ds any more.
+        if constexpr (Traits::kFeatures) {
+          scores.load_bias(step.head, query_block, smem.p);
+          scores.draw_mask(step.head, query_block);
         }
         multiply(stream, p.head_dim_v, dp);
-        scores.apply(step.head, query_block, smem.lse, smem.delta, s, dp);
+        if constexpr (Traits::kFeatures) {
+          scores.template apply<0>(step.head, query_block, smem.lse, smem.delta, smem.p, smem.ds, s, dp);
+        } else {
+          scores.apply(query_block, smem.lse, smem.delta, s, dp);
+        }
         typename Base::Held held;
         Base::hold(s, held);
         Base::store_scores(smem.p, held);
         Base::hold(dp, held);
         Base::store_scores(smem.ds, held);
+        if constexpr (Traits::kFeatures) scores.finish_tile(step.head, query_block, smem.ds);
       }
       const BlockRange parts = PieceCursor<Traits>::parts(work, query_block);
       add_gradient(stream, smem.p, parts, dv, work, step.index == 0, step.index + 1 == steps);
       add_gradient(stream, smem.ds, parts, dk, work, step.index == 0, step.index + 1 == steps);
       add_dq(stream, step.head, query_block);
-      if (step.last_of_head(work)) scores.finish_head(step.head);
     }
   }
 
@@ -187,15 +187,7 @@ struct WideMainloop : Mainloop<Traits> {
     const KernelParams& params = stream.params;
     const AttentionBackwardParams& p = params.attention;
     const Work& work = stream.work;
-    const int32_t lane = Traits::lane();
-    const bool odd = lane / 4 % 2 == 1;
-    const int32_t rows = work.sequence.seqlen_q - query_block * Traits::kBlockM;
-    const int32_t row = Traits::warp_q() * Traits::kQueryTiles * 16 + lane / 8 * 2;
-    const int32_t lane_column = Traits::warp_d() * Traits::kColumnTiles * 8 + lane % 4 * 2 + (odd ? 1 : 0);
-    const int64_t first_row = p.cu_seqlens_q != nullptr ? work.sequence.begin_q : int64_t{work.batch} * p.seqlen_q;
-    float* const destination =
-        params.dq_accumulator + first_row * p.heads * params.dq_row_stride +
-        dq_row_offset(head, 0, query_block * Traits::kBlockM + row, 1, work.sequence.rows_q, params.dq_row_stride);
+    const DqRows<Traits> dq_rows(params, work, head, query_block);
     const bool in_turn = params.turns != nullptr;
     if (in_turn) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
@@ -206,13 +198,7 @@ struct WideMainloop : Mainloop<Traits> {
       for (int32_t column = 0; column < columns; column += Traits::kDqStep) {
         DqTile dq = {};
         multiply_dq(stream.smem.ds, keys, column, dq);
-        float* const place = destination + block + column + lane_column;
-        if (rows >= Traits::kBlockM && columns - column >= Traits::kDqStep) {
-          Base::template add_fragments<false>(place, params.dq_row_stride, odd, 0, 0, dq);
-        } else {
-          Base::template add_fragments<true>(place, params.dq_row_stride, odd, rows - row,
-                                             columns - column - lane_column, dq);
-        }
+        dq_rows.add(dq, block + column);
       }
     }
     if (in_turn) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();

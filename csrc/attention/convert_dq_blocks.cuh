@@ -1,0 +1,72 @@
+// convert_dq for an accumulator whose rows lie in blocks (dq_block_offset in schedule.h).
+#pragma once
+
+#include <cstdint>
+
+#include "convert_dq.cuh"
+
+namespace flashbwd {
+
+// Eight columns of a row of one slot. `rows`: the eight rows that hold it; `whole`: they lie in blocks.
+__device__ __forceinline__ void add_row_of_blocks(const float* rows, int32_t row, int32_t column, int64_t row_stride,
+                                                  bool whole, float (&sums)[kConvertColumns]) {
+  const float* const first = rows + (whole ? dq_block_offset(row, column) : row * row_stride + column);
+  const float* const second = rows + (whole ? dq_block_offset(row, column + 1) : row * row_stride + column + 4);
+  const float4 a = __ldcg(reinterpret_cast<const float4*>(first)), b = __ldcg(reinterpret_cast<const float4*>(second));
+  const float as_rows[kConvertColumns] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  const float as_blocks[kConvertColumns] = {a.x, b.x, a.y, b.y, a.z, b.z, a.w, b.w};
+#pragma unroll
+  for (int i = 0; i < kConvertColumns; ++i) sums[i] += whole ? as_blocks[i] : as_rows[i];
+}
+
+// A thread has eight columns of a row at a time, eight neighbours those of the eight rows of a block.
+template <typename T>
+__global__ void __launch_bounds__(kConvertThreads)
+    convert_dq_blocks_kernel(const __grid_constant__ ConvertArguments a) {
+  const AttentionBackwardParams& p = a.params;
+  const WorkspaceLayout& w = a.workspace;
+  const uint8_t* const workspace = static_cast<const uint8_t*>(p.workspace);
+
+  const uint32_t batch_head = blockIdx.x / a.row_blocks;
+  const uint32_t row_block = blockIdx.x - batch_head * a.row_blocks;
+  const int32_t batch = static_cast<int32_t>(batch_head / p.heads);
+  const int32_t head = static_cast<int32_t>(batch_head) - batch * p.heads;
+  const Sequence sequence = load_sequence(p, batch);
+  const int32_t lanes = a.threads.lanes();
+  const int32_t first_row = row_block * a.threads.rows_abreast() + threadIdx.x / (kDqBlock * lanes) * kDqBlock;
+  const int32_t row = first_row + threadIdx.x % kDqBlock;
+  if (row >= sequence.rows_q) return;
+
+  const int32_t nsplits = reinterpret_cast<const int32_t*>(workspace + w.nsplits_offset)[w.tables > 1 ? batch : 0];
+  const int64_t first_slot_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
+  const int64_t first = w.has_offsets ? reinterpret_cast<const int64_t*>(workspace + w.offsets_offset)[batch]
+                                      : first_slot_row * p.heads * nsplits * w.row_stride;
+  const float* const rows = reinterpret_cast<const float*>(workspace + w.accumulator_offset) + first +
+                            dq_row_offset(head, 0, first_row, nsplits, sequence.rows_q, w.row_stride);
+  const int64_t slot_stride = sequence.rows_q * w.row_stride;
+  const bool whole = first_row + kDqBlock <= sequence.rows_q;
+  // What no key block sees, nobody may have written.
+  const int32_t slots = sees_a_key(visibility_of(p, sequence), row) ? nsplits : 0;
+  T* const dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
+                (sequence.begin_q + row) * p.dq.seq_stride;
+
+  const int32_t step = lanes * kConvertColumns;
+  for (int32_t column = threadIdx.x / kDqBlock % lanes * kConvertColumns; column < p.head_dim; column += step) {
+    float sums[kConvertColumns] = {};
+    for (int32_t slot = 0; slot < slots; ++slot) {
+      add_row_of_blocks(rows + slot * slot_stride, row - first_row, column, w.row_stride, whole, sums);
+    }
+#pragma unroll
+    for (int i = 0; i < kConvertColumns; ++i) sums[i] *= p.softmax_scale;
+    if (a.threads.vectors && column + kConvertColumns <= p.head_dim) {
+      store_columns(dq + column, sums);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kConvertColumns; ++i) {
+        if (column + i < p.head_dim) dq[column + i] = from_float<T>(sums[i]);
+      }
+    }
+  }
+}
+
+}  // namespace flashbwd

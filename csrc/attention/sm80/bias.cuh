@@ -1,0 +1,235 @@
+// The bias of a tile of scores, and its gradient.
+//
+// A bias of the operands' own 16-bit type whose rows can be copied 16 bytes at a time goes through the part of the p or
+// ds tile that its warp will write anyway: each block of 8 queries and 8 keys lies where the warp puts that block of
+// p^T or ds^T later, so no other warp is waited for. Any other bias is loaded element by element.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/mma.cuh"
+#include "dq.cuh"
+#include "scores.cuh"
+
+namespace flashbwd::sm80 {
+
+template <typename Traits>
+struct Bias {
+  using T = typename Traits::T;
+  using Place = ScorePlace<Traits>;
+  using Accumulator = typename Place::Accumulator;
+  using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
+  static constexpr bool kPieces = sizeof(T) == 2;
+  static constexpr int kOctets = 2 * Traits::kKeyTiles;  // of keys of a warp
+
+  // In either tile: the warp's first key, and its first 8 queries.
+  static __device__ __forceinline__ int32_t warp_row() { return Traits::warp_n() * Traits::kKeyTiles * 16; }
+  static __device__ __forceinline__ int32_t warp_piece() { return Traits::warp_s() * Traits::kScoreTiles; }
+
+  // Starts copies into the warp's part of the tile, which nobody reads any more.
+  static __device__ __forceinline__ void load(const KernelParams& params, const Work& work, int32_t head,
+                                              int32_t query_block, uint8_t* tile) {
+    if constexpr (kPieces) {
+      if (!params.bias_pieces) return;
+      const BiasView& b = params.attention.bias;
+      const int32_t octet = Traits::lane() % kOctets, row = Traits::lane() / kOctets;
+      const int32_t i0 = query_block * Traits::kBlockM + warp_piece() * 8 + row;
+      const int32_t j = work.key_block * Traits::kBlockN + warp_row() + octet * 8;
+      const int32_t bytes = max(min(work.visibility.seqlen_k - j, 8), 0) * 2;
+      const T* const plane = static_cast<const T*>(b.data) + work.batch * b.batch_stride + head * b.head_stride;
+      const T* source = plane + (bytes > 0 ? i0 * b.row_stride + j : 0);
+      constexpr int kRows = 32 / kOctets;  // that a warp copies at once
+#pragma unroll
+      for (int first = 0; first < Traits::kScoreTiles * 8; first += kRows) {
+        const bool exists = bytes > 0 && i0 + first < work.visibility.seqlen_q;
+        const int32_t query = first + row;
+        const uint32_t to = Swizzle::offset(warp_row() + octet * 8 + query % 8, warp_piece() + query / 8);
+        copy_async_16(smem_address(tile) + to, exists ? source : plane, exists ? bytes : 0);
+        source += kRows * b.row_stride;
+      }
+    }
+  }
+
+  // s = scale * s + log2(e) * bias. kPending: groups of copies that were started after load().
+  template <int kPending>
+  static __device__ __forceinline__ void add(const KernelParams& params, const Work& work, int32_t head,
+                                             int32_t query_block, const uint8_t* tile, float scale, Accumulator& s) {
+    if constexpr (kPieces) {
+      if (params.bias_pieces) {
+        add_pieces<kPending>(tile, scale, s);
+        return;
+      }
+    }
+    if (params.attention.bias.dtype == DType::kFloat32) {
+      add_elements<float>(params, work, head, query_block, scale, s);
+    } else {
+      add_elements<T>(params, work, head, query_block, scale, s);
+    }
+  }
+
+  // Through the ds tile, after the warp has written its part: 16 bytes of a row of the gradient a thread.
+  static __device__ __forceinline__ void store_pieces(const KernelParams& params, const Work& work, int32_t head,
+                                                      int32_t query_block, const uint8_t* ds) {
+    if constexpr (kPieces) {
+      const BiasGradient& g = params.bias_gradient;
+      const AttentionBackwardParams& p = params.attention;
+      constexpr int kGroups = kOctets;    // of four lanes' octets: 4 of a row of queries, or 2 of each of two
+      constexpr int kSpan = 4 / kGroups;  // tiles of queries at once
+      const int32_t lane = Traits::lane();
+      // Lane 4 q + a gets keys 8 (a % kGroups) ... + 7 of query q: two of them from each matrix.
+      const int32_t from_a = lane % 8 / 2, key = from_a % kGroups * 8 + lane / 8 * 2 + lane % 2;
+      const int32_t to_a = lane % 4;
+      const int32_t i0 = query_block * Traits::kBlockM + (warp_piece() + to_a / kGroups) * 8 + lane / 4;
+      const int32_t j = work.key_block * Traits::kBlockN + warp_row() + to_a % kGroups * 8;
+      const int32_t columns = p.seqlen_k - j;
+      T* place = static_cast<T*>(g.data) + work.batch * g.batch_stride + head * g.head_stride + i0 * g.row_stride + j;
+      __syncwarp();  // the warp has written its part of ds
+#pragma unroll
+      for (int nt = 0; nt < Traits::kScoreTiles; nt += kSpan) {
+        alignas(16) uint32_t r[4];
+        load_matrix_x4_trans(
+            r, smem_address(ds) + Swizzle::offset(warp_row() + key, warp_piece() + nt + from_a / kGroups));
+        if (i0 + nt * 8 < p.seqlen_q) {
+          if (columns >= 8) {
+            *reinterpret_cast<uint4*>(place) = *reinterpret_cast<const uint4*>(r);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+              if (e < columns) place[e] = reinterpret_cast<const T*>(r)[e];
+            }
+          }
+        }
+        place += kSpan * 8 * g.row_stride;
+      }
+    }
+  }
+
+  // Calls write(place, ds) with every element of the tile that lies in `rows` and `columns` of the gradient.
+  template <typename Out, typename Write>
+  static __device__ __forceinline__ void write_elements(const KernelParams& params, const Work& work, int32_t head,
+                                                        int32_t query_block, int32_t rows, int32_t columns,
+                                                        const Accumulator& ds, const Write& write) {
+    const BiasGradient& g = params.bias_gradient;
+    const int32_t i0 = Place::first_query(query_block), j0 = Place::first_key(work);
+    Out* row = static_cast<Out*>(g.data) + work.batch * g.batch_stride + head * g.head_stride + i0 * g.row_stride +
+               j0 * g.col_stride;
+    rows -= i0;
+    columns -= j0;
+    for_each_row([&](int nt, int c) {
+      Out* place = row;
+      for_each_octet([&](int mt, int h) {
+        if (nt * 8 + c < rows && mt * 16 + h * 8 < columns) write(place, ds[mt][nt][h * 2 + c]);
+        place += 8 * g.col_stride;
+      });
+      row += (c == 0 ? 1 : 7) * g.row_stride;
+    });
+  }
+
+  // A slot for the queries of this warp: sums over them, which no other warp adds to.
+  static __device__ __forceinline__ void add_key_sums(const KernelParams& params, const Work& work, int32_t head,
+                                                      const Accumulator& ds) {
+    const BiasGradient& g = params.bias_gradient;
+    const int32_t j0 = Place::first_key(work);
+    float* const row = static_cast<float*>(g.data) + work.batch * g.batch_stride + head * g.head_stride +
+                       Traits::warp_s() * g.slot_stride + j0 * g.col_stride;
+    for_each_octet([&](int mt, int h) {
+      float sum = 0.f;
+#pragma unroll
+      for (int nt = 0; nt < Traits::kScoreTiles; ++nt) sum += ds[mt][nt][h * 2] + ds[mt][nt][h * 2 + 1];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const int32_t j = mt * 16 + h * 8;
+      if (Traits::lane() % 4 == 0 && j0 + j < params.attention.seqlen_k) add_to_global(row + j * g.col_stride, sum);
+    });
+  }
+
+  // A slot for the keys of this warp: sums over them.
+  static __device__ __forceinline__ void store_row_sums(const KernelParams& params, const Work& work, int32_t head,
+                                                        int32_t query_block, const Accumulator& ds) {
+    const BiasGradient& g = params.bias_gradient;
+    const int32_t i0 = Place::first_query(query_block);
+    const int32_t slot = work.key_block * Traits::kWarpsN + Traits::warp_n();
+    float* const plane = static_cast<float*>(g.data) + work.batch * g.batch_stride + head * g.head_stride +
+                         slot * g.slot_stride + i0 * g.row_stride;
+#pragma unroll
+    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float sum = 0.f;
+#pragma unroll
+        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) sum += ds[mt][nt][c] + ds[mt][nt][c + 2];
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        if (Traits::lane() < 4 && i0 + nt * 8 + c < work.visibility.seqlen_q) plane[(nt * 8 + c) * g.row_stride] = sum;
+      }
+    }
+  }
+
+ private:
+  template <int kPending>
+  static __device__ __forceinline__ void add_pieces(const uint8_t* tile, float scale, Accumulator& s) {
+    copy_async_wait<kPending>();
+    __syncwarp();  // the copies of all lanes are there
+    const LaneAddress<Traits::kScoreRowBytes> blocks(smem_address(tile), warp_row() + Traits::lane() % 16,
+                                                     Traits::lane() / 16);
+#pragma unroll
+    for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+      for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
+        uint32_t r[4];  // tile nt: the two octets of mt; then tile nt + 1
+        load_matrix_x4_trans(r, blocks.at(mt * 16, warp_piece() + nt));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float2 pair = unpack2<T>(r[k]);
+          float* const x = s[mt][nt + k / 2] + k % 2 * 2;
+          x[0] = fmaf(x[0], scale, pair.x * kLog2E);
+          x[1] = fmaf(x[1], scale, pair.y * kLog2E);
+        }
+      }
+    }
+    __syncwarp();  // all lanes have read: the part is free again
+  }
+
+  template <typename Element>
+  static __device__ __forceinline__ void add_elements(const KernelParams& params, const Work& work, int32_t head,
+                                                      int32_t query_block, float scale, Accumulator& s) {
+    const BiasView& b = params.attention.bias;
+    const int32_t i0 = Place::first_query(query_block), j0 = Place::first_key(work);
+    const int32_t rows = work.visibility.seqlen_q - i0, columns = work.visibility.seqlen_k - j0;
+    const Element* row = static_cast<const Element*>(b.data) + work.batch * b.batch_stride + head * b.head_stride +
+                         i0 * b.row_stride + j0 * b.col_stride;
+    for_each_row([&](int nt, int c) {
+      const Element* place = row;
+      if (nt * 8 + c < rows) {  // rows past the end have probabilities of 0 whatever their scores are
+        for_each_octet([&](int mt, int h) {
+          float bias = 0.f;
+          if (mt * 16 + h * 8 < columns) bias = to_float(*place);
+          float& x = s[mt][nt][h * 2 + c];
+          x = fmaf(x, scale, bias * kLog2E);
+          place += 8 * b.col_stride;
+        });
+      }
+      row += (c == 0 ? 1 : 7) * b.row_stride;
+    });
+  }
+
+  // Pointers walk from place to place below: 64-bit strides of all elements would take more registers than there are.
+  template <typename F>
+  static __device__ __forceinline__ void for_each_row(const F& f) {
+#pragma unroll
+    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) f(nt, c);
+    }
+  }
+  template <typename F>
+  static __device__ __forceinline__ void for_each_octet(const F& f) {
+#pragma unroll
+    for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) f(mt, h);
+    }
+  }
+};
+
+}  // namespace flashbwd::sm80

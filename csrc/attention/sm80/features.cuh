@@ -1,0 +1,202 @@
+// Scores with bias, ALiBi, softcap and dropout, each a pass over the tile of its own: what a call does not use costs a
+// branch a tile.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "bias.cuh"
+#include "dq.cuh"
+#include "dropout.cuh"
+#include "scores.cuh"
+
+namespace flashbwd::sm80 {
+
+template <typename T>
+__device__ __forceinline__ float hyperbolic_tangent(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return tanhf(x);
+  } else {
+    return 1.f - __fdividef(2.f, 1.f + exponential<T>(2.f * kLog2E * x));
+  }
+}
+
+template <typename Traits>
+struct Features {
+  using T = typename Traits::T;
+  using Place = ScorePlace<Traits>;
+  using Accumulator = typename Place::Accumulator;
+
+  const KernelParams& params;
+  const Work& work;
+  DropoutMask<Traits> mask;  // of the tile that was started
+
+  __device__ __forceinline__ Features(const KernelParams& params, const Work& work) : params(params), work(work) {}
+
+  // Starts the copies of a tile's bias to where nobody reads any more. A group of copies in any case.
+  __device__ __forceinline__ void load_bias(int32_t head, int32_t query_block, uint8_t* tile) const {
+    if (params.attention.bias.data != nullptr) Bias<Traits>::load(params, work, head, query_block, tile);
+    copy_async_commit();
+  }
+  // The dropout mask of a tile, before apply().
+  __device__ __forceinline__ void draw_mask(int32_t head, int32_t query_block) {
+    if (params.attention.dropout_p > 0.f) mask.draw(params, work, head, query_block);
+  }
+
+  // s and dp from the products: on return s holds the probabilities for dv and dp their gradients for dk and dq. `lse`:
+  // (kBlockM,) times log2(e), `delta`: (kBlockM,), of the tile's queries. kPending: groups of copies after load_bias().
+  template <int kPending>
+  __device__ __forceinline__ void apply(int32_t head, int32_t query_block, const float* lse, const float* delta,
+                                        const uint8_t* bias, uint8_t* ds, Accumulator& s, Accumulator& dp) {
+    const AttentionBackwardParams& p = params.attention;
+    float scale = p.softmax_scale * kLog2E;  // from s to powers of two
+    if (p.softcap > 0.f) {
+      cap(ds, s);
+      scale = 1.f;
+    }
+    if (p.bias.data != nullptr) {
+      Bias<Traits>::template add<kPending>(params, work, head, query_block, bias, scale, s);
+      scale = 1.f;
+    }
+    if (p.alibi_slopes != nullptr) {
+      add_alibi(head, query_block, scale, s);
+      scale = 1.f;
+    }
+    if (!work.interior.contains(query_block)) {
+      Place::for_each([&](int mt, int nt, int e) { s[mt][nt][e] *= scale; });
+      Place::mask(work, query_block, -INFINITY, s);
+      scale = 1.f;
+    }
+    if (p.dropout_p > 0.f) {
+      finish<true>(lse, delta, scale, s, dp);
+    } else {
+      finish<false>(lse, delta, scale, s, dp);
+    }
+    take_bias_gradient(head, query_block, dp);
+    if (p.softcap > 0.f) multiply_by_cap_factor(ds, dp);
+  }
+
+  // After ds of the tile has been stored by this warp.
+  __device__ __forceinline__ void finish_tile(int32_t head, int32_t query_block, const uint8_t* ds) const {
+    if (params.bias_gradient_pieces) Bias<Traits>::store_pieces(params, work, head, query_block, ds);
+  }
+
+ private:
+  static __device__ __forceinline__ float of_query(float2 pair, int e) { return e % 2 == 0 ? pair.x : pair.y; }
+  static __device__ __forceinline__ float2 row_pair(const float* rows, int nt) {
+    return *reinterpret_cast<const float2*>(rows + Place::first_column() + nt * 8);
+  }
+
+  // s to powers of two. The factor 1 - tanh^2 that is due to ds waits, rounded to T, where this thread will write ds.
+  __device__ __forceinline__ void cap(uint8_t* ds, Accumulator& s) const {
+    const float softcap = params.attention.softcap;
+    const float to_cap = params.attention.softmax_scale / softcap, from_cap = softcap * kLog2E;
+    for_each_pair([&](int mt, int nt, int h) {
+      float* const x = s[mt][nt] + h * 2;
+      const float t0 = hyperbolic_tangent<T>(x[0] * to_cap), t1 = hyperbolic_tangent<T>(x[1] * to_cap);
+      x[0] = from_cap * t0;
+      x[1] = from_cap * t1;
+      store_pair(pair_address(ds, mt, nt, h), 1.f - t0 * t0, 1.f - t1 * t1);
+    });
+  }
+  __device__ __forceinline__ void multiply_by_cap_factor(const uint8_t* ds, Accumulator& dp) const {
+    for_each_pair([&](int mt, int nt, int h) {
+      const float2 factor = load_pair(pair_address(ds, mt, nt, h));
+      dp[mt][nt][h * 2] *= factor.x;
+      dp[mt][nt][h * 2 + 1] *= factor.y;
+    });
+  }
+
+  // Calls f(mt, nt, h) for every two elements of neighbouring queries.
+  template <typename F>
+  static __device__ __forceinline__ void for_each_pair(const F& f) {
+    Place::for_each([&](int mt, int nt, int e) {
+      if (e % 2 == 0) f(mt, nt, e / 2);
+    });
+  }
+  static __device__ __forceinline__ uint32_t pair_address(const uint8_t* ds, int mt, int nt, int h) {
+    const uint32_t row = (Traits::warp_n() * Traits::kKeyTiles + mt) * 16 + h * 8 + Traits::lane() / 4;
+    const uint32_t byte = (Place::first_column() + nt * 8) * sizeof(T);
+    return smem_address(ds) + PieceSwizzle<Traits::kScoreRowBytes, sizeof(T) == 4>::offset(row, byte / 16) + byte % 16;
+  }
+  static __device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
+    if constexpr (sizeof(T) == 2) {
+      store_shared_word(address, pack2<T>(x, y));
+    } else {
+      store_shared_word(address, __float_as_uint(x));
+      store_shared_word(address + 4, __float_as_uint(y));
+    }
+  }
+  static __device__ __forceinline__ float2 load_pair(uint32_t address) {
+    if constexpr (sizeof(T) == 2) {
+      return unpack2<T>(load_shared_word(address));
+    } else {
+      return make_float2(__uint_as_float(load_shared_word(address)), __uint_as_float(load_shared_word(address + 4)));
+    }
+  }
+
+  __device__ __forceinline__ void add_alibi(int32_t head, int32_t query_block, float scale, Accumulator& s) const {
+    const AttentionBackwardParams& p = params.attention;
+    const float slope = -kLog2E * p.alibi_slopes[work.batch * p.alibi_batch_stride + head];
+    const int32_t off = p.causal == CausalAlignment::kTopLeft ? 0 : work.sequence.seqlen_k - work.sequence.seqlen_q;
+    const float distance = static_cast<float>(Place::first_query(query_block) + off - Place::first_key(work));
+    Place::for_each([&](int mt, int nt, int e) {
+      const float d = fabsf(distance + static_cast<float>(Place::query(nt, e) - Place::key(mt, e)));
+      s[mt][nt][e] = fmaf(s[mt][nt][e], scale, slope * d);
+    });
+  }
+
+  template <bool kDropout>
+  __device__ __forceinline__ void finish(const float* lse, const float* delta, float scale, Accumulator& s,
+                                         Accumulator& dp) const {
+#pragma unroll
+    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
+      const float2 row_lse = row_pair(lse, nt);
+      const float2 row_delta = row_pair(delta, nt);
+#pragma unroll
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float p = exponential<T>(fmaf(s[mt][nt][e], scale, -of_query(row_lse, e)));
+          const float z = !kDropout ? 1.f : mask.keeps(mt, nt, e) ? params.dropout_scale : 0.f;
+          const float ds = p * fmaf(dp[mt][nt][e], z, -of_query(row_delta, e));
+          // A row that its bias hides has probabilities of 0 and a delta that may be anything.
+          dp[mt][nt][e] = p > 0.f ? ds : 0.f;
+          s[mt][nt][e] = kDropout ? p * z : p;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void take_bias_gradient(int32_t head, int32_t query_block, const Accumulator& ds) {
+    const AttentionBackwardParams& p = params.attention;
+    const BiasGradient& g = params.bias_gradient;
+    switch (g.mode) {
+      case BiasGradientMode::kNone:
+        break;
+      case BiasGradientMode::kStore:
+        if (params.bias_gradient_pieces) break;  // finish_tile
+        if (g.dtype == DType::kFloat32) {
+          Bias<Traits>::template write_elements<float>(params, work, head, query_block, p.seqlen_q, p.seqlen_k, ds,
+                                                       [](float* place, float x) { *place = x; });
+        } else {
+          Bias<Traits>::template write_elements<T>(params, work, head, query_block, p.seqlen_q, p.seqlen_k, ds,
+                                                   [](T* place, float x) { *place = from_float<T>(x); });
+        }
+        break;
+      case BiasGradientMode::kAdd:
+        Bias<Traits>::template write_elements<float>(params, work, head, query_block, work.visibility.seqlen_q,
+                                                     work.visibility.seqlen_k, ds,
+                                                     [](float* place, float x) { add_to_global(place, x); });
+        break;
+      case BiasGradientMode::kKeySums:
+        Bias<Traits>::add_key_sums(params, work, head, ds);
+        break;
+      case BiasGradientMode::kRowSums:
+        Bias<Traits>::store_row_sums(params, work, head, query_block, ds);
+        break;
+    }
+  }
+};
+
+}  // namespace flashbwd::sm80

@@ -294,8 +294,7 @@ struct Mainloop {
     }
   }
 
-  // c (keys, columns) += scores (keys, queries) * rows (kBlockM, kHeadDim): of the queries whose scores this warp
-  // holds,
+  // c (keys, columns) += scores (keys, queries) * rows (kBlockM, kHeadDim): of the queries of this warp,
   static __device__ __forceinline__ void add_own(const Held& held, const uint8_t* rows, Gradient& c) {
     if constexpr (!kHoldsOwn) return;
     const auto columns_b = columns_of<true>(rows, Traits::kExchange ? Traits::warp_s() : 0);

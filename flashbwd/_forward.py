@@ -270,6 +270,7 @@ def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tens
         rng_layout=ctx.layout,
         need_dbias=attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")],
         **ctx.options,
+        allow_tf32=q.dtype == torch.float32 and _ops.tf32_allowed(),
     )
     grads = dict.fromkeys(_INPUTS)
     grads.update(q=dq, k=dk, v=dv)

@@ -60,6 +60,12 @@ library = torch.library.Library("flashbwd", "FRAGMENT")
 _failure = threading.local()
 
 
+@torch.compiler.assume_constant_result
+def tf32_allowed() -> bool:
+    """Whether PyTorch's own products of float32 matrices may be rounded to TF32 on CUDA devices."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
     """Register what an operator's C++ half calls where there is no kernel."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashbwd import _forward, _ops  # noqa: F401  (defines torch.ops.flashbwd.attention)
+from flashbwd import _forward, _ops  # noqa: F401  (_forward defines torch.ops.flashbwd.attention)
 
 __all__ = [
     "AttentionGrads",
@@ -71,8 +71,8 @@ class Plan:
         Whether two runs on GPUs of one model and SM count agree bitwise.
     sm_count : int
         Multiprocessors of the device that was planned for; 0 on a CPU.
-    key_splits : int
-        Thread blocks that share one head's keys.
+    splits : int
+        Thread blocks that share the work on one block of keys.
     accumulator_bytes, nsplits : int
         Size of the fp32 dq accumulator in the workspace, and its slots (dense modes).
     reasons : Mapping[str, str]
@@ -85,7 +85,7 @@ class Plan:
     workspace_bytes: int
     deterministic: bool
     sm_count: int
-    key_splits: int
+    splits: int
     accumulator_bytes: int
     nsplits: int
     reasons: Mapping[str, str]
@@ -194,6 +194,7 @@ def _options(
         "max_seqlen_k": max_seqlen_k,
         "deterministic": _deterministic(deterministic),
         "backend": _backend,
+        "allow_tf32": q.dtype == torch.float32 and _ops.tf32_allowed(),
     }
 
 

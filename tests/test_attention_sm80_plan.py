@@ -106,12 +106,32 @@ def test_wider_heads_keep_gradients_of_keys_in_global_memory(
     floats: int,
 ) -> None:
     changes = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "dtype": getattr(host.DType, dtype)}
-    plan = plan_of(host, device, batch=16, **changes)
+    plan = plan_of(host, device, batch=200, **changes)
     assert (plan.block_m, plan.block_n) == tile
     assert plan.workspace.partial_bytes == A100["sm_count"] * floats * 4
     assert plan.workspace.semaphore_bytes == 16  # jobs taken
-    few = plan_of(host, device, batch=1, heads_kv=1, seqlen_k=65, **changes)
+    few = plan_of(host, device, batch=1, heads=1, heads_kv=1, seqlen_q=64, seqlen_k=65, **changes)
     assert few.workspace.partial_bytes == 2 * floats * 4  # no more places than key blocks
+
+
+# 108 multiprocessors; tiles of 64 x 128, one CTA at a time each.
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({}, 4),  # 24 jobs of 10 steps
+        ({"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 128}, 86),  # 256 steps, 3 each
+        ({"batch": 1, "heads": 32, "heads_kv": 1, "seqlen_q": 2048, "seqlen_k": 2048}, 13),
+        ({"batch": 1, "heads": 8, "heads_kv": 8, "seqlen_q": 8192, "seqlen_k": 512}, 3),
+        ({"batch": 8, "heads": 16, "heads_kv": 16, "seqlen_q": 4096, "seqlen_k": 4096}, 1),
+        ({"heads": 3, "seqlen_q": 16384, "seqlen_k": 128, "window_left": 64, "window_right": 0}, 1),
+    ],
+)
+def test_ctas_share_key_blocks_where_those_are_few(host: ModuleType, changes: dict[str, Any], splits: int) -> None:
+    plan = plan_of(host, **changes)
+    assert plan.splits == splits
+    problem = dense_problem(host, **changes)
+    rows = problem.batch * problem.heads_kv * problem.seqlen_k
+    assert plan.workspace.partial_bytes == (splits * rows * 256 * 4 if splits > 1 else 0)
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])
@@ -172,7 +192,7 @@ def test_scratch_of_the_bias_gradient(
     host: ModuleType, broadcast: tuple[str, ...], deterministic: bool, zeroed: int, stored: int
 ) -> None:
     changes = {f"bias_broadcast_{name}": True for name in broadcast}
-    plan = plan_of(host, has_bias=True, need_dbias=True, deterministic=deterministic, **changes)
+    plan = plan_of(host, {"sm_count": 1}, has_bias=True, need_dbias=True, deterministic=deterministic, **changes)
     turns = 16 + 2 * 6 * 5 * 4 if deterministic else 0
     assert plan.workspace.semaphore_bytes == turns + zeroed * 4
     assert plan.workspace.partial_bytes == stored * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections import defaultdict
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kit.host import load_host
 
 host = load_host()
-Kind, Split, Causal = host.TileKind, host.KeySplit, host.CausalAlignment
+Kind, Causal = host.TileKind, host.CausalAlignment
 INT_MAX = 2**31 - 1
 WINDOWS = (-1, 0, 1, 2, 5, 17, 1000, INT_MAX)
 
@@ -126,39 +127,71 @@ def test_lengths_and_windows_up_to_the_integer_limit_do_not_overflow(length: int
     assert host.tile_kind(full, 0, last - 1, block, block) == Kind.kInterior
 
 
-# Key splits
+# Splits
 
 
-@pytest.mark.parametrize("policy", [Split.kStrided, Split.kContiguous])
-def test_every_key_block_belongs_to_one_split(policy: Any) -> None:
-    for num_blocks in range(40):
+def test_every_step_of_a_walk_belongs_to_one_split_and_splits_are_even() -> None:
+    for steps in range(40):
         for num_splits in range(1, 45):
-            taken = [n for s in range(num_splits) for n in range(*host.split_blocks(num_blocks, s, num_splits, policy))]
-            assert sorted(taken) == list(range(num_blocks))
+            walks = [range(*host.split_walk(steps, s, num_splits)) for s in range(num_splits)]
+            assert [step for walk in walks for step in walk] == list(range(steps))
+            assert max(map(len, walks)) - min(map(len, walks)) <= 1
+    assert host.split_walk(INT_MAX, 98, 99) == (INT_MAX * 98 // 99, INT_MAX)
 
 
-@given(
-    mask=masks(),
-    block_m=blocks,
-    block_n=blocks,
-    num_splits=st.integers(1, 12),
-    spare_blocks=st.integers(0, 3),
-    policy=st.sampled_from([Split.kStrided, Split.kContiguous]),
-)
-@settings(max_examples=3000, deadline=None)
-def test_dq_touches_counts_the_splits_that_visit_a_tile(
-    mask: tuple[int, int, int, int, Any], block_m: int, block_n: int, num_splits: int, spare_blocks: int, policy: Any
+@given(mask=masks(), block_m=blocks, block_n=blocks, heads_per_kv=st.integers(1, 3), num_splits=st.integers(1, 12))
+@settings(max_examples=2000, deadline=None)
+def test_each_key_block_of_a_dq_tile_is_one_ctas(
+    mask: tuple[int, int, int, int, Any], block_m: int, block_n: int, heads_per_kv: int, num_splits: int
 ) -> None:
+    """The CTAs that touch a dq tile are as many as its key blocks, however the walks are shared."""
     v = host.make_visibility(*mask)
-    num_blocks = -(-mask[1] // block_n) + spare_blocks  # as for the longest sequence of a batch
-    touched: dict[int, set[int]] = defaultdict(set)
-    for s in range(num_splits):
-        for n in range(*host.split_blocks(num_blocks, s, num_splits, policy)):
-            for m in range(*host.query_blocks(v, n, block_m, block_n)):
-                touched[m].add(s)
-    for m in range(-(-mask[0] // block_m) + 2):
-        touches = host.dq_touches(v, m, block_m, block_n, num_blocks, num_splits, policy)
-        assert touches == len(touched[m])
+    touched: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for n in range(-(-mask[1] // block_n)):
+        begin, end = host.query_blocks(v, n, block_m, block_n)
+        for split in range(num_splits):
+            for step in range(*host.split_walk((end - begin) * heads_per_kv, split, num_splits)):
+                touched[step // (end - begin), begin + step % (end - begin)].append(n)
+    for m in range(-(-mask[0] // block_m)):
+        for head in range(heads_per_kv):
+            assert touched[head, m] == list(range(*host.key_blocks(v, m, block_m, block_n)))
+
+
+def greedy(walks: list[int], at_once: int) -> int:
+    """When the last CTA ends, if each takes a step more than its walk and starts as soon as there is room, in order."""
+    free = [0] * at_once
+    for walk in walks:
+        heapq.heapreplace(free, free[0] + walk + 1)
+    return max(free)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_walks_are_shared_where_that_saves_time_and_little_memory(causal: bool) -> None:
+    for at_once in (1, 2, 8, 108, 132):
+        for jobs in (1, 2, 3, 5, 8, 16, 31, 66, 67, 107, 108, 131, 132, 133, 200, 264, 265, 5000):
+            for steps in (1, 2, 3, 7, 16, 128, 1000):
+                walks = [steps - steps * n // jobs for n in range(jobs)] if causal else [steps] * jobs
+                splits = host.split_count(jobs, walks[jobs // 2], steps, at_once)
+                assert 1 <= splits <= steps
+                if splits == 1:
+                    continue
+                assert jobs * splits <= 3 * at_once
+                shared = [
+                    end - begin
+                    for walk in walks
+                    for begin, end in (host.split_walk(walk, split, splits) for split in range(splits))
+                ]
+                # Of unequal walks the mean and the longest are what the rule knows.
+                assert greedy(shared, at_once) <= (1.05 if causal else 0.95) * greedy(walks, at_once)
+
+
+def test_one_key_block_of_many_queries_fills_the_device() -> None:
+    assert host.split_count(1, 256, 256, 132) == 128  # two steps each; 132 splits would have no fewer
+    assert host.split_count(16, 256, 256, 132) == 8
+    assert host.split_count(16, 272, 512, 132) == 16  # causal: the longest walk counts
+    assert host.split_count(100, 64, 64, 132) == 1
+    assert host.split_count(80, 64, 64, 132) == 3  # in two rounds of a third each
+    assert host.split_count(5000, 64, 64, 132) == 1
 
 
 # Ordered accumulation

@@ -24,7 +24,7 @@ namespace {
   "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, str causal='none', "             \
   "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, float dropout_p=0.0, str rng_layout='', " \
   "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool need_dbias=True, bool deterministic=False, "     \
-  "str backend='auto'"
+  "str backend='auto', bool allow_tf32=False"
 
 // (B, H, S, D) seen as (B, S, H, D), and back.
 Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }

@@ -42,6 +42,7 @@ AttentionCall::AttentionCall(ArgumentReader& reader)
   a.need_dbias = reader.read<bool>();
   a.deterministic = reader.read<bool>();
   a.backend = reader.read<std::string>();
+  a.allow_tf32 = reader.read<bool>();
 }
 
 void AttentionCall::describe_tensors() {

@@ -103,6 +103,7 @@ AttentionBackwardParams make_params(const AttentionArguments& a, const Attention
   params.dropout_layout = p.dropout_layout;
   if (p.dropout_p > 0.0) params.philox = philox_arguments(a.rng_seed, a.rng_offset);
   params.deterministic = p.deterministic;
+  params.tf32 = p.tf32;
   params.workspace = a.workspace.data;
   return params;
 }

@@ -94,6 +94,7 @@ struct AttentionBackwardParams {
   PhiloxArguments philox;
 
   bool deterministic = false;
+  bool tf32 = false;          // products of fp32 may be rounded to TF32
   void* workspace = nullptr;  // at least the plan's workspace_bytes, 256-byte aligned
 };
 

@@ -91,7 +91,7 @@ std::string to_json(const AttentionPlan& plan) {
   } else {
     json << "null";
   }
-  json << ", \"key_splits\": " << plan.key_splits << ", \"schedule\": ";
+  json << ", \"splits\": " << plan.splits << ", \"schedule\": ";
   append_quoted(json, plan.schedule);
   json << ", \"workspace_bytes\": " << plan.workspace.bytes
        << ", \"accumulator_bytes\": " << plan.workspace.accumulator_bytes << ", \"nsplits\": " << plan.workspace.nsplits

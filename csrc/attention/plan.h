@@ -13,12 +13,12 @@
 namespace flashbwd {
 
 struct AttentionPlan {
-  std::string backend;     // "sm90", "sm80", "reference"
-  int32_t block_m = 0;     // tile: queries; 0 for the reference
-  int32_t block_n = 0;     // tile: keys
-  int32_t key_splits = 1;  // CTAs that share one (batch, head)'s keys, where a family splits them
-  int32_t config = 0;      // the family's own row number in its config table
-  std::string schedule;    // in words: "one CTA a key block", ...
+  std::string backend;   // "sm90", "sm80", "reference"
+  int32_t block_m = 0;   // tile: queries; 0 for the reference
+  int32_t block_n = 0;   // tile: keys
+  int32_t splits = 1;    // CTAs that share the work on one block of keys
+  int32_t config = 0;    // the family's own row number in its config table
+  std::string schedule;  // in words: "one CTA a key block", ...
   bool deterministic = false;
   int32_t sm_count = 0;  // of the device planned for; slots of persistent plans depend on it
   WorkspaceLayout workspace;

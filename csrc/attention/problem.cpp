@@ -362,6 +362,7 @@ AttentionProblem check_attention(const AttentionArguments& a) {
   p.has_dlse = a.dlse.defined;
   p.deterministic = a.deterministic;
   p.backend = a.backend;
+  p.tf32 = a.allow_tf32 && p.dtype == DType::kFloat32;
   p.aligned_16 = true;
   for (const TensorDesc* t : {&a.q, &a.k, &a.v, &a.out, &a.dout}) p.aligned_16 = p.aligned_16 && aligned_16(*t);
   return p;

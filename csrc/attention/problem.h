@@ -28,6 +28,7 @@ struct AttentionArguments {
   bool need_dbias = true;
   bool deterministic = false;
   std::string backend = "auto";      // or the name of a backend, which is then taken or refused with the reason
+  bool allow_tf32 = false;           // products of float32 may be rounded to TF32
   TensorDesc dq, dk, dv, workspace;  // given by the caller, or undefined
   bool plan_only = false;            // nothing will run: lengths may lie on the CPU beside tensors that do not
 };
@@ -65,6 +66,7 @@ struct AttentionProblem {
   bool has_dlse = false;
   bool has_seqused = false;
   bool deterministic = false;
+  bool tf32 = false;        // float32 inputs whose products may be rounded to TF32
   bool aligned_16 = false;  // every pointer and stride of q, k, v, out, dout is a multiple of 16 bytes
   DType dq_dtype = DType::kFloat32, dk_dtype = DType::kFloat32, dv_dtype = DType::kFloat32;
   std::string backend = "auto";

@@ -124,39 +124,34 @@ FLASHBWD_HOST_DEVICE constexpr TileKind tile_kind(const Visibility& v, int32_t m
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Key splits: the key blocks of one (batch, head) shared by num_splits CTAs
+// Splits: the walk of one key block over the query blocks of a head group, shared by num_splits CTAs
+//
+// Key blocks are jobs of their own, so that what is left to share where there are few of them is the walk. Each pair of
+// a query tile and a key block still belongs to one CTA: key_blocks(m).size() CTAs add into dq tile m, whatever
+// num_splits is. dk and dv of the splits are summed afterwards, in order.
 
-enum class KeySplit : int32_t {
-  kStrided,     // split s takes key blocks s, s + num_splits, ...: even under causal
-  kContiguous,  // split s takes a run of ceil(num_key_blocks / num_splits): the last splits may have none
-};
-
-// The key blocks of one split: n = begin, begin + stride, ... < end.
-struct SplitBlocks {
-  int32_t begin = 0;
-  int32_t end = 0;
-  int32_t stride = 1;
-};
-
-FLASHBWD_HOST_DEVICE constexpr SplitBlocks split_blocks(int32_t num_key_blocks, int32_t split, int32_t num_splits,
-                                                        KeySplit policy) {
-  if (policy == KeySplit::kStrided) return {split, num_key_blocks, num_splits};
-  const int64_t run = ceil_div(num_key_blocks, num_splits);
-  return {static_cast<int32_t>(at_most(split * run, num_key_blocks)),
-          static_cast<int32_t>(at_most((split + 1) * run, num_key_blocks)), 1};
+// Steps of one split. Consecutive splits are in different query blocks (or heads) at any moment.
+FLASHBWD_HOST_DEVICE constexpr BlockRange split_walk(int32_t steps, int32_t split, int32_t num_splits) {
+  return {static_cast<int32_t>(int64_t{steps} * split / num_splits),
+          static_cast<int32_t>(int64_t{steps} * (split + 1) / num_splits)};
 }
 
-// CTAs (splits) that have at least one key block to add into dq tile m: what a counter of that tile reaches.
-// num_key_blocks is the number that split_blocks was given, at least ceil(seqlen_k / block_n).
-FLASHBWD_HOST_DEVICE constexpr int32_t dq_touches(const Visibility& v, int32_t m, int32_t block_m, int32_t block_n,
-                                                  int32_t num_key_blocks, int32_t num_splits, KeySplit policy) {
-  const BlockRange seen = key_blocks(v, m, block_m, block_n);
-  if (seen.empty()) return 0;
-  // `size` consecutive numbers meet that many residues, or all of them.
-  if (policy == KeySplit::kStrided) return static_cast<int32_t>(at_most(seen.size(), num_splits));
-  // Runs between the first and the last one met are full, so each is met.
-  const int64_t run = ceil_div(num_key_blocks, num_splits);
-  return static_cast<int32_t>((seen.end - 1) / run - seen.begin / run + 1);
+// How many CTAs should share a key block, where `jobs` key blocks of `mean` steps, `longest` at most, run `at_once` at
+// a time. `s` splits take the longer of one walk's part and ceil(jobs * s / at_once) rounds of the mean part; each
+// CTA's start (keys loaded, no product yet) costs about a step, the sums two and what they read. More than one split
+// where that saves a tenth. No more CTAs than three times what runs at a time, so that what they keep for the sums
+// stays small.
+FLASHBWD_HOST_DEVICE constexpr int32_t split_count(int64_t jobs, int64_t mean, int64_t longest, int64_t at_once) {
+  int64_t best = 1, least = at_least(longest + 1, ceil_div(jobs, at_once) * (mean + 1)) * 9 / 10;
+  for (int64_t s = 2; s <= longest && jobs * s <= 3 * at_once; ++s) {
+    const int64_t rounds = ceil_div(jobs * s, at_once);
+    const int64_t cost = at_least(ceil_div(longest, s) + 1, rounds * (ceil_div(mean, s) + 1)) + 2 + rounds;
+    if (cost < least) {
+      best = s;
+      least = cost;
+    }
+  }
+  return static_cast<int32_t>(best);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

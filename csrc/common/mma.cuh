@@ -1,6 +1,7 @@
 // Warp-level matrix products on tiles in shared memory, with instructions that compute capability 8.0 has.
 //
-// One interface for 16-bit elements (m16n8k16) and for fp32 (m16n8k8 in TF32, three products that keep fp32 precision):
+// One interface for 16-bit elements (m16n8k16) and for fp32 (m16n8k8 in TF32: three products that keep fp32 precision,
+// or one that does not):
 // 32 bytes of the summed dimension a step, and the same addresses for both. Rows lie in 16-byte pieces that are
 // permuted within the row, so that the eight rows of a fragment meet in different banks.
 #pragma once
@@ -187,23 +188,28 @@ struct Mma {
   }
 };
 
-// fp32 as the sum of two TF32 numbers: x = big + small up to 2^-22 relative. Three of the four products are kept.
-template <>
-struct Mma<float> {
+// fp32 as the sum of two TF32 numbers: x = big + small up to 2^-22 relative. Three of the four products are kept; or,
+// without kSplit, x = big and one product.
+template <bool kSplit>
+struct MmaFp32 {
   static constexpr int kStep = 8;
   struct A {
-    uint32_t big[4], small[4];
+    uint32_t big[4], small[kSplit ? 4 : 1];
   };
   struct B {
-    uint32_t big[4], small[4];
+    uint32_t big[4], small[kSplit ? 4 : 1];
   };
 
   // big: x rounded to TF32 (cvt.rna is four instructions on compute capability 9.0). small: what that left, exactly; of
   // it the tensor core ignores what is below TF32, an error of 2^-22 of x with the sign of neither.
   template <typename Operand>
   static __device__ __forceinline__ void split(Operand& operand, int i, uint32_t bits) {
-    operand.big[i] = (bits + 0x1000u) & 0xffffe000u;
-    operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(operand.big[i]));
+    if constexpr (kSplit) {
+      operand.big[i] = (bits + 0x1000u) & 0xffffe000u;
+      operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(operand.big[i]));
+    } else {
+      asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(operand.big[i]) : "f"(__uint_as_float(bits)));
+    }
   }
 
   template <int kRowBytes>
@@ -274,16 +280,20 @@ struct Mma<float> {
 
   static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int n) {
     using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-    // The tensor core truncates its sums: those of one step stay by themselves, and fp32 additions collect them.
-    float step[4] = {};
-    const auto product = [&step](const uint32_t (&x)[4], uint32_t y0, uint32_t y1) {
-      Atom::fma(step[0], step[1], step[2], step[3], x[0], x[1], x[2], x[3], y0, y1, step[0], step[1], step[2], step[3]);
+    const auto product = [](float (&sum)[4], const uint32_t (&x)[4], uint32_t y0, uint32_t y1) {
+      Atom::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0], sum[1], sum[2], sum[3]);
     };
-    product(a.small, b.big[2 * n], b.big[2 * n + 1]);
-    product(a.big, b.small[2 * n], b.small[2 * n + 1]);
-    product(a.big, b.big[2 * n], b.big[2 * n + 1]);
+    if constexpr (kSplit) {
+      // The tensor core truncates its sums: those of one step stay by themselves, and fp32 additions collect them.
+      float step[4] = {};
+      product(step, a.small, b.big[2 * n], b.big[2 * n + 1]);
+      product(step, a.big, b.small[2 * n], b.small[2 * n + 1]);
+      product(step, a.big, b.big[2 * n], b.big[2 * n + 1]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) c[e] += step[e];
+      for (int e = 0; e < 4; ++e) c[e] += step[e];
+    } else {
+      product(c, a.big, b.big[2 * n], b.big[2 * n + 1]);
+    }
   }
   static __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const A& a, const B& b) {
     multiply(c0, a, b, 0);
@@ -312,5 +322,8 @@ struct Mma<float> {
     store_shared_pair(lower, held.r[1], held.r[3]);
   }
 };
+
+template <>
+struct Mma<float> : MmaFp32<true> {};
 
 }  // namespace flashbwd

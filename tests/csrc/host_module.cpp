@@ -46,6 +46,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("has_alibi", &AttentionProblem::has_alibi)
       .def_readwrite("has_sink", &AttentionProblem::has_sink)
       .def_readwrite("deterministic", &AttentionProblem::deterministic)
+      .def_readwrite("tf32", &AttentionProblem::tf32)
       .def_readwrite("aligned_16", &AttentionProblem::aligned_16)
       .def_readwrite("backend", &AttentionProblem::backend)
       .def_readwrite("varlen", &AttentionProblem::varlen)
@@ -129,6 +130,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("backend", &AttentionPlan::backend)
       .def_readonly("block_m", &AttentionPlan::block_m)
       .def_readonly("block_n", &AttentionPlan::block_n)
+      .def_readonly("splits", &AttentionPlan::splits)
       .def_readonly("schedule", &AttentionPlan::schedule)
       .def_readonly("deterministic", &AttentionPlan::deterministic)
       .def_readonly("workspace", &AttentionPlan::workspace)
@@ -173,12 +175,9 @@ void bind_visibility(py::module_& m) {
 }
 
 void bind_order(py::module_& m) {
-  py::enum_<KeySplit>(m, "KeySplit").value("kStrided", KeySplit::kStrided).value("kContiguous", KeySplit::kContiguous);
-  m.def("split_blocks", [](int32_t num_key_blocks, int32_t split, int32_t num_splits, KeySplit policy) {
-    const SplitBlocks blocks = split_blocks(num_key_blocks, split, num_splits, policy);
-    return std::make_tuple(blocks.begin, blocks.end, blocks.stride);
-  });
-  m.def("dq_touches", &dq_touches);
+  m.def("split_walk",
+        [](int32_t steps, int32_t split, int32_t num_splits) { return pair_of(split_walk(steps, split, num_splits)); });
+  m.def("split_count", &split_count);
   m.def("ordered_group", &ordered_group);
   m.def("ordered_query_block", &ordered_query_block);
   m.def("ordered_turn", &ordered_turn);

@@ -147,6 +147,20 @@ def _wide() -> list[Case]:
     ]
 
 
+def _few_key_blocks() -> list[Case]:
+    """Many queries for few keys: thread blocks share the work on a block of keys."""
+    base = Case("base", batch=1, heads=2, heads_kv=1, seqlen_q=700, seqlen_k=60, head_dim=64, head_dim_v=64)
+    return [
+        replace(base, name="few_keys"),
+        replace(base, name="few_keys_group", heads=6, seqlen_q=260, seqlen_k=200, causal=True, head_dim_v=40),
+        replace(base, name="few_keys_deterministic", deterministic=True, seqlen_k=200, head_dim=128, head_dim_v=128),
+        replace(base, name="few_keys_bias_row", bias="1h1k", deterministic=True, dropout_p=0.1),
+        replace(base, name="few_keys_bias", bias="11qk", causal="top_left", seqlen_k=300),
+        replace(base, name="few_keys_wide", head_dim=320, head_dim_v=260, seqlen_k=100, deterministic=True),
+        _varlen("few_keys_varlen", (700, 30, 0, 300), (70, 90, 20, 0), heads=4, head_dim=64, head_dim_v=64, trailing=3),
+    ]
+
+
 def _heads() -> list[Case]:
     pairs = [(4, 2), (6, 2), (3, 1), (8, 1), (5, 5)]
     return [Case(f"heads_{h}to{kv}", heads=h, heads_kv=kv, causal=True) for h, kv in pairs]
@@ -253,7 +267,15 @@ def _memory() -> list[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(
-    _sizes() + _wide() + _heads() + _masks() + _score_features() + _dropout() + _varlens() + _memory()
+    _sizes()
+    + _wide()
+    + _few_key_blocks()
+    + _heads()
+    + _masks()
+    + _score_features()
+    + _dropout()
+    + _varlens()
+    + _memory()
 )
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "two cases share a name"

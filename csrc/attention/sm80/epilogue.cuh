@@ -12,10 +12,9 @@ struct Epilogue {
 
   static __device__ __forceinline__ void store(const KernelParams& params, const Work& work, const Gradient& dk,
                                                const Gradient& dv) {
-    const AttentionBackwardParams& p = params.attention;
     const int32_t first_column = Traits::warp_s() * Traits::kGradientTiles * 8;
-    store_one<16>(p.dv, p.dv_dtype, p.head_dim_v, params.dv_aligned, work, first_column, dv);
-    store_one<16>(p.dk, p.dk_dtype, p.head_dim, params.dk_aligned, work, first_column, dk);
+    store_one<16>(params.dv, work, first_column, dv);
+    store_one<16>(params.dk, work, first_column, dk);
   }
 
   // Query tiles that this key block does not see.
@@ -48,16 +47,17 @@ struct Epilogue {
     }
   }
 
-  // Of `columns`, those of this warp: pairs of tiles, kPairColumns apart, from first_column on.
+  // The columns of this warp: pairs of tiles, kPairColumns apart, from first_column on.
   template <int kPairColumns>
-  static __device__ __forceinline__ void store_one(const HeadsView& view, DType dtype, int32_t columns, bool aligned,
-                                                   const Work& work, int32_t first_column, const Gradient& gradient) {
+  static __device__ __forceinline__ void store_one(const GradientTarget& target, const Work& work, int32_t first_column,
+                                                   const Gradient& gradient) {
+    const HeadsView& view = target.view;
     const int32_t first =
         work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;
     const int32_t rows = work.sequence.rows_k - first;
     const int32_t column = first_column + Traits::lane() % 4 * 2;
-    const int64_t offset = work.batch * view.batch_stride + work.head_kv * view.head_stride +
-                           (work.sequence.begin_k + first) * view.seq_stride + column;
+    const int64_t offset = work.split * target.split_stride + work.batch * view.batch_stride +
+                           work.head_kv * view.head_stride + (work.sequence.begin_k + first) * view.seq_stride + column;
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
@@ -69,11 +69,11 @@ struct Epilogue {
           const int32_t tile_column = nt / 2 * kPairColumns + nt % 2 * 8;
           const int64_t place = offset + row * view.seq_stride + tile_column;
           const float low = gradient[mt][nt][half * 2], high = gradient[mt][nt][half * 2 + 1];
-          const int32_t left = columns - column - tile_column;
-          if (dtype == DType::kFloat32) {
-            store_pair(static_cast<float*>(view.data) + place, low, high, left, aligned);
+          const int32_t left = target.columns - column - tile_column;
+          if (target.dtype == DType::kFloat32) {
+            store_pair(static_cast<float*>(view.data) + place, low, high, left, target.aligned);
           } else if constexpr (sizeof(T) == 2) {
-            store_pair(static_cast<T*>(view.data) + place, low, high, left, aligned);
+            store_pair(static_cast<T*>(view.data) + place, low, high, left, target.aligned);
           }
         }
       }

@@ -9,6 +9,15 @@
 
 namespace flashbwd::sm80 {
 
+// Where a CTA stores dk or dv: the gradient itself, or where CTAs share a key block, a place for each of them.
+struct GradientTarget {
+  HeadsView view;
+  int64_t split_stride = 0;
+  DType dtype = DType::kFloat32;
+  int32_t columns = 0;
+  bool aligned = false;  // two columns can be stored at once
+};
+
 struct KernelParams {
   AttentionBackwardParams attention;
   RowStatistics statistics;
@@ -22,7 +31,8 @@ struct KernelParams {
   int32_t head_group = 1;  // KV heads that are worked on abreast, see dense_job
   // Rows that can be copied 16 bytes at a time.
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
-  bool dk_aligned = false, dv_aligned = false;
+  GradientTarget dk, dv;
+  int32_t splits = 1;  // CTAs that share a key block
 
   int32_t* jobs_taken = nullptr;  // so far, where CTAs take jobs; null: job blockIdx.x
   // Deterministic: for each (head, query block) how many key blocks have added to its dq. Null: adds happen in any

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "../../common/launch.h"
 #include "../auxiliary.h"
 #include "../dropout.h"
 #include "../sink_gradient.h"
@@ -14,6 +15,7 @@
 #include "launch.h"
 #include "layout.h"
 #include "plan.h"
+#include "sum_splits.cuh"
 
 namespace flashbwd::sm80 {
 namespace {
@@ -50,6 +52,44 @@ bool in_pieces(void* data, DType dtype, DType wanted, int64_t batch_stride, int6
          row_stride % 8 == 0;
 }
 
+// Where a CTA stores dk or dv: `view` itself, or a place of its split in `storage`.
+GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, const CallSizes& sizes,
+                               void* storage) {
+  if (sizes.splits == 1) {
+    return {view, 0, dtype, columns, aligned(view, size_of(dtype), 2 * size_of(dtype))};
+  }
+  GradientTarget target;
+  target.view.data = storage;
+  target.view.head_stride = split_row_stride(columns);
+  target.view.seq_stride = sizes.heads_kv * target.view.head_stride;
+  target.view.batch_stride = sizes.seqlen_k * target.view.seq_stride;
+  target.split_stride = split_floats(sizes, columns);
+  target.columns = columns;
+  target.aligned = true;
+  return target;
+}
+
+// dk and dv as the sums of those of the splits.
+const char* launch_sum_splits(const AttentionBackwardParams& p, const CallSizes& sizes, const KernelParams& params,
+                              void* stream) {
+  SumSplitsArguments arguments;
+  arguments.gradients[0] = {params.dk, p.dk, p.dk_dtype, aligned(p.dk, size_of(p.dk_dtype), 4 * size_of(p.dk_dtype))};
+  arguments.gradients[1] = {params.dv, p.dv, p.dv_dtype, aligned(p.dv, size_of(p.dv_dtype), 4 * size_of(p.dv_dtype))};
+  arguments.heads = p.heads_kv;
+  arguments.seqlen_k = p.seqlen_k;
+  arguments.rows = sizes.batch * sizes.seqlen_k;
+  arguments.splits = sizes.splits;
+  const int64_t vectors = (params.dk.split_stride + params.dv.split_stride) / 4;
+  if (vectors == 0) return nullptr;
+  constexpr int64_t kMostCtas = 2048;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(ceil_div(vectors, kSumSplitsThreads), kMostCtas)));
+  config.blockDim = dim3(kSumSplitsThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = launch_kernel(config, sum_splits_kernel, arguments);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
 KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, const CallSizes& sizes) {
   const Tile& tile = kTiles[plan.config];
   const WorkspaceLayout& workspace = plan.workspace;
@@ -61,20 +101,23 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.dq_accumulator = reinterpret_cast<float*>(base + workspace.accumulator_offset);
   params.dq_row_stride = workspace.row_stride;
   params.dq_blocks = workspace.dq_blocks;
-  params.jobs = job_count(sizes, tile);
+  params.splits = sizes.splits;
+  params.jobs = job_count(sizes, tile) * sizes.splits;
   params.packed_jobs = packed_jobs(sizes);
   params.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
   params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
   constexpr int64_t kL2Bytes = 24 << 20;  // of 40 MB (8.0) and more; small caches hold few heads in any order
-  params.head_group = static_cast<int32_t>(
-      std::min<int64_t>(heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, bytes, p.heads / p.heads_kv),
-                        int64_t{p.batch} * p.heads_kv));
+  int64_t abreast = heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, bytes, p.heads / p.heads_kv);
+  if (tile.wide) {
+    params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
+    // A wide head or two fill L2; but heads one after the other would end with the long walks of the last one.
+    abreast = std::max<int64_t>(abreast, 2 * params.workers / std::max(params.key_blocks * params.splits, 1));
+  }
+  params.head_group = static_cast<int32_t>(std::min<int64_t>(abreast, int64_t{p.batch} * p.heads_kv));
   params.q_aligned = aligned(p.q, bytes, 16);
   params.k_aligned = aligned(p.k, bytes, 16);
   params.v_aligned = aligned(p.v, bytes, 16);
   params.dout_aligned = aligned(p.dout, bytes, 16);
-  params.dk_aligned = aligned(p.dk, size_of(p.dk_dtype), 2 * size_of(p.dk_dtype));
-  params.dv_aligned = aligned(p.dv, size_of(p.dv_dtype), 2 * size_of(p.dv_dtype));
 
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
@@ -84,10 +127,10 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
     params.turns_of_head = region.turns_of_head;
   }
   uint8_t* const partial = base + workspace.partial_offset;
-  if (tile.wide) {
-    params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
-    params.gradients = reinterpret_cast<float*>(partial + partial_region(sizes, tile, plan.sm_count).gradients_offset);
-  }
+  const PartialRegion places = partial_region(sizes, tile, plan.sm_count);
+  if (tile.wide) params.gradients = reinterpret_cast<float*>(partial + places.gradients_offset);
+  params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, sizes, partial + places.split_dk_offset);
+  params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, sizes, partial + places.split_dv_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
   const bool capped = p.softcap > 0.f;  // a factor of the cap then lies where pieces go, and ds has been through it
@@ -134,11 +177,15 @@ const char* launch_main(const AttentionBackwardParams& p, int tile_index, const 
 }  // namespace
 
 const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, void* stream) {
-  const CallSizes sizes = sizes_of(p);
+  CallSizes sizes = sizes_of(p);
+  sizes.splits = plan.splits;
   const KernelParams params = make_params(p, plan, sizes);
   if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream)) return error;
   if (params.jobs > 0) {
     if (const char* error = launch_main(p, plan.config, params, stream)) return error;
+  }
+  if (plan.splits > 1) {
+    if (const char* error = launch_sum_splits(p, sizes, params, stream)) return error;
   }
   if (const char* error = launch_convert_dq(p, plan.workspace, stream)) return error;
   const BiasGradientScratch scratch = bias_gradient_of(sizes, kTiles[plan.config]);

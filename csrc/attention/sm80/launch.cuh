@@ -23,20 +23,28 @@ inline const char* launch_ctas(void (*kernel)(KernelParams), const KernelParams&
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <typename T, int kTileIndex, bool kFeatures>
-const char* launch_variant(const KernelParams& params, void* stream) {
+template <typename T, int kTileIndex, bool kFeatures, typename M>
+const char* launch_products(const KernelParams& params, void* stream) {
   constexpr Tile kTile = kTiles[kTileIndex];
   if constexpr (kTile.wide) {
-    using Variant = WideTraits<T, kTileIndex, kFeatures>;
+    using Variant = WideTraits<T, kTileIndex, kFeatures, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
     return launch_ctas(wide_kernel<Variant>, params, params.workers, Variant::kThreads, kSharedBytes, stream);
   } else {
-    using Variant = Traits<T, kTileIndex, kFeatures>;
+    using Variant = Traits<T, kTileIndex, kFeatures, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
     return launch_ctas(backward_kernel<Variant>, params, params.jobs, Variant::kThreads, kSharedBytes, stream);
   }
+}
+
+template <typename T, int kTileIndex, bool kFeatures>
+const char* launch_variant(const KernelParams& params, void* stream) {
+  if constexpr (sizeof(T) == 4) {
+    if (params.attention.tf32) return launch_products<T, kTileIndex, kFeatures, MmaFp32<false>>(params, stream);
+  }
+  return launch_products<T, kTileIndex, kFeatures, Mma<T>>(params, stream);
 }
 
 template <typename T, int kTileIndex>

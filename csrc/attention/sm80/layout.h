@@ -16,6 +16,7 @@ struct CallSizes {
   int64_t seqlen_q = 0, seqlen_k = 0;  // the longest when packed
   int64_t total_q = 0, total_k = 0;
   int64_t head_dim = 0, head_dim_v = 0;
+  int32_t splits = 1;
   bool deterministic = false;
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
@@ -67,6 +68,7 @@ inline int64_t gradient_floats(int64_t head_dim, int64_t head_dim_v, const Tile&
 // CTAs for all of it.
 inline bool packed_jobs(const CallSizes& sizes) { return sizes.packed_k && !sizes.bias_gradient; }
 
+// Key blocks, each the work of sizes.splits CTAs.
 inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
   if (packed_jobs(sizes)) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
   return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
@@ -74,12 +76,20 @@ inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
 
 // CTAs of a wide tile: one a multiprocessor, as their shared memory wants it.
 inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors) {
-  return at_most(job_count(sizes, tile), at_least(multiprocessors, 1));
+  return at_most(job_count(sizes, tile) * sizes.splits, at_least(multiprocessors, 1));
 }
 
-// The partial region of the workspace: fp32 bias gradient that needs no zeros, then dk and dv of the CTAs.
+// fp32 dk or dv of one split of dense inputs: (batch, seqlen_k, heads_kv, row stride).
+inline int64_t split_row_stride(int64_t columns) { return round_up(columns, 4); }
+inline int64_t split_floats(const CallSizes& sizes, int64_t columns) {
+  return sizes.batch * sizes.seqlen_k * sizes.heads_kv * split_row_stride(columns);
+}
+
+// The partial region of the workspace: fp32 bias gradient that needs no zeros, then dk and dv in work of wide tiles,
+// then dk and dv of each split.
 struct PartialRegion {
   int64_t gradients_offset = 0;
+  int64_t split_dk_offset = 0, split_dv_offset = 0;
   int64_t bytes = 0;
 };
 
@@ -87,9 +97,17 @@ inline PartialRegion partial_region(const CallSizes& sizes, const Tile& tile, in
   PartialRegion region;
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   if (!scratch.zeroed) region.bytes = scratch.elements * 4;
-  region.gradients_offset = round_up(region.bytes, 256);
-  const int64_t floats = gradient_floats(sizes.head_dim, sizes.head_dim_v, tile);
-  if (floats > 0) region.bytes = region.gradients_offset + worker_count(sizes, tile, multiprocessors) * floats * 4;
+  const auto take = [&region](int64_t floats) {
+    const int64_t offset = round_up(region.bytes, 256);
+    if (floats > 0) region.bytes = offset + floats * 4;
+    return offset;
+  };
+  region.gradients_offset =
+      take(worker_count(sizes, tile, multiprocessors) * gradient_floats(sizes.head_dim, sizes.head_dim_v, tile));
+  if (sizes.splits > 1) {
+    region.split_dk_offset = take(sizes.splits * split_floats(sizes, sizes.head_dim));
+    region.split_dv_offset = take(sizes.splits * split_floats(sizes, sizes.head_dim_v));
+  }
   return region;
 }
 

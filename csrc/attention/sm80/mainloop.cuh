@@ -16,9 +16,10 @@
 
 namespace flashbwd::sm80 {
 
-template <typename T_, int kTileIndex, bool kFeatures_>
+template <typename T_, int kTileIndex, bool kFeatures_, typename M_ = Mma<T_>>
 struct Traits {
   using T = T_;
+  using M = M_;
   static constexpr Tile kTile = kTiles[kTileIndex];
   static constexpr bool kFeatures = kFeatures_;  // bias, ALiBi, softcap, dropout
   static constexpr int kHeadDim = kTile.head_dim;
@@ -71,7 +72,7 @@ struct Traits {
 template <typename Traits>
 struct Mainloop {
   using T = typename Traits::T;
-  using M = Mma<T>;
+  using M = typename Traits::M;
   using SharedStorage = typename Traits::SharedStorage;
   using Gradient = float[Traits::kKeyTiles][Traits::kGradientTiles][4];
   using ScoreTile = typename ScorePlace<Traits>::Accumulator;

@@ -34,6 +34,31 @@ CallSizes sizes_of(const AttentionProblem& problem) {
   return sizes;
 }
 
+// CTAs of a tile that the device runs at a time: shared memory and registers (255 a thread) say how many.
+int64_t ctas_at_once(const Tile& tile, const DeviceInfo& device) {
+  constexpr int64_t kReservedBytes = 1024;  // of each CTA, beside what it asks for; a multiprocessor has one more
+  const int64_t by_memory =
+      (device.smem_per_block + kReservedBytes) / (tile.shared_bytes() + kAlignmentBytes + kReservedBytes);
+  return at_least(device.sm_count, 1) * at_least(at_most(by_memory, 65536 / (tile.threads() * 256)), 1);
+}
+
+// Packed lengths may be far from the longest, which is all that is known; and a bias gradient has places for one CTA a
+// key block.
+int32_t splits_of(const AttentionProblem& problem, const DeviceInfo& device, const Tile& tile, const CallSizes& sizes) {
+  if (problem.varlen || problem.need_dbias || problem.seqlen_k == 0) return 1;
+  const Visibility visibility =
+      make_visibility(static_cast<int32_t>(problem.seqlen_q), static_cast<int32_t>(problem.seqlen_k),
+                      problem.window_left, problem.window_right, problem.causal);
+  const auto steps = [&](int64_t key_block) {
+    return query_blocks(visibility, static_cast<int32_t>(key_block), tile.block_m, tile.block_n).size() *
+           (problem.heads / problem.heads_kv);
+  };
+  // The queries that see a key block grow, stay the same or shrink along the keys.
+  const int64_t last = ceil_div(problem.seqlen_k, tile.block_n) - 1, middle = steps(last / 2);
+  const int64_t longest = at_least(at_least(steps(0), steps(last)), middle);
+  return split_count(job_count(sizes, tile), middle, longest, ctas_at_once(tile, device));
+}
+
 std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   const auto number = [](int64_t value) { return std::to_string(value); };
   if (device.cc_major < 8) {
@@ -64,11 +89,15 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->block_n = tile.block_n;
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
+  CallSizes sizes = sizes_of(problem);
+  sizes.splits = splits_of(problem, device, tile, sizes);
+  plan->splits = sizes.splits;
   plan->schedule =
       std::string(tile.wide ? "persistent CTAs, a key block at a time, dk and dv in global memory by blocks of columns"
                             : "one CTA a key block") +
-      (problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics");
-  const CallSizes sizes = sizes_of(problem);
+      (sizes.splits > 1 ? ", its queries shared by " + std::to_string(sizes.splits) + " CTAs" : std::string()) +
+      (problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics") +
+      (problem.tf32 ? ", products in TF32" : "");
   WorkspaceRequest request;
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;

@@ -12,15 +12,20 @@ struct Work {
   Visibility visibility;
   BlockRange query_range;  // query blocks of each head of the group
   BlockRange interior;     // those of them that need no mask
+  BlockRange walk;         // of all steps over query tiles, those of this CTA
   int32_t batch = 0;
   int32_t head_kv = 0;
   int32_t key_block = 0;
+  int32_t split = 0;  // place among the CTAs that share the key block
   int32_t heads_per_kv = 1;
   bool descending = false;  // the walk goes from the last query block to the first
   bool exists = false;      // false: past the end of its sequence, nothing to load and nothing to write
 
   __device__ __forceinline__ Work(const KernelParams& params, int64_t index, int32_t block_m, int32_t block_n) {
     const AttentionBackwardParams& p = params.attention;
+    // CTAs of one key block follow one another, so that all of earlier key blocks have been taken before.
+    split = static_cast<int32_t>(index % params.splits);
+    index /= params.splits;
     const Job job = params.packed_jobs
                         ? varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n, params.head_group)
                         : dense_job(index, p.batch, p.heads_kv, params.key_blocks, params.head_group);
@@ -33,13 +38,14 @@ struct Work {
     visibility = visibility_of(p, sequence);
     query_range = query_blocks(visibility, key_block, block_m, block_n);
     interior = interior_query_blocks(visibility, key_block, block_m, block_n);
+    walk = split_walk(query_range.size() * heads_per_kv, split, params.splits);
     descending = params.turns != nullptr && !visibility.full();  // see ordered_query_block
     // Where the gradient of a bias is stored, its columns reach up to the longest sequence.
     const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
     exists = key_block * block_n < (whole_bias ? p.seqlen_k : sequence.rows_k);
   }
 
-  __device__ __forceinline__ int32_t steps() const { return query_range.size() * heads_per_kv; }
+  __device__ __forceinline__ int32_t steps() const { return walk.size(); }
 };
 
 // A position in the walk over the query tiles of all heads of the group.
@@ -48,7 +54,11 @@ struct Step {
   int32_t place = 0;  // in the walk of one head
   int32_t head = 0;   // query head
 
-  __device__ __forceinline__ explicit Step(const Work& work) : head(work.head_kv * work.heads_per_kv) {}
+  __device__ __forceinline__ explicit Step(const Work& work) : head(work.head_kv * work.heads_per_kv) {
+    if (work.walk.begin == 0) return;
+    head += work.walk.begin / work.query_range.size();
+    place = work.walk.begin % work.query_range.size();
+  }
 
   __device__ __forceinline__ void advance(const Work& work) {
     ++index;

@@ -26,10 +26,7 @@ struct WideMainloop : Mainloop<Traits> {
   // dk or dv: where it is kept and where it goes.
   struct Target {
     float* kept;  // vectors of this thread; those of the next are 16 bytes further
-    const HeadsView& view;
-    DType dtype;
-    int32_t columns;
-    bool aligned;
+    const GradientTarget& gradient;
     float scale;
   };
 
@@ -40,8 +37,8 @@ struct WideMainloop : Mainloop<Traits> {
     const int32_t blocks_v = PieceCursor<Traits>::blocks_for_gradients(p.head_dim_v);
     constexpr int64_t kBlockFloats = Traits::kBlockN * Traits::kGradientColumns;
     float* const kept = params.gradients + int64_t{blockIdx.x} * (blocks_k + blocks_v) * kBlockFloats + threadIdx.x * 4;
-    const Target dk = {kept, p.dk, p.dk_dtype, p.head_dim, params.dk_aligned, p.softmax_scale};
-    const Target dv = {kept + blocks_k * kBlockFloats, p.dv, p.dv_dtype, p.head_dim_v, params.dv_aligned, 1.f};
+    const Target dk = {kept, params.dk, p.softmax_scale};
+    const Target dv = {kept + blocks_k * kBlockFloats, params.dv, 1.f};
     const int32_t steps = work.steps();
     if (steps == 0) {
       for (int32_t block = 0; block < blocks_k; ++block) store_zeros(dk, work, block);
@@ -100,8 +97,7 @@ struct WideMainloop : Mainloop<Traits> {
   static __device__ __forceinline__ void store(const Target& target, const Work& work, int32_t block,
                                                const Gradient& gradient) {
     Epilogue<Traits>::template store_one<Traits::kPairColumns>(
-        target.view, target.dtype, target.columns, target.aligned, work,
-        block * Traits::kGradientColumns + Traits::warp_s() * 16, gradient);
+        target.gradient, work, block * Traits::kGradientColumns + Traits::warp_s() * 16, gradient);
   }
 
   // dk or dv of all columns: what is kept of the query tiles before plus scores (keys, queries) * rows (queries,
@@ -109,10 +105,11 @@ struct WideMainloop : Mainloop<Traits> {
   static __device__ __forceinline__ void add_gradient(PieceStream<Traits>& stream, const uint8_t* scores,
                                                       const BlockRange& parts, const Target& target, const Work& work,
                                                       bool first, bool last) {
-    const int32_t blocks = PieceCursor<Traits>::blocks_for_gradients(target.columns);
+    const int32_t columns = target.gradient.columns;
+    const int32_t blocks = PieceCursor<Traits>::blocks_for_gradients(columns);
 #pragma unroll 1
     for (int32_t block = 0; block < blocks; ++block) {
-      const int32_t left = target.columns - block * Traits::kGradientColumns;
+      const int32_t left = columns - block * Traits::kGradientColumns;
       const int32_t pairs = min((left + Traits::kPairColumns - 1) / Traits::kPairColumns, Traits::kPairs);
       auto* const kept = reinterpret_cast<float4*>(target.kept) + int64_t{block} * kVectors * Traits::kThreads;
       float4 before[Traits::kKeyTiles][Traits::kGradientTiles];  // on its way while the products run

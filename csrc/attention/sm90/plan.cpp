@@ -56,13 +56,13 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   const Tile& tile = kTiles[tile_index];
   plan->block_m = tile.block_m;
   plan->block_n = tile.block_n;
-  plan->key_splits = 1;
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   plan->sm_count = device.sm_count;
   const GroupedSizes sizes = grouped_sizes(problem, problem.varlen, tile.block_m, tile.block_n);
   const GroupedJobs grouped = grouped_jobs(sizes, device.sm_count);
   plan->schedule = grouped.pairs ? "pairs of key blocks from a counter" : "key blocks from a counter";
+  plan->splits = grouped.splits;
   if (grouped.splits > 1) plan->schedule += ", query heads in " + std::to_string(grouped.splits) + " parts";
   plan->schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
   WorkspaceRequest request;

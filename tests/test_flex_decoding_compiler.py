@@ -18,9 +18,9 @@ from torch import Tensor
 
 import flashbwd
 from flashbwd.mods import kernels, nvrtc
-from flashbwd.mods.captures import Captures
+from flashbwd.mods.captures import CannotEmitError, Captures, Slots
 from flashbwd.mods.emit import emit
-from flashbwd.mods.trace import CannotEmitError
+from flashbwd.mods.trace import trace
 
 TILE = kernels.Tile(64, 16, True, 0)
 
@@ -120,7 +120,8 @@ def test_what_lies_behind_objects_lists_and_other_functions_is_found() -> None:
 
 
 def source_of(mod: Any, mask: Any = None) -> str:
-    return emit(mod, mask, Captures(mod, mask))[0]
+    score = None if mod is None else trace("score_mod", mod, True)
+    return emit(score, None if mask is None else trace("mask_mod", mask, False), Slots(Captures(mod, mask)))
 
 
 TABLE = torch.ones(8)

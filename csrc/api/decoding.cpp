@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <utility>
@@ -17,8 +18,8 @@
 namespace flashbwd {
 namespace {
 
-// Kernels compiled for the modifications of a call, one a tile, dtype and device. Python makes one, fills it, and
-// passes its number; number 0 has no modification, and its kernels are those that every build holds.
+// The modifications of a call: numbers for the kernels that every build holds, or kernels compiled for them, one a
+// tile, dtype and device. Python makes one, fills it, and passes its number; number 0 is no modification.
 struct Modification {
   struct Kernel {
     DecodingTile tile;
@@ -27,24 +28,31 @@ struct Modification {
     void* kernel;
   };
   std::vector<Kernel> kernels;
+  OrdinaryMod ordinary = {};
+  bool prebuilt = false;
 };
 
 std::mutex modifications_mutex;
 std::deque<Modification> modifications(1);
 
-// False when Python has no kernel for it yet.
-bool find_kernel(int64_t modification, DecodingTile tile, bool bfloat16, int64_t device, void** kernel) {
-  *kernel = nullptr;
-  if (modification == 0) return true;
+struct ChosenKernel {
+  bool found = false;  // else Python has yet to compile it
+  void* compiled = nullptr;
+  OrdinaryMod ordinary = {};
+};
+
+ChosenKernel find_kernel(int64_t modification, DecodingTile tile, bool bfloat16, int64_t device) {
+  if (modification == 0) return {true};
   const std::lock_guard<std::mutex> lock(modifications_mutex);
-  for (const auto& known : modifications.at(modification).kernels) {
-    if (known.tile.head_dim == tile.head_dim && known.tile.rows == tile.rows && known.bfloat16 == bfloat16 &&
-        known.device == device) {
-      *kernel = known.kernel;
-      return true;
+  const Modification& known = modifications.at(modification);
+  if (known.prebuilt) return {true, nullptr, known.ordinary};
+  for (const auto& kernel : known.kernels) {
+    if (kernel.tile.head_dim == tile.head_dim && kernel.tile.rows == tile.rows && kernel.bfloat16 == bfloat16 &&
+        kernel.device == device) {
+      return {true, kernel.kernel};
     }
   }
-  return false;
+  return {};
 }
 
 // (B, H, Sq, head_dim) with q's dtype and order of dimensions in memory, the last innermost.
@@ -91,10 +99,12 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   const DecodingTile tile =
       decoding_tile(call.q.sizes[3], call.v.sizes[3], call.q.sizes[1] / call.k.sizes[1] * call.q.sizes[2]);
   const bool bfloat16 = call.q.dtype == DType::kBFloat16;
-  void* kernel = nullptr;
-  if (tile.head_dim == 0 || !find_kernel(options.modification, tile, bfloat16, device, &kernel)) return {};
+  if (tile.head_dim == 0) return {};
+  const ChosenKernel kernel = find_kernel(options.modification, tile, bfloat16, device);
+  if (!kernel.found) return {};
 
   DecodingParams p = params_of(call, tile);
+  p.ordinary = kernel.ordinary;
   p.scale = static_cast<float>(options.scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
   const int64_t units = int64_t{p.batch} * p.heads_kv * p.row_tiles;
   p.splits = options.splits > 0 ? static_cast<int>(std::min<int64_t>(options.splits, 65535))
@@ -124,7 +134,7 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   };
   p.lse = statistic(options.need_lse);
   p.max_scores = statistic(options.need_max_scores);
-  const char* error = cuda->decoding(p, tile, bfloat16, kernel, info, cuda->current_stream(device));
+  const char* error = cuda->decoding(p, tile, bfloat16, kernel.compiled, info, cuda->current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
   return results;
 }
@@ -154,8 +164,24 @@ void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const auto integers = reader.read<std::vector<int64_t>>();
+  const auto floats = reader.read<std::vector<double>>();
+  Modification made;
+  made.prebuilt = !integers.empty();
+  if (made.prebuilt) {
+    constexpr size_t kFloats = 4, kIntegers = sizeof(OrdinaryMod) / 4 - kFloats;
+    STD_TORCH_CHECK(integers.size() == kIntegers && floats.size() == kFloats,
+                    "flashbwd: an ordinary modification has other members");
+    std::array<int32_t, kIntegers> whole;
+    std::copy(integers.begin(), integers.end(), whole.begin());
+    std::array<float, kFloats> real;
+    std::copy(floats.begin(), floats.end(), real.begin());
+    std::memcpy(&made.ordinary, whole.data(), sizeof(whole));
+    std::memcpy(&made.ordinary.softcap, real.data(), sizeof(real));
+  }
   const std::lock_guard<std::mutex> lock(modifications_mutex);
-  modifications.emplace_back();
+  modifications.push_back(std::move(made));
   stack[0] = boxed<int64_t>(static_cast<int64_t>(modifications.size()) - 1);
 }
 
@@ -210,7 +236,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
       "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[] mask, int[] mask_shape, Tensor[] captured, "
       "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores) -> Tensor[]");
-  m.def("decoding_modification() -> int");
+  m.def("decoding_modification(int[] integers, float[] floats) -> int");
   m.def("decoding_add_kernel(int modification, int head_dim, int rows, bool bfloat16, int device, int kernel) -> ()");
   m.def("decoding_refusal(int device) -> str");
   m.def("decoding_tile(int head_dim, int head_dim_v, int rows) -> (int head_dim, int rows)");

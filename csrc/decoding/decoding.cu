@@ -1,4 +1,4 @@
-// The kernels that every build holds: no modification, five tiles, two dtypes.
+// The kernels that every build holds: no modification or an ordinary one, five tiles, two dtypes.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -8,15 +8,16 @@
 #include "../common/launch.h"
 #include "combine.cuh"
 #include "launch.h"
+#include "ordinary.cuh"
 #include "split_kv.cuh"
 
 namespace flashbwd {
 namespace {
 
-template <int kD, int kM, bool kBFloat16>
+template <int kD, int kM, bool kBFloat16, class Mod>
 __global__ void __launch_bounds__(kWarps * 32) split_kv_kernel(const __grid_constant__ DecodingParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  split_kv<kD, kM, kBFloat16, NoMod>(p, shared);
+  split_kv<kD, kM, kBFloat16, Mod>(p, shared);
 }
 
 cudaLaunchConfig_t config_of(dim3 grid, int threads, int bytes, void* stream) {
@@ -28,10 +29,10 @@ cudaLaunchConfig_t config_of(dim3 grid, int threads, int bytes, void* stream) {
   return config;
 }
 
-template <int kD, int kM, bool kBFloat16>
+template <int kD, int kM, bool kBFloat16, class Mod>
 cudaError_t launch_prebuilt(const DecodingParams& p, dim3 grid, void* stream) {
   constexpr int kBytes = shared_bytes(kD, kM);
-  const auto kernel = split_kv_kernel<kD, kM, kBFloat16>;
+  const auto kernel = split_kv_kernel<kD, kM, kBFloat16, Mod>;
   static std::atomic<uint64_t> allowed_on{0};  // a bit a device
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -43,14 +44,23 @@ cudaError_t launch_prebuilt(const DecodingParams& p, dim3 grid, void* stream) {
   return launch_kernel(config_of(grid, kWarps * 32, kBytes, stream), kernel, p);
 }
 
-template <bool kBFloat16>
+template <bool kBFloat16, class Mod>
 cudaError_t launch_tile(const DecodingParams& p, DecodingTile tile, dim3 grid, void* stream) {
-  if (tile.head_dim == 64 && tile.rows == 16) return launch_prebuilt<64, 16, kBFloat16>(p, grid, stream);
-  if (tile.head_dim == 64 && tile.rows == 32) return launch_prebuilt<64, 32, kBFloat16>(p, grid, stream);
-  if (tile.head_dim == 128 && tile.rows == 16) return launch_prebuilt<128, 16, kBFloat16>(p, grid, stream);
-  if (tile.head_dim == 128 && tile.rows == 32) return launch_prebuilt<128, 32, kBFloat16>(p, grid, stream);
-  if (tile.head_dim == 256 && tile.rows == 16) return launch_prebuilt<256, 16, kBFloat16>(p, grid, stream);
+  if (tile.head_dim == 64 && tile.rows == 16) return launch_prebuilt<64, 16, kBFloat16, Mod>(p, grid, stream);
+  if (tile.head_dim == 64 && tile.rows == 32) return launch_prebuilt<64, 32, kBFloat16, Mod>(p, grid, stream);
+  if (tile.head_dim == 128 && tile.rows == 16) return launch_prebuilt<128, 16, kBFloat16, Mod>(p, grid, stream);
+  if (tile.head_dim == 128 && tile.rows == 32) return launch_prebuilt<128, 32, kBFloat16, Mod>(p, grid, stream);
+  if (tile.head_dim == 256 && tile.rows == 16) return launch_prebuilt<256, 16, kBFloat16, Mod>(p, grid, stream);
   return cudaErrorInvalidValue;
+}
+
+template <bool kBFloat16>
+cudaError_t launch_mod(const DecodingParams& p, DecodingTile tile, dim3 grid, void* stream) {
+  if (p.ordinary.kind == OrdinaryMod::kMasked)
+    return launch_tile<kBFloat16, OrdinaryKernelMod<true>>(p, tile, grid, stream);
+  if (p.ordinary.kind == OrdinaryMod::kScore)
+    return launch_tile<kBFloat16, OrdinaryKernelMod<false>>(p, tile, grid, stream);
+  return launch_tile<kBFloat16, NoMod>(p, tile, grid, stream);
 }
 
 // A kernel compiled at run time belongs to the driver's interface; its launcher comes without linking libcuda.
@@ -92,7 +102,7 @@ const char* run_decoding(const DecodingParams& p, DecodingTile tile, bool bfloat
   if (kernel != nullptr) {
     error = launch_compiled(p, tile, grid, kernel, stream);
   } else {
-    error = bfloat16 ? launch_tile<true>(p, tile, grid, stream) : launch_tile<false>(p, tile, grid, stream);
+    error = bfloat16 ? launch_mod<true>(p, tile, grid, stream) : launch_mod<false>(p, tile, grid, stream);
   }
   if (error == cudaSuccess && p.splits > 1) {
     error = bfloat16 ? launch_combine<true>(p, info, stream) : launch_combine<false>(p, info, stream);

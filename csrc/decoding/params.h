@@ -11,6 +11,36 @@ struct CapturedTensor {
   int sizes[kMaxDims];          // for negative indices
 };
 
+// Modifications that every build has kernels for, as numbers; the order of the members is flashbwd/mods/ordinary.py's.
+// slot: of a captured tensor of integers, `wide` when of 64 bits.
+struct OrdinaryTerm {
+  static constexpr int kBatch = 1, kHead = 2;
+  int weight;  // 0: no term
+  int slot, index, wide;
+};
+
+struct OrdinarySum {  // q * q_idx + constant + terms
+  int q, constant;
+  OrdinaryTerm terms[2];
+};
+
+struct OrdinaryBound {  // k * kv_idx + sum >= 0
+  int k;
+  OrdinarySum sum;
+};
+
+// score = softcap * tanh(score / softcap), with softcap > 0; score += slope_of(h) * (kv_idx + origin); the bounds.
+struct OrdinaryMod {
+  enum Kind { kNone, kScore, kMasked };
+  int kind;
+  int slope_slot;  // of a captured tensor of floats, one a head, that is a factor of the slope; -1 for none
+  OrdinarySum origin;
+  int bound_count;
+  OrdinaryBound bounds[4];
+  float softcap;
+  float slope, exp2_rate, exp2_start;  // slope_of(h) = slope * captured[h] * exp2(exp2_rate * h + exp2_start)
+};
+
 // A list of key blocks for each block of queries: counts (B or 1, H or 1, nq), indices (B or 1, H or 1, nq, columns).
 struct BlockList {
   const int* counts;
@@ -47,6 +77,7 @@ struct DecodingParams {
   long long state_strides[3];
   int q_block, kv_block;
   CapturedTensor captured[kMaxCaptured];
+  OrdinaryMod ordinary;
 };
 
 constexpr int kWarps = 4;  // of a thread block

@@ -23,8 +23,13 @@ constexpr float kLn2 = 0.6931471805599453f;
 struct NoMod {
   static constexpr bool kHasScoreMod = false;
   static constexpr bool kHasMask = false;
-  __device__ static float score_mod(const DecodingParams&, float score, int, int, int, int) { return score; }
-  __device__ static bool mask_mod(const DecodingParams&, int, int, int, int) { return true; }
+  struct Row {  // what a modification works out once for a row and 16 keys
+    __device__ Row(const DecodingParams&, int, int, int) {}
+  };
+  __device__ static float score_mod(const DecodingParams&, const Row&, float score, int, int, int, int) {
+    return score;
+  }
+  __device__ static bool mask_mod(const DecodingParams&, const Row&, int, int, int, int) { return true; }
 };
 
 // The chunks, of 16 keys each, that the rows of a tile walk: all keys, or those of their common block lists.
@@ -256,6 +261,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     uint32 seen = 0;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+      const typename Mod::Row mod_rows[2] = {{p, b, head[m][0], query[m][0]}, {p, b, head[m][1], query[m][1]}};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int half = i % 4 / 2;
@@ -265,7 +271,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
         if constexpr (Mod::kHasScoreMod) {
           s *= p.scale;
           if (visible && first_row + m * 16 + half * 8 < rows)
-            s = Mod::score_mod(p, s, b, head[m][half], query[m][half], key);
+            s = Mod::score_mod(p, mod_rows[half], s, b, head[m][half], query[m][half], key);
           s *= kLog2e;
         } else {
           s *= p.scale * kLog2e;
@@ -277,7 +283,8 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
               state = p.states[b * p.state_strides[0] + head[m][half] * p.state_strides[1] +
                                query[m][half] / p.q_block * p.state_strides[2] + key / p.kv_block];
             }
-            visible = state == 2 || (state == 1 && Mod::mask_mod(p, b, head[m][half], query[m][half], key));
+            visible =
+                state == 2 || (state == 1 && Mod::mask_mod(p, mod_rows[half], b, head[m][half], query[m][half], key));
           }
           seen |= static_cast<uint32>(visible) << (i / 4 * 2 + i % 2);
         }

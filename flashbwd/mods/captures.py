@@ -21,6 +21,14 @@ _FLOATS = frozenset({float, complex})
 _FIXED = ("torch", "math", "builtins", "operator", "functools")  # packages whose contents stay as they are
 
 
+MAX_CAPTURED = 16
+MAX_DIMS = 5
+
+
+class CannotEmitError(Exception):
+    """There is no CUDA for this modification; the message names what is in the way."""
+
+
 class UnknownCaptureError(Exception):
     """The function captures something whose state cannot be compared."""
 
@@ -57,6 +65,54 @@ class Captures:
 
     def position(self, tensor: Tensor) -> int | None:
         return _position(tensor, self.tensors)
+
+
+class Slots:
+    """Captured tensors of a kernel, in the order in which it is given them.
+
+    Attributes
+    ----------
+    sources : list
+        Of each: its position in ``captures.tensors``, or the tensor itself where the functions do not hold it in a
+        place that ``captures`` reads.
+    """
+
+    def __init__(self, captures: Captures, device: str = "cuda") -> None:
+        self.captures = captures
+        self.device = device
+        self.sources: list[int | Tensor] = []
+
+    def of(self, tensor: Tensor, owner: str) -> int:
+        """The slot of ``tensor``, a new one when it has none. ``owner`` is the function, for errors.
+
+        Raises
+        ------
+        CannotEmitError
+            For what kernels cannot be given.
+        """
+        if tensor.device.type != self.device:
+            raise CannotEmitError(f"{owner} captures a tensor on {tensor.device}")
+        if tensor.dim() > MAX_DIMS:
+            raise CannotEmitError(f"{owner} captures a tensor of {tensor.dim()} dimensions, more than {MAX_DIMS}")
+        position = self.captures.position(tensor)
+        source = tensor if position is None else position
+        for slot, known in enumerate(self.sources):
+            if known is source or (type(known) is int and known == source):
+                return slot
+        if len(self.sources) == MAX_CAPTURED:
+            raise CannotEmitError(f"{owner} captures more than {MAX_CAPTURED} tensors")
+        self.sources.append(source)
+        return len(self.sources) - 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the tensors are those of ``captures``, in their order."""
+        return [s for s in self.sources if isinstance(s, int)] == list(range(len(self.captures.tensors))) and all(
+            isinstance(s, int) for s in self.sources
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [self.captures.tensors[s] if isinstance(s, int) else s for s in self.sources]
 
 
 def _position(tensor: Tensor, tensors: list[Tensor]) -> int | None:

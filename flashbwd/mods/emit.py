@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from flashbwd.mods.captures import Captures
-from flashbwd.mods.trace import CannotEmitError, Trace, trace
-from flashbwd.reference.decoding import Mod
+from flashbwd.mods.captures import CannotEmitError, Slots
+from flashbwd.mods.trace import Trace
 
 aten = torch.ops.aten
-
-MAX_CAPTURED = 16
-MAX_DIMS = 5
 
 # 16-bit floats are computed with as floats and rounded after each operation, as PyTorch does.
 _C_TYPES = {
@@ -95,13 +91,6 @@ template <typename T> __device__ __forceinline__ T power(T a, T b) {
 }
 template <typename T> __device__ __forceinline__ T maximum_of(T a, T b) { return a != a || a > b ? a : b; }
 template <typename T> __device__ __forceinline__ T minimum_of(T a, T b) { return a != a || a < b ? a : b; }
-// Relative error below 1e-6, at a fifth of the cost of tanhf: the series, or 1 - 2 / (exp(2 |x|) + 1).
-__device__ __forceinline__ float tanh_of(float x) {
-  const float x2 = x * x;
-  const float series = x * (1.f + x2 * (-1.f / 3 + x2 * (2.f / 15 + x2 * (-17.f / 315))));
-  const float large = 1.f - __fdividef(2.f, exp2_approx(fabsf(x) * (2 * kLog2e)) + 1.f);
-  return x2 < 0.03f ? series : copysignf(large, x);
-}
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 template <typename T> __device__ __forceinline__ T sigmoid(T x) { return T(1) / (T(1) + exp(-x)); }
 }  // namespace flashbwd
@@ -169,13 +158,12 @@ _FILLS = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, 
 
 
 class _Emitter:
-    """Writes one function; ``sources`` takes the captured tensors of all functions of a kernel."""
+    """Writes one function; ``slots`` takes the captured tensors of all functions of a kernel."""
 
-    def __init__(self, name: str, trace: Trace, captures: Captures, sources: list[int | Tensor]) -> None:
+    def __init__(self, name: str, trace: Trace, slots: Slots) -> None:
         self.name = name
         self.trace = trace
-        self.captures = captures
-        self.sources = sources
+        self.slots = slots
         self.lines: list[str] = []
         self.names: dict[fx.Node, str] = {}
         self.captured: dict[fx.Node, int] = {}
@@ -240,22 +228,11 @@ class _Emitter:
 
     def _capture(self, node: Any) -> None:
         tensor = self.trace.tensors[str(node.target)]
-        position = self.captures.position(tensor)
-        if position is None and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant that the function made
+        made = self.slots.captures.position(tensor) is None
+        if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant that the function made
             self.names[node] = _literal(tensor.item())
             return
-        if tensor.device.type != "cuda":
-            raise CannotEmitError(f"{self.name} captures a tensor on {tensor.device}")
-        if tensor.dim() > MAX_DIMS:
-            raise CannotEmitError(f"{self.name} captures a tensor of {tensor.dim()} dimensions, more than {MAX_DIMS}")
-        source = tensor if position is None else position
-        known = [i for i, s in enumerate(self.sources) if s is source or (type(s) is int and s == source)]
-        if not known:
-            if len(self.sources) == MAX_CAPTURED:
-                raise CannotEmitError(f"{self.name} captures more than {MAX_CAPTURED} tensors")
-            known = [len(self.sources)]
-            self.sources.append(source)
-        self.captured[node] = known[0]
+        self.captured[node] = self.slots.of(tensor, self.name)
 
     def _load(self, node: Any, indices: list[str], into: Any = None) -> None:
         """An element of a captured tensor as the value of ``into``."""
@@ -407,46 +384,33 @@ def _literal(value: Any) -> str:
     raise CannotEmitError(f"a constant of type {type(value).__name__} has no CUDA")
 
 
-def emit(score_mod: Mod | None, mask_mod: Mod | None, captures: Captures) -> tuple[str, list[int | Tensor]]:
-    """``struct Mod`` for the kernel, and where its captured tensors come from.
-
-    Parameters
-    ----------
-    captures : Captures
-        Of ``(score_mod, mask_mod)``.
-
-    Returns
-    -------
-    source : str
-    sources : list
-        For each captured tensor of the kernel: its position in ``captures.tensors``, or the tensor itself where the
-        functions do not hold it in a place that ``captures`` reads.
+def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:
+    """``struct Mod`` for the kernel. Its captured tensors get their places in ``slots``.
 
     Raises
     ------
     CannotEmitError
         Names the operator or capture that has no CUDA.
     """
-    sources: list[int | Tensor] = []
-    score, mask = "return score;", "return true;"
-    if score_mod is not None:
-        emitter = _Emitter("score_mod", trace("score_mod", score_mod, True), captures, sources)
-        score = emitter.run(["score", "b", "h", "q", "k"], torch.float32)
-    if mask_mod is not None:
-        emitter = _Emitter("mask_mod", trace("mask_mod", mask_mod, False), captures, sources)
-        mask = emitter.run(["b", "h", "q", "k"], torch.bool)
-    source = f"""{PRELUDE}
+    score_body, mask_body = "return score;", "return true;"
+    if score is not None:
+        score_body = _Emitter("score_mod", score, slots).run(["score", "b", "h", "q", "k"], torch.float32)
+    if mask is not None:
+        mask_body = _Emitter("mask_mod", mask, slots).run(["b", "h", "q", "k"], torch.bool)
+    return f"""{PRELUDE}
 namespace flashbwd {{
 struct Mod {{
-  static constexpr bool kHasScoreMod = {str(score_mod is not None).lower()};
-  static constexpr bool kHasMask = {str(mask_mod is not None).lower()};
-  __device__ static float score_mod(const DecodingParams& p, float score, int b, int h, int q, int k) {{
-    {score}
+  static constexpr bool kHasScoreMod = {str(score is not None).lower()};
+  static constexpr bool kHasMask = {str(mask is not None).lower()};
+  struct Row {{
+    __device__ Row(const DecodingParams&, int, int, int) {{}}
+  }};
+  __device__ static float score_mod(const DecodingParams& p, const Row&, float score, int b, int h, int q, int k) {{
+    {score_body}
   }}
-  __device__ static bool mask_mod(const DecodingParams& p, int b, int h, int q, int k) {{
-    {mask}
+  __device__ static bool mask_mod(const DecodingParams& p, const Row&, int b, int h, int q, int k) {{
+    {mask_body}
   }}
 }};
 }}  // namespace flashbwd
 """
-    return source, sources

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from flashbwd.mods import nvrtc
-from flashbwd.mods.captures import Captures, UnknownCaptureError
+from flashbwd.mods.captures import CannotEmitError, Captures, Slots, UnknownCaptureError
 from flashbwd.mods.emit import emit
-from flashbwd.mods.trace import CannotEmitError
+from flashbwd.mods.ordinary import encode, recognise
+from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import Mod
 
 _NAME = "flashbwd_decoding"
@@ -37,7 +38,8 @@ class Modification:
     ----------
     number : int
         Of the operator's own record, which has the compiled kernels.
-    source : str
+    source : str, optional
+        None for an ordinary one, whose kernels every build holds.
     captured : list
         For each captured tensor of the kernel: its position among the functions' own, or the tensor itself where the
         functions do not hold it in a place that :class:`Captures` reads.
@@ -48,7 +50,7 @@ class Modification:
     """
 
     number: int
-    source: str
+    source: str | None
     captured: list[int | Tensor]
     in_order: bool
     tiles: set[Tile] = field(default_factory=set)
@@ -90,10 +92,10 @@ def compiled_modification(score_mod: Mod | None, mask_mod: Mod | None, tile: Til
     """
     found = known_modification(score_mod, mask_mod) or _trace(score_mod, mask_mod)
     modification = found[0]
-    if tile not in modification.tiles:
+    if modification.source is not None and tile not in modification.tiles:
         with _lock:
             if tile not in modification.tiles:
-                _build(modification, tile)
+                _build(modification, modification.source, tile)
     return found
 
 
@@ -104,15 +106,24 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, l
         has_key = True
     except (UnknownCaptureError, TypeError):
         captures, has_key = Captures(), False
+    score = None if score_mod is None else trace("score_mod", score_mod, True)
+    mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
+    slots = Slots(captures)
+    ordinary = recognise(score, mask, captures)
+    source = None
+    numbers: tuple[list[int], list[float]] = ([], [])
     try:
-        source, captured = emit(score_mod, mask_mod, captures)
+        if ordinary is None:
+            source = emit(score, mask, slots)
+        else:
+            numbers = encode(ordinary, slots)
     except CannotEmitError as error:
         raise RuntimeError(f"flashbwd: {error}") from error
-    in_order = captured == list(range(len(captures.tensors)))
-    modification = Modification(torch.ops.flashbwd.decoding_modification(), source, captured, in_order)
+    number = torch.ops.flashbwd.decoding_modification(*numbers)
+    modification = Modification(number, source, slots.sources, slots.in_order)
     if has_key:
         _known[captures.key] = modification
-    return modification, [captures.tensors[c] if isinstance(c, int) else c for c in captured]
+    return modification, slots.tensors()
 
 
 def kernel_source(mod: str, tile: Tile) -> str:
@@ -138,10 +149,10 @@ def shared_bytes(tile: Tile) -> int:
     return torch.ops.flashbwd.decoding_shared_bytes(tile.head_dim, tile.rows)
 
 
-def _build(modification: Modification, tile: Tile) -> None:
+def _build(modification: Modification, source: str, tile: Tile) -> None:
     capability = torch.cuda.get_device_capability(tile.device)
     try:
-        cubin = nvrtc.cubin_of(kernel_source(modification.source, tile), options_for(capability))
+        cubin = nvrtc.cubin_of(kernel_source(source, tile), options_for(capability))
         with torch.cuda.device(tile.device):
             kernel = nvrtc.load_kernel(cubin, _NAME, shared_bytes(tile))
     except nvrtc.CompilationError as error:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from flashbwd.mods.captures import CannotEmitError
 from flashbwd.reference.decoding import GatherByIndex, Mod
 
 aten = torch.ops.aten
@@ -24,10 +25,6 @@ _READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.
 _HOST_METHODS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr})
 # Operators that choose from a captured tensor; every other would take it as a whole.
 _CHOOSES = frozenset({aten.index, aten.select, aten.detach, aten.alias})
-
-
-class CannotEmitError(Exception):
-    """There is no CUDA for this modification; the message names what is in the way."""
 
 
 @dataclass

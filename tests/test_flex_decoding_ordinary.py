@@ -1,0 +1,164 @@
+"""Modifications that every build has kernels for: recognised however they are written, and nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbwd.mods.captures import Captures, Slots
+from flashbwd.mods.ordinary import Bounds, OfHead, Ordinary, Sum, encode, recognise
+from flashbwd.mods.trace import Trace, trace
+
+B, H, Sq, Sk = 2, 4, 5, 23
+INF = float("inf")
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+LENGTH = torch.tensor(11, dtype=torch.int32)
+LENGTHS = torch.tensor([7, 19])
+OFFSET = Sk - Sq
+
+
+def abs_window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q + OFFSET - k).abs() <= 4
+
+
+SCORES = {
+    "identity": lambda s, b, h, q, k: s,
+    "softcap": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
+    "softcap_by_products": lambda s, b, h, q, k: torch.tanh(s * 0.05) * 20.0,
+    "softcap_in_place_of_names": lambda s, b, h, q, k: s.div(2.5).tanh().mul(2.5),
+    "alibi": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    "alibi_backwards": lambda s, b, h, q, k: s - (q + OFFSET - k) * SLOPES[h],
+    "alibi_of_a_growing_cache": lambda s, b, h, q, k: s - SLOPES[h] * (LENGTHS[b] - 1 - k),
+    "alibi_by_formula": lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / H)),
+    "alibi_by_power": lambda s, b, h, q, k: s + 2 ** (-8.0 * (h + 1) / H) * (k - q),
+    "alibi_with_softcap": lambda s, b, h, q, k: 5 * torch.tanh(s / 5) - SLOPES[h] * 0.5 * (q - k),
+    "relative": lambda s, b, h, q, k: s + (q - k),
+    "relative_scaled": lambda s, b, h, q, k: 0.1 * (k - q) + s,
+    "causal": lambda s, b, h, q, k: torch.where(q + OFFSET >= k, s, -INF),
+    "inverse_causal": lambda s, b, h, q, k: torch.where(q <= k, s, -INF),
+    "windowed": lambda s, b, h, q, k: torch.where(abs_window(b, h, q, k), s, -INF),
+    "alibi_causal": lambda s, b, h, q, k: torch.where(k <= q, s + SLOPES[h] * (k - q), -INF),
+}
+MASKS = {
+    "all": lambda b, h, q, k: b.new_ones((), dtype=torch.bool),
+    "causal": lambda b, h, q, k: q >= k,
+    "causal_shifted": lambda b, h, q, k: k - OFFSET < q + 1,
+    "window": lambda b, h, q, k: (q >= k) & (q - k < 4),
+    "window_two_sided": abs_window,
+    "logical": lambda b, h, q, k: torch.logical_and(k < q + 3, k > q - 3),
+    "length": lambda b, h, q, k: k < LENGTH,
+    "lengths": lambda b, h, q, k: k <= LENGTHS[b] - 1,
+    "causal_of_a_growing_cache": lambda b, h, q, k: (q + LENGTHS[b] - 5 >= k) & (k >= LENGTH - 7),
+}
+OTHERS = {
+    "score_twice": (lambda s, b, h, q, k: s + s, None),
+    "squared": (lambda s, b, h, q, k: s * s, None),
+    "scaled": (lambda s, b, h, q, k: s * 2, None),
+    "half_a_softcap": (lambda s, b, h, q, k: torch.tanh(s / 30), None),
+    "softcap_of_two_caps": (lambda s, b, h, q, k: 20 * torch.tanh(s / 30), None),
+    "softcap_of_a_bias": (lambda s, b, h, q, k: 30 * torch.tanh((s + (q - k)) / 30), None),
+    "bias_of_the_head_alone": (lambda s, b, h, q, k: s + SLOPES[h], None),
+    "two_biases": (lambda s, b, h, q, k: s + (k - q) + SLOPES[h] * (k - q), None),
+    "every_second_key": (lambda s, b, h, q, k: s + SLOPES[h] * (2 * k - q), None),
+    "where_not_infinite": (lambda s, b, h, q, k: torch.where(q >= k, s, -1.0), None),
+    "table": (lambda s, b, h, q, k: s + SLOPES[k % 4], None),
+    "document": (None, lambda b, h, q, k: SLOPES[k % 4] == SLOPES[q % 4]),
+    "either": (None, lambda b, h, q, k: (q >= k) | (k < 3)),
+    "per_head": (None, lambda b, h, q, k: k < 5 * h),
+    "rows": (None, lambda b, h, q, k: q >= 3),
+    "five_bounds": (None, lambda b, h, q, k: (k > 1) & (k > 2) & (k > 3) & (k > 4) & (k > 5)),
+    "three_captured": (None, lambda b, h, q, k: k < LENGTH + LENGTHS[b] + LENGTHS[h % 2]),
+    "unequal": (None, lambda b, h, q, k: q != k),
+    "causal_score_and_mask": (SCORES["causal"], MASKS["length"]),
+}
+
+
+def traces(score_mod: Any, mask_mod: Any) -> tuple[Trace | None, Trace | None, Captures]:
+    return (
+        None if score_mod is None else trace("score_mod", score_mod, True),
+        None if mask_mod is None else trace("mask_mod", mask_mod, False),
+        Captures(score_mod, mask_mod),
+    )
+
+
+def grids() -> list[Tensor]:
+    return [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate((B, H, Sq, Sk))]
+
+
+class Evaluation:
+    """What an Ordinary means, on index tensors that broadcast to (B, H, Sq, Sk)."""
+
+    def __init__(self, found: Ordinary) -> None:
+        self.found = found
+        self.b, self.h, self.q, self.k = grids()
+
+    def captured(self, c: Any) -> Tensor:
+        index = {"": (), "b": (self.b,), "h": (self.h,)}[c.index]
+        return c.tensor[index]
+
+    def sum(self, s: Sum) -> Any:
+        return s.q * self.q + s.k * self.k + s.constant + sum(w * self.captured(c) for c, w in s.terms)
+
+    def slope(self, s: OfHead) -> Any:
+        table = 1.0 if s.captured is None else self.captured(s.captured).double()
+        return s.factor * table * torch.exp2(s.rate * self.h.double() + s.start)
+
+    def inside(self, bounds: Bounds) -> Tensor:
+        inside = torch.ones(B, H, Sq, Sk, dtype=torch.bool)
+        for bound in bounds.sums:
+            inside &= self.sum(bound) >= 0
+        return inside
+
+    def score(self, s: Tensor) -> Tensor:
+        rule = self.found.score
+        if rule.softcap:
+            s = rule.softcap * torch.tanh(s / rule.softcap)
+        if rule.bias is not None:
+            s = s + self.slope(rule.bias.slope) * self.sum(rule.bias.sum)
+        return torch.where(self.inside(rule.bounds), s, -INF)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_an_ordinary_score_mod_is_recognised_as_what_it_does(name: str) -> None:
+    traced = traces(SCORES[name], None)
+    found = recognise(*traced)
+    assert found is not None and found.mask is None
+    score = torch.randn(B, H, Sq, Sk, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 10
+    torch.testing.assert_close(Evaluation(found).score(score), SCORES[name](score, *grids()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_an_ordinary_mask_mod_is_recognised_as_what_it_does(name: str) -> None:
+    traced = traces(None, MASKS[name])
+    found = recognise(*traced)
+    assert found is not None and found.mask is not None and found.score.untouched
+    assert torch.equal(Evaluation(found).inside(found.mask), MASKS[name](*grids()).expand(B, H, Sq, Sk))
+
+
+def test_a_score_mod_and_a_mask_together() -> None:
+    found = recognise(*traces(SCORES["alibi"], MASKS["window"]))
+    assert found is not None and found.score.bias is not None
+    assert found.mask is not None and len(found.mask.sums) == 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_ordinary_is_not_taken_for_it(name: str) -> None:
+    assert recognise(*traces(*OTHERS[name])) is None
+
+
+def test_arguments_have_a_place_for_everything() -> None:
+    traced = traces(SCORES["alibi_of_a_growing_cache"], MASKS["causal_of_a_growing_cache"])
+    found = recognise(*traced)
+    assert found is not None
+    slots = Slots(traced[2], "cpu")
+    integers, floats = encode(found, slots)
+    assert slots.tensors() == [SLOPES, LENGTHS, LENGTH]
+    nothing = [0, 0, 0, 0]
+    assert floats == [0.0, 1.0, 0.0, 0.0]
+    assert integers[:12] == [2, 0, *(0, 1), *(-1, 1, 1, 1), *nothing]  # SLOPES[h] * (k + 1 - LENGTHS[b])
+    assert integers[12:24] == [2, -1, *(1, -5), *(1, 1, 1, 1), *nothing]  # of two: -k + q - 5 + LENGTHS[b] >= 0
+    assert integers[24:35] == [1, *(0, 7), *(-1, 2, 0, 0), *nothing]  # k + 7 - LENGTH >= 0
+    assert integers[35:] == [0] * 22

@@ -158,7 +158,7 @@ def test_arguments_have_a_place_for_everything() -> None:
     assert slots.tensors() == [SLOPES, LENGTHS, LENGTH]
     nothing = [0, 0, 0, 0]
     assert floats == [0.0, 1.0, 0.0, 0.0]
-    assert integers[:12] == [2, 0, *(0, 1), *(-1, 1, 1, 1), *nothing]  # SLOPES[h] * (k + 1 - LENGTHS[b])
+    assert integers[:12] == [3, 0, *(0, 1), *(-1, 1, 1, 1), *nothing]  # SLOPES[h] * (k + 1 - LENGTHS[b])
     assert integers[12:24] == [2, -1, *(1, -5), *(1, 1, 1, 1), *nothing]  # of two: -k + q - 5 + LENGTHS[b] >= 0
     assert integers[24:35] == [1, *(0, 7), *(-1, 2, 0, 0), *nothing]  # k + 7 - LENGTH >= 0
     assert integers[35:] == [0] * 22

@@ -229,6 +229,10 @@ void decoding_shared_bytes(StableIValue* stack, uint64_t, uint64_t) {
 
 void decoding_source_operator(StableIValue* stack, uint64_t, uint64_t) { stack[0] = boxed(decoding_source()); }
 
+void decoding_mod_functions_operator(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = boxed(decoding_mod_functions());
+}
+
 }  // namespace
 }  // namespace flashbwd
 
@@ -242,6 +246,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def("decoding_tile(int head_dim, int head_dim_v, int rows) -> (int head_dim, int rows)");
   m.def("decoding_shared_bytes(int head_dim, int rows) -> int");
   m.def("decoding_source() -> str");
+  m.def("decoding_mod_functions() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) { m.impl("decoding_forward", flashbwd::decoding_forward); }
@@ -253,4 +258,5 @@ STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
   m.impl("decoding_tile", flashbwd::decoding_tile_operator);
   m.impl("decoding_shared_bytes", flashbwd::decoding_shared_bytes);
   m.impl("decoding_source", flashbwd::decoding_source_operator);
+  m.impl("decoding_mod_functions", flashbwd::decoding_mod_functions_operator);
 }

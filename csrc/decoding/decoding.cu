@@ -56,10 +56,12 @@ cudaError_t launch_tile(const DecodingParams& p, DecodingTile tile, dim3 grid, v
 
 template <bool kBFloat16>
 cudaError_t launch_mod(const DecodingParams& p, DecodingTile tile, dim3 grid, void* stream) {
-  if (p.ordinary.kind == OrdinaryMod::kMasked)
-    return launch_tile<kBFloat16, OrdinaryKernelMod<true>>(p, tile, grid, stream);
   if (p.ordinary.kind == OrdinaryMod::kScore)
-    return launch_tile<kBFloat16, OrdinaryKernelMod<false>>(p, tile, grid, stream);
+    return launch_tile<kBFloat16, OrdinaryKernelMod<true, false>>(p, tile, grid, stream);
+  if (p.ordinary.kind == OrdinaryMod::kMask)
+    return launch_tile<kBFloat16, OrdinaryKernelMod<false, true>>(p, tile, grid, stream);
+  if (p.ordinary.kind == OrdinaryMod::kBoth)
+    return launch_tile<kBFloat16, OrdinaryKernelMod<true, true>>(p, tile, grid, stream);
   return launch_tile<kBFloat16, NoMod>(p, tile, grid, stream);
 }
 

@@ -24,19 +24,20 @@ __device__ inline long long sum_of(const DecodingParams& p, const OrdinarySum& s
 }
 
 // kMask: the bounds are a mask's; else they are where the score stays finite.
-template <bool kMask>
+template <bool kScore, bool kMask>
 struct OrdinaryKernelMod {
-  static constexpr bool kHasScoreMod = true;
+  static constexpr bool kHasScoreMod = kScore;
   static constexpr bool kHasMask = kMask;
 
   // Between which keys a row sees, and its bias: slope * (k + origin).
   struct Row {
-    int first = 0;
-    int last = 0x7fffffff;
+    int first, last;
     float slope;
-    int origin = 0;
+    int origin;
 
-    __device__ Row(const DecodingParams& p, int b, int h, int q) : slope(p.ordinary.slope) {
+    Row() = default;
+    __device__ Row(const DecodingParams& p, int b, int h, int q)
+        : first(0), last(0x7fffffff), slope(p.ordinary.slope), origin(0) {
       const OrdinaryMod& mod = p.ordinary;
       for (int i = 0; i < mod.bound_count; ++i) {
         const long long sum = sum_of(p, mod.bounds[i].sum, b, h, q);
@@ -44,7 +45,7 @@ struct OrdinaryKernelMod {
         first = mod.bounds[i].k > 0 ? max(first, limit) : first;
         last = mod.bounds[i].k > 0 ? last : min(last, limit);
       }
-      if (slope == 0) return;
+      if (!kScore || slope == 0) return;
       origin = static_cast<int>(sum_of(p, mod.origin, b, h, q));
       if (mod.slope_slot >= 0) {
         const CapturedTensor& slopes = p.captured[mod.slope_slot];

@@ -31,7 +31,7 @@ struct OrdinaryBound {  // k * kv_idx + sum >= 0
 
 // score = softcap * tanh(score / softcap), with softcap > 0; score += slope_of(h) * (kv_idx + origin); the bounds.
 struct OrdinaryMod {
-  enum Kind { kNone, kScore, kMasked };
+  enum Kind { kNone, kScore, kMask, kBoth };
   int kind;
   int slope_slot;  // of a captured tensor of floats, one a head, that is a factor of the slope; -1 for none
   OrdinarySum origin;

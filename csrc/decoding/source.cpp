@@ -2,6 +2,7 @@
 #include "source.h"
 
 // Empty for a C++ compiler; included so that a change of a file embedded below rebuilds this one.
+#include "mod_functions.cuh"
 #include "params.h"
 #include "ptx.cuh"
 #include "split_kv.cuh"
@@ -10,6 +11,7 @@
   asm(".section .rodata\n" #name ":\n.incbin \"" path "\"\n.byte 0\n.previous\n"); \
   extern "C" __attribute__((visibility("hidden"))) const char name[];
 
+FLASHBWD_EMBED(flashbwd_decoding_mod_functions, "csrc/decoding/mod_functions.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_params, "csrc/decoding/params.h")
 FLASHBWD_EMBED(flashbwd_decoding_ptx, "csrc/decoding/ptx.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_split_kv, "csrc/decoding/split_kv.cuh")
@@ -19,5 +21,7 @@ namespace flashbwd {
 std::string decoding_source() {
   return std::string(flashbwd_decoding_params) + flashbwd_decoding_ptx + flashbwd_decoding_split_kv;
 }
+
+std::string decoding_mod_functions() { return flashbwd_decoding_mod_functions; }
 
 }  // namespace flashbwd

@@ -23,7 +23,8 @@ constexpr float kLn2 = 0.6931471805599453f;
 struct NoMod {
   static constexpr bool kHasScoreMod = false;
   static constexpr bool kHasMask = false;
-  struct Row {  // what a modification works out once for a row and 16 keys
+  struct Row {  // what a modification works out once for a row
+    Row() = default;
     __device__ Row(const DecodingParams&, int, int, int) {}
   };
   __device__ static float score_mod(const DecodingParams&, const Row&, float score, int, int, int, int) {
@@ -137,6 +138,15 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       query[m][half] = inside % p.seqlen_q;
     }
   }
+
+  // What the modification works out for the rows: once, or for each chunk where registers would not hold it.
+  constexpr bool kKeepModRows = kM * kD <= 2048;
+  typename Mod::Row mod_rows[kRowTiles][2];
+  const auto work_out_rows = [&] {
+#pragma unroll
+    for (int i = 0; i < kRowTiles * 2; ++i) mod_rows[i / 2][i % 2] = {p, b, head[i / 2][i % 2], query[i / 2][i % 2]};
+  };
+  if constexpr (kKeepModRows) work_out_rows();
 
   const ChunkList list = chunk_list<Mod>(p, b, head_kv * p.group + first_row / p.seqlen_q, first_row % p.seqlen_q);
   const int begin = static_cast<int>(static_cast<long long>(list.total) * split / p.splits);
@@ -259,9 +269,9 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     const bool whole = c.first_key + kKeys <= c.end_key;
     const bool masked = Mod::kHasMask && (p.states != nullptr || !c.full);
     uint32 seen = 0;
+    if constexpr (!kKeepModRows) work_out_rows();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const typename Mod::Row mod_rows[2] = {{p, b, head[m][0], query[m][0]}, {p, b, head[m][1], query[m][1]}};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int half = i % 4 / 2;
@@ -271,7 +281,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
         if constexpr (Mod::kHasScoreMod) {
           s *= p.scale;
           if (visible && first_row + m * 16 + half * 8 < rows)
-            s = Mod::score_mod(p, mod_rows[half], s, b, head[m][half], query[m][half], key);
+            s = Mod::score_mod(p, mod_rows[m][half], s, b, head[m][half], query[m][half], key);
           s *= kLog2e;
         } else {
           s *= p.scale * kLog2e;
@@ -283,8 +293,8 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
               state = p.states[b * p.state_strides[0] + head[m][half] * p.state_strides[1] +
                                query[m][half] / p.q_block * p.state_strides[2] + key / p.kv_block];
             }
-            visible =
-                state == 2 || (state == 1 && Mod::mask_mod(p, mod_rows[half], b, head[m][half], query[m][half], key));
+            visible = state == 2 ||
+                      (state == 1 && Mod::mask_mod(p, mod_rows[m][half], b, head[m][half], query[m][half], key));
           }
           seen |= static_cast<uint32>(visible) << (i / 4 * 2 + i % 2);
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -31,71 +31,6 @@ _C_TYPES = {
 _ROUNDED = {torch.float16: "round_half", torch.bfloat16: "round_bfloat16"}
 
 
-PRELUDE = r"""
-namespace flashbwd {
-template <typename T> __device__ __forceinline__ T load_captured(const void* data, long long at) {
-  return static_cast<const T*>(data)[at];
-}
-__device__ __forceinline__ float load_half(const void* data, long long at) {
-  return float_of_half(static_cast<const unsigned short*>(data)[at]);
-}
-__device__ __forceinline__ float load_bfloat16(const void* data, long long at) {
-  return float_of_bfloat16(static_cast<const unsigned short*>(data)[at]);
-}
-__device__ __forceinline__ float round_half(float x) {
-  return float_of_half(static_cast<unsigned short>(pack_16bit<false>(x, 0.f)));
-}
-__device__ __forceinline__ float round_bfloat16(float x) {
-  return float_of_bfloat16(static_cast<unsigned short>(pack_16bit<true>(x, 0.f)));
-}
-__device__ __forceinline__ long long wrap(long long i, int size) { return i < 0 ? i + size : i; }
-template <typename T> __device__ __forceinline__ T floor_divide(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
-    return floor(a / b);
-  } else {
-    const T q = a / b;
-    return a % b != 0 && (a < 0) != (b < 0) ? q - 1 : q;
-  }
-}
-template <typename T> __device__ __forceinline__ T trunc_divide(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
-    return trunc(a / b);
-  } else {
-    return a / b;
-  }
-}
-template <typename T> __device__ __forceinline__ T remainder_of(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
-    const T r = fmod(a, b);
-    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
-  } else {
-    const T r = a % b;
-    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
-  }
-}
-template <typename T> __device__ __forceinline__ T fmod_of(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
-    return fmod(a, b);
-  } else {
-    return a % b;
-  }
-}
-template <typename T> __device__ __forceinline__ T power(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
-    return pow(a, b);
-  } else {
-    T r = 1;
-    for (; b > 0; --b) r *= a;
-    return r;
-  }
-}
-template <typename T> __device__ __forceinline__ T maximum_of(T a, T b) { return a != a || a > b ? a : b; }
-template <typename T> __device__ __forceinline__ T minimum_of(T a, T b) { return a != a || a < b ? a : b; }
-__device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
-template <typename T> __device__ __forceinline__ T sigmoid(T x) { return T(1) / (T(1) + exp(-x)); }
-}  // namespace flashbwd
-"""
-
 _UNARY = {
     "neg": "-{0}",
     "abs": "({0} < 0 ? -{0} : {0})",
@@ -119,7 +54,15 @@ _UNARY = {
     "sinh": "sinh({0})",
     "cosh": "cosh({0})",
     "tanh": "tanh_of({0})",
+    "asinh": "asinh({0})",
+    "acosh": "acosh({0})",
+    "atanh": "atanh({0})",
     "erf": "erf({0})",
+    "erfc": "erfc({0})",
+    "mish": "({0} * tanh_of(log1p(exp({0}))))",
+    "hardsigmoid": "(minimum_of(maximum_of({0} + 3, {0} * 0), {0} * 0 + 6) / 6)",
+    "hardswish": "({0} * minimum_of(maximum_of({0} + 3, {0} * 0), {0} * 0 + 6) / 6)",
+    "frac": "({0} - trunc({0}))",
     "sigmoid": "sigmoid({0})",
     "silu": "({0} * sigmoid({0}))",
     "relu": "({0} > 0 ? {0} : {0} * 0)",
@@ -130,6 +73,7 @@ _UNARY = {
     "sign": "({0} > 0) - ({0} < 0)",
     "sgn": "({0} > 0) - ({0} < 0)",
 }
+_ROUNDINGS = frozenset({"floor", "ceil", "trunc", "round"})  # of an integer: itself
 # Computed in the type of the result.
 _BINARY = {
     "mul": "{0} * {1}",
@@ -138,8 +82,14 @@ _BINARY = {
     "remainder": "remainder_of({0}, {1})",
     "fmod": "fmod_of({0}, {1})",
     "floor_divide": "floor_divide({0}, {1})",
-    "pow": "power({0}, {1})",
     "atan2": "atan2({0}, {1})",
+    "fmax": "fmax_of({0}, {1})",
+    "fmin": "fmin_of({0}, {1})",
+    "hypot": "hypot({0}, {1})",
+    "copysign": "copysign({0}, {1})",
+    "logaddexp": "logaddexp({0}, {1})",
+    "xlogy": "xlogy({0}, {1})",
+    "heaviside": "({0} == 0 ? {1} : static_cast<decltype({1})>({0} > 0))",
     "bitwise_and": "{0} & {1}",
     "bitwise_or": "{0} | {1}",
     "bitwise_xor": "{0} ^ {1}",
@@ -154,6 +104,15 @@ _BINARY = {
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGICAL = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
 _SAME = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "contiguous"}
+# Operators with numbers after the value, and what those are when left out: computed in the type of the result.
+_WITH_NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "softplus": ("softplus({0}, {1}, {2})", (1.0, 20.0)),
+    "elu": ("elu({0}, {1}, {2}, {3})", (1.0, 1.0, 1.0)),
+    "hardtanh": ("minimum_of(maximum_of({0}, {1}), {2})", (-1.0, 1.0)),
+    "leaky_relu": ("({0} > 0 ? {0} : {0} * {1})", (0.01,)),
+    "threshold": ("({0} <= {1} ? {2} : {0})", ()),
+}
+_POWERS = {2: "({0} * {0})", 3: "({0} * {0} * {0})", 0.5: "sqrt({0})", -1: "(1 / {0})", -0.5: "rsqrt({0})"}
 _FILLS = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, "zeros_like": 0}
 
 
@@ -166,7 +125,8 @@ class _Emitter:
         self.slots = slots
         self.lines: list[str] = []
         self.names: dict[fx.Node, str] = {}
-        self.captured: dict[fx.Node, int] = {}
+        # Captured tensors and parts of them: the slot, and what each dimension is indexed with, None where it is open.
+        self.captured: dict[fx.Node, tuple[int, list[str | None]]] = {}
 
     def run(self, parameters: list[str], result: torch.dtype) -> str:
         inputs = iter(parameters)
@@ -194,7 +154,7 @@ class _Emitter:
     def _value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
             if value in self.captured and value not in self.names:
-                self._load(value, [])
+                self._load(value)
             return self.names[value]
         return _literal(value)
 
@@ -232,31 +192,51 @@ class _Emitter:
         if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant that the function made
             self.names[node] = _literal(tensor.item())
             return
-        self.captured[node] = self.slots.of(tensor, self.name)
+        self.captured[node] = (self.slots.of(tensor, self.name), [None] * tensor.dim())
 
-    def _load(self, node: Any, indices: list[str], into: Any = None) -> None:
-        """An element of a captured tensor as the value of ``into``."""
-        tensor = node.meta["val"]
-        if tensor.dim() != len(indices):
-            raise CannotEmitError(f"{self.name} uses a captured tensor of shape {tuple(tensor.shape)} as a whole")
-        slot = self.captured[node]
-        terms = [
-            f"wrap({index}, p.captured[{slot}].sizes[{d}]) * p.captured[{slot}].strides[{d}]"
-            for d, index in enumerate(indices)
-        ]
+    def _load(self, node: Any) -> None:
+        """The element of a captured tensor that ``node`` has indexed in every dimension."""
+        slot, indices = self.captured[node]
+        terms = []
+        for dim, index in enumerate(indices):
+            if index is None:
+                shape = tuple(node.meta["val"].shape)
+                raise CannotEmitError(
+                    f"{self.name} uses a captured tensor, or a part of one, of shape {shape} as a whole"
+                )
+            terms.append(f"wrap({index}, p.captured[{slot}].sizes[{dim}]) * p.captured[{slot}].strides[{dim}]")
+        dtype = self._dtype(node)
         functions = {torch.float16: "load_half", torch.bfloat16: "load_bfloat16"}
-        function = functions.get(tensor.dtype, f"load_captured<{_c_type(tensor.dtype)}>")
-        self._define(into or node, f"{function}(p.captured[{slot}].data, {' + '.join(terms) or '0'})", False)
+        function = functions.get(dtype, f"load_captured<{_c_type(dtype)}>")
+        self._define(node, f"{function}(p.captured[{slot}].data, {' + '.join(terms) or '0'})", False)
+
+    def _choose(self, node: Any, source: Any, chosen: dict[int, Any]) -> None:
+        """``node`` is ``source`` with some of its open dimensions indexed."""
+        if source not in self.captured:
+            raise CannotEmitError(f"{self.name} indexes a tensor that it made itself")
+        slot, indices = self.captured[source]
+        open_dims = [dim for dim, index in enumerate(indices) if index is None]
+        indices = list(indices)
+        for place, index in chosen.items():
+            indices[open_dims[place]] = self._value(index)
+        self.captured[node] = (slot, indices)
 
     # ---- operators ----
 
     def _call(self, node: Any) -> None:
         result = node.meta.get("val")
+        name = str(node.target).removeprefix("aten.").split(".")[0]
         if not isinstance(result, Tensor):
-            raise CannotEmitError(f"{self.name} calls {node.target}, which there is no CUDA for")
+            self._refuse(node)
+        if name == "index":
+            self._choose(node, node.args[0], {d: i for d, i in enumerate(node.args[1]) if i is not None})
+            return
+        if name == "select":
+            dims = node.args[0].meta["val"].dim()
+            self._choose(node, node.args[0], {node.args[1] % dims: node.args[2]})
+            return
         if result.dim() != 0:
             raise CannotEmitError(f"{self.name} calls {node.target} with a result of shape {tuple(result.shape)}")
-        name = str(node.target).removeprefix("aten.").split(".")[0]
         handler: Callable[[fx.Node], None] | None = getattr(self, f"_op_{name}", None)
         if handler is not None:
             handler(node)
@@ -264,18 +244,33 @@ class _Emitter:
             self._define(node, self._value(node.args[0]))
         elif name in _FILLS:
             self._define(node, str(_FILLS[name]))
+        elif node.kwargs:
+            self._refuse(node)
         elif name in _COMPARISONS:
             self._comparison(node, _COMPARISONS[name])
         elif name in _LOGICAL:
             a, b = (self._cast(value, torch.bool) for value in node.args)
             self._define(node, f"{a} {_LOGICAL[name]} {b}")
+        elif name in _ROUNDINGS and not self._dtype(node).is_floating_point:
+            self._define(node, self._value(node.args[0]))
         elif name in _UNARY and len(node.args) == 1:
-            self._define(node, _UNARY[name].format(self._cast(node.args[0], self._dtype(node))))
+            self._define(node, self._format(node, _UNARY[name], node.args))
         elif name in _BINARY and len(node.args) == 2:
-            operands = [self._cast(value, self._dtype(node)) for value in node.args]
-            self._define(node, _BINARY[name].format(*operands))
+            self._define(node, self._format(node, _BINARY[name], node.args))
+        elif name in _WITH_NUMBERS:
+            expression, defaults = _WITH_NUMBERS[name]
+            given = len(node.args) - 1
+            self._define(node, self._format(node, expression, (*node.args, *defaults[given:])))
         else:
-            raise CannotEmitError(f"{self.name} calls {node.target}, which there is no CUDA for")
+            self._refuse(node)
+
+    def _refuse(self, node: Any) -> NoReturn:
+        options = f" with {', '.join(node.kwargs)}" if node.kwargs else ""
+        raise CannotEmitError(f"{self.name} calls {node.target}{options}, which there is no CUDA for")
+
+    def _format(self, node: Any, expression: str, values: Any) -> str:
+        """``expression`` of values in the type of the result."""
+        return expression.format(*(self._cast(value, self._dtype(node)) for value in values))
 
     def _comparison(self, node: Any, sign: str) -> None:
         common = self._common(*node.args)
@@ -353,15 +348,56 @@ class _Emitter:
     def _op_full(self, node: Any) -> None:
         self._define(node, self._cast(node.args[1], self._dtype(node)))
 
-    _op_new_full = _op_full_like = _op_full
+    _op_full_like = _op_full
 
-    def _op_index(self, node: Any) -> None:
-        source, indices = node.args
-        if source not in self.captured:
-            raise CannotEmitError(f"{self.name} indexes a tensor that it made itself")
-        if any(index is None for index in indices):
-            raise CannotEmitError(f"{self.name} takes a slice of a captured tensor")
-        self._load(source, [self._value(index) for index in indices], node)
+    def _op_new_full(self, node: Any) -> None:
+        self._define(node, self._cast(node.args[2], self._dtype(node)))
+
+    def _op_pow(self, node: Any) -> None:
+        base, exponent = node.args
+        short = None if isinstance(exponent, fx.Node) or not self._dtype(node).is_floating_point else exponent
+        if short in _POWERS:
+            self._define(node, self._format(node, _POWERS[short], (base,)))
+        else:
+            self._define(node, self._format(node, "power({0}, {1})", node.args))
+
+    def _op_gelu(self, node: Any) -> None:
+        function = "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
+        self._define(node, self._format(node, f"{function}({{0}})", node.args))
+
+    def _op_masked_fill(self, node: Any) -> None:
+        value, mask, fill = node.args
+        a, b = (self._cast(v, self._dtype(node)) for v in (fill, value))
+        self._define(node, f"{self._cast(mask, torch.bool)} ? {a} : {b}", False)
+
+    def _op_addcmul(self, node: Any) -> None:
+        factor = node.kwargs.get("value", 1)
+        self._define(node, self._format(node, "{0} + {3} * {1} * {2}", (*node.args, factor)))
+
+    def _op_addcdiv(self, node: Any) -> None:
+        factor = node.kwargs.get("value", 1)
+        self._define(node, self._format(node, "{0} + {3} * {1} / {2}", (*node.args, factor)))
+
+    def _op_lerp(self, node: Any) -> None:
+        self._define(node, self._format(node, "{0} + {2} * ({1} - {0})", node.args))
+
+    def _op_signbit(self, node: Any) -> None:
+        self._define(node, f"signbit(static_cast<float>({self._value(node.args[0])}))")
+
+    def _op_nan_to_num(self, node: Any) -> None:
+        dtype = self._dtype(node)
+        limits = torch.finfo(dtype)
+        given = [*node.args[1:], None, None, None][:3]
+        fills = [node.kwargs.get(name, given[i]) for i, name in enumerate(("nan", "posinf", "neginf"))]
+        nan, most, least = (
+            self._cast(default if fill is None else fill, dtype)
+            for fill, default in zip(fills, (0.0, limits.max, limits.min), strict=True)
+        )
+        x = self._cast(node.args[0], dtype)
+        infinity = "FLASHBWD_INFINITY"
+        self._define(
+            node, f"{x} != {x} ? {nan} : {x} == {infinity} ? {most} : {x} == -{infinity} ? {least} : {x}", False
+        )
 
 
 def _c_type(dtype: torch.dtype) -> str:
@@ -397,12 +433,13 @@ def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:
         score_body = _Emitter("score_mod", score, slots).run(["score", "b", "h", "q", "k"], torch.float32)
     if mask is not None:
         mask_body = _Emitter("mask_mod", mask, slots).run(["b", "h", "q", "k"], torch.bool)
-    return f"""{PRELUDE}
+    return f"""{torch.ops.flashbwd.decoding_mod_functions()}
 namespace flashbwd {{
 struct Mod {{
   static constexpr bool kHasScoreMod = {str(score is not None).lower()};
   static constexpr bool kHasMask = {str(mask is not None).lower()};
   struct Row {{
+    Row() = default;
     __device__ Row(const DecodingParams&, int, int, int) {{}}
   }};
   __device__ static float score_mod(const DecodingParams& p, const Row&, float score, int b, int h, int q, int k) {{

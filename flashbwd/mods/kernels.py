@@ -128,9 +128,10 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, l
 
 def kernel_source(mod: str, tile: Tile) -> str:
     """All of the CUDA that is compiled, without a header."""
-    library = re.sub(r"^#(include|pragma once).*$", "", torch.ops.flashbwd.decoding_source(), flags=re.MULTILINE)
+    source = torch.ops.flashbwd.decoding_source() + mod
+    source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
     arguments = f"{tile.head_dim}, {tile.rows}, {str(tile.bfloat16).lower()}, flashbwd::Mod"
-    return f"""{library}{mod}
+    return f"""{source}
 extern "C" __global__ void __launch_bounds__(flashbwd::kWarps * 32)
     {_NAME}(const __grid_constant__ flashbwd::DecodingParams p) {{
   extern __shared__ __align__(128) unsigned char shared[];

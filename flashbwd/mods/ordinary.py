@@ -86,7 +86,7 @@ def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
     bias = ordinary.score.bias or Bias(OfHead(0.0), Sum(k=1))
     slope, sign = bias.slope, bias.sum.k
     bounds = (ordinary.mask or ordinary.score.bounds).sums
-    kind = 1 if ordinary.mask is None else 2
+    kind = (0 if ordinary.score.untouched and ordinary.mask is not None else 1) + 2 * (ordinary.mask is not None)
     slot = -1 if slope.captured is None else slot_of(slope.captured)
     integers = [kind, slot, *of_sum(bias.sum * sign), len(bounds)]
     for i in range(MAX_BOUNDS):

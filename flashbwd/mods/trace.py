@@ -98,6 +98,7 @@ class _Recorder(TorchDispatchMode):
         self.trace = Trace()
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Tensor] = []  # so that an id stays a name
+        self.captured: set[fx.Node] = set()  # captured tensors and parts of them that have dimensions left
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,7 +115,9 @@ class _Recorder(TorchDispatchMode):
             name = f"tensor{len(self.trace.tensors)}"
             self.trace.tensors[name] = tensor
             node = self.trace.graph.create_node("get_attr", name)
-            self._keep(tensor, node, torch.zeros((1,) * tensor.dim(), dtype=tensor.dtype))
+            self._keep(tensor, node, torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+            if tensor.dim() > 0:
+                self.captured.add(node)
         return node
 
     def _keep(self, tensor: Tensor, node: fx.Node, stand_in: Tensor) -> None:
@@ -129,30 +132,36 @@ class _Recorder(TorchDispatchMode):
             )
         kwargs = dict(kwargs or {})
         arguments, options = tree_map_only(Tensor, self.node_of, (tuple(args), kwargs))
-        result = self._result(func, arguments, options)
         node = self.trace.graph.call_function(func, arguments, options)
+        source = arguments[0] if arguments else None
+        if isinstance(source, fx.Node) and source in self.captured and func.overloadpacket in _CHOOSES:
+            result = _chosen(func, source.meta["val"], arguments)
+            if result.dim() > 0:
+                self.captured.add(node)
+        else:
+            self._refuse_whole(func, node)
+            if "device" in options:
+                options = {**options, "device": torch.device("cpu")}
+            values, keywords = fx.node.map_aggregate((arguments, options), _stand_in)
+            result = func(*values, **keywords)
         if isinstance(result, Tensor):
             self._keep(result, node, result)
         return result
 
-    def _result(self, func: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """A tensor of the dtype and shape of the operator's result."""
-        source = arguments[0] if arguments else None
-        if isinstance(source, fx.Node) and source.meta["val"].dim() > 0 and func.overloadpacket in _CHOOSES:
-            value: Tensor = source.meta["val"]
-            if func is aten.index.Tensor:
-                chosen = sum(index is not None for index in arguments[1])
-                return torch.zeros((1,) * (value.dim() - chosen), dtype=value.dtype)
-            if func is aten.select.int:
-                return torch.zeros((1,) * (value.dim() - 1), dtype=value.dtype)
-        for node in (*arguments, *options.values()):
-            if isinstance(node, fx.Node) and node.op == "get_attr" and node.meta["val"].dim() > 0:
-                shape = tuple(self.trace.tensors[str(node.target)].shape)
+    def _refuse_whole(self, func: Any, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in self.captured:
+                shape = tuple(source.meta["val"].shape)
                 raise CannotEmitError(f"{self.name} calls {func} on a captured tensor of shape {shape} as a whole")
-        if "device" in options:
-            options = {**options, "device": torch.device("cpu")}
-        arguments, options = fx.node.map_aggregate((arguments, options), _stand_in)
-        return func(*arguments, **options)
+
+
+def _chosen(func: Any, source: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """Stands for a part of a captured tensor, of which ``source`` has the shape and no memory."""
+    if func is not aten.index.Tensor:
+        return func(source, *arguments[1:])
+    indices = [*arguments[1], *[None] * (source.dim() - len(arguments[1]))]
+    sizes = [size for size, index in zip(source.shape, indices, strict=True) if index is None]
+    return torch.zeros((), dtype=source.dtype).expand(sizes)
 
 
 def _stand_in(value: Any) -> Any:

@@ -1,0 +1,166 @@
+"""Emitted modifications compute what PyTorch computes: each operator, compiled for the host and on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kit import decoding as kit
+from kit.decoding import Shape
+from kit.mods import SHAPE, Mod, all_mods, captures_in_steps
+from torch import Tensor
+
+import flashbwd
+from flashbwd.mods.captures import Captures, Slots
+from flashbwd.mods.emit import emit
+from flashbwd.mods.trace import trace
+
+NAMES = sorted(all_mods("cpu"))
+INDICES = [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(SHAPE)]
+
+# What the device's header and compiler give, for a compiler of the host.
+HOST = r"""
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <algorithm>
+using namespace std;
+#define __CUDACC__
+#define __device__
+#define __forceinline__ inline
+#define __fdividef(a, b) ((a) / (b))
+static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
+static float rsqrt(float x) { return 1 / sqrt(x); }
+#define FLASHBWD_INFINITY __int_as_float(0x7f800000)
+namespace flashbwd {
+inline float exp2_approx(float x) { return exp2f(x); }
+inline float float_of_half(unsigned short bits) { _Float16 h; memcpy(&h, &bits, 2); return h; }
+inline float float_of_bfloat16(unsigned short bits) { return __int_as_float(bits << 16); }
+template <bool kBFloat16> inline unsigned pack_16bit(float x, float) {
+  unsigned bits = 0;
+  if (kBFloat16) {
+    memcpy(&bits, &x, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+  const _Float16 h = x;
+  memcpy(&bits, &h, 2);
+  return bits;
+}
+"""
+
+
+def _host_source(mods: dict[str, Mod], slots: dict[str, Slots]) -> str:
+    """A shared library of all ``mods``: ``void NAME(const DecodingParams*, float* scores)``."""
+    root = Path(__file__).parent.parent / "csrc" / "decoding"
+    tanh = re.search(r"^// Relative error.*?^}\n", (root / "ptx.cuh").read_text(), re.DOTALL | re.MULTILINE)
+    assert tanh is not None
+    functions = re.sub(r"^#.*$", "", torch.ops.flashbwd.decoding_mod_functions(), flags=re.MULTILINE)
+    parts = [
+        HOST,
+        tanh.group(),
+        "}",
+        re.sub(r"^#.*$", "", (root / "params.h").read_text(), flags=re.MULTILINE),
+        functions,
+    ]
+    for name, mod in mods.items():
+        slots[name] = Slots(Captures(mod), "cpu")
+        text = emit(trace("score_mod", mod, True), None, slots[name])
+        struct = text[text.rindex("namespace flashbwd {") :].replace("struct Mod", f"struct {name}_mod")
+        parts.append(struct)
+        parts.append(f"""
+extern "C" void mod_{name}(const flashbwd::DecodingParams* p, float* s) {{
+  for (int b = 0; b < {SHAPE[0]}; ++b) for (int h = 0; h < {SHAPE[1]}; ++h)
+    for (int q = 0; q < {SHAPE[2]}; ++q) for (int k = 0; k < {SHAPE[3]}; ++k, ++s)
+      *s = flashbwd::{name}_mod::score_mod(*p, flashbwd::{name}_mod::Row(*p, b, h, q), *s, b, h, q, k);
+}}""")
+    parts.append("""
+extern "C" int captured_bytes() { return sizeof(flashbwd::CapturedTensor); }
+extern "C" int captured_offset() { return offsetof(flashbwd::DecodingParams, captured); }
+extern "C" int params_bytes() { return sizeof(flashbwd::DecodingParams); }""")
+    return "\n".join(parts)
+
+
+class _CapturedTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_longlong * 5), ("sizes", ctypes.c_int * 5)]
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor], Tensor]:
+    """``run(name, scores)``: the emitted modification as the host's compiler builds it."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    folder = tmp_path_factory.mktemp("emission")
+    slots: dict[str, Slots] = {}
+    (folder / "mods.cpp").write_text(_host_source(all_mods("cpu") | captures_in_steps("cpu"), slots))
+    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", "mods.so", "mods.cpp"]
+    subprocess.run(command, cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "mods.so"))
+    assert library.captured_bytes() == ctypes.sizeof(_CapturedTensor)
+
+    def run(name: str, scores: Tensor) -> Tensor:
+        params = (ctypes.c_byte * library.params_bytes())()
+        for place, tensor in enumerate(slots[name].tensors()):
+            at = library.captured_offset() + place * library.captured_bytes()
+            captured = _CapturedTensor.from_buffer(params, at)
+            captured.data = tensor.data_ptr()
+            captured.strides[: tensor.dim()] = tensor.stride()
+            captured.sizes[: tensor.dim()] = tensor.shape
+        result = scores.clone()
+        library[f"mod_{name}"](params, ctypes.c_void_p(result.data_ptr()))
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_emitted_modification_computes_what_pytorch_does(
+    name: str, on_host: Callable[[str, Tensor], Tensor]
+) -> None:
+    scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 8 - 4
+    indices = [index.to(torch.int32) for index in INDICES]
+    expected = all_mods("cpu")[name](scores, *indices).expand(SHAPE).float()
+    torch.testing.assert_close(on_host(name, scores), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", sorted(captures_in_steps("cpu")))
+def test_a_captured_tensor_may_be_indexed_in_steps(name: str, on_host: Callable[[str, Tensor], Tensor]) -> None:
+    mod = captures_in_steps("cpu")[name]
+    zero = torch.zeros(())
+    expected = [mod(zero, *index) for index in torch.cartesian_prod(*(torch.arange(n) for n in SHAPE))]
+    torch.testing.assert_close(on_host(name, torch.zeros(SHAPE)), torch.stack(expected).view(SHAPE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(captures_in_steps("cpu")))
+def test_a_captured_tensor_may_be_indexed_in_steps_on_a_gpu(name: str) -> None:
+    tensors = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=40).tensors(torch.float16, "cuda")
+    mod = captures_in_steps("cuda")[name]
+    out = flashbwd.flex_decoding(*tensors, mod, enable_gqa=True)
+    expected = flashbwd.flex_decoding(*(t.double() for t in tensors), mod, enable_gqa=True)
+    torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.005)  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(8))
+def test_emitted_modifications_compute_what_pytorch_does_on_a_gpu(part: int) -> None:
+    """Sums of modifications, to compile less often; each squashed, so that none hides the others."""
+    shape = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=40)
+    tensors = shape.tensors(torch.float16, "cuda")
+    without_nan = {name: mod for name, mod in all_mods("cuda").items() if "nan" not in name}
+    mods = [without_nan[name] for name in sorted(without_nan)][part::8]
+
+    def mod(s: Tensor, *indices: Tensor) -> Tensor:
+        return sum((torch.sin(m(s, *indices) * 1.0) for m in mods), s * 0.0)
+
+    with torch.no_grad():
+        out = flashbwd.flex_decoding(*tensors, mod, enable_gqa=True)
+    expected, _ = kit.oracle(shape, *tensors, mod, dtype=torch.float32)
+    assert isinstance(out, Tensor)
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.01)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from flashbwd.mods.backward import run_backward
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
 from flashbwd.reference.decoding import (
@@ -270,13 +271,25 @@ def _empty_like_query(query: Tensor, head_dim: int) -> Tensor:
     return query.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
 
 
+def _backward(
+    call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    if not kernel_refusal(query, key, value):
+        try:
+            return run_backward(call, query, key, value, *rest)
+        except NoKernelError as reason:
+            _warn_once(f"flashbwd: the gradient of flex_decoding runs on its slow reference: {reason}")
+    with _exact(query.device):
+        return decoding_backward(call, query, key, value, *rest)
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
 
 class _FlexDecoding(torch.autograd.Function):
-    """The reference and its gradient. Captured tensors are inputs so that autograd sees them."""
+    """Forward and its gradient. Captured tensors are inputs so that autograd sees them."""
 
     @staticmethod
     def forward(
@@ -296,7 +309,6 @@ class _FlexDecoding(torch.autograd.Function):
         inputs = (query, key, value, *captured)
         if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
             return None, *(torch.zeros_like(tensor) for tensor in inputs)
-        with _exact(query.device):
-            dq, dk, dv, dcaptured = decoding_backward(ctx.call, query, key, value, out, lse, dout, dlse, captured)
+        dq, dk, dv, dcaptured = _backward(ctx.call, query, key, value, out, lse, dout, dlse, captured)
         grads = (dq, dk, dv, *dcaptured)
         return None, *(grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True))

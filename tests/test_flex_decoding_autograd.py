@@ -187,6 +187,40 @@ def test_a_captured_graph_reads_changed_lengths() -> None:
             torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_captured_graph_reads_changed_block_lists(group: int) -> None:
+    shape = Shape(batch=1, heads=2 * group, seqlen_q=1, seqlen_k=5 * 64)
+    q, k, v = shape.tensors(torch.bfloat16, "cuda")
+    int32 = {"dtype": torch.int32, "device": "cuda"}
+    counts, indices = torch.zeros(1, 1, 1, **int32), torch.zeros(1, 1, 1, 5, **int32)
+    full_counts, full_indices = torch.zeros(1, 1, 1, **int32), torch.zeros(1, 1, 1, 5, **int32)
+    block_mask = BlockMask.from_kv_blocks(
+        *(counts, indices, full_counts, full_indices),
+        BLOCK_SIZE=(1, 64),
+        mask_mod=lambda b, h, i, j: j % 64 < 30,
+        seq_lengths=(1, 320),
+    )
+    with torch.no_grad():
+        flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
+        key = torch.arange(320, device="cuda")
+        for partial, full in (([4, 1], [0]), ([], [0, 1, 2, 3, 4]), ([2], []), ([0, 1], [3, 2])):
+            counts.fill_(len(partial))
+            full_counts.fill_(len(full))
+            indices[..., : len(partial)] = torch.tensor(partial, **int32)
+            full_indices[..., : len(full)] = torch.tensor(full, **int32)
+            graph.replay()
+            block = key // 64
+            dense = torch.isin(block, torch.tensor(full, device="cuda", dtype=torch.int64))
+            dense |= torch.isin(block, torch.tensor(partial, device="cuda", dtype=torch.int64)) & (key % 64 < 30)
+            expected, _ = kit.oracle(shape, q, k, v, None, dense.expand(1, shape.heads, 1, 320))
+            torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+
+
 # ---- errors ----
 
 

@@ -22,7 +22,7 @@ from flashbwd.mods.captures import CannotEmitError, Captures, Slots
 from flashbwd.mods.emit import emit
 from flashbwd.mods.trace import trace
 
-TILE = kernels.Tile(64, 16, True, 0)
+TILE = kernels.Tile(64, 16, 4, torch.bfloat16, True, 0)
 
 
 def _has_nvrtc() -> bool:
@@ -161,18 +161,6 @@ def test_emitted_source_compiles_without_a_header_or_a_gpu(name: str) -> None:
 def test_a_source_that_does_not_compile_shows_the_log() -> None:
     with pytest.raises(nvrtc.CompilationError, match="expected a"):
         nvrtc.compile_source("int f( {", kernels.options_for((9, 0)))
-
-
-@pytest.mark.parametrize("head_dim_v", [1, 64, 65, 128, 129, 256])
-@pytest.mark.parametrize("rows", [1, 16, 17, 128, 1000])
-def test_tiles_fit_their_rows_and_shared_memory(rows: int, head_dim_v: int) -> None:
-    head_dim, tile_rows = torch.ops.flashbwd.decoding_tile(64, head_dim_v, rows)
-    assert head_dim >= max(64, head_dim_v) and tile_rows in (16, 32)
-    assert torch.ops.flashbwd.decoding_shared_bytes(head_dim, tile_rows) <= 160 * 1024  # of an A100
-
-
-def test_head_dimensions_over_256_have_no_tile() -> None:
-    assert torch.ops.flashbwd.decoding_tile(64, 257, 1) == (0, 0)
 
 
 @pytest.mark.parametrize(

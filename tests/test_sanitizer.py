@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import cases, inputs
+from kit import cases, decoding, inputs
 from kit.cases import Case
+from kit.decoding import Shape
 
 import flashbwd
 
@@ -116,3 +117,45 @@ def test_norm_forms(rows: int, columns: int, dtype: torch.dtype) -> None:
         z, total, _, _ = forward(dh, h, gamma, beta, given, rng, 0.5, 1e-5, False, False)
         assert torch.isfinite(z).all()
         assert torch.isfinite(total).all()
+
+
+SHAPE = Shape(batch=1, heads=4, heads_kv=2, seqlen_q=3, seqlen_k=333, head_dim=64, head_dim_v=64)
+DECODING = {
+    "plain": (SHAPE, None, None, {}),
+    "clusters": (SHAPE, None, None, {"SPLIT_KV": 2}),
+    "combined": (SHAPE, None, None, {"SPLIT_KV": 5}),
+    "many_rows": (replace(SHAPE, heads=10, seqlen_q=5, head_dim=128, head_dim_v=128), "softcap", None, {}),
+    "256": (replace(SHAPE, head_dim=256, head_dim_v=192), None, "causal", {}),
+    "unaligned": (replace(SHAPE, head_dim=33, head_dim_v=17), "alibi", "causal", {}),
+    "lists": (replace(SHAPE, seqlen_q=1), "bias_rank4", "window", {}),
+    "lists_a_head": (SHAPE, "alibi", "per_head", {}),
+    "empty_rows": (SHAPE, None, "some_rows_empty", {}),
+    "shared_keys": (replace(SHAPE, batch=3, batch_kv=1), "head_offset", "per_batch", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_kernels(name: str, dtype: torch.dtype) -> None:
+    shape, mod, mask, options = DECODING[name]
+    tensors = tuple(t.requires_grad_() for t in shape.tensors(dtype, "cuda"))
+    score_mod = None if mod is None else decoding.score_mods(shape, "cuda")[mod]
+    mask_mod = None if mask is None else decoding.mask_mods(shape, "cuda")[mask]
+    block_mask = None if mask_mod is None else decoding.block_mask(mask_mod, shape, "cuda")
+    out = flashbwd.flex_decoding(*tensors, score_mod, block_mask, enable_gqa=True, kernel_options=options)
+    dense = None if mask_mod is None else decoding.dense_mask(mask_mod, shape, "cuda")
+    expected, _ = decoding.oracle(shape, *tensors, score_mod, dense)
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+    dout = torch.ones_like(out)
+    got = torch.autograd.grad(out, tensors, dout)
+    for g, e in zip(got, torch.autograd.grad(expected, tensors, dout.double()), strict=True):
+        torch.testing.assert_close(g, e, rtol=0.05, atol=0.05)
+
+
+def test_gradients_of_captured_tensors() -> None:
+    q, k, v = (t.requires_grad_() for t in SHAPE.tensors(torch.bfloat16, "cuda"))
+    bias = torch.zeros(4, 333, device="cuda", requires_grad=True)
+    out = flashbwd.flex_decoding(q, k, v, lambda s, b, h, i, j: s + bias[h, j], enable_gqa=True)
+    (gradient,) = torch.autograd.grad(out.sum(), bias)  # type: ignore[union-attr]
+    expected, _ = decoding.oracle(SHAPE, q, k, v, lambda s, b, h, i, j: s + bias[h, j])
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), bias)[0], rtol=0.05, atol=0.05)

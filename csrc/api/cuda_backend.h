@@ -20,8 +20,10 @@ struct CudaBackend {
   const char* (*layer_norm_backward)(const LayerNormBackwardParams&, const DeviceInfo&, void* stream) = nullptr;
   const char* (*layer_norm_forward)(const LayerNormForwardParams&, void* stream) = nullptr;
   int64_t (*layer_norm_workspace)(const LayerNormBackwardParams&, const DeviceInfo&) = nullptr;
-  const char* (*decoding)(const DecodingParams&, DecodingTile, bool bfloat16, void* kernel, const DeviceInfo&,
+  const char* (*decoding)(const DecodingParams&, DecodingTile, DType, bool aligned, void* kernel, const DeviceInfo&,
                           void* stream) = nullptr;
+  const char* (*decoding_backward)(const DecodingBackwardParams&, int head_dim, DType, bool aligned, void* kernel,
+                                   void* stream) = nullptr;
 };
 
 // Null until _C_cuda has loaded.

@@ -82,6 +82,7 @@ struct Installer {
 #endif
 #ifdef FLASHBWD_BUILT_DECODING
     backend.decoding = run_decoding;
+    backend.decoding_backward = run_decoding_backward;
 #endif
 #ifdef FLASHBWD_BUILT_LAYER_NORM
     backend.layer_norm_backward = launch_layer_norm_backward;

@@ -23,7 +23,8 @@ namespace {
 struct Modification {
   struct Kernel {
     DecodingTile tile;
-    bool bfloat16;
+    DType dtype;
+    bool aligned;
     int64_t device;
     void* kernel;
   };
@@ -41,14 +42,14 @@ struct ChosenKernel {
   OrdinaryMod ordinary = {};
 };
 
-ChosenKernel find_kernel(int64_t modification, DecodingTile tile, bool bfloat16, int64_t device) {
+ChosenKernel find_kernel(int64_t modification, const Modification::Kernel& wanted) {
   if (modification == 0) return {true};
   const std::lock_guard<std::mutex> lock(modifications_mutex);
   const Modification& known = modifications.at(modification);
   if (known.prebuilt) return {true, nullptr, known.ordinary};
   for (const auto& kernel : known.kernels) {
-    if (kernel.tile.head_dim == tile.head_dim && kernel.tile.rows == tile.rows && kernel.bfloat16 == bfloat16 &&
-        kernel.device == device) {
+    if (kernel.tile == wanted.tile && kernel.dtype == wanted.dtype && kernel.aligned == wanted.aligned &&
+        kernel.device == wanted.device) {
       return {true, kernel.kernel};
     }
   }
@@ -70,13 +71,14 @@ Tensor empty_output(const Tensor& q, const TensorDesc& desc, int64_t head_dim) {
 }
 
 // A decoding loop asks the same question at every step.
-int32_t splits_of(int64_t units, int64_t seqlen_k, DecodingTile tile, const DeviceInfo& info) {
-  using Question = std::array<int64_t, 6>;
-  const Question question = {units, seqlen_k, tile.head_dim, tile.rows, info.sm_count, info.smem_per_block};
+DecodingSplits splits_of(const DecodingShape& shape, DecodingTile tile, const DeviceInfo& info, int64_t asked) {
+  using Question = std::array<int64_t, 10>;
+  const Question question = {shape.batch,   shape.heads_kv, shape.rows,    shape.seqlen_k,      shape.element_bytes,
+                             tile.head_dim, tile.rows,      info.sm_count, info.smem_per_block, asked};
   static thread_local Question last = {};
-  static thread_local int32_t answer = 1;
+  static thread_local DecodingSplits answer;
   if (question != last) {
-    answer = decoding_splits(units, seqlen_k, tile, info.sm_count, info.smem_per_block);
+    answer = decoding_splits(shape, tile, info, asked);
     last = question;
   }
   return answer;
@@ -96,19 +98,19 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   const int device = call.q.device.index;
   const DeviceInfo info = cuda->device_info(device);
   if (!info.usable || info.cc_major < 8) return {};
-  const DecodingTile tile =
-      decoding_tile(call.q.sizes[3], call.v.sizes[3], call.q.sizes[1] / call.k.sizes[1] * call.q.sizes[2]);
-  const bool bfloat16 = call.q.dtype == DType::kBFloat16;
+  const DecodingShape shape = shape_of(call);
+  const DecodingTile tile = decoding_tile(shape, info);
+  const bool aligned = rows_are_aligned(call);
   if (tile.head_dim == 0) return {};
-  const ChosenKernel kernel = find_kernel(options.modification, tile, bfloat16, device);
+  const ChosenKernel kernel = find_kernel(options.modification, {tile, call.q.dtype, aligned, device, nullptr});
   if (!kernel.found) return {};
 
   DecodingParams p = params_of(call, tile);
   p.ordinary = kernel.ordinary;
   p.scale = static_cast<float>(options.scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
-  const int64_t units = int64_t{p.batch} * p.heads_kv * p.row_tiles;
-  p.splits = options.splits > 0 ? static_cast<int>(std::min<int64_t>(options.splits, 65535))
-                                : splits_of(units, p.seqlen_k, tile, info);
+  const DecodingSplits splits = splits_of(shape, tile, info, options.splits);
+  p.splits = splits.splits;
+  p.cluster = splits.cluster;
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   std::vector<Tensor> results = {empty_output(q, call.q, p.head_dim_v)};
@@ -116,14 +118,16 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   for (int i = 0; i < 3; ++i) p.out_strides[i] = results[0].stride(i);
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
   // One piece of scratch: the splits' partial results, and the statistics that nobody asked for.
-  const int64_t partial = p.splits > 1 ? p.splits * rows * (p.head_dim_v + 2) : 0;
+  const int64_t slots = p.splits > p.cluster ? p.splits / p.cluster : 0;
+  const int64_t columns = (p.head_dim_v + 1) / 2 * 2;
+  const int64_t partial = slots * rows * (columns + 2);
   const int64_t unasked = (options.need_lse ? 0 : rows) + (options.need_max_scores ? 0 : rows);
   std::optional<Tensor> scratch;
   float* free = nullptr;
   if (partial + unasked > 0) {
     scratch = empty_strided<1>(q, {partial + unasked}, {1}, DType::kFloat32);
     p.partial_out = static_cast<float*>(scratch->data_ptr());
-    p.partial_stats = p.partial_out + p.splits * rows * p.head_dim_v;
+    p.partial_stats = p.partial_out + slots * rows * columns;
     free = p.partial_out + partial;
   }
   const auto statistic = [&](bool needed) {
@@ -134,7 +138,8 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   };
   p.lse = statistic(options.need_lse);
   p.max_scores = statistic(options.need_max_scores);
-  const char* error = cuda->decoding(p, tile, bfloat16, kernel.compiled, info, cuda->current_stream(device));
+  const char* error =
+      cuda->decoding(p, tile, call.q.dtype, aligned, kernel.compiled, info, cuda->current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
   return results;
 }
@@ -188,10 +193,15 @@ void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
 void decoding_add_kernel(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const int64_t modification = reader.read<int64_t>();
-  Modification::Kernel kernel;
+  Modification::Kernel kernel = {};
   kernel.tile.head_dim = static_cast<int32_t>(reader.read<int64_t>());
   kernel.tile.rows = static_cast<int32_t>(reader.read<int64_t>());
-  kernel.bfloat16 = reader.read<bool>();
+  kernel.tile.warps = static_cast<int32_t>(reader.read<int64_t>());
+  const auto dtype = reader.read<ScalarType>();
+  for (const DType known : {DType::kFloat16, DType::kBFloat16, DType::kFloat32}) {
+    if (scalar_type_of(known) == dtype) kernel.dtype = known;
+  }
+  kernel.aligned = reader.read<bool>();
   kernel.device = reader.read<int64_t>();
   kernel.kernel = reinterpret_cast<void*>(reader.read<int64_t>());
   const std::lock_guard<std::mutex> lock(modifications_mutex);
@@ -215,16 +225,22 @@ void decoding_refusal(StableIValue* stack, uint64_t, uint64_t) {
 
 void decoding_tile_operator(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
-  const int64_t head_dim = reader.read<int64_t>(), head_dim_v = reader.read<int64_t>();
-  const DecodingTile tile = decoding_tile(head_dim, head_dim_v, reader.read<int64_t>());
+  DecodingCall call;
+  call.q = describe(reader.tensor());
+  call.k = describe(reader.tensor());
+  call.v = describe(reader.tensor());
+  const DecodingTile tile = decoding_tile(shape_of(call), cuda_backend()->device_info(call.q.device.index));
   stack[0] = boxed<int64_t>(tile.head_dim);
   stack[1] = boxed<int64_t>(tile.rows);
+  stack[2] = boxed<int64_t>(tile.warps);
+  stack[3] = boxed<bool>(rows_are_aligned(call));
 }
 
 void decoding_shared_bytes(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
-  const int64_t head_dim = reader.read<int64_t>();
-  stack[0] = boxed<int64_t>(shared_bytes(static_cast<int>(head_dim), static_cast<int>(reader.read<int64_t>())));
+  const int head_dim = static_cast<int>(reader.read<int64_t>()), rows = static_cast<int>(reader.read<int64_t>());
+  const int warps = static_cast<int>(reader.read<int64_t>());
+  stack[0] = boxed<int64_t>(shared_bytes(head_dim, rows, warps, static_cast<int>(reader.read<int64_t>())));
 }
 
 void decoding_source_operator(StableIValue* stack, uint64_t, uint64_t) { stack[0] = boxed(decoding_source()); }
@@ -241,21 +257,25 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[] mask, int[] mask_shape, Tensor[] captured, "
       "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores) -> Tensor[]");
   m.def("decoding_modification(int[] integers, float[] floats) -> int");
-  m.def("decoding_add_kernel(int modification, int head_dim, int rows, bool bfloat16, int device, int kernel) -> ()");
+  m.def(
+      "decoding_add_kernel(int modification, int head_dim, int rows, int warps, ScalarType dtype, bool aligned, "
+      "int device, int kernel) -> ()");
   m.def("decoding_refusal(int device) -> str");
-  m.def("decoding_tile(int head_dim, int head_dim_v, int rows) -> (int head_dim, int rows)");
-  m.def("decoding_shared_bytes(int head_dim, int rows) -> int");
+  m.def("decoding_tile(Tensor q, Tensor k, Tensor v) -> (int head_dim, int rows, int warps, bool aligned)");
+  m.def("decoding_shared_bytes(int head_dim, int rows, int warps, int element_bytes) -> int");
   m.def("decoding_source() -> str");
   m.def("decoding_mod_functions() -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) { m.impl("decoding_forward", flashbwd::decoding_forward); }
+STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
+  m.impl("decoding_forward", flashbwd::decoding_forward);
+  m.impl("decoding_tile", flashbwd::decoding_tile_operator);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
   m.impl("decoding_modification", flashbwd::decoding_modification);
   m.impl("decoding_add_kernel", flashbwd::decoding_add_kernel);
   m.impl("decoding_refusal", flashbwd::decoding_refusal);
-  m.impl("decoding_tile", flashbwd::decoding_tile_operator);
   m.impl("decoding_shared_bytes", flashbwd::decoding_shared_bytes);
   m.impl("decoding_source", flashbwd::decoding_source_operator);
   m.impl("decoding_mod_functions", flashbwd::decoding_mod_functions_operator);

@@ -7,12 +7,12 @@ namespace {
 
 constexpr int64_t kLargestBlock = 1 << 30;  // and larger: PyTorch's mask of everything, whose lengths mean nothing
 
-// Rows of 16-bit values in pieces of 16 bytes.
 bool rows_are_aligned(const TensorDesc& tensor) {
+  const int64_t elements = 16 / size_of(tensor.dtype);
   for (int i = 0; i < 3; ++i) {
-    if (tensor.strides[i] % 8 != 0) return false;
+    if (tensor.sizes[i] > 1 && tensor.strides[i] % elements != 0) return false;
   }
-  return tensor.strides[3] == 1 && tensor.sizes[3] % 8 == 0 && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+  return tensor.sizes[3] % elements == 0 && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
 }
 
 bool begins_like(const TensorDesc& list, const TensorDesc& q) {
@@ -43,7 +43,7 @@ bool takes_mask(const DecodingCall& call) {
     return states.dim == 4 && states.dtype == DType::kUInt8 && states.device == call.q.device &&
            begins_like(states, call.q) && (states.sizes[3] <= 1 || states.strides[3] == 1);
   }
-  if (kv_block % kKeys != 0 && kv_block < call.k.sizes[2]) return false;
+  if (kv_block % keys_of(static_cast<int>(size_of(call.q.dtype))) != 0 && kv_block < call.k.sizes[2]) return false;
   if (!takes_lists(call, call.mask[0], call.mask[1])) return false;
   return call.mask.size() == 2 || (call.mask.size() == 4 && takes_lists(call, call.mask[2], call.mask[3]));
 }
@@ -67,11 +67,12 @@ bool kernel_takes(const DecodingCall& call) {
   const TensorDesc &q = call.q, &k = call.k, &v = call.v;
   for (const TensorDesc* tensor : {&q, &k, &v}) {
     if (tensor->dim != 4 || tensor->dtype != q.dtype || tensor->device != q.device || tensor->numel() == 0 ||
-        !rows_are_aligned(*tensor)) {
+        (tensor->sizes[3] > 1 && tensor->strides[3] != 1)) {
       return false;
     }
   }
-  if (q.device.type != DeviceType::kCUDA || !is_16bit(q.dtype) || k.sizes[3] != q.sizes[3]) return false;
+  if (!is_16bit(q.dtype) && q.dtype != DType::kFloat32) return false;
+  if (q.device.type != DeviceType::kCUDA || k.sizes[3] != q.sizes[3]) return false;
   for (int i = 0; i < 3; ++i) {
     if (k.sizes[i] != v.sizes[i]) return false;
   }
@@ -82,6 +83,22 @@ bool kernel_takes(const DecodingCall& call) {
     if (tensor.dim > CapturedTensor::kMaxDims || tensor.device != q.device) return false;
   }
   return takes_mask(call);
+}
+
+bool rows_are_aligned(const DecodingCall& call) {
+  return rows_are_aligned(call.q) && rows_are_aligned(call.k) && rows_are_aligned(call.v);
+}
+
+DecodingShape shape_of(const DecodingCall& call) {
+  DecodingShape shape;
+  shape.batch = call.q.sizes[0];
+  shape.heads_kv = call.k.sizes[1];
+  shape.rows = call.q.sizes[1] / call.k.sizes[1] * call.q.sizes[2];
+  shape.seqlen_k = call.k.sizes[2];
+  shape.head_dim = call.q.sizes[3];
+  shape.head_dim_v = call.v.sizes[3];
+  shape.element_bytes = size_of(call.q.dtype);
+  return shape;
 }
 
 DecodingParams params_of(const DecodingCall& call, DecodingTile tile) {

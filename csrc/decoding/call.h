@@ -21,8 +21,14 @@ struct DecodingCall {
   bool enable_gqa = false;
 };
 
-// Whether the kernels take these tensors. They must not be empty, and rows of q, k and v must begin at 16 bytes.
+// Whether the kernels take these tensors, which must not be empty and whose rows must be contiguous.
 bool kernel_takes(const DecodingCall& call);
+
+// Whether the rows of q, k and v begin at multiples of 16 bytes and have such a length.
+bool rows_are_aligned(const DecodingCall& call);
+
+// What the planner is told of q, k and v.
+DecodingShape shape_of(const DecodingCall& call);
 
 // Parameters of a call that kernel_takes(), but for its outputs, scale and splits.
 DecodingParams params_of(const DecodingCall& call, DecodingTile tile);

@@ -1,49 +1,48 @@
-// Sums the splits' partial results: one thread block a row, its warps taking turns at the splits.
+// Sums the slots of the partial results: one thread block a row, its warps taking turns at the slots.
 #pragma once
 
-#include "params.h"
-#include "ptx.cuh"
-#include "split_kv.cuh"
+#include "meeting.cuh"
 
 namespace flashbwd {
 
 constexpr int kCombineWarps = 8;
-constexpr int kCombineColumns = 8;  // pairs of a lane: head dimensions to 512
+constexpr int kCombinePairs = 4;  // of a lane: head dimensions to 256
 
-template <bool kBFloat16>
+template <class T>
 __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __grid_constant__ DecodingParams p) {
-  extern __shared__ float2 meeting[];  // (kCombineWarps, Dv / 2)
+  extern __shared__ float2 meeting[];  // (kCombineWarps, pairs)
   const long long row = blockIdx.x;
   const long long all_rows = gridDim.x;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int pairs = p.head_dim_v / 2;
+  const int pairs = (p.head_dim_v + 1) / 2;
+  const int slots = p.splits / p.cluster;
   const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + row;
 
   wait_for_previous();
-  // Every warp finds the maximum and the sum of all splits: they are few.
+  // Every warp finds the maximum and the sum of all slots: they are few.
   float largest = -FLASHBWD_INFINITY;
-  for (int split = lane; split < p.splits; split += 32) largest = fmaxf(largest, stats[split * all_rows].x);
+  for (int slot = lane; slot < slots; slot += 32) largest = fmaxf(largest, stats[slot * all_rows].x);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
   const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
   float sum = 0.f;
-  for (int split = lane; split < p.splits; split += 32) {
-    const float2 stat = stats[split * all_rows];
+  for (int slot = lane; slot < slots; slot += 32) {
+    const float2 stat = stats[slot * all_rows];
     sum += exp2_approx(stat.x - base) * stat.y;
   }
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
 
-  float2 total[kCombineColumns / 2];
+  float2 total[kCombinePairs];
 #pragma unroll
-  for (int i = 0; i < kCombineColumns / 2; ++i) total[i] = make_float2(0.f, 0.f);
+  for (int i = 0; i < kCombinePairs; ++i) total[i] = make_float2(0.f, 0.f);
 #pragma unroll 8
-  for (int split = warp; split < p.splits; split += kCombineWarps) {
-    const float weight = exp2_approx(stats[split * all_rows].x - base);
-    const float2* part = reinterpret_cast<const float2*>(p.partial_out + (split * all_rows + row) * p.head_dim_v);
+  for (int slot = warp; slot < slots; slot += kCombineWarps) {
+    const float weight = exp2_approx(stats[slot * all_rows].x - base);
+    const float2* part = reinterpret_cast<const float2*>(p.partial_out) + (slot * all_rows + row) * pairs;
 #pragma unroll
-    for (int i = 0; i < kCombineColumns / 2; ++i) {
+    for (int i = 0; i < kCombinePairs; ++i) {
       if (i * 32 + lane < pairs) {
         const float2 value = part[i * 32 + lane];
         total[i].x += weight * value.x;
@@ -52,7 +51,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
     }
   }
 #pragma unroll
-  for (int i = 0; i < kCombineColumns / 2; ++i) {
+  for (int i = 0; i < kCombinePairs; ++i) {
     if (i * 32 + lane < pairs) meeting[warp * pairs + i * 32 + lane] = total[i];
   }
   __syncthreads();
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
   const long long head_row = row / p.seqlen_q;
   const long long offset = head_row / p.heads * p.out_strides[0] + head_row % p.heads * p.out_strides[1] +
                            row % p.seqlen_q * p.out_strides[2];
-  uint32* out = reinterpret_cast<uint32*>(static_cast<unsigned short*>(p.out) + offset);
+  typename T::Storage* const out = static_cast<typename T::Storage*>(p.out) + offset;
   for (int pair = threadIdx.x; pair < pairs; pair += kCombineWarps * 32) {
     float2 value = make_float2(0.f, 0.f);
 #pragma unroll
@@ -68,7 +67,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
       value.x += meeting[w * pairs + pair].x;
       value.y += meeting[w * pairs + pair].y;
     }
-    out[pair] = pack_16bit<kBFloat16>(value.x * norm, value.y * norm);
+    store_pair<T>(out, pair, p.head_dim_v, value.x * norm, value.y * norm);
   }
   if (threadIdx.x == 0) {
     p.lse[row] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;

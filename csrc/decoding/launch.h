@@ -2,14 +2,19 @@
 #pragma once
 
 #include "../common/types.h"
-#include "params.h"
+#include "backward_params.h"
 #include "plan.h"
 
 namespace flashbwd {
 
 // Runs the split kernel, `kernel` (a CUkernel compiled at run time) or, when null, the one without modifications, and
-// with more than one split the combine kernel. Returns null or a message.
-const char* run_decoding(const DecodingParams& params, DecodingTile tile, bool bfloat16, void* kernel,
+// with more than one slot of partial results the combine kernel. `aligned`: rows of q, k and v begin at multiples of 16
+// bytes. Returns null or a message.
+const char* run_decoding(const DecodingParams& params, DecodingTile tile, DType dtype, bool aligned, void* kernel,
                          const DeviceInfo& info, void* stream);
+
+// Gradients of q, k and v: the backward kernel, as above, and the sum of its slots of dq.
+const char* run_decoding_backward(const DecodingBackwardParams& params, int head_dim, DType dtype, bool aligned,
+                                  void* kernel, void* stream);
 
 }  // namespace flashbwd

@@ -57,8 +57,8 @@ struct DecodingParams {
   void* out;      // (B, H, Sq, Dv)
   float* lse;     // (B, H, Sq), contiguous, as is max_scores
   float* max_scores;
-  // Of each split: sums of exp2(s - max) * v, (splits, B * H * Sq, Dv), and (max, sum) pairs, (splits, B * H * Sq, 2),
-  // both in log2 units. Not used with one split.
+  // Of each slot: sums of exp2(s - max) * v, (slots, B * H * Sq, Dv rounded up to 2), and (max, sum) pairs,
+  // (slots, B * H * Sq, 2), both in log2 units. Not used with one slot.
   float* partial_out;
   float* partial_stats;
   long long q_strides[3];  // batch, head, row, in elements; the last dimension is contiguous
@@ -68,6 +68,7 @@ struct DecodingParams {
   int batch, heads, heads_kv, group;  // group = heads / heads_kv
   int seqlen_q, seqlen_k, head_dim, head_dim_v;
   int splits;
+  int cluster;    // splits that add up their results in one cluster of thread blocks; slots = splits / cluster
   int row_tiles;  // tiles that hold the group * seqlen_q rows of a key head
   float scale;
   // The mask. `states` null: every row of a tile has the lists of its first row, and they are walked. Else
@@ -80,21 +81,29 @@ struct DecodingParams {
   OrdinaryMod ordinary;
 };
 
-constexpr int kWarps = 4;  // of a thread block
-constexpr int kKeys = 16;  // of a stage: one k-step of P V
+// Keys of a stage: the length of one product of the tensor cores, 16, or 8 for float32.
+constexpr int keys_of(int element_bytes) { return 32 / element_bytes; }
 
-// Stages of a ring. 96 KiB a block, so that two blocks share a multiprocessor of 228 KiB; 128 KiB at 256.
+// Stages of a warp's ring. 4 warps take 96 KiB, so that two thread blocks share a multiprocessor of 228 KiB; 128 KiB at
+// 256.
 constexpr int stages_of(int head_dim) { return head_dim <= 64 ? 6 : head_dim <= 128 ? 3 : 2; }
-constexpr int stage_bytes(int head_dim) { return 2 * kKeys * head_dim * 2; }  // K and V, 16-bit
-constexpr int ring_bytes(int head_dim) { return kWarps * stages_of(head_dim) * stage_bytes(head_dim); }
+constexpr int stage_bytes(int head_dim) { return 2 * 32 * head_dim; }  // K and V
+// The stages, and of each the place of its keys, 12 bytes.
+constexpr int ring_bytes(int head_dim, int warps) {
+  const int stages = warps * stages_of(head_dim);
+  return stages * stage_bytes(head_dim) + (stages * 12 + 127) / 128 * 128;
+}
 
 // Q lies in shared memory where registers would not hold it beside the output.
-constexpr bool q_in_shared(int rows) { return rows > 16; }
+constexpr bool q_in_shared(int head_dim, int rows, int element_bytes) {
+  return rows > 16 || head_dim > 128 || element_bytes == 4;
+}
 
 // The ring and Q, or the meeting of the warps where that needs more.
-constexpr int shared_bytes(int head_dim, int rows) {
-  const int streaming = ring_bytes(head_dim) + (q_in_shared(rows) ? rows * head_dim * 2 : 0);
-  const int meeting = kWarps * rows * (head_dim + 2) * 4;
+constexpr int shared_bytes(int head_dim, int rows, int warps, int element_bytes) {
+  const int q_bytes = q_in_shared(head_dim, rows, element_bytes) ? rows * head_dim * element_bytes : 0;
+  const int streaming = ring_bytes(head_dim, warps) + q_bytes;
+  const int meeting = warps * rows * (head_dim + 2) * 4;
   return streaming > meeting ? streaming : meeting;
 }
 

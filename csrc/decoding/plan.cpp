@@ -2,45 +2,94 @@
 
 #include <algorithm>
 
+#include "backward_params.h"
+
 namespace flashbwd {
 namespace {
 
-constexpr int64_t kChunk = 16;  // keys of a warp's stage
-constexpr int64_t kWarps = 4;
 constexpr int64_t kOverhead = 16;  // what starting and ending a thread block costs, in chunks
 constexpr int64_t kMostSplits = 512;
+constexpr int64_t kMostSlotBytes = int64_t{1} << 30;
+
+int64_t row_tiles(const DecodingShape& shape, DecodingTile tile) { return (shape.rows + tile.rows - 1) / tile.rows; }
+
+int64_t units_of(const DecodingShape& shape, DecodingTile tile) {
+  return shape.batch * shape.heads_kv * row_tiles(shape, tile);
+}
+
+// Blocks of 8 warps, one a multiprocessor: their splits when they all run at once and leave few multiprocessors idle;
+// else 0, and blocks of 4 warps are dealt out two a multiprocessor.
+int64_t splits_of_one_wave(int64_t units, const DeviceInfo& info) {
+  const int64_t splits = info.sm_count / units;
+  return units * splits * 10 >= info.sm_count * int64_t{9} ? splits : 0;
+}
+
+bool has_clusters(const DeviceInfo& info) { return info.cc_major >= 9; }
 
 }  // namespace
 
-DecodingTile decoding_tile(int64_t head_dim, int64_t head_dim_v, int64_t rows) {
+int32_t padded_head_dim(int64_t head_dim, int64_t head_dim_v) {
   const int64_t larger = std::max(head_dim, head_dim_v);
-  // A lane keeps rows * head_dim / 32 / 4 floats of the output and half as many registers of Q: at most 128 + 64.
+  if (larger > 256) return 0;
+  return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
+}
+
+DecodingTile decoding_tile(const DecodingShape& shape, const DeviceInfo& info) {
   DecodingTile tile;
-  if (larger <= 64)
-    tile = {64, rows <= 16 ? 16 : 32};
-  else if (larger <= 128)
-    tile = {128, rows <= 16 ? 16 : 32};
-  else if (larger <= 256)
-    tile = {256, 16};
+  tile.head_dim = padded_head_dim(shape.head_dim, shape.head_dim_v);
+  if (tile.head_dim == 0) return {};
+  // A lane keeps rows * head_dim / 32 / 4 floats of the output and half as many registers of Q: at most 128 + 64.
+  tile.rows = shape.rows <= 16 || tile.head_dim == 256 || shape.element_bytes == 4 ? 16 : 32;
+  tile.warps = 4;
+  const auto fits = [&] {
+    return shared_bytes(tile.head_dim, tile.rows, tile.warps, static_cast<int>(shape.element_bytes)) <=
+           info.smem_per_block;
+  };
+  if (!fits()) tile.rows = 16;
+  if (!fits()) tile.warps = 2;
+  const int wide = shared_bytes(tile.head_dim, tile.rows, 8, static_cast<int>(shape.element_bytes));
+  if (wide <= info.smem_per_block && splits_of_one_wave(units_of(shape, tile), info) > 0) tile.warps = 8;
   return tile;
 }
 
-int32_t decoding_splits(int64_t units, int64_t seqlen_k, DecodingTile tile, int32_t sm_count, int64_t smem_per_block) {
-  const int64_t blocks_per_sm = tile.head_dim <= 128 && smem_per_block >= 200 * 1024 ? 2 : 1;
-  const int64_t slots = std::max<int64_t>(1, sm_count * blocks_per_sm);
-  const int64_t chunks = (seqlen_k + kChunk - 1) / kChunk;
-  const int64_t most = std::clamp<int64_t>(chunks / (2 * kWarps), 1, kMostSplits);
-  int64_t best = 1;
+DecodingSplits decoding_splits(const DecodingShape& shape, DecodingTile tile, const DeviceInfo& info, int64_t asked) {
+  const int64_t chunk = keys_of(static_cast<int>(shape.element_bytes));
+  const int64_t chunks = (shape.seqlen_k + chunk - 1) / chunk;
+  const int64_t units = units_of(shape, tile);
+  const int64_t most = std::clamp<int64_t>(chunks / (2 * tile.warps), 1, kMostSplits);
+  DecodingSplits best;
+  if (asked > 0) {
+    best.splits = static_cast<int32_t>(std::min<int64_t>(asked, 65535));
+  } else if (tile.warps == 8) {
+    best.splits = static_cast<int32_t>(std::min(splits_of_one_wave(units, info), most));
+  }
+  if (asked > 0 || tile.warps == 8) {
+    // Two splits add up in a cluster. Larger clusters leave multiprocessors idle that do not fit: 15 to 40 % slower.
+    if (has_clusters(info) && best.splits == 2) best.cluster = 2;
+    return best;
+  }
+  const int64_t block = shared_bytes(tile.head_dim, tile.rows, tile.warps, static_cast<int>(shape.element_bytes));
+  const int64_t slots = std::max<int64_t>(1, info.sm_count * (2 * block <= info.smem_per_block ? 2 : 1));
   int64_t best_time = INT64_MAX;
   for (int64_t splits = 1; splits <= most; ++splits) {
     const int64_t waves = (units * splits + slots - 1) / slots;
     const int64_t time = waves * ((chunks + splits - 1) / splits + kOverhead);
     if (time < best_time) {
-      best = splits;
+      best.splits = static_cast<int32_t>(splits);
       best_time = time;
     }
   }
-  return static_cast<int32_t>(best);
+  return best;
+}
+
+int32_t decoding_backward_splits(const DecodingShape& shape, int64_t batch_kv, int32_t head_dim,
+                                 const DeviceInfo& info) {
+  const int64_t keys = backward_keys(head_dim, static_cast<int>(shape.element_bytes));
+  const int64_t tiles = (shape.seqlen_k + keys - 1) / keys;
+  const int64_t units = batch_kv * shape.heads_kv;
+  const int64_t slot_bytes = shape.batch * shape.heads_kv * shape.rows * (shape.head_dim + 1) / 2 * 2 * 4;
+  const int64_t wanted = std::min((2 * info.sm_count + units - 1) / units, kMostSlotBytes / slot_bytes);
+  return static_cast<int32_t>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(tiles, 65535)));
 }
 
 }  // namespace flashbwd

@@ -11,10 +11,10 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory; zeros when not `valid`.
-__device__ __forceinline__ void copy_async_16(uint32 shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0));
+// 16 bytes from global to shared memory, zeros after the first `bytes`.
+__device__ __forceinline__ void copy_async_16(uint32 shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n"); }
@@ -57,6 +57,33 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32 (&a)[4],
   }
 }
 
+// d (16, 8) += a (16, 8) @ b (8, 8) of TF32 values.
+__device__ __forceinline__ void mma_16x8x8(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32 to_tf32(float x) {
+  uint32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ uint32 load_shared(uint32 shared) {
+  uint32 x;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared(uint32 shared, const uint32 (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
 // Two floats as one register of 16-bit values, `low` in the low half.
 template <bool kBFloat16>
 __device__ __forceinline__ uint32 pack_16bit(float low, float high) {
@@ -81,6 +108,27 @@ __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
+}
+
+// Clusters of thread blocks, from sm_90 on.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+#endif
+}
+
+// Two floats at address `shared` of the thread block with this rank in the cluster.
+__device__ __forceinline__ float2 load_cluster(uint32 shared, int rank) {
+  float2 x = make_float2(0.f, 0.f);
+#if __CUDA_ARCH__ >= 900
+  uint32 address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+#endif
+  return x;
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -2,9 +2,15 @@
 #include "source.h"
 
 // Empty for a C++ compiler; included so that a change of a file embedded below rebuilds this one.
+#include "backward.cuh"
+#include "backward_params.h"
+#include "block_lists.cuh"
+#include "elements.cuh"
+#include "meeting.cuh"
 #include "mod_functions.cuh"
 #include "params.h"
 #include "ptx.cuh"
+#include "ring.cuh"
 #include "split_kv.cuh"
 
 #define FLASHBWD_EMBED(name, path)                                                 \
@@ -14,12 +20,24 @@
 FLASHBWD_EMBED(flashbwd_decoding_mod_functions, "csrc/decoding/mod_functions.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_params, "csrc/decoding/params.h")
 FLASHBWD_EMBED(flashbwd_decoding_ptx, "csrc/decoding/ptx.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_block_lists, "csrc/decoding/block_lists.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_elements, "csrc/decoding/elements.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_meeting, "csrc/decoding/meeting.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_backward_params, "csrc/decoding/backward_params.h")
+FLASHBWD_EMBED(flashbwd_decoding_backward, "csrc/decoding/backward.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_ring, "csrc/decoding/ring.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_split_kv, "csrc/decoding/split_kv.cuh")
 
 namespace flashbwd {
 
 std::string decoding_source() {
-  return std::string(flashbwd_decoding_params) + flashbwd_decoding_ptx + flashbwd_decoding_split_kv;
+  return std::string(flashbwd_decoding_params) + flashbwd_decoding_ptx + flashbwd_decoding_block_lists +
+         flashbwd_decoding_elements + flashbwd_decoding_meeting + flashbwd_decoding_ring + flashbwd_decoding_split_kv;
+}
+
+std::string decoding_backward_source() {
+  return std::string(flashbwd_decoding_params) + flashbwd_decoding_ptx + flashbwd_decoding_elements +
+         flashbwd_decoding_meeting + flashbwd_decoding_backward_params + flashbwd_decoding_backward;
 }
 
 std::string decoding_mod_functions() { return flashbwd_decoding_mod_functions; }

@@ -4,8 +4,11 @@
 
 namespace flashbwd {
 
-// params.h, ptx.cuh and split_kv.cuh, one after the other, with their #include and #pragma lines.
+// The files that the forward kernel is made of, one after the other, with their #include and #pragma lines.
 std::string decoding_source();
 std::string decoding_mod_functions();  // what emitted modifications are written in terms of
+
+// Those of the backward kernel.
+std::string decoding_backward_source();
 
 }  // namespace flashbwd

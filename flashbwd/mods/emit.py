@@ -15,6 +15,9 @@ from flashbwd.mods.trace import Trace
 
 aten = torch.ops.aten
 
+SCORE_PARAMETERS = ["score", "b", "h", "q", "k"]
+MASK_PARAMETERS = SCORE_PARAMETERS[1:]
+
 # 16-bit floats are computed with as floats and rounded after each operation, as PyTorch does.
 _C_TYPES = {
     torch.bool: "bool",
@@ -116,7 +119,7 @@ _POWERS = {2: "({0} * {0})", 3: "({0} * {0} * {0})", 0.5: "sqrt({0})", -1: "(1 /
 _FILLS = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, "zeros_like": 0}
 
 
-class _Emitter:
+class Emitter:
     """Writes one function; ``slots`` takes the captured tensors of all functions of a kernel."""
 
     def __init__(self, name: str, trace: Trace, slots: Slots) -> None:
@@ -129,6 +132,11 @@ class _Emitter:
         self.captured: dict[fx.Node, tuple[int, list[str | None]]] = {}
 
     def run(self, parameters: list[str], result: torch.dtype) -> str:
+        value = self.cast(self.forward(parameters), result)
+        return "\n    ".join([*self.lines, f"return {value};"])
+
+    def forward(self, parameters: list[str]) -> Any:
+        """Emits all but the return; its value is that of the node that this returns."""
         inputs = iter(parameters)
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
@@ -138,34 +146,33 @@ class _Emitter:
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                value = self._cast(node.args[0], result)
-                self.lines.append(f"return {value};")
+                return node.args[0]
             else:
-                raise CannotEmitError(f"{self.name} has a {node.op} of {node.target}")
-        return "\n    ".join(self.lines)
+                break
+        raise CannotEmitError(f"{self.name} has a {node.op} of {node.target}")
 
     # ---- values ----
 
-    def _dtype(self, value: Any) -> torch.dtype:
+    def dtype(self, value: Any) -> torch.dtype:
         if isinstance(value, fx.Node):
             return value.meta["val"].dtype
         return torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float32
 
-    def _value(self, value: Any) -> str:
+    def value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
             if value in self.captured and value not in self.names:
                 self._load(value)
             return self.names[value]
         return _literal(value)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> str:
+    def cast(self, value: Any, dtype: torch.dtype) -> str:
         if not isinstance(value, fx.Node) and dtype.is_floating_point:
             value = float(value)
-        return f"static_cast<{_c_type(dtype)}>({self._value(value)})"
+        return f"static_cast<{c_type(dtype)}>({self.value(value)})"
 
     def _common(self, *values: Any) -> torch.dtype:
         """The type in which PyTorch compares: numbers count only by their category."""
-        nodes = [self._dtype(value) for value in values if isinstance(value, fx.Node)]
+        nodes = [self.dtype(value) for value in values if isinstance(value, fx.Node)]
         dtype = nodes[0]
         for other in nodes[1:]:
             dtype = torch.promote_types(dtype, other)
@@ -177,12 +184,12 @@ class _Emitter:
         return dtype
 
     def _define(self, node: Any, expression: str, round_result: bool = True) -> None:
-        dtype = self._dtype(node)
+        dtype = self.dtype(node)
         if round_result and dtype in _ROUNDED:
             expression = f"{_ROUNDED[dtype]}({expression})"
         self.names[node] = f"t{len(self.names)}"
-        c_type = _c_type(dtype)
-        self.lines.append(f"const {c_type} {self.names[node]} = static_cast<{c_type}>({expression});")
+        kind = c_type(dtype)
+        self.lines.append(f"const {kind} {self.names[node]} = static_cast<{kind}>({expression});")
 
     # ---- captured tensors ----
 
@@ -205,9 +212,9 @@ class _Emitter:
                     f"{self.name} uses a captured tensor, or a part of one, of shape {shape} as a whole"
                 )
             terms.append(f"wrap({index}, p.captured[{slot}].sizes[{dim}]) * p.captured[{slot}].strides[{dim}]")
-        dtype = self._dtype(node)
+        dtype = self.dtype(node)
         functions = {torch.float16: "load_half", torch.bfloat16: "load_bfloat16"}
-        function = functions.get(dtype, f"load_captured<{_c_type(dtype)}>")
+        function = functions.get(dtype, f"load_captured<{c_type(dtype)}>")
         self._define(node, f"{function}(p.captured[{slot}].data, {' + '.join(terms) or '0'})", False)
 
     def _choose(self, node: Any, source: Any, chosen: dict[int, Any]) -> None:
@@ -218,7 +225,7 @@ class _Emitter:
         open_dims = [dim for dim, index in enumerate(indices) if index is None]
         indices = list(indices)
         for place, index in chosen.items():
-            indices[open_dims[place]] = self._value(index)
+            indices[open_dims[place]] = self.value(index)
         self.captured[node] = (slot, indices)
 
     # ---- operators ----
@@ -241,7 +248,7 @@ class _Emitter:
         if handler is not None:
             handler(node)
         elif name in _SAME or name in ("view", "expand", "squeeze", "reshape"):
-            self._define(node, self._value(node.args[0]))
+            self._define(node, self.value(node.args[0]))
         elif name in _FILLS:
             self._define(node, str(_FILLS[name]))
         elif node.kwargs:
@@ -249,10 +256,10 @@ class _Emitter:
         elif name in _COMPARISONS:
             self._comparison(node, _COMPARISONS[name])
         elif name in _LOGICAL:
-            a, b = (self._cast(value, torch.bool) for value in node.args)
+            a, b = (self.cast(value, torch.bool) for value in node.args)
             self._define(node, f"{a} {_LOGICAL[name]} {b}")
-        elif name in _ROUNDINGS and not self._dtype(node).is_floating_point:
-            self._define(node, self._value(node.args[0]))
+        elif name in _ROUNDINGS and not self.dtype(node).is_floating_point:
+            self._define(node, self.value(node.args[0]))
         elif name in _UNARY and len(node.args) == 1:
             self._define(node, self._format(node, _UNARY[name], node.args))
         elif name in _BINARY and len(node.args) == 2:
@@ -270,18 +277,18 @@ class _Emitter:
 
     def _format(self, node: Any, expression: str, values: Any) -> str:
         """``expression`` of values in the type of the result."""
-        return expression.format(*(self._cast(value, self._dtype(node)) for value in values))
+        return expression.format(*(self.cast(value, self.dtype(node)) for value in values))
 
     def _comparison(self, node: Any, sign: str) -> None:
         common = self._common(*node.args)
-        a, b = (self._cast(value, common) for value in node.args)
+        a, b = (self.cast(value, common) for value in node.args)
         self._define(node, f"{a} {sign} {b}")
 
     def _sum(self, node: Any, sign: str) -> None:
-        a, b = (self._cast(value, self._dtype(node)) for value in node.args)
+        a, b = (self.cast(value, self.dtype(node)) for value in node.args)
         alpha = node.kwargs.get("alpha", 1)
         self._define(
-            node, f"{a} {sign} {b}" if alpha == 1 else f"{a} {sign} {self._cast(alpha, self._dtype(node))} * {b}"
+            node, f"{a} {sign} {b}" if alpha == 1 else f"{a} {sign} {self.cast(alpha, self.dtype(node))} * {b}"
         )
 
     def _op_add(self, node: Any) -> None:
@@ -291,71 +298,71 @@ class _Emitter:
         self._sum(node, "-")
 
     def _op_rsub(self, node: Any) -> None:
-        a, b = (self._cast(value, self._dtype(node)) for value in node.args[:2])
+        a, b = (self.cast(value, self.dtype(node)) for value in node.args[:2])
         if len(node.args) > 2 or node.kwargs.get("alpha", 1) != 1:
             raise CannotEmitError(f"{self.name} calls {node.target} with alpha, which there is no CUDA for")
         self._define(node, f"{b} - {a}")
 
     def _op_div(self, node: Any) -> None:
-        a, b = (self._cast(value, self._dtype(node)) for value in node.args[:2])
+        a, b = (self.cast(value, self.dtype(node)) for value in node.args[:2])
         mode = node.kwargs.get("rounding_mode")
         self._define(node, f"{a} / {b}" if mode is None else f"{mode}_divide({a}, {b})")
 
     def _op_where(self, node: Any) -> None:
-        condition = self._cast(node.args[0], torch.bool)
-        a, b = (self._cast(value, self._dtype(node)) for value in node.args[1:3])
+        condition = self.cast(node.args[0], torch.bool)
+        a, b = (self.cast(value, self.dtype(node)) for value in node.args[1:3])
         self._define(node, f"{condition} ? {a} : {b}", False)
 
     def _op_clamp(self, node: Any) -> None:
-        dtype = self._dtype(node)
-        value = self._cast(node.args[0], dtype)
+        dtype = self.dtype(node)
+        value = self.cast(node.args[0], dtype)
         bounds = [*node.args[1:], None, None][:2]
         least = node.kwargs.get("min", bounds[0])
         most = node.kwargs.get("max", bounds[1])
         if least is not None:
-            value = f"maximum_of({value}, {self._cast(least, dtype)})"
+            value = f"maximum_of({value}, {self.cast(least, dtype)})"
         if most is not None:
-            value = f"minimum_of({value}, {self._cast(most, dtype)})"
+            value = f"minimum_of({value}, {self.cast(most, dtype)})"
         self._define(node, value)
 
     def _op_clamp_min(self, node: Any) -> None:
         self._op_clamp(node)
 
     def _op_clamp_max(self, node: Any) -> None:
-        dtype = self._dtype(node)
-        self._define(node, f"minimum_of({self._cast(node.args[0], dtype)}, {self._cast(node.args[1], dtype)})")
+        dtype = self.dtype(node)
+        self._define(node, f"minimum_of({self.cast(node.args[0], dtype)}, {self.cast(node.args[1], dtype)})")
 
     def _op_logical_not(self, node: Any) -> None:
-        self._define(node, f"!{self._cast(node.args[0], torch.bool)}")
+        self._define(node, f"!{self.cast(node.args[0], torch.bool)}")
 
     def _op_bitwise_not(self, node: Any) -> None:
-        dtype = self._dtype(node)
-        self._define(node, f"{'!' if dtype == torch.bool else '~'}{self._cast(node.args[0], dtype)}")
+        dtype = self.dtype(node)
+        self._define(node, f"{'!' if dtype == torch.bool else '~'}{self.cast(node.args[0], dtype)}")
 
     def _op_isnan(self, node: Any) -> None:
-        value = self._value(node.args[0])
+        value = self.value(node.args[0])
         self._define(node, f"{value} != {value}")
 
     def _op_isinf(self, node: Any) -> None:
-        self._define(node, f"fabs(static_cast<float>({self._value(node.args[0])})) == FLASHBWD_INFINITY")
+        self._define(node, f"fabs(static_cast<float>({self.value(node.args[0])})) == FLASHBWD_INFINITY")
 
     def _op__to_copy(self, node: Any) -> None:
-        self._define(node, self._value(node.args[0]))
+        self._define(node, self.value(node.args[0]))
 
     def _op_scalar_tensor(self, node: Any) -> None:
-        self._define(node, self._cast(node.args[0], self._dtype(node)))
+        self._define(node, self.cast(node.args[0], self.dtype(node)))
 
     def _op_full(self, node: Any) -> None:
-        self._define(node, self._cast(node.args[1], self._dtype(node)))
+        self._define(node, self.cast(node.args[1], self.dtype(node)))
 
     _op_full_like = _op_full
 
     def _op_new_full(self, node: Any) -> None:
-        self._define(node, self._cast(node.args[2], self._dtype(node)))
+        self._define(node, self.cast(node.args[2], self.dtype(node)))
 
     def _op_pow(self, node: Any) -> None:
         base, exponent = node.args
-        short = None if isinstance(exponent, fx.Node) or not self._dtype(node).is_floating_point else exponent
+        short = None if isinstance(exponent, fx.Node) or not self.dtype(node).is_floating_point else exponent
         if short in _POWERS:
             self._define(node, self._format(node, _POWERS[short], (base,)))
         else:
@@ -367,8 +374,8 @@ class _Emitter:
 
     def _op_masked_fill(self, node: Any) -> None:
         value, mask, fill = node.args
-        a, b = (self._cast(v, self._dtype(node)) for v in (fill, value))
-        self._define(node, f"{self._cast(mask, torch.bool)} ? {a} : {b}", False)
+        a, b = (self.cast(v, self.dtype(node)) for v in (fill, value))
+        self._define(node, f"{self.cast(mask, torch.bool)} ? {a} : {b}", False)
 
     def _op_addcmul(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)
@@ -382,25 +389,32 @@ class _Emitter:
         self._define(node, self._format(node, "{0} + {2} * ({1} - {0})", node.args))
 
     def _op_signbit(self, node: Any) -> None:
-        self._define(node, f"signbit(static_cast<float>({self._value(node.args[0])}))")
+        self._define(node, f"signbit(static_cast<float>({self.value(node.args[0])}))")
 
     def _op_nan_to_num(self, node: Any) -> None:
-        dtype = self._dtype(node)
+        dtype = self.dtype(node)
         limits = torch.finfo(dtype)
         given = [*node.args[1:], None, None, None][:3]
         fills = [node.kwargs.get(name, given[i]) for i, name in enumerate(("nan", "posinf", "neginf"))]
         nan, most, least = (
-            self._cast(default if fill is None else fill, dtype)
+            self.cast(default if fill is None else fill, dtype)
             for fill, default in zip(fills, (0.0, limits.max, limits.min), strict=True)
         )
-        x = self._cast(node.args[0], dtype)
+        x = self.cast(node.args[0], dtype)
         infinity = "FLASHBWD_INFINITY"
         self._define(
             node, f"{x} != {x} ? {nan} : {x} == {infinity} ? {most} : {x} == -{infinity} ? {least} : {x}", False
         )
 
 
-def _c_type(dtype: torch.dtype) -> str:
+def c_element(dtype: torch.dtype) -> str:
+    """The kernels' name of the dtype of query, key and value."""
+    return {torch.float16: "flashbwd::Half", torch.bfloat16: "flashbwd::BFloat16", torch.float32: "flashbwd::Float"}[
+        dtype
+    ]
+
+
+def c_type(dtype: torch.dtype) -> str:
     if dtype not in _C_TYPES:
         raise CannotEmitError(f"{dtype} has no CUDA type here")
     return _C_TYPES[dtype]
@@ -430,24 +444,29 @@ def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:
     """
     score_body, mask_body = "return score;", "return true;"
     if score is not None:
-        score_body = _Emitter("score_mod", score, slots).run(["score", "b", "h", "q", "k"], torch.float32)
+        score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
     if mask is not None:
-        mask_body = _Emitter("mask_mod", mask, slots).run(["b", "h", "q", "k"], torch.bool)
+        mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
+    return struct_of(score is not None, mask is not None, "DecodingParams", score_body, mask_body)
+
+
+def struct_of(has_score: bool, has_mask: bool, params: str, score: str, mask: str, more: str = "") -> str:
+    """``struct Mod`` with the bodies of its functions."""
     return f"""{torch.ops.flashbwd.decoding_mod_functions()}
 namespace flashbwd {{
 struct Mod {{
-  static constexpr bool kHasScoreMod = {str(score is not None).lower()};
-  static constexpr bool kHasMask = {str(mask is not None).lower()};
+  static constexpr bool kHasScoreMod = {str(has_score).lower()};
+  static constexpr bool kHasMask = {str(has_mask).lower()};
   struct Row {{
     Row() = default;
     __device__ Row(const DecodingParams&, int, int, int) {{}}
   }};
-  __device__ static float score_mod(const DecodingParams& p, const Row&, float score, int b, int h, int q, int k) {{
-    {score_body}
+  __device__ static float score_mod(const {params}& p, const Row&, float score, int b, int h, int q, int k) {{
+    {score}
   }}
-  __device__ static bool mask_mod(const DecodingParams& p, const Row&, int b, int h, int q, int k) {{
-    {mask_body}
+  __device__ static bool mask_mod(const {params}& p, const Row&, int b, int h, int q, int k) {{
+    {mask}
   }}
-}};
+{more}}};
 }}  // namespace flashbwd
 """

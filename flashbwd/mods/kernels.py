@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import CannotEmitError, Captures, Slots, UnknownCaptureError
-from flashbwd.mods.emit import emit
+from flashbwd.mods.emit import c_element, emit
 from flashbwd.mods.ordinary import encode, recognise
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import Mod
@@ -26,7 +26,9 @@ class Tile:
 
     head_dim: int
     rows: int
-    bfloat16: bool
+    warps: int
+    dtype: torch.dtype
+    aligned: bool
     device: int
 
 
@@ -130,9 +132,10 @@ def kernel_source(mod: str, tile: Tile) -> str:
     """All of the CUDA that is compiled, without a header."""
     source = torch.ops.flashbwd.decoding_source() + mod
     source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
-    arguments = f"{tile.head_dim}, {tile.rows}, {str(tile.bfloat16).lower()}, flashbwd::Mod"
+    sizes = f"{tile.head_dim}, {tile.rows}, {tile.warps}"
+    arguments = f"{sizes}, {c_element(tile.dtype)}, {str(tile.aligned).lower()}, flashbwd::Mod"
     return f"""{source}
-extern "C" __global__ void __launch_bounds__(flashbwd::kWarps * 32)
+extern "C" __global__ void __launch_bounds__({tile.warps * 32}, 1)
     {_NAME}(const __grid_constant__ flashbwd::DecodingParams p) {{
   extern __shared__ __align__(128) unsigned char shared[];
   flashbwd::split_kv<{arguments}>(p, shared);
@@ -146,8 +149,8 @@ def options_for(capability: tuple[int, int]) -> list[str]:
 
 
 def shared_bytes(tile: Tile) -> int:
-    """As csrc/decoding/split_kv.cuh has it."""
-    return torch.ops.flashbwd.decoding_shared_bytes(tile.head_dim, tile.rows)
+    """As csrc/decoding/params.h has it."""
+    return torch.ops.flashbwd.decoding_shared_bytes(tile.head_dim, tile.rows, tile.warps, tile.dtype.itemsize)
 
 
 def _build(modification: Modification, source: str, tile: Tile) -> None:
@@ -159,6 +162,6 @@ def _build(modification: Modification, source: str, tile: Tile) -> None:
     except nvrtc.CompilationError as error:
         raise NoKernelError(str(error)) from error
     torch.ops.flashbwd.decoding_add_kernel(
-        modification.number, tile.head_dim, tile.rows, tile.bfloat16, tile.device, kernel
+        modification.number, tile.head_dim, tile.rows, tile.warps, tile.dtype, tile.aligned, tile.device, kernel
     )
     modification.tiles.add(tile)

@@ -74,11 +74,11 @@ def kernel_refusal(query: Tensor, key: Tensor, value: Tensor) -> str:
         return "query is not on a CUDA device"
     if type(query) not in (Tensor, nn.Parameter):
         return f"query is a {type(query).__name__}"
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"query is {query.dtype}, not bfloat16 or float16"
+    if query.dtype == torch.float64:
+        return "query is float64"
     for name, size in (("head dimension of query", query.shape[3]), ("head dimension of value", value.shape[3])):
-        if size % 8 != 0 or size > 256:
-            return f"the {name} is {size}, which is no multiple of 8 up to 256"
+        if size > 256:
+            return f"the {name} is {size}, more than 256"
     return _device_refusal(query.device.index)
 
 
@@ -92,22 +92,22 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) ->
     """
     block_mask = call.block_mask
     group = query.shape[1] // key.shape[1]
+    query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     number = 0
     captured: list[Tensor] = []
     mask: tuple[Tensor, ...] = ()
     mask_shape: tuple[int, ...] = ()
     if call.score_mod is not None or block_mask is not None:
-        head_dim, rows = torch.ops.flashbwd.decoding_tile(query.shape[3], value.shape[3], group * query.shape[2])
-        tile = Tile(head_dim, rows, query.dtype == torch.bfloat16, query.device.index)
+        head_dim, rows, warps, aligned = torch.ops.flashbwd.decoding_tile(query, key, value)
+        tile = Tile(head_dim, rows, warps, query.dtype, aligned, query.device.index)
         mask_mod = None if block_mask is None else block_mask.mask_mod
         modification, captured = compiled_modification(call.score_mod, mask_mod, tile)
         number = modification.number
     if block_mask is not None:
         mask_shape = (*block_mask.BLOCK_SIZE, query.shape[2], key.shape[2])
         mask = _lists(block_mask, group, key.shape[2]) or (block_states(block_mask, key.shape[2]).contiguous(),)
-    tensors = (_aligned(query), _aligned(key), _aligned(value))
     results = _decoding_forward(
-        *tensors, mask, mask_shape, captured, number, call.scale, True, call.splits or 0, True, True
+        query, key, value, mask, mask_shape, captured, number, call.scale, True, call.splits or 0, True, True
     )
     if not results:
         raise RuntimeError("flashbwd: the decoding kernel refused a call that was prepared for it")
@@ -123,12 +123,8 @@ def _lists(mask: BlockMask, group: int, seqlen_k: int) -> tuple[Tensor, ...]:
     kv_block: int = mask.BLOCK_SIZE[1]
     if not shared or (kv_block % _CHUNK != 0 and kv_block < seqlen_k):
         return ()
-    return tuple(t if t.shape[-1] <= 1 or t.dim() == 3 or t.stride(-1) == 1 else t.contiguous() for t in lists)
+    return tuple(t if t.dim() == 3 else _rows_contiguous(t) for t in lists)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy whose rows begin at multiples of 16 bytes."""
-    strides = tensor.stride()
-    if strides[3] == 1 and not any(s % 8 for s in strides[:3]) and tensor.data_ptr() % 16 == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()

@@ -11,6 +11,8 @@
 #include "../../csrc/attention/schedule.h"
 #include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/workspace.h"
+#include "../../csrc/decoding/params.h"
+#include "../../csrc/decoding/plan.h"
 #include "../../csrc/layer_norm/config.h"
 #include "../../csrc/layer_norm/keep.h"
 
@@ -236,6 +238,28 @@ void bind_layer_norm(py::module_& m) {
   m.def("keep_from", &keep_from);
 }
 
+void bind_decoding(py::module_& m) {
+  py::class_<DecodingShape>(m, "DecodingShape")
+      .def(py::init<>())
+      .def_readwrite("batch", &DecodingShape::batch)
+      .def_readwrite("heads_kv", &DecodingShape::heads_kv)
+      .def_readwrite("rows", &DecodingShape::rows)
+      .def_readwrite("seqlen_k", &DecodingShape::seqlen_k)
+      .def_readwrite("head_dim", &DecodingShape::head_dim)
+      .def_readwrite("head_dim_v", &DecodingShape::head_dim_v)
+      .def_readwrite("element_bytes", &DecodingShape::element_bytes);
+  py::class_<DecodingTile>(m, "DecodingTile")
+      .def_readonly("head_dim", &DecodingTile::head_dim)
+      .def_readonly("rows", &DecodingTile::rows)
+      .def_readonly("warps", &DecodingTile::warps);
+  py::class_<DecodingSplits>(m, "DecodingSplits")
+      .def_readonly("splits", &DecodingSplits::splits)
+      .def_readonly("cluster", &DecodingSplits::cluster);
+  m.def("decoding_tile", &decoding_tile);
+  m.def("decoding_splits", &decoding_splits);
+  m.def("decoding_shared_bytes", &shared_bytes);
+}
+
 }  // namespace
 }  // namespace flashbwd
 
@@ -247,4 +271,5 @@ PYBIND11_MODULE(flashbwd_host_tests, m) {
   flashbwd::bind_visibility(m);
   flashbwd::bind_order(m);
   flashbwd::bind_layer_norm(m);
+  flashbwd::bind_decoding(m);
 }

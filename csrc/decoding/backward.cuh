@@ -1,0 +1,364 @@
+// Gradients of few rows of queries and of all keys. A thread block has one key head and a share of its keys, a tile of
+// them at a time in shared memory; it walks the rows of all query heads (and batches) that share the head, 16 at a
+// time.
+//
+//   each warp has 16 keys of the tile (where a tile has fewer than 64, warps share them and split the columns):
+//     S^T = K Q^T -> scale, score_mod, mask -> P^T = exp(S^T - lse)
+//     dP^T = V dO^T -> dS^T = P^T (dP^T - delta), through the derivative of score_mod
+//     dV += P^T dO, dK += dS^T Q                            in registers until the rows are done
+//   then dS meets in shared memory, and each warp has a quarter of the columns of
+//     dQ += dS K                                            into the block's own slot of the workspace
+//
+// No two blocks add to the same place, and each adds in one order: equal bits run to run. Only gradients of captured
+// tensors are added atomically. sum_slots.cuh sums the slots of dQ in order.
+#pragma once
+
+#include "backward_params.h"
+#include "elements.cuh"
+#include "meeting.cuh"
+
+#ifdef __CUDACC__
+
+namespace flashbwd {
+
+struct NoModGradient {
+  static constexpr bool kHasScoreMod = false;
+  static constexpr bool kHasMask = false;
+  struct Row {};
+  __device__ static float score_mod(const DecodingBackwardParams&, Row, float score, int, int, int, int) {
+    return score;
+  }
+  __device__ static bool mask_mod(const DecodingBackwardParams&, Row, int, int, int, int) { return true; }
+  __device__ static float score_gradient(const DecodingBackwardParams&, float, int, int, int, int, float ds, bool) {
+    return ds;
+  }
+};
+
+// One of the rows that share a key head, batch after batch, head after head of the group, query after query.
+struct Row {
+  int b, head, query, inside;
+
+  __device__ Row(const DecodingBackwardParams& p, int b_kv, int head_kv, int row) {
+    const int rows = p.group * p.seqlen_q;
+    inside = row < rows * (p.batch / p.batch_kv);
+    const int local = inside ? row % rows : 0;
+    b = p.batch_kv == 1 && inside ? row / rows : b_kv;
+    head = head_kv * p.group + local / p.seqlen_q;
+    query = local % p.seqlen_q;
+  }
+  __device__ long long index(const DecodingBackwardParams& p) const {
+    return (static_cast<long long>(b) * p.heads + head) * p.seqlen_q + query;
+  }
+  __device__ long long offset(const long long (&strides)[3]) const {
+    return b * strides[0] + head * strides[1] + query * strides[2];
+  }
+  // Of the block of the mask that this row and `key` are in.
+  __device__ int state(const DecodingBackwardParams& p, int key) const {
+    return p.states[b * p.state_strides[0] + head * p.state_strides[1] + query / p.q_block * p.state_strides[2] +
+                    key / p.kv_block];
+  }
+};
+
+template <int kD, class T, bool kAligned, class Mod>
+class Backward {
+  using Storage = typename T::Storage;
+  using Tile = SharedTile<T, kD>;
+  static constexpr int kRows = kBackwardRows;
+  static constexpr int kKeys = backward_keys(kD, kBytes<T>);
+  static constexpr int kThreads = kBackwardWarps * 32;
+  static constexpr int kColumns = kKeys * kD / (kBackwardWarps * 16);  // of dK and dV, a warp's
+  static constexpr int kDsStride = kKeys + 4;                          // of a row of dS: writing it meets no bank twice
+  static constexpr int kRowSteps = kRows / kStep<T>;
+  static constexpr int kTileBytes = kKeys * kD * kBytes<T>;
+  static constexpr int kRowsBytes = kRows * kD * kBytes<T>;
+
+ public:
+  __device__ Backward(const DecodingBackwardParams& params, unsigned char* shared)
+      : p(params),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        b_kv(blockIdx.x / p.heads_kv),
+        head_kv(blockIdx.x % p.heads_kv),
+        all_rows(p.group * p.seqlen_q * (p.batch / p.batch_kv)),
+        shared_k(shared_address(shared)),
+        shared_v(shared_k + kTileBytes),
+        shared_q(shared_v + kTileBytes),
+        shared_dout(shared_q + kRowsBytes),
+        dS(reinterpret_cast<float*>(shared + 2 * kTileBytes + 2 * kRowsBytes)),
+        lse_of_row(dS + kRows * kDsStride),
+        delta_of_row(lse_of_row + kRows),
+        rows_of_tile(reinterpret_cast<Row*>(delta_of_row + kRows)),
+        seen_key(reinterpret_cast<int*>(rows_of_tile + kRows)) {}
+
+  __device__ void run() {
+    clear_slot();
+    const int tiles = (p.seqlen_k + kKeys - 1) / kKeys;
+    const int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.y / p.splits);
+    const int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.y + 1) / p.splits);
+    for (int tile = begin; tile < end; ++tile) {
+      first_key = tile * kKeys;
+      keys_loaded = false;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) tdK[n][i] = tdV[n][i] = 0.f;
+      }
+      for (first_row = 0; first_row < all_rows; first_row += kRows) {
+        if (any_visible()) add_rows();
+      }
+      store_keys();
+    }
+  }
+
+ private:
+  const DecodingBackwardParams& p;
+  const int lane, warp, b_kv, head_kv;
+  const int all_rows;
+  const uint32 shared_k, shared_v;     // (kKeys, kD)
+  const uint32 shared_q, shared_dout;  // (kRows, kD)
+  float* const dS;                     // (kRows, kKeys), scaled
+  float* const lse_of_row;             // (kRows,), in log2 units
+  float* const delta_of_row;           // (kRows,)
+  Row* const rows_of_tile;             // (kRows,)
+  int* const seen_key;                 // (kKeys,)
+  int first_key, first_row;
+  int rows_loaded = -1;  // first_row of what lies in Q and dO
+  bool keys_loaded;
+  float tdK[kColumns / 8][4], tdV[kColumns / 8][4];  // (16 keys, kColumns)
+
+  __device__ Row row_at(int row) const { return Row(p, b_kv, head_kv, row); }
+  __device__ int slot_columns() const { return (p.head_dim + 1) / 2 * 2; }
+  __device__ float* slot_of(const Row& row) const {
+    const long long rows = static_cast<long long>(p.batch) * p.heads * p.seqlen_q;
+    return p.dq_slots + (blockIdx.y * rows + row.index(p)) * slot_columns();
+  }
+
+  __device__ void clear_slot() {
+    const int columns = slot_columns();
+    for (int i = threadIdx.x; i < all_rows * columns; i += kThreads) slot_of(row_at(i / columns))[i % columns] = 0.f;
+    __syncthreads();  // other threads add to it
+  }
+
+  // Whether some row of the tile lists some block of its keys.
+  __device__ bool any_visible() {
+    if constexpr (!Mod::kHasMask) return true;
+    const int last_key = min(first_key + kKeys, p.seqlen_k) - 1;
+    const int blocks = last_key / p.kv_block - first_key / p.kv_block + 1;
+    bool any = false;
+    for (int i = threadIdx.x; i < kRows * blocks; i += kThreads) {
+      const Row row = row_at(first_row + i / blocks);
+      if (row.inside) any |= row.state(p, max(first_key, (first_key / p.kv_block + i % blocks) * p.kv_block)) != 0;
+    }
+    return __syncthreads_or(any);
+  }
+
+  __device__ void load() {
+    if (!keys_loaded) {
+      const Storage* k = static_cast<const Storage*>(p.k) + b_kv * p.k_strides[0] + head_kv * p.k_strides[1];
+      const Storage* v = static_cast<const Storage*>(p.v) + b_kv * p.v_strides[0] + head_kv * p.v_strides[1];
+      for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
+        const int row = i / Tile::kPieces, piece = i % Tile::kPieces;
+        const bool inside = first_key + row < p.seqlen_k;
+        const long long key = inside ? first_key + row : 0;
+        Tile::template load_piece<kAligned>(shared_k, row, piece, k + key * p.k_strides[2], p.head_dim, inside);
+        Tile::template load_piece<kAligned>(shared_v, row, piece, v + key * p.v_strides[2], p.head_dim_v, inside);
+      }
+      keys_loaded = true;
+    }
+    if (rows_loaded != first_row) {
+      for (int i = threadIdx.x; i < kRows * Tile::kPieces; i += kThreads) {
+        const int piece = i % Tile::kPieces;
+        const Row row = row_at(first_row + i / Tile::kPieces);
+        const Storage* q = static_cast<const Storage*>(p.q) + row.offset(p.q_strides);
+        const Storage* dout = static_cast<const Storage*>(p.dout) + row.offset(p.dout_strides);
+        Tile::template load_piece<kAligned>(shared_q, i / Tile::kPieces, piece, q, p.head_dim, row.inside);
+        Tile::template load_piece<kAligned>(shared_dout, i / Tile::kPieces, piece, dout, p.head_dim_v, row.inside);
+      }
+      load_statistics();
+      rows_loaded = first_row;
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+  }
+
+  // lse, and delta = rowsum(dout * out) - dlse.
+  __device__ void load_statistics() {
+    for (int i = warp; i < kRows; i += kBackwardWarps) {
+      const Row row = row_at(first_row + i);
+      float delta = 0.f;
+      for (int column = lane; column < p.head_dim_v; column += 32) {
+        delta += load_element<T>(p.dout, row.offset(p.dout_strides) + column) *
+                 load_element<T>(p.out, row.offset(p.out_strides) + column);
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
+      if (lane == 0) {
+        const float lse = p.lse[row.index(p)];
+        // A row that saw no key: exp2(s - inf) = 0.
+        lse_of_row[i] = row.inside && lse != -FLASHBWD_INFINITY ? lse * kLog2e : FLASHBWD_INFINITY;
+        rows_of_tile[i] = row;
+        delta_of_row[i] = delta - (p.dlse != nullptr ? p.dlse[row.index(p)] : 0.f);
+      }
+    }
+  }
+
+  // What the rows of this tile give the keys of this tile, and take from them.
+  __device__ void add_rows() {
+    load();
+    const int key_group = warp % (kKeys / 16);
+    const int first_column = warp / (kKeys / 16) * kColumns;
+    const bool owner = first_column == 0;  // of these keys: one of the warps that share them
+
+    float tS[kRows / 8][4], tdP[kRows / 8][4];  // S^T and dP^T (16 keys, kRows)
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) tS[i / 4][i % 4] = tdP[i / 4][i % 4] = 0.f;
+#pragma unroll 4
+    for (int step = 0; step < Tile::kSteps; ++step) {
+      uint32 a[4], b[4];
+      Tile::load_a(a, shared_k, key_group * 16, step);
+      Tile::load_b(b, shared_q, 0, step);
+      multiply<T>(tS[0], a, b[0], b[1]);
+      multiply<T>(tS[1], a, b[2], b[3]);
+      Tile::load_a(a, shared_v, key_group * 16, step);
+      Tile::load_b(b, shared_dout, 0, step);
+      multiply<T>(tdP[0], a, b[0], b[1]);
+      multiply<T>(tdP[1], a, b[2], b[3]);
+    }
+
+    // P^T takes the place of S^T, and dS^T that of dP^T.
+    bool seen[2] = {false, false};
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int local_row = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const int local_key = key_group * 16 + i % 4 / 2 * 8 + lane / 4;
+      const int key = first_key + local_key;
+      const Row row = rows_of_tile[local_row];
+      float &s = tS[i / 4][i % 4], &ds = tdP[i / 4][i % 4];
+      bool visible = row.inside && key < p.seqlen_k;
+      if constexpr (Mod::kHasMask) {
+        if (visible) {
+          const int state = row.state(p, key);
+          visible = state == 2 || (state == 1 && Mod::mask_mod(p, {}, row.b, row.head, row.query, key));
+        }
+      }
+      float probability = 0.f, gradient = 0.f;
+      if (visible) {
+        const float raw = s * p.scale;
+        float score = raw;
+        if constexpr (Mod::kHasScoreMod) score = Mod::score_mod(p, {}, raw, row.b, row.head, row.query, key);
+        probability = exp2_approx(score * kLog2e - lse_of_row[local_row]);
+        gradient = probability * (ds - delta_of_row[local_row]);
+        if constexpr (Mod::kHasScoreMod)
+          gradient = Mod::score_gradient(p, raw, row.b, row.head, row.query, key, gradient, owner);
+      }
+      seen[i % 4 / 2] |= visible;
+      s = probability;
+      ds = gradient * p.scale;
+      if (owner) dS[local_row * kDsStride + local_key] = ds;
+    }
+
+#pragma unroll
+    for (int step = 0; step < kRowSteps; ++step) {
+      SplitA<T> tP, tdS;
+      split_a<T>(tP, tS + step * (kStep<T> / 8));
+      split_a<T>(tdS, tdP + step * (kStep<T> / 8));
+#pragma unroll
+      for (int pair = 0; pair < kColumns / 16; ++pair) {
+        uint32 b[4];
+        Tile::load_b_rows(b, shared_dout, step * kStep<T>, first_column / 16 + pair);
+        multiply<T>(tdV[2 * pair], tP, b[0], b[1]);
+        multiply<T>(tdV[2 * pair + 1], tP, b[2], b[3]);
+        Tile::load_b_rows(b, shared_q, step * kStep<T>, first_column / 16 + pair);
+        multiply<T>(tdK[2 * pair], tdS, b[0], b[1]);
+        multiply<T>(tdK[2 * pair + 1], tdS, b[2], b[3]);
+      }
+    }
+    if constexpr (Mod::kHasMask) clear_unseen(seen, key_group, owner);
+    __syncthreads();  // dS is whole
+    add_dq();
+    __syncthreads();  // before dS, Q and dO are written again
+  }
+
+  // Keys that no row of this tile sees may hold anything, and 0 * NaN is NaN: they are cleared before dS K, and read
+  // again for the next rows.
+  __device__ void clear_unseen(const bool (&seen)[2], int key_group, bool owner) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32 lanes = __ballot_sync(0xffffffffu, seen[half]) >> (lane / 4 * 4) & 15u;
+      if (owner && lane % 4 == 0) seen_key[key_group * 16 + half * 8 + lane / 4] = lanes != 0;
+    }
+    __syncthreads();  // all warps have read K, and have said what they see
+    bool cleared = false;
+    for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
+      if (seen_key[i / Tile::kPieces]) continue;
+      store_shared(shared_k + Tile::at(i / Tile::kPieces, i % Tile::kPieces), {0u, 0u, 0u, 0u});
+      cleared = true;
+    }
+    if (__syncthreads_or(cleared)) keys_loaded = false;
+  }
+
+  // dQ (kRows, this warp's quarter of kD) += dS K
+  __device__ void add_dq() {
+    constexpr int kPairs = kD / 16 / kBackwardWarps;
+    float tdQ[2 * kPairs][4];
+#pragma unroll
+    for (int i = 0; i < 8 * kPairs; ++i) tdQ[i / 4][i % 4] = 0.f;
+#pragma unroll 2
+    for (int step = 0; step < kKeys / kStep<T>; ++step) {
+      float tiles[kStep<T> / 8][4];  // of dS: (16, 8 keys) each
+#pragma unroll
+      for (int i = 0; i < kStep<T> / 4; ++i) {
+        const float* from = dS + (i % 2 * 8 + lane / 4) * kDsStride + step * kStep<T> + i / 2 * 8 + lane % 4 * 2;
+        tiles[i / 2][i % 2 * 2] = from[0];
+        tiles[i / 2][i % 2 * 2 + 1] = from[1];
+      }
+      SplitA<T> a;
+      split_a<T>(a, tiles);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        uint32 b[4];
+        Tile::load_b_rows(b, shared_k, step * kStep<T>, warp * kPairs + pair);
+        multiply<T>(tdQ[2 * pair], a, b[0], b[1]);
+        multiply<T>(tdQ[2 * pair + 1], a, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Row row = rows_of_tile[half * 8 + lane / 4];
+      if (!row.inside) continue;
+      float* const to = slot_of(row);
+#pragma unroll
+      for (int n = 0; n < 2 * kPairs; ++n) {
+        const int column = warp * kPairs * 16 + n * 8 + lane % 4 * 2;
+        if (column >= p.head_dim) continue;
+        atomicAdd(to + column, tdQ[n][half * 2]);  // no other thread adds there
+        atomicAdd(to + column + 1, tdQ[n][half * 2 + 1]);
+      }
+    }
+  }
+
+  __device__ void store_keys() {
+    const int key_group = warp % (kKeys / 16);
+    const int first_column = warp / (kKeys / 16) * kColumns;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + key_group * 16 + half * 8 + lane / 4;
+      if (key >= p.seqlen_k) continue;
+      Storage* const dk =
+          static_cast<Storage*>(p.dk) + b_kv * p.dk_strides[0] + head_kv * p.dk_strides[1] + key * p.dk_strides[2];
+      Storage* const dv =
+          static_cast<Storage*>(p.dv) + b_kv * p.dv_strides[0] + head_kv * p.dv_strides[1] + key * p.dv_strides[2];
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const int pair = (first_column + n * 8) / 2 + lane % 4;
+        if (pair * 2 < p.head_dim) store_pair<T>(dk, pair, p.head_dim, tdK[n][half * 2], tdK[n][half * 2 + 1]);
+        if (pair * 2 < p.head_dim_v) store_pair<T>(dv, pair, p.head_dim_v, tdV[n][half * 2], tdV[n][half * 2 + 1]);
+      }
+    }
+  }
+};
+
+}  // namespace flashbwd
+
+#endif

@@ -1,0 +1,103 @@
+// Which keys the rows of a tile walk.
+#pragma once
+
+#include "params.h"
+
+#ifdef __CUDACC__
+
+namespace flashbwd {
+
+// The chunks, of kKeys keys each, that the rows of a tile walk: all keys, or those of their common block lists.
+template <int kKeys>
+struct ChunkList {
+  const int* partial = nullptr;
+  const int* full = nullptr;
+  int partial_blocks = 0;
+  int chunks_per_block = 0;  // 0: all keys
+  int kv_block = 0;
+  int seqlen_k = 0;
+  int total = 0;
+};
+
+// Where a chunk lies.
+struct Place {
+  int first_key;
+  int end_key;  // of the block, or of all keys
+  int full;
+};
+
+// The place of a chunk, and then of every kWarps-th after it. An entry of the list is read one chunk before it is
+// needed.
+template <int kKeys, int kWarps>
+class Cursor {
+ public:
+  int chunk;
+
+  __device__ Cursor(const ChunkList<kKeys>& list, int start, int end) : chunk(start), list_(list), end_(end) {
+    if (list.chunks_per_block == 0) return;
+    entry_ = start / list.chunks_per_block;
+    inside_ = start - entry_ * list.chunks_per_block;
+    if (start < end) block_ = read();
+    keep_and_read_ahead();
+  }
+
+  __device__ Place place() const {
+    if (list_.chunks_per_block == 0) return {chunk * kKeys, list_.seqlen_k, 0};
+    return place_;
+  }
+
+  __device__ void advance() {
+    chunk += kWarps;
+    if (list_.chunks_per_block > 0) keep_and_read_ahead();
+  }
+
+ private:
+  const ChunkList<kKeys>& list_;
+  const int end_;
+  Place place_;
+  int entry_ = 0, inside_ = 0, block_ = 0;  // of the chunk after this one
+
+  __device__ int read() const {
+    return entry_ < list_.partial_blocks ? list_.partial[entry_] : list_.full[entry_ - list_.partial_blocks];
+  }
+
+  __device__ void keep_and_read_ahead() {
+    const int first = block_ * list_.kv_block;
+    place_ = {first + inside_ * kKeys, min(first + list_.kv_block, list_.seqlen_k), entry_ >= list_.partial_blocks};
+    inside_ += kWarps;
+    if (inside_ < list_.chunks_per_block) return;
+    do {
+      inside_ -= list_.chunks_per_block;
+      ++entry_;
+    } while (inside_ >= list_.chunks_per_block);
+    if (chunk + kWarps < end_) block_ = read();
+  }
+};
+
+__device__ inline const int* list_of(const BlockList& list, int b, int h, int q, int* count) {
+  if (list.counts == nullptr) {
+    *count = 0;
+    return nullptr;
+  }
+  *count = list.counts[b * list.count_strides[0] + h * list.count_strides[1] + q * list.count_strides[2]];
+  return list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
+}
+
+template <int kKeys, class Mod>
+__device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, int b, int h, int q) {
+  ChunkList<kKeys> list;
+  list.seqlen_k = p.seqlen_k;
+  list.total = (p.seqlen_k + kKeys - 1) / kKeys;
+  if (!Mod::kHasMask || p.states != nullptr) return list;
+  int full_blocks;
+  list.partial = list_of(p.partial, b, h, q / p.q_block, &list.partial_blocks);
+  list.full = list_of(p.full, b, h, q / p.q_block, &full_blocks);
+  list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger one is block 0, and its products stay in 32 bits
+  list.chunks_per_block = (list.kv_block + kKeys - 1) / kKeys;
+  list.total = (list.partial_blocks + full_blocks) * list.chunks_per_block;
+  return list;
+}
+
+}  // namespace flashbwd
+
+#endif

@@ -1,0 +1,22 @@
+// The kernels that every build holds, by dtype; one file of instantiations each.
+#pragma once
+
+#include "backward_params.h"
+#include "plan.h"
+
+namespace flashbwd {
+
+struct DecodingKernels {
+  using Kernel = void (*)(DecodingParams);
+  Kernel (*split)(DecodingTile, bool aligned, int kind);  // of OrdinaryMod; null: no such tile
+  Kernel combine;
+  using Backward = void (*)(DecodingBackwardParams);
+  Backward (*backward)(int head_dim, bool aligned);
+  Backward sum_slots;
+};
+
+DecodingKernels half_decoding_kernels();
+DecodingKernels bfloat16_decoding_kernels();
+DecodingKernels float_decoding_kernels();
+
+}  // namespace flashbwd

@@ -1,0 +1,144 @@
+// The end of a thread block: the softmaxes of its warps become one, then those of the blocks of its cluster, and that
+// is written: as the output, or as one slot of the partial results.
+#pragma once
+
+#include "elements.cuh"
+
+#ifdef __CUDACC__
+
+namespace flashbwd {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+#define FLASHBWD_INFINITY __int_as_float(0x7f800000)
+
+template <int kD, int kM, int kWarps>
+class Meeting {
+ public:
+  // `shared` becomes (kWarps, kM, kD) floats and (kWarps, kM) pairs of (max, sum).
+  __device__ explicit Meeting(unsigned char* shared)
+      : out_(reinterpret_cast<float2*>(shared)), stats_(out_ + kWarps * kM * kD / 2) {}
+
+  // Each warp's accumulators, as mma has them in its lanes.
+  __device__ void bring(const float (&tO)[kM / 16][kD / 8][4], const float (&row_max)[kM / 16][2],
+                        const float (&row_sum)[kM / 16][2]) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int m = 0; m < kM / 16; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = row_sum[m][half];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const int row = warp * kM + m * 16 + half * 8 + lane / 4;
+        if (lane % 4 == 0) stats_[row] = make_float2(row_max[m][half], sum);
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n)
+          out_[row * (kD / 2) + n * 4 + lane % 4] = make_float2(tO[m][n][half * 2], tO[m][n][half * 2 + 1]);
+      }
+    }
+    __syncthreads();
+  }
+
+  template <class T>
+  __device__ void finish(const DecodingParams& p, int b, int head_kv, int first_row) {
+    const int pairs = (p.head_dim_v + 1) / 2;
+    const int count = min(kM, p.group * p.seqlen_q - first_row);
+    const auto of_warp = [&](int row) { return [this, row](int warp) { return stats_[warp * kM + row]; }; };
+    if (p.cluster == 1) {
+      for (int i = threadIdx.x; i < count * pairs; i += kWarps * 32) {
+        const int row = i / pairs, pair = i % pairs;
+        const float2 total = merge(kWarps, of_warp(row), [&](int w) { return out_[(w * kM + row) * (kD / 2) + pair]; });
+        write<T>(p, b, head_kv, first_row + row, pair, total, stats(kWarps, of_warp(row)));
+      }
+      return;
+    }
+    // This block's own sums first, in the place of its first warp; a thread reads and writes the same pairs.
+    for (int i = threadIdx.x; i < count * pairs; i += kWarps * 32) {
+      const int row = i / pairs, pair = i % pairs;
+      out_[row * (kD / 2) + pair] =
+          merge(kWarps, of_warp(row), [&](int w) { return out_[(w * kM + row) * (kD / 2) + pair]; });
+    }
+    __syncthreads();  // the warps' statistics have been read
+    float2 own = make_float2(0.f, 0.f);
+    if (threadIdx.x < count) own = stats(kWarps, of_warp(threadIdx.x));
+    __syncthreads();
+    if (threadIdx.x < count) stats_[threadIdx.x] = own;
+    cluster_barrier();  // every block's sums can be read
+    const int rank = blockIdx.y % p.cluster;
+    const int share = (count * pairs + p.cluster - 1) / p.cluster;
+    const int end = min(count * pairs, (rank + 1) * share);
+    for (int i = rank * share + threadIdx.x; i < end; i += kWarps * 32) {
+      const int row = i / pairs, pair = i % pairs;
+      const auto of_block = [&](int block) { return load_cluster(shared_address(stats_ + row), block); };
+      const float2 total = merge(p.cluster, of_block, [&](int block) {
+        return load_cluster(shared_address(out_ + row * (kD / 2) + pair), block);
+      });
+      write<T>(p, b, head_kv, first_row + row, pair, total, stats(p.cluster, of_block));
+    }
+    cluster_barrier();  // no block ends while another reads from it
+  }
+
+ private:
+  float2* out_;
+  float2* stats_;
+
+  // (max, sum) of all parts.
+  template <class StatsOf>
+  __device__ static float2 stats(int parts, const StatsOf& stats_of) {
+    float largest = -FLASHBWD_INFINITY;
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) largest = fmaxf(largest, stats_of(i).x);
+    const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) sum += exp2_approx(stats_of(i).x - base) * stats_of(i).y;
+    return make_float2(largest, sum);
+  }
+
+  // The sum of all parts' values, each to the common maximum.
+  template <class StatsOf, class ValueOf>
+  __device__ static float2 merge(int parts, const StatsOf& stats_of, const ValueOf& value_of) {
+    float largest = -FLASHBWD_INFINITY;
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) largest = fmaxf(largest, stats_of(i).x);
+    const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
+    float2 total = make_float2(0.f, 0.f);
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) {
+      const float weight = exp2_approx(stats_of(i).x - base);
+      const float2 value = value_of(i);
+      total.x += weight * value.x;
+      total.y += weight * value.y;
+    }
+    return total;
+  }
+
+  template <class T>
+  __device__ static void write(const DecodingParams& p, int b, int head_kv, int local, int pair, float2 total,
+                               float2 stat) {
+    const int rows = p.group * p.seqlen_q;
+    const int head = head_kv * p.group + local / p.seqlen_q, query = local % p.seqlen_q;
+    const long long row = (static_cast<long long>(b) * p.heads_kv + head_kv) * rows + local;
+    if (p.splits == p.cluster) {
+      const float norm = stat.y > 0.f ? 1.f / stat.y : 0.f;
+      typename T::Storage* const to = static_cast<typename T::Storage*>(p.out) + b * p.out_strides[0] +
+                                      head * p.out_strides[1] + query * p.out_strides[2];
+      store_pair<T>(to, pair, p.head_dim_v, total.x * norm, total.y * norm);
+      if (pair == 0) {
+        p.lse[row] = stat.y > 0.f ? stat.x * kLn2 + logf(stat.y) : -FLASHBWD_INFINITY;
+        p.max_scores[row] = stat.x * kLn2;
+      }
+    } else {
+      const long long all_rows = static_cast<long long>(p.batch) * p.heads * p.seqlen_q;
+      const long long slot_row = blockIdx.y / p.cluster * all_rows + row;
+      reinterpret_cast<float2*>(p.partial_out)[slot_row * ((p.head_dim_v + 1) / 2) + pair] = total;
+      if (pair == 0) reinterpret_cast<float2*>(p.partial_stats)[slot_row] = stat;
+    }
+  }
+};
+
+}  // namespace flashbwd
+
+#endif

@@ -1,0 +1,86 @@
+// The stages of shared memory through which a warp streams keys and values, a few keys a stage.
+#pragma once
+
+#include "block_lists.cuh"
+#include "elements.cuh"
+
+#ifdef __CUDACC__
+
+namespace flashbwd {
+
+template <int kD, int kWarps, class T, bool kAligned>
+class Ring {
+ public:
+  using Storage = typename T::Storage;
+  using Tile = SharedTile<T, kD>;
+  static constexpr int kKeys = keys_of(kBytes<T>);
+  static constexpr int kStages = stages_of(kD);
+  static constexpr int kStageBytes = stage_bytes(kD);
+
+  __device__ Ring(const DecodingParams& p, unsigned char* shared, int b, int head_kv)
+      : p_(p),
+        lane_(threadIdx.x % 32),
+        k_(static_cast<const Storage*>(p.k) + b * p.k_strides[0] + head_kv * p.k_strides[1]),
+        v_(static_cast<const Storage*>(p.v) + b * p.v_strides[0] + head_kv * p.v_strides[1]) {
+    const int warp = threadIdx.x / 32;
+    stages_ = shared_address(shared) + warp * kStages * kStageBytes;
+    places_ = reinterpret_cast<Place*>(shared + kWarps * kStages * kStageBytes) + warp * kStages;
+  }
+
+  __device__ uint32 keys(int stage) const { return stages_ + stage * kStageBytes; }
+  __device__ uint32 values(int stage) const { return keys(stage) + kStageBytes / 2; }
+
+  // What wait() waited for.
+  __device__ Place place(int stage) const { return places_[stage]; }
+
+  // Begins to load the keys of a chunk, those before its end, if there are any to load. All lanes are done with the
+  // stage.
+  __device__ __forceinline__ void load(bool any, const Place& place, int stage) {
+    if (any && lane_ == 0) places_[stage] = place;
+    if (any) {
+#pragma unroll(kAligned ? kKeys * Tile::kPieces / 32 : 1)
+      for (int i = 0; i < kKeys * Tile::kPieces / 32; ++i) {
+        const int row = (i * 32 + lane_) / Tile::kPieces;
+        const int piece = (i * 32 + lane_) % Tile::kPieces;
+        const bool inside = place.first_key + row < place.end_key;
+        const long long key = inside ? place.first_key + row : 0;
+        Tile::template load_piece<kAligned>(keys(stage), row, piece, k_ + key * p_.k_strides[2], p_.head_dim, inside);
+        Tile::template load_piece<kAligned>(values(stage), row, piece, v_ + key * p_.v_strides[2], p_.head_dim_v,
+                                            inside);
+      }
+    }
+    copy_async_commit();
+  }
+
+  // Until the oldest of kStages - 1 loads has arrived for all lanes, which are done with the stage before.
+  __device__ __forceinline__ void wait() {
+    copy_async_wait<kStages - 2>();
+    __syncwarp();
+  }
+
+  // Values that no row sees may hold anything, and 0 * NaN is NaN: bit i of `seen` keeps key i.
+  __device__ void clear_unseen_values(int stage, uint32 seen) {
+#pragma unroll
+    for (int key = 0; key < kKeys; ++key) {
+      if (seen >> key & 1u) continue;
+      for (int piece = lane_; piece < Tile::kPieces; piece += 32)
+        store_shared(values(stage) + Tile::at(key, piece), {0u, 0u, 0u, 0u});
+    }
+    __syncwarp();
+  }
+
+  // Before the shared memory is used for something else.
+  __device__ void end() { copy_async_wait<0>(); }
+
+ private:
+  const DecodingParams& p_;
+  const int lane_;
+  const Storage* const k_;
+  const Storage* const v_;
+  uint32 stages_;
+  Place* places_;
+};
+
+}  // namespace flashbwd
+
+#endif

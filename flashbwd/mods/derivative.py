@@ -1,0 +1,257 @@
+"""The derivative of a traced score_mod as CUDA: the graph walked backwards, an operator's rule at a time.
+
+At ties and edges the rules are those of PyTorch's autograd: maximum and minimum share a gradient between equal
+arguments, clamp passes it at its bounds, abs has none at 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from flashbwd.mods.captures import CannotEmitError, Slots
+from flashbwd.mods.emit import MASK_PARAMETERS, SCORE_PARAMETERS, Emitter, struct_of
+from flashbwd.mods.trace import Trace
+
+# Of the arguments in order, {g} the gradient of the result {r}, {0} and {1} the arguments.
+_RULES = {
+    "neg": ("-{g}",),
+    "abs": ("({0} > 0 ? {g} : {0} < 0 ? -{g} : 0)",),
+    "exp": ("{g} * {r}",),
+    "exp2": (f"{{g}} * {{r}} * {math.log(2)!r}f",),
+    "expm1": ("{g} * ({r} + 1)",),
+    "log": ("{g} / {0}",),
+    "log2": (f"{{g}} / ({{0}} * {math.log(2)!r}f)",),
+    "log10": (f"{{g}} / ({{0}} * {math.log(10)!r}f)",),
+    "log1p": ("{g} / (1 + {0})",),
+    "sqrt": ("{g} / (2 * {r})",),
+    "rsqrt": ("{g} * {r} * {r} * {r} / -2",),
+    "reciprocal": ("-{g} * {r} * {r}",),
+    "square": ("2 * {g} * {0}",),
+    "sin": ("{g} * cos({0})",),
+    "cos": ("-{g} * sin({0})",),
+    "tan": ("{g} * (1 + {r} * {r})",),
+    "asin": ("{g} * rsqrt(1 - {0} * {0})",),
+    "acos": ("-{g} * rsqrt(1 - {0} * {0})",),
+    "atan": ("{g} / (1 + {0} * {0})",),
+    "sinh": ("{g} * cosh({0})",),
+    "cosh": ("{g} * sinh({0})",),
+    "tanh": ("{g} * (1 - {r} * {r})",),
+    "asinh": ("{g} * rsqrt({0} * {0} + 1)",),
+    "acosh": ("{g} * rsqrt({0} * {0} - 1)",),
+    "atanh": ("{g} / (1 - {0} * {0})",),
+    "erfc": (f"{{g}} * {-2 / math.sqrt(math.pi)!r}f * exp(-{{0}} * {{0}})",),
+    "hypot": ("{g} * {0} / {r}", "{g} * {1} / {r}"),
+    "logaddexp": ("{g} * exp({0} - {r})", "{g} * exp({1} - {r})"),
+    "erf": (f"{{g}} * {2 / math.sqrt(math.pi)!r}f * exp(-{{0}} * {{0}})",),
+    "sigmoid": ("{g} * {r} * (1 - {r})",),
+    "silu": ("{g} * sigmoid({0}) * (1 + {0} * (1 - sigmoid({0})))",),
+    "relu": ("({0} > 0 ? {g} : 0)",),
+    "mul": ("{g} * {1}", "{g} * {0}"),
+    "maximum": ("({0} > {1} ? {g} : {0} == {1} ? {g} / 2 : 0)", "({1} > {0} ? {g} : {0} == {1} ? {g} / 2 : 0)"),
+    "minimum": ("({0} < {1} ? {g} : {0} == {1} ? {g} / 2 : 0)", "({1} < {0} ? {g} : {0} == {1} ? {g} / 2 : 0)"),
+    "remainder": ("{g}",),
+    "fmod": ("{g}",),
+    "pow": ("({1} == 0 ? 0 : {g} * {1} * pow({0}, {1} - 1))", "({0} > 0 ? {g} * {r} * log({0}) : 0)"),
+    "atan2": ("{g} * {1} / ({0} * {0} + {1} * {1})", "-{g} * {0} / ({0} * {0} + {1} * {1})"),
+}
+_FLAT = frozenset({"floor", "ceil", "trunc", "round", "sign", "sgn", "floor_divide", "detach"})
+_PASSES = frozenset({"alias", "clone", "contiguous", "view", "expand", "squeeze", "reshape", "_to_copy", "lift_fresh"})
+
+
+class Derivative:
+    """Emits behind the lines of an emitter, whose values it uses.
+
+    Parameters
+    ----------
+    emitter : Emitter
+        Of ``score_mod``, after its ``forward``.
+    captured : list of Tensor
+        Those that get a gradient too.
+    """
+
+    def __init__(self, emitter: Emitter, captured: list[Tensor]) -> None:
+        self.emitter = emitter
+        self.captured = captured
+        self.gradients: dict[fx.Node, list[str]] = {}
+        self.slots: dict[int, int] = {}  # position in ``captured`` to that among the kernel's captured tensors
+
+    def run(self, output: Any, gradient: str) -> str:
+        """``gradient`` of ``output`` through all operators; the gradient of the score."""
+        nodes = list(self.emitter.trace.graph.nodes)
+        score = nodes[0]
+        active = {score} | {node for node in nodes if self._captured(node) is not None}
+        for node in nodes:
+            if any(source in active for source in node.all_input_nodes) and self._is_float(node):
+                active.add(node)
+        if output in active:
+            self.gradients[output] = [gradient]
+        for node in reversed(nodes):
+            if node not in active or node not in self.gradients or node is score:
+                continue
+            name = f"g{len(self.emitter.lines)}"
+            total = " + ".join(self.gradients[node])
+            self.emitter.lines.append(f"const {self._type(node)} {name} = {total};")
+            if node in self.emitter.captured:
+                self._store(node, name)
+            else:
+                self._through(node, name, active)
+        return " + ".join(self.gradients.get(score, ["0.f"]))
+
+    def _captured(self, node: Any) -> int | None:
+        if node.op != "get_attr":
+            return None
+        tensor = self.emitter.trace.tensors[str(node.target)]
+        return next((i for i, known in enumerate(self.captured) if known is tensor), None)
+
+    def _is_float(self, node: Any) -> bool:
+        return node.op == "call_function" and self.emitter.dtype(node).is_floating_point
+
+    def _type(self, node: Any) -> str:
+        return "double" if self.emitter.dtype(node) == torch.float64 else "float"
+
+    def _add(self, node: Any, active: set[Any], expression: str) -> None:
+        if isinstance(node, fx.Node) and node in active:
+            self.gradients.setdefault(node, []).append(f"static_cast<{self._type(node)}>({expression})")
+
+    def _store(self, node: Any, gradient: str) -> None:
+        """Adds to an element of a captured tensor's gradient, which is contiguous."""
+        slot, indices = self.emitter.captured[node]
+        whole = node
+        while whole.op != "get_attr":
+            whole = whole.args[0]
+        position = self._captured(whole)
+        if position is None:
+            return
+        self.slots[position] = slot
+        offset = "0ll"
+        for dim, index in enumerate(indices):
+            size = f"p.captured[{slot}].sizes[{dim}]"
+            offset = f"({offset} * {size} + wrap({index}, {size}))"
+        kind = self._type(node)
+        element = f"static_cast<{kind}*>(p.gradients[{slot}]) + {offset}"
+        self.emitter.lines.append(f"if (first) atomicAdd({element}, static_cast<{kind}>({gradient}));")
+
+    def _through(self, node: Any, gradient: str, active: set[Any]) -> None:
+        name = str(node.target).removeprefix("aten.").split(".")[0]
+        handler = getattr(self, f"_op_{name}", None)
+        if name in _FLAT:
+            return
+        if handler is not None:
+            handler(node, gradient, active)
+        elif name in _PASSES:
+            self._add(node.args[0], active, gradient)
+        elif name in _RULES:
+            rules = _RULES[name]
+            dtype = self.emitter.dtype(node)
+            values = [self.emitter.cast(value, dtype) for value in node.args[:2]]
+            for position, value in enumerate(node.args[:2]):
+                if not isinstance(value, fx.Node) or value not in active:
+                    continue
+                if position >= len(rules):
+                    raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
+                self._add(value, active, rules[position].format(*values, g=gradient, r=self.emitter.value(node)))
+        else:
+            raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
+
+    def _sum(self, node: Any, gradient: str, active: set[Any], sign: str) -> None:
+        alpha = self.emitter.cast(node.kwargs.get("alpha", 1), self.emitter.dtype(node))
+        self._add(node.args[0], active, gradient)
+        self._add(node.args[1], active, f"{sign}{gradient} * {alpha}")
+
+    def _op_add(self, node: Any, gradient: str, active: set[Any]) -> None:
+        self._sum(node, gradient, active, "")
+
+    def _op_sub(self, node: Any, gradient: str, active: set[Any]) -> None:
+        self._sum(node, gradient, active, "-")
+
+    def _op_rsub(self, node: Any, gradient: str, active: set[Any]) -> None:
+        self._add(node.args[0], active, f"-{gradient}")
+        self._add(node.args[1], active, gradient)
+
+    def _op_div(self, node: Any, gradient: str, active: set[Any]) -> None:
+        if node.kwargs.get("rounding_mode") is not None:
+            return
+        divisor = self.emitter.cast(node.args[1], self.emitter.dtype(node))
+        self._add(node.args[0], active, f"{gradient} / {divisor}")
+        self._add(node.args[1], active, f"-{gradient} * {self.emitter.value(node)} / {divisor}")
+
+    def _op_where(self, node: Any, gradient: str, active: set[Any]) -> None:
+        condition = self.emitter.cast(node.args[0], torch.bool)
+        self._add(node.args[1], active, f"({condition} ? {gradient} : 0)")
+        self._add(node.args[2], active, f"({condition} ? 0 : {gradient})")
+
+    def _op_masked_fill(self, node: Any, gradient: str, active: set[Any]) -> None:
+        mask = self.emitter.cast(node.args[1], torch.bool)
+        self._add(node.args[0], active, f"({mask} ? 0 : {gradient})")
+        self._add(node.args[2], active, f"({mask} ? {gradient} : 0)")
+
+    def _op_gelu(self, node: Any, gradient: str, active: set[Any]) -> None:
+        if node.kwargs.get("approximate", "none") != "none":
+            raise CannotEmitError("score_mod calls gelu of tanh, whose derivative there is no CUDA for")
+        x = self.emitter.cast(node.args[0], self.emitter.dtype(node))
+        root = f"{math.sqrt(0.5)!r}f"
+        density = f"{x} * exp({x} * {x} / -2) * {1 / math.sqrt(2 * math.pi)!r}f"
+        self._add(node.args[0], active, f"{gradient} * ((1 + erf({x} * {root})) / 2 + {density})")
+
+    def _op_clamp(self, node: Any, gradient: str, active: set[Any]) -> None:
+        bounds = [*node.args[1:], None, None][:2]
+        self._clamp(node, gradient, active, node.kwargs.get("min", bounds[0]), node.kwargs.get("max", bounds[1]))
+
+    def _op_clamp_min(self, node: Any, gradient: str, active: set[Any]) -> None:
+        self._clamp(node, gradient, active, node.args[1], None)
+
+    def _op_clamp_max(self, node: Any, gradient: str, active: set[Any]) -> None:
+        self._clamp(node, gradient, active, None, node.args[1])
+
+    def _clamp(self, node: Any, gradient: str, active: set[Any], least: Any, most: Any) -> None:
+        if any(isinstance(bound, fx.Node) and bound in active for bound in (least, most)):
+            raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
+        dtype = self.emitter.dtype(node)
+        value = self.emitter.cast(node.args[0], dtype)
+        inside = ["true"]
+        if least is not None:
+            inside.append(f"{value} >= {self.emitter.cast(least, dtype)}")
+        if most is not None:
+            inside.append(f"{value} <= {self.emitter.cast(most, dtype)}")
+        self._add(node.args[0], active, f"({' && '.join(inside)} ? {gradient} : 0)")
+
+
+def emit_gradient(
+    score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]
+) -> tuple[str, dict[int, int]]:
+    """As :func:`~flashbwd.mods.emit.emit`, for the backward kernel.
+
+    Parameters
+    ----------
+    differentiable : list of Tensor
+        Captured tensors that get a gradient.
+
+    Returns
+    -------
+    source : str
+    places : dict
+        For each of ``differentiable`` that the score depends on: its place in ``slots``.
+    """
+    score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
+    places: dict[int, int] = {}
+    if score is not None:
+        score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
+        emitter = Emitter("score_mod", score, slots)
+        output = emitter.forward(SCORE_PARAMETERS)
+        derivative = Derivative(emitter, differentiable)
+        result = derivative.run(output, "ds")
+        places = derivative.slots
+        gradient = "\n    ".join([*emitter.lines, f"return static_cast<float>({result});"])
+    if mask is not None:
+        mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
+    params = "DecodingBackwardParams"
+    function = f"""  __device__ static float score_gradient(
+      const {params}& p, float score, int b, int h, int q, int k, float ds, bool first) {{
+    {gradient}
+  }}
+"""
+    return struct_of(score is not None, mask is not None, params, score_body, mask_body, function), places

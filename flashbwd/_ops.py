@@ -60,10 +60,13 @@ library = torch.library.Library("flashbwd", "FRAGMENT")
 _failure = threading.local()
 
 
-@torch.compiler.assume_constant_result
 def tf32_allowed() -> bool:
     """Whether PyTorch's own products of float32 matrices may be rounded to TF32 on CUDA devices."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# torch.compiler.assume_constant_result does this, but imports the compiler.
+tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def implement_reference(name: str, implementation: Callable[..., Any]) -> None:

@@ -1,7 +1,9 @@
 """Python modifications of attention scores as CUDA: what they are made of, their source, and its compilation.
 
 captures   what a function is made of: a key that says when two are the same, and the tensors it captures
-emit       a traced function as CUDA C++
+trace      a function as a graph of operators on scalars
+ordinary   what every build has kernels for (causal, window, softcap, ALiBi), recognised by what it computes
+emit       any other, as CUDA C++
 nvrtc      compilation with the NVRTC that ships with PyTorch, a cache on disk, loading
 derivative the derivative of a score_mod, for the backward kernel
 kernels    from the two modifications of a call to a kernel that is ready to launch

@@ -17,7 +17,7 @@ from kit.decoding import Shape
 from torch import Tensor
 
 import flashbwd
-from flashbwd.mods import kernels, nvrtc
+from flashbwd.mods import kernels, nvrtc, run
 from flashbwd.mods.captures import CannotEmitError, Captures, Slots
 from flashbwd.mods.emit import emit
 from flashbwd.mods.trace import trace
@@ -44,6 +44,10 @@ def scaled_by_global(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def scaled(factor: Any) -> Any:
     return lambda s, b, h, q, k: s * factor
+
+
+def scaled_by_head(weight: Tensor) -> Any:
+    return lambda s, b, h, q, k: s * weight[h]
 
 
 # ---- keys ----
@@ -265,6 +269,27 @@ def test_changed_values_compile_nothing_and_changed_constants_do(
         expected, _ = kit.oracle(shape, *tensors, mod)
         torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
         assert len(calls) == (1 if step < 3 else 2)
+
+
+@pytest.mark.gpu
+def test_a_warm_call_asks_the_operator_once_and_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape()
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+    mask_mod = kit.mask_mods(shape, "cuda")["window"]
+    block_mask = kit.block_mask(mask_mod, shape, "cuda", (3, 64))
+    weight = torch.ones(4, device="cuda")
+    calls: list[int] = []
+    real = run._decoding_forward
+    for step in range(3):
+        if step == 1:  # from here on warm
+            monkeypatch.setattr(run, "_decoding_forward", lambda *a: calls.append(1) or real(*a))
+            monkeypatch.setattr(kernels, "trace", lambda *a: pytest.fail("traced"))
+        with torch.no_grad():
+            mod = scaled_by_head(weight + step)  # another function and another tensor each time
+            out = flashbwd.flex_decoding(*tensors, mod, block_mask, enable_gqa=True)
+        expected, _ = kit.oracle(shape, *tensors, mod, kit.dense_mask(mask_mod, shape, "cuda"))
+        torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+    assert len(calls) == 2
 
 
 @pytest.mark.gpu

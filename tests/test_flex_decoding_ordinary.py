@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit import decoding as kit
+from kit.decoding import Shape
 from torch import Tensor
 
+import flashbwd
+from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.ordinary import Bounds, OfHead, Ordinary, Sum, encode, recognise
 from flashbwd.mods.trace import Trace, trace
@@ -24,35 +28,44 @@ def abs_window(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q + OFFSET - k).abs() <= 4
 
 
-SCORES = {
-    "identity": lambda s, b, h, q, k: s,
-    "softcap": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
-    "softcap_by_products": lambda s, b, h, q, k: torch.tanh(s * 0.05) * 20.0,
-    "softcap_in_place_of_names": lambda s, b, h, q, k: s.div(2.5).tanh().mul(2.5),
-    "alibi": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
-    "alibi_backwards": lambda s, b, h, q, k: s - (q + OFFSET - k) * SLOPES[h],
-    "alibi_of_a_growing_cache": lambda s, b, h, q, k: s - SLOPES[h] * (LENGTHS[b] - 1 - k),
-    "alibi_by_formula": lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / H)),
-    "alibi_by_power": lambda s, b, h, q, k: s + 2 ** (-8.0 * (h + 1) / H) * (k - q),
-    "alibi_with_softcap": lambda s, b, h, q, k: 5 * torch.tanh(s / 5) - SLOPES[h] * 0.5 * (q - k),
-    "relative": lambda s, b, h, q, k: s + (q - k),
-    "relative_scaled": lambda s, b, h, q, k: 0.1 * (k - q) + s,
-    "causal": lambda s, b, h, q, k: torch.where(q + OFFSET >= k, s, -INF),
-    "inverse_causal": lambda s, b, h, q, k: torch.where(q <= k, s, -INF),
-    "windowed": lambda s, b, h, q, k: torch.where(abs_window(b, h, q, k), s, -INF),
-    "alibi_causal": lambda s, b, h, q, k: torch.where(k <= q, s + SLOPES[h] * (k - q), -INF),
-}
-MASKS = {
-    "all": lambda b, h, q, k: b.new_ones((), dtype=torch.bool),
-    "causal": lambda b, h, q, k: q >= k,
-    "causal_shifted": lambda b, h, q, k: k - OFFSET < q + 1,
-    "window": lambda b, h, q, k: (q >= k) & (q - k < 4),
-    "window_two_sided": abs_window,
-    "logical": lambda b, h, q, k: torch.logical_and(k < q + 3, k > q - 3),
-    "length": lambda b, h, q, k: k < LENGTH,
-    "lengths": lambda b, h, q, k: k <= LENGTHS[b] - 1,
-    "causal_of_a_growing_cache": lambda b, h, q, k: (q + LENGTHS[b] - 5 >= k) & (k >= LENGTH - 7),
-}
+def scores(device: str = "cpu") -> dict[str, Any]:
+    slopes, lengths = SLOPES.to(device), LENGTHS.to(device)
+    return {
+        "identity": lambda s, b, h, q, k: s,
+        "softcap": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
+        "softcap_by_products": lambda s, b, h, q, k: torch.tanh(s * 0.05) * 20.0,
+        "softcap_in_place_of_names": lambda s, b, h, q, k: s.div(2.5).tanh().mul(2.5),
+        "alibi": lambda s, b, h, q, k: s + slopes[h] * (k - q),
+        "alibi_backwards": lambda s, b, h, q, k: s - (q + OFFSET - k) * slopes[h],
+        "alibi_of_a_growing_cache": lambda s, b, h, q, k: s - slopes[h] * (lengths[b] - 1 - k),
+        "alibi_by_formula": lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / H)),
+        "alibi_by_power": lambda s, b, h, q, k: s + 2 ** (-8.0 * (h + 1) / H) * (k - q),
+        "alibi_with_softcap": lambda s, b, h, q, k: 5 * torch.tanh(s / 5) - slopes[h] * 0.5 * (q - k),
+        "relative": lambda s, b, h, q, k: s + (q - k),
+        "relative_scaled": lambda s, b, h, q, k: 0.1 * (k - q) + s,
+        "causal": lambda s, b, h, q, k: torch.where(q + OFFSET >= k, s, -INF),
+        "inverse_causal": lambda s, b, h, q, k: torch.where(q <= k, s, -INF),
+        "windowed": lambda s, b, h, q, k: torch.where(abs_window(b, h, q, k), s, -INF),
+        "alibi_causal": lambda s, b, h, q, k: torch.where(k <= q, s + slopes[h] * (k - q), -INF),
+    }
+
+
+def masks(device: str = "cpu") -> dict[str, Any]:
+    length, lengths = LENGTH.to(device), LENGTHS.to(device)
+    return {
+        "all": lambda b, h, q, k: b.new_ones((), dtype=torch.bool),
+        "causal": lambda b, h, q, k: q >= k,
+        "causal_shifted": lambda b, h, q, k: k - OFFSET < q + 1,
+        "window": lambda b, h, q, k: (q >= k) & (q - k < 4),
+        "window_two_sided": abs_window,
+        "logical": lambda b, h, q, k: torch.logical_and(k < q + 3, k > q - 3),
+        "length": lambda b, h, q, k: k < length,
+        "lengths": lambda b, h, q, k: k <= lengths[b] - 1,
+        "causal_of_a_growing_cache": lambda b, h, q, k: (q + lengths[b] - 5 >= k) & (k >= length - 7),
+    }
+
+
+SCORES, MASKS = scores(), masks()
 OTHERS = {
     "score_twice": (lambda s, b, h, q, k: s + s, None),
     "squared": (lambda s, b, h, q, k: s * s, None),
@@ -136,6 +149,29 @@ def test_an_ordinary_mask_mod_is_recognised_as_what_it_does(name: str) -> None:
     found = recognise(*traced)
     assert found is not None and found.mask is not None and found.score.untouched
     assert torch.equal(Evaluation(found).inside(found.mask), MASKS[name](*grids()).expand(B, H, Sq, Sk))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(16, 16), (128, 128), (192, 256)], ids=str)
+@pytest.mark.parametrize("mask", [None, "causal_shifted", "lengths", "causal_of_a_growing_cache"])
+@pytest.mark.parametrize("score", [None, *SCORES])
+def test_the_kernels_of_every_build_compute_it_and_nothing_is_compiled(
+    score: str | None, mask: str | None, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if score in ("causal", "inverse_causal", "windowed", "alibi_causal") and mask is not None:
+        pytest.skip("bounds of both are not ordinary")
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(nvrtc, "load_kernel", lambda *_: pytest.fail("loaded"))
+    shape = Shape(B, H, 2, Sq, Sk, *dims)
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+    score_mod = None if score is None else scores("cuda")[score]
+    mask_mod = None if mask is None else masks("cuda")[mask]
+    block_mask = None if mask_mod is None else kit.block_mask(mask_mod, shape, "cuda", (1, 16))
+    dense = None if mask_mod is None else kit.dense_mask(mask_mod, shape, "cuda")
+    with torch.no_grad():
+        out, lse = flashbwd.flex_decoding(*tensors, score_mod, block_mask, enable_gqa=True, return_lse=True)
+    for got, want in zip((out, lse), kit.oracle(shape, *tensors, score_mod, dense), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.01)
 
 
 def test_a_score_mod_and_a_mask_together() -> None:

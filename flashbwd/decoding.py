@@ -106,8 +106,20 @@ def flex_decoding(
         if return_lse:
             raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
         need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
-    if not kernel_options and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cuda"):
-        results = run_at_once(query, key, value, score_mod, block_mask, scale, enable_gqa, 0, need_lse, need_max_scores)
+    options = _acting_options(kernel_options) if kernel_options else {}
+    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cuda"):
+        results = run_at_once(
+            query,
+            key,
+            value,
+            score_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            options.get("SPLIT_KV", 0),
+            need_lse,
+            need_max_scores,
+        )
         if results:
             if return_aux is not None:
                 lse = results[1] if need_lse else None
@@ -118,7 +130,6 @@ def flex_decoding(
     _check_tensors(query, key, value, enable_gqa)
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
-    options = _acting_options(kernel_options or {})
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,

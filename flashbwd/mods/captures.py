@@ -125,23 +125,27 @@ def _position(tensor: Tensor, tensors: list[Tensor]) -> int | None:
 def _walk(value: Any, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
     """Appends what ``value`` is to ``key``. ``above`` has the ids of the objects that are being walked."""
     kind = type(value)
-    if kind is Tensor or isinstance(value, Tensor):
-        position = _position(value, tensors) if tensors else None
-        if position is None:
-            tensors.append(value)
-            key += (value.dtype, value.dim())
-        else:
-            key.append(position)
+    if kind is types.FunctionType:
+        _function(value, key, tensors, above)
     elif kind in _CONSTANTS:
         key += (kind, value)
-    elif kind is types.FunctionType:
-        _function(value, key, tensors, above)
+    elif kind is Tensor or isinstance(value, Tensor):
+        _tensor(value, key, tensors)
     elif kind in _FLOATS:
         key += (kind, repr(value))  # tells -0.0 from 0.0, and finds NaN again
     elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)):
         key.append(value)  # not its id: the key keeps it alive
     else:
         _object(value, key, tensors, above)
+
+
+def _tensor(value: Tensor, key: list[Any], tensors: list[Tensor]) -> None:
+    position = _position(value, tensors) if tensors else None
+    if position is None:
+        tensors.append(value)
+        key += (value.dtype, value.dim())
+    else:
+        key.append(position)
 
 
 def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
@@ -162,12 +166,16 @@ def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor
                 value = cell.cell_contents
             except ValueError:  # an empty cell
                 key.append(None)
+                continue
+            if type(value) is Tensor:  # as _surrounding() would find, sooner
+                _tensor(value, key, tensors)
             else:
                 _surrounding(value, code, key, tensors, above)
-    surroundings = function.__globals__
-    for name in code.global_names:
-        if name in surroundings:
-            _surrounding(surroundings[name], code, key, tensors, above)
+    if code.global_names:
+        surroundings = function.__globals__
+        for name in code.global_names:
+            if name in surroundings:
+                _surrounding(surroundings[name], code, key, tensors, above)
 
 
 def _surrounding(value: Any, code: _Code, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:

@@ -39,6 +39,10 @@ static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
 static float rsqrt(float x) { return 1 / sqrt(x); }
 #define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 namespace flashbwd {
+struct DecodingParams;
+struct AnyMod {
+  struct Row { Row(const DecodingParams&, int, int, int) {} };
+};
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float float_of_half(unsigned short bits) { _Float16 h; memcpy(&h, &bits, 2); return h; }
 inline float float_of_bfloat16(unsigned short bits) { return __int_as_float(bits << 16); }

@@ -2,6 +2,7 @@
 // flashbwd/mods/ordinary.py fills.
 #pragma once
 
+#include "mod.cuh"
 #include "params.h"
 #include "ptx.cuh"
 
@@ -9,23 +10,27 @@
 
 namespace flashbwd {
 
-__device__ inline long long sum_of(const DecodingParams& p, const OrdinarySum& sum, int b, int h, int q) {
-  long long total = static_cast<long long>(sum.q) * q + sum.constant;
+__device__ inline int sum_of(const DecodingParams& p, const OrdinarySum& sum, int b, int h, int q) {
+  int total = sum.q * q + sum.constant;
 #pragma unroll
   for (const OrdinaryTerm& term : sum.terms) {
     if (term.weight == 0) continue;
     const CapturedTensor& captured = p.captured[term.slot];
     const int index = term.index == OrdinaryTerm::kBatch ? b : term.index == OrdinaryTerm::kHead ? h : 0;
     const long long at = index * captured.strides[0];
-    total += term.weight * (term.wide ? static_cast<const long long*>(captured.data)[at]
-                                      : static_cast<const int*>(captured.data)[at]);
+    constexpr long long kFar = 1 << 30;  // beyond every key
+    const int value = term.wide
+                          ? static_cast<int>(min(max(static_cast<const long long*>(captured.data)[at], -kFar), kFar))
+                          : static_cast<const int*>(captured.data)[at];
+    total += term.weight * value;
   }
   return total;
 }
 
 // kMask: the bounds are a mask's; else they are where the score stays finite.
 template <bool kScore, bool kMask>
-struct OrdinaryKernelMod {
+struct OrdinaryKernelMod : AnyMod {
+  static constexpr bool kTotal = true;
   static constexpr bool kHasScoreMod = kScore;
   static constexpr bool kHasMask = kMask;
 
@@ -40,13 +45,15 @@ struct OrdinaryKernelMod {
         : first(0), last(0x7fffffff), slope(p.ordinary.slope), origin(0) {
       const OrdinaryMod& mod = p.ordinary;
       for (int i = 0; i < mod.bound_count; ++i) {
-        const long long sum = sum_of(p, mod.bounds[i].sum, b, h, q);
-        const int limit = static_cast<int>(min(max(mod.bounds[i].k > 0 ? -sum : sum, -1ll), 0x7fffffffll));
-        first = mod.bounds[i].k > 0 ? max(first, limit) : first;
-        last = mod.bounds[i].k > 0 ? last : min(last, limit);
+        const int sum = sum_of(p, mod.bounds[i].sum, b, h, q);
+        if (mod.bounds[i].k > 0) {
+          first = max(first, -sum);
+        } else {
+          last = min(last, sum);
+        }
       }
       if (!kScore || slope == 0) return;
-      origin = static_cast<int>(sum_of(p, mod.origin, b, h, q));
+      origin = sum_of(p, mod.origin, b, h, q);
       if (mod.slope_slot >= 0) {
         const CapturedTensor& slopes = p.captured[mod.slope_slot];
         slope *= static_cast<const float*>(slopes.data)[h * slopes.strides[0]];
@@ -56,10 +63,20 @@ struct OrdinaryKernelMod {
     __device__ bool sees(int k) const { return first <= k && k <= last; }
   };
 
-  __device__ static float score_mod(const DecodingParams& p, const Row& row, float score, int, int, int, int k) {
+  template <int kRowTiles, int kKeyTiles>
+  __device__ static void all_scores(const DecodingParams& p, float (&scores)[kRowTiles][kKeyTiles][4]) {
     const float cap = p.ordinary.softcap;
-    if (cap > 0) score = cap * tanh_of(score / cap);
-    if (row.slope != 0) score += row.slope * static_cast<float>(k + row.origin);
+    if (cap == 0) return;
+    const float inverse = 1 / cap;
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kKeyTiles * 4; ++i) {
+      float& score = scores[i / (kKeyTiles * 4)][i / 4 % kKeyTiles][i % 4];
+      score = cap * tanh_of(score * inverse);
+    }
+  }
+
+  __device__ static float score_mod(const DecodingParams&, const Row& row, float score, int, int, int, int k) {
+    score += row.slope * static_cast<float>(k + row.origin);
     return kMask || row.sees(k) ? score : -FLASHBWD_INFINITY;
   }
 

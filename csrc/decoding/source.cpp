@@ -7,6 +7,7 @@
 #include "block_lists.cuh"
 #include "elements.cuh"
 #include "meeting.cuh"
+#include "mod.cuh"
 #include "mod_functions.cuh"
 #include "params.h"
 #include "ptx.cuh"
@@ -17,6 +18,7 @@
   asm(".section .rodata\n" #name ":\n.incbin \"" path "\"\n.byte 0\n.previous\n"); \
   extern "C" __attribute__((visibility("hidden"))) const char name[];
 
+FLASHBWD_EMBED(flashbwd_decoding_mod, "csrc/decoding/mod.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_mod_functions, "csrc/decoding/mod_functions.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_params, "csrc/decoding/params.h")
 FLASHBWD_EMBED(flashbwd_decoding_ptx, "csrc/decoding/ptx.cuh")
@@ -31,13 +33,15 @@ FLASHBWD_EMBED(flashbwd_decoding_split_kv, "csrc/decoding/split_kv.cuh")
 namespace flashbwd {
 
 std::string decoding_source() {
-  return std::string(flashbwd_decoding_params) + flashbwd_decoding_ptx + flashbwd_decoding_block_lists +
-         flashbwd_decoding_elements + flashbwd_decoding_meeting + flashbwd_decoding_ring + flashbwd_decoding_split_kv;
+  return std::string(flashbwd_decoding_params) + flashbwd_decoding_mod + flashbwd_decoding_ptx +
+         flashbwd_decoding_block_lists + flashbwd_decoding_elements + flashbwd_decoding_meeting +
+         flashbwd_decoding_ring + flashbwd_decoding_split_kv;
 }
 
 std::string decoding_backward_source() {
-  return std::string(flashbwd_decoding_params) + flashbwd_decoding_ptx + flashbwd_decoding_elements +
-         flashbwd_decoding_meeting + flashbwd_decoding_backward_params + flashbwd_decoding_backward;
+  return std::string(flashbwd_decoding_params) + flashbwd_decoding_mod + flashbwd_decoding_ptx +
+         flashbwd_decoding_elements + flashbwd_decoding_meeting + flashbwd_decoding_backward_params +
+         flashbwd_decoding_backward;
 }
 
 std::string decoding_mod_functions() { return flashbwd_decoding_mod_functions; }

@@ -12,24 +12,12 @@
 #include "block_lists.cuh"
 #include "elements.cuh"
 #include "meeting.cuh"
+#include "mod.cuh"
 #include "ring.cuh"
 
 #ifdef __CUDACC__
 
 namespace flashbwd {
-
-struct NoMod {
-  static constexpr bool kHasScoreMod = false;
-  static constexpr bool kHasMask = false;
-  struct Row {  // what a modification works out once for a row
-    Row() = default;
-    __device__ Row(const DecodingParams&, int, int, int) {}
-  };
-  __device__ static float score_mod(const DecodingParams&, const Row&, float score, int, int, int, int) {
-    return score;
-  }
-  __device__ static bool mask_mod(const DecodingParams&, const Row&, int, int, int, int) { return true; }
-};
 
 // kD: head dimensions padded, 64, 128 or 256. kM: rows of the tile, a multiple of 16. kAligned: the rows of q, k and v
 // begin at multiples of 16 bytes.
@@ -163,6 +151,14 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     const bool masked = Mod::kHasMask && (p.states != nullptr || !c.full);
     uint32 seen = 0;
     if constexpr (!kKeepModRows) work_out_rows();
+    if constexpr (Mod::kHasScoreMod) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kKeyTiles * 4; ++i) tS[m][i / 4][i % 4] *= p.scale;
+      }
+      Mod::all_scores(p, tS);
+    }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -172,8 +168,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
         float& s = tS[m][i / 4][i % 4];
         bool visible = whole || key < c.end_key;
         if constexpr (Mod::kHasScoreMod) {
-          s *= p.scale;
-          if (visible && first_row + m * 16 + half * 8 < rows)
+          if (Mod::kTotal || (visible && first_row + m * 16 + half * 8 < rows))
             s = Mod::score_mod(p, mod_rows[m][half], s, b, head[m][half], query[m][half], key);
           s *= kLog2e;
         } else {

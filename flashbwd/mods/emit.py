@@ -454,13 +454,9 @@ def struct_of(has_score: bool, has_mask: bool, params: str, score: str, mask: st
     """``struct Mod`` with the bodies of its functions."""
     return f"""{torch.ops.flashbwd.decoding_mod_functions()}
 namespace flashbwd {{
-struct Mod {{
+struct Mod : AnyMod {{
   static constexpr bool kHasScoreMod = {str(has_score).lower()};
   static constexpr bool kHasMask = {str(has_mask).lower()};
-  struct Row {{
-    Row() = default;
-    __device__ Row(const DecodingParams&, int, int, int) {{}}
-  }};
   __device__ static float score_mod(const {params}& p, const Row&, float score, int b, int h, int q, int k) {{
     {score}
   }}

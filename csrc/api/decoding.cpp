@@ -147,9 +147,10 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
 void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const Tensor q = reader.tensor(), k = reader.tensor(), v = reader.tensor();
-  const auto mask = reader.read<std::vector<Tensor>>();
-  const auto mask_shape = reader.read<std::vector<int64_t>>();
-  const auto captured = reader.read<std::vector<Tensor>>();
+  // Optional, since no list at all is read in half the time of an empty one.
+  const auto mask = reader.read<std::optional<std::vector<Tensor>>>();
+  const auto mask_shape = reader.read<std::optional<std::vector<int64_t>>>();
+  const auto captured = reader.read<std::optional<std::vector<Tensor>>>();
   ForwardOptions options;
   options.modification = reader.read<int64_t>();
   options.scale = reader.read<std::optional<double>>();
@@ -162,9 +163,15 @@ void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
   call.q = describe(q);
   call.k = describe(k);
   call.v = describe(v);
-  for (const Tensor& tensor : mask) call.mask.push_back(describe(tensor));
-  std::copy_n(mask_shape.begin(), std::min<size_t>(mask_shape.size(), 4), call.mask_shape.begin());
-  for (const Tensor& tensor : captured) call.captured.push_back(describe(tensor));
+  if (mask.has_value()) {
+    for (const Tensor& tensor : *mask) call.mask.push_back(describe(tensor));
+  }
+  if (mask_shape.has_value()) {
+    std::copy_n(mask_shape->begin(), std::min<size_t>(mask_shape->size(), 4), call.mask_shape.begin());
+  }
+  if (captured.has_value()) {
+    for (const Tensor& tensor : *captured) call.captured.push_back(describe(tensor));
+  }
   stack[0] = boxed(forward(q, call, options));
 }
 
@@ -254,7 +261,7 @@ void decoding_mod_functions_operator(StableIValue* stack, uint64_t, uint64_t) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
-      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[] mask, int[] mask_shape, Tensor[] captured, "
+      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[]? mask, int[]? mask_shape, Tensor[]? captured, "
       "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores) -> Tensor[]");
   m.def("decoding_modification(int[] integers, float[] floats) -> int");
   m.def(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +35,17 @@ def run_at_once(
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
         return []
     number = 0
-    captured: list[Tensor] = []
-    mask: tuple[Any, ...] = ()
-    mask_shape: tuple[int, ...] = ()
+    captured: list[Tensor] | None = None
+    mask: list[Tensor | None] | None = None
+    mask_shape: tuple[int, ...] | None = None
     if score_mod is not None or block_mask is not None:
         if block_mask is None:
             known = known_modification(score_mod, None)
         elif type(block_mask) is BlockMask:
             known = known_modification(score_mod, block_mask.mask_mod)
-            mask = (block_mask.kv_num_blocks, block_mask.kv_indices)
+            mask = [block_mask.kv_num_blocks, block_mask.kv_indices]
             if block_mask.full_kv_num_blocks is not None:
-                mask += (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+                mask += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
             mask_shape = (*block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
         else:
             return []
@@ -55,9 +54,10 @@ def run_at_once(
         modification, captured = known
         number = modification.number
     if torch.is_grad_enabled():
-        for tensor in (query, key, value, *captured):
-            if tensor.requires_grad:
-                return []
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            return []
+        if captured and any(tensor.requires_grad for tensor in captured):
+            return []
     return _decoding_forward(
         query, key, value, mask, mask_shape, captured, number, scale, enable_gqa, splits, need_lse, need_max_scores
     )
@@ -94,9 +94,9 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) ->
     group = query.shape[1] // key.shape[1]
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     number = 0
-    captured: list[Tensor] = []
-    mask: tuple[Tensor, ...] = ()
-    mask_shape: tuple[int, ...] = ()
+    captured: list[Tensor] | None = None
+    mask: tuple[Tensor, ...] | None = None
+    mask_shape: tuple[int, ...] | None = None
     if call.score_mod is not None or block_mask is not None:
         head_dim, rows, warps, aligned = torch.ops.flashbwd.decoding_tile(query, key, value)
         tile = Tile(head_dim, rows, warps, query.dtype, aligned, query.device.index)

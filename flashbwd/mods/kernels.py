@@ -62,6 +62,7 @@ class NoKernelError(Exception):
     """No kernel can be compiled on this machine; the message says why."""
 
 
+_MOST_ORDINARY = 10000  # functions that a changing Python number makes anew at each step are not kept for good
 _known: dict[Any, Modification] = {}
 _lock = threading.Lock()
 
@@ -124,6 +125,9 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, l
     number = torch.ops.flashbwd.decoding_modification(*numbers)
     modification = Modification(number, source, slots.sources, slots.in_order)
     if has_key:
+        if len(_known) >= _MOST_ORDINARY:
+            for key in [key for key, known in list(_known.items()) if known.source is None]:
+                _known.pop(key, None)
         _known[captures.key] = modification
     return modification, slots.tensors()
 

@@ -15,6 +15,7 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flashbwd
 from flashbwd.mods import kernels, nvrtc, run
@@ -276,7 +277,7 @@ def test_a_warm_call_asks_the_operator_once_and_traces_nothing(monkeypatch: pyte
     shape = Shape()
     tensors = shape.tensors(torch.bfloat16, "cuda")
     mask_mod = kit.mask_mods(shape, "cuda")["window"]
-    block_mask = kit.block_mask(mask_mod, shape, "cuda", (3, 64))
+    block_mask = create_block_mask(mask_mod, None, None, 3, 203, device="cuda", BLOCK_SIZE=(3, 64))
     weight = torch.ones(4, device="cuda")
     calls: list[int] = []
     real = run._decoding_forward

@@ -84,6 +84,8 @@ OTHERS = {
     "rows": (None, lambda b, h, q, k: q >= 3),
     "five_bounds": (None, lambda b, h, q, k: (k > 1) & (k > 2) & (k > 3) & (k > 4) & (k > 5)),
     "three_captured": (None, lambda b, h, q, k: k < LENGTH + LENGTHS[b] + LENGTHS[h % 2]),
+    "far": (None, lambda b, h, q, k: k < 2**31 + q),
+    "twice_the_length": (None, lambda b, h, q, k: k < 2 * LENGTH),
     "unequal": (None, lambda b, h, q, k: q != k),
     "causal_score_and_mask": (SCORES["causal"], MASKS["length"]),
 }

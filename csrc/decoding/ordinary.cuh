@@ -18,7 +18,7 @@ __device__ inline int sum_of(const DecodingParams& p, const OrdinarySum& sum, in
     const CapturedTensor& captured = p.captured[term.slot];
     const int index = term.index == OrdinaryTerm::kBatch ? b : term.index == OrdinaryTerm::kHead ? h : 0;
     const long long at = index * captured.strides[0];
-    constexpr long long kFar = 1 << 30;  // beyond every key
+    constexpr long long kFar = 1 << 29;  // beyond every key, and two of them stay in 32 bits
     const int value = term.wide
                           ? static_cast<int>(min(max(static_cast<const long long*>(captured.data)[at], -kFar), kFar))
                           : static_cast<const int*>(captured.data)[at];

@@ -28,6 +28,7 @@ aten = torch.ops.aten
 
 MAX_TERMS = 2  # captured integers of a sum
 MAX_BOUNDS = 4
+FAR = 2**29  # numbers up to here are added in 32 bits
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -55,7 +56,12 @@ def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Or
         return None
     if visible is not None and value.bounds.sums:  # the mask does not count in full blocks, what the score is does
         return None
-    return Ordinary(value, visible)
+    sums = (*(visible or value.bounds).sums, *(() if value.bias is None else (value.bias.sum,)))
+    return Ordinary(value, visible) if all(map(_fits, sums)) else None
+
+
+def _fits(total: Sum) -> bool:
+    return abs(total.constant) <= FAR and abs(total.q) <= 16 and all(abs(weight) == 1 for _, weight in total.terms)
 
 
 def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:

@@ -305,11 +305,14 @@ class NativeBuild:
             for unit in library.units:
                 compiled = _object(unit, library)
                 objects.append(str(compiled))
-                own = [*NVCC_FLAGS, *_gencode(unit.arch)] if unit.arch else cxx_flags
+                if unit.arch:
+                    flags = [*NVCC_FLAGS, *_gencode(unit.arch), *map(_one_value, library.flags)]
+                else:
+                    flags = [*cxx_flags, *library.flags]
                 lines += [
                     f"build {compiled}: {'nvcc' if unit.arch else 'cxx'} {unit.source}",
                     f"  report = {_report(unit, library)}",
-                    f"  flags = {_quote([*own, *library.flags])}",
+                    f"  flags = {_quote(flags)}",
                 ]
             needs = f" | {' '.join(map(str, library.needs))}" if library.needs else ""
             lines += [
@@ -334,6 +337,11 @@ def _object(unit: Unit, library: Library) -> Path:
 
 def _report(unit: Unit, library: Library) -> Path:
     return _object(unit, library).with_suffix(".json")
+
+
+def _one_value(flag: str) -> str:
+    """A flag whose value nvcc does not split at its commas."""
+    return flag.replace(",", r"\,")
 
 
 def _quote(flags: list[str]) -> str:

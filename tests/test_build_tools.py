@@ -63,6 +63,17 @@ def test_jobs_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.job_limits() == (8, 1)
 
 
+def test_a_list_in_a_macro_is_one_value_to_each_compiler() -> None:
+    """nvcc takes several values of an option at once, between commas."""
+    build = native.NativeBuild.__new__(native.NativeBuild)
+    build.toolkit = None
+    units = [native.Unit(Path("kernel.cu"), ("9.0",)), native.Unit(Path("host.cpp"))]
+    text = build._ninja([native.Library(Path("x.so"), units, ["-DDIMS=64,128"], [])], "x")
+    of_kernel, of_host = (line for line in text.splitlines() if line.startswith("  flags = "))
+    assert r"'-DDIMS=64\,128'" in of_kernel
+    assert "-DDIMS=64,128" in of_host
+
+
 def fake_toolkit(root: Path, release: str, *, headers: bool = True, runtime: bool = True) -> Path:
     (root / "bin").mkdir(parents=True)
     nvcc = root / "bin" / "nvcc"

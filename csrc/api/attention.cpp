@@ -266,7 +266,8 @@ AttentionGradients attention_backward_or_refusal(AttentionCall& call, bool heads
       }
     }
     const AttentionProblem problem = check_attention(a);
-    const AttentionPlan plan = plan_attention(problem, device_info(problem.device));
+    const AttentionPlan plan = try_plan_attention(problem, device_info(problem.device));
+    if (!plan.refusal.empty()) return {{}, {}, plan.refusal};
     if (plan.backend == "reference" && a.backend != "reference") return {{}, {}, all_refusals(plan)};
     Outputs outputs{empty(call.q), empty(call.k), empty(call.v), {}, {}, {}};
     if (problem.need_dbias && contiguous_grads) outputs.dbias = empty_padded_rows(*call.attn_bias);

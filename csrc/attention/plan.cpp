@@ -44,7 +44,7 @@ void append_quoted(std::ostringstream& json, const std::string& text) {
 
 }  // namespace
 
-AttentionPlan plan_attention(const AttentionProblem& problem, const DeviceInfo& device) {
+AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceInfo& device) {
   AttentionPlan plan;
   plan.sm_count = device.sm_count;
   const bool any = problem.backend == "auto";
@@ -60,11 +60,11 @@ AttentionPlan plan_attention(const AttentionProblem& problem, const DeviceInfo& 
       reason = "backend " + problem.backend + " was asked for";
     } else {
       reason = refusal_of(candidate, problem, device);
-      check(!forced || reason.empty(), "backend \"", candidate.name, "\" cannot run this: ", reason);
       if (reason.empty()) {
         chosen = candidate.family;
         continue;
       }
+      if (forced) plan.refusal = "backend \"" + problem.backend + "\" cannot run this: " + reason;
     }
     plan.refusals.emplace_back(candidate.name, reason);
   }
@@ -78,6 +78,12 @@ AttentionPlan plan_attention(const AttentionProblem& problem, const DeviceInfo& 
   plan.backend = kReference;
   plan.schedule = "blockwise matrix products, one batch of heads at a time";
   plan.deterministic = true;
+  return plan;
+}
+
+AttentionPlan plan_attention(const AttentionProblem& problem, const DeviceInfo& device) {
+  AttentionPlan plan = try_plan_attention(problem, device);
+  check(plan.refusal.empty(), plan.refusal);
   return plan;
 }
 

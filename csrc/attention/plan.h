@@ -23,9 +23,13 @@ struct AttentionPlan {
   int32_t sm_count = 0;  // of the device planned for; slots of persistent plans depend on it
   WorkspaceLayout workspace;
   std::vector<std::pair<std::string, std::string>> refusals;  // backend not chosen -> why
+  std::string refusal;                                        // why the backend that was forced cannot run this
 };
 
-// Throws std::invalid_argument when a backend was forced and refuses, with its reason.
+// Where a backend was forced and refuses, the plan holds its reason and nothing that could run.
+AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceInfo& device);
+
+// Throws that reason as std::invalid_argument.
 AttentionPlan plan_attention(const AttentionProblem& problem, const DeviceInfo& device);
 
 // As JSON, for the Python Plan.

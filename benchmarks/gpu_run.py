@@ -139,13 +139,18 @@ def sanitizer_steps() -> Iterator[Step]:
     """Each tool over the tests marked for it.
 
     PyTorch's memory cache is off, so that an access past a tensor leaves its allocation. initcheck has to see the
-    writes of every kernel, PyTorch's too; the others look at this library's kernels alone.
+    writes of every kernel, PyTorch's too; the others look at this library's kernels alone. initcheck does not see what
+    bulk copies write (a kernel of one ``cp.async.bulk`` to global memory shows it), which is how the sm90 kernel writes
+    its gradients: for it, tests with NaN in the workspace and the outputs stand in.
     """
     for tool in TOOLS:
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--print-limit", "20"]
-        if tool != "initcheck":
+        tests = [sys.executable, "-m", "pytest", "-m", "gpu and sanitizer", "-q", "-p", "no:cacheprovider", "tests"]
+        if tool == "initcheck":
+            tests += ["-k", "not sm90"]
+        else:
             command += ["--kernel-name", "kns=flashbwd"]
-        command += [sys.executable, "-m", "pytest", "-m", "gpu and sanitizer", "-q", "-p", "no:cacheprovider", "tests"]
+        command += tests
         yield Step("sanitizer", tool, command, by_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 

@@ -1,0 +1,51 @@
+"""A hook of mkdocs that completes the page on benchmarks: how they are measured, and the newest result of each suite on
+each machine with its plots, as they lie in benchmarks/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+PAGE = "benchmarks.md"
+PLOTS = "images/results"
+
+
+def newest_results() -> list[Path]:
+    """Tables in benchmarks/results/, named by machine and suite, "quick" where it was cut short, date and time."""
+    by_suite: dict[str, tuple[str, Path]] = {}
+    for path in sorted((BENCHMARKS / "results").glob("*.md")):
+        if match := re.fullmatch(r"(.+?)(?:-quick)?-(\d{8}-\d{6})", path.stem):
+            suite, when = match.groups()
+            by_suite[suite] = max(by_suite.get(suite, ("", path)), (when, path))
+    return [path for _, path in by_suite.values()]
+
+
+def plots_of(result: Path) -> list[Path]:
+    return sorted(result.parent.glob(f"{result.stem}-*.png"))
+
+
+def one_level_down(markdown: str) -> str:
+    return re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    for result in newest_results():
+        for plot in plots_of(result):
+            files.append(File.generated(config, f"{PLOTS}/{plot.name}", abs_src_path=str(plot)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri != PAGE:
+        return markdown
+    rules = (BENCHMARKS / "README.md").read_text()
+    parts = [markdown, rules[rules.index("## ") :]]
+    for result in newest_results():
+        title, tables = one_level_down(result.read_text()).split("\n", 1)
+        images = [f"![{plot.stem.removeprefix(result.stem + '-')}]({PLOTS}/{plot.name})" for plot in plots_of(result)]
+        parts += [title, *images, tables]
+    return "\n\n".join(parts)

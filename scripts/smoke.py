@@ -1,4 +1,5 @@
-"""Checks an installation in seconds: every operator's gradients against autograd of the plain formula, in float64.
+"""Checks an installation in seconds: every operator's gradients against autograd of the plain formula, in float64, and
+that PyTorch's operators can be overridden and restored.
 
 Uses the package and torch alone, so that it runs wherever a wheel was installed.
 """
@@ -49,10 +50,24 @@ def layer_norm() -> None:
         check(f"layer_norm {name}", got, expected)
 
 
+def overrides() -> None:
+    names = [name.removeprefix("aten::") for name in flashbwd.stats()]
+
+    def dispatcher() -> list[str]:
+        return [torch._C._dispatch_dump(f"aten::{name}") for name in names]
+
+    before = dispatcher()
+    with flashbwd.enable():
+        expected = torch.version.cuda is not None
+        assert all((now != was) is expected for now, was in zip(dispatcher(), before, strict=True))
+    assert dispatcher() == before, "the end of enable() did not restore PyTorch's kernels"
+
+
 def main() -> None:
     torch.manual_seed(0)
     attention()
     layer_norm()
+    overrides()
     folder = Path(flashbwd.__file__).parent
     libraries = ", ".join(sorted(path.name for path in folder.glob("*.so")))
     print(f"flashbwd {flashbwd.__version__} in {folder} ({libraries})")

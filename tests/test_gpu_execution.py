@@ -22,6 +22,7 @@ PACKED = cases.Case(
 )
 VARIANTS = {
     "dense_causal": dataclasses.replace(MEDIUM, causal=True),
+    "dense_many_heads": cases.BY_NAME["many_heads_deterministic"],
     "dense_bias": dataclasses.replace(MEDIUM, bias="1hqk"),
     "dense_wide": dataclasses.replace(MEDIUM, head_dim=320, head_dim_v=512, causal=True, bias="bh1k", dropout_p=0.1),
     "dense_dropout": dataclasses.replace(MEDIUM, dropout_p=0.2),

@@ -241,6 +241,20 @@ class Ordered:
                 return False
 
 
+class FromLast(Ordered):
+    """The same, key blocks taken from the last one on."""
+
+    def __init__(self, v: Any, block_m: int, block_n: int, heads: int, head_group: int) -> None:
+        super().__init__(v, block_m, block_n, heads, head_group, group=1)
+        num_blocks = -(-v.seqlen_k // block_n)
+        order = [host.dense_job(index, heads, 1, num_blocks, head_group) for index in range(heads * num_blocks)]
+        self.jobs = [(batch, self.steps(num_blocks - 1 - n)) for batch, _, n in order]
+
+    def steps(self, n: int) -> list[tuple[int, int]]:
+        walk = range(*host.query_blocks(self.v, n, self.block_m, self.block_n))
+        return [(m, host.ordered_turn_from_last(self.v, m, n, self.block_m, self.block_n)) for m in walk]
+
+
 @given(
     mask=masks(60), block_m=st.sampled_from([3, 7, 16]), block_n=st.sampled_from([3, 7, 16]), group=st.integers(1, 9)
 )
@@ -259,6 +273,10 @@ def test_turns_of_a_tile_count_up_to_its_number_of_key_blocks(
             assert turns == sorted(turns)
             # What a kernel without registers to spare computes instead.
             assert turns == [n - max(m * block_m + v.lo, 0) // block_n for n in seen]
+        turns = [host.ordered_turn_from_last(v, m, n, block_m, block_n) for n in seen]
+        assert turns == list(reversed(range(len(seen))))
+        last_query = min((m + 1) * block_m, v.seqlen_q) - 1
+        assert turns == [(min(last_query + v.hi, v.seqlen_k) - 1) // block_n - n for n in seen]
 
 
 @given(
@@ -292,8 +310,9 @@ def test_ordered_adds_never_deadlock(
 @given(mask=masks(40), workers=st.integers(1, 6), seed=st.integers(0, 2**32))
 @settings(max_examples=500, deadline=None)
 def test_a_group_of_one_needs_no_neighbour(mask: tuple[int, int, int, int, Any], workers: int, seed: int) -> None:
-    ordered = Ordered(host.make_visibility(*mask), 7, 7, heads=3, head_group=2, group=1)
-    assert ordered.run(workers, random.Random(seed))
+    v = host.make_visibility(*mask)
+    assert Ordered(v, 7, 7, heads=3, head_group=2, group=1).run(workers, random.Random(seed))
+    assert FromLast(v, 7, 7, heads=3, head_group=2).run(workers, random.Random(seed))
 
 
 def test_a_group_larger_than_the_workers_would_hang() -> None:
@@ -330,6 +349,7 @@ def test_nobody_waits_longer_than_the_longest_job_takes(tiles: int) -> None:
     window = host.make_visibility(length, length, 15, 0, Causal.kBottomRight)
     assert makespan(Ordered(full, 8, 8, 1, 1, group=tiles)) == tiles
     assert makespan(Ordered(causal, 8, 8, 1, 1, group=tiles)) == tiles
+    assert makespan(FromLast(causal, 8, 8, 1, 1)) == tiles
     assert makespan(Ordered(window, 8, 8, 1, 1, group=tiles)) == min(tiles, 3)
 
 

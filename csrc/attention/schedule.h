@@ -168,6 +168,11 @@ FLASHBWD_HOST_DEVICE constexpr int32_t split_count(int64_t jobs, int64_t mean, i
 // its own (batch, head), which were taken earlier. Of the jobs taken and not finished the one taken first waits for
 // nobody, so it goes on; by induction all end.
 //
+// Causal, where job n would start n turns late: the other way round. Jobs are taken from the last key block on, turns
+// descend with n, and each job walks up from its diagonal: key blocks that begin together are in different tiles, and
+// reach a tile one after the other (ordered_turn_from_last). Jobs come shortest first, so that the last heads had
+// better go by the order above.
+//
 // Full: in that order job n would idle for n turns. Instead `group` key blocks run abreast, job n starting at query
 // block n % group and going up cyclically, so that at each moment they are in different tiles: the add into tile m
 // happens at step (m - n) mod M of job n. Groups follow one another; within a group turns ascend with that step.
@@ -203,6 +208,12 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn(const Visibility& v, int32_t
   // + 1.
   if (place <= m) return base + static_cast<int32_t>(at_most(m, size - 1)) - place;
   return base + m + size - place;
+}
+
+// The same where key blocks are taken from the last one on and walk their query blocks in ascending order.
+FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& v, int32_t m, int32_t n,
+                                                              int32_t block_m, int32_t block_n) {
+  return key_blocks(v, m, block_m, block_n).end - 1 - n;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

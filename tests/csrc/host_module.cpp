@@ -183,6 +183,7 @@ void bind_order(py::module_& m) {
   m.def("ordered_group", &ordered_group);
   m.def("ordered_query_block", &ordered_query_block);
   m.def("ordered_turn", &ordered_turn);
+  m.def("ordered_turn_from_last", &ordered_turn_from_last);
   py::class_<PersistentSlots>(m, "PersistentSlots")
       .def_readonly("jobs", &PersistentSlots::jobs)
       .def_readonly("jobs_per_head", &PersistentSlots::jobs_per_head)

@@ -162,8 +162,15 @@ def _few_key_blocks() -> list[Case]:
 
 
 def _heads() -> list[Case]:
+    """Groups, and more heads than a GPU has in work at a time: kernels may order the first ones unlike the last."""
     pairs = [(4, 2), (6, 2), (3, 1), (8, 1), (5, 5)]
-    return [Case(f"heads_{h}to{kv}", heads=h, heads_kv=kv, causal=True) for h, kv in pairs]
+    many = Case("many_heads", heads=40, heads_kv=40, seqlen_q=200, seqlen_k=300, head_dim=64, head_dim_v=64)
+    return [
+        *(Case(f"heads_{h}to{kv}", heads=h, heads_kv=kv, causal=True) for h, kv in pairs),
+        replace(many, name="many_heads_causal", causal=True),
+        replace(many, name="many_heads_deterministic", causal=True, deterministic=True),
+        replace(many, name="many_heads_top_left", causal="top_left", deterministic=True, head_dim=128, head_dim_v=128),
+    ]
 
 
 def _masks() -> list[Case]:

@@ -19,11 +19,12 @@ struct KernelParams {
   RowStatistics statistics;
   int32_t jobs = 0;
   GroupedJobs grouped;
-  int32_t ctas = 0;                // one a multiprocessor
-  int32_t* jobs_taken = nullptr;   // counter in the workspace, 0 at the start
-  int32_t key_blocks = 0;          // of the longest sequence
-  int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
-  int32_t head_group = 1;          // KV heads that are worked on abreast, see dense_job
+  int32_t ctas = 0;                 // one a multiprocessor
+  int32_t* jobs_taken = nullptr;    // counter in the workspace, 0 at the start
+  int32_t key_blocks = 0;           // of the longest sequence
+  int32_t key_blocks_of_list = 0;   // half of them, where a job is a pair
+  int32_t head_group = 1;           // KV heads that are worked on abreast, see dense_job
+  int32_t lists_from_last_key = 0;  // the first so many lists go through the key blocks from the last one
   // Rows past the logical end of a sequence hold other data, not the zeros that the copy engine puts past a tensor.
   bool rows_may_be_poisoned = false;
   bool dk_vectors = false;  // rows of dk can be written 16 bytes at a time

@@ -75,19 +75,34 @@ bool rows_aligned(const HeadsView& view) {
          view.head_stride % 8 == 0;
 }
 
-// Heads whose jobs are one list, longest first (dense_job).
+// Deterministic: whether jobs of a list go through the key blocks from the last one (ordered_turn_from_last).
+bool from_last_key(const AttentionBackwardParams& p) {
+  const bool causal = p.window_left < 0 && p.window_right >= 0;
+  return p.deterministic && causal && p.heads == p.heads_kv && p.cu_seqlens_k == nullptr;
+}
+
+// Heads whose jobs are one list (dense_job).
 int32_t heads_of_a_list(const AttentionBackwardParams& p, const KernelParams& params, int64_t lists, int64_t sm_count) {
-  constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB: the rest is for k, v and what passes through
+  const auto heads_in = [&](int64_t bytes) {
+    return heads_in_l2(bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv);
+  };
+  // Of 50 MB: the rest is for k, v and what passes through.
   const int64_t all = p.cu_seqlens_k != nullptr ? lists : lists * p.batch;
-  const int64_t abreast = std::min(heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv),
-                                   heads_abreast(sm_count, all, params.key_blocks_of_list));
-  const bool masked = p.window_left >= 0 || p.window_right >= 0;
-  if (!p.deterministic || !masked || p.heads != p.heads_kv) return static_cast<int32_t>(abreast);
-  // In turn, and with a diagonal everybody's first tile is the same: key blocks of a head should begin one after the
-  // other. The shorter the jobs, the more heads that takes; measured at S = 1024 and 8192. A quarter of the
-  // multiprocessors leaves four key blocks of a head to share what is in L2.
-  const int64_t steps = std::max<int64_t>(params.query_blocks / 2, 1);
-  return static_cast<int32_t>(std::min(std::max(abreast, std::min(1000 / steps, sm_count / 4)), all));
+  const int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, params.key_blocks_of_list));
+  if (!p.deterministic || from_last_key(p)) return static_cast<int32_t>(abreast);
+  // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
+  int64_t heads = abreast;
+  if (p.window_left < 0 && p.window_right < 0) {
+    heads = std::min(2 * abreast, heads_in(20 << 20));
+  } else if (p.heads != p.heads_kv) {
+    heads = 2 * abreast;
+  } else {
+    // The shorter the jobs, the more heads that takes; measured at S = 1024 and 8192. A quarter of the multiprocessors
+    // leaves four key blocks of a head to share what is in L2.
+    const int64_t steps = std::max<int64_t>(params.query_blocks / 2, 1);
+    heads = std::min(1000 / steps, sm_count / 4);
+  }
+  return static_cast<int32_t>(std::min(std::max(abreast, heads), all));
 }
 
 // Partial sums of dk and dv, in place of the gradients: (batch, heads_kv * splits, seqlen_k, columns) fp32 each.
@@ -142,6 +157,9 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   auto* const zeros = reinterpret_cast<int32_t*>(base + workspace.semaphore_offset);
   params->jobs_taken = zeros;
   params->head_group = heads_of_a_list(p, *params, lists, plan.sm_count);
+  if (from_last_key(p)) {
+    params->lists_from_last_key = static_cast<int32_t>(ceil_div(int64_t{p.batch} * lists, params->head_group)) - 1;
+  }
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
   params->dv_vectors = rows_aligned(p.dv);

@@ -122,11 +122,16 @@ struct Producer {
       if (lane == 0) bulk_wait_read<1>();
       __syncwarp();
       named_barrier_arrive(kDqEmptyBarrier + kWarpgroup, kDqBarrierThreads);
-      if (lane == 0) finish_turn(params, turn);
+      if (lane == 0) {
+        // The answer comes while the add before completes.
+        const Turn next = look_ahead<Traits>(params, work, kWarpgroup, step.head, step.query_block);
+        finish_turn(params, turn);
+        turn = next;
+      }
       named_barrier_sync(kDqFullBarrier + kWarpgroup, kDqBarrierThreads);
       if (lane == 0) {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
-        turn = begin_turn<Traits>(params, work, kWarpgroup, step.head, step.query_block);
+        begin_turn(params, turn);
         add_dq<kWarpgroup>(params, smem.dq[step.index % 2][kWarpgroup], work, step, turn.stores);
         bulk_commit();
       }

@@ -37,9 +37,10 @@ struct Work {
   int32_t end_head;
   int32_t key_block;
   int32_t first_key;
-  bool descending;  // the walk goes from the last query block to the first
-  bool exhausted;   // no job is left
-  bool exists;      // false: past the end of its sequence, nothing to load and nothing to write
+  bool descending;     // the walk goes from the last query block to the first
+  bool from_last_key;  // the head's key blocks are taken, and add in turn, from the last to the first
+  bool exhausted;      // no job is left
+  bool exists;         // false: past the end of its sequence, nothing to load and nothing to write
 
   __device__ bool settled() const { return exhausted || exists; }
 
@@ -58,7 +59,9 @@ struct Work {
     if (!exists) return;
     batch = job.batch;
     list = job.head;
-    key_block = params.grouped.pairs && !cursor.second ? params.key_blocks - 1 - job.key_block : job.key_block;
+    from_last_key = cursor.job < params.lists_from_last_key * params.head_group * params.key_blocks;
+    const bool from_end = from_last_key || (params.grouped.pairs && !cursor.second);
+    key_block = from_end ? params.key_blocks - 1 - job.key_block : job.key_block;
     forget_registers();
     head_kv = list / params.grouped.splits;
     const int32_t heads = p.heads / (p.heads_kv * params.grouped.splits);
@@ -73,7 +76,7 @@ struct Work {
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
     // Ordered adds ask for it, see ordered_query_block. For grouped heads it keeps the key blocks of a head abreast.
-    descending = (p.deterministic || p.heads != p.heads_kv) && !cursor.second && !visibility.full();
+    descending = (p.deterministic || p.heads != p.heads_kv) && !cursor.second && !from_last_key && !visibility.full();
     // The block in the middle of an odd number is its own partner: it is done once.
     exists = first_key < sequence.rows_k && !(cursor.second && 2 * key_block + 1 == params.key_blocks);
   }

@@ -1,11 +1,14 @@
 // Who stores and who adds to a part of a dq tile, and when.
 //
 // Ordinary: whoever comes first stores, so that nobody needs zeros there; the others add when the store is complete, in
-// any order. A semaphore is 0, 1 from the first coming on, 2 when the store is complete. It is asked for when dq of the
-// step is there: who is first waits for nobody, so nobody waits for long.
+// any order. A semaphore is 0, 1 from the first coming on, 2 when the store is complete. A store is announced when dq
+// of the step is there: who is first waits for nobody, so nobody waits for long.
 //
 // Deterministic: key blocks take turns (schedule.h, ordered accumulation); a semaphore counts turns. Key blocks wait
-// only for key blocks before them, whose jobs were taken earlier.
+// only for key blocks whose jobs were taken earlier.
+//
+// A semaphore answers in about a microsecond, a third of a step. It is asked before the turn of the step before is
+// over, which takes as long again.
 #pragma once
 
 #include "../../common/hopper.cuh"
@@ -17,32 +20,54 @@ namespace flashbwd::sm90 {
 struct Turn {
   int32_t semaphore = -1;  // its number; -1: nobody waits for this one
   int32_t next = 0;        // what the semaphore becomes when it is over
+  bool open = true;        // it has come
   bool stores = false;     // it writes the tile instead of adding to it
 };
 
-// By the thread that adds: waits until it may.
+// By the thread that adds, when it has nothing to add yet: which turn is next, and whether it has come.
 template <typename Traits>
-__device__ Turn begin_turn(const KernelParams& params, const typename Traits::Work& work, int32_t part, int32_t head,
+__device__ Turn look_ahead(const KernelParams& params, const typename Traits::Work& work, int32_t part, int32_t head,
                            int32_t query_block) {
   if (params.semaphores == nullptr) return {};
   const int32_t tile = (work.batch * params.attention.heads + head) * params.query_blocks + query_block;
-  const int32_t place = tile * Traits::kDqParts + part;  // less than the rows of q: 32 bits
-  int32_t* const semaphore = params.semaphores + place;
   Turn turn;
+  turn.semaphore = tile * Traits::kDqParts + part;  // less than the rows of q: 32 bits
+  const int32_t seen = load_acquire(params.semaphores + turn.semaphore);
   if (params.attention.deterministic) {
-    // ordered_turn of a group of 1: the key blocks before this one that the tile sees.
-    const int32_t number =
-        work.key_block - max(query_block * Traits::kBlockM + work.visibility.lo, 0) / Traits::kBlockN;
-    while (load_acquire(semaphore) != number) __nanosleep(32);
-    turn = {place, number + 1, number == 0 && !params.adds_into_zeros};
+    // The key blocks before this one that the tile sees: ordered_turn_from_last, or ordered_turn of a group of 1.
+    const Visibility& v = work.visibility;
+    const int32_t first_query = query_block * Traits::kBlockM;
+    const int32_t past_query = min(first_query + Traits::kBlockM, v.seqlen_q);
+    const int32_t number = work.from_last_key
+                               ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / Traits::kBlockN - work.key_block
+                               : work.key_block - max(first_query + v.lo, 0) / Traits::kBlockN;
+    turn.next = number + 1;
+    turn.open = seen == number;
+    turn.stores = number == 0 && !params.adds_into_zeros;
   } else {
-    if (load_acquire(semaphore) != 2) {
-      if (atomicMax(semaphore, 1) == 0) return {place, 2, true};
+    turn.open = seen == 2;
+    turn.next = 2;
+  }
+  return turn;
+}
+
+// By the same thread, when it has something to add: returns when it may.
+inline __device__ void begin_turn(const KernelParams& params, Turn& turn) {
+  if (turn.semaphore < 0) return;
+  int32_t* const semaphore = params.semaphores + turn.semaphore;
+  if (params.attention.deterministic) {
+    if (!turn.open) {
+      while (load_acquire(semaphore) != turn.next - 1) __nanosleep(32);
+    }
+  } else {
+    turn.stores = !turn.open && atomicMax(semaphore, 1) == 0;
+    if (turn.stores) return;
+    if (!turn.open) {
       while (load_acquire(semaphore) != 2) __nanosleep(32);
     }
+    turn.semaphore = -1;
   }
   fence_async_global();  // adds of the turn before, seen through the semaphore, come before ours
-  return turn;
 }
 
 // By the same thread: all that it has written is complete, others may begin.

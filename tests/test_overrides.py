@@ -137,6 +137,21 @@ def test_enabling_writes_nothing_to_stderr() -> None:
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 
+@needs_cuda_torch
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_kernel_that_is_not_pytorchs_own_is_told_apart(name: str) -> None:
+    """What is not is reached through the dispatcher's record of it, never by PyTorch's function of that name."""
+    operator = f"aten::{name}"
+    assert overrides._is_pytorchs(operator, "CUDA")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(name, lambda *args, **kwargs: None, "CUDA", allow_override=True)
+    try:
+        assert not overrides._is_pytorchs(operator, "CUDA")
+    finally:
+        library._destroy()
+    assert overrides._is_pytorchs(operator, "CUDA")
+
+
 # ---- on the CPU: what the dispatcher calls for PyTorch's operator, and what it gets to hear ----
 
 

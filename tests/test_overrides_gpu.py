@@ -151,6 +151,30 @@ def test_gradients_with_dropout_are_those_of_pytorchs_mask(forward: SDPBackend) 
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_a_call_handed_on_gets_what_pytorchs_kernel_gives(forward: SDPBackend, dropout_p: float) -> None:
+    *tensors, dout = heads_first(dtype=torch.bfloat16, seqlen=136)
+    if forward is SDPBackend.EFFICIENT_ATTENTION:
+        tensors.append(torch.randn(1, 4, 136, 136, device="cuda", dtype=torch.bfloat16))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        torch.manual_seed(3)
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None)
+
+    with sdpa_kernel(forward), flashbwd.use_backend("sm90"):
+        torch.ops.flashbwd.force_backend("none")
+        actual = gradients(attend, tensors, dout)
+    with sdpa_kernel(forward):
+        stats = only(OPERATORS[forward])
+        flashbwd.disable()
+        expected = gradients(attend, tensors, dout)
+    assert stats.hits == 0 and sum(stats.fallbacks.values()) == 1
+    for got, want in zip(actual, expected, strict=True):
+        assert got.stride() == want.stride()
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # atomics add in another order
+
+
 def test_float64_runs_pytorchs_own_and_nothing_is_overridden_on_the_way() -> None:
     *tensors, dout = heads_first(dtype=torch.float64, seqlen=20)
     gradients(scaled_dot_product_attention, tensors, dout)

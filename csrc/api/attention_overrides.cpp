@@ -1,6 +1,7 @@
 // PyTorch's attention backwards, as calls of this library's.
 #include "attention_call.h"
 #include "overrides.h"
+#include "pytorch_kernels.h"
 
 namespace flashbwd {
 namespace {
@@ -126,21 +127,23 @@ Attempt efficient_attention_backward(const Tensor& dout, const Tensor& q, const 
 
 }  // namespace
 
-Override cudnn_attention_override{"_scaled_dot_product_cudnn_attention_backward",
-                                  "flashbwd::fall_back_scaled_dot_product_cudnn_attention_backward",
-                                  [](StableIValue* stack, uint64_t, uint64_t) {
-                                    run_override(cudnn_attention_override, cudnn_attention_backward, stack);
-                                  }};
+Override cudnn_attention_override{
+    "_scaled_dot_product_cudnn_attention_backward", "flashbwd::fall_back_scaled_dot_product_cudnn_attention_backward",
+    [](StableIValue* stack, uint64_t, uint64_t) {
+      run_override(cudnn_attention_override, cudnn_attention_backward, stack, pytorch::cudnn_attention_backward);
+    }};
 
 Override flash_attention_override{"_flash_attention_backward", "flashbwd::fall_back_flash_attention_backward",
                                   [](StableIValue* stack, uint64_t, uint64_t) {
-                                    run_override(flash_attention_override, flash_attention_backward, stack);
+                                    run_override(flash_attention_override, flash_attention_backward, stack,
+                                                 pytorch::flash_attention_backward);
                                   }};
 
 Override efficient_attention_override{"_efficient_attention_backward",
                                       "flashbwd::fall_back_efficient_attention_backward",
                                       [](StableIValue* stack, uint64_t, uint64_t) {
-                                        run_override(efficient_attention_override, efficient_attention_backward, stack);
+                                        run_override(efficient_attention_override, efficient_attention_backward, stack,
+                                                     pytorch::efficient_attention_backward);
                                       }};
 
 }  // namespace flashbwd

@@ -21,14 +21,16 @@ Override& find(const std::string& name) {
   refuse("there is no override of ", name);
 }
 
-// Puts an override before what a dispatch key ("CUDA") has.
+// Puts an override before what a dispatch key ("CUDA") has, which may be PyTorch's own kernel.
 void register_override(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const std::string name = reader.read<std::string>();
   const std::string key = reader.read<std::string>();
+  const bool over_pytorchs = reader.read<bool>();
   const std::lock_guard<std::mutex> lock(mutex);
   Override& override = find(name);
   check(override.library == nullptr, name, " is overridden already");
+  override.over_pytorchs = over_pytorchs;
   TORCH_ERROR_CODE_CHECK(aoti_torch_library_init_impl("aten", key.c_str(), __FILE__, __LINE__, &override.library));
   TORCH_ERROR_CODE_CHECK(torch_library_impl(override.library, override.name, override.kernel, TORCH_ABI_VERSION));
 }
@@ -42,13 +44,17 @@ void unregister_override(StableIValue* stack, uint64_t, uint64_t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_delete_library_object(std::exchange(override.library, nullptr)));
 }
 
-// Calls that a kernel of this library ran.
-void override_hits(StableIValue* stack, uint64_t, uint64_t) {
+// Calls that a kernel of this library ran; then, a line each, calls handed on and the reason.
+void override_stats(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const std::string name = reader.read<std::string>();
   const bool reset = reader.read<bool>();
   Override& override = find(name);
-  stack[0] = boxed(reset ? override.hits.exchange(0) : override.hits.load());
+  const std::lock_guard<std::mutex> lock(override.mutex);
+  std::string text = std::to_string(reset ? override.hits.exchange(0) : override.hits.load());
+  for (const auto& [reason, calls] : override.fallbacks) text += "\n" + std::to_string(calls) + " " + reason;
+  if (reset) override.fallbacks.clear();
+  stack[0] = boxed(text);
 }
 
 void force_backend(StableIValue* stack, uint64_t, uint64_t) {
@@ -63,6 +69,11 @@ void deterministic_algorithms_asked(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 }  // namespace
+
+void count_fallback(Override& override, const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(override.mutex);
+  ++override.fallbacks[reason];
+}
 
 std::string forced_backend() {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -85,9 +96,9 @@ bool deterministic_algorithms() {
 }  // namespace flashbwd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
-  m.def("register_override(str name, str key) -> ()");
+  m.def("register_override(str name, str key, bool over_pytorchs) -> ()");
   m.def("unregister_override(str name) -> ()");
-  m.def("override_hits(str name, bool reset) -> int");
+  m.def("override_stats(str name, bool reset) -> str");
   m.def("force_backend(str name) -> ()");
   m.def("deterministic_algorithms() -> bool");
 }
@@ -95,7 +106,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
   m.impl("register_override", flashbwd::register_override);
   m.impl("unregister_override", flashbwd::unregister_override);
-  m.impl("override_hits", flashbwd::override_hits);
+  m.impl("override_stats", flashbwd::override_stats);
   m.impl("force_backend", flashbwd::force_backend);
   m.impl("deterministic_algorithms", flashbwd::deterministic_algorithms_asked);
 }

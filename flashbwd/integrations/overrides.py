@@ -1,15 +1,16 @@
 """Replacing the CUDA kernels of PyTorch's backward operators by this library's, and putting them back.
 
-An override is C++: it tries a kernel of this library. Where there is none for the call, it comes here, and what the
-dispatcher held before runs with the arguments as they came; the reason is counted.
+An override is C++: it tries a kernel of this library. Where there is none for the call, what the dispatcher held before
+runs with the arguments as they came, and the reason is counted. PyTorch's own attention kernels are called from C++,
+everything else from here.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -47,6 +48,12 @@ def _use_up_the_warning() -> None:
     library._destroy()
 
 
+def _is_pytorchs(operator: str, key: str) -> bool:
+    """Whether the kernel of a dispatch key is the one that PyTorch's generated code registered for CUDA."""
+    kernels = torch._C._dispatch_dump(operator).splitlines()
+    return key == "CUDA" and any(re.match(r"CUDA: registered at \S*/RegisterCUDA_\d+\.cpp:", line) for line in kernels)
+
+
 class _Override:
     """One operator's replacement, whose kernel is C++ (``csrc/api``); what it falls back to, and the reasons."""
 
@@ -54,27 +61,18 @@ class _Override:
         self.name = name
         self._key: str | None = None
         self._original: Any = None
-        self._fallbacks: Counter[str] = Counter()
-        self._lock = threading.Lock()  # backwards run in autograd's threads
         schema = str(getattr(torch.ops.aten, name).default._schema)
-        arguments = schema[schema.index("(") + 1 :]
         fallback = f"fall_back_{name.removeprefix('_')}"
-        _ops.library.define(f"{fallback}(str reason, {arguments}")
+        _ops.library.define(fallback + schema[schema.index("(") :])
         _ops.library.impl(fallback, self._fall_back, "CompositeExplicitAutograd")
 
-    def reset(self) -> None:
-        torch.ops.flashbwd.override_hits(self.name, True)
-        with self._lock:
-            self._fallbacks.clear()
+    def stats(self, *, reset: bool = False) -> OperatorStats:
+        hits, *reasons = torch.ops.flashbwd.override_stats(self.name, reset).split("\n")
+        calls = (line.partition(" ") for line in reasons)
+        return OperatorStats(int(hits), {reason: int(count) for count, _, reason in calls})
 
-    def stats(self) -> OperatorStats:
-        with self._lock:
-            return OperatorStats(torch.ops.flashbwd.override_hits(self.name, False), dict(self._fallbacks))
-
-    def _fall_back(self, reason: str, *args: Any, **kwargs: Any) -> Any:
-        """Run what the dispatcher held before; called by the C++ half."""
-        with self._lock:
-            self._fallbacks[reason] += 1
+    def _fall_back(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what the dispatcher held before; called by the C++ half where it cannot do so itself."""
         return self._original.call_boxed(self._keyset, *args, **kwargs)
 
     def register(self, key: str = "CUDA") -> None:
@@ -85,7 +83,7 @@ class _Override:
         self._keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         self._original = torch.library.get_kernel(operator, key)
         _use_up_the_warning()
-        torch.ops.flashbwd.register_override(self.name, key)
+        torch.ops.flashbwd.register_override(self.name, key, _is_pytorchs(operator, key))
 
     def unregister(self) -> None:
         if self._key is not None:
@@ -189,11 +187,7 @@ def stats(*, reset: bool = False) -> dict[str, OperatorStats]:
     dict of str to OperatorStats
         By the operator's name, ``"aten::..."``. What a CUDA graph replays was counted once, at its capture.
     """
-    counted = {f"aten::{name}": override.stats() for name, override in _ALL.items()}
-    if reset:
-        for override in _ALL.values():
-            override.reset()
-    return counted
+    return {f"aten::{name}": override.stats(reset=reset) for name, override in _ALL.items()}
 
 
 def _offer_to_torch() -> None:

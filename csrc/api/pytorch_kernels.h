@@ -1,0 +1,34 @@
+// PyTorch's own CUDA kernels of the attention backwards, past the dispatcher and past what may override them there.
+// Their results, or none where this PyTorch does not offer the kernel or the kernel failed.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "tensors.h"
+
+namespace flashbwd::pytorch {
+
+std::vector<Tensor> cudnn_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Tensor& out, const Tensor& lse, const Tensor& philox_seed,
+                                             const Tensor& philox_offset, const Tensor& attn_bias,
+                                             const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                             const int64_t& max_q, const int64_t& max_k, const double& dropout_p,
+                                             const bool& is_causal, const std::optional<double>& scale);
+
+std::vector<Tensor> flash_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
+                                             const Tensor& cu_seqlens_k, const int64_t& max_q, const int64_t& max_k,
+                                             const double& dropout_p, const bool& is_causal, const Tensor& rng_state,
+                                             const Tensor& unused, const std::optional<double>& scale,
+                                             const std::optional<int64_t>& window_left,
+                                             const std::optional<int64_t>& window_right);
+
+std::vector<Tensor> efficient_attention_backward(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+    const Tensor& out, const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+    const int64_t& max_q, const int64_t& max_k, const Tensor& lse, const double& dropout_p, const Tensor& philox_seed,
+    const Tensor& philox_offset, const int64_t& mask, const bool& bias_has_gradient, const std::optional<double>& scale,
+    const std::optional<int64_t>& num_splits_key, const std::optional<int64_t>& window_size, const bool& one_storage);
+
+}  // namespace flashbwd::pytorch

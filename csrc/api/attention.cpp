@@ -113,8 +113,8 @@ void run(AttentionCall& call, const AttentionProblem& problem, const AttentionPl
   } else if (bytes > 0) {
     outputs.workspace = new_empty(call.q, {bytes}, DType::kUInt8);
   }
-  if (problem.need_dbias && !outputs.dbias) outputs.dbias = torch::stable::empty_like(*call.attn_bias);
-  if (problem.has_sink) outputs.dsink = torch::stable::empty_like(*call.sink);
+  if (problem.need_dbias && !outputs.dbias) outputs.dbias = new_like(*call.attn_bias);
+  if (problem.has_sink) outputs.dsink = new_like(*call.sink);
   if (plan.backend == "reference") {
     if (!heads_first) return run_reference(call, problem, outputs);
     for (Tensor* tensor : {&call.dout, &call.q, &call.k, &call.v, &call.out}) *tensor = rows_first(*tensor);
@@ -142,12 +142,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   AttentionCall call(reader);
   call.describe_tensors();
   const AttentionProblem problem = check_attention(call.arguments);
-  Outputs outputs{torch::stable::empty_like(call.q),
-                  torch::stable::empty_like(call.k),
-                  torch::stable::empty_like(call.v),
-                  {},
-                  {},
-                  {}};
+  Outputs outputs{new_like(call.q), new_like(call.k), new_like(call.v), {}, {}, {}};
   run(call, problem, plan_attention(problem, device_info(problem.device)), outputs);
   stack[0] = boxed(outputs.dq);
   stack[1] = boxed(outputs.dk);
@@ -254,7 +249,7 @@ void check_attention_inputs(StableIValue* stack, uint64_t, uint64_t) {
 
 AttentionGradients attention_backward_or_refusal(AttentionCall& call, bool heads_first, bool contiguous_grads) {
   const auto empty = [&](const Tensor& like) {
-    return contiguous_grads ? torch::stable::new_empty(like, like.sizes()) : torch::stable::empty_like(like);
+    return contiguous_grads ? torch::stable::new_empty(like, like.sizes()) : new_like(like);
   };
   AttentionArguments& a = call.arguments;
   try {

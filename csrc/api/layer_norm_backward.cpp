@@ -58,8 +58,8 @@ NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const D
   // What the kernel calls dx is the gradient of what was normalised: of the residual too, where there is dropout.
   const bool dropout = a.form == NormForm::kDropout;
   NormGradients grads;
-  if (a.need_dx) grads.dx = torch::stable::empty_like(dropout ? call.dz : call.x);
-  if (a.need_dresidual) grads.dresidual = torch::stable::empty_like(call.x);
+  if (a.need_dx) grads.dx = new_like(dropout ? call.dz : call.x);
+  if (a.need_dresidual) grads.dresidual = new_like(call.x);
   if (a.need_dgamma) grads.dgamma = new_empty(call.x, {params.columns}, params.gamma_dtype);
   if (a.need_dbeta) grads.dbeta = new_empty(call.x, {params.columns}, params.gamma_dtype);
 

@@ -70,6 +70,20 @@ Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType
   return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, scalar_type_of(dtype));
 }
 
+Tensor new_like(const Tensor& tensor) {
+  std::array<int64_t, TensorDesc::kMaxDims> strides{};
+  const TensorDesc like = describe(tensor);
+  if (!strides_without_gaps(like, &strides)) return torch::stable::empty_like(tensor);
+  int32_t dtype = 0;
+  int32_t device_type = 0;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(like.dim, like.sizes.data(), strides.data(), dtype, device_type,
+                                                  tensor.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
 Tensor with_contiguous_last_dim(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1) return tensor;

@@ -36,6 +36,9 @@ Tensor empty_strided(const Tensor& like, const std::array<int64_t, kDims>& sizes
   return Tensor(handle);
 }
 
+// As torch.empty_like, mostly without asking the dispatcher.
+Tensor new_like(const Tensor& tensor);
+
 // `tensor`, or a copy whose last dimension is contiguous (gradients of sums come expanded).
 Tensor with_contiguous_last_dim(const Tensor& tensor);
 

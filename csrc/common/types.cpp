@@ -1,5 +1,8 @@
 #include "types.h"
 
+#include <algorithm>
+#include <numeric>
+
 namespace flashbwd {
 
 const char* name_of(DType dtype) {
@@ -49,6 +52,26 @@ std::string shape_of(const TensorDesc& tensor) {
     text += std::to_string(tensor.sizes[i]);
   }
   return text + (tensor.dim == 1 ? ",)" : ")");
+}
+
+bool strides_without_gaps(const TensorDesc& tensor, std::array<int64_t, TensorDesc::kMaxDims>* strides) {
+  std::array<int32_t, TensorDesc::kMaxDims> inner_first{};
+  const auto end = inner_first.begin() + tensor.dim;
+  std::iota(inner_first.begin(), end, 0);
+  std::sort(inner_first.begin(), end, [&](int32_t a, int32_t b) { return tensor.strides[a] < tensor.strides[b]; });
+  int64_t step = 1;
+  int64_t before = 0;
+  bool gaps = false;
+  for (auto dim = inner_first.begin(); dim != end; ++dim) {
+    const int64_t stride = tensor.strides[*dim];
+    if (stride <= before || tensor.sizes[*dim] == 0) return false;
+    gaps = gaps || (tensor.sizes[*dim] > 1 && stride != step);
+    (*strides)[*dim] = step;
+    step *= tensor.sizes[*dim];
+    before = stride;
+  }
+  if (!gaps) *strides = tensor.strides;
+  return true;
 }
 
 }  // namespace flashbwd

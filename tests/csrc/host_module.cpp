@@ -2,7 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -24,7 +26,19 @@ namespace {
 std::tuple<int32_t, int32_t> pair_of(BlockRange range) { return {range.begin, range.end}; }
 std::tuple<int32_t, int32_t, int32_t> triple_of(Job job) { return {job.batch, job.head, job.key_block}; }
 
+std::optional<std::vector<int64_t>> strides_of_like(const std::vector<int64_t>& sizes,
+                                                    const std::vector<int64_t>& strides) {
+  TensorDesc like;
+  like.dim = static_cast<int32_t>(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), like.sizes.begin());
+  std::copy(strides.begin(), strides.end(), like.strides.begin());
+  std::array<int64_t, TensorDesc::kMaxDims> found{};
+  if (!strides_without_gaps(like, &found)) return std::nullopt;
+  return std::vector<int64_t>(found.begin(), found.begin() + like.dim);
+}
+
 void bind_problem(py::module_& m) {
+  m.def("strides_without_gaps", &strides_of_like);
   py::enum_<CausalAlignment>(m, "CausalAlignment")
       .value("kNone", CausalAlignment::kNone)
       .value("kBottomRight", CausalAlignment::kBottomRight)

@@ -62,7 +62,7 @@ struct TensorDesc {
 std::string shape_of(const TensorDesc& tensor);  // "(2, 3, 4)"
 
 // The strides that torch.empty_like gives a tensor of these sizes and strides: its own where it has no gaps, else those
-// of its dimensions in their order in memory, without gaps. False where that order is not plain: strides of 0, or equal.
+// of its dimensions in their order in memory, without gaps. False where that order is not plain: equal strides, or 0.
 bool strides_without_gaps(const TensorDesc& tensor, std::array<int64_t, TensorDesc::kMaxDims>* strides);
 
 // What the plan needs to know about the GPU. `usable` is false, with the reason in words, when kernels of this

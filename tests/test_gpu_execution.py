@@ -149,7 +149,7 @@ def test_a_thousand_deterministic_runs_agree_bitwise(name: str, target: Target) 
 
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "dense_many_heads"])  # 1 MB: blocks are not split
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "dense_many_heads"])  # of over 1 MB: never split
 def test_no_more_memory_than_the_plan_says(name: str, deterministic: bool, target: Target) -> None:
     x = built(name, target, deterministic=deterministic)
     with flashbwd.use_backend(target[1]):

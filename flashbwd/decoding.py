@@ -240,31 +240,35 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if torch.compiler.is_compiling():  # the compiler differentiates what it traces
-        return _forward(call, query, key, value)
+        return _forward(call, query, key, value)[:3]
     if not torch.is_grad_enabled():
-        return _forward(call, query, key, value)
+        return _forward(call, query, key, value)[:3]
     captured = []
     if query.numel() and key.numel():
         captured = captured_tensors(call.score_mod, query.device, accumulator(query.dtype))
     if not captured and not any(tensor.requires_grad for tensor in (query, key, value)):
-        return _forward(call, query, key, value)
+        return _forward(call, query, key, value)[:3]
     return _FlexDecoding.apply(call, query, key, value, *captured)
 
 
-def _forward(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, exact: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, lse, largest score; and the output in the accumulation dtype, for certain only with ``exact``."""
     shape = query.shape[:3]
     if query.numel() == 0 or key.numel() == 0:
         statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
-        return query.new_zeros((*shape, value.shape[3])), statistics, statistics.clone()
+        out = query.new_zeros((*shape, value.shape[3]))
+        return out, statistics, statistics.clone(), out
     if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):
         try:
-            out, lse, largest = run_kernel(call, query, key, value)
-            return out, lse, largest
+            out, lse, largest, *rest = run_kernel(call, query, key, value, exact)
+            return out, lse, largest, rest[0] if rest else out
         except NoKernelError as reason:
             _warn_once(f"flashbwd: flex_decoding runs on its slow reference: {reason}")
     with _exact(query.device):
         out, lse, largest = decoding_forward(call, query, key, value)
-    return _empty_like_query(query, value.shape[3]).copy_(out), lse, largest
+    return _empty_like_query(query, value.shape[3]).copy_(out), lse, largest, out
 
 
 def _exact(device: torch.device) -> AbstractContextManager[Any]:
@@ -306,9 +310,9 @@ class _FlexDecoding(torch.autograd.Function):
     def forward(
         ctx: Any, call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, *captured: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, largest = _forward(call, query, key, value)
+        out, lse, largest, exact = _forward(call, query, key, value, exact=True)
         ctx.call = call
-        ctx.save_for_backward(query, key, value, out, lse, *captured)
+        ctx.save_for_backward(query, key, value, exact, lse, *captured)
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
         return out, lse, largest

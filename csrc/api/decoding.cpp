@@ -89,9 +89,11 @@ struct ForwardOptions {
   std::optional<double> scale;
   int64_t splits;  // 0: as many as serve best
   bool need_lse, need_max_scores;
+  bool need_exact_out;
 };
 
-// out, and the statistics that are needed; nothing for a call that no kernel takes as it is.
+// out, the statistics that are needed, and the exact out where out is not; nothing for a call that no kernel takes as
+// it is.
 std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const ForwardOptions& options) {
   const CudaBackend* cuda = cuda_backend();
   if (cuda == nullptr || cuda->decoding == nullptr || !kernel_takes(call)) return {};
@@ -138,6 +140,13 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   };
   p.lse = statistic(options.need_lse);
   p.max_scores = statistic(options.need_max_scores);
+  if (options.need_exact_out && call.q.dtype != DType::kFloat32) {
+    const int64_t columns = p.head_dim_v;
+    results.push_back(empty_strided<4>(q, {p.batch, p.heads, p.seqlen_q, columns},
+                                       {p.heads * p.seqlen_q * columns, p.seqlen_q * columns, columns, 1},
+                                       DType::kFloat32));
+    p.exact_out = static_cast<float*>(results.back().data_ptr());
+  }
   const char* error =
       cuda->decoding(p, tile, call.q.dtype, aligned, kernel.compiled, info, cuda->current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
@@ -159,6 +168,7 @@ void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
   options.splits = reader.read<int64_t>();
   options.need_lse = reader.read<bool>();
   options.need_max_scores = reader.read<bool>();
+  options.need_exact_out = reader.read<bool>();
 
   call.q = describe(q);
   call.k = describe(k);
@@ -262,7 +272,8 @@ void decoding_mod_functions_operator(StableIValue* stack, uint64_t, uint64_t) {
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
       "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[]? mask, int[]? mask_shape, Tensor[]? captured, "
-      "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores) -> Tensor[]");
+      "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores, "
+      "bool need_exact_out) -> Tensor[]");
   m.def("decoding_modification(int[] integers, float[] floats) -> int");
   m.def(
       "decoding_add_kernel(int modification, int head_dim, int rows, int warps, ScalarType dtype, bool aligned, "

@@ -52,6 +52,7 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   check(kernel_takes(call), "the decoding kernel does not take these tensors");
   check(gradients.size() == gradient_slots.size(), "gradient_slots has ", gradient_slots.size(),
         " elements, expected one for each of the ", gradients.size(), " gradients");
+  check(describe(out).dtype == DType::kFloat32, "out is rounded, expected float32");
   const DecodingShape shape = shape_of(call);
   const int32_t head_dim = padded_head_dim(shape.head_dim, shape.head_dim_v);
   check(head_dim > 0, "query has head dimension ", shape.head_dim, ", expected at most 256 for the decoding kernel");

@@ -182,14 +182,15 @@ class Backward {
     __syncthreads();
   }
 
-  // lse, and delta = rowsum(dout * out) - dlse.
+  // lse, and delta = rowsum(dout * out) - dlse. Where one key has nearly all of a row's weight, dP - delta is a small
+  // difference, of which an out rounded to 16 bits would leave little.
   __device__ void load_statistics() {
     for (int i = warp; i < kRows; i += kBackwardWarps) {
       const Row row = row_at(first_row + i);
       float delta = 0.f;
       for (int column = lane; column < p.head_dim_v; column += 32) {
         delta += load_element<T>(p.dout, row.offset(p.dout_strides) + column) *
-                 load_element<T>(p.out, row.offset(p.out_strides) + column);
+                 load_element<Float>(p.out, row.offset(p.out_strides) + column);
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);

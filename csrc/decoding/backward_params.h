@@ -5,13 +5,14 @@
 
 namespace flashbwd {
 
-struct DecodingBackwardParams : DecodingParams {  // out and lse are the forward's; lists, partial results: not used
-  const void* dout;                               // (B, H, Sq, Dv)
-  const float* dlse;                              // (B, H, Sq), contiguous; null: none
-  void* dq;                                       // (B, H, Sq, D)
-  void* dk;                                       // (B or 1, Hkv, Sk, D)
-  void* dv;                                       // (B or 1, Hkv, Sk, Dv)
-  float* dq_slots;                                // (splits, B * H * Sq, D rounded up to 2)
+// out is the forward's exact one, float32, lse the forward's; lists and partial results are not used.
+struct DecodingBackwardParams : DecodingParams {
+  const void* dout;   // (B, H, Sq, Dv)
+  const float* dlse;  // (B, H, Sq), contiguous; null: none
+  void* dq;           // (B, H, Sq, D)
+  void* dk;           // (B or 1, Hkv, Sk, D)
+  void* dv;           // (B or 1, Hkv, Sk, Dv)
+  float* dq_slots;    // (splits, B * H * Sq, D rounded up to 2)
   long long dout_strides[3];
   long long dq_strides[3];
   long long dk_strides[3];

@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
       value.y += meeting[w * pairs + pair].y;
     }
     store_pair<T>(out, pair, p.head_dim_v, value.x * norm, value.y * norm);
+    store_exact(p, row, pair, value.x * norm, value.y * norm);
   }
   if (threadIdx.x == 0) {
     p.lse[row] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;

@@ -12,6 +12,10 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 
+__device__ inline void store_exact(const DecodingParams& p, long long row, int pair, float low, float high) {
+  if (p.exact_out != nullptr) store_pair<Float>(p.exact_out + row * p.head_dim_v, pair, p.head_dim_v, low, high);
+}
+
 template <int kD, int kM, int kWarps>
 class Meeting {
  public:
@@ -126,6 +130,7 @@ class Meeting {
       typename T::Storage* const to = static_cast<typename T::Storage*>(p.out) + b * p.out_strides[0] +
                                       head * p.out_strides[1] + query * p.out_strides[2];
       store_pair<T>(to, pair, p.head_dim_v, total.x * norm, total.y * norm);
+      store_exact(p, row, pair, total.x * norm, total.y * norm);
       if (pair == 0) {
         p.lse[row] = stat.y > 0.f ? stat.x * kLn2 + logf(stat.y) : -FLASHBWD_INFINITY;
         p.max_scores[row] = stat.x * kLn2;

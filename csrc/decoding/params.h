@@ -57,6 +57,7 @@ struct DecodingParams {
   void* out;      // (B, H, Sq, Dv)
   float* lse;     // (B, H, Sq), contiguous, as is max_scores
   float* max_scores;
+  float* exact_out;  // (B, H, Sq, Dv), contiguous: out before its last rounding, which gradients need; null: not needed
   // Of each slot: sums of exp2(s - max) * v, (slots, B * H * Sq, Dv rounded up to 2), and (max, sum) pairs,
   // (slots, B * H * Sq, 2), both in log2 units. Not used with one slot.
   float* partial_out;

@@ -60,7 +60,8 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of query, key, value and the captured tensors of a call that the forward kernel takes.
 
-    Gradients of captured tensors are added up atomically, in float32 (float64 for float64).
+    ``out`` is in float32, not rounded to query's dtype. Gradients of captured tensors are added up atomically, in
+    float32 (float64 for float64).
 
     Raises
     ------
@@ -70,7 +71,7 @@ def run_backward(
     """
     if captured and torch.are_deterministic_algorithms_enabled():
         raise NoKernelError("gradients of captured tensors are added atomically, and deterministic ones were asked for")
-    dout = torch.zeros_like(out) if dout is None else dout
+    dout = query.new_zeros(out.shape) if dout is None else dout
     dout, query, key, value = (_rows_contiguous(tensor) for tensor in (dout, query, key, value))
     head_dim, aligned, shared_bytes = torch.ops.flashbwd.decoding_backward_tile(dout, query, key, value)
     tile = _Tile(head_dim, query.dtype, aligned, query.device.index, shared_bytes)

@@ -59,7 +59,19 @@ def run_at_once(
         if captured and any(tensor.requires_grad for tensor in captured):
             return []
     return _decoding_forward(
-        query, key, value, mask, mask_shape, captured, number, scale, enable_gqa, splits, need_lse, need_max_scores
+        query,
+        key,
+        value,
+        mask,
+        mask_shape,
+        captured,
+        number,
+        scale,
+        enable_gqa,
+        splits,
+        need_lse,
+        need_max_scores,
+        False,
     )
 
 
@@ -82,8 +94,9 @@ def kernel_refusal(query: Tensor, key: Tensor, value: Tensor) -> str:
     return _device_refusal(query.device.index)
 
 
-def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Output, lse and largest score of a call that has passed every check, and that :func:`kernel_refusal` lets pass.
+def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, exact: bool) -> list[Tensor]:
+    """Output, lse and largest score of a call that has passed every check, and that :func:`kernel_refusal` lets pass;
+    with ``exact`` also the output before it was rounded to 16 bits.
 
     Raises
     ------
@@ -107,7 +120,7 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) ->
         mask_shape = (*block_mask.BLOCK_SIZE, query.shape[2], key.shape[2])
         mask = _lists(block_mask, group, key.shape[2]) or (block_states(block_mask, key.shape[2]).contiguous(),)
     results = _decoding_forward(
-        query, key, value, mask, mask_shape, captured, number, call.scale, True, call.splits or 0, True, True
+        query, key, value, mask, mask_shape, captured, number, call.scale, True, call.splits or 0, True, True, exact
     )
     if not results:
         raise RuntimeError("flashbwd: the decoding kernel refused a call that was prepared for it")

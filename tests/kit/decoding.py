@@ -127,7 +127,7 @@ def oracle(
     keys, values = (t.to(dtype).repeat_interleave(group, 1).expand(shape.batch, -1, -1, -1) for t in (k, v))
     scores = q.to(dtype) @ keys.mT * (shape.head_dim**-0.5 if scale is None else scale)
     if score_mod is not None:
-        scores = score_mod(scores, *grids(shape, q.device))
+        scores = score_mod(scores, *grids(shape, q.device)).to(dtype)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     empty = (scores == -torch.inf).all(-1, keepdim=True)

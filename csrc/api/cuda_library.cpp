@@ -32,7 +32,8 @@ std::string why_not(cudaError_t error) {
 
 DeviceInfo query_device(int index) {
   DeviceInfo info;
-  cudaError_t error = probe_current_device();
+  int capability = 0;
+  cudaError_t error = probe_current_device(&capability);
   const auto attribute = [&](cudaDeviceAttr which) {
     int value = 0;
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, which, index);
@@ -40,6 +41,10 @@ DeviceInfo query_device(int index) {
   };
   info.cc_major = attribute(cudaDevAttrComputeCapabilityMajor);
   info.cc_minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  if (error == cudaSuccess && capability < info.cc_major * 10 + info.cc_minor) {
+    info.cc_major = capability / 10;
+    info.cc_minor = capability % 10;
+  }
   info.sm_count = attribute(cudaDevAttrMultiProcessorCount);
   info.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   info.l2_bytes = attribute(cudaDevAttrL2CacheSize);

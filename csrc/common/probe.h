@@ -6,6 +6,7 @@
 namespace flashbwd {
 
 // cudaSuccess, or why not: no driver, a driver older than the binary, no machine code for the device. Launches nothing.
-cudaError_t probe_current_device();
+// `capability`: what the code that would run was compiled for, 80 for 8.0.
+cudaError_t probe_current_device(int* capability);
 
 }  // namespace flashbwd

@@ -70,6 +70,8 @@ bool strides_without_gaps(const TensorDesc& tensor, std::array<int64_t, TensorDe
 struct DeviceInfo {
   bool usable = false;
   std::string why_not = "there is no CUDA device";
+  // Of the device, or what its code was compiled for where that is less: code for 8.0 that the driver compiles for
+  // a 9.0 has none of what 9.0 brought.
   int32_t cc_major = 0;
   int32_t cc_minor = 0;
   int32_t sm_count = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "params.h"
+#include "ptx.cuh"
 
 #ifdef __CUDACC__
 
@@ -74,24 +75,26 @@ class Cursor {
   }
 };
 
-__device__ inline const int* list_of(const BlockList& list, int b, int h, int q, int* count) {
-  if (list.counts == nullptr) {
-    *count = 0;
-    return nullptr;
-  }
+// The indices of a list, and their number. Where a split begins is known when the numbers are: until then it is taken
+// for a part of a list of all blocks, and what that would read first is fetched at the same time.
+__device__ inline const int* list_of(const BlockList& list, int b, int h, int q, int split, int splits, int* count) {
+  *count = 0;
+  if (list.counts == nullptr || list.columns == 0) return nullptr;
+  const int* indices = list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
+  prefetch(indices + static_cast<long long>(list.columns) * split / splits);
   *count = list.counts[b * list.count_strides[0] + h * list.count_strides[1] + q * list.count_strides[2]];
-  return list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
+  return indices;
 }
 
 template <int kKeys, class Mod>
-__device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, int b, int h, int q) {
+__device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, int b, int h, int q, int split) {
   ChunkList<kKeys> list;
   list.seqlen_k = p.seqlen_k;
   list.total = (p.seqlen_k + kKeys - 1) / kKeys;
   if (!Mod::kHasMask || p.states != nullptr) return list;
   int full_blocks;
-  list.partial = list_of(p.partial, b, h, q / p.q_block, &list.partial_blocks);
-  list.full = list_of(p.full, b, h, q / p.q_block, &full_blocks);
+  list.partial = list_of(p.partial, b, h, q / p.q_block, split, p.splits, &list.partial_blocks);
+  list.full = list_of(p.full, b, h, q / p.q_block, split, p.splits, &full_blocks);
   list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger one is block 0, and its products stay in 32 bits
   list.chunks_per_block = (list.kv_block + kKeys - 1) / kKeys;
   list.total = (list.partial_blocks + full_blocks) * list.chunks_per_block;

@@ -58,6 +58,7 @@ BlockList block_list(const TensorDesc& counts, const TensorDesc& indices) {
   list.indices = static_cast<const int*>(indices.data);
   copy_strides(counts, list.count_strides);
   copy_strides(indices, list.index_strides);
+  list.columns = static_cast<int>(indices.sizes[3]);
   return list;
 }
 

@@ -10,7 +10,8 @@ namespace flashbwd {
 // What a modification has that needs no more.
 struct AnyMod {
   static constexpr bool kTotal = false;  // whether it may be asked about rows and keys past the last
-  struct Row {                           // what it works out once for a row
+  static constexpr bool kHasRow = false;
+  struct Row {  // what it works out once for a row
     Row() = default;
     __device__ Row(const DecodingParams&, int, int, int) {}
   };

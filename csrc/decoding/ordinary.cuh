@@ -31,6 +31,7 @@ __device__ inline int sum_of(const DecodingParams& p, const OrdinarySum& sum, in
 template <bool kScore, bool kMask>
 struct OrdinaryKernelMod : AnyMod {
   static constexpr bool kTotal = true;
+  static constexpr bool kHasRow = true;
   static constexpr bool kHasScoreMod = kScore;
   static constexpr bool kHasMask = kMask;
 

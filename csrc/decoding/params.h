@@ -47,6 +47,7 @@ struct BlockList {
   const int* indices;
   long long count_strides[3];  // batch, head, query block; 0 where broadcast
   long long index_strides[3];  // the column's stride is 1
+  int columns;
 };
 
 struct DecodingParams {
@@ -100,10 +101,15 @@ constexpr bool q_in_shared(int head_dim, int rows, int element_bytes) {
   return rows > 16 || head_dim > 128 || element_bytes == 4;
 }
 
-// The ring and Q, or the meeting of the warps where that needs more.
+// What a modification works out for a row lies there too, at most 16 bytes, where registers would not hold it.
+constexpr int kModRowBytes = 16;
+constexpr bool mod_rows_in_shared(int head_dim, int rows) { return rows * head_dim > 2048; }
+
+// The ring, Q and the modification's rows, or the meeting of the warps where that needs more.
 constexpr int shared_bytes(int head_dim, int rows, int warps, int element_bytes) {
   const int q_bytes = q_in_shared(head_dim, rows, element_bytes) ? rows * head_dim * element_bytes : 0;
-  const int streaming = ring_bytes(head_dim, warps) + q_bytes;
+  const int mod_bytes = mod_rows_in_shared(head_dim, rows) ? rows * kModRowBytes : 0;
+  const int streaming = ring_bytes(head_dim, warps) + q_bytes + mod_bytes;
   const int meeting = warps * rows * (head_dim + 2) * 4;
   return streaming > meeting ? streaming : meeting;
 }

@@ -17,6 +17,10 @@ __device__ __forceinline__ void copy_async_16(uint32 shared, const void* global,
                : "memory");
 }
 
+__device__ __forceinline__ void prefetch(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global));
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n"); }
 
 // Until at most kPending of the committed groups of this thread are under way.

@@ -41,7 +41,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   const int first_row = tile * kM;
 
   const int first_head = head_kv * p.group + first_row / p.seqlen_q;
-  const ChunkList<kKeys> list = chunk_list<kKeys, Mod>(p, b, first_head, first_row % p.seqlen_q);
+  const ChunkList<kKeys> list = chunk_list<kKeys, Mod>(p, b, first_head, first_row % p.seqlen_q, split);
   const int begin = static_cast<int>(static_cast<long long>(list.total) * split / p.splits);
   const int end = static_cast<int>(static_cast<long long>(list.total) * (split + 1) / p.splits);
   Ring<kD, kWarps, T, kAligned> ring(p, shared, b, head_kv);
@@ -76,29 +76,33 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     }
   }
 
-  // What the modification works out for the rows: once, or for each chunk where registers would not hold it.
-  constexpr bool kKeepModRows = kM * kD <= 2048;
-  typename Mod::Row mod_rows[kRowTiles][2];
-  const auto work_out_rows = [&] {
-#pragma unroll
-    for (int i = 0; i < kRowTiles * 2; ++i) mod_rows[i / 2][i % 2] = {p, b, head[i / 2][i % 2], query[i / 2][i % 2]};
-  };
-  if constexpr (kKeepModRows) work_out_rows();
-
   // ---- Q (kM, kD), as the A operand ----
   uint32 tQ[kRowTiles][kQInShared ? 1 : Tile::kSteps][4];
   const uint32 shared_q = shared_address(shared) + ring_bytes(kD, kWarps);
   const auto q_row = [&](int b, int head, int query) {
     return static_cast<const Storage*>(p.q) + b * p.q_strides[0] + head * p.q_strides[1] + query * p.q_strides[2];
   };
+  // What the modification works out for the rows. It may have to read for that: at the same time as Q is read.
+  using ModRow = typename Mod::Row;
+  constexpr bool kModRowsInShared = Mod::kHasRow && mod_rows_in_shared(kD, kM);
+  static_assert(!kModRowsInShared || (kQInShared && sizeof(ModRow) <= kModRowBytes && kM <= 32));
+  ModRow mod_rows[kRowTiles][2];
+  ModRow* const shared_mod_rows =
+      reinterpret_cast<ModRow*>(shared + ring_bytes(kD, kWarps) + (kQInShared ? kM * kD * kBytes<T> : 0));
   if constexpr (kQInShared) {
-    for (int i = threadIdx.x; i < kM * Tile::kPieces; i += kWarps * 32) {
-      const int row = i / Tile::kPieces;
-      const int local = min(first_row + row, rows - 1);
-      const Storage* source = q_row(b, head_kv * p.group + local / p.seqlen_q, local % p.seqlen_q);
-      Tile::template copy_piece<kAligned>(shared_q, row, i % Tile::kPieces, source, p.head_dim, true);
+    constexpr int kCopying = kModRowsInShared ? kWarps - 1 : kWarps;
+    if (warp < kCopying) {
+      for (int i = threadIdx.x; i < kM * Tile::kPieces; i += kCopying * 32) {
+        const int row = i / Tile::kPieces;
+        const int local = min(first_row + row, rows - 1);
+        const Storage* source = q_row(b, head_kv * p.group + local / p.seqlen_q, local % p.seqlen_q);
+        Tile::template copy_piece<kAligned>(shared_q, row, i % Tile::kPieces, source, p.head_dim, true);
+      }
+    } else if (lane < kM) {
+      const int local = first_row + lane < rows ? first_row + lane : first_row;  // as above
+      shared_mod_rows[lane] = {p, b, head_kv * p.group + local / p.seqlen_q, local % p.seqlen_q};
     }
-    __syncthreads();  // every warp reads all of Q
+    __syncthreads();  // every warp reads all of Q and of the rows
   } else {
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
@@ -108,6 +112,10 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
         tQ[0][step][r] = load_pair<kAligned>(q_row(b, head[0][r % 2], query[0][r % 2]), column, p.head_dim);
       }
     }
+  }
+  if constexpr (!kModRowsInShared) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles * 2; ++i) mod_rows[i / 2][i % 2] = {p, b, head[i / 2][i % 2], query[i / 2][i % 2]};
   }
 
   int stage = 0;
@@ -146,11 +154,64 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       }
     }
 
-    // Scores in log2 units, -inf where not visible; `seen` has a bit for each of this lane's keys.
-    const bool whole = c.first_key + kKeys <= c.end_key;
+    // Which scores are visible: bit i of visible[m] for element i of tS[m].
+    constexpr uint32 kAll = (1u << kKeyTiles * 4) - 1;
     const bool masked = Mod::kHasMask && (p.states != nullptr || !c.full);
-    uint32 seen = 0;
-    if constexpr (!kKeepModRows) work_out_rows();
+    const bool hidden = masked || c.first_key + kKeys > c.end_key;
+    uint32 visible[kRowTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      visible[m] = kAll;
+      if constexpr (kModRowsInShared && Mod::kHasScoreMod) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) mod_rows[m][half] = shared_mod_rows[m * 16 + half * 8 + lane / 4];
+      }
+    }
+    if (hidden) {
+      uint32 seen = 0;  // a bit for each of this lane's keys
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        visible[m] = 0;
+        if constexpr (kModRowsInShared && !Mod::kHasScoreMod) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) mod_rows[m][half] = shared_mod_rows[m * 16 + half * 8 + lane / 4];
+        }
+#pragma unroll
+        for (int i = 0; i < kKeyTiles * 4; ++i) {
+          const int half = i % 4 / 2;
+          const int key = c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
+          bool sees = key < c.end_key;
+          if constexpr (Mod::kHasMask) {
+            if (masked && sees) {
+              int state = 1;
+              if (p.states != nullptr) {
+                state = p.states[b * p.state_strides[0] + head[m][half] * p.state_strides[1] +
+                                 query[m][half] / p.q_block * p.state_strides[2] + key / p.kv_block];
+              }
+              sees = state == 2 ||
+                     (state == 1 && Mod::mask_mod(p, mod_rows[m][half], b, head[m][half], query[m][half], key));
+            }
+          }
+          visible[m] |= static_cast<uint32>(sees) << i;
+          seen |= static_cast<uint32>(sees) << (i / 4 * 2 + i % 2);
+        }
+      }
+      if (masked) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) seen |= __shfl_xor_sync(0xffffffffu, seen, step);
+        if (__any_sync(0xffffffffu, seen != (1u << kKeyTiles * 2) - 1)) {
+          uint32 keys = 0;
+#pragma unroll
+          for (int key = 0; key < kKeys; ++key) {
+            const uint32 bits = __shfl_sync(0xffffffffu, seen, key % 8 / 2);
+            keys |= (bits >> (key / 8 * 2 + key % 2) & 1u) << key;
+          }
+          ring.clear_unseen_values(stage, keys);
+        }
+      }
+    }
+
+    // Scores in log2 units, -inf where not visible.
     if constexpr (Mod::kHasScoreMod) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -164,42 +225,24 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
 #pragma unroll
       for (int i = 0; i < kKeyTiles * 4; ++i) {
         const int half = i % 4 / 2;
-        const int key = c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
         float& s = tS[m][i / 4][i % 4];
-        bool visible = whole || key < c.end_key;
         if constexpr (Mod::kHasScoreMod) {
-          if (Mod::kTotal || (visible && first_row + m * 16 + half * 8 < rows))
+          const int key = c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
+          if (Mod::kTotal || ((visible[m] >> i & 1u) && first_row + m * 16 + half * 8 < rows))
             s = Mod::score_mod(p, mod_rows[m][half], s, b, head[m][half], query[m][half], key);
           s *= kLog2e;
         } else {
           s *= p.scale * kLog2e;
         }
-        if constexpr (Mod::kHasMask) {
-          if (masked && visible) {
-            int state = 1;
-            if (p.states != nullptr) {
-              state = p.states[b * p.state_strides[0] + head[m][half] * p.state_strides[1] +
-                               query[m][half] / p.q_block * p.state_strides[2] + key / p.kv_block];
-            }
-            visible = state == 2 ||
-                      (state == 1 && Mod::mask_mod(p, mod_rows[m][half], b, head[m][half], query[m][half], key));
-          }
-          seen |= static_cast<uint32>(visible) << (i / 4 * 2 + i % 2);
-        }
-        if (!visible) s = -FLASHBWD_INFINITY;
       }
     }
-    if (masked) {
+    if (hidden) {
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) seen |= __shfl_xor_sync(0xffffffffu, seen, step);
-      if (__any_sync(0xffffffffu, seen != (1u << kKeyTiles * 2) - 1)) {
-        uint32 keys = 0;
+      for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int key = 0; key < kKeys; ++key) {
-          const uint32 bits = __shfl_sync(0xffffffffu, seen, key % 8 / 2);
-          keys |= (bits >> (key / 8 * 2 + key % 2) & 1u) << key;
+        for (int i = 0; i < kKeyTiles * 4; ++i) {
+          if (!(visible[m] >> i & 1u)) tS[m][i / 4][i % 4] = -FLASHBWD_INFINITY;
         }
-        ring.clear_unseen_values(stage, keys);
       }
     }
 

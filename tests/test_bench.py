@@ -71,6 +71,7 @@ def test_names_are_unique_within_a_table():
         cases.ATTENTION_CASES,
         cases.NORM_CASES,
         cases.DECODING_CASES,
+        cases.DECODING_BACKWARD_CASES,
         cases.CPU_ATTENTION_CASES,
         cases.CPU_NORM_CASES,
         cases.CPU_DECODING_CASES,
@@ -89,7 +90,8 @@ def test_main_table_has_constant_tokens_and_width():
 
 
 def test_every_gpu_case_has_a_bar():
-    assert all(case.bars for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *cases.DECODING_CASES))
+    decoding = (*cases.DECODING_CASES, *cases.DECODING_BACKWARD_CASES)
+    assert all(case.bars for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *decoding))
 
 
 @pytest.mark.parametrize(
@@ -606,8 +608,9 @@ def test_gpu_case_end_to_end(tmp_path: Path):
 @pytest.mark.parametrize(
     "peer", [peer for peer in decoding_peers.DECODING_PEERS if not peer.compiled], ids=lambda peer: peer.name
 )
-def test_decoding_peers_are_right(peer):
-    case = cases.DecodingCase("t", 2, 4, 2, 2, 100, 16, dtype="fp32", compiled=False)
+@pytest.mark.parametrize("backward", [False, True])
+def test_decoding_peers_are_right(peer, backward):
+    case = cases.DecodingCase("t", 2, 4, 2, 2, 100, 16, dtype="fp32", backward=backward, compiled=False)
     found = runner.run_case(case, CPU, FAST, [peer])
     assert found.peers[peer.name].status == results.OK
     assert bool(found.peers[peer.name].errors) == (" with " not in peer.name)

@@ -164,7 +164,7 @@ class NormCase:
 
 @dataclass(frozen=True)
 class DecodingCase:
-    """One short-query attention forward over a key-value cache."""
+    """One short-query attention over a key-value cache: its forward, or its backward."""
 
     table: str
     batch: int
@@ -174,14 +174,16 @@ class DecodingCase:
     seqlen_k: int
     head_dim: int
     dtype: str = "bf16"
+    backward: bool = False
     compiled: bool = True
     bars: tuple[Bar, ...] = ()
 
     @property
     def name(self) -> str:
+        direction = " backward" if self.backward else ""
         return (
-            f"decoding {self.dtype} B{self.batch} H{self.heads}:{self.heads_kv} Sq{self.seqlen_q} Sk{self.seqlen_k} "
-            f"D{self.head_dim}"
+            f"decoding{direction} {self.dtype} B{self.batch} H{self.heads}:{self.heads_kv} Sq{self.seqlen_q} "
+            f"Sk{self.seqlen_k} D{self.head_dim}"
         )
 
     @property
@@ -190,8 +192,15 @@ class DecodingCase:
 
     @property
     def work(self) -> float:
-        """Bytes of keys and values read."""
-        return 2.0 * self.batch * self.heads_kv * self.seqlen_k * self.head_dim * DTYPES[self.dtype].itemsize
+        """Bytes of keys and values read; in the backward also those of their gradients, written."""
+        return (
+            (4.0 if self.backward else 2.0)
+            * self.batch
+            * self.heads_kv
+            * self.seqlen_k
+            * self.head_dim
+            * DTYPES[self.dtype].itemsize
+        )
 
     @property
     def input_bytes(self) -> int:
@@ -486,6 +495,17 @@ def _decoding_cases() -> Iterator[DecodingCase]:
 
 DECODING_CASES: tuple[DecodingCase, ...] = tuple(_decoding_cases())
 
+_DECODING_BACKWARD = (
+    ((8, 32, 8, 1, 8192, 128), "bf16"),
+    ((8, 64, 8, 4, 16384, 128), "bf16"),
+    ((16, 32, 8, 1, 16384, 64), "bf16"),
+    ((8, 32, 8, 1, 8192, 128), "fp32"),
+)
+DECODING_BACKWARD_CASES: tuple[DecodingCase, ...] = tuple(
+    DecodingCase("decoding_backward", *shape, dtype=dtype, backward=True, bars=(Bar(DECODING, ANY_PEER, 1.0),))
+    for shape, dtype in _DECODING_BACKWARD
+)
+
 # ---- a whole block in training -------------------------------------------------------------------
 # GPT-2 medium; Llama 3.2 1B; Llama 3 8B: shape, width, heads, key heads, hidden columns
 
@@ -571,10 +591,12 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
     """The cases of suite ``name`` on ``device`` ("cuda" or "cpu")."""
     attention: tuple[Case, ...] = ATTENTION_CASES if device == "cuda" else CPU_ATTENTION_CASES
     norms: tuple[Case, ...] = NORM_CASES if device == "cuda" else CPU_NORM_CASES
-    decoding: tuple[Case, ...] = DECODING_CASES if device == "cuda" else CPU_DECODING_CASES
+    decoding: tuple[Case, ...] = CPU_DECODING_CASES
+    if device == "cuda":
+        decoding = (*DECODING_CASES, *DECODING_BACKWARD_CASES)
     blocks: tuple[Case, ...] = BLOCK_CASES if device == "cuda" else ()
     if quick:
-        decoding = decoding[:3]
+        decoding = (*decoding[:3], *decoding[len(DECODING_CASES) :][:1])
         blocks = tuple(case for case in blocks if isinstance(case, BlockCase) and case.width < 4096)
         attention = tuple(case for case in attention if isinstance(case, AttentionCase) and _is_quick(case))
         norms = tuple(case for case in norms if isinstance(case, NormCase) and case.columns in (1024, 4096, 16384))

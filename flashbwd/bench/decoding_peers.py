@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
 from flashbwd.bench.cases import DECODING, DTYPES, SDPA, DecodingCase
-from flashbwd.bench.peers import Peer, Prepared
+from flashbwd.bench.peers import Peer, Prepared, refuse
 
 
 @dataclass(frozen=True)
 class DecodingInputs:
-    """q (B, H, Sq, D), k and v (B, Hkv, Sk, D); slopes (H,) of ALiBi."""
+    """q and dout (B, H, Sq, D), k and v (B, Hkv, Sk, D); slopes (H,) of ALiBi."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    dout: Tensor
     slopes: Tensor
 
 
@@ -34,30 +36,35 @@ def make_inputs(case: DecodingCase, device: torch.device, seed: int) -> Decoding
 
     q = normal(case.heads, case.seqlen_q)
     k, v = normal(case.heads_kv, case.seqlen_k), normal(case.heads_kv, case.seqlen_k)
-    return DecodingInputs(q, k, v, 2.0 ** -torch.arange(1, case.heads + 1, device=device).clamp(max=16))
+    for tensor in (q, k, v):
+        tensor.requires_grad_(case.backward)
+    dout = normal(case.heads, case.seqlen_q)
+    return DecodingInputs(q, k, v, dout, 2.0 ** -torch.arange(1, case.heads + 1, device=device).clamp(max=16))
 
 
-def outputs(case: DecodingCase, x: DecodingInputs) -> Tensor:
-    """The last batch's output in float64, for all of its heads."""
+def expected(case: DecodingCase, x: DecodingInputs) -> list[Tensor]:
+    """The last batch's output in float64, for all of its heads; or its dq, dk and dv."""
     group = case.heads // case.heads_kv
-    q, k, v = (t[-1].double() for t in (x.q, x.k, x.v))
+    q, k, v = (t[-1].detach().double().requires_grad_(case.backward) for t in (x.q, x.k, x.v))
     parts = [(q[h] @ k[h // group].T * case.head_dim**-0.5).softmax(-1) @ v[h // group] for h in range(case.heads)]
-    return torch.stack(parts)
+    out = torch.stack(parts)
+    return list(torch.autograd.grad(out, (q, k, v), x.dout[-1].double())) if case.backward else [out]
 
 
 def sdpa(case: DecodingCase, x: DecodingInputs) -> Prepared:
     grouped = case.heads != case.heads_kv
-    return _without_gradients(
-        lambda: torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=grouped)
+    return _prepared(
+        case, x, lambda: torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=grouped)
     )
 
 
 def _flex(mode: str | None) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
     def prepare(case: DecodingCase, x: DecodingInputs) -> Prepared:
+        refuse(case.backward and mode is not None, "the backward is measured as it is by default: tuning takes minutes")
         from torch.nn.attention.flex_attention import flex_attention
 
         compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
-        return _without_gradients(lambda: compiled(x.q, x.k, x.v, enable_gqa=case.heads != case.heads_kv))
+        return _prepared(case, x, lambda: compiled(x.q, x.k, x.v, enable_gqa=case.heads != case.heads_kv))
 
     return prepare
 
@@ -74,15 +81,44 @@ def _ours(name: str) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
 
         mod = {"": None, "alibi": alibi, "softcap": softcap}[name]
         grouped = case.heads != case.heads_kv
-        call = _without_gradients(lambda: flashbwd.flex_decoding(x.q, x.k, x.v, mod, enable_gqa=grouped))
-        if mod is None:
-            return call
-        return Prepared(call.backward, checked=False)
+        prepared = _prepared(case, x, lambda: flashbwd.flex_decoding(x.q, x.k, x.v, mod, enable_gqa=grouped))
+        return replace(prepared, checked=mod is None)
 
     return prepare
 
 
-def _without_gradients(attend: Callable[[], Any]) -> Prepared:
+def _causal(case: DecodingCase, x: DecodingInputs) -> Prepared:
+    """The last 8 keys are not there yet: full blocks, and a partial one."""
+    length, block = case.seqlen_k - 8, 128
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q + length >= k
+
+    def tensor(*values: int) -> Tensor:
+        return torch.tensor([[values]], dtype=torch.int32, device=x.q.device)
+
+    last = (case.seqlen_k - 1) // block
+    mask = BlockMask.from_kv_blocks(
+        tensor(1),
+        tensor(last, *range(last))[:, :, None],
+        tensor(last),
+        tensor(*range(last + 1))[:, :, None],
+        BLOCK_SIZE=(block, block),
+        mask_mod=causal,
+        seq_lengths=(case.seqlen_q, case.seqlen_k),
+    )
+    grouped = case.heads != case.heads_kv
+    call = _prepared(case, x, lambda: flashbwd.flex_decoding(x.q, x.k, x.v, block_mask=mask, enable_gqa=grouped))
+    return replace(call, checked=False)
+
+
+def _prepared(case: DecodingCase, x: DecodingInputs, attend: Callable[[], Any]) -> Prepared:
+    """The forward without gradients, or the backward of one that has run."""
+    if case.backward:
+        out = attend()
+        # Autograd runs on the stream of the forward, not on one that is captured.
+        return Prepared(lambda: torch.autograd.grad(out, (x.q, x.k, x.v), x.dout, retain_graph=True), capturable=False)
+
     def call() -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             return (attend(),)
@@ -97,4 +133,5 @@ DECODING_PEERS: tuple[Peer, ...] = (
     Peer(DECODING, _ours(""), devices=("cuda", "cpu")),
     Peer(f"{DECODING} with ALiBi", _ours("alibi"), devices=("cuda", "cpu")),
     Peer(f"{DECODING} with softcap", _ours("softcap"), devices=("cuda", "cpu")),
+    Peer(f"{DECODING} with causal mask", _causal, devices=("cuda", "cpu")),
 )

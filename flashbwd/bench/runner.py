@@ -96,10 +96,11 @@ def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor
 def decoding_errors(
     case: DecodingCase, x: decoding_peers.DecodingInputs, outputs: Sequence[Tensor | None]
 ) -> dict[str, float]:
-    """Relative error of the output of the last batch against float64."""
-    (out,) = outputs
-    assert out is not None
-    return _worst_errors(["out"], {"out": [decoding_peers.outputs(case, x)]}, {"out": [out[-1]]}, outputs)
+    """Relative error of the last batch's output, or of its gradients, against float64."""
+    names = ["dq", "dk", "dv"] if case.backward else ["out"]
+    expected = {name: [tensor] for name, tensor in zip(names, decoding_peers.expected(case, x), strict=True)}
+    actual = {name: [tensor[-1]] for name, tensor in zip(names, outputs, strict=True) if tensor is not None}
+    return _worst_errors(names, expected, actual, outputs)
 
 
 def block_errors(x: block_peers.BlockInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:

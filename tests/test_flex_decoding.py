@@ -65,7 +65,7 @@ def test_score_mods(mod: str, dtype: torch.dtype, device: str) -> None:
     check(shape, dtype, device, kit.score_mods(shape, device)[mod])
 
 
-@pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
+@pytest.mark.parametrize("dtype", [bf16, fp32, fp64], ids=str)
 @pytest.mark.parametrize("block", [64, 128, (1, 32)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask: str, block: Any, dtype: torch.dtype, device: str) -> None:
@@ -80,6 +80,16 @@ def test_group_sizes_and_query_lengths(group: int, seqlen_q: int, device: str) -
     check(shape, bf16, device, kit.score_mods(shape, device)["bias_rank3"], kit.mask_mods(shape, device)["causal"])
 
 
+@pytest.mark.parametrize("group", [3, 8])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 96), (256, 256)], ids=str)
+def test_masks_that_differ_between_the_heads_of_a_group(group: int, dims: tuple[int, int], device: str) -> None:
+    shape = Shape(heads=2 * group, seqlen_q=5, seqlen_k=259, head_dim=dims[0], head_dim_v=dims[1])
+    for mask in ("per_head", "some_rows_empty"):
+        for mod in ("alibi", "trig"):
+            mods = kit.score_mods(shape, device)
+            check(shape, bf16, device, mods[mod], kit.mask_mods(shape, device)[mask])
+
+
 @pytest.mark.parametrize("seqlen_k", [1, 2, 63, 64, 65, 127, 129, 1000, 1023, 4097])
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 def test_key_lengths(seqlen_k: int, dtype: torch.dtype, device: str) -> None:
@@ -88,8 +98,10 @@ def test_key_lengths(seqlen_k: int, dtype: torch.dtype, device: str) -> None:
     check(shape, dtype, device, mask=kit.mask_mods(shape, device)["causal"])
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (16, 64), (33, 17), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(1, 1), (16, 64), (33, 17), (64, 64), (100, 128), (128, 128), (192, 128), (96, 250), (256, 256)], ids=str
+)
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
 def test_head_dimensions(dims: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     check(Shape(head_dim=dims[0], head_dim_v=dims[1]), dtype, device)
 

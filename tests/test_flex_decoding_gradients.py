@@ -216,6 +216,68 @@ def test_pages_in_any_order() -> None:
     assert_close(got, rounded, expected, bf16)
 
 
+@pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
+def test_a_page_table_for_each_sequence_of_a_shared_cache(dtype: torch.dtype) -> None:
+    page, tables, lengths = 32, [[6, 2, 7], [1, 4, 0, 5]], [70, 128]
+    shape = Shape(batch=2, batch_kv=1, seqlen_q=1, seqlen_k=8 * page)
+    counts = torch.tensor([[[len(table)]] for table in tables], dtype=torch.int32, device="cuda")
+    indices = torch.tensor([[[table + [0] * (8 - len(table))]] for table in tables], dtype=torch.int32, device="cuda")
+    place = torch.full((2, 8), 1000, device="cuda")  # of a page in its sequence
+    for b, table in enumerate(tables):
+        place[b, table] = torch.arange(len(table), device="cuda")
+    length = torch.tensor(lengths, device="cuda")
+
+    def filled(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return place[b, k // page] * page + k % page < length[b]
+
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(1, page), mask_mod=filled, seq_lengths=(1, 8 * page))
+    dense = kit.dense_mask(filled, shape, "cuda")
+    assert dense.sum((1, 2, 3)).tolist() == [4 * n for n in lengths]
+    tensors = shape.tensors(dtype, "cuda")
+    got = gradients(lambda *x: ours(*x, None, mask), leaves(tensors), True)
+    rounded = gradients(lambda *x: eager(shape, *x, None, dense), leaves(tensors), True)
+    expected = gradients(lambda *x: kit.oracle(shape, *x, None, dense), leaves(tensors, torch.float64), True)
+    assert_close(got, rounded, expected, dtype)
+
+
+def test_a_captured_graph_reads_changed_lengths() -> None:
+    shape = Shape(seqlen_q=1, seqlen_k=300)
+    tensors = shape.tensors(bf16, "cuda")
+    lengths = torch.tensor([100, 300], device="cuda")
+
+    def filled(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k < lengths[b]
+
+    mask = BlockMask.from_kv_blocks(
+        torch.full((2, 1, 1), 3, dtype=torch.int32, device="cuda"),
+        torch.arange(3, dtype=torch.int32, device="cuda").expand(2, 1, 1, 3).contiguous(),
+        mask_mod=filled,
+        seq_lengths=(1, 300),
+    )
+    inputs = leaves(tensors)
+    dout = torch.randn(2, 4, 1, 16, device="cuda").to(bf16)
+
+    def step() -> tuple[Tensor, ...]:
+        out, _ = ours(*inputs, None, mask)
+        return torch.autograd.grad(out, inputs, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for changed in ([100, 300], [17, 203], [0, 1]):
+        lengths.copy_(torch.tensor(changed))
+        graph.replay()
+        wide = leaves(tensors, torch.float64)
+        out, _ = kit.oracle(shape, *wide, None, kit.dense_mask(filled, shape, "cuda"))
+        for g, e in zip(got, torch.autograd.grad(out, wide, dout.double()), strict=True):
+            torch.testing.assert_close(g.double(), e, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("mask", [None, "causal", "per_head"])
 def test_repeated_gradients_have_equal_bits(mask: str | None) -> None:
     shape = Shape(heads=8, seqlen_k=2049, head_dim=128, head_dim_v=128)

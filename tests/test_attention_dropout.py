@@ -34,14 +34,14 @@ def mask_drawn(
         for head in range(heads):
             for start in range(0, seqlen_q, columns):
                 width = min(columns, seqlen_q - start)
-                dout = torch.zeros(batch, seqlen_q, heads, width, dtype=dtype, device=device)
-                dout[:, start : start + width, head] = torch.eye(width, dtype=dtype, device=device)
-                v = torch.zeros(batch, seqlen_k, heads_kv, width, dtype=dtype, device=device)
+                dout = torch.zeros(batch, seqlen_q, heads, columns, dtype=dtype, device=device)
+                dout[:, start : start + width, head, :width] = torch.eye(width, dtype=dtype, device=device)
+                v = torch.zeros(batch, seqlen_k, heads_kv, columns, dtype=dtype, device=device)
                 dv = flashbwd.attention_backward(
                     dout, q, k, v, torch.zeros_like(dout), lse, dropout_p=p, rng_state=state
                 ).dv
                 kv = head // (heads // heads_kv)
-                kept[:, head, start : start + width] = dv[:, :, kv].transpose(1, 2) != 0
+                kept[:, head, start : start + width] = dv[:, :, kv, :width].transpose(1, 2) != 0
     return kept.cpu()
 
 

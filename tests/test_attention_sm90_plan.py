@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kit.host import dense_problem, device_info, load_host
 
+COUNTER_BYTES = 8 * 4  # jobs taken, what is finished of 2 * 3 KV heads, padded to 4 words
 H100 = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
 
 
@@ -30,13 +31,16 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"has_bias": True}, "it does not take attn_bias"),
-        ({"has_alibi": True}, "it does not take alibi_slopes"),
-        ({"has_sink": True}, "it does not compute the gradient of sink"),
-        ({"dropout_p": 0.1}, "it does not take dropout"),
-        ({"softcap": 30.0}, "it does not take softcap"),
-        ({"head_dim": 136}, "it holds no tile for head dimensions 136 and 128"),
-        ({"head_dim_v": 192}, "it holds no tile for head dimensions 128 and 192"),
+        (
+            {"has_bias": True, "need_dbias": True, "softcap": 30.0},
+            "it does not take the gradient of attn_bias behind a softcap",
+        ),
+        (
+            {"has_bias": True, "need_dbias": True, "head_dim": 200},
+            "it does not take the gradient of attn_bias at head dimensions above 192",
+        ),
+        ({"head_dim": 264}, "it holds no tile for head dimensions 264 and 128"),
+        ({"head_dim_v": 257}, "it holds no tile for head dimensions 128 and 257"),
         ({"aligned_16": False}, "multiples of 16 bytes"),
         ({"batch": 0}, "nothing to launch for an empty batch"),
         ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
@@ -70,19 +74,85 @@ def test_refuses_other_devices_with_the_reason(host: ModuleType, device: dict[st
     ("head_dim", "head_dim_v", "tile"),
     [
         (8, 8, (128, 128)),
+        (32, 24, (128, 128)),
         (64, 64, (128, 128)),
+        (80, 96, (64, 128)),
         (72, 64, (64, 128)),
         (64, 72, (64, 128)),
         (128, 8, (64, 128)),
         (128, 128, (64, 128)),
+        (192, 128, (64, 128)),
+        (128, 160, (64, 128)),
+        (256, 256, (64, 128)),
     ],
 )
-def test_tile_follows_the_wider_head_dimension(
+def test_tile_is_the_first_that_holds_both_head_dimensions(
     host: ModuleType, head_dim: int, head_dim_v: int, tile: tuple[int, int]
 ) -> None:
     plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v)
     assert plan.backend == "sm90"
     assert (plan.block_m, plan.block_n) == tile
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"softcap": 30.0}, {"has_alibi": True}, {"dropout_p": 0.1}, {"has_bias": True}],
+    ids=lambda f: next(iter(f)),
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_features_take_tiles_of_two_ctas(host: ModuleType, head_dim: int, feature: dict[str, Any]) -> None:
+    plan = plan_of(host, head_dim=head_dim, head_dim_v=min(head_dim, 128), **feature)
+    assert plan.backend == "sm90"
+    assert (plan.block_m, plan.block_n) == (64, 128)
+    assert "by 2 CTAs" in plan.schedule
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_dim": 128, "softcap": 30.0}, ""),
+        ({"head_dim": 104, "has_alibi": True}, ""),
+        ({"head_dim": 192, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
+        ({"head_dim": 64, "has_sink": True}, ""),
+        ({"head_dim": 192, "has_bias": True, "need_dbias": True}, ""),
+        ({"head_dim": 64, "softcap": 30.0}, "with softcap, bias, ALiBi or dropout at head dimensions up to 96"),
+        ({"head_dim": 128, "has_bias": True}, "with attn_bias or dropout at head dimensions up to 128"),
+        ({"head_dim": 128, "dropout_p": 0.1, "dropout_layout": "kFlash"}, "with attn_bias or dropout"),
+        ({"head_dim": 256, "dropout_p": 0.1, "dropout_layout": "kEfficient32"}, "memory-efficient dropout"),
+    ],
+    ids=str,
+)
+def test_the_faster_family_goes_first(host: ModuleType, changes: dict[str, Any], why: str) -> None:
+    if layout := changes.get("dropout_layout"):
+        changes = changes | {"dropout_layout": getattr(host.DropoutLayout, layout)}
+    changes = changes | {"head_dim_v": changes["head_dim"]}
+    plan = plan_of(host, {"has_attention_sm80": True}, **changes)
+    assert plan.backend == ("sm80" if why else "sm90")
+    assert why in dict(plan.refusals).get("sm90", "")
+    assert "sm80" in dict(plan.refusals) or why
+    # Without the other family, or asked for, it takes what it can.
+    assert plan_of(host, **changes).backend == "sm90"
+    assert "sm90" not in dict(plan_of(host, **changes).refusals)
+    assert plan_of(host, {"has_attention_sm80": True}, backend="sm90", **changes).backend == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "deterministic", "zeroed", "partial"),
+    [
+        ({}, False, 0, 0),  # dbias itself is written
+        ({"bias_broadcast_head": True}, False, 2 * 300 * 500, 0),  # added into
+        ({"bias_broadcast_head": True}, True, 0, 2 * 6 * 300 * 500),  # stored for each head, then summed in order
+        ({"bias_broadcast_row": True}, False, 2 * 6 * 500, 0),
+        ({"bias_broadcast_col": True}, False, 2 * 6 * 32 * 300, 0),  # a slot for each 16 of 512 keys
+    ],
+)
+def test_bias_gradient_takes_the_scratch_of_its_broadcast(
+    host: ModuleType, broadcast: dict[str, bool], deterministic: bool, zeroed: int, partial: int
+) -> None:
+    plan = plan_of(host, has_bias=True, need_dbias=True, deterministic=deterministic, **broadcast)
+    semaphores = 2 * 6 * 5 * 4 if deterministic else 0
+    assert plan.workspace.semaphore_bytes == COUNTER_BYTES + semaphores + 4 * zeroed
+    assert plan.workspace.partial_bytes == 4 * partial
 
 
 @pytest.mark.parametrize("dtype", ["kBFloat16", "kFloat16"])
@@ -93,9 +163,8 @@ def test_first_add_to_a_tile_of_a_dense_accumulator_stores(host: ModuleType, dty
     assert plan.workspace.dq_mode == (host.DqMode.kOrdered if deterministic else host.DqMode.kAtomic)
     assert not plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
-    counters = 8  # jobs taken, what is finished of 2 * 3 KV heads, padded to 4
     semaphores = 2 * 6 * 5 * 2  # 300 queries are 5 blocks of 64; 2 warpgroups
-    assert plan.workspace.semaphore_bytes == (counters + semaphores) * 4
+    assert plan.workspace.semaphore_bytes == COUNTER_BYTES + semaphores * 4
 
 
 def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
@@ -121,6 +190,11 @@ def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
     assert not ordered.schedule.startswith("pairs")  # turns would wait for jobs taken later
 
 
+def test_wide_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
+    plan = plan_of(host, deterministic=True, head_dim=192)
+    assert plan.workspace.semaphore_bytes == COUNTER_BYTES + 2 * 6 * 5 * 4  # 300 queries are 5 blocks of 64; int32
+
+
 @pytest.mark.parametrize(("varlen", "rows"), [(False, 2 * 6 * 384), (True, 6 * 896)])
 def test_row_statistics_take_two_padded_rows_a_query(host: ModuleType, varlen: bool, rows: int) -> None:
     # Dense: 300 queries padded to 384. Packed: 600 rows and 128 a sequence, padded to 896.
@@ -128,6 +202,8 @@ def test_row_statistics_take_two_padded_rows_a_query(host: ModuleType, varlen: b
     assert plan.workspace.delta_bytes == 2 * rows * 4
 
 
-def test_windows_packed_and_grouped_heads_are_taken(host: ModuleType) -> None:
-    plan = plan_of(host, varlen=True, window_left=7, window_right=0, has_seqused=True, heads=32, heads_kv=1)
+def test_windows_packed_grouped_heads_and_sinks_are_taken(host: ModuleType) -> None:
+    plan = plan_of(
+        host, varlen=True, window_left=7, window_right=0, has_seqused=True, heads=32, heads_kv=1, has_sink=True
+    )
     assert plan.backend == "sm90"

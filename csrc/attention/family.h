@@ -17,6 +17,9 @@ struct AttentionFamily {
   std::string (*refusal)(const AttentionProblem&, const DeviceInfo&);
   // Fills tile, schedule, workspace layout. Called only where refusal() is empty.
   void (*plan)(const AttentionProblem&, const DeviceInfo&, AttentionPlan*);
+  // Null, or: empty where the family is the faster one, else in words why one behind it goes first if it takes the
+  // problem. Called only where refusal() is empty.
+  std::string (*slower)(const AttentionProblem&) = nullptr;
 };
 
 // Launches on `stream`; returns null, or a message that lives until the next call on this thread.

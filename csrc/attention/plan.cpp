@@ -1,5 +1,6 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <sstream>
 
 #include "../common/check.h"
@@ -49,6 +50,7 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
   plan.sm_count = device.sm_count;
   const bool any = problem.backend == "auto";
   const AttentionFamily* chosen = nullptr;
+  const AttentionFamily* spare = nullptr;  // taken if no faster one takes it
   bool known = any || problem.backend == kReference;
   for (const Candidate& candidate : kCandidates) {
     const bool forced = problem.backend == candidate.name;
@@ -61,14 +63,20 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
     } else {
       reason = refusal_of(candidate, problem, device);
       if (reason.empty()) {
-        chosen = candidate.family;
-        continue;
+        if (any && candidate.family->slower != nullptr) reason = candidate.family->slower(problem);
+        (reason.empty() ? chosen : spare) = candidate.family;
+        if (reason.empty()) continue;
       }
       if (forced) plan.refusal = "backend \"" + problem.backend + "\" cannot run this: " + reason;
     }
     plan.refusals.emplace_back(candidate.name, reason);
   }
   check(known, "backend is \"", problem.backend, "\", expected \"auto\", \"sm90\", \"sm80\" or \"reference\"");
+  if (chosen == nullptr && spare != nullptr) {
+    chosen = spare;
+    const auto is_spare = [&](const auto& refusal) { return refusal.first == spare->name; };
+    plan.refusals.erase(std::find_if(plan.refusals.begin(), plan.refusals.end(), is_spare));
+  }
   if (chosen != nullptr) {
     plan.backend = chosen->name;
     plan.refusals.emplace_back(kReference, std::string(chosen->name) + " is faster");

@@ -45,6 +45,45 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase)
       : "memory");
 }
 
+// ---- Clusters. An address of this CTA's shared memory is also one of the same place in another CTA's. ----
+
+__device__ __forceinline__ uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t address_in_cta(const void* smem, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(smem)), "r"(rank));
+  return address;
+}
+
+// All threads of all CTAs; what they did to shared memory before is seen by all behind it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ int32_t load_from_cta(const int32_t* smem, uint32_t rank) {
+  int32_t value;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address_in_cta(smem, rank)) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void mbarrier_arrive_in_cta(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_cta(barrier, rank))
+               : "memory");
+}
+
+// From this CTA's shared memory to `destination` of another's, whose `barrier` is told the bytes.
+__device__ __forceinline__ void bulk_copy_to_cta(void* destination, uint64_t* barrier, uint32_t rank,
+                                                 const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   address_in_cta(destination, rank)),
+               "r"(smem_address(source)), "r"(bytes), "r"(address_in_cta(barrier, rank))
+               : "memory");
+}
+
 // ---- The copy engine ----
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {

@@ -45,6 +45,7 @@ template <int kChunkBytes>
 struct AlongRows {
   static constexpr Major kMajor = Major::MN;
   static constexpr int step_bytes(int k) { return k * 16 * kChunkRowBytes; }  // 16 rows a step
+  static constexpr int column_bytes(int column) { return column / kChunkColumns * kChunkBytes; }
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     return smem_descriptor(address, kChunkBytes);
   }
@@ -56,13 +57,17 @@ template <typename T, int N, Major kMajorA, Major kMajorB>
 constexpr auto shared_atom() {
   namespace atoms = cute::SM90::GMMA;
   constexpr bool kBF16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(N == 64 || N == 128, "add the atom's name here");
-  if constexpr (N == 64) {
+  if constexpr (N == 32) {
+    if constexpr (kBF16) return atoms::MMA_64x32x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x32x16_F32F16F16_SS<kMajorA, kMajorB>{};
+  } else if constexpr (N == 64) {
     if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
     if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_SS<kMajorA, kMajorB>{};
-  } else {
+  } else if constexpr (N == 128) {
     if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
     if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_SS<kMajorA, kMajorB>{};
+  } else {
+    static_assert(N == 0, "add the atom's name here");
   }
 }
 
@@ -70,13 +75,23 @@ template <typename T, int N, Major kMajorB>
 constexpr auto register_atom() {
   namespace atoms = cute::SM90::GMMA;
   constexpr bool kBF16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(N == 64 || N == 128, "add the atom's name here");
-  if constexpr (N == 64) {
+  if constexpr (N == 32) {
+    if constexpr (kBF16) return atoms::MMA_64x32x16_F32BF16BF16_RS<Major::K, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x32x16_F32F16F16_RS<Major::K, kMajorB>{};
+  } else if constexpr (N == 64) {
     if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_RS<Major::K, kMajorB>{};
     if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_RS<Major::K, kMajorB>{};
-  } else {
+  } else if constexpr (N == 96) {
+    if constexpr (kBF16) return atoms::MMA_64x96x16_F32BF16BF16_RS<Major::K, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x96x16_F32F16F16_RS<Major::K, kMajorB>{};
+  } else if constexpr (N == 128) {
     if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_RS<Major::K, kMajorB>{};
     if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_RS<Major::K, kMajorB>{};
+  } else if constexpr (N == 192) {
+    if constexpr (kBF16) return atoms::MMA_64x192x16_F32BF16BF16_RS<Major::K, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x192x16_F32F16F16_RS<Major::K, kMajorB>{};
+  } else {
+    static_assert(N == 0, "add the atom's name here");
   }
 }
 
@@ -86,10 +101,11 @@ __device__ __forceinline__ void issue(float (&d)[kRegisters], uint64_t a, uint64
   Atom::fma(a, b, d[I]..., scale);
 }
 
-template <typename Atom, int kRegisters, int... I>
+// On the accumulator's registers from kFirst on.
+template <typename Atom, int kFirst, int kRegisters, int... I>
 __device__ __forceinline__ void issue(float (&d)[kRegisters], const uint32_t* a, uint64_t b, ScaleOut scale,
                                       std::integer_sequence<int, I...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kFirst + I]..., scale);
 }
 
 }  // namespace detail
@@ -105,6 +121,12 @@ template <int kRegisters>
 __device__ __forceinline__ void fence_registers(uint32_t (&d)[kRegisters]) {
 #pragma unroll
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
+// The compiler computes what depends on it here and now, instead of once for all in registers that it then spills.
+__device__ __forceinline__ uint32_t not_hoisted(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
 }
 
 // d (64 x N, N = 2 * kRegisters) = or += A B^T over kSteps * 16; A and B in shared memory. One committed group.
@@ -124,19 +146,27 @@ __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t address
   cute::warpgroup_commit_batch();
 }
 
-// The same with A in registers: four a step, in the order of the 16-bit fragment of a 64 x 16 tile.
+// The same with A in registers: four a step, in the order of the 16-bit fragment of a 64 x 16 tile. N = 256 is cut in
+// two: one instruction on 128 accumulator registers does not compile in a block of 512 threads.
 template <typename T, bool kAccumulate, typename OperandB, int kRegisters, int kRegistersA>
 __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kRegistersA], uint32_t address_b) {
-  using Atom = decltype(detail::register_atom<T, kRegisters * 2, OperandB::kMajor>());
+  constexpr int kParts = kRegisters > 96 ? 2 : 1;
+  constexpr int kPartRegisters = kRegisters / kParts;
+  using Atom = decltype(detail::register_atom<T, kPartRegisters * 2, OperandB::kMajor>());
+  using Indices = std::make_integer_sequence<int, kPartRegisters>;
   const uint64_t b = OperandB::descriptor(address_b);
   fence_registers(d);
   fence_registers(a);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < kRegistersA / 4; ++k) {
-    detail::issue<Atom>(d, a + 4 * k, b + (OperandB::step_bytes(k) >> 4),
-                        kAccumulate || k > 0 ? ScaleOut::One : ScaleOut::Zero,
-                        std::make_integer_sequence<int, kRegisters>());
+    const ScaleOut scale = kAccumulate || k > 0 ? ScaleOut::One : ScaleOut::Zero;
+    const uint64_t b_step = b + (OperandB::step_bytes(k) >> 4);
+    detail::issue<Atom, 0>(d, a + 4 * k, b_step, scale, Indices());
+    if constexpr (kParts == 2) {
+      detail::issue<Atom, kPartRegisters>(d, a + 4 * k, b_step + (OperandB::column_bytes(kRegisters) >> 4), scale,
+                                          Indices());
+    }
   }
   cute::warpgroup_commit_batch();
 }

@@ -43,6 +43,10 @@ void bind_problem(py::module_& m) {
       .value("kNone", CausalAlignment::kNone)
       .value("kBottomRight", CausalAlignment::kBottomRight)
       .value("kTopLeft", CausalAlignment::kTopLeft);
+  py::enum_<DropoutLayout>(m, "DropoutLayout")
+      .value("kFlash", DropoutLayout::kFlash)
+      .value("kEfficient32", DropoutLayout::kEfficient32)
+      .value("kEfficient64", DropoutLayout::kEfficient64);
   py::enum_<DType>(m, "DType")
       .value("kFloat16", DType::kFloat16)
       .value("kBFloat16", DType::kBFloat16)
@@ -53,6 +57,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("dtype", &AttentionProblem::dtype)
       .def_readwrite("softcap", &AttentionProblem::softcap)
       .def_readwrite("dropout_p", &AttentionProblem::dropout_p)
+      .def_readwrite("dropout_layout", &AttentionProblem::dropout_layout)
       .def_readwrite("has_bias", &AttentionProblem::has_bias)
       .def_readwrite("need_dbias", &AttentionProblem::need_dbias)
       .def_readwrite("bias_broadcast_batch", &AttentionProblem::bias_broadcast_batch)

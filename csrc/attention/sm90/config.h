@@ -6,11 +6,12 @@
 
 namespace flashbwd::sm90 {
 
-constexpr int kConsumerWarpgroups = 2;
 constexpr int kWarpgroupThreads = 128;
-constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;  // one producer warpgroup
 
-// 65536 registers over 3 warpgroups, in steps of 8: 24 + 2 * 240 = 504 <= 512 a lane.
+// Two consumer warpgroups behind one producer warpgroup. 65536 registers over 3 warpgroups, in steps of 8:
+// 24 + 2 * 240 = 504 <= 512 a lane.
+constexpr int kConsumerWarpgroups = 2;
+constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
@@ -18,20 +19,46 @@ constexpr int kConsumerRegisters = 240;
 // padded; then the semaphores of dq tiles.
 constexpr int64_t counter_words(int64_t heads) { return (1 + heads + 3) / 4 * 4; }
 
+// Wide tiles: a producer warpgroup and one each for P and dv, for dS and dk, for dq. Registers sum to 512 a lane.
+constexpr int kWideThreads = 4 * kWarpgroupThreads;
+struct WideRegisters {
+  int producer, probabilities, score_gradients, dq;
+};
+constexpr WideRegisters wide_registers(int32_t head_dim) {
+  return head_dim <= 192 ? WideRegisters{40, 200, 200, 72} : WideRegisters{32, 208, 208, 64};
+}
+
 struct Tile {
-  int32_t head_dim;  // of q, k and v in shared memory: smaller ones are padded by the copy engine
-  int32_t block_m;   // queries
-  int32_t block_n;   // keys: 64 for each consumer warpgroup
-  int32_t stages;    // of q and dout
+  int32_t head_dim;    // of q and k in shared memory: smaller ones are padded by the copy engine
+  int32_t head_dim_v;  // of v and dout, likewise
+  int32_t block_m;     // queries
+  int32_t block_n;     // keys of a job
+  int32_t stages;      // of q
+  int32_t dout_stages;
+  int32_t ctas = 1;  // of a cluster, which have the keys in equal parts
 };
 
-// dk and dv of a consumer warpgroup (64 keys) take head_dim registers a thread, s and dp block_m, dq 32. What is left
-// of 240 decides block_m; shared memory (227 KB) then takes two stages of everything.
+// Up to 128: each of two consumer warpgroups has 64 keys. dk and dv of those take (head_dim + head_dim_v) / 2 registers
+// a thread, s and dp block_m, dq 32. What is left of 240 decides block_m; shared memory (227 KB) then takes two stages
+// of everything.
+// Of two CTAs with 64 keys each (wide/): dv in one warpgroup and dk in another, half of their head dimension in
+// registers a thread, s or dp 32. Shared memory decides the stages.
 constexpr Tile kTiles[] = {
-    {64, 128, 128, 2},  // 64 + 128 + 32 registers, 194 KB
-    {128, 64, 128, 2},  // 128 + 64 + 32 registers, 193 KB
+    {32, 32, 128, 128, 2, 2},      // 32 + 128 + 16 registers, 194 KB
+    {64, 64, 128, 128, 2, 2},      // 64 + 128 + 32 registers, 194 KB
+    {96, 96, 64, 128, 2, 2},       // 96 + 64 + 32 registers, 193 KB
+    {128, 128, 64, 128, 2, 2},     // 128 + 64 + 32 registers, 193 KB
+    {128, 128, 64, 128, 2, 2, 2},  // 64 + 32 registers, 185 KB; for features, smaller head dimensions too
+    {192, 128, 64, 128, 2, 2, 2},  // 96 + 32 registers, 217 KB
+    {192, 192, 64, 128, 2, 2, 2},  // 96 + 32 registers, 225 KB
+    {256, 256, 64, 128, 2, 1, 2},  // 128 + 32 registers, 225 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
+
+constexpr bool is_wide(const Tile& tile) { return tile.ctas == 2; }
+
+// Parts of a dq tile that are added, and in deterministic mode take turns, on their own.
+constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? 1 : kConsumerWarpgroups; }
 
 // Development builds may hold some of the head dimensions only.
 constexpr bool is_built(int32_t head_dim) {
@@ -45,11 +72,20 @@ constexpr bool is_built(int32_t head_dim) {
 #endif
 }
 
+// Kernels that a tile has: without features, with them.
+constexpr bool has_kernel(const Tile& tile, bool features) {
+  return features ? is_wide(tile) && tile.head_dim == tile.head_dim_v : !is_wide(tile) || tile.head_dim > 128;
+}
+
+// Whether its kernel with features writes the gradient of a bias too: above that, dk leaves it no registers.
+constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
+
 // Row of kTiles for these head dimensions, or -1.
-constexpr int tile_for(int64_t head_dim, int64_t head_dim_v) {
-  const int64_t wider = head_dim > head_dim_v ? head_dim : head_dim_v;
+constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features) {
   for (int i = 0; i < kNumTiles; ++i) {
-    if (is_built(kTiles[i].head_dim) && wider <= kTiles[i].head_dim) return i;
+    const Tile& tile = kTiles[i];
+    const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v;
+    if (is_built(tile.head_dim) && has_kernel(tile, features) && holds) return i;
   }
   return -1;
 }

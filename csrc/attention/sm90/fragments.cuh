@@ -68,14 +68,16 @@ __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16
   }
 }
 
-// dq of one warp, 16 of 64 queries x 64 columns, into two boxes of 32 columns, swizzled as the copy engine reads them.
-__device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const float (&dq)[32], int32_t warp,
+// dq of one warp, 16 of 64 queries x 2 kValues columns, into boxes of 32 columns, swizzled as the copy engine reads
+// them.
+template <int kValues>
+__device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const float (&dq)[kValues], int32_t warp,
                                                int32_t lane) {
   const int32_t row = warp * 16 + lane / 4;
   // Odd rows go through the columns in another order: four rows then fall into four different sets of banks.
   const bool odd = row % 2 != 0;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kValues / 4; ++j) {
     const int32_t piece = ((odd ? j ^ 2 : j) % 4 * 2 + lane % 4 / 2) ^ row % 8;  // row + 8 has the same row % 8
     float* place = boxes[j / 4] + row * 32 + piece * 4 + lane % 2 * 2;
     const float2 upper =
@@ -93,8 +95,10 @@ template <int kChunks, int kChunkBytes, int kThreads>
 __device__ void scrub(uint8_t* tile, int32_t valid, uint32_t barrier) {
   constexpr int kRows = kChunkBytes / kChunkRowBytes;
   const int32_t vectors = (kRows - valid) * (kChunkRowBytes / 16);
+#pragma unroll 1
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     uint4* rows = reinterpret_cast<uint4*>(tile + chunk * kChunkBytes + valid * kChunkRowBytes);
+#pragma unroll 1
     for (int i = threadIdx.x % kThreads; i < vectors; i += kThreads) rows[i] = make_uint4(0, 0, 0, 0);
   }
   fence_async_shared();

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../bias_gradient.h"
 #include "../params.h"
 #include "../row_statistics.h"
 #include "grouped.h"
@@ -19,8 +20,9 @@ struct KernelParams {
   RowStatistics statistics;
   int32_t jobs = 0;
   GroupedJobs grouped;
-  int32_t ctas = 0;                 // one a multiprocessor
+  int32_t ctas = 0;                 // one a multiprocessor; wide tiles: two a job
   int32_t* jobs_taken = nullptr;    // counter in the workspace, 0 at the start
+  bool packed_jobs = false;         // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;           // of the longest sequence
   int32_t key_blocks_of_list = 0;   // half of them, where a job is a pair
   int32_t head_group = 1;           // KV heads that are worked on abreast, see dense_job
@@ -35,6 +37,11 @@ struct KernelParams {
   bool adds_into_zeros = false;       // of the workspace: the first add to a tile need not store
   int32_t* heads_finished = nullptr;  // see HeadsFinished; a count a store warp
   int32_t query_blocks = 0;           // of the longest sequence
+
+  // Of kernels that take features.
+  BiasGradient bias_gradient;
+  float dropout_scale = 1.f;       // of what is kept
+  uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; else 32-bit words from this one on
 };
 
 }  // namespace flashbwd::sm90

@@ -1,4 +1,5 @@
-// Host side of a run: row statistics, descriptors, the kernel, conversion of dq.
+// Host side of a run: row statistics, descriptors, the kernel, conversion of dq, the gradients of
+// bias and sinks.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -9,9 +10,12 @@
 #include <string>
 
 #include "../auxiliary.h"
+#include "../dropout.h"
 #include "../schedule.h"
+#include "../sink_gradient.h"
 #include "config.h"
 #include "launch.h"
+#include "layout.h"
 #include "plan.h"
 
 namespace flashbwd::sm90 {
@@ -122,7 +126,29 @@ void point_at_partial_sums(const WorkspaceLayout& workspace, AttentionBackwardPa
   p->dk_dtype = p->dv_dtype = DType::kFloat32;
 }
 
+bool has_features(const AttentionBackwardParams& p) {
+  return p.bias.data != nullptr || p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
+}
+
+CallSizes sizes_of(const AttentionBackwardParams& p) {
+  CallSizes sizes;
+  sizes.packed = p.cu_seqlens_k != nullptr;
+  sizes.batch = p.batch;
+  sizes.heads = p.heads;
+  sizes.heads_kv = p.heads_kv;
+  sizes.seqlen_q = p.seqlen_q;
+  sizes.seqlen_k = p.seqlen_k;
+  sizes.total_k = p.total_k;
+  sizes.deterministic = p.deterministic;
+  sizes.bias_gradient = p.dbias.data != nullptr;
+  sizes.bias_broadcast = broadcast_of(p);
+  return sizes;
+}
+
 const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, KernelParams* params) {
+  const CallSizes sizes = sizes_of(p);
+  const Tile& tile = kTiles[plan.config];
+  const int32_t keys_of_a_cta = tile.block_n / tile.ctas;
   const WorkspaceLayout& workspace = plan.workspace;
   uint8_t* const base = static_cast<uint8_t*>(p.workspace);
   const bool packed_q = p.cu_seqlens_q != nullptr, packed_k = p.cu_seqlens_k != nullptr;
@@ -135,8 +161,8 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
 
   if (!encode_heads(&params->q, p.dtype, p.q, base, p.head_dim, rows_q, p.heads, batch_q, plan.block_m) ||
       !encode_heads(&params->dout, p.dtype, p.dout, base, p.head_dim_v, rows_q, p.heads, batch_q, plan.block_m) ||
-      !encode_heads(&params->k, p.dtype, p.k, base, p.head_dim, rows_k, p.heads_kv, batch_k, plan.block_n) ||
-      !encode_heads(&params->v, p.dtype, p.v, base, p.head_dim_v, rows_k, p.heads_kv, batch_k, plan.block_n) ||
+      !encode_heads(&params->k, p.dtype, p.k, base, p.head_dim, rows_k, p.heads_kv, batch_k, keys_of_a_cta) ||
+      !encode_heads(&params->v, p.dtype, p.v, base, p.head_dim_v, rows_k, p.heads_kv, batch_k, keys_of_a_cta) ||
       !encode(&params->dq_accumulator, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, base + workspace.accumulator_offset, p.head_dim,
               accumulator, 32, 64)) {
     return "sm90: the driver could not encode a tensor map";
@@ -145,63 +171,87 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->statistics = row_statistics(p, workspace);
   params->key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, plan.block_n));
   params->query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, plan.block_m));
-  const GroupedSizes sizes = grouped_sizes(p, packed_q || packed_k, plan.block_m, plan.block_n);
-  params->grouped = grouped_jobs(sizes, plan.sm_count);
+  if (!is_wide(tile)) {
+    params->grouped = grouped_jobs(grouped_sizes(p, packed_q || packed_k, plan.block_m, plan.block_n), plan.sm_count);
+  }
   params->key_blocks_of_list =
       params->grouped.pairs ? static_cast<int32_t>(ceil_div(params->key_blocks, 2)) : params->key_blocks;
   const int32_t lists = p.heads_kv * params->grouped.splits;
-  params->jobs = static_cast<int32_t>(packed_k ? varlen_jobs(p.total_k, p.batch, lists, plan.block_n)
-                                               : int64_t{p.batch} * lists * params->key_blocks_of_list);
+  params->packed_jobs = packed_jobs(sizes);
+  params->jobs = static_cast<int32_t>(params->packed_jobs ? varlen_jobs(p.total_k, p.batch, lists, plan.block_n)
+                                                          : int64_t{p.batch} * lists * params->key_blocks_of_list);
   if (params->grouped.splits > 1) point_at_partial_sums(workspace, &params->attention, params->grouped.splits);
-  params->ctas = static_cast<int32_t>(std::min<int64_t>(params->jobs, plan.sm_count));
-  auto* const zeros = reinterpret_cast<int32_t*>(base + workspace.semaphore_offset);
-  params->jobs_taken = zeros;
-  params->head_group = heads_of_a_list(p, *params, lists, plan.sm_count);
+  params->ctas = is_wide(tile) ? params->jobs * tile.ctas : std::min(params->jobs, plan.sm_count);
+  uint8_t* const zeroed = base + workspace.semaphore_offset;
+  const ZeroedRegion region = zeroed_region(sizes, tile);
+  params->jobs_taken = reinterpret_cast<int32_t*>(zeroed);
+  params->head_group = heads_of_a_list(p, *params, lists, plan.sm_count / tile.ctas);
   if (from_last_key(p)) {
     params->lists_from_last_key = static_cast<int32_t>(ceil_div(int64_t{p.batch} * lists, params->head_group)) - 1;
   }
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
   params->dv_vectors = rows_aligned(p.dv);
-  params->heads_finished = zeros + 1;
+  params->heads_finished = params->jobs_taken + 1;
   params->adds_into_zeros = workspace.zero_accumulator;
-  if (p.deterministic || !workspace.zero_accumulator) {
-    params->semaphores = zeros + counter_words(int64_t{p.batch} * p.heads_kv);
+  if (has_semaphores(sizes, tile)) params->semaphores = reinterpret_cast<int32_t*>(zeroed + region.semaphore_offset);
+  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  params->bias_gradient = bias_gradient(
+      p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : base + workspace.partial_offset);
+  if (p.dropout_p > 0.f) {
+    params->dropout_scale = dropout_scale(p);
+    params->dropout_threshold =
+        p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
   }
   return nullptr;
 }
 
 template <typename T, int kTileIndex = 0>
-const char* dispatch(int tile_index, const KernelParams& params, void* stream) {
+const char* dispatch(int tile_index, bool features, const KernelParams& params, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
     return "sm90: no such tile";
   } else {
-    if constexpr (is_built(kTiles[kTileIndex].head_dim)) {
-      if (tile_index == kTileIndex) return launch<T, kTileIndex>(params, stream);
+    constexpr Tile kTile = kTiles[kTileIndex];
+    if constexpr (is_built(kTile.head_dim) && has_kernel(kTile, false)) {
+      if (tile_index == kTileIndex && !features) return launch<T, kTileIndex, false>(params, stream);
     }
-    return dispatch<T, kTileIndex + 1>(tile_index, params, stream);
+    if constexpr (is_built(kTile.head_dim) && has_kernel(kTile, true)) {
+      if (tile_index == kTileIndex && features) return launch<T, kTileIndex, true>(params, stream);
+    }
+    return dispatch<T, kTileIndex + 1>(tile_index, features, params, stream);
   }
+}
+
+const char* launch_main(int tile_index, const KernelParams& params, void* stream) {
+  if (params.jobs == 0) return nullptr;
+  const bool features = has_features(params.attention);
+  return params.attention.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(tile_index, features, params, stream)
+                                                    : dispatch<__half>(tile_index, features, params, stream);
 }
 
 }  // namespace
 
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
-  if (const char* error = launch_preprocess(params, plan.workspace, row_statistics(params, plan.workspace), stream)) {
-    return error;
-  }
+  const Tile& tile = kTiles[plan.config];
+  const RowStatistics statistics = row_statistics(params, plan.workspace);
+  if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream)) return error;
   KernelParams kernel_params;
   if (const char* error = make_params(params, plan, &kernel_params)) return error;
-  HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
-  if (kernel_params.jobs > 0) {
-    finished = {kernel_params.heads_finished, kConsumerWarpgroups * kernel_params.grouped.splits,
-                static_cast<int32_t>(plan.block_n)};
-    const char* error = params.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(plan.config, kernel_params, stream)
-                                                         : dispatch<__half>(plan.config, kernel_params, stream);
-    if (error != nullptr) return error;
-  }
+  if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
   const int32_t splits = kernel_params.grouped.splits;
+  HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
+  if (kernel_params.jobs > 0 && !is_wide(tile)) {
+    finished = {kernel_params.heads_finished, kConsumerWarpgroups * splits, tile.block_n};
+  }
   if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;
-  return splits > 1 ? launch_add_partial_sums(params, kernel_params.attention, splits, stream) : nullptr;
+  if (splits > 1) {
+    if (const char* error = launch_add_partial_sums(params, kernel_params.attention, splits, stream)) return error;
+  }
+  const BiasGradientScratch scratch = bias_gradient_of(sizes_of(params), tile);
+  if (const char* error = launch_reduce_bias_gradient(params, kernel_params.bias_gradient, scratch, stream)) {
+    return error;
+  }
+  return launch_sink_gradient(params, statistics, stream);
 }
 
 }  // namespace flashbwd::sm90

@@ -5,21 +5,39 @@
 #include "../../common/launch.h"
 #include "kernel.cuh"
 #include "launch.h"
+#include "wide/kernel.cuh"
 
 namespace flashbwd::sm90 {
 
-template <typename T, int kTileIndex>
-const char* launch(const KernelParams& params, void* stream) {
-  constexpr Tile kTile = kTiles[kTileIndex];
+// What differs between the two kernels: how they are cut, and how many threads they take.
+template <typename T, int kTileIndex, bool kFeatures, bool kWide = is_wide(kTiles[kTileIndex])>
+struct Kernel {
+  static_assert(!kFeatures, "features are of wide tiles");
+  static constexpr Tile kTile = kTiles[kTileIndex];
+  static_assert(kTile.head_dim == kTile.head_dim_v && kTile.stages == kTile.dout_stages, "one size, one ring");
   using Traits = sm90::Traits<T, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.stages>;
-  constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr auto kFunction = backward_kernel<Traits>;
+  static constexpr int kBlockThreads = kThreads;
+};
+
+template <typename T, int kTileIndex, bool kFeatures>
+struct Kernel<T, kTileIndex, kFeatures, true> {
+  using Traits = wide::Traits<T, kTileIndex, kFeatures>;
+  static constexpr auto kFunction = wide::backward_kernel<Traits>;
+  static constexpr int kBlockThreads = kWideThreads;
+};
+
+template <typename T, int kTileIndex, bool kFeatures>
+const char* launch(const KernelParams& params, void* stream) {
+  using Kernel = sm90::Kernel<T, kTileIndex, kFeatures>;
+  constexpr int kSharedBytes = sizeof(typename Kernel::Traits::SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024, "the tile does not fit in shared memory");
-  const auto kernel = backward_kernel<Traits>;
+  const auto kernel = Kernel::kFunction;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(params.ctas);
-    config.blockDim = dim3(kThreads);
+    config.blockDim = dim3(Kernel::kBlockThreads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attribute = overlap_with_launch_before();

@@ -17,6 +17,7 @@ struct Mainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kStages = Traits::kStages;
+  static constexpr int kDqColumns = Traits::kDqColumns;
   static constexpr bool kEarlyDv = Traits::kEarlyDv;
   using Ring = sm90::Ring<kStages>;
   using Work = typename Traits::Work;
@@ -63,7 +64,7 @@ struct Mainloop {
     // flight: behind dS of one step. It ends with dS of the next.
     __device__ __forceinline__ void run(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
       uint32_t p16[kBlockM / 4], ds16[kBlockM / 4];  // first operands of dV and dK
-      float dq[32];                                  // (64 queries, 64 columns)
+      float dq[kDqColumns / 2];                      // (64 queries, kDqColumns)
       {
         float s[kBlockM / 2];
         issue_s(s);
@@ -119,7 +120,8 @@ struct Mainloop {
 
     // dQ of this step, behind the product that covers the wait for the other warpgroups.
     __device__ __forceinline__ void issue_dq(uint32_t (&p16)[kBlockM / 4], uint32_t (&ds16)[kBlockM / 4],
-                                             float (&dq)[32], float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
+                                             float (&dq)[kDqColumns / 2], float (&dk)[kHeadDim / 2],
+                                             float (&dv)[kHeadDim / 2]) {
       const int32_t stage = Ring::stage(step.index);
       if constexpr (kEarlyDv) {
         issue_dk(ds16, dk, stage);
@@ -185,7 +187,7 @@ struct Mainloop {
     }
 
     // Into the buffer of this step, when the store warp has let go of it.
-    __device__ __forceinline__ void write_dq(float (&dq)[32], int32_t index) {
+    __device__ __forceinline__ void write_dq(float (&dq)[kDqColumns / 2], int32_t index) {
       fence_registers(dq);
       named_barrier_sync(kDqEmptyBarrier + warpgroup, kDqBarrierThreads);
       store_dq_boxes(smem.dq[index % 2][warpgroup], dq, warp, lane);

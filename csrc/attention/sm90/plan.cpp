@@ -9,15 +9,35 @@
 #include "../schedule.h"
 #include "config.h"
 #include "grouped.h"
+#include "layout.h"
 
 namespace flashbwd::sm90 {
 namespace {
 
 constexpr int64_t kSharedMemoryBytes = 227 * 1024;
 
-int64_t jobs(const AttentionProblem& problem, const Tile& tile) {
-  if (problem.varlen) return varlen_jobs(problem.total_k, problem.batch, problem.heads_kv, tile.block_n);
-  return problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, tile.block_n);
+bool has_features(const AttentionProblem& problem) {
+  return problem.has_bias || problem.has_alibi || problem.softcap > 0.0 || problem.dropout_p > 0.0;
+}
+
+int tile_of(const AttentionProblem& problem) {
+  return tile_for(problem.head_dim, problem.head_dim_v, has_features(problem));
+}
+
+CallSizes sizes_of(const AttentionProblem& problem) {
+  CallSizes sizes;
+  sizes.packed = problem.varlen;
+  sizes.batch = problem.batch;
+  sizes.heads = problem.heads;
+  sizes.heads_kv = problem.heads_kv;
+  sizes.seqlen_q = problem.seqlen_q;
+  sizes.seqlen_k = problem.seqlen_k;
+  sizes.total_k = problem.total_k;
+  sizes.deterministic = problem.deterministic;
+  sizes.bias_gradient = problem.need_dbias;
+  sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
+                          problem.bias_broadcast_col};
+  return sizes;
 }
 
 std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
@@ -31,37 +51,51 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   if (!is_16bit(problem.dtype)) return std::string("it takes float16 and bfloat16, got ") + name_of(problem.dtype);
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
-  if (problem.has_bias) return "it does not take attn_bias";
-  if (problem.has_alibi) return "it does not take alibi_slopes";
-  if (problem.has_sink) return "it does not compute the gradient of sink";
-  if (problem.dropout_p > 0.0) return "it does not take dropout";
-  if (problem.softcap > 0.0) return "it does not take softcap";
-  const int tile_index = tile_for(problem.head_dim, problem.head_dim_v);
+  if (problem.need_dbias && problem.softcap > 0.0) return "it does not take the gradient of attn_bias behind a softcap";
+  const int tile_index = tile_of(problem);
   if (tile_index < 0) {
     return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v);
+  }
+  if (problem.need_dbias && !has_bias_gradient(kTiles[tile_index])) {
+    return "it does not take the gradient of attn_bias at head dimensions above 192";
   }
   if (!problem.aligned_16) {
     return "its copies need q, k, v, out and dout with pointers and strides that are multiples of 16 bytes";
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);
-  if (jobs(problem, kTiles[tile_index]) > kMost / 2 || rows > kMost || problem.heads * problem.total_q > kMost) {
+  if (job_count(sizes_of(problem), kTiles[tile_index]) > kMost / 2 || rows > kMost / 2 ||
+      problem.heads * problem.total_q > kMost) {
     return "batch * heads * rows is too large for one launch";
   }
   return "";
 }
 
+// As measured: docs/kernels/attention_sm90.md, "Which family".
+std::string slower(const AttentionProblem& problem) {
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  const bool drops = problem.dropout_p > 0.0;
+  if (drops && problem.dropout_layout != DropoutLayout::kFlash) {
+    return "sm80 is faster with PyTorch's memory-efficient dropout";
+  }
+  if (!has_features(problem) || head_dim > 128) return "";
+  if (head_dim <= 96) return "sm80 is faster with softcap, bias, ALiBi or dropout at head dimensions up to 96";
+  if (problem.has_bias || drops) return "sm80 is faster with attn_bias or dropout at head dimensions up to 128";
+  return "";
+}
+
 void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPlan* plan) {
-  const int tile_index = tile_for(problem.head_dim, problem.head_dim_v);
+  const int tile_index = tile_of(problem);
   const Tile& tile = kTiles[tile_index];
   plan->block_m = tile.block_m;
   plan->block_n = tile.block_n;
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   plan->sm_count = device.sm_count;
-  const GroupedSizes sizes = grouped_sizes(problem, problem.varlen, tile.block_m, tile.block_n);
-  const GroupedJobs grouped = grouped_jobs(sizes, device.sm_count);
+  const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, tile.block_m, tile.block_n);
+  const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
   plan->schedule = grouped.pairs ? "pairs of key blocks from a counter" : "key blocks from a counter";
+  if (is_wide(tile)) plan->schedule += ", each by 2 CTAs";
   plan->splits = grouped.splits;
   if (grouped.splits > 1) plan->schedule += ", query heads in " + std::to_string(grouped.splits) + " parts";
   plan->schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
@@ -69,15 +103,13 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;
   request.sm_count = device.sm_count;
-  int64_t words = counter_words(problem.batch * problem.heads_kv);
-  // Packed: the rows behind a sequence's last tile are another head's, whose sums a store would overwrite.
-  request.adds_into_zeros = problem.varlen;
-  if (problem.deterministic || !request.adds_into_zeros) {
-    words += problem.batch * problem.heads * ceil_div(problem.seqlen_q, tile.block_m) * kConsumerWarpgroups;
-  }
-  request.semaphore_bytes = words * static_cast<int64_t>(sizeof(int32_t));
+  const CallSizes sizes = sizes_of(problem);
+  request.adds_into_zeros = adds_into_zeros(sizes, tile);
+  request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
+  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  if (!scratch.zeroed) request.partial_bytes = scratch.elements * static_cast<int64_t>(sizeof(float));
   if (grouped.splits > 1) {
-    request.partial_bytes = grouped.splits * partial_elements(sizes) * static_cast<int64_t>(sizeof(float));
+    request.partial_bytes = grouped.splits * partial_elements(grouped_sizes) * static_cast<int64_t>(sizeof(float));
   }
   // lse * log2(e) and delta
   request.delta_rows =
@@ -87,6 +119,6 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
 
 }  // namespace
 
-const AttentionFamily kFamily = {"sm90", refusal, plan};
+const AttentionFamily kFamily = {"sm90", refusal, plan, slower};
 
 }  // namespace flashbwd::sm90

@@ -167,7 +167,7 @@ struct Producer {
   static __device__ void load_tile(const CUtensorMap* map, uint64_t* barrier, uint8_t* smem, int32_t row, int32_t head,
                                    int32_t batch, uint32_t extra_bytes) {
     mbarrier_arrive_expect(barrier, kChunks * kChunkBytes + extra_bytes);
-#pragma unroll
+#pragma unroll(kChunks <= 3 ? kChunks : 1)  // or the addresses do not fit in the registers of the producer
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, chunk * kChunkColumns, row, head, batch);
     }

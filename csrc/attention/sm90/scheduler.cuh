@@ -25,6 +25,8 @@ struct JobCursor {
 
 template <int kBlockM, int kBlockN>
 struct Work {
+  static constexpr int kKeys = kBlockN;
+
   Sequence sequence;
   Visibility visibility;
   BlockRange query_range;  // query blocks of each head of the group
@@ -52,7 +54,7 @@ struct Work {
     exhausted = cursor.job >= params.jobs;
     if (exhausted) return;
     const int32_t lists = p.heads_kv * params.grouped.splits;
-    const Job job = p.cu_seqlens_k != nullptr
+    const Job job = params.packed_jobs
                         ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group)
                         : dense_job(cursor.job, p.batch, lists, params.key_blocks_of_list, params.head_group);
     exists = job.batch >= 0;
@@ -78,7 +80,18 @@ struct Work {
     // Ordered adds ask for it, see ordered_query_block. For grouped heads it keeps the key blocks of a head abreast.
     descending = (p.deterministic || p.heads != p.heads_kv) && !cursor.second && !from_last_key && !visibility.full();
     // The block in the middle of an odd number is its own partner: it is done once.
-    exists = first_key < sequence.rows_k && !(cursor.second && 2 * key_block + 1 == params.key_blocks);
+    exists = !(cursor.second && 2 * key_block + 1 == params.key_blocks);
+    // Where the gradient of a bias is stored, its columns reach up to the longest sequence.
+    const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
+    exists = exists && first_key < (whole_bias ? p.seqlen_k : sequence.rows_k);
+  }
+
+  // The keys of CTA `rank` of a cluster, each with kKeys of the block. All walk the query blocks that one of them sees.
+  template <int kKeys>
+  __device__ void take_part(int32_t rank) {
+    key_block = key_block * (kBlockN / kKeys) + rank;
+    first_key += rank * kKeys;
+    interior = interior_query_blocks(visibility, key_block, kBlockM, kKeys);
   }
 };
 

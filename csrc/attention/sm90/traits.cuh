@@ -29,13 +29,16 @@ struct Traits {
   // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
   static constexpr bool kEarlyDv = kBlockM <= 64;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup owns 64 keys");
-  static_assert(kHeadDim % kChunkColumns == 0 && kBlockM % 64 == 0, "tiles are whole chunks");
-  // A dq tile is cut into 64 x 64 parts, one a warpgroup: by rows or by columns.
+  static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
+  // Shared memory holds whole chunks of 64 columns; products stop at kHeadDim.
+  static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
+  // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
   static constexpr int kDqParts = kConsumerWarpgroups;
-  static constexpr int kDqColumnParts = kHeadDim / 64;
+  static constexpr int kDqAdders = 1;  // to a part, in one turn
+  static constexpr int kDqColumnParts = kChunks;
+  static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
-  static constexpr int kChunks = kHeadDim / kChunkColumns;
   static constexpr int kChunksV = kChunks;
   static constexpr int kKeyChunkBytes = kBlockN * kChunkRowBytes;    // 64 columns of k or v
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout

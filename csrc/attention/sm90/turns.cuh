@@ -5,7 +5,8 @@
 // of the step is there: who is first waits for nobody, so nobody waits for long.
 //
 // Deterministic: key blocks take turns (schedule.h, ordered accumulation); a semaphore counts turns. Key blocks wait
-// only for key blocks whose jobs were taken earlier.
+// only for key blocks whose jobs were taken earlier. The CTAs of a cluster have a turn together, each adds its columns:
+// a semaphore counts both.
 //
 // A semaphore answers in about a microsecond, a third of a step. It is asked before the turn of the step before is
 // over, which takes as long again.
@@ -19,7 +20,7 @@ namespace flashbwd::sm90 {
 
 struct Turn {
   int32_t semaphore = -1;  // its number; -1: nobody waits for this one
-  int32_t next = 0;        // what the semaphore becomes when it is over
+  int32_t number = 0;      // what the semaphore is when it comes
   bool open = true;        // it has come
   bool stores = false;     // it writes the tile instead of adding to it
 };
@@ -38,15 +39,15 @@ __device__ Turn look_ahead(const KernelParams& params, const typename Traits::Wo
     const Visibility& v = work.visibility;
     const int32_t first_query = query_block * Traits::kBlockM;
     const int32_t past_query = min(first_query + Traits::kBlockM, v.seqlen_q);
-    const int32_t number = work.from_last_key
-                               ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / Traits::kBlockN - work.key_block
-                               : work.key_block - max(first_query + v.lo, 0) / Traits::kBlockN;
-    turn.next = number + 1;
-    turn.open = seen == number;
-    turn.stores = number == 0 && !params.adds_into_zeros;
+    constexpr int kKeys = Traits::Work::kKeys;
+    const int32_t key_block = work.first_key / kKeys;
+    const int32_t before = work.from_last_key ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys - key_block
+                                              : key_block - max(first_query + v.lo, 0) / kKeys;
+    turn.number = before * Traits::kDqAdders;
+    turn.open = seen >= turn.number;
+    turn.stores = before == 0 && !params.adds_into_zeros;
   } else {
     turn.open = seen == 2;
-    turn.next = 2;
   }
   return turn;
 }
@@ -57,7 +58,7 @@ inline __device__ void begin_turn(const KernelParams& params, Turn& turn) {
   int32_t* const semaphore = params.semaphores + turn.semaphore;
   if (params.attention.deterministic) {
     if (!turn.open) {
-      while (load_acquire(semaphore) != turn.next - 1) __nanosleep(32);
+      while (load_acquire(semaphore) < turn.number) __nanosleep(32);
     }
   } else {
     turn.stores = !turn.open && atomicMax(semaphore, 1) == 0;
@@ -75,7 +76,7 @@ inline __device__ void finish_turn(const KernelParams& params, const Turn& turn)
   if (turn.semaphore < 0) return;
   bulk_wait<0>();
   fence_async_global();
-  store_release(params.semaphores + turn.semaphore, turn.next);
+  add_release(params.semaphores + turn.semaphore, 1);
 }
 
 }  // namespace flashbwd::sm90

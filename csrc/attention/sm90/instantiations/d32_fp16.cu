@@ -1,0 +1,3 @@
+#include "../launch.cuh"
+
+template const char* flashbwd::sm90::launch<__half, 0, false>(const KernelParams&, void*);

@@ -1,0 +1,69 @@
+// Sizes that the plan and the launcher must agree on. No CUDA here.
+#pragma once
+
+#include <cstdint>
+
+#include "../bias_gradient.h"
+#include "../schedule.h"
+#include "config.h"
+
+namespace flashbwd::sm90 {
+
+// What both an AttentionProblem and AttentionBackwardParams say about a call.
+struct CallSizes {
+  bool packed = false;
+  int64_t batch = 0, heads = 0, heads_kv = 0;
+  int64_t seqlen_q = 0, seqlen_k = 0;  // the longest when packed
+  int64_t total_k = 0;
+  bool deterministic = false;
+  bool bias_gradient = false;
+  BiasBroadcast bias_broadcast;
+};
+
+// Packed: the rows behind a sequence's last tile are another head's, whose sums a store would overwrite.
+inline bool adds_into_zeros(const CallSizes& sizes, const Tile& tile) { return sizes.packed || is_wide(tile); }
+
+inline bool has_semaphores(const CallSizes& sizes, const Tile& tile) {
+  return sizes.deterministic || !adds_into_zeros(sizes, tile);
+}
+
+// The zeroed region of the workspace: the counter of jobs taken and a count a head; a semaphore a part of a dq tile; a
+// bias gradient that is added into. Offsets are bytes from its start.
+struct ZeroedRegion {
+  int64_t semaphore_offset = 0;
+  int64_t bias_gradient_offset = 0;
+  int64_t bytes = 0;
+};
+
+inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& tile) {
+  if (!sizes.bias_gradient) return {};
+  const int64_t key_groups = ceil_div(sizes.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys a warp
+  return bias_gradient_scratch(sizes.bias_broadcast, sizes.deterministic, sizes.batch, sizes.heads, sizes.seqlen_q,
+                               sizes.seqlen_k, 1, key_groups);
+}
+
+inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
+  ZeroedRegion region;
+  constexpr int64_t kWordBytes = sizeof(int32_t);
+  region.bytes = region.semaphore_offset = counter_words(sizes.batch * sizes.heads_kv) * kWordBytes;
+  if (has_semaphores(sizes, tile)) {
+    region.bytes += sizes.batch * sizes.heads * ceil_div(sizes.seqlen_q, tile.block_m) * dq_parts(tile) * kWordBytes;
+  }
+  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  if (scratch.zeroed) {
+    region.bias_gradient_offset = round_up(region.bytes, 16);
+    region.bytes = region.bias_gradient_offset + scratch.elements * static_cast<int64_t>(sizeof(float));
+  }
+  return region;
+}
+
+// Whether jobs follow cu_seqlens_k. A bias gradient is as wide as the longest sequence, so that every sequence needs
+// CTAs for all of it.
+inline bool packed_jobs(const CallSizes& sizes) { return sizes.packed && !sizes.bias_gradient; }
+
+inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
+  if (packed_jobs(sizes)) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
+  return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
+}
+
+}  // namespace flashbwd::sm90

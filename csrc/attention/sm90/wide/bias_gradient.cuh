@@ -1,0 +1,133 @@
+// The gradient of attn_bias from the tiles of dS, into dbias or its scratch (../../bias_gradient.h).
+#pragma once
+
+#include "../../scalars.cuh"
+#include "../kernel_params.h"
+#include "../scheduler.cuh"
+
+namespace flashbwd::sm90::wide {
+
+// Of the warpgroup that has dS.
+template <typename Traits>
+struct BiasGradientWriter {
+  static constexpr int kValues = Traits::kBlockM / 2;
+
+  const KernelParams& params;
+  const typename Traits::Work& work;
+  int32_t lane;
+  int32_t group;  // of 16 keys, of those of the longest sequence: a slot of row sums
+  int32_t j0;     // this thread's first key; the other is 8 further
+  float key_sums[2] = {};
+
+  // dS of a tile before the derivative of the softcap; i0: this thread's first query.
+  __device__ __forceinline__ void add(const float (&ds)[kValues], int32_t head, int32_t i0) {
+    const BiasGradient& g = params.bias_gradient;
+    const int64_t plane = work.batch * g.batch_stride + head * g.head_stride;
+    switch (g.mode) {
+      case BiasGradientMode::kNone:
+        return;
+      case BiasGradientMode::kStore:
+        if (g.dtype == DType::kFloat32) {
+          store<float>(ds, plane, i0);
+        } else {
+          store<typename Traits::T>(ds, plane, i0);
+        }
+        return;
+      case BiasGradientMode::kAdd:
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) {
+          if (ds[v] != 0.f) {
+            atomicAdd(static_cast<float*>(g.data) + plane + query(i0, v) * g.row_stride + key(v) * g.col_stride, ds[v]);
+          }
+        }
+        return;
+      case BiasGradientMode::kKeySums:
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) key_sums[v % 4 / 2] += ds[v];
+        return;
+      case BiasGradientMode::kRowSums:
+        return store_row_sums(ds, plane, i0);
+    }
+  }
+
+  // After the last tile of a head, or before one of another head.
+  __device__ __forceinline__ void add_key_sums(int32_t head) {
+    const BiasGradient& g = params.bias_gradient;
+    if (g.mode != BiasGradientMode::kKeySums) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = key_sums[half];
+      key_sums[half] = 0.f;
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const int32_t j = j0 + 8 * half;
+      if (lane % 4 == 0 && j < params.attention.seqlen_k) {
+        static_cast<float*>(g.data)[work.batch * g.batch_stride + head * g.head_stride + j * g.col_stride] += sum;
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int32_t query(int32_t i0, int v) { return i0 + v / 4 * 8 + v % 2; }
+  __device__ __forceinline__ int32_t key(int v) const { return j0 + v % 4 / 2 * 8; }
+
+  template <typename Element>
+  __device__ __forceinline__ void store(const float (&ds)[kValues], int64_t plane, int32_t i0) const {
+    const BiasGradient& g = params.bias_gradient;
+    Element* row = static_cast<Element*>(g.data) + plane + i0 * g.row_stride + j0 * g.col_stride;
+    const int32_t queries = params.attention.seqlen_q - i0, keys = params.attention.seqlen_k - j0;
+    const int64_t second_key = 8 * g.col_stride;
+#pragma unroll
+    for (int v = 0; v < kValues; v += 4) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (v / 4 * 8 + e % 2 < queries && e / 2 * 8 < keys) {
+          row[(e % 2 != 0 ? g.row_stride : 0) + (e / 2 != 0 ? second_key : 0)] = from_float<Element>(ds[v + e]);
+        }
+      }
+      row += 8 * g.row_stride;
+    }
+  }
+
+  __device__ __forceinline__ void store_row_sums(const float (&ds)[kValues], int64_t plane, int32_t i0) const {
+    const BiasGradient& g = params.bias_gradient;
+#pragma unroll
+    for (int c = 0; c < kValues / 4; ++c) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        float sum = ds[4 * c + odd] + ds[4 * c + 2 + odd];
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        const int32_t i = i0 + 8 * c + odd;
+        if (lane < 4 && i < work.visibility.seqlen_q) {
+          static_cast<float*>(g.data)[plane + group * g.slot_stride + i * g.row_stride] = sum;
+        }
+      }
+    }
+  }
+};
+
+// Zeros in the query blocks that this key block does not see; by the two warps that have nothing else to do.
+template <typename Traits>
+__device__ void zero_bias_gradient(const KernelParams& params, const typename Traits::Work& work, int32_t thread,
+                                   int32_t threads) {
+  const BiasGradient& g = params.bias_gradient;
+  const AttentionBackwardParams& p = params.attention;
+  if (g.mode != BiasGradientMode::kStore) return;
+  const int32_t keys = min(Traits::kBlockN, p.seqlen_k - work.first_key);
+  const int32_t seen_from = work.query_range.empty() ? p.seqlen_q : work.query_range.begin * Traits::kBlockM;
+  const int32_t seen_to = work.query_range.empty() ? p.seqlen_q : work.query_range.end * Traits::kBlockM;
+#pragma unroll 1
+  for (int32_t head = work.first_head; head < work.first_head + p.heads / p.heads_kv; ++head) {
+    const int64_t plane = work.batch * g.batch_stride + head * g.head_stride;
+#pragma unroll 1
+    for (int32_t row = thread / 32; row < p.seqlen_q; row += threads / 32) {
+      if (row >= seen_from && row < seen_to) continue;
+      for (int32_t key = thread % 32; key < keys; key += 32) {
+        store_scalar(g.data, plane + row * g.row_stride + (work.first_key + key) * g.col_stride, g.dtype, 0.f);
+      }
+    }
+  }
+}
+
+}  // namespace flashbwd::sm90::wide

@@ -1,0 +1,226 @@
+// Softcap, bias, ALiBi and dropout, for those kernels that take them: how P^T comes from S^T, and what of it the
+// warpgroup of dS is given. One pass over the tile for each feature that a call has: a loop that asks for all of them
+// in each element is so long that its instructions come from L2.
+#pragma once
+
+#include "../../../common/numeric.cuh"
+#include "../../../common/philox.cuh"
+#include "../fragments.cuh"
+#include "../kernel_params.h"
+
+namespace flashbwd::sm90::wide {
+
+// tanh(x), to an error of some 1e-7.
+__device__ __forceinline__ float hyperbolic_tangent(float x) {
+  return 1.f - __fdividef(2.f, 1.f + exp2_approximate(2.f * kLog2E * x));
+}
+
+// What the warpgroup of dS is given of a probability p, in one number: p times the derivative of the softcap, its sign
+// set where dropout has taken it.
+__device__ __forceinline__ float encode_probability(float p, bool kept) { return kept ? p : -p; }
+__device__ __forceinline__ bool is_kept(float encoded) { return __float_as_int(encoded) >= 0; }
+
+// One tile of scores as a thread of a warpgroup holds it (fragments.cuh): value v is query i0 + 8 (v / 4) + v % 2, key
+// j0 + 8 (v % 4 / 2). Tiles begin at multiples of kBlockM and kBlockN.
+template <typename Traits>
+struct ScoreTile {
+  using T = typename Traits::T;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kValues = kBlockM / 2;
+  static_assert(kValues == 32, "dropout keeps a bit an element");
+
+  const KernelParams& params;
+  const typename Traits::Work& work;
+  int32_t head;
+  int32_t i0, j0;
+
+  // What the product q k is added to: a bias that may come first, or zeros.
+  __device__ __forceinline__ void start(float (&s)[kValues]) const {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) s[v] = 0.f;
+    if (bias_comes_first()) add_bias(s, 1.f / params.attention.softmax_scale);
+  }
+
+  // S becomes P times what dropout multiplies it by, the first operand of dv; each four values of what the warpgroup of
+  // dS is given go to `exchange`, kWarpgroupThreads apart. `lse_log2` begins at this thread's first query.
+  __device__ __forceinline__ void probabilities(float (&s)[kValues], const float* lse_log2, uint32_t kept,
+                                                float4* exchange) const {
+    const AttentionBackwardParams& p = params.attention;
+    const bool capped = p.softcap > 0.f;
+    float to_log2 = p.softmax_scale * kLog2E;
+    if (capped) {
+      cap(s, exchange);
+      to_log2 = kLog2E;
+    }
+    if (p.bias.data != nullptr && !bias_comes_first()) {
+      if (!capped) {  // a softmax_scale of 0
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) s[v] = 0.f;
+        to_log2 = kLog2E;
+      }
+      add_bias(s, 1.f);
+    }
+    if (p.alibi_slopes != nullptr) {
+      exponentiate_with_alibi(s, lse_log2, to_log2);
+    } else {
+      exponentiate(s, lse_log2, to_log2);
+    }
+    if (!work.interior.contains(i0 / kBlockM)) mask(s, work.visibility, j0, i0);
+    if (capped) {
+      give<true>(s, kept, exchange);
+    } else {
+      give<false>(s, kept, exchange);
+    }
+  }
+
+  // Bit v: value v is kept.
+  __device__ __forceinline__ uint32_t dropout_mask() const {
+    const AttentionBackwardParams& p = params.attention;
+    if (p.dropout_p == 0.f) return ~uint32_t{0};
+    const uint64_t seed = p.philox.seed_ptr != nullptr ? *p.philox.seed_ptr : p.philox.seed;
+    const uint64_t offset = p.philox.offset_ptr != nullptr ? *p.philox.offset_ptr : p.philox.offset;
+    const uint64_t plane = static_cast<uint64_t>(work.batch) * p.heads + head;
+    if (p.dropout_layout == DropoutLayout::kFlash) return flash_mask(seed, offset + plane * 32);
+    return efficient_mask(seed, offset, plane);
+  }
+
+ private:
+  __device__ __forceinline__ bool bias_comes_first() const {
+    const AttentionBackwardParams& p = params.attention;
+    return p.bias.data != nullptr && p.softcap == 0.f && p.softmax_scale != 0.f;
+  }
+
+  __device__ __forceinline__ void add_bias(float (&s)[kValues], float factor) const {
+    if (params.attention.bias.dtype == DType::kFloat32) {
+      add_bias_of<float>(s, factor);
+    } else {
+      add_bias_of<T>(s, factor);
+    }
+  }
+
+  // As many loads are on their way at once as registers allow.
+  template <typename Element>
+  __device__ __forceinline__ void add_bias_of(float (&s)[kValues], float factor) const {
+    constexpr int kBatch = Traits::kHeadDimV > 192 ? 8 : kValues;
+    const BiasView& b = params.attention.bias;
+    const Element* row = static_cast<const Element*>(b.data) + work.batch * b.batch_stride + head * b.head_stride +
+                         i0 * b.row_stride + j0 * b.col_stride;
+    const int32_t queries = work.visibility.seqlen_q - i0, keys = work.visibility.seqlen_k - j0;
+    const int64_t second_key = 8 * b.col_stride;
+#pragma unroll
+    for (int first = 0; first < kValues; first += kBatch) {
+      Element values[kBatch];
+#pragma unroll
+      for (int v = 0; v < kBatch; v += 4) {
+        const int i = (first + v) / 4 * 8;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          values[v + e] = Element(0.f);
+          if (i + e % 2 < queries && e / 2 * 8 < keys) {
+            values[v + e] = row[(e % 2 != 0 ? b.row_stride : 0) + (e / 2 != 0 ? second_key : 0)];
+          }
+        }
+        row += 8 * b.row_stride;
+      }
+#pragma unroll
+      for (int v = 0; v < kBatch; ++v) s[first + v] += to_float(values[v]) * factor;
+    }
+  }
+
+  // S becomes softcap * tanh(scale * S / softcap). The derivative waits in `exchange`: registers are few.
+  __device__ __forceinline__ void cap(float (&s)[kValues], float4* exchange) const {
+    const float softcap = params.attention.softcap, factor = params.attention.softmax_scale / softcap;
+#pragma unroll
+    for (int c = 0; c < kValues; c += 4) {
+      float t[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        t[e] = hyperbolic_tangent(s[c + e] * factor);
+        s[c + e] = softcap * t[e];
+      }
+      exchange[c / 4 * kWarpgroupThreads] =
+          make_float4(1.f - t[0] * t[0], 1.f - t[1] * t[1], 1.f - t[2] * t[2], 1.f - t[3] * t[3]);
+    }
+  }
+
+  __device__ __forceinline__ void exponentiate_with_alibi(float (&s)[kValues], const float* lse_log2,
+                                                          float to_log2) const {
+    const AttentionBackwardParams& p = params.attention;
+    const float slope_log2 = p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2E;
+    const int32_t off = p.causal == CausalAlignment::kTopLeft ? 0 : work.sequence.seqlen_k - work.sequence.seqlen_q;
+    const float distance = static_cast<float>(i0 + off - j0);
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      const float alibi = slope_log2 * fabsf(distance + static_cast<float>(v / 4 * 8 + v % 2 - v % 4 / 2 * 8));
+      s[v] = exp2_approximate(s[v] * to_log2 - lse_log2[v / 4 * 8 + v % 2] - alibi);
+    }
+  }
+
+  // What the warpgroup of dS is given goes to `exchange`; S, the probabilities, is multiplied as dropout says.
+  template <bool kCapped>
+  __device__ __forceinline__ void give(float (&s)[kValues], uint32_t kept, float4* exchange) const {
+    const bool drops = params.attention.dropout_p > 0.f;
+#pragma unroll
+    for (int c = 0; c < kValues; c += 4) {
+      float4& place = exchange[c / 4 * kWarpgroupThreads];
+      float4 given = make_float4(s[c], s[c + 1], s[c + 2], s[c + 3]);
+      if constexpr (kCapped) {
+        const float4 derivative = place;
+        given =
+            make_float4(given.x * derivative.x, given.y * derivative.y, given.z * derivative.z, given.w * derivative.w);
+      }
+      if (drops) {
+        const uint32_t four = kept >> c;
+        given = make_float4(encode_probability(given.x, four & 1), encode_probability(given.y, four & 2),
+                            encode_probability(given.z, four & 4), encode_probability(given.w, four & 8));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[c + e] = four >> e & 1 ? s[c + e] * params.dropout_scale : 0.f;
+      }
+      place = given;
+    }
+  }
+
+  // Bytes for queries i and i + 8, keys j and j + 8 come from one draw (see flash_bytes): word j / 8 of those of this
+  // half of 32 keys, byte i / 8 * 2 + j % 2 in it, of their places in blocks of 16.
+  __device__ __forceinline__ uint32_t flash_mask(uint64_t seed, uint64_t head_offset) const {
+    const bool second_half = j0 / 16 % 2 != 0;
+    const int32_t shift = j0 % 2 * 8;
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int32_t c = 0; c < kValues / 4; c += 2) {
+#pragma unroll
+      for (int32_t odd = 0; odd < 2; ++odd) {
+        const uint4 draw = flash_bytes(seed, head_offset, i0 + 8 * c + odd, j0);
+        const uint32_t words[2] = {(second_half ? draw.z : draw.x) >> shift, (second_half ? draw.w : draw.y) >> shift};
+#pragma unroll
+        for (int32_t k = 0; k < 4; ++k) {  // (query + 8, key + 8)
+          const bool keep = (words[k % 2] >> (k / 2 * 16) & 0xff) <= params.dropout_threshold;
+          kept |= uint32_t{keep} << (4 * (c + k / 2) + k % 2 * 2 + odd);
+        }
+      }
+    }
+    return kept;
+  }
+
+  __device__ __forceinline__ uint32_t efficient_mask(uint64_t seed, uint64_t offset, uint64_t plane) const {
+    const AttentionBackwardParams& p = params.attention;
+    const bool wraps = p.dropout_layout == DropoutLayout::kEfficient32;
+    const uint64_t plane_size = static_cast<uint64_t>(p.seqlen_q) * p.seqlen_k;
+    const uint64_t first = offset + (wraps ? static_cast<uint32_t>(plane * plane_size) : plane * plane_size);
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int32_t c = 0; c < kValues / 4; ++c) {
+#pragma unroll
+      for (int32_t e = 0; e < 4; ++e) {
+        const uint64_t within_plane =
+            static_cast<uint64_t>(i0 + 8 * c + e % 2) * work.visibility.seqlen_k + (j0 + e / 2 * 8);
+        const uint64_t n = first + (wraps ? static_cast<uint32_t>(within_plane) : within_plane);
+        const bool keep = word_of(philox4x32<10>(seed, n >> 2, 0, 0), n & 3) >= params.dropout_threshold;
+        kept |= uint32_t{keep} << (4 * c + e);
+      }
+    }
+    return kept;
+  }
+};
+
+}  // namespace flashbwd::sm90::wide

@@ -1,0 +1,353 @@
+// The three warpgroups that compute, each a stage of a pipeline over the query blocks of 64 keys:
+//   P:  S^T = K Q^T, P^T = exp(S^T - lse), dv += P^T dout
+//   dS: dP^T = V dout^T, dS^T = P^T (dP^T - delta), dk += dS^T Q
+//   dq: dq = dS K, half of the columns over the keys of both CTAs of the cluster
+// P^T goes to the second through shared memory in fp32, from each thread to its twin; dS^T to the third as an operand,
+// and as a copy to the third of the other CTA.
+#pragma once
+
+#include "bias_gradient.cuh"
+#include "features.cuh"
+#include "traits.cuh"
+
+namespace flashbwd::sm90::wide {
+
+// By lane 0, for its warp: what the warp did before is seen by who waits.
+__device__ __forceinline__ void arrive_warp(uint64_t* barrier, int32_t lane) {
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(barrier);
+}
+
+// The first key of the other CTA of the cluster, from this one's.
+template <typename Traits>
+__device__ __forceinline__ int32_t other_keys(int32_t rank) {
+  return rank == 0 ? Traits::kBlockN : -Traits::kBlockN;
+}
+
+// What P and dS have in common.
+template <typename Traits>
+struct Consumer {
+  using T = typename Traits::T;
+  using SharedStorage = typename Traits::SharedStorage;
+  using Work = typename Traits::Work;
+  using QueryRing = Ring<Traits::kStages>;
+  using DoutRing = Ring<Traits::kDoutStages>;
+  using DsRing = Ring<Traits::kDsBuffers>;
+  static constexpr int kBlockM = Traits::kBlockM;
+  using KeyColumns = AlongColumns<Traits::kKeyChunkBytes>;
+  using QueryColumns = AlongColumns<Traits::kQueryChunkBytes>;
+  using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
+
+  const KernelParams& params;
+  SharedStorage& smem;
+  const Work& work;
+  Step step{work, 0};
+  // Of work, what every step asks for: shared memory would answer too late.
+  int32_t last_step = work.steps - 1;
+  int32_t thread = threadIdx.x % kWarpgroupThreads;
+  int32_t warp = thread / 32;
+  int32_t lane = thread % 32;
+  int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
+
+  // Rows of this tile that belong to nobody: all of them are to be zero before a product reads them.
+  __device__ bool is_poisoned(int32_t valid, int32_t rows) const { return params.rows_may_be_poisoned && valid < rows; }
+  __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
+  __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - step.query_block * kBlockM; }
+
+  // Both warpgroups of a step come here before either reads dout.
+  __device__ __forceinline__ void wait_dout() {
+    const int32_t stage = DoutRing::stage(step.index);
+    mbarrier_wait(&smem.dout_full[stage], DoutRing::phase(step.index));
+    if (is_poisoned(valid_queries(), kBlockM)) {
+      scrub<Traits::kChunksV, Traits::kQueryChunkBytes, 2 * kWarpgroupThreads>(smem.dout[stage], valid_queries(),
+                                                                               kScrubBarrier);
+    }
+  }
+};
+
+template <typename Traits>
+struct Probabilities : Consumer<Traits> {
+  using Base = Consumer<Traits>;
+  using Base::params, Base::smem, Base::work, Base::step, Base::last_step, Base::thread, Base::warp, Base::lane,
+      Base::pair;
+  using typename Base::T;
+  using QueryRing = typename Base::QueryRing;
+  using DoutRing = typename Base::DoutRing;
+  static constexpr int kBlockM = Traits::kBlockM;
+
+  BlockRange interior = Base::work.interior;
+  float scale_log2 = Base::params.attention.softmax_scale * kLog2E;
+  // At 256 the operands in flight leave no registers for it.
+  static constexpr bool kMaskUnderS = Traits::kHeadDimV <= 192;
+
+  // dv: (kBlockN, kHeadDimV). A turn of the loop begins and ends where no product is in flight: the compiler follows
+  // none that is read in the loop across its back edge.
+  __device__ __forceinline__ void run(float (&dv)[Traits::kHeadDimV / 2]) {
+    uint32_t p16[kBlockM / 4];  // first operand of dv
+    mbarrier_wait(&smem.k_full, 0);
+    if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
+      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k, this->valid_keys(),
+                                                                        kProbabilityBarrier);
+    }
+    {
+      float s[kBlockM / 2];  // S^T, then P^T: (kBlockN, kBlockM)
+      issue_s(s);
+      uint32_t kept = kMaskUnderS ? dropout_mask() : 0;
+      wait_products<0>();
+      if constexpr (!kMaskUnderS) kept = dropout_mask();
+      probabilities(s, kept);
+      pack<T>(p16, s);
+    }
+#pragma unroll 1
+    while (step.index < last_step) {
+      const int32_t stage = DoutRing::stage(step.index);
+      float s[kBlockM / 2];
+      this->wait_dout();
+      issue_dv(p16, dv, stage);
+      step.advance();
+      issue_s(s);
+      uint32_t kept = kMaskUnderS ? dropout_mask() : 0;
+      wait_products<1>();
+      arrive_warp(&smem.dout_empty[stage], lane);
+      wait_products<0>();
+      if constexpr (!kMaskUnderS) kept = dropout_mask();
+      probabilities(s, kept);
+      pack<T>(p16, s);
+    }
+    const int32_t stage = DoutRing::stage(step.index);
+    this->wait_dout();
+    issue_dv(p16, dv, stage);
+    wait_products<0>();
+    arrive_warp(&smem.dout_empty[stage], lane);
+    fence_registers(dv);
+  }
+
+ private:
+  __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2]) {
+    const int32_t stage = QueryRing::stage(step.index);
+    mbarrier_wait(&smem.q_full[stage], QueryRing::phase(step.index));
+    if (this->is_poisoned(this->valid_queries(), kBlockM)) {
+      scrub<Traits::kChunks, Traits::kQueryChunkBytes, kWarpgroupThreads>(smem.q[stage], this->valid_queries(),
+                                                                          kProbabilityBarrier);
+    }
+    if constexpr (Traits::kFeatures) score_tile().start(s);
+    product<T, Traits::kHeadDim / 16, Traits::kFeatures, typename Base::KeyColumns, typename Base::QueryColumns>(
+        s, not_hoisted(smem_address(smem.k)), not_hoisted(smem_address(smem.q[stage])));
+  }
+
+  __device__ __forceinline__ ScoreTile<Traits> score_tile() const {
+    return {params, work, step.head, step.query_block * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
+  }
+
+  __device__ __forceinline__ uint32_t dropout_mask() const {
+    if constexpr (Traits::kFeatures) return score_tile().dropout_mask();
+    return 0;
+  }
+
+  __device__ __forceinline__ void issue_dv(uint32_t (&p16)[kBlockM / 4], float (&dv)[Traits::kHeadDimV / 2],
+                                           int32_t stage) {
+    product<T, true, typename Base::QueryRows>(dv, p16, smem_address(smem.dout[stage]));
+  }
+
+  // From S, complete, to P here and in shared memory.
+  __device__ __forceinline__ void probabilities(float (&s)[kBlockM / 2], uint32_t kept) {
+    const int32_t stage = QueryRing::stage(step.index);
+    fence_registers(s);
+    if constexpr (Traits::kFeatures) {
+      mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
+      score_tile().probabilities(s, &smem.lse_log2[stage][pair], kept, &smem.p[0][thread]);
+      mbarrier_arrive(&smem.q_empty[stage]);
+    } else {
+      exponentiate(s, &smem.lse_log2[stage][pair], scale_log2);
+      mbarrier_arrive(&smem.q_empty[stage]);
+      if (!interior.contains(step.query_block)) {
+        mask(s, work.visibility, work.first_key + warp * 16 + lane / 4, step.query_block * kBlockM + pair);
+      }
+      mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; ++j) {
+        smem.p[j][thread] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+      }
+    }
+    arrive_warp(&smem.p_full[warp], lane);
+  }
+};
+
+template <typename Traits>
+struct ScoreGradients : Consumer<Traits> {
+  using Base = Consumer<Traits>;
+  using Base::params, Base::smem, Base::work, Base::step, Base::last_step, Base::thread, Base::warp, Base::lane,
+      Base::pair;
+  using typename Base::T;
+  using QueryRing = typename Base::QueryRing;
+  using DsRing = typename Base::DsRing;
+  using DoutRing = typename Base::DoutRing;
+  static constexpr int kBlockM = Traits::kBlockM;
+  // Of kernels that have it.
+  BiasGradientWriter<Traits> bias_gradient{Base::params, Base::work, Base::lane,
+                                           Base::work.key_block * Traits::kWarps + Base::warp,
+                                           Base::work.first_key + Base::warp * 16 + Base::lane / 4};
+
+  // dk: (kBlockN, kHeadDim)
+  __device__ __forceinline__ void run(float (&dk)[Traits::kHeadDim / 2]) {
+    uint32_t ds16[kBlockM / 4];  // first operand of dk
+    mbarrier_wait(&smem.v_full, 0);
+    if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
+      scrub<Traits::kChunksV, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
+                                                                         kScoreGradientBarrier);
+    }
+    {
+      float dp[kBlockM / 2];  // dP^T, then dS^T: (kBlockN, kBlockM)
+      this->wait_dout();
+      issue_dp(dp);
+      wait_products<0>();
+      score_gradients(dp);
+      store(ds16, dp);
+    }
+#pragma unroll 1
+    while (step.index < last_step) {
+      const int32_t index = step.index;
+      float dp[kBlockM / 2];
+      issue_dk(ds16, dk, index);
+      step.advance();
+      this->wait_dout();
+      issue_dp(dp);
+      wait_products<0>();
+      arrive_warp(&smem.q_empty[QueryRing::stage(index)], lane);
+      score_gradients(dp);
+      store(ds16, dp);
+    }
+    issue_dk(ds16, dk, step.index);
+    wait_products<0>();
+    fence_registers(dk);
+  }
+
+ private:
+  __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2]) {
+    product<T, Traits::kHeadDimV / 16, false, typename Base::KeyColumns, typename Base::QueryColumns>(
+        dp, not_hoisted(smem_address(smem.v)), not_hoisted(smem_address(smem.dout[DoutRing::stage(step.index)])));
+  }
+
+  // P of this step has come from q, which is complete and scrubbed.
+  __device__ __forceinline__ void issue_dk(uint32_t (&ds16)[kBlockM / 4], float (&dk)[Traits::kHeadDim / 2],
+                                           int32_t index) {
+    mbarrier_wait(&smem.q_full[QueryRing::stage(index)], QueryRing::phase(index));
+    product<T, true, typename Base::QueryRows>(dk, ds16, smem_address(smem.q[QueryRing::stage(index)]));
+  }
+
+  // dS = P * (dP - delta); dP is complete.
+  __device__ __forceinline__ void score_gradients(float (&dp)[kBlockM / 2]) {
+    const int32_t stage = DoutRing::stage(step.index);
+    fence_registers(dp);
+    mbarrier_wait(&smem.p_full[warp], step.index & 1);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+      const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * j + pair]);
+      const float4 p = smem.p[j][thread];
+      dp[4 * j + 0] = score_gradient(p.x, dp[4 * j + 0], delta.x);
+      dp[4 * j + 1] = score_gradient(p.y, dp[4 * j + 1], delta.y);
+      dp[4 * j + 2] = score_gradient(p.z, dp[4 * j + 2], delta.x);
+      dp[4 * j + 3] = score_gradient(p.w, dp[4 * j + 3], delta.y);
+    }
+    arrive_warp(&smem.p_empty[warp], lane);
+    if constexpr (Traits::kDeltaArrivals == kWarpgroupThreads) {
+      mbarrier_arrive(&smem.dout_empty[stage]);
+    } else {
+      arrive_warp(&smem.dout_empty[stage], lane);
+    }
+  }
+
+  __device__ __forceinline__ float score_gradient(float p, float dp, float delta) const {
+    if constexpr (Traits::kFeatures) {
+      // A row that its bias hides has probabilities of 0 and a delta that may be anything.
+      return p != 0.f ? fabsf(p) * ((is_kept(p) ? dp * params.dropout_scale : 0.f) - delta) : 0.f;
+    } else {
+      return p * (dp - delta);
+    }
+  }
+
+  // Nothing is in flight.
+  __device__ __forceinline__ void store(uint32_t (&ds16)[kBlockM / 4], const float (&ds)[kBlockM / 2]) {
+    if constexpr (Traits::kBiasGradient) {
+      bias_gradient.add(ds, step.head, step.query_block * kBlockM + pair);
+      if (step.index == last_step || params.attention.heads != params.attention.heads_kv) {
+        bias_gradient.add_key_sums(step.head);
+      }
+    }
+    const int32_t buffer = DsRing::stage(step.index);
+    pack<T>(ds16, ds);
+    mbarrier_wait(&smem.ds_empty[buffer], DsRing::phase(step.index) ^ 1);
+    store_ds<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
+    fence_async_shared();
+    arrive_warp(&smem.ds_full[buffer], lane);
+    if (lane == 0) {
+      constexpr int kBytes = Traits::kDsBytes / Traits::kWarps;  // the rows of this warp's keys
+      bulk_copy_to_cta(smem.ds_other[buffer] + warp * kBytes, &smem.ds_other_full[buffer], rank_in_cluster() ^ 1,
+                       smem.ds[buffer] + warp * kBytes, kBytes);
+    }
+  }
+};
+
+template <typename Traits>
+struct QueryGradients {
+  using KeyRows = AlongRows<Traits::kKeyChunkBytes>;
+  using DsRing = Ring<Traits::kDsBuffers>;
+  using DqRing = Ring<Traits::kDqBuffers>;
+
+  static __device__ void run(const KernelParams& params, typename Traits::SharedStorage& smem,
+                             const typename Traits::Work& work, int32_t rank) {
+    const int32_t thread = threadIdx.x % kWarpgroupThreads, warp = thread / 32, lane = thread % 32;
+    const uint32_t k = smem_address(smem.k);
+    const uint32_t k_other = smem_address(smem.k_other) - Traits::first_other_chunk(rank) * Traits::kKeyChunkBytes;
+    if (thread == 0) {
+      for (int buffer = 0; buffer < Traits::kDsBuffers; ++buffer) expect_ds(smem, buffer);
+    }
+    mbarrier_wait(&smem.k_full, 0);
+    mbarrier_wait(&smem.k_other_full, 0);
+    const int32_t valid = max(work.visibility.seqlen_k - work.first_key - other_keys<Traits>(rank), 0);
+    if (params.rows_may_be_poisoned && valid < Traits::kBlockN) {
+      scrub<Traits::kOtherChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
+    }
+    int32_t count = 0;  // of chunks of 64 columns
+#pragma unroll 1
+    for (int32_t index = 0; index < work.steps; ++index) {
+      const int32_t buffer = DsRing::stage(index);
+      const BlockRange chunks = Traits::chunks_of(rank, index);
+      mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(index));
+      mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(index));
+      if (thread == 0) expect_ds(smem, buffer);
+      if (chunks.empty()) release(smem, buffer, rank, lane);
+#pragma unroll 1
+      for (int32_t chunk = chunks.begin; chunk < chunks.end; ++chunk, ++count) {
+        float dq[32];  // (kBlockM, 64)
+        product<typename Traits::T, Traits::kBlockN / 16, false, KeyRows, KeyRows>(dq, smem_address(smem.ds[buffer]),
+                                                                                   k + chunk * Traits::kKeyChunkBytes);
+        product<typename Traits::T, Traits::kBlockN / 16, true, KeyRows, KeyRows>(
+            dq, smem_address(smem.ds_other[buffer]), k_other + chunk * Traits::kKeyChunkBytes);
+        wait_products<0>();
+        fence_registers(dq);
+        if (chunk == chunks.end - 1) release(smem, buffer, rank, lane);
+        mbarrier_wait(&smem.dq_empty[DqRing::stage(count)], DqRing::phase(count) ^ 1);
+        store_dq_boxes(smem.dq[DqRing::stage(count)], dq, warp, lane);
+        arrive_warp(&smem.dq_full[DqRing::stage(count)], lane);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void expect_ds(typename Traits::SharedStorage& smem, int32_t buffer) {
+    mbarrier_arrive_expect(&smem.ds_other_full[buffer], Traits::kDsBytes);
+  }
+
+  // dS of both CTAs has been read.
+  static __device__ __forceinline__ void release(typename Traits::SharedStorage& smem, int32_t buffer, int32_t rank,
+                                                 int32_t lane) {
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&smem.ds_empty[buffer]);
+      mbarrier_arrive_in_cta(&smem.ds_empty[buffer], rank ^ 1);
+    }
+  }
+};
+
+}  // namespace flashbwd::sm90::wide

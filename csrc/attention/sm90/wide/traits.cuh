@@ -1,0 +1,118 @@
+// What a wide tile and a type fix at compile time: sizes, shared memory, barriers.
+#pragma once
+
+#include "../../../common/hopper.cuh"
+#include "../../../common/wgmma.cuh"
+#include "../config.h"
+#include "../scheduler.cuh"
+
+namespace flashbwd::sm90::wide {
+
+enum NamedBarrier : uint32_t {
+  kProbabilityBarrier = 1,  // the 128 threads of P and dv
+  kScoreGradientBarrier,    // the 128 threads of dS and dk
+  kScrubBarrier,            // both
+  kDqBarrier,               // the 128 threads of dq
+};
+
+template <typename T_, int kTileIndex, bool kFeatures_>
+struct Traits {
+  static constexpr Tile kTile = kTiles[kTileIndex];
+  using T = T_;
+  static constexpr bool kFeatures = kFeatures_;  // softcap, bias, ALiBi, dropout
+  static constexpr bool kBiasGradient = kFeatures && has_bias_gradient(kTile);
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kHeadDimV = kTile.head_dim_v;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kCtas = kTile.ctas;
+  static constexpr int kBlockN = kTile.block_n / kCtas;  // keys of this CTA
+  static constexpr int kStages = kTile.stages;           // of q
+  static constexpr int kDoutStages = kTile.dout_stages;
+  // What is left of shared memory.
+  static constexpr int kDsBuffers = kHeadDim <= 192 ? 2 : 1;
+  static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
+  static constexpr int kDqParts = dq_parts(kTile);
+  static constexpr WideRegisters kRegisters = wide_registers(kHeadDim);
+  static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
+  static_assert(kCtas == 2, "each has the dS of one other");
+  static_assert(kHeadDim % kChunkColumns == 0 && kHeadDimV % kChunkColumns == 0, "tiles are whole chunks");
+
+  static constexpr int kChunks = kHeadDim / kChunkColumns;  // of q, k, dq
+  static constexpr int kChunksV = kHeadDimV / kChunkColumns;
+  static constexpr int kKeyChunkBytes = kBlockN * kChunkRowBytes;    // 64 columns of k or v
+  static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
+  static constexpr int kStatisticBytes = kBlockM * 4;
+  static constexpr int kWarps = kWarpgroupThreads / 32;
+
+  static constexpr int kDsBytes = kBlockN * kChunkRowBytes;
+
+  // Of dq each CTA adds some chunks of columns, summed over the keys of both: all of `chunks_of`, in turn the smaller
+  // and the larger part of an odd number. It keeps those columns of the other's keys.
+  static constexpr int kOtherChunks = (kChunks + 1) / 2;
+  static constexpr int kDqAdders = kChunks == 1 ? 1 : kCtas;
+  static __device__ BlockRange chunks_of(int32_t rank, int32_t step) {
+    const int32_t middle = (kChunks + step % 2) / 2;
+    return rank == 0 ? BlockRange{0, middle} : BlockRange{middle, kChunks};
+  }
+  static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }
+
+  // Who has read row statistics lets go of a stage by thread, for racecheck follows no warp; who has not, by warp. dS
+  // of 256 has no register for it.
+  static constexpr int kDeltaArrivals = kHeadDim <= 192 ? kWarpgroupThreads : kWarps;
+
+  using Work = sm90::Work<kBlockM, kTile.block_n>;
+
+  struct alignas(1024) SharedStorage {
+    uint8_t k[kChunks * kKeyChunkBytes];                     // (kBlockN, kHeadDim)
+    uint8_t v[kChunksV * kKeyChunkBytes];                    // (kBlockN, kHeadDimV)
+    uint8_t q[kStages][kChunks * kQueryChunkBytes];          // (kBlockM, kHeadDim)
+    uint8_t dout[kDoutStages][kChunksV * kQueryChunkBytes];  // (kBlockM, kHeadDimV)
+    uint8_t k_other[kOtherChunks * kKeyChunkBytes];          // (kBlockN, columns of dq) of the other CTA's keys
+    uint8_t ds[kDsBuffers][kDsBytes];                        // transposed, (kBlockN, kBlockM)
+    uint8_t ds_other[kDsBuffers][kDsBytes];                  // the other CTA's
+    float dq[kDqBuffers][2][64 * 32];                        // (kBlockM, 64 columns), two boxes of 32 columns
+    float4 p[kBlockM / 8][kWarpgroupThreads];                // as registers hold it, for the same thread of the other
+    alignas(128) float lse_log2[kStages][kBlockM];
+    alignas(128) float delta[kDoutStages][kBlockM];
+    Work work;
+    int32_t job;
+    uint64_t k_full, v_full, k_other_full;               // producer arrives with bytes
+    uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
+    uint64_t q_empty[kStages];                           // every thread of P, every warp of dS
+    uint64_t dout_empty[kDoutStages];                    // every warp of P, of dS every thread or warp
+    uint64_t p_full[kWarps], p_empty[kWarps];            // a warp of P arrives, one of dS; the other waits
+    uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];  // every warp of dS arrives, every warp of dq of both CTAs
+    uint64_t ds_other_full[kDsBuffers];                  // a thread of dq arrives, the other CTA sends bytes
+    uint64_t dq_full[kDqBuffers], dq_empty[kDqBuffers];  // every warp of dq arrives, the thread that adds
+  };
+
+  static __device__ void init_barriers(SharedStorage& smem) {
+    mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.v_full, 1);
+    mbarrier_init(&smem.k_other_full, 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(&smem.q_full[stage], 1);
+      mbarrier_init(&smem.q_empty[stage], kWarpgroupThreads + kWarps);
+    }
+    for (int stage = 0; stage < kDoutStages; ++stage) {
+      mbarrier_init(&smem.dout_full[stage], 1);
+      mbarrier_init(&smem.dout_empty[stage], kDeltaArrivals + kWarps);
+    }
+    for (int warp = 0; warp < kWarps; ++warp) {
+      mbarrier_init(&smem.p_full[warp], 1);
+      mbarrier_init(&smem.p_empty[warp], 1);
+    }
+    for (int buffer = 0; buffer < kDsBuffers; ++buffer) {
+      mbarrier_init(&smem.ds_full[buffer], kWarps);
+      mbarrier_init(&smem.ds_empty[buffer], kCtas * kWarps);
+      mbarrier_init(&smem.ds_other_full[buffer], 1);
+    }
+    for (int buffer = 0; buffer < kDqBuffers; ++buffer) {
+      mbarrier_init(&smem.dq_full[buffer], kWarps);
+      mbarrier_init(&smem.dq_empty[buffer], 1);
+    }
+    fence_mbarrier_init();
+  }
+};
+
+}  // namespace flashbwd::sm90::wide

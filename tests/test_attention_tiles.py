@@ -1,0 +1,55 @@
+"""Head dimensions and lengths that reach every tile of the GPU kernels, over several of its blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from kit import cases, inputs
+from kit.cases import Case
+from support import GPU_TARGETS, Target, refusal, run, skip_where_refused, skip_without_kernels
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [target for target in GPU_TARGETS if "-sm" in str(target.id) and "float32" not in str(target.id)]
+HEAD_DIMS = [(32, 32), (64, 40), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (256, 256)]
+DENSE = Case("dense", batch=2, heads=4, heads_kv=2, seqlen_q=200, seqlen_k=270, window_size=(70, 20))
+PACKED = Case("packed", heads=4, heads_kv=2, seqlens_q=(150, 1, 0, 77), seqlens_k=(140, 65, 3, 130), causal=True)
+SHAPES = [
+    dataclasses.replace(DENSE, seqused_q=(200, 65), seqused_k=(130, 270)),
+    dataclasses.replace(DENSE, name="dense_full_deterministic", window_size=(-1, -1), deterministic=True, dlse=True),
+    dataclasses.replace(PACKED, name="packed_deterministic", seqused_k=(140, 40, 3, 66), deterministic=True),
+]
+
+
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_gradients_agree_with_the_oracle(head_dims: tuple[int, int], shape: Case, target: Target) -> None:
+    device, backend, dtype = target
+    x = inputs.build(dataclasses.replace(shape, head_dim=head_dims[0], head_dim_v=head_dims[1]), dtype, device)
+    skip_where_refused(x, backend)
+    x.check(*run(x, backend))
+
+
+@pytest.mark.parametrize("target", KERNELS)
+@settings(max_examples=20)
+@given(
+    case=cases.any_case(max_seqlen=200),
+    head_dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
+    seed=st.integers(0, 1000),
+)
+def test_random_cases_of_aligned_rows_agree_with_the_oracle(
+    target: Target, case: Case, head_dims: tuple[int, int], seed: int
+) -> None:
+    skip_without_kernels(target)
+    device, backend, dtype = target
+    case = dataclasses.replace(case, head_dim=8 * head_dims[0], head_dim_v=8 * head_dims[1], layout="contiguous")
+    x = inputs.build(case, dtype, device, seed)
+    if refusal(x, backend) is not None:
+        case = dataclasses.replace(case, softcap=0.0, bias=None, alibi=None, dropout_p=0.0)
+        x = inputs.build(case, dtype, device, seed)
+        assume(refusal(x, backend) is None)
+    x.check(*run(x, backend))

@@ -342,12 +342,15 @@ def test_double_backward_is_refused(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [768, 4095, 65536])
-def test_a_hundred_runs_give_the_same_bits(columns: int) -> None:
+def test_a_thousand_runs_give_the_same_bits(columns: int) -> None:
     case = Case(rows=2000, columns=columns, x=bf16) if columns < 65536 else Case(rows=200, columns=columns, x=bf16)
     inputs = make(case, "cuda")
     first = backward(inputs, case)
-    for _ in range(100):
-        assert all(torch.equal(grad, first[name]) for name, grad in backward(inputs, case).items())  # type: ignore[arg-type]
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for name, grad in backward(inputs, case).items():
+            different += torch.ne(grad, first[name]).sum()  # type: ignore[arg-type]
+    assert int(different) == 0
 
 
 @pytest.mark.gpu

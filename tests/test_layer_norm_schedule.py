@@ -40,6 +40,9 @@ sizes = st.sampled_from([2, 4])
     x_bytes=sizes,
     dz_bytes=sizes,
     from_output=st.booleans(),
+    residual=st.booleans(),
+    keep=st.booleans(),
+    draws=st.booleans(),
     shifted=st.booleans(),
     capability=capabilities,
     sm_count=st.integers(1, 160),
@@ -49,13 +52,12 @@ def test_every_shape_has_a_tile_that_fits(
     columns: int,
     x_bytes: int,
     dz_bytes: int,
-    from_output: bool,
-    shifted: bool,
     capability: tuple[int, int],
     sm_count: int,
+    **options: bool,
 ) -> None:
     gpu = device(capability, sm_count)
-    problem = shape(rows, columns, x_bytes, dz_bytes, from_output=from_output, shifted=shifted)
+    problem = shape(rows, columns, x_bytes, dz_bytes, **options)
     tile = host.choose_tile(problem, gpu)
     assert tile.elements == 16 // min(x_bytes, dz_bytes)
     assert 0 < tile.threads <= MAX_THREADS
@@ -64,12 +66,14 @@ def test_every_shape_has_a_tile_that_fits(
     assert tile.smem_bytes <= gpu.smem_per_block
     # Every column has a thread, also where rows start off a vector's boundary.
     assert tile.vectors * tile.lanes >= tile.chunk_vectors
-    assert tile.chunks * tile.chunk_vectors * tile.elements >= columns + (tile.elements - 1 if shifted else 0)
+    assert tile.chunks * tile.chunk_vectors * tile.elements >= columns + (
+        tile.elements - 1 if options["shifted"] else 0
+    )
     # Shuffles need lanes that divide a warp or fill warps; named barriers are 16.
     assert 32 % tile.lanes == 0 or tile.lanes % 32 == 0
     assert tile.lanes <= 32 or tile.groups <= 15
     assert tile.cluster == (tile.chunks > 1 and capability[0] >= 9 and tile.chunks <= 16)
-    assert tile.chunks == 1 or tile.groups == 1
+    assert tile.chunks == 1 or tile.cluster or tile.groups == 1
 
 
 @given(
@@ -102,12 +106,24 @@ def test_every_row_has_one_worker_whose_columns_never_shift(
 
 def test_workers_keep_together_where_there_are_rounds_to() -> None:
     gpu = device((9, 0), 132)
-    for rows, columns, waits in ((300, 8192, False), (32768, 8192, True), (32768, 7919, False), (32768, 16384, False)):
+    for rows, columns, waits in ((300, 8192, False), (32768, 8192, True), (32768, 7919, True), (4096, 65536, True)):
         problem = shape(rows, columns)
         tile = host.choose_tile(problem, gpu)
-        schedule = host.schedule_rows(problem, tile, 132, 0, 0)
+        schedule = host.schedule_rows(problem, tile, 132 // tile.chunks, 0, 0)
         assert schedule.workers * schedule.rounds * tile.groups >= rows
         assert (schedule.ahead > 0) == waits
+
+
+@given(rows=st.integers(1, 10**6), columns=columns, x_bytes=sizes, dz_bytes=sizes, sm_count=st.integers(1, 160))
+def test_columns_are_summed_beside_dx_where_the_rows_stay_in_l2(
+    rows: int, columns: int, x_bytes: int, dz_bytes: int, sm_count: int
+) -> None:
+    gpu = device((9, 0), sm_count)
+    gpu.l2_bytes = 50 * 2**20
+    sums = host.plan_column_sums(shape(rows, columns, x_bytes, dz_bytes), gpu)
+    assert 0 <= sums.own_ctas <= sm_count // 2
+    assert not sums.used or rows * columns * (x_bytes + dz_bytes) <= gpu.l2_bytes / 2
+    assert not sums.used or sums.blocks * 4 * 16 // min(x_bytes, dz_bytes) >= columns
 
 
 @given(p=st.floats(0.0, 1.0, exclude_max=True))

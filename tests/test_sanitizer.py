@@ -67,7 +67,10 @@ def test_attention_kernels(case: Case, backend: str) -> None:
 
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (300, 1000), (5, 7919), (70, 4096), (3, 20000)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, 64), (300, 1000), (5, 7919), (70, 4096), (3, 20000), (300_000, 64)],  # the last: workers in lock step
+)
 def test_norm_kernels(rows: int, columns: int, dtype: torch.dtype, rms: bool) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     x, dz = (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype) for _ in range(2))

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "column_sums.cuh"
 #include "dropout.cuh"
 #include "exchange.cuh"
 #include "lock_step.cuh"
@@ -16,8 +17,9 @@
 
 namespace flashbwd::layer_norm {
 
+// What one CTA of a worker does.
 template <Form kForm, typename TX, typename TDZ>
-__global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
+__device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* smem) {
   constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));
   constexpr int kVectors = max_vectors_of(sizeof(TX), sizeof(TDZ));
   using PlaneX = Plane<TX, kElements>;
@@ -25,7 +27,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
   // A thread's slots of a stage: x and dz of each vector side by side.
   constexpr int kDzOffset = PlaneX::kSlots * kSlotStride;
   constexpr int kPairStride = (PlaneX::kSlots + PlaneDz::kSlots) * kSlotStride;
-  extern __shared__ __align__(128) char smem[];
 
   const int lanes = a.tile.lanes;
   const int group = threadIdx.x / lanes;
@@ -45,7 +46,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
   const int head = column0 < 0 ? phase : 0;  // elements of vector 0 that belong to the row before
   const int tail = min(kElements, a.columns - (column0 + (mine - 1) * column_step));  // elements of the last vector
   const int whole = tail == kElements ? mine : mine - 1;                              // vectors that end within the row
-  const int whole_dx = a.vector_dx ? whole : 0;
   const auto count_of = [&](int v) { return v < whole ? kElements : tail; };
 
   // Its rows: from `row` on, every row_step rows. Rows from a.rows on are none.
@@ -53,16 +53,24 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
   int64_t row =
       (static_cast<int64_t>(worker / a.schedule.period) * a.tile.groups + group) * a.schedule.period + residue;
 
-  // Shared memory: mbarriers, exchanged sums | gamma | stages (planes, kMaxThreads) of 16 bytes.
+  // Shared memory: what is exchanged | gamma | a row ahead: mask, dresidual | stages (planes, kMaxThreads) of 16 bytes.
   const uint32_t exchange_s = shared_address(smem);
   const uint32_t gamma_s = exchange_s + exchange_bytes(a.tile);
   const uint32_t own_gamma = keep(gamma_s + lane * static_cast<uint32_t>(parameter_stride(a.tile)));
   const uint32_t own_slots = keep(exchange_s + a.tile.stages_offset + 16 * threadIdx.x);
   const int stage_bytes = kSlotStride * a.tile.planes;
   const int stages = a.tile.stages;
+  // dresidual and a given mask are needed at the end of a row's turn only: one row of each is under way, into slots
+  // before the stages, from the turn before on.
+  constexpr int kResidualBytes = kVectors * PlaneX::kSlots * kSlotStride;
+  const auto residual_slots = [&](int v) { return own_slots - kResidualBytes + v * PlaneX::kSlots * kSlotStride; };
+  const auto keep_slots = [&](int v) {
+    return exchange_s + a.tile.keep_offset + (v * kMaxThreads + static_cast<int>(threadIdx.x)) * kElements;
+  };
+  const bool given_mask = kForm == Form::kDropout && a.dropout.keep != nullptr;
+  const bool any_ahead = a.residual != nullptr || given_mask;
   RowExchange exchange(a.tile, exchange_s, group, kHasClusters && a.tile.cluster ? rank : 0);
 
-  constexpr bool kInStep = kForm != Form::kDropout;  // its registers are needed to draw the mask
   LockStep lock_step(a, lane == 0, rank);
 
   const auto residual_of = [&](int64_t of_row) {
@@ -93,18 +101,38 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
         PlaneDz::fill_part(slots + v * kPairStride + kDzOffset, fetch_dz + v * column_step, skip, count_of(v),
                            a.vector_dz && within);
       }
-      if (a.residual != nullptr) {  // needed at the end of the row's turn only: until then it waits in L2
-        const TX* residual = residual_of(fetch_row);
-#pragma unroll 1
-        for (int v = 0; v < mine; ++v) prefetch(residual + v * column_step + (v == 0 ? head : 0));
-      }
     }
     commit_copies();
     fetch_row += row_step;
   };
+  const auto whole_vector = [&](int v) { return v < whole && (v > 0 || head == 0); };
+  // What a row needs last.
+  const auto fetch_ahead = [&](int64_t of_row) {
+    const bool framed = of_row > 0 && of_row + 1 < a.rows;
+#pragma unroll 1
+    for (int v = 0; v < mine && of_row < a.rows; ++v) {
+      const int skip = v == 0 ? head : 0;
+      const bool within = framed || whole_vector(v);
+      if (a.residual != nullptr) {
+        PlaneX::fill_part(residual_slots(v), residual_of(of_row) + v * column_step, skip, count_of(v),
+                          a.vector_residual && within);
+      }
+      if (given_mask) {
+        const uint8_t* keep = a.dropout.keep + of_row * a.dropout.keep_stride + column0 + v * column_step;
+        fill_mask<kElements>(keep_slots(v), keep, skip, count_of(v), a.dropout.vector_keep && within);
+      }
+    }
+    commit_copies();
+  };
 
 #pragma unroll 1
-  for (int s = 0; s < stages - 1; ++s) fetch(s);
+  for (int s = 0; s < stages - 1; ++s) {
+    fetch(s);
+    if (any_ahead) fetch_ahead(s == 0 ? row : a.rows);
+  }
+  const bool all_stored =
+      head == 0 && whole == mine && (a.dx == nullptr || a.vector_dx) && (a.branch == nullptr || a.vector_branch);
+  const int under_way = (any_ahead ? 2 : 1) * (stages - 1);  // groups of copies behind those of a row
   // Statistics are loaded a row ahead.
   float next_mu = 0.f;
   float next_rs = 0.f;
@@ -123,10 +151,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
   } else {
     stage_parameters<__half, kElements>(a, chunk_start * kElements - phase, gamma_s);
   }
-  if (threadIdx.x == 0) store_shared(exchange_s + kToldOffset, 0.f);
   // All wait for gamma; where CTAs share rows, for the mbarriers of the other CTAs too.
   if (kHasClusters && a.tile.cluster) {
-    if (threadIdx.x == 0) exchange.init();
+    if (threadIdx.x == 0) exchange.init(a.tile.groups);
     cluster_barrier();
   } else {
     __syncthreads();
@@ -138,14 +165,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
 #pragma unroll
     for (int q = 0; q < kElements / 4; ++q) unpack<float>(load_shared_16(planes + 16 * q), &values[4 * q]);
   };
-  // What stands in for x, vector v, less the mean: (x - mu), or xhat itself from the output.
-  constexpr bool kGivesXhat = kForm == Form::kOutput;
-  const auto centre = [&](int v, float mu, const float (&gamma)[kElements], float (&x)[kElements]) {
-    if constexpr (kGivesXhat) {
+  // What stands in for x, vector v, less what does not scale with xhat: mu, or from the output beta.
+  constexpr bool kFromOutput = kForm == Form::kOutput;
+  const auto centre = [&](int v, float mu, float (&x)[kElements]) {
+    if constexpr (kFromOutput) {
       float beta[kElements];
       read_parameter(1, v, beta);
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) x[e] = xhat_of_output(x[e], gamma[e], beta[e]);
+      for (int e = 0; e < kElements; ++e) x[e] -= beta[e];
     } else {
 #pragma unroll
       for (int e = 0; e < kElements; ++e) x[e] -= mu;
@@ -163,22 +190,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
     uint32_t kept = 0;  // bit v * kElements + e
     if constexpr (kForm == Form::kDropout) {
       if (!a.dropout.drops) kept = ~0u;
-      for (int v = 0; a.dropout.drops && v < here; ++v) {
-        const int column = column0 + v * column_step;
-        const uint32_t bits = a.dropout.keep != nullptr
-                                  ? given_bits<kElements>(a.dropout.keep + row * a.dropout.keep_stride + column,
-                                                          v == 0 ? head : 0, count_of(v), a.dropout.vector_keep)
-                                  : drawn_bits<kElements>(a.dropout.rng[0], a.dropout.rng[1] + row * a.columns + column,
-                                                          a.dropout.keep_from);
-        kept |= bits << v * kElements;
+      if (a.dropout.drops && !given_mask) {
+        const uint64_t seed = a.dropout.rng[0];
+        const uint64_t first = a.dropout.rng[1] + row * a.columns + column0;
+#pragma unroll 1
+        for (int v = 0; v < here; ++v) {
+          kept |= drawn_bits<kElements>(seed, first + v * column_step, a.dropout.keep_from) << v * kElements;
+        }
       }
     }
-    wait_copies(stages - 1);
+    wait_copies(under_way);
     const uint32_t slots = own_slots + stage * stage_bytes;
     const float mu = next_mu;
     const float rs = next_rs;
     load_statistics(row + row_step);
-    const int begun = kInStep ? lock_step.begin(a) : 0;
     if (head > 0 && here > 0) {
       if (a.vector_x) PlaneX::clear_head(slots, head);
       if (a.vector_dz) PlaneDz::clear_head(slots + kDzOffset, head);
@@ -193,19 +218,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
           PlaneX::read(slots + v * kPairStride, x);
           PlaneDz::read(slots + v * kPairStride + kDzOffset, dz);
           read_parameter(0, v, gamma);
-          centre(v, mu, gamma, x);
+          centre(v, mu, x);
 #pragma unroll
           for (int e = 0; e < kElements; ++e) {
             const float dy = gamma[e] * dz[e];
             sums.x += dy;
-            sums.y = fmaf(dy, x[e], sums.y);
+            sums.y = fmaf(kFromOutput ? dz[e] * gamma_over_divisor(gamma[e]) : dy, x[e], sums.y);
           }
         }
       }
     }
-    if (kInStep) lock_step.hold(a, exchange_s + kToldOffset, begun);
+    lock_step.hold(a, a.schedule.rounds - left + 1);
     if (sums_here) {
-      if (!kGivesXhat) sums.y *= rs;
+      if (!kFromOutput) sums.y *= rs;
       sums = exchange.sum(a.tile, sums);
     } else if (a.row_sums != nullptr && row < a.rows) {
       sums = a.row_sums[row];
@@ -213,65 +238,79 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_c
     const float mean_dy = !a.centred ? 0.f : sums.x * a.inverse_columns * rs;  // both times rs
     const float mean_dy_xhat = sums.y * a.inverse_columns * rs;
 
+    if (any_ahead) wait_copies(1);  // all but what this turn has fetched
     TX* dx = static_cast<TX*>(a.dx) + row * a.dx_stride + column0;
+    TDZ* branch = static_cast<TDZ*>(a.branch) + row * a.branch_stride + column0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < here) {
-        const int skip = v == 0 ? head : 0;
-        uint4 past[PlaneX::kSlots];  // what reaches dx past the norm
-        if (a.residual != nullptr && a.vector_residual && skip == 0 && v < whole) {
-          PlaneX::load(residual_of(row) + v * column_step, past);
-        }
         float x[kElements], dz[kElements], gamma[kElements];
         PlaneX::read(slots + v * kPairStride, x);
         PlaneDz::read(slots + v * kPairStride + kDzOffset, dz);
         read_parameter(0, v, gamma);
-        centre(v, mu, gamma, x);
+        centre(v, mu, x);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) {
-          const float xhat = kGivesXhat ? x[e] : x[e] * rs;
+          const float xhat = x[e] * (kFromOutput ? inverse_of_divisor(gamma[e]) : rs);
           dgamma[v][e] = fmaf(dz[e], xhat, dgamma[v][e]);
           dbeta[v][e] += dz[e];
           x[e] = fmaf(gamma[e] * dz[e], rs, -fmaf(xhat, mean_dy_xhat, mean_dy));
         }
-        if (a.residual != nullptr) {
-          if (a.vector_residual && skip == 0 && v < whole) {
-#pragma unroll
-            for (int h = 0; h < PlaneX::kSlots; ++h) unpack<TX>(past[h], &dz[h * PlaneX::kPerSlot]);
-          } else {
-            const TX* residual = residual_of(row) + v * column_step;
-            PlaneX::fill_part(slots + v * kPairStride, residual, skip, count_of(v), false);
-            PlaneX::read(slots + v * kPairStride, dz);
-          }
+        if (a.residual != nullptr) {  // what reaches dx past the norm
+          PlaneX::read(residual_slots(v), dz);
 #pragma unroll
           for (int e = 0; e < kElements; ++e) x[e] += dz[e];
         }
         if (a.dx != nullptr) {
-          if (v < whole_dx && skip == 0) {
+          if (a.vector_dx && whole_vector(v)) {
             PlaneX::store(dx + v * column_step, x);
           } else {
-            PlaneX::store_part(slots + v * kPairStride, dx + v * column_step, skip, count_of(v), x);
+            PlaneX::put(slots + v * kPairStride, x);
           }
         }
         if constexpr (kForm == Form::kDropout) {
           if (a.branch == nullptr) continue;
-          TDZ* branch = static_cast<TDZ*>(a.branch) + row * a.branch_stride + column0 + v * column_step;
+          if (given_mask) kept |= given_bits<kElements>(__cvta_shared_to_generic(keep_slots(v))) << v * kElements;
 #pragma unroll
           for (int e = 0; e < kElements; ++e) x[e] = kept >> (v * kElements + e) & 1 ? x[e] * a.dropout.scale : 0.f;
-          if (a.vector_branch && skip == 0 && v < whole) {
-            PlaneDz::store(branch, x);
+          if (a.vector_branch && whole_vector(v)) {
+            PlaneDz::store(branch + v * column_step, x);
           } else {
-            PlaneDz::store_part(slots + v * kPairStride + kDzOffset, branch, skip, count_of(v), x);
+            PlaneDz::put(slots + v * kPairStride + kDzOffset, x);
           }
         }
       }
     }
+    // What is left of dx: by elements, from the slots that x and dz came in.
+#pragma unroll 1
+    for (int v = 0; v < here && !all_stored; ++v) {
+      const int skip = v == 0 ? head : 0;
+      if (a.dx != nullptr && !(a.vector_dx && whole_vector(v))) {
+        PlaneX::store_part(slots + v * kPairStride, dx + v * column_step, skip, count_of(v));
+      }
+      if (kForm == Form::kDropout && a.branch != nullptr && !(a.vector_branch && whole_vector(v))) {
+        PlaneDz::store_part(slots + v * kPairStride + kDzOffset, branch + v * column_step, skip, count_of(v));
+      }
+    }
     row += row_step;
+    if (any_ahead) fetch_ahead(row);
     stage = stage + 1 == stages ? 0 : stage + 1;
   }
   launch_dependents();
   if (a.partial != nullptr) {
     write_partial<kVectors, kElements>(a, reinterpret_cast<float*>(smem + a.tile.stages_offset), dgamma, dbeta);
+  }
+}
+
+template <Form kForm, typename TX, typename TDZ>
+__global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
+  extern __shared__ __align__(128) char smem[];
+  if (blockIdx.x < a.schedule.workers * a.tile.chunks) compute_rows<kForm, TX, TDZ>(a, smem);
+  if constexpr (kForm == Form::kPlain) {
+    const int index = static_cast<int>(blockIdx.x) - a.first_column_cta;
+    if (index < 0) return;
+    __syncthreads();  // all have left the shared memory
+    sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem), index, gridDim.x - a.first_column_cta);
   }
 }
 

@@ -20,12 +20,16 @@ constexpr int kMaxStages = 4;
 constexpr int kMaxCluster = 16;
 constexpr int kWarp = 32;
 constexpr int kRowSumsThreads = 512;
-// See LockStep: from how many rounds a worker on, up to how many columns, and how many rounds ahead of the mean a
-// worker may be. Measured on an H100: rows of 1024 to 8192 columns gain 1 to 5 % by it; where the number is no power of
-// two, or rows are wider, workers that drift apart are up to 16 % faster.
-constexpr int64_t kFewestInStep = 16;
-constexpr int64_t kMostColumnsInStep = 8192;
-constexpr double kMostAhead = 1.0;
+// Rows a CTA holds at a time at least: while the threads of one wait for each other, those of the others go on. A mask
+// costs as many instructions to draw as all the rest. Measured on an H100: 2 to 8 %.
+constexpr int kFewestGroups = 2;
+constexpr int kFewestGroupsDrawing = 3;
+// See LockStep: from how many rounds a worker on, and how many rounds ahead of the mean a worker may be.
+constexpr int64_t kFewestInStep = 32;
+constexpr double kMostAhead = 2.0;
+// Columns are summed beside dx, by a quarter of the SMs, where x and dz take at most this share of L2.
+constexpr double kColumnSumsShare = 0.4;
+constexpr int kColumnLanes = 4;       // threads side by side: 64 bytes of a row, or two of them
 constexpr float kLeastGamma = 1e-5f;  // magnitude by which outputs are divided to give xhat
 constexpr int kSlotStride =
     16 * kMaxThreads;  // bytes from one of a thread's slots to the next: a constant saves registers
@@ -34,22 +38,28 @@ constexpr int elements_of(int64_t x_bytes, int64_t dz_bytes) {
   return 16 / static_cast<int>(x_bytes < dz_bytes ? x_bytes : dz_bytes);
 }
 
+// Columns that a CTA sums at a time.
+constexpr int columns_at_a_time(int elements) { return kColumnLanes * elements; }
+
 // Vectors a thread: 32 columns where x and dz are 16-bit, 16 where one of them is fp32 and a stage is wider.
 constexpr int max_vectors_of(int64_t x_bytes, int64_t dz_bytes) { return x_bytes == dz_bytes ? 4 : 2; }
 
 struct BackwardTile {
-  int elements = 0;       // of a vector
-  int lanes = 0;          // threads a row and CTA: a power of two up to 32, else a multiple of 32
-  int groups = 0;         // rows a CTA holds at a time
-  int vectors = 0;        // a thread
-  int chunks = 1;         // CTAs a row
-  int chunk_vectors = 0;  // vectors of a row in one CTA
-  int stages = 0;         // rows in flight, the one in use included
-  int planes = 0;         // 16-byte slots a thread and stage
-  int parameters = 1;     // values a column in shared memory: gamma, or gamma and beta
-  int parts = 1;          // warps that share a row
-  bool cluster = false;   // the CTAs of a row exchange their sums; otherwise a kernel before has summed
-  int stages_offset = 0;  // in shared memory
+  int elements = 0;         // of a vector
+  int lanes = 0;            // threads a row and CTA: a power of two up to 32, else a multiple of 32
+  int groups = 0;           // rows a CTA holds at a time
+  int vectors = 0;          // a thread
+  int chunks = 1;           // CTAs a row
+  int chunk_vectors = 0;    // vectors of a row in one CTA
+  int stages = 0;           // rows in flight, the one in use included
+  int planes = 0;           // 16-byte slots a thread and stage
+  int residual_planes = 0;  // of dresidual, of one row
+  int keep_bytes = 0;       // of a given dropout mask, of one row and thread
+  int keep_offset = 0;      // in shared memory
+  int parameters = 1;       // values a column in shared memory: gamma, or gamma and beta
+  int parts = 1;            // warps that share a row
+  bool cluster = false;     // the CTAs of a row exchange their sums; otherwise a kernel before has summed
+  int stages_offset = 0;    // in shared memory
   int64_t smem_bytes = 0;
 
   constexpr int threads() const { return lanes * groups; }
@@ -62,7 +72,10 @@ struct BackwardShape {
   int64_t x_bytes = 2;  // of an element
   int64_t dz_bytes = 2;
   bool from_output = false;
-  bool shifted = false;  // rows start off a vector's boundary
+  bool residual = false;  // dresidual is added
+  bool keep = false;      // a dropout mask is given
+  bool draws = false;     // it is drawn
+  bool shifted = false;   // rows start off a vector's boundary
 };
 
 // Regions of shared memory, in bytes: what the warps of a row exchange; gamma and beta in fp32; where the groups add
@@ -72,18 +85,25 @@ constexpr int64_t parameter_stride(const BackwardTile& t) {
   return int64_t{16} * (t.parameters * t.vectors * t.elements / 4 | 1);
 }
 constexpr int64_t parameter_bytes(const BackwardTile& t) { return parameter_stride(t) * t.lanes; }
-// Two mbarriers, what LockStep tells, and by group two rows' sums.
-constexpr int kToldOffset = 16;
-constexpr int64_t kExchangeHead = 32;
-constexpr int64_t exchange_bytes(const BackwardTile& t) { return kExchangeHead + int64_t{16} * t.groups * t.parts; }
+// By group, two mbarriers and two rows' sums.
+constexpr int kBarrierBytes = 16;
+constexpr int64_t exchange_bytes(const BackwardTile& t) {
+  return int64_t{kBarrierBytes} * t.groups + int64_t{16} * t.groups * t.parts;
+}
 // All vectors of dgamma and dbeta, where the stages were.
 constexpr int64_t reduce_bytes(const BackwardTile& t) {
   return t.groups == 1 ? 0 : int64_t{8} * t.vectors * t.elements * t.threads();
 }
 
+// Between the parameters and the stages: the next row's part of a given mask, then of dresidual.
+constexpr int64_t ahead_bytes(const BackwardTile& t) {
+  return int64_t{kMaxThreads} * t.keep_bytes + int64_t{kSlotStride} * t.residual_planes;
+}
+
 inline void place(BackwardTile* t, int stages) {
   t->stages = stages;
-  t->stages_offset = static_cast<int>(exchange_bytes(*t) + parameter_bytes(*t));
+  t->keep_offset = static_cast<int>(exchange_bytes(*t) + parameter_bytes(*t));
+  t->stages_offset = static_cast<int>(t->keep_offset + ahead_bytes(*t));
   t->smem_bytes = t->stages_offset + std::max(stages * int64_t{kSlotStride} * t->planes, reduce_bytes(*t));
 }
 
@@ -114,10 +134,15 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   t.vectors = (t.chunk_vectors + t.lanes - 1) / t.lanes;
   const int64_t row_bytes = shape.x_bytes + shape.dz_bytes;
   t.planes = static_cast<int>(t.vectors * t.elements * row_bytes / 16);
+  const int64_t most_vectors = max_vectors_of(shape.x_bytes, shape.dz_bytes);  // a constant offset in the kernel
+  if (shape.residual) t.residual_planes = static_cast<int>(most_vectors * t.elements * shape.x_bytes / 16);
+  if (shape.keep) t.keep_bytes = t.vectors * t.elements;
   // As many rows a CTA as its threads allow, but no more than leave every SM a row.
   const int step = std::max(1, kWarp / t.lanes);
-  const int64_t wanted = (shape.rows + device.sm_count - 1) / std::max(1, device.sm_count);
-  int64_t groups = chunks > 1 ? 1 : std::min<int64_t>(kMaxThreads / t.lanes, std::max<int64_t>(1, wanted));
+  const int64_t workers = std::max(1, device.sm_count / (t.cluster ? chunks : 1));
+  const int64_t wanted = (shape.rows + workers - 1) / workers;
+  int64_t groups =
+      chunks > 1 && !t.cluster ? 1 : std::min<int64_t>(kMaxThreads / t.lanes, std::max<int64_t>(1, wanted));
   for (groups = (groups + step - 1) / step * step; groups >= step; groups -= step) {
     t.groups = static_cast<int>(groups);
     const int64_t rounds = (wanted + groups - 1) / groups;
@@ -143,12 +168,40 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const Device
   return best;
 }
 
-// The fewest CTAs a row that hold it.
+// The fewest CTAs a row that hold kFewestGroups rows at a time where a row is so wide that its threads would else be
+// alone on an SM.
 inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& device) {
+  const int groups =
+      shape.draws && !shape.shifted && shape.x_bytes + shape.dz_bytes == 4 ? kFewestGroupsDrawing : kFewestGroups;
+  BackwardTile best;
   for (int chunks = 1; chunks <= 1 << 20; chunks *= 2) {
-    if (const BackwardTile tile = tile_of(shape, chunks, device); tile.found()) return tile;
+    const BackwardTile tile = tile_of(shape, chunks, device);
+    if (tile.groups > best.groups) best = tile;
+    if (!best.found()) continue;
+    const bool may_split = device.cc_major >= 9 && chunks < kMaxCluster && shape.rows >= device.sm_count;
+    if (kMaxThreads / best.lanes >= groups || !may_split) break;
   }
-  return {};
+  return best;
+}
+
+// Which CTAs sum dgamma and dbeta by columns, rather than keep partial sums of their rows: of so few rows that x and dz
+// stay in L2 until they have been read twice, and no more columns than all CTAs take at a time.
+struct ColumnSums {
+  bool used = false;
+  int blocks = 0;    // of columns_at_a_time columns
+  int own_ctas = 0;  // that compute no dx meanwhile; 0: all CTAs, behind their rows
+};
+
+constexpr ColumnSums plan_column_sums(const BackwardShape& shape, const DeviceInfo& device) {
+  ColumnSums c;
+  const double bytes = static_cast<double>(shape.rows) * static_cast<double>(shape.columns) *
+                       static_cast<double>(shape.x_bytes + shape.dz_bytes);
+  if (bytes > kColumnSumsShare * static_cast<double>(device.l2_bytes)) return c;
+  const int columns = columns_at_a_time(elements_of(shape.x_bytes, shape.dz_bytes));
+  c.blocks = static_cast<int>((shape.columns + columns - 1) / columns);
+  c.used = c.blocks <= device.sm_count;
+  if (2 * c.blocks <= device.sm_count) c.own_ctas = std::min(c.blocks, device.sm_count / 4);
+  return c;
 }
 
 // How rows are dealt out to workers (a CTA, or the CTAs of one row): in turn, `groups` at a time.
@@ -178,10 +231,7 @@ inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile&
   const int64_t rounds = (shape.rows + round_rows - 1) / round_rows;
   s.rounds = static_cast<int>(rounds);
   const bool counted = rounds * s.workers < int64_t{1} << 31;  // in 32 bits
-  const bool power_of_two = (shape.columns & (shape.columns - 1)) == 0;
-  if (rounds >= kFewestInStep && counted && power_of_two && shape.columns <= kMostColumnsInStep) {
-    s.ahead = static_cast<int>(kMostAhead * s.workers);
-  }
+  if (rounds >= kFewestInStep && counted) s.ahead = static_cast<int>(kMostAhead * s.workers);
   return s;
 }
 

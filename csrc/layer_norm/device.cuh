@@ -100,16 +100,16 @@ __device__ void store_floats(float* target, const float (&values)[kElements]) {
   }
 }
 
-// xhat from the norm's output, whose magnitude of gamma counts as kLeastGamma at least.
-inline __device__ float xhat_of_output(float z, float gamma, float beta) {
-  return __fdividef(z - beta, copysignf(fmaxf(fabsf(gamma), kLeastGamma), gamma));
+// xhat = (z - beta) / divisor from the norm's output z: gamma, whose magnitude counts as kLeastGamma at least.
+inline __device__ float inverse_of_divisor(float gamma) {
+  constexpr float kMost = 1.f / kLeastGamma;
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(gamma));
+  return fmaxf(fminf(inverse, kMost), -kMost);
 }
+inline __device__ float gamma_over_divisor(float gamma) { return __saturatef(fabsf(gamma) * (1.f / kLeastGamma)); }
 
 inline __device__ void store_streaming(void* address, uint4 value) { __stcs(static_cast<uint4*>(address), value); }
-
-inline __device__ void prefetch(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global) : "memory");
-}
 
 inline __device__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -124,10 +124,18 @@ inline __device__ void copy_async_16(uint32_t shared, const void* global, int by
                : "memory");
 }
 
+// Copies 4 or 8 bytes, to which both addresses are aligned.
+template <int kBytes>
+__device__ void copy_async(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(shared), "l"(global), "n"(kBytes) : "memory");
+}
+
 template <typename T>
 __device__ void store_shared(uint32_t shared, T value) {
   if constexpr (sizeof(T) == 4) {
     asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(__float_as_uint(value)) : "memory");
+  } else if constexpr (sizeof(T) == 1) {
+    asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(shared), "r"(static_cast<uint32_t>(value)) : "memory");
   } else {
     asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(shared), "h"(*reinterpret_cast<const uint16_t*>(&value)) : "memory");
   }
@@ -182,6 +190,12 @@ inline __device__ void wait_copies(int pending) {
       break;
     case 3:
       asm volatile("cp.async.wait_group 3;\n" ::: "memory");
+      break;
+    case 4:
+      asm volatile("cp.async.wait_group 4;\n" ::: "memory");
+      break;
+    case 6:
+      asm volatile("cp.async.wait_group 6;\n" ::: "memory");
       break;
     default:
       asm volatile("cp.async.wait_group 0;\n" ::: "memory");

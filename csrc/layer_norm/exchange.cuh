@@ -6,25 +6,28 @@
 
 namespace flashbwd::layer_norm {
 
-// The sums of a row over the lanes, warps and CTAs that share it. Shared memory, by address: two mbarriers, then for
-// each group the parts of two rows, which take turns.
+// The sums of a row over the lanes, warps and CTAs that share it. Shared memory, by address: for each group two
+// mbarriers, then for each group the parts of two rows, which take turns.
 struct RowExchange {
   static constexpr int kPartBytes = sizeof(float2);
-  uint32_t barriers;
+  uint32_t barriers;  // of this group
   uint32_t slots;     // (2, parts) float2 of this group, in each CTA of the row
   uint32_t own_slot;  // this warp's part of the first
   int group;
+  bool leads;  // the group
   uint32_t row = 0;
 
-  __device__ RowExchange(const BackwardTile& tile, uint32_t smem, int group, int rank) : barriers(smem), group(group) {
+  __device__ RowExchange(const BackwardTile& tile, uint32_t smem, int group, int rank)
+      : barriers(smem + group * kBarrierBytes), group(group) {
     const int warps = (tile.lanes + kWarp - 1) / kWarp;
-    slots = barriers + static_cast<uint32_t>(kExchangeHead) + group * 2 * tile.parts * kPartBytes;
+    slots = smem + (tile.groups * kBarrierBytes + group * 2 * tile.parts * kPartBytes);
     own_slot = slots + (rank * warps + static_cast<int>(threadIdx.x) / kWarp % warps) * kPartBytes;
+    leads = threadIdx.x == group * tile.lanes;
   }
 
-  // One thread of a cluster's CTA; all others find the barriers after the next barrier.
-  __device__ void init() const {
-    for (int i = 0; i < 2; ++i) init_barrier(barriers + 8 * i, 1);
+  // Thread 0 of a cluster's CTA, for all groups; all others find the barriers after the next barrier.
+  __device__ void init(int groups) const {
+    for (int i = 0; i < 2 * groups; ++i) init_barrier(barriers + 8 * i, 1);
   }
 
   __device__ float2 sum(const BackwardTile& tile, float2 sums) {
@@ -35,7 +38,7 @@ struct RowExchange {
     const uint32_t offset = turn * tile.parts * kPartBytes;
     if (kHasClusters && tile.cluster) {
       // Each part brings its bytes to the barrier of the CTA it goes to; one thread there says how many to expect.
-      if (threadIdx.x == 0) arrive_expecting(barriers + 8 * turn, tile.parts * kPartBytes);
+      if (leads) arrive_expecting(barriers + 8 * turn, tile.parts * kPartBytes);
       if (lane < tile.chunks) store_to_peer(own_slot + offset, barriers + 8 * turn, lane, sums);
       wait(barriers + 8 * turn, row / 2 % 2);
     } else {

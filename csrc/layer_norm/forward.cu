@@ -2,14 +2,11 @@
 
 #include "forward.cuh"
 #include "launch.h"
+#include "phase.h"
 
 namespace flashbwd {
 namespace layer_norm {
 namespace {
-
-bool is_aligned(const void* data, int64_t row_stride_bytes, int64_t bytes = 16) {
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0 && row_stride_bytes % bytes == 0;
-}
 
 // Threads a row, each with up to `held` columns in registers, and rows a CTA.
 BackwardTile forward_tile(int64_t columns, int elements, int held) {
@@ -27,13 +24,23 @@ BackwardTile forward_tile(int64_t columns, int elements, int held) {
 template <typename T, typename TH, bool kAdd>
 cudaError_t launch(const LayerNormForwardParams& p, void* stream) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(T));
-  const bool vector = p.columns % kElements == 0 && is_aligned(p.x, p.x_row_stride * sizeof(T)) &&
-                      is_aligned(p.residual, p.residual_row_stride * sizeof(TH)) &&
-                      is_aligned(p.h, p.h_row_stride * sizeof(TH)) && is_aligned(p.z, p.z_row_stride * sizeof(T)) &&
-                      is_aligned(p.gamma, 0) && is_aligned(p.beta, 0);
   ForwardArguments a;
+  const Phase phase = phase_of(p.x, p.x_row_stride, p.x_dtype, kElements);
+  const auto in_phase = [&](const void* data, int64_t row_stride, DType dtype) {
+    return data == nullptr || phase_of(data, row_stride, dtype, kElements) == phase;
+  };
+  const bool vector = in_phase(p.z, p.z_row_stride, p.x_dtype) &&
+                      in_phase(p.residual, p.residual_row_stride, p.h_dtype) &&
+                      in_phase(p.h, p.h_row_stride, p.h_dtype);
+  const int per_16_bytes = 16 / static_cast<int>(size_of(p.parameter_dtype));
+  a.gamma_phase = phase_of(p.gamma, 0, p.parameter_dtype, per_16_bytes).base;
+  a.beta_phase = phase_of(p.beta, 0, p.parameter_dtype, per_16_bytes).base;
+  const bool shifted = !phase.none() || p.columns % kElements != 0 || a.gamma_phase != 0 || a.beta_phase != 0;
+  a.phase_base = phase.base;
+  a.phase_step = phase.step;
   const int elements = vector ? kElements : 1;
-  a.tile = forward_tile(p.columns, elements, elements * forward_vectors(elements, sizeof(TH), kAdd));
+  const int64_t row_columns = p.columns + (vector && !phase.none() ? kElements - 1 : 0);
+  a.tile = forward_tile(row_columns, elements, elements * forward_vectors(elements, sizeof(TH), kAdd));
   a.rows = p.rows;
   a.columns = static_cast<int>(p.columns);
   a.inverse_columns = 1.f / static_cast<float>(p.columns);
@@ -46,7 +53,7 @@ cudaError_t launch(const LayerNormForwardParams& p, void* stream) {
   a.residual = p.residual;
   a.residual_stride = p.residual_row_stride;
   a.dropout = dropout_of(p.dropout);
-  a.dropout.vector_keep = is_aligned(p.dropout.keep, p.dropout.keep_row_stride, kElements);
+  a.dropout.vector_keep = in_phase(p.dropout.keep, p.dropout.keep_row_stride, DType::kBool);
   a.h = p.h;
   a.h_stride = p.h_row_stride;
   a.z = p.z;
@@ -59,8 +66,9 @@ cudaError_t launch(const LayerNormForwardParams& p, void* stream) {
   config.gridDim = dim3(static_cast<unsigned>((p.rows + a.tile.groups - 1) / a.tile.groups));
   config.blockDim = dim3(a.tile.threads());
   config.stream = static_cast<cudaStream_t>(stream);
-  return vector ? cudaLaunchKernelEx(&config, forward_kernel<T, TH, kAdd, kElements>, a)
-                : cudaLaunchKernelEx(&config, forward_kernel<T, TH, kAdd, 1>, a);
+  if (!vector) return cudaLaunchKernelEx(&config, forward_kernel<T, TH, kAdd, 1, false>, a);
+  return shifted ? cudaLaunchKernelEx(&config, forward_kernel<T, TH, kAdd, kElements, true>, a)
+                 : cudaLaunchKernelEx(&config, forward_kernel<T, TH, kAdd, kElements, false>, a);
 }
 
 template <typename T>

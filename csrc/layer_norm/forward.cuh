@@ -35,6 +35,9 @@ struct ForwardArguments {
   int64_t z_stride = 0;
   const void* gamma = nullptr;
   const void* beta = nullptr;
+  // Row r starts (phase_base + r * phase_step) % kElements elements behind a boundary of 16 bytes, gamma and beta so
+  // many of theirs: where rows are shifted.
+  int phase_base = 0, phase_step = 0, gamma_phase = 0, beta_phase = 0;
   float* mu = nullptr;  // (rows,)
   float* rs = nullptr;
 };
@@ -49,6 +52,21 @@ struct Vector {
   __device__ void load(const T* source) {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) slots[i] = *reinterpret_cast<const uint4*>(source + i * kPerSlot);
+  }
+  // Elements `first` to `last`, the others are zeros.
+  __device__ void load_part(const T* source, int first, int last) {
+    float values[kElements];
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) values[e] = e >= first && e < last ? to_float(source[e]) : 0.f;
+    write(values);
+  }
+  __device__ void store_part(T* target, int first, int last) const {
+    float values[kElements];
+    read(values);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      if (e >= first && e < last) target[e] = from_float<T>(values[e]);
+    }
   }
   __device__ void store(T* target) const {
 #pragma unroll
@@ -88,13 +106,60 @@ __device__ void load_parameters(const void* data, DType dtype, int column, float
   }
 }
 
+// The same for any column, element `skew` behind a 16-byte boundary: from the 16 bytes that hold them, or one by one
+// where these are not all gamma's or beta's.
+template <typename T, int kElements>
+__device__ void load_skewed(const T* data, int column, int columns, int skew, float (&values)[kElements]) {
+  constexpr int kPerSlot = 16 / static_cast<int>(sizeof(T));
+  constexpr int kWords = kElements * static_cast<int>(sizeof(T)) / 4;
+  const int first = column - skew;
+  if (first < 0 || first + kElements + kPerSlot > columns) {
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      const bool inside = column + e >= 0 && column + e < columns;
+      values[e] = inside ? to_float(data[column + e]) : 0.f;
+    }
+    return;
+  }
+  uint32_t words[kWords + 4];
+#pragma unroll
+  for (int i = 0; i < kWords + 4; i += 4) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(data + first) + i);
+    words[i] = raw.x, words[i + 1] = raw.y, words[i + 2] = raw.z, words[i + 3] = raw.w;
+  }
+  const int bytes = skew * static_cast<int>(sizeof(T));
+#pragma unroll
+  for (int i = 0; i < kWords + 2; ++i) words[i] = bytes & 8 ? words[i + 2] : words[i];
+#pragma unroll
+  for (int i = 0; i < kWords + 1; ++i) words[i] = bytes & 4 ? words[i + 1] : words[i];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], bytes & 2 ? 16 : 0);
+#pragma unroll
+  for (int i = 0; i < kWords; i += 4) {
+    unpack<T>(make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]), &values[i / 4 * kPerSlot]);
+  }
+}
+
+template <typename T, int kElements>
+__device__ void load_skewed(const void* data, DType dtype, int column, int columns, int phase,
+                            float (&values)[kElements]) {
+  if (dtype == DType::kFloat32) {
+    load_skewed<float, kElements>(static_cast<const float*>(data), column, columns, (phase + column) & 3, values);
+  } else {
+    constexpr int kMask = 16 / static_cast<int>(sizeof(T)) - 1;
+    load_skewed<T, kElements>(static_cast<const T*>(data), column, columns, (phase + column) & kMask, values);
+  }
+}
+
 // T: x, z and, unless they are fp32, gamma and beta. TH: residual and h, where kAdd; T otherwise. kElements: of a
-// 16-byte access of T, or 1 where rows or parameters are not aligned for those.
-template <typename T, typename TH, bool kAdd, int kElements>
+// 16-byte access of T, or 1 where tensors are not aligned alike. kShifted: they are, but rows start or end off a
+// 16-byte boundary, or gamma or beta does: a row's vectors then lie on those boundaries, the first and the last in part
+// outside.
+template <typename T, typename TH, bool kAdd, int kElements, bool kShifted>
 __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments a) {
   using Held = Vector<TH, kElements>;
   constexpr int kVectors = forward_vectors(kElements, sizeof(TH), kAdd);
-  __shared__ __align__(16) char smem[kExchangeHead + 2 * sizeof(float2) * kForwardThreads / kWarp];
+  __shared__ __align__(16) char smem[(kBarrierBytes + 2 * sizeof(float2)) * kForwardThreads / kWarp];
   const int lanes = a.tile.lanes;
   const int group = threadIdx.x / lanes;
   const int lane = threadIdx.x - group * lanes;
@@ -102,40 +167,62 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
   RowExchange exchange(a.tile, shared_address(smem), group, 0);
 
   // Vectors lane, lane + lanes, ... of the row: the first kVectors are held, the others read again in each pass.
-  const int vectors = row < a.rows ? (a.columns + kElements - 1) / kElements : 0;
+  const int phase = kShifted ? static_cast<int>((a.phase_base + row * a.phase_step) % kElements) : 0;
+  const int vectors = row < a.rows ? (a.columns + phase + kElements - 1) / kElements : 0;
+  const auto column_of = [&](int vector) { return vector * kElements - phase; };
+  // Elements of a vector that lie in the row: all but for the first and the last.
+  const auto first_of = [&](int column) { return kShifted ? max(0, -column) : 0; };
+  const auto last_of = [&](int column) { return kShifted ? min(kElements, a.columns - column) : kElements; };
+  const auto whole = [&](int column) { return !kShifted || (column >= 0 && column + kElements <= a.columns); };
+  const auto load = [&](auto& vector, const auto* row_data, int column) {
+    if (whole(column)) {
+      vector.load(row_data + column);
+    } else if constexpr (kShifted) {
+      vector.load_part(row_data + column, first_of(column), last_of(column));
+    }
+  };
+  const auto store = [&](const auto& vector, auto* row_data, int column) {
+    if (whole(column)) {
+      vector.store(row_data + column);
+    } else if constexpr (kShifted) {
+      vector.store_part(row_data + column, first_of(column), last_of(column));
+    }
+  };
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
   TH* h = static_cast<TH*>(a.h) + row * a.h_stride;
   const TH* summand =
       kAdd ? static_cast<const TH*>(a.residual) + row * a.residual_stride : reinterpret_cast<const TH*>(x);
   // h of one vector, from x's and the residual's.
   const auto add = [&](int vector, const Vector<T, kElements>& branch, Held& held) {
-    const int column = vector * kElements;
+    const int column = column_of(vector);
     float values[kElements], sum[kElements];
     branch.read(values);
     held.read(sum);
     uint32_t kept = ~0u;
     if (a.dropout.drops) {
+      const uint8_t* keep = a.dropout.keep + row * a.dropout.keep_stride + column;
       kept = a.dropout.keep != nullptr
-                 ? given_bits<kElements>(a.dropout.keep + row * a.dropout.keep_stride + column, 0, kElements,
-                                         a.dropout.vector_keep)
+                 ? (kElements > 1 && a.dropout.vector_keep && whole(column)
+                        ? given_bits<kElements>(keep)
+                        : given_bits<kElements>(keep, first_of(column), last_of(column)))
                  : drawn_bits<kElements>(a.dropout.rng[0], a.dropout.rng[1] + row * a.columns + column,
                                          a.dropout.keep_from);
     }
 #pragma unroll
     for (int e = 0; e < kElements; ++e) sum[e] += kept >> e & 1 ? values[e] * a.dropout.scale : 0.f;
     held.write(sum);
-    held.store(h + column);
+    store(held, h, column);
   };
   Held held[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (lane + v * lanes < vectors) held[v].load(summand + (lane + v * lanes) * kElements);
+    if (lane + v * lanes < vectors) load(held[v], summand, column_of(lane + v * lanes));
   }
   if constexpr (kAdd) {
     Vector<T, kElements> branch[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (lane + v * lanes < vectors) branch[v].load(x + (lane + v * lanes) * kElements);
+      if (lane + v * lanes < vectors) load(branch[v], x, column_of(lane + v * lanes));
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -143,8 +230,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
     }
     for (int i = lane + kVectors * lanes; i < vectors; i += lanes) {
       Held more;
-      more.load(summand + i * kElements);
-      branch[0].load(x + i * kElements);
+      load(more, summand, column_of(i));
+      load(branch[0], x, column_of(i));
       add(i, branch[0], more);
     }
   }
@@ -155,15 +242,15 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
       if (lane + v * lanes < vectors) {
         float values[kElements];
         held[v].read(values);
-        use((lane + v * lanes) * kElements, values);
+        use(column_of(lane + v * lanes), values);
       }
     }
     for (int i = lane + kVectors * lanes; i < vectors; i += lanes) {
       float values[kElements];
       Held again;
-      again.load(rest + i * kElements);
+      load(again, rest, column_of(i));
       again.read(values);
-      use(i * kElements, values);
+      use(column_of(i), values);
     }
   };
 
@@ -177,9 +264,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
     mean = exchange.sum(a.tile, sum).x * a.inverse_columns;
   }
   float2 squares = make_float2(0.f, 0.f);
-  for_each([&](int, const float (&values)[kElements]) {
+  for_each([&](int column, const float (&values)[kElements]) {
+    const int first = first_of(column), last = last_of(column);
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) squares.x += (values[e] - mean) * (values[e] - mean);
+    for (int e = 0; e < kElements; ++e) {
+      if (e >= first && e < last) squares.x += (values[e] - mean) * (values[e] - mean);
+    }
   });
   const float rs = rsqrtf(exchange.sum(a.tile, squares).x * a.inverse_columns + a.eps);
   if (row >= a.rows) return;
@@ -190,8 +280,13 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
   T* z = static_cast<T*>(a.z) + row * a.z_stride;
   for_each([&](int column, const float (&values)[kElements]) {
     float gamma[kElements], beta[kElements], out[kElements];
-    if (a.gamma != nullptr) load_parameters<T>(a.gamma, a.parameter_dtype, column, gamma);
-    if (a.beta != nullptr) load_parameters<T>(a.beta, a.parameter_dtype, column, beta);
+    if constexpr (kShifted) {
+      if (a.gamma != nullptr) load_skewed<T>(a.gamma, a.parameter_dtype, column, a.columns, a.gamma_phase, gamma);
+      if (a.beta != nullptr) load_skewed<T>(a.beta, a.parameter_dtype, column, a.columns, a.beta_phase, beta);
+    } else {
+      if (a.gamma != nullptr) load_parameters<T>(a.gamma, a.parameter_dtype, column, gamma);
+      if (a.beta != nullptr) load_parameters<T>(a.beta, a.parameter_dtype, column, beta);
+    }
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
       out[e] = (values[e] - mean) * rs;
@@ -200,7 +295,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
     }
     Vector<T, kElements> result;
     result.write(out);
-    result.store(z + column);
+    store(result, z, column);
   });
 }
 

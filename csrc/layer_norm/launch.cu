@@ -7,6 +7,7 @@
 
 #include "finalize.cuh"
 #include "launch.h"
+#include "phase.h"
 #include "variants.h"
 
 namespace flashbwd {
@@ -29,22 +30,11 @@ Variant variant_of(const LayerNormBackwardParams& p) {
   }
 }
 
-// Where the rows of a tensor start, counted in elements from a vector's boundary: (base + row * step) % elements.
-struct Phase {
-  int base = 0;
-  int step = 0;
-  bool operator==(const Phase& other) const { return base == other.base && step == other.step; }
-};
-
-Phase phase_of(const void* data, int64_t row_stride, DType dtype, int elements) {
-  const auto first = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) / size_of(dtype));
-  return {static_cast<int>(first % elements), static_cast<int>(row_stride % elements)};
-}
-
 // Everything a launch needs but the workspace's address.
 struct Launch {
   Variant kernels;
   BackwardArguments arguments;
+  int ctas = 0;
   bool needs_sums = false;     // of rows: not for dgamma and dbeta alone
   bool sums_first = false;     // these come from a kernel of their own
   int64_t partial_bytes = 0;   // in the workspace, first
@@ -55,9 +45,9 @@ struct Launch {
   const char* error = nullptr;
 };
 
-cudaLaunchConfig_t config_of(const BackwardTile& tile, int workers, cudaLaunchAttribute* cluster, void* stream) {
+cudaLaunchConfig_t config_of(const BackwardTile& tile, int ctas, cudaLaunchAttribute* cluster, void* stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(workers * tile.chunks);
+  config.gridDim = dim3(ctas);
   config.blockDim = dim3(tile.threads());
   config.dynamicSmemBytes = tile.smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
@@ -97,7 +87,7 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   int workers = std::max(1, device.sm_count / tile.chunks);
   if (tile.cluster) {
     cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = config_of(tile, workers, &attribute, nullptr);
+    const cudaLaunchConfig_t config = config_of(tile, workers * tile.chunks, &attribute, nullptr);
     int clusters = 0;
     *status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     if (*status != cudaSuccess) return 0;
@@ -128,8 +118,21 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   shape.x_bytes = size_of(p.x_dtype);
   shape.dz_bytes = size_of(p.dz_dtype);
   shape.from_output = p.from_output;
-  shape.shifted = phase.base != 0 || phase.step != 0;
-  a.tile = choose_tile(shape, device);
+  shape.residual = p.dresidual != nullptr;
+  shape.keep = p.dropout.keep != nullptr;
+  shape.draws = p.dropout.keep == nullptr && p.dropout.p > 0.0;
+  shape.shifted = !phase.none();
+  // The same whatever is asked for: what is left out changes no bit of the rest.
+  const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
+  ColumnSums sums;
+  if (in_vectors && !p.from_output && !p.of_sum) sums = plan_column_sums(shape, device);
+  DeviceInfo for_rows = device;
+  for_rows.sm_count -= sums.own_ctas;
+  a.tile = choose_tile(shape, for_rows);
+  if (sums.used && a.tile.chunks > 1) {
+    sums = {};
+    a.tile = choose_tile(shape, device);
+  }
   if (!a.tile.found() || launch.kernels.backward == nullptr) {
     launch.error = "this LayerNorm fits no kernel";
     return launch;
@@ -142,7 +145,16 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
     return launch;
   }
   a.all_vectors = a.vector_x && a.vector_dz;
-  a.schedule = schedule_rows(shape, a.tile, concurrent, phase.base, phase.step);
+  const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
+  const bool by_columns = sums.used && parameters;
+  a.schedule = schedule_rows(shape, a.tile, concurrent - sums.own_ctas, phase.base, phase.step);
+  if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
+  const int row_ctas = a.schedule.workers * a.tile.chunks;
+  launch.ctas = row_ctas;
+  if (by_columns) {
+    a.first_column_cta = sums.own_ctas > 0 ? row_ctas : 0;
+    launch.ctas = sums.own_ctas > 0 ? row_ctas + sums.own_ctas : std::max(row_ctas, std::min(sums.blocks, concurrent));
+  }
 
   a.rows = p.rows;
   a.columns = static_cast<int>(p.columns);
@@ -168,11 +180,13 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   a.gamma_dtype = p.gamma_dtype;
 
   const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
-  if (p.dgamma != nullptr || p.dbeta != nullptr) {
+  a.dgamma = p.dgamma;
+  a.dbeta = p.dbeta;
+  if (parameters && !by_columns) {
     a.partial_columns = int64_t{a.tile.chunks} * a.tile.chunk_vectors * a.tile.elements;
     launch.partial_bytes = aligned(a.schedule.workers * 2 * a.partial_columns * 4);
   }
-  if (a.schedule.ahead > 0 && p.dbranch == nullptr) launch.progress_bytes = aligned(sizeof(int));
+  if (a.schedule.ahead > 0) launch.progress_bytes = aligned(sizeof(int));
   launch.sums_first = a.tile.chunks > 1 && !a.tile.cluster && launch.needs_sums;
   if (launch.sums_first) launch.sums_bytes = aligned(p.rows * int64_t{sizeof(float2)});
   return launch;
@@ -226,7 +240,7 @@ cudaError_t run(const LayerNormBackwardParams& p, const DeviceInfo& device, Laun
     a.row_sums = means;
   }
   cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = config_of(a.tile, a.schedule.workers, &attribute, stream);
+  const cudaLaunchConfig_t config = config_of(a.tile, launch.ctas, &attribute, stream);
   status = cudaLaunchKernelEx(&config, launch.kernels.backward, a);
   if (status != cudaSuccess || launch.partial_bytes == 0) return status;
   return launch_finalize(p, a, a.schedule.workers, device.cc_major >= 9, stream);

@@ -1,50 +1,35 @@
 // Workers that keep together.
 #pragma once
 
+#include <climits>
+
 #include "arguments.h"
-#include "device.cuh"
 
 namespace flashbwd::layer_norm {
 
-// Holds back a worker that is more than `ahead` rounds ahead of the mean of all.
+// Holds back a worker that is ahead of the mean of all.
 //
-// SMs do not get equal shares of a saturated memory, and rows that are neighbours in memory are read cheapest close to
-// each other in time. Held to the mean, fast SMs leave the memory to slow ones, and all stay within a few rows. Only
-// time depends on it: a worker that waits too long for others, which may not run yet, waits no more.
+// SMs do not get equal shares of a saturated memory: those of a large GPC get less than those of a small one. Held to
+// the mean, fast SMs leave the memory to slow ones. Only time depends on it: a worker that waits too long for others,
+// which may not run yet, waits no more.
 //
-// One thread of a worker asks how far all are, in the global memory; the other groups of its CTA are told in shared
-// memory.
+// How far all are is asked for a row before it is needed: an answer may take as long as half a row's turn.
 struct LockStep {
   static constexpr int kMostPolls = 1000;
-  enum class Role { kNone, kAsks, kListens };
-  Role role = Role::kNone;
-  int least;  // rounds of all that must have begun before this worker's next may
+  static constexpr int kFree = INT_MAX;
+  int begun;  // rounds of all workers, as of the row before
 
-  __device__ LockStep(const BackwardArguments& a, bool first_of_group, int rank) : least(-a.schedule.ahead) {
-    if (a.progress != nullptr && rank == 0 && first_of_group) role = threadIdx.x == 0 ? Role::kAsks : Role::kListens;
-  }
+  // One lane of a group asks; the others wait for it where they exchange.
+  __device__ LockStep(const BackwardArguments& a, bool first_of_group, int rank)
+      : begun(a.progress != nullptr && rank == 0 && first_of_group ? 0 : kFree) {}
 
-  // A round begins; returns how many of all workers have. Called before that is needed.
-  __device__ int begin(const BackwardArguments& a) const {
-    if (role != Role::kAsks) return 0;
-    atomicAdd(a.progress, 1);
-    return ask(a);
-  }
-
-  // `told`: where a CTA's groups are told, 4 bytes of shared memory, zero at first.
-  __device__ void hold(const BackwardArguments& a, uint32_t told, int begun) {
-    least += a.schedule.workers;
-    if (role == Role::kNone) return;
-    for (int polls = 0; polls <= kMostPolls; ++polls) {
-      if (role == Role::kAsks) {
-        asm volatile("st.volatile.shared.b32 [%0], %1;\n" ::"r"(told), "r"(begun) : "memory");
-      } else {
-        asm volatile("ld.volatile.shared.b32 %0, [%1];\n" : "=r"(begun) : "r"(told) : "memory");
-      }
-      if (begun >= least) return;
-      if (role == Role::kAsks) begun = ask(a);
-    }
-    role = Role::kNone;
+  // `round`: of this worker, from 1 on.
+  __device__ void hold(const BackwardArguments& a, int round) {
+    if (begun == kFree) return;
+    const int least = a.schedule.workers * round - a.schedule.ahead;
+    for (int polls = 0; begun < least; ++polls) begun = polls < kMostPolls ? ask(a) : kFree;
+    if (threadIdx.x == 0) atomicAdd(a.progress, 1);
+    if (begun != kFree) begun = ask(a);
   }
 
  private:

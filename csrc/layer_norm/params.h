@@ -36,7 +36,8 @@ struct LayerNormBackwardParams {
   int64_t dresidual_row_stride = 0;
   void* dx = nullptr;  // null where not asked for, as are the next two
   int64_t dx_row_stride = 0;
-  // For x = residual + dropout(branch): the branch's gradient, of dz's dtype; null where not asked for.
+  bool of_sum = false;  // x = residual + dropout(branch)
+  // The branch's gradient, of dz's dtype; null where not asked for.
   void* dbranch = nullptr;
   int64_t dbranch_row_stride = 0;
   DropoutParams dropout;

@@ -39,19 +39,15 @@ struct Plane {
 
   // Clears the elements that belong to the row before.
   static __device__ void clear_head(uint32_t slots, int count) {
-#pragma unroll 1
-    for (int e = 0; e < count; ++e) store_shared(element_of(slots, e), from_float<T>(0.f));
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      if (e < count) store_shared(element_of(slots, e), from_float<T>(0.f));
+    }
   }
 
   static __device__ void read(uint32_t slots, float (&values)[kElements]) {
 #pragma unroll
     for (int h = 0; h < kSlots; ++h) unpack<T>(load_shared_16(slots + h * kSlotStride), &values[h * kPerSlot]);
-  }
-
-  // Loads a whole vector from an aligned address.
-  static __device__ void load(const T* source, uint4 (&raw)[kSlots]) {
-#pragma unroll
-    for (int h = 0; h < kSlots; ++h) raw[h] = __ldcs(reinterpret_cast<const uint4*>(source + h * kPerSlot));
   }
 
   // Writes a whole vector to an aligned address.
@@ -60,12 +56,17 @@ struct Plane {
     for (int h = 0; h < kSlots; ++h) store_streaming(target + h * kPerSlot, pack<T>(&values[h * kPerSlot]));
   }
 
-  // Writes elements `skip` to `count`, by way of the slots that x came in.
-  static __device__ void store_part(uint32_t slots, T* target, int skip, int count, const float (&values)[kElements]) {
+  static __device__ void put(uint32_t slots, const float (&values)[kElements]) {
 #pragma unroll
     for (int h = 0; h < kSlots; ++h) store_shared_16(slots + h * kSlotStride, pack<T>(&values[h * kPerSlot]));
-#pragma unroll 1
-    for (int e = skip; e < count; ++e) target[e] = load_shared<T>(element_of(slots, e));
+  }
+
+  // Writes elements `skip` to `count` of what was put into slots.
+  static __device__ void store_part(uint32_t slots, T* target, int skip, int count) {
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      if (e >= skip && e < count) target[e] = load_shared<T>(element_of(slots, e));
+    }
   }
 
   static __device__ uint32_t element_of(uint32_t slots, int e) {

@@ -166,6 +166,7 @@ LayerNormBackwardParams check_layer_norm(const LayerNormArguments& a) {
   params.rows = rows;
   params.columns = columns;
   params.from_output = a.form == NormForm::kOutput;
+  params.of_sum = a.form == NormForm::kDropout;
   params.centred = !a.rms;
   params.x_dtype = dtype;
   params.dz_dtype = a.dz.dtype;

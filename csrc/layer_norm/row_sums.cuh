@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kRowSumsThreads)
       const float dy = gamma * to_float(dz[column]);
       float xhat = to_float(x[column]);
       if constexpr (kForm == Form::kOutput) {
-        xhat = xhat_of_output(xhat, gamma, a.beta == nullptr ? 0.f : load_float(a.beta, a.gamma_dtype, column));
+        if (a.beta != nullptr) xhat -= load_float(a.beta, a.gamma_dtype, column);
+        xhat *= inverse_of_divisor(gamma);
       } else {
         xhat = (xhat - mu) * rs;
       }

@@ -235,6 +235,9 @@ void bind_layer_norm(py::module_& m) {
       .def_readwrite("x_bytes", &BackwardShape::x_bytes)
       .def_readwrite("dz_bytes", &BackwardShape::dz_bytes)
       .def_readwrite("from_output", &BackwardShape::from_output)
+      .def_readwrite("residual", &BackwardShape::residual)
+      .def_readwrite("keep", &BackwardShape::keep)
+      .def_readwrite("draws", &BackwardShape::draws)
       .def_readwrite("shifted", &BackwardShape::shifted);
   py::class_<BackwardTile>(m, "BackwardTile")
       .def_readonly("elements", &BackwardTile::elements)
@@ -252,7 +255,13 @@ void bind_layer_norm(py::module_& m) {
       .def_readonly("rounds", &RowSchedule::rounds)
       .def_readonly("ahead", &RowSchedule::ahead);
 
+  py::class_<ColumnSums>(m, "ColumnSums")
+      .def_readonly("used", &ColumnSums::used)
+      .def_readonly("blocks", &ColumnSums::blocks)
+      .def_readonly("own_ctas", &ColumnSums::own_ctas);
+
   m.def("choose_tile", &choose_tile);
+  m.def("plan_column_sums", &plan_column_sums);
   m.def("schedule_rows", &schedule_rows);
   m.def("keep_from", &keep_from);
   m.def("keep_from", &keep_from);

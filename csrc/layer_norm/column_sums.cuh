@@ -1,0 +1,100 @@
+// dgamma and dbeta of few rows, without partial sums.
+#pragma once
+
+#include "arguments.h"
+#include "device.cuh"
+
+namespace flashbwd::layer_norm {
+
+// A vector of kElements elements from an aligned address.
+template <typename T, int kElements>
+struct Loaded {
+  static constexpr int kSlots = kElements * static_cast<int>(sizeof(T)) / 16;
+  uint4 raw[kSlots] = {};
+
+  __device__ void load(const T* source) {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) raw[h] = __ldg(reinterpret_cast<const uint4*>(source) + h);
+  }
+  __device__ void read(float (&values)[kElements]) const {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) unpack<T>(raw[h], &values[h * 16 / static_cast<int>(sizeof(T))]);
+  }
+};
+
+// What CTA `index` of `ctas` sums: every ctas-th block of columns, over all rows. x and dz are read once more, mostly
+// from L2: beside those who compute dx or behind them. `parts`: shared memory, (warps, 2, kColumnLanes * kElements).
+template <typename TX, typename TDZ>
+__device__ void sum_columns(const BackwardArguments& a, float* parts, int index, int ctas) {
+  constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));
+  constexpr int kColumns = columns_at_a_time(kElements);
+  constexpr int kLoads = sizeof(TX) == sizeof(TDZ) ? 8 : 4;  // rows a thread has in flight: 64 or 48 registers
+  const int lane = threadIdx.x % kColumnLanes;
+  const int row_step = blockDim.x / kColumnLanes;
+  const int warps = blockDim.x / kWarp;
+#pragma unroll 1
+  for (int block = index; block * kColumns < a.columns; block += ctas) {
+    const int column = block * kColumns + lane * kElements;
+    const TX* x = static_cast<const TX*>(a.x) + column;
+    const TDZ* dz = static_cast<const TDZ*>(a.dz) + column;
+    const int64_t rows = column < a.columns ? a.rows : 0;
+    float dgamma[kElements] = {}, dbeta[kElements] = {};
+#pragma unroll 1
+    for (int64_t first = threadIdx.x / kColumnLanes; first < rows; first += kLoads * row_step) {
+      Loaded<TX, kElements> of_x[kLoads];
+      Loaded<TDZ, kElements> of_dz[kLoads];
+      float mu[kLoads] = {}, rs[kLoads] = {};
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int64_t row = first + i * row_step;
+        if (row < rows) {
+          of_x[i].load(x + row * a.x_stride);
+          of_dz[i].load(dz + row * a.dz_stride);
+          if (a.mu != nullptr) mu[i] = a.mu[row];
+          rs[i] = a.rs[row];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        float x_values[kElements], dz_values[kElements];
+        of_x[i].read(x_values);
+        of_dz[i].read(dz_values);
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          dgamma[e] = fmaf(dz_values[e], (x_values[e] - mu[i]) * rs[i], dgamma[e]);
+          dbeta[e] += dz_values[e];
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = kColumnLanes; offset < kWarp; offset *= 2) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        dgamma[e] += __shfl_xor_sync(0xffffffffu, dgamma[e], offset);
+        dbeta[e] += __shfl_xor_sync(0xffffffffu, dbeta[e], offset);
+      }
+    }
+    if (threadIdx.x % kWarp < kColumnLanes) {
+      float* own = parts + threadIdx.x / kWarp * 2 * kColumns + lane * kElements;
+      store_floats(own, dgamma);
+      store_floats(own + kColumns, dbeta);
+    }
+    __syncthreads();            // all parts are there
+    constexpr int kAdders = 4;  // threads a column
+    for (int i = threadIdx.x / kAdders; i < 2 * kColumns; i += blockDim.x / kAdders) {
+      double sum = 0.;
+#pragma unroll 4
+      for (int w = threadIdx.x % kAdders; w < warps; w += kAdders) sum += parts[w * 2 * kColumns + i];
+#pragma unroll
+      for (int offset = 1; offset < kAdders; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      void* target = i < kColumns ? a.dgamma : a.dbeta;
+      const int of_column = block * kColumns + i % kColumns;
+      if (threadIdx.x % kAdders == 0 && target != nullptr && of_column < a.columns) {
+        store_float(target, a.gamma_dtype, of_column, static_cast<float>(sum));
+      }
+    }
+    __syncthreads();  // the parts have been read
+  }
+}
+
+}  // namespace flashbwd::layer_norm

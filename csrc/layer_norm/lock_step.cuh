@@ -9,9 +9,9 @@ namespace flashbwd::layer_norm {
 
 // Holds back a worker that is ahead of the mean of all.
 //
-// SMs do not get equal shares of a saturated memory: those of a large GPC get less than those of a small one. Held to
-// the mean, fast SMs leave the memory to slow ones. Only time depends on it: a worker that waits too long for others,
-// which may not run yet, waits no more.
+// SMs do not get equal shares of a saturated memory, and a kernel is as slow as its last worker. Held to the mean, fast
+// SMs leave the memory to slow ones. Only time depends on it: a worker that waits too long for others, which may not
+// run yet, waits no more.
 //
 // How far all are is asked for a row before it is needed: an answer may take as long as half a row's turn.
 struct LockStep {

@@ -18,9 +18,11 @@
 
 namespace flashbwd {
 
-// What became of a call: the operator's results, undefined tensors where it gives none; or a reason.
+using Results = std::vector<Tensor>;  // of an operator, undefined tensors where it gives none
+
+// What became of a call: results or a reason.
 struct Attempt {
-  std::vector<Tensor> results;
+  Results results;
   std::string refusal;
 };
 
@@ -69,8 +71,6 @@ inline StableIValue boxed(const std::vector<bool>& values) {
 }
 
 inline constexpr char kNoGradient[] = "the output has no gradient";
-
-using Results = std::vector<Tensor>;
 
 // Runs an override on an operator's stack, which `attempt` gets as C++ values. `pytorchs` is PyTorch's own kernel as a
 // function, which saves the way through Python; it gives nothing where it failed, and Python then meets the error.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flashbwd.mods.backward import run_backward
+from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
 from flashbwd.reference.decoding import (
@@ -107,19 +108,9 @@ def flex_decoding(
             raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
         need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
     options = _acting_options(kernel_options) if kernel_options else {}
-    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cuda"):
-        results = run_at_once(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            options.get("SPLIT_KV", 0),
-            need_lse,
-            need_max_scores,
-        )
+    if not torch.compiler.is_dynamo_compiling():
+        wanted = (enable_gqa, options.get("SPLIT_KV", 0) if options else 0, need_lse, need_max_scores, False)
+        results = run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
         if results:
             if return_aux is not None:
                 lse = results[1] if need_lse else None
@@ -260,15 +251,17 @@ def _forward(
         statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
         out = query.new_zeros((*shape, value.shape[3]))
         return out, statistics, statistics.clone(), out
-    if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):
-        try:
-            out, lse, largest, *rest = run_kernel(call, query, key, value, exact)
-            return out, lse, largest, rest[0] if rest else out
-        except NoKernelError as reason:
-            _warn_once(f"flashbwd: flex_decoding runs on its slow reference: {reason}")
+    if torch.compiler.is_dynamo_compiling() and compiler_traces_functions():
+        return attend_in_graph(call, query, key, value)
     with _exact(query.device):
+        if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):
+            try:
+                out, lse, largest, *rest = run_kernel(call, query, key, value, exact)
+                return out, lse, largest, rest[0] if rest else out
+            except NoKernelError as reason:
+                _warn_once(f"flashbwd: flex_decoding runs on its slow reference: {reason}")
         out, lse, largest = decoding_forward(call, query, key, value)
-    return _empty_like_query(query, value.shape[3]).copy_(out), lse, largest, out
+    return shaped_like_query(query, value.shape[3]).copy_(out), lse, largest, out
 
 
 def _exact(device: torch.device) -> AbstractContextManager[Any]:
@@ -276,14 +269,6 @@ def _exact(device: torch.device) -> AbstractContextManager[Any]:
     if device.type not in _AUTOCAST:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def _empty_like_query(query: Tensor, head_dim: int) -> Tensor:
-    """(B, H, Sq, head_dim) in query's dtype and with query's order of dimensions in memory, the last innermost."""
-    strides = query.stride()
-    order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
-    sizes = (*query.shape[:3], head_dim)
-    return query.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
 
 
 def _backward(
@@ -301,6 +286,9 @@ def _backward(
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
+
+
+implement(_forward, _backward)
 
 
 class _FlexDecoding(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Gradients of flex_decoding, torch.compile around it, and its errors."""
+"""Gradients of flex_decoding, captured CUDA graphs, and its errors."""
 
 from __future__ import annotations
 
@@ -135,28 +135,6 @@ def test_double_backward_is_refused() -> None:
     (dq,) = torch.autograd.grad(flashbwd.flex_decoding(*inputs).square().sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiles_as_a_whole_and_differentiates(device: str) -> None:
-    shape = Shape()
-    inputs = leaves(shape, device)
-    bias = torch.randn(4, 203, dtype=fp64, device=device, requires_grad=True)
-    mask = kit.mask_mods(shape, device)["per_head"]
-    block_mask = kit.block_mask(mask, shape, device)
-
-    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return s.tanh() + bias[h, k]
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def model(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashbwd.flex_decoding(q * 2, k, v, mod, block_mask, enable_gqa=True, return_lse=True)
-
-    got = model(*inputs)
-    doubled = (inputs[0] * 2, *inputs[1:])
-    want = kit.oracle(shape, *doubled, mod, kit.dense_mask(mask, shape, device))
-    assert_same(got, want)
-    assert_same(gradients(*got, (*inputs, bias)), gradients(*want, (*inputs, bias)))
 
 
 @pytest.mark.gpu

@@ -176,6 +176,35 @@ def test_the_kernels_of_every_build_compute_it_and_nothing_is_compiled(
         torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (128, 128), (192, 256), (33, 65)], ids=str)
+@pytest.mark.parametrize("mask", [None, "causal_shifted", "lengths", "causal_of_a_growing_cache"])
+@pytest.mark.parametrize("score", [None, "softcap", "alibi", "alibi_by_formula", "alibi_with_softcap", "alibi_causal"])
+def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
+    score: str | None, mask: str | None, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if score == "alibi_causal" and mask is not None:
+        pytest.skip("bounds of both are not ordinary")
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(nvrtc, "load_kernel", lambda *_: pytest.fail("loaded"))
+    shape = Shape(B, H, 2, Sq, Sk, *dims)
+    tensors = shape.tensors(dtype, "cuda")
+    score_mod = None if score is None else scores("cuda")[score]
+    mask_mod = None if mask is None else masks("cuda")[mask]
+    block_mask = None if mask_mod is None else kit.block_mask(mask_mod, shape, "cuda", (1, 16))
+    dense = None if mask_mod is None else kit.dense_mask(mask_mod, shape, "cuda")
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    exact = [t.double().requires_grad_() for t in tensors]
+    got = flashbwd.flex_decoding(*inputs, score_mod, block_mask, enable_gqa=True)
+    want, _ = kit.oracle(shape, *exact, score_mod, dense)
+    dout = torch.randn(got.shape, generator=torch.Generator("cuda").manual_seed(3), device="cuda").to(dtype)
+    grads = torch.autograd.grad(got, inputs, dout)
+    for g, w in zip(grads, torch.autograd.grad(want, exact, dout.double()), strict=True):
+        limit = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        assert float((g.double() - w).abs().max()) <= limit * float(w.abs().max())
+
+
 def test_a_score_mod_and_a_mask_together() -> None:
     found = recognise(*traces(SCORES["alibi"], MASKS["window"]))
     assert found is not None and found.score.bias is not None

@@ -2,6 +2,7 @@
 // torch has CUDA, plugs its kernels in here.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 #include "../attention/family.h"
@@ -14,6 +15,10 @@ namespace flashbwd {
 struct CudaBackend {
   DeviceInfo (*device_info)(int device_index) = nullptr;
   void* (*current_stream)(int device_index) = nullptr;
+  // Memory for work on the current device's current stream, from PyTorch's caching allocator.
+  void* (*allocate)(size_t bytes) = nullptr;
+  void (*release)(void* memory) = nullptr;
+  StreamMemory (*stream_memory)(int device_index, void* stream) = nullptr;
   // Launchers by family; null when the build holds none.
   AttentionLauncher attention_sm90 = nullptr;
   AttentionLauncher attention_sm80 = nullptr;

@@ -12,6 +12,7 @@
 #include "../common/probe.h"
 #include "../layer_norm/launch.h"
 #include "cuda_backend.h"
+#include "cuda_stream_memory.h"
 
 namespace flashbwd {
 namespace {
@@ -74,11 +75,22 @@ void* current_stream(int index) {
   return stream;
 }
 
+void* allocate(size_t bytes) {
+  void* memory = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &memory));
+  return memory;
+}
+
+void release(void* memory) { aoti_torch_cuda_caching_allocator_raw_delete(memory); }
+
 struct Installer {
   Installer() {
     CudaBackend backend;
     backend.device_info = device_info;
     backend.current_stream = current_stream;
+    backend.stream_memory = stream_memory;
+    backend.allocate = allocate;
+    backend.release = release;
 #ifdef FLASHBWD_BUILT_ATTENTION_SM80
     backend.attention_sm80 = sm80::run;
 #endif

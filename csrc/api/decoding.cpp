@@ -1,4 +1,6 @@
 // The operators of flex decoding: what Python has checked, as parameters of a launch.
+#include "decoding.h"
+
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
@@ -6,7 +8,6 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "../decoding/call.h"
@@ -56,6 +57,15 @@ ChosenKernel find_kernel(int64_t modification, const Modification::Kernel& wante
   return {};
 }
 
+}  // namespace
+
+OrdinaryMod ordinary_modification(int64_t modification) {
+  const std::lock_guard<std::mutex> lock(modifications_mutex);
+  return modifications.at(modification).ordinary;
+}
+
+namespace {
+
 // (B, H, Sq, head_dim) with q's dtype and order of dimensions in memory, the last innermost.
 Tensor empty_output(const Tensor& q, const TensorDesc& desc, int64_t head_dim) {
   std::array<int, 3> order = {0, 1, 2};
@@ -84,17 +94,58 @@ DecodingSplits splits_of(const DecodingShape& shape, DecodingTile tile, const De
   return answer;
 }
 
-struct ForwardOptions {
+// What the calls of a loop have in common: registered once and then named by a number, which an operator's call reads
+// sooner than eight arguments.
+struct Settings {
   int64_t modification;
-  std::optional<double> scale;
+  int64_t mask_tensors;  // how many of a call's other tensors are the mask's; the rest are captured
+  int64_t q_block, kv_block;
+  bool enable_gqa;
   int64_t splits;  // 0: as many as serve best
   bool need_lse, need_max_scores;
   bool need_exact_out;
 };
 
+std::mutex settings_mutex;
+std::deque<Settings> all_settings;
+
+Settings settings_of(int64_t number) {
+  const std::lock_guard<std::mutex> lock(settings_mutex);
+  return all_settings.at(number);
+}
+
+// Memory of the caching allocator for the kernels of one call.
+class Scratch {
+ public:
+  Scratch(const CudaBackend& cuda, int64_t floats)
+      : cuda_(cuda), data_(floats > 0 ? cuda.allocate(floats * sizeof(float)) : nullptr) {}
+  ~Scratch() {
+    if (data_ != nullptr) cuda_.release(data_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  float* floats() const { return static_cast<float*>(data_); }
+
+ private:
+  const CudaBackend& cuda_;
+  void* data_;
+};
+
+// Whether the last block of each row tile may add up its slots: where that is as quick as a kernel of its own, which
+// spreads it over many blocks but costs a launch.
+bool last_block_adds_up(const DecodingParams& p, DecodingTile tile, int64_t slots) {
+  constexpr int64_t kMostFloats = 1 << 15, kMostWeights = 1 << 12;
+  const int64_t rows = std::min<int64_t>(tile.rows, int64_t{p.group} * p.seqlen_q);
+  const int64_t tiles = int64_t{p.batch} * p.heads_kv * p.row_tiles;
+  const int64_t floats = tiles * rows * slots * (p.head_dim_v + 3);
+  return rows * slots <= kMostWeights && rows * slots * p.head_dim_v <= kMostFloats &&
+         tiles <= StreamMemory::kArrivals && floats <= StreamMemory::kScratch;
+}
+
 // out, the statistics that are needed, and the exact out where out is not; nothing for a call that no kernel takes as
 // it is.
-std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const ForwardOptions& options) {
+std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const Settings& options,
+                            std::optional<double> scale) {
   const CudaBackend* cuda = cuda_backend();
   if (cuda == nullptr || cuda->decoding == nullptr || !kernel_takes(call)) return {};
   const int device = call.q.device.index;
@@ -109,7 +160,7 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
 
   DecodingParams p = params_of(call, tile);
   p.ordinary = kernel.ordinary;
-  p.scale = static_cast<float>(options.scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
+  p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
   const DecodingSplits splits = splits_of(shape, tile, info, options.splits);
   p.splits = splits.splits;
   p.cluster = splits.cluster;
@@ -118,22 +169,8 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   std::vector<Tensor> results = {empty_output(q, call.q, p.head_dim_v)};
   p.out = results[0].data_ptr();
   for (int i = 0; i < 3; ++i) p.out_strides[i] = results[0].stride(i);
-  const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
-  // One piece of scratch: the splits' partial results, and the statistics that nobody asked for.
-  const int64_t slots = p.splits > p.cluster ? p.splits / p.cluster : 0;
-  const int64_t columns = (p.head_dim_v + 1) / 2 * 2;
-  const int64_t partial = slots * rows * (columns + 2);
-  const int64_t unasked = (options.need_lse ? 0 : rows) + (options.need_max_scores ? 0 : rows);
-  std::optional<Tensor> scratch;
-  float* free = nullptr;
-  if (partial + unasked > 0) {
-    scratch = empty_strided<1>(q, {partial + unasked}, {1}, DType::kFloat32);
-    p.partial_out = static_cast<float*>(scratch->data_ptr());
-    p.partial_stats = p.partial_out + slots * rows * columns;
-    free = p.partial_out + partial;
-  }
-  const auto statistic = [&](bool needed) {
-    if (!needed) return std::exchange(free, free + rows);
+  const auto statistic = [&](bool needed) -> float* {
+    if (!needed) return nullptr;
     results.push_back(empty_strided<3>(q, {p.batch, p.heads, p.seqlen_q},
                                        {int64_t{p.heads} * p.seqlen_q, p.seqlen_q, 1}, DType::kFloat32));
     return static_cast<float*>(results.back().data_ptr());
@@ -141,14 +178,25 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const For
   p.lse = statistic(options.need_lse);
   p.max_scores = statistic(options.need_max_scores);
   if (options.need_exact_out && call.q.dtype != DType::kFloat32) {
-    const int64_t columns = p.head_dim_v;
-    results.push_back(empty_strided<4>(q, {p.batch, p.heads, p.seqlen_q, columns},
-                                       {p.heads * p.seqlen_q * columns, p.seqlen_q * columns, columns, 1},
-                                       DType::kFloat32));
+    const int64_t width = p.head_dim_v;
+    results.push_back(empty_strided<4>(q, {p.batch, p.heads, p.seqlen_q, width},
+                                       {p.heads * p.seqlen_q * width, p.seqlen_q * width, width, 1}, DType::kFloat32));
     p.exact_out = static_cast<float*>(results.back().data_ptr());
   }
-  const char* error =
-      cuda->decoding(p, tile, call.q.dtype, aligned, kernel.compiled, info, cuda->current_stream(device));
+  void* const stream = cuda->current_stream(device);
+  const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
+  const int64_t slots = p.splits > p.cluster ? p.splits / p.cluster : 0;
+  const int64_t columns = (p.head_dim_v + 1) / 2 * 2;
+  const int64_t floats = slots * rows * (columns + 2);
+  if (slots > 0 && last_block_adds_up(p, tile, slots)) {
+    const StreamMemory memory = cuda->stream_memory(device, stream);
+    p.arrivals = memory.arrivals;
+    p.partial_out = memory.scratch;
+  }
+  const Scratch scratch(*cuda, p.arrivals != nullptr ? 0 : floats);
+  if (p.arrivals == nullptr) p.partial_out = scratch.floats();
+  p.partial_stats = p.partial_out + slots * rows * columns;
+  const char* error = cuda->decoding(p, tile, call.q.dtype, aligned, kernel.compiled, info, stream);
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
   return results;
 }
@@ -157,32 +205,40 @@ void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const Tensor q = reader.tensor(), k = reader.tensor(), v = reader.tensor();
   // Optional, since no list at all is read in half the time of an empty one.
-  const auto mask = reader.read<std::optional<std::vector<Tensor>>>();
-  const auto mask_shape = reader.read<std::optional<std::vector<int64_t>>>();
-  const auto captured = reader.read<std::optional<std::vector<Tensor>>>();
-  ForwardOptions options;
-  options.modification = reader.read<int64_t>();
-  options.scale = reader.read<std::optional<double>>();
-  DecodingCall call;
-  call.enable_gqa = reader.read<bool>();
-  options.splits = reader.read<int64_t>();
-  options.need_lse = reader.read<bool>();
-  options.need_max_scores = reader.read<bool>();
-  options.need_exact_out = reader.read<bool>();
+  const auto others = reader.read<std::optional<std::vector<Tensor>>>();
+  const auto lengths = reader.read<std::optional<std::vector<int64_t>>>();
+  const auto scale = reader.read<std::optional<double>>();
+  const Settings settings = settings_of(reader.read<int64_t>());
 
+  DecodingCall call;
+  call.enable_gqa = settings.enable_gqa;
   call.q = describe(q);
   call.k = describe(k);
   call.v = describe(v);
-  if (mask.has_value()) {
-    for (const Tensor& tensor : *mask) call.mask.push_back(describe(tensor));
+  if (others.has_value()) {
+    int64_t left = settings.mask_tensors;
+    for (const Tensor& tensor : *others) (left-- > 0 ? call.mask : call.captured).push_back(describe(tensor));
   }
-  if (mask_shape.has_value()) {
-    std::copy_n(mask_shape->begin(), std::min<size_t>(mask_shape->size(), 4), call.mask_shape.begin());
-  }
-  if (captured.has_value()) {
-    for (const Tensor& tensor : *captured) call.captured.push_back(describe(tensor));
-  }
-  stack[0] = boxed(forward(q, call, options));
+  call.mask_shape = {settings.q_block, settings.kv_block, 0, 0};
+  if (lengths.has_value() && lengths->size() == 2) std::copy_n(lengths->begin(), 2, call.mask_shape.begin() + 2);
+  stack[0] = boxed(forward(q, call, settings, scale));
+}
+
+void decoding_settings(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  Settings settings;
+  settings.modification = reader.read<int64_t>();
+  settings.mask_tensors = reader.read<int64_t>();
+  settings.q_block = reader.read<int64_t>();
+  settings.kv_block = reader.read<int64_t>();
+  settings.enable_gqa = reader.read<bool>();
+  settings.splits = reader.read<int64_t>();
+  settings.need_lse = reader.read<bool>();
+  settings.need_max_scores = reader.read<bool>();
+  settings.need_exact_out = reader.read<bool>();
+  const std::lock_guard<std::mutex> lock(settings_mutex);
+  all_settings.push_back(settings);
+  stack[0] = boxed<int64_t>(static_cast<int64_t>(all_settings.size()) - 1);
 }
 
 void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
@@ -271,9 +327,11 @@ void decoding_mod_functions_operator(StableIValue* stack, uint64_t, uint64_t) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
-      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[]? mask, int[]? mask_shape, Tensor[]? captured, "
-      "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores, "
-      "bool need_exact_out) -> Tensor[]");
+      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[]? others, int[]? lengths, float? scale, int settings) "
+      "-> Tensor[]");
+  m.def(
+      "decoding_settings(int modification, int mask_tensors, int q_block, int kv_block, bool enable_gqa, int splits, "
+      "bool need_lse, bool need_max_scores, bool need_exact_out) -> int");
   m.def("decoding_modification(int[] integers, float[] floats) -> int");
   m.def(
       "decoding_add_kernel(int modification, int head_dim, int rows, int warps, ScalarType dtype, bool aligned, "
@@ -291,6 +349,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
+  m.impl("decoding_settings", flashbwd::decoding_settings);
   m.impl("decoding_modification", flashbwd::decoding_modification);
   m.impl("decoding_add_kernel", flashbwd::decoding_add_kernel);
   m.impl("decoding_refusal", flashbwd::decoding_refusal);

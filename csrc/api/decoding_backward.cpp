@@ -9,6 +9,7 @@
 #include "../decoding/launch.h"
 #include "../decoding/source.h"
 #include "cuda_backend.h"
+#include "decoding.h"
 #include "tensors.h"
 
 namespace flashbwd {
@@ -39,6 +40,7 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   call.enable_gqa = true;
   call.mask_shape = {reader.read<int64_t>(), reader.read<int64_t>(), 0, 0};
   void* kernel = reinterpret_cast<void*>(reader.read<int64_t>());
+  const int64_t modification = reader.read<int64_t>();
 
   call.q = describe(q);
   call.k = describe(k);
@@ -62,6 +64,7 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   const TensorDesc dout_desc = describe(dout);
   DecodingBackwardParams p = {};
   static_cast<DecodingParams&>(p) = params_of(call, {head_dim, kBackwardRows, kBackwardWarps});
+  p.ordinary = ordinary_modification(modification);
   p.scale = static_cast<float>(scale);
   p.out = out.data_ptr();
   copy_strides(describe(out), p.out_strides);
@@ -113,7 +116,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
       "decoding_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
       "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor? states, Tensor[] captured, Tensor(d!)[] gradients, "
-      "int[] gradient_slots, float scale, int q_block, int kv_block, int kernel) -> ()");
+      "int[] gradient_slots, float scale, int q_block, int kv_block, int kernel, "
+      "int modification) -> ()");
   m.def(
       "decoding_backward_tile(Tensor dout, Tensor q, Tensor k, Tensor v) "
       "-> (int head_dim, bool aligned, int shared_bytes)");

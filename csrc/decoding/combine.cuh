@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
     store_exact(p, row, pair, value.x * norm, value.y * norm);
   }
   if (threadIdx.x == 0) {
-    p.lse[row] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;
-    p.max_scores[row] = largest * kLn2;
+    if (p.lse != nullptr) p.lse[row] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;
+    if (p.max_scores != nullptr) p.max_scores[row] = largest * kLn2;
   }
 }
 

@@ -37,7 +37,8 @@ const char* run_decoding(const DecodingParams& p, DecodingTile tile, DType dtype
   cudaError_t error = kernel != nullptr
                           ? launch_compiled(&p, kernel, config, p.cluster)
                           : launch_prebuilt(p, kernels.split(tile, aligned, p.ordinary.kind), config, p.cluster);
-  if (error == cudaSuccess && p.splits > p.cluster) error = launch_combine(p, kernels.combine, info, stream);
+  if (error == cudaSuccess && p.splits > p.cluster && p.arrivals == nullptr)
+    error = launch_combine(p, kernels.combine, info, stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
@@ -47,8 +48,9 @@ const char* run_decoding_backward(const DecodingBackwardParams& p, int head_dim,
   const dim3 grid(static_cast<unsigned>(p.batch_kv) * p.heads_kv, p.splits);
   const int bytes = backward_shared_bytes(head_dim, static_cast<int>(size_of(dtype)));
   const cudaLaunchConfig_t config = config_of(grid, kBackwardWarps * 32, bytes, stream);
-  cudaError_t error = kernel != nullptr ? launch_compiled(&p, kernel, config)
-                                        : launch_prebuilt(p, kernels.backward(head_dim, aligned), config);
+  cudaError_t error = kernel != nullptr
+                          ? launch_compiled(&p, kernel, config)
+                          : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.ordinary.kind), config);
   if (error == cudaSuccess) {
     const int64_t pairs = int64_t{p.batch} * p.heads * p.seqlen_q * ((p.head_dim + 1) / 2);
     const dim3 blocks(static_cast<unsigned>((pairs + kSumThreads - 1) / kSumThreads));

@@ -5,6 +5,7 @@
 #include "combine.cuh"
 #include "kernels.h"
 #include "ordinary.cuh"
+#include "ordinary_gradient.cuh"
 #include "split_kv.cuh"
 #include "sum_slots.cuh"
 
@@ -46,19 +47,26 @@ DecodingKernels::Kernel split_kernel(DecodingTile tile, bool aligned, int kind) 
   return kernel_of_mod<T, NoMod>(tile, aligned);
 }
 
-template <int kD, class T, bool kAligned>
+template <int kD, class T, bool kAligned, class Mod>
 __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
     backward_kernel(const __grid_constant__ DecodingBackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Backward<kD, T, kAligned, NoModGradient>(p, shared).run();
+  Backward<kD, T, kAligned, Mod>(p, shared).run();
+}
+
+template <class T, class Mod>
+DecodingKernels::BackwardKernel backward_kernel_of_mod(int head_dim, bool aligned) {
+  if (head_dim == 64) return aligned ? backward_kernel<64, T, true, Mod> : backward_kernel<64, T, false, Mod>;
+  if (head_dim == 128) return aligned ? backward_kernel<128, T, true, Mod> : backward_kernel<128, T, false, Mod>;
+  if (head_dim == 256) return aligned ? backward_kernel<256, T, true, Mod> : backward_kernel<256, T, false, Mod>;
+  return nullptr;
 }
 
 template <class T>
-DecodingKernels::Backward backward_kernel_of(int head_dim, bool aligned) {
-  if (head_dim == 64) return aligned ? backward_kernel<64, T, true> : backward_kernel<64, T, false>;
-  if (head_dim == 128) return aligned ? backward_kernel<128, T, true> : backward_kernel<128, T, false>;
-  if (head_dim == 256) return aligned ? backward_kernel<256, T, true> : backward_kernel<256, T, false>;
-  return nullptr;
+DecodingKernels::BackwardKernel backward_kernel_of(int head_dim, bool aligned, int kind) {
+  if (kind == OrdinaryMod::kNone) return backward_kernel_of_mod<T, NoModGradient>(head_dim, aligned);
+  if (kind == OrdinaryMod::kScore) return backward_kernel_of_mod<T, OrdinaryGradient<false>>(head_dim, aligned);
+  return backward_kernel_of_mod<T, OrdinaryGradient<true>>(head_dim, aligned);
 }
 
 template <class T>

@@ -10,9 +10,9 @@ struct DecodingKernels {
   using Kernel = void (*)(DecodingParams);
   Kernel (*split)(DecodingTile, bool aligned, int kind);  // of OrdinaryMod; null: no such tile
   Kernel combine;
-  using Backward = void (*)(DecodingBackwardParams);
-  Backward (*backward)(int head_dim, bool aligned);
-  Backward sum_slots;
+  using BackwardKernel = void (*)(DecodingBackwardParams);
+  BackwardKernel (*backward)(int head_dim, bool aligned, int kind);
+  BackwardKernel sum_slots;
 };
 
 DecodingKernels half_decoding_kernels();

@@ -132,8 +132,8 @@ class Meeting {
       store_pair<T>(to, pair, p.head_dim_v, total.x * norm, total.y * norm);
       store_exact(p, row, pair, total.x * norm, total.y * norm);
       if (pair == 0) {
-        p.lse[row] = stat.y > 0.f ? stat.x * kLn2 + logf(stat.y) : -FLASHBWD_INFINITY;
-        p.max_scores[row] = stat.x * kLn2;
+        if (p.lse != nullptr) p.lse[row] = stat.y > 0.f ? stat.x * kLn2 + logf(stat.y) : -FLASHBWD_INFINITY;
+        if (p.max_scores != nullptr) p.max_scores[row] = stat.x * kLn2;
       }
     } else {
       const long long all_rows = static_cast<long long>(p.batch) * p.heads * p.seqlen_q;

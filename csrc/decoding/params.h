@@ -56,13 +56,14 @@ struct DecodingParams {
   const void* k;  // (B, Hkv, Sk, D)
   const void* v;  // (B, Hkv, Sk, Dv)
   void* out;      // (B, H, Sq, Dv)
-  float* lse;     // (B, H, Sq), contiguous, as is max_scores
+  float* lse;     // (B, H, Sq), contiguous, as is max_scores; null where not needed
   float* max_scores;
   float* exact_out;  // (B, H, Sq, Dv), contiguous: out before its last rounding, which gradients need; null: not needed
   // Of each slot: sums of exp2(s - max) * v, (slots, B * H * Sq, Dv rounded up to 2), and (max, sum) pairs,
   // (slots, B * H * Sq, 2), both in log2 units. Not used with one slot.
   float* partial_out;
   float* partial_stats;
+  int* arrivals;  // of each row tile, blocks that have written their slot, 0 between calls; null: a kernel adds up
   long long q_strides[3];  // batch, head, row, in elements; the last dimension is contiguous
   long long k_strides[3];  // batch stride 0 where one batch serves all
   long long v_strides[3];

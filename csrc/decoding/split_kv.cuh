@@ -11,6 +11,7 @@
 
 #include "block_lists.cuh"
 #include "elements.cuh"
+#include "last_block.cuh"
 #include "meeting.cuh"
 #include "mod.cuh"
 #include "ring.cuh"
@@ -304,6 +305,8 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   Meeting<kD, kM, kWarps> meeting(shared);
   meeting.bring(tO, row_max, row_sum);
   meeting.template finish<T>(p, b, head_kv, first_row);
+  if (p.arrivals != nullptr && arrives_last(p, shared))
+    add_up_slots<T, kWarps>(p, shared, b, head_kv, first_row, min(kM, rows - first_row));
 }
 
 }  // namespace flashbwd

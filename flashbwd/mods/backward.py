@@ -1,4 +1,4 @@
-"""Gradients of flex decoding by the backward kernel: compiling it for the modifications of a call, and launching it."""
+"""Gradients of flex decoding by the backward kernel: launching it, compiled first where no build has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import CannotEmitError, Captures, Slots, UnknownCaptureError
 from flashbwd.mods.derivative import emit_gradient
 from flashbwd.mods.emit import c_element
-from flashbwd.mods.kernels import NoKernelError, options_for
+from flashbwd.mods.kernels import NoKernelError, known_modification, options_for
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import DecodingCall, Mod, block_states
 
@@ -76,14 +76,19 @@ def run_backward(
     head_dim, aligned, shared_bytes = torch.ops.flashbwd.decoding_backward_tile(dout, query, key, value)
     tile = _Tile(head_dim, query.dtype, aligned, query.device.index, shared_bytes)
     mask = call.block_mask
-    kernel = 0
+    kernel = number = 0
     tensors: list[Tensor] = []
     gradients = {i: torch.zeros(t.shape, dtype=_sum_dtype(t), device=t.device) for i, t in enumerate(captured)}
     places: dict[int, int] = {}
     if call.score_mod is not None or mask is not None:
-        known, tensors = _gradient_of(call.score_mod, None if mask is None else mask.mask_mod, captured)
-        kernel = known.kernels.get(tile) or _compile(known, tile)
-        places = known.places
+        mods = (call.score_mod, None if mask is None else mask.mask_mod)
+        ordinary = None if captured else known_modification(*mods)  # the forward has traced them
+        if ordinary is not None and ordinary[0].source is None:
+            number, tensors = ordinary[0].number, ordinary[1]
+        else:
+            known, tensors = _gradient_of(*mods, captured)
+            kernel = known.kernels.get(tile) or _compile(known, tile)
+            places = known.places
     states = None if mask is None else block_states(mask, key.shape[2]).contiguous()
     q_block, kv_block = (1, 1) if mask is None else mask.BLOCK_SIZE
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
@@ -106,6 +111,7 @@ def run_backward(
         q_block,
         kv_block,
         kernel,
+        number,
     )
     return dq, dk, dv, list(gradients.values())
 

@@ -60,7 +60,12 @@ class Captures:
         key: list[Any] = []
         self.tensors: list[Tensor] = []
         for function in functions:
-            _walk(function, key, self.tensors, ())
+            if function is None:
+                key.append(None)
+            elif type(function) is types.FunctionType:  # as _walk() would find, sooner
+                _function(function, key, self.tensors, ())
+            else:
+                _walk(function, key, self.tensors, ())
         self.key = tuple(key)
 
     def position(self, tensor: Tensor) -> int | None:
@@ -143,7 +148,8 @@ def _tensor(value: Tensor, key: list[Any], tensors: list[Tensor]) -> None:
     position = _position(value, tensors) if tensors else None
     if position is None:
         tensors.append(value)
-        key += (value.dtype, value.dim())
+        key.append(value.dtype)
+        key.append(value.ndim)
     else:
         key.append(position)
 
@@ -151,9 +157,9 @@ def _tensor(value: Tensor, key: list[Any], tensors: list[Tensor]) -> None:
 def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
     code = _known_codes.get(id(function.__code__)) or _read_code(function.__code__)
     key.append(code)
-    if id(function) in above:
+    if above and id(function) in above:
         return
-    above = (*above, id(function))
+    above = (*above, id(function)) if above else (id(function),)
     if function.__defaults__ is not None:
         for value in function.__defaults__:
             _surrounding(value, code, key, tensors, above)
@@ -175,12 +181,21 @@ def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor
         surroundings = function.__globals__
         for name in code.global_names:
             if name in surroundings:
-                _surrounding(surroundings[name], code, key, tensors, above)
+                value = surroundings[name]
+                if value is torch:  # both as _surrounding() would find, sooner
+                    key.append(torch)
+                elif type(value) is Tensor:
+                    _tensor(value, key, tensors)
+                else:
+                    _surrounding(value, code, key, tensors, above)
 
 
 def _surrounding(value: Any, code: _Code, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
     """A value that a function reaches by name, and what it may read off it: settings of a module or class, say."""
-    if isinstance(value, (types.ModuleType, type)):
+    kind = type(value)
+    if kind in _CONSTANTS:
+        key += (kind, value)
+    elif isinstance(value, (types.ModuleType, type)):
         key.append(value)
         if not _is_fixed(value) and id(value) not in above:
             attributes = vars(value)

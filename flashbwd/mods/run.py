@@ -8,11 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
 from flashbwd.reference.decoding import DecodingCall, Mod, block_states
 
 _CHUNK = 16  # keys that a warp takes at a time
-_decoding_forward = torch.ops.flashbwd.decoding_forward.default
+_decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # without a function of Python around it
+
+# enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
+Wanted = tuple[bool, int, bool, bool, bool]
+_Blocks = tuple[int, int, int]  # tensors of the mask, queries and keys of a block
+_settings: dict[tuple[int, _Blocks | None, Wanted], int] = {}
 
 
 def run_at_once(
@@ -22,12 +28,9 @@ def run_at_once(
     score_mod: Mod | None,
     block_mask: BlockMask | None,
     scale: float | None,
-    enable_gqa: bool,
-    splits: int,
-    need_lse: bool,
-    need_max_scores: bool,
+    wanted: Wanted,
 ) -> list[Tensor]:
-    """Output and the statistics that are needed; nothing where a call is not one of those that can be launched as is.
+    """Output and the statistics that are wanted; nothing where a call is not one of those that can be launched as is.
 
     That is every warm call of a decoding loop, so what happens here is what a step costs the host. It takes no
     decisions: the operator refuses all but ordinary CUDA tensors whose checks pass, and what has no kernel yet.
@@ -36,43 +39,50 @@ def run_at_once(
         return []
     number = 0
     captured: list[Tensor] | None = None
-    mask: list[Tensor | None] | None = None
-    mask_shape: tuple[int, ...] | None = None
+    others: list[Tensor] | None = None
+    blocks: _Blocks | None = None
+    lengths: tuple[int, int] | None = None
     if score_mod is not None or block_mask is not None:
         if block_mask is None:
             known = known_modification(score_mod, None)
         elif type(block_mask) is BlockMask:
             known = known_modification(score_mod, block_mask.mask_mod)
-            mask = [block_mask.kv_num_blocks, block_mask.kv_indices]
-            if block_mask.full_kv_num_blocks is not None:
-                mask += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
-            mask_shape = (*block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
         else:
             return []
         if known is None:
             return []
         modification, captured = known
+        others = captured
         number = modification.number
+        if block_mask is not None:
+            lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
+            if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+                lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+            q_block, kv_block = block_mask.BLOCK_SIZE
+            blocks = (len(lists), q_block, kv_block)
+            lengths = block_mask.seq_lengths
+            others = lists + captured
     if torch.is_grad_enabled():
         if query.requires_grad or key.requires_grad or value.requires_grad:
             return []
         if captured and any(tensor.requires_grad for tensor in captured):
             return []
-    return _decoding_forward(
-        query,
-        key,
-        value,
-        mask,
-        mask_shape,
-        captured,
-        number,
-        scale,
-        enable_gqa,
-        splits,
-        need_lse,
-        need_max_scores,
-        False,
-    )
+    settings = _settings.get((number, blocks, wanted))
+    if settings is None:
+        settings = _settings_of(number, blocks, wanted)
+    return _decoding_forward(query, key, value, others, lengths, scale, settings)
+
+
+def _settings_of(modification: int, blocks: _Blocks | None, wanted: Wanted) -> int:
+    """The operator's number for what the calls of a loop have in common."""
+    key = (modification, blocks, wanted)
+    if key not in _settings:
+        _settings[key] = torch.ops.flashbwd.decoding_settings(modification, *(blocks or (0, 1, 1)), *wanted)
+    return _settings[key]
+
+
+# Under autocast the arguments have yet to be cast. Told to the dispatcher, this costs a call without autocast nothing.
+library.impl("decoding_forward", lambda *_: [], "AutocastCUDA")
 
 
 @functools.cache
@@ -107,27 +117,28 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, ex
     group = query.shape[1] // key.shape[1]
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     number = 0
-    captured: list[Tensor] | None = None
-    mask: tuple[Tensor, ...] | None = None
-    mask_shape: tuple[int, ...] | None = None
+    others: list[Tensor] = []
+    blocks: _Blocks | None = None
     if call.score_mod is not None or block_mask is not None:
         head_dim, rows, warps, aligned = torch.ops.flashbwd.decoding_tile(query, key, value)
         tile = Tile(head_dim, rows, warps, query.dtype, aligned, query.device.index)
         mask_mod = None if block_mask is None else block_mask.mask_mod
-        modification, captured = compiled_modification(call.score_mod, mask_mod, tile)
+        modification, others = compiled_modification(call.score_mod, mask_mod, tile)
         number = modification.number
     if block_mask is not None:
-        mask_shape = (*block_mask.BLOCK_SIZE, query.shape[2], key.shape[2])
-        mask = _lists(block_mask, group, key.shape[2]) or (block_states(block_mask, key.shape[2]).contiguous(),)
-    results = _decoding_forward(
-        query, key, value, mask, mask_shape, captured, number, call.scale, True, call.splits or 0, True, True, exact
-    )
+        mask = _lists(block_mask, group, key.shape[2]) or [block_states(block_mask, key.shape[2]).contiguous()]
+        q_block, kv_block = block_mask.BLOCK_SIZE
+        blocks = (len(mask), q_block, kv_block)
+        others = mask + others
+    settings = _settings_of(number, blocks, (True, call.splits or 0, True, True, exact))
+    lengths = (query.shape[2], key.shape[2])
+    results = _decoding_forward(query, key, value, others, lengths, call.scale, settings)
     if not results:
         raise RuntimeError("flashbwd: the decoding kernel refused a call that was prepared for it")
     return results
 
 
-def _lists(mask: BlockMask, group: int, seqlen_k: int) -> tuple[Tensor, ...]:
+def _lists(mask: BlockMask, group: int, seqlen_k: int) -> list[Tensor]:
     """The mask's lists, where all rows of a key head share them, in blocks that the kernel's chunks divide."""
     lists = [mask.kv_num_blocks, mask.kv_indices]
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
@@ -135,8 +146,8 @@ def _lists(mask: BlockMask, group: int, seqlen_k: int) -> tuple[Tensor, ...]:
     shared = all((t.shape[1] == 1 or group == 1) and t.shape[2] == 1 and t.dtype == torch.int32 for t in lists)
     kv_block: int = mask.BLOCK_SIZE[1]
     if not shared or (kv_block % _CHUNK != 0 and kv_block < seqlen_k):
-        return ()
-    return tuple(t if t.dim() == 3 else _rows_contiguous(t) for t in lists)
+        return []
+    return [t if t.dim() == 3 else _rows_contiguous(t) for t in lists]
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+#include "cuda_stream_memory.h"
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace flashbwd {
+namespace {
+
+// Not of PyTorch's allocator: it belongs to no pool that could end before the stream does.
+StreamMemory allocate(cudaStream_t stream) {
+  constexpr size_t kArrivalBytes = sizeof(int) * StreamMemory::kArrivals;
+  constexpr size_t kScratchBytes = sizeof(float) * StreamMemory::kScratch;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another thread may be capturing another stream
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  void* memory = nullptr;
+  cudaError_t error = cudaMalloc(&memory, kArrivalBytes + kScratchBytes);
+  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kArrivalBytes, stream);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // without it, a call takes memory of its own
+    return {};
+  }
+  return {static_cast<int*>(memory), reinterpret_cast<float*>(static_cast<char*>(memory) + kArrivalBytes)};
+}
+
+}  // namespace
+
+StreamMemory stream_memory(int device, void* stream) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, void*>, StreamMemory> known;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(cuda_stream, &status) != cudaSuccess) {  // the legacy stream beside a capture
+    cudaGetLastError();
+    return {};
+  }
+  if (status != cudaStreamCaptureStatusNone) return {};
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find({device, stream});
+  if (found != known.end()) return found->second;
+  return known.emplace(std::make_pair(device, stream), allocate(cuda_stream)).first->second;
+}
+
+}  // namespace flashbwd

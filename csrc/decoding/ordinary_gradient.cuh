@@ -1,0 +1,41 @@
+// The modifications of ordinary.cuh and their derivative, for the backward kernel.
+#pragma once
+
+#include "backward_params.h"
+#include "ordinary.cuh"
+
+#ifdef __CUDACC__
+
+namespace flashbwd {
+
+// kMask: the bounds are a mask's; else they are where the score stays finite.
+template <bool kMask>
+struct OrdinaryGradient {
+  using Forward = OrdinaryKernelMod<true, kMask>;
+  static constexpr bool kHasScoreMod = true;
+  static constexpr bool kHasMask = kMask;
+  struct Row {};
+
+  __device__ static float score_mod(const DecodingBackwardParams& p, Row, float score, int b, int h, int q, int k) {
+    const float cap = p.ordinary.softcap;
+    if (cap != 0) score = cap * tanh_of(score * (1 / cap));
+    return Forward::score_mod(p, typename Forward::Row(p, b, h, q), score, b, h, q, k);
+  }
+
+  __device__ static bool mask_mod(const DecodingBackwardParams& p, Row, int b, int h, int q, int k) {
+    return typename OrdinaryKernelMod<false, true>::Row(p, b, h, q).sees(k);
+  }
+
+  // A score of -inf has the probability 0, and with it ds = 0.
+  __device__ static float score_gradient(const DecodingBackwardParams& p, float score, int, int, int, int, float ds,
+                                         bool) {
+    const float cap = p.ordinary.softcap;
+    if (cap == 0) return ds;
+    const float t = tanh_of(score * (1 / cap));
+    return ds * (1 - t * t);
+  }
+};
+
+}  // namespace flashbwd
+
+#endif

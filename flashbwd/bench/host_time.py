@@ -1,0 +1,109 @@
+"""What a call of flex_decoding costs the host: ``python -m flashbwd.bench.host_time`` on a machine with a GPU.
+
+Warm calls are timed in bursts that begin with an idle GPU and are short enough for its queue to take them all, so that
+nobody waits for it. First calls are those of new processes, up to the finished result, with the inputs already made.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashbwd
+
+SEQLEN_K = 8192
+CALLS, ROUNDS = 150, 25  # of a burst; of which the quickest counts
+
+
+def modifications() -> dict[str, tuple[Any, Any]]:
+    """score_mod and mask_mod by name."""
+    slopes = torch.rand(32, device="cuda")
+    table = torch.rand(32, SEQLEN_K, device="cuda")
+
+    def alibi(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + slopes[h] * (k - q)
+
+    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q + SEQLEN_K - 9 >= k
+
+    return {
+        "none": (None, None),
+        "softcap": (lambda s, b, h, q, k: 30 * torch.tanh(s / 30), None),
+        "ALiBi": (alibi, None),
+        "causal BlockMask": (None, causal),
+        "ALiBi and causal BlockMask": (alibi, causal),
+        "a table of biases": (lambda s, b, h, q, k: s + table[h, k], None),
+    }
+
+
+def call_of(name: str) -> Callable[[], Any]:
+    """One query a head, 32 heads over 8 of keys; "SDPA" is PyTorch's."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = ((1, 32, 1, 128), (1, 8, SEQLEN_K, 128), (1, 8, SEQLEN_K, 128))
+    q, k, v = (torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    if name == "SDPA":
+        return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    score_mod, mask_mod = modifications()[name]
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, None, None, 1, SEQLEN_K, device="cuda")
+    return lambda: flashbwd.flex_decoding(q, k, v, score_mod, block_mask, enable_gqa=True)
+
+
+@torch.no_grad()
+def warm_call(name: str) -> float:
+    """Microseconds."""
+    call = call_of(name)
+    for _ in range(CALLS):
+        call()
+    best = float("inf")
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        best = min(best, time.perf_counter() - start)
+    return best / CALLS * 1e6
+
+
+@torch.no_grad()
+def first_call(name: str) -> float:
+    """Milliseconds; of this process, which must not have called before."""
+    call = call_of(name)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def first_call_of_a_process(name: str, cache: str) -> float:
+    command = [sys.executable, "-m", "flashbwd.bench.host_time", name]
+    environment = os.environ | {"FLASHBWD_CACHE_DIR": cache}
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        print(first_call(sys.argv[1]))
+        return
+    print("| modification | warm call, us | first call, ms | with the cache on disk, ms |")
+    print("| --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as cache:
+        for name in modifications():
+            first, again = (first_call_of_a_process(name, cache) for _ in range(2))
+            print(f"| {name} | {warm_call(name):.1f} | {first:.0f} | {again:.0f} |", flush=True)
+    print(f"| PyTorch's SDPA | {warm_call('SDPA'):.1f} | | |")
+
+
+if __name__ == "__main__":
+    main()

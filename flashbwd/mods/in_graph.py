@@ -1,0 +1,296 @@
+"""Flex decoding inside torch.compile: one operator in the graph, which has the modifications as text.
+
+PyTorch's compiler knows how to trace the functions of its own flex_attention to graphs. The same way of tracing is
+registered for an operator of ours that takes functions; it hands the Python text of their graphs, and the tensors that
+they captured, to an ordinary operator, whose implementation is what runs without a compiler. Text, unlike a number of a
+table, still means the same in another process that finds the compiled graph in a cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+
+from flashbwd._ops import library
+from flashbwd.reference.decoding import DecodingCall, Mod, accumulator
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, largest score, and out in the accumulation dtype
+Forward = Callable[[DecodingCall, Tensor, Tensor, Tensor, bool], Results]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor, list[Tensor]]]
+
+_NAME = "flashbwd_flex_decoding"
+_ROUNDED = (torch.float16, torch.bfloat16)  # whose output is not in the accumulation dtype
+_KNOWN_NAMES = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan, "NoneType": type(None)}
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What a BlockMask says of the keys."""
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: Mod
+
+
+# ---- while the compiler traces ----
+
+
+class _FlexDecoding(HigherOrderOperator):
+    """What the compiler sees called; its functions become graphs before it is."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: fx.GraphModule,
+        block_mask: tuple[Any, ...],
+        scale: float,
+        options: dict[str, Any],
+        score_captures: Sequence[Any],
+        mask_captures: Sequence[Any],
+    ) -> Results:
+        *lists, q_block, kv_block, mask_mod = block_mask
+        result: Results = torch.ops.flashbwd.flex_decoding_in_graph(
+            query,
+            key,
+            value,
+            [tensor for tensor in lists if tensor is not None],
+            _tensors(score_captures, query),
+            _tensors(mask_captures, query),
+            _text("score_mod", score_mod) if options["score_mod"] else "",
+            _text("mask_mod", mask_mod) if lists[0] is not None else "",
+            q_block,
+            kv_block,
+            scale,
+            options["splits"],
+            options["prescale"],
+            options["rows_safe"],
+            options["exact"],
+        )
+        return result
+
+
+_flex_decoding: Callable[..., Results] = _FlexDecoding()
+
+
+def compiler_traces_functions() -> bool:
+    """Tells PyTorch's compiler how the operator's functions are traced; whether this PyTorch has a way for it.
+
+    The compiler calls this while it compiles, so that nothing of it is imported before.
+    """
+    try:
+        from torch._dynamo.variables import higher_order_ops as known
+
+        known._hop_name_to_variable_class[_NAME] = known.FlexAttentionHigherOrderVariable
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# torch.compiler.assume_constant_result does this, but imports the compiler.
+compiler_traces_functions._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def attend_in_graph(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> Results:
+    """For the compiler to trace."""
+    mask = call.block_mask
+    blocks: tuple[Any, ...] = (None, None, None, None, 1, 1, None)
+    if mask is not None:
+        lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        blocks = (*lists, *mask.BLOCK_SIZE, mask.mask_mod)
+    options = {
+        "score_mod": call.score_mod is not None,
+        "splits": call.splits or 0,
+        "prescale": call.prescale,
+        "rows_safe": call.rows_safe,
+        "exact": torch.is_grad_enabled(),
+    }
+    score_mod = _unchanged if call.score_mod is None else call.score_mod
+    return _flex_decoding(query, key, value, score_mod, blocks, call.scale, options)
+
+
+def _unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def _tensors(captures: Sequence[Any], like: Tensor) -> list[Tensor]:
+    """Python numbers that the compiler does not hold to be constant become tensors."""
+    return [c if isinstance(c, Tensor) else torch.full((), c, device=like.device) for c in captures]
+
+
+def _text(name: str, graph_module: fx.GraphModule) -> str:
+    """Python of a graph, which needs nothing but the names that it imports; as JSON, since the compiler writes strings
+    into comments of its own code, where they may hold no line break."""
+    for node in graph_module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise RuntimeError(f"flashbwd: {name} uses {node.target}, which has no place in a compiled graph")
+    code = graph_module.graph.python_code("self")
+    imports = [
+        f"import {value.__name__} as {name}"
+        if isinstance(value, type(torch))
+        else f"from {value.__module__} import {value.__qualname__} as {name}"
+        for name, value in code.globals.items()
+        if name not in _KNOWN_NAMES and name in code.src
+    ]
+    return json.dumps("\n".join(["from __future__ import annotations", *imports, code.src]))
+
+
+# ---- when the graph runs ----
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_of(text: str) -> Callable[..., Tensor]:
+    names: dict[str, Any] = dict(_KNOWN_NAMES)
+    exec(compile(json.loads(text), f"<{_NAME}>", "exec"), names)
+    function: Callable[..., Tensor] = names["forward"]
+    return function
+
+
+def _bound(text: str, captures: Sequence[Tensor]) -> Mod:
+    function = _function_of(text)
+    return lambda *args: function(None, *args, *captures)
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor[] mask, Tensor[] score_captures, Tensor[] mask_captures, "
+    "str score_mod, str mask_mod, int q_block, int kv_block, float scale, int splits, bool prescale, bool rows_safe, "
+    "bool exact"
+)
+
+
+def _call_of(
+    mask: list[Tensor],
+    score_captures: list[Tensor],
+    mask_captures: list[Tensor],
+    score_mod: str,
+    mask_mod: str,
+    q_block: int,
+    kv_block: int,
+    scale: float,
+    splits: int,
+    prescale: bool,
+    rows_safe: bool,
+    exact: bool,
+) -> DecodingCall:
+    blocks = None
+    if mask:
+        counts, indices = (mask[2], mask[3]) if len(mask) == 4 else (None, None)
+        blocks = _Blocks(mask[0], mask[1], counts, indices, (q_block, kv_block), _bound(mask_mod, mask_captures))
+    score = _bound(score_mod, score_captures) if score_mod else None
+    return DecodingCall(score, blocks, scale, prescale, rows_safe, splits or None)
+
+
+def shaped_like_query(query: Tensor, head_dim: int) -> Tensor:
+    """(B, H, Sq, head_dim) in query's dtype and with query's order of dimensions in memory, the last innermost."""
+    strides = query.stride()
+    order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
+    sizes = (*query.shape[:3], head_dim)
+    return query.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+
+
+_excluded_at_import = torch._C._dispatch_tls_local_exclude_set()
+
+
+def _as_outside() -> AbstractContextManager[None]:
+    """The dispatcher as outside of an operator, where vmap and autograd work: the reference asks both."""
+    included = torch._C._dispatch_tls_local_include_set()
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, _excluded_at_import)
+    return guard
+
+
+def implement(forward: Forward, backward: Backward) -> None:
+    """Defines the operators by what runs without a compiler."""
+
+    def exact_size(query: Tensor, value: Tensor, exact: bool) -> tuple[int, ...]:
+        """None where the rounded output has all there is, or nobody asks."""
+        return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
+
+    def run_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
+        with _as_outside():
+            out, lse, largest, exact = forward(_call_of(*rest), query, key, value, rest[-1])
+        empty = exact_size(query, value, rest[-1]) == (0,)
+        return out, lse, largest, lse.new_empty(0) if empty else exact.float().contiguous()
+
+    def forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
+        lse = query.new_empty(query.shape[:3], dtype=accumulator(query.dtype))
+        exact = lse.new_empty(exact_size(query, value, rest[-1]))
+        return shaped_like_query(query, value.shape[3]), lse, torch.empty_like(lse), exact
+
+    def run_backward(
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        wanted: list[bool],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: list[Tensor],
+        score_captures: list[Tensor],
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        captures = [c.detach().requires_grad_(w) for c, w in zip(score_captures, wanted, strict=True)]
+        leaves = [c for c in captures if c.requires_grad]
+        call = _call_of(mask, captures, *rest)
+        with _as_outside():
+            dq, dk, dv, dleaves = backward(call, query, key, value, out, lse, dout, dlse, leaves)
+        grads = [g.to(t.dtype) for g, t in zip((dq, dk, dv, *dleaves), (query, key, value, *leaves), strict=True)]
+        return grads[0], grads[1], grads[2], grads[3:]
+
+    def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        wanted, query, key, value, _, captures = args[4:10]
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
+        return dq, dk, dv, [torch.empty_like(c) for c, w in zip(captures, wanted, strict=True) if w]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+        query, key, value, mask, score_captures, mask_captures, *ctx.rest = inputs
+        ctx.counts = (len(mask), len(score_captures))
+        out, lse, _, exact = output
+        ctx.save_for_backward(
+            exact if exact.numel() else out, lse, query, key, value, *mask, *score_captures, *mask_captures
+        )
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        out, lse, query, key, value, *tensors = ctx.saved_tensors
+        lists, scores = ctx.counts
+        mask, captures, others = tensors[:lists], tensors[lists : lists + scores], tensors[lists + scores :]
+        wanted = list(ctx.needs_input_grad[4])
+        dq, dk, dv, found = torch.ops.flashbwd.flex_decoding_in_graph_backward(
+            out, lse, dout, dlse, wanted, query, key, value, mask, captures, others, *ctx.rest
+        )
+        grads = iter(found)
+        dcaptures = [next(grads) if w else None for w in wanted]
+        return dq, dk, dv, [None] * lists, dcaptures, [None] * len(others), *[None] * len(ctx.rest)
+
+    name = "flashbwd::flex_decoding_in_graph"
+    gradients = "(Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, bool[] wanted, "
+    torch.library.define(
+        name, f"({_INPUTS}) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor exact_out)", lib=library
+    )
+    torch.library.define(
+        f"{name}_backward",
+        f"{gradients}{_INPUTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)",
+        lib=library,
+    )
+    torch.library.impl(name, "CompositeExplicitAutograd", lib=library)(run_forward)
+    torch.library.impl(f"{name}_backward", "CompositeExplicitAutograd", lib=library)(run_backward)
+    torch.library.register_fake(name, forward_fake, lib=library)
+    torch.library.register_fake(f"{name}_backward", backward_fake, lib=library)
+    torch.library.register_autograd(name, differentiate, setup_context=setup, lib=library)

@@ -29,6 +29,7 @@ from flashbwd.reference.decoding import (
 __all__ = ["flex_decoding"]
 
 _ACTING: dict[str, type] = {"SPLIT_KV": int, "PRESCALE_QK": bool, "ROWS_GUARANTEED_SAFE": bool}
+_NO_OPTIONS: dict[str, Any] = {}
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 # PyTorch's keys for tuning its own kernels, each also with fwd_ or bwd_ before it: hints, which change nothing here.
 _HINTS = frozenset(
@@ -107,9 +108,9 @@ def flex_decoding(
         if return_lse:
             raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
         need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
-    options = _acting_options(kernel_options) if kernel_options else {}
+    options = _acting_options(kernel_options) if kernel_options else _NO_OPTIONS
     if not torch.compiler.is_dynamo_compiling():
-        wanted = (enable_gqa, options.get("SPLIT_KV", 0) if options else 0, need_lse, need_max_scores, False)
+        wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
         results = run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
         if results:
             if return_aux is not None:

@@ -14,6 +14,7 @@ namespace flashbwd {
 
 struct CudaBackend {
   DeviceInfo (*device_info)(int device_index) = nullptr;
+  int (*current_device)() = nullptr;
   void* (*current_stream)(int device_index) = nullptr;
   // Memory for work on the current device's current stream, from PyTorch's caching allocator.
   void* (*allocate)(size_t bytes) = nullptr;

@@ -69,6 +69,12 @@ DeviceInfo device_info(int index) {
   return known.emplace(index, info).first->second;
 }
 
+int current_device() {
+  int index = -1;
+  cudaGetDevice(&index);
+  return index;
+}
+
 void* current_stream(int index) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
@@ -87,6 +93,7 @@ struct Installer {
   Installer() {
     CudaBackend backend;
     backend.device_info = device_info;
+    backend.current_device = current_device;
     backend.current_stream = current_stream;
     backend.stream_memory = stream_memory;
     backend.allocate = allocate;

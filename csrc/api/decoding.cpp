@@ -165,7 +165,8 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const Set
   p.splits = splits.splits;
   p.cluster = splits.cluster;
 
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (cuda->current_device() != device) guard.emplace(device);
   std::vector<Tensor> results = {empty_output(q, call.q, p.head_dim_v)};
   p.out = results[0].data_ptr();
   for (int i = 0; i < 3; ++i) p.out_strides[i] = results[0].stride(i);

@@ -21,15 +21,18 @@ DType dtype_of(ScalarType type) {
 }
 
 Device device_of(const Tensor& tensor) {
+  static const int32_t cuda = aoti_torch_device_type_cuda();
+  static const int32_t meta = aoti_torch_device_type_meta();
+  static const int32_t cpu = aoti_torch_device_type_cpu();
   int32_t type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
   Device device;
-  if (type == aoti_torch_device_type_cuda()) {
+  if (type == cuda) {
     device.type = DeviceType::kCUDA;
     device.index = tensor.get_device_index();
-  } else if (type == aoti_torch_device_type_meta()) {
+  } else if (type == meta) {
     device.type = DeviceType::kMeta;
-  } else if (type != aoti_torch_device_type_cpu()) {
+  } else if (type != cpu) {
     device.type = DeviceType::kOther;
   }
   return device;

@@ -23,16 +23,22 @@ inline cudaLaunchConfig_t config_of(dim3 grid, int threads, int bytes, void* str
 
 // What a kernel must be allowed, once a device.
 inline cudaError_t allow(const void* kernel, int shared_bytes) {
+  static thread_local std::pair<const void*, int> last = {nullptr, -1};
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> allowed;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
+  const std::pair<const void*, int> wanted = {kernel, device};
+  if (wanted == last) return cudaSuccess;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (allowed.count({kernel, device}) > 0) return cudaSuccess;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error == cudaSuccess) allowed.insert({kernel, device});
-  return error;
+  if (allowed.count(wanted) == 0) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+    allowed.insert(wanted);
+  }
+  last = wanted;
+  return cudaSuccess;
 }
 
 template <class Params>

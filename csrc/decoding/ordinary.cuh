@@ -12,7 +12,7 @@ namespace flashbwd {
 
 __device__ inline int sum_of(const DecodingParams& p, const OrdinarySum& sum, int b, int h, int q) {
   int total = sum.q * q + sum.constant;
-#pragma unroll
+#pragma unroll 1
   for (const OrdinaryTerm& term : sum.terms) {
     if (term.weight == 0) continue;
     const CapturedTensor& captured = p.captured[term.slot];

@@ -52,7 +52,7 @@ def run_at_once(
         if known is None:
             return []
         modification, captured = known
-        others = captured
+        others = captured or None  # no list at all is read sooner than an empty one
         number = modification.number
         if block_mask is not None:
             lists = [block_mask.kv_num_blocks, block_mask.kv_indices]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -218,6 +219,23 @@ def test_an_entry_is_read_and_a_corrupt_one_is_made_anew(tmp_path: Path, monkeyp
 
 
 @needs_nvrtc
+def test_an_entry_takes_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
+    written: list[bytes] = []
+    real = nvrtc.os.replace
+
+    def replace(source: str, target: Path) -> None:
+        assert not target.exists()
+        written.append(Path(source).read_bytes())
+        real(source, target)
+
+    monkeypatch.setattr(nvrtc.os, "replace", replace)
+    cubin = nvrtc.cubin_of(SMALL, OPTIONS)
+    (entry,) = tmp_path.iterdir()
+    assert written == [entry.read_bytes()] and written[0].endswith(cubin)
+
+
+@needs_nvrtc
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -306,6 +324,44 @@ def test_a_mod_without_cuda_raises_and_is_named(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["branch", "item", "int", "numpy", "tolist"])
+def test_a_score_mod_that_reads_back_raises_and_is_named(name: str) -> None:
+    mod, message = UNSUPPORTED[name]
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"flashbwd: .*{message}"):
+        flashbwd.flex_decoding(*Shape().tensors(torch.bfloat16, "cuda"), mod, enable_gqa=True)
+
+
+@pytest.mark.gpu
+def test_a_mask_mod_that_branches_raises_and_is_named() -> None:
+    block_mask = kit.block_mask(lambda b, h, q, k: q >= k, Shape(), "cuda")
+    block_mask.mask_mod = lambda b, h, q, k: q >= k if k > 3 else q < k
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"flashbwd: mask_mod calls .*{READS_BACK}"):
+        flashbwd.flex_decoding(*Shape().tensors(torch.bfloat16, "cuda"), None, block_mask, enable_gqa=True)
+
+
+@pytest.mark.gpu
+def test_calls_of_several_threads_and_streams_do_not_meet() -> None:
+    shape = Shape(batch=1, heads=8, heads_kv=2, seqlen_q=1, seqlen_k=4096, head_dim=128, head_dim_v=128)
+    inputs = [shape.tensors(torch.bfloat16, "cuda", seed) for seed in range(6)]
+    expected = [flashbwd.flex_decoding(*tensors, enable_gqa=True) for tensors in inputs]
+    shared = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(worker: int) -> None:  # every other worker on the same stream
+        with torch.no_grad(), torch.cuda.stream(shared if worker % 2 else torch.cuda.Stream()):
+            outs = [flashbwd.flex_decoding(*inputs[worker], enable_gqa=True) for _ in range(200)]
+            wrong.append(sum(not torch.equal(out, expected[worker]) for out in outs))
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0] * 6
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "per_head"])
 def test_repeated_calls_give_equal_bits(mask: str) -> None:
     shape = Shape(heads=8, seqlen_k=4097)
@@ -334,3 +390,14 @@ def test_first_calls_are_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     assert first_call() < 3.0
     assert first_call() < 0.1
+
+
+@pytest.mark.gpu
+def test_the_first_call_of_an_ordinary_mod_is_quick() -> None:
+    tensors = Shape().tensors(torch.bfloat16, "cuda")
+    flashbwd.flex_decoding(*tensors, enable_gqa=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    flashbwd.flex_decoding(*tensors, lambda s, b, h, q, k: 7.5 * torch.tanh(s / 7.5), enable_gqa=True)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 0.05

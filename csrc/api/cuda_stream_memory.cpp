@@ -32,6 +32,7 @@ StreamMemory stream_memory(int device, void* stream) {
   static std::mutex mutex;
   static std::map<std::pair<int, void*>, StreamMemory> known;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (cuda_stream == cudaStreamPerThread) return {};  // one name for many streams
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(cuda_stream, &status) != cudaSuccess) {  // the legacy stream beside a capture
     cudaGetLastError();

@@ -155,6 +155,13 @@ def test_what_has_no_cuda_is_named(name: str) -> None:
         source_of(mod)
 
 
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_has_no_cuda_raises_what_the_user_expects(name: str) -> None:
+    mod, message = UNSUPPORTED[name]
+    with pytest.raises(RuntimeError, match=f"flashbwd: .*{message}"):
+        kernels.compiled_modification(mod, None, TILE)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("name", ["identity", "relative_bias", "softcap", "trig", "silu", "integers"])
 def test_emitted_source_compiles_without_a_header_or_a_gpu(name: str) -> None:

@@ -109,13 +109,13 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, l
         has_key = True
     except (UnknownCaptureError, TypeError):
         captures, has_key = Captures(), False
-    score = None if score_mod is None else trace("score_mod", score_mod, True)
-    mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
     slots = Slots(captures)
-    ordinary = recognise(score, mask, captures)
     source = None
     numbers: tuple[list[int], list[float]] = ([], [])
     try:
+        score = None if score_mod is None else trace("score_mod", score_mod, True)
+        mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
+        ordinary = recognise(score, mask, captures)
         if ordinary is None:
             source = emit(score, mask, slots)
         else:

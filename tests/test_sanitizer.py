@@ -126,7 +126,13 @@ SHAPE = Shape(batch=1, heads=4, heads_kv=2, seqlen_q=3, seqlen_k=333, head_dim=6
 DECODING = {
     "plain": (SHAPE, None, None, {}),
     "clusters": (SHAPE, None, None, {"SPLIT_KV": 2}),
-    "combined": (SHAPE, None, None, {"SPLIT_KV": 5}),
+    "last_block_adds_up": (SHAPE, None, None, {"SPLIT_KV": 5}),
+    "kernel_adds_up": (
+        replace(SHAPE, heads=16, seqlen_q=4, head_dim=128, head_dim_v=128),
+        None,
+        None,
+        {"SPLIT_KV": 9},
+    ),
     "many_rows": (replace(SHAPE, heads=10, seqlen_q=5, head_dim=128, head_dim_v=128), "softcap", None, {}),
     "256": (replace(SHAPE, head_dim=256, head_dim_v=192), None, "causal", {}),
     "unaligned": (replace(SHAPE, head_dim=33, head_dim_v=17), "alibi", "causal", {}),

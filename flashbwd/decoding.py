@@ -257,7 +257,10 @@ def _forward(
     with _exact(query.device):
         if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):
             try:
-                out, lse, largest, *rest = run_kernel(call, query, key, value, exact)
+                wanted = (True, call.splits or 0, True, True, exact)
+                with torch.no_grad():
+                    results = run_at_once(query, key, value, call.score_mod, call.block_mask, call.scale, wanted)
+                out, lse, largest, *rest = results or run_kernel(call, query, key, value, exact)
                 return out, lse, largest, rest[0] if rest else out
             except NoKernelError as reason:
                 _warn_once(f"flashbwd: flex_decoding runs on its slow reference: {reason}")

@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
 from flashbwd._ops import library
-from flashbwd.reference.decoding import DecodingCall, Mod, accumulator
+from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, accumulator
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, largest score, and out in the accumulation dtype
 Forward = Callable[[DecodingCall, Tensor, Tensor, Tensor, bool], Results]
@@ -30,18 +29,6 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor, list[Tensor]]]
 _NAME = "flashbwd_flex_decoding"
 _ROUNDED = (torch.float16, torch.bfloat16)  # whose output is not in the accumulation dtype
 _KNOWN_NAMES = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan, "NoneType": type(None)}
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """What a BlockMask says of the keys."""
-
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor | None
-    full_kv_indices: Tensor | None
-    BLOCK_SIZE: tuple[int, int]
-    mask_mod: Mod
 
 
 # ---- while the compiler traces ----
@@ -175,6 +162,7 @@ _INPUTS = (
 
 
 def _call_of(
+    lengths: tuple[int, int],
     mask: list[Tensor],
     score_captures: list[Tensor],
     mask_captures: list[Tensor],
@@ -191,7 +179,8 @@ def _call_of(
     blocks = None
     if mask:
         counts, indices = (mask[2], mask[3]) if len(mask) == 4 else (None, None)
-        blocks = _Blocks(mask[0], mask[1], counts, indices, (q_block, kv_block), _bound(mask_mod, mask_captures))
+        mod = _bound(mask_mod, mask_captures)
+        blocks = Blocks(mask[0], mask[1], counts, indices, (q_block, kv_block), lengths, mod)
     score = _bound(score_mod, score_captures) if score_mod else None
     return DecodingCall(score, blocks, scale, prescale, rows_safe, splits or None)
 
@@ -222,8 +211,9 @@ def implement(forward: Forward, backward: Backward) -> None:
         return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
 
     def run_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
+        call = _call_of((query.shape[2], key.shape[2]), *rest)
         with _as_outside():
-            out, lse, largest, exact = forward(_call_of(*rest), query, key, value, rest[-1])
+            out, lse, largest, exact = forward(call, query, key, value, rest[-1])
         empty = exact_size(query, value, rest[-1]) == (0,)
         return out, lse, largest, lse.new_empty(0) if empty else exact.float().contiguous()
 
@@ -247,7 +237,7 @@ def implement(forward: Forward, backward: Backward) -> None:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         captures = [c.detach().requires_grad_(w) for c, w in zip(score_captures, wanted, strict=True)]
         leaves = [c for c in captures if c.requires_grad]
-        call = _call_of(mask, captures, *rest)
+        call = _call_of((query.shape[2], key.shape[2]), mask, captures, *rest)
         with _as_outside():
             dq, dk, dv, dleaves = backward(call, query, key, value, out, lse, dout, dlse, leaves)
         grads = [g.to(t.dtype) for g, t in zip((dq, dk, dv, *dleaves), (query, key, value, *leaves), strict=True)]

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
-from flashbwd.reference.decoding import DecodingCall, Mod, block_states
+from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, block_states
 
 _CHUNK = 16  # keys that a warp takes at a time
 _decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # without a function of Python around it
@@ -26,7 +26,7 @@ def run_at_once(
     key: Tensor,
     value: Tensor,
     score_mod: Mod | None,
-    block_mask: BlockMask | None,
+    block_mask: BlockMask | Blocks | None,
     scale: float | None,
     wanted: Wanted,
 ) -> list[Tensor]:
@@ -45,7 +45,7 @@ def run_at_once(
     if score_mod is not None or block_mask is not None:
         if block_mask is None:
             known = known_modification(score_mod, None)
-        elif type(block_mask) is BlockMask:
+        elif type(block_mask) is BlockMask or type(block_mask) is Blocks:
             known = known_modification(score_mod, block_mask.mask_mod)
         else:
             return []

@@ -51,6 +51,19 @@ class DecodingCall:
     splits: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a BlockMask says of the keys, for where there is none."""
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    BLOCK_SIZE: tuple[int, int]
+    seq_lengths: tuple[int, int]
+    mask_mod: Mod
+
+
 class GatherByIndex(TorchFunctionMode):
     """Makes ``tensor[i, j]`` with 0-d index tensors a gather, not a view at an offset read back from the device."""
 

@@ -111,6 +111,28 @@ def test_the_graph_holds_one_operator_and_no_product_of_matrices() -> None:
     assert [name for name in targets if "getitem" not in name] == ["flashbwd.flex_decoding_in_graph.default"]
 
 
+def test_a_pytorch_that_traces_no_functions_gets_the_operators_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no() -> bool:
+        return False
+
+    no._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    monkeypatch.setattr("flashbwd.decoding.compiler_traces_functions", no)
+    inputs = tuple(t.requires_grad_() for t in SHAPE.tensors(fp64))
+    mod = kit.score_mods(SHAPE, dtype=fp64)["alibi"]
+    mask = kit.mask_mods(SHAPE)["per_head"]
+    block_mask = kit.block_mask(mask, SHAPE)
+
+    def attend(*inputs: Tensor) -> Any:
+        return flashbwd.flex_decoding(*inputs, mod, block_mask, enable_gqa=True, return_lse=True)
+
+    got = compiled(attend)(*inputs)
+    want = kit.oracle(SHAPE, *inputs, mod, kit.dense_mask(mask, SHAPE, "cpu"))
+    assert_same(got, want)
+    assert_same(*(torch.autograd.grad(out.sin().sum(), inputs) for out, _ in (got, want)))
+
+
 def test_changed_tensors_and_growing_numbers_do_not_compile_each_time() -> None:
     q, k, v = SHAPE.tensors(fp64)
     counter = CompileCounterWithBackend("aot_eager")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from types import ModuleType
 from typing import Any
 
 import pytest
 from kit.host import dense_problem, device_info, load_host
 
-COUNTER_BYTES = 8 * 4  # jobs taken, what is finished of 2 * 3 KV heads, padded to 4 words
+COUNTER_BYTES = 8 * 4  # jobs and chores taken, what is finished of 2 * 3 KV heads, padded to 4 words
 H100 = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
 
 
@@ -193,6 +194,30 @@ def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
 def test_wide_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
     plan = plan_of(host, deterministic=True, head_dim=192)
     assert plan.workspace.semaphore_bytes == COUNTER_BYTES + 2 * 6 * 5 * 4  # 300 queries are 5 blocks of 64; int32
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "changes", "jobs"),
+    [
+        (64, 8192, {}, 4),  # 4096 key blocks: 31 rounds of 132 and 4
+        (64, 2048, {}, 8),  # as many of each of the 8 heads of a list
+        (128, 8192, {}, 68),  # 2048 key blocks
+        (64, 1024, {"batch": 1, "heads": 12, "heads_kv": 12, "seqlen_k": 1500}, 12),  # of test_gpu_execution
+        (64, 8192, {"window_right": 0}, 0),
+        (64, 8192, {"heads_kv": 8}, 0),
+        (64, 8192, {"batch": 33, "total_q": 33 * 8192, "total_k": 33 * 8192}, 0),  # 512 rounds
+    ],
+)
+def test_jobs_of_a_last_round_that_is_short_are_cut(
+    host: ModuleType, head_dim: int, rows: int, changes: dict[str, Any], jobs: int
+) -> None:
+    sizes = {"batch": 16384 // rows, "seqlen_q": rows, "seqlen_k": rows, "total_q": 16384, "total_k": 16384}
+    sizes |= {"heads": 2048 // head_dim, "heads_kv": 2048 // head_dim, "head_dim": head_dim, "head_dim_v": head_dim}
+    plan = plan_of(host, **(sizes | changes))
+    found = re.search(r"the last (\d+) in (\d+) parts", plan.schedule)
+    assert (int(found[1]) if found else 0) == jobs
+    parts = int(found[2]) if found else 0
+    assert plan.workspace.partial_bytes == parts * jobs * 128 * 2 * head_dim * 4
 
 
 @pytest.mark.parametrize(("varlen", "rows"), [(False, 2 * 6 * 384), (True, 6 * 896)])

@@ -165,6 +165,19 @@ def test_no_more_memory_than_the_plan_says(name: str, deterministic: bool, targe
     assert extra <= -(-plan.workspace_bytes // 512) * 512
 
 
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_few_jobs_more_than_multiprocessors(deterministic: bool, target: Target) -> None:
+    """12 heads of 12 blocks of keys on an H100's 132: the last ones are shared."""
+    device, backend, dtype = target
+    case = dataclasses.replace(
+        MEDIUM, batch=1, heads=12, heads_kv=12, seqlen_q=1024, seqlen_k=1500, deterministic=deterministic
+    )
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    x.check(*run(x, backend))
+
+
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_another_device_than_the_current_one(target: Target) -> None:
     if torch.cuda.device_count() < 2:

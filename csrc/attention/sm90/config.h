@@ -15,9 +15,11 @@ constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// Words of the workspace's zeroed region: the counter of jobs taken, then a count for each of batch * heads_kv heads,
-// padded; then the semaphores of dq tiles.
-constexpr int64_t counter_words(int64_t heads) { return (1 + heads + 3) / 4 * 4; }
+// Words of the workspace's zeroed region: the counters of jobs and of chores taken, then a count for each of batch *
+// heads_kv heads, padded; then the semaphores of dq tiles.
+constexpr int64_t counter_words(int64_t heads) { return (2 + heads + 3) / 4 * 4; }
+
+constexpr int kChoreRows = 128;  // of dq, converted at a time
 
 // Wide tiles: a producer warpgroup and one each for P and dv, for dS and dk, for dq. Registers sum to 512 a lane.
 constexpr int kWideThreads = 4 * kWarpgroupThreads;
@@ -56,6 +58,9 @@ constexpr Tile kTiles[] = {
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
 constexpr bool is_wide(const Tile& tile) { return tile.ctas == 2; }
+
+// Whether dq is converted between jobs (chores.cuh). At head dimension 128 it makes no difference.
+constexpr bool has_chores(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 64; }
 
 // Parts of a dq tile that are added, and in deterministic mode take turns, on their own.
 constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? 1 : kConsumerWarpgroups; }

@@ -12,10 +12,12 @@ struct Gradient {
   bool vectors;
 };
 
-inline __device__ Gradient dk_of(const KernelParams& params) {
+inline __device__ Gradient dk_of(const KernelParams& params, bool is_part = false) {
+  if (is_part) return {params.parts_dk, DType::kFloat32, params.attention.head_dim, true};
   return {params.attention.dk, params.attention.dk_dtype, params.attention.head_dim, params.dk_vectors};
 }
-inline __device__ Gradient dv_of(const KernelParams& params) {
+inline __device__ Gradient dv_of(const KernelParams& params, bool is_part = false) {
+  if (is_part) return {params.parts_dv, DType::kFloat32, params.attention.head_dim_v, true};
   return {params.attention.dv, params.attention.dv_dtype, params.attention.head_dim_v, params.dv_vectors};
 }
 
@@ -31,21 +33,27 @@ __device__ void store_fp32(float* destination, const Gradient& gradient, int32_t
   }
 }
 
+// An accumulator as 16-bit numbers into chunks of 64 columns, kChunkBytes apart, as the copy engine reads them.
 template <typename T, int kChunkBytes, int kValues>
-__device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging, uint32_t barrier,
-                            const float (&values)[kValues]) {
-  constexpr int kColumns = 2 * kValues;
-  const int32_t thread = threadIdx.x % kWarpgroupThreads;
-  const int32_t lane = thread % 32;
-  named_barrier_sync(barrier, kWarpgroupThreads);  // the gradient staged before is read
-  const int32_t row = thread / 32 * 16 + lane % 16;
+__device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll
-  for (int k = 0; k < kColumns / 16; ++k) {
+  for (int k = 0; k < kValues / 8; ++k) {
     const int32_t piece = k % 4 * 2 + lane / 16;
     store_matrix_x4(smem_address(staging) + k / 4 * kChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
                     pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
                     pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
   }
+}
+
+template <typename T, int kChunkBytes, int kValues>
+__device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging, uint32_t barrier,
+                            const float (&values)[kValues]) {
+  constexpr int kColumns = 2 * kValues;
+  const int32_t thread = threadIdx.x % kWarpgroupThreads;
+  named_barrier_sync(barrier, kWarpgroupThreads);  // the gradient staged before is read
+  stage_16bit<T, kChunkBytes>(staging, values);
   named_barrier_sync(barrier, kWarpgroupThreads);  // staged
 #pragma unroll 1
   for (int32_t i = thread; i < 64 * kColumns / 8; i += kWarpgroupThreads) {
@@ -91,17 +99,32 @@ struct Epilogue {
   using Work = typename Traits::Work;
   static constexpr int kHeadDim = Traits::kHeadDim;
 
-  // The rows of ds that this warpgroup writes serve as its staging buffer.
   static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const Work& work,
                                int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
+    if (work.copies_dkdv) {
+      hand_over(smem, warpgroup, work.first_index + work.steps, dv);
+      hand_over(smem, warpgroup, work.first_index + work.steps + 1, dk);
+      return;
+    }
+    // The rows of ds that this warpgroup writes serve as its staging buffer.
     uint8_t* staging = smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // the last dQ of all warpgroups has read ds
-    store_gradient<T, Traits::kKeyChunkBytes>(dv_of(params), work, warpgroup * 64, staging, barrier, dv);
-    store_gradient<T, Traits::kKeyChunkBytes>(dk_of(params), work, warpgroup * 64, staging, barrier, dk);
+    store_gradient<T, Traits::kKeyChunkBytes>(dv_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dv);
+    store_gradient<T, Traits::kKeyChunkBytes>(dk_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dk);
     named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
+  }
+
+ private:
+  // To the store warp, in a buffer of dq, as if it were dq of one more step.
+  static __device__ __forceinline__ void hand_over(typename Traits::SharedStorage& smem, int32_t warpgroup,
+                                                   int32_t index, const float (&values)[kHeadDim / 2]) {
+    static_assert(sizeof(smem.dq[0][0]) >= Traits::kChunks * 64 * kChunkRowBytes, "a gradient fits in a part of dq");
+    named_barrier_sync(kDqEmptyBarrier + warpgroup, kDqBarrierThreads);
+    stage_16bit<T, 64 * kChunkRowBytes>(reinterpret_cast<uint8_t*>(smem.dq[index % 2][warpgroup]), values);
+    named_barrier_arrive(kDqFullBarrier + warpgroup, kDqBarrierThreads);
   }
 };
 

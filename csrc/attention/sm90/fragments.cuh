@@ -25,11 +25,18 @@ __device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* l
   }
 }
 
+// Bit n: the n-th column of a thread, 8 (n / 2) + n % 2, lies below `bound`, which is 128 at most.
+__device__ __forceinline__ uint32_t columns_below(int32_t bound) {
+  const int32_t columns = bound / 8 * 2 + min(bound % 8, 2);
+  return columns == 32 ? ~0u : (1u << columns) - 1;
+}
+
 // Zero where key `key` (and key + 8) is invisible to the queries of an accumulator whose first column of this thread
 // is `query`.
 template <int kValues>
 __device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visibility, int32_t key, int32_t query) {
   constexpr int kBlockM = 2 * kValues;
+  static_assert(kBlockM <= 128, "a bit for each column of a thread");
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = key + 8 * half;
@@ -38,13 +45,13 @@ __device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visi
     const int64_t end = at_least(at_most(at_most(j - visibility.lo + 1, visibility.seqlen_q) - query, kBlockM), 0);
     const int32_t first = static_cast<int32_t>(j < visibility.seqlen_k ? begin : kBlockM);
     const int32_t past = static_cast<int32_t>(end);
+    const uint32_t visible = columns_below(past) & ~columns_below(first);
 #pragma unroll
     for (int i = 0; i < kBlockM / 8; ++i) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const int column = 8 * i + odd;
         float& value = p[4 * i + 2 * half + odd];
-        value = column >= first && column < past ? value : 0.f;
+        value = visible >> (2 * i + odd) & 1 ? value : 0.f;
       }
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../common/launch_overlap.cuh"
+#include "chores.cuh"
 #include "epilogue.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
@@ -43,25 +44,30 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    int32_t steps_before = 0;
     uint32_t keys_phase = 0;
     for (JobSlot slot;; slot.advance()) {
       mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
       const typename Traits::Work& work = smem.work[slot.index()];
-      if (work.exhausted) break;
+      if (work.exhausted) {
+        if constexpr (Traits::kChores) {
+          if (slot.jobs_before > 0) mbarrier_wait(&smem.chore_full, slot.jobs_before % 2 ^ 1);  // the ticket is ours
+        }
+        break;
+      }
       float dk[Traits::kHeadDim / 2];
       float dv[Traits::kHeadDim / 2];
 #pragma unroll
       for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
       if (work.steps > 0) {
-        Mainloop<Traits>::compute(params, smem, work, warpgroup - 1, steps_before, keys_phase, dk, dv);
-        steps_before += work.steps;
+        Mainloop<Traits>::compute(params, smem, work, warpgroup - 1, keys_phase, dk, dv);
         keys_phase ^= 1;
       }
-      Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);  // zeros where nobody looked
+      // Zeros where nobody looked.
+      Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
     }
+    if constexpr (Traits::kChores) finish_chores<Traits>(params, smem);
   }
 }
 

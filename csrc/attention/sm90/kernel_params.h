@@ -9,6 +9,7 @@
 #include "../params.h"
 #include "../row_statistics.h"
 #include "grouped.h"
+#include "lists.h"
 
 namespace flashbwd::sm90 {
 
@@ -16,16 +17,22 @@ struct KernelParams {
   CUtensorMap q, k, v, dout;  // (D, rows, heads, batch), boxes of 64 columns and one tile of rows
   // fp32 (D, rows, batch * heads), packed (D, heads * total_q, 1); boxes of 32 columns and 64 rows
   CUtensorMap dq_accumulator;
+  CUtensorMap dq;            // 16-bit, as q, boxes of 64 rows
+  CUtensorMap dk, dv;        // as k and v, boxes of 64 rows
+  bool copies_dkdv = false;  // the copy engine stores dk and dv
   AttentionBackwardParams attention;
   RowStatistics statistics;
   int32_t jobs = 0;
   GroupedJobs grouped;
-  int32_t ctas = 0;                 // one a multiprocessor; wide tiles: two a job
-  int32_t* jobs_taken = nullptr;    // counter in the workspace, 0 at the start
-  bool packed_jobs = false;         // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
-  int32_t key_blocks = 0;           // of the longest sequence
-  int32_t key_blocks_of_list = 0;   // half of them, where a job is a pair
-  int32_t head_group = 1;           // KV heads that are worked on abreast, see dense_job
+  int32_t ctas = 0;                // one a multiprocessor; wide tiles: two a job
+  int32_t* jobs_taken = nullptr;   // counter in the workspace, 0 at the start
+  bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
+  int32_t key_blocks = 0;          // of the longest sequence
+  int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
+  int32_t head_group = 1;          // KV heads that are worked on abreast, see dense_job
+  LastRound last_round;
+  int32_t whole_jobs = 0;           // that are not cut
+  HeadsView parts_dk, parts_dv;     // (heads of a list * parts, rows) fp32; rows count from the start of the sequence
   int32_t lists_from_last_key = 0;  // the first so many lists go through the key blocks from the last one
   // Rows past the logical end of a sequence hold other data, not the zeros that the copy engine puts past a tensor.
   bool rows_may_be_poisoned = false;
@@ -34,6 +41,13 @@ struct KernelParams {
   // Of (batch * heads + head, query block, part of the tile), zeros at the start; see turns.cuh. Null: adds into dq
   // happen in any order, and into zeros.
   int32_t* semaphores = nullptr;
+  // Chores: conversion of dq between jobs. 0: a launch of its own converts dq.
+  int32_t chores = 0;
+  int32_t chores_of_head = 0;  // of batch * heads
+  int32_t counts_of_head = 0;  // what heads_finished comes to
+  int32_t* chores_taken = nullptr;
+  const float* dq_sums = nullptr;
+  int32_t dq_sums_stride = 0;         // floats from one row to the next
   bool adds_into_zeros = false;       // of the workspace: the first add to a tile need not store
   int32_t* heads_finished = nullptr;  // see HeadsFinished; a count a store warp
   int32_t query_blocks = 0;           // of the longest sequence
@@ -43,5 +57,10 @@ struct KernelParams {
   float dropout_scale = 1.f;       // of what is kept
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; else 32-bit words from this one on
 };
+
+// Key blocks before this one are whole in every head.
+inline int64_t first_cut_key_block(const KernelParams& params) {
+  return params.key_blocks - params.last_round.jobs / params.head_group;
+}
 
 }  // namespace flashbwd::sm90

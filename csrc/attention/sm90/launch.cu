@@ -16,6 +16,7 @@
 #include "config.h"
 #include "launch.h"
 #include "layout.h"
+#include "lists.h"
 #include "plan.h"
 
 namespace flashbwd::sm90 {
@@ -79,34 +80,15 @@ bool rows_aligned(const HeadsView& view) {
          view.head_stride % 8 == 0;
 }
 
-// Deterministic: whether jobs of a list go through the key blocks from the last one (ordered_turn_from_last).
-bool from_last_key(const AttentionBackwardParams& p) {
-  const bool causal = p.window_left < 0 && p.window_right >= 0;
-  return p.deterministic && causal && p.heads == p.heads_kv && p.cu_seqlens_k == nullptr;
-}
+constexpr const char* kNoTensorMap = "sm90: the driver could not encode a tensor map";
 
-// Heads whose jobs are one list (dense_job).
-int32_t heads_of_a_list(const AttentionBackwardParams& p, const KernelParams& params, int64_t lists, int64_t sm_count) {
-  const auto heads_in = [&](int64_t bytes) {
-    return heads_in_l2(bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv);
-  };
-  // Of 50 MB: the rest is for k, v and what passes through.
-  const int64_t all = p.cu_seqlens_k != nullptr ? lists : lists * p.batch;
-  const int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, params.key_blocks_of_list));
-  if (!p.deterministic || from_last_key(p)) return static_cast<int32_t>(abreast);
-  // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
-  int64_t heads = abreast;
-  if (p.window_left < 0 && p.window_right < 0) {
-    heads = std::min(2 * abreast, heads_in(20 << 20));
-  } else if (p.heads != p.heads_kv) {
-    heads = 2 * abreast;
-  } else {
-    // The shorter the jobs, the more heads that takes; measured at S = 1024 and 8192. A quarter of the multiprocessors
-    // leaves four key blocks of a head to share what is in L2.
-    const int64_t steps = std::max<int64_t>(params.query_blocks / 2, 1);
-    heads = std::min(1000 / steps, sm_count / 4);
-  }
-  return static_cast<int32_t>(std::min(std::max(abreast, heads), all));
+// Chores take whole tiles of rows that all have sums.
+bool converts_between_jobs(const AttentionBackwardParams& p, const Tile& tile) {
+  const bool dense = p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqused_q == nullptr &&
+                     p.seqused_k == nullptr && p.seqlen_q > 0 && p.seqlen_k > 0;
+  if (!has_chores(tile) || !dense || p.dq_dtype != p.dtype || p.head_dim % 4 != 0 || !rows_aligned(p.dq)) return false;
+  const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
+  return sees_a_key(visibility, 0) && sees_a_key(visibility, p.seqlen_q - 1);
 }
 
 // Partial sums of dk and dv, in place of the gradients: (batch, heads_kv * splits, seqlen_k, columns) fp32 each.
@@ -145,6 +127,49 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   return sizes;
 }
 
+// The last round's sums of dk and dv: (heads of a list, parts, rows from the first cut key block on, columns) fp32
+// each.
+void point_at_parts(const WorkspaceLayout& workspace, const AttentionBackwardParams& p, int64_t block_n,
+                    KernelParams* params) {
+  auto* sums = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + workspace.partial_offset);
+  const int64_t first_row = first_cut_key_block(*params) * block_n;
+  const auto view = [&](int32_t columns) {
+    HeadsView view;
+    view.seq_stride = round_up(columns, 4);
+    view.head_stride = view.seq_stride * (p.seqlen_k - first_row);
+    view.data = sums - first_row * view.seq_stride;  // rows count from the start of the sequence
+    sums += view.head_stride * params->head_group * params->last_round.parts;
+    return view;
+  };
+  params->parts_dk = view(p.head_dim);
+  params->parts_dv = view(p.head_dim_v);
+}
+
+// Their sums, into dk and dv.
+const char* add_parts(const AttentionBackwardParams& params, const KernelParams& kernel_params, int64_t block_n,
+                      void* stream) {
+  const int64_t first_row = first_cut_key_block(kernel_params) * block_n;
+  AttentionBackwardParams gradients = params, parts = params;
+  gradients.batch = 1;
+  gradients.heads_kv = kernel_params.head_group;
+  gradients.seqlen_k = static_cast<int32_t>(params.seqlen_k - first_row);
+  const auto last_heads = [&](HeadsView* view, DType dtype) {
+    const int64_t first = (params.batch - 1) * view->batch_stride +
+                          (params.heads_kv - kernel_params.head_group) * view->head_stride +
+                          first_row * view->seq_stride;
+    view->data = static_cast<uint8_t*>(view->data) + first * size_of(dtype);
+  };
+  last_heads(&gradients.dk, params.dk_dtype);
+  last_heads(&gradients.dv, params.dv_dtype);
+  const auto from_first_row = [&](HeadsView view) {
+    view.data = static_cast<float*>(view.data) + first_row * view.seq_stride;
+    return view;
+  };
+  parts.dk = from_first_row(kernel_params.parts_dk);
+  parts.dv = from_first_row(kernel_params.parts_dv);
+  return launch_add_partial_sums(gradients, parts, kernel_params.last_round.parts, stream);
+}
+
 const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, KernelParams* params) {
   const CallSizes sizes = sizes_of(p);
   const Tile& tile = kTiles[plan.config];
@@ -165,7 +190,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
       !encode_heads(&params->v, p.dtype, p.v, base, p.head_dim_v, rows_k, p.heads_kv, batch_k, keys_of_a_cta) ||
       !encode(&params->dq_accumulator, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, base + workspace.accumulator_offset, p.head_dim,
               accumulator, 32, 64)) {
-    return "sm90: the driver could not encode a tensor map";
+    return kNoTensorMap;
   }
   params->attention = p;
   params->statistics = row_statistics(p, workspace);
@@ -181,18 +206,42 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->jobs = static_cast<int32_t>(params->packed_jobs ? varlen_jobs(p.total_k, p.batch, lists, plan.block_n)
                                                           : int64_t{p.batch} * lists * params->key_blocks_of_list);
   if (params->grouped.splits > 1) point_at_partial_sums(workspace, &params->attention, params->grouped.splits);
-  params->ctas = is_wide(tile) ? params->jobs * tile.ctas : std::min(params->jobs, plan.sm_count);
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
   params->jobs_taken = reinterpret_cast<int32_t*>(zeroed);
-  params->head_group = heads_of_a_list(p, *params, lists, plan.sm_count / tile.ctas);
-  if (from_last_key(p)) {
+  params->head_group =
+      heads_of_a_list(p, packed_k, lists, params->key_blocks_of_list, params->query_blocks, plan.sm_count / tile.ctas);
+  if (!packed_q && !packed_k && !is_wide(tile)) {
+    params->last_round = last_round(p, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
+  }
+  params->whole_jobs = params->jobs - params->last_round.jobs;
+  params->jobs = params->whole_jobs + params->last_round.jobs * params->last_round.parts;
+  params->ctas = is_wide(tile) ? params->jobs * tile.ctas : std::min(params->jobs, plan.sm_count);
+  if (params->last_round.parts > 1) point_at_parts(workspace, p, plan.block_n, params);
+  if (from_last_key(p, packed_k)) {
     params->lists_from_last_key = static_cast<int32_t>(ceil_div(int64_t{p.batch} * lists, params->head_group)) - 1;
   }
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
   params->dv_vectors = rows_aligned(p.dv);
-  params->heads_finished = params->jobs_taken + 1;
+  const AttentionBackwardParams& attention = params->attention;  // dk and dv may be partial sums
+  params->copies_dkdv = !is_wide(tile) && attention.dk_dtype == p.dtype && attention.dv_dtype == p.dtype &&
+                        params->dk_vectors && params->dv_vectors;
+  if (params->copies_dkdv &&
+      (!encode_heads(&params->dk, p.dtype, p.dk, base, p.head_dim, rows_k, p.heads_kv, batch_k, 64) ||
+       !encode_heads(&params->dv, p.dtype, p.dv, base, p.head_dim_v, rows_k, p.heads_kv, batch_k, 64))) {
+    return kNoTensorMap;
+  }
+  params->chores_taken = params->jobs_taken + 1;
+  params->heads_finished = params->jobs_taken + 2;
+  params->counts_of_head = params->key_blocks * kConsumerWarpgroups * params->grouped.splits * params->last_round.parts;
+  if (converts_between_jobs(p, tile)) {
+    params->chores_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, kChoreRows));
+    params->chores = p.batch * p.heads * params->chores_of_head;
+    params->dq_sums = reinterpret_cast<const float*>(base + workspace.accumulator_offset);
+    params->dq_sums_stride = static_cast<int32_t>(workspace.row_stride);
+    if (!encode_heads(&params->dq, p.dtype, p.dq, base, p.head_dim, rows_q, p.heads, batch_q, 64)) return kNoTensorMap;
+  }
   params->adds_into_zeros = workspace.zero_accumulator;
   if (has_semaphores(sizes, tile)) params->semaphores = reinterpret_cast<int32_t*>(zeroed + region.semaphore_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
@@ -238,12 +287,17 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   KernelParams kernel_params;
   if (const char* error = make_params(params, plan, &kernel_params)) return error;
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
-  const int32_t splits = kernel_params.grouped.splits;
+  const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;
   HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
   if (kernel_params.jobs > 0 && !is_wide(tile)) {
-    finished = {kernel_params.heads_finished, kConsumerWarpgroups * splits, tile.block_n};
+    finished = {kernel_params.heads_finished, kConsumerWarpgroups * splits * parts, tile.block_n};
   }
-  if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;
+  if (kernel_params.jobs == 0 || kernel_params.chores == 0) {
+    if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;
+  }
+  if (parts > 1) {
+    if (const char* error = add_parts(params, kernel_params, plan.block_n, stream)) return error;
+  }
   if (splits > 1) {
     if (const char* error = launch_add_partial_sums(params, kernel_params.attention, splits, stream)) return error;
   }

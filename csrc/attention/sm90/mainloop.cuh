@@ -27,11 +27,10 @@ struct Mainloop {
   using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
-  // first_index: steps of the jobs before; keys_phase: parity of the loads of k and v.
+  // keys_phase: parity of the loads of k and v.
   static __device__ void compute(const KernelParams& params, SharedStorage& smem, const Work& work, int32_t warpgroup,
-                                 int32_t first_index, uint32_t keys_phase, float (&dk)[kHeadDim / 2],
-                                 float (&dv)[kHeadDim / 2]) {
-    Consumer consumer{params, smem, work, warpgroup, Step(work, first_index)};
+                                 uint32_t keys_phase, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
+    Consumer consumer{params, smem, work, warpgroup, Step(work, work.first_index)};
     wait_keys(params, smem, work, keys_phase);
     consumer.run(dk, dv);
   }

@@ -10,6 +10,7 @@
 #include "config.h"
 #include "grouped.h"
 #include "layout.h"
+#include "lists.h"
 
 namespace flashbwd::sm90 {
 namespace {
@@ -97,6 +98,17 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->schedule = grouped.pairs ? "pairs of key blocks from a counter" : "key blocks from a counter";
   if (is_wide(tile)) plan->schedule += ", each by 2 CTAs";
   plan->splits = grouped.splits;
+  LastRound last;
+  if (!problem.varlen && !is_wide(tile)) {
+    const int64_t key_blocks = ceil_div(problem.seqlen_k, tile.block_n);
+    const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
+    const int32_t heads =
+        heads_of_a_list(problem, false, problem.heads_kv * grouped.splits, key_blocks, query_blocks, device.sm_count);
+    last = last_round(problem, heads, key_blocks, query_blocks, device.sm_count);
+  }
+  if (last.parts > 1) {
+    plan->schedule += ", the last " + std::to_string(last.jobs) + " in " + std::to_string(last.parts) + " parts";
+  }
   if (grouped.splits > 1) plan->schedule += ", query heads in " + std::to_string(grouped.splits) + " parts";
   plan->schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
   WorkspaceRequest request;
@@ -110,6 +122,10 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   if (!scratch.zeroed) request.partial_bytes = scratch.elements * static_cast<int64_t>(sizeof(float));
   if (grouped.splits > 1) {
     request.partial_bytes = grouped.splits * partial_elements(grouped_sizes) * static_cast<int64_t>(sizeof(float));
+  }
+  if (last.parts > 1) {
+    const int64_t columns = round_up(problem.head_dim, 4) + round_up(problem.head_dim_v, 4);
+    request.partial_bytes = last.parts * last.jobs * tile.block_n * columns * static_cast<int64_t>(sizeof(float));
   }
   // lse * log2(e) and delta
   request.delta_rows =

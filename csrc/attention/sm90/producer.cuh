@@ -3,6 +3,7 @@
 // tiles into the accumulator. Each goes from job to job by itself.
 #pragma once
 
+#include "chores.cuh"
 #include "kernel_params.h"
 #include "traits.cuh"
 #include "turns.cuh"
@@ -31,14 +32,19 @@ struct Producer {
         if (!cursor.second) cursor.job = atomicAdd(params.jobs_taken, 1);
         smem.work[cursor.slot.index()].find(params, cursor);
       } while (!smem.work[cursor.slot.index()].settled());
+      smem.work[cursor.slot.index()].first_index = cursor.steps_before;
+      if (!smem.work[cursor.slot.index()].exhausted) cursor.steps_before += smem.work[cursor.slot.index()].steps;
       mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
+      if (Traits::kChores && cursor.slot.jobs_before > 0) {
+        smem.chores.now = choose_chore(params, smem.chores.ticket);
+        mbarrier_arrive(&smem.chore_full);
+      }
       cursor.slot.advance();
     } while (cursor.job < params.jobs);
   }
 
   // One thread.
   static __device__ void load_jobs(const KernelParams& params, SharedStorage& smem) {
-    int32_t steps_before = 0;
     uint32_t keys_vacated = 1;
     for (JobSlot slot;; slot.advance()) {
       mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
@@ -46,9 +52,9 @@ struct Producer {
       if (work.exhausted) return;
       if (work.steps > 0) {
         const auto wait_keys = [&](uint64_t* empty) { mbarrier_wait(empty, keys_vacated); };
-        load(params, smem, work, steps_before, [&] { wait_keys(&smem.k_empty); }, [&] { wait_keys(&smem.v_empty); });
+        load(
+            params, smem, work, work.first_index, [&] { wait_keys(&smem.k_empty); }, [&] { wait_keys(&smem.v_empty); });
         keys_vacated ^= 1;
-        steps_before += work.steps;
       }
       mbarrier_arrive(&smem.work_wanted);
       mbarrier_arrive(&smem.work_empty[slot.index()]);
@@ -95,28 +101,56 @@ struct Producer {
   // One warp for each consumer warpgroup.
   template <int kWarpgroup>
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t lane) {
-    int32_t steps_before = 0;
-    for (JobSlot slot;; slot.advance()) {
-      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+    using Chore = StoreWarpChore<Traits, kWarpgroup>;
+    // Counts are in shared memory: the warp has few registers.
+    StoreWarpCounts& counts = smem.store_warps[kWarpgroup];
+    while (true) {
+      {
+        const JobSlot slot{counts.jobs};
+        mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+        const Work& work = smem.work[slot.index()];
+        if (work.exhausted) break;
+        store_job_dq<kWarpgroup>(params, smem, work, lane);
+      }
+      const JobSlot slot{counts.jobs};
       const Work& work = smem.work[slot.index()];
-      if (work.exhausted) break;
-      Step step(work, steps_before);
-      store_job_dq<kWarpgroup>(params, smem, work, lane, step);
-      steps_before = step.end;
+      int32_t chore = -1;
+      const int32_t index = work.first_index + work.steps;
+      if constexpr (Traits::kChores) {
+        mbarrier_wait(&smem.chore_full, slot.jobs_before % 2);
+        chore = smem.chores.now;
+      }
+      __syncwarp();  // all have read what the scheduler may overwrite
       if (lane == 0) {
+        if constexpr (Traits::kChores) {
+          bulk_wait_read<0>();
+          if (chore >= 0) Chore::load(params, smem, chore, index);
+        }
         bulk_wait<0>();  // the adds of this job are complete
         fence_async_global();
-        add_release(params.heads_finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
+        add_release(params.heads_finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv,
+                    work.is_part ? 1 : params.last_round.parts);
         mbarrier_arrive(&smem.work_empty[slot.index()]);
+        counts.jobs = slot.jobs_before + 1;
       }
+      if constexpr (Traits::kChores) {
+        if (chore >= 0) {
+          mbarrier_wait(&smem.sums_full[kWarpgroup], counts.chores % 2);
+          Chore::convert(params, smem, chore, index, lane);
+          if (lane == 0) ++counts.chores;
+        }
+      }
+      __syncwarp();
     }
+    if (lane == 0) bulk_wait<0>();
   }
 
  private:
   template <int kWarpgroup>
   static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                      int32_t lane, Step& step) {
+                                                      int32_t lane) {
     Turn turn;
+    Step step(work, work.first_index);
     for (; step.index < step.end; step.advance()) {
       // The buffer that this step fills is free: the add of two steps before has read it.
       if (lane == 0) bulk_wait_read<1>();
@@ -137,7 +171,40 @@ struct Producer {
       }
       __syncwarp();
     }
-    if (lane == 0) finish_turn(params, turn);
+    if (work.copies_dkdv) {  // dv and dk come through the buffers of dq, as two more steps
+#pragma unroll
+      for (int32_t i = 0; i < 2; ++i) {
+        if (lane == 0) bulk_wait_read<1>();
+        __syncwarp();
+        named_barrier_arrive(kDqEmptyBarrier + kWarpgroup, kDqBarrierThreads);
+        if (lane == 0) {
+          finish_turn(params, turn);
+          turn = {};
+        }
+        named_barrier_sync(kDqFullBarrier + kWarpgroup, kDqBarrierThreads);
+        if (lane == 0) {
+          fence_async_shared();
+          store_dkdv(i == 0 ? &params.dv : &params.dk, smem.dq[(step.end + i) % 2][kWarpgroup], params, work,
+                     kWarpgroup * 64);
+          bulk_commit();
+        }
+        __syncwarp();
+      }
+    } else if (lane == 0) {
+      finish_turn(params, turn);
+    }
+  }
+
+  static __device__ __forceinline__ void store_dkdv(const CUtensorMap* map, const float (*chunks)[64 * 32],
+                                                    const KernelParams& params, const Work& work, int32_t part_row) {
+    const int32_t row = work.first_key + part_row;
+    if (row >= work.sequence.rows_k) return;
+    const bool packed = params.attention.cu_seqlens_k != nullptr;
+#pragma unroll
+    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+      tensor_store_4d(map, chunks[chunk], chunk * kChunkColumns, static_cast<int32_t>(work.sequence.begin_k) + row,
+                      work.list, packed ? 0 : work.batch);
+    }
   }
 
   template <int kWarpgroup>

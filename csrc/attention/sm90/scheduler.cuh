@@ -18,9 +18,10 @@ struct JobSlot {
 
 // The scheduler's own, in shared memory: it has few registers.
 struct JobCursor {
-  JobSlot slot;        // of the next job
-  int32_t job = 0;     // as the counter has it
-  bool second = true;  // the second part, where jobs are pairs of key blocks
+  JobSlot slot;              // of the next job
+  int32_t job = 0;           // as the counter has it
+  bool second = true;        // the second part, where jobs are pairs of key blocks
+  int32_t steps_before = 0;  // of the jobs before it
 };
 
 template <int kBlockM, int kBlockN>
@@ -32,6 +33,7 @@ struct Work {
   BlockRange query_range;  // query blocks of each head of the group
   BlockRange interior;     // those of them that need no mask
   int32_t steps;           // query_range.size() for each head of the group
+  int32_t first_index;     // steps of this CTA's jobs before
   int32_t batch;
   int32_t head_kv;
   int32_t list;        // head_kv and which of its splits: dk and dv go there
@@ -41,6 +43,8 @@ struct Work {
   int32_t first_key;
   bool descending;     // the walk goes from the last query block to the first
   bool from_last_key;  // the head's key blocks are taken, and add in turn, from the last to the first
+  bool is_part;        // of a key block, see LastRound; dk and dv are parts too
+  bool copies_dkdv;    // the copy engine stores dk and dv: no row of the block is another sequence's
   bool exhausted;      // no job is left
   bool exists;         // false: past the end of its sequence, nothing to load and nothing to write
 
@@ -54,9 +58,12 @@ struct Work {
     exhausted = cursor.job >= params.jobs;
     if (exhausted) return;
     const int32_t lists = p.heads_kv * params.grouped.splits;
+    const int32_t whole = params.whole_jobs, parts = params.last_round.parts;
+    is_part = cursor.job >= whole;
+    const int32_t number = cursor.job < whole ? cursor.job : whole + (cursor.job - whole) / parts;
     const Job job = params.packed_jobs
                         ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group)
-                        : dense_job(cursor.job, p.batch, lists, params.key_blocks_of_list, params.head_group);
+                        : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group);
     exists = job.batch >= 0;
     if (!exists) return;
     batch = job.batch;
@@ -74,11 +81,19 @@ struct Work {
     visibility = visibility_of(p, sequence);
     forget_registers();
     query_range = query_blocks(visibility, key_block, kBlockM, kBlockN);
+    if (is_part) {  // 32 parts at most: 32 bits hold the products
+      const int32_t part = (cursor.job - params.whole_jobs) % params.last_round.parts, steps_of_all = query_range.end;
+      query_range = {steps_of_all * part / params.last_round.parts,
+                     steps_of_all * (part + 1) / params.last_round.parts};
+      list = (batch * p.heads + list - p.batch * p.heads + params.head_group) * params.last_round.parts + part;
+    }
     forget_registers();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
     // Ordered adds ask for it, see ordered_query_block. For grouped heads it keeps the key blocks of a head abreast.
     descending = (p.deterministic || p.heads != p.heads_kv) && !cursor.second && !from_last_key && !visibility.full();
+    copies_dkdv =
+        params.copies_dkdv && !is_part && (p.cu_seqlens_k == nullptr || first_key + kBlockN <= sequence.rows_k);
     // The block in the middle of an odd number is its own partner: it is done once.
     exists = !(cursor.second && 2 * key_block + 1 == params.key_blocks);
     // Where the gradient of a bias is stored, its columns reach up to the longest sequence.

@@ -18,6 +18,17 @@ enum NamedBarrier : uint32_t {
 constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
 constexpr int kDqBarrierThreads = kWarpgroupThreads + 32;
 
+// In shared memory; see chores.cuh.
+struct ChoreBoard {
+  int32_t ticket;  // this CTA's next chore; -1: to be taken
+  int32_t now;     // of the store warps, behind this job; -1: nothing
+  int32_t last;    // of the consumers, when no job is left; -1: nothing
+};
+
+struct StoreWarpCounts {
+  uint32_t jobs, chores;  // done
+};
+
 template <typename T_, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_>
 struct Traits {
   using T = T_;
@@ -37,6 +48,7 @@ struct Traits {
   static constexpr int kDqAdders = 1;  // to a part, in one turn
   static constexpr int kDqColumnParts = kChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
+  static constexpr bool kChores = has_chores({kHeadDim, kHeadDim, kBlockM, kBlockN, kStages, kStages});
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
   static constexpr int kChunksV = kChunks;
@@ -59,10 +71,14 @@ struct Traits {
     float dq[2][kConsumerWarpgroups][2][64 * 32];           // 64 x 64 a warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kStages][kBlockM];
-    Work work[2];                                    // this job and the next
-    JobCursor cursor;                                // the scheduler's own
-    uint64_t work_full[2];                           // the scheduler arrives
-    uint64_t work_empty[2];                          // every consumer warp, every store warp and the loader arrive
+    Work work[2];            // this job and the next
+    JobCursor cursor;        // the scheduler's own
+    uint64_t work_full[2];   // the scheduler arrives
+    uint64_t work_empty[2];  // every consumer warp, every store warp and the loader arrive
+    ChoreBoard chores;
+    StoreWarpCounts store_warps[kConsumerWarpgroups];
+    uint64_t chore_full;                             // the scheduler arrives: the chore behind this job is chosen
+    uint64_t sums_full[kConsumerWarpgroups];         // store warps arrive with bytes
     uint64_t work_wanted;                            // the loader arrives: it has nothing more to load for this job
     uint64_t k_full, v_full;                         // producer arrives with bytes
     uint64_t k_empty, v_empty;                       // every consumer warp arrives
@@ -76,6 +92,10 @@ struct Traits {
     mbarrier_init(&smem.k_empty, kConsumerThreads / 32);
     mbarrier_init(&smem.v_empty, kConsumerThreads / 32);
     mbarrier_init(&smem.work_wanted, 1);
+    mbarrier_init(&smem.chore_full, 1);
+    for (uint64_t& barrier : smem.sums_full) mbarrier_init(&barrier, 1);
+    smem.chores.ticket = -1;
+    for (StoreWarpCounts& counts : smem.store_warps) counts = {};
     for (int slot = 0; slot < 2; ++slot) {
       mbarrier_init(&smem.work_full[slot], 1);
       mbarrier_init(&smem.work_empty[slot], kConsumerThreads / 32 + kConsumerWarpgroups + 1);

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <climits>
 #include <cstdint>
 
 #include "config.h"
@@ -70,8 +69,7 @@ struct BackwardArguments {
   float* partial = nullptr;
   int64_t partial_columns = 0;
   int* progress = nullptr;  // rounds that all workers have begun, from zero; null: workers do not wait for each other
-  int first_column_cta = INT_MAX;  // from which CTA on dgamma and dbeta are summed by columns
-  void* dgamma = nullptr;          // of gamma_dtype
+  void* dgamma = nullptr;   // of gamma_dtype, of CTAs that sum columns
   void* dbeta = nullptr;
 };
 

@@ -305,12 +305,11 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
 template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
   extern __shared__ __align__(128) char smem[];
-  if (blockIdx.x < a.schedule.workers * a.tile.chunks) compute_rows<kForm, TX, TDZ>(a, smem);
-  if constexpr (kForm == Form::kPlain) {
-    const int index = static_cast<int>(blockIdx.x) - a.first_column_cta;
-    if (index < 0) return;
-    __syncthreads();  // all have left the shared memory
-    sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem), index, gridDim.x - a.first_column_cta);
+  const int row_ctas = a.schedule.workers * a.tile.chunks;
+  if (blockIdx.x < row_ctas) {
+    compute_rows<kForm, TX, TDZ>(a, smem);
+  } else if constexpr (kForm == Form::kPlain) {
+    sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem), blockIdx.x - row_ctas, gridDim.x - row_ctas);
   }
 }
 

@@ -22,8 +22,8 @@ struct Loaded {
   }
 };
 
-// What CTA `index` of `ctas` sums: every ctas-th block of columns, over all rows. x and dz are read once more, mostly
-// from L2: beside those who compute dx or behind them. `parts`: shared memory, (warps, 2, kColumnLanes * kElements).
+// What CTA `index` of `ctas` sums: every ctas-th block of columns, over all rows. They read x and dz once more, while
+// others compute dx, and mostly from L2. `parts`: shared memory, (warps, 2, kColumnLanes * kElements).
 template <typename TX, typename TDZ>
 __device__ void sum_columns(const BackwardArguments& a, float* parts, int index, int ctas) {
   constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));

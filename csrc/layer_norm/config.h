@@ -27,7 +27,7 @@ constexpr int kFewestGroupsDrawing = 3;
 // See LockStep: from how many rounds a worker on, and how many rounds ahead of the mean a worker may be.
 constexpr int64_t kFewestInStep = 32;
 constexpr double kMostAhead = 2.0;
-// Columns are summed beside dx, by a quarter of the SMs, where x and dz take at most this share of L2.
+// Columns are summed beside dx where x and dz take at most this share of L2.
 constexpr double kColumnSumsShare = 0.4;
 constexpr int kColumnLanes = 4;       // threads side by side: 64 bytes of a row, or two of them
 constexpr float kLeastGamma = 1e-5f;  // magnitude by which outputs are divided to give xhat
@@ -72,10 +72,11 @@ struct BackwardShape {
   int64_t x_bytes = 2;  // of an element
   int64_t dz_bytes = 2;
   bool from_output = false;
-  bool residual = false;  // dresidual is added
-  bool keep = false;      // a dropout mask is given
-  bool draws = false;     // it is drawn
-  bool shifted = false;   // rows start off a vector's boundary
+  bool residual = false;           // dresidual is added
+  bool keep = false;               // a dropout mask is given
+  bool draws = false;              // it is drawn
+  bool shifted = false;            // rows start off a vector's boundary
+  int most_cluster = kMaxCluster;  // CTAs
 };
 
 // Regions of shared memory, in bytes: what the warps of a row exchange; gamma and beta in fp32; where the groups add
@@ -123,7 +124,7 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   const int64_t chunk_vectors = (row_vectors + chunks - 1) / chunks;
   if (chunk_vectors > int64_t{vectors} * kMaxThreads) return {};
   t.chunks = chunks;
-  t.cluster = chunks > 1 && chunks <= kMaxCluster && device.cc_major >= 9;
+  t.cluster = chunks > 1 && chunks <= shape.most_cluster && device.cc_major >= 9;
   t.chunk_vectors = static_cast<int>(chunk_vectors);
   // A row of at most a warp is spread over its lanes; one thread with all of a short row would not coalesce.
   const int64_t lanes = (chunk_vectors + vectors - 1) / vectors;
@@ -178,30 +179,22 @@ inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& de
     const BackwardTile tile = tile_of(shape, chunks, device);
     if (tile.groups > best.groups) best = tile;
     if (!best.found()) continue;
-    const bool may_split = device.cc_major >= 9 && chunks < kMaxCluster && shape.rows >= device.sm_count;
+    const bool may_split = device.cc_major >= 9 && chunks < shape.most_cluster && shape.rows >= device.sm_count;
     if (kMaxThreads / best.lanes >= groups || !may_split) break;
   }
   return best;
 }
 
-// Which CTAs sum dgamma and dbeta by columns, rather than keep partial sums of their rows: of so few rows that x and dz
-// stay in L2 until they have been read twice, and no more columns than all CTAs take at a time.
-struct ColumnSums {
-  bool used = false;
-  int blocks = 0;    // of columns_at_a_time columns
-  int own_ctas = 0;  // that compute no dx meanwhile; 0: all CTAs, behind their rows
-};
-
-constexpr ColumnSums plan_column_sums(const BackwardShape& shape, const DeviceInfo& device) {
-  ColumnSums c;
+// How many CTAs sum dgamma and dbeta by columns beside those that compute dx, rather than that these keep partial sums:
+// of so few rows that x and dz stay in L2 until they have been read twice, and no more columns than the SMs could take
+// at a time. 0 for more.
+constexpr int column_ctas(const BackwardShape& shape, const DeviceInfo& device) {
   const double bytes = static_cast<double>(shape.rows) * static_cast<double>(shape.columns) *
                        static_cast<double>(shape.x_bytes + shape.dz_bytes);
-  if (bytes > kColumnSumsShare * static_cast<double>(device.l2_bytes)) return c;
+  if (bytes > kColumnSumsShare * static_cast<double>(device.l2_bytes)) return 0;
   const int columns = columns_at_a_time(elements_of(shape.x_bytes, shape.dz_bytes));
-  c.blocks = static_cast<int>((shape.columns + columns - 1) / columns);
-  c.used = c.blocks <= device.sm_count;
-  if (2 * c.blocks <= device.sm_count) c.own_ctas = std::min(c.blocks, device.sm_count / 4);
-  return c;
+  const int64_t blocks = (shape.columns + columns - 1) / columns;
+  return blocks > device.sm_count ? 0 : static_cast<int>(std::min<int64_t>(blocks, device.sm_count / 2));
 }
 
 // How rows are dealt out to workers (a CTA, or the CTAs of one row): in turn, `groups` at a time.

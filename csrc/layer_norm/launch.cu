@@ -70,8 +70,8 @@ cudaError_t prepare(const void* kernel, const DeviceInfo& device) {
   return status;
 }
 
-// Workers that run at once: what a persistent grid should have. Also prepares the kernel; asked of the driver once for
-// each kernel, device and tile.
+// Workers that run at once: what a persistent grid should have; none where the device has no such clusters. Also
+// prepares the kernel; asked of the driver once for each kernel, device and tile.
 int concurrent_workers(const void* kernel, const BackwardTile& tile, const DeviceInfo& device, cudaError_t* status) {
   using Key = std::tuple<const void*, int, int, int, int64_t>;
   static std::mutex mutex;
@@ -89,8 +89,10 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config = config_of(tile, workers * tile.chunks, &attribute, nullptr);
     int clusters = 0;
-    *status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (*status != cudaSuccess) return 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+      cudaGetLastError();  // the device has no clusters of this size
+      clusters = 0;
+    }
     workers = std::min(workers, clusters);
   }
   return known.emplace(key, workers).first->second;
@@ -124,37 +126,34 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   shape.shifted = !phase.none();
   // The same whatever is asked for: what is left out changes no bit of the rest.
   const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
-  ColumnSums sums;
-  if (in_vectors && !p.from_output && !p.of_sum) sums = plan_column_sums(shape, device);
+  int of_columns = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
   DeviceInfo for_rows = device;
-  for_rows.sm_count -= sums.own_ctas;
-  a.tile = choose_tile(shape, for_rows);
-  if (sums.used && a.tile.chunks > 1) {
-    sums = {};
-    a.tile = choose_tile(shape, device);
-  }
-  if (!a.tile.found() || launch.kernels.backward == nullptr) {
-    launch.error = "this LayerNorm fits no kernel";
-    return launch;
-  }
+  for_rows.sm_count -= of_columns;
   cudaError_t status = cudaSuccess;
-  const int concurrent =
-      concurrent_workers(reinterpret_cast<const void*>(launch.kernels.backward), a.tile, device, &status);
-  if (concurrent == 0) {
-    launch.error = status != cudaSuccess ? cudaGetErrorString(status) : "no cluster of this LayerNorm's size fits";
+  int concurrent = 0;
+  for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
+    a.tile = choose_tile(shape, for_rows);
+    if (of_columns > 0 && a.tile.chunks > 1) {
+      of_columns = 0;
+      for_rows = device;
+      a.tile = choose_tile(shape, device);
+    }
+    if (!a.tile.found() || launch.kernels.backward == nullptr) {
+      launch.error = "this LayerNorm fits no kernel";
+      return launch;
+    }
+    concurrent = concurrent_workers(reinterpret_cast<const void*>(launch.kernels.backward), a.tile, device, &status);
+  }
+  if (status != cudaSuccess) {
+    launch.error = cudaGetErrorString(status);
     return launch;
   }
   a.all_vectors = a.vector_x && a.vector_dz;
   const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
-  const bool by_columns = sums.used && parameters;
-  a.schedule = schedule_rows(shape, a.tile, concurrent - sums.own_ctas, phase.base, phase.step);
-  if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
-  const int row_ctas = a.schedule.workers * a.tile.chunks;
-  launch.ctas = row_ctas;
-  if (by_columns) {
-    a.first_column_cta = sums.own_ctas > 0 ? row_ctas : 0;
-    launch.ctas = sums.own_ctas > 0 ? row_ctas + sums.own_ctas : std::max(row_ctas, std::min(sums.blocks, concurrent));
-  }
+  if (!parameters) of_columns = 0;
+  a.schedule = schedule_rows(shape, a.tile, concurrent - of_columns, phase.base, phase.step);
+  if (of_columns > 0 && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
+  launch.ctas = a.schedule.workers * a.tile.chunks + of_columns;
 
   a.rows = p.rows;
   a.columns = static_cast<int>(p.columns);
@@ -182,7 +181,7 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   a.dgamma = p.dgamma;
   a.dbeta = p.dbeta;
-  if (parameters && !by_columns) {
+  if (parameters && of_columns == 0) {
     a.partial_columns = int64_t{a.tile.chunks} * a.tile.chunk_vectors * a.tile.elements;
     launch.partial_bytes = aligned(a.schedule.workers * 2 * a.partial_columns * 4);
   }

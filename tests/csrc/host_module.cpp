@@ -238,7 +238,8 @@ void bind_layer_norm(py::module_& m) {
       .def_readwrite("residual", &BackwardShape::residual)
       .def_readwrite("keep", &BackwardShape::keep)
       .def_readwrite("draws", &BackwardShape::draws)
-      .def_readwrite("shifted", &BackwardShape::shifted);
+      .def_readwrite("shifted", &BackwardShape::shifted)
+      .def_readwrite("most_cluster", &BackwardShape::most_cluster);
   py::class_<BackwardTile>(m, "BackwardTile")
       .def_readonly("elements", &BackwardTile::elements)
       .def_readonly("lanes", &BackwardTile::lanes)
@@ -255,13 +256,8 @@ void bind_layer_norm(py::module_& m) {
       .def_readonly("rounds", &RowSchedule::rounds)
       .def_readonly("ahead", &RowSchedule::ahead);
 
-  py::class_<ColumnSums>(m, "ColumnSums")
-      .def_readonly("used", &ColumnSums::used)
-      .def_readonly("blocks", &ColumnSums::blocks)
-      .def_readonly("own_ctas", &ColumnSums::own_ctas);
-
   m.def("choose_tile", &choose_tile);
-  m.def("plan_column_sums", &plan_column_sums);
+  m.def("column_ctas", &column_ctas);
   m.def("schedule_rows", &schedule_rows);
   m.def("keep_from", &keep_from);
   m.def("keep_from", &keep_from);

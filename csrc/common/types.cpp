@@ -1,8 +1,5 @@
 #include "types.h"
 
-#include <algorithm>
-#include <numeric>
-
 namespace flashbwd {
 
 const char* name_of(DType dtype) {
@@ -55,20 +52,20 @@ std::string shape_of(const TensorDesc& tensor) {
 }
 
 bool strides_without_gaps(const TensorDesc& tensor, std::array<int64_t, TensorDesc::kMaxDims>* strides) {
-  std::array<int32_t, TensorDesc::kMaxDims> inner_first{};
-  const auto end = inner_first.begin() + tensor.dim;
-  std::iota(inner_first.begin(), end, 0);
-  std::sort(inner_first.begin(), end, [&](int32_t a, int32_t b) { return tensor.strides[a] < tensor.strides[b]; });
   int64_t step = 1;
   int64_t before = 0;
   bool gaps = false;
-  for (auto dim = inner_first.begin(); dim != end; ++dim) {
-    const int64_t stride = tensor.strides[*dim];
-    if (stride <= before || tensor.sizes[*dim] == 0) return false;
-    gaps = gaps || (tensor.sizes[*dim] > 1 && stride != step);
-    (*strides)[*dim] = step;
-    step *= tensor.sizes[*dim];
-    before = stride;
+  for (int n = 0; n < tensor.dim; ++n) {
+    int next = -1;  // the dimension with the smallest stride above the one before
+    for (int dim = 0; dim < tensor.dim; ++dim) {
+      const int64_t stride = tensor.strides[dim];
+      if (stride > before && (next < 0 || stride < tensor.strides[next])) next = dim;
+    }
+    if (next < 0 || tensor.sizes[next] == 0) return false;
+    gaps = gaps || (tensor.sizes[next] > 1 && tensor.strides[next] != step);
+    (*strides)[next] = step;
+    step *= tensor.sizes[next];
+    before = tensor.strides[next];
   }
   if (!gaps) *strides = tensor.strides;
   return true;

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import tolerance
 from torch import Tensor, nn
 
 import flashbwd
@@ -19,16 +20,9 @@ VOCABULARY = 61
 def llama(implementation: str, **changes: Any) -> Any:
     integration.register()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=implementation,
-        **changes,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**(sizes | heads | changes), attn_implementation=implementation)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -194,3 +188,41 @@ def test_torch_norms_are_swapped_and_strangers_left_alone() -> None:
     assert [type(m) for m in model[:2]] == [flashbwd.LayerNorm, flashbwd.RMSNorm]
     assert type(model[2]) is OddRMSNorm
     torch.testing.assert_close(model(x), before)
+
+
+# ---- on a GPU, in bf16, where the kernels run ----
+
+
+PACKED = (70, 1, 89)  # lengths of sequences that share a row
+
+
+def padding_mask(ids: Tensor, kind: str) -> Tensor:
+    """For each row another number of padded columns on the left or right; none else."""
+    mask = torch.ones_like(ids)
+    for row, padded in enumerate((0, 33, 159) if kind in ("left", "right") else ()):
+        mask[row, slice(0, padded) if kind == "left" else slice(160 - padded, 160)] = 0
+    return mask
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["whole", "left", "right", "packed"])
+def test_gradients_on_a_gpu(kind: str, device: str = "cuda") -> None:
+    ids = tokens(3, 160).to(device)
+    mask = padding_mask(ids, kind)
+    positions = torch.cat([torch.arange(n, device=device) for n in PACKED]).expand(3, -1)
+
+    def logits(model: Any, name: str) -> Tensor:
+        if kind == "packed" and name == "flashbwd":
+            return model(input_ids=ids, position_ids=positions).logits
+        if kind == "packed":
+            return torch.cat([model(input_ids=part).logits for part in ids.split(PACKED, dim=1)], dim=1)
+        return model(input_ids=ids, attention_mask=None if kind == "whole" else mask).logits
+
+    def run(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        model = llama(name, hidden_size=256, intermediate_size=256).to(device, dtype)
+        return gradients(model, logits(model, name)[mask.bool()].double().logsumexp(-1).sum())
+
+    actual = run("flashbwd", torch.bfloat16)
+    naive = [run(name, torch.bfloat16) for name in ("eager", "sdpa")]
+    for name, expected in run("eager", torch.float32).items():
+        tolerance.assert_close(actual[name], expected.double(), [grads[name].double() for grads in naive], name)

@@ -39,6 +39,10 @@ struct DqRows {
 
   // `column`: of dq, of the tile's first one; a multiple of kDqBlock.
   __device__ __forceinline__ void add(const Tile& dq, int32_t column = 0) const {
+    if (in_blocks && kParts * kDqBlock <= rows && column + Traits::kColumnTiles * kDqBlock <= columns) {
+      add_whole(dq, column);
+      return;
+    }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) add_part(part, dq, column);
   }
@@ -59,6 +63,20 @@ struct DqRows {
   }
 
  private:
+  // No row or column of the tile is past the end.
+  __device__ __forceinline__ void add_whole(const Tile& dq, int32_t column) const {
+    float* place = blocks + column * kDqBlock;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part, place += kDqBlock * row_stride) {
+#pragma unroll
+      for (int nt = 0; nt < Traits::kColumnTiles; ++nt) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          add_to_global(place + nt * kDqBlockElements + c * (kDqBlockElements / 2), dq[part / 2][nt][part % 2 * 2 + c]);
+        }
+      }
+    }
+  }
   __device__ __forceinline__ void add_elements(int part, const Tile& dq, int32_t first) const {
     const int32_t lane = Traits::lane(), row = part * kDqBlock + lane / 4;
     if (row >= rows) return;

@@ -51,6 +51,12 @@ struct Epilogue {
   template <int kPairColumns>
   static __device__ __forceinline__ void store_one(const GradientTarget& target, const Work& work, int32_t first_column,
                                                    const Gradient& gradient) {
+    if constexpr (sizeof(T) == 2) {
+      if (target.pieces) {
+        store_pieces<kPairColumns>(target, work, first_column, gradient);
+        return;
+      }
+    }
     const HeadsView& view = target.view;
     const int32_t first =
         work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;
@@ -81,6 +87,50 @@ struct Epilogue {
   }
 
  private:
+  // Eight columns of a row at once: of four tiles, a lane collects the one that is as far in as the lane in its four.
+  template <int kPairColumns>
+  static __device__ __forceinline__ void store_pieces(const GradientTarget& target, const Work& work,
+                                                      int32_t first_column, const Gradient& gradient) {
+    static_assert(Traits::kGradientTiles % 4 == 0, "tiles in fours");
+    const HeadsView& view = target.view;
+    const int32_t lane = Traits::lane();
+    const int32_t first = work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + lane / 4;
+    const int32_t rows = work.sequence.rows_k - first;
+    const int32_t column = first_column + lane % 4 / 2 * kPairColumns + lane % 2 * 8;
+    T* place = static_cast<T*>(view.data) + work.batch * view.batch_stride + work.head_kv * view.head_stride +
+               (work.sequence.begin_k + first) * view.seq_stride + column;
+#pragma unroll
+    for (int row = 0; row < Traits::kKeyTiles * 16; row += 8, place += 8 * view.seq_stride) {
+#pragma unroll
+      for (int nt = 0; nt < Traits::kGradientTiles; nt += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const pair = gradient[row / 16][nt + i] + row % 16 / 4;
+          words[i] = pack2<T>(pair[0], pair[1]);
+        }
+        transpose_in_fours(words);
+        const int32_t tile_column = nt / 2 * kPairColumns;
+        if (row < rows && column + tile_column < target.columns) {
+          *reinterpret_cast<uint4*>(place + tile_column) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+
+  // Word i of lane j goes to word j of lane i, of every four lanes.
+  static __device__ __forceinline__ void transpose_in_fours(uint32_t (&words)[4]) {
+    const bool upper = Traits::lane() & 2, odd = Traits::lane() & 1;
+    const uint32_t a = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[2], 2);
+    const uint32_t b = __shfl_xor_sync(0xffffffffu, upper ? words[1] : words[3], 2);
+    (upper ? words[0] : words[2]) = a;
+    (upper ? words[1] : words[3]) = b;
+    const uint32_t c = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
+    const uint32_t d = __shfl_xor_sync(0xffffffffu, odd ? words[2] : words[3], 1);
+    (odd ? words[0] : words[1]) = c;
+    (odd ? words[2] : words[3]) = d;
+  }
+
   template <typename Out>
   static __device__ __forceinline__ void store_pair(Out* place, float low, float high, int32_t left, bool aligned) {
     if (aligned && left >= 2) {

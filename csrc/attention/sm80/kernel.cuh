@@ -1,4 +1,4 @@
-// One CTA: the gradients of one block of keys of one KV head.
+// CTAs that stay, each with a block of keys of one KV head at a time.
 #pragma once
 
 #include "epilogue.cuh"
@@ -10,20 +10,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
-  if (threadIdx.x == 0) {
-    // In order: jobs are taken in the order in which CTAs start, so that nobody waits for one that has not.
-    const int64_t index = params.jobs_taken != nullptr ? atomicAdd(params.jobs_taken, 1) : blockIdx.x;
-    smem.work = Work(params, index, Traits::kBlockM, Traits::kBlockN);
-  }
-  __syncthreads();  // thread 0 has written what there is to do
-  const Work& work = smem.work;
-  if (!work.exists) return;
-
+  if (threadIdx.x == 0) smem.works[1] = Work();
+  __syncthreads();  // thread 0 has written that there is nothing to do before the first job
   float dk[Traits::kKeyTiles][Traits::kGradientTiles][4];
   float dv[Traits::kKeyTiles][Traits::kGradientTiles][4];
-  Mainloop<Traits>::run(params, smem, work, dk, dv);
-  Epilogue<Traits>::store(params, work, dk, dv);
-  if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, work);
+#pragma unroll 1
+  for (int32_t place = 1;; place ^= 1) {
+    const Work& work = smem.works[place];
+    Work& next = smem.works[place ^ 1];
+    Mainloop<Traits>::run(params, smem, work, next, dk, dv);
+    __syncthreads();  // thread 0 has written the next job; everybody is done with the tiles of this one
+    if (next.exists) Mainloop<Traits>::start(params, smem, next);
+    if (work.exists) {
+      Epilogue<Traits>::store(params, work, dk, dv);
+      if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, work);
+    }
+    if (!next.exists) return;
+  }
 }
 
 }  // namespace flashbwd::sm80

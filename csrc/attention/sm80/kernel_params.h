@@ -16,6 +16,7 @@ struct GradientTarget {
   DType dtype = DType::kFloat32;
   int32_t columns = 0;
   bool aligned = false;  // two columns can be stored at once
+  bool pieces = false;   // 16 bits an element: every eight columns can
 };
 
 struct KernelParams {
@@ -24,7 +25,7 @@ struct KernelParams {
   float* dq_accumulator = nullptr;  // one slot a sequence, see workspace.h
   int64_t dq_row_stride = 0;
   bool dq_blocks = false;    // see dq_block_offset
-  int64_t jobs = 0;          // CTAs
+  int64_t jobs = 0;          // key blocks, times the CTAs that share one
   bool packed_jobs = false;  // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;    // of the longest sequence
   int32_t query_blocks = 0;
@@ -34,14 +35,14 @@ struct KernelParams {
   GradientTarget dk, dv;
   int32_t splits = 1;  // CTAs that share a key block
 
-  int32_t* jobs_taken = nullptr;  // so far, where CTAs take jobs; null: job blockIdx.x
+  int32_t* jobs_taken = nullptr;  // so far
+  int32_t workers = 0;            // CTAs, which take them
   // Deterministic: for each (head, query block) how many key blocks have added to its dq. Null: adds happen in any
   // order.
   int32_t* turns = nullptr;
   int64_t turns_of_head = 0;  // query blocks of all sequences
 
-  // Wide tiles: CTAs, each with a place for dk and dv of its keys.
-  int32_t workers = 0;
+  // Wide tiles: a place for dk and dv of the keys of each CTA.
   float* gradients = nullptr;
 
   BiasGradient bias_gradient;

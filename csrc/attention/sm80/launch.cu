@@ -56,7 +56,12 @@ bool in_pieces(void* data, DType dtype, DType wanted, int64_t batch_stride, int6
 GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, const CallSizes& sizes,
                                void* storage) {
   if (sizes.splits == 1) {
-    return {view, 0, dtype, columns, aligned(view, size_of(dtype), 2 * size_of(dtype))};
+    return {view,
+            0,
+            dtype,
+            columns,
+            aligned(view, size_of(dtype), 2 * size_of(dtype)),
+            is_16bit(dtype) && columns % 8 == 0 && aligned(view, 2, 16)};
   }
   GradientTarget target;
   target.view.data = storage;
@@ -108,8 +113,8 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
   constexpr int64_t kL2Bytes = 24 << 20;  // of 40 MB (8.0) and more; small caches hold few heads in any order
   int64_t abreast = heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, bytes, p.heads / p.heads_kv);
+  params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
   if (tile.wide) {
-    params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
     // A wide head or two fill L2; but heads one after the other would end with the long walks of the last one.
     abreast = std::max<int64_t>(abreast, 2 * params.workers / std::max(params.key_blocks * params.splits, 1));
   }
@@ -121,7 +126,7 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
 
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
-  if (takes_jobs(sizes, tile)) params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
+  params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
   if (p.deterministic) {
     params.turns = reinterpret_cast<int32_t*>(zeroed + region.turns_offset);
     params.turns_of_head = region.turns_of_head;
@@ -156,7 +161,9 @@ const char* dispatch(int tile_index, const KernelParams& params, bool features, 
     return "sm80: no such tile";
   } else {
     if constexpr (kTiles[kTileIndex].element_bytes == sizeof(T) && is_built(kTiles[kTileIndex].head_dim)) {
-      if (tile_index == kTileIndex) return launch<T, kTileIndex>(params, features, stream);
+      if (tile_index == kTileIndex) {
+        return launch<T, kTiles[kTileIndex].head_dim>(tile_index, params, features, stream);
+      }
     }
     return dispatch<T, kTileIndex + 1>(tile_index, params, features, stream);
   }

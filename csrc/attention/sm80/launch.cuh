@@ -9,12 +9,12 @@
 
 namespace flashbwd::sm80 {
 
-inline const char* launch_ctas(void (*kernel)(KernelParams), const KernelParams& params, int64_t ctas, int threads,
-                               int shared_bytes, void* stream) {
+inline const char* launch_workers(void (*kernel)(KernelParams), const KernelParams& params, int threads,
+                                  int shared_bytes, void* stream) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.gridDim = dim3(static_cast<unsigned>(params.workers));
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
@@ -30,12 +30,12 @@ const char* launch_products(const KernelParams& params, void* stream) {
     using Variant = WideTraits<T, kTileIndex, kFeatures, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
-    return launch_ctas(wide_kernel<Variant>, params, params.workers, Variant::kThreads, kSharedBytes, stream);
+    return launch_workers(wide_kernel<Variant>, params, Variant::kThreads, kSharedBytes, stream);
   } else {
     using Variant = Traits<T, kTileIndex, kFeatures, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
-    return launch_ctas(backward_kernel<Variant>, params, params.jobs, Variant::kThreads, kSharedBytes, stream);
+    return launch_workers(backward_kernel<Variant>, params, Variant::kThreads, kSharedBytes, stream);
   }
 }
 
@@ -47,10 +47,25 @@ const char* launch_variant(const KernelParams& params, void* stream) {
   return launch_products<T, kTileIndex, kFeatures, Mma<T>>(params, stream);
 }
 
-template <typename T, int kTileIndex>
-const char* launch(const KernelParams& params, bool features, void* stream) {
-  return features ? launch_variant<T, kTileIndex, true>(params, stream)
-                  : launch_variant<T, kTileIndex, false>(params, stream);
+// Of rows kFirst and on.
+template <typename T, int kHeadDim, int kFirst>
+const char* launch_row(int tile_index, const KernelParams& params, bool features, void* stream) {
+  if constexpr (kFirst == kNumTiles) {
+    return "sm80: no such tile";
+  } else {
+    if constexpr (kTiles[kFirst].head_dim == kHeadDim && kTiles[kFirst].element_bytes == sizeof(T)) {
+      if (tile_index == kFirst) {
+        return features ? launch_variant<T, kFirst, true>(params, stream)
+                        : launch_variant<T, kFirst, false>(params, stream);
+      }
+    }
+    return launch_row<T, kHeadDim, kFirst + 1>(tile_index, params, features, stream);
+  }
+}
+
+template <typename T, int kHeadDim>
+const char* launch(int tile_index, const KernelParams& params, bool features, void* stream) {
+  return launch_row<T, kHeadDim, 0>(tile_index, params, features, stream);
 }
 
 }  // namespace flashbwd::sm80

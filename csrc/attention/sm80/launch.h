@@ -1,5 +1,4 @@
-// From parameters to a launch of one instantiation. launch() is defined in launch.cuh and instantiated a (tile, dtype)
-// a file.
+// From parameters to a launch. launch() is defined in launch.cuh and instantiated a (head dimension, dtype) a file.
 #pragma once
 
 #include "../plan.h"
@@ -7,9 +6,9 @@
 
 namespace flashbwd::sm80 {
 
-// Launches the kernel for row kTileIndex of kTiles on `stream`; returns null or a message. `features`: the variant with
-// bias, ALiBi, softcap and dropout.
-template <typename T, int kTileIndex>
-const char* launch(const KernelParams& params, bool features, void* stream);
+// Launches the kernel for row tile_index of kTiles, one of head dimension kHeadDim and elements of T, on `stream`;
+// returns null or a message. `features`: the variant with bias, ALiBi, softcap and dropout.
+template <typename T, int kHeadDim>
+const char* launch(int tile_index, const KernelParams& params, bool features, void* stream);
 
 }  // namespace flashbwd::sm80

@@ -38,12 +38,9 @@ inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& 
                                sizes.seqlen_k, tile.warps_s, key_groups);
 }
 
-// Whether CTAs take their jobs from a counter: in order, or because there are fewer CTAs than jobs.
-inline bool takes_jobs(const CallSizes& sizes, const Tile& tile) { return sizes.deterministic || tile.wide; }
-
 inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   ZeroedRegion region;
-  if (takes_jobs(sizes, tile)) region.bytes = 16;
+  region.bytes = 16;
   if (sizes.deterministic) {
     region.turns_of_head = sizes.packed_q ? first_block(sizes.total_q, sizes.batch, tile.block_m)
                                           : sizes.batch * ceil_div(sizes.seqlen_q, tile.block_m);
@@ -74,7 +71,7 @@ inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
   return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
 }
 
-// CTAs of a wide tile: one a multiprocessor, as their shared memory wants it.
+// CTAs: one a multiprocessor, as their shared memory and registers want it.
 inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors) {
   return at_most(job_count(sizes, tile) * sizes.splits, at_least(multiprocessors, 1));
 }

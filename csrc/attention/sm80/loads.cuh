@@ -35,6 +35,20 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_
   static_assert(Traits::kThreads % kPieces == 0 && kRows % kPassRows == 0, "a thread has one piece of some rows");
   const int32_t piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces;
   const int32_t left = columns - piece * kElements;
+  if (aligned && rows >= kRows && columns >= kPieces * kElements) {
+    const uint32_t place = smem_address(tile) + Swizzle::offset(first_row, piece);
+    const T* pointer = source + first_row * stride + piece * kElements;
+    const int64_t pass_stride = kPassRows * stride;
+#pragma unroll
+    for (int row = 0; row < kRows; row += kPassRows) {
+      // Rows eight apart have their pieces in the same order.
+      copy_async_16(kPassRows % 8 == 0 ? place + row * Traits::kRowBytes
+                                       : smem_address(tile) + Swizzle::offset(first_row + row, piece),
+                    pointer, 16);
+      pointer += pass_stride;
+    }
+    return;
+  }
   if (aligned) {
     const int32_t bytes = max(min(left, kElements), 0) * static_cast<int32_t>(sizeof(T));
     const uint32_t place = smem_address(tile) + Swizzle::offset(first_row, piece);

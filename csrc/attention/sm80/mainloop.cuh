@@ -35,16 +35,17 @@ struct Traits {
   static constexpr int kScoreRowBytes = kBlockM * static_cast<int>(sizeof(T));
   static constexpr bool kExchange = kWarpsS > 1;  // p and ds of a warp's keys come from several warps
 
-  static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
-  static constexpr int kScoreTiles = kBlockM / kWarpsS / 8;      // of s: 8 queries each
-  static constexpr int kGradientTiles = kHeadDim / kWarpsS / 8;  // of dk, dv: 8 columns each
-  static constexpr int kQueryTiles = kBlockM / kWarpsQ / 16;     // of dq: 16 queries each
-  static constexpr int kColumnTiles = kHeadDim / kWarpsD / 8;    // of dq: 8 columns each
+  static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;                      // of s, dk, dv: 16 keys each
+  static constexpr int kScoreTiles = kBlockM / kWarpsS / 8;                     // of s: 8 queries each
+  static constexpr int kGradientTiles = kHeadDim / kWarpsS / 8;                 // of dk, dv: 8 columns each
+  static constexpr int kQueryTiles = kBlockM / kWarpsQ / 16;                    // of dq: 16 queries each
+  static constexpr int kDqPasses = kBlockM * kHeadDim / kThreads > 64 ? 2 : 1;  // each of some columns of dq
+  static constexpr int kColumnTiles = kHeadDim / kWarpsD / 8 / kDqPasses;       // of dq: 8 columns each
   static_assert(kTile.element_bytes == sizeof(T), "the tile is for elements of another size");
   static_assert(kKeyTiles * kWarpsN * 16 == kBlockN && kQueryTiles * kWarpsQ * 16 == kBlockM, "whole rows of tiles");
   static_assert(kScoreTiles % 2 == 0 && kScoreTiles * kWarpsS * 8 == kBlockM, "queries in pairs of 8");
   static_assert(kGradientTiles % 2 == 0 && kGradientTiles * kWarpsS * 8 == kHeadDim, "columns in pairs of 8");
-  static_assert(kColumnTiles % 2 == 0 && kColumnTiles * kWarpsD * 8 == kHeadDim, "columns in pairs of 8");
+  static_assert(kColumnTiles % 2 == 0 && kColumnTiles * kWarpsD * 8 * kDqPasses == kHeadDim, "columns in pairs of 8");
   static_assert(kRowPadding % kBlockM == 0, "the statistics of a tile are one aligned run");
 
   static __device__ __forceinline__ int32_t lane() { return threadIdx.x % 32; }
@@ -64,7 +65,7 @@ struct Traits {
     alignas(16) float lse[kStages][kBlockM];
     alignas(16) float delta[kStages][kBlockM];
     // Read from here where they are needed: registers are for accumulators.
-    Work work;
+    Work works[2];  // this job and the next one, in turn
     Source<T> source;
   };
 };
@@ -89,9 +90,36 @@ struct Mainloop {
   // Where warps exchange p, the bias of the next step is loaded into it once this step's p has been read.
   static constexpr bool kEarlyBias = Traits::kFeatures && Traits::kExchange && Bias<Traits>::kPieces;
 
-  // Zeroes dk and dv and adds all query tiles of the work to them.
+  // The next job that exists, or none, by one thread.
+  static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem, Work& work) {
+    do {
+      // In order: nobody waits for a job that has not been taken before its own.
+      const auto index = static_cast<uint32_t>(atomicAdd(params.jobs_taken, 1));
+      if (index >= params.jobs) {
+        work.exists = false;
+        return;
+      }
+      work = Work(params, index, Traits::kBlockM, Traits::kBlockN);
+    } while (!work.exists);
+    if (work.steps() > 0) set_source(params, smem, work, Step(work));
+  }
+
+  // Starts the copies of the first tiles of a job. Everybody is done with the job before.
+  static __device__ __forceinline__ void start(const KernelParams& params, SharedStorage& smem, const Work& work) {
+    if (work.steps() == 0) return;
+    load_queries(params, smem, 0);
+    load_douts(params, smem, 0);
+    load_keys(params, smem, work);
+    copy_async_commit();
+    if constexpr (kEarlyBias) {
+      const Step step(work);
+      ScoreWork(params, work).load_bias(step.head, step.query_block(work), smem.p);
+    }
+  }
+
+  // Zeroes dk and dv and adds all query tiles of the work to them, after start(). Takes the next job.
   static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                             Gradient& dk, Gradient& dv) {
+                                             Work& next_work, Gradient& dk, Gradient& dv) {
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
@@ -101,21 +129,17 @@ struct Mainloop {
       }
     }
     const int32_t steps = work.steps();
-    if (steps == 0) return;
+    if (steps == 0) {
+      if (threadIdx.x == 0) take_job(params, smem, next_work);
+      return;
+    }
 
     const AttentionBackwardParams& p = params.attention;
     ScoreWork scores(params, work);
     Step step(work);
-    if (threadIdx.x == 0) set_source(params, smem, work, step);
-    load_keys(params, smem, work);
-    __syncthreads();  // thread 0 has written the source
-    load_queries(params, smem, 0);
-    load_douts(params, smem, 0);
-    copy_async_commit();
-    if constexpr (kEarlyBias) scores.load_bias(step.head, step.query_block(work), smem.p);
     if (Traits::kStages > 1) {
       __syncthreads();  // everybody has read the source
-      if (threadIdx.x == 0) advance_source(params, smem, work, step);
+      if (threadIdx.x == 0) advance(params, smem, work, next_work, step);
     }
 
 #pragma unroll 1
@@ -133,7 +157,7 @@ struct Mainloop {
         }
         copy_async_commit();
       }
-      if (Traits::kStages == 1 && threadIdx.x == 0) advance_source(params, smem, work, step);
+      if (Traits::kStages == 1 && threadIdx.x == 0) advance(params, smem, work, next_work, step);
 
       if constexpr (Traits::kFeatures) scores.draw_mask(step.head, query_block);
       ScoreTile s = {}, dp = {};
@@ -164,20 +188,18 @@ struct Mainloop {
         if (threadIdx.x == 0) {
           Step next = step;
           next.advance(work);
-          advance_source(params, smem, work, next);
+          if (more) advance(params, smem, work, next_work, next);
         }
         add_dq(params, smem, work, step.head, query_block);  // its additions are on their way under the next product
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
       } else {
-        if (!Traits::kExchange && more) load_douts(params, smem, 0);
+        if constexpr (Traits::kExchange) __syncthreads();  // everybody is done with dout
+        if (more) load_douts(params, smem, 0);
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
-        __syncthreads();  // everybody is done with q (and dout)
-        if (more) {
-          if constexpr (Traits::kExchange) load_douts(params, smem, 0);
-          load_queries(params, smem, 0);
-        }
+        __syncthreads();  // everybody is done with q
+        if (more) load_queries(params, smem, 0);
         copy_async_commit();
         add_dq(params, smem, work, step.head, query_block);  // under the copies
       }
@@ -218,7 +240,17 @@ struct Mainloop {
     smem.source.rows = work.sequence.seqlen_q - first;
   }
 
-  // From the tile at `step` to the one after it, by one thread: within a head, an addition each.
+  // From the tile at `step` to the one after it or the first one of the next job, by one thread.
+  static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                 Work& next_work, const Step& step) {
+    if (step.index + 1 < work.steps()) {
+      advance_source(params, smem, work, step);
+    } else {
+      take_job(params, smem, next_work);
+    }
+  }
+
+  // Within a head, an addition each.
   static __device__ __forceinline__ void advance_source(const KernelParams& params, SharedStorage& smem,
                                                         const Work& work, const Step& step) {
     if (step.last_of_head(work)) {
@@ -358,8 +390,28 @@ struct Mainloop {
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, kHeadDim), added to the accumulator in global memory.
   static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
                                                 int32_t head, int32_t query_block) {
+    const DqRows<Traits> dq_rows(params, work, head, query_block);
+    if constexpr (Traits::kDqPasses == 1) {
+      typename DqRows<Traits>::Tile dq = {};
+      multiply_dq(smem, 0, dq);
+      if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+      dq_rows.add(dq);
+    } else {
+      if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+#pragma unroll 1
+      for (int32_t column = 0; column < Traits::kHeadDim; column += Traits::kHeadDim / Traits::kDqPasses) {
+        typename DqRows<Traits>::Tile dq = {};
+        multiply_dq(smem, column, dq);
+        dq_rows.add(dq, column);
+      }
+    }
+    if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();
+  }
+
+  // Of one pass, `column` the first one of it.
+  static __device__ __forceinline__ void multiply_dq(const SharedStorage& smem, int32_t column,
+                                                     typename DqRows<Traits>::Tile& dq) {
     const int32_t lane = Traits::lane();
-    float dq[Traits::kQueryTiles][Traits::kColumnTiles][4] = {};
     const typename M::template ColumnsA<Traits::kScoreRowBytes> columns_a(smem_address(smem.ds), lane,
                                                                           Traits::warp_q() * Traits::kQueryTiles * 16);
     const typename M::template ColumnsB<Traits::kRowBytes, false> columns_b(
@@ -371,16 +423,11 @@ struct Mainloop {
       for (int mt = 0; mt < Traits::kQueryTiles; ++mt) a[mt] = columns_a.load(k, mt * 16);
 #pragma unroll
       for (int nt = 0; nt < Traits::kColumnTiles; nt += 2) {
-        const typename M::B b = columns_b.load(k, nt * 8);
+        const typename M::B b = columns_b.load(k, column + nt * 8);
 #pragma unroll
         for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt][nt], dq[mt][nt + 1], a[mt], b);
       }
     }
-
-    const DqRows<Traits> dq_rows(params, work, head, query_block);
-    if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
-    dq_rows.add(dq);
-    if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();
   }
 };
 

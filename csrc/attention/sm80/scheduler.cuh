@@ -21,10 +21,12 @@ struct Work {
   bool descending = false;  // the walk goes from the last query block to the first
   bool exists = false;      // false: past the end of its sequence, nothing to load and nothing to write
 
-  __device__ __forceinline__ Work(const KernelParams& params, int64_t index, int32_t block_m, int32_t block_n) {
+  Work() = default;
+
+  __device__ __forceinline__ Work(const KernelParams& params, int32_t index, int32_t block_m, int32_t block_n) {
     const AttentionBackwardParams& p = params.attention;
     // CTAs of one key block follow one another, so that all of earlier key blocks have been taken before.
-    split = static_cast<int32_t>(index % params.splits);
+    split = index % params.splits;
     index /= params.splits;
     const Job job = params.packed_jobs
                         ? varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n, params.head_group)

@@ -77,17 +77,32 @@ __device__ __forceinline__ void copy_async_wait() {
 }
 
 // A lane's place in an operand of a tile: `row` and the low bit of `piece` differ by lane, the rest is constant.
-template <int kRowBytes, bool kWords = false>
+// kPieces: that the warp reads from first_piece on.
+template <int kRowBytes, int kPieces, bool kWords = false>
 struct LaneAddress {
   uint32_t row_base;
-  uint32_t piece;  // low bit of the piece, swizzled
+  uint32_t piece;  // swizzled
 
-  __device__ __forceinline__ LaneAddress(uint32_t tile, uint32_t row, uint32_t low_piece)
-      : row_base(tile + row * kRowBytes), piece(low_piece ^ PieceSwizzle<kRowBytes, kWords>::key(row)) {}
+  __device__ __forceinline__ LaneAddress(uint32_t tile, uint32_t row, uint32_t low_piece, uint32_t first_piece)
+      : row_base(tile + row * kRowBytes), piece(low_piece ^ PieceSwizzle<kRowBytes, kWords>::key(row)) {
+    // The key changes places within eight pieces: what lies above is an offset.
+    if constexpr (kPieces % 8 == 0) {
+      row_base += first_piece * 16;
+    } else if constexpr (8 % kPieces == 0) {
+      row_base += first_piece / 8 * 128;
+      piece ^= first_piece % 8;
+    } else {
+      first = first_piece;
+    }
+  }
   // `row` a multiple of 8, `even_piece` even.
   __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t even_piece) const {
-    return row_base + row * kRowBytes + ((piece ^ even_piece) << 4);
+    const uint32_t from = 8 % kPieces == 0 || kPieces % 8 == 0 ? even_piece : first + even_piece;
+    return row_base + row * kRowBytes + ((piece ^ from % 8) << 4) + from / 8 * 128;
   }
+
+ private:
+  uint32_t first;
 };
 
 // Fragments of one step. Tiles are named by their memory: rows x columns, columns contiguous.
@@ -102,11 +117,11 @@ struct Mma {
     uint32_t r[4];  // (16, 16): two n-tiles of 8
   };
 
-  // Operand A, rows are m, columns are summed: 16 rows from `row`, one step from `piece`.
-  template <int kRowBytes>
-  struct RowsA : LaneAddress<kRowBytes> {
-    __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row)
-        : LaneAddress<kRowBytes>(tile, first_row + lane % 16, lane / 16) {}
+  // Operand A, rows are m, columns are summed: 16 rows from `row`, one of kSteps steps from first_step on.
+  template <int kRowBytes, int kSteps>
+  struct RowsA : LaneAddress<kRowBytes, kSteps * 2> {
+    __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row, int32_t first_step = 0)
+        : LaneAddress<kRowBytes, kSteps * 2>(tile, first_row + lane % 16, lane / 16, first_step * 2) {}
     __device__ __forceinline__ A load(int row, int step) const {
       A a;
       load_matrix_x4(a.r, this->at(row, step * 2));
@@ -116,9 +131,9 @@ struct Mma {
 
   // Operand B, rows are n, columns are summed: 16 rows from `row`.
   template <int kRowBytes>
-  struct RowsB : LaneAddress<kRowBytes> {
+  struct RowsB : LaneAddress<kRowBytes, kRowBytes / 16> {
     __device__ explicit RowsB(uint32_t tile, int32_t lane, int32_t first_row)
-        : LaneAddress<kRowBytes>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
+        : LaneAddress<kRowBytes, kRowBytes / 16>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2, 0) {}
     __device__ __forceinline__ B load(int row, int step) const {
       B b;
       load_matrix_x4(b.r, this->at(row, step * 2));
@@ -126,28 +141,26 @@ struct Mma {
     }
   };
 
-  // Operand A, rows are summed, columns are m: 16 columns from first_column + column.
-  template <int kRowBytes>
-  struct ColumnsA : LaneAddress<kRowBytes> {
-    uint32_t first_piece;
+  // Operand A, rows are summed, columns are m: 16 columns from first_column + column, of kColumns.
+  template <int kRowBytes, int kColumns>
+  struct ColumnsA : LaneAddress<kRowBytes, kColumns / 8> {
     __device__ explicit ColumnsA(uint32_t tile, int32_t lane, int32_t first_column)
-        : LaneAddress<kRowBytes>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2), first_piece(first_column / 8) {}
+        : LaneAddress<kRowBytes, kColumns / 8>(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2, first_column / 8) {}
     __device__ __forceinline__ A load(int step, int column) const {
       A a;
-      load_matrix_x4_trans(a.r, this->at(step * kStep, first_piece + column / 8));
+      load_matrix_x4_trans(a.r, this->at(step * kStep, column / 8));
       return a;
     }
   };
 
   // Operand B, rows are summed, columns are n: 16 columns. kHeld: the other operand is a Held one.
-  template <int kRowBytes, bool kHeld>
-  struct ColumnsB : LaneAddress<kRowBytes> {
-    uint32_t first_piece;
+  template <int kRowBytes, int kColumns, bool kHeld>
+  struct ColumnsB : LaneAddress<kRowBytes, kColumns / 8> {
     __device__ explicit ColumnsB(uint32_t tile, int32_t lane, int32_t first_column)
-        : LaneAddress<kRowBytes>(tile, lane % 16, lane / 16), first_piece(first_column / 8) {}
+        : LaneAddress<kRowBytes, kColumns / 8>(tile, lane % 16, lane / 16, first_column / 8) {}
     __device__ __forceinline__ B load(int step, int column) const {
       B b;
-      load_matrix_x4_trans(b.r, this->at(step * kStep, first_piece + column / 8));
+      load_matrix_x4_trans(b.r, this->at(step * kStep, column / 8));
       return b;
     }
   };
@@ -212,10 +225,10 @@ struct MmaFp32 {
     }
   }
 
-  template <int kRowBytes>
-  struct RowsA : LaneAddress<kRowBytes, true> {
-    __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row)
-        : LaneAddress<kRowBytes, true>(tile, first_row + lane % 16, lane / 16) {}
+  template <int kRowBytes, int kSteps>
+  struct RowsA : LaneAddress<kRowBytes, kSteps * 2, true> {
+    __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row, int32_t first_step = 0)
+        : LaneAddress<kRowBytes, kSteps * 2, true>(tile, first_row + lane % 16, lane / 16, first_step * 2) {}
     __device__ __forceinline__ A load(int row, int step) const {
       uint32_t r[4];
       load_matrix_x4(r, this->at(row, step * 2));  // an 8 x 8 matrix of 16 bits is one of 8 x 4 words
@@ -227,9 +240,9 @@ struct MmaFp32 {
   };
 
   template <int kRowBytes>
-  struct RowsB : LaneAddress<kRowBytes, true> {
+  struct RowsB : LaneAddress<kRowBytes, kRowBytes / 16, true> {
     __device__ explicit RowsB(uint32_t tile, int32_t lane, int32_t first_row)
-        : LaneAddress<kRowBytes, true>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
+        : LaneAddress<kRowBytes, kRowBytes / 16, true>(tile, first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2, 0) {}
     __device__ __forceinline__ B load(int row, int step) const {
       uint32_t r[4];
       load_matrix_x4(r, this->at(row, step * 2));
@@ -246,7 +259,7 @@ struct MmaFp32 {
     return load_shared_word(tile + PieceSwizzle<kRowBytes, true>::offset(row, column / 4) + column % 4 * 4);
   }
 
-  template <int kRowBytes>
+  template <int kRowBytes, int kColumns>
   struct ColumnsA {
     uint32_t tile, row, first_column;
     __device__ explicit ColumnsA(uint32_t tile, int32_t lane, int32_t first_column)
@@ -262,7 +275,7 @@ struct MmaFp32 {
   };
 
   // A Held operand has the columns 2 t and 2 t + 1 of its accumulator where others have t and t + 4.
-  template <int kRowBytes, bool kHeld>
+  template <int kRowBytes, int kColumns, bool kHeld>
   struct ColumnsB {
     uint32_t tile, row, first_column;
     __device__ explicit ColumnsB(uint32_t tile, int32_t lane, int32_t first_column)

@@ -170,14 +170,14 @@ struct Bias {
   static __device__ __forceinline__ void add_pieces(const uint8_t* tile, float scale, Accumulator& s) {
     copy_async_wait<kPending>();
     __syncwarp();  // the copies of all lanes are there
-    const LaneAddress<Traits::kScoreRowBytes> blocks(smem_address(tile), warp_row() + Traits::lane() % 16,
-                                                     Traits::lane() / 16);
+    const LaneAddress<Traits::kScoreRowBytes, Traits::kScoreTiles> blocks(
+        smem_address(tile), warp_row() + Traits::lane() % 16, Traits::lane() / 16, warp_piece());
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
       for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
         uint32_t r[4];  // tile nt: the two octets of mt; then tile nt + 1
-        load_matrix_x4_trans(r, blocks.at(mt * 16, warp_piece() + nt));
+        load_matrix_x4_trans(r, blocks.at(mt * 16, nt));
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const float2 pair = unpack2<T>(r[k]);

@@ -87,11 +87,11 @@ struct Epilogue {
   }
 
  private:
-  // Eight columns of a row at once: of four tiles, a lane collects the one that is as far in as the lane in its four.
+  // Eight columns of a row at once: of four tiles (of the last two, where they make no four), a lane collects the one
+  // that is as far in as the lane in its four.
   template <int kPairColumns>
   static __device__ __forceinline__ void store_pieces(const GradientTarget& target, const Work& work,
                                                       int32_t first_column, const Gradient& gradient) {
-    static_assert(Traits::kGradientTiles % 4 == 0, "tiles in fours");
     const HeadsView& view = target.view;
     const int32_t lane = Traits::lane();
     const int32_t first = work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + lane / 4;
@@ -103,15 +103,16 @@ struct Epilogue {
     for (int row = 0; row < Traits::kKeyTiles * 16; row += 8, place += 8 * view.seq_stride) {
 #pragma unroll
       for (int nt = 0; nt < Traits::kGradientTiles; nt += 4) {
-        uint32_t words[4];
+        uint32_t words[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4 && nt + i < Traits::kGradientTiles; ++i) {
           const float* const pair = gradient[row / 16][nt + i] + row % 16 / 4;
           words[i] = pack2<T>(pair[0], pair[1]);
         }
         transpose_in_fours(words);
         const int32_t tile_column = nt / 2 * kPairColumns;
-        if (row < rows && column + tile_column < target.columns) {
+        const bool exists = nt + 4 <= Traits::kGradientTiles || lane % 4 < 2;
+        if (row < rows && exists && column + tile_column < target.columns) {
           *reinterpret_cast<uint4*>(place + tile_column) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }

@@ -10,22 +10,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
-  if (threadIdx.x == 0) smem.works[1] = Work();
+  if (threadIdx.x == 0) smem.work = Work();
   __syncthreads();  // thread 0 has written that there is nothing to do before the first job
   float dk[Traits::kKeyTiles][Traits::kGradientTiles][4];
   float dv[Traits::kKeyTiles][Traits::kGradientTiles][4];
 #pragma unroll 1
-  for (int32_t place = 1;; place ^= 1) {
-    const Work& work = smem.works[place];
-    Work& next = smem.works[place ^ 1];
-    Mainloop<Traits>::run(params, smem, work, next, dk, dv);
+  for (;;) {
+    Mainloop<Traits>::run(params, smem, dk, dv);
     __syncthreads();  // thread 0 has written the next job; everybody is done with the tiles of this one
-    if (next.exists) Mainloop<Traits>::start(params, smem, next);
-    if (work.exists) {
-      Epilogue<Traits>::store(params, work, dk, dv);
-      if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, work);
+    const bool more = smem.next_work.exists;
+    if (more) Mainloop<Traits>::start_next(params, smem);
+    if (smem.work.exists) {
+      Epilogue<Traits>::store(params, smem.work, dk, dv);
+      if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);
     }
-    if (!next.exists) return;
+    if (!more) return;
+    __syncthreads();  // everybody is done with this job and has read where the first tiles of the next one lie
+    if (threadIdx.x == 0) smem.work = smem.next_work;
+    __syncthreads();  // thread 0 has written it
   }
 }
 

@@ -29,7 +29,8 @@ struct KernelParams {
   bool packed_jobs = false;  // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;    // of the longest sequence
   int32_t query_blocks = 0;
-  int32_t head_group = 1;  // KV heads that are worked on abreast, see dense_job
+  int32_t head_group = 1;        // KV heads that are worked on abreast, see dense_job
+  bool batches_abreast = false;  // the same head of all batches, not all heads of a batch
   // Rows that can be copied 16 bytes at a time.
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
   GradientTarget dk, dv;

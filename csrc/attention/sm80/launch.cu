@@ -119,6 +119,8 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
     abreast = std::max<int64_t>(abreast, 2 * params.workers / std::max(params.key_blocks * params.splits, 1));
   }
   params.head_group = static_cast<int32_t>(std::min<int64_t>(abreast, int64_t{p.batch} * p.heads_kv));
+  // They read the same bias, and add to the same gradient, while it is in L2.
+  params.batches_abreast = !params.packed_jobs && p.bias.data != nullptr && p.bias.batch_stride == 0;
   params.q_aligned = aligned(p.q, bytes, 16);
   params.k_aligned = aligned(p.k, bytes, 16);
   params.v_aligned = aligned(p.v, bytes, 16);

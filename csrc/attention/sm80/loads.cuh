@@ -29,50 +29,58 @@ template <typename Traits, int kRows, typename T>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_t stride, int32_t rows, int32_t columns,
                                           bool aligned) {
   using Swizzle = PieceSwizzle<Traits::kRowBytes, sizeof(T) == 4>;
-  constexpr int kPieces = Traits::kRowBytes / 16;        // a row
-  constexpr int kElements = 16 / sizeof(T);              // a piece
-  constexpr int kPassRows = Traits::kThreads / kPieces;  // rows that all threads copy at once
-  static_assert(Traits::kThreads % kPieces == 0 && kRows % kPassRows == 0, "a thread has one piece of some rows");
-  const int32_t piece = threadIdx.x % kPieces, first_row = threadIdx.x / kPieces;
-  const int32_t left = columns - piece * kElements;
+  constexpr int kPieces = Traits::kRowBytes / 16;  // a row
+  constexpr int kElements = 16 / sizeof(T);        // a piece
+  // Pieces of a row that threads copy at once: all, or as many as change places among themselves.
+  constexpr int kGroup = Traits::kThreads % kPieces == 0 ? kPieces : kPieces % 8 == 0 ? 8 : 4;
+  constexpr int kGroupBytes = kGroup * 16, kGroupElements = kGroup * kElements;
+  constexpr int kPassRows = Traits::kThreads / kGroup;  // rows that all threads copy at once
+  static_assert(kPieces % kGroup == 0 && kRows % kPassRows == 0, "a thread has one piece of each group, of some rows");
+  const int32_t piece = threadIdx.x % kGroup, first_row = threadIdx.x / kGroup;
+  // Rows eight apart have their pieces in the same order.
+  const auto place = [&](int row) {
+    return kPassRows % 8 == 0 ? smem_address(tile) + Swizzle::offset(first_row, piece) + row * Traits::kRowBytes
+                              : smem_address(tile) + Swizzle::offset(first_row + row, piece);
+  };
+  const int64_t pass_stride = kPassRows * stride;
+  const T* pointer = source + first_row * stride + piece * kElements;
   if (aligned && rows >= kRows && columns >= kPieces * kElements) {
-    const uint32_t place = smem_address(tile) + Swizzle::offset(first_row, piece);
-    const T* pointer = source + first_row * stride + piece * kElements;
-    const int64_t pass_stride = kPassRows * stride;
 #pragma unroll
-    for (int row = 0; row < kRows; row += kPassRows) {
-      // Rows eight apart have their pieces in the same order.
-      copy_async_16(kPassRows % 8 == 0 ? place + row * Traits::kRowBytes
-                                       : smem_address(tile) + Swizzle::offset(first_row + row, piece),
-                    pointer, 16);
-      pointer += pass_stride;
+    for (int row = 0; row < kRows; row += kPassRows, pointer += pass_stride) {
+#pragma unroll
+      for (int group = 0; group < kPieces / kGroup; ++group) {
+        copy_async_16(place(row) + group * kGroupBytes, pointer + group * kGroupElements, 16);
+      }
     }
     return;
   }
+  const int32_t left = columns - piece * kElements;
   if (aligned) {
-    const int32_t bytes = max(min(left, kElements), 0) * static_cast<int32_t>(sizeof(T));
-    const uint32_t place = smem_address(tile) + Swizzle::offset(first_row, piece);
-    const T* pointer = source + first_row * stride + (left > 0 ? piece * kElements : 0);
-    const int64_t pass_stride = kPassRows * stride;
 #pragma unroll
-    for (int row = 0; row < kRows; row += kPassRows) {
-      const bool exists = first_row + row < rows;
-      // Rows eight apart have their pieces in the same order.
-      const uint32_t to = kPassRows % 8 == 0 ? place + row * Traits::kRowBytes
-                                             : smem_address(tile) + Swizzle::offset(first_row + row, piece);
-      copy_async_16(to, exists ? pointer : source, exists ? bytes : 0);
-      pointer += pass_stride;
+    for (int row = 0; row < kRows; row += kPassRows, pointer += pass_stride) {
+#pragma unroll
+      for (int group = 0; group < kPieces / kGroup; ++group) {
+        const int32_t elements = max(min(left - group * kGroupElements, kElements), 0);
+        const bool exists = first_row + row < rows && elements > 0;
+        copy_async_16(place(row) + group * kGroupBytes, exists ? pointer + group * kGroupElements : source,
+                      exists ? elements * static_cast<int32_t>(sizeof(T)) : 0);
+      }
     }
     return;
   }
 #pragma unroll 1
-  for (int32_t row = first_row; row < kRows; row += kPassRows) {
-    alignas(16) T values[kElements];
+  for (int32_t row = 0; row < kRows; row += kPassRows, pointer += pass_stride) {
+#pragma unroll 1
+    for (int32_t group = 0; group < kPieces / kGroup; ++group) {
+      alignas(16) T values[kElements];
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      values[e] = row < rows && e < left ? source[row * stride + piece * kElements + e] : from_float<T>(0.f);
+      for (int e = 0; e < kElements; ++e) {
+        const bool exists = first_row + row < rows && e < left - group * kGroupElements;
+        values[e] = exists ? pointer[group * kGroupElements + e] : from_float<T>(0.f);
+      }
+      *reinterpret_cast<uint4*>(tile + Swizzle::offset(first_row + row, piece + group * kGroup)) =
+          *reinterpret_cast<const uint4*>(values);
     }
-    *reinterpret_cast<uint4*>(tile + Swizzle::offset(row, piece)) = *reinterpret_cast<const uint4*>(values);
   }
 }
 

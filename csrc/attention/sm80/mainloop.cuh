@@ -35,12 +35,13 @@ struct Traits {
   static constexpr int kScoreRowBytes = kBlockM * static_cast<int>(sizeof(T));
   static constexpr bool kExchange = kWarpsS > 1;  // p and ds of a warp's keys come from several warps
 
-  static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;                      // of s, dk, dv: 16 keys each
-  static constexpr int kScoreTiles = kBlockM / kWarpsS / 8;                     // of s: 8 queries each
-  static constexpr int kGradientTiles = kHeadDim / kWarpsS / 8;                 // of dk, dv: 8 columns each
-  static constexpr int kQueryTiles = kBlockM / kWarpsQ / 16;                    // of dq: 16 queries each
-  static constexpr int kDqPasses = kBlockM * kHeadDim / kThreads > 64 ? 2 : 1;  // each of some columns of dq
-  static constexpr int kColumnTiles = kHeadDim / kWarpsD / 8 / kDqPasses;       // of dq: 8 columns each
+  static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
+  static constexpr int kScoreTiles = kBlockM / kWarpsS / 8;      // of s: 8 queries each
+  static constexpr int kGradientTiles = kHeadDim / kWarpsS / 8;  // of dk, dv: 8 columns each
+  static constexpr int kQueryTiles = kBlockM / kWarpsQ / 16;     // of dq: 16 queries each
+  // Each of some columns of dq: dk, dv and dq of all columns may be too many registers.
+  static constexpr int kDqPasses = (2 * kBlockN + kBlockM) * kHeadDim / kThreads >= 192 ? 2 : 1;
+  static constexpr int kColumnTiles = kHeadDim / kWarpsD / 8 / kDqPasses;  // of dq: 8 columns each
   static_assert(kTile.element_bytes == sizeof(T), "the tile is for elements of another size");
   static_assert(kKeyTiles * kWarpsN * 16 == kBlockN && kQueryTiles * kWarpsQ * 16 == kBlockM, "whole rows of tiles");
   static_assert(kScoreTiles % 2 == 0 && kScoreTiles * kWarpsS * 8 == kBlockM, "queries in pairs of 8");
@@ -65,7 +66,8 @@ struct Traits {
     alignas(16) float lse[kStages][kBlockM];
     alignas(16) float delta[kStages][kBlockM];
     // Read from here where they are needed: registers are for accumulators.
-    Work works[2];  // this job and the next one, in turn
+    Work work, next_work;
+    Step steps[2];  // this step and the next one, in turn
     Source<T> source;
   };
 };
@@ -91,7 +93,8 @@ struct Mainloop {
   static constexpr bool kEarlyBias = Traits::kFeatures && Traits::kExchange && Bias<Traits>::kPieces;
 
   // The next job that exists, or none, by one thread.
-  static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem, Work& work) {
+  static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem) {
+    Work& work = smem.next_work;
     do {
       // In order: nobody waits for a job that has not been taken before its own.
       const auto index = static_cast<uint32_t>(atomicAdd(params.jobs_taken, 1));
@@ -104,22 +107,26 @@ struct Mainloop {
     if (work.steps() > 0) set_source(params, smem, work, Step(work));
   }
 
-  // Starts the copies of the first tiles of a job. Everybody is done with the job before.
-  static __device__ __forceinline__ void start(const KernelParams& params, SharedStorage& smem, const Work& work) {
+  // Starts the copies of the first tiles of the next job. Everybody is done with those of this one.
+  static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem) {
+    const Work& work = smem.next_work;
     if (work.steps() == 0) return;
     load_queries(params, smem, 0);
     load_douts(params, smem, 0);
     load_keys(params, smem, work);
     copy_async_commit();
+    const Step step(work);
+    if (threadIdx.x == 0) smem.steps[0] = step;
     if constexpr (kEarlyBias) {
-      const Step step(work);
       ScoreWork(params, work).load_bias(step.head, step.query_block(work), smem.p);
     }
   }
 
-  // Zeroes dk and dv and adds all query tiles of the work to them, after start(). Takes the next job.
-  static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                             Work& next_work, Gradient& dk, Gradient& dv) {
+  // Zeroes dk and dv and adds all query tiles of the work to them, once their copies have been started. Takes the next
+  // job.
+  static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, Gradient& dk,
+                                             Gradient& dv) {
+    const Work& work = smem.work;
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
@@ -128,27 +135,27 @@ struct Mainloop {
         for (int e = 0; e < 4; ++e) dk[mt][nt][e] = dv[mt][nt][e] = 0.f;
       }
     }
-    const int32_t steps = work.steps();
-    if (steps == 0) {
-      if (threadIdx.x == 0) take_job(params, smem, next_work);
+    if (work.steps() == 0) {
+      if (threadIdx.x == 0) take_job(params, smem);
       return;
     }
 
     const AttentionBackwardParams& p = params.attention;
     ScoreWork scores(params, work);
-    Step step(work);
-    if (Traits::kStages > 1) {
-      __syncthreads();  // everybody has read the source
-      if (threadIdx.x == 0) advance(params, smem, work, next_work, step);
-    }
+    if (Traits::kStages > 1 && threadIdx.x == 0) advance(params, smem, 0);
 
+    // From shared memory each time where that is a register less.
+    const int32_t all_steps = work.steps();
+    const auto steps = [&] { return Traits::kFeatures ? all_steps : work.steps(); };
 #pragma unroll 1
-    for (; step.index < steps; step.advance(work)) {
-      const int32_t stage = step.index % Traits::kStages;
-      const int32_t query_block = step.query_block(work);
-      const bool more = step.index + 1 < steps;
+    for (int32_t index = 0; index < steps(); ++index) {
+      const int32_t stage = index % Traits::kStages;
+      const Step& step = smem.steps[index % 2];
+      const Step& next = smem.steps[(index + 1) % 2];
+      const bool more = index + 1 < steps();
       copy_async_wait<(kEarlyBias && Traits::kStages > 1 ? 1 : 0)>();  // but for the bias
       __syncthreads();  // this step's tiles and the next source are there; everybody is done with the step before
+      const int32_t query_block = step.query_block(work);
       if constexpr (Traits::kFeatures && !kEarlyBias) scores.load_bias(step.head, query_block, smem.ds);
       if (Traits::kStages > 1) {
         if (more) {
@@ -157,7 +164,10 @@ struct Mainloop {
         }
         copy_async_commit();
       }
-      if (Traits::kStages == 1 && threadIdx.x == 0) advance(params, smem, work, next_work, step);
+      if (threadIdx.x == 0) {
+        if (more) smem.steps[(index + 1) % 2] = Step(step, work);
+        if (Traits::kStages == 1) advance(params, smem, index);
+      }
 
       if constexpr (Traits::kFeatures) scores.draw_mask(step.head, query_block);
       ScoreTile s = {}, dp = {};
@@ -180,16 +190,10 @@ struct Mainloop {
       add_others(smem.p, smem.dout[stage], dv);
       if constexpr (kEarlyBias) {
         named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);  // the warps of these keys are done with their p
-        Step next = step;
-        next.advance(work);
         if (more) scores.load_bias(next.head, next.query_block(work), smem.p);
       }
       if constexpr (Traits::kStages > 1) {
-        if (threadIdx.x == 0) {
-          Step next = step;
-          next.advance(work);
-          if (more) advance(params, smem, work, next_work, next);
-        }
+        if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
         add_dq(params, smem, work, step.head, query_block);  // its additions are on their way under the next product
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
@@ -240,13 +244,12 @@ struct Mainloop {
     smem.source.rows = work.sequence.seqlen_q - first;
   }
 
-  // From the tile at `step` to the one after it or the first one of the next job, by one thread.
-  static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                 Work& next_work, const Step& step) {
-    if (step.index + 1 < work.steps()) {
-      advance_source(params, smem, work, step);
+  // From the tile at step `index` to the one after it or the first one of the next job, by one thread.
+  static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, int32_t index) {
+    if (index + 1 < smem.work.steps()) {
+      advance_source(params, smem, smem.work, smem.steps[index % 2]);
     } else {
-      take_job(params, smem, next_work);
+      take_job(params, smem);
     }
   }
 
@@ -254,9 +257,7 @@ struct Mainloop {
   static __device__ __forceinline__ void advance_source(const KernelParams& params, SharedStorage& smem,
                                                         const Work& work, const Step& step) {
     if (step.last_of_head(work)) {
-      Step next = step;
-      next.advance(work);
-      set_source(params, smem, work, next);
+      set_source(params, smem, work, Step(step, work));
       return;
     }
     const int32_t rows = work.descending ? -Traits::kBlockM : Traits::kBlockM;
@@ -289,8 +290,8 @@ struct Mainloop {
   // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, this warp's part.
   static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c) {
     const int32_t lane = Traits::lane();
-    const typename M::template RowsA<Traits::kRowBytes> rows_a(smem_address(keys), lane,
-                                                               Traits::warp_n() * Traits::kKeyTiles * 16);
+    const typename M::template RowsA<Traits::kRowBytes, kHeadSteps> rows_a(smem_address(keys), lane,
+                                                                           Traits::warp_n() * Traits::kKeyTiles * 16);
     const typename M::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
                                                                Traits::warp_s() * Traits::kScoreTiles * 8);
 #pragma unroll(kUnroll)
@@ -357,13 +358,13 @@ struct Mainloop {
   static __device__ __forceinline__ void add_steps(const uint8_t* scores, const uint8_t* rows, int32_t part,
                                                    Gradient& c) {
     const auto columns_b = columns_of<false>(rows, part);
-    const typename M::template RowsA<Traits::kScoreRowBytes> rows_a(smem_address(scores), Traits::lane(),
-                                                                    Traits::warp_n() * Traits::kKeyTiles * 16);
+    const typename M::template RowsA<Traits::kScoreRowBytes, kSteps> rows_a(
+        smem_address(scores), Traits::lane(), Traits::warp_n() * Traits::kKeyTiles * 16, part * kWarpSteps);
 #pragma unroll(kUnroll)
     for (int k = 0; k < kSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
 #pragma unroll
-      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, part * kWarpSteps + k);
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
       add_step(a, columns_b, k, c);
     }
   }
@@ -371,7 +372,7 @@ struct Mainloop {
   // This warp's columns of the rows that belong to the queries of one of the warps that share its keys.
   template <bool kHeld>
   static __device__ __forceinline__ auto columns_of(const uint8_t* rows, int32_t part) {
-    return typename M::template ColumnsB<Traits::kRowBytes, kHeld>(
+    return typename M::template ColumnsB<Traits::kRowBytes, Traits::kGradientTiles * 8, kHeld>(
         smem_address(rows) + part * kWarpSteps * M::kStep * Traits::kRowBytes, Traits::lane(),
         Traits::warp_s() * Traits::kGradientTiles * 8);
   }
@@ -412,10 +413,10 @@ struct Mainloop {
   static __device__ __forceinline__ void multiply_dq(const SharedStorage& smem, int32_t column,
                                                      typename DqRows<Traits>::Tile& dq) {
     const int32_t lane = Traits::lane();
-    const typename M::template ColumnsA<Traits::kScoreRowBytes> columns_a(smem_address(smem.ds), lane,
-                                                                          Traits::warp_q() * Traits::kQueryTiles * 16);
-    const typename M::template ColumnsB<Traits::kRowBytes, false> columns_b(
-        smem_address(smem.k), lane, Traits::warp_d() * Traits::kColumnTiles * 8);
+    const typename M::template ColumnsA<Traits::kScoreRowBytes, Traits::kQueryTiles * 16> columns_a(
+        smem_address(smem.ds), lane, Traits::warp_q() * Traits::kQueryTiles * 16);
+    const typename M::template ColumnsB<Traits::kRowBytes, Traits::kColumnTiles * 8, false> columns_b(
+        smem_address(smem.k), lane, column + Traits::warp_d() * Traits::kColumnTiles * 8);
 #pragma unroll(kUnroll)
     for (int k = 0; k < Traits::kBlockN / M::kStep; ++k) {
       typename M::A a[Traits::kQueryTiles];
@@ -423,7 +424,7 @@ struct Mainloop {
       for (int mt = 0; mt < Traits::kQueryTiles; ++mt) a[mt] = columns_a.load(k, mt * 16);
 #pragma unroll
       for (int nt = 0; nt < Traits::kColumnTiles; nt += 2) {
-        const typename M::B b = columns_b.load(k, column + nt * 8);
+        const typename M::B b = columns_b.load(k, nt * 8);
 #pragma unroll
         for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt][nt], dq[mt][nt + 1], a[mt], b);
       }

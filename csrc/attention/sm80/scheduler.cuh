@@ -34,6 +34,11 @@ struct Work {
     if (job.batch < 0) return;
     batch = job.batch;
     head_kv = job.head;
+    if (params.batches_abreast) {
+      const int32_t head = batch * p.heads_kv + head_kv;
+      batch = head % p.batch;
+      head_kv = head / p.batch;
+    }
     key_block = job.key_block;
     heads_per_kv = p.heads / p.heads_kv;
     sequence = load_sequence(p, batch);
@@ -56,11 +61,15 @@ struct Step {
   int32_t place = 0;  // in the walk of one head
   int32_t head = 0;   // query head
 
+  Step() = default;
+  // The first one.
   __device__ __forceinline__ explicit Step(const Work& work) : head(work.head_kv * work.heads_per_kv) {
     if (work.walk.begin == 0) return;
     head += work.walk.begin / work.query_range.size();
     place = work.walk.begin % work.query_range.size();
   }
+  // The one after `step`.
+  __device__ __forceinline__ Step(const Step& step, const Work& work) : Step(step) { advance(work); }
 
   __device__ __forceinline__ void advance(const Work& work) {
     ++index;

@@ -160,15 +160,15 @@ struct WideMainloop : Mainloop<Traits> {
   static __device__ __forceinline__ void multiply_part(const uint8_t* scores, const uint8_t* rows, int32_t part,
                                                        int32_t pairs, Gradient& c) {
     const int32_t lane = Traits::lane();
-    const typename M::template RowsA<Traits::kScoreRowBytes> rows_a(smem_address(scores), lane,
-                                                                    Traits::warp_n() * Traits::kKeyTiles * 16);
-    const typename M::template ColumnsB<Traits::kGradientRowBytes, false> columns_b(smem_address(rows), lane,
-                                                                                    Traits::warp_s() * 16);
+    const typename M::template RowsA<Traits::kScoreRowBytes, kPartSteps> rows_a(
+        smem_address(scores), lane, Traits::warp_n() * Traits::kKeyTiles * 16, part * kPartSteps);
+    const typename M::template ColumnsB<Traits::kGradientRowBytes, 16, false> columns_b(smem_address(rows), lane,
+                                                                                        Traits::warp_s() * 16);
 #pragma unroll(Base::kUnroll)
     for (int k = 0; k < kPartSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
 #pragma unroll
-      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, part * kPartSteps + k);
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
 #pragma unroll
       for (int pair = 0; pair < Traits::kPairs; ++pair) {
         if (!kWhole && pair >= pairs) break;
@@ -204,10 +204,10 @@ struct WideMainloop : Mainloop<Traits> {
   static __device__ __forceinline__ void multiply_dq(const uint8_t* ds, const uint8_t* keys, int32_t column,
                                                      DqTile& dq) {
     const int32_t lane = Traits::lane();
-    const typename M::template ColumnsA<Traits::kScoreRowBytes> columns_a(smem_address(ds), lane,
-                                                                          Traits::warp_q() * Traits::kQueryTiles * 16);
-    const typename M::template ColumnsB<Traits::kGradientRowBytes, false> columns_b(
-        smem_address(keys), lane, Traits::warp_d() * Traits::kColumnTiles * 8);
+    const typename M::template ColumnsA<Traits::kScoreRowBytes, Traits::kQueryTiles * 16> columns_a(
+        smem_address(ds), lane, Traits::warp_q() * Traits::kQueryTiles * 16);
+    const typename M::template ColumnsB<Traits::kGradientRowBytes, Traits::kColumnTiles * 8, false> columns_b(
+        smem_address(keys), lane, column + Traits::warp_d() * Traits::kColumnTiles * 8);
 #pragma unroll(Base::kUnroll)
     for (int k = 0; k < Traits::kBlockN / M::kStep; ++k) {
       typename M::A a[Traits::kQueryTiles];
@@ -215,7 +215,7 @@ struct WideMainloop : Mainloop<Traits> {
       for (int mt = 0; mt < Traits::kQueryTiles; ++mt) a[mt] = columns_a.load(k, mt * 16);
 #pragma unroll
       for (int nt = 0; nt < Traits::kColumnTiles; nt += 2) {
-        const typename M::B b = columns_b.load(k, column + nt * 8);
+        const typename M::B b = columns_b.load(k, nt * 8);
 #pragma unroll
         for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt][nt], dq[mt][nt + 1], a[mt], b);
       }

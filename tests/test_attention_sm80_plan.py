@@ -67,7 +67,9 @@ def test_takes_every_device_from_compute_capability_8_on(host: ModuleType, cc: t
         ((8, 8), (128, 128), (64, 128)),
         ((64, 64), (128, 128), (64, 128)),
         ((72, 64), (64, 128), (64, 64)),
+        ((96, 80), (64, 128), (64, 64)),
         ((64, 128), (64, 128), (64, 64)),
+        ((160, 129), (128, 64), (32, 32)),
         ((192, 128), (64, 64), (32, 32)),
         ((256, 256), (64, 64), (32, 32)),
     ],
@@ -78,6 +80,12 @@ def test_tile_follows_the_wider_head_dimension_and_the_shared_memory(
     for device, tile in ((None, large), (CONSUMER, small)):
         plan = plan_of(host, device, head_dim=head_dims[0], head_dim_v=head_dims[1])
         assert (plan.block_m, plan.block_n) == tile
+
+
+@pytest.mark.parametrize(("head_dim", "tile"), [(160, (128, 64)), (192, (128, 64)), (256, (128, 64))])
+def test_wider_tiles_on_the_shared_memory_of_an_h100(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
+    plan = plan_of(host, {"smem_per_block": 227 * 1024}, head_dim=head_dim, head_dim_v=head_dim)
+    assert (plan.block_m, plan.block_n) == tile
 
 
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 64)), (128, (32, 32)), (256, (64, 64)), (512, (64, 64))])
@@ -163,7 +171,7 @@ def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType) -> None:
     assert plan.workspace.dq_mode == host.DqMode.kAtomic
     assert plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
-    assert plan.workspace.semaphore_bytes == 0
+    assert plan.workspace.semaphore_bytes == 16  # jobs taken
 
 
 def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
@@ -193,6 +201,6 @@ def test_scratch_of_the_bias_gradient(
 ) -> None:
     changes = {f"bias_broadcast_{name}": True for name in broadcast}
     plan = plan_of(host, {"sm_count": 1}, has_bias=True, need_dbias=True, deterministic=deterministic, **changes)
-    turns = 16 + 2 * 6 * 5 * 4 if deterministic else 0
-    assert plan.workspace.semaphore_bytes == turns + zeroed * 4
+    turns = 2 * 6 * 5 * 4 if deterministic else 0
+    assert plan.workspace.semaphore_bytes == 16 + turns + zeroed * 4
     assert plan.workspace.partial_bytes == stored * 4

@@ -161,6 +161,27 @@ def _few_key_blocks() -> list[Case]:
     ]
 
 
+def _many_key_blocks() -> list[Case]:
+    """More key blocks than a GPU has multiprocessors, in whole tiles and not."""
+    base = Case("base", batch=6, heads=12, heads_kv=12, seqlen_q=128, seqlen_k=256, head_dim=64, head_dim_v=64)
+    return [
+        replace(base, name="many_blocks"),
+        replace(base, name="many_blocks_causal", seqlen_q=136, seqlen_k=270, causal=True),
+        replace(base, name="many_blocks_rows_left", seqlen_q=130, head_dim=60, causal="top_left"),
+        replace(base, name="many_blocks_128", head_dim=128, head_dim_v=128, seqlen_q=192, deterministic=True),
+        replace(base, name="many_blocks_96", head_dim=96, head_dim_v=96, window_size=(70, 30)),
+        replace(base, name="many_blocks_160", head_dim=160, head_dim_v=160, heads=6, heads_kv=6),
+        replace(base, name="many_blocks_192", head_dim=192, head_dim_v=128, heads=12, heads_kv=6, causal=True),
+        replace(base, name="many_blocks_256", head_dim=256, head_dim_v=256, heads=6, heads_kv=6, causal=True),
+        replace(base, name="many_blocks_bias", bias="1hqk", dropout_p=0.1, causal=True),
+        replace(base, name="many_blocks_bias_192", bias="b1qk", head_dim=192, head_dim_v=192, heads=6, heads_kv=6),
+        replace(
+            base, name="many_blocks_seqused", seqused_q=(128, 0, 100, 1, 64, 127), seqused_k=(0, 256, 129, 9, 1, 250)
+        ),
+        _varlen("many_blocks_varlen", (128, 0, 300, 65), (256, 130, 0, 513), heads=24, head_dim=64, head_dim_v=64),
+    ]
+
+
 def _heads() -> list[Case]:
     """Groups, and more heads than a GPU has in work at a time: kernels may order the first ones unlike the last."""
     pairs = [(4, 2), (6, 2), (3, 1), (8, 1), (5, 5)]
@@ -277,6 +298,7 @@ CASES: tuple[Case, ...] = tuple(
     _sizes()
     + _wide()
     + _few_key_blocks()
+    + _many_key_blocks()
     + _heads()
     + _masks()
     + _score_features()

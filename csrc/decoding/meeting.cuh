@@ -19,9 +19,12 @@ __device__ inline void store_exact(const DecodingParams& p, long long row, int p
 template <int kD, int kM, int kWarps>
 class Meeting {
  public:
-  // `shared` becomes (kWarps, kM, kD) floats and (kWarps, kM) pairs of (max, sum).
+  // `shared` becomes (kWarps, kM, kD) floats, (kWarps, kM) pairs of (max, sum), and two such pairs for each row.
   __device__ explicit Meeting(unsigned char* shared)
-      : out_(reinterpret_cast<float2*>(shared)), stats_(out_ + kWarps * kM * kD / 2) {}
+      : out_(reinterpret_cast<float2*>(shared)),
+        stats_(out_ + kWarps * kM * kD / 2),
+        of_block_(stats_ + kWarps * kM),
+        of_cluster_(of_block_ + kM) {}
 
   // Each warp's accumulators, as mma has them in its lanes.
   __device__ void bring(const float (&tO)[kM / 16][kD / 8][4], const float (&row_max)[kM / 16][2],
@@ -39,7 +42,7 @@ class Meeting {
         if (lane % 4 == 0) stats_[row] = make_float2(row_max[m][half], sum);
 #pragma unroll
         for (int n = 0; n < kD / 8; ++n)
-          out_[row * (kD / 2) + n * 4 + lane % 4] = make_float2(tO[m][n][half * 2], tO[m][n][half * 2 + 1]);
+          out_[at(row, n * 4 + lane % 4)] = make_float2(tO[m][n][half * 2], tO[m][n][half * 2 + 1]);
       }
     }
     __syncthreads();
@@ -47,39 +50,40 @@ class Meeting {
 
   template <class T>
   __device__ void finish(const DecodingParams& p, int b, int head_kv, int first_row) {
+    static_assert(kM <= kWarps * 32);
     const int pairs = (p.head_dim_v + 1) / 2;
     const int count = min(kM, p.group * p.seqlen_q - first_row);
-    const auto of_warp = [&](int row) { return [this, row](int warp) { return stats_[warp * kM + row]; }; };
-    if (p.cluster == 1) {
-      for (int i = threadIdx.x; i < count * pairs; i += kWarps * 32) {
-        const int row = i / pairs, pair = i % pairs;
-        const float2 total = merge(kWarps, of_warp(row), [&](int w) { return out_[(w * kM + row) * (kD / 2) + pair]; });
-        write<T>(p, b, head_kv, first_row + row, pair, total, stats(kWarps, of_warp(row)));
-      }
-      return;
+    const int row_of_thread = threadIdx.x;
+    if (row_of_thread < count) {
+      of_block_[row_of_thread] =
+          weigh(kWarps, row_of_thread, [&](int warp) { return stats_[warp * kM + row_of_thread]; });
     }
-    // This block's own sums first, in the place of its first warp; a thread reads and writes the same pairs.
+    __syncthreads();  // the warps' weights are there
     for (int i = threadIdx.x; i < count * pairs; i += kWarps * 32) {
       const int row = i / pairs, pair = i % pairs;
-      out_[row * (kD / 2) + pair] =
-          merge(kWarps, of_warp(row), [&](int w) { return out_[(w * kM + row) * (kD / 2) + pair]; });
+      const float2 total = add(kWarps, row, [&](int warp) { return out_[at(warp * kM + row, pair)]; });
+      if (p.cluster == 1) {
+        write<T>(p, b, head_kv, first_row + row, pair, total, of_block_[row]);
+      } else {
+        out_[at(row, pair)] = total;  // in the place of the first warp's, which only this thread reads
+      }
     }
-    __syncthreads();  // the warps' statistics have been read
-    float2 own = make_float2(0.f, 0.f);
-    if (threadIdx.x < count) own = stats(kWarps, of_warp(threadIdx.x));
-    __syncthreads();
-    if (threadIdx.x < count) stats_[threadIdx.x] = own;
+    if (p.cluster == 1) return;
     cluster_barrier();  // every block's sums can be read
+    if (row_of_thread < count) {
+      of_cluster_[row_of_thread] = weigh(p.cluster, row_of_thread, [&](int block) {
+        return load_cluster(shared_address(of_block_ + row_of_thread), block);
+      });
+    }
+    __syncthreads();  // the blocks' weights are there
     const int rank = blockIdx.y % p.cluster;
     const int share = (count * pairs + p.cluster - 1) / p.cluster;
     const int end = min(count * pairs, (rank + 1) * share);
     for (int i = rank * share + threadIdx.x; i < end; i += kWarps * 32) {
       const int row = i / pairs, pair = i % pairs;
-      const auto of_block = [&](int block) { return load_cluster(shared_address(stats_ + row), block); };
-      const float2 total = merge(p.cluster, of_block, [&](int block) {
-        return load_cluster(shared_address(out_ + row * (kD / 2) + pair), block);
-      });
-      write<T>(p, b, head_kv, first_row + row, pair, total, stats(p.cluster, of_block));
+      const float2 total =
+          add(p.cluster, row, [&](int block) { return load_cluster(shared_address(out_ + at(row, pair)), block); });
+      write<T>(p, b, head_kv, first_row + row, pair, total, of_cluster_[row]);
     }
     cluster_barrier();  // no block ends while another reads from it
   }
@@ -87,31 +91,38 @@ class Meeting {
  private:
   float2* out_;
   float2* stats_;
+  float2* of_block_;    // (max, sum) of a row
+  float2* of_cluster_;  // the same
 
-  // (max, sum) of all parts.
+  // Eight rows of a warp's lanes, four pairs each, meet all banks.
+  __device__ static int at(int row, int pair) { return row * (kD / 2) + (pair ^ row % 8 * 4); }
+
+  // (max, sum) of all parts, at most kWarps, of a row; what brings each to the common maximum takes the place of a
+  // warp's maximum.
   template <class StatsOf>
-  __device__ static float2 stats(int parts, const StatsOf& stats_of) {
+  __device__ float2 weigh(int parts, int row, const StatsOf& stats_of) {
     float largest = -FLASHBWD_INFINITY;
 #pragma unroll 8
     for (int i = 0; i < parts; ++i) largest = fmaxf(largest, stats_of(i).x);
     const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
     float sum = 0.f;
 #pragma unroll 8
-    for (int i = 0; i < parts; ++i) sum += exp2_approx(stats_of(i).x - base) * stats_of(i).y;
+    for (int i = 0; i < parts; ++i) {
+      const float2 stat = stats_of(i);
+      const float weight = exp2_approx(stat.x - base);
+      sum += weight * stat.y;
+      stats_[i * kM + row].x = weight;
+    }
     return make_float2(largest, sum);
   }
 
-  // The sum of all parts' values, each to the common maximum.
-  template <class StatsOf, class ValueOf>
-  __device__ static float2 merge(int parts, const StatsOf& stats_of, const ValueOf& value_of) {
-    float largest = -FLASHBWD_INFINITY;
-#pragma unroll 8
-    for (int i = 0; i < parts; ++i) largest = fmaxf(largest, stats_of(i).x);
-    const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
+  // The sum of all parts' values, after weigh().
+  template <class ValueOf>
+  __device__ float2 add(int parts, int row, const ValueOf& value_of) const {
     float2 total = make_float2(0.f, 0.f);
 #pragma unroll 8
     for (int i = 0; i < parts; ++i) {
-      const float weight = exp2_approx(stats_of(i).x - base);
+      const float weight = stats_[i * kM + row].x;
       const float2 value = value_of(i);
       total.x += weight * value.x;
       total.y += weight * value.y;

@@ -111,7 +111,7 @@ constexpr int shared_bytes(int head_dim, int rows, int warps, int element_bytes)
   const int q_bytes = q_in_shared(head_dim, rows, element_bytes) ? rows * head_dim * element_bytes : 0;
   const int mod_bytes = mod_rows_in_shared(head_dim, rows) ? rows * kModRowBytes : 0;
   const int streaming = ring_bytes(head_dim, warps) + q_bytes + mod_bytes;
-  const int meeting = warps * rows * (head_dim + 2) * 4;
+  const int meeting = warps * rows * (head_dim + 2) * 4 + rows * 16;
   return streaming > meeting ? streaming : meeting;
 }
 

@@ -134,6 +134,7 @@ DECODING = {
         {"SPLIT_KV": 9},
     ),
     "many_rows": (replace(SHAPE, heads=10, seqlen_q=5, head_dim=128, head_dim_v=128), "softcap", None, {}),
+    "many_masked_rows": (replace(SHAPE, heads=10, seqlen_q=5, head_dim=128, head_dim_v=128), "alibi", "causal", {}),
     "256": (replace(SHAPE, head_dim=256, head_dim_v=192), None, "causal", {}),
     "unaligned": (replace(SHAPE, head_dim=33, head_dim_v=17), "alibi", "causal", {}),
     "lists": (replace(SHAPE, seqlen_q=1), "bias_rank4", "window", {}),

@@ -49,7 +49,7 @@ struct KernelParams {
   const float* dq_sums = nullptr;
   int32_t dq_sums_stride = 0;         // floats from one row to the next
   bool adds_into_zeros = false;       // of the workspace: the first add to a tile need not store
-  int32_t* heads_finished = nullptr;  // see HeadsFinished; a count a store warp
+  int32_t* heads_finished = nullptr;  // see HeadsFinished; a count a store warp or thread
   int32_t query_blocks = 0;           // of the longest sequence
 
   // Of kernels that take features.

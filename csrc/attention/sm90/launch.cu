@@ -289,8 +289,9 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
   const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;
   HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
-  if (kernel_params.jobs > 0 && !is_wide(tile)) {
-    finished = {kernel_params.heads_finished, kConsumerWarpgroups * splits * parts, tile.block_n};
+  if (kernel_params.jobs > 0) {
+    const int32_t adders = is_wide(tile) ? tile.ctas : kConsumerWarpgroups;
+    finished = {kernel_params.heads_finished, adders * splits * parts, tile.block_n};
   }
   if (kernel_params.jobs == 0 || kernel_params.chores == 0) {
     if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;

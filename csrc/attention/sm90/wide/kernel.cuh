@@ -9,7 +9,7 @@
 
 namespace flashbwd::sm90::wide {
 
-// By one thread: adds the chunks of dq tiles into the accumulator.
+// By one thread: adds the chunks of dq tiles into the accumulator, then counts the job as finished.
 template <typename Traits>
 __device__ void store_dq(const KernelParams& params, typename Traits::SharedStorage& smem,
                          const typename Traits::Work& work, int32_t rank) {
@@ -48,6 +48,11 @@ __device__ void store_dq(const KernelParams& params, typename Traits::SharedStor
   }
   finish_turn(params, turn);
   bulk_wait<0>();
+  // Past the rows of the sequence there are jobs that only write zeros to the gradient of a bias.
+  if (work.first_key - rank * Traits::kBlockN < work.sequence.rows_k) {
+    fence_async_global();
+    add_release(params.heads_finished + int64_t{work.batch} * p.heads_kv + work.head_kv, 1);
+  }
 }
 
 // By one thread: the other CTA's keys, in the columns of dq that this one adds.
@@ -85,6 +90,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   }
   const int32_t rank = static_cast<int32_t>(rank_in_cluster());
   wait_for_launch_before();
+  let_launch_behind_begin();
   if (threadIdx.x == 0 && rank == 0) {
     // In order: jobs are taken in the order in which clusters start, so that nobody waits for one that has not.
     smem.job = atomicAdd(params.jobs_taken, 1);
@@ -102,12 +108,11 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
 
   if (warpgroup == 0) {
     shrink_registers<Traits::kRegisters.producer>();
-    if (work.steps > 0) {
-      const auto nobody = [] {};  // used k and v before
-      if (threadIdx.x == 0) Producer<Traits>::load(params, smem, work, 0, nobody, nobody);
-      if (threadIdx.x == 32) store_dq<Traits>(params, smem, work, rank);
-      if (threadIdx.x == 64) load_other_keys<Traits>(params, smem, work, rank);
-    }
+    const bool has_steps = work.steps > 0;
+    const auto nobody = [] {};  // used k and v before
+    if (threadIdx.x == 0 && has_steps) Producer<Traits>::load(params, smem, work, 0, nobody, nobody);
+    if (threadIdx.x == 32) store_dq<Traits>(params, smem, work, rank);
+    if (threadIdx.x == 64 && has_steps) load_other_keys<Traits>(params, smem, work, rank);
     if constexpr (Traits::kBiasGradient) {
       if (threadIdx.x >= 64) zero_bias_gradient<Traits>(params, work, threadIdx.x - 64, kWarpgroupThreads - 64);
     }

@@ -81,6 +81,11 @@ constexpr auto register_atom() {
   } else if constexpr (N == 64) {
     if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_RS<Major::K, kMajorB>{};
     if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_RS<Major::K, kMajorB>{};
+#ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+  } else if constexpr (N == 80) {
+    if constexpr (kBF16) return atoms::MMA_64x80x16_F32BF16BF16_RS<Major::K, kMajorB>{};
+    if constexpr (!kBF16) return atoms::MMA_64x80x16_F32F16F16_RS<Major::K, kMajorB>{};
+#endif
   } else if constexpr (N == 96) {
     if constexpr (kBF16) return atoms::MMA_64x96x16_F32BF16BF16_RS<Major::K, kMajorB>{};
     if constexpr (!kBF16) return atoms::MMA_64x96x16_F32F16F16_RS<Major::K, kMajorB>{};

@@ -48,6 +48,7 @@ struct Tile {
 constexpr Tile kTiles[] = {
     {32, 32, 128, 128, 2, 2},      // 32 + 128 + 16 registers, 194 KB
     {64, 64, 128, 128, 2, 2},      // 64 + 128 + 32 registers, 194 KB
+    {80, 80, 64, 128, 2, 2},       // 80 + 64 + 32 registers, 193 KB
     {96, 96, 64, 128, 2, 2},       // 96 + 64 + 32 registers, 193 KB
     {128, 128, 64, 128, 2, 2},     // 128 + 64 + 32 registers, 193 KB
     {128, 128, 64, 128, 2, 2, 2},  // 64 + 32 registers, 185 KB; for features, smaller head dimensions too

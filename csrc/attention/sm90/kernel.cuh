@@ -1,6 +1,8 @@
 // The attention-backward kernel for Hopper: CTAs that stay and take one key block after the other, roles by warp.
 #pragma once
 
+#include <type_traits>
+
 #include "../../common/launch_overlap.cuh"
 #include "chores.cuh"
 #include "epilogue.cuh"
@@ -44,28 +46,37 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    uint32_t keys_phase = 0;
-    for (JobSlot slot;; slot.advance()) {
-      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-      const typename Traits::Work& work = smem.work[slot.index()];
-      if (work.exhausted) {
-        if constexpr (Traits::kChores) {
-          if (slot.jobs_before > 0) mbarrier_wait(&smem.chore_full, slot.jobs_before % 2 ^ 1);  // the ticket is ours
+    const auto consume = [&](auto dq_columns) {
+      constexpr int kDqColumns = decltype(dq_columns)::value;
+      uint32_t keys_phase = 0;
+      for (JobSlot slot;; slot.advance()) {
+        mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+        const typename Traits::Work& work = smem.work[slot.index()];
+        if (work.exhausted) {
+          if constexpr (Traits::kChores) {
+            if (slot.jobs_before > 0) mbarrier_wait(&smem.chore_full, slot.jobs_before % 2 ^ 1);  // the ticket is ours
+          }
+          break;
         }
-        break;
-      }
-      float dk[Traits::kHeadDim / 2];
-      float dv[Traits::kHeadDim / 2];
+        float dk[Traits::kHeadDim / 2];
+        float dv[Traits::kHeadDim / 2];
 #pragma unroll
-      for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-      if (work.steps > 0) {
-        Mainloop<Traits>::compute(params, smem, work, warpgroup - 1, keys_phase, dk, dv);
-        keys_phase ^= 1;
+        for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+        if (work.steps > 0) {
+          Mainloop<Traits, kDqColumns>::compute(params, smem, work, warpgroup - 1, keys_phase, dk, dv);
+          keys_phase ^= 1;
+        }
+        // Zeros where nobody looked.
+        Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
       }
-      // Zeros where nobody looked.
-      Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
+    };
+    // Products in flight must not be in a branch, so all of the warpgroup's loop is.
+    if (Traits::kDqColumns != Traits::kLastDqColumns && warpgroup == kConsumerWarpgroups) {
+      consume(std::integral_constant<int, Traits::kLastDqColumns>());
+    } else {
+      consume(std::integral_constant<int, Traits::kDqColumns>());
     }
     if constexpr (Traits::kChores) finish_chores<Traits>(params, smem);
   }

@@ -9,7 +9,8 @@
 
 namespace flashbwd::sm90 {
 
-template <typename Traits>
+// kDqColumns: of the part of dq of the warpgroup that calls.
+template <typename Traits, int kDqColumns>
 struct Mainloop {
   using T = typename Traits::T;
   using SharedStorage = typename Traits::SharedStorage;
@@ -17,7 +18,6 @@ struct Mainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kStages = Traits::kStages;
-  static constexpr int kDqColumns = Traits::kDqColumns;
   static constexpr bool kEarlyDv = Traits::kEarlyDv;
   using Ring = sm90::Ring<kStages>;
   using Work = typename Traits::Work;

@@ -49,6 +49,8 @@ struct Traits {
   static constexpr int kDqColumnParts = kChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   static constexpr bool kChores = has_chores({kHeadDim, kHeadDim, kBlockM, kBlockN, kStages, kStages});
+  // Of the last warpgroup: what is left of the head dimension, in boxes of 32.
+  static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
   static constexpr int kChunksV = kChunks;

@@ -43,7 +43,7 @@ struct Tile {
 // Up to 128: each of two consumer warpgroups has 64 keys. dk and dv of those take (head_dim + head_dim_v) / 2 registers
 // a thread, s and dp block_m, dq 32. What is left of 240 decides block_m; shared memory (227 KB) then takes two stages
 // of everything.
-// Of two CTAs with 64 keys each (wide/): dv in one warpgroup and dk in another, half of their head dimension in
+// 64 keys a CTA (wide/): dv in one warpgroup and dk in another, half of their head dimension in
 // registers a thread, s or dp 32. Shared memory decides the stages.
 constexpr Tile kTiles[] = {
     {32, 32, 128, 128, 2, 2},      // 32 + 128 + 16 registers, 194 KB
@@ -51,14 +51,14 @@ constexpr Tile kTiles[] = {
     {80, 80, 64, 128, 2, 2},       // 80 + 64 + 32 registers, 193 KB
     {96, 96, 64, 128, 2, 2},       // 96 + 64 + 32 registers, 193 KB
     {128, 128, 64, 128, 2, 2},     // 128 + 64 + 32 registers, 193 KB
-    {128, 128, 64, 128, 2, 2, 2},  // 64 + 32 registers, 185 KB; for features, smaller head dimensions too
+    {128, 128, 64, 64, 2, 2},      // 64 + 32 registers, 161 KB; for features, smaller head dimensions too
     {192, 128, 64, 128, 2, 2, 2},  // 96 + 32 registers, 217 KB
     {192, 192, 64, 128, 2, 2, 2},  // 96 + 32 registers, 225 KB
     {256, 256, 64, 128, 2, 1, 2},  // 128 + 32 registers, 225 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
-constexpr bool is_wide(const Tile& tile) { return tile.ctas == 2; }
+constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
 
 // Whether dq is converted between jobs (chores.cuh). At head dimension 128 it makes no difference.
 constexpr bool has_chores(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 64; }

@@ -80,8 +80,8 @@ std::string slower(const AttentionProblem& problem) {
     return "sm80 is faster with PyTorch's memory-efficient dropout";
   }
   if (!has_features(problem) || head_dim > 128) return "";
-  if (head_dim <= 96) return "sm80 is faster with softcap, bias, ALiBi or dropout at head dimensions up to 96";
-  if (problem.has_bias || drops) return "sm80 is faster with attn_bias or dropout at head dimensions up to 128";
+  if (head_dim <= 64) return "sm80 is faster with softcap, bias, ALiBi or dropout at head dimensions up to 64";
+  if (problem.has_bias) return "sm80 is faster with attn_bias at head dimensions up to 128";
   return "";
 }
 
@@ -96,7 +96,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, tile.block_m, tile.block_n);
   const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
   plan->schedule = grouped.pairs ? "pairs of key blocks from a counter" : "key blocks from a counter";
-  if (is_wide(tile)) plan->schedule += ", each by 2 CTAs";
+  if (tile.ctas > 1) plan->schedule += ", each by " + std::to_string(tile.ctas) + " CTAs";
   plan->splits = grouped.splits;
   LastRound last;
   if (!problem.varlen && !is_wide(tile)) {

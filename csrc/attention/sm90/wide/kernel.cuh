@@ -25,7 +25,7 @@ __device__ void store_dq(const KernelParams& params, typename Traits::SharedStor
     const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
     const BlockRange chunks = Traits::chunks_of(rank, step.index);
     // The answer comes while the adds before complete.
-    const Turn next = chunks.empty() ? Turn() : look_ahead<Traits>(params, work, 0, step.head, step.query_block);
+    const Turn next = look_ahead<Traits>(params, work, 0, step.head, step.query_block);
     finish_turn(params, turn);
     turn = next;
 #pragma unroll 1
@@ -112,7 +112,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     const auto nobody = [] {};  // used k and v before
     if (threadIdx.x == 0 && has_steps) Producer<Traits>::load(params, smem, work, 0, nobody, nobody);
     if (threadIdx.x == 32) store_dq<Traits>(params, smem, work, rank);
-    if (threadIdx.x == 64 && has_steps) load_other_keys<Traits>(params, smem, work, rank);
+    if (Traits::kPairs && threadIdx.x == 64 && has_steps) load_other_keys<Traits>(params, smem, work, rank);
     if constexpr (Traits::kBiasGradient) {
       if (threadIdx.x >= 64) zero_bias_gradient<Traits>(params, work, threadIdx.x - 64, kWarpgroupThreads - 64);
     }

@@ -280,7 +280,7 @@ struct ScoreGradients : Consumer<Traits> {
     store_ds<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
     fence_async_shared();
     arrive_warp(&smem.ds_full[buffer], lane);
-    if (lane == 0) {
+    if (Traits::kPairs && lane == 0) {
       constexpr int kBytes = Traits::kDsBytes / Traits::kWarps;  // the rows of this warp's keys
       bulk_copy_to_cta(smem.ds_other[buffer] + warp * kBytes, &smem.ds_other_full[buffer], rank_in_cluster() ^ 1,
                        smem.ds[buffer] + warp * kBytes, kBytes);
@@ -299,13 +299,13 @@ struct QueryGradients {
     const int32_t thread = threadIdx.x % kWarpgroupThreads, warp = thread / 32, lane = thread % 32;
     const uint32_t k = smem_address(smem.k);
     const uint32_t k_other = smem_address(smem.k_other) - Traits::first_other_chunk(rank) * Traits::kKeyChunkBytes;
-    if (thread == 0) {
+    if (Traits::kPairs && thread == 0) {
       for (int buffer = 0; buffer < Traits::kDsBuffers; ++buffer) expect_ds(smem, buffer);
     }
     mbarrier_wait(&smem.k_full, 0);
-    mbarrier_wait(&smem.k_other_full, 0);
+    if constexpr (Traits::kPairs) mbarrier_wait(&smem.k_other_full, 0);
     const int32_t valid = max(work.visibility.seqlen_k - work.first_key - other_keys<Traits>(rank), 0);
-    if (params.rows_may_be_poisoned && valid < Traits::kBlockN) {
+    if (Traits::kPairs && params.rows_may_be_poisoned && valid < Traits::kBlockN) {
       scrub<Traits::kOtherChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
     int32_t count = 0;  // of chunks of 64 columns
@@ -314,16 +314,19 @@ struct QueryGradients {
       const int32_t buffer = DsRing::stage(index);
       const BlockRange chunks = Traits::chunks_of(rank, index);
       mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(index));
-      mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(index));
-      if (thread == 0) expect_ds(smem, buffer);
-      if (chunks.empty()) release(smem, buffer, rank, lane);
+      if constexpr (Traits::kPairs) {
+        mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(index));
+        if (thread == 0) expect_ds(smem, buffer);
+      }
 #pragma unroll 1
       for (int32_t chunk = chunks.begin; chunk < chunks.end; ++chunk, ++count) {
         float dq[32];  // (kBlockM, 64)
         product<typename Traits::T, Traits::kBlockN / 16, false, KeyRows, KeyRows>(dq, smem_address(smem.ds[buffer]),
                                                                                    k + chunk * Traits::kKeyChunkBytes);
-        product<typename Traits::T, Traits::kBlockN / 16, true, KeyRows, KeyRows>(
-            dq, smem_address(smem.ds_other[buffer]), k_other + chunk * Traits::kKeyChunkBytes);
+        if constexpr (Traits::kPairs) {
+          product<typename Traits::T, Traits::kBlockN / 16, true, KeyRows, KeyRows>(
+              dq, smem_address(smem.ds_other[buffer]), k_other + chunk * Traits::kKeyChunkBytes);
+        }
         wait_products<0>();
         fence_registers(dq);
         if (chunk == chunks.end - 1) release(smem, buffer, rank, lane);
@@ -345,7 +348,7 @@ struct QueryGradients {
     __syncwarp();
     if (lane == 0) {
       mbarrier_arrive(&smem.ds_empty[buffer]);
-      mbarrier_arrive_in_cta(&smem.ds_empty[buffer], rank ^ 1);
+      if constexpr (Traits::kPairs) mbarrier_arrive_in_cta(&smem.ds_empty[buffer], rank ^ 1);
     }
   }
 };

@@ -25,6 +25,7 @@ struct Traits {
   static constexpr int kHeadDimV = kTile.head_dim_v;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kCtas = kTile.ctas;
+  static constexpr bool kPairs = kCtas == 2;             // else there is no other CTA, and nothing of it in use
   static constexpr int kBlockN = kTile.block_n / kCtas;  // keys of this CTA
   static constexpr int kStages = kTile.stages;           // of q
   static constexpr int kDoutStages = kTile.dout_stages;
@@ -34,7 +35,7 @@ struct Traits {
   static constexpr int kDqParts = dq_parts(kTile);
   static constexpr WideRegisters kRegisters = wide_registers(kHeadDim);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
-  static_assert(kCtas == 2, "each has the dS of one other");
+  static_assert(kCtas <= 2, "each has the dS of one other");
   static_assert(kHeadDim % kChunkColumns == 0 && kHeadDimV % kChunkColumns == 0, "tiles are whole chunks");
 
   static constexpr int kChunks = kHeadDim / kChunkColumns;  // of q, k, dq
@@ -46,11 +47,12 @@ struct Traits {
 
   static constexpr int kDsBytes = kBlockN * kChunkRowBytes;
 
-  // Of dq each CTA adds some chunks of columns, summed over the keys of both: all of `chunks_of`, in turn the smaller
-  // and the larger part of an odd number. It keeps those columns of the other's keys.
+  // Of dq each CTA of two adds some chunks of columns, summed over the keys of both: all of `chunks_of`, in turn the
+  // smaller and the larger part of an odd number. It keeps those columns of the other's keys.
   static constexpr int kOtherChunks = (kChunks + 1) / 2;
-  static constexpr int kDqAdders = kChunks == 1 ? 1 : kCtas;
+  static constexpr int kDqAdders = kCtas;
   static __device__ BlockRange chunks_of(int32_t rank, int32_t step) {
+    if constexpr (!kPairs) return {0, kChunks};
     const int32_t middle = (kChunks + step % 2) / 2;
     return rank == 0 ? BlockRange{0, middle} : BlockRange{middle, kChunks};
   }

@@ -27,7 +27,7 @@ struct WideRegisters {
   int producer, probabilities, score_gradients, dq;
 };
 constexpr WideRegisters wide_registers(int32_t head_dim) {
-  return head_dim <= 192 ? WideRegisters{40, 200, 200, 72} : WideRegisters{32, 208, 208, 64};
+  return head_dim <= 192 ? WideRegisters{40, 192, 208, 72} : WideRegisters{32, 208, 208, 64};
 }
 
 struct Tile {

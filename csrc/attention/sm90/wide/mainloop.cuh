@@ -169,7 +169,7 @@ struct Probabilities : Consumer<Traits> {
         smem.p[j][thread] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
       }
     }
-    arrive_warp(&smem.p_full[warp], lane);
+    mbarrier_arrive(&smem.p_full[warp]);
   }
 };
 
@@ -249,12 +249,8 @@ struct ScoreGradients : Consumer<Traits> {
       dp[4 * j + 2] = score_gradient(p.z, dp[4 * j + 2], delta.x);
       dp[4 * j + 3] = score_gradient(p.w, dp[4 * j + 3], delta.y);
     }
-    arrive_warp(&smem.p_empty[warp], lane);
-    if constexpr (Traits::kDeltaArrivals == kWarpgroupThreads) {
-      mbarrier_arrive(&smem.dout_empty[stage]);
-    } else {
-      arrive_warp(&smem.dout_empty[stage], lane);
-    }
+    mbarrier_arrive(&smem.p_empty[warp]);
+    mbarrier_arrive(&smem.dout_empty[stage]);
   }
 
   __device__ __forceinline__ float score_gradient(float p, float dp, float delta) const {

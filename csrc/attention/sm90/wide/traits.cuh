@@ -58,10 +58,6 @@ struct Traits {
   }
   static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }
 
-  // Who has read row statistics lets go of a stage by thread, for racecheck follows no warp; who has not, by warp. dS
-  // of 256 has no register for it.
-  static constexpr int kDeltaArrivals = kHeadDim <= 192 ? kWarpgroupThreads : kWarps;
-
   using Work = sm90::Work<kBlockM, kTile.block_n>;
 
   struct alignas(1024) SharedStorage {
@@ -78,11 +74,13 @@ struct Traits {
     alignas(128) float delta[kDoutStages][kBlockM];
     Work work;
     int32_t job;
-    uint64_t k_full, v_full, k_other_full;               // producer arrives with bytes
-    uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
-    uint64_t q_empty[kStages];                           // every thread of P, every warp of dS
-    uint64_t dout_empty[kDoutStages];                    // every warp of P, of dS every thread or warp
-    uint64_t p_full[kWarps], p_empty[kWarps];            // a warp of P arrives, one of dS; the other waits
+    uint64_t k_full, v_full, k_other_full;             // producer arrives with bytes
+    uint64_t q_full[kStages], dout_full[kDoutStages];  // producer arrives with bytes
+    // Who has read or written by ordinary instructions arrives by thread, for racecheck follows no warp; others by
+    // warp.
+    uint64_t q_empty[kStages];                 // every thread of P, every warp of dS
+    uint64_t dout_empty[kDoutStages];          // every thread of dS, every warp of P
+    uint64_t p_full[kWarps], p_empty[kWarps];  // the threads of a warp of P arrive, of one of dS; the other waits
     uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];  // every warp of dS arrives, every warp of dq of both CTAs
     uint64_t ds_other_full[kDsBuffers];                  // a thread of dq arrives, the other CTA sends bytes
     uint64_t dq_full[kDqBuffers], dq_empty[kDqBuffers];  // every warp of dq arrives, the thread that adds
@@ -98,11 +96,11 @@ struct Traits {
     }
     for (int stage = 0; stage < kDoutStages; ++stage) {
       mbarrier_init(&smem.dout_full[stage], 1);
-      mbarrier_init(&smem.dout_empty[stage], kDeltaArrivals + kWarps);
+      mbarrier_init(&smem.dout_empty[stage], kWarpgroupThreads + kWarps);
     }
     for (int warp = 0; warp < kWarps; ++warp) {
-      mbarrier_init(&smem.p_full[warp], 1);
-      mbarrier_init(&smem.p_empty[warp], 1);
+      mbarrier_init(&smem.p_full[warp], 32);
+      mbarrier_init(&smem.p_empty[warp], 32);
     }
     for (int buffer = 0; buffer < kDsBuffers; ++buffer) {
       mbarrier_init(&smem.ds_full[buffer], kWarps);

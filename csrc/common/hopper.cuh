@@ -59,9 +59,12 @@ __device__ __forceinline__ uint32_t address_in_cta(const void* smem, uint32_t ra
   return address;
 }
 
-// All threads of all CTAs; what they did to shared memory before is seen by all behind it.
+// A barrier of all threads of all CTAs: what they did to shared memory before they arrived is seen behind the wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 __device__ __forceinline__ int32_t load_from_cta(const int32_t* smem, uint32_t rank) {

@@ -91,15 +91,20 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   const int32_t rank = static_cast<int32_t>(rank_in_cluster());
   wait_for_launch_before();
   let_launch_behind_begin();
-  if (threadIdx.x == 0 && rank == 0) {
-    // In order: jobs are taken in the order in which clusters start, so that nobody waits for one that has not.
-    smem.job = atomicAdd(params.jobs_taken, 1);
+  // Jobs that wait for one another are taken in the order in which clusters start: nobody waits for one that has not.
+  const bool in_order = params.semaphores != nullptr;
+  if (in_order) {
+    if (threadIdx.x == 0 && rank == 0) smem.job = atomicAdd(params.jobs_taken, 1);
+    cluster_sync();
+  } else {
+    cluster_arrive();
   }
-  cluster_sync();
   if (threadIdx.x == 0) {
-    smem.work.find(params, {{}, load_from_cta(&smem.job, 0), false});
+    const int32_t job = in_order ? load_from_cta(&smem.job, 0) : static_cast<int32_t>(blockIdx.x) / Traits::kCtas;
+    smem.work.find(params, {{}, job, false});
     smem.work.template take_part<Traits::kBlockN>(rank);
   }
+  if (!in_order) cluster_wait();  // the other CTA has its barriers
   __syncthreads();
   if (!work.exists) {  // for the whole cluster: nothing to load, nothing to write
     cluster_sync();    // the job is read

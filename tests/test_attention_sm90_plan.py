@@ -153,7 +153,7 @@ def test_bias_gradient_takes_the_scratch_of_its_broadcast(
     host: ModuleType, broadcast: dict[str, bool], deterministic: bool, zeroed: int, partial: int
 ) -> None:
     plan = plan_of(host, has_bias=True, need_dbias=True, deterministic=deterministic, **broadcast)
-    semaphores = 2 * 6 * 5 * 4 if deterministic else 0
+    semaphores = 2 * 6 * 5 * 4
     assert plan.workspace.semaphore_bytes == COUNTER_BYTES + semaphores + 4 * zeroed
     assert plan.workspace.partial_bytes == 4 * partial
 
@@ -193,9 +193,12 @@ def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
     assert not ordered.schedule.startswith("pairs")  # turns would wait for jobs taken later
 
 
-def test_wide_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
-    plan = plan_of(host, deterministic=True, head_dim=192)
-    assert plan.workspace.semaphore_bytes == COUNTER_BYTES + 2 * 6 * 5 * 4  # 300 queries are 5 blocks of 64; int32
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wide_plans_take_a_semaphore_for_each_cta_and_query_block(host: ModuleType, deterministic: bool) -> None:
+    plan = plan_of(host, deterministic=deterministic, head_dim=192)
+    assert not plan.workspace.zero_accumulator
+    # 300 queries are 5 blocks of 64; 2 CTAs; int32.
+    assert plan.workspace.semaphore_bytes == COUNTER_BYTES + 2 * 6 * 5 * 2 * 4
 
 
 @pytest.mark.parametrize(

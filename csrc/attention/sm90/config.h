@@ -64,7 +64,7 @@ constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas
 constexpr bool has_chores(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 64; }
 
 // Parts of a dq tile that are added, and in deterministic mode take turns, on their own.
-constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? 1 : kConsumerWarpgroups; }
+constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? tile.ctas : kConsumerWarpgroups; }
 
 // Development builds may hold some of the head dimensions only.
 constexpr bool is_built(int32_t head_dim) {

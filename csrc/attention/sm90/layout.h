@@ -21,10 +21,10 @@ struct CallSizes {
 };
 
 // Packed: the rows behind a sequence's last tile are another head's, whose sums a store would overwrite.
-inline bool adds_into_zeros(const CallSizes& sizes, const Tile& tile) { return sizes.packed || is_wide(tile); }
+inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed; }
 
 inline bool has_semaphores(const CallSizes& sizes, const Tile& tile) {
-  return sizes.deterministic || !adds_into_zeros(sizes, tile);
+  return sizes.deterministic || !adds_into_zeros(sizes);
 }
 
 // The zeroed region of the workspace: the counter of jobs taken and a count a head; a semaphore a part of a dq tile; a

@@ -116,7 +116,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   request.block_n = tile.block_n;
   request.sm_count = device.sm_count;
   const CallSizes sizes = sizes_of(problem);
-  request.adds_into_zeros = adds_into_zeros(sizes, tile);
+  request.adds_into_zeros = adds_into_zeros(sizes);
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   if (!scratch.zeroed) request.partial_bytes = scratch.elements * static_cast<int64_t>(sizeof(float));

@@ -45,7 +45,6 @@ struct Traits {
   static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
   // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
   static constexpr int kDqParts = kConsumerWarpgroups;
-  static constexpr int kDqAdders = 1;  // to a part, in one turn
   static constexpr int kDqColumnParts = kChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   static constexpr bool kChores = has_chores({kHeadDim, kHeadDim, kBlockM, kBlockN, kStages, kStages});

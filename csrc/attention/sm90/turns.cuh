@@ -5,8 +5,7 @@
 // of the step is there: who is first waits for nobody, so nobody waits for long.
 //
 // Deterministic: key blocks take turns (schedule.h, ordered accumulation); a semaphore counts turns. Key blocks wait
-// only for key blocks whose jobs were taken earlier. The CTAs of a cluster have a turn together, each adds its columns:
-// a semaphore counts both.
+// only for key blocks whose jobs were taken earlier.
 //
 // A semaphore answers in about a microsecond, a third of a step. It is asked before the turn of the step before is
 // over, which takes as long again.
@@ -43,8 +42,8 @@ __device__ Turn look_ahead(const KernelParams& params, const typename Traits::Wo
     const int32_t key_block = work.first_key / kKeys;
     const int32_t before = work.from_last_key ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys - key_block
                                               : key_block - max(first_query + v.lo, 0) / kKeys;
-    turn.number = before * Traits::kDqAdders;
-    turn.open = seen >= turn.number;
+    turn.number = before;
+    turn.open = seen == turn.number;
     turn.stores = before == 0 && !params.adds_into_zeros;
   } else {
     turn.open = seen == 2;
@@ -58,7 +57,7 @@ inline __device__ void begin_turn(const KernelParams& params, Turn& turn) {
   int32_t* const semaphore = params.semaphores + turn.semaphore;
   if (params.attention.deterministic) {
     if (!turn.open) {
-      while (load_acquire(semaphore) < turn.number) __nanosleep(32);
+      while (load_acquire(semaphore) != turn.number) __nanosleep(32);
     }
   } else {
     turn.stores = !turn.open && atomicMax(semaphore, 1) == 0;

@@ -23,9 +23,9 @@ __device__ void store_dq(const KernelParams& params, typename Traits::SharedStor
     // Packed: all heads of a sequence are one run of rows.
     if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
     const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
-    const BlockRange chunks = Traits::chunks_of(rank, step.index);
+    const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
     // The answer comes while the adds before complete.
-    const Turn next = look_ahead<Traits>(params, work, 0, step.head, step.query_block);
+    const Turn next = look_ahead<Traits>(params, work, rank, step.head, step.query_block);
     finish_turn(params, turn);
     turn = next;
 #pragma unroll 1
@@ -37,7 +37,10 @@ __device__ void store_dq(const KernelParams& params, typename Traits::SharedStor
 #pragma unroll 1
       for (int32_t box = 0; box < 2; ++box) {
         const int32_t column = chunk * kChunkColumns + box * 32;
-        if (column < p.head_dim) {
+        if (column >= p.head_dim) continue;
+        if (turn.stores) {
+          tensor_store_3d(&params.dq_accumulator, smem.dq[buffer][box], column, row, slab);
+        } else {
           tensor_reduce_add_3d(&params.dq_accumulator, smem.dq[buffer][box], column, row, slab);
         }
       }
@@ -92,7 +95,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   wait_for_launch_before();
   let_launch_behind_begin();
   // Jobs that wait for one another are taken in the order in which clusters start: nobody waits for one that has not.
-  const bool in_order = params.semaphores != nullptr;
+  const bool in_order = params.attention.deterministic;
   if (in_order) {
     if (threadIdx.x == 0 && rank == 0) smem.job = atomicAdd(params.jobs_taken, 1);
     cluster_sync();

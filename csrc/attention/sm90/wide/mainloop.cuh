@@ -306,12 +306,12 @@ struct QueryGradients {
     }
     int32_t count = 0;  // of chunks of 64 columns
 #pragma unroll 1
-    for (int32_t index = 0; index < work.steps; ++index) {
-      const int32_t buffer = DsRing::stage(index);
-      const BlockRange chunks = Traits::chunks_of(rank, index);
-      mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(index));
+    for (Step step(work, 0); step.index < step.end; step.advance()) {
+      const int32_t buffer = DsRing::stage(step.index);
+      const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
+      mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(step.index));
       if constexpr (Traits::kPairs) {
-        mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(index));
+        mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(step.index));
         if (thread == 0) expect_ds(smem, buffer);
       }
 #pragma unroll 1

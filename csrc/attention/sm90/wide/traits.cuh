@@ -50,10 +50,9 @@ struct Traits {
   // Of dq each CTA of two adds some chunks of columns, summed over the keys of both: all of `chunks_of`, in turn the
   // smaller and the larger part of an odd number. It keeps those columns of the other's keys.
   static constexpr int kOtherChunks = (kChunks + 1) / 2;
-  static constexpr int kDqAdders = kCtas;
-  static __device__ BlockRange chunks_of(int32_t rank, int32_t step) {
+  static __device__ BlockRange chunks_of(int32_t rank, int32_t query_block) {
     if constexpr (!kPairs) return {0, kChunks};
-    const int32_t middle = (kChunks + step % 2) / 2;
+    const int32_t middle = (kChunks + query_block % 2) / 2;
     return rank == 0 ? BlockRange{0, middle} : BlockRange{middle, kChunks};
   }
   static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }

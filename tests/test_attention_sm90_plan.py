@@ -121,6 +121,7 @@ def test_features_take_tiles_of_64_keys_a_cta(
         ({"head_dim": 192, "has_bias": True, "need_dbias": True}, ""),
         ({"head_dim": 64, "softcap": 30.0}, "with softcap, bias, ALiBi or dropout at head dimensions up to 64"),
         ({"head_dim": 128, "has_bias": True}, "with attn_bias at head dimensions up to 128"),
+        ({"head_dim": 96, "dropout_p": 0.1, "dropout_layout": "kFlash"}, "with dropout at head dimensions up to 96"),
         ({"head_dim": 256, "dropout_p": 0.1, "dropout_layout": "kEfficient32"}, "memory-efficient dropout"),
     ],
     ids=str,

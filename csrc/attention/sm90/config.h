@@ -51,7 +51,7 @@ constexpr Tile kTiles[] = {
     {80, 80, 64, 128, 2, 2},       // 80 + 64 + 32 registers, 193 KB
     {96, 96, 64, 128, 2, 2},       // 96 + 64 + 32 registers, 193 KB
     {128, 128, 64, 128, 2, 2},     // 128 + 64 + 32 registers, 193 KB
-    {128, 128, 64, 64, 2, 2},      // 64 + 32 registers, 161 KB; for features, smaller head dimensions too
+    {128, 128, 64, 64, 2, 2},      // 64 + 32 registers, 185 KB; for features, smaller head dimensions too
     {192, 128, 64, 128, 2, 2, 2},  // 96 + 32 registers, 217 KB
     {192, 192, 64, 128, 2, 2, 2},  // 96 + 32 registers, 225 KB
     {256, 256, 64, 128, 2, 1, 2},  // 128 + 32 registers, 225 KB

@@ -82,6 +82,7 @@ std::string slower(const AttentionProblem& problem) {
   if (!has_features(problem) || head_dim > 128) return "";
   if (head_dim <= 64) return "sm80 is faster with softcap, bias, ALiBi or dropout at head dimensions up to 64";
   if (problem.has_bias) return "sm80 is faster with attn_bias at head dimensions up to 128";
+  if (drops && head_dim <= 96) return "sm80 is faster with dropout at head dimensions up to 96";
   return "";
 }
 

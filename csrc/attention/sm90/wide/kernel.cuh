@@ -1,5 +1,5 @@
-// The kernel for head dimensions above 128 and for features: a cluster of two CTAs for 128 keys, 64 each, a warpgroup
-// for each of P, dS and dq.
+// The kernel for head dimensions above 128 and for features: a CTA for 64 keys, or a cluster of two for 128, with a
+// warpgroup for each of P, dS and dq.
 #pragma once
 
 #include "../../../common/launch_overlap.cuh"

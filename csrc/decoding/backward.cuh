@@ -80,11 +80,10 @@ class Backward {
         b_kv(blockIdx.x / p.heads_kv),
         head_kv(blockIdx.x % p.heads_kv),
         all_rows(p.group * p.seqlen_q * (p.batch / p.batch_kv)),
-        shared_k(shared_address(shared)),
-        shared_v(shared_k + kTileBytes),
-        shared_q(shared_v + kTileBytes),
+        shared_keys(shared_address(shared)),
+        shared_q(shared_keys + 4 * kTileBytes),
         shared_dout(shared_q + kRowsBytes),
-        dS(reinterpret_cast<float*>(shared + 2 * kTileBytes + 2 * kRowsBytes)),
+        dS(reinterpret_cast<float*>(shared + 4 * kTileBytes + 2 * kRowsBytes)),
         lse_of_row(dS + kRows * kDsStride),
         delta_of_row(lse_of_row + kRows),
         rows_of_tile(reinterpret_cast<Row*>(delta_of_row + kRows)),
@@ -95,8 +94,10 @@ class Backward {
     const int tiles = (p.seqlen_k + kKeys - 1) / kKeys;
     const int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.y / p.splits);
     const int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.y + 1) / p.splits);
+    const bool ahead = all_rows <= kRows;  // the next keys are under way meanwhile; more rows are work enough
+    if (ahead) begin_ahead(begin, end);
     for (int tile = begin; tile < end; ++tile) {
-      first_key = tile * kKeys;
+      set_tile(tile);
       keys_loaded = false;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
@@ -104,7 +105,7 @@ class Backward {
         for (int i = 0; i < 4; ++i) tdK[n][i] = tdV[n][i] = 0.f;
       }
       for (first_row = 0; first_row < all_rows; first_row += kRows) {
-        if (any_visible()) add_rows();
+        if (ahead ? go_ahead(tile, end) : load(tile)) add_rows();
       }
       store_keys();
     }
@@ -114,16 +115,18 @@ class Backward {
   const DecodingBackwardParams& p;
   const int lane, warp, b_kv, head_kv;
   const int all_rows;
-  const uint32 shared_k, shared_v;     // (kKeys, kD)
+  const uint32 shared_keys;            // (2, 2, kKeys, kD): K and V of two tiles
   const uint32 shared_q, shared_dout;  // (kRows, kD)
   float* const dS;                     // (kRows, kKeys), scaled
   float* const lse_of_row;             // (kRows,), in log2 units
   float* const delta_of_row;           // (kRows,)
   Row* const rows_of_tile;             // (kRows,)
   int* const seen_key;                 // (kKeys,)
-  int first_key, first_row;
+  uint32 shared_k, shared_v;           // (kKeys, kD), of the tile worked on
+  int first_key, first_row = 0;
   int rows_loaded = -1;  // first_row of what lies in Q and dO
   bool keys_loaded;
+  bool listed;                                       // of the keys that are under way: whether some row sees them
   float tdK[kColumns / 8][4], tdV[kColumns / 8][4];  // (16 keys, kColumns)
 
   __device__ Row row_at(int row) const { return Row(p, b_kv, head_kv, row); }
@@ -139,9 +142,17 @@ class Backward {
     __syncthreads();  // other threads add to it
   }
 
-  // Whether some row of the tile lists some block of its keys.
-  __device__ bool any_visible() {
+  __device__ uint32 keys_at(int tile) const { return shared_keys + tile % 2 * 2 * kTileBytes; }
+  __device__ void set_tile(int tile) {
+    first_key = tile * kKeys;
+    shared_k = keys_at(tile);
+    shared_v = shared_k + kTileBytes;
+  }
+
+  // Whether some of the rows lists some block of a tile's keys.
+  __device__ bool any_visible(int tile) {
     if constexpr (!Mod::kHasMask) return true;
+    const int first_key = tile * kKeys;
     const int last_key = min(first_key + kKeys, p.seqlen_k) - 1;
     const int blocks = last_key / p.kv_block - first_key / p.kv_block + 1;
     bool any = false;
@@ -152,34 +163,57 @@ class Backward {
     return __syncthreads_or(any);
   }
 
-  __device__ void load() {
-    if (!keys_loaded) {
-      const Storage* k = static_cast<const Storage*>(p.k) + b_kv * p.k_strides[0] + head_kv * p.k_strides[1];
-      const Storage* v = static_cast<const Storage*>(p.v) + b_kv * p.v_strides[0] + head_kv * p.v_strides[1];
-      for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
-        const int row = i / Tile::kPieces, piece = i % Tile::kPieces;
-        const bool inside = first_key + row < p.seqlen_k;
-        const long long key = inside ? first_key + row : 0;
-        Tile::template load_piece<kAligned>(shared_k, row, piece, k + key * p.k_strides[2], p.head_dim, inside);
-        Tile::template load_piece<kAligned>(shared_v, row, piece, v + key * p.v_strides[2], p.head_dim_v, inside);
-      }
-      keys_loaded = true;
+  __device__ void load_keys(int tile) {
+    const Storage* k = static_cast<const Storage*>(p.k) + b_kv * p.k_strides[0] + head_kv * p.k_strides[1];
+    const Storage* v = static_cast<const Storage*>(p.v) + b_kv * p.v_strides[0] + head_kv * p.v_strides[1];
+    const uint32 to_k = keys_at(tile), to_v = to_k + kTileBytes;
+    for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
+      const int row = i / Tile::kPieces, piece = i % Tile::kPieces;
+      const bool inside = tile * kKeys + row < p.seqlen_k;
+      const long long key = inside ? tile * kKeys + row : 0;
+      Tile::template load_piece<kAligned>(to_k, row, piece, k + key * p.k_strides[2], p.head_dim, inside);
+      Tile::template load_piece<kAligned>(to_v, row, piece, v + key * p.v_strides[2], p.head_dim_v, inside);
     }
-    if (rows_loaded != first_row) {
-      for (int i = threadIdx.x; i < kRows * Tile::kPieces; i += kThreads) {
-        const int piece = i % Tile::kPieces;
-        const Row row = row_at(first_row + i / Tile::kPieces);
-        const Storage* q = static_cast<const Storage*>(p.q) + row.offset(p.q_strides);
-        const Storage* dout = static_cast<const Storage*>(p.dout) + row.offset(p.dout_strides);
-        Tile::template load_piece<kAligned>(shared_q, i / Tile::kPieces, piece, q, p.head_dim, row.inside);
-        Tile::template load_piece<kAligned>(shared_dout, i / Tile::kPieces, piece, dout, p.head_dim_v, row.inside);
-      }
-      load_statistics();
-      rows_loaded = first_row;
+  }
+
+  __device__ void load_rows() {
+    for (int i = threadIdx.x; i < kRows * Tile::kPieces; i += kThreads) {
+      const int piece = i % Tile::kPieces;
+      const Row row = row_at(first_row + i / Tile::kPieces);
+      const Storage* q = static_cast<const Storage*>(p.q) + row.offset(p.q_strides);
+      const Storage* dout = static_cast<const Storage*>(p.dout) + row.offset(p.dout_strides);
+      Tile::template load_piece<kAligned>(shared_q, i / Tile::kPieces, piece, q, p.head_dim, row.inside);
+      Tile::template load_piece<kAligned>(shared_dout, i / Tile::kPieces, piece, dout, p.head_dim_v, row.inside);
     }
+    load_statistics();
+    rows_loaded = first_row;
+  }
+
+  // What add_rows() needs; false where no row of the tile sees its keys.
+  __device__ bool load(int tile) {
+    if (!any_visible(tile)) return false;
+    if (!keys_loaded) load_keys(tile);
+    if (rows_loaded != first_row) load_rows();
+    keys_loaded = true;
     copy_async_commit();
     copy_async_wait<0>();
-    __syncthreads();
+    return true;
+  }
+
+  // The same in turns: the keys of a tile are loaded one tile before.
+  __device__ void begin_ahead(int begin, int end) {
+    load_rows();
+    listed = begin < end && any_visible(begin);
+    if (listed) load_keys(begin);
+    copy_async_commit();
+  }
+  __device__ bool go_ahead(int tile, int end) {
+    const bool any = listed;
+    listed = tile + 1 < end && any_visible(tile + 1);
+    if (listed) load_keys(tile + 1);
+    copy_async_commit();
+    copy_async_wait<1>();
+    return any;
   }
 
   // lse, and delta = rowsum(dout * out) - dlse. Where one key has nearly all of a row's weight, dP - delta is a small
@@ -204,9 +238,9 @@ class Backward {
     }
   }
 
-  // What the rows of this tile give the keys of this tile, and take from them.
+  // What the rows of this tile give the keys of this tile, and take from them. This thread's copies have arrived.
   __device__ void add_rows() {
-    load();
+    __syncthreads();  // those of all threads have
     const int key_group = warp % (kKeys / 16);
     const int first_column = warp / (kKeys / 16) * kColumns;
     const bool owner = first_column == 0;  // of these keys: one of the warps that share them

@@ -31,10 +31,10 @@ constexpr int backward_keys(int head_dim, int element_bytes) {
   return head_dim <= columns ? 64 : 64 * columns / head_dim;
 }
 
-// K, V, Q, dO, dS, lse, delta, the rows' places, and which keys are seen.
+// K and V of two tiles, Q, dO, dS, lse, delta, the rows' places, and which keys are seen.
 constexpr int backward_shared_bytes(int head_dim, int element_bytes) {
   const int keys = backward_keys(head_dim, element_bytes);
-  return 2 * (keys + kBackwardRows) * head_dim * element_bytes + kBackwardRows * (keys + 4) * 4 +
+  return 2 * (2 * keys + kBackwardRows) * head_dim * element_bytes + kBackwardRows * (keys + 4) * 4 +
          kBackwardRows * (2 + 4) * 4 + keys * 4;
 }
 

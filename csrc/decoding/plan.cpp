@@ -7,7 +7,9 @@
 namespace flashbwd {
 namespace {
 
-constexpr int64_t kOverhead = 16;  // what starting and ending a thread block costs, in chunks
+constexpr int64_t kOverhead = 16;         // what starting and ending a thread block costs, in chunks
+constexpr int64_t kBackwardOverhead = 2;  // the same of the backward kernel, in tiles
+constexpr int64_t kBackwardBlocks = 2;    // on a multiprocessor, by registers
 constexpr int64_t kMostSplits = 512;
 constexpr int64_t kMostSlotBytes = int64_t{1} << 30;
 
@@ -22,6 +24,20 @@ int64_t units_of(const DecodingShape& shape, DecodingTile tile) {
 int64_t splits_of_one_wave(int64_t units, const DeviceInfo& info) {
   const int64_t splits = info.sm_count / units;
   return units * splits * 10 >= info.sm_count * int64_t{9} ? splits : 0;
+}
+
+// Splits for the least waves of thread blocks times what a block takes: its share of the chunks, and `overhead`.
+int64_t splits_of_least_time(int64_t units, int64_t chunks, int64_t overhead, int64_t slots, int64_t most) {
+  int64_t best = 1, best_time = INT64_MAX;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    const int64_t waves = (units * splits + slots - 1) / slots;
+    const int64_t time = waves * ((chunks + splits - 1) / splits + overhead);
+    if (time < best_time) {
+      best = splits;
+      best_time = time;
+    }
+  }
+  return best;
 }
 
 bool has_clusters(const DeviceInfo& info) { return info.cc_major >= 9; }
@@ -70,15 +86,7 @@ DecodingSplits decoding_splits(const DecodingShape& shape, DecodingTile tile, co
   }
   const int64_t block = shared_bytes(tile.head_dim, tile.rows, tile.warps, static_cast<int>(shape.element_bytes));
   const int64_t slots = std::max<int64_t>(1, info.sm_count * (2 * block <= info.smem_per_block ? 2 : 1));
-  int64_t best_time = INT64_MAX;
-  for (int64_t splits = 1; splits <= most; ++splits) {
-    const int64_t waves = (units * splits + slots - 1) / slots;
-    const int64_t time = waves * ((chunks + splits - 1) / splits + kOverhead);
-    if (time < best_time) {
-      best.splits = static_cast<int32_t>(splits);
-      best_time = time;
-    }
-  }
+  best.splits = static_cast<int32_t>(splits_of_least_time(units, chunks, kOverhead, slots, most));
   return best;
 }
 
@@ -88,8 +96,9 @@ int32_t decoding_backward_splits(const DecodingShape& shape, int64_t batch_kv, i
   const int64_t tiles = (shape.seqlen_k + keys - 1) / keys;
   const int64_t units = batch_kv * shape.heads_kv;
   const int64_t slot_bytes = shape.batch * shape.heads_kv * shape.rows * (shape.head_dim + 1) / 2 * 2 * 4;
-  const int64_t wanted = std::min((2 * info.sm_count + units - 1) / units, kMostSlotBytes / slot_bytes);
-  return static_cast<int32_t>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(tiles, 65535)));
+  const int64_t most = std::min({tiles, kMostSplits, std::max<int64_t>(1, kMostSlotBytes / slot_bytes)});
+  return static_cast<int32_t>(
+      splits_of_least_time(units, tiles, kBackwardOverhead, info.sm_count * kBackwardBlocks, most));
 }
 
 }  // namespace flashbwd

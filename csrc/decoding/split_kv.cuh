@@ -213,30 +213,42 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     }
 
     // Scores in log2 units, -inf where not visible.
-    if constexpr (Mod::kHasScoreMod) {
+    const auto scale_scores = [&](float factor) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int i = 0; i < kKeyTiles * 4; ++i) tS[m][i / 4][i % 4] *= p.scale;
+        for (int i = 0; i < kKeyTiles * 4; ++i) tS[m][i / 4][i % 4] *= factor;
       }
+    };
+    if constexpr (Mod::kHasScoreMod) {
+      scale_scores(p.scale);
       Mod::all_scores(p, tS);
-    }
+      // One after the other where each has to be asked whether it is visible; else the compiler interleaves them.
+      const bool at_once = Mod::kTotal || !hidden;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+      for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < kKeyTiles * 4; ++i) {
-        const int half = i % 4 / 2;
-        float& s = tS[m][i / 4][i % 4];
-        if constexpr (Mod::kHasScoreMod) {
-          const int key = c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
-          if (Mod::kTotal || ((visible[m] >> i & 1u) && first_row + m * 16 + half * 8 < rows))
+        for (int half = 0; half < 2; ++half) {
+          if (!Mod::kTotal && first_row + m * 16 + half * 8 >= rows) continue;
+          const auto modify = [&](int i) {
+            const int key = c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            float& s = tS[m][i / 4][i % 4];
             s = Mod::score_mod(p, mod_rows[m][half], s, b, head[m][half], query[m][half], key);
-          s *= kLog2e;
-        } else {
-          s *= p.scale * kLog2e;
+          };
+          if (at_once) {
+#pragma unroll
+            for (int j = 0; j < kKeyTiles * 2; ++j) modify(j / 2 * 4 + half * 2 + j % 2);
+          } else {
+#pragma unroll
+            for (int j = 0; j < kKeyTiles * 2; ++j) {
+              const int i = j / 2 * 4 + half * 2 + j % 2;
+              if (visible[m] >> i & 1u) modify(i);
+            }
+          }
         }
       }
     }
+    scale_scores(Mod::kHasScoreMod ? kLog2e : p.scale * kLog2e);
     if (hidden) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {

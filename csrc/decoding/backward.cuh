@@ -95,8 +95,8 @@ class Backward {
     const int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.y / p.splits);
     const int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.y + 1) / p.splits);
     const bool ahead = all_rows <= kRows;  // the next keys are under way meanwhile; more rows are work enough
-    if (ahead) begin_ahead(begin, end);
-    for (int tile = begin; tile < end; ++tile) {
+    listed = false;                        // with `ahead` the first turn does no more than begin
+    for (int tile = begin - ahead; tile < end; ++tile) {
       set_tile(tile);
       keys_loaded = false;
 #pragma unroll
@@ -105,9 +105,9 @@ class Backward {
         for (int i = 0; i < 4; ++i) tdK[n][i] = tdV[n][i] = 0.f;
       }
       for (first_row = 0; first_row < all_rows; first_row += kRows) {
-        if (ahead ? go_ahead(tile, end) : load(tile)) add_rows();
+        if (load(tile, end, ahead)) add_rows();
       }
-      store_keys();
+      if (tile >= begin) store_keys();
     }
   }
 
@@ -126,7 +126,7 @@ class Backward {
   int first_key, first_row = 0;
   int rows_loaded = -1;  // first_row of what lies in Q and dO
   bool keys_loaded;
-  bool listed;                                       // of the keys that are under way: whether some row sees them
+  bool listed;                                       // whether some row sees the keys that load() last looked at
   float tdK[kColumns / 8][4], tdV[kColumns / 8][4];  // (16 keys, kColumns)
 
   __device__ Row row_at(int row) const { return Row(p, b_kv, head_kv, row); }
@@ -167,6 +167,14 @@ class Backward {
     const Storage* k = static_cast<const Storage*>(p.k) + b_kv * p.k_strides[0] + head_kv * p.k_strides[1];
     const Storage* v = static_cast<const Storage*>(p.v) + b_kv * p.v_strides[0] + head_kv * p.v_strides[1];
     const uint32 to_k = keys_at(tile), to_v = to_k + kTileBytes;
+    if (kAligned && kD <= 128 && (tile + 1) * kKeys <= p.seqlen_k) {  // registers at 256 do not hold it
+      const long long first = static_cast<long long>(tile) * kKeys;
+      Tile::template load_rows<kThreads, kKeys>(to_k, threadIdx.x, k + first * p.k_strides[2], p.k_strides[2],
+                                                p.head_dim);
+      Tile::template load_rows<kThreads, kKeys>(to_v, threadIdx.x, v + first * p.v_strides[2], p.v_strides[2],
+                                                p.head_dim_v);
+      return;
+    }
     for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
       const int row = i / Tile::kPieces, piece = i % Tile::kPieces;
       const bool inside = tile * kKeys + row < p.seqlen_k;
@@ -189,31 +197,23 @@ class Backward {
     rows_loaded = first_row;
   }
 
-  // What add_rows() needs; false where no row of the tile sees its keys.
-  __device__ bool load(int tile) {
-    if (!any_visible(tile)) return false;
-    if (!keys_loaded) load_keys(tile);
-    if (rows_loaded != first_row) load_rows();
-    keys_loaded = true;
+  // What add_rows() needs; false where no row of the tile sees its keys. With `ahead` the keys are those that the call
+  // before began to load, and those of the next tile are begun.
+  __device__ bool load(int tile, int end, bool ahead) {
+    const int wanted = ahead ? tile + 1 : tile;
+    const bool any = wanted < end && any_visible(wanted);
+    const bool ready = ahead ? listed : any;
+    listed = any;
+    if (any && !(keys_loaded && !ahead)) load_keys(wanted);
+    if (any && rows_loaded != first_row) load_rows();
+    keys_loaded |= any;
     copy_async_commit();
-    copy_async_wait<0>();
-    return true;
-  }
-
-  // The same in turns: the keys of a tile are loaded one tile before.
-  __device__ void begin_ahead(int begin, int end) {
-    load_rows();
-    listed = begin < end && any_visible(begin);
-    if (listed) load_keys(begin);
-    copy_async_commit();
-  }
-  __device__ bool go_ahead(int tile, int end) {
-    const bool any = listed;
-    listed = tile + 1 < end && any_visible(tile + 1);
-    if (listed) load_keys(tile + 1);
-    copy_async_commit();
-    copy_async_wait<1>();
-    return any;
+    if (ahead) {
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
+    }
+    return ready;
   }
 
   // lse, and delta = rowsum(dout * out) - dlse. Where one key has nearly all of a row's weight, dP - delta is a small
@@ -278,7 +278,10 @@ class Backward {
         }
       }
       float probability = 0.f, gradient = 0.f;
-      if (visible) {
+      if constexpr (!Mod::kHasScoreMod && !Mod::kHasMask) {  // no branch: several are worked on side by side
+        probability = visible ? exp2_approx(s * p.scale * kLog2e - lse_of_row[local_row]) : 0.f;
+        gradient = visible ? probability * (ds - delta_of_row[local_row]) : 0.f;
+      } else if (visible) {
         const float raw = s * p.scale;
         float score = raw;
         if constexpr (Mod::kHasScoreMod) score = Mod::score_mod(p, {}, raw, row.b, row.head, row.query, key);
@@ -384,6 +387,15 @@ class Backward {
           static_cast<Storage*>(p.dk) + b_kv * p.dk_strides[0] + head_kv * p.dk_strides[1] + key * p.dk_strides[2];
       Storage* const dv =
           static_cast<Storage*>(p.dv) + b_kv * p.dv_strides[0] + head_kv * p.dv_strides[1] + key * p.dv_strides[2];
+      if (p.head_dim == kD && p.head_dim_v == kD) {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const int pair = (first_column + n * 8) / 2 + lane % 4;
+          store_pair<T>(dk, pair, kD, tdK[n][half * 2], tdK[n][half * 2 + 1]);
+          store_pair<T>(dv, pair, kD, tdV[n][half * 2], tdV[n][half * 2 + 1]);
+        }
+        continue;
+      }
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
         const int pair = (first_column + n * 8) / 2 + lane % 4;

@@ -75,14 +75,20 @@ class Cursor {
   }
 };
 
+// Where a split's share of `total` begins; of two of them the larger is larger by one.
+__device__ inline int begin_of_share(int total, int split, int splits) {
+  const int least = total / splits;
+  return least * split + min(split, total - least * splits);
+}
+
 // The indices of a list, and their number. Where a split begins is known when the numbers are: until then it is taken
 // for a part of a list of all blocks, and what that would read first is fetched at the same time.
 __device__ inline const int* list_of(const BlockList& list, int b, int h, int q, int split, int splits, int* count) {
   *count = 0;
   if (list.counts == nullptr || list.columns == 0) return nullptr;
   const int* indices = list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
-  prefetch(indices + static_cast<long long>(list.columns) * split / splits);
   *count = list.counts[b * list.count_strides[0] + h * list.count_strides[1] + q * list.count_strides[2]];
+  prefetch(indices + begin_of_share(list.columns, split, splits));
   return indices;
 }
 

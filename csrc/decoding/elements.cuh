@@ -76,6 +76,24 @@ struct SharedTile {
     }
   }
 
+  // kRows aligned rows, which arrive later. A thread copies the same piece of some rows: its places, as at() has them,
+  // are one place with bits flipped and bytes added that are the same for all threads.
+  template <int kThreads, int kRows>
+  __device__ static __forceinline__ void load_rows(uint32 tile, int thread, const typename T::Storage* source,
+                                                   long long stride, int columns) {
+    constexpr int kRowsAtOnce = kThreads / kPieces;
+    const int row = thread / kPieces, piece = thread % kPieces;
+    const bool inside = piece * kPieceElements < columns;
+    const typename T::Storage* from = source + row * stride + (inside ? piece * kPieceElements : 0);
+    const uint32 to = tile + at(row, piece);
+#pragma unroll
+    for (int i = 0; i < kRows * kPieces / kThreads; ++i) {
+      const int first = i * kRowsAtOnce;
+      copy_async_16((to ^ first % 8 * 16) + first * kPieces * 16, from, inside ? 16 : 0);
+      from += kRowsAtOnce * stride;
+    }
+  }
+
   // One piece of a row of `columns` elements: zeros past the last, or all when not `inside`. Aligned ones arrive later.
   template <bool kAligned>
   __device__ static __forceinline__ void load_piece(uint32 tile, int row, int piece, const typename T::Storage* source,

@@ -21,9 +21,7 @@ class Ring {
       : p_(p),
         lane_(threadIdx.x % 32),
         k_(static_cast<const Storage*>(p.k) + b * p.k_strides[0] + head_kv * p.k_strides[1]),
-        v_(static_cast<const Storage*>(p.v) + b * p.v_strides[0] + head_kv * p.v_strides[1]),
-        k_bytes_(bytes_of_piece(p.head_dim)),
-        v_bytes_(bytes_of_piece(p.head_dim_v)) {
+        v_(static_cast<const Storage*>(p.v) + b * p.v_strides[0] + head_kv * p.v_strides[1]) {
     const int warp = threadIdx.x / 32;
     stages_ = shared_address(shared) + warp * kStages * kStageBytes;
     places_ = reinterpret_cast<Place*>(shared + kWarps * kStages * kStageBytes) + warp * kStages;
@@ -40,8 +38,10 @@ class Ring {
   __device__ __forceinline__ void load(bool any, const Place& place, int stage) {
     if (any && lane_ == 0) places_[stage] = place;
     if (kWholeRows && any && place.first_key + kKeys <= place.end_key) {
-      load_whole(k_ + place.first_key * p_.k_strides[2], p_.k_strides[2], k_bytes_, keys(stage));
-      load_whole(v_ + place.first_key * p_.v_strides[2], p_.v_strides[2], v_bytes_, values(stage));
+      const long long k_stride = p_.k_strides[2], v_stride = p_.v_strides[2];
+      Tile::template load_rows<32, kKeys>(keys(stage), lane_, k_ + place.first_key * k_stride, k_stride, p_.head_dim);
+      Tile::template load_rows<32, kKeys>(values(stage), lane_, v_ + place.first_key * v_stride, v_stride,
+                                          p_.head_dim_v);
     } else if (any) {
 #pragma unroll(kAligned && !kWholeRows ? kCopies : 1)
       for (int i = 0; i < kCopies; ++i) {
@@ -79,34 +79,15 @@ class Ring {
 
  private:
   static constexpr int kCopies = kKeys * Tile::kPieces / 32;  // of a lane, for K or V of a stage
-  // Whether a lane has the same piece of each row that it copies from: all chunks but a list's last go the short way.
+  // All chunks but a list's last go the short way.
   static constexpr bool kWholeRows = kAligned && Tile::kPieces <= 32;
 
   const DecodingParams& p_;
   const int lane_;
   const Storage* const k_;
   const Storage* const v_;
-  const int k_bytes_, v_bytes_;  // of this lane's piece: 16, or 0 past the last
   uint32 stages_;
   Place* places_;
-
-  __device__ int bytes_of_piece(int columns) const {
-    return lane_ % Tile::kPieces * Tile::kPieceElements < columns ? 16 : 0;
-  }
-
-  // A chunk of K or V, all of whose keys exist. Where SharedTile::at() places a lane's pieces: one place for the lane,
-  // with bits flipped and bytes added that are the same for all lanes.
-  __device__ __forceinline__ void load_whole(const Storage* chunk, long long stride, int bytes, uint32 tile) {
-    constexpr int kRowsAtOnce = 32 / Tile::kPieces;
-    const int row = lane_ / Tile::kPieces;
-    const Storage* from = chunk + row * stride + (bytes > 0 ? lane_ % Tile::kPieces * Tile::kPieceElements : 0);
-    const uint32 to = tile + (lane_ ^ row) * 16;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      copy_async_16((to ^ i * kRowsAtOnce % 8 * 16) + i * 512, from, bytes);
-      from += kRowsAtOnce * stride;
-    }
-  }
 };
 
 }  // namespace flashbwd

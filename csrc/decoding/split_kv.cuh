@@ -43,8 +43,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
 
   const int first_head = head_kv * p.group + first_row / p.seqlen_q;
   const ChunkList<kKeys> list = chunk_list<kKeys, Mod>(p, b, first_head, first_row % p.seqlen_q, split);
-  const int begin = static_cast<int>(static_cast<long long>(list.total) * split / p.splits);
-  const int end = static_cast<int>(static_cast<long long>(list.total) * (split + 1) / p.splits);
+  const int begin = begin_of_share(list.total, split, p.splits), end = begin_of_share(list.total, split + 1, p.splits);
   Ring<kD, kWarps, T, kAligned> ring(p, shared, b, head_kv);
   Cursor<kKeys, kWarps> ahead(list, begin + warp, end);
 #pragma unroll

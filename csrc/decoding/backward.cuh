@@ -96,7 +96,7 @@ class Backward {
     const int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.y + 1) / p.splits);
     const bool ahead = all_rows <= kRows;  // the next keys are under way meanwhile; more rows are work enough
     listed = false;                        // with `ahead` the first turn does no more than begin
-    for (int tile = begin - ahead; tile < end; ++tile) {
+    for (int tile = begin - (ahead ? 1 : 0); tile < end; ++tile) {
       set_tile(tile);
       keys_loaded = false;
 #pragma unroll
@@ -204,7 +204,7 @@ class Backward {
     const bool any = wanted < end && any_visible(wanted);
     const bool ready = ahead ? listed : any;
     listed = any;
-    if (any && !(keys_loaded && !ahead)) load_keys(wanted);
+    if (any && (ahead || !keys_loaded)) load_keys(wanted);
     if (any && rows_loaded != first_row) load_rows();
     keys_loaded |= any;
     copy_async_commit();

@@ -243,7 +243,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     if (!encode_heads(&params->dq, p.dtype, p.dq, base, p.head_dim, rows_q, p.heads, batch_q, 64)) return kNoTensorMap;
   }
   params->adds_into_zeros = workspace.zero_accumulator;
-  if (has_semaphores(sizes, tile)) params->semaphores = reinterpret_cast<int32_t*>(zeroed + region.semaphore_offset);
+  if (has_semaphores(sizes)) params->semaphores = reinterpret_cast<int32_t*>(zeroed + region.semaphore_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params->bias_gradient = bias_gradient(
       p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : base + workspace.partial_offset);

@@ -23,9 +23,7 @@ struct CallSizes {
 // Packed: the rows behind a sequence's last tile are another head's, whose sums a store would overwrite.
 inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed; }
 
-inline bool has_semaphores(const CallSizes& sizes, const Tile& tile) {
-  return sizes.deterministic || !adds_into_zeros(sizes);
-}
+inline bool has_semaphores(const CallSizes& sizes) { return sizes.deterministic || !adds_into_zeros(sizes); }
 
 // The zeroed region of the workspace: the counter of jobs taken and a count a head; a semaphore a part of a dq tile; a
 // bias gradient that is added into. Offsets are bytes from its start.
@@ -46,7 +44,7 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   ZeroedRegion region;
   constexpr int64_t kWordBytes = sizeof(int32_t);
   region.bytes = region.semaphore_offset = counter_words(sizes.batch * sizes.heads_kv) * kWordBytes;
-  if (has_semaphores(sizes, tile)) {
+  if (has_semaphores(sizes)) {
     region.bytes += sizes.batch * sizes.heads * ceil_div(sizes.seqlen_q, tile.block_m) * dq_parts(tile) * kWordBytes;
   }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);

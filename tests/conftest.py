@@ -1,13 +1,16 @@
-"""Skips without a GPU, hypothesis profiles, thread limits."""
+"""Skips without a GPU, room on it, hypothesis profiles, thread limits."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from kit.turnstile import Turnstile
 
 _HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=_HEALTH)
@@ -16,6 +19,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Workers of pytest-xdist share the cores: one thread each, unless OMP_NUM_THREADS says otherwise.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+KEPT_BYTES = 2**29  # of GPU memory, by a worker between tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,3 +36,17 @@ def _deterministic_mode_is_left_as_it_was() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     assert torch.are_deterministic_algorithms_enabled() == before, "the test left deterministic algorithms switched"
+
+
+@pytest.fixture(autouse=True)
+def _room_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that fill the GPU's memory run alone on it; workers give back what they keep of it when it is much."""
+    if not (torch.cuda.is_available() and request.node.get_closest_marker("gpu")):
+        yield
+        return
+    turnstile = Turnstile(Path(tempfile.gettempdir()) / f"flashbwd-gpu-tests-{os.getuid()}")
+    alone = request.node.get_closest_marker("much_memory")
+    with turnstile.alone() if alone else turnstile.beside_others():
+        yield
+        if torch.cuda.memory_reserved() > KEPT_BYTES:
+            torch.cuda.empty_cache()

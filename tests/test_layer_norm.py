@@ -419,10 +419,11 @@ def check_by_blocks(rows: int, columns: int, dtype: torch.dtype, layout: str = "
         assert bool(((got.double() - wanted).abs() <= limit).all()), f"{rows} x {columns} {dtype}"
 
 
-MOST_BYTES_A_TENSOR = 2**33 + 2**16  # of x, dz and dx each: other tests run beside this one
+MOST_BYTES_A_TENSOR = 2**33 + 2**16  # of x, dz and dx each
 
 
 @pytest.mark.gpu
+@pytest.mark.much_memory
 def test_many_rows_at_every_width() -> None:
     """What test_gradients_at_every_size leaves out for its size: to 2^18 + 1 rows of 16384 columns of 16-bit."""
     most = 0
@@ -440,6 +441,7 @@ def test_many_rows_at_every_width() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.much_memory
 def test_rows_beyond_2_to_31_elements_off_their_boundaries() -> None:
     check_by_blocks(2**18 + 1, 8192, bf16, "odd_stride")
     torch.cuda.empty_cache()

@@ -55,6 +55,7 @@ def test_more_than_65535_batches(target: Target) -> None:
     run_batch_of_copies(case, target, 66_000)
 
 
+@pytest.mark.much_memory
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
 def test_tensors_of_more_than_2_to_the_31_elements(target: Target) -> None:
     need_memory(70)
@@ -65,6 +66,7 @@ def test_tensors_of_more_than_2_to_the_31_elements(target: Target) -> None:
     run_batch_of_copies(case, target, copies)
 
 
+@pytest.mark.much_memory
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
 def test_packed_rows_beyond_2_to_the_31_elements(target: Target) -> None:
     """One packed sequence after another until the last begins past 2^31 elements."""
@@ -103,6 +105,7 @@ def test_packed_rows_beyond_2_to_the_31_elements(target: Target) -> None:
         x.check(grads.dq[here], grads.dk[here], grads.dv[here], None, None)
 
 
+@pytest.mark.much_memory
 @pytest.mark.parametrize("target", [t for t in CPU_TARGETS if "bfloat16" in str(t.id)] + GPU_TARGETS)
 @pytest.mark.parametrize("which", ["batch", "row", "head"])
 def test_strides_beyond_32_bits(which: str, target: Target) -> None:

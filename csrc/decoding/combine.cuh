@@ -21,18 +21,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
 
   wait_for_previous();
   // Every warp finds the maximum and the sum of all slots: they are few.
-  float largest = -FLASHBWD_INFINITY;
-  for (int slot = lane; slot < slots; slot += 32) largest = fmaxf(largest, stats[slot * all_rows].x);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-  const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
-  float sum = 0.f;
-  for (int slot = lane; slot < slots; slot += 32) {
-    const float2 stat = stats[slot * all_rows];
-    sum += exp2_approx(stat.x - base) * stat.y;
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  const auto [largest, base, sum] = meet_slots(stats, slots, all_rows);
 
   float2 total[kCombinePairs];
 #pragma unroll

@@ -38,18 +38,7 @@ __device__ void add_up_slots(const DecodingParams& p, unsigned char* shared, int
 
   for (int i = threadIdx.x / 32; i < count; i += kWarps) {
     const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + row0 + i;
-    float largest = -FLASHBWD_INFINITY;
-    for (int slot = lane; slot < slots; slot += 32) largest = fmaxf(largest, stats[slot * all_rows].x);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-    const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
-    float sum = 0.f;
-    for (int slot = lane; slot < slots; slot += 32) {
-      const float2 stat = stats[slot * all_rows];
-      sum += exp2_approx(stat.x - base) * stat.y;
-    }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    const auto [largest, base, sum] = meet_slots(stats, slots, all_rows);
     const float norm = sum > 0.f ? 1.f / sum : 0.f;
     for (int slot = lane; slot < slots; slot += 32)
       weights[i * slots + slot] = exp2_approx(stats[slot * all_rows].x - base) * norm;

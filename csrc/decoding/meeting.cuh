@@ -12,6 +12,28 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 
+// Of one row: what the slots of its partial results have in common, found by a warp.
+struct SlotsOfRow {
+  float largest, base, sum;  // base: 0 for a row without keys
+};
+
+__device__ inline SlotsOfRow meet_slots(const float2* stats, int slots, long long all_rows) {
+  const int lane = threadIdx.x % 32;
+  float largest = -FLASHBWD_INFINITY;
+  for (int slot = lane; slot < slots; slot += 32) largest = fmaxf(largest, stats[slot * all_rows].x);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+  const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
+  float sum = 0.f;
+  for (int slot = lane; slot < slots; slot += 32) {
+    const float2 stat = stats[slot * all_rows];
+    sum += exp2_approx(stat.x - base) * stat.y;
+  }
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return {largest, base, sum};
+}
+
 __device__ inline void store_exact(const DecodingParams& p, long long row, int pair, float low, float high) {
   if (p.exact_out != nullptr) store_pair<Float>(p.exact_out + row * p.head_dim_v, pair, p.head_dim_v, low, high);
 }

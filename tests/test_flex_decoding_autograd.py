@@ -137,31 +137,27 @@ def test_double_backward_is_refused() -> None:
         dq.sum().backward()
 
 
+def captured(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
+    return graph, out
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_reads_changed_lengths() -> None:
     shape = Shape(batch=2, seqlen_q=1, seqlen_k=300)
     q, k, v = shape.tensors(torch.bfloat16, "cuda")
     lengths = torch.tensor([100, 300], device="cuda", dtype=torch.int32)
-
-    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j < lengths[b]
-
-    block_mask = BlockMask.from_kv_blocks(
-        torch.full((2, 1, 1), 3, dtype=torch.int32, device="cuda"),
-        torch.arange(3, dtype=torch.int32, device="cuda").expand(2, 1, 1, 3).contiguous(),
-        mask_mod=mask,
-        seq_lengths=(1, 300),
-    )
+    block_mask = kit.mask_of_lengths(lengths, 300)
     with torch.no_grad():
-        flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
+        graph, out = captured(q, k, v, block_mask)
         for changed in ([100, 300], [17, 203], [0, 1]):
             lengths.copy_(torch.tensor(changed))
             graph.replay()
-            expected, _ = kit.oracle(shape, q, k, v, None, kit.dense_mask(mask, shape, "cuda"))
+            expected, _ = kit.oracle(shape, q, k, v, None, kit.dense_mask(block_mask.mask_mod, shape, "cuda"))
             torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
 
 
@@ -180,11 +176,7 @@ def test_a_captured_graph_reads_changed_block_lists(group: int) -> None:
         seq_lengths=(1, 320),
     )
     with torch.no_grad():
-        flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = flashbwd.flex_decoding(q, k, v, None, block_mask, enable_gqa=True)
+        graph, out = captured(q, k, v, block_mask)
         key = torch.arange(320, device="cuda")
         for partial, full in (([4, 1], [0]), ([], [0, 1, 2, 3, 4]), ([2], []), ([0, 1], [3, 2])):
             counts.fill_(len(partial))

@@ -244,16 +244,7 @@ def test_a_captured_graph_reads_changed_lengths() -> None:
     shape = Shape(seqlen_q=1, seqlen_k=300)
     tensors = shape.tensors(bf16, "cuda")
     lengths = torch.tensor([100, 300], device="cuda")
-
-    def filled(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return k < lengths[b]
-
-    mask = BlockMask.from_kv_blocks(
-        torch.full((2, 1, 1), 3, dtype=torch.int32, device="cuda"),
-        torch.arange(3, dtype=torch.int32, device="cuda").expand(2, 1, 1, 3).contiguous(),
-        mask_mod=filled,
-        seq_lengths=(1, 300),
-    )
+    mask = kit.mask_of_lengths(lengths, 300)
     inputs = leaves(tensors)
     dout = torch.randn(2, 4, 1, 16, device="cuda").to(bf16)
 
@@ -273,7 +264,7 @@ def test_a_captured_graph_reads_changed_lengths() -> None:
         lengths.copy_(torch.tensor(changed))
         graph.replay()
         wide = leaves(tensors, torch.float64)
-        out, _ = kit.oracle(shape, *wide, None, kit.dense_mask(filled, shape, "cuda"))
+        out, _ = kit.oracle(shape, *wide, None, kit.dense_mask(mask.mask_mod, shape, "cuda"))
         for g, e in zip(got, torch.autograd.grad(out, wide, dout.double()), strict=True):
             torch.testing.assert_close(g.double(), e, rtol=0.02, atol=0.02)
 

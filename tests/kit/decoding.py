@@ -100,6 +100,18 @@ def block_mask(mod: Mod, shape: Shape, device: str = "cpu", block: int | tuple[i
     )
 
 
+def mask_of_lengths(lengths: Tensor, seqlen_k: int) -> BlockMask:
+    """One query a sequence sees its first keys; ``lengths`` (batch,) may change later: no block is left out."""
+    batch, blocks = lengths.numel(), -(-seqlen_k // 128)
+    indices = torch.arange(blocks, dtype=torch.int32, device=lengths.device)
+    return BlockMask.from_kv_blocks(
+        torch.full((batch, 1, 1), blocks, dtype=torch.int32, device=lengths.device),
+        indices.expand(batch, 1, 1, blocks).contiguous(),
+        mask_mod=lambda b, h, q, k: k < lengths[b],
+        seq_lengths=(1, seqlen_k),
+    )
+
+
 def grids(shape: Shape, device: Any) -> list[Tensor]:
     """b, h, q_idx, kv_idx that broadcast to (B, H, Sq, Sk)."""
     sizes = (shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k)

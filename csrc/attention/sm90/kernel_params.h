@@ -24,7 +24,7 @@ struct KernelParams {
   RowStatistics statistics;
   int32_t jobs = 0;
   GroupedJobs grouped;
-  int32_t ctas = 0;                // one a multiprocessor; wide tiles: two a job
+  int32_t ctas = 0;                // one a multiprocessor; wide tiles: a cluster a job
   int32_t* jobs_taken = nullptr;   // counter in the workspace, 0 at the start
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;          // of the longest sequence

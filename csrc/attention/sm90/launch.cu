@@ -127,6 +127,11 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   return sizes;
 }
 
+// What a finished key block has added to the count of its head.
+int32_t counts_of_key_block(const KernelParams& params, const Tile& tile) {
+  return dq_parts(tile) * params.grouped.splits * params.last_round.parts;
+}
+
 // The last round's sums of dk and dv: (heads of a list, parts, rows from the first cut key block on, columns) fp32
 // each.
 void point_at_parts(const WorkspaceLayout& workspace, const AttentionBackwardParams& p, int64_t block_n,
@@ -234,7 +239,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   }
   params->chores_taken = params->jobs_taken + 1;
   params->heads_finished = params->jobs_taken + 2;
-  params->counts_of_head = params->key_blocks * kConsumerWarpgroups * params->grouped.splits * params->last_round.parts;
+  params->counts_of_head = params->key_blocks * counts_of_key_block(*params, tile);
   if (converts_between_jobs(p, tile)) {
     params->chores_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, kChoreRows));
     params->chores = p.batch * p.heads * params->chores_of_head;
@@ -290,8 +295,7 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;
   HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
   if (kernel_params.jobs > 0) {
-    const int32_t adders = is_wide(tile) ? tile.ctas : kConsumerWarpgroups;
-    finished = {kernel_params.heads_finished, adders * splits * parts, tile.block_n};
+    finished = {kernel_params.heads_finished, counts_of_key_block(kernel_params, tile), tile.block_n};
   }
   if (kernel_params.jobs == 0 || kernel_params.chores == 0) {
     if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;

@@ -25,8 +25,8 @@ inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed; }
 
 inline bool has_semaphores(const CallSizes& sizes) { return sizes.deterministic || !adds_into_zeros(sizes); }
 
-// The zeroed region of the workspace: the counter of jobs taken and a count a head; a semaphore a part of a dq tile; a
-// bias gradient that is added into. Offsets are bytes from its start.
+// The zeroed region of the workspace: the counters of jobs and of chores taken and a count a head; a semaphore a part
+// of a dq tile; a bias gradient that is added into. Offsets are bytes from its start.
 struct ZeroedRegion {
   int64_t semaphore_offset = 0;
   int64_t bias_gradient_offset = 0;

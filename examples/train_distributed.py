@@ -253,6 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     if kind == "cuda":
         device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.bfloat16
         torch.cuda.set_device(device)
+    # The default serves only the GPU on a machine that has one.
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     mesh = init_device_mesh(kind, (int(os.environ.get("WORLD_SIZE", 1)),))
     text = torch.tensor(list("".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
 

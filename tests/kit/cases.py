@@ -112,6 +112,7 @@ def _sizes() -> list[Case]:
     lengths += [(0, 5), (5, 0), (0, 0)]
     cases = [Case(f"seqlen_{q}x{k}", batch=1, seqlen_q=q, seqlen_k=k) for q, k in lengths]
     cases += [Case(f"seqlen_{q}x{k}_causal", batch=1, seqlen_q=q, seqlen_k=k, causal=True) for q, k in lengths]
+    cases += [Case(f"seqlen_{q}x{k}_bias", batch=1, seqlen_q=q, seqlen_k=k, bias="bhqk") for q, k in lengths[-3:]]
     dims = [(1, 1), (8, 8), (24, 40), (33, 31), (64, 64), (65, 64), (80, 80), (96, 128), (128, 128), (192, 128)]
     dims += [(256, 256), (257, 3), (512, 16)]
     cases += [Case(f"head_dim_{d}x{dv}", batch=1, head_dim=d, head_dim_v=dv) for d, dv in dims]

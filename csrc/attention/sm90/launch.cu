@@ -278,7 +278,8 @@ const char* dispatch(int tile_index, bool features, const KernelParams& params, 
 
 const char* launch_main(int tile_index, const KernelParams& params, void* stream) {
   if (params.jobs == 0) return nullptr;
-  const bool features = has_features(params.attention);
+  // A bias without elements has no address; the plan chose the tile for it all the same.
+  const bool features = has_features(params.attention) || !has_kernel(kTiles[tile_index], false);
   return params.attention.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(tile_index, features, params, stream)
                                                     : dispatch<__half>(tile_index, features, params, stream);
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -496,13 +498,31 @@ def test_what_no_kernel_takes_reaches_the_kernel_that_was_there(flash: OnCPU, co
     assert all(not grad.any() for grad in actual)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_pytorchs_deterministic_mode_is_known_to_the_overrides(asked: bool) -> None:
-    torch.use_deterministic_algorithms(asked)
+@contextlib.contextmanager
+def deterministic_mode(mode: str) -> Iterator[None]:
+    torch.use_deterministic_algorithms(mode != "not asked", warn_only=mode == "warn only")
     try:
-        assert torch.ops.flashbwd.deterministic_algorithms() == asked
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("mode", ["not asked", "warn only", "asked"])
+def test_pytorchs_deterministic_mode_is_known_to_the_overrides(mode: str) -> None:
+    with deterministic_mode(mode):
+        assert torch.ops.flashbwd.determinism() == mode
+
+
+@pytest.mark.usefixtures("flash_forward")
+@pytest.mark.parametrize("mode", ["not asked", "warn only", "asked"])
+def test_a_hit_warns_where_pytorchs_own_would(flash: OnCPU, mode: str) -> None:
+    with warnings.catch_warnings(record=True) as caught, deterministic_mode(mode), flashbwd.use_backend("reference"):
+        warnings.simplefilter("always")
+        flash_gradients(compiled=False)
+    assert flash.override.stats() == (1, {})
+    text = "Flash Attention defaults to a non-deterministic algorithm. "
+    warned = [str(warning.message).startswith(text) for warning in caught]
+    assert warned == ([True] if mode == "warn only" else [])
 
 
 # ---- what no kernel takes ----

@@ -13,13 +13,23 @@ void set_options(AttentionArguments* a, std::optional<double> scale, const char*
   a->softmax_scale = scale;
   a->causal = causal;
   a->need_dbias = false;
-  a->deterministic = deterministic_algorithms();
+  a->deterministic = deterministic_algorithms() == Determinism::kAsked;
   a->backend = forced_backend();
 }
 
-Attempt run(AttentionCall& call, bool heads_first, bool contiguous_grads) {
+// Where no more than a warning is asked for, PyTorch's attention stays as fast as it is and warns. So does this.
+void warn_where_asked(const char* forward) {
+  if (deterministic_algorithms() != Determinism::kWarnOnly) return;
+  const std::string message = std::string(forward) +
+                              " defaults to a non-deterministic algorithm. To explicitly enable determinism call "
+                              "torch.use_deterministic_algorithms(True, warn_only=False).";
+  aoti_torch_warn(__func__, __FILE__, __LINE__, message.c_str());
+}
+
+Attempt run(AttentionCall& call, const char* forward, bool heads_first, bool contiguous_grads) {
   AttentionGradients grads = attention_backward_or_refusal(call, heads_first, contiguous_grads);
   if (!grads.refusal.empty()) return refused(std::move(grads.refusal));
+  warn_where_asked(forward);
   if (grads.dbias.has_value()) grads.dq_dk_dv.push_back(*grads.dbias);
   return {std::move(grads.dq_dk_dv), {}};
 }
@@ -39,7 +49,7 @@ Attempt cudnn_attention_backward(const Tensor& dout, const Tensor& q, const Tens
     call.attn_bias = torch::stable::unsqueeze(*call.attn_bias, 0);
   }
   set_options(&call.arguments, scale, is_causal ? "top_left" : "none");
-  return run(call, true, false);
+  return run(call, "cuDNN Attention", true, false);
 }
 
 int64_t window_of(const std::optional<int64_t>& size) { return size.has_value() && *size >= 0 ? *size : -1; }
@@ -73,7 +83,7 @@ Attempt flash_attention_backward(const Tensor& dout, const Tensor& q, const Tens
     call.rng_seed = torch::stable::select(rng_state, 0, 0);
     call.rng_offset = torch::stable::select(rng_state, 0, 1);
   }
-  return run(call, false, false);
+  return run(call, "Flash Attention", false, false);
 }
 
 // PyTorch's memory-efficient kernel counted the elements of its dropout mask in 32 bits up to torch 2.11.
@@ -116,7 +126,7 @@ Attempt efficient_attention_backward(const Tensor& dout, const Tensor& q, const 
     call.rng_seed = philox_seed;
     call.rng_offset = philox_offset;
   }
-  Attempt found = run(call, false, true);
+  Attempt found = run(call, "Memory Efficient attention", false, true);
   if (!found.refusal.empty()) return found;
   if (packed) {
     for (Tensor& grad : found.results) grad = torch::stable::unsqueeze(grad, 0);

@@ -64,8 +64,9 @@ void force_backend(StableIValue* stack, uint64_t, uint64_t) {
   backend = std::move(name);
 }
 
-void deterministic_algorithms_asked(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = boxed(deterministic_algorithms());
+void determinism(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* kNames[] = {"not asked", "warn only", "asked"};
+  stack[0] = boxed(std::string(kNames[static_cast<int>(deterministic_algorithms())]));
 }
 
 }  // namespace
@@ -80,17 +81,19 @@ std::string forced_backend() {
   return backend;
 }
 
-// at::globalContext().deterministicAlgorithms(), which the stable ABI does not offer: looked up by name, once. Were a
-// PyTorch not to have it, every call would be deterministic.
-bool deterministic_algorithms() {
+// Two flags of at::globalContext(), which the stable ABI does not offer: looked up by name, once. Were a PyTorch not to
+// have them, every call would be deterministic.
+Determinism deterministic_algorithms() {
   using GlobalContext = const void* (*)();
-  using Asked = bool (*)(const void*);
+  using Flag = bool (*)(const void*);
   static void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  static const auto context =
-      reinterpret_cast<GlobalContext>(torch ? dlsym(torch, "_ZN2at13globalContextEv") : nullptr);
-  static const auto asked =
-      reinterpret_cast<Asked>(torch ? dlsym(torch, "_ZNK2at7Context23deterministicAlgorithmsEv") : nullptr);
-  return context == nullptr || asked == nullptr || asked(context());
+  const auto find = [](const char* name) { return torch ? dlsym(torch, name) : nullptr; };
+  static const auto context = reinterpret_cast<GlobalContext>(find("_ZN2at13globalContextEv"));
+  static const auto asked = reinterpret_cast<Flag>(find("_ZNK2at7Context23deterministicAlgorithmsEv"));
+  static const auto warn_only = reinterpret_cast<Flag>(find("_ZNK2at7Context31deterministicAlgorithmsWarnOnlyEv"));
+  if (context == nullptr || asked == nullptr || warn_only == nullptr) return Determinism::kAsked;
+  if (!asked(context())) return Determinism::kNotAsked;
+  return warn_only(context()) ? Determinism::kWarnOnly : Determinism::kAsked;
 }
 
 }  // namespace flashbwd
@@ -100,7 +103,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def("unregister_override(str name) -> ()");
   m.def("override_stats(str name, bool reset) -> str");
   m.def("force_backend(str name) -> ()");
-  m.def("deterministic_algorithms() -> bool");
+  m.def("determinism() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
@@ -108,5 +111,5 @@ STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
   m.impl("unregister_override", flashbwd::unregister_override);
   m.impl("override_stats", flashbwd::override_stats);
   m.impl("force_backend", flashbwd::force_backend);
-  m.impl("deterministic_algorithms", flashbwd::deterministic_algorithms_asked);
+  m.impl("determinism", flashbwd::determinism);
 }

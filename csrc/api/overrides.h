@@ -50,7 +50,8 @@ extern Override rms_norm_override;
 std::string forced_backend();
 
 // What torch.use_deterministic_algorithms() asked for.
-bool deterministic_algorithms();
+enum class Determinism { kNotAsked, kWarnOnly, kAsked };
+Determinism deterministic_algorithms();
 
 void count_fallback(Override& override, const std::string& reason);
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))  # last: an installed package goes before the one of the tree
 
 from build_tools import native, requirements, toolchain  # noqa: E402
 from build_tools.compile_unit import parse_ptxas  # noqa: E402

@@ -138,8 +138,22 @@ def test_ctas_share_key_blocks_where_those_are_few(host: ModuleType, changes: di
     plan = plan_of(host, **changes)
     assert plan.splits == splits
     problem = dense_problem(host, **changes)
-    rows = problem.batch * problem.heads_kv * problem.seqlen_k
+    rows = problem.batch * problem.heads_kv * -(-problem.seqlen_k // 128) * 128
     assert plan.workspace.partial_bytes == (splits * rows * 256 * 4 if splits > 1 else 0)
+
+
+# Of two rounds of 108 key blocks and some: the some.
+@pytest.mark.parametrize(("left", "splits"), [(0, 1), (10, 10), (64, 5), (100, 1)])
+def test_ctas_share_what_whole_rounds_leave(host: ModuleType, left: int, splits: int) -> None:
+    heads = 2 * 108 + left
+    sizes = {"batch": 1, "heads": heads, "heads_kv": heads, "seqlen_q": 4096, "seqlen_k": 128}
+    plan = plan_of(host, **sizes)
+    assert plan.splits == splits
+    assert plan.workspace.partial_bytes == (left * splits * 128 * 256 * 4 if splits > 1 else 0)
+    assert ("queries of the last" in plan.schedule) == (splits > 1)
+    # Of unequal walks the short ones come last.
+    masked = plan_of(host, window_left=64, window_right=0, **sizes)
+    assert (masked.splits, masked.workspace.partial_bytes) == (1, 0)
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])

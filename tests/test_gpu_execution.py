@@ -166,11 +166,12 @@ def test_no_more_memory_than_the_plan_says(name: str, deterministic: bool, targe
 
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_few_jobs_more_than_multiprocessors(deterministic: bool, target: Target) -> None:
-    """12 heads of 12 blocks of keys on an H100's 132: the last ones are shared."""
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(12, 1024), (36, 400)])
+def test_a_few_jobs_more_than_multiprocessors(heads: int, seqlen_q: int, deterministic: bool, target: Target) -> None:
+    """12 KV heads of 12 blocks of keys on an H100's 132: the last ones are shared."""
     device, backend, dtype = target
     case = dataclasses.replace(
-        MEDIUM, batch=1, heads=12, heads_kv=12, seqlen_q=1024, seqlen_k=1500, deterministic=deterministic
+        MEDIUM, batch=1, heads=heads, heads_kv=12, seqlen_q=seqlen_q, seqlen_k=1500, deterministic=deterministic
     )
     x = inputs.build(case, dtype, device)
     skip_where_refused(x, backend)

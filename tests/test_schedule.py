@@ -139,7 +139,7 @@ def test_every_step_of_a_walk_belongs_to_one_split_and_splits_are_even() -> None
     assert host.split_walk(INT_MAX, 98, 99) == (INT_MAX * 98 // 99, INT_MAX)
 
 
-@given(mask=masks(), block_m=blocks, block_n=blocks, heads_per_kv=st.integers(1, 3), num_splits=st.integers(1, 12))
+@given(mask=masks(), block_m=blocks, block_n=blocks, heads_per_kv=st.integers(1, 6), num_splits=st.integers(1, 12))
 @settings(max_examples=2000, deadline=None)
 def test_each_key_block_of_a_dq_tile_is_one_ctas(
     mask: tuple[int, int, int, int, Any], block_m: int, block_n: int, heads_per_kv: int, num_splits: int
@@ -147,14 +147,39 @@ def test_each_key_block_of_a_dq_tile_is_one_ctas(
     """The CTAs that touch a dq tile are as many as its key blocks, however the walks are shared."""
     v = host.make_visibility(*mask)
     touched: dict[tuple[int, int], list[int]] = defaultdict(list)
+    abreast = host.heads_of_walk(heads_per_kv, num_splits)
     for n in range(-(-mask[1] // block_n)):
         begin, end = host.query_blocks(v, n, block_m, block_n)
         for split in range(num_splits):
-            for step in range(*host.split_walk((end - begin) * heads_per_kv, split, num_splits)):
-                touched[step // (end - begin), begin + step % (end - begin)].append(n)
+            first, last = host.split_walk((end - begin) * heads_per_kv, split, num_splits)
+            position = host.WalkPosition(first, end - begin, abreast)
+            for _ in range(first, last):
+                touched[position.head, begin + position.tile].append(n)
+                position.advance(end - begin, abreast)
     for m in range(-(-mask[0] // block_m)):
         for head in range(heads_per_kv):
             assert touched[head, m] == list(range(*host.key_blocks(v, m, block_m, block_n)))
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 5])
+def test_a_walk_takes_the_heads_of_a_group_tile_by_tile(tiles: int) -> None:
+    for heads in range(1, 9):
+        for num_splits in range(1, 12):
+            abreast = host.heads_of_walk(heads, num_splits)
+            assert heads % abreast == 0 and abreast == max(
+                d for d in range(1, heads + 1) if heads % d == 0 and (d == 1 or d * num_splits <= heads)
+            )
+            walk = [
+                (head, tile)
+                for first in range(0, heads, abreast)
+                for tile in range(tiles)
+                for head in range(first, first + abreast)
+            ]
+            position = host.WalkPosition(0, tiles, abreast)
+            for step, place in enumerate(walk):
+                started_here = host.WalkPosition(step, tiles, abreast)
+                assert (position.head, position.tile) == (started_here.head, started_here.tile) == place
+                position.advance(tiles, abreast)
 
 
 def greedy(walks: list[int], at_once: int) -> int:

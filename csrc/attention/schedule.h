@@ -136,6 +136,40 @@ FLASHBWD_HOST_DEVICE constexpr BlockRange split_walk(int32_t steps, int32_t spli
           static_cast<int32_t>(int64_t{steps} * (split + 1) / num_splits)};
 }
 
+// Heads of a group that a walk takes abreast, tile by tile: all of them, or where CTAs share the walk, those of one
+// CTA, so that each has the same tiles of its own heads. A divisor of `heads`.
+FLASHBWD_HOST_DEVICE constexpr int32_t heads_of_walk(int32_t heads, int32_t num_splits) {
+  int32_t abreast = static_cast<int32_t>(at_least(heads / num_splits, 1));
+  while (heads % abreast != 0) --abreast;
+  return abreast;
+}
+
+// A position in the walk over the `tiles` query tiles of the heads of a group, `abreast` heads at a time.
+struct WalkPosition {
+  int32_t head = 0;   // of the group
+  int32_t tile = 0;   // in the order of the walk
+  int32_t place = 0;  // of the head among those abreast
+
+  WalkPosition() = default;
+  FLASHBWD_HOST_DEVICE constexpr WalkPosition(int32_t step, int32_t tiles, int32_t abreast) {
+    if (step == 0) return;
+    const int32_t within = step % (tiles * abreast);
+    place = within % abreast;
+    tile = within / abreast;
+    head = step / (tiles * abreast) * abreast + place;
+  }
+  FLASHBWD_HOST_DEVICE constexpr void advance(int32_t tiles, int32_t abreast) {
+    ++head;
+    if (++place < abreast) return;
+    place = 0;
+    if (++tile < tiles) {
+      head -= abreast;
+    } else {
+      tile = 0;
+    }
+  }
+};
+
 // How many CTAs should share a key block, where `jobs` key blocks of `mean` steps, `longest` at most, run `at_once` at
 // a time. `s` splits take the longer of one walk's part and ceil(jobs * s / at_once) rounds of the mean part; each
 // CTA's start (keys loaded, no product yet) costs about a step, the sums two and what they read. More than one split

@@ -170,10 +170,14 @@ struct Mma {
                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
     Atom::fma(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b0, b1, c[0], c[1], c[2], c[3]);
   }
-  // c0, c1: the two n-tiles of b.
-  static __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const A& a, const B& b) {
-    multiply(c0, a, b.r[0], b.r[1]);
-    multiply(c1, a, b.r[2], b.r[3]);
+  // c: the n-tiles of `b`, two of each.
+  template <int kPairs>
+  static __device__ __forceinline__ void multiply(float (*c)[4], const A& a, const B (&b)[kPairs]) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      multiply(c[2 * i], a, b[i].r[0], b[i].r[1]);
+      multiply(c[2 * i + 1], a, b[i].r[2], b[i].r[3]);
+    }
   }
 
   // An accumulator of (16, kStep) as operand A of a later product, rounded to T.
@@ -253,64 +257,82 @@ struct MmaFp32 {
     }
   };
 
-  // Summed rows are read word by word: matrices of words cannot be transposed on the way.
+  // Summed rows are read word by word: matrices of words cannot be transposed on the way. A lane's word of the first
+  // step and column; the key changes bits 4 to 6 of an address alone, so that other columns within 32 are exclusive
+  // ors, and all else is an offset. `column` shares no bit below 32 with the lane's first one.
   template <int kRowBytes>
-  static __device__ __forceinline__ uint32_t word(uint32_t tile, uint32_t row, uint32_t column) {
-    return load_shared_word(tile + PieceSwizzle<kRowBytes, true>::offset(row, column / 4) + column % 4 * 4);
-  }
+  struct WordAddress {
+    static_assert(kRowBytes % 128 == 0, "whole lines");
+    uint32_t first;
+    __device__ __forceinline__ WordAddress(uint32_t tile, uint32_t row, uint32_t column)
+        : first(tile + PieceSwizzle<kRowBytes, true>::offset(row, column / 4) + column % 4 * 4) {}
+    // kRow more rows: 4 from one of the first four of eight, or 1 from an even one.
+    template <int kRow>
+    __device__ __forceinline__ uint32_t word(int step, int column) const {
+      static_assert(kRow == 0 || kRow == 1 || kRow == 4);
+      constexpr uint32_t kKey = kRow == 4 ? 1 : kRow * 2;
+      return load_shared_word((first ^ (column % 32 * 4 ^ kKey * 16)) + column / 32 * 128 +
+                              (step * kStep + kRow) * kRowBytes);
+    }
+  };
 
   template <int kRowBytes, int kColumns>
-  struct ColumnsA {
-    uint32_t tile, row, first_column;
+  struct ColumnsA : WordAddress<kRowBytes> {
     __device__ explicit ColumnsA(uint32_t tile, int32_t lane, int32_t first_column)
-        : tile(tile), row(lane % 4), first_column(first_column + lane / 4) {}
+        : WordAddress<kRowBytes>(tile, lane % 4, first_column + lane / 4) {}
     __device__ __forceinline__ A load(int step, int column) const {
       A a;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        split(a, i, word<kRowBytes>(tile, step * kStep + row + i / 2 * 4, first_column + column + i % 2 * 8));
-      }
+      split(a, 0, this->template word<0>(step, column));
+      split(a, 1, this->template word<0>(step, column + 8));
+      split(a, 2, this->template word<4>(step, column));
+      split(a, 3, this->template word<4>(step, column + 8));
       return a;
     }
   };
 
   // A Held operand has the columns 2 t and 2 t + 1 of its accumulator where others have t and t + 4.
   template <int kRowBytes, int kColumns, bool kHeld>
-  struct ColumnsB {
-    uint32_t tile, row, first_column;
+  struct ColumnsB : WordAddress<kRowBytes> {
+    static constexpr int kOther = kHeld ? 1 : 4;
     __device__ explicit ColumnsB(uint32_t tile, int32_t lane, int32_t first_column)
-        : tile(tile), row(kHeld ? lane % 4 * 2 : lane % 4), first_column(first_column + lane / 4) {}
+        : WordAddress<kRowBytes>(tile, kHeld ? lane % 4 * 2 : lane % 4, first_column + lane / 4) {}
     __device__ __forceinline__ B load(int step, int column) const {
       B b;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        split(b, i,
-              word<kRowBytes>(tile, step * kStep + row + i % 2 * (kHeld ? 1 : 4), first_column + column + i / 2 * 8));
-      }
+      split(b, 0, this->template word<0>(step, column));
+      split(b, 1, this->template word<kOther>(step, column));
+      split(b, 2, this->template word<0>(step, column + 8));
+      split(b, 3, this->template word<kOther>(step, column + 8));
       return b;
     }
   };
 
-  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int n) {
-    using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-    const auto product = [](float (&sum)[4], const uint32_t (&x)[4], uint32_t y0, uint32_t y1) {
-      Atom::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0], sum[1], sum[2], sum[3]);
+  // c: the n-tiles of `b`, two of each. Tile by tile and product by product, as a product waits for the one before it
+  // of the same tile.
+  template <int kPairs>
+  static __device__ __forceinline__ void multiply(float (*c)[4], const A& a, const B (&b)[kPairs]) {
+    const auto products = [&](float (*sum)[4], const uint32_t (&x)[4], auto part) {
+#pragma unroll
+      for (int n = 0; n < 2 * kPairs; ++n) {
+        const uint32_t* const y = part(b[n / 2]) + n % 2 * 2;
+        cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(sum[n][0], sum[n][1], sum[n][2], sum[n][3], x[0], x[1], x[2], x[3],
+                                                 y[0], y[1], sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+      }
     };
+    const auto big = [](const B& pair) { return pair.big; };
     if constexpr (kSplit) {
       // The tensor core truncates its sums: those of one step stay by themselves, and fp32 additions collect them.
-      float step[4] = {};
-      product(step, a.small, b.big[2 * n], b.big[2 * n + 1]);
-      product(step, a.big, b.small[2 * n], b.small[2 * n + 1]);
-      product(step, a.big, b.big[2 * n], b.big[2 * n + 1]);
+      float step[2 * kPairs][4] = {};
+      products(step, a.small, big);
+      products(step, a.big, [](const B& pair) { return pair.small; });
+      products(step, a.big, big);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) c[e] += step[e];
+      for (int n = 0; n < 2 * kPairs; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[n][e] += step[n][e];
+      }
     } else {
-      product(c, a.big, b.big[2 * n], b.big[2 * n + 1]);
+      products(c, a.big, big);
     }
-  }
-  static __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const A& a, const B& b) {
-    multiply(c0, a, b, 0);
-    multiply(c1, a, b, 1);
   }
 
   static constexpr int kHeldTiles = 1;

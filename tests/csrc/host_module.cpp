@@ -198,6 +198,12 @@ void bind_visibility(py::module_& m) {
 void bind_order(py::module_& m) {
   m.def("split_walk",
         [](int32_t steps, int32_t split, int32_t num_splits) { return pair_of(split_walk(steps, split, num_splits)); });
+  m.def("heads_of_walk", &heads_of_walk);
+  py::class_<WalkPosition>(m, "WalkPosition")
+      .def(py::init<int32_t, int32_t, int32_t>())
+      .def("advance", &WalkPosition::advance)
+      .def_readonly("head", &WalkPosition::head)
+      .def_readonly("tile", &WalkPosition::tile);
   m.def("split_count", &split_count);
   m.def("ordered_group", &ordered_group);
   m.def("ordered_query_block", &ordered_query_block);

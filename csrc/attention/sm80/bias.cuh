@@ -30,7 +30,7 @@ struct Bias {
   static __device__ __forceinline__ void load(const KernelParams& params, const Work& work, int32_t head,
                                               int32_t query_block, uint8_t* tile) {
     if constexpr (kPieces) {
-      if (!params.bias_pieces) return;
+      if (Traits::kExtras == Extras::kAll && !params.bias_pieces) return;
       const BiasView& b = params.attention.bias;
       const int32_t octet = Traits::lane() % kOctets, row = Traits::lane() / kOctets;
       const int32_t i0 = query_block * Traits::kBlockM + warp_piece() * 8 + row;
@@ -56,7 +56,10 @@ struct Bias {
                                              int32_t query_block, const uint8_t* tile, float scale, Accumulator& s) {
     if constexpr (kPieces) {
       if (params.bias_pieces) {
-        add_pieces<kPending>(tile, scale, s);
+        for_each_piece<kPending>(tile, s, [&](float* x, int, float2 bias) {
+          x[0] = fmaf(x[0], scale, bias.x * kLog2E);
+          x[1] = fmaf(x[1], scale, bias.y * kLog2E);
+        });
         return;
       }
     }
@@ -165,26 +168,52 @@ struct Bias {
     }
   }
 
- private:
+  // s to probabilities, 2^(scale * s + log2(e) * bias - lse), of a bias in pieces. `lse`: (kBlockM,) times log2(e).
   template <int kPending>
-  static __device__ __forceinline__ void add_pieces(const uint8_t* tile, float scale, Accumulator& s) {
+  static __device__ __forceinline__ void probabilities(const uint8_t* tile, const float* lse, float scale,
+                                                       Accumulator& s) {
+    for_each_piece<kPending>(tile, s, [&](float* x, int nt, float2 bias) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(lse + Place::first_column() + nt * 8);
+      x[0] = exponential<T>(fmaf(x[0], scale, fmaf(bias.x, kLog2E, -row_lse.x)));
+      x[1] = exponential<T>(fmaf(x[1], scale, fmaf(bias.y, kLog2E, -row_lse.y)));
+    });
+  }
+
+  // Adds ds to the fp32 gradient of a bias that is broadcast over batch or heads, col_stride 1.
+  static __device__ __forceinline__ void add_gradient(const KernelParams& params, const Work& work, int32_t head,
+                                                      int32_t query_block, const Accumulator& ds) {
+    const BiasGradient& g = params.bias_gradient;
+    const int32_t i0 = Place::first_query(query_block), j0 = Place::first_key(work);
+    if ((query_block + 1) * Traits::kBlockM > work.visibility.seqlen_q ||
+        (work.key_block + 1) * Traits::kBlockN > work.visibility.seqlen_k) {
+      write_elements<float>(params, work, head, query_block, work.visibility.seqlen_q, work.visibility.seqlen_k, ds,
+                            [](float* place, float x) { add_to_global(place, x); });
+      return;
+    }
+    float* row =
+        static_cast<float*>(g.data) + work.batch * g.batch_stride + head * g.head_stride + i0 * g.row_stride + j0;
+    for_each_row([&](int nt, int c) {
+      for_each_octet([&](int mt, int h) { add_to_global(row + mt * 16 + h * 8, ds[mt][nt][h * 2 + c]); });
+      row += (c == 0 ? 1 : 7) * g.row_stride;
+    });
+  }
+
+ private:
+  // Calls f(two elements of s, the tile of queries that they are in, their bias).
+  template <int kPending, typename F>
+  static __device__ __forceinline__ void for_each_piece(const uint8_t* tile, Accumulator& s, const F& f) {
     copy_async_wait<kPending>();
     __syncwarp();  // the copies of all lanes are there
     const LaneAddress<Traits::kScoreRowBytes, Traits::kScoreTiles> blocks(
         smem_address(tile), warp_row() + Traits::lane() % 16, Traits::lane() / 16, warp_piece());
 #pragma unroll
-    for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+    for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
 #pragma unroll
-      for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
         uint32_t r[4];  // tile nt: the two octets of mt; then tile nt + 1
         load_matrix_x4_trans(r, blocks.at(mt * 16, nt));
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float2 pair = unpack2<T>(r[k]);
-          float* const x = s[mt][nt + k / 2] + k % 2 * 2;
-          x[0] = fmaf(x[0], scale, pair.x * kLog2E);
-          x[1] = fmaf(x[1], scale, pair.y * kLog2E);
-        }
+        for (int k = 0; k < 4; ++k) f(s[mt][nt + k / 2] + k % 2 * 2, nt + k / 2, unpack2<T>(r[k]));
       }
     }
     __syncwarp();  // all lanes have read: the part is free again

@@ -40,6 +40,13 @@ struct Tile {
   }
 };
 
+// What a kernel does beside plain attention.
+enum class Extras : int32_t {
+  kNone,
+  kBias,  // a bias in 16-byte pieces, its gradient likewise or added in fp32, nothing else
+  kAll,   // bias, ALiBi, softcap, dropout
+};
+
 // Registers a thread at the widest point, accumulators alone: dk and dv of its keys and columns, s and dp of its keys
 // and queries. In the order of preference for each element size and head dimension: the first that fits the device.
 constexpr Tile kTiles[] = {
@@ -65,6 +72,9 @@ constexpr Tile kTiles[] = {
     {4, 512, 64, 64, 4, 2, 4, 2, true},   // 32, 64, 16 registers, 97 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
+
+// Tiles that have a kernel with a bias alone.
+constexpr bool has_bias_kernel(const Tile& tile) { return tile.element_bytes == 2 && tile.head_dim <= 128; }
 
 // Whether a partial build (FLASHBWD_HEAD_DIMS) holds a head dimension.
 constexpr bool is_built(int32_t head_dim) {

@@ -51,6 +51,10 @@ struct Epilogue {
   template <int kPairColumns>
   static __device__ __forceinline__ void store_one(const GradientTarget& target, const Work& work, int32_t first_column,
                                                    const Gradient& gradient) {
+    if (work.part >= 0) {
+      store_part<kPairColumns>(target, work, first_column, gradient);
+      return;
+    }
     if constexpr (sizeof(T) == 2) {
       if (target.pieces) {
         store_pieces<kPairColumns>(target, work, first_column, gradient);
@@ -62,8 +66,8 @@ struct Epilogue {
         work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;
     const int32_t rows = work.sequence.rows_k - first;
     const int32_t column = first_column + Traits::lane() % 4 * 2;
-    const int64_t offset = work.split * target.split_stride + work.batch * view.batch_stride +
-                           work.head_kv * view.head_stride + (work.sequence.begin_k + first) * view.seq_stride + column;
+    const int64_t offset = work.batch * view.batch_stride + work.head_kv * view.head_stride +
+                           (work.sequence.begin_k + first) * view.seq_stride + column;
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
@@ -87,6 +91,27 @@ struct Epilogue {
   }
 
  private:
+  // A part has places for all rows of a key block, and columns in pairs.
+  template <int kPairColumns>
+  static __device__ __forceinline__ void store_part(const GradientTarget& target, const Work& work,
+                                                    int32_t first_column, const Gradient& gradient) {
+    const int64_t row_stride = target.part_row_stride;
+    const int32_t row = Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;
+    const int32_t column = first_column + Traits::lane() % 4 * 2;
+    float* place = target.parts + (int64_t{work.part} * Traits::kBlockN + row) * row_stride + column;
+#pragma unroll
+    for (int octet = 0; octet < 2 * Traits::kKeyTiles; ++octet, place += 8 * row_stride) {
+#pragma unroll
+      for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
+        const int32_t tile_column = nt / 2 * kPairColumns + nt % 2 * 8;
+        const float* const pair = gradient[octet / 2][nt] + octet % 2 * 2;
+        if (column + tile_column < target.columns) {
+          *reinterpret_cast<float2*>(place + tile_column) = make_float2(pair[0], pair[1]);
+        }
+      }
+    }
+  }
+
   // Eight columns of a row at once: of four tiles (of the last two, where they make no four), a lane collects the one
   // that is as far in as the lane in its four.
   template <int kPairColumns>

@@ -1,5 +1,5 @@
 // Scores with bias, ALiBi, softcap and dropout, each a pass over the tile of its own: what a call does not use costs a
-// branch a tile.
+// branch a tile. Or with a bias alone, in as few instructions as that takes.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,8 @@ struct Features {
   using Place = ScorePlace<Traits>;
   using Accumulator = typename Place::Accumulator;
 
+  static constexpr bool kAll = Traits::kExtras == Extras::kAll;
+
   const KernelParams& params;
   const Work& work;
   DropoutMask<Traits> mask;  // of the tile that was started
@@ -35,12 +37,14 @@ struct Features {
 
   // Starts the copies of a tile's bias to where nobody reads any more. A group of copies in any case.
   __device__ __forceinline__ void load_bias(int32_t head, int32_t query_block, uint8_t* tile) const {
-    if (params.attention.bias.data != nullptr) Bias<Traits>::load(params, work, head, query_block, tile);
+    if (!kAll || params.attention.bias.data != nullptr) Bias<Traits>::load(params, work, head, query_block, tile);
     copy_async_commit();
   }
   // The dropout mask of a tile, before apply().
   __device__ __forceinline__ void draw_mask(int32_t head, int32_t query_block) {
-    if (params.attention.dropout_p > 0.f) mask.draw(params, work, head, query_block);
+    if constexpr (kAll) {
+      if (params.attention.dropout_p > 0.f) mask.draw(params, work, head, query_block);
+    }
   }
 
   // s and dp from the products: on return s holds the probabilities for dv and dp their gradients for dk and dq. `lse`:
@@ -48,6 +52,27 @@ struct Features {
   template <int kPending>
   __device__ __forceinline__ void apply(int32_t head, int32_t query_block, const float* lse, const float* delta,
                                         const uint8_t* bias, uint8_t* ds, Accumulator& s, Accumulator& dp) {
+    if constexpr (kAll) {
+      apply_all<kPending>(head, query_block, lse, delta, bias, ds, s, dp);
+    } else {
+      Bias<Traits>::template probabilities<kPending>(bias, lse, params.attention.softmax_scale * kLog2E, s);
+      if (!work.interior.contains(query_block)) Place::mask(work, query_block, 0.f, s);
+      finish_with_bias(delta, s, dp);
+      if (params.bias_gradient.mode == BiasGradientMode::kAdd) {
+        Bias<Traits>::add_gradient(params, work, head, query_block, dp);
+      }
+    }
+  }
+
+  // After ds of the tile has been stored by this warp.
+  __device__ __forceinline__ void finish_tile(int32_t head, int32_t query_block, const uint8_t* ds) const {
+    if (params.bias_gradient_pieces) Bias<Traits>::store_pieces(params, work, head, query_block, ds);
+  }
+
+ private:
+  template <int kPending>
+  __device__ __forceinline__ void apply_all(int32_t head, int32_t query_block, const float* lse, const float* delta,
+                                            const uint8_t* bias, uint8_t* ds, Accumulator& s, Accumulator& dp) {
     const AttentionBackwardParams& p = params.attention;
     float scale = p.softmax_scale * kLog2E;  // from s to powers of two
     if (p.softcap > 0.f) {
@@ -76,12 +101,25 @@ struct Features {
     if (p.softcap > 0.f) multiply_by_cap_factor(ds, dp);
   }
 
-  // After ds of the tile has been stored by this warp.
-  __device__ __forceinline__ void finish_tile(int32_t head, int32_t query_block, const uint8_t* ds) const {
-    if (params.bias_gradient_pieces) Bias<Traits>::store_pieces(params, work, head, query_block, ds);
+  // dp to the gradients of the scores.
+  static __device__ __forceinline__ void finish_with_bias(const float* delta, const Accumulator& s, Accumulator& dp) {
+    bool finite = true;
+#pragma unroll
+    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
+      const float2 row_delta = row_pair(delta, nt);
+      finite = finite && fabsf(row_delta.x) < INFINITY && fabsf(row_delta.y) < INFINITY;
+#pragma unroll
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[mt][nt][e] = s[mt][nt][e] * (dp[mt][nt][e] - of_query(row_delta, e));
+      }
+    }
+    if (finite) return;
+    // A row that its bias hides has probabilities of 0 and a delta that may be anything.
+    Place::for_each([&](int mt, int nt, int e) {
+      if (!(s[mt][nt][e] > 0.f)) dp[mt][nt][e] = 0.f;
+    });
   }
-
- private:
   static __device__ __forceinline__ float of_query(float2 pair, int e) { return e % 2 == 0 ? pair.x : pair.y; }
   static __device__ __forceinline__ float2 row_pair(const float* rows, int nt) {
     return *reinterpret_cast<const float2*>(rows + Place::first_column() + nt * 8);

@@ -9,10 +9,11 @@
 
 namespace flashbwd::sm80 {
 
-// Where a CTA stores dk or dv: the gradient itself, or where CTAs share a key block, a place for each of them.
+// Where a CTA stores dk or dv: the gradient itself, or its part of a shared job.
 struct GradientTarget {
   HeadsView view;
-  int64_t split_stride = 0;
+  float* parts = nullptr;  // (parts, block_n, part_row_stride)
+  int64_t part_row_stride = 0;
   DType dtype = DType::kFloat32;
   int32_t columns = 0;
   bool aligned = false;  // two columns can be stored at once
@@ -25,7 +26,9 @@ struct KernelParams {
   float* dq_accumulator = nullptr;  // one slot a sequence, see workspace.h
   int64_t dq_row_stride = 0;
   bool dq_blocks = false;    // see dq_block_offset
-  int64_t jobs = 0;          // key blocks, times the CTAs that share one
+  int64_t jobs = 0;          // key blocks, shared ones once for each CTA
+  int64_t whole_jobs = 0;    // those before the shared ones
+  int32_t splits = 1;        // CTAs of a shared job
   bool packed_jobs = false;  // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;    // of the longest sequence
   int32_t query_blocks = 0;
@@ -34,7 +37,6 @@ struct KernelParams {
   // Rows that can be copied 16 bytes at a time.
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
   GradientTarget dk, dv;
-  int32_t splits = 1;  // CTAs that share a key block
 
   int32_t* jobs_taken = nullptr;  // so far
   int32_t workers = 0;            // CTAs, which take them

@@ -15,7 +15,7 @@
 #include "launch.h"
 #include "layout.h"
 #include "plan.h"
-#include "sum_splits.cuh"
+#include "sum_parts.cuh"
 
 namespace flashbwd::sm80 {
 namespace {
@@ -38,6 +38,9 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   sizes.total_k = p.total_k;
   sizes.head_dim = p.head_dim;
   sizes.head_dim_v = p.head_dim_v;
+  sizes.window_left = p.window_left;
+  sizes.window_right = p.window_right;
+  sizes.causal = p.causal;
   sizes.deterministic = p.deterministic;
   sizes.bias_gradient = p.dbias.data != nullptr;
   sizes.bias_broadcast = broadcast_of(p);
@@ -52,47 +55,44 @@ bool in_pieces(void* data, DType dtype, DType wanted, int64_t batch_stride, int6
          row_stride % 8 == 0;
 }
 
-// Where a CTA stores dk or dv: `view` itself, or a place of its split in `storage`.
-GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, const CallSizes& sizes,
-                               void* storage) {
-  if (sizes.splits == 1) {
-    return {view,
-            0,
-            dtype,
-            columns,
-            aligned(view, size_of(dtype), 2 * size_of(dtype)),
-            is_16bit(dtype) && columns % 8 == 0 && aligned(view, 2, 16)};
-  }
-  GradientTarget target;
-  target.view.data = storage;
-  target.view.head_stride = split_row_stride(columns);
-  target.view.seq_stride = sizes.heads_kv * target.view.head_stride;
-  target.view.batch_stride = sizes.seqlen_k * target.view.seq_stride;
-  target.split_stride = split_floats(sizes, columns);
-  target.columns = columns;
-  target.aligned = true;
-  return target;
+GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, void* parts) {
+  return {view,
+          static_cast<float*>(parts),
+          part_row_stride(columns),
+          dtype,
+          columns,
+          aligned(view, size_of(dtype), 2 * size_of(dtype)),
+          is_16bit(dtype) && columns % 8 == 0 && aligned(view, 2, 16)};
 }
 
-// dk and dv as the sums of those of the splits.
-const char* launch_sum_splits(const AttentionBackwardParams& p, const CallSizes& sizes, const KernelParams& params,
-                              void* stream) {
-  SumSplitsArguments arguments;
-  arguments.gradients[0] = {params.dk, p.dk, p.dk_dtype, aligned(p.dk, size_of(p.dk_dtype), 4 * size_of(p.dk_dtype))};
-  arguments.gradients[1] = {params.dv, p.dv, p.dv_dtype, aligned(p.dv, size_of(p.dv_dtype), 4 * size_of(p.dv_dtype))};
-  arguments.heads = p.heads_kv;
-  arguments.seqlen_k = p.seqlen_k;
-  arguments.rows = sizes.batch * sizes.seqlen_k;
-  arguments.splits = sizes.splits;
-  const int64_t vectors = (params.dk.split_stride + params.dv.split_stride) / 4;
-  if (vectors == 0) return nullptr;
-  constexpr int64_t kMostCtas = 2048;
+// dk and dv of shared jobs as the sums of their parts.
+const char* launch_sum_parts(const KernelParams& params, const SharedJobs& shared, const Tile& tile, void* stream) {
+  const auto vectors = [](const GradientTarget& target) {
+    return aligned(target.view, size_of(target.dtype), 4 * size_of(target.dtype));
+  };
+  const SumPartsArguments arguments = {params, tile.block_n, vectors(params.dk), vectors(params.dv)};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(ceil_div(vectors, kSumSplitsThreads), kMostCtas)));
-  config.blockDim = dim3(kSumSplitsThreads);
+  config.gridDim = dim3(static_cast<unsigned>(shared.count), static_cast<unsigned>(tile.block_n / kSumPartsRows), 2);
+  config.blockDim = dim3(kSumPartsThreads);
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = launch_kernel(config, sum_splits_kernel, arguments);
+  const cudaError_t error = launch_kernel(config, sum_parts_kernel, arguments);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// KV heads whose jobs are one list, longest first: as many as L2 holds, and at least those that make two rounds of
+// jobs, as shorter lists would end with their long walks one by one.
+int64_t heads_of_list(const AttentionBackwardParams& p, const KernelParams& params) {
+  constexpr int64_t kL2Bytes = 24 << 20;  // of 40 MB (8.0) and more; small caches hold few heads in any order
+  const int64_t all = int64_t{p.batch} * p.heads_kv;
+  const int64_t in_l2 =
+      heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, size_of(p.dtype), p.heads / p.heads_kv);
+  const int64_t two_rounds = 2 * params.workers / std::max(params.key_blocks, 1);
+  if (two_rounds <= in_l2 || two_rounds >= all) return std::min(std::max(in_l2, two_rounds), all);
+  // No short last list, if few heads less do.
+  for (int64_t heads = two_rounds; heads > two_rounds * 3 / 4 && heads > in_l2; --heads) {
+    if (all % heads == 0) return heads;
+  }
+  return two_rounds;
 }
 
 KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, const CallSizes& sizes) {
@@ -106,19 +106,14 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.dq_accumulator = reinterpret_cast<float*>(base + workspace.accumulator_offset);
   params.dq_row_stride = workspace.row_stride;
   params.dq_blocks = workspace.dq_blocks;
-  params.splits = sizes.splits;
-  params.jobs = job_count(sizes, tile) * sizes.splits;
+  params.splits = sizes.shared.splits;
+  params.whole_jobs = job_count(sizes, tile) - sizes.shared.count;
+  params.jobs = params.whole_jobs + sizes.shared.parts();
   params.packed_jobs = packed_jobs(sizes);
   params.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
   params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
-  constexpr int64_t kL2Bytes = 24 << 20;  // of 40 MB (8.0) and more; small caches hold few heads in any order
-  int64_t abreast = heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, bytes, p.heads / p.heads_kv);
   params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
-  if (tile.wide) {
-    // A wide head or two fill L2; but heads one after the other would end with the long walks of the last one.
-    abreast = std::max<int64_t>(abreast, 2 * params.workers / std::max(params.key_blocks * params.splits, 1));
-  }
-  params.head_group = static_cast<int32_t>(std::min<int64_t>(abreast, int64_t{p.batch} * p.heads_kv));
+  params.head_group = static_cast<int32_t>(heads_of_list(p, params));
   // They read the same bias, and add to the same gradient, while it is in L2.
   params.batches_abreast = !params.packed_jobs && p.bias.data != nullptr && p.bias.batch_stride == 0;
   params.q_aligned = aligned(p.q, bytes, 16);
@@ -136,8 +131,8 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   uint8_t* const partial = base + workspace.partial_offset;
   const PartialRegion places = partial_region(sizes, tile, plan.sm_count);
   if (tile.wide) params.gradients = reinterpret_cast<float*>(partial + places.gradients_offset);
-  params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, sizes, partial + places.split_dk_offset);
-  params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, sizes, partial + places.split_dv_offset);
+  params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, partial + places.parts_dk_offset);
+  params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial + places.parts_dv_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
   const bool capped = p.softcap > 0.f;  // a factor of the cap then lies where pieces go, and ds has been through it
@@ -156,48 +151,59 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   return params;
 }
 
+Extras extras_of(const KernelParams& params) {
+  const AttentionBackwardParams& p = params.attention;
+  const bool others = p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
+  if (p.bias.data == nullptr) return others ? Extras::kAll : Extras::kNone;
+  const BiasGradient& g = params.bias_gradient;
+  const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_pieces ||
+                        (g.mode == BiasGradientMode::kAdd && g.col_stride == 1);
+  return params.bias_pieces && gradient && !others ? Extras::kBias : Extras::kAll;
+}
+
 // Of the tiles for elements of T.
 template <typename T, int kTileIndex = 0>
-const char* dispatch(int tile_index, const KernelParams& params, bool features, void* stream) {
+const char* dispatch(int tile_index, const KernelParams& params, Extras extras, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
     return "sm80: no such tile";
   } else {
     if constexpr (kTiles[kTileIndex].element_bytes == sizeof(T) && is_built(kTiles[kTileIndex].head_dim)) {
       if (tile_index == kTileIndex) {
-        return launch<T, kTiles[kTileIndex].head_dim>(tile_index, params, features, stream);
+        return launch<T, kTiles[kTileIndex].head_dim>(tile_index, params, extras, stream);
       }
     }
-    return dispatch<T, kTileIndex + 1>(tile_index, params, features, stream);
+    return dispatch<T, kTileIndex + 1>(tile_index, params, extras, stream);
   }
 }
 
 const char* launch_main(const AttentionBackwardParams& p, int tile_index, const KernelParams& params, void* stream) {
-  const bool features = p.bias.data != nullptr || p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
+  const Extras extras = extras_of(params);
   switch (p.dtype) {
     case DType::kBFloat16:
-      return dispatch<__nv_bfloat16>(tile_index, params, features, stream);
+      return dispatch<__nv_bfloat16>(tile_index, params, extras, stream);
     case DType::kFloat16:
-      return dispatch<__half>(tile_index, params, features, stream);
+      return dispatch<__half>(tile_index, params, extras, stream);
     default:
-      return dispatch<float>(tile_index, params, features, stream);
+      return dispatch<float>(tile_index, params, extras, stream);
   }
 }
 
 }  // namespace
 
 const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, void* stream) {
+  const Tile& tile = kTiles[plan.config];
   CallSizes sizes = sizes_of(p);
-  sizes.splits = plan.splits;
+  sizes.shared = shared_jobs(sizes, tile, plan.sm_count);
   const KernelParams params = make_params(p, plan, sizes);
   if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream)) return error;
   if (params.jobs > 0) {
     if (const char* error = launch_main(p, plan.config, params, stream)) return error;
   }
-  if (plan.splits > 1) {
-    if (const char* error = launch_sum_splits(p, sizes, params, stream)) return error;
+  if (sizes.shared.count > 0) {
+    if (const char* error = launch_sum_parts(params, sizes.shared, tile, stream)) return error;
   }
   if (const char* error = launch_convert_dq(p, plan.workspace, stream)) return error;
-  const BiasGradientScratch scratch = bias_gradient_of(sizes, kTiles[plan.config]);
+  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.statistics, stream);
 }

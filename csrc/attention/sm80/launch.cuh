@@ -23,49 +23,52 @@ inline const char* launch_workers(void (*kernel)(KernelParams), const KernelPara
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <typename T, int kTileIndex, bool kFeatures, typename M>
+template <typename T, int kTileIndex, Extras kExtras, typename M>
 const char* launch_products(const KernelParams& params, void* stream) {
   constexpr Tile kTile = kTiles[kTileIndex];
   if constexpr (kTile.wide) {
-    using Variant = WideTraits<T, kTileIndex, kFeatures, M>;
+    using Variant = WideTraits<T, kTileIndex, kExtras, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
     return launch_workers(wide_kernel<Variant>, params, Variant::kThreads, kSharedBytes, stream);
   } else {
-    using Variant = Traits<T, kTileIndex, kFeatures, M>;
+    using Variant = Traits<T, kTileIndex, kExtras, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
     return launch_workers(backward_kernel<Variant>, params, Variant::kThreads, kSharedBytes, stream);
   }
 }
 
-template <typename T, int kTileIndex, bool kFeatures>
+template <typename T, int kTileIndex, Extras kExtras>
 const char* launch_variant(const KernelParams& params, void* stream) {
   if constexpr (sizeof(T) == 4) {
-    if (params.attention.tf32) return launch_products<T, kTileIndex, kFeatures, MmaFp32<false>>(params, stream);
+    if (params.attention.tf32) return launch_products<T, kTileIndex, kExtras, MmaFp32<false>>(params, stream);
   }
-  return launch_products<T, kTileIndex, kFeatures, Mma<T>>(params, stream);
+  return launch_products<T, kTileIndex, kExtras, Mma<T>>(params, stream);
 }
 
 // Of rows kFirst and on.
 template <typename T, int kHeadDim, int kFirst>
-const char* launch_row(int tile_index, const KernelParams& params, bool features, void* stream) {
+const char* launch_row(int tile_index, const KernelParams& params, Extras extras, void* stream) {
   if constexpr (kFirst == kNumTiles) {
     return "sm80: no such tile";
   } else {
     if constexpr (kTiles[kFirst].head_dim == kHeadDim && kTiles[kFirst].element_bytes == sizeof(T)) {
       if (tile_index == kFirst) {
-        return features ? launch_variant<T, kFirst, true>(params, stream)
-                        : launch_variant<T, kFirst, false>(params, stream);
+        if (extras == Extras::kNone) return launch_variant<T, kFirst, Extras::kNone>(params, stream);
+        if constexpr (has_bias_kernel(kTiles[kFirst])) {
+          if (extras == Extras::kBias) return launch_variant<T, kFirst, Extras::kBias>(params, stream);
+        }
+        return launch_variant<T, kFirst, Extras::kAll>(params, stream);
       }
     }
-    return launch_row<T, kHeadDim, kFirst + 1>(tile_index, params, features, stream);
+    return launch_row<T, kHeadDim, kFirst + 1>(tile_index, params, extras, stream);
   }
 }
 
 template <typename T, int kHeadDim>
-const char* launch(int tile_index, const KernelParams& params, bool features, void* stream) {
-  return launch_row<T, kHeadDim, 0>(tile_index, params, features, stream);
+const char* launch(int tile_index, const KernelParams& params, Extras extras, void* stream) {
+  return launch_row<T, kHeadDim, 0>(tile_index, params, extras, stream);
 }
 
 }  // namespace flashbwd::sm80

@@ -2,13 +2,14 @@
 #pragma once
 
 #include "../plan.h"
+#include "config.h"
 #include "kernel_params.h"
 
 namespace flashbwd::sm80 {
 
 // Launches the kernel for row tile_index of kTiles, one of head dimension kHeadDim and elements of T, on `stream`;
-// returns null or a message. `features`: the variant with bias, ALiBi, softcap and dropout.
+// returns null or a message.
 template <typename T, int kHeadDim>
-const char* launch(int tile_index, const KernelParams& params, bool features, void* stream);
+const char* launch(int tile_index, const KernelParams& params, Extras extras, void* stream);
 
 }  // namespace flashbwd::sm80

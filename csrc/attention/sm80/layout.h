@@ -9,6 +9,13 @@
 
 namespace flashbwd::sm80 {
 
+// The last jobs of a call, each the work of `splits` CTAs.
+struct SharedJobs {
+  int64_t count = 0;
+  int32_t splits = 1;
+  int64_t parts() const { return count * splits; }
+};
+
 // What both an AttentionProblem and AttentionBackwardParams say about a call.
 struct CallSizes {
   bool packed_q = false, packed_k = false;
@@ -16,10 +23,12 @@ struct CallSizes {
   int64_t seqlen_q = 0, seqlen_k = 0;  // the longest when packed
   int64_t total_q = 0, total_k = 0;
   int64_t head_dim = 0, head_dim_v = 0;
-  int32_t splits = 1;
+  int64_t window_left = -1, window_right = -1;
+  CausalAlignment causal = CausalAlignment::kNone;
   bool deterministic = false;
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
+  SharedJobs shared;  // see shared_jobs
 };
 
 // The zeroed region of the workspace: int32 jobs_taken, int32 turns[heads][turns_of_head], fp32 bias gradient. Offsets
@@ -65,28 +74,48 @@ inline int64_t gradient_floats(int64_t head_dim, int64_t head_dim_v, const Tile&
 // CTAs for all of it.
 inline bool packed_jobs(const CallSizes& sizes) { return sizes.packed_k && !sizes.bias_gradient; }
 
-// Key blocks, each the work of sizes.splits CTAs.
+// Key blocks.
 inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
   if (packed_jobs(sizes)) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
   return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
 }
 
+// Where walks are equally long, CTAs that stay have as many of them each, and the few that are left are shared. Of
+// unequal ones, longest first, the short ones fill the last round: all are shared, if there are few. Packed lengths may
+// be far from the longest, which is all that is known; and a bias gradient has places for one CTA a key block.
+inline SharedJobs shared_jobs(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors) {
+  if (sizes.packed_k || sizes.bias_gradient || sizes.seqlen_k == 0) return {};
+  const Visibility visibility =
+      make_visibility(static_cast<int32_t>(sizes.seqlen_q), static_cast<int32_t>(sizes.seqlen_k), sizes.window_left,
+                      sizes.window_right, sizes.causal);
+  const auto steps = [&](int64_t key_block) {
+    return query_blocks(visibility, static_cast<int32_t>(key_block), tile.block_m, tile.block_n).size() *
+           (sizes.heads / sizes.heads_kv);
+  };
+  const int64_t jobs = job_count(sizes, tile), workers = at_least(multiprocessors, 1);
+  const int64_t count = visibility.full() ? jobs % workers : jobs;
+  if (count == 0) return {};
+  // The queries that see a key block grow, stay the same or shrink along the keys.
+  const int64_t last = ceil_div(sizes.seqlen_k, tile.block_n) - 1, middle = steps(last / 2);
+  const int64_t longest = at_least(at_least(steps(0), steps(last)), middle);
+  const int32_t splits = split_count(count, middle, longest, workers);
+  if (splits == 1) return {};
+  return {count, splits};
+}
+
 // CTAs: one a multiprocessor, as their shared memory and registers want it.
 inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors) {
-  return at_most(job_count(sizes, tile) * sizes.splits, at_least(multiprocessors, 1));
+  return at_most(job_count(sizes, tile) - sizes.shared.count + sizes.shared.parts(), at_least(multiprocessors, 1));
 }
 
-// fp32 dk or dv of one split of dense inputs: (batch, seqlen_k, heads_kv, row stride).
-inline int64_t split_row_stride(int64_t columns) { return round_up(columns, 4); }
-inline int64_t split_floats(const CallSizes& sizes, int64_t columns) {
-  return sizes.batch * sizes.seqlen_k * sizes.heads_kv * split_row_stride(columns);
-}
+// Floats of a row of dk or dv in a part of a shared job.
+inline int64_t part_row_stride(int64_t columns) { return round_up(columns, 4); }
 
 // The partial region of the workspace: fp32 bias gradient that needs no zeros, then dk and dv in work of wide tiles,
-// then dk and dv of each split.
+// then dk and dv of each part of shared jobs: (parts, block_n, row stride) each.
 struct PartialRegion {
   int64_t gradients_offset = 0;
-  int64_t split_dk_offset = 0, split_dv_offset = 0;
+  int64_t parts_dk_offset = 0, parts_dv_offset = 0;
   int64_t bytes = 0;
 };
 
@@ -101,10 +130,9 @@ inline PartialRegion partial_region(const CallSizes& sizes, const Tile& tile, in
   };
   region.gradients_offset =
       take(worker_count(sizes, tile, multiprocessors) * gradient_floats(sizes.head_dim, sizes.head_dim_v, tile));
-  if (sizes.splits > 1) {
-    region.split_dk_offset = take(sizes.splits * split_floats(sizes, sizes.head_dim));
-    region.split_dv_offset = take(sizes.splits * split_floats(sizes, sizes.head_dim_v));
-  }
+  const int64_t part_rows = sizes.shared.parts() * tile.block_n;
+  region.parts_dk_offset = take(part_rows * part_row_stride(sizes.head_dim));
+  region.parts_dv_offset = take(part_rows * part_row_stride(sizes.head_dim_v));
   return region;
 }
 

@@ -16,12 +16,13 @@
 
 namespace flashbwd::sm80 {
 
-template <typename T_, int kTileIndex, bool kFeatures_, typename M_ = Mma<T_>>
+template <typename T_, int kTileIndex, Extras kExtras_, typename M_ = Mma<T_>>
 struct Traits {
   using T = T_;
   using M = M_;
   static constexpr Tile kTile = kTiles[kTileIndex];
-  static constexpr bool kFeatures = kFeatures_;  // bias, ALiBi, softcap, dropout
+  static constexpr Extras kExtras = kExtras_;
+  static constexpr bool kFeatures = kExtras != Extras::kNone;
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -84,8 +85,12 @@ struct Mainloop {
   static constexpr int kQuerySteps = Traits::kBlockM / M::kStep;    // of dk and dv
   static constexpr int kWarpSteps = kQuerySteps / Traits::kWarpsS;  // those of a warp's own queries
   using Held = typename M::Held[Traits::kKeyTiles][kWarpSteps];
-  // Steps in flight: fragments of fp32 are twice as large, and their products take twelve times as long.
-  static constexpr int kUnroll = sizeof(T) == 2 ? 16 : Traits::kTile.head_dim <= 128 ? 2 : 1;
+  // Steps in flight, of s and dp and of the others: fragments of fp32 are twice as large, and their products take
+  // twelve times as long.
+  static constexpr int kUnrollKeys = sizeof(T) == 2 ? 16 : 2;
+  static constexpr int kUnroll = Traits::kTile.head_dim <= 128 || sizeof(T) == 2 ? kUnrollKeys : 1;
+  // Operands of dq at a time: the three products of a tile of fp32 wait for each other.
+  static constexpr int kDqPairs = sizeof(T) == 4 && Traits::kColumnTiles % 4 == 0 ? 2 : 1;
 
   // Whether a warp takes its own part of p and ds from registers; those of fp32 are too many.
   static constexpr bool kHoldsOwn = sizeof(T) == 2;
@@ -183,10 +188,11 @@ struct Mainloop {
       hold(s, p_held);
       hold(dp, ds_held);
       store_scores(smem.ds, ds_held);
-      if constexpr (Traits::kFeatures) scores.finish_tile(step.head, query_block, smem.ds);
+      if constexpr (Traits::kExtras == Extras::kAll) scores.finish_tile(step.head, query_block, smem.ds);
       if constexpr (Traits::kExchange) store_scores(smem.p, p_held);
       add_own(p_held, smem.dout[stage], dv);
       __syncthreads();  // ds (and p) of all warps are there
+      if constexpr (Traits::kExtras == Extras::kBias) scores.finish_tile(step.head, query_block, smem.ds);
       add_others(smem.p, smem.dout[stage], dv);
       if constexpr (kEarlyBias) {
         named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);  // the warps of these keys are done with their p
@@ -253,18 +259,18 @@ struct Mainloop {
     }
   }
 
-  // Within a head, an addition each.
+  // Additions: heads and rows are steps of constant length.
   static __device__ __forceinline__ void advance_source(const KernelParams& params, SharedStorage& smem,
                                                         const Work& work, const Step& step) {
-    if (step.last_of_head(work)) {
-      set_source(params, smem, work, Step(step, work));
-      return;
-    }
-    const int32_t rows = work.descending ? -Traits::kBlockM : Traits::kBlockM;
-    smem.source.q += rows * params.attention.q.seq_stride;
-    smem.source.dout += rows * params.attention.dout.seq_stride;
-    smem.source.lse += rows;
-    smem.source.delta += rows;
+    const Step next(step, work);
+    const int32_t heads = next.head - step.head;
+    const int32_t rows = (next.query_block(work) - step.query_block(work)) * Traits::kBlockM;
+    const AttentionBackwardParams& p = params.attention;
+    smem.source.q += heads * p.q.head_stride + rows * p.q.seq_stride;
+    smem.source.dout += heads * p.dout.head_stride + rows * p.dout.seq_stride;
+    const int64_t statistics = heads * params.statistics.head_stride + rows;
+    smem.source.lse += statistics;
+    smem.source.delta += statistics;
     smem.source.rows -= rows;
   }
 
@@ -294,16 +300,16 @@ struct Mainloop {
                                                                            Traits::warp_n() * Traits::kKeyTiles * 16);
     const typename M::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
                                                                Traits::warp_s() * Traits::kScoreTiles * 8);
-#pragma unroll(kUnroll)
+#pragma unroll(kUnrollKeys)
     for (int k = 0; k < kHeadSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
 #pragma unroll
       for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
-        const typename M::B b = rows_b.load(nt * 8, k);
+        const typename M::B b[1] = {rows_b.load(nt * 8, k)};
 #pragma unroll
-        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt][nt], c[mt][nt + 1], a[mt], b);
+        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt] + nt, a[mt], b);
       }
     }
   }
@@ -382,9 +388,9 @@ struct Mainloop {
                                                   int k, Gradient& c) {
 #pragma unroll
     for (int nt = 0; nt < Traits::kGradientTiles; nt += 2) {
-      const typename M::B b = columns_b.load(k, nt * 8);
+      const typename M::B b[1] = {columns_b.load(k, nt * 8)};
 #pragma unroll
-      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt][nt], c[mt][nt + 1], a[mt], b);
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt] + nt, a[mt], b);
     }
   }
 
@@ -423,10 +429,12 @@ struct Mainloop {
 #pragma unroll
       for (int mt = 0; mt < Traits::kQueryTiles; ++mt) a[mt] = columns_a.load(k, mt * 16);
 #pragma unroll
-      for (int nt = 0; nt < Traits::kColumnTiles; nt += 2) {
-        const typename M::B b = columns_b.load(k, nt * 8);
+      for (int nt = 0; nt < Traits::kColumnTiles; nt += 2 * kDqPairs) {
+        typename M::B b[kDqPairs];
 #pragma unroll
-        for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt][nt], dq[mt][nt + 1], a[mt], b);
+        for (int i = 0; i < kDqPairs; ++i) b[i] = columns_b.load(k, (nt + 2 * i) * 8);
+#pragma unroll
+        for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt] + nt, a[mt], b);
       }
     }
   }

@@ -27,36 +27,14 @@ CallSizes sizes_of(const AttentionProblem& problem) {
   sizes.total_k = problem.total_k;
   sizes.head_dim = problem.head_dim;
   sizes.head_dim_v = problem.head_dim_v;
+  sizes.window_left = problem.window_left;
+  sizes.window_right = problem.window_right;
+  sizes.causal = problem.causal;
   sizes.deterministic = problem.deterministic;
   sizes.bias_gradient = problem.need_dbias;
   sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
                           problem.bias_broadcast_col};
   return sizes;
-}
-
-// CTAs of a tile that the device runs at a time: shared memory and registers (255 a thread) say how many.
-int64_t ctas_at_once(const Tile& tile, const DeviceInfo& device) {
-  constexpr int64_t kReservedBytes = 1024;  // of each CTA, beside what it asks for; a multiprocessor has one more
-  const int64_t by_memory =
-      (device.smem_per_block + kReservedBytes) / (tile.shared_bytes() + kAlignmentBytes + kReservedBytes);
-  return at_least(device.sm_count, 1) * at_least(at_most(by_memory, 65536 / (tile.threads() * 256)), 1);
-}
-
-// Packed lengths may be far from the longest, which is all that is known; and a bias gradient has places for one CTA a
-// key block.
-int32_t splits_of(const AttentionProblem& problem, const DeviceInfo& device, const Tile& tile, const CallSizes& sizes) {
-  if (problem.varlen || problem.need_dbias || problem.seqlen_k == 0) return 1;
-  const Visibility visibility =
-      make_visibility(static_cast<int32_t>(problem.seqlen_q), static_cast<int32_t>(problem.seqlen_k),
-                      problem.window_left, problem.window_right, problem.causal);
-  const auto steps = [&](int64_t key_block) {
-    return query_blocks(visibility, static_cast<int32_t>(key_block), tile.block_m, tile.block_n).size() *
-           (problem.heads / problem.heads_kv);
-  };
-  // The queries that see a key block grow, stay the same or shrink along the keys.
-  const int64_t last = ceil_div(problem.seqlen_k, tile.block_n) - 1, middle = steps(last / 2);
-  const int64_t longest = at_least(at_least(steps(0), steps(last)), middle);
-  return split_count(job_count(sizes, tile), middle, longest, ctas_at_once(tile, device));
 }
 
 std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
@@ -90,12 +68,14 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   CallSizes sizes = sizes_of(problem);
-  sizes.splits = splits_of(problem, device, tile, sizes);
-  plan->splits = sizes.splits;
+  const SharedJobs shared = sizes.shared = shared_jobs(sizes, tile, device.sm_count);
+  plan->splits = shared.splits;
   plan->schedule =
       std::string(tile.wide ? "persistent CTAs, a key block at a time, dk and dv in global memory by blocks of columns"
                             : "one CTA a key block") +
-      (sizes.splits > 1 ? ", its queries shared by " + std::to_string(sizes.splits) + " CTAs" : std::string()) +
+      (shared.count > 0 ? ", queries of the last " + std::to_string(shared.count) + " shared by " +
+                              std::to_string(shared.splits) + " CTAs each"
+                        : std::string()) +
       (problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics") +
       (problem.tf32 ? ", products in TF32" : "");
   WorkspaceRequest request;

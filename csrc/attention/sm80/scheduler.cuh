@@ -7,6 +7,18 @@
 
 namespace flashbwd::sm80 {
 
+// Key block `index` of the call.
+__device__ __forceinline__ Job key_block_job(const KernelParams& params, int32_t index, int32_t block_n) {
+  const AttentionBackwardParams& p = params.attention;
+  if (params.packed_jobs) {
+    return varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n, params.head_group);
+  }
+  const Job job = dense_job(index, p.batch, p.heads_kv, params.key_blocks, params.head_group);
+  if (!params.batches_abreast) return job;
+  const int32_t head = job.batch * p.heads_kv + job.head;
+  return {head % p.batch, head / p.batch, job.key_block};
+}
+
 struct Work {
   Sequence sequence;
   Visibility visibility;
@@ -16,37 +28,40 @@ struct Work {
   int32_t batch = 0;
   int32_t head_kv = 0;
   int32_t key_block = 0;
-  int32_t split = 0;  // place among the CTAs that share the key block
+  int32_t part = -1;  // of all parts of shared jobs; -1: the whole job
   int32_t heads_per_kv = 1;
-  bool descending = false;  // the walk goes from the last query block to the first
-  bool exists = false;      // false: past the end of its sequence, nothing to load and nothing to write
+  int32_t heads_abreast = 1;  // in the walk, see heads_of_walk
+  bool descending = false;    // the walk goes from the last query block to the first
+  bool exists = false;        // false: past the end of its sequence, nothing to load and nothing to write
 
   Work() = default;
 
   __device__ __forceinline__ Work(const KernelParams& params, int32_t index, int32_t block_m, int32_t block_n) {
     const AttentionBackwardParams& p = params.attention;
     // CTAs of one key block follow one another, so that all of earlier key blocks have been taken before.
-    split = index % params.splits;
-    index /= params.splits;
-    const Job job = params.packed_jobs
-                        ? varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n, params.head_group)
-                        : dense_job(index, p.batch, p.heads_kv, params.key_blocks, params.head_group);
+    int32_t split = 0, splits = 1;
+    const auto whole = static_cast<int32_t>(params.whole_jobs);
+    if (index >= whole) {
+      part = index - whole;
+      splits = params.splits;
+      split = part % splits;
+      index = whole + part / splits;
+    }
+    const Job job = key_block_job(params, index, block_n);
     if (job.batch < 0) return;
     batch = job.batch;
     head_kv = job.head;
-    if (params.batches_abreast) {
-      const int32_t head = batch * p.heads_kv + head_kv;
-      batch = head % p.batch;
-      head_kv = head / p.batch;
-    }
     key_block = job.key_block;
     heads_per_kv = p.heads / p.heads_kv;
+    heads_abreast = heads_of_walk(heads_per_kv, splits);
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
     query_range = query_blocks(visibility, key_block, block_m, block_n);
     interior = interior_query_blocks(visibility, key_block, block_m, block_n);
-    walk = split_walk(query_range.size() * heads_per_kv, split, params.splits);
-    descending = params.turns != nullptr && !visibility.full();  // see ordered_query_block
+    walk = split_walk(query_range.size() * heads_per_kv, split, splits);
+    // In order: see ordered_query_block. Under a diagonal all key blocks then start at the same queries too, and those
+    // of a group, which L2 would not hold, pass through it once.
+    descending = (params.turns != nullptr || heads_per_kv > 1) && !visibility.full();
     // Where the gradient of a bias is stored, its columns reach up to the longest sequence.
     const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
     exists = key_block * block_n < (whole_bias ? p.seqlen_k : sequence.rows_k);
@@ -55,32 +70,29 @@ struct Work {
   __device__ __forceinline__ int32_t steps() const { return walk.size(); }
 };
 
-// A position in the walk over the query tiles of all heads of the group.
+// A step of the walk over the query tiles of all heads of the group.
 struct Step {
   int32_t index = 0;  // 0 .. steps
-  int32_t place = 0;  // in the walk of one head
   int32_t head = 0;   // query head
+  WalkPosition position;
 
   Step() = default;
   // The first one.
-  __device__ __forceinline__ explicit Step(const Work& work) : head(work.head_kv * work.heads_per_kv) {
-    if (work.walk.begin == 0) return;
-    head += work.walk.begin / work.query_range.size();
-    place = work.walk.begin % work.query_range.size();
+  __device__ __forceinline__ explicit Step(const Work& work)
+      : position(work.walk.begin, work.query_range.size(), work.heads_abreast) {
+    head = work.head_kv * work.heads_per_kv + position.head;
   }
   // The one after `step`.
   __device__ __forceinline__ Step(const Step& step, const Work& work) : Step(step) { advance(work); }
 
   __device__ __forceinline__ void advance(const Work& work) {
     ++index;
-    if (++place == work.query_range.size()) {
-      place = 0;
-      ++head;
-    }
+    const int32_t before = position.head;
+    position.advance(work.query_range.size(), work.heads_abreast);
+    head += position.head - before;
   }
-  __device__ __forceinline__ bool last_of_head(const Work& work) const { return place + 1 == work.query_range.size(); }
   __device__ __forceinline__ int32_t query_block(const Work& work) const {
-    return work.descending ? work.query_range.end - 1 - place : work.query_range.begin + place;
+    return work.descending ? work.query_range.end - 1 - position.tile : work.query_range.begin + position.tile;
   }
 };
 

@@ -172,9 +172,9 @@ struct WideMainloop : Mainloop<Traits> {
 #pragma unroll
       for (int pair = 0; pair < Traits::kPairs; ++pair) {
         if (!kWhole && pair >= pairs) break;
-        const typename M::B b = columns_b.load(k, pair * Traits::kPairColumns);
+        const typename M::B b[1] = {columns_b.load(k, pair * Traits::kPairColumns)};
 #pragma unroll
-        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt][2 * pair], c[mt][2 * pair + 1], a[mt], b);
+        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt] + 2 * pair, a[mt], b);
       }
     }
   }
@@ -215,9 +215,9 @@ struct WideMainloop : Mainloop<Traits> {
       for (int mt = 0; mt < Traits::kQueryTiles; ++mt) a[mt] = columns_a.load(k, mt * 16);
 #pragma unroll
       for (int nt = 0; nt < Traits::kColumnTiles; nt += 2) {
-        const typename M::B b = columns_b.load(k, nt * 8);
+        const typename M::B b[1] = {columns_b.load(k, nt * 8)};
 #pragma unroll
-        for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt][nt], dq[mt][nt + 1], a[mt], b);
+        for (int mt = 0; mt < Traits::kQueryTiles; ++mt) M::multiply(dq[mt] + nt, a[mt], b);
       }
     }
   }

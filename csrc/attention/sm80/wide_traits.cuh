@@ -8,12 +8,13 @@
 namespace flashbwd::sm80 {
 
 // Names are those of Traits, so that scores and products are the same code: there `head dim` is one piece of columns.
-template <typename T_, int kTileIndex, bool kFeatures_, typename M_ = Mma<T_>>
+template <typename T_, int kTileIndex, Extras kExtras_, typename M_ = Mma<T_>>
 struct WideTraits {
   using T = T_;
   using M = M_;
   static constexpr Tile kTile = kTiles[kTileIndex];
-  static constexpr bool kFeatures = kFeatures_;
+  static constexpr Extras kExtras = kExtras_;
+  static constexpr bool kFeatures = kExtras != Extras::kNone;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarpsN = kTile.warps_n;

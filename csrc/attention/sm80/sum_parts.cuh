@@ -1,0 +1,78 @@
+// After the main kernel, where CTAs shared key blocks: dk and dv as sums over the parts, in their order.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/numeric.cuh"
+#include "scheduler.cuh"
+
+namespace flashbwd::sm80 {
+
+constexpr int kSumPartsThreads = 256;
+constexpr int kSumPartsRows = 16;  // of a CTA
+
+struct SumPartsArguments {
+  KernelParams params;
+  int32_t block_n = 0;
+  bool dk_vectors = false, dv_vectors = false;  // four columns of the gradient can be written at once
+};
+
+template <typename T>
+__device__ __forceinline__ void store_columns(T* place, float4 value, int32_t left, bool vectors) {
+  if (vectors && left >= 4) {
+    if constexpr (sizeof(T) == 4) {
+      *reinterpret_cast<float4*>(place) = value;
+    } else {
+      *reinterpret_cast<uint2*>(place) = make_uint2(pack2<T>(value.x, value.y), pack2<T>(value.z, value.w));
+    }
+    return;
+  }
+  const float values[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i < left) place[i] = from_float<T>(values[i]);
+  }
+}
+
+// Rows first_row and on of a key block: a thread sums four columns of one row at a time.
+__device__ __forceinline__ void sum_rows(const SumPartsArguments& a, const GradientTarget& target, bool vectors,
+                                         const Job& job, int32_t shared_job, int32_t first_row) {
+  const int32_t row_vectors = static_cast<int32_t>(target.part_row_stride / 4);
+  const int32_t first_key = job.key_block * a.block_n;
+  const int32_t rows = min(a.params.attention.seqlen_k - first_key - first_row, kSumPartsRows);
+  const int64_t part_vectors = int64_t{a.block_n} * row_vectors;
+  const float4* const source = reinterpret_cast<const float4*>(target.parts) +
+                               shared_job * int64_t{a.params.splits} * part_vectors + int64_t{first_row} * row_vectors;
+  const int64_t first = job.batch * target.view.batch_stride + job.head * target.view.head_stride +
+                        int64_t{first_key + first_row} * target.view.seq_stride;
+  for (int32_t i = threadIdx.x; i < rows * row_vectors; i += kSumPartsThreads) {
+    float4 sum = source[i];
+    for (int32_t split = 1; split < a.params.splits; ++split) {
+      const float4 part = source[i + split * part_vectors];
+      sum.x += part.x;
+      sum.y += part.y;
+      sum.z += part.z;
+      sum.w += part.w;
+    }
+    const int32_t row = i / row_vectors, column = i % row_vectors * 4, left = target.columns - column;
+    const int64_t place = first + row * target.view.seq_stride + column;
+    if (target.dtype == DType::kFloat32) {
+      store_columns(static_cast<float*>(target.view.data) + place, sum, left, vectors);
+    } else if (target.dtype == DType::kBFloat16) {
+      store_columns(static_cast<__nv_bfloat16*>(target.view.data) + place, sum, left, vectors);
+    } else {
+      store_columns(static_cast<__half*>(target.view.data) + place, sum, left, vectors);
+    }
+  }
+}
+
+// blockIdx.x: of the shared jobs; blockIdx.y: which rows of its key block; blockIdx.z: dk or dv.
+__global__ void __launch_bounds__(kSumPartsThreads) sum_parts_kernel(const __grid_constant__ SumPartsArguments a) {
+  const auto shared_job = static_cast<int32_t>(blockIdx.x);
+  const auto first_row = static_cast<int32_t>(blockIdx.y) * kSumPartsRows;
+  const Job job = key_block_job(a.params, static_cast<int32_t>(a.params.whole_jobs) + shared_job, a.block_n);
+  const bool is_dv = blockIdx.z != 0;
+  sum_rows(a, is_dv ? a.params.dv : a.params.dk, is_dv ? a.dv_vectors : a.dk_vectors, job, shared_job, first_row);
+}
+
+}  // namespace flashbwd::sm80

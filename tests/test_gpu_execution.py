@@ -178,6 +178,19 @@ def test_a_few_jobs_more_than_multiprocessors(heads: int, seqlen_q: int, determi
     x.check(*run(x, backend))
 
 
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
+def test_more_jobs_than_multiprocessors(head_dim: int, deterministic: bool, target: Target) -> None:
+    """40 heads of 6 blocks of keys: many multiprocessors have a second one, and heads finish while others begin."""
+    device, backend, dtype = target
+    case = dataclasses.replace(MEDIUM, batch=1, heads=40, heads_kv=40, seqlen_q=700, seqlen_k=700, causal=True)
+    case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    x.check(*run(x, backend))
+
+
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_another_device_than_the_current_one(target: Target) -> None:
     if torch.cuda.device_count() < 2:

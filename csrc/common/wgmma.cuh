@@ -17,6 +17,7 @@
 namespace flashbwd {
 
 using cute::SM90::GMMA::Major;
+using cute::SM90::GMMA::ScaleIn;
 using cute::SM90::GMMA::ScaleOut;
 
 constexpr int kChunkColumns = 64;
@@ -53,19 +54,19 @@ struct AlongRows {
 
 namespace detail {
 
-template <typename T, int N, Major kMajorA, Major kMajorB>
+template <typename T, int N, Major kMajorA, Major kMajorB, ScaleIn kSignA>
 constexpr auto shared_atom() {
   namespace atoms = cute::SM90::GMMA;
   constexpr bool kBF16 = std::is_same_v<T, __nv_bfloat16>;
   if constexpr (N == 32) {
-    if constexpr (kBF16) return atoms::MMA_64x32x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x32x16_F32F16F16_SS<kMajorA, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x32x16_F32BF16BF16_SS<kMajorA, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x32x16_F32F16F16_SS<kMajorA, kMajorB, kSignA>{};
   } else if constexpr (N == 64) {
-    if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_SS<kMajorA, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_SS<kMajorA, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_SS<kMajorA, kMajorB, kSignA>{};
   } else if constexpr (N == 128) {
-    if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_SS<kMajorA, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_SS<kMajorA, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_SS<kMajorA, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_SS<kMajorA, kMajorB, kSignA>{};
   } else {
     static_assert(N == 0, "add the atom's name here");
   }
@@ -134,10 +135,12 @@ __device__ __forceinline__ uint32_t not_hoisted(uint32_t address) {
   return address;
 }
 
-// d (64 x N, N = 2 * kRegisters) = or += A B^T over kSteps * 16; A and B in shared memory. One committed group.
-template <typename T, int kSteps, bool kAccumulate, typename OperandA, typename OperandB, int kRegisters>
+// d (64 x N, N = 2 * kRegisters) = or += A B^T over kSteps * 16, with -A where kSignA says so; A and B in shared
+// memory. One committed group.
+template <typename T, int kSteps, bool kAccumulate, typename OperandA, typename OperandB, ScaleIn kSignA = ScaleIn::One,
+          int kRegisters>
 __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t address_a, uint32_t address_b) {
-  using Atom = decltype(detail::shared_atom<T, kRegisters * 2, OperandA::kMajor, OperandB::kMajor>());
+  using Atom = decltype(detail::shared_atom<T, kRegisters * 2, OperandA::kMajor, OperandB::kMajor, kSignA>());
   const uint64_t a = OperandA::descriptor(address_a);
   const uint64_t b = OperandB::descriptor(address_b);
   fence_registers(d);

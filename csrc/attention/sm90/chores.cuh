@@ -102,7 +102,7 @@ __device__ void finish_chores(const KernelParams& params, typename Traits::Share
   using T = typename Traits::T;
   constexpr int kLanes = Traits::kHeadDim / 4;  // threads a row
   constexpr int kRowsAbreast = kConsumerThreads / kLanes;
-  constexpr int kRows = kChoreRows / kRowsAbreast;  // of a thread
+  constexpr int kRows = (kChoreRows + kRowsAbreast - 1) / kRowsAbreast;  // of a thread
   const AttentionBackwardParams& p = params.attention;
   const int32_t thread = threadIdx.x - kWarpgroupThreads;
   const int32_t column = thread % kLanes * 4;
@@ -120,23 +120,24 @@ __device__ void finish_chores(const KernelParams& params, typename Traits::Share
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // the next one is chosen
     const int32_t chore = smem.chores.last;
     if (chore < 0) return;
-    if (column >= p.head_dim) continue;
+    if (column >= p.head_dim || thread >= kRowsAbreast * kLanes) continue;
     const int32_t head = chore / params.chores_of_head, batch = head / p.heads;
-    const int32_t row = (chore - head * params.chores_of_head) * kChoreRows + thread / kLanes;
+    const int32_t first_row = (chore - head * params.chores_of_head) * kChoreRows;
+    const int32_t row = first_row + thread / kLanes, end = min(first_row + kChoreRows, p.seqlen_q);
     const float* const source = params.dq_sums + int64_t{head} * p.seqlen_q * params.dq_sums_stride + column;
     T* const destination =
         static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + (head - batch * p.heads) * p.dq.head_stride + column;
     float4 sums[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int32_t r = min(row + i * kRowsAbreast, p.seqlen_q - 1);
+      const int32_t r = min(row + i * kRowsAbreast, end - 1);
       sums[i] = __ldcg(reinterpret_cast<const float4*>(source + int64_t{r} * params.dq_sums_stride));
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int32_t r = row + i * kRowsAbreast;
       const float scale = p.softmax_scale;
-      if (r < p.seqlen_q) {
+      if (r < end) {
         *reinterpret_cast<uint2*>(destination + r * p.dq.seq_stride) = {pack2<T>(sums[i].x * scale, sums[i].y * scale),
                                                                         pack2<T>(sums[i].z * scale, sums[i].w * scale)};
       }

@@ -60,8 +60,8 @@ constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
 constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
 
-// Whether dq is converted between jobs (chores.cuh). At head dimension 128 it makes no difference.
-constexpr bool has_chores(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 64; }
+// Whether dq is converted between jobs (chores.cuh). At head dimensions 32 and 128 it makes no difference.
+constexpr bool has_chores(const Tile& tile) { return !is_wide(tile) && tile.head_dim >= 64 && tile.head_dim < 128; }
 
 // Parts of a dq tile that are added, and in deterministic mode take turns, on their own.
 constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? tile.ctas : kConsumerWarpgroups; }

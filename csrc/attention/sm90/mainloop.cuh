@@ -19,6 +19,7 @@ struct Mainloop {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kStages = Traits::kStages;
   static constexpr bool kEarlyDv = Traits::kEarlyDv;
+  static constexpr bool kDeltaFirst = Traits::kDeltaFirst;
   using Ring = sm90::Ring<kStages>;
   using Work = typename Traits::Work;
   using KeyColumns = AlongColumns<Traits::kKeyChunkBytes>;
@@ -135,12 +136,21 @@ struct Mainloop {
     __device__ __forceinline__ void score_gradients(float (&s)[kBlockM / 2], uint32_t (&p16)[kBlockM / 4],
                                                     uint32_t (&ds16)[kBlockM / 4], float (&dv)[kHeadDim / 2]) {
       const int32_t stage = Ring::stage(step.index);
-      float dp[kBlockM / 2];  // dP^T, then dS^T: (64 keys, kBlockM)
+      float dp[kBlockM / 2];  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
+      if constexpr (kDeltaFirst) {
+        wait_queries(params, work, step, smem.dout_full, smem.dout);
+        for_each_delta(stage, [&](int i, float delta) { dp[i] = delta; });
+      }
       // dP queued behind S, without this wait, was 2 to 5 % slower.
       wait_products<0>();
       fence_registers(s);
-      wait_queries(params, work, step, smem.dout_full, smem.dout);
-      product<T, kHeadDim / 16, false, KeyColumns, QueryColumns>(dp, v_rows, smem_address(smem.dout[stage]));
+      const uint32_t dout = smem_address(smem.dout[stage]);
+      if constexpr (kDeltaFirst) {
+        product<T, kHeadDim / 16, true, KeyColumns, QueryColumns, ScaleIn::Neg>(dp, v_rows, dout);
+      } else {
+        wait_queries(params, work, step, smem.dout_full, smem.dout);
+        product<T, kHeadDim / 16, false, KeyColumns, QueryColumns>(dp, v_rows, dout);
+      }
       // P = exp(scale * S - lse), 0 where masked.
       exponentiate(s, &smem.lse_log2[stage][pair], scale_log2);
       if (!interior.contains(step.query_block)) {
@@ -156,13 +166,11 @@ struct Mainloop {
       }
       fence_registers(dp);
       // dS = P * (dP - delta)
+      if constexpr (kDeltaFirst) {
 #pragma unroll
-      for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * j + pair]);
-        dp[4 * j + 0] = s[4 * j + 0] * (dp[4 * j + 0] - delta.x);
-        dp[4 * j + 1] = s[4 * j + 1] * (dp[4 * j + 1] - delta.y);
-        dp[4 * j + 2] = s[4 * j + 2] * (dp[4 * j + 2] - delta.x);
-        dp[4 * j + 3] = s[4 * j + 3] * (dp[4 * j + 3] - delta.y);
+        for (int i = 0; i < kBlockM / 2; ++i) dp[i] = s[i] * -dp[i];
+      } else {
+        for_each_delta(stage, [&](int i, float delta) { dp[i] = s[i] * (dp[i] - delta); });
       }
       if constexpr (!kEarlyDv) pack<T>(p16, s);
       pack<T>(ds16, dp);
@@ -171,6 +179,17 @@ struct Mainloop {
       store_ds<kBlockN>(smem_address(smem.ds[step.index % 2]), ds16, warpgroup * 64 + warp * 16, lane);
       fence_async_shared();
       if constexpr (kEarlyDv) wait_products<0>();
+    }
+
+    // visit(i, delta): of the query of an accumulator's value i.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_delta(int32_t stage, Visit visit) const {
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * j + pair]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) visit(4 * j + i, i % 2 == 0 ? delta.x : delta.y);
+      }
     }
 
     // This warp has read what the barrier guards.

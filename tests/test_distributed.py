@@ -158,25 +158,28 @@ def test_batches_and_heads_over_a_mesh_of_two_dimensions(two: Ranks) -> None:
 # ---- norms ----
 
 
-def normalise(kind: str, **tensors: Tensor) -> Tensor:
-    return getattr(flashbwd, kind)(**tensors)
+def normalise(kind: str, *, memory_efficient: bool, **tensors: Tensor) -> Tensor:
+    return getattr(flashbwd, kind)(**tensors, memory_efficient=memory_efficient)
 
 
-def _norm_by(kind: str, dim: int) -> None:
+def _norm_by(kind: str, dim: int, memory_efficient: bool) -> None:
     mesh = init_device_mesh("cpu", (2,))
     tensors = {"x": random(2, 6, 12, seed=1), "gamma": random(12, seed=2)}
     if kind == "layer_norm":
         tensors["beta"] = random(12, seed=3)
     placements = dict.fromkeys(("x", "out"), Shard(dim))
-    grads = compare(lambda **t: normalise(kind, **t), tensors, placements, mesh)
+    grads = compare(lambda **t: normalise(kind, memory_efficient=memory_efficient, **t), tensors, placements, mesh)
     assert grads.pop("x").placements == (Shard(dim),)
     assert all(grad.placements[0].is_partial() for grad in grads.values())
 
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_norms_of_split_rows_have_partial_parameter_gradients(two: Ranks, kind: str, dim: int) -> None:
-    two.run(_norm_by, kind, dim)
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_norms_of_split_rows_have_partial_parameter_gradients(
+    two: Ranks, kind: str, dim: int, memory_efficient: bool
+) -> None:
+    two.run(_norm_by, kind, dim, memory_efficient)
 
 
 def _norm_by_columns() -> None:

@@ -37,6 +37,7 @@ def register() -> None:
         operators.rms_norm.default: functools.partial(_norm, results="zs"),
         operators.layer_norm_backward.default: functools.partial(_norm, results="zpp"),
         operators.rms_norm_backward.default: functools.partial(_norm, results="zp"),
+        operators.norm_backward_from_output.default: functools.partial(_norm, results="zpp"),
     }
     for operator, rule in rules.items():
         register_sharding(operator)(functools.partial(_acceptable, operator, rule))
@@ -125,9 +126,9 @@ def _norm(call: Call, results: str) -> Iterator[Sharding]:
     """For any dimension but the last. Results: z like x, s statistics of the rows, p a parameter's gradient."""
     from torch.distributed.tensor import Partial, Shard
 
-    x, statistics = call["x"], call.get("rs")
+    x, statistics = call["x"] if "x" in call else call["z"], call.get("rs")
     # Parts of statistics of all rows in one dimension are parts of x's first.
     dims = range(x.ndim - 1 if statistics is None or statistics.ndim == x.ndim else 1)
     for rows in map(Shard, dims):
         placed = {"z": rows, "s": rows, "p": Partial()}
-        yield [placed[kind] for kind in results], dict.fromkeys(("x", "dz", "dresidual", "mu", "rs"), rows)
+        yield [placed[kind] for kind in results], dict.fromkeys(("x", "z", "dz", "dresidual", "mu", "rs"), rows)

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cases", default="", metavar="TEXT", help='only cases whose "table: name" contains this')
     add("--peers", default="", metavar="NAMES", help="only peers whose names contain one of these, comma-separated")
     add("--rounds", type=int, help="interleaved rounds, 5 or more (default 7)")
+    add("--slot-ms", type=float, help="milliseconds that one peer's slot of a round lasts at least (default 30)")
     add("--budget-s", type=float, default=float("inf"), help="begin no case after so many seconds")
     add("--resume", action="store_true", help="go on with the newest unfinished file in --out")
     return parser
@@ -139,7 +140,8 @@ def bench(options: argparse.Namespace) -> int:
     device = machine.default_device()
     earlier = None if options.compare is None else results.load(options.compare)
     rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
-    settings = Settings(rounds=rounds, slot_ms=10.0 if options.quick else 30.0)
+    slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
+    settings = Settings(rounds=rounds, slot_ms=slot_ms)
     chosen = [
         case
         for case in cases.suite(options.suite, device.type, options.quick)

@@ -439,6 +439,8 @@ NORM_ROWS = (
     (65536, 4096, 2048),
 )
 UNTUNED_COLUMNS = (1000, 5000, 7919)
+FEW_ROWS = ((8192, (1024, 4096, 8192)), (1024, (768, 1024, 2048, 3072, 4096, 5120, 8192)))
+DROPOUT_COLUMNS = (768, 1024, 4096, 5000, 7919, 8192, 12288, 16384, 65536)
 _COPY_BARS = (Bar(NORM, COPY, 0.92), Bar(NORM, COPY, 0.97, goal=True))
 _FORM_BARS = (Bar(NORM, COPY, 0.9),)
 _AHEAD = (Bar(NORM, ANY_PEER, 1.0),)
@@ -451,17 +453,19 @@ def _norm_cases() -> Iterator[NormCase]:
     for dtype, elements in (("bf16", 2**28), ("fp32", 2**27)):
         for columns in UNTUNED_COLUMNS:
             yield NormCase("layer_norm_untuned", columns, elements // columns, dtype, bars=_COPY_BARS)
-    for rows in (8192, 1024):
+    for rows, widths in FEW_ROWS:
         for dtype in ("bf16", "fp32"):
-            for columns in (1024, 4096, 8192):
+            for columns in widths:
                 yield NormCase("layer_norm_few_rows", columns, rows, dtype, bars=_AHEAD)
     for dtype, rows in (("bf16", 65536), ("fp32", 32768)):
         yield NormCase("rms_norm", 4096, rows, dtype, rms=True, bars=_COPY_BARS)
     for dtype, elements in (("bf16", 2**28), ("fp32", 2**27)):
+        for columns in DROPOUT_COLUMNS:
+            yield NormCase(
+                "layer_norm_dropout", columns, elements // 2 // columns, dtype, form="dropout", bars=_FORM_BARS
+            )
         for columns in (1024, 4096, 8192):
-            rows = elements // columns
-            yield NormCase("layer_norm_forms", columns, rows // 2, dtype, form="dropout", bars=_FORM_BARS)
-            yield NormCase("layer_norm_forms", columns, rows, dtype, form="output", bars=_FORM_BARS)
+            yield NormCase("layer_norm_output", columns, elements // columns, dtype, form="output", bars=_FORM_BARS)
 
 
 NORM_CASES: tuple[NormCase, ...] = tuple(_norm_cases())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,6 +172,49 @@ def test_gradients_of_the_definition(device: str, case: Case, columns: int) -> N
     if columns == 1:  # rs is nearly 1 / sqrt(eps): what should cancel does so only to rounding
         return
     check(backward(inputs, case), inputs, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [768, 1024, 4096, 5000, 5120, 7919, 8192, 12288, 16384, 65536, 131072])
+def test_every_width_at_rows_around_the_number_of_sms(columns: int) -> None:
+    chance = random.Random(columns)
+    for rows in (3, 131, 132, 133) if columns < 65536 else (3, 132):
+        case = replace(chance.choice(CASES), rows=rows, columns=columns, offset=chance.choice((0, 0, 1)))
+        inputs = make(case, "cuda")
+        check(backward(inputs, case), inputs, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(8192, 1024), (8192, 4095), (2**18 + 1, 64), (4100, 12288)])
+def test_many_rows(rows: int, columns: int, given: bool) -> None:
+    case = Case(rows=rows, columns=columns, x=bf16, given=given)
+    inputs = make(case, "cuda")
+    check(backward(inputs, case), inputs, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.much_memory
+def test_more_than_2_to_31_elements() -> None:
+    rows, columns, p = 2**18 + 1, 8192, 0.25
+    torch.manual_seed(0)
+    dz, h, dh = (torch.randn(rows, columns, device="cuda", dtype=bf16) for _ in range(3))
+    rs = torch.rand(rows, device="cuda") + 0.5
+    seed, offset = torch.tensor(987654321, device="cuda"), torch.tensor(8, device="cuda")
+    state = flashbwd.RngState(seed, offset, "efficient64")
+    grads = flashbwd.dropout_add_rms_norm_backward(dz, h, rs, dresidual=dh, dropout_p=p, rng_state=state)
+    assert grads.dx is not None
+    assert grads.dresidual is not None
+    for first in (0, 2**17 - 100, 2**18 + 1 - 500):  # element 2^31 is in row 2^18
+        rows_here = slice(first, first + 500)
+        dy, xhat = dz[rows_here].double(), h[rows_here].double() * rs[rows_here, None].double()
+        want = rs[rows_here, None] * (dy - xhat * (dy * xhat).mean(-1, keepdim=True)) + dh[rows_here].double()
+        error = (grads.dresidual[rows_here].double() - want).abs()
+        assert bool((error <= 2**-8 * want.abs() + 1e-4).all())
+        keep = keep_elements(987654321, 8, p, first * columns, 500 * columns, dz.device).view(500, columns)
+        want = torch.where(keep, want, 0.0) / (1 - p)
+        error = (grads.dx[rows_here].double() - want).abs()
+        assert bool((error <= 2**-8 * want.abs() + 1e-4).all())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 131, 700])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,6 +199,17 @@ def test_gradients_at_every_size(device: str, columns: int, dtype: torch.dtype) 
     for rows in ROWS:
         if rows * columns <= MOST_ELEMENTS[device]:
             run(Case(rows=rows, columns=columns, x=dtype), device)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_dtypes_options_and_layouts_at_every_width(device: str, columns: int) -> None:
+    chance = random.Random(columns)
+    for rows in (1, 3, 131, 132, 133):
+        x, dz, gamma = chance.choice(DTYPES)
+        case = replace(chance.choice(OPTIONS), rows=rows, columns=columns, x=x, dz=dz, gamma=gamma)
+        if rows * columns <= MOST_ELEMENTS[device]:
+            run(replace(case, layout=chance.choice(("contiguous", "offset", "strided", "odd_stride"))), device)
 
 
 @pytest.mark.parametrize("columns", [48, 77, 4096])
@@ -445,6 +457,17 @@ def test_many_rows_at_every_width() -> None:
 def test_rows_beyond_2_to_31_elements_off_their_boundaries() -> None:
     check_by_blocks(2**18 + 1, 8192, bf16, "odd_stride")
     torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.much_memory
+def test_forward_beyond_2_to_31_elements() -> None:
+    x = torch.randn(2**18 + 1, 8192, device="cuda", dtype=bf16)
+    gamma, beta = (torch.randn(8192, device="cuda", dtype=bf16) for _ in range(2))
+    z = flashbwd.layer_norm(x, gamma, beta)
+    for rows in (slice(0, 100), slice(2**17 - 50, 2**17 + 50), slice(2**18 - 99, 2**18 + 1)):
+        want = functional.layer_norm(x[rows].double(), (8192,), gamma.double(), beta.double())
+        tolerance.assert_close(z[rows], want, [functional.layer_norm(x[rows], (8192,), gamma, beta)], f"rows {rows}")
 
 
 @pytest.mark.gpu

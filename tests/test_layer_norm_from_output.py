@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,6 +136,16 @@ def test_gradients_of_the_definition(device: str, case: Case, columns: int) -> N
         check(backward(inputs, changed), inputs, changed)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [768, 1024, 4096, 5000, 5120, 7919, 12288, 16384, 65536, 131072])
+def test_every_width_at_rows_around_the_number_of_sms(columns: int) -> None:
+    chance = random.Random(columns)
+    for rows in (3, 131, 132, 133) if columns < 65536 else (3, 132):
+        case = replace(chance.choice(CASES), rows=rows, columns=columns)
+        inputs = make(case, "cuda")
+        check(backward(inputs, case), inputs, case)
+
+
 def test_float64_is_exact_to_rounding() -> None:
     case = replace(BASE, z=fp64)
     inputs = make(case, "cpu")
@@ -142,11 +153,24 @@ def test_float64_is_exact_to_rounding() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "columns"), [(4000, 1024), (300, 65536), (3, 300_001)])
+@pytest.mark.parametrize(("rows", "columns"), [(4000, 1024), (8192, 4095), (2**18 + 1, 64), (300, 65536), (3, 300_001)])
 def test_many_rows_and_wide_ones(rows: int, columns: int) -> None:
     case = replace(BASE, z=bf16, rows=rows, columns=columns)
     inputs = make(case, "cuda")
     check(backward(inputs, case), inputs, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(2000, 768), (1000, 7919), (200, 65536)])
+def test_a_thousand_runs_give_the_same_bits(rows: int, columns: int) -> None:
+    case = replace(BASE, z=bf16, rows=rows, columns=columns)
+    inputs = make(case, "cuda")
+    first = backward(inputs, case)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for name, grad in backward(inputs, case).items():
+            different += torch.ne(grad, first[name]).sum()  # type: ignore[arg-type]
+    assert int(different) == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

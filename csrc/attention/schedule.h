@@ -349,6 +349,12 @@ FLASHBWD_HOST_DEVICE constexpr int64_t varlen_jobs(int64_t total_k, int64_t batc
   return heads * first_block(total_k, batch, block_n);
 }
 
+// Of one head of sequence b.
+FLASHBWD_HOST_DEVICE constexpr int32_t jobs_of_sequence(const int32_t* cu_seqlens_k, int32_t b, int32_t block_n) {
+  return static_cast<int32_t>(first_block(cu_seqlens_k[b + 1], b + 1, block_n) -
+                              first_block(cu_seqlens_k[b], b, block_n));
+}
+
 // 0 <= index < varlen_jobs(cu_seqlens_k[batch], ...); batch = -1 beyond it. A key block at or past the end of its
 // sequence is not a job. cu_seqlens_k: (batch + 1,), [0] = 0. Bisection: log2(batch) loads.
 template <typename Index>
@@ -366,9 +372,8 @@ FLASHBWD_HOST_DEVICE constexpr Job varlen_job(Index index, const int32_t* cu_seq
     }
   }
   const int64_t first = first_block(cu_seqlens_k[low], low, block_n);
-  const int64_t blocks = first_block(cu_seqlens_k[low + 1], low + 1, block_n) - first;
-  const Job job =
-      dense_job(static_cast<Index>(index - first * heads), 1, heads, static_cast<int32_t>(blocks), head_group);
+  const Job job = dense_job(static_cast<Index>(index - first * heads), 1, heads,
+                            jobs_of_sequence(cu_seqlens_k, low, block_n), head_group);
   return {low, job.head, job.key_block};
 }
 

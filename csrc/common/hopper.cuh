@@ -67,15 +67,18 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-__device__ __forceinline__ int32_t load_from_cta(const int32_t* smem, uint32_t rank) {
-  int32_t value;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address_in_cta(smem, rank)) : "memory");
-  return value;
+// To `destination` of another CTA, whose `barrier` is told the four bytes.
+__device__ __forceinline__ void store_to_cta(int32_t* destination, uint64_t* barrier, uint32_t rank, int32_t value) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
+                   address_in_cta(destination, rank)),
+               "r"(value), "r"(address_in_cta(barrier, rank))
+               : "memory");
 }
 
+// What this thread has read is read; what it has written is not yet seen by the other CTA. A release to the cluster
+// would be a fence of the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_in_cta(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_cta(barrier, rank))
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cta(barrier, rank)) : "memory");
 }
 
 // From this CTA's shared memory to `destination` of another's, whose `barrier` is told the bytes.

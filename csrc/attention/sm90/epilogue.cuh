@@ -33,35 +33,40 @@ __device__ void store_fp32(float* destination, const Gradient& gradient, int32_t
   }
 }
 
-// An accumulator as 16-bit numbers into chunks of 64 columns, kChunkBytes apart, as the copy engine reads them.
-template <typename T, int kChunkBytes, int kValues>
+// Of an accumulator the chunks of 64 columns from kFirst on, up to kChunks, as 16-bit numbers, kChunkBytes apart, as
+// the copy engine reads them.
+template <typename T, int kChunkBytes, int kFirst, int kChunks, int kValues>
 __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
   const int32_t lane = threadIdx.x % 32;
   const int32_t row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll
-  for (int k = 0; k < kValues / 8; ++k) {
+  for (int k = 4 * kFirst; k < kValues / 8 && k < 4 * (kFirst + kChunks); ++k) {
     const int32_t piece = k % 4 * 2 + lane / 16;
-    store_matrix_x4(smem_address(staging) + k / 4 * kChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
-                    pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
-                    pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
+    store_matrix_x4(
+        smem_address(staging) + (k / 4 - kFirst) * kChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
+        pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
+        pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
   }
 }
 
-template <typename T, int kChunkBytes, int kValues>
+// The staging buffer takes kStagingChunks chunks at a time.
+template <typename T, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
 __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging, uint32_t barrier,
                             const float (&values)[kValues]) {
-  constexpr int kColumns = 2 * kValues;
+  constexpr int kFirstColumn = kFirst * kChunkColumns;
+  constexpr bool kIsLast = 2 * kValues - kFirstColumn <= kStagingChunks * kChunkColumns;
+  constexpr int kColumns = kIsLast ? 2 * kValues - kFirstColumn : kStagingChunks * kChunkColumns;
   const int32_t thread = threadIdx.x % kWarpgroupThreads;
-  named_barrier_sync(barrier, kWarpgroupThreads);  // the gradient staged before is read
-  stage_16bit<T, kChunkBytes>(staging, values);
+  named_barrier_sync(barrier, kWarpgroupThreads);  // what was staged before is read
+  stage_16bit<T, kChunkBytes, kFirst, kStagingChunks>(staging, values);
   named_barrier_sync(barrier, kWarpgroupThreads);  // staged
 #pragma unroll 1
   for (int32_t i = thread; i < 64 * kColumns / 8; i += kWarpgroupThreads) {
     const int32_t r = i / (kColumns / 8);
-    const int32_t column = i % (kColumns / 8) * 8;
+    const int32_t staged_column = i % (kColumns / 8) * 8, column = kFirstColumn + staged_column;
     if (r >= rows || column >= gradient.columns) continue;
-    const int32_t piece = column % kChunkColumns / 8 ^ r % 8;
-    const uint4 vector = *reinterpret_cast<const uint4*>(staging + column / kChunkColumns * kChunkBytes +
+    const int32_t piece = staged_column % kChunkColumns / 8 ^ r % 8;
+    const uint4 vector = *reinterpret_cast<const uint4*>(staging + staged_column / kChunkColumns * kChunkBytes +
                                                          r * kChunkRowBytes + piece * 16);
     T* place = destination + r * gradient.view.seq_stride + column;
     if (gradient.vectors && column + 8 <= gradient.columns) {
@@ -74,11 +79,16 @@ __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t ro
       }
     }
   }
+  if constexpr (!kIsLast) {
+    store_16bit<T, kChunkBytes, kStagingChunks, kFirst + kStagingChunks>(destination, gradient, rows, staging, barrier,
+                                                                         values);
+  }
 }
 
 // 64 rows of a gradient, from row `part_row` of the key block on, by the warpgroup that has them as an accumulator of
-// (64, 2 * kValues). `staging`: chunks of 64 columns, kChunkBytes apart, that this warpgroup alone may write.
-template <typename T, int kChunkBytes, typename Work, int kValues>
+// (64, 2 * kValues). `staging`: kStagingChunks chunks of 64 columns, kChunkBytes apart, that this warpgroup alone may
+// write.
+template <typename T, int kChunkBytes, int kStagingChunks, typename Work, int kValues>
 __device__ void store_gradient(const Gradient& gradient, const Work& work, int32_t part_row, uint8_t* staging,
                                uint32_t barrier, const float (&values)[kValues]) {
   const int32_t first_row = work.first_key + part_row;
@@ -88,8 +98,8 @@ __device__ void store_gradient(const Gradient& gradient, const Work& work, int32
   if (gradient.dtype == DType::kFloat32) {
     store_fp32(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);
   } else {
-    store_16bit<T, kChunkBytes>(static_cast<T*>(gradient.view.data) + first_element, gradient, rows, staging, barrier,
-                                values);
+    store_16bit<T, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first_element, gradient, rows,
+                                                staging, barrier, values);
   }
 }
 
@@ -112,8 +122,10 @@ struct Epilogue {
     uint8_t* staging = smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // the last dQ of all warpgroups has read ds
-    store_gradient<T, Traits::kKeyChunkBytes>(dv_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dv);
-    store_gradient<T, Traits::kKeyChunkBytes>(dk_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dk);
+    store_gradient<T, Traits::kKeyChunkBytes, Traits::kChunks>(dv_of(params, work.is_part), work, warpgroup * 64,
+                                                               staging, barrier, dv);
+    store_gradient<T, Traits::kKeyChunkBytes, Traits::kChunks>(dk_of(params, work.is_part), work, warpgroup * 64,
+                                                               staging, barrier, dk);
     named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
   }
 
@@ -123,7 +135,8 @@ struct Epilogue {
                                                    int32_t index, const float (&values)[kHeadDim / 2]) {
     static_assert(sizeof(smem.dq[0][0]) >= Traits::kChunks * 64 * kChunkRowBytes, "a gradient fits in a part of dq");
     named_barrier_sync(kDqEmptyBarrier + warpgroup, kDqBarrierThreads);
-    stage_16bit<T, 64 * kChunkRowBytes>(reinterpret_cast<uint8_t*>(smem.dq[index % 2][warpgroup]), values);
+    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kChunks>(reinterpret_cast<uint8_t*>(smem.dq[index % 2][warpgroup]),
+                                                            values);
     named_barrier_arrive(kDqFullBarrier + warpgroup, kDqBarrierThreads);
   }
 };

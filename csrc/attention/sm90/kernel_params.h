@@ -24,16 +24,16 @@ struct KernelParams {
   RowStatistics statistics;
   int32_t jobs = 0;
   GroupedJobs grouped;
-  int32_t ctas = 0;                // one a multiprocessor; wide tiles: a cluster a job
+  int32_t ctas = 0;                // one a multiprocessor at most
   int32_t* jobs_taken = nullptr;   // counter in the workspace, 0 at the start
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
   int32_t head_group = 1;          // KV heads that are worked on abreast, see dense_job
   LastRound last_round;
-  int32_t whole_jobs = 0;           // that are not cut
-  HeadsView parts_dk, parts_dv;     // (heads of a list * parts, rows) fp32; rows count from the start of the sequence
-  int32_t lists_from_last_key = 0;  // the first so many lists go through the key blocks from the last one
+  int32_t whole_jobs = 0;          // that are not cut
+  HeadsView parts_dk, parts_dv;    // (heads of a list * parts, rows) fp32; rows count from the start of the sequence
+  int32_t jobs_from_last_key = 0;  // the first so many jobs go through the key blocks of a head from the last one
   // Rows past the logical end of a sequence hold other data, not the zeros that the copy engine puts past a tensor.
   bool rows_may_be_poisoned = false;
   bool dk_vectors = false;  // rows of dk can be written 16 bytes at a time

@@ -221,10 +221,13 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   }
   params->whole_jobs = params->jobs - params->last_round.jobs;
   params->jobs = params->whole_jobs + params->last_round.jobs * params->last_round.parts;
-  params->ctas = is_wide(tile) ? params->jobs * tile.ctas : std::min(params->jobs, plan.sm_count);
+  params->ctas = std::min(params->jobs, plan.sm_count / tile.ctas) * tile.ctas;
   if (params->last_round.parts > 1) point_at_parts(workspace, p, plan.block_n, params);
-  if (from_last_key(p, packed_k)) {
-    params->lists_from_last_key = static_cast<int32_t>(ceil_div(int64_t{p.batch} * lists, params->head_group)) - 1;
+  if (from_last_key(p)) {
+    const int64_t all_lists = ceil_div(int64_t{p.batch} * lists, params->head_group);
+    params->jobs_from_last_key = params->packed_jobs
+                                     ? params->jobs
+                                     : static_cast<int32_t>((all_lists - 1) * params->head_group * params->key_blocks);
   }
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);

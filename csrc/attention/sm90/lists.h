@@ -12,9 +12,9 @@ namespace flashbwd::sm90 {
 // Deterministic: whether jobs of a list go through the key blocks from the last one (ordered_turn_from_last).
 // Here and below: of an AttentionProblem or AttentionBackwardParams.
 template <typename Problem>
-bool from_last_key(const Problem& p, bool packed_k) {
+bool from_last_key(const Problem& p) {
   const bool causal = p.window_left < 0 && p.window_right >= 0;
-  return p.deterministic && causal && p.heads == p.heads_kv && !packed_k;
+  return p.deterministic && causal && p.heads == p.heads_kv;
 }
 
 // Heads whose jobs are one list (dense_job). `lists`: KV heads times their splits.
@@ -27,7 +27,7 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
   // Of 50 MB: the rest is for k, v and what passes through.
   const int64_t all = packed_k ? lists : lists * p.batch;
   const int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, key_blocks));
-  if (!p.deterministic || from_last_key(p, packed_k)) return static_cast<int32_t>(abreast);
+  if (!p.deterministic || packed_k || from_last_key(p)) return static_cast<int32_t>(abreast);
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;
   if (p.window_left < 0 && p.window_right < 0) {

@@ -51,9 +51,12 @@ struct Producer {
       const Work& work = smem.work[slot.index()];
       if (work.exhausted) return;
       if (work.steps > 0) {
-        const auto wait_keys = [&](uint64_t* empty) { mbarrier_wait(empty, keys_vacated); };
-        load(
-            params, smem, work, work.first_index, [&] { wait_keys(&smem.k_empty); }, [&] { wait_keys(&smem.v_empty); });
+        load_queries(params, smem, work, [&] {
+          mbarrier_wait(&smem.v_empty, keys_vacated);
+          load_v(params, smem, work);
+          mbarrier_wait(&smem.k_empty, keys_vacated);
+          load_k(params, smem, work);
+        });
         keys_vacated ^= 1;
       }
       mbarrier_arrive(&smem.work_wanted);
@@ -61,14 +64,22 @@ struct Producer {
     }
   }
 
-  // One job, by one thread. The last job may still be using k and v: wait_k and wait_v return when it has let go.
-  template <typename WaitK, typename WaitV>
-  static __device__ __forceinline__ void load(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                              int32_t first_index, WaitK wait_k, WaitV wait_v) {
-    const AttentionBackwardParams& p = params.attention;
-    const int32_t key_row = static_cast<int32_t>(work.sequence.begin_k) + work.first_key;
-    const int32_t batch = p.cu_seqlens_k != nullptr ? 0 : work.batch;
-    const int32_t batch_q = p.cu_seqlens_q != nullptr ? 0 : work.batch;
+  static __device__ __forceinline__ void load_k(const KernelParams& params, SharedStorage& smem, const Work& work) {
+    load_tile<Traits::kChunks, Traits::kKeyChunkBytes>(&params.k, &smem.k_full, smem.k, key_row(work), work.head_kv,
+                                                       batch_k(params, work), 0);
+  }
+
+  static __device__ __forceinline__ void load_v(const KernelParams& params, SharedStorage& smem, const Work& work) {
+    load_tile<Traits::kChunksV, Traits::kKeyChunkBytes>(&params.v, &smem.v_full, smem.v, key_row(work), work.head_kv,
+                                                        batch_k(params, work), 0);
+  }
+
+  // q, dout and row statistics of one job, by one thread. `behind_first_q` is where k and v may come.
+  template <typename LoadKeys>
+  static __device__ __forceinline__ void load_queries(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                      LoadKeys behind_first_q) {
+    const int32_t batch_q = params.attention.cu_seqlens_q != nullptr ? 0 : work.batch;
+    const int32_t first_index = work.first_index;
 
     for (Step step(work, first_index); step.index < step.end; step.advance()) {
       const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
@@ -81,14 +92,7 @@ struct Producer {
                                                            step.head, batch_q, Traits::kStatisticBytes);
       bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,
                 &smem.q_full[stage]);
-      if (step.index == first_index) {
-        wait_v();
-        load_tile<Traits::kChunksV, Traits::kKeyChunkBytes>(&params.v, &smem.v_full, smem.v, key_row, work.head_kv,
-                                                            batch, 0);
-        wait_k();
-        load_tile<Traits::kChunks, Traits::kKeyChunkBytes>(&params.k, &smem.k_full, smem.k, key_row, work.head_kv,
-                                                           batch, 0);
-      }
+      if (step.index == first_index) behind_first_q();
       mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(step.index) ^ 1);
       load_tile<Traits::kChunksV, Traits::kQueryChunkBytes>(&params.dout, &smem.dout_full[dout_stage],
                                                             smem.dout[dout_stage], query_row, step.head, batch_q,
@@ -228,6 +232,13 @@ struct Producer {
         tensor_reduce_add_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
       }
     }
+  }
+
+  static __device__ __forceinline__ int32_t key_row(const Work& work) {
+    return static_cast<int32_t>(work.sequence.begin_k) + work.first_key;
+  }
+  static __device__ __forceinline__ int32_t batch_k(const KernelParams& params, const Work& work) {
+    return params.attention.cu_seqlens_k != nullptr ? 0 : work.batch;
   }
 
   template <int kChunks, int kChunkBytes>

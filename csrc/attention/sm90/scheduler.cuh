@@ -28,6 +28,8 @@ template <int kBlockM, int kBlockN>
 struct Work {
   static constexpr int kKeys = kBlockN;
 
+  JobSlot slot;         // of wide tiles: where it lies
+  uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
   Sequence sequence;
   Visibility visibility;
   BlockRange query_range;  // query blocks of each head of the group
@@ -68,9 +70,13 @@ struct Work {
     if (!exists) return;
     batch = job.batch;
     list = job.head;
-    from_last_key = cursor.job < params.lists_from_last_key * params.head_group * params.key_blocks;
-    const bool from_end = from_last_key || (params.grouped.pairs && !cursor.second);
-    key_block = from_end ? params.key_blocks - 1 - job.key_block : job.key_block;
+    from_last_key = cursor.job < params.jobs_from_last_key;
+    key_block = job.key_block;
+    if (from_last_key || (params.grouped.pairs && !cursor.second)) {
+      const int32_t key_blocks =
+          params.packed_jobs ? jobs_of_sequence(p.cu_seqlens_k, batch, kBlockN) : params.key_blocks;
+      key_block = key_blocks - 1 - key_block;
+    }
     forget_registers();
     head_kv = list / params.grouped.splits;
     const int32_t heads = p.heads / (p.heads_kv * params.grouped.splits);

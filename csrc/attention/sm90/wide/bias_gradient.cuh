@@ -107,7 +107,7 @@ struct BiasGradientWriter {
   }
 };
 
-// Zeros in the query blocks that this key block does not see; by the two warps that have nothing else to do.
+// Zeros in the query blocks that this key block does not see.
 template <typename Traits>
 __device__ void zero_bias_gradient(const KernelParams& params, const typename Traits::Work& work, int32_t thread,
                                    int32_t threads) {

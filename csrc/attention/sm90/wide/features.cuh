@@ -20,6 +20,21 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
 __device__ __forceinline__ float encode_probability(float p, bool kept) { return kept ? p : -p; }
 __device__ __forceinline__ bool is_kept(float encoded) { return __float_as_int(encoded) >= 0; }
 
+// In the order of the program: else the compiler loads all of a tile ahead, into registers that are not there.
+__device__ __forceinline__ float4 load_in_order(const float4& place) {
+  float4 value;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(smem_address(&place))
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_in_order(float4& place, const float4& value) {
+  asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(&place)), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
 // One tile of scores as a thread of a warpgroup holds it (fragments.cuh): value v is query i0 + 8 (v / 4) + v % 2, key
 // j0 + 8 (v % 4 / 2). Tiles begin at multiples of kBlockM and kBlockN.
 template <typename Traits>
@@ -27,6 +42,7 @@ struct ScoreTile {
   using T = typename Traits::T;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kValues = kBlockM / 2;
+  static constexpr bool kFewRegisters = Traits::kHeadDimV > 192;
   static_assert(kValues == 32, "dropout keeps a bit an element");
 
   const KernelParams& params;
@@ -101,7 +117,7 @@ struct ScoreTile {
   // As many loads are on their way at once as registers allow.
   template <typename Element>
   __device__ __forceinline__ void add_bias_of(float (&s)[kValues], float factor) const {
-    constexpr int kBatch = Traits::kHeadDimV > 192 ? 8 : kValues;
+    constexpr int kBatch = kFewRegisters ? 8 : kValues;
     const BiasView& b = params.attention.bias;
     const Element* row = static_cast<const Element*>(b.data) + work.batch * b.batch_stride + head * b.head_stride +
                          i0 * b.row_stride + j0 * b.col_stride;
@@ -165,7 +181,7 @@ struct ScoreTile {
       float4& place = exchange[c / 4 * kWarpgroupThreads];
       float4 given = make_float4(s[c], s[c + 1], s[c + 2], s[c + 3]);
       if constexpr (kCapped) {
-        const float4 derivative = place;
+        const float4 derivative = kFewRegisters ? load_in_order(place) : place;
         given =
             make_float4(given.x * derivative.x, given.y * derivative.y, given.z * derivative.z, given.w * derivative.w);
       }
@@ -176,7 +192,11 @@ struct ScoreTile {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[c + e] = four >> e & 1 ? s[c + e] * params.dropout_scale : 0.f;
       }
-      place = given;
+      if constexpr (kFewRegisters) {
+        store_in_order(place, given);
+      } else {
+        place = given;
+      }
     }
   }
 

@@ -6,6 +6,8 @@
 // and as a copy to the third of the other CTA.
 #pragma once
 
+#include <type_traits>
+
 #include "bias_gradient.cuh"
 #include "features.cuh"
 #include "traits.cuh"
@@ -24,6 +26,25 @@ __device__ __forceinline__ int32_t other_keys(int32_t rank) {
   return rank == 0 ? Traits::kBlockN : -Traits::kBlockN;
 }
 
+// As Step, but found anew where it is asked for, from what lies in shared memory: where registers are few.
+template <typename Work>
+struct Walk {
+  const Work& work;
+  int32_t index = work.first_index;
+
+  __device__ __forceinline__ void advance() { ++index; }
+  __device__ __forceinline__ int32_t head() const {
+    const int32_t heads = work.end_head - work.first_head;
+    return work.first_head + (heads == 1 ? 0 : (index - work.first_index) % heads);
+  }
+  __device__ __forceinline__ int32_t query_block() const {
+    const int32_t heads = work.end_head - work.first_head;
+    int32_t blocks_before = index - work.first_index;
+    if (heads != 1) blocks_before /= heads;
+    return work.descending ? work.query_range.end - 1 - blocks_before : work.query_range.begin + blocks_before;
+  }
+};
+
 // What P and dS have in common.
 template <typename Traits>
 struct Consumer {
@@ -37,22 +58,37 @@ struct Consumer {
   using KeyColumns = AlongColumns<Traits::kKeyChunkBytes>;
   using QueryColumns = AlongColumns<Traits::kQueryChunkBytes>;
   using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
+  static constexpr bool kWalks = Traits::kHeadDim > 192;
 
   const KernelParams& params;
   SharedStorage& smem;
   const Work& work;
-  Step step{work, 0};
-  // Of work, what every step asks for: shared memory would answer too late.
-  int32_t last_step = work.steps - 1;
+  std::conditional_t<kWalks, Walk<Work>, Step> step{work, work.first_index};
+  int32_t last_step = work.first_index + work.steps - 1;
   int32_t thread = threadIdx.x % kWarpgroupThreads;
   int32_t warp = thread / 32;
   int32_t lane = thread % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
 
+  __device__ __forceinline__ int32_t query_block() const {
+    if constexpr (kWalks) {
+      return step.query_block();
+    } else {
+      return step.query_block;
+    }
+  }
+  __device__ __forceinline__ int32_t head() const {
+    if constexpr (kWalks) {
+      return step.head();
+    } else {
+      return step.head;
+    }
+  }
+
   // Rows of this tile that belong to nobody: all of them are to be zero before a product reads them.
   __device__ bool is_poisoned(int32_t valid, int32_t rows) const { return params.rows_may_be_poisoned && valid < rows; }
   __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
-  __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - step.query_block * kBlockM; }
+  __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - this->query_block() * kBlockM; }
 
   // Both warpgroups of a step come here before either reads dout.
   __device__ __forceinline__ void wait_dout() {
@@ -75,8 +111,6 @@ struct Probabilities : Consumer<Traits> {
   using DoutRing = typename Base::DoutRing;
   static constexpr int kBlockM = Traits::kBlockM;
 
-  BlockRange interior = Base::work.interior;
-  float scale_log2 = Base::params.attention.softmax_scale * kLog2E;
   // At 256 the operands in flight leave no registers for it.
   static constexpr bool kMaskUnderS = Traits::kHeadDimV <= 192;
 
@@ -84,7 +118,7 @@ struct Probabilities : Consumer<Traits> {
   // none that is read in the loop across its back edge.
   __device__ __forceinline__ void run(float (&dv)[Traits::kHeadDimV / 2]) {
     uint32_t p16[kBlockM / 4];  // first operand of dv
-    mbarrier_wait(&smem.k_full, 0);
+    mbarrier_wait(&smem.k_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
       scrub<Traits::kChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k, this->valid_keys(),
                                                                         kProbabilityBarrier);
@@ -114,6 +148,7 @@ struct Probabilities : Consumer<Traits> {
       probabilities(s, kept);
       pack<T>(p16, s);
     }
+    arrive_warp(&smem.k_empty, lane);
     const int32_t stage = DoutRing::stage(step.index);
     this->wait_dout();
     issue_dv(p16, dv, stage);
@@ -136,7 +171,7 @@ struct Probabilities : Consumer<Traits> {
   }
 
   __device__ __forceinline__ ScoreTile<Traits> score_tile() const {
-    return {params, work, step.head, step.query_block * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
+    return {params, work, this->head(), this->query_block() * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
   }
 
   __device__ __forceinline__ uint32_t dropout_mask() const {
@@ -158,10 +193,11 @@ struct Probabilities : Consumer<Traits> {
       score_tile().probabilities(s, &smem.lse_log2[stage][pair], kept, &smem.p[0][thread]);
       mbarrier_arrive(&smem.q_empty[stage]);
     } else {
-      exponentiate(s, &smem.lse_log2[stage][pair], scale_log2);
+      const BlockRange interior = work.interior;
+      exponentiate(s, &smem.lse_log2[stage][pair], params.attention.softmax_scale * kLog2E);
       mbarrier_arrive(&smem.q_empty[stage]);
-      if (!interior.contains(step.query_block)) {
-        mask(s, work.visibility, work.first_key + warp * 16 + lane / 4, step.query_block * kBlockM + pair);
+      if (!interior.contains(this->query_block())) {
+        mask(s, work.visibility, work.first_key + warp * 16 + lane / 4, this->query_block() * kBlockM + pair);
       }
       mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
 #pragma unroll
@@ -191,7 +227,7 @@ struct ScoreGradients : Consumer<Traits> {
   // dk: (kBlockN, kHeadDim)
   __device__ __forceinline__ void run(float (&dk)[Traits::kHeadDim / 2]) {
     uint32_t ds16[kBlockM / 4];  // first operand of dk
-    mbarrier_wait(&smem.v_full, 0);
+    mbarrier_wait(&smem.v_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
       scrub<Traits::kChunksV, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
                                                                          kScoreGradientBarrier);
@@ -219,6 +255,7 @@ struct ScoreGradients : Consumer<Traits> {
     }
     issue_dk(ds16, dk, step.index);
     wait_products<0>();
+    arrive_warp(&smem.q_empty[QueryRing::stage(step.index)], lane);
     fence_registers(dk);
   }
 
@@ -265,9 +302,9 @@ struct ScoreGradients : Consumer<Traits> {
   // Nothing is in flight.
   __device__ __forceinline__ void store(uint32_t (&ds16)[kBlockM / 4], const float (&ds)[kBlockM / 2]) {
     if constexpr (Traits::kBiasGradient) {
-      bias_gradient.add(ds, step.head, step.query_block * kBlockM + pair);
+      bias_gradient.add(ds, this->head(), this->query_block() * kBlockM + pair);
       if (step.index == last_step || params.attention.heads != params.attention.heads_kv) {
-        bias_gradient.add_key_sums(step.head);
+        bias_gradient.add_key_sums(this->head());
       }
     }
     const int32_t buffer = DsRing::stage(step.index);
@@ -290,23 +327,27 @@ struct QueryGradients {
   using DsRing = Ring<Traits::kDsBuffers>;
   using DqRing = Ring<Traits::kDqBuffers>;
 
+  // Before the first job.
+  static __device__ __forceinline__ void expect_first(typename Traits::SharedStorage& smem) {
+    if (Traits::kPairs && threadIdx.x % kWarpgroupThreads == 0) {
+      for (int buffer = 0; buffer < Traits::kDsBuffers; ++buffer) expect_ds(smem, buffer);
+    }
+  }
+
+  // `count`: of chunks of 64 columns, of all jobs.
   static __device__ void run(const KernelParams& params, typename Traits::SharedStorage& smem,
-                             const typename Traits::Work& work, int32_t rank) {
+                             const typename Traits::Work& work, int32_t rank, int32_t& count) {
     const int32_t thread = threadIdx.x % kWarpgroupThreads, warp = thread / 32, lane = thread % 32;
     const uint32_t k = smem_address(smem.k);
     const uint32_t k_other = smem_address(smem.k_other) - Traits::first_other_chunk(rank) * Traits::kKeyChunkBytes;
-    if (Traits::kPairs && thread == 0) {
-      for (int buffer = 0; buffer < Traits::kDsBuffers; ++buffer) expect_ds(smem, buffer);
-    }
-    mbarrier_wait(&smem.k_full, 0);
-    if constexpr (Traits::kPairs) mbarrier_wait(&smem.k_other_full, 0);
+    mbarrier_wait(&smem.k_full, work.keys_phase);
+    if constexpr (Traits::kPairs) mbarrier_wait(&smem.k_other_full, work.keys_phase);
     const int32_t valid = max(work.visibility.seqlen_k - work.first_key - other_keys<Traits>(rank), 0);
     if (Traits::kPairs && params.rows_may_be_poisoned && valid < Traits::kBlockN) {
       scrub<Traits::kOtherChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
-    int32_t count = 0;  // of chunks of 64 columns
 #pragma unroll 1
-    for (Step step(work, 0); step.index < step.end; step.advance()) {
+    for (Step step(work, work.first_index); step.index < step.end; step.advance()) {
       const int32_t buffer = DsRing::stage(step.index);
       const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
       mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(step.index));
@@ -325,7 +366,10 @@ struct QueryGradients {
         }
         wait_products<0>();
         fence_registers(dq);
-        if (chunk == chunks.end - 1) release(smem, buffer, rank, lane);
+        if (chunk == chunks.end - 1) {
+          release(smem, buffer, rank, lane);
+          if (step.index == step.end - 1) release_keys(smem, lane);
+        }
         mbarrier_wait(&smem.dq_empty[DqRing::stage(count)], DqRing::phase(count) ^ 1);
         store_dq_boxes(smem.dq[DqRing::stage(count)], dq, warp, lane);
         arrive_warp(&smem.dq_full[DqRing::stage(count)], lane);
@@ -345,6 +389,14 @@ struct QueryGradients {
     if (lane == 0) {
       mbarrier_arrive(&smem.ds_empty[buffer]);
       if constexpr (Traits::kPairs) mbarrier_arrive_in_cta(&smem.ds_empty[buffer], rank ^ 1);
+    }
+  }
+
+  // Behind the last product of a job.
+  static __device__ __forceinline__ void release_keys(typename Traits::SharedStorage& smem, int32_t lane) {
+    if (lane == 0) {
+      mbarrier_arrive(&smem.k_empty);
+      if constexpr (Traits::kPairs) mbarrier_arrive(&smem.k_other_empty);
     }
   }
 };

@@ -45,6 +45,8 @@ struct Traits {
   static constexpr int kStatisticBytes = kBlockM * 4;
   static constexpr int kWarps = kWarpgroupThreads / 32;
 
+  static constexpr int kWorkReaders = 3 * kWarps + 3;  // three warps of the producer warpgroup
+
   static constexpr int kDsBytes = kBlockN * kChunkRowBytes;
 
   // Of dq each CTA of two adds some chunks of columns, summed over the keys of both: all of `chunks_of`, in turn the
@@ -71,8 +73,17 @@ struct Traits {
     float4 p[kBlockM / 8][kWarpgroupThreads];                // as registers hold it, for the same thread of the other
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
-    Work work;
-    int32_t job;
+    Work work[2];                                      // this job and the next
+    JobCursor cursor;                                  // the scheduler's own
+    int32_t job;                                       // in the CTA of rank 1: its number, from rank 0
+    uint64_t job_full;                                 // of rank 1: its scheduler arrives, rank 0 sends bytes
+    uint64_t job_empty;                                // of rank 0: the scheduler of rank 1 arrives
+    uint64_t work_full[2];                             // the scheduler arrives
+    uint64_t work_empty[2];                            // every role that reads it arrives, by warp
+    uint64_t work_wanted;                              // the loader arrives: it has nothing more to load for this job
+    uint64_t k_empty;                                  // every warp of P and of dq arrives
+    uint64_t v_empty;                                  // every thread of dS, in jobs without steps too
+    uint64_t k_other_empty;                            // every warp of dq
     uint64_t k_full, v_full, k_other_full;             // producer arrives with bytes
     uint64_t q_full[kStages], dout_full[kDoutStages];  // producer arrives with bytes
     // Who has read or written by ordinary instructions arrives by thread, for racecheck follows no warp; others by
@@ -86,6 +97,16 @@ struct Traits {
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {
+    mbarrier_init(&smem.job_full, 1);
+    mbarrier_init(&smem.job_empty, 1);
+    for (int slot = 0; slot < 2; ++slot) {
+      mbarrier_init(&smem.work_full[slot], 1);
+      mbarrier_init(&smem.work_empty[slot], kWorkReaders);
+    }
+    mbarrier_init(&smem.work_wanted, 1);
+    mbarrier_init(&smem.k_empty, 2 * kWarps);
+    mbarrier_init(&smem.v_empty, kWarpgroupThreads);
+    mbarrier_init(&smem.k_other_empty, kWarps);
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.k_other_full, 1);

@@ -1,0 +1,172 @@
+// The producer warpgroup of wide tiles: a warp each finds jobs, loads q and dout, loads k and v, adds dq. Each goes
+// from job to job by itself, as in ../producer.cuh.
+#pragma once
+
+#include "../producer.cuh"
+#include "mainloop.cuh"
+
+namespace flashbwd::sm90::wide {
+
+template <typename Traits>
+struct Producer {
+  using SharedStorage = typename Traits::SharedStorage;
+  using Work = typename Traits::Work;
+  using Loader = sm90::Producer<Traits>;
+
+  // One thread. A job is taken when the loader has nothing left to load for the one before.
+  static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem, int32_t rank) {
+    JobCursor& cursor = smem.cursor;
+    cursor = {};
+    cursor.second = false;
+    uint32_t taken = 0, keys_phase = 0;
+    do {
+      mbarrier_wait(&smem.work_empty[cursor.slot.index()], cursor.slot.phase() ^ 1);
+      mbarrier_wait(&smem.work_wanted, ~cursor.slot.jobs_before % 2);  // the first job is wanted from the start
+      do {
+        cursor.job = take_job(params, smem, rank, taken++);
+        smem.work[cursor.slot.index()].find(params, cursor);
+      } while (!smem.work[cursor.slot.index()].settled());
+      Work& work = smem.work[cursor.slot.index()];
+      work.slot = cursor.slot;
+      if (!work.exhausted) {
+        work.template take_part<Traits::kBlockN>(rank);
+        work.first_index = cursor.steps_before;
+        work.keys_phase = keys_phase;
+        cursor.steps_before += work.steps;
+        keys_phase ^= work.steps > 0;
+      }
+      mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
+      cursor.slot.advance();
+    } while (cursor.job < params.jobs);
+  }
+
+  // One thread.
+  static __device__ void load_queries(const KernelParams& params, SharedStorage& smem) {
+    for (JobSlot slot;; slot.advance()) {
+      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+      const Work& work = smem.work[slot.index()];
+      if (work.exhausted) return;
+      if (work.steps > 0) Loader::load_queries(params, smem, work, [] {});
+      mbarrier_arrive(&smem.work_wanted);
+      mbarrier_arrive(&smem.work_empty[slot.index()]);
+    }
+  }
+
+  // One warp, which also writes what a gradient of the bias has where nobody looks.
+  static __device__ void load_keys(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t lane) {
+    for (JobSlot slot;; slot.advance()) {
+      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+      const Work& work = smem.work[slot.index()];
+      if (work.exhausted) return;
+      const bool has_steps = work.steps > 0;
+      if (lane == 0) {
+        if (has_steps) {
+          mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
+          Loader::load_k(params, smem, work);
+          if constexpr (Traits::kPairs) {
+            mbarrier_wait(&smem.k_other_empty, work.keys_phase ^ 1);
+            load_other_keys(params, smem, work, rank);
+          }
+        }
+        mbarrier_wait(&smem.v_empty, ~slot.jobs_before % 2);  // without steps too: dk, zeros, is staged there
+        if (has_steps) Loader::load_v(params, smem, work);
+      }
+      if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
+    }
+  }
+
+  // One thread: adds the chunks of dq tiles into the accumulator, and counts each job as finished.
+  static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t rank) {
+    int32_t count = 0;  // of chunks of 64 columns
+    for (JobSlot slot;; slot.advance()) {
+      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+      const Work& work = smem.work[slot.index()];
+      if (work.exhausted) break;
+      store_job_dq(params, smem, work, rank, count);
+      bulk_wait<0>();
+      // Past the rows of the sequence there are jobs that only write zeros to the gradient of a bias.
+      if (work.first_key - rank * Traits::kBlockN < work.sequence.rows_k) {
+        fence_async_global();
+        add_release(params.heads_finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
+      }
+      mbarrier_arrive(&smem.work_empty[slot.index()]);
+    }
+  }
+
+ private:
+  // The CTA of rank 0 takes the number of a job from the counter and sends it to the other.
+  static __device__ __forceinline__ int32_t take_job(const KernelParams& params, SharedStorage& smem, int32_t rank,
+                                                     uint32_t taken) {
+    if (!Traits::kPairs) return atomicAdd(params.jobs_taken, 1);
+    int32_t job;
+    if (rank == 0) {
+      job = atomicAdd(params.jobs_taken, 1);
+      mbarrier_wait(&smem.job_empty, ~taken % 2);
+      store_to_cta(&smem.job, &smem.job_full, 1, job);
+    } else {
+      mbarrier_arrive_expect(&smem.job_full, sizeof(smem.job));
+      mbarrier_wait(&smem.job_full, taken % 2);
+      job = smem.job;
+      mbarrier_arrive_in_cta(&smem.job_empty, 0);
+    }
+    return job;
+  }
+
+  // The other CTA's keys, in the columns of dq that this one adds.
+  static __device__ __forceinline__ void load_other_keys(const KernelParams& params, SharedStorage& smem,
+                                                         const Work& work, int32_t rank) {
+    const bool packed = params.attention.cu_seqlens_k != nullptr;
+    const int32_t row = static_cast<int32_t>(work.sequence.begin_k) + work.first_key + other_keys<Traits>(rank);
+    mbarrier_arrive_expect(&smem.k_other_full, sizeof(smem.k_other));
+#pragma unroll 1
+    for (int32_t chunk = 0; chunk < Traits::kOtherChunks; ++chunk) {
+      tensor_load_4d(&params.k, &smem.k_other_full, smem.k_other + chunk * Traits::kKeyChunkBytes,
+                     (Traits::first_other_chunk(rank) + chunk) * kChunkColumns, row, work.head_kv,
+                     packed ? 0 : work.batch);
+    }
+  }
+
+  static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                      int32_t rank, int32_t& count) {
+    using DqRing = Ring<Traits::kDqBuffers>;
+    const AttentionBackwardParams& p = params.attention;
+    Turn turn;
+    for (Step step(work, work.first_index); step.index < step.end; step.advance()) {
+      const bool packed = p.cu_seqlens_q != nullptr;
+      int32_t row = step.query_block * Traits::kBlockM;
+      // Packed: all heads of a sequence are one run of rows.
+      if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
+      const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
+      const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
+      // The answer comes while the adds before complete.
+      const Turn next = look_ahead<Traits>(params, work, rank, step.head, step.query_block);
+      finish_turn(params, turn);
+      turn = next;
+#pragma unroll 1
+      for (int32_t chunk = chunks.begin; chunk < chunks.end; ++chunk, ++count) {
+        const int32_t buffer = DqRing::stage(count);
+        mbarrier_wait(&smem.dq_full[buffer], DqRing::phase(count));
+        fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
+        if (chunk == chunks.begin) begin_turn(params, turn);
+#pragma unroll 1
+        for (int32_t box = 0; box < 2; ++box) {
+          const int32_t column = chunk * kChunkColumns + box * 32;
+          if (column >= p.head_dim) continue;
+          if (turn.stores) {
+            tensor_store_3d(&params.dq_accumulator, smem.dq[buffer][box], column, row, slab);
+          } else {
+            tensor_reduce_add_3d(&params.dq_accumulator, smem.dq[buffer][box], column, row, slab);
+          }
+        }
+        bulk_commit();
+        bulk_wait_read<0>();
+        mbarrier_arrive(&smem.dq_empty[buffer]);
+      }
+    }
+    finish_turn(params, turn);
+  }
+};
+
+}  // namespace flashbwd::sm90::wide

@@ -24,6 +24,14 @@ from flashbwd.mods.trace import trace
 NAMES = sorted(all_mods("cpu"))
 INDICES = [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(SHAPE)]
 
+# Sines are worked out in two ways, by the size of the argument.
+SINES: dict[str, Mod] = {
+    "sine": lambda s, b, h, q, k: torch.sin(s * 10.0 ** (k % 9) + q),
+    "cosine": lambda s, b, h, q, k: torch.cos(s * 10.0 ** (k % 9) + q),
+    "sine_at_zeros": lambda s, b, h, q, k: torch.sin(k * 3.14159265) * 1e6,
+    "cosine_at_zeros": lambda s, b, h, q, k: torch.cos((k + 0.5) * 3.14159265) * 1e6,
+}
+
 # What the device's header and compiler give, for a compiler of the host.
 HOST = r"""
 #include <cmath>
@@ -34,11 +42,15 @@ using namespace std;
 #define __CUDACC__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __fdividef(a, b) ((a) / (b))
 static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
+static float __uint_as_float(unsigned i) { return __int_as_float(i); }
+static unsigned __float_as_uint(float f) { unsigned i; memcpy(&i, &f, 4); return i; }
 static float rsqrt(float x) { return 1 / sqrt(x); }
 #define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 namespace flashbwd {
+using uint32 = unsigned;
 struct DecodingParams;
 struct AnyMod {
   struct Row { Row(const DecodingParams&, int, int, int) {} };
@@ -102,7 +114,7 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor],
         pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("emission")
     slots: dict[str, Slots] = {}
-    (folder / "mods.cpp").write_text(_host_source(all_mods("cpu") | captures_in_steps("cpu"), slots))
+    (folder / "mods.cpp").write_text(_host_source(all_mods("cpu") | captures_in_steps("cpu") | SINES, slots))
     command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", "mods.so", "mods.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "mods.so"))
@@ -131,6 +143,13 @@ def test_an_emitted_modification_computes_what_pytorch_does(
     indices = [index.to(torch.int32) for index in INDICES]
     expected = all_mods("cpu")[name](scores, *indices).expand(SHAPE).float()
     torch.testing.assert_close(on_host(name, scores), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", SINES)
+def test_sines_are_right_for_any_argument(name: str, on_host: Callable[[str, Tensor], Tensor]) -> None:
+    scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 8 - 4
+    expected = SINES[name](scores, *(index.to(torch.int32) for index in INDICES)).expand(SHAPE)
+    torch.testing.assert_close(on_host(name, scores), expected, rtol=3e-7, atol=3e-7)
 
 
 @pytest.mark.parametrize("name", sorted(captures_in_steps("cpu")))

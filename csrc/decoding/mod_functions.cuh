@@ -77,10 +77,35 @@ __device__ __forceinline__ T minimum_of(T a, T b) {
   return a != a || a < b ? a : b;
 }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
-template <typename T>
-__device__ __forceinline__ T sigmoid(T x) {
-  return T(1) / (T(1) + exp(-x));
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp(-x)); }
+__device__ __forceinline__ double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+// What the usual functions do for large arguments is long: it is called, not copied to where each score is worked on.
+__device__ __noinline__ float far_sine(float x) { return sinf(x); }
+__device__ __noinline__ float far_cosine(float x) { return cosf(x); }
+// sin(x), or cos(x): with x = n * pi + r, or (n + 1/2) * pi + r, that is sin(r) with a sign, a polynomial. Within 2.2
+// units in the last place.
+template <bool kCosine>
+__device__ __forceinline__ float sine_or_cosine(float x) {
+  constexpr float kWhole = 12582912.f;  // 1.5 * 2^23: a sum with it is whole, and its last bits count
+  const float n_bits = kCosine ? fmaf(x, 0.318309886f, -0.5f) + kWhole : fmaf(x, 0.318309886f, kWhole);
+  const float n = n_bits - kWhole + (kCosine ? 0.5f : 0.f);
+  float r = fmaf(n, -3.14159203f, x);  // pi in three parts
+  r = fmaf(n, -6.27832947e-7f, r);
+  r = fmaf(n, -1.078060506e-14f, r);
+  const float r2 = r * r;
+  float sine = fmaf(2.6056314e-6f, r2, -1.98095397e-4f);
+  sine = fmaf(sine, r2, 8.33306555e-3f);
+  sine = fmaf(sine, r2, -0.166666597f);
+  sine = fmaf(sine * r2, r, r);
+  const uint32 odd = __float_as_uint(n_bits) + (kCosine ? 1u : 0u);
+  sine = __uint_as_float(__float_as_uint(sine) ^ odd << 31);
+  if (fabsf(x) > 1e5f) sine = kCosine ? far_cosine(x) : far_sine(x);
+  return sine;
 }
+__device__ __forceinline__ float sine(float x) { return sine_or_cosine<false>(x); }
+__device__ __forceinline__ float cosine(float x) { return sine_or_cosine<true>(x); }
+__device__ __forceinline__ double sine(double x) { return sin(x); }
+__device__ __forceinline__ double cosine(double x) { return cos(x); }
 // fmax and fmin of C: of a number and NaN, the number.
 template <typename T>
 __device__ __forceinline__ T fmax_of(T a, T b) {

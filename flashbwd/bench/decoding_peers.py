@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
-from flashbwd.bench.cases import DECODING, DTYPES, SDPA, DecodingCase
+from flashbwd.bench.cases import DECODING, DECODING_FORMS, DTYPES, SDPA, DecodingCase
 from flashbwd.bench.peers import Peer, Prepared, refuse
 
 
@@ -79,7 +79,10 @@ def _ours(name: str) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
         def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return 30 * torch.tanh(score / 30)
 
-        mod = {"": None, "alibi": alibi, "softcap": softcap}[name]
+        def compiled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score * slopes[h] + torch.sin(score)
+
+        mod = {"": None, "alibi": alibi, "softcap": softcap, "compiled": compiled}[name]
         grouped = case.heads != case.heads_kv
         prepared = _prepared(case, x, lambda: flashbwd.flex_decoding(x.q, x.k, x.v, mod, enable_gqa=grouped))
         return replace(prepared, checked=mod is None)
@@ -131,7 +134,10 @@ DECODING_PEERS: tuple[Peer, ...] = (
     Peer("flex", _flex(None), compiled=True),
     Peer("flex max-autotune", _flex("max-autotune-no-cudagraphs"), compiled=True),
     Peer(DECODING, _ours(""), devices=("cuda", "cpu")),
-    Peer(f"{DECODING} with ALiBi", _ours("alibi"), devices=("cuda", "cpu")),
-    Peer(f"{DECODING} with softcap", _ours("softcap"), devices=("cuda", "cpu")),
-    Peer(f"{DECODING} with causal mask", _causal, devices=("cuda", "cpu")),
+    *(
+        Peer(name, prepare, devices=("cuda", "cpu"))
+        for name, prepare in zip(
+            DECODING_FORMS, (_ours("alibi"), _ours("softcap"), _ours("compiled"), _causal), strict=True
+        )
+    ),
 )

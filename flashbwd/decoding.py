@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
+from flashbwd.mods.steps import run_step
 from flashbwd.reference.decoding import (
     DecodingCall,
     Mod,
@@ -103,13 +105,17 @@ def flex_decoding(
         When a modification fails, reads a value back from the device or branches on one; on a GPU also when it calls
         an operator that the kernel has no code for. The message names the modification and the operator.
     """
+    if kernel_options is None and return_aux is None and not return_lse and not is_dynamo_compiling():
+        known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa)
+        if known is not None:
+            return known
     need_lse, need_max_scores = return_lse, False
     if return_aux is not None:
         if return_lse:
             raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
         need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
     options = _acting_options(kernel_options) if kernel_options else _NO_OPTIONS
-    if not torch.compiler.is_dynamo_compiling():
+    if not is_dynamo_compiling():
         wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
         results = run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
         if results:
@@ -252,7 +258,7 @@ def _forward(
         statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
         out = query.new_zeros((*shape, value.shape[3]))
         return out, statistics, statistics.clone(), out
-    if torch.compiler.is_dynamo_compiling() and compiler_traces_functions():
+    if is_dynamo_compiling() and compiler_traces_functions():
         return attend_in_graph(call, query, key, value)
     with _exact(query.device):
         if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):

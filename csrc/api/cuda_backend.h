@@ -29,7 +29,7 @@ struct CudaBackend {
   const char* (*decoding)(const DecodingParams&, DecodingTile, DType, bool aligned, void* kernel, const DeviceInfo&,
                           void* stream) = nullptr;
   const char* (*decoding_backward)(const DecodingBackwardParams&, int head_dim, DType, bool aligned, void* kernel,
-                                   void* stream) = nullptr;
+                                   const DeviceInfo&, void* stream) = nullptr;
 };
 
 // Null until _C_cuda has loaded.

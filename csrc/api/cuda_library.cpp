@@ -33,6 +33,7 @@ std::string why_not(cudaError_t error) {
 
 DeviceInfo query_device(int index) {
   DeviceInfo info;
+  info.index = index;
   int capability = 0;
   cudaError_t error = probe_current_device(&capability);
   const auto attribute = [&](cudaDeviceAttr which) {
@@ -70,6 +71,11 @@ DeviceInfo device_info(int index) {
 }
 
 int current_device() {
+  static const bool only_one = [] {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count == 1;
+  }();
+  if (only_one) return 0;
   int index = -1;
   cudaGetDevice(&index);
   return index;

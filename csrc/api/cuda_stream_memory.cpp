@@ -33,12 +33,15 @@ StreamMemory stream_memory(int device, void* stream) {
   static std::map<std::pair<int, void*>, StreamMemory> known;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (cuda_stream == cudaStreamPerThread) return {};  // one name for many streams
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(cuda_stream, &status) != cudaSuccess) {  // the legacy stream beside a capture
-    cudaGetLastError();
-    return {};
+  // The default stream cannot be captured.
+  if (cuda_stream != nullptr) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(cuda_stream, &status) != cudaSuccess) {
+      cudaGetLastError();
+      return {};
+    }
+    if (status != cudaStreamCaptureStatusNone) return {};
   }
-  if (status != cudaStreamCaptureStatusNone) return {};
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find({device, stream});
   if (found != known.end()) return found->second;

@@ -67,17 +67,24 @@ OrdinaryMod ordinary_modification(int64_t modification) {
 namespace {
 
 // (B, H, Sq, head_dim) with q's dtype and order of dimensions in memory, the last innermost.
-Tensor empty_output(const Tensor& q, const TensorDesc& desc, int64_t head_dim) {
+OwnedTensor empty_output(AtenTensorHandle q, const TensorDesc& desc, int64_t head_dim,
+                         std::array<int64_t, 4>& strides) {
   std::array<int, 3> order = {0, 1, 2};
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return desc.strides[a] > desc.strides[b]; });
   const std::array<int64_t, 4> sizes = {desc.sizes[0], desc.sizes[1], desc.sizes[2], head_dim};
-  std::array<int64_t, 4> strides = {0, 0, 0, 1};
+  strides[3] = 1;
   int64_t stride = head_dim;
   for (int i = 2; i >= 0; --i) {
     strides[order[i]] = stride;
     stride *= sizes[order[i]];
   }
   return empty_strided(q, sizes, strides, desc.dtype);
+}
+
+void* data_of(const OwnedTensor& tensor) {
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return data;
 }
 
 // A decoding loop asks the same question at every step.
@@ -94,25 +101,8 @@ DecodingSplits splits_of(const DecodingShape& shape, DecodingTile tile, const De
   return answer;
 }
 
-// What the calls of a loop have in common: registered once and then named by a number, which an operator's call reads
-// sooner than eight arguments.
-struct Settings {
-  int64_t modification;
-  int64_t mask_tensors;  // how many of a call's other tensors are the mask's; the rest are captured
-  int64_t q_block, kv_block;
-  bool enable_gqa;
-  int64_t splits;  // 0: as many as serve best
-  bool need_lse, need_max_scores;
-  bool need_exact_out;
-};
-
 std::mutex settings_mutex;
-std::deque<Settings> all_settings;
-
-Settings settings_of(int64_t number) {
-  const std::lock_guard<std::mutex> lock(settings_mutex);
-  return all_settings.at(number);
-}
+std::deque<DecodingSettings> all_settings;
 
 // Memory of the caching allocator for the kernels of one call.
 class Scratch {
@@ -142,10 +132,26 @@ bool last_block_adds_up(const DecodingParams& p, DecodingTile tile, int64_t slot
          tiles <= StreamMemory::kArrivals && floats <= StreamMemory::kScratch;
 }
 
-// out, the statistics that are needed, and the exact out where out is not; nothing for a call that no kernel takes as
-// it is.
-std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const Settings& options,
-                            std::optional<double> scale) {
+}  // namespace
+
+DecodingSettings decoding_settings(int64_t number) {
+  const std::lock_guard<std::mutex> lock(settings_mutex);
+  return all_settings.at(number);
+}
+
+DecodingCall decoding_call(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
+                           const DecodingSettings& settings) {
+  DecodingCall call;
+  call.enable_gqa = settings.enable_gqa;
+  describe(q, call.q);
+  describe(k, call.k);
+  describe(v, call.v);
+  call.mask_shape = {settings.q_block, settings.kv_block, 0, 0};
+  return call;
+}
+
+std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall& call,
+                                          const DecodingSettings& settings, std::optional<double> scale) {
   const CudaBackend* cuda = cuda_backend();
   if (cuda == nullptr || cuda->decoding == nullptr || !kernel_takes(call)) return {};
   const int device = call.q.device.index;
@@ -155,34 +161,36 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const Set
   const DecodingTile tile = decoding_tile(shape, info);
   const bool aligned = rows_are_aligned(call);
   if (tile.head_dim == 0) return {};
-  const ChosenKernel kernel = find_kernel(options.modification, {tile, call.q.dtype, aligned, device, nullptr});
+  const ChosenKernel kernel = find_kernel(settings.modification, {tile, call.q.dtype, aligned, device, nullptr});
   if (!kernel.found) return {};
 
   DecodingParams p = params_of(call, tile);
   p.ordinary = kernel.ordinary;
   p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
-  const DecodingSplits splits = splits_of(shape, tile, info, options.splits);
+  const DecodingSplits splits = splits_of(shape, tile, info, settings.splits);
   p.splits = splits.splits;
   p.cluster = splits.cluster;
 
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (cuda->current_device() != device) guard.emplace(device);
-  std::vector<Tensor> results = {empty_output(q, call.q, p.head_dim_v)};
-  p.out = results[0].data_ptr();
-  for (int i = 0; i < 3; ++i) p.out_strides[i] = results[0].stride(i);
+  std::vector<OwnedTensor> results;
+  std::array<int64_t, 4> out_strides;
+  results.push_back(empty_output(q, call.q, p.head_dim_v, out_strides));
+  p.out = data_of(results[0]);
+  std::copy_n(out_strides.begin(), 3, p.out_strides);
   const auto statistic = [&](bool needed) -> float* {
     if (!needed) return nullptr;
     results.push_back(empty_strided<3>(q, {p.batch, p.heads, p.seqlen_q},
                                        {int64_t{p.heads} * p.seqlen_q, p.seqlen_q, 1}, DType::kFloat32));
-    return static_cast<float*>(results.back().data_ptr());
+    return static_cast<float*>(data_of(results.back()));
   };
-  p.lse = statistic(options.need_lse);
-  p.max_scores = statistic(options.need_max_scores);
-  if (options.need_exact_out && call.q.dtype != DType::kFloat32) {
+  p.lse = statistic(settings.need_lse);
+  p.max_scores = statistic(settings.need_max_scores);
+  if (settings.need_exact_out && call.q.dtype != DType::kFloat32) {
     const int64_t width = p.head_dim_v;
     results.push_back(empty_strided<4>(q, {p.batch, p.heads, p.seqlen_q, width},
                                        {p.heads * p.seqlen_q * width, p.seqlen_q * width, width, 1}, DType::kFloat32));
-    p.exact_out = static_cast<float*>(results.back().data_ptr());
+    p.exact_out = static_cast<float*>(data_of(results.back()));
   }
   void* const stream = cuda->current_stream(device);
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
@@ -202,32 +210,32 @@ std::vector<Tensor> forward(const Tensor& q, const DecodingCall& call, const Set
   return results;
 }
 
+namespace {
+
 void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
-  const Tensor q = reader.tensor(), k = reader.tensor(), v = reader.tensor();
+  const OwnedTensor q = reader.owned_tensor(), k = reader.owned_tensor(), v = reader.owned_tensor();
   // Optional, since no list at all is read in half the time of an empty one.
   const auto others = reader.read<std::optional<std::vector<Tensor>>>();
   const auto lengths = reader.read<std::optional<std::vector<int64_t>>>();
   const auto scale = reader.read<std::optional<double>>();
-  const Settings settings = settings_of(reader.read<int64_t>());
+  const DecodingSettings settings = decoding_settings(reader.read<int64_t>());
 
-  DecodingCall call;
-  call.enable_gqa = settings.enable_gqa;
-  call.q = describe(q);
-  call.k = describe(k);
-  call.v = describe(v);
+  DecodingCall call = decoding_call(q.get(), k.get(), v.get(), settings);
   if (others.has_value()) {
     int64_t left = settings.mask_tensors;
-    for (const Tensor& tensor : *others) (left-- > 0 ? call.mask : call.captured).push_back(describe(tensor));
+    for (const Tensor& tensor : *others)
+      describe(tensor.get(), (left-- > 0 ? call.mask : call.captured).emplace_back());
   }
-  call.mask_shape = {settings.q_block, settings.kv_block, 0, 0};
   if (lengths.has_value() && lengths->size() == 2) std::copy_n(lengths->begin(), 2, call.mask_shape.begin() + 2);
-  stack[0] = boxed(forward(q, call, settings, scale));
+  std::vector<Tensor> results;
+  for (OwnedTensor& result : decoding_results(q.get(), call, settings, scale)) results.emplace_back(result.release());
+  stack[0] = boxed(results);
 }
 
-void decoding_settings(StableIValue* stack, uint64_t, uint64_t) {
+void register_settings(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
-  Settings settings;
+  DecodingSettings settings;
   settings.modification = reader.read<int64_t>();
   settings.mask_tensors = reader.read<int64_t>();
   settings.q_block = reader.read<int64_t>();
@@ -350,7 +358,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
-  m.impl("decoding_settings", flashbwd::decoding_settings);
+  m.impl("decoding_settings", flashbwd::register_settings);
   m.impl("decoding_modification", flashbwd::decoding_modification);
   m.impl("decoding_add_kernel", flashbwd::decoding_add_kernel);
   m.impl("decoding_refusal", flashbwd::decoding_refusal);

@@ -85,10 +85,10 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
-  const Tensor slots = empty_strided<1>(q, {p.splits * rows * ((p.head_dim + 1) / 2 * 2)}, {1}, DType::kFloat32);
+  const Tensor slots = new_empty(q, {p.splits * rows * ((p.head_dim + 1) / 2 * 2)}, DType::kFloat32);
   p.dq_slots = static_cast<float*>(slots.data_ptr());
   const char* error = cuda->decoding_backward(p, head_dim, call.q.dtype, rows_begin_at_16_bytes(call, dout_desc),
-                                              kernel, cuda->current_stream(device));
+                                              kernel, info, cuda->current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 

@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <algorithm>
+
 #include "../common/check.h"
 
 namespace flashbwd {
@@ -13,23 +15,23 @@ constexpr std::pair<ScalarType, DType> kDTypes[] = {
     {ScalarType::Bool, DType::kBool},
 };
 
-DType dtype_of(ScalarType type) {
+DType dtype_of(int32_t number) {
   for (const auto& [scalar_type, dtype] : kDTypes) {
-    if (scalar_type == type) return dtype;
+    if (static_cast<int32_t>(scalar_type) == number) return dtype;
   }
   return DType::kOther;
 }
 
-Device device_of(const Tensor& tensor) {
+Device device_of(AtenTensorHandle tensor) {
   static const int32_t cuda = aoti_torch_device_type_cuda();
   static const int32_t meta = aoti_torch_device_type_meta();
   static const int32_t cpu = aoti_torch_device_type_cpu();
   int32_t type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &type));
   Device device;
   if (type == cuda) {
     device.type = DeviceType::kCUDA;
-    device.index = tensor.get_device_index();
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &device.index));
   } else if (type == meta) {
     device.type = DeviceType::kMeta;
   } else if (type != cpu) {
@@ -40,21 +42,30 @@ Device device_of(const Tensor& tensor) {
 
 }  // namespace
 
+int32_t dtype_number(AtenTensorHandle tensor) {
+  int32_t number = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &number));
+  return number;
+}
+
+void describe(AtenTensorHandle tensor, TensorDesc& desc) {
+  int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
+  check(dim <= TensorDesc::kMaxDims, "a tensor has ", dim, " dimensions, expected at most ", TensorDesc::kMaxDims);
+  desc.defined = true;
+  desc.dim = static_cast<int32_t>(dim);
+  std::copy_n(sizes, dim, desc.sizes.begin());
+  std::copy_n(strides, dim, desc.strides.begin());
+  desc.dtype = dtype_of(dtype_number(tensor));
+  desc.device = device_of(tensor);
+  if (desc.device.type != DeviceType::kMeta) TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &desc.data));
+}
+
 TensorDesc describe(const Tensor& tensor) {
   TensorDesc desc;
-  desc.defined = true;
-  const int64_t dim = tensor.dim();
-  check(dim <= TensorDesc::kMaxDims, "a tensor has ", dim, " dimensions, expected at most ", TensorDesc::kMaxDims);
-  desc.dim = static_cast<int32_t>(dim);
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  for (int64_t i = 0; i < dim; ++i) {
-    desc.sizes[i] = sizes[i];
-    desc.strides[i] = strides[i];
-  }
-  desc.dtype = dtype_of(tensor.scalar_type());
-  desc.device = device_of(tensor);
-  desc.data = desc.device.type == DeviceType::kMeta ? nullptr : tensor.data_ptr();
+  describe(tensor.get(), desc);
   return desc;
 }
 
@@ -77,13 +88,12 @@ Tensor new_like(const Tensor& tensor) {
   std::array<int64_t, TensorDesc::kMaxDims> strides{};
   const TensorDesc like = describe(tensor);
   if (!strides_without_gaps(like, &strides)) return torch::stable::empty_like(tensor);
-  int32_t dtype = 0;
   int32_t device_type = 0;
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(like.dim, like.sizes.data(), strides.data(), dtype, device_type,
-                                                  tensor.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(like.dim, like.sizes.data(), strides.data(),
+                                                  dtype_number(tensor.get()), device_type, tensor.get_device_index(),
+                                                  &handle));
   return Tensor(handle);
 }
 

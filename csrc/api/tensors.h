@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -17,23 +18,34 @@ namespace flashbwd {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// A tensor that one owns, as arguments of operators and their results are: Tensor, which can be shared, costs two
+// allocations more.
+struct DeleteTensor {
+  void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
+};
+using OwnedTensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
+
+void describe(AtenTensorHandle tensor, TensorDesc& desc);  // which described nothing before
 TensorDesc describe(const Tensor& tensor);
 TensorDesc describe(const std::optional<Tensor>& tensor);  // undefined when there is none
 
+// Of any dtype, those that are no DType too; the number of its ScalarType.
+int32_t dtype_number(AtenTensorHandle tensor);
 ScalarType scalar_type_of(DType dtype);
 
 // An uninitialised tensor on `like`'s device.
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
 template <size_t kDims>
-Tensor empty_strided(const Tensor& like, const std::array<int64_t, kDims>& sizes,
-                     const std::array<int64_t, kDims>& strides, DType dtype) {
+OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims>& sizes,
+                          const std::array<int64_t, kDims>& strides, DType dtype) {
   AtenTensorHandle handle = nullptr;
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  int32_t device_type = 0, device_index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like, &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like, &device_index));
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kDims, sizes.data(), strides.data(),
                                                   static_cast<int32_t>(scalar_type_of(dtype)), device_type,
-                                                  like.get_device_index(), &handle));
-  return Tensor(handle);
+                                                  device_index, &handle));
+  return OwnedTensor(handle);
 }
 
 // As torch.empty_like, mostly without asking the dispatcher.
@@ -52,6 +64,7 @@ class ArgumentReader {
     return torch::stable::detail::to<T>(*next_++);
   }
   Tensor tensor() { return read<Tensor>(); }
+  OwnedTensor owned_tensor() { return OwnedTensor(read<AtenTensorHandle>()); }
   std::optional<Tensor> optional_tensor() { return read<std::optional<Tensor>>(); }
 
  private:
@@ -62,6 +75,8 @@ template <typename T>
 StableIValue boxed(const T& value) {
   return torch::stable::detail::from(value);
 }
+
+inline StableIValue boxed(OwnedTensor value) { return torch::stable::detail::from(value.release()); }
 
 // Calls an operator of this namespace through the dispatcher, for its effect on the arguments.
 void call_operator(const char* name, StableIValue* stack);

@@ -69,6 +69,7 @@ bool strides_without_gaps(const TensorDesc& tensor, std::array<int64_t, TensorDe
 // build cannot run there (no driver, driver too old, no device).
 struct DeviceInfo {
   bool usable = false;
+  int32_t index = 0;
   std::string why_not = "there is no CUDA device";
   // Of the device, or what its code was compiled for where that is less: code for 8.0 that the driver compiles for
   // a 9.0 has none of what 9.0 brought.

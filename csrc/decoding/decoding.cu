@@ -34,23 +34,23 @@ const char* run_decoding(const DecodingParams& p, DecodingTile tile, DType dtype
   const dim3 grid(static_cast<unsigned>(p.batch) * p.heads_kv * p.row_tiles, p.splits);
   const int bytes = shared_bytes(tile.head_dim, tile.rows, tile.warps, static_cast<int>(size_of(dtype)));
   const cudaLaunchConfig_t config = config_of(grid, tile.warps * 32, bytes, stream);
-  cudaError_t error = kernel != nullptr
-                          ? launch_compiled(&p, kernel, config, p.cluster)
-                          : launch_prebuilt(p, kernels.split(tile, aligned, p.ordinary.kind), config, p.cluster);
+  cudaError_t error = kernel != nullptr ? launch_compiled(&p, kernel, config, p.cluster)
+                                        : launch_prebuilt(p, kernels.split(tile, aligned, p.ordinary.kind), config,
+                                                          info.index, p.cluster);
   if (error == cudaSuccess && p.splits > p.cluster && p.arrivals == nullptr)
     error = launch_combine(p, kernels.combine, info, stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 const char* run_decoding_backward(const DecodingBackwardParams& p, int head_dim, DType dtype, bool aligned,
-                                  void* kernel, void* stream) {
+                                  void* kernel, const DeviceInfo& info, void* stream) {
   const DecodingKernels kernels = kernels_of(dtype);
   const dim3 grid(static_cast<unsigned>(p.batch_kv) * p.heads_kv, p.splits);
   const int bytes = backward_shared_bytes(head_dim, static_cast<int>(size_of(dtype)));
   const cudaLaunchConfig_t config = config_of(grid, kBackwardWarps * 32, bytes, stream);
-  cudaError_t error = kernel != nullptr
-                          ? launch_compiled(&p, kernel, config)
-                          : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.ordinary.kind), config);
+  cudaError_t error =
+      kernel != nullptr ? launch_compiled(&p, kernel, config)
+                        : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.ordinary.kind), config, info.index);
   if (error == cudaSuccess) {
     const int64_t pairs = int64_t{p.batch} * p.heads * p.seqlen_q * ((p.head_dim + 1) / 2);
     const dim3 blocks(static_cast<unsigned>((pairs + kSumThreads - 1) / kSumThreads));

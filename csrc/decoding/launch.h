@@ -23,6 +23,6 @@ const char* run_decoding(const DecodingParams& params, DecodingTile tile, DType 
 
 // Gradients of q, k and v: the backward kernel, as above, and the sum of its slots of dq.
 const char* run_decoding_backward(const DecodingBackwardParams& params, int head_dim, DType dtype, bool aligned,
-                                  void* kernel, void* stream);
+                                  void* kernel, const DeviceInfo& info, void* stream);
 
 }  // namespace flashbwd

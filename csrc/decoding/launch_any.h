@@ -21,19 +21,16 @@ inline cudaLaunchConfig_t config_of(dim3 grid, int threads, int bytes, void* str
   return config;
 }
 
-// What a kernel must be allowed, once a device.
-inline cudaError_t allow(const void* kernel, int shared_bytes) {
+// What a kernel must be allowed, once a device, which is the current one.
+inline cudaError_t allow(const void* kernel, int shared_bytes, int device) {
   static thread_local std::pair<const void*, int> last = {nullptr, -1};
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> allowed;
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
   const std::pair<const void*, int> wanted = {kernel, device};
   if (wanted == last) return cudaSuccess;
   const std::lock_guard<std::mutex> lock(mutex);
   if (allowed.count(wanted) == 0) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
     allowed.insert(wanted);
   }
@@ -42,9 +39,11 @@ inline cudaError_t allow(const void* kernel, int shared_bytes) {
 }
 
 template <class Params>
-cudaError_t launch_prebuilt(const Params& p, void (*kernel)(Params), cudaLaunchConfig_t config, int cluster_size = 1) {
+cudaError_t launch_prebuilt(const Params& p, void (*kernel)(Params), cudaLaunchConfig_t config, int device,
+                            int cluster_size = 1) {
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  const cudaError_t error = allow(reinterpret_cast<const void*>(kernel), static_cast<int>(config.dynamicSmemBytes));
+  const cudaError_t error =
+      allow(reinterpret_cast<const void*>(kernel), static_cast<int>(config.dynamicSmemBytes), device);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;

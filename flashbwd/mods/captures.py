@@ -155,7 +155,7 @@ def _tensor(value: Tensor, key: list[Any], tensors: list[Tensor]) -> None:
 
 
 def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
-    code = _known_codes.get(id(function.__code__)) or _read_code(function.__code__)
+    code = code_of(function)
     key.append(code)
     if above and id(function) in above:
         return
@@ -244,6 +244,10 @@ def _object(value: Any, key: list[Any], tensors: list[Tensor], above: tuple[int,
 _known_codes: dict[int, _Code] = {}
 
 
+def code_of(function: types.FunctionType) -> _Code:
+    return _known_codes.get(id(function.__code__)) or _read_code(function.__code__)
+
+
 def _read_code(code: types.CodeType) -> _Code:
     globals_read: dict[str, None] = {}
     names: dict[str, None] = {}
@@ -260,6 +264,15 @@ def _collect(code: types.CodeType, globals_read: dict[str, None], names: dict[st
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             _collect(constant, globals_read, names)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is never other than it is."""
+    if type(value) in _CONSTANTS or type(value) in _FLOATS:
+        return True
+    if isinstance(value, (types.ModuleType, type)):
+        return _is_fixed(value)
+    return isinstance(value, types.BuiltinFunctionType)
 
 
 @functools.cache

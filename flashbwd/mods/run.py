@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
+from flashbwd.mods.steps import mask_lists, remember
 from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, block_states
 
 _CHUNK = 16  # keys that a warp takes at a time
@@ -17,6 +18,7 @@ _decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # without a
 
 # enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
 Wanted = tuple[bool, int, bool, bool, bool]
+_OUTPUT_ALONE = (0, False, False, False)
 _Blocks = tuple[int, int, int]  # tensors of the mask, queries and keys of a block
 _settings: dict[tuple[int, _Blocks | None, Wanted], int] = {}
 
@@ -32,13 +34,14 @@ def run_at_once(
 ) -> list[Tensor]:
     """Output and the statistics that are wanted; nothing where a call is not one of those that can be launched as is.
 
-    That is every warm call of a decoding loop, so what happens here is what a step costs the host. It takes no
-    decisions: the operator refuses all but ordinary CUDA tensors whose checks pass, and what has no kernel yet.
+    It takes no decisions: the operator refuses all but ordinary CUDA tensors whose checks pass, and what has no kernel
+    yet. A call of a decoding loop comes here until :mod:`steps` knows it.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
         return []
     number = 0
-    captured: list[Tensor] | None = None
+    captured: list[Tensor] = []
+    places: list[int | Tensor] = []  # of the captured tensors among those of the functions
     others: list[Tensor] | None = None
     blocks: _Blocks | None = None
     lengths: tuple[int, int] | None = None
@@ -54,10 +57,9 @@ def run_at_once(
         modification, captured = known
         others = captured or None  # no list at all is read sooner than an empty one
         number = modification.number
+        places = modification.captured
         if block_mask is not None:
-            lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
-            if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-                lists += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+            lists = mask_lists(block_mask)
             q_block, kv_block = block_mask.BLOCK_SIZE
             blocks = (len(lists), q_block, kv_block)
             lengths = block_mask.seq_lengths
@@ -65,12 +67,16 @@ def run_at_once(
     if torch.is_grad_enabled():
         if query.requires_grad or key.requires_grad or value.requires_grad:
             return []
-        if captured and any(tensor.requires_grad for tensor in captured):
+        if any(tensor.requires_grad for tensor in captured):
             return []
     settings = _settings.get((number, blocks, wanted))
     if settings is None:
         settings = _settings_of(number, blocks, wanted)
-    return _decoding_forward(query, key, value, others, lengths, scale, settings)
+    results: list[Tensor] = _decoding_forward(query, key, value, others, lengths, scale, settings)
+    enable_gqa = wanted[0]
+    if results and wanted == (enable_gqa, *_OUTPUT_ALONE) and not isinstance(block_mask, Blocks):
+        remember(score_mod, block_mask, scale, enable_gqa, settings, captured, places)
+    return results
 
 
 def _settings_of(modification: int, blocks: _Blocks | None, wanted: Wanted) -> int:
@@ -140,9 +146,7 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, ex
 
 def _lists(mask: BlockMask, group: int, seqlen_k: int) -> list[Tensor]:
     """The mask's lists, where all rows of a key head share them, in blocks that the kernel's chunks divide."""
-    lists = [mask.kv_num_blocks, mask.kv_indices]
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    lists = mask_lists(mask)
     shared = all((t.shape[1] == 1 or group == 1) and t.shape[2] == 1 and t.dtype == torch.int32 for t in lists)
     kv_block: int = mask.BLOCK_SIZE[1]
     if not shared or (kv_block % _CHUNK != 0 and kv_block < seqlen_k):

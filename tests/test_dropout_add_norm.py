@@ -273,18 +273,37 @@ def test_forward_of_the_definition(device: str, case: Case, columns: int) -> Non
         tolerance.assert_within(got, expected, limit, f"{name} of {case}")
 
 
+# Counters around 2^32 carry into their upper half, and the seed's offset need not be a multiple of four.
+@pytest.mark.parametrize("first", [0, 5, 2**34 - 40_000, 2**34 - 20_001])
 @pytest.mark.parametrize("columns", [64, 77, 1000, 9000])
-@pytest.mark.parametrize("residual", [bf16, fp32], ids=str)
+@pytest.mark.parametrize("dtypes", [(bf16, bf16), (bf16, fp32), (fp32, fp32)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_forward_keeps_what_the_numbering_says(device: str, residual: torch.dtype, columns: int) -> None:
-    x = torch.ones(37, columns, device=device, dtype=bf16)
-    rng = torch.tensor([987654321, 5], device=device)
-    z, h, _, _ = torch.ops.flashbwd.dropout_add_norm_forward(
-        x, torch.zeros_like(x, dtype=residual), None, None, None, rng, 0.5, EPS, False, False
+def test_forward_and_backward_keep_what_the_numbering_says(
+    device: str, dtypes: tuple[torch.dtype, torch.dtype], columns: int, first: int
+) -> None:
+    x = torch.ones(37, columns, device=device, dtype=dtypes[0])
+    rng = torch.tensor([987654321, first], device=device)
+    keep = keep_elements(987654321, first, 0.5, 0, x.numel(), x.device).view(x.shape)
+    for offset in (0, 1):  # of the residual: tensors that disagree go by elements
+        residual = _shifted(torch.zeros_like(x, dtype=dtypes[1]), offset)
+        z, h, _, _ = torch.ops.flashbwd.dropout_add_norm_forward(
+            x, residual, None, None, None, rng, 0.5, EPS, False, False
+        )
+        assert torch.equal(h, keep.to(dtypes[1]) * 2)
+        assert torch.isfinite(z).all()
+    state = flashbwd.RngState(987654321, first, "efficient64")
+    dz = torch.zeros_like(x)
+    grads = flashbwd.dropout_add_layer_norm_backward(
+        dz,
+        h,
+        torch.zeros(37, device=device),
+        torch.ones(37, device=device),
+        dresidual=torch.ones_like(h),
+        dropout_p=0.5,
+        rng_state=state,
     )
-    keep = keep_elements(987654321, 5, 0.5, 0, x.numel(), x.device).view(x.shape)
-    assert torch.equal(h, keep.to(residual) * 2)
-    assert torch.isfinite(z).all()
+    assert grads.dx is not None
+    assert torch.equal(grads.dx, keep.to(x.dtype) * 2)
 
 
 @pytest.mark.parametrize("case", [BASE, replace(BASE, x=bf16, residual=fp32), replace(BASE, rms=True)], ids=str)

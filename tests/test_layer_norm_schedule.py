@@ -127,6 +127,11 @@ def test_columns_are_summed_beside_dx_where_the_rows_stay_in_l2(
         assert rows * columns * (x_bytes + dz_bytes) <= gpu.l2_bytes / 2
         columns_at_a_time = 4 * 16 // min(x_bytes, dz_bytes)
         assert (ctas - 1) * columns_at_a_time < columns <= sm_count * columns_at_a_time
+        # One CTA fewer, and the last of them would end later.
+        blocks = -(-columns // columns_at_a_time)
+        turns = -(-blocks // ctas)
+        assert turns == -(-blocks // (sm_count // 2))
+        assert ctas == 1 or -(-blocks // (ctas - 1)) > turns
 
 
 @given(p=st.floats(0.0, 1.0, exclude_max=True))

@@ -67,18 +67,13 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   const auto keep_slots = [&](int v) {
     return exchange_s + a.tile.keep_offset + (v * kMaxThreads + static_cast<int>(threadIdx.x)) * kElements;
   };
-  const bool given_mask = kForm == Form::kDropout && a.dropout.keep != nullptr;
-  const bool any_ahead = a.residual != nullptr || given_mask;
+  const bool mask_given = kForm == Form::kDropout && a.dropout.keep != nullptr;
+  const bool any_ahead = a.residual != nullptr || mask_given;
   RowExchange exchange(a.tile, exchange_s, group, kHasClusters && a.tile.cluster ? rank : 0);
 
   LockStep lock_step(a, lane == 0, rank);
 
-  const auto residual_of = [&](int64_t of_row) {
-    return static_cast<const TX*>(a.residual) + of_row * a.residual_stride + column0;
-  };
-
-  int64_t fetch_row = row;
-  const auto fetch = [&](int to_stage) {
+  const auto fetch = [&](int to_stage, int64_t fetch_row) {
     if (fetch_row < a.rows) {
       const uint32_t slots = own_slots + to_stage * stage_bytes;
       const TX* fetch_x = static_cast<const TX*>(a.x) + fetch_row * a.x_stride + column0;
@@ -86,12 +81,16 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       // Of the first row's head and the last row's tail, 16 bytes are not all the tensor's: those come by elements.
       const bool framed = fetch_row > 0 && fetch_row + 1 < a.rows;
       const int together = a.all_vectors && (framed || head == 0) ? whole : 0;
+      const TX* next_x = fetch_x;
+      const TDZ* next_dz = fetch_dz;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (v < together) {
-          PlaneX::fill(slots + v * kPairStride, fetch_x + v * column_step);
-          PlaneDz::fill(slots + v * kPairStride + kDzOffset, fetch_dz + v * column_step);
+          PlaneX::fill(slots + v * kPairStride, next_x);
+          PlaneDz::fill(slots + v * kPairStride + kDzOffset, next_dz);
         }
+        next_x = keep(next_x + column_step);
+        next_dz = keep(next_dz + column_step);
       }
 #pragma unroll 1
       for (int v = together; v < mine; ++v) {
@@ -103,23 +102,39 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       }
     }
     commit_copies();
-    fetch_row += row_step;
   };
   const auto whole_vector = [&](int v) { return v < whole && (v > 0 || head == 0); };
   // What a row needs last.
   const auto fetch_ahead = [&](int64_t of_row) {
-    const bool framed = of_row > 0 && of_row + 1 < a.rows;
-#pragma unroll 1
-    for (int v = 0; v < mine && of_row < a.rows; ++v) {
-      const int skip = v == 0 ? head : 0;
-      const bool within = framed || whole_vector(v);
-      if (a.residual != nullptr) {
-        PlaneX::fill_part(residual_slots(v), residual_of(of_row) + v * column_step, skip, count_of(v),
-                          a.vector_residual && within);
+    if (of_row < a.rows) {
+      const TX* residual = static_cast<const TX*>(a.residual) + of_row * a.residual_stride + column0;
+      const uint8_t* kept = a.dropout.keep + of_row * a.dropout.keep_stride + column0;
+      const bool all_vectors = (a.residual == nullptr || a.vector_residual) && (!mask_given || a.dropout.vector_keep);
+      const bool framed = of_row > 0 && of_row + 1 < a.rows;
+      const int together = all_vectors && (framed || head == 0) ? whole : 0;
+      const TX* next_residual = residual;
+      const uint8_t* next_keep = kept;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (v < together) {
+          if (a.residual != nullptr) PlaneX::fill(residual_slots(v), next_residual);
+          if (mask_given) copy_async<kElements>(keep_slots(v), next_keep);
+        }
+        next_residual = keep(next_residual + column_step);
+        next_keep = keep(next_keep + column_step);
       }
-      if (given_mask) {
-        const uint8_t* keep = a.dropout.keep + of_row * a.dropout.keep_stride + column0 + v * column_step;
-        fill_mask<kElements>(keep_slots(v), keep, skip, count_of(v), a.dropout.vector_keep && within);
+#pragma unroll 1
+      for (int v = together; v < mine; ++v) {
+        const int skip = v == 0 ? head : 0;
+        const bool within = framed || whole_vector(v);
+        if (a.residual != nullptr) {
+          PlaneX::fill_part(residual_slots(v), residual + v * column_step, skip, count_of(v),
+                            a.vector_residual && within);
+        }
+        if (mask_given) {
+          fill_mask<kElements>(keep_slots(v), kept + v * column_step, skip, count_of(v),
+                               a.dropout.vector_keep && within);
+        }
       }
     }
     commit_copies();
@@ -127,7 +142,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
 
 #pragma unroll 1
   for (int s = 0; s < stages - 1; ++s) {
-    fetch(s);
+    fetch(s, row + s * row_step);
     if (any_ahead) fetch_ahead(s == 0 ? row : a.rows);
   }
   const bool all_stored =
@@ -178,6 +193,21 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       for (int e = 0; e < kElements; ++e) x[e] -= mu;
     }
   };
+  // What a drawn mask keeps of this thread's elements of a row: bit mask_bit(v * kElements + e).
+  const auto draw = [&](int64_t of_row, int vectors) {
+    uint32_t kept = 0;
+    if constexpr (kForm == Form::kDropout) {
+      if (!a.dropout.drops) return ~0u;
+      if (mask_given) return kept;
+      const uint64_t seed = a.dropout.rng[0];
+      const uint64_t first = a.dropout.rng[1] + of_row * a.columns + column0;
+#pragma unroll 1
+      for (int v = 0; v < vectors; ++v) {
+        kept |= drawn_mask<kElements>(seed, first + v * column_step, a.dropout.keep_from) << v * kElements / 4;
+      }
+    }
+    return kept;
+  };
   const bool sums_here = a.row_sums == nullptr && (a.dx != nullptr || a.branch != nullptr);
 
   float dgamma[kVectors][kElements] = {};  // (kVectors, kElements): this thread's columns, over its rows
@@ -185,20 +215,9 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   int stage = 0;
 #pragma unroll 1
   for (int left = a.schedule.rounds; left > 0; --left) {
-    fetch(stage == 0 ? stages - 1 : stage - 1);  // where the row before was
+    fetch(stage == 0 ? stages - 1 : stage - 1, row + (stages - 1) * row_step);  // where the row before was
     const int here = row < a.rows ? mine : 0;
-    uint32_t kept = 0;  // bit v * kElements + e
-    if constexpr (kForm == Form::kDropout) {
-      if (!a.dropout.drops) kept = ~0u;
-      if (a.dropout.drops && !given_mask) {
-        const uint64_t seed = a.dropout.rng[0];
-        const uint64_t first = a.dropout.rng[1] + row * a.columns + column0;
-#pragma unroll 1
-        for (int v = 0; v < here; ++v) {
-          kept |= drawn_bits<kElements>(seed, first + v * column_step, a.dropout.keep_from) << v * kElements;
-        }
-      }
-    }
+    const uint32_t kept = draw(row, here);
     wait_copies(under_way);
     const uint32_t slots = own_slots + stage * stage_bytes;
     const float mu = next_mu;
@@ -231,7 +250,10 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     lock_step.hold(a, a.schedule.rounds - left + 1);
     if (sums_here) {
       if (!kFromOutput) sums.y *= rs;
-      sums = exchange.sum(a.tile, sums);
+      sums = exchange.send(a.tile, sums, a.schedule.rounds - left);
+    }
+    if (sums_here) {
+      sums = exchange.receive(a.tile, sums, a.schedule.rounds - left);
     } else if (a.row_sums != nullptr && row < a.rows) {
       sums = a.row_sums[row];
     }
@@ -239,8 +261,8 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     const float mean_dy_xhat = sums.y * a.inverse_columns * rs;
 
     if (any_ahead) wait_copies(1);  // all but what this turn has fetched
-    TX* dx = static_cast<TX*>(a.dx) + row * a.dx_stride + column0;
-    TDZ* branch = static_cast<TDZ*>(a.branch) + row * a.branch_stride + column0;
+    TX* next_dx = static_cast<TX*>(a.dx) + row * a.dx_stride + column0;
+    TDZ* next_branch = static_cast<TDZ*>(a.branch) + row * a.branch_stride + column0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < here) {
@@ -262,34 +284,45 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
           for (int e = 0; e < kElements; ++e) x[e] += dz[e];
         }
         if (a.dx != nullptr) {
+          const auto packed = PlaneX::packed(x);
           if (a.vector_dx && whole_vector(v)) {
-            PlaneX::store(dx + v * column_step, x);
+            PlaneX::store(next_dx, packed);
           } else {
-            PlaneX::put(slots + v * kPairStride, x);
+            PlaneX::put(slots + v * kPairStride, packed);
           }
         }
         if constexpr (kForm == Form::kDropout) {
-          if (a.branch == nullptr) continue;
-          if (given_mask) kept |= given_bits<kElements>(__cvta_shared_to_generic(keep_slots(v))) << v * kElements;
+          if (a.branch != nullptr) {
+            const uint32_t mask =
+                mask_given ? given_mask<kElements>(__cvta_shared_to_generic(keep_slots(v))) : kept >> v * kElements / 4;
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) x[e] = kept >> (v * kElements + e) & 1 ? x[e] * a.dropout.scale : 0.f;
-          if (a.vector_branch && whole_vector(v)) {
-            PlaneDz::store(branch + v * column_step, x);
-          } else {
-            PlaneDz::put(slots + v * kPairStride + kDzOffset, x);
+            for (int e = 0; e < kElements; ++e) x[e] *= a.dropout.scale;
+            auto packed = PlaneDz::packed(x);
+#pragma unroll
+            for (int h = 0; h < PlaneDz::kSlots; ++h) {
+              packed.slots[h] = kept_or_zero<TDZ>(packed.slots[h], mask >> h * PlaneDz::kPerSlot / 4);
+            }
+            if (a.vector_branch && whole_vector(v)) {
+              PlaneDz::store(next_branch, packed);
+            } else {
+              PlaneDz::put(slots + v * kPairStride + kDzOffset, packed);
+            }
           }
         }
       }
+      next_dx = keep(next_dx + column_step);
+      next_branch = keep(next_branch + column_step);
     }
     // What is left of dx: by elements, from the slots that x and dz came in.
 #pragma unroll 1
     for (int v = 0; v < here && !all_stored; ++v) {
       const int skip = v == 0 ? head : 0;
       if (a.dx != nullptr && !(a.vector_dx && whole_vector(v))) {
-        PlaneX::store_part(slots + v * kPairStride, dx + v * column_step, skip, count_of(v));
+        PlaneX::store_part(slots + v * kPairStride, next_dx + (v - kVectors) * column_step, skip, count_of(v));
       }
       if (kForm == Form::kDropout && a.branch != nullptr && !(a.vector_branch && whole_vector(v))) {
-        PlaneDz::store_part(slots + v * kPairStride + kDzOffset, branch + v * column_step, skip, count_of(v));
+        PlaneDz::store_part(slots + v * kPairStride + kDzOffset, next_branch + (v - kVectors) * column_step, skip,
+                            count_of(v));
       }
     }
     row += row_step;

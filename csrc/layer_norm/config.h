@@ -33,6 +33,8 @@ constexpr int kColumnLanes = 4;       // threads side by side: 64 bytes of a row
 constexpr float kLeastGamma = 1e-5f;  // magnitude by which outputs are divided to give xhat
 constexpr int kSlotStride =
     16 * kMaxThreads;  // bytes from one of a thread's slots to the next: a constant saves registers
+// Of where slots begin: asynchronous copies that straddle sectors of shared memory cost up to a tenth of the bandwidth.
+constexpr int kSlotAlignment = 128;
 
 constexpr int elements_of(int64_t x_bytes, int64_t dz_bytes) {
   return 16 / static_cast<int>(x_bytes < dz_bytes ? x_bytes : dz_bytes);
@@ -76,6 +78,7 @@ struct BackwardShape {
   bool keep = false;               // a dropout mask is given
   bool draws = false;              // it is drawn
   bool shifted = false;            // rows start off a vector's boundary
+  bool beside_columns = false;     // CTAs of as many threads sum columns
   int most_cluster = kMaxCluster;  // CTAs
 };
 
@@ -103,7 +106,8 @@ constexpr int64_t ahead_bytes(const BackwardTile& t) {
 
 inline void place(BackwardTile* t, int stages) {
   t->stages = stages;
-  t->keep_offset = static_cast<int>(exchange_bytes(*t) + parameter_bytes(*t));
+  const int64_t before = exchange_bytes(*t) + parameter_bytes(*t);
+  t->keep_offset = static_cast<int>((before + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment);
   t->stages_offset = static_cast<int>(t->keep_offset + ahead_bytes(*t));
   t->smem_bytes = t->stages_offset + std::max(stages * int64_t{kSlotStride} * t->planes, reduce_bytes(*t));
 }
@@ -156,7 +160,7 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
 }
 
 // The best way to share rows of `chunks` CTAs between threads: the one with most of x and dz in a CTA at a time, then
-// the one with most threads.
+// the one with most threads; where others sum columns, the other way round.
 inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const DeviceInfo& device) {
   BackwardTile best;
   for (int vectors = max_vectors_of(shape.x_bytes, shape.dz_bytes); vectors >= 1; --vectors) {
@@ -164,7 +168,9 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const Device
     if (!tile.found()) continue;
     const int64_t held = int64_t{tile.groups} * tile.chunk_vectors;
     const int64_t best_held = int64_t{best.groups} * best.chunk_vectors;
-    if (held > best_held || (held == best_held && tile.threads() > best.threads())) best = tile;
+    const bool longer = held > best_held, as_long = held == best_held;
+    const bool fuller = tile.threads() > best.threads(), as_full = tile.threads() == best.threads();
+    if (shape.beside_columns ? fuller || (as_full && longer) : longer || (as_long && fuller)) best = tile;
   }
   return best;
 }
@@ -187,14 +193,17 @@ inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& de
 
 // How many CTAs sum dgamma and dbeta by columns beside those that compute dx, rather than that these keep partial sums:
 // of so few rows that x and dz stay in L2 until they have been read twice, and no more columns than the SMs could take
-// at a time. 0 for more.
+// at a time. 0 for more. No more CTAs than end together: the others compute dx.
 constexpr int column_ctas(const BackwardShape& shape, const DeviceInfo& device) {
   const double bytes = static_cast<double>(shape.rows) * static_cast<double>(shape.columns) *
                        static_cast<double>(shape.x_bytes + shape.dz_bytes);
   if (bytes > kColumnSumsShare * static_cast<double>(device.l2_bytes)) return 0;
   const int columns = columns_at_a_time(elements_of(shape.x_bytes, shape.dz_bytes));
   const int64_t blocks = (shape.columns + columns - 1) / columns;
-  return blocks > device.sm_count ? 0 : static_cast<int>(std::min<int64_t>(blocks, device.sm_count / 2));
+  const int64_t most = device.sm_count / 2;
+  if (blocks > device.sm_count || most == 0) return 0;
+  const int64_t turns = (blocks + most - 1) / most;  // of the CTA with most blocks
+  return static_cast<int>((blocks + turns - 1) / turns);
 }
 
 // How rows are dealt out to workers (a CTA, or the CTAs of one row): in turn, `groups` at a time.

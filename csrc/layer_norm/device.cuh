@@ -177,6 +177,12 @@ inline __device__ uint32_t keep(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+// A pointer likewise.
+template <typename T>
+__device__ T* keep(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Waits until at most `pending` of this thread's groups are under way.

@@ -203,13 +203,15 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
       const uint8_t* keep = a.dropout.keep + row * a.dropout.keep_stride + column;
       kept = a.dropout.keep != nullptr
                  ? (kElements > 1 && a.dropout.vector_keep && whole(column)
-                        ? given_bits<kElements>(keep)
-                        : given_bits<kElements>(keep, first_of(column), last_of(column)))
-                 : drawn_bits<kElements>(a.dropout.rng[0], a.dropout.rng[1] + row * a.columns + column,
+                        ? given_mask<kElements>(keep)
+                        : given_mask<kElements>(keep, first_of(column), last_of(column)))
+                 : drawn_mask<kElements>(a.dropout.rng[0], a.dropout.rng[1] + row * a.columns + column,
                                          a.dropout.keep_from);
     }
 #pragma unroll
-    for (int e = 0; e < kElements; ++e) sum[e] += kept >> e & 1 ? values[e] * a.dropout.scale : 0.f;
+    for (int e = 0; e < kElements; ++e) {
+      sum[e] += kept_or_zero(values[e] * a.dropout.scale, kept << (7 - e / 4), e % 4);
+    }
     held.write(sum);
     store(held, h, column);
   };
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
 #pragma unroll
       for (int e = 0; e < kElements; ++e) sum.x += values[e];
     });
-    mean = exchange.sum(a.tile, sum).x * a.inverse_columns;
+    mean = exchange.sum(a.tile, sum, 0).x * a.inverse_columns;
   }
   float2 squares = make_float2(0.f, 0.f);
   for_each([&](int column, const float (&values)[kElements]) {
@@ -271,7 +273,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
       if (e >= first && e < last) squares.x += (values[e] - mean) * (values[e] - mean);
     }
   });
-  const float rs = rsqrtf(exchange.sum(a.tile, squares).x * a.inverse_columns + a.eps);
+  const float rs = rsqrtf(exchange.sum(a.tile, squares, 1).x * a.inverse_columns + a.eps);
   if (row >= a.rows) return;
   if (lane == 0) {
     if (a.centred) a.mu[row] = mean;

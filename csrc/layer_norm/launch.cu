@@ -132,9 +132,11 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   cudaError_t status = cudaSuccess;
   int concurrent = 0;
   for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
+    shape.beside_columns = of_columns > 0;
     a.tile = choose_tile(shape, for_rows);
     if (of_columns > 0 && a.tile.chunks > 1) {
       of_columns = 0;
+      shape.beside_columns = false;
       for_rows = device;
       a.tile = choose_tile(shape, device);
     }

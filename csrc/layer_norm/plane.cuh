@@ -50,15 +50,27 @@ struct Plane {
     for (int h = 0; h < kSlots; ++h) unpack<T>(load_shared_16(slots + h * kSlotStride), &values[h * kPerSlot]);
   }
 
-  // Writes a whole vector to an aligned address.
-  static __device__ void store(T* target, const float (&values)[kElements]) {
+  // A vector as it is written.
+  struct Packed {
+    uint4 slots[kSlots];
+  };
+
+  static __device__ Packed packed(const float (&values)[kElements]) {
+    Packed result;
 #pragma unroll
-    for (int h = 0; h < kSlots; ++h) store_streaming(target + h * kPerSlot, pack<T>(&values[h * kPerSlot]));
+    for (int h = 0; h < kSlots; ++h) result.slots[h] = pack<T>(&values[h * kPerSlot]);
+    return result;
   }
 
-  static __device__ void put(uint32_t slots, const float (&values)[kElements]) {
+  // Writes a whole vector to an aligned address.
+  static __device__ void store(T* target, const Packed& vector) {
 #pragma unroll
-    for (int h = 0; h < kSlots; ++h) store_shared_16(slots + h * kSlotStride, pack<T>(&values[h * kPerSlot]));
+    for (int h = 0; h < kSlots; ++h) store_streaming(target + h * kPerSlot, vector.slots[h]);
+  }
+
+  static __device__ void put(uint32_t slots, const Packed& vector) {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) store_shared_16(slots + h * kSlotStride, vector.slots[h]);
   }
 
   // Writes elements `skip` to `count` of what was put into slots.

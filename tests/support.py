@@ -74,6 +74,24 @@ def skip_without_kernels(target: Target) -> None:
     skip_where_refused(inputs.build(cases.BY_NAME["heads_4to2"], dtype, device), backend)
 
 
+def repeated(x: Tensor, times: int) -> Tensor:
+    """x (1, S, H, D) as a batch of its own copies, each in memory of its own."""
+    return x.repeat(times, *([1] * (x.dim() - 1)))
+
+
+def run_batch_of_copies(case: cases.Case, target: Target, copies: int) -> None:
+    """A dense case of batch 1, many times in one call: the gradients of each must equal those of one."""
+    device, backend, dtype = target
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    grads = run(x, backend, **{name: repeated(x.arguments[name], copies) for name in MAIN})
+    for at in (0, 1, copies // 2, copies - 2, copies - 1):
+        x.check(grads.dq[at : at + 1], grads.dk[at : at + 1], grads.dv[at : at + 1], None, None)
+    for grad in (grads.dq, grads.dk, grads.dv):
+        spread = (grad - grad[:1]).abs().amax()
+        assert float(spread) <= 0.02 * float(grad[0].abs().max())  # NaN fails too
+
+
 def storage_bytes(tensor: Tensor) -> Tensor:
     """A copy of all the memory behind a tensor, gaps between its elements included."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import cases, inputs
-from support import CPU_TARGETS, GPU_TARGETS, Target, skip_where_refused
-from torch import Tensor
+from support import CPU_TARGETS, GPU_TARGETS, Target, repeated, run_batch_of_copies, skip_where_refused
 
 import flashbwd
 
@@ -19,28 +18,6 @@ def need_memory(gib: float) -> None:
     free, _ = torch.cuda.mem_get_info()
     if free < gib * 2**30:
         pytest.skip(f"needs {gib:.0f} GiB of free GPU memory")
-
-
-def repeated(x: Tensor, times: int) -> Tensor:
-    """x (1, S, H, D) as a batch of its own copies, each in memory of its own."""
-    return x.repeat(times, *([1] * (x.dim() - 1)))
-
-
-def run_batch_of_copies(case: cases.Case, target: Target, copies: int) -> None:
-    """Every batch entry is the same problem, so that each gradient must equal that of one."""
-    device, backend, dtype = target
-    x = inputs.build(case, dtype, device)
-    skip_where_refused(x, backend)
-    names = ("dout", "q", "k", "v", "out", "softmax_lse")
-    with flashbwd.use_backend(backend):
-        grads = flashbwd.attention_backward(
-            **{name: repeated(x.arguments[name], copies) for name in names}, causal=case.causal
-        )
-    for at in (0, 1, copies // 2, copies - 2, copies - 1):
-        x.check(grads.dq[at : at + 1], grads.dk[at : at + 1], grads.dv[at : at + 1], None, None)
-    for grad in (grads.dq, grads.dk, grads.dv):
-        spread = (grad - grad[:1]).abs().amax()
-        assert float(spread) <= 0.02 * float(grad[0].abs().max())  # NaN fails too
 
 
 @pytest.mark.parametrize("target", SIXTEEN_BIT)

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
-WORKERS = ["-n", "auto", "--maxprocesses", "8"]  # of pytest-xdist, for all tests together
+WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # of pytest-xdist, for all tests together
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
 

@@ -74,20 +74,24 @@ def skip_without_kernels(target: Target) -> None:
     skip_where_refused(inputs.build(cases.BY_NAME["heads_4to2"], dtype, device), backend)
 
 
-def repeated(x: Tensor, times: int) -> Tensor:
-    """x (1, S, H, D) as a batch of its own copies, each in memory of its own."""
-    return x.repeat(times, *([1] * (x.dim() - 1)))
+def repeated(x: Tensor, times: int, heads: bool = False) -> Tensor:
+    """Copies of a dense input (1, S, H, D), or of its LSE (1, H, S), as a batch, or as so many times the heads."""
+    along = [1] * x.dim()
+    along[{4: 2, 3: 1}[x.dim()] if heads else 0] = times
+    return x.repeat(along)
 
 
-def run_batch_of_copies(case: cases.Case, target: Target, copies: int) -> None:
-    """A dense case of batch 1, many times in one call: the gradients of each must equal those of one."""
+def run_copies(case: cases.Case, target: Target, copies: int, heads: bool = False) -> None:
+    """A dense case of batch 1, many times in one call, as a batch or as heads: the gradients of each equal its own."""
     device, backend, dtype = target
     x = inputs.build(case, dtype, device)
     skip_where_refused(x, backend)
-    grads = run(x, backend, **{name: repeated(x.arguments[name], copies) for name in MAIN})
-    for at in (0, 1, copies // 2, copies - 2, copies - 1):
-        x.check(grads.dq[at : at + 1], grads.dk[at : at + 1], grads.dv[at : at + 1], None, None)
-    for grad in (grads.dq, grads.dk, grads.dv):
+    grads = run(x, backend, **{name: repeated(x.arguments[name], copies, heads) for name in MAIN})
+    dim = 2 if heads else 0
+    dq, dk, dv = (grad.unflatten(dim, (copies, -1)).movedim(dim, 0) for grad in grads[:3])
+    for at in {0, 1, copies // 2, copies - 2, copies - 1}:
+        x.check(dq[at], dk[at], dv[at], None, None)
+    for grad in (dq, dk, dv):
         spread = (grad - grad[:1]).abs().amax()
         assert float(spread) <= 0.02 * float(grad[0].abs().max())  # NaN fails too
 

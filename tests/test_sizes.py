@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import cases, inputs
-from support import CPU_TARGETS, GPU_TARGETS, Target, repeated, run_batch_of_copies, skip_where_refused
+from support import CPU_TARGETS, GPU_TARGETS, Target, repeated, run_copies, skip_where_refused
 
 import flashbwd
 
@@ -23,13 +23,13 @@ def need_memory(gib: float) -> None:
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
 def test_more_than_65535_batches_times_heads(target: Target) -> None:
     case = cases.Case("many", batch=1, heads=3, heads_kv=1, seqlen_q=9, seqlen_k=17, head_dim=64, head_dim_v=64)
-    run_batch_of_copies(case, target, 25_000)
+    run_copies(case, target, 25_000)
 
 
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
 def test_more_than_65535_batches(target: Target) -> None:
     case = cases.Case("many", batch=1, heads=1, heads_kv=1, seqlen_q=5, seqlen_k=5, head_dim=64, head_dim_v=64)
-    run_batch_of_copies(case, target, 66_000)
+    run_copies(case, target, 66_000)
 
 
 @pytest.mark.much_memory
@@ -40,7 +40,7 @@ def test_tensors_of_more_than_2_to_the_31_elements(target: Target) -> None:
         "huge", batch=1, heads=16, heads_kv=16, seqlen_q=256, seqlen_k=256, head_dim=128, head_dim_v=128, causal=True
     )
     copies = BEYOND // (16 * 256 * 128) + 1
-    run_batch_of_copies(case, target, copies)
+    run_copies(case, target, copies)
 
 
 @pytest.mark.much_memory

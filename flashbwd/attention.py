@@ -72,7 +72,7 @@ class Plan:
     sm_count : int
         Multiprocessors of the device that was planned for; 0 on a CPU.
     splits : int
-        Thread blocks that share the work on one block of keys.
+        Thread blocks that share the work on one block of keys, where any do.
     accumulator_bytes, nsplits : int
         Size of the fp32 dq accumulator in the workspace, and its slots (dense modes).
     reasons : Mapping[str, str]

@@ -180,7 +180,6 @@ def run(case: Case, device: str) -> None:
 COLUMNS = [1, 7, 64, 768, 1000, 1024, 4095, 4096, 5000, 5120, 7919, 8192, 12288, 16384, 65536, 131072]
 ROWS = [0, 1, 3, 131, 132, 133, 8192, 2**18 + 1]
 MOST_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-SIZES = [(rows, columns) for columns in COLUMNS for rows in ROWS]
 DTYPES = [(x, dz, gamma) for x in (bf16, fp16, fp32) for dz in (bf16, fp16, fp32) for gamma in dict.fromkeys((x, fp32))]
 OPTIONS = [
     Case(rms=rms, with_gamma=with_gamma, zero_centered=zero_centered, dresidual=dresidual)

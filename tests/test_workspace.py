@@ -12,7 +12,6 @@ from kit.host import load_host
 
 host = load_host()
 Mode = host.DqMode
-SLOT_MODES = (Mode.kSplitSlots, Mode.kPersistentSlots)
 LENGTHS = (0, 1, 2, 63, 64, 65, 79, 80, 81, 97, 127, 128, 129, 251, 256, 257, 1021)
 HEAD_DIMS = (1, 2, 3, 4, 5, 31, 64, 96, 127, 128, 129, 192, 256, 1000)
 BLOCKS = (1, 16, 64, 80, 96, 112, 128, 256)

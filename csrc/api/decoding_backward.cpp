@@ -1,7 +1,6 @@
 // The operators of flex decoding's gradients: what Python has prepared, as parameters of a launch.
 #include <torch/csrc/stable/accelerator.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "../common/check.h"

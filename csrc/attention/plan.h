@@ -16,7 +16,7 @@ struct AttentionPlan {
   std::string backend;   // "sm90", "sm80", "reference"
   int32_t block_m = 0;   // tile: queries; 0 for the reference
   int32_t block_n = 0;   // tile: keys
-  int32_t splits = 1;    // CTAs that share the work on one block of keys
+  int32_t splits = 1;    // CTAs that share the work on one block of keys, where any do
   int32_t config = 0;    // the family's own row number in its config table
   std::string schedule;  // in words: "one CTA a key block", ...
   bool deterministic = false;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "../../common/launch.h"
 #include "../auxiliary.h"

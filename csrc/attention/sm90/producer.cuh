@@ -1,6 +1,6 @@
-// The producer warpgroup: `find_jobs`, one thread that takes jobs from the counter; `load`, one thread that brings k,
-// v, q, dout and row statistics through the copy engine; `store_dq`, one warp for each consumer warpgroup that adds dq
-// tiles into the accumulator. Each goes from job to job by itself.
+// The producer warpgroup: `find_jobs`, one thread that takes jobs from the counter; `load_jobs`, one thread that brings
+// k, v, q, dout and row statistics through the copy engine; `store_dq`, one warp for each consumer warpgroup that adds
+// dq tiles into the accumulator. Each goes from job to job by itself.
 #pragma once
 
 #include "chores.cuh"

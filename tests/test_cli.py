@@ -162,6 +162,7 @@ def gpu_run(monkeypatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "gpu_run", module)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the tree, which processes of later tests would import
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "LIBRARIES", ("__init__.py",))  # always there
     monkeypatch.setattr(module, "has_gpu", lambda: True)

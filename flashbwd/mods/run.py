@@ -73,9 +73,8 @@ def run_at_once(
     if settings is None:
         settings = _settings_of(number, blocks, wanted)
     results: list[Tensor] = _decoding_forward(query, key, value, others, lengths, scale, settings)
-    enable_gqa = wanted[0]
-    if results and wanted == (enable_gqa, *_OUTPUT_ALONE) and not isinstance(block_mask, Blocks):
-        remember(score_mod, block_mask, scale, enable_gqa, settings, captured, places)
+    if results and wanted[1:] == _OUTPUT_ALONE and not isinstance(block_mask, Blocks):
+        remember(score_mod, block_mask, scale, wanted[0], settings, captured, places)
     return results
 
 

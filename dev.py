@@ -1,7 +1,7 @@
 """One command from a fresh clone to a result: makes the environment `.venv`, builds flashbwd in place, runs it.
 
 python3 dev.py demo [ARGS]    trains a small GPT with flashbwd's gradients and with PyTorch's: examples/train_gpt.py
-python3 dev.py test [ARGS]    runs the tests; ARGS go to pytest
+python3 dev.py test [ARGS]    runs the tests; ARGS go to pytest, and with options alone several workers share the tests
 python3 dev.py setup          makes the environment and builds, no more
 
 A torch >= 2.10 that this python can import is used as it is; otherwise one is installed from PyPI. Needs Python 3.10
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
-WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # of pytest-xdist, for all tests together
+WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # of pytest-xdist
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
 
@@ -89,8 +89,8 @@ def main() -> None:
         has_xdist = (
             output("-c", "import importlib.util as u; print(u.find_spec('xdist') is not None)").strip() == "True"
         )
-        if not arguments and has_xdist:
-            arguments = WORKERS
+        if has_xdist and all(argument.startswith("-") for argument in arguments):
+            arguments = [*WORKERS, *arguments]
     if command != "setup":
         os.chdir(ROOT)
         os.execv(PYTHON, [str(PYTHON), *COMMANDS[command], *arguments])

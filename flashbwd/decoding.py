@@ -117,7 +117,10 @@ def flex_decoding(
     options = _acting_options(kernel_options) if kernel_options else _NO_OPTIONS
     if not is_dynamo_compiling():
         wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
-        results = run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
+        results = None
+        if need_lse or need_max_scores or wanted[1]:
+            results = run_step(query, key, value, score_mod, block_mask, scale, wanted)
+        results = results or run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
         if results:
             if return_aux is not None:
                 lse = results[1] if need_lse else None

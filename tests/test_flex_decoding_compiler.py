@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +368,50 @@ def test_calls_of_several_threads_and_streams_do_not_meet() -> None:
     for thread in threads:
         thread.join()
     assert wrong == [0] * 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["prebuilt", "compiled"])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(8, 1), (32, 4)])
+def test_a_call_waits_for_what_it_reads(heads: int, seqlen_q: int, compiled: bool) -> None:
+    """Launches overlap. Each call's queries are the output of the one before, with scores so large that an old one
+    would show; some also become a key."""
+    shape = Shape(1, heads, 2, seqlen_q, 4096, 128, 128)
+    first, keys, v = shape.tensors(torch.bfloat16, "cuda")
+    k, q = keys.clone(), first.clone()
+    mod = (lambda s, b, h, q, k: s + torch.sin(s)) if compiled else None
+
+    def attend(q: Tensor) -> Tensor:
+        return flashbwd.flex_decoding(q, k, v, mod, scale=1.0, enable_gqa=True)  # type: ignore[return-value]
+
+    def chain(attend: Callable[[Tensor], Tensor], q: Tensor, wait: Callable[[], None]) -> Tensor:
+        for step in range(60):
+            q = attend(q)
+            wait()
+            if step % 5 == 4:
+                k[:, :, step] = q[:, :2, 0]
+                wait()
+        return q
+
+    def one(given: Tensor) -> Tensor:
+        q.copy_(given)
+        graph_of_one.replay()
+        return out.clone()
+
+    with torch.no_grad():
+        expected = chain(attend, first, torch.cuda.synchronize)
+        k.copy_(keys)
+        assert torch.equal(chain(attend, first, lambda: None), expected)
+        graph, graph_of_one = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph_of_one):
+            out = attend(q)
+        with torch.cuda.graph(graph):
+            captured = chain(attend, first, lambda: None)
+        k.copy_(keys)
+        expected = chain(one, first, torch.cuda.synchronize)
+        k.copy_(keys)
+        graph.replay()
+    assert torch.equal(captured, expected)
 
 
 @pytest.mark.gpu

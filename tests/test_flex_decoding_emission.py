@@ -53,6 +53,7 @@ namespace flashbwd {
 using uint32 = unsigned;
 struct DecodingParams;
 struct AnyMod {
+  static constexpr bool* near = nullptr;
   struct Row { Row(const DecodingParams&, int, int, int) {} };
 };
 inline float exp2_approx(float x) { return exp2f(x); }
@@ -92,8 +93,14 @@ def _host_source(mods: dict[str, Mod], slots: dict[str, Slots]) -> str:
         parts.append(f"""
 extern "C" void mod_{name}(const flashbwd::DecodingParams* p, float* s) {{
   for (int b = 0; b < {SHAPE[0]}; ++b) for (int h = 0; h < {SHAPE[1]}; ++h)
-    for (int q = 0; q < {SHAPE[2]}; ++q) for (int k = 0; k < {SHAPE[3]}; ++k, ++s)
-      *s = flashbwd::{name}_mod::score_mod(*p, flashbwd::{name}_mod::Row(*p, b, h, q), *s, b, h, q, k);
+    for (int q = 0; q < {SHAPE[2]}; ++q) {{
+      const flashbwd::{name}_mod::Row row(*p, b, h, q);
+      for (int k = 0; k < {SHAPE[3]}; ++k, ++s) {{
+        bool near = true;
+        const float quick = flashbwd::{name}_mod::score_mod(*p, row, *s, b, h, q, k, &near);
+        *s = near ? quick : flashbwd::{name}_mod::score_mod(*p, row, *s, b, h, q, k);
+      }}
+    }}
 }}""")
     parts.append("""
 extern "C" int captured_bytes() { return sizeof(flashbwd::CapturedTensor); }
@@ -160,6 +167,28 @@ def test_a_captured_tensor_may_be_indexed_in_steps(name: str, on_host: Callable[
     torch.testing.assert_close(on_host(name, torch.zeros(SHAPE)), torch.stack(expected).view(SHAPE))
 
 
+def test_what_no_key_changes_is_worked_out_once_a_row() -> None:
+    table = torch.zeros(3)
+
+    def emitted(mod: Mod) -> tuple[str, str]:
+        text = emit(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"))
+        struct = text[text.rindex("struct Mod") :]
+        row, _, score = struct.partition("float score_mod(")
+        return row, score
+
+    row, score = emitted(lambda s, b, h, q, k: s * table[h] + table[q])
+    assert row.count("load_captured") == 2
+    assert "load_captured" not in score
+    row, score = emitted(lambda s, b, h, q, k: s * torch.exp(table[h] * 2))
+    assert "exp(" in row
+    assert "exp(" not in score
+    row, score = emitted(lambda s, b, h, q, k: s * table[(k + h) % 3])
+    assert "load_captured" not in row
+    assert "load_captured" in score
+    row, _ = emitted(lambda s, b, h, q, k: s * torch.exp(h * 2.0))
+    assert "struct Row" not in row
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(captures_in_steps("cpu")))
 def test_a_captured_tensor_may_be_indexed_in_steps_on_a_gpu(name: str) -> None:
@@ -187,3 +216,29 @@ def test_emitted_modifications_compute_what_pytorch_does_on_a_gpu(part: int) -> 
     expected, _ = kit.oracle(shape, *tensors, mod, dtype=torch.float32)
     assert isinstance(out, Tensor)
     torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_q", [1, 9])
+@pytest.mark.parametrize("dims", [(16, 16), (128, 128), (192, 256)], ids=str)
+def test_what_is_worked_out_once_a_row_serves_every_tile(dims: tuple[int, int], seqlen_q: int) -> None:
+    """Beside sines near and far, which are worked out in two ways: side by side, and one after the other."""
+    shape = Shape(2, 8, 2, seqlen_q, 203, *dims)
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+    factors, lengths = torch.rand(8, device="cuda") + 0.5, torch.tensor([200, 130], device="cuda")
+    shifts, far = torch.randint(0, 9, (9, 8), device="cuda"), torch.tensor(1e3, device="cuda")
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * factors[h] + torch.sin(k * far) + torch.cos((k + shifts[q, h]) * 0.5)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k + shifts[q, 3]) % 7 < lengths[b] - k
+
+    expected, _ = kit.oracle(shape, *tensors, mod, kit.dense_mask(mask_mod, shape, "cuda"))
+    mask = kit.block_mask(mask_mod, shape, "cuda")
+    with torch.no_grad():
+        out = flashbwd.flex_decoding(*tensors, mod, mask, enable_gqa=True)
+        torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.01)
+        out = flashbwd.flex_decoding(*tensors, mod, enable_gqa=True)
+    expected, _ = kit.oracle(shape, *tensors, mod)
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.01)

@@ -11,12 +11,13 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask
 
 import flashbwd
 from flashbwd.mods import run, steps
 
 INPUTS = tuple(torch.zeros(1, 1, 1, 8) for _ in range(3))
+OUTPUT = (True, 0, False, False, False)
 table = torch.zeros(3)
 
 
@@ -47,10 +48,9 @@ class Recogniser:
         places: list[int] | None = None,
     ) -> None:
         monkeypatch.setattr(steps, "_operators", [lambda q, k, v, number, *tensors: list(tensors)] * 5)
-        wanted = (True, 0, False, False, False)
-        settings = run._settings_of(0, None, wanted)
+        settings = run._settings_of(0, None, OUTPUT)
         for _ in range(2):
-            steps.remember(score_mod, mask, None, True, settings, captured, list(places or range(len(captured))))
+            steps.remember(score_mod, mask, None, OUTPUT, settings, captured, list(places or range(len(captured))))
         self.mask = mask
         self.steps = [step for kind in steps._steps.values() for step, _ in kind]
 
@@ -107,6 +107,21 @@ def test_another_constant_is_another_kind(monkeypatch: pytest.MonkeyPatch) -> No
         assert known(plus(value)) is None
 
 
+def test_a_call_that_wants_more_is_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_operators_of_all", [lambda *_: [table, table]] * 5)
+    with_lse = (True, 0, True, False, False)
+    settings = run._settings_of(0, None, with_lse)
+    steps.remember(None, None, None, with_lse, settings, [], [])
+    ((_, _, _, wanted),) = steps._steps
+    assert wanted == with_lse
+    ((step, _),) = steps._steps[id(None), id(None), None, with_lse]
+    assert step(*INPUTS, None, None) == [table, table]
+    monkeypatch.setattr(steps, "_operators_of_all", [lambda *_: []] * 5)
+    steps.remember(None, None, None, with_lse, settings, [], [])
+    (_, (step, _)) = steps._steps[id(None), id(None), None, with_lse]
+    assert step(*INPUTS, None, None) is None
+
+
 def test_another_function_is_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     mod = plus(2.0)
     known = Recogniser(monkeypatch, mod, [])
@@ -135,9 +150,54 @@ def test_what_identities_do_not_tell_about_is_not_remembered(monkeypatch: pytest
         def method(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
             return s * self.weight[h]
 
-    mods = [Mod().method, plus([one]), plus(one, one), plus(Mod), lambda s, b, h, q, k, w=one: s + w]
+    def with_a_keyword(s: Any, b: Any, h: Any, q: Any, k: Any, *, w: Any = one) -> Any:
+        return s + w
+
+    def again(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return again(s, b, h, q, k)
+
+    mods = [Mod().method, plus([one]), plus(one, one), plus(Mod), plus(plus(one), one), with_a_keyword, again]
     for mod in mods:
         assert Recogniser(monkeypatch, mod, [one]).steps == []
+
+
+def test_functions_and_tuples_that_a_function_reaches_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three = (torch.zeros(3) for _ in range(3))
+
+    def mod(inner: Any, *others: Any) -> Any:
+        return lambda s, b, h, q, k: inner(s, b, h, q, k) + others[0]
+
+    known = Recogniser(monkeypatch, mod(plus(one, 2.0), two, (True,)), [one, two])
+    assert_found(known(mod(plus(one, 2.0), two, (True,))), one, two)
+    assert_found(known(mod(plus(three, 2.0), one, (True,))), three, one)
+    others = [(plus(one, 3.0), two, (True,)), (plus(one, 2.0), two, (False,)), (plus(one, 2.0), two, ())]
+    for other in [*others, (plus(one, 2.0), two), (one, two, (True,)), (plus(one, 2.0), 2.0, (True,))]:
+        assert known(mod(*other)) is None
+
+
+def test_defaults_are_what_a_function_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = torch.zeros(3), torch.zeros(3)
+
+    def mod(weight: Any, factor: Any = True) -> Any:
+        return lambda s, b, h, q, k, w=weight, f=factor: s * w[h] * f
+
+    known = Recogniser(monkeypatch, mod(one), [one])
+    assert_found(known(mod(two)), two)
+    assert known(mod(one, False)) is None
+    assert known(mod(2.0)) is None
+    without = mod(one)
+    without.__defaults__ = None
+    assert known(without) is None
+
+
+def test_masks_that_pytorch_puts_together_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, starts = torch.tensor([200]), torch.tensor([5])
+    mask = mask_of(and_masks(lambda b, h, q, k: k < lengths[b], lambda b, h, q, k: k >= starts[b]))
+    known = Recogniser(monkeypatch, None, [lengths, starts], mask)
+    assert_found(known(None), lengths, starts)
+    before, starts = starts, torch.tensor([6])
+    assert_found(known(None), lengths, starts)
+    assert before is not starts
 
 
 def test_a_block_mask_is_known_by_its_lists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +215,9 @@ def test_a_block_mask_is_known_by_its_lists(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_block_mask_of_one_call_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = run._settings_of(0, None, (True, 0, False, False, False))
+    settings = run._settings_of(0, None, OUTPUT)
     for _ in range(3):
-        steps.remember(None, mask_of(lambda b, h, q, k: k < 100), None, True, settings, [], [])
+        steps.remember(None, mask_of(lambda b, h, q, k: k < 100), None, OUTPUT, settings, [], [])
     assert steps._steps == {}
 
 
@@ -172,13 +232,13 @@ def test_the_lists_of_a_block_mask_are_freed_with_it(monkeypatch: pytest.MonkeyP
 
 
 def test_there_is_an_end_to_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = run._settings_of(0, None, (True, 0, False, False, False))
+    settings = run._settings_of(0, None, OUTPUT)
     for value in range(100):
-        steps.remember(plus(value), None, None, True, settings, [], [])
+        steps.remember(plus(value), None, None, OUTPUT, settings, [], [])
     assert sum(map(len, steps._steps.values())) == steps._MOST_OF_A_KIND
     monkeypatch.setattr(steps, "_MOST_KINDS", 10)
     for value in range(100):
-        steps.remember(None, None, float(value), True, settings, [], [])
+        steps.remember(None, None, float(value), OUTPUT, settings, [], [])
     assert len(steps._steps) <= 10
 
 
@@ -240,6 +300,52 @@ def test_a_known_call_sees_what_has_changed(masked: bool, monkeypatch: pytest.Mo
         mask.kv_num_blocks.fill_(1)  # the GPU reads the lists in each call
         length.fill_(64)
         check(known=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_lse": True},
+        {"return_aux": AuxRequest(lse=True)},
+        {"return_aux": AuxRequest(max_scores=True)},
+        {"return_aux": AuxRequest(lse=True, max_scores=True)},
+        {"kernel_options": {"SPLIT_KV": 3}},
+        {"kernel_options": {"SPLIT_KV": 2}, "return_lse": True},
+    ],
+    ids=str,
+)
+def test_a_known_call_returns_the_statistics_that_are_wanted(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(seqlen_q=1)
+    tensors = shape.tensors(torch.bfloat16, "cuda")
+    weight = torch.rand(4, device="cuda")
+    mask = kit.block_mask(kit.mask_mods(shape, "cuda")["causal"], shape, "cuda")
+
+    def call(tensors: tuple[Tensor, ...]) -> list[Tensor | None]:
+        mod = lambda s, b, h, q, k: s * weight[h]  # noqa: E731
+        with torch.no_grad():
+            results: Any = flashbwd.flex_decoding(*tensors, mod, mask, enable_gqa=True, **options)
+        if "return_aux" in options:
+            return [results[0], results[1].lse, results[1].max_scores]
+        return list(results) if options.get("return_lse") else [results]
+
+    for _ in range(3):
+        call(tensors)
+    longer_ways: list[int] = []
+    real = run._decoding_forward
+    monkeypatch.setattr(run, "_decoding_forward", lambda *a: longer_ways.append(1) or real(*a))
+    weight.mul_(2)
+    found = call(tensors)
+    assert longer_ways == []
+    for got, want in zip(found, call(tuple(t.double() for t in tensors)), strict=True):
+        assert (got is None) == (want is None)
+        if got is not None and want is not None:
+            torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+    with torch.autocast("cuda", torch.float16):
+        cast = call(tensors)[0]
+        assert cast is not None and cast.dtype == torch.float16
 
 
 @pytest.mark.gpu

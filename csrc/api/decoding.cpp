@@ -228,9 +228,7 @@ void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
       describe(tensor.get(), (left-- > 0 ? call.mask : call.captured).emplace_back());
   }
   if (lengths.has_value() && lengths->size() == 2) std::copy_n(lengths->begin(), 2, call.mask_shape.begin() + 2);
-  std::vector<Tensor> results;
-  for (OwnedTensor& result : decoding_results(q.get(), call, settings, scale)) results.emplace_back(result.release());
-  stack[0] = boxed(results);
+  stack[0] = boxed(decoding_results(q.get(), call, settings, scale));
 }
 
 void register_settings(StableIValue* stack, uint64_t, uint64_t) {

@@ -66,37 +66,47 @@ std::shared_ptr<const Step> step_of(int64_t number) {
   return found == steps().by_number.end() ? nullptr : found->second;
 }
 
-// The output; nothing for a call that cannot be launched as it is.
-OwnedTensor run_step(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const Step& step,
-                     const std::vector<OwnedTensor>& captured) {
+// What the settings ask for; nothing for a call that cannot be launched as it is.
+std::vector<OwnedTensor> run_step(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const Step& step,
+                                  const std::vector<OwnedTensor>& captured) {
   DecodingCall call = decoding_call(q, k, v, step.settings);
   call.mask.reserve(step.mask.size());
   for (const Tensor& tensor : step.mask) describe(tensor.get(), call.mask.emplace_back());
   std::copy(step.lengths.begin(), step.lengths.end(), call.mask_shape.begin() + 2);
-  if (captured.size() != step.captured.size()) return nullptr;
+  if (captured.size() != step.captured.size()) return {};
   call.captured.reserve(captured.size());
   for (size_t i = 0; i < captured.size(); ++i) {
     TensorDesc& desc = call.captured.emplace_back();
     describe(captured[i].get(), desc);
-    if (desc.dim != step.captured[i].dim || dtype_number(captured[i].get()) != step.captured[i].dtype) return nullptr;
+    if (desc.dim != step.captured[i].dim || dtype_number(captured[i].get()) != step.captured[i].dtype) return {};
   }
-  std::vector<OwnedTensor> results = decoding_results(q, call, step.settings, step.scale);
-  return results.empty() ? nullptr : std::move(results[0]);
+  return decoding_results(q, call, step.settings, step.scale);
 }
 
-// Each captured tensor is an argument of its own, which is read sooner than a list. Nothing is answered with a tensor
-// that is none: Python has None for it.
+// Each captured tensor is an argument of its own, which is read sooner than a list.
 template <int kCaptured>
-void decoding_step(StableIValue* stack, uint64_t, uint64_t) {
+std::vector<OwnedTensor> results_of(StableIValue* stack) {
   ArgumentReader reader(stack);
   const OwnedTensor q = reader.owned_tensor(), k = reader.owned_tensor(), v = reader.owned_tensor();
   const auto step = step_of(reader.read<int64_t>());
   std::vector<OwnedTensor> captured;
   captured.reserve(kCaptured);
   for (int i = 0; i < kCaptured; ++i) captured.push_back(reader.owned_tensor());
-  OwnedTensor out;
-  if (step != nullptr) out = run_step(q.get(), k.get(), v.get(), *step, captured);
-  stack[0] = out != nullptr ? boxed(std::move(out)) : boxed(Tensor());
+  if (step == nullptr) return {};
+  return run_step(q.get(), k.get(), v.get(), *step, captured);
+}
+
+// The output alone. Nothing is answered with a tensor that is none: Python has None for it.
+template <int kCaptured>
+void decoding_step(StableIValue* stack, uint64_t, uint64_t) {
+  std::vector<OwnedTensor> results = results_of<kCaptured>(stack);
+  stack[0] = results.empty() ? boxed(Tensor()) : boxed(std::move(results[0]));
+}
+
+// The output and the statistics.
+template <int kCaptured>
+void decoding_step_all(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = boxed(results_of<kCaptured>(stack));
 }
 
 }  // namespace
@@ -112,6 +122,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
       "decoding_step.captured_4(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b, Tensor c, Tensor d) "
       "-> Tensor");
+  m.def("decoding_step.all(Tensor q, Tensor k, Tensor v, int step) -> Tensor[]");
+  m.def("decoding_step.all_1(Tensor q, Tensor k, Tensor v, int step, Tensor a) -> Tensor[]");
+  m.def("decoding_step.all_2(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b) -> Tensor[]");
+  m.def("decoding_step.all_3(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b, Tensor c) -> Tensor[]");
+  m.def(
+      "decoding_step.all_4(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b, Tensor c, Tensor d) "
+      "-> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
@@ -120,6 +137,11 @@ STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
   m.impl("decoding_step.captured_2", flashbwd::decoding_step<2>);
   m.impl("decoding_step.captured_3", flashbwd::decoding_step<3>);
   m.impl("decoding_step.captured_4", flashbwd::decoding_step<4>);
+  m.impl("decoding_step.all", flashbwd::decoding_step_all<0>);
+  m.impl("decoding_step.all_1", flashbwd::decoding_step_all<1>);
+  m.impl("decoding_step.all_2", flashbwd::decoding_step_all<2>);
+  m.impl("decoding_step.all_3", flashbwd::decoding_step_all<3>);
+  m.impl("decoding_step.all_4", flashbwd::decoding_step_all<4>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {

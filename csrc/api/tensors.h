@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "../common/types.h"
 
@@ -77,6 +78,13 @@ StableIValue boxed(const T& value) {
 }
 
 inline StableIValue boxed(OwnedTensor value) { return torch::stable::detail::from(value.release()); }
+
+inline StableIValue boxed(std::vector<OwnedTensor> values) {
+  std::vector<Tensor> tensors;
+  tensors.reserve(values.size());
+  for (OwnedTensor& value : values) tensors.emplace_back(value.release());
+  return torch::stable::detail::from(tensors);
+}
 
 // Calls an operator of this namespace through the dispatcher, for its effect on the arguments.
 void call_operator(const char* name, StableIValue* stack);

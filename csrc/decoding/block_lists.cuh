@@ -81,29 +81,46 @@ __device__ inline int begin_of_share(int total, int split, int splits) {
   return least * split + min(split, total - least * splits);
 }
 
-// The indices of a list, and their number. Where a split begins is known when the numbers are: until then it is taken
-// for a part of a list of all blocks, and what that would read first is fetched at the same time.
-__device__ inline const int* list_of(const BlockList& list, int b, int h, int q, int split, int splits, int* count) {
-  *count = 0;
-  if (list.counts == nullptr || list.columns == 0) return nullptr;
-  const int* indices = list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
-  *count = list.counts[b * list.count_strides[0] + h * list.count_strides[1] + q * list.count_strides[2]];
-  prefetch(indices + begin_of_share(list.columns, split, splits));
-  return indices;
+// Whether the rows of a tile walk the blocks of their common lists; else all keys.
+template <class Mod>
+__device__ bool walks_lists(const DecodingParams& p) {
+  return Mod::kHasMask && p.states == nullptr;
 }
 
+// A list of a row: where its number of blocks is, and where they are. Null when there is none.
+struct ListOfRow {
+  const int* count = nullptr;
+  const int* indices = nullptr;
+
+  ListOfRow() = default;
+  __device__ ListOfRow(const BlockList& list, int b, int h, int q) {
+    if (list.counts == nullptr || list.columns == 0) return;
+    count = list.counts + b * list.count_strides[0] + h * list.count_strides[1] + q * list.count_strides[2];
+    indices = list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
+  }
+
+  // Brings closer what is read first. Where a split begins is known when the numbers of blocks are: until then it is
+  // taken for a part of a list of all blocks.
+  __device__ void prefetch_first(const BlockList& list, int split, int splits) const {
+    if (count == nullptr) return;
+    prefetch(count);
+    prefetch(indices + begin_of_share(list.columns, split, splits));
+  }
+  __device__ int blocks() const { return count == nullptr ? 0 : *count; }
+};
+
 template <int kKeys, class Mod>
-__device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, int b, int h, int q, int split) {
+__device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, const ListOfRow& partial, const ListOfRow& full) {
   ChunkList<kKeys> list;
   list.seqlen_k = p.seqlen_k;
   list.total = (p.seqlen_k + kKeys - 1) / kKeys;
-  if (!Mod::kHasMask || p.states != nullptr) return list;
-  int full_blocks;
-  list.partial = list_of(p.partial, b, h, q / p.q_block, split, p.splits, &list.partial_blocks);
-  list.full = list_of(p.full, b, h, q / p.q_block, split, p.splits, &full_blocks);
+  if (!walks_lists<Mod>(p)) return list;
+  list.partial = partial.indices;
+  list.full = full.indices;
+  list.partial_blocks = partial.blocks();
   list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger one is block 0, and its products stay in 32 bits
   list.chunks_per_block = (list.kv_block + kKeys - 1) / kKeys;
-  list.total = (list.partial_blocks + full_blocks) * list.chunks_per_block;
+  list.total = (list.partial_blocks + full.blocks()) * list.chunks_per_block;
   return list;
 }
 

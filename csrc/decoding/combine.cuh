@@ -6,7 +6,8 @@
 namespace flashbwd {
 
 constexpr int kCombineWarps = 8;
-constexpr int kCombinePairs = 4;  // of a lane: head dimensions to 256
+constexpr int kCombinePairs = 4;                                       // of a lane: head dimensions to 256
+constexpr int kCombineBytes = kCombineWarps * kCombinePairs * 32 * 8;  // of shared memory
 
 template <class T>
 __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __grid_constant__ DecodingParams p) {

@@ -13,19 +13,6 @@ DecodingKernels kernels_of(DType dtype) {
   return dtype == DType::kBFloat16 ? bfloat16_decoding_kernels() : half_decoding_kernels();
 }
 
-cudaError_t launch_combine(const DecodingParams& p, DecodingKernels::Kernel kernel, const DeviceInfo& info,
-                           void* stream) {
-  const dim3 rows(static_cast<unsigned>(p.batch) * p.heads * p.seqlen_q);
-  const int bytes = kCombineWarps * (p.head_dim_v + 1) / 2 * static_cast<int>(sizeof(float2));
-  cudaLaunchConfig_t config = config_of(rows, kCombineWarps * 32, bytes, stream);
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = info.cc_major >= 9 ? 1 : 0;
-  return launch_kernel(config, kernel, p);
-}
-
 }  // namespace
 
 const char* run_decoding(const DecodingParams& p, DecodingTile tile, DType dtype, bool aligned, void* kernel,
@@ -34,23 +21,28 @@ const char* run_decoding(const DecodingParams& p, DecodingTile tile, DType dtype
   const dim3 grid(static_cast<unsigned>(p.batch) * p.heads_kv * p.row_tiles, p.splits);
   const int bytes = shared_bytes(tile.head_dim, tile.rows, tile.warps, static_cast<int>(size_of(dtype)));
   const cudaLaunchConfig_t config = config_of(grid, tile.warps * 32, bytes, stream);
-  cudaError_t error = kernel != nullptr ? launch_compiled(&p, kernel, config, p.cluster)
-                                        : launch_prebuilt(p, kernels.split(tile, aligned, p.ordinary.kind), config,
-                                                          info.index, p.cluster);
-  if (error == cudaSuccess && p.splits > p.cluster && p.arrivals == nullptr)
-    error = launch_combine(p, kernels.combine, info, stream);
+  const LaunchForm form = {info.index, p.cluster, info.cc_major >= 9};
+  cudaError_t error = kernel != nullptr
+                          ? launch_compiled(&p, kernel, config, form)
+                          : launch_prebuilt(p, kernels.split(tile, aligned, p.ordinary.kind), config, form);
+  if (error == cudaSuccess && p.splits > p.cluster && p.arrivals == nullptr) {
+    const dim3 rows(static_cast<unsigned>(p.batch) * p.heads * p.seqlen_q);
+    error = launch_prebuilt(p, kernels.combine, config_of(rows, kCombineWarps * 32, kCombineBytes, stream),
+                            {info.index, 1, form.overlaps});
+  }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 const char* run_decoding_backward(const DecodingBackwardParams& p, int head_dim, DType dtype, bool aligned,
                                   void* kernel, const DeviceInfo& info, void* stream) {
   const DecodingKernels kernels = kernels_of(dtype);
+  const LaunchForm form = {info.index};
   const dim3 grid(static_cast<unsigned>(p.batch_kv) * p.heads_kv, p.splits);
   const int bytes = backward_shared_bytes(head_dim, static_cast<int>(size_of(dtype)));
   const cudaLaunchConfig_t config = config_of(grid, kBackwardWarps * 32, bytes, stream);
-  cudaError_t error =
-      kernel != nullptr ? launch_compiled(&p, kernel, config)
-                        : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.ordinary.kind), config, info.index);
+  cudaError_t error = kernel != nullptr
+                          ? launch_compiled(&p, kernel, config, form)
+                          : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.ordinary.kind), config, form);
   if (error == cudaSuccess) {
     const int64_t pairs = int64_t{p.batch} * p.heads * p.seqlen_q * ((p.head_dim + 1) / 2);
     const dim3 blocks(static_cast<unsigned>((pairs + kSumThreads - 1) / kSumThreads));

@@ -4,8 +4,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <map>
 #include <mutex>
-#include <set>
 #include <utility>
 
 #include "../common/launch.h"
@@ -21,35 +21,56 @@ inline cudaLaunchConfig_t config_of(dim3 grid, int threads, int bytes, void* str
   return config;
 }
 
-// What a kernel must be allowed, once a device, which is the current one.
-inline cudaError_t allow(const void* kernel, int shared_bytes, int device) {
-  static thread_local std::pair<const void*, int> last = {nullptr, -1};
+// What a launch has to know of a kernel on a device.
+struct Permission {
+  const void* kernel = nullptr;
+  int device = -1;
+  bool waits = false;  // for the launch before it: code for compute capability 8 that runs on 9 does not
+};
+
+// Allows a kernel its shared memory, once a device, which is the current one.
+inline cudaError_t allow(const void* kernel, int shared_bytes, int device, Permission& permission) {
+  static thread_local Permission last;
   static std::mutex mutex;
-  static std::set<std::pair<const void*, int>> allowed;
-  const std::pair<const void*, int> wanted = {kernel, device};
-  if (wanted == last) return cudaSuccess;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (allowed.count(wanted) == 0) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-    allowed.insert(wanted);
+  static std::map<std::pair<const void*, int>, Permission> all;
+  if (last.kernel != kernel || last.device != device) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    Permission& known = all[{kernel, device}];
+    if (known.kernel == nullptr) {
+      cudaFuncAttributes attributes;
+      cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+      if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      if (error != cudaSuccess) return error;
+      known = {kernel, device, attributes.ptxVersion >= 90};
+    }
+    last = known;
   }
-  last = wanted;
+  permission = last;
   return cudaSuccess;
 }
 
+// How a kernel is launched beside its grid.
+struct LaunchForm {
+  int device = 0;
+  int cluster = 1;
+  bool overlaps = false;  // with the end of the launch before it, for which it waits
+};
+
 template <class Params>
-cudaError_t launch_prebuilt(const Params& p, void (*kernel)(Params), cudaLaunchConfig_t config, int device,
-                            int cluster_size = 1) {
+cudaError_t launch_prebuilt(const Params& p, void (*kernel)(Params), cudaLaunchConfig_t config, LaunchForm form) {
   if (kernel == nullptr) return cudaErrorInvalidValue;
+  Permission permission;
   const cudaError_t error =
-      allow(reinterpret_cast<const void*>(kernel), static_cast<int>(config.dynamicSmemBytes), device);
+      allow(reinterpret_cast<const void*>(kernel), static_cast<int>(config.dynamicSmemBytes), form.device, permission);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {1, static_cast<unsigned>(cluster_size), 1};
-  config.attrs = &cluster;
-  config.numAttrs = cluster_size > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (form.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {1, static_cast<unsigned>(form.cluster), 1};
+  }
+  if (form.overlaps && permission.waits) attributes[config.numAttrs++] = overlap_with_launch_before();
   return launch_kernel(config, kernel, p);
 }
 
@@ -64,13 +85,10 @@ Function* driver_function(const char* name) {
 
 // A kernel compiled at run time belongs to the driver's interface.
 inline cudaError_t launch_compiled(const void* params, void* kernel, const cudaLaunchConfig_t& config,
-                                   int cluster_size = 1) {
+                                   LaunchForm form) {
   static const auto launch = driver_function<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx");
   if (launch == nullptr) return cudaErrorUnknown;
-  CUlaunchAttribute cluster = {};
-  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-  cluster.value.clusterDim.x = cluster.value.clusterDim.z = 1;
-  cluster.value.clusterDim.y = cluster_size;
+  CUlaunchAttribute attributes[2] = {};
   CUlaunchConfig driver_config = {};
   driver_config.gridDimX = config.gridDim.x;
   driver_config.gridDimY = config.gridDim.y;
@@ -79,8 +97,17 @@ inline cudaError_t launch_compiled(const void* params, void* kernel, const cudaL
   driver_config.blockDimY = driver_config.blockDimZ = 1;
   driver_config.sharedMemBytes = static_cast<unsigned>(config.dynamicSmemBytes);
   driver_config.hStream = config.stream;
-  driver_config.attrs = &cluster;
-  driver_config.numAttrs = cluster_size > 1 ? 1 : 0;
+  driver_config.attrs = attributes;
+  if (form.cluster > 1) {
+    CUlaunchAttribute& cluster = attributes[driver_config.numAttrs++];
+    cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    cluster.value.clusterDim = {1, static_cast<unsigned>(form.cluster), 1};
+  }
+  if (form.overlaps) {
+    CUlaunchAttribute& overlap = attributes[driver_config.numAttrs++];
+    overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    overlap.value.programmaticStreamSerializationAllowed = 1;
+  }
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult result = launch(&driver_config, static_cast<CUfunction>(kernel), arguments, nullptr);
   return result == CUDA_SUCCESS ? cudaSuccess : static_cast<cudaError_t>(result);  // the numbers are the same

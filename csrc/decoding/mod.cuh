@@ -10,6 +10,8 @@ namespace flashbwd {
 // What a modification has that needs no more.
 struct AnyMod {
   static constexpr bool kTotal = false;  // whether it may be asked about rows and keys past the last
+  // score_mod() may be quicker with a place for an answer: whether its result holds. Else it always does.
+  static constexpr bool* near = nullptr;
   static constexpr bool kHasRow = false;
   struct Row {  // what it works out once for a row
     Row() = default;
@@ -23,7 +25,8 @@ struct AnyMod {
 struct NoMod : AnyMod {
   static constexpr bool kHasScoreMod = false;
   static constexpr bool kHasMask = false;
-  __device__ static float score_mod(const DecodingParams&, const Row&, float score, int, int, int, int) {
+  __device__ static float score_mod(const DecodingParams&, const Row&, float score, int, int, int, int,
+                                    bool* = nullptr) {
     return score;
   }
   __device__ static bool mask_mod(const DecodingParams&, const Row&, int, int, int, int) { return true; }

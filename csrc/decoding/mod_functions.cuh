@@ -83,9 +83,9 @@ __device__ __forceinline__ double sigmoid(double x) { return 1 / (1 + exp(-x)); 
 __device__ __noinline__ float far_sine(float x) { return sinf(x); }
 __device__ __noinline__ float far_cosine(float x) { return cosf(x); }
 // sin(x), or cos(x): with x = n * pi + r, or (n + 1/2) * pi + r, that is sin(r) with a sign, a polynomial. Within 2.2
-// units in the last place.
+// units in the last place. Where it does not serve, `near` becomes false; with none, the usual function is called.
 template <bool kCosine>
-__device__ __forceinline__ float sine_or_cosine(float x) {
+__device__ __forceinline__ float sine_or_cosine(float x, bool* near) {
   constexpr float kWhole = 12582912.f;  // 1.5 * 2^23: a sum with it is whole, and its last bits count
   const float n_bits = kCosine ? fmaf(x, 0.318309886f, -0.5f) + kWhole : fmaf(x, 0.318309886f, kWhole);
   const float n = n_bits - kWhole + (kCosine ? 0.5f : 0.f);
@@ -98,14 +98,19 @@ __device__ __forceinline__ float sine_or_cosine(float x) {
   sine = fmaf(sine, r2, -0.166666597f);
   sine = fmaf(sine * r2, r, r);
   const uint32 odd = __float_as_uint(n_bits) + (kCosine ? 1u : 0u);
-  sine = __uint_as_float(__float_as_uint(sine) ^ odd << 31);
-  if (fabsf(x) > 1e5f) sine = kCosine ? far_cosine(x) : far_sine(x);
+  sine = __uint_as_float(__float_as_uint(sine) + (odd << 31));  // turns the sign
+  const bool far = fabsf(x) > 1e5f;
+  if (near != nullptr) {
+    *near &= !far;
+  } else if (far) {
+    sine = kCosine ? far_cosine(x) : far_sine(x);
+  }
   return sine;
 }
-__device__ __forceinline__ float sine(float x) { return sine_or_cosine<false>(x); }
-__device__ __forceinline__ float cosine(float x) { return sine_or_cosine<true>(x); }
-__device__ __forceinline__ double sine(double x) { return sin(x); }
-__device__ __forceinline__ double cosine(double x) { return cos(x); }
+__device__ __forceinline__ float sine(float x, bool* near) { return sine_or_cosine<false>(x, near); }
+__device__ __forceinline__ float cosine(float x, bool* near) { return sine_or_cosine<true>(x, near); }
+__device__ __forceinline__ double sine(double x, bool*) { return sin(x); }
+__device__ __forceinline__ double cosine(double x, bool*) { return cos(x); }
 // fmax and fmin of C: of a number and NaN, the number.
 template <typename T>
 __device__ __forceinline__ T fmax_of(T a, T b) {

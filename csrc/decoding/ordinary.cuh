@@ -76,7 +76,8 @@ struct OrdinaryKernelMod : AnyMod {
     }
   }
 
-  __device__ static float score_mod(const DecodingParams&, const Row& row, float score, int, int, int, int k) {
+  __device__ static float score_mod(const DecodingParams&, const Row& row, float score, int, int, int, int k,
+                                    bool* = nullptr) {
     score += row.slope * static_cast<float>(k + row.origin);
     return kMask || row.sees(k) ? score : -FLASHBWD_INFINITY;
   }

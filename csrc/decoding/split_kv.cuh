@@ -42,9 +42,19 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   const int first_row = tile * kM;
 
   const int first_head = head_kv * p.group + first_row / p.seqlen_q;
-  const ChunkList<kKeys> list = chunk_list<kKeys, Mod>(p, b, first_head, first_row % p.seqlen_q, split);
-  const int begin = begin_of_share(list.total, split, p.splits), end = begin_of_share(list.total, split + 1, p.splits);
   Ring<kD, kWarps, T, kAligned> ring(p, shared, b, head_kv);
+  ListOfRow partial, full;
+  if (walks_lists<Mod>(p)) {
+    const int q = first_row % p.seqlen_q / p.q_block;
+    partial = {p.partial, b, first_head, q};
+    full = {p.full, b, first_head, q};
+    partial.prefetch_first(p.partial, split, p.splits);
+    full.prefetch_first(p.full, split, p.splits);
+  }
+  wait_for_previous();
+
+  const ChunkList<kKeys> list = chunk_list<kKeys, Mod>(p, partial, full);
+  const int begin = begin_of_share(list.total, split, p.splits), end = begin_of_share(list.total, split + 1, p.splits);
   Cursor<kKeys, kWarps> ahead(list, begin + warp, end);
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
@@ -52,7 +62,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     ahead.advance();
   }
 
-  launch_dependents();  // the combine kernel, which waits before it reads
+  launch_dependents();  // the combine kernel, or the next call's: they wait before they read
 
   // Rows of this lane: for each 16-row tile, lane / 4 and lane / 4 + 8.
   int head[kRowTiles][2], query[kRowTiles][2];
@@ -222,26 +232,33 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     if constexpr (Mod::kHasScoreMod) {
       scale_scores(p.scale);
       Mod::all_scores(p, tS);
-      // One after the other where each has to be asked whether it is visible; else the compiler interleaves them.
-      const bool at_once = Mod::kTotal || !hidden;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (!Mod::kTotal && first_row + m * 16 + half * 8 >= rows) continue;
-          const auto modify = [&](int i) {
+          const auto modified = [&](int i, bool* near) {
             const int key = c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
-            float& s = tS[m][i / 4][i % 4];
-            s = Mod::score_mod(p, mod_rows[m][half], s, b, head[m][half], query[m][half], key);
+            return Mod::score_mod(p, mod_rows[m][half], tS[m][i / 4][i % 4], b, head[m][half], query[m][half], key,
+                                  near);
           };
-          if (at_once) {
+          // Side by side; one after the other where each has to be asked whether it is visible, or the quick way does
+          // not serve.
+          bool done = Mod::kTotal || !hidden;
+          if (done) {
+            float quick[kKeyTiles * 2];
 #pragma unroll
-            for (int j = 0; j < kKeyTiles * 2; ++j) modify(j / 2 * 4 + half * 2 + j % 2);
-          } else {
+            for (int j = 0; j < kKeyTiles * 2; ++j) quick[j] = modified(j / 2 * 4 + half * 2 + j % 2, &done);
+            if (done) {
+#pragma unroll
+              for (int j = 0; j < kKeyTiles * 2; ++j) tS[m][j / 2][half * 2 + j % 2] = quick[j];
+            }
+          }
+          if (!done) {
 #pragma unroll
             for (int j = 0; j < kKeyTiles * 2; ++j) {
               const int i = j / 2 * 4 + half * 2 + j % 2;
-              if (visible[m] >> i & 1u) modify(i);
+              if (visible[m] >> i & 1u) tS[m][i / 4][i % 4] = modified(i, nullptr);
             }
           }
         }

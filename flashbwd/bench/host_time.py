@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashbwd
@@ -25,8 +25,8 @@ SEQLEN_K = 8192
 CALLS, ROUNDS = 150, 25  # of a burst; bursts
 
 
-def modifications() -> dict[str, tuple[Any, Any]]:
-    """score_mod and mask_mod by name."""
+def modifications() -> dict[str, tuple[Any, ...]]:
+    """score_mod and mask_mod by name, and what else is asked for."""
     slopes, offsets = torch.rand(2, 32, device="cuda")
     table = torch.rand(32, SEQLEN_K, device="cuda")
 
@@ -48,7 +48,11 @@ def modifications() -> dict[str, tuple[Any, Any]]:
         "causal BlockMask": (None, causal),
         "ALiBi and causal BlockMask": (alibi, causal),
         "a table of biases": (lambda s, b, h, q, k: s + table[h, k], None),
+        "two masks by and_masks": (None, and_masks(causal, lambda b, h, q, k: k < length)),
         "three tensors, and a length by mask": (scaled_and_moved, lambda b, h, q, k: k < length),
+        "none; the lse too": (None, None, {"return_lse": True}),
+        "ALiBi and causal BlockMask; the lse too": (alibi, causal, {"return_lse": True}),
+        "none; SPLIT_KV": (None, None, {"kernel_options": {"SPLIT_KV": 16}}),
     }
 
 
@@ -59,11 +63,12 @@ def call_of(name: str) -> Callable[[], Any]:
     q, k, v = (torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16) for size in sizes)
     if name == "SDPA":
         return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    score_mod, mask_mod = modifications()[name]
+    score_mod, mask_mod, *more = modifications()[name]
+    options = more[0] if more else {}
     block_mask = None
     if mask_mod is not None:
         block_mask = create_block_mask(mask_mod, None, None, 1, SEQLEN_K, device="cuda")
-    return lambda: flashbwd.flex_decoding(q, k, v, score_mod, block_mask, enable_gqa=True)
+    return lambda: flashbwd.flex_decoding(q, k, v, score_mod, block_mask, enable_gqa=True, **options)
 
 
 @torch.no_grad()

@@ -48,8 +48,8 @@ _UNARY = {
     "rsqrt": "rsqrt({0})",
     "reciprocal": "(1 / {0})",
     "square": "({0} * {0})",
-    "sin": "sine({0})",
-    "cos": "cosine({0})",
+    "sin": "sine({0}, near)",
+    "cos": "cosine({0}, near)",
     "tan": "tan({0})",
     "asin": "asin({0})",
     "acos": "acos({0})",
@@ -116,7 +116,48 @@ _WITH_NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
     "threshold": ("({0} <= {1} ? {2} : {0})", ()),
 }
 _POWERS = {2: "({0} * {0})", 3: "({0} * {0} * {0})", 0.5: "sqrt({0})", -1: "(1 / {0})", -0.5: "rsqrt({0})"}
+_ROW_BYTES = 16  # kModRowBytes of csrc/decoding/params.h
 _FILLS = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, "zeros_like": 0}
+
+
+class Row:
+    """What modifications work out once for a row of queries, as a struct of C++."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, torch.dtype] = {}
+        self._lines: list[str] = []
+
+    def take(self, function: str, lines: list[str], values: dict[str, torch.dtype]) -> dict[str, str]:
+        """Makes fields of the ``values`` of a function that ``lines`` work out, as long as there is room.
+
+        Returns the names of the fields.
+        """
+        taken = {}
+        for name, dtype in values.items():
+            if sum(map(_bytes_of, self._fields.values())) + _bytes_of(dtype) <= _ROW_BYTES:
+                taken[name] = f"{function}_{name}"
+                self._fields[taken[name]] = dtype
+        if taken:
+            results = [f"{field} = {name};" for name, field in taken.items()]
+            self._lines += ["{", *(f"  {line}" for line in lines + results), "}"]
+        return taken
+
+    def text(self) -> str:
+        """Empty when there is nothing to work out."""
+        if not self._fields:
+            return ""
+        by_size = sorted(self._fields.items(), key=lambda field: -_bytes_of(field[1]))  # no padding between
+        fields = "\n    ".join(f"{c_type(dtype)} {name};" for name, dtype in by_size)
+        lines = "\n      ".join(self._lines)
+        return f"""  static constexpr bool kHasRow = true;
+  struct Row {{
+    {fields}
+    Row() = default;
+    __device__ Row(const DecodingParams& p, int b, int h, int q) {{
+      {lines}
+    }}
+  }};
+"""
 
 
 class Emitter:
@@ -127,12 +168,15 @@ class Emitter:
         self.trace = trace
         self.slots = slots
         self.lines: list[str] = []
+        self.defined: list[fx.Node] = []  # what each of the lines computes
         self.names: dict[fx.Node, str] = {}
         # Captured tensors and parts of them: the slot, and what each dimension is indexed with, None where it is open.
         self.captured: dict[fx.Node, tuple[int, list[str | None]]] = {}
 
-    def run(self, parameters: list[str], result: torch.dtype) -> str:
+    def run(self, parameters: list[str], result: torch.dtype, row: Row | None = None) -> str:
         value = self.cast(self.forward(parameters), result)
+        if row is not None:
+            self.move_to_row(row)
         return "\n    ".join([*self.lines, f"return {value};"])
 
     def forward(self, parameters: list[str]) -> Any:
@@ -150,6 +194,26 @@ class Emitter:
             else:
                 break
         raise CannotEmitError(f"{self.name} has a {node.op} of {node.target}")
+
+    def move_to_row(self, row: Row) -> None:
+        """Gives ``row`` what depends on captured tensors but on neither score nor key: it is worked out once a row."""
+        per_key: set[fx.Node] = set()
+        of_captured = set(self.captured)
+        wanted: dict[str, fx.Node] = {}
+        for node in self.trace.graph.nodes:
+            inputs = node.all_input_nodes
+            if self.names.get(node) in ("score", "k") or not per_key.isdisjoint(inputs):
+                per_key.add(node)
+            if not of_captured.isdisjoint(inputs):
+                of_captured.add(node)
+            if node in per_key or node.op == "output":
+                wanted |= {self.names[i]: i for i in inputs if i in self.names and i in of_captured - per_key}
+        lines = [line for line, node in zip(self.lines, self.defined, strict=True) if node not in per_key]
+        fields = row.take(self.name, lines, {name: self.dtype(node) for name, node in wanted.items()})
+        for i, node in enumerate(self.defined):
+            name = self.names[node]
+            if name in fields:
+                self.lines[i] = f"const {c_type(self.dtype(node))} {name} = row.{fields[name]};"
 
     # ---- values ----
 
@@ -190,6 +254,7 @@ class Emitter:
         self.names[node] = f"t{len(self.names)}"
         kind = c_type(dtype)
         self.lines.append(f"const {kind} {self.names[node]} = static_cast<{kind}>({expression});")
+        self.defined.append(node)
 
     # ---- captured tensors ----
 
@@ -420,6 +485,10 @@ def c_type(dtype: torch.dtype) -> str:
     return _C_TYPES[dtype]
 
 
+def _bytes_of(dtype: torch.dtype) -> int:
+    return 4 if dtype in _ROUNDED else dtype.itemsize
+
+
 def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -443,26 +512,28 @@ def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:
         Names the operator or capture that has no CUDA.
     """
     score_body, mask_body = "return score;", "return true;"
+    row = Row()
     if score is not None:
-        score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
+        score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32, row)
     if mask is not None:
-        mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
-    return struct_of(score is not None, mask is not None, "DecodingParams", score_body, mask_body)
+        mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool, row)
+    return struct_of(score is not None, mask is not None, "DecodingParams", score_body, mask_body, row.text())
 
 
-def struct_of(has_score: bool, has_mask: bool, params: str, score: str, mask: str, more: str = "") -> str:
-    """``struct Mod`` with the bodies of its functions."""
+def struct_of(has_score: bool, has_mask: bool, params: str, score: str, mask: str, more: str) -> str:
+    """``struct Mod`` with the bodies of its functions, after what there is ``more``."""
     return f"""{torch.ops.flashbwd.decoding_mod_functions()}
 namespace flashbwd {{
 struct Mod : AnyMod {{
   static constexpr bool kHasScoreMod = {str(has_score).lower()};
   static constexpr bool kHasMask = {str(has_mask).lower()};
-  __device__ static float score_mod(const {params}& p, const Row&, float score, int b, int h, int q, int k) {{
+{more}  __device__ static float score_mod(
+      const {params}& p, const Row& row, float score, int b, int h, int q, int k, bool* near = nullptr) {{
     {score}
   }}
-  __device__ static bool mask_mod(const {params}& p, const Row&, int b, int h, int q, int k) {{
+  __device__ static bool mask_mod(const {params}& p, const Row& row, int b, int h, int q, int k) {{
     {mask}
   }}
-{more}}};
+}};
 }}  // namespace flashbwd
 """

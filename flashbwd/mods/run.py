@@ -10,15 +10,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
-from flashbwd.mods.steps import mask_lists, remember
+from flashbwd.mods.steps import Wanted, mask_lists, remember
 from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, block_states
 
 _CHUNK = 16  # keys that a warp takes at a time
 _decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # without a function of Python around it
 
-# enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
-Wanted = tuple[bool, int, bool, bool, bool]
-_OUTPUT_ALONE = (0, False, False, False)
 _Blocks = tuple[int, int, int]  # tensors of the mask, queries and keys of a block
 _settings: dict[tuple[int, _Blocks | None, Wanted], int] = {}
 
@@ -73,8 +70,9 @@ def run_at_once(
     if settings is None:
         settings = _settings_of(number, blocks, wanted)
     results: list[Tensor] = _decoding_forward(query, key, value, others, lengths, scale, settings)
-    if results and wanted[1:] == _OUTPUT_ALONE and not isinstance(block_mask, Blocks):
-        remember(score_mod, block_mask, scale, wanted[0], settings, captured, places)
+    of_autograd = wanted[4]  # a call inside another, which looks for no step
+    if results and not of_autograd and not isinstance(block_mask, Blocks):
+        remember(score_mod, block_mask, scale, wanted, settings, captured, places)
     return results
 
 

@@ -107,6 +107,7 @@ def captures(device: str) -> dict[str, Mod]:
     flags = (torch.rand(40, generator=generator) < 0.5).to(device)
     scalar = torch.tensor(1.25, device=device)
     strided = bias.permute(3, 1, 0, 2)
+    wide = torch.randint(-9, 9, (6,), generator=generator).to(device)
     return {
         "scalar": lambda s, b, h, q, k: s * scalar + scalar,
         "rank_1": lambda s, b, h, q, k: s + table[h] + table[-1 - q] + table[k % 6] + table[5],
@@ -114,6 +115,10 @@ def captures(device: str) -> dict[str, Mod]:
         "strided": lambda s, b, h, q, k: s + strided[k, h, b, q],
         "integers": lambda s, b, h, q, k: s + integers[k] * 2 + table[integers[k].long() % 6],
         "flags": lambda s, b, h, q, k: s + torch.where(flags[k], 1.0, integers[39 - k]),
+        "of_rows": lambda s, b, h, q, k: torch.where(flags[q], s * table[h], s + wide[b]) * table[wide[h] % 6] + k,
+        "of_rows_too_many": lambda s, b, h, q, k: (
+            s * wide[h] + (k + wide[b]) * (k + wide[q]) + k * half[b, h, q, 2] + torch.where(flags[h], s, k * table[q])
+        ),
     }
 
 

@@ -239,6 +239,17 @@ def test_nested_tensors(forward: SDPBackend) -> None:
     check(actual, one_by_one, values, dout)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 320])
+def test_scores_of_float32_are_those_of_the_forward(head_dim: int) -> None:
+    """Of a single key the probability is 1, and dv is dout: as far as the LSE is that of the scores of the backward."""
+    skip_without_kernels()
+    x = torch.randn(512, 2, 1, head_dim, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        _, _, dv = gradients(scaled_dot_product_attention, [x, x, x], torch.ones_like(x))
+    assert only("aten::_efficient_attention_backward") == (1, {})
+    assert float((dv - 1).abs().max()) < 4e-6  # LSEs up to 25 are rounded twice, by 1e-6 and 7e-7
+
+
 @pytest.mark.parametrize("forward", FORWARDS[1:])
 def test_deterministic_algorithms_give_bitwise_equal_gradients(forward: SDPBackend) -> None:
     """cuDNN's forward is not offered where PyTorch is asked for determinism."""

@@ -109,6 +109,8 @@ struct LaneAddress {
 template <typename T>
 struct Mma {
   static_assert(sizeof(T) == 2);
+  using Scores = Mma;  // the products that make the scores
+  static constexpr int kChain = 0;
   static constexpr int kStep = 16;  // elements of the summed dimension
   struct A {
     uint32_t r[4];  // (16, 16)
@@ -205,11 +207,21 @@ struct Mma {
   }
 };
 
-// fp32 as the sum of two TF32 numbers: x = big + small up to 2^-22 relative. Three of the four products are kept; or,
-// without kSplit, x = big and one product.
-template <bool kSplit>
+// Products of fp32 numbers as those of TF32 ones: x = big + small, and three of the four products; or x = big and one.
+enum class Fp32Products {
+  kOne,
+  kThree,           // as exact as it can be: big is x rounded, and fp32 additions collect the steps
+  kThreeAsCutlass,  // as PyTorch's forward makes its scores: big is x truncated, and additions collect chains of steps
+};
+
+template <Fp32Products kProducts>
 struct MmaFp32 {
+  using Scores = MmaFp32;
+  static constexpr bool kSplit = kProducts != Fp32Products::kOne;
+  static constexpr bool kChained = kProducts == Fp32Products::kThreeAsCutlass;
   static constexpr int kStep = 8;
+  static constexpr int kChain = kChained ? 4 : 0;                            // steps that the tensor core adds up
+  static constexpr bool ends_chain(int step) { return step % kChain == 0; }  // the first one is a chain by itself
   struct A {
     uint32_t big[4], small[kSplit ? 4 : 1];
   };
@@ -218,10 +230,14 @@ struct MmaFp32 {
   };
 
   // big: x rounded to TF32 (cvt.rna is four instructions on compute capability 9.0). small: what that left, exactly; of
-  // it the tensor core ignores what is below TF32, an error of 2^-22 of x with the sign of neither.
+  // it the tensor core ignores what is below TF32, an error of 2^-22 of x with the sign of neither. Where big is
+  // truncated, small has the sign of x and is rounded.
   template <typename Operand>
   static __device__ __forceinline__ void split(Operand& operand, int i, uint32_t bits) {
-    if constexpr (kSplit) {
+    if constexpr (kChained) {
+      operand.big[i] = bits & 0xffffe000u;
+      operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(operand.big[i])) + 0x1000u;
+    } else if constexpr (kSplit) {
       operand.big[i] = (bits + 0x1000u) & 0xffffe000u;
       operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(operand.big[i]));
     } else {
@@ -319,8 +335,12 @@ struct MmaFp32 {
       }
     };
     const auto big = [](const B& pair) { return pair.big; };
-    if constexpr (kSplit) {
-      // The tensor core truncates its sums: those of one step stay by themselves, and fp32 additions collect them.
+    // The tensor core truncates its sums.
+    if constexpr (kChained) {
+      products(c, a.big, [](const B& pair) { return pair.small; });
+      products(c, a.small, big);
+      products(c, a.big, big);
+    } else if constexpr (kSplit) {
       float step[2 * kPairs][4] = {};
       products(step, a.small, big);
       products(step, a.big, [](const B& pair) { return pair.small; });
@@ -359,6 +379,8 @@ struct MmaFp32 {
 };
 
 template <>
-struct Mma<float> : MmaFp32<true> {};
+struct Mma<float> : MmaFp32<Fp32Products::kThree> {
+  using Scores = MmaFp32<Fp32Products::kThreeAsCutlass>;
+};
 
 }  // namespace flashbwd

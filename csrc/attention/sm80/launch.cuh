@@ -42,7 +42,8 @@ const char* launch_products(const KernelParams& params, void* stream) {
 template <typename T, int kTileIndex, Extras kExtras>
 const char* launch_variant(const KernelParams& params, void* stream) {
   if constexpr (sizeof(T) == 4) {
-    if (params.attention.tf32) return launch_products<T, kTileIndex, kExtras, MmaFp32<false>>(params, stream);
+    using One = MmaFp32<Fp32Products::kOne>;
+    if (params.attention.tf32) return launch_products<T, kTileIndex, kExtras, One>(params, stream);
   }
   return launch_products<T, kTileIndex, kExtras, Mma<T>>(params, stream);
 }

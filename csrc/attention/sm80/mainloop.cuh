@@ -176,8 +176,8 @@ struct Mainloop {
 
       if constexpr (Traits::kFeatures) scores.draw_mask(step.head, query_block);
       ScoreTile s = {}, dp = {};
-      multiply_keys(smem.k, smem.q[stage], s);
-      multiply_keys(smem.v, smem.dout[stage], dp);
+      multiply_keys<typename M::Scores>(smem.k, smem.q[stage], s);
+      multiply_keys<M>(smem.v, smem.dout[stage], dp);
       if constexpr (Traits::kFeatures) {
         scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(step.head, query_block, smem.lse[stage], smem.delta[stage],
                                                              kEarlyBias ? smem.p : smem.ds, smem.ds, s, dp);
@@ -294,24 +294,56 @@ struct Mainloop {
   }
 
   // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, this warp's part.
+  template <typename Products>
   static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c) {
+    if constexpr (Products::kChain == 0) {
+      add_products<Products, kUnrollKeys>(keys, queries, c, [](int) {});
+    } else {
+      ScoreTile chain = {};
+      multiply_keys<Products>(keys, queries, c, chain);
+      end_chain(chain, c);
+    }
+  }
+
+  // The same where the tensor core adds up several steps: `chain` holds what is not in c yet.
+  template <typename Products>
+  static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
+                                                       ScoreTile& chain) {
+    add_products<Products, Products::kChain>(keys, queries, chain, [&](int step) {
+      if (Products::ends_chain(step)) end_chain(chain, c);
+    });
+  }
+
+  // With after_step(the number of the step), kInFlight steps at a time.
+  template <typename Products, int kInFlight, typename F>
+  static __device__ __forceinline__ void add_products(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
+                                                      const F& after_step) {
     const int32_t lane = Traits::lane();
-    const typename M::template RowsA<Traits::kRowBytes, kHeadSteps> rows_a(smem_address(keys), lane,
-                                                                           Traits::warp_n() * Traits::kKeyTiles * 16);
-    const typename M::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
-                                                               Traits::warp_s() * Traits::kScoreTiles * 8);
-#pragma unroll(kUnrollKeys)
+    const typename Products::template RowsA<Traits::kRowBytes, kHeadSteps> rows_a(
+        smem_address(keys), lane, Traits::warp_n() * Traits::kKeyTiles * 16);
+    const typename Products::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
+                                                                      Traits::warp_s() * Traits::kScoreTiles * 8);
+#pragma unroll(kInFlight)
     for (int k = 0; k < kHeadSteps; ++k) {
-      typename M::A a[Traits::kKeyTiles];
+      typename Products::A a[Traits::kKeyTiles];
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
 #pragma unroll
       for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
-        const typename M::B b[1] = {rows_b.load(nt * 8, k)};
+        const typename Products::B b[1] = {rows_b.load(nt * 8, k)};
 #pragma unroll
-        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) M::multiply(c[mt] + nt, a[mt], b);
+        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) Products::multiply(c[mt] + nt, a[mt], b);
       }
+      after_step(k);
     }
+  }
+
+  // c += chain, which begins again.
+  static __device__ __forceinline__ void end_chain(ScoreTile& chain, ScoreTile& c) {
+    ScorePlace<Traits>::for_each([&](int mt, int nt, int e) {
+      c[mt][nt][e] += chain[mt][nt][e];
+      chain[mt][nt][e] = 0.f;
+    });
   }
 
   static __device__ __forceinline__ void hold(const ScoreTile& c, Held& held) {

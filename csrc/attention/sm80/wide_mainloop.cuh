@@ -53,13 +53,13 @@ struct WideMainloop : Mainloop<Traits> {
       const int32_t query_block = step.query_block(work);
       {
         ScoreTile s = {}, dp = {};
-        multiply(stream, p.head_dim, s);
+        multiply<typename M::Scores>(stream, p.head_dim, s);
         // The first piece has been waited for: nobody reads p and ds any more.
         if constexpr (Traits::kFeatures) {
           scores.load_bias(step.head, query_block, smem.p);
           scores.draw_mask(step.head, query_block);
         }
-        multiply(stream, p.head_dim_v, dp);
+        multiply<M>(stream, p.head_dim_v, dp);
         if constexpr (Traits::kFeatures) {
           scores.template apply<0>(step.head, query_block, smem.lse, smem.delta, smem.p, smem.ds, s, dp);
         } else {
@@ -81,12 +81,20 @@ struct WideMainloop : Mainloop<Traits> {
 
  private:
   // c (keys, queries) += keys (kBlockN, columns) * queries (kBlockM, columns)^T.
+  template <typename Products>
   static __device__ __forceinline__ void multiply(PieceStream<Traits>& stream, int32_t columns, ScoreTile& c) {
+    ScoreTile chain = {};
 #pragma unroll 1
     for (int32_t block = PieceCursor<Traits>::blocks_for_scores(columns); block > 0; --block) {
       const uint8_t* const piece = stream.acquire();
-      Base::multiply_keys(piece, piece + Traits::kBlockN * Traits::kRowBytes, c);
+      const uint8_t* const queries = piece + Traits::kBlockN * Traits::kRowBytes;
+      if constexpr (Products::kChain == 0) {
+        Base::template multiply_keys<Products>(piece, queries, c);
+      } else {
+        Base::template multiply_keys<Products>(piece, queries, c, chain);
+      }
     }
+    if constexpr (Products::kChain > 0) Base::end_chain(chain, c);
   }
 
   static __device__ __forceinline__ void store_zeros(const Target& target, const Work& work, int32_t block) {

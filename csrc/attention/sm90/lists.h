@@ -17,6 +17,17 @@ bool from_last_key(const Problem& p) {
   return p.deterministic && causal && p.heads == p.heads_kv;
 }
 
+// A window's jobs need few rows of a head. Whether those of all heads of a sequence, with their sums of dq, stay in L2
+// while `heads` have jobs at the same time.
+template <typename Problem>
+bool window_fits_in_l2(const Problem& p, int64_t heads, int64_t key_blocks, int64_t sm_count) {
+  if (p.window_left < 0 || p.window_right < 0 || heads == 0 || key_blocks == 0) return false;
+  const int64_t block_n = ceil_div(p.seqlen_k, key_blocks);
+  const int64_t on_their_way = (ceil_div(sm_count, heads) + 1) * block_n;  // keys of a head
+  const int64_t rows = std::min<int64_t>(p.seqlen_q, int64_t{p.window_left} + p.window_right + on_their_way);
+  return heads_in_l2(24 << 20, rows, p.head_dim, p.head_dim_v, 2, 1) >= heads;
+}
+
 // Heads whose jobs are one list (dense_job). `lists`: KV heads times their splits.
 template <typename Problem>
 int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t key_blocks, int64_t query_blocks,
@@ -26,7 +37,13 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
   };
   // Of 50 MB: the rest is for k, v and what passes through.
   const int64_t all = packed_k ? lists : lists * p.batch;
-  const int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, key_blocks));
+  int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, key_blocks));
+  // All heads of a sequence abreast: their rows are neighbours in memory. 2 % faster at 256 keys and 16 heads, whose
+  // rows take 24 MB; 3 % slower at 1024 keys, 35 MB.
+  if (!p.deterministic && !packed_k && p.heads == p.heads_kv && p.heads <= sm_count &&
+      window_fits_in_l2(p, p.heads, key_blocks, sm_count)) {
+    abreast = std::max<int64_t>(abreast, p.heads);
+  }
   if (!p.deterministic || packed_k || from_last_key(p)) return static_cast<int32_t>(abreast);
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;

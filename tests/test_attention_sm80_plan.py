@@ -188,6 +188,48 @@ def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType) -> None:
     assert plan.workspace.semaphore_bytes == 16  # jobs taken
 
 
+# 132 multiprocessors, 50 MB of L2; head dimension 64 has tiles of 128 x 128, 128 of 64 x 128.
+H100 = {"cc_major": 9, "sm_count": 132, "smem_per_block": 227 * 1024, "l2_bytes": 50 << 20}
+SHORT = {"batch": 32, "heads": 16, "heads_kv": 16, "seqlen_q": 512, "seqlen_k": 512}
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"deterministic": True}, True),
+        ({"window_right": 0}, True),
+        ({"batch": 2, "heads": 264, "heads_kv": 132}, False),  # two heads in work: 69 MB become 138
+        ({"batch": 25}, False),  # 400 heads are 3.03 rounds
+        ({"seqlen_q": 1024, "seqlen_k": 1024}, False),
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64, "window_right": 0}, True),
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64}, False),  # eight passes
+        ({"seqlen_q": 640, "seqlen_k": 512, "window_right": 0}, False),  # the first queries see no key
+        ({"head_dim": 160}, False),
+        ({"has_seqused": True}, False),
+        ({"has_bias": True}, False),
+        ({"has_alibi": True}, False),
+        ({"softcap": 1.0}, False),
+        ({"dropout_p": 0.5}, False),
+        ({"varlen": True}, False),
+    ],
+)
+def test_ctas_take_whole_heads_where_those_are_short_and_many(
+    host: ModuleType, changes: dict[str, Any], taken: bool
+) -> None:
+    changes = {**SHORT, **changes}
+    plan = plan_of(host, H100, **changes)
+    assert (plan.workspace.dq_mode == host.DqMode.kDirect) == taken
+    assert ("its key blocks one after the other" in plan.schedule) == taken
+    assert (plan.workspace.accumulator_bytes == 0) == taken
+    if taken:
+        rows = -(-changes["seqlen_q"] // plan.block_m) * plan.block_m
+        columns = changes.get("head_dim", 128)
+        assert plan.workspace.partial_bytes == 132 * rows * columns * 4
+        assert plan.workspace.semaphore_bytes == 16  # heads taken; no turns
+        assert (plan.splits, plan.deterministic) == (1, changes.get("deterministic", False))
+
+
 def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
     plan = plan_of(host, deterministic=True)
     assert plan.deterministic

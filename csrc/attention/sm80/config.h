@@ -40,11 +40,13 @@ struct Tile {
   }
 };
 
-// What a kernel does beside plain attention.
+// What a kernel does beside plain attention, or how.
 enum class Extras : int32_t {
   kNone,
-  kBias,  // a bias in 16-byte pieces, its gradient likewise or added in fp32, nothing else
-  kAll,   // bias, ALiBi, softcap, dropout
+  kLoadsAhead,  // nothing; see has_loads_ahead
+  kWholeHeads,  // nothing, by CTAs that take whole heads
+  kBias,        // a bias in 16-byte pieces, its gradient likewise or added in fp32, nothing else
+  kAll,         // bias, ALiBi, softcap, dropout
 };
 
 // Registers a thread at the widest point, accumulators alone: dk and dv of its keys and columns, s and dp of its keys
@@ -75,6 +77,19 @@ constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
 // Tiles that have a kernel with a bias alone.
 constexpr bool has_bias_kernel(const Tile& tile) { return tile.element_bytes == 2 && tile.head_dim <= 128; }
+
+// Tiles that have a kernel whose CTAs take whole heads (see whole_heads in layout.h).
+constexpr bool has_whole_heads(const Tile& tile) {
+  return tile.element_bytes == 2 && tile.head_dim <= 128 && tile.stages > 1 && tile.warps_s > 1;
+}
+
+// The same ones have a kernel that loads the first tiles of the next job under the last step of this one, where there
+// is room for its keys; of those that take whole heads, at head dimension 64.
+constexpr bool has_loads_ahead(const Tile& tile) { return has_whole_heads(tile); }
+constexpr bool loads_ahead(const Tile& tile, Extras extras) {
+  return extras == Extras::kLoadsAhead || (extras == Extras::kWholeHeads && tile.head_dim == 64);
+}
+constexpr int32_t keys_bytes(const Tile& tile) { return 2 * tile.block_n * tile.row_bytes(); }
 
 // Whether a partial build (FLASHBWD_HEAD_DIMS) holds a head dimension.
 constexpr bool is_built(int32_t head_dim) {

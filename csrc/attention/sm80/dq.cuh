@@ -1,9 +1,10 @@
-// A tile of dq from registers into the fp32 accumulator in global memory.
+// A tile of dq from registers into fp32 sums in global memory, or as a gradient.
 #pragma once
 
 #include <cstdint>
 
 #include "scheduler.cuh"
+#include "store_tile.cuh"
 
 namespace flashbwd::sm80 {
 
@@ -90,6 +91,62 @@ struct DqRows {
         if (column < columns) add_to_global(place + column, dq[part / 2][nt][part % 2 * 2 + c]);
       }
     }
+  }
+};
+
+// Of a CTA that takes whole heads. A thread loads and stores its own registers alone, as 16-byte vectors: the first key
+// block of a tile finds nothing there, the last one writes the gradient.
+template <typename Traits>
+struct DqTile {
+  using Tile = typename DqRows<Traits>::Tile;
+  static constexpr int kVectors = Traits::kQueryTiles * Traits::kColumnTiles;
+
+  float4* place;
+  bool first, last;
+
+  __device__ __forceinline__ DqTile(const KernelParams& params, const Work& work, int32_t head, int32_t query_block) {
+    constexpr int kTileFloats = Traits::kBlockM * Traits::kHeadDim;
+    const int32_t head_of_cta = static_cast<int32_t>(blockIdx.x) * work.heads_per_kv + head % work.heads_per_kv;
+    float* const tile = params.dq_tiles + (int64_t{head_of_cta} * params.query_blocks + query_block) * kTileFloats;
+    place = reinterpret_cast<float4*>(tile) + threadIdx.x;
+    const BlockRange seen = key_blocks(work.visibility, query_block, Traits::kBlockM, Traits::kBlockN);
+    first = work.key_block == seen.begin;
+    last = work.key_block + 1 == seen.end;
+  }
+
+  // dq: zeros.
+  __device__ __forceinline__ void load(Tile& dq) const {
+    if (first) return;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 sum = __ldcg(place + i * Traits::kThreads);
+      float* const to = dq[i / Traits::kColumnTiles][i % Traits::kColumnTiles];
+      to[0] = sum.x;
+      to[1] = sum.y;
+      to[2] = sum.z;
+      to[3] = sum.w;
+    }
+  }
+  __device__ __forceinline__ void store(const KernelParams& params, const Work& work, int32_t head, int32_t query_block,
+                                        Tile& dq) const {
+    if (!last) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const float* const sum = dq[i / Traits::kColumnTiles][i % Traits::kColumnTiles];
+        __stcg(place + i * Traits::kThreads, make_float4(sum[0], sum[1], sum[2], sum[3]));
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors * 4; ++i) {
+      dq[i / 4 / Traits::kColumnTiles][i / 4 % Traits::kColumnTiles][i % 4] *= params.attention.softmax_scale;
+    }
+    const HeadsView& view = params.dq.view;
+    const int32_t row =
+        query_block * Traits::kBlockM + Traits::warp_q() * Traits::kQueryTiles * 16 + Traits::lane() / 4;
+    const int64_t offset = work.batch * view.batch_stride + head * view.head_stride + row * view.seq_stride;
+    StoreTile<typename Traits::T, Traits::kQueryTiles, Traits::kColumnTiles>::store(
+        params.dq, offset, work.sequence.rows_q - row, Traits::warp_d() * Traits::kColumnTiles * 8, dq);
   }
 };
 

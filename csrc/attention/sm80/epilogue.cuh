@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mainloop.cuh"
+#include "store_tile.cuh"
 
 namespace flashbwd::sm80 {
 
@@ -55,39 +56,13 @@ struct Epilogue {
       store_part<kPairColumns>(target, work, first_column, gradient);
       return;
     }
-    if constexpr (sizeof(T) == 2) {
-      if (target.pieces) {
-        store_pieces<kPairColumns>(target, work, first_column, gradient);
-        return;
-      }
-    }
     const HeadsView& view = target.view;
     const int32_t first =
         work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;
-    const int32_t rows = work.sequence.rows_k - first;
-    const int32_t column = first_column + Traits::lane() % 4 * 2;
     const int64_t offset = work.batch * view.batch_stride + work.head_kv * view.head_stride +
-                           (work.sequence.begin_k + first) * view.seq_stride + column;
-#pragma unroll
-    for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int32_t row = mt * 16 + half * 8;
-        if (row >= rows) continue;
-#pragma unroll
-        for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
-          const int32_t tile_column = nt / 2 * kPairColumns + nt % 2 * 8;
-          const int64_t place = offset + row * view.seq_stride + tile_column;
-          const float low = gradient[mt][nt][half * 2], high = gradient[mt][nt][half * 2 + 1];
-          const int32_t left = target.columns - column - tile_column;
-          if (target.dtype == DType::kFloat32) {
-            store_pair(static_cast<float*>(view.data) + place, low, high, left, target.aligned);
-          } else if constexpr (sizeof(T) == 2) {
-            store_pair(static_cast<T*>(view.data) + place, low, high, left, target.aligned);
-          }
-        }
-      }
-    }
+                           (work.sequence.begin_k + first) * view.seq_stride;
+    StoreTile<T, Traits::kKeyTiles, Traits::kGradientTiles, kPairColumns>::store(
+        target, offset, work.sequence.rows_k - first, first_column, gradient);
   }
 
  private:
@@ -110,65 +85,6 @@ struct Epilogue {
         }
       }
     }
-  }
-
-  // Eight columns of a row at once: of four tiles (of the last two, where they make no four), a lane collects the one
-  // that is as far in as the lane in its four.
-  template <int kPairColumns>
-  static __device__ __forceinline__ void store_pieces(const GradientTarget& target, const Work& work,
-                                                      int32_t first_column, const Gradient& gradient) {
-    const HeadsView& view = target.view;
-    const int32_t lane = Traits::lane();
-    const int32_t first = work.key_block * Traits::kBlockN + Traits::warp_n() * Traits::kKeyTiles * 16 + lane / 4;
-    const int32_t rows = work.sequence.rows_k - first;
-    const int32_t column = first_column + lane % 4 / 2 * kPairColumns + lane % 2 * 8;
-    T* place = static_cast<T*>(view.data) + work.batch * view.batch_stride + work.head_kv * view.head_stride +
-               (work.sequence.begin_k + first) * view.seq_stride + column;
-#pragma unroll
-    for (int row = 0; row < Traits::kKeyTiles * 16; row += 8, place += 8 * view.seq_stride) {
-#pragma unroll
-      for (int nt = 0; nt < Traits::kGradientTiles; nt += 4) {
-        uint32_t words[4] = {};
-#pragma unroll
-        for (int i = 0; i < 4 && nt + i < Traits::kGradientTiles; ++i) {
-          const float* const pair = gradient[row / 16][nt + i] + row % 16 / 4;
-          words[i] = pack2<T>(pair[0], pair[1]);
-        }
-        transpose_in_fours(words);
-        const int32_t tile_column = nt / 2 * kPairColumns;
-        const bool exists = nt + 4 <= Traits::kGradientTiles || lane % 4 < 2;
-        if (row < rows && exists && column + tile_column < target.columns) {
-          *reinterpret_cast<uint4*>(place + tile_column) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-    }
-  }
-
-  // Word i of lane j goes to word j of lane i, of every four lanes.
-  static __device__ __forceinline__ void transpose_in_fours(uint32_t (&words)[4]) {
-    const bool upper = Traits::lane() & 2, odd = Traits::lane() & 1;
-    const uint32_t a = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[2], 2);
-    const uint32_t b = __shfl_xor_sync(0xffffffffu, upper ? words[1] : words[3], 2);
-    (upper ? words[0] : words[2]) = a;
-    (upper ? words[1] : words[3]) = b;
-    const uint32_t c = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
-    const uint32_t d = __shfl_xor_sync(0xffffffffu, odd ? words[2] : words[3], 1);
-    (odd ? words[0] : words[1]) = c;
-    (odd ? words[2] : words[3]) = d;
-  }
-
-  template <typename Out>
-  static __device__ __forceinline__ void store_pair(Out* place, float low, float high, int32_t left, bool aligned) {
-    if (aligned && left >= 2) {
-      if constexpr (sizeof(Out) == 4) {
-        *reinterpret_cast<float2*>(place) = make_float2(low, high);
-      } else {
-        *reinterpret_cast<uint32_t*>(place) = pack2<Out>(low, high);
-      }
-      return;
-    }
-    if (left >= 1) place[0] = from_float<Out>(low);
-    if (left >= 2) place[1] = from_float<Out>(high);
   }
 };
 

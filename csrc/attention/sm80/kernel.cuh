@@ -10,23 +10,30 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
-  if (threadIdx.x == 0) smem.work = Work();
+  if (threadIdx.x == 0) {
+    smem.work = Work();
+    if constexpr (Traits::kLoadsAhead) smem.first_stage = smem.keys_offset = 0;
+  }
   __syncthreads();  // thread 0 has written that there is nothing to do before the first job
   float dk[Traits::kKeyTiles][Traits::kGradientTiles][4];
   float dv[Traits::kKeyTiles][Traits::kGradientTiles][4];
 #pragma unroll 1
   for (;;) {
     Mainloop<Traits>::run(params, smem, dk, dv);
-    __syncthreads();  // thread 0 has written the next job; everybody is done with the tiles of this one
+    const bool loaded = Traits::kLoadsAhead && Mainloop<Traits>::loads_ahead(params, smem);
+    if (!loaded) __syncthreads();  // thread 0 has written the next job; everybody is done with the tiles of this one
     const bool more = smem.next_work.exists;
-    if (more) Mainloop<Traits>::start_next(params, smem);
+    if (more && !loaded) Mainloop<Traits>::start_next(params, smem);
     if (smem.work.exists) {
       Epilogue<Traits>::store(params, smem.work, dk, dv);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);
     }
     if (!more) return;
     __syncthreads();  // everybody is done with this job and has read where the first tiles of the next one lie
-    if (threadIdx.x == 0) smem.work = smem.next_work;
+    if (threadIdx.x == 0) {
+      if (loaded) Mainloop<Traits>::change_places(smem);
+      smem.work = smem.next_work;
+    }
     __syncthreads();  // thread 0 has written it
   }
 }

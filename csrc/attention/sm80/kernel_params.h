@@ -9,7 +9,7 @@
 
 namespace flashbwd::sm80 {
 
-// Where a CTA stores dk or dv: the gradient itself, or its part of a shared job.
+// Where a CTA stores dk, dv or dq: the gradient itself, or its part of a shared job.
 struct GradientTarget {
   HeadsView view;
   float* parts = nullptr;  // (parts, block_n, part_row_stride)
@@ -38,7 +38,13 @@ struct KernelParams {
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
   GradientTarget dk, dv;
 
-  int32_t* jobs_taken = nullptr;  // so far
+  // Whole heads: a CTA takes all key blocks of a KV head, one after the other, and sums dq in its part of `dq_tiles`,
+  // (heads of the group, query_blocks, block_m * columns of the tile) in the order of its threads' registers.
+  float* dq_tiles = nullptr;
+  GradientTarget dq;
+  bool loads_ahead = false;  // see loads_ahead in config.h
+
+  int32_t* jobs_taken = nullptr;  // so far; whole heads: heads
   int32_t workers = 0;            // CTAs, which take them
   // Deterministic: for each (head, query block) how many key blocks have added to its dq. Null: adds happen in any
   // order.

@@ -41,9 +41,19 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   sizes.window_right = p.window_right;
   sizes.causal = p.causal;
   sizes.deterministic = p.deterministic;
+  sizes.seqused = p.seqused_q != nullptr || p.seqused_k != nullptr;
+  sizes.extras = p.bias.data != nullptr || p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
   sizes.bias_gradient = p.dbias.data != nullptr;
   sizes.bias_broadcast = broadcast_of(p);
   return sizes;
+}
+
+// Of a CTA, at most; 0 where that cannot be asked.
+int32_t shared_bytes_of_device() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return 0;
+  return bytes;
 }
 
 // 16-bit rows that can be copied 16 bytes at a time; a broadcast dimension has stride 0.
@@ -112,7 +122,7 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
   params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
   params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
-  params.head_group = static_cast<int32_t>(heads_of_list(p, params));
+  params.head_group = sizes.whole_heads ? 1 : static_cast<int32_t>(heads_of_list(p, params));
   // They read the same bias, and add to the same gradient, while it is in L2.
   params.batches_abreast = !params.packed_jobs && p.bias.data != nullptr && p.bias.batch_stride == 0;
   params.q_aligned = aligned(p.q, bytes, 16);
@@ -123,12 +133,18 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
   params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
-  if (p.deterministic) {
+  if (p.deterministic && !sizes.whole_heads) {
     params.turns = reinterpret_cast<int32_t*>(zeroed + region.turns_offset);
     params.turns_of_head = region.turns_of_head;
   }
   uint8_t* const partial = base + workspace.partial_offset;
   const PartialRegion places = partial_region(sizes, tile, plan.sm_count);
+  if (sizes.whole_heads) {
+    params.dq_tiles = reinterpret_cast<float*>(partial + places.dq_tiles_offset);
+    params.dq = gradient_target(p.dq, p.dq_dtype, p.head_dim, nullptr);
+  }
+  params.loads_ahead =
+      has_loads_ahead(tile) && tile.shared_bytes() + kAlignmentBytes + keys_bytes(tile) <= shared_bytes_of_device();
   if (tile.wide) params.gradients = reinterpret_cast<float*>(partial + places.gradients_offset);
   params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, partial + places.parts_dk_offset);
   params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial + places.parts_dv_offset);
@@ -153,7 +169,8 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
 Extras extras_of(const KernelParams& params) {
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
-  if (p.bias.data == nullptr) return others ? Extras::kAll : Extras::kNone;
+  if (params.dq_tiles != nullptr) return Extras::kWholeHeads;
+  if (p.bias.data == nullptr) return others ? Extras::kAll : params.loads_ahead ? Extras::kLoadsAhead : Extras::kNone;
   const BiasGradient& g = params.bias_gradient;
   const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_pieces ||
                         (g.mode == BiasGradientMode::kAdd && g.col_stride == 1);
@@ -192,7 +209,8 @@ const char* launch_main(const AttentionBackwardParams& p, int tile_index, const 
 const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, void* stream) {
   const Tile& tile = kTiles[plan.config];
   CallSizes sizes = sizes_of(p);
-  sizes.shared = shared_jobs(sizes, tile, plan.sm_count);
+  sizes.whole_heads = plan.workspace.dq_mode == DqMode::kDirect;
+  if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, plan.sm_count);
   const KernelParams params = make_params(p, plan, sizes);
   if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream)) return error;
   if (params.jobs > 0) {
@@ -201,7 +219,9 @@ const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, voi
   if (sizes.shared.count > 0) {
     if (const char* error = launch_sum_parts(params, sizes.shared, tile, stream)) return error;
   }
-  if (const char* error = launch_convert_dq(p, plan.workspace, stream)) return error;
+  if (!sizes.whole_heads) {
+    if (const char* error = launch_convert_dq(p, plan.workspace, stream)) return error;
+  }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.statistics, stream);

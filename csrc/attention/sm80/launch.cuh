@@ -35,7 +35,8 @@ const char* launch_products(const KernelParams& params, void* stream) {
     using Variant = Traits<T, kTileIndex, kExtras, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
-    return launch_workers(backward_kernel<Variant>, params, Variant::kThreads, kSharedBytes, stream);
+    const int more_keys = Variant::kLoadsAhead && params.loads_ahead ? keys_bytes(kTile) : 0;
+    return launch_workers(backward_kernel<Variant>, params, Variant::kThreads, kSharedBytes + more_keys, stream);
   }
 }
 
@@ -57,6 +58,12 @@ const char* launch_row(int tile_index, const KernelParams& params, Extras extras
     if constexpr (kTiles[kFirst].head_dim == kHeadDim && kTiles[kFirst].element_bytes == sizeof(T)) {
       if (tile_index == kFirst) {
         if (extras == Extras::kNone) return launch_variant<T, kFirst, Extras::kNone>(params, stream);
+        if constexpr (has_whole_heads(kTiles[kFirst])) {
+          if (extras == Extras::kWholeHeads) return launch_variant<T, kFirst, Extras::kWholeHeads>(params, stream);
+        }
+        if constexpr (has_loads_ahead(kTiles[kFirst])) {
+          if (extras == Extras::kLoadsAhead) return launch_variant<T, kFirst, Extras::kLoadsAhead>(params, stream);
+        }
         if constexpr (has_bias_kernel(kTiles[kFirst])) {
           if (extras == Extras::kBias) return launch_variant<T, kFirst, Extras::kBias>(params, stream);
         }

@@ -26,9 +26,12 @@ struct CallSizes {
   int64_t window_left = -1, window_right = -1;
   CausalAlignment causal = CausalAlignment::kNone;
   bool deterministic = false;
+  bool seqused = false;
+  bool extras = false;  // bias, ALiBi, softcap or dropout
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
-  SharedJobs shared;  // see shared_jobs
+  bool whole_heads = false;  // see whole_heads
+  SharedJobs shared;         // see shared_jobs
 };
 
 // The zeroed region of the workspace: int32 jobs_taken, int32 turns[heads][turns_of_head], fp32 bias gradient. Offsets
@@ -50,7 +53,7 @@ inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& 
 inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   ZeroedRegion region;
   region.bytes = 16;
-  if (sizes.deterministic) {
+  if (sizes.deterministic && !sizes.whole_heads) {
     region.turns_of_head = sizes.packed_q ? first_block(sizes.total_q, sizes.batch, tile.block_m)
                                           : sizes.batch * ceil_div(sizes.seqlen_q, tile.block_m);
     region.turns_offset = region.bytes;
@@ -103,8 +106,38 @@ inline SharedJobs shared_jobs(const CallSizes& sizes, const Tile& tile, int64_t 
   return {count, splits};
 }
 
+// Floats of dq of one CTA that takes whole heads.
+inline int64_t dq_tiles_floats(const CallSizes& sizes, const Tile& tile) {
+  return sizes.heads / sizes.heads_kv * round_up(sizes.seqlen_q, tile.block_m) * tile.head_dim;
+}
+
+// Whether each CTA takes whole heads, all key blocks of one after the other: dq is then summed by its own CTA, in the
+// order of the key blocks, without an accumulator that is zeroed, added into and converted. It pays where heads are
+// short: what a CTA keeps stays in L2, all but, and passes through it few times. All query tiles have to be visited, by
+// jobs that make nearly whole rounds.
+inline bool whole_heads(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors, int64_t l2_bytes) {
+  if (!has_whole_heads(tile) || sizes.packed_q || sizes.packed_k || sizes.seqused || sizes.extras) return false;
+  const int64_t heads = sizes.batch * sizes.heads_kv, workers = at_least(multiprocessors, 1);
+  if (ceil_div(heads, workers) * workers * 10 > heads * 11) return false;
+  const int64_t rows = sizes.heads / sizes.heads_kv * sizes.seqlen_q;
+  const int64_t bytes = dq_tiles_floats(sizes, tile) * 4 + rows * (sizes.head_dim + sizes.head_dim_v) * 2;
+  if (workers * bytes * 2 > l2_bytes * 3) return false;
+  const Visibility visibility =
+      make_visibility(static_cast<int32_t>(sizes.seqlen_q), static_cast<int32_t>(sizes.seqlen_k), sizes.window_left,
+                      sizes.window_right, sizes.causal);
+  const int64_t tiles = ceil_div(sizes.seqlen_q, tile.block_m);
+  int64_t visits = 0;
+  for (int32_t m = 0; m < tiles; ++m) {
+    const int64_t seen = key_blocks(visibility, m, tile.block_m, tile.block_n).size();
+    if (seen == 0) return false;
+    visits += seen;
+  }
+  return tiles > 0 && visits <= 5 * tiles;
+}
+
 // CTAs: one a multiprocessor, as their shared memory and registers want it.
 inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t multiprocessors) {
+  if (sizes.whole_heads) return at_most(sizes.batch * sizes.heads_kv, at_least(multiprocessors, 1));
   return at_most(job_count(sizes, tile) - sizes.shared.count + sizes.shared.parts(), at_least(multiprocessors, 1));
 }
 
@@ -115,6 +148,7 @@ inline int64_t part_row_stride(int64_t columns) { return round_up(columns, 4); }
 // then dk and dv of each part of shared jobs: (parts, block_n, row stride) each.
 struct PartialRegion {
   int64_t gradients_offset = 0;
+  int64_t dq_tiles_offset = 0;
   int64_t parts_dk_offset = 0, parts_dv_offset = 0;
   int64_t bytes = 0;
 };
@@ -130,6 +164,8 @@ inline PartialRegion partial_region(const CallSizes& sizes, const Tile& tile, in
   };
   region.gradients_offset =
       take(worker_count(sizes, tile, multiprocessors) * gradient_floats(sizes.head_dim, sizes.head_dim_v, tile));
+  region.dq_tiles_offset =
+      take(sizes.whole_heads ? worker_count(sizes, tile, multiprocessors) * dq_tiles_floats(sizes, tile) : 0);
   const int64_t part_rows = sizes.shared.parts() * tile.block_n;
   region.parts_dk_offset = take(part_rows * part_row_stride(sizes.head_dim));
   region.parts_dv_offset = take(part_rows * part_row_stride(sizes.head_dim_v));

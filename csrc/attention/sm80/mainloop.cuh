@@ -22,7 +22,8 @@ struct Traits {
   using M = M_;
   static constexpr Tile kTile = kTiles[kTileIndex];
   static constexpr Extras kExtras = kExtras_;
-  static constexpr bool kFeatures = kExtras != Extras::kNone;
+  static constexpr bool kWholeHeads = kExtras == Extras::kWholeHeads;
+  static constexpr bool kFeatures = kExtras == Extras::kBias || kExtras == Extras::kAll;
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -34,6 +35,7 @@ struct Traits {
   static constexpr int kStages = kTile.stages;
   static constexpr int kRowBytes = kTile.row_bytes();
   static constexpr int kScoreRowBytes = kBlockM * static_cast<int>(sizeof(T));
+  static constexpr bool kLoadsAhead = loads_ahead(kTile, kExtras);
   static constexpr bool kExchange = kWarpsS > 1;  // p and ds of a warp's keys come from several warps
 
   static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
@@ -70,6 +72,9 @@ struct Traits {
     Work work, next_work;
     Step steps[2];  // this step and the next one, in turn
     Source<T> source;
+    // Where the first tiles of a job are loaded before the one before it ends: the stage of its first step, and how far
+    // from k and v its own lie, 0 or sizeof(SharedStorage).
+    int32_t first_stage, keys_offset;
   };
 };
 
@@ -79,6 +84,7 @@ struct Mainloop {
   using M = typename Traits::M;
   using SharedStorage = typename Traits::SharedStorage;
   using Gradient = float[Traits::kKeyTiles][Traits::kGradientTiles][4];
+  using DqSums = typename DqRows<Traits>::Tile;
   using ScoreTile = typename ScorePlace<Traits>::Accumulator;
   using ScoreWork = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
   static constexpr int kHeadSteps = Traits::kHeadDim / M::kStep;    // of s and dp
@@ -100,9 +106,16 @@ struct Mainloop {
   // The next job that exists, or none, by one thread.
   static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem) {
     Work& work = smem.next_work;
+    if (Traits::kWholeHeads && smem.work.exists && smem.work.key_block + 1 < params.key_blocks) {
+      work = smem.work;
+      work.set_key_block(work.key_block + 1, Traits::kBlockM, Traits::kBlockN, 0, 1);
+      if (work.steps() > 0) set_source(params, smem, work, Step(work));
+      return;
+    }
     do {
       // In order: nobody waits for a job that has not been taken before its own.
-      const auto index = static_cast<uint32_t>(atomicAdd(params.jobs_taken, 1));
+      auto index = static_cast<uint32_t>(atomicAdd(params.jobs_taken, 1));
+      if constexpr (Traits::kWholeHeads) index *= params.key_blocks;
       if (index >= params.jobs) {
         work.exists = false;
         return;
@@ -112,16 +125,29 @@ struct Mainloop {
     if (work.steps() > 0) set_source(params, smem, work, Step(work));
   }
 
+  // Whether the first tiles of the next job are loaded under the last step of this one.
+  static __device__ __forceinline__ bool loads_ahead(const KernelParams& params, const SharedStorage& smem) {
+    return params.loads_ahead && smem.work.steps() > 0 && smem.next_work.exists && smem.next_work.steps() > 0;
+  }
+  // Then, from this job's places to those of the next one, by one thread.
+  static __device__ __forceinline__ void change_places(SharedStorage& smem) {
+    smem.first_stage = (smem.first_stage + smem.work.steps()) % 2;
+    smem.keys_offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
+  }
+
   // Starts the copies of the first tiles of the next job. Everybody is done with those of this one.
   static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem) {
     const Work& work = smem.next_work;
     if (work.steps() == 0) return;
     load_queries(params, smem, 0);
     load_douts(params, smem, 0);
-    load_keys(params, smem, work);
+    load_keys(params, smem, work, keys_offset(smem));
     copy_async_commit();
     const Step step(work);
-    if (threadIdx.x == 0) smem.steps[0] = step;
+    if (threadIdx.x == 0) {
+      smem.steps[0] = step;
+      if constexpr (Traits::kLoadsAhead) smem.first_stage = 0;
+    }
     if constexpr (kEarlyBias) {
       ScoreWork(params, work).load_bias(step.head, step.query_block(work), smem.p);
     }
@@ -154,30 +180,36 @@ struct Mainloop {
     const auto steps = [&] { return Traits::kFeatures ? all_steps : work.steps(); };
 #pragma unroll 1
     for (int32_t index = 0; index < steps(); ++index) {
-      const int32_t stage = index % Traits::kStages;
-      const Step& step = smem.steps[index % 2];
-      const Step& next = smem.steps[(index + 1) % 2];
+      const int32_t place = index + first_stage(smem);
+      const int32_t stage = place % Traits::kStages;
+      const Step& step = smem.steps[place % 2];
+      const Step& next = smem.steps[(place + 1) % 2];
       const bool more = index + 1 < steps();
       copy_async_wait<(kEarlyBias && Traits::kStages > 1 ? 1 : 0)>();  // but for the bias
       __syncthreads();  // this step's tiles and the next source are there; everybody is done with the step before
       const int32_t query_block = step.query_block(work);
       if constexpr (Traits::kFeatures && !kEarlyBias) scores.load_bias(step.head, query_block, smem.ds);
       if (Traits::kStages > 1) {
-        if (more) {
+        const bool ahead = Traits::kLoadsAhead && !more && loads_ahead(params, smem);
+        if (more || ahead) {
           load_queries(params, smem, stage ^ 1);
           load_douts(params, smem, stage ^ 1);
+        }
+        if (ahead) {
+          load_keys(params, smem, smem.next_work, static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset);
+          if (threadIdx.x == 0) smem.steps[(place + 1) % 2] = Step(smem.next_work);
         }
         copy_async_commit();
       }
       if (threadIdx.x == 0) {
-        if (more) smem.steps[(index + 1) % 2] = Step(step, work);
+        if (more) smem.steps[(place + 1) % 2] = Step(step, work);
         if (Traits::kStages == 1) advance(params, smem, index);
       }
 
       if constexpr (Traits::kFeatures) scores.draw_mask(step.head, query_block);
       ScoreTile s = {}, dp = {};
-      multiply_keys<typename M::Scores>(smem.k, smem.q[stage], s);
-      multiply_keys<M>(smem.v, smem.dout[stage], dp);
+      multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
+      multiply_keys<M>(smem.v + keys_offset(smem), smem.dout[stage], dp);
       if constexpr (Traits::kFeatures) {
         scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(step.head, query_block, smem.lse[stage], smem.delta[stage],
                                                              kEarlyBias ? smem.p : smem.ds, smem.ds, s, dp);
@@ -193,6 +225,8 @@ struct Mainloop {
       add_own(p_held, smem.dout[stage], dv);
       __syncthreads();  // ds (and p) of all warps are there
       if constexpr (Traits::kExtras == Extras::kBias) scores.finish_tile(step.head, query_block, smem.ds);
+      DqSums dq = {};
+      if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
       add_others(smem.p, smem.dout[stage], dv);
       if constexpr (kEarlyBias) {
         named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);  // the warps of these keys are done with their p
@@ -200,7 +234,8 @@ struct Mainloop {
       }
       if constexpr (Traits::kStages > 1) {
         if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
-        add_dq(params, smem, work, step.head, query_block);  // its additions are on their way under the next product
+        // Its additions are on their way under the next product.
+        add_dq(params, smem, work, step.head, query_block, dq);
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
       } else {
@@ -211,7 +246,7 @@ struct Mainloop {
         __syncthreads();  // everybody is done with q
         if (more) load_queries(params, smem, 0);
         copy_async_commit();
-        add_dq(params, smem, work, step.head, query_block);  // under the copies
+        add_dq(params, smem, work, step.head, query_block, dq);  // under the copies
       }
     }
 #pragma unroll
@@ -225,14 +260,23 @@ struct Mainloop {
   }
 
  protected:
-  static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work) {
+  static __device__ __forceinline__ int32_t first_stage(const SharedStorage& smem) {
+    return Traits::kLoadsAhead ? smem.first_stage : 0;
+  }
+  static __device__ __forceinline__ int32_t keys_offset(const SharedStorage& smem) {
+    return Traits::kLoadsAhead ? smem.keys_offset : 0;
+  }
+
+  // To `offset` from k and v.
+  static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                   int32_t offset) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t first = work.key_block * Traits::kBlockN;
     const int32_t rows = work.sequence.seqlen_k - first;
-    load_tile<Traits, Traits::kBlockN>(smem.k,
+    load_tile<Traits, Traits::kBlockN>(smem.k + offset,
                                        head_rows<const T>(p.k, work.batch, work.head_kv, work.sequence.begin_k + first),
                                        p.k.seq_stride, rows, p.head_dim, params.k_aligned);
-    load_tile<Traits, Traits::kBlockN>(smem.v,
+    load_tile<Traits, Traits::kBlockN>(smem.v + offset,
                                        head_rows<const T>(p.v, work.batch, work.head_kv, work.sequence.begin_k + first),
                                        p.v.seq_stride, rows, p.head_dim_v, params.v_aligned);
   }
@@ -253,7 +297,7 @@ struct Mainloop {
   // From the tile at step `index` to the one after it or the first one of the next job, by one thread.
   static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, int32_t index) {
     if (index + 1 < smem.work.steps()) {
-      advance_source(params, smem, smem.work, smem.steps[index % 2]);
+      advance_source(params, smem, smem.work, smem.steps[(index + first_stage(smem)) % 2]);
     } else {
       take_job(params, smem);
     }
@@ -427,11 +471,16 @@ struct Mainloop {
   }
 
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, kHeadDim), added to the accumulator in global memory.
+  // `dq`: zeros, or for whole heads the sums of earlier key blocks.
   static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                int32_t head, int32_t query_block) {
+                                                int32_t head, int32_t query_block, DqSums& dq) {
+    if constexpr (Traits::kWholeHeads) {
+      multiply_dq(smem, 0, dq);
+      DqTile<Traits>(params, work, head, query_block).store(params, work, head, query_block, dq);
+      return;
+    }
     const DqRows<Traits> dq_rows(params, work, head, query_block);
     if constexpr (Traits::kDqPasses == 1) {
-      typename DqRows<Traits>::Tile dq = {};
       multiply_dq(smem, 0, dq);
       if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
       dq_rows.add(dq);
@@ -439,7 +488,7 @@ struct Mainloop {
       if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
       for (int32_t column = 0; column < Traits::kHeadDim; column += Traits::kHeadDim / Traits::kDqPasses) {
-        typename DqRows<Traits>::Tile dq = {};
+        DqSums dq = {};
         multiply_dq(smem, column, dq);
         dq_rows.add(dq, column);
       }
@@ -448,13 +497,12 @@ struct Mainloop {
   }
 
   // Of one pass, `column` the first one of it.
-  static __device__ __forceinline__ void multiply_dq(const SharedStorage& smem, int32_t column,
-                                                     typename DqRows<Traits>::Tile& dq) {
+  static __device__ __forceinline__ void multiply_dq(const SharedStorage& smem, int32_t column, DqSums& dq) {
     const int32_t lane = Traits::lane();
     const typename M::template ColumnsA<Traits::kScoreRowBytes, Traits::kQueryTiles * 16> columns_a(
         smem_address(smem.ds), lane, Traits::warp_q() * Traits::kQueryTiles * 16);
     const typename M::template ColumnsB<Traits::kRowBytes, Traits::kColumnTiles * 8, false> columns_b(
-        smem_address(smem.k), lane, column + Traits::warp_d() * Traits::kColumnTiles * 8);
+        smem_address(smem.k + keys_offset(smem)), lane, column + Traits::warp_d() * Traits::kColumnTiles * 8);
 #pragma unroll(kUnroll)
     for (int k = 0; k < Traits::kBlockN / M::kStep; ++k) {
       typename M::A a[Traits::kQueryTiles];

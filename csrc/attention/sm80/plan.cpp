@@ -31,6 +31,8 @@ CallSizes sizes_of(const AttentionProblem& problem) {
   sizes.window_right = problem.window_right;
   sizes.causal = problem.causal;
   sizes.deterministic = problem.deterministic;
+  sizes.seqused = problem.has_seqused;
+  sizes.extras = problem.has_bias || problem.has_alibi || problem.softcap > 0 || problem.dropout_p > 0;
   sizes.bias_gradient = problem.need_dbias;
   sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
                           problem.bias_broadcast_col};
@@ -60,6 +62,23 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   return "";
 }
 
+std::string schedule_of(const AttentionProblem& problem, const Tile& tile, const CallSizes& sizes) {
+  std::string schedule = tile.wide
+                             ? "persistent CTAs, a key block at a time, dk and dv in global memory by blocks of columns"
+                         : sizes.whole_heads ? "one CTA a head, its key blocks one after the other"
+                                             : "one CTA a key block";
+  if (sizes.shared.count > 0) {
+    schedule += ", queries of the last " + std::to_string(sizes.shared.count) + " shared by " +
+                std::to_string(sizes.shared.splits) + " CTAs each";
+  }
+  if (sizes.whole_heads) {
+    schedule += ", dq summed by it";
+  } else {
+    schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics";
+  }
+  return schedule + (problem.tf32 ? ", products in TF32" : "");
+}
+
 void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPlan* plan) {
   const int tile_index = tile_of(problem, device);
   const Tile& tile = kTiles[tile_index];
@@ -68,18 +87,12 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   CallSizes sizes = sizes_of(problem);
-  const SharedJobs shared = sizes.shared = shared_jobs(sizes, tile, device.sm_count);
-  plan->splits = shared.splits;
-  plan->schedule =
-      std::string(tile.wide ? "persistent CTAs, a key block at a time, dk and dv in global memory by blocks of columns"
-                            : "one CTA a key block") +
-      (shared.count > 0 ? ", queries of the last " + std::to_string(shared.count) + " shared by " +
-                              std::to_string(shared.splits) + " CTAs each"
-                        : std::string()) +
-      (problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics") +
-      (problem.tf32 ? ", products in TF32" : "");
+  sizes.whole_heads = whole_heads(sizes, tile, device.sm_count, device.l2_bytes);
+  if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, device.sm_count);
+  plan->splits = sizes.shared.splits;
+  plan->schedule = schedule_of(problem, tile, sizes);
   WorkspaceRequest request;
-  request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
+  request.dq_mode = sizes.whole_heads ? DqMode::kDirect : problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;
   request.dq_blocks = true;
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;

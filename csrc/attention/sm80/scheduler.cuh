@@ -51,20 +51,25 @@ struct Work {
     if (job.batch < 0) return;
     batch = job.batch;
     head_kv = job.head;
-    key_block = job.key_block;
     heads_per_kv = p.heads / p.heads_kv;
     heads_abreast = heads_of_walk(heads_per_kv, splits);
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
-    query_range = query_blocks(visibility, key_block, block_m, block_n);
-    interior = interior_query_blocks(visibility, key_block, block_m, block_n);
-    walk = split_walk(query_range.size() * heads_per_kv, split, splits);
+    set_key_block(job.key_block, block_m, block_n, split, splits);
     // In order: see ordered_query_block. Under a diagonal all key blocks then start at the same queries too, and those
     // of a group, which L2 would not hold, pass through it once.
     descending = (params.turns != nullptr || heads_per_kv > 1) && !visibility.full();
     // Where the gradient of a bias is stored, its columns reach up to the longest sequence.
     const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
     exists = key_block * block_n < (whole_bias ? p.seqlen_k : sequence.rows_k);
+  }
+
+  __device__ __forceinline__ void set_key_block(int32_t block, int32_t block_m, int32_t block_n, int32_t split,
+                                                int32_t splits) {
+    key_block = block;
+    query_range = query_blocks(visibility, block, block_m, block_n);
+    interior = interior_query_blocks(visibility, block, block_m, block_n);
+    walk = split_walk(query_range.size() * heads_per_kv, split, splits);
   }
 
   __device__ __forceinline__ int32_t steps() const { return walk.size(); }

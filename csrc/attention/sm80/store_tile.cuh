@@ -1,0 +1,109 @@
+// A tile of a gradient from the MMA accumulators of a warp to its rows in global memory.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/mma.cuh"
+#include "kernel_params.h"
+
+namespace flashbwd::sm80 {
+
+// Row tiles are 16 rows each, column tiles 8 columns: in pairs, kPairColumns apart.
+template <typename T, int kRowTiles, int kColumnTiles, int kPairColumns = 16>
+struct StoreTile {
+  using Tile = float[kRowTiles][kColumnTiles][4];
+
+  // `offset`: the element of column 0 of the lane's first row, lane / 4 from the warp's first one. `rows`: that exist
+  // from this row on.
+  static __device__ __forceinline__ void store(const GradientTarget& target, int64_t offset, int32_t rows,
+                                               int32_t first_column, const Tile& tile) {
+    if constexpr (sizeof(T) == 2) {
+      if (target.pieces) {
+        store_pieces(target, offset, rows, first_column, tile);
+        return;
+      }
+    }
+    const int32_t lane = threadIdx.x % 32;
+    const int64_t row_stride = target.view.seq_stride;
+    const int32_t column = first_column + lane % 4 * 2;
+    offset += column;
+#pragma unroll
+    for (int mt = 0; mt < kRowTiles; ++mt) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t row = mt * 16 + half * 8;
+        if (row >= rows) continue;
+#pragma unroll
+        for (int nt = 0; nt < kColumnTiles; ++nt) {
+          const int32_t tile_column = nt / 2 * kPairColumns + nt % 2 * 8;
+          const int64_t place = offset + row * row_stride + tile_column;
+          const float low = tile[mt][nt][half * 2], high = tile[mt][nt][half * 2 + 1];
+          const int32_t left = target.columns - column - tile_column;
+          if (target.dtype == DType::kFloat32) {
+            store_pair(static_cast<float*>(target.view.data) + place, low, high, left, target.aligned);
+          } else if constexpr (sizeof(T) == 2) {
+            store_pair(static_cast<T*>(target.view.data) + place, low, high, left, target.aligned);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // Eight columns of a row at once: of four tiles (of the last two, where they make no four), a lane collects the one
+  // that is as far in as the lane in its four.
+  static __device__ __forceinline__ void store_pieces(const GradientTarget& target, int64_t offset, int32_t rows,
+                                                      int32_t first_column, const Tile& tile) {
+    const int32_t lane = threadIdx.x % 32;
+    const int64_t row_stride = target.view.seq_stride;
+    const int32_t column = first_column + lane % 4 / 2 * kPairColumns + lane % 2 * 8;
+    T* place = static_cast<T*>(target.view.data) + offset + column;
+#pragma unroll
+    for (int row = 0; row < kRowTiles * 16; row += 8, place += 8 * row_stride) {
+#pragma unroll
+      for (int nt = 0; nt < kColumnTiles; nt += 4) {
+        uint32_t words[4] = {};
+#pragma unroll
+        for (int i = 0; i < 4 && nt + i < kColumnTiles; ++i) {
+          const float* const pair = tile[row / 16][nt + i] + row % 16 / 4;
+          words[i] = pack2<T>(pair[0], pair[1]);
+        }
+        transpose_in_fours(words);
+        const int32_t tile_column = nt / 2 * kPairColumns;
+        const bool exists = nt + 4 <= kColumnTiles || lane % 4 < 2;
+        if (row < rows && exists && column + tile_column < target.columns) {
+          *reinterpret_cast<uint4*>(place + tile_column) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+
+  // Word i of lane j goes to word j of lane i, of every four lanes.
+  static __device__ __forceinline__ void transpose_in_fours(uint32_t (&words)[4]) {
+    const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+    const uint32_t a = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[2], 2);
+    const uint32_t b = __shfl_xor_sync(0xffffffffu, upper ? words[1] : words[3], 2);
+    (upper ? words[0] : words[2]) = a;
+    (upper ? words[1] : words[3]) = b;
+    const uint32_t c = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
+    const uint32_t d = __shfl_xor_sync(0xffffffffu, odd ? words[2] : words[3], 1);
+    (odd ? words[0] : words[1]) = c;
+    (odd ? words[2] : words[3]) = d;
+  }
+
+  template <typename Out>
+  static __device__ __forceinline__ void store_pair(Out* place, float low, float high, int32_t left, bool aligned) {
+    if (aligned && left >= 2) {
+      if constexpr (sizeof(Out) == 4) {
+        *reinterpret_cast<float2*>(place) = make_float2(low, high);
+      } else {
+        *reinterpret_cast<uint32_t*>(place) = pack2<Out>(low, high);
+      }
+      return;
+    }
+    if (left >= 1) place[0] = from_float<Out>(low);
+    if (left >= 2) place[1] = from_float<Out>(high);
+  }
+};
+
+}  // namespace flashbwd::sm80

@@ -1,0 +1,65 @@
+"""Each way in which the sm_80 family takes dq through the workspace, reached through the public function."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kit import cases, inputs
+from support import GPU_TARGETS, MAIN, Target, arguments_of, repeated, run, run_copies, skip_where_refused, workspace_of
+
+import flashbwd
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [target for target in GPU_TARGETS if "-sm80-" in str(target.id)]
+DENSE = cases.Case("dense", batch=2, heads=4, heads_kv=2, seqlen_q=200, seqlen_k=270, head_dim=64, head_dim_v=64)
+PACKED = cases.Case(
+    "packed", heads=4, heads_kv=2, seqlens_q=(150, 1, 0, 77), seqlens_k=(140, 65, 3, 130), head_dim=64, head_dim_v=64
+)
+
+
+@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "in_order"])
+@pytest.mark.parametrize("head_dim", [64, 90, 320])
+@pytest.mark.parametrize("shape", [DENSE, PACKED], ids=str)
+def test_one_compact_slot_that_key_blocks_add_into(
+    shape: cases.Case, head_dim: int, deterministic: bool, target: Target
+) -> None:
+    device, backend, dtype = target
+    case = dataclasses.replace(shape, causal=True, head_dim=head_dim, deterministic=deterministic)
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    with flashbwd.use_backend(backend):
+        plan = flashbwd.plan_attention_backward(**arguments_of(x))
+    rows = sum(case.physical_q)
+    assert (plan.nsplits, plan.accumulator_bytes) == (1, case.heads * rows * -(-head_dim // 4) * 4 * 4)
+    assert ("in order of the key blocks" if deterministic else "by atomics") in plan.schedule
+    x.check(*run(x, backend, workspace=workspace_of(plan.workspace_bytes, device)))
+
+
+@pytest.mark.parametrize("target", [target for target in KERNELS if "float32" not in str(target.id)])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "seqlen_k", "head_dim"), [(2, 200, 270, 64), (4, 300, 300, 90), (2, 257, 400, 128)]
+)
+def test_no_accumulator_where_each_cta_has_whole_heads(
+    heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, deterministic: bool, target: Target
+) -> None:
+    """Two KV heads for each multiprocessor."""
+    device, backend, dtype = target
+    case = dataclasses.replace(
+        DENSE, batch=1, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim
+    )
+    case = dataclasses.replace(case, causal=causal, deterministic=deterministic)
+    copies = torch.cuda.get_device_properties(device).multi_processor_count
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    many = {name: repeated(x.arguments[name], copies) for name in MAIN}
+    with flashbwd.use_backend(backend):
+        plan = flashbwd.plan_attention_backward(**arguments_of(x, **many))
+    assert (plan.nsplits, plan.accumulator_bytes) == (0, 0)
+    assert "its key blocks one after the other" in plan.schedule
+    run_copies(case, target, copies)

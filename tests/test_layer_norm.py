@@ -39,6 +39,7 @@ class Case:
     dresidual: bool = False
     layout: str = "contiguous"
     eps: float = 1e-5
+    scale: float = 1.0  # of x
 
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -125,7 +126,7 @@ def make(case: Case, device: str, seed: int = 0) -> Inputs:
     def random(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*size, device=device, dtype=fp32 if case.x != fp64 else fp64).to(dtype)
 
-    x = (random(*shape, dtype=case.x) * 2 + 0.5).to(case.x)
+    x = ((random(*shape, dtype=case.x) * 2 + 0.5) * case.scale).to(case.x)
     dz = random(*shape, dtype=case.dz or case.x)
     gamma = random(case.columns, dtype=case.gamma or case.x) if case.with_gamma else None
     dresidual = random(*shape, dtype=case.x) if case.dresidual else None
@@ -227,6 +228,14 @@ def test_gradients_with_every_option(device: str, case: Case, columns: int) -> N
         run(replace(case, rows=29, columns=columns, x=dtype), device)
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize("device", DEVICES)
+def test_inputs_of_any_scale(device: str, scale: float) -> None:
+    for dtype in (bf16, fp32):
+        for rms in (False, True):
+            run(Case(rows=40, columns=264, x=dtype, rms=rms, eps=0.0, scale=scale), device)
+
+
 @pytest.mark.parametrize("stats", [bf16, fp16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_statistics_may_be_16_bit(device: str, stats: torch.dtype) -> None:
@@ -299,7 +308,7 @@ def test_dx_has_the_strides_of_empty_like(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(50, 72), (1024, 1024), (50, 77)])
+@pytest.mark.parametrize(("rows", "columns"), [(50, 72), (1024, 1024), (1024, 3072), (50, 77)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_output_mask_leaves_out_and_changes_nothing_else(
     device: str, rows: int, columns: int, dtype: torch.dtype
@@ -387,7 +396,9 @@ def test_any_combination(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(1024, 1024), (8193, 768), (8193, 4096), (1000, 7919), (300, 65536)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1024, 1024), (1024, 3072), (8193, 768), (8193, 4096), (1000, 7919), (300, 65536)]
+)
 def test_a_thousand_runs_give_the_same_bits(rows: int, columns: int, dtype: torch.dtype) -> None:
     case = Case(rows=rows, columns=columns, x=dtype)
     inputs = make(case, "cuda")

@@ -81,7 +81,6 @@ struct DeviceInfo {
   // Kernel families that this build holds.
   bool has_attention_sm90 = false;
   bool has_attention_sm80 = false;
-  bool has_layer_norm = false;
 };
 
 }  // namespace flashbwd

@@ -140,14 +140,20 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     commit_copies();
   };
 
-#pragma unroll 1
-  for (int s = 0; s < stages - 1; ++s) {
-    fetch(s, row + s * row_step);
-    if (any_ahead) fetch_ahead(s == 0 ? row : a.rows);
-  }
   const bool all_stored =
       head == 0 && whole == mine && (a.dx == nullptr || a.vector_dx) && (a.branch == nullptr || a.vector_branch);
+  // What becomes of vector v of a row: bit v, dx leaves by 16 bytes; bit kBranch + v, the branch's gradient does; then
+  // what there is at all. One register, where each argument would cost several instructions a vector.
+  constexpr int kBranch = 4;
+  constexpr uint32_t kHasDx = 1u << 8, kHasBranch = 1u << 9, kHasResidual = 1u << 10, kHasMask = 1u << 11,
+                     kRest = 1u << 12;
+  const uint32_t whole_bits = ((1u << max(whole, 0)) - 1) & (head == 0 ? ~0u : ~1u);
+  const uint32_t ends =
+      keep((a.vector_dx ? whole_bits : 0) | (a.vector_branch ? whole_bits << kBranch : 0) |
+           (a.dx != nullptr ? kHasDx : 0) | (a.branch != nullptr ? kHasBranch : 0) |
+           (a.residual != nullptr ? kHasResidual : 0) | (mask_given ? kHasMask : 0) | (all_stored ? 0 : kRest));
   const int under_way = (any_ahead ? 2 : 1) * (stages - 1);  // groups of copies behind those of a row
+
   // Statistics are loaded a row ahead.
   float next_mu = 0.f;
   float next_rs = 0.f;
@@ -159,6 +165,10 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   };
   load_statistics(row);
 
+  fetch(0, row);
+  if (any_ahead) fetch_ahead(row);
+  const DrawnFrom drawn_from = {gamma_s - kDrawnFromBytes, a.dropout.keep_from};
+  if (kForm == Form::kDropout && a.dropout.rng != nullptr) drawn_from.write(a.dropout.rng);
   if (a.gamma_dtype == DType::kFloat32) {
     stage_parameters<float, kElements>(a, chunk_start * kElements - phase, gamma_s);
   } else if (a.gamma_dtype == DType::kBFloat16) {
@@ -166,12 +176,18 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   } else {
     stage_parameters<__half, kElements>(a, chunk_start * kElements - phase, gamma_s);
   }
-  // All wait for gamma; where CTAs share rows, for the mbarriers of the other CTAs too.
+  // Behind the statistics and gamma, which a first row needs as well.
+#pragma unroll 1
+  for (int s = 1; s < stages - 1; ++s) {
+    fetch(s, row + s * row_step);
+    if (any_ahead) fetch_ahead(a.rows);
+  }
+  // All wait for these; where CTAs share rows, for the mbarriers of the other CTAs too.
   if (kHasClusters && a.tile.cluster) {
     if (threadIdx.x == 0) exchange.init(a.tile.groups);
     cluster_barrier();
   } else {
-    __syncthreads();
+    group_barrier(0, a.tile.threads());
   }
 
   // Parameter `which` of vector v: gamma, and in Form::kOutput beta.
@@ -198,13 +214,9 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     uint32_t kept = 0;
     if constexpr (kForm == Form::kDropout) {
       if (!a.dropout.drops) return ~0u;
-      if (mask_given) return kept;
-      const uint64_t seed = a.dropout.rng[0];
-      const uint64_t first = a.dropout.rng[1] + of_row * a.columns + column0;
-#pragma unroll 1
-      for (int v = 0; v < vectors; ++v) {
-        kept |= drawn_mask<kElements>(seed, first + v * column_step, a.dropout.keep_from) << v * kElements / 4;
-      }
+      if (mask_given || vectors == 0) return kept;
+      const uint64_t first = drawn_from.offset() + of_row * a.columns + column0;
+      kept = drawn_from.mask<kElements>(first, column_step, vectors);
     }
     return kept;
   };
@@ -250,15 +262,13 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     lock_step.hold(a, a.schedule.rounds - left + 1);
     if (sums_here) {
       if (!kFromOutput) sums.y *= rs;
-      sums = exchange.send(a.tile, sums, a.schedule.rounds - left);
-    }
-    if (sums_here) {
-      sums = exchange.receive(a.tile, sums, a.schedule.rounds - left);
+      sums = exchange.sum(a.tile, sums, a.schedule.rounds - left);
     } else if (a.row_sums != nullptr && row < a.rows) {
       sums = a.row_sums[row];
     }
     const float mean_dy = !a.centred ? 0.f : sums.x * a.inverse_columns * rs;  // both times rs
-    const float mean_dy_xhat = sums.y * a.inverse_columns * rs;
+    // that of dy * xhat times rs, and but from the output xhat's own rs
+    const float mean_dy_xhat = sums.y * a.inverse_columns * rs * (kFromOutput ? 1.f : rs);
 
     if (any_ahead) wait_copies(1);  // all but what this turn has fetched
     TX* next_dx = static_cast<TX*>(a.dx) + row * a.dx_stride + column0;
@@ -273,28 +283,34 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
         centre(v, mu, x);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) {
-          const float xhat = x[e] * (kFromOutput ? inverse_of_divisor(gamma[e]) : rs);
-          dgamma[v][e] = fmaf(dz[e], xhat, dgamma[v][e]);
           dbeta[v][e] += dz[e];
-          x[e] = fmaf(gamma[e] * dz[e], rs, -fmaf(xhat, mean_dy_xhat, mean_dy));
+          if constexpr (kFromOutput) {
+            const float xhat = x[e] * inverse_of_divisor(gamma[e]);
+            dgamma[v][e] = fmaf(dz[e], xhat, dgamma[v][e]);
+            x[e] = fmaf(gamma[e] * dz[e], rs, -fmaf(xhat, mean_dy_xhat, mean_dy));
+          } else {
+            const float dz_rs = dz[e] * rs;
+            dgamma[v][e] = fmaf(dz_rs, x[e], dgamma[v][e]);
+            x[e] = fmaf(gamma[e], dz_rs, -fmaf(x[e], mean_dy_xhat, mean_dy));
+          }
         }
-        if (a.residual != nullptr) {  // what reaches dx past the norm
+        if (ends & kHasResidual) {  // what reaches dx past the norm
           PlaneX::read(residual_slots(v), dz);
 #pragma unroll
           for (int e = 0; e < kElements; ++e) x[e] += dz[e];
         }
-        if (a.dx != nullptr) {
+        if (ends & kHasDx) {
           const auto packed = PlaneX::packed(x);
-          if (a.vector_dx && whole_vector(v)) {
+          if (ends & 1u << v) {
             PlaneX::store(next_dx, packed);
           } else {
             PlaneX::put(slots + v * kPairStride, packed);
           }
         }
         if constexpr (kForm == Form::kDropout) {
-          if (a.branch != nullptr) {
-            const uint32_t mask =
-                mask_given ? given_mask<kElements>(__cvta_shared_to_generic(keep_slots(v))) : kept >> v * kElements / 4;
+          if (ends & kHasBranch) {
+            const uint32_t mask = ends & kHasMask ? given_mask<kElements>(__cvta_shared_to_generic(keep_slots(v)))
+                                                  : kept >> v * kElements / 4;
 #pragma unroll
             for (int e = 0; e < kElements; ++e) x[e] *= a.dropout.scale;
             auto packed = PlaneDz::packed(x);
@@ -302,7 +318,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
             for (int h = 0; h < PlaneDz::kSlots; ++h) {
               packed.slots[h] = kept_or_zero<TDZ>(packed.slots[h], mask >> h * PlaneDz::kPerSlot / 4);
             }
-            if (a.vector_branch && whole_vector(v)) {
+            if (ends & 1u << (kBranch + v)) {
               PlaneDz::store(next_branch, packed);
             } else {
               PlaneDz::put(slots + v * kPairStride + kDzOffset, packed);
@@ -315,7 +331,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     }
     // What is left of dx: by elements, from the slots that x and dz came in.
 #pragma unroll 1
-    for (int v = 0; v < here && !all_stored; ++v) {
+    for (int v = 0; v < here && ends & kRest; ++v) {
       const int skip = v == 0 ? head : 0;
       if (a.dx != nullptr && !(a.vector_dx && whole_vector(v))) {
         PlaneX::store_part(slots + v * kPairStride, next_dx + (v - kVectors) * column_step, skip, count_of(v));
@@ -338,11 +354,10 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
 template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
   extern __shared__ __align__(128) char smem[];
-  const int row_ctas = a.schedule.workers * a.tile.chunks;
-  if (blockIdx.x < row_ctas) {
+  if (kForm == Form::kPlain && threadIdx.x >= a.tile.threads()) {
+    sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem + a.tile.columns_offset));
+  } else if (blockIdx.x < a.schedule.workers * a.tile.chunks) {
     compute_rows<kForm, TX, TDZ>(a, smem);
-  } else if constexpr (kForm == Form::kPlain) {
-    sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem), blockIdx.x - row_ctas, gridDim.x - row_ctas);
   }
 }
 

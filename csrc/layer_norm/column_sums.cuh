@@ -22,25 +22,28 @@ struct Loaded {
   }
 };
 
-// What CTA `index` of `ctas` sums: every ctas-th block of columns, over all rows. They read x and dz once more, while
-// others compute dx, and mostly from L2. `parts`: shared memory, (warps, 2, kColumnLanes * kElements).
+// Sums every gridDim.x-th block of columns over all rows, by the threads behind the tile's. They read x and dz once
+// more, while the others compute dx, and mostly from L2. `parts`: shared memory, (warps, 2, kColumnLanes * kElements).
 template <typename TX, typename TDZ>
-__device__ void sum_columns(const BackwardArguments& a, float* parts, int index, int ctas) {
+__device__ __forceinline__ void sum_columns(const BackwardArguments& a, float* parts) {
   constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));
   constexpr int kColumns = columns_at_a_time(kElements);
   constexpr int kLoads = sizeof(TX) == sizeof(TDZ) ? 8 : 4;  // rows a thread has in flight: 64 or 48 registers
-  const int lane = threadIdx.x % kColumnLanes;
-  const int row_step = blockDim.x / kColumnLanes;
-  const int warps = blockDim.x / kWarp;
+  constexpr int kBarrier = 15;                               // groups of rows have those from 1 on
+  const int thread = threadIdx.x - a.tile.threads();
+  const int threads = blockDim.x - a.tile.threads();
+  const int lane = thread % kColumnLanes;
+  const int row_step = threads / kColumnLanes;
+  const int warps = threads / kWarp;
 #pragma unroll 1
-  for (int block = index; block * kColumns < a.columns; block += ctas) {
+  for (int block = blockIdx.x; block * kColumns < a.columns; block += gridDim.x) {
     const int column = block * kColumns + lane * kElements;
     const TX* x = static_cast<const TX*>(a.x) + column;
     const TDZ* dz = static_cast<const TDZ*>(a.dz) + column;
     const int64_t rows = column < a.columns ? a.rows : 0;
     float dgamma[kElements] = {}, dbeta[kElements] = {};
 #pragma unroll 1
-    for (int64_t first = threadIdx.x / kColumnLanes; first < rows; first += kLoads * row_step) {
+    for (int64_t first = thread / kColumnLanes; first < rows; first += kLoads * row_step) {
       Loaded<TX, kElements> of_x[kLoads];
       Loaded<TDZ, kElements> of_dz[kLoads];
       float mu[kLoads] = {}, rs[kLoads] = {};
@@ -74,26 +77,26 @@ __device__ void sum_columns(const BackwardArguments& a, float* parts, int index,
         dbeta[e] += __shfl_xor_sync(0xffffffffu, dbeta[e], offset);
       }
     }
-    if (threadIdx.x % kWarp < kColumnLanes) {
-      float* own = parts + threadIdx.x / kWarp * 2 * kColumns + lane * kElements;
+    if (thread % kWarp < kColumnLanes) {
+      float* own = parts + thread / kWarp * 2 * kColumns + lane * kElements;
       store_floats(own, dgamma);
       store_floats(own + kColumns, dbeta);
     }
-    __syncthreads();            // all parts are there
-    constexpr int kAdders = 4;  // threads a column
-    for (int i = threadIdx.x / kAdders; i < 2 * kColumns; i += blockDim.x / kAdders) {
+    group_barrier(kBarrier, threads);  // all parts are there
+    constexpr int kAdders = 4;         // threads a column
+    for (int i = thread / kAdders; i < 2 * kColumns; i += threads / kAdders) {
       double sum = 0.;
 #pragma unroll 4
-      for (int w = threadIdx.x % kAdders; w < warps; w += kAdders) sum += parts[w * 2 * kColumns + i];
+      for (int w = thread % kAdders; w < warps; w += kAdders) sum += parts[w * 2 * kColumns + i];
 #pragma unroll
       for (int offset = 1; offset < kAdders; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       void* target = i < kColumns ? a.dgamma : a.dbeta;
       const int of_column = block * kColumns + i % kColumns;
-      if (threadIdx.x % kAdders == 0 && target != nullptr && of_column < a.columns) {
+      if (thread % kAdders == 0 && target != nullptr && of_column < a.columns) {
         store_float(target, a.gamma_dtype, of_column, static_cast<float>(sum));
       }
     }
-    __syncthreads();  // the parts have been read
+    group_barrier(kBarrier, threads);  // the parts have been read
   }
 }
 

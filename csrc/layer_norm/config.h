@@ -30,6 +30,7 @@ constexpr double kMostAhead = 2.0;
 // Columns are summed beside dx where x and dz take at most this share of L2.
 constexpr double kColumnSumsShare = 0.4;
 constexpr int kColumnLanes = 4;       // threads side by side: 64 bytes of a row, or two of them
+constexpr int kColumnThreads = 128;   // of a CTA, at least
 constexpr float kLeastGamma = 1e-5f;  // magnitude by which outputs are divided to give xhat
 constexpr int kSlotStride =
     16 * kMaxThreads;  // bytes from one of a thread's slots to the next: a constant saves registers
@@ -40,6 +41,7 @@ constexpr int elements_of(int64_t x_bytes, int64_t dz_bytes) {
   return 16 / static_cast<int>(x_bytes < dz_bytes ? x_bytes : dz_bytes);
 }
 
+constexpr int kMostElements = 8;  // of a vector
 // Columns that a CTA sums at a time.
 constexpr int columns_at_a_time(int elements) { return kColumnLanes * elements; }
 
@@ -47,21 +49,23 @@ constexpr int columns_at_a_time(int elements) { return kColumnLanes * elements; 
 constexpr int max_vectors_of(int64_t x_bytes, int64_t dz_bytes) { return x_bytes == dz_bytes ? 4 : 2; }
 
 struct BackwardTile {
-  int elements = 0;         // of a vector
-  int lanes = 0;            // threads a row and CTA: a power of two up to 32, else a multiple of 32
-  int groups = 0;           // rows a CTA holds at a time
-  int vectors = 0;          // a thread
-  int chunks = 1;           // CTAs a row
-  int chunk_vectors = 0;    // vectors of a row in one CTA
-  int stages = 0;           // rows in flight, the one in use included
-  int planes = 0;           // 16-byte slots a thread and stage
-  int residual_planes = 0;  // of dresidual, of one row
-  int keep_bytes = 0;       // of a given dropout mask, of one row and thread
-  int keep_offset = 0;      // in shared memory
-  int parameters = 1;       // values a column in shared memory: gamma, or gamma and beta
-  int parts = 1;            // warps that share a row
-  bool cluster = false;     // the CTAs of a row exchange their sums; otherwise a kernel before has summed
-  int stages_offset = 0;    // in shared memory
+  int elements = 0;           // of a vector
+  int lanes = 0;              // threads a row and CTA: a power of two up to 32, else a multiple of 32
+  int groups = 0;             // rows a CTA holds at a time
+  int vectors = 0;            // a thread
+  int chunks = 1;             // CTAs a row
+  int chunk_vectors = 0;      // vectors of a row in one CTA
+  int stages = 0;             // rows in flight, the one in use included
+  int planes = 0;             // 16-byte slots a thread and stage
+  int residual_planes = 0;    // of dresidual, of one row
+  int keep_bytes = 0;         // of a given dropout mask, of one row and thread
+  int keep_offset = 0;        // in shared memory
+  int parameters = 1;         // values a column in shared memory: gamma, or gamma and beta
+  int parts = 1;              // warps that share a row
+  bool sums_columns = false;  // the CTA's threads behind the tile's sum columns
+  int columns_offset = 0;     // of theirs in shared memory
+  bool cluster = false;       // the CTAs of a row exchange their sums; otherwise a kernel before has summed
+  int stages_offset = 0;      // in shared memory
   int64_t smem_bytes = 0;
 
   constexpr int threads() const { return lanes * groups; }
@@ -78,7 +82,7 @@ struct BackwardShape {
   bool keep = false;               // a dropout mask is given
   bool draws = false;              // it is drawn
   bool shifted = false;            // rows start off a vector's boundary
-  bool beside_columns = false;     // CTAs of as many threads sum columns
+  bool beside_columns = false;     // a CTA's other threads sum columns
   int most_cluster = kMaxCluster;  // CTAs
 };
 
@@ -89,11 +93,14 @@ constexpr int64_t parameter_stride(const BackwardTile& t) {
   return int64_t{16} * (t.parameters * t.vectors * t.elements / 4 | 1);
 }
 constexpr int64_t parameter_bytes(const BackwardTile& t) { return parameter_stride(t) * t.lanes; }
-// By group, two mbarriers and two rows' sums.
+// By group, two mbarriers and two rows' sums; then what a dropout mask is drawn from.
 constexpr int kBarrierBytes = 16;
+constexpr int kDrawnFromBytes = 96;
 constexpr int64_t exchange_bytes(const BackwardTile& t) {
-  return int64_t{kBarrierBytes} * t.groups + int64_t{16} * t.groups * t.parts;
+  return int64_t{kBarrierBytes} * t.groups + int64_t{16} * t.groups * t.parts + kDrawnFromBytes;
 }
+// Of the warps that sum columns: dgamma and dbeta of as many as they sum at a time.
+constexpr int64_t kColumnBytes = int64_t{kMaxThreads / kWarp} * 2 * columns_at_a_time(kMostElements) * 4;
 // All vectors of dgamma and dbeta, where the stages were.
 constexpr int64_t reduce_bytes(const BackwardTile& t) {
   return t.groups == 1 ? 0 : int64_t{8} * t.vectors * t.elements * t.threads();
@@ -110,6 +117,8 @@ inline void place(BackwardTile* t, int stages) {
   t->keep_offset = static_cast<int>((before + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment);
   t->stages_offset = static_cast<int>(t->keep_offset + ahead_bytes(*t));
   t->smem_bytes = t->stages_offset + std::max(stages * int64_t{kSlotStride} * t->planes, reduce_bytes(*t));
+  t->columns_offset = static_cast<int>(t->smem_bytes);
+  if (t->sums_columns) t->smem_bytes += kColumnBytes;
 }
 
 inline int power_of_two_at_least(int64_t n) {
@@ -126,7 +135,8 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   const int64_t shift = shape.shifted ? t.elements - 1 : 0;
   const int64_t row_vectors = (shape.columns + shift + t.elements - 1) / t.elements;
   const int64_t chunk_vectors = (row_vectors + chunks - 1) / chunks;
-  if (chunk_vectors > int64_t{vectors} * kMaxThreads) return {};
+  const int most_threads = kMaxThreads - (shape.beside_columns ? kColumnThreads : 0);
+  if (chunk_vectors > int64_t{vectors} * most_threads) return {};
   t.chunks = chunks;
   t.cluster = chunks > 1 && chunks <= shape.most_cluster && device.cc_major >= 9;
   t.chunk_vectors = static_cast<int>(chunk_vectors);
@@ -135,6 +145,7 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   t.lanes = chunk_vectors <= kWarp ? power_of_two_at_least(chunk_vectors)
                                    : static_cast<int>((lanes + kWarp - 1) / kWarp * kWarp);
   if (chunks > 1) t.lanes = std::max(t.lanes, kWarp);
+  t.sums_columns = shape.beside_columns;
   t.parts = (t.lanes + kWarp - 1) / kWarp * (t.cluster ? t.chunks : 1);
   t.vectors = (t.chunk_vectors + t.lanes - 1) / t.lanes;
   const int64_t row_bytes = shape.x_bytes + shape.dz_bytes;
@@ -147,7 +158,7 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   const int64_t workers = std::max(1, device.sm_count / (t.cluster ? chunks : 1));
   const int64_t wanted = (shape.rows + workers - 1) / workers;
   int64_t groups =
-      chunks > 1 && !t.cluster ? 1 : std::min<int64_t>(kMaxThreads / t.lanes, std::max<int64_t>(1, wanted));
+      chunks > 1 && !t.cluster ? 1 : std::min<int64_t>(most_threads / t.lanes, std::max<int64_t>(1, wanted));
   for (groups = (groups + step - 1) / step * step; groups >= step; groups -= step) {
     t.groups = static_cast<int>(groups);
     const int64_t rounds = (wanted + groups - 1) / groups;
@@ -191,19 +202,14 @@ inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& de
   return best;
 }
 
-// How many CTAs sum dgamma and dbeta by columns beside those that compute dx, rather than that these keep partial sums:
-// of so few rows that x and dz stay in L2 until they have been read twice, and no more columns than the SMs could take
-// at a time. 0 for more. No more CTAs than end together: the others compute dx.
-constexpr int column_ctas(const BackwardShape& shape, const DeviceInfo& device) {
+// Whether dgamma and dbeta are summed by columns beside dx, by threads of their own, rather than that those that
+// compute dx keep partial sums: of so few rows that x and dz stay in L2 until they have been read twice, and no more
+// columns than the SMs take at a time.
+constexpr bool sums_columns(const BackwardShape& shape, const DeviceInfo& device) {
   const double bytes = static_cast<double>(shape.rows) * static_cast<double>(shape.columns) *
                        static_cast<double>(shape.x_bytes + shape.dz_bytes);
-  if (bytes > kColumnSumsShare * static_cast<double>(device.l2_bytes)) return 0;
-  const int columns = columns_at_a_time(elements_of(shape.x_bytes, shape.dz_bytes));
-  const int64_t blocks = (shape.columns + columns - 1) / columns;
-  const int64_t most = device.sm_count / 2;
-  if (blocks > device.sm_count || most == 0) return 0;
-  const int64_t turns = (blocks + most - 1) / most;  // of the CTA with most blocks
-  return static_cast<int>((blocks + turns - 1) / turns);
+  return bytes <= kColumnSumsShare * static_cast<double>(device.l2_bytes) &&
+         shape.columns <= int64_t{device.sm_count} * columns_at_a_time(elements_of(shape.x_bytes, shape.dz_bytes));
 }
 
 // How rows are dealt out to workers (a CTA, or the CTAs of one row): in turn, `groups` at a time.

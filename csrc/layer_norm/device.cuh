@@ -141,6 +141,9 @@ __device__ void store_shared(uint32_t shared, T value) {
   }
 }
 
+inline __device__ void store_shared(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
+}
 inline __device__ void store_shared(uint32_t shared, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(shared), "f"(value.x), "f"(value.y) : "memory");
 }
@@ -160,6 +163,16 @@ __device__ T load_shared(uint32_t shared) {
   if constexpr (std::is_same_v<T, float2>) {
     float2 value;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "r"(shared) : "memory");
+    return value;
+  } else if constexpr (std::is_same_v<T, uint2>) {
+    uint2 value;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(value.x), "=r"(value.y) : "r"(shared));
+    return value;
+  } else if constexpr (std::is_same_v<T, uint4>) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(shared));
     return value;
   } else if constexpr (sizeof(T) == 4) {
     float value;

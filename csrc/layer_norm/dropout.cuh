@@ -35,35 +35,83 @@ __device__ uint4 kept_or_zero(uint4 values, uint32_t mask) {
   }
 }
 
-// A block's four elements, as quad 0.
-inline __device__ uint32_t drawn_quad(uint64_t seed, uint64_t block, uint32_t keep_from) {
-  const uint4 words = philox4x32<10, true>(seed, block & (~uint64_t{0} >> 2), 0, 0);
-  uint32_t kept = words.x >= keep_from ? 1u : 0u;
-  if (words.y >= keep_from) kept |= 1u << 8;
-  if (words.z >= keep_from) kept |= 1u << 16;
-  if (words.w >= keep_from) kept |= 1u << 24;
-  return kept;
-}
+// The keys of Philox's rounds and the offset of a drawn mask, in shared memory: to read them from there costs fewer
+// instructions than to add them up.
+struct DrawnFrom {
+  static constexpr int kRounds = 10;
+  uint32_t shared;  // (kRounds, 2) keys, then the offset: kDrawnFromBytes
+  uint32_t keep_from;
 
-// The mask of kElements elements from number `first` on, as PyTorch's memory-efficient attention numbers its own:
-// element n has word n % 4 of the block of counter n / 4. Blocks before the first may be those of negative numbers,
-// which nobody uses.
-template <int kElements>
-__device__ uint32_t drawn_mask(uint64_t seed, uint64_t first, uint32_t keep_from) {
-  constexpr int kQuads = (kElements + 3) / 4;
-  const uint64_t block = first >> 2;
-  const int skip = first & 3;
-  uint32_t kept = 0;
-  const auto low = static_cast<uint32_t>(block);
-  if (skip == 0 && low <= ~0u - kQuads) {  // quads are blocks; their numbers' upper halves agree: less to compute
+  // All threads take part; a barrier follows.
+  __device__ void write(const int64_t* rng) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(rng);  // seed, offset
+    for (int word = threadIdx.x; word < 2 * kRounds + 2; word += blockDim.x) {
+      const uint32_t steps = word / 2 * (word % 2 == 0 ? kPhiloxKeyStep0 : kPhiloxKeyStep1);
+      store_shared(shared + 4 * word, word < 2 * kRounds ? words[word % 2] + steps : words[2 + word % 2]);
+    }
+  }
+
+  __device__ uint64_t offset() const {
+    const uint2 words = load_shared<uint2>(shared + 8 * kRounds);
+    return uint64_t{words.y} << 32 | words.x;
+  }
+
+  // The masks of kBlocks blocks of four elements, from number `block` on, as quads 0, 1, ... kNear: their upper halves
+  // agree.
+  template <int kBlocks, bool kNear>
+  __device__ uint32_t quads(uint32_t keys_s, uint64_t block) const {
+    uint4 c[kBlocks];
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) kept |= drawn_quad(seed, block - low | (low + q), keep_from) << q;
+    for (int q = 0; q < kBlocks; ++q) {
+      const uint64_t high = (kNear ? block : block + q) >> 32 & (~0u >> 2);
+      c[q] = make_uint4(static_cast<uint32_t>(block) + q, static_cast<uint32_t>(high), 0, 0);
+    }
+#pragma unroll
+    for (int round = 0; round < kRounds; round += 2) {
+      const uint4 keys = load_shared<uint4>(keys_s + 8 * round);
+#pragma unroll
+      for (int q = 0; q < kBlocks; ++q) c[q] = philox_round<true>(c[q], keys.x, keys.y);
+#pragma unroll
+      for (int q = 0; q < kBlocks; ++q) c[q] = philox_round<true>(c[q], keys.z, keys.w);
+    }
+    uint32_t kept = 0;
+#pragma unroll
+    for (int q = 0; q < kBlocks; ++q) {
+      if (c[q].x >= keep_from) kept |= 1u << mask_bit(4 * q);
+      if (c[q].y >= keep_from) kept |= 1u << mask_bit(4 * q + 1);
+      if (c[q].z >= keep_from) kept |= 1u << mask_bit(4 * q + 2);
+      if (c[q].w >= keep_from) kept |= 1u << mask_bit(4 * q + 3);
+    }
     return kept;
   }
+
+  // The mask of `vectors` times kElements elements, `step` apart, from number `first` on, as PyTorch's memory-efficient
+  // attention numbers its own: element n has word n % 4 of the block of counter n / 4. Blocks before the first may be
+  // those of negative numbers, which nobody uses.
+  template <int kElements>
+  __device__ uint32_t mask(uint64_t first, int step, int vectors) const {
+    constexpr int kQuads = (kElements + 3) / 4;  // of a vector, which has a block more where blocks straddle vectors
+    const uint64_t block = first >> 2;
+    const uint32_t skip = first & 3;
+    const uint32_t low = static_cast<uint32_t>(block);
+    const uint32_t block_step = step / 4;
+    const uint32_t keys_s = keep(shared);
+    uint32_t kept = 0;
+    if (skip == 0 && low <= low + (vectors - 1) * block_step + kQuads) {  // all upper halves agree
 #pragma unroll 1
-  for (int q = 0; q < kQuads + 1; ++q) kept |= drawn_quad(seed, block + q, keep_from) << q;
-  return __funnelshift_r(kept, kept >> 1, 8 * skip) & kQuad * ((1u << kQuads) - 1);
-}
+      for (int v = 0; v < vectors; ++v) {
+        kept |= quads<kQuads, true>(keys_s, block - low + (low + v * block_step)) << v * kQuads;
+      }
+      return kept;
+    }
+#pragma unroll 1
+    for (int v = 0; v < vectors; ++v) {
+      const uint32_t drawn = quads<kQuads + 1, false>(keys_s, block + v * block_step);
+      kept |= (__funnelshift_r(drawn, drawn >> 1, 8 * skip) & kQuad * ((1u << kQuads) - 1)) << v * kQuads;
+    }
+    return kept;
+  }
+};
 
 // The mask from keep[e], for kElements elements that lie as aligned words in global or shared memory. Bytes that are no
 // element's may hold anything.

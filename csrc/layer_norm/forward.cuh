@@ -192,6 +192,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
   TH* h = static_cast<TH*>(a.h) + row * a.h_stride;
   const TH* summand =
       kAdd ? static_cast<const TH*>(a.residual) + row * a.residual_stride : reinterpret_cast<const TH*>(x);
+  __shared__ __align__(16) char drawn_from_smem[kDrawnFromBytes];
+  const DrawnFrom drawn_from = {shared_address(drawn_from_smem), a.dropout.keep_from};
+  if (kAdd && a.dropout.drops && a.dropout.keep == nullptr) {
+    drawn_from.write(a.dropout.rng);
+    __syncthreads();  // all wait for what the first threads have written
+  }
   // h of one vector, from x's and the residual's.
   const auto add = [&](int vector, const Vector<T, kElements>& branch, Held& held) {
     const int column = column_of(vector);
@@ -205,8 +211,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
                  ? (kElements > 1 && a.dropout.vector_keep && whole(column)
                         ? given_mask<kElements>(keep)
                         : given_mask<kElements>(keep, first_of(column), last_of(column)))
-                 : drawn_mask<kElements>(a.dropout.rng[0], a.dropout.rng[1] + row * a.columns + column,
-                                         a.dropout.keep_from);
+                 : drawn_from.mask<kElements>(drawn_from.offset() + row * a.columns + column, 0, 1);
     }
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {

@@ -35,6 +35,7 @@ struct Launch {
   Variant kernels;
   BackwardArguments arguments;
   int ctas = 0;
+  int threads = 0;             // a CTA
   bool needs_sums = false;     // of rows: not for dgamma and dbeta alone
   bool sums_first = false;     // these come from a kernel of their own
   int64_t partial_bytes = 0;   // in the workspace, first
@@ -45,10 +46,11 @@ struct Launch {
   const char* error = nullptr;
 };
 
-cudaLaunchConfig_t config_of(const BackwardTile& tile, int ctas, cudaLaunchAttribute* cluster, void* stream) {
+cudaLaunchConfig_t config_of(const BackwardTile& tile, int ctas, int threads, cudaLaunchAttribute* cluster,
+                             void* stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(ctas);
-  config.blockDim = dim3(tile.threads());
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = tile.smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   if (tile.cluster) {
@@ -87,7 +89,7 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   int workers = std::max(1, device.sm_count / tile.chunks);
   if (tile.cluster) {
     cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = config_of(tile, workers * tile.chunks, &attribute, nullptr);
+    const cudaLaunchConfig_t config = config_of(tile, workers * tile.chunks, tile.threads(), &attribute, nullptr);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
       cudaGetLastError();  // the device has no clusters of this size
@@ -126,18 +128,13 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   shape.shifted = !phase.none();
   // The same whatever is asked for: what is left out changes no bit of the rest.
   const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
-  int of_columns = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
-  DeviceInfo for_rows = device;
-  for_rows.sm_count -= of_columns;
+  shape.beside_columns = in_vectors && !p.from_output && !p.of_sum && sums_columns(shape, device);
   cudaError_t status = cudaSuccess;
   int concurrent = 0;
   for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
-    shape.beside_columns = of_columns > 0;
-    a.tile = choose_tile(shape, for_rows);
-    if (of_columns > 0 && a.tile.chunks > 1) {
-      of_columns = 0;
+    a.tile = choose_tile(shape, device);
+    if (a.tile.chunks > 1 && shape.beside_columns) {
       shape.beside_columns = false;
-      for_rows = device;
       a.tile = choose_tile(shape, device);
     }
     if (!a.tile.found() || launch.kernels.backward == nullptr) {
@@ -152,10 +149,16 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   }
   a.all_vectors = a.vector_x && a.vector_dz;
   const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
-  if (!parameters) of_columns = 0;
-  a.schedule = schedule_rows(shape, a.tile, concurrent - of_columns, phase.base, phase.step);
-  if (of_columns > 0 && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
-  launch.ctas = a.schedule.workers * a.tile.chunks + of_columns;
+  const bool by_columns = shape.beside_columns && parameters;
+  a.schedule = schedule_rows(shape, a.tile, concurrent, phase.base, phase.step);
+  if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
+  launch.ctas = a.schedule.workers * a.tile.chunks;
+  launch.threads = a.tile.threads();
+  if (by_columns) {
+    const int columns = columns_at_a_time(elements);
+    launch.ctas = std::max(launch.ctas, static_cast<int>((p.columns + columns - 1) / columns));
+    launch.threads = kMaxThreads;
+  }
 
   a.rows = p.rows;
   a.columns = static_cast<int>(p.columns);
@@ -183,7 +186,7 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   a.dgamma = p.dgamma;
   a.dbeta = p.dbeta;
-  if (parameters && of_columns == 0) {
+  if (parameters && !by_columns) {
     a.partial_columns = int64_t{a.tile.chunks} * a.tile.chunk_vectors * a.tile.elements;
     launch.partial_bytes = aligned(a.schedule.workers * 2 * a.partial_columns * 4);
   }
@@ -241,7 +244,7 @@ cudaError_t run(const LayerNormBackwardParams& p, const DeviceInfo& device, Laun
     a.row_sums = means;
   }
   cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = config_of(a.tile, launch.ctas, &attribute, stream);
+  const cudaLaunchConfig_t config = config_of(a.tile, launch.ctas, launch.threads, &attribute, stream);
   status = cudaLaunchKernelEx(&config, launch.kernels.backward, a);
   if (status != cudaSuccess || launch.partial_bytes == 0) return status;
   return launch_finalize(p, a, a.schedule.workers, device.cc_major >= 9, stream);

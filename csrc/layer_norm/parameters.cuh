@@ -7,7 +7,7 @@
 namespace flashbwd::layer_norm {
 
 // gamma of a CTA's columns, 1 where there is none and 0 outside the row: for each lane (vectors, kElements / 4) of four
-// columns each. For rows given by their output, beta behind it. All threads of the CTA take part.
+// columns each. For rows given by their output, beta behind it. All threads of the tile take part.
 template <typename T, int kElements>
 __device__ void stage_parameters(const BackwardArguments& a, int first_column, uint32_t gamma_s) {
   constexpr int kQuads = kElements / 4;  // of a vector
@@ -16,7 +16,7 @@ __device__ void stage_parameters(const BackwardArguments& a, int first_column, u
   const int quads = a.tile.vectors * kQuads;  // of a lane
   const uint32_t stride = parameter_stride(a.tile);
 #pragma unroll 2
-  for (int i = threadIdx.x; i < quads * a.tile.lanes; i += blockDim.x) {
+  for (int i = threadIdx.x; i < quads * a.tile.lanes; i += a.tile.threads()) {
     const int plane = i / a.tile.lanes;
     const int lane = i - plane * a.tile.lanes;
     const int vector = plane / kQuads * a.tile.lanes + lane;

@@ -245,6 +245,7 @@ void bind_layer_norm(py::module_& m) {
       .def_readwrite("keep", &BackwardShape::keep)
       .def_readwrite("draws", &BackwardShape::draws)
       .def_readwrite("shifted", &BackwardShape::shifted)
+      .def_readwrite("beside_columns", &BackwardShape::beside_columns)
       .def_readwrite("most_cluster", &BackwardShape::most_cluster);
   py::class_<BackwardTile>(m, "BackwardTile")
       .def_readonly("elements", &BackwardTile::elements)
@@ -263,9 +264,8 @@ void bind_layer_norm(py::module_& m) {
       .def_readonly("ahead", &RowSchedule::ahead);
 
   m.def("choose_tile", &choose_tile);
-  m.def("column_ctas", &column_ctas);
+  m.def("sums_columns", &sums_columns);
   m.def("schedule_rows", &schedule_rows);
-  m.def("keep_from", &keep_from);
   m.def("keep_from", &keep_from);
 }
 

@@ -46,6 +46,7 @@ sizes = st.sampled_from([2, 4])
     draws=st.booleans(),
     shifted=st.booleans(),
     beside_columns=st.booleans(),
+    column_threads=st.sampled_from([0, FEWEST_THREADS_FOR_COLUMNS]),
     most_cluster=st.sampled_from([1, 2, 4, 8, 16]),
     capability=capabilities,
     sm_count=st.integers(1, 160),
@@ -63,7 +64,7 @@ def test_every_shape_has_a_tile_that_fits(
     problem = shape(rows, columns, x_bytes, dz_bytes, **options)
     tile = host.choose_tile(problem, gpu)
     assert tile.elements == 16 // min(x_bytes, dz_bytes)
-    assert 0 < tile.threads <= MAX_THREADS - FEWEST_THREADS_FOR_COLUMNS * problem.beside_columns
+    assert 0 < tile.threads <= MAX_THREADS - problem.column_threads
     assert tile.threads % 32 == 0
     assert tile.vectors * tile.elements <= MAX_COLUMNS_A_THREAD
     assert tile.smem_bytes <= gpu.smem_per_block
@@ -123,9 +124,35 @@ def test_columns_are_summed_beside_dx_where_the_rows_stay_in_l2(
 ) -> None:
     gpu = device((9, 0), sm_count)
     gpu.l2_bytes = 50 * 2**20
-    by_columns = host.sums_columns(shape(rows, columns, x_bytes, dz_bytes), gpu)
-    in_l2 = rows * columns * (x_bytes + dz_bytes) <= 0.4 * gpu.l2_bytes
-    assert by_columns == (in_l2 and columns <= sm_count * 4 * 16 // min(x_bytes, dz_bytes))
+    ctas = host.column_ctas(shape(rows, columns, x_bytes, dz_bytes), gpu)
+    assert 0 <= ctas <= sm_count // 2
+    if ctas > 0:
+        assert rows * columns * (x_bytes + dz_bytes) <= gpu.l2_bytes / 2
+        columns_at_a_time = 4 * 16 // min(x_bytes, dz_bytes)
+        assert (ctas - 1) * columns_at_a_time < columns <= sm_count * columns_at_a_time
+        # One CTA fewer, and the last of them would end later.
+        blocks = -(-columns // columns_at_a_time)
+        turns = -(-blocks // ctas)
+        assert turns == -(-blocks // (sm_count // 2))
+        assert ctas == 1 or -(-blocks // (ctas - 1)) > turns
+
+
+def test_columns_are_summed_in_the_ctas_of_rows_where_that_halves_their_rounds() -> None:
+    gpu = device((9, 0), 132)
+    gpu.l2_bytes = 50 * 2**20
+    for rows, columns, size, within in (
+        (1024, 3072, 2, True),
+        (1024, 1536, 4, True),
+        (1024, 4096, 2, False),
+        (1024, 1024, 2, False),
+        (132, 3072, 2, False),
+    ):
+        problem = shape(rows, columns, size, size, beside_columns=True)
+        ctas = host.column_ctas(problem, gpu)
+        beside = host.choose_tile(problem, device((9, 0), 132 - ctas))
+        tile = host.tile_with_columns(problem, beside, ctas, gpu)
+        assert (tile.threads > 0) == within
+        assert tile.threads <= MAX_THREADS - FEWEST_THREADS_FOR_COLUMNS
 
 
 @given(p=st.floats(0.0, 1.0, exclude_max=True))

@@ -354,11 +354,18 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
 template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
   extern __shared__ __align__(128) char smem[];
-  if (kForm == Form::kPlain && threadIdx.x >= a.tile.threads()) {
-    sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem + a.tile.columns_offset));
-  } else if (blockIdx.x < a.schedule.workers * a.tile.chunks) {
-    compute_rows<kForm, TX, TDZ>(a, smem);
+  const int row_ctas = a.schedule.workers * a.tile.chunks;
+  if constexpr (kForm == Form::kPlain) {  // threads behind the tile's sum columns, or CTAs behind those of rows
+    if (a.tile.sums_columns && threadIdx.x >= a.tile.threads()) {
+      sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem + a.tile.columns_offset), a.tile.threads(), 0);
+      return;
+    }
+    if (!a.tile.sums_columns && blockIdx.x >= row_ctas) {
+      sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem), 0, row_ctas);
+      return;
+    }
   }
+  if (blockIdx.x < row_ctas) compute_rows<kForm, TX, TDZ>(a, smem);
 }
 
 }  // namespace flashbwd::layer_norm

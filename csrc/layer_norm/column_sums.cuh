@@ -22,21 +22,22 @@ struct Loaded {
   }
 };
 
-// Sums every gridDim.x-th block of columns over all rows, by the threads behind the tile's. They read x and dz once
-// more, while the others compute dx, and mostly from L2. `parts`: shared memory, (warps, 2, kColumnLanes * kElements).
+// What a CTA's threads from `first_thread` on sum, of CTAs from `first_cta` on: in turn, blocks of columns over all
+// rows. They read x and dz once more, while others compute dx, and mostly from L2. `parts`: shared memory, (warps, 2,
+// kColumnLanes * kElements).
 template <typename TX, typename TDZ>
-__device__ __forceinline__ void sum_columns(const BackwardArguments& a, float* parts) {
+__device__ void sum_columns(const BackwardArguments& a, float* parts, int first_thread, int first_cta) {
   constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));
   constexpr int kColumns = columns_at_a_time(kElements);
   constexpr int kLoads = sizeof(TX) == sizeof(TDZ) ? 8 : 4;  // rows a thread has in flight: 64 or 48 registers
   constexpr int kBarrier = 15;                               // groups of rows have those from 1 on
-  const int thread = threadIdx.x - a.tile.threads();
-  const int threads = blockDim.x - a.tile.threads();
+  const int thread = threadIdx.x - first_thread;
+  const int threads = blockDim.x - first_thread;
   const int lane = thread % kColumnLanes;
   const int row_step = threads / kColumnLanes;
   const int warps = threads / kWarp;
 #pragma unroll 1
-  for (int block = blockIdx.x; block * kColumns < a.columns; block += gridDim.x) {
+  for (int block = blockIdx.x - first_cta; block * kColumns < a.columns; block += gridDim.x - first_cta) {
     const int column = block * kColumns + lane * kElements;
     const TX* x = static_cast<const TX*>(a.x) + column;
     const TDZ* dz = static_cast<const TDZ*>(a.dz) + column;

@@ -128,14 +128,26 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   shape.shifted = !phase.none();
   // The same whatever is asked for: what is left out changes no bit of the rest.
   const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
-  shape.beside_columns = in_vectors && !p.from_output && !p.of_sum && sums_columns(shape, device);
+  int of_columns = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
+  bool by_columns = of_columns > 0;  // in CTAs of their own, or within those of rows
+  DeviceInfo for_rows = device;
+  for_rows.sm_count -= of_columns;
   cudaError_t status = cudaSuccess;
   int concurrent = 0;
   for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
-    a.tile = choose_tile(shape, device);
-    if (a.tile.chunks > 1 && shape.beside_columns) {
-      shape.beside_columns = false;
+    shape.beside_columns = by_columns;
+    a.tile = choose_tile(shape, for_rows);
+    if (by_columns && a.tile.chunks > 1) {
+      by_columns = shape.beside_columns = false;
+      of_columns = 0;
+      for_rows = device;
       a.tile = choose_tile(shape, device);
+    }
+    if (by_columns) {
+      if (const BackwardTile within = tile_with_columns(shape, a.tile, of_columns, device); within.found()) {
+        a.tile = within;
+        of_columns = 0;
+      }
     }
     if (!a.tile.found() || launch.kernels.backward == nullptr) {
       launch.error = "this LayerNorm fits no kernel";
@@ -149,12 +161,15 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   }
   a.all_vectors = a.vector_x && a.vector_dz;
   const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
-  const bool by_columns = shape.beside_columns && parameters;
-  a.schedule = schedule_rows(shape, a.tile, concurrent, phase.base, phase.step);
+  if (!parameters) {
+    by_columns = false;
+    of_columns = 0;
+  }
+  a.schedule = schedule_rows(shape, a.tile, concurrent - of_columns, phase.base, phase.step);
   if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
-  launch.ctas = a.schedule.workers * a.tile.chunks;
+  launch.ctas = a.schedule.workers * a.tile.chunks + of_columns;
   launch.threads = a.tile.threads();
-  if (by_columns) {
+  if (by_columns && of_columns == 0) {
     const int columns = columns_at_a_time(elements);
     launch.ctas = std::max(launch.ctas, static_cast<int>((p.columns + columns - 1) / columns));
     launch.threads = kMaxThreads;

@@ -246,6 +246,7 @@ void bind_layer_norm(py::module_& m) {
       .def_readwrite("draws", &BackwardShape::draws)
       .def_readwrite("shifted", &BackwardShape::shifted)
       .def_readwrite("beside_columns", &BackwardShape::beside_columns)
+      .def_readwrite("column_threads", &BackwardShape::column_threads)
       .def_readwrite("most_cluster", &BackwardShape::most_cluster);
   py::class_<BackwardTile>(m, "BackwardTile")
       .def_readonly("elements", &BackwardTile::elements)
@@ -264,7 +265,8 @@ void bind_layer_norm(py::module_& m) {
       .def_readonly("ahead", &RowSchedule::ahead);
 
   m.def("choose_tile", &choose_tile);
-  m.def("sums_columns", &sums_columns);
+  m.def("column_ctas", &column_ctas);
+  m.def("tile_with_columns", &tile_with_columns);
   m.def("schedule_rows", &schedule_rows);
   m.def("keep_from", &keep_from);
 }

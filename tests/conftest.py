@@ -17,8 +17,8 @@ settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True
 settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=_HEALTH)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Workers of pytest-xdist share the cores: one thread each, and for the processes they start, unless OMP_NUM_THREADS says
-# otherwise.
+# Workers of pytest-xdist share the cores: one thread for each, and for the processes that it starts, unless
+# OMP_NUM_THREADS says otherwise.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 KEPT_BYTES = 2**29  # of GPU memory, by a worker between tests

@@ -267,8 +267,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       sums = a.row_sums[row];
     }
     const float mean_dy = !a.centred ? 0.f : sums.x * a.inverse_columns * rs;  // both times rs
-    // that of dy * xhat times rs, and but from the output xhat's own rs
-    const float mean_dy_xhat = sums.y * a.inverse_columns * rs * (kFromOutput ? 1.f : rs);
+    const float mean_dy_xhat = sums.y * a.inverse_columns * rs;
 
     if (any_ahead) wait_copies(1);  // all but what this turn has fetched
     TX* next_dx = static_cast<TX*>(a.dx) + row * a.dx_stride + column0;
@@ -283,16 +282,10 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
         centre(v, mu, x);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) {
+          const float xhat = x[e] * (kFromOutput ? inverse_of_divisor(gamma[e]) : rs);
+          dgamma[v][e] = fmaf(dz[e], xhat, dgamma[v][e]);
           dbeta[v][e] += dz[e];
-          if constexpr (kFromOutput) {
-            const float xhat = x[e] * inverse_of_divisor(gamma[e]);
-            dgamma[v][e] = fmaf(dz[e], xhat, dgamma[v][e]);
-            x[e] = fmaf(gamma[e] * dz[e], rs, -fmaf(xhat, mean_dy_xhat, mean_dy));
-          } else {
-            const float dz_rs = dz[e] * rs;
-            dgamma[v][e] = fmaf(dz_rs, x[e], dgamma[v][e]);
-            x[e] = fmaf(gamma[e], dz_rs, -fmaf(x[e], mean_dy_xhat, mean_dy));
-          }
+          x[e] = fmaf(gamma[e] * dz[e], rs, -fmaf(xhat, mean_dy_xhat, mean_dy));
         }
         if (ends & kHasResidual) {  // what reaches dx past the norm
           PlaneX::read(residual_slots(v), dz);

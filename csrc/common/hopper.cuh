@@ -171,10 +171,6 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* pointer) {
   return value;
 }
 
-__device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ void add_release(int32_t* pointer, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }

@@ -41,8 +41,6 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   sizes.window_right = p.window_right;
   sizes.causal = p.causal;
   sizes.deterministic = p.deterministic;
-  sizes.seqused = p.seqused_q != nullptr || p.seqused_k != nullptr;
-  sizes.extras = p.bias.data != nullptr || p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
   sizes.bias_gradient = p.dbias.data != nullptr;
   sizes.bias_broadcast = broadcast_of(p);
   return sizes;

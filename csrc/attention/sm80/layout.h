@@ -26,8 +26,8 @@ struct CallSizes {
   int64_t window_left = -1, window_right = -1;
   CausalAlignment causal = CausalAlignment::kNone;
   bool deterministic = false;
-  bool seqused = false;
-  bool extras = false;  // bias, ALiBi, softcap or dropout
+  bool seqused = false;  // these two for whole_heads, which the plan asks
+  bool extras = false;   // bias, ALiBi, softcap or dropout
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
   bool whole_heads = false;  // see whole_heads

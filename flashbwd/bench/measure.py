@@ -5,9 +5,10 @@ many calls, and starts with another peer than the round before. A figure is the 
 calls), a ratio the median over rounds of the ratio within the round, so that slow drifts of the clock cancel.
 Allocation and zeroing inside a call are part of it.
 
-On CUDA, slots are timed with events. Where a call is so short that launching it would be what is timed, a slot replays
-a CUDA graph of it, and the time that the host spends on one call is reported beside it. Inputs that fit the cache
-together are multiplied: calls rotate among sets of them.
+On CUDA, slots are timed with events, from the end of a first call that is not counted: under it the host launches the
+rest, and it pays what the device pays once for coming from another peer's memory. Where a call is so short that
+launching it would be what is timed, a slot replays a CUDA graph of it, and the time that the host spends on one call is
+reported beside it. Inputs that fit the cache together are multiplied: calls rotate among sets of them.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Timer:
             return (time.perf_counter() - start) / repeats * 1e3
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
+        next(calls)()
         first.record()
         for call in itertools.islice(calls, repeats):
             call()

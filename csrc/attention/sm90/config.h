@@ -40,21 +40,21 @@ struct Tile {
   int32_t ctas = 1;  // of a cluster, which have the keys in equal parts
 };
 
-// Up to 128: each of two consumer warpgroups has 64 keys. dk and dv of those take (head_dim + head_dim_v) / 2 registers
-// a thread, s and dp block_m, dq 32. What is left of 240 decides block_m; shared memory (227 KB) then takes two stages
-// of everything.
-// 64 keys a CTA (wide/): dv in one warpgroup and dk in another, half of their head dimension in
+// Of 128 keys a CTA (Traits): each of two consumer warpgroups has 64. dk and dv of those take (head_dim + head_dim_v) /
+// 2 registers a thread, s and dp block_m, dq 32 at most. What is left of 240 decides block_m; shared memory (227 KB)
+// then takes two stages of everything. It holds whole chunks of 64 columns, so 32 takes as much as 64, 80 and 96 as
+// 128. Of 64 keys a CTA (wide::Traits): dv in one warpgroup and dk in another, half of their head dimension in
 // registers a thread, s or dp 32. Shared memory decides the stages.
 constexpr Tile kTiles[] = {
-    {32, 32, 128, 128, 2, 2},      // 32 + 128 + 16 registers, 194 KB
-    {64, 64, 128, 128, 2, 2},      // 64 + 128 + 32 registers, 194 KB
-    {80, 80, 64, 128, 2, 2},       // 80 + 64 + 32 registers, 193 KB
-    {96, 96, 64, 128, 2, 2},       // 96 + 64 + 32 registers, 193 KB
-    {128, 128, 64, 128, 2, 2},     // 128 + 64 + 32 registers, 193 KB
-    {128, 128, 64, 64, 2, 2},      // 64 + 32 registers, 185 KB; for features, smaller head dimensions too
-    {192, 128, 64, 128, 2, 2, 2},  // 96 + 32 registers, 217 KB
-    {192, 192, 64, 128, 2, 2, 2},  // 96 + 32 registers, 225 KB
-    {256, 256, 64, 128, 2, 1, 2},  // 128 + 32 registers, 225 KB
+    {32, 32, 128, 128, 2, 2},      // 32 + 128 + 16 registers, 227 KB
+    {64, 64, 128, 128, 2, 2},      // 64 + 128 + 32 registers, 227 KB
+    {80, 80, 64, 128, 2, 2},       // 80 + 64 + 32 registers, 226 KB
+    {96, 96, 64, 128, 2, 2},       // 96 + 64 + 32 registers, 226 KB
+    {128, 128, 64, 128, 2, 2},     // 128 + 64 + 32 registers, 226 KB
+    {128, 128, 64, 64, 2, 2},      // 64 + 32 registers, 186 KB; for features, smaller head dimensions too
+    {192, 128, 64, 128, 2, 2, 2},  // 96 + 32 registers, 218 KB
+    {192, 192, 64, 128, 2, 2, 2},  // 96 + 32 registers, 226 KB
+    {256, 256, 64, 128, 2, 1, 2},  // 128 + 32 registers, 226 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 

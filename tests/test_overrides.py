@@ -275,6 +275,44 @@ def test_a_refused_call_goes_on_as_it_came(
         assert options == kwargs
 
 
+@pytest.fixture
+def layer_norm_before_pytorchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[overrides._Override]:
+    """The override of LayerNorm on the CPU, before PyTorch's own kernel, with no way to it through Python."""
+    override = overrides._ALL["native_layer_norm_backward"]
+    assert overrides._is_pytorchs("aten::native_layer_norm_backward", "CPU")
+    override.register("CPU")
+    monkeypatch.setattr(override, "_original", None)
+    yield override
+    override.unregister()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3)), ids=str)
+@pytest.mark.parametrize("parameters", [0, 1, 2])
+def test_pytorchs_own_norm_is_called_past_python(
+    dtype: torch.dtype, mask: tuple[bool, ...], parameters: int, layer_norm_before_pytorchs: overrides._Override
+) -> None:
+    x, dz = (torch.randn(5, 3, 4, 2, dtype=dtype) for _ in range(2))
+    weight, bias = (torch.randn(4, 2, dtype=dtype) if i < parameters else None for i in range(2))
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x, (4, 2), weight, bias, 1e-5)
+    output_mask = [wanted and i <= parameters for i, wanted in enumerate(mask)]
+    call = (dz, x, (4, 2), mean, rstd, weight, bias, output_mask)
+    actual = torch.ops.aten.native_layer_norm_backward(*call)
+    assert layer_norm_before_pytorchs.stats() == (0, {"the tensors are not on a CUDA device": 1})
+    layer_norm_before_pytorchs.unregister()
+    for got, want in zip(actual, torch.ops.aten.native_layer_norm_backward(*call), strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+            assert got.stride() == want.stride()
+
+
+def test_an_error_of_pytorchs_own_norm_is_raised_as_it_is(layer_norm_before_pytorchs: overrides._Override) -> None:
+    x, statistics = torch.randn(5, 8), torch.ones(5, 1)
+    with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[9\]"):
+        torch.ops.aten.native_layer_norm_backward(x, x, (9,), statistics, statistics, None, None, (True, False, False))
+
+
 # ---- what each operator's arguments mean: on the CPU, by the reference, which is forced ----
 
 ROWS = Case("rows", seqlen_q=40, seqlen_k=40, heads=4, heads_kv=4)

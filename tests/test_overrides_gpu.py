@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import flashbwd
 from flashbwd.bench import block_peers
 from flashbwd.bench.cases import BlockCase
+from flashbwd.integrations import overrides
 from flashbwd.integrations.transformers import swap_norms
 
 pytestmark = pytest.mark.gpu
@@ -300,6 +301,34 @@ def test_gradients_of_norms(kind: str, dtype: torch.dtype) -> None:
     naive = gradients(normalise, [x, *parameters], dz)
     for i, (got, want, plain) in enumerate(zip(actual, expected, naive, strict=True)):
         tolerance.assert_close(got, want, [plain.double()], f"gradient {i}")
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("parameters", [0, 1, 2])
+def test_a_norm_handed_on_gets_what_pytorchs_kernel_gives(
+    kind: str, parameters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not through Python; what it makes is freed again."""
+    if parameters == 2 and kind == "rms_norm":
+        pytest.skip("RMSNorm has no bias")
+    x, dz = (torch.randn(37, 5, 48, 2, device="cuda", dtype=torch.float64) for _ in range(2))
+    weights = [torch.randn(48, 2, device="cuda", dtype=torch.float64) for _ in range(parameters)]
+
+    def normalise(x: Tensor, *rest: Tensor) -> Tensor:
+        return getattr(torch.nn.functional, kind)(x, (48, 2), *rest, eps=1e-5)
+
+    operator = "native_layer_norm_backward" if kind == "layer_norm" else "_fused_rms_norm_backward"
+    monkeypatch.setattr(overrides._ALL[operator], "_original", None)
+    actual = gradients(normalise, [x, *weights], dz)
+    stats = only(f"aten::{operator}")
+    assert stats.hits == 0 and sum(stats.fallbacks.values()) == 1
+    in_use = torch.cuda.memory_allocated()
+    for _ in range(3):
+        gradients(normalise, [x, *weights], dz)
+    assert torch.cuda.memory_allocated() == in_use
+    flashbwd.disable()
+    for got, want in zip(actual, gradients(normalise, [x, *weights], dz), strict=True):
+        assert got.stride() == want.stride() and torch.equal(got, want)
 
 
 def kernels_of(call: Callable[[], Any]) -> list[str]:

@@ -1,6 +1,7 @@
 // PyTorch's LayerNorm and RMSNorm backwards, as calls of this library's.
 #include "norm_call.h"
 #include "overrides.h"
+#include "pytorch_kernels.h"
 
 namespace flashbwd {
 namespace {
@@ -64,12 +65,15 @@ Attempt rms_norm_backward(const Tensor& dz, const Tensor& x, const Shape& normal
 
 }  // namespace
 
-Override layer_norm_override{
-    "native_layer_norm_backward", "flashbwd::fall_back_native_layer_norm_backward",
-    [](StableIValue* stack, uint64_t, uint64_t) { run_override(layer_norm_override, layer_norm_backward, stack); }};
+Override layer_norm_override{"native_layer_norm_backward", "flashbwd::fall_back_native_layer_norm_backward",
+                             [](StableIValue* stack, uint64_t, uint64_t) {
+                               run_override(layer_norm_override, layer_norm_backward, stack,
+                                            pytorch::layer_norm_backward);
+                             }};
 
-Override rms_norm_override{
-    "_fused_rms_norm_backward", "flashbwd::fall_back_fused_rms_norm_backward",
-    [](StableIValue* stack, uint64_t, uint64_t) { run_override(rms_norm_override, rms_norm_backward, stack); }};
+Override rms_norm_override{"_fused_rms_norm_backward", "flashbwd::fall_back_fused_rms_norm_backward",
+                           [](StableIValue* stack, uint64_t, uint64_t) {
+                             run_override(rms_norm_override, rms_norm_backward, stack, pytorch::rms_norm_backward);
+                           }};
 
 }  // namespace flashbwd

@@ -1,5 +1,5 @@
-// PyTorch's own CUDA kernels of the attention backwards, past the dispatcher and past what may override them there.
-// Their results, or none where this PyTorch does not offer the kernel or the kernel failed.
+// PyTorch's own CUDA kernels of the backwards that have overrides, past the dispatcher and past those overrides. Their
+// results, or none where this PyTorch does not offer the kernel, or an attention kernel failed.
 #pragma once
 
 #include <optional>
@@ -30,5 +30,14 @@ std::vector<Tensor> efficient_attention_backward(
     const int64_t& max_q, const int64_t& max_k, const Tensor& lse, const double& dropout_p, const Tensor& philox_seed,
     const Tensor& philox_offset, const int64_t& mask, const bool& bias_has_gradient, const std::optional<double>& scale,
     const std::optional<int64_t>& num_splits_key, const std::optional<int64_t>& window_size, const bool& one_storage);
+
+// On the CPU too.
+std::vector<Tensor> layer_norm_backward(const Tensor& dz, const Tensor& x, const std::vector<int64_t>& normalized_shape,
+                                        const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
+                                        const std::optional<Tensor>& bias, const std::vector<bool>& mask);
+
+std::vector<Tensor> rms_norm_backward(const Tensor& dz, const Tensor& x, const std::vector<int64_t>& normalized_shape,
+                                      const Tensor& rstd, const std::optional<Tensor>& weight,
+                                      const std::vector<bool>& mask);
 
 }  // namespace flashbwd::pytorch

@@ -1,8 +1,8 @@
 """Replacing the CUDA kernels of PyTorch's backward operators by this library's, and putting them back.
 
 An override is C++: it tries a kernel of this library. Where there is none for the call, what the dispatcher held before
-runs with the arguments as they came, and the reason is counted. PyTorch's own attention kernels are called from C++,
-everything else from here.
+runs with the arguments as they came, and the reason is counted. PyTorch's own kernels are called from C++, those of
+others from here.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _use_up_the_warning() -> None:
 
 
 def _is_pytorchs(operator: str, key: str) -> bool:
-    """Whether the kernel of a dispatch key is the one that PyTorch's generated code registered for CUDA."""
+    """Whether the kernel of a dispatch key is the one that PyTorch's generated code registered for it."""
     kernels = torch._C._dispatch_dump(operator).splitlines()
-    return key == "CUDA" and any(re.match(r"CUDA: registered at \S*/RegisterCUDA_\d+\.cpp:", line) for line in kernels)
+    return any(re.match(rf"{key}: registered at \S*/Register{key}_\d+\.cpp:", line) for line in kernels)
 
 
 class _Override:

@@ -146,7 +146,7 @@ def dropout_add_layer_norm(
     (z, h)
         z, the norm, in x's dtype; h, the residual stream, in residual's.
     """
-    return _forward(x, residual, gamma, beta, keep, dropout_p, eps, zero_centered_gamma, False)
+    return _forward(x, residual, gamma, beta, keep, 0, dropout_p, eps, zero_centered_gamma)
 
 
 def dropout_add_rms_norm(
@@ -161,7 +161,7 @@ def dropout_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`dropout_add_layer_norm` with RMSNorm; ``eps`` is by default ``torch.finfo(x.dtype).eps``."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _forward(x, residual, gamma, None, keep, dropout_p, eps, zero_centered_gamma, True)
+    return _forward(x, residual, gamma, None, keep, 1, dropout_p, eps, zero_centered_gamma)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def _backward(
         rng,
         dropout_p=dropout_p,
         zero_centered_gamma=zero_centered_gamma,
-        output_mask=list(output_mask),
+        output_mask=_ops.output_mask_for(h, output_mask),
     )
     asked = _asked(gamma, mu, output_mask)
     return DropoutAddNormGrads(*(grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)))
@@ -290,10 +290,10 @@ def _dropout_add_norm(
     gamma: Tensor | None,
     beta: Tensor | None,
     keep: Tensor | None,
+    rms: int,
     dropout_p: float,
     eps: float,
     zero_centered_gamma: bool,
-    rms: bool,
 ) -> tuple[Tensor, ...]:
     rng = None
     if _draws(keep, dropout_p):  # an offset that four divides: blocks of the generator begin where vectors do
@@ -309,7 +309,7 @@ def _dropout_add_norm(
         dropout_p,
         eps,
         zero_centered_gamma,
-        rms,
+        bool(rms),
     )
     return *results, x.new_empty(0, dtype=torch.int64) if rng is None else rng
 
@@ -318,11 +318,12 @@ def _draws(keep: Tensor | None, dropout_p: float) -> bool:
     return keep is None and 0.0 < dropout_p < 1.0
 
 
-# Dropout draws from the generator: no compiler may run the forward again for the backward.
+# Dropout draws from the generator: no compiler may run the forward again for the backward. DTensor knows a call by its
+# tensors and by the arguments from the first integer on: rms comes before all that decides what the results are.
 torch.library.define(
     "flashbwd::dropout_add_norm",
-    "(Tensor x, Tensor residual, Tensor? gamma, Tensor? beta, Tensor? keep, float dropout_p, float eps, "
-    "bool zero_centered_gamma, bool rms) -> (Tensor z, Tensor h, Tensor mu, Tensor rs, Tensor rng)",
+    "(Tensor x, Tensor residual, Tensor? gamma, Tensor? beta, Tensor? keep, int rms, float dropout_p, float eps, "
+    "bool zero_centered_gamma) -> (Tensor z, Tensor h, Tensor mu, Tensor rs, Tensor rng)",
     lib=_ops.library,
     tags=(torch.Tag.nondeterministic_seeded,),
 )
@@ -336,10 +337,10 @@ def _dropout_add_norm_fake(
     gamma: Tensor | None,
     beta: Tensor | None,
     keep: Tensor | None,
+    rms: int,
     dropout_p: float,
     eps: float,
     zero_centered_gamma: bool,
-    rms: bool,
 ) -> tuple[Tensor, ...]:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rs = x.new_empty((*x.shape[:-1], 1), dtype=dtype)
@@ -349,7 +350,7 @@ def _dropout_add_norm_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _residual, gamma, beta, keep, dropout_p, _eps, zero_centered_gamma, rms = inputs
+    x, _residual, gamma, beta, keep, rms, dropout_p, _eps, zero_centered_gamma = inputs
     _z, h, mu, rs, rng = output
     ctx.save_for_backward(h, gamma, keep, mu, rs, rng)
     ctx.x_dtype = x.dtype

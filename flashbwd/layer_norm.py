@@ -101,7 +101,7 @@ def layer_norm_backward(
         gamma,
         dresidual=dresidual,
         zero_centered_gamma=zero_centered_gamma,
-        output_mask=list(output_mask),
+        output_mask=_ops.output_mask_for(x, output_mask),
     )
     asked = (output_mask[0], output_mask[1] and gamma is not None, output_mask[2])
     return LayerNormGrads(*(grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)))
@@ -134,7 +134,7 @@ def rms_norm_backward(
         gamma,
         dresidual=dresidual,
         zero_centered_gamma=zero_centered_gamma,
-        output_mask=list(output_mask),
+        output_mask=_ops.output_mask_for(x, output_mask),
     )
     asked = (output_mask[0], output_mask[1] and gamma is not None)
     return RMSNormGrads(*(grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)))
@@ -214,7 +214,7 @@ def _backward_from_output(
         dresidual,
         zero_centered_gamma=zero_centered_gamma,
         rms=rms,
-        output_mask=list(output_mask),
+        output_mask=_ops.output_mask_for(z, output_mask),
     )
     asked = (output_mask[0], output_mask[1] and gamma is not None, output_mask[2])
     return [grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)]

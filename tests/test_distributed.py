@@ -155,6 +155,27 @@ def test_batches_and_heads_over_a_mesh_of_two_dimensions(two: Ranks) -> None:
     two.run(_two_dimensional_mesh)
 
 
+def _attention_dropped_out() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(mesh.get_local_rank())
+    distributed.register()
+    leaves = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in attention_tensors().values()]
+    out = attend(*leaves, dropout_p=0.5)
+    dout = random(*out.shape, seed=9)
+    grads = [
+        torch.autograd.grad(out, leaves, distribute_tensor(dout, mesh, [place]), retain_graph=True)
+        for place in (Shard(0), Shard(2), Replicate())
+    ]
+    for other in grads[1:]:
+        for got, want in zip(other, grads[0], strict=True):
+            assert isinstance(got, DTensor) and isinstance(want, DTensor)
+            torch.testing.assert_close(got.full_tensor(), want.full_tensor())
+
+
+def test_dropout_of_attention_is_that_of_the_forward_wherever_the_gradient_comes_from(two: Ranks) -> None:
+    two.run(_attention_dropped_out)
+
+
 # ---- norms ----
 
 
@@ -190,3 +211,89 @@ def _norm_by_columns() -> None:
 
 def test_a_norm_split_along_its_rows_is_gathered(two: Ranks) -> None:
     two.run(_norm_by_columns)
+
+
+def _norm_wanting(kind: str, memory_efficient: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shapes = {"x": (2, 6, 12), "gamma": (12,)} | ({"beta": (12,)} if kind == "layer_norm" else {})
+    tensors = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    distributed.register()
+    for wanted in (["gamma"], ["x"], list(tensors), ["gamma"]):
+
+        def gradients(place: Callable[[str, Tensor], Tensor], wanted: list[str] = wanted) -> tuple[Tensor, ...]:
+            leaves = {name: place(name, t).requires_grad_(name in wanted) for name, t in tensors.items()}
+            z = normalise(kind, memory_efficient=memory_efficient, **leaves)
+            return torch.autograd.grad(z, [leaves[name] for name in wanted], place("x", random(2, 6, 12, seed=9)))
+
+        def split(name: str, tensor: Tensor) -> Tensor:
+            return distribute_tensor(tensor, mesh, [Shard(1) if name == "x" else Replicate()])
+
+        for got, want in zip(gradients(split), gradients(lambda _, t: t.clone()), strict=True):
+            assert isinstance(got, DTensor)
+            torch.testing.assert_close(got.full_tensor(), want)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_a_norm_may_want_other_gradients_than_the_last_of_its_shape(
+    two: Ranks, kind: str, memory_efficient: bool
+) -> None:
+    """DTensor remembers how a call shards by its tensors."""
+    two.run(_norm_wanting, kind, memory_efficient)
+
+
+# ---- dropout, residual addition and norm ----
+
+
+def both(z: Tensor, h: Tensor) -> Tensor:
+    return z * 2 + h
+
+
+def _dropout_add_norm_by(kind: str, dim: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shapes = {"x": (2, 6, 12), "residual": (2, 6, 12), "gamma": (12,)}
+    if kind == "dropout_add_layer_norm":
+        shapes["beta"] = (12,)
+    tensors = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    function = getattr(flashbwd, kind)
+    kept = {"keep": random(2, 6, 12, seed=7) > 0}
+    rows = dict.fromkeys(("x", "residual", "keep", "out"), Shard(dim))
+    for more, dropout_p in (({}, 0.0), (kept, 0.25), ({}, 0.0)):
+
+        def run(dropout_p: float = dropout_p, **tensors: Tensor) -> Tensor:
+            return both(*function(**tensors, dropout_p=dropout_p))
+
+        grads = compare(run, tensors | more, rows, mesh)
+        assert [grads.pop(name).placements for name in ("x", "residual")] == [(Shard(dim),)] * 2
+        assert all(grad.placements[0].is_partial() for grad in grads.values())
+
+
+@pytest.mark.parametrize("kind", ["dropout_add_layer_norm", "dropout_add_rms_norm"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_dropout_addition_and_norm_are_computed_where_rows_lie(two: Ranks, kind: str, dim: int) -> None:
+    two.run(_dropout_add_norm_by, kind, dim)
+
+
+def _dropout_drawn(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(mesh.get_local_rank())
+    distributed.register()
+    x, residual = (random(4, 6, 12, seed=seed) for seed in (1, 2))
+    gamma, dout = random(12, seed=3), random(4, 6, 12, seed=4)
+    leaves = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (x, residual)]
+    split_gamma = distribute_tensor(gamma, mesh, [Replicate()]).requires_grad_()
+    z, h = getattr(flashbwd, kind)(*leaves, split_gamma, dropout_p=0.5)
+    split_dout = distribute_tensor(dout, mesh, [Shard(1)])
+    grads = torch.autograd.grad([z, h], [*leaves, split_gamma], [split_dout, split_dout])
+    keep = h.detach().full_tensor() != residual
+    assert 0.3 < keep.double().mean() < 0.7
+    plain = [t.clone().requires_grad_() for t in (x, residual, gamma)]
+    z, h = getattr(flashbwd, kind)(*plain, dropout_p=0.5, keep=keep)
+    for got, want in zip(grads, torch.autograd.grad([z, h], plain, [dout, dout]), strict=True):
+        assert isinstance(got, DTensor)
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
+@pytest.mark.parametrize("kind", ["dropout_add_layer_norm", "dropout_add_rms_norm"])
+def test_each_part_draws_its_mask_again_wherever_the_gradient_comes_from(two: Ranks, kind: str) -> None:
+    two.run(_dropout_drawn, kind)

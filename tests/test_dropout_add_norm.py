@@ -370,8 +370,8 @@ def test_opcheck(device: str) -> None:
     rng = torch.tensor([3, 4], device=device)
     mu, rs = torch.randn(12, device=device), torch.rand(12, device=device)
     ops = torch.ops.flashbwd
-    torch.library.opcheck(ops.dropout_add_norm.default, (*leaves, keep, 0.5, EPS, False, False))
-    torch.library.opcheck(ops.dropout_add_norm.default, (*leaves[:3], None, None, 0.0, EPS, True, True))
+    torch.library.opcheck(ops.dropout_add_norm.default, (*leaves, keep, 0, 0.5, EPS, False))
+    torch.library.opcheck(ops.dropout_add_norm.default, (*leaves[:3], None, None, 1, 0.0, EPS, True))
     for mask in (keep, None):
         args = (dz, x, mu, rs, gamma, residual, mask, rng if mask is None else None)
         torch.library.opcheck(ops.dropout_add_norm_backward.default, args, {"dropout_p": 0.5})

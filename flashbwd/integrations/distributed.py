@@ -20,6 +20,10 @@ Call = Mapping[str, Any]  # an operator's arguments by name; tensors as their sh
 Placements = Mapping[str, Any]  # of tensors by name; the others are replicated
 Sharding = tuple[Sequence[Any], Placements]  # placements of the results, and of the arguments
 
+# A state of the generator, and a tensor of the forward: each part drew its own mask, which its backward draws again
+# where the part lies, wherever the gradient comes from.
+_MASKED = {"rng": "h", "rng_seed": "q"}
+
 
 @functools.cache
 def register() -> None:
@@ -38,6 +42,8 @@ def register() -> None:
         operators.layer_norm_backward.default: functools.partial(_norm, results="zpp"),
         operators.rms_norm_backward.default: functools.partial(_norm, results="zp"),
         operators.norm_backward_from_output.default: functools.partial(_norm, results="zpp"),
+        operators.dropout_add_norm.default: _dropout_add_norm,
+        operators.dropout_add_norm_backward.default: functools.partial(_norm, results="zzpp"),
     }
     for operator, rule in rules.items():
         register_sharding(operator)(functools.partial(_acceptable, operator, rule))
@@ -56,9 +62,12 @@ def _acceptable(
     def of_arguments(placements: Placements) -> list[Any]:
         return [placements.get(name, Replicate()) if _is_tensor(value) else None for name, value in call.items()]
 
-    replicated = [Replicate()] * len(operator._schema.returns)
-    shardings = [(replicated, of_arguments({}))]
-    return shardings + [(list(results), of_arguments(placements)) for results, placements in rule(call)]
+    shardings = [((Replicate(),) * len(operator._schema.returns), {}), *rule(call)]
+    for state, tensor in _MASKED.items():
+        if _is_tensor(call.get(state)):
+            lies = call[tensor].placements
+            shardings = [s for s in shardings if s[1].get(tensor, Replicate()) in lies]
+    return [(list(results), of_arguments(placements)) for results, placements in shardings]
 
 
 def _is_tensor(value: Any) -> bool:
@@ -123,12 +132,20 @@ def _attention_parts(call: Call) -> Iterator[Placements]:
 
 
 def _norm(call: Call, results: str) -> Iterator[Sharding]:
-    """For any dimension but the last. Results: z like x, s statistics of the rows, p a parameter's gradient."""
-    from torch.distributed.tensor import Partial, Shard
+    """For any dimension but the last. Results: z like x, s statistics of the rows, p a parameter's gradient, and - what
+    each part has for itself."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
-    x, statistics = call["x"] if "x" in call else call["z"], call.get("rs")
+    x = next(call[name] for name in ("x", "h", "z") if name in call)
+    statistics = call.get("rs")
+    tensors = ("x", "z", "h", "dz", "residual", "dresidual", "keep", "mu", "rs")
     # Parts of statistics of all rows in one dimension are parts of x's first.
     dims = range(x.ndim - 1 if statistics is None or statistics.ndim == x.ndim else 1)
     for rows in map(Shard, dims):
-        placed = {"z": rows, "s": rows, "p": Partial()}
-        yield [placed[kind] for kind in results], dict.fromkeys(("x", "z", "dz", "dresidual", "mu", "rs"), rows)
+        placed = {"z": rows, "s": rows, "p": Partial(), "-": Replicate()}
+        yield [placed[kind] for kind in results], dict.fromkeys(tensors, rows)
+
+
+def _dropout_add_norm(call: Call) -> Iterator[Sharding]:
+    """Results: z, h, mu, rs, rng; RMSNorm has no mu."""
+    return _norm(call, results="zz-s-" if call["rms"] else "zzss-")

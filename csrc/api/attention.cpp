@@ -256,7 +256,9 @@ AttentionGradients attention_backward_or_refusal(AttentionCall& call, bool heads
     call.describe_tensors();
     if (heads_first) {
       for (TensorDesc* tensor : {&a.dout, &a.q, &a.k, &a.v, &a.out}) {
-        check(tensor->dim == 4, "a tensor has shape ", shape_of(*tensor), ", expected 4 dimensions, heads first");
+        if (tensor->dim != 4) {
+          return {{}, {}, "a tensor has shape " + shape_of(*tensor) + ", expected 4 dimensions, heads first"};
+        }
         swap_heads_and_rows(tensor);
       }
     }

@@ -48,22 +48,22 @@ AttentionCall::AttentionCall(ArgumentReader& reader)
 void AttentionCall::describe_tensors() {
   AttentionArguments& a = arguments;
   dout = with_contiguous_last_dim(dout);
-  a.dout = describe(dout);
-  a.q = describe(q);
-  a.k = describe(k);
-  a.v = describe(v);
-  a.out = describe(out);
-  a.softmax_lse = describe(softmax_lse);
-  a.attn_bias = describe(attn_bias);
-  a.alibi_slopes = describe(alibi_slopes);
-  a.sink = describe(sink);
-  a.dlse = describe(dlse);
-  a.rng_seed = describe(rng_seed);
-  a.rng_offset = describe(rng_offset);
-  a.cu_seqlens_q = describe(cu_seqlens_q);
-  a.cu_seqlens_k = describe(cu_seqlens_k);
-  a.seqused_q = describe(seqused_q);
-  a.seqused_k = describe(seqused_k);
+  describe(dout, a.dout);
+  describe(q, a.q);
+  describe(k, a.k);
+  describe(v, a.v);
+  describe(out, a.out);
+  describe(softmax_lse, a.softmax_lse);
+  describe(attn_bias, a.attn_bias);
+  describe(alibi_slopes, a.alibi_slopes);
+  describe(sink, a.sink);
+  describe(dlse, a.dlse);
+  describe(rng_seed, a.rng_seed);
+  describe(rng_offset, a.rng_offset);
+  describe(cu_seqlens_q, a.cu_seqlens_q);
+  describe(cu_seqlens_k, a.cu_seqlens_k);
+  describe(seqused_q, a.seqused_q);
+  describe(seqused_k, a.seqused_k);
 }
 
 }  // namespace flashbwd

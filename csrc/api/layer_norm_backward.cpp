@@ -16,15 +16,15 @@ namespace {
 
 LayerNormBackwardParams checked(NormCall& call) {
   LayerNormArguments& a = call.arguments;
-  a.dz = describe(call.dz);
-  a.x = describe(call.x);
-  a.mu = describe(call.mu);
-  a.rs = describe(call.rs);
-  a.gamma = describe(call.gamma);
-  a.beta = describe(call.beta);
-  a.dresidual = describe(call.dresidual);
-  a.dropout.keep = describe(call.dropout.keep);
-  a.dropout.rng = describe(call.dropout.rng);
+  describe(call.dz, a.dz);
+  describe(call.x, a.x);
+  describe(call.mu, a.mu);
+  describe(call.rs, a.rs);
+  describe(call.gamma, a.gamma);
+  describe(call.beta, a.beta);
+  describe(call.dresidual, a.dresidual);
+  describe(call.dropout.keep, a.dropout.keep);
+  describe(call.dropout.rng, a.dropout.rng);
   return check_layer_norm(a);
 }
 

@@ -27,6 +27,10 @@ struct DeleteTensor {
 using OwnedTensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
 void describe(AtenTensorHandle tensor, TensorDesc& desc);  // which described nothing before
+inline void describe(const Tensor& tensor, TensorDesc& desc) { describe(tensor.get(), desc); }
+inline void describe(const std::optional<Tensor>& tensor, TensorDesc& desc) {
+  if (tensor.has_value()) describe(*tensor, desc);
+}
 TensorDesc describe(const Tensor& tensor);
 TensorDesc describe(const std::optional<Tensor>& tensor);  // undefined when there is none
 

@@ -71,7 +71,10 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
     }
     plan.refusals.emplace_back(candidate.name, reason);
   }
-  check(known, "backend is \"", problem.backend, "\", expected \"auto\", \"sm90\", \"sm80\" or \"reference\"");
+  if (!known) {
+    plan.refusal = "backend is \"" + problem.backend + "\", expected \"auto\", \"sm90\", \"sm80\" or \"reference\"";
+    return plan;
+  }
   if (chosen == nullptr && spare != nullptr) {
     chosen = spare;
     const auto is_spare = [&](const auto& refusal) { return refusal.first == spare->name; };

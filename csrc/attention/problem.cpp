@@ -19,12 +19,15 @@ int64_t round_up_32(int64_t n) { return (n + 31) / 32 * 32; }
 
 DType statistics_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
+// Parts of a message are made before check() is called: where they are strings, refuse() is called instead, on a
+// condition, so that a call that is right does not pay for them.
+
 void check_shape(const char* name, const TensorDesc& tensor, std::initializer_list<int64_t> expected) {
   TensorDesc like;
   for (const int64_t size : expected) like.sizes[like.dim++] = size;
   bool same = tensor.dim == like.dim;
   for (int i = 0; same && i < like.dim; ++i) same = tensor.sizes[i] == like.sizes[i];
-  check(same, name, " has shape ", shape_of(tensor), ", expected ", shape_of(like));
+  if (!same) refuse(name, " has shape ", shape_of(tensor), ", expected ", shape_of(like));
 }
 
 void check_dtype(const char* name, const TensorDesc& tensor, DType expected, const char* why) {
@@ -32,7 +35,8 @@ void check_dtype(const char* name, const TensorDesc& tensor, DType expected, con
 }
 
 void check_device(const char* name, const TensorDesc& tensor, Device expected) {
-  check(tensor.device == expected, name, " is on ", name_of(tensor.device), ", expected q's ", name_of(expected));
+  if (tensor.device == expected) return;
+  refuse(name, " is on ", name_of(tensor.device), ", expected q's ", name_of(expected));
 }
 
 void check_last_contiguous(const char* name, const TensorDesc& tensor) {
@@ -53,8 +57,9 @@ void check_not_expanded(const char* name, const TensorDesc& tensor) {
 void check_lengths(const char* name, const TensorDesc& tensor, int64_t size, const char* size_in_words,
                    const AttentionArguments& a) {
   check_dtype(name, tensor, DType::kInt32, "");
-  check(tensor.dim == 1 && tensor.sizes[0] == size, name, " has shape ", shape_of(tensor), ", expected (", size,
-        ",): ", size_in_words);
+  if (tensor.dim != 1 || tensor.sizes[0] != size) {
+    refuse(name, " has shape ", shape_of(tensor), ", expected (", size, ",): ", size_in_words);
+  }
   check(size <= 1 || tensor.strides[0] == 1, name, " has stride ", tensor.strides[0], ", expected 1 (contiguous)");
   if (!(a.plan_only && tensor.device.type == DeviceType::kCPU)) check_device(name, tensor, a.q.device);
 }
@@ -84,9 +89,9 @@ void check_sizes(const AttentionArguments& a, AttentionProblem* p) {
   const int dim = p->varlen ? 3 : 4;
   const char* layout_q =
       p->varlen ? "(total_q, heads, head_dim) with cu_seqlens" : "(batch, seqlen_q, heads, head_dim)";
-  check(a.q.dim == dim, "q has shape ", shape_of(a.q), ", expected ", dim, " dimensions ", layout_q);
+  if (a.q.dim != dim) refuse("q has shape ", shape_of(a.q), ", expected ", dim, " dimensions ", layout_q);
   for (const auto& [name, tensor] : {Named{"k", &a.k}, {"v", &a.v}, {"out", &a.out}, {"dout", &a.dout}}) {
-    check(tensor->dim == dim, name, " has shape ", shape_of(*tensor), ", expected ", dim, " dimensions as q");
+    if (tensor->dim != dim) refuse(name, " has shape ", shape_of(*tensor), ", expected ", dim, " dimensions as q");
   }
   const auto size = [dim](const TensorDesc& t, int from_end) { return t.sizes[dim - from_end]; };
   p->heads = size(a.q, 2);
@@ -110,8 +115,9 @@ void check_sizes(const AttentionArguments& a, AttentionProblem* p) {
     p->seqlen_k = *a.max_seqlen_k;
     check(p->seqlen_q >= 0, "max_seqlen_q is ", p->seqlen_q, ", expected at least 0");
     check(p->seqlen_k >= 0, "max_seqlen_k is ", p->seqlen_k, ", expected at least 0");
-    check(a.cu_seqlens_q.dim == 1 && a.cu_seqlens_q.sizes[0] >= 1, "cu_seqlens_q has shape ", shape_of(a.cu_seqlens_q),
-          ", expected (batch + 1,)");
+    if (a.cu_seqlens_q.dim != 1 || a.cu_seqlens_q.sizes[0] < 1) {
+      refuse("cu_seqlens_q has shape ", shape_of(a.cu_seqlens_q), ", expected (batch + 1,)");
+    }
     p->batch = a.cu_seqlens_q.sizes[0] - 1;
   } else {
     p->batch = a.q.sizes[0];
@@ -201,6 +207,7 @@ void check_sequences(const AttentionArguments& a, AttentionProblem* p) {
     check_lengths(name, *tensor, p->batch, "the batch", a);
     p->has_seqused = true;
   }
+  if (!p->has_seqused) return;
   check_seqused("seqused_q", a.seqused_q, p->varlen ? p->seqlens_q : std::vector<int64_t>(p->batch, p->seqlen_q));
   check_seqused("seqused_k", a.seqused_k, p->varlen ? p->seqlens_k : std::vector<int64_t>(p->batch, p->seqlen_k));
 }
@@ -211,8 +218,10 @@ void check_bias(const AttentionArguments& a, AttentionProblem* p) {
   const int64_t full[4] = {p->batch, p->heads, p->seqlen_q, p->seqlen_k};
   bool fits = bias.dim == 4;
   for (int i = 0; fits && i < 4; ++i) fits = bias.sizes[i] == full[i] || bias.sizes[i] == 1;
-  check(fits, "attn_bias has shape ", shape_of(bias), ", expected (", full[0], ", ", full[1], ", ", full[2], ", ",
-        full[3], ") where any dimension may be 1");
+  if (!fits) {
+    refuse("attn_bias has shape ", shape_of(bias), ", expected (", full[0], ", ", full[1], ", ", full[2], ", ", full[3],
+           ") where any dimension may be 1");
+  }
   check(bias.dtype == p->dtype || bias.dtype == DType::kFloat32, "attn_bias is ", name_of(bias.dtype),
         ", expected q's ", name_of(p->dtype), " or float32");
   check_device("attn_bias", bias, p->device);
@@ -232,8 +241,10 @@ void check_per_head(const AttentionArguments& a, AttentionProblem* p) {
     check_device("alibi_slopes", slopes, p->device);
     const bool per_head = slopes.dim == 1 && slopes.sizes[0] == p->heads;
     const bool per_batch = slopes.dim == 2 && slopes.sizes[0] == p->batch && slopes.sizes[1] == p->heads;
-    check(per_head || per_batch, "alibi_slopes has shape ", shape_of(slopes), ", expected (", p->heads, ",) or (",
-          p->batch, ", ", p->heads, ")");
+    if (!per_head && !per_batch) {
+      refuse("alibi_slopes has shape ", shape_of(slopes), ", expected (", p->heads, ",) or (", p->batch, ", ", p->heads,
+             ")");
+    }
     check_last_contiguous("alibi_slopes", slopes);
     p->has_alibi = true;
   }
@@ -276,11 +287,12 @@ void check_dropout(const AttentionArguments& a, AttentionProblem* p) {
            a.rng_layout == "cudnn" ? "; cuDNN does not say how it draws its mask, so it cannot be drawn again" : "");
   }
   for (const auto& [name, tensor] : {Named{"rng_state.seed", &a.rng_seed}, {"rng_state.offset", &a.rng_offset}}) {
-    check(tensor->numel() == 1, name, " has shape ", shape_of(*tensor), ", expected one element");
+    if (tensor->numel() != 1) refuse(name, " has shape ", shape_of(*tensor), ", expected one element");
     check(tensor->dtype == DType::kInt64 || tensor->dtype == DType::kUInt64, name, " is ", name_of(tensor->dtype),
           ", expected int64 or uint64");
-    check(tensor->device.type == DeviceType::kCPU || tensor->device == p->device, name, " is on ",
-          name_of(tensor->device), ", expected the CPU or q's ", name_of(p->device));
+    if (tensor->device.type != DeviceType::kCPU && tensor->device != p->device) {
+      refuse(name, " is on ", name_of(tensor->device), ", expected the CPU or q's ", name_of(p->device));
+    }
   }
 }
 
@@ -307,7 +319,9 @@ void check_outputs(const AttentionArguments& a, AttentionProblem* p) {
     const TensorDesc& given = *o.given;
     bool same = given.dim == o.like->dim;
     for (int i = 0; same && i < given.dim; ++i) same = given.sizes[i] == o.like->sizes[i];
-    check(same, o.name, " has shape ", shape_of(given), ", expected ", o.like_name, "'s ", shape_of(*o.like));
+    if (!same) {
+      refuse(o.name, " has shape ", shape_of(given), ", expected ", o.like_name, "'s ", shape_of(*o.like));
+    }
     check(given.dtype == p->dtype || (is_16bit(p->dtype) && given.dtype == DType::kFloat32), o.name, " is ",
           name_of(given.dtype), ", expected ", o.like_name, "'s ", name_of(p->dtype),
           is_16bit(p->dtype) ? " or float32" : "");
@@ -327,7 +341,7 @@ void check_outputs(const AttentionArguments& a, AttentionProblem* p) {
   if (!a.workspace) return;
   check_dtype("workspace", a.workspace, DType::kUInt8, "");
   check_device("workspace", a.workspace, p->device);
-  check(a.workspace.dim == 1, "workspace has shape ", shape_of(a.workspace), ", expected one dimension");
+  if (a.workspace.dim != 1) refuse("workspace has shape ", shape_of(a.workspace), ", expected one dimension");
   check_last_contiguous("workspace", a.workspace);
   check(reinterpret_cast<uintptr_t>(a.workspace.data) % kAccumulatorAlignment == 0,
         "workspace starts at an address that is ",

@@ -21,14 +21,18 @@ struct Named {
   const TensorDesc& tensor;
 };
 
+// Parts of a message are made before check() is called: where they are strings, refuse() is called instead, on a
+// condition, so that a call that is right does not pay for them.
+
 void check_device(const char* name, const TensorDesc& tensor, const Named& x) {
-  check(tensor.device == x.tensor.device, name, " is on ", name_of(tensor.device), ", expected ", x.name, "'s ",
-        name_of(x.tensor.device));
+  if (tensor.device == x.tensor.device) return;
+  refuse(name, " is on ", name_of(tensor.device), ", expected ", x.name, "'s ", name_of(x.tensor.device));
 }
 
 void check_like(const char* name, const TensorDesc& tensor, const Named& x) {
-  check(same_shape(tensor, x.tensor), name, " has shape ", shape_of(tensor), ", expected ", x.name, "'s ",
-        shape_of(x.tensor));
+  if (!same_shape(tensor, x.tensor)) {
+    refuse(name, " has shape ", shape_of(tensor), ", expected ", x.name, "'s ", shape_of(x.tensor));
+  }
   check_device(name, tensor, x);
 }
 
@@ -43,8 +47,10 @@ bool has_statistics_shape(const TensorDesc& tensor, const TensorDesc& x, int64_t
 }
 
 void check_statistics(const char* name, const TensorDesc& tensor, const Named& x, int64_t rows) {
-  check(has_statistics_shape(tensor, x.tensor, rows), name, " has shape ", shape_of(tensor), ", expected (", rows,
-        ",) or ", x.name, "'s ", shape_of(x.tensor), " with 1 for the last");
+  if (!has_statistics_shape(tensor, x.tensor, rows)) {
+    refuse(name, " has shape ", shape_of(tensor), ", expected (", rows, ",) or ", x.name, "'s ", shape_of(x.tensor),
+           " with 1 for the last");
+  }
   if (x.tensor.dtype == DType::kFloat64) {
     check(tensor.dtype == DType::kFloat64, name, " is ", name_of(tensor.dtype), ", expected float64 as ", x.name);
   } else {
@@ -58,7 +64,9 @@ void check_x(const Named& x) {
   const TensorDesc& t = x.tensor;
   check(t.dim >= 1, x.name, " has no dimensions, expected (..., N)");
   check(is_floating(t.dtype), x.name, " is ", name_of(t.dtype), ", expected float16, bfloat16, float32 or float64");
-  check(t.sizes[t.dim - 1] >= 1, x.name, " has shape ", shape_of(t), ", expected at least 1 in the last dimension");
+  if (t.sizes[t.dim - 1] < 1) {
+    refuse(x.name, " has shape ", shape_of(t), ", expected at least 1 in the last dimension");
+  }
 }
 
 // gamma and beta have the dtype of the norm's input x or output, or are float32.
@@ -66,8 +74,9 @@ void check_parameter(const char* name, const TensorDesc& tensor, const Named& x)
   if (!tensor) return;
   const int64_t columns = x.tensor.sizes[x.tensor.dim - 1];
   const DType dtype = x.tensor.dtype;
-  check(tensor.dim == 1 && tensor.sizes[0] == columns, name, " has shape ", shape_of(tensor), ", expected (", columns,
-        ",)");
+  if (tensor.dim != 1 || tensor.sizes[0] != columns) {
+    refuse(name, " has shape ", shape_of(tensor), ", expected (", columns, ",)");
+  }
   check(tensor.dtype == dtype || (tensor.dtype == DType::kFloat32 && dtype != DType::kFloat64), name, " is ",
         name_of(tensor.dtype), ", expected ", x.name, "'s ", name_of(dtype),
         dtype == DType::kFloat64 || dtype == DType::kFloat32 ? "" : " or float32");
@@ -96,8 +105,10 @@ DropoutParams check_dropout(const DropoutArguments& d, const Named& x) {
     check_like("keep", d.keep, x);
   }
   if (d.rng) {
-    check(d.rng.dtype == DType::kInt64 && d.rng.dim == 1 && d.rng.sizes[0] == 2, "rng is ", name_of(d.rng.dtype),
-          " of shape ", shape_of(d.rng), ", expected int64 of shape (2,): seed and offset");
+    if (d.rng.dtype != DType::kInt64 || d.rng.dim != 1 || d.rng.sizes[0] != 2) {
+      refuse("rng is ", name_of(d.rng.dtype), " of shape ", shape_of(d.rng),
+             ", expected int64 of shape (2,): seed and offset");
+    }
     check_device("rng", d.rng, x);
   }
   check(!d.keep || !d.rng, "keep and rng are both given, expected one of them");

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from flashbwd.integrations.distributed import decode_in_parts
 from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
@@ -105,6 +106,10 @@ def flex_decoding(
         When a modification fails, reads a value back from the device or branches on one; on a GPU also when it calls
         an operator that the kernel has no code for. The message names the modification and the operator.
     """
+    if type(query) is not Tensor and hasattr(query, "placements"):
+        rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
+        rest |= {"kernel_options": kernel_options, "return_aux": return_aux}
+        return decode_in_parts(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
     if kernel_options is None and return_aux is None and not return_lse and not is_dynamo_compiling():
         known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa)
         if known is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import flashbwd
 from flashbwd.integrations import distributed
@@ -297,3 +298,70 @@ def _dropout_drawn(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dropout_add_layer_norm", "dropout_add_rms_norm"])
 def test_each_part_draws_its_mask_again_wherever_the_gradient_comes_from(two: Ranks, kind: str) -> None:
     two.run(_dropout_drawn, kind)
+
+
+# ---- flex decoding ----
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+
+
+def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score + SLOPES[h] * (kv_idx - q_idx) + b * 0.1
+
+
+def windows(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx >= 3 * b + 2 * h
+
+
+def _decoded_by(shape: tuple[int, ...], places: tuple[Placement, ...], key_batch: int, modified: bool) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    shapes = {"query": (2, 4, 3, 8), "key": (key_batch, 2, 40, 8), "value": (key_batch, 2, 40, 8)}
+    tensors = {name: random(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    dout, dlse = random(2, 4, 3, 8, seed=8), random(2, 4, 3, seed=9)
+    mods: dict[str, Any] = {}
+    if modified:
+        mask = create_block_mask(windows, 2, 4, 3, 40, device="cpu", BLOCK_SIZE=(16, 16))
+        mods = {"score_mod": slanted, "block_mask": mask}
+
+    def results(place: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        leaves = {name: place(t).requires_grad_() for name, t in tensors.items()}
+        out, lse = flashbwd.flex_decoding(**leaves, **mods, enable_gqa=True, return_lse=True)  # type: ignore[misc]
+        grads = torch.autograd.grad([out, lse], list(leaves.values()), [place(dout), place(dlse)])
+        return out, lse, *grads
+
+    def split(tensor: Tensor) -> Tensor:
+        alone = [Replicate() if place == Shard(0) and tensor.shape[0] == 1 else place for place in places]
+        return distribute_tensor(tensor, mesh, alone)
+
+    got, want = results(split), results(torch.clone)
+    assert isinstance(got[0], DTensor) and got[0].placements == places
+    for actual, expected in zip(got, want, strict=True):
+        assert isinstance(actual, DTensor)
+        torch.testing.assert_close(actual.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("modified", [False, True])
+@pytest.mark.parametrize("key_batch", [1, 2])
+@pytest.mark.parametrize("places", [(Shard(0),), (Shard(1),), (Replicate(),), (Shard(1), Shard(0))], ids=str)
+def test_decoding_of_parts_of_batch_and_heads(
+    two: Ranks, places: tuple[Placement, ...], key_batch: int, modified: bool
+) -> None:
+    two.run(_decoded_by, (2, 1)[: len(places)], places, key_batch, modified)
+
+
+def _decoded_from_a_split_sequence() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = [random(2, 3, n, 8, seed=n) for n in (2, 12, 12)]
+    out, aux = flashbwd.flex_decoding(
+        *(distribute_tensor(t, mesh, [Shard(2)]) for t in tensors), return_aux=AuxRequest(max_scores=True)
+    )
+    expected = flashbwd.flex_decoding(*tensors, return_aux=AuxRequest(max_scores=True))
+    assert aux.lse is None and out.placements == (Replicate(),)
+    torch.testing.assert_close(out.full_tensor(), expected[0])
+    torch.testing.assert_close(aux.max_scores.full_tensor(), expected[1].max_scores)
+    with pytest.raises(ValueError, match="flashbwd: key is a Tensor, expected a DTensor on query's mesh"):
+        flashbwd.flex_decoding(distribute_tensor(tensors[0], mesh, [Shard(0)]), *tensors[1:])
+
+
+def test_decoding_gathers_sequences(two: Ranks) -> None:
+    two.run(_decoded_from_a_split_sequence)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["register"]
 
@@ -149,3 +151,85 @@ def _norm(call: Call, results: str) -> Iterator[Sharding]:
 def _dropout_add_norm(call: Call) -> Iterator[Sharding]:
     """Results: z, h, mu, rs, rng; RMSNorm has no mu."""
     return _norm(call, results="zz-s-" if call["rms"] else "zzss-")
+
+
+# ---- flex decoding ----
+
+Mod = Callable[..., Any]
+
+
+def decode_in_parts(
+    function: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Mod | None,
+    block_mask: BlockMask | None,
+) -> Any:
+    """``function`` of each device's part of DTensors, of the modification and of the mask; its results as DTensors.
+
+    Split as query is, where batch or heads come in equal parts, each over one dimension of the mesh at most.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh = query.device_mesh
+    for name, tensor in (("key", key), ("value", value)):
+        if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh:
+            raise ValueError(f"flashbwd: {name} is a {type(tensor).__name__}, expected a DTensor on query's mesh")
+    keys_of_all = key.shape[0] == 1 and query.shape[0] != 1
+    whole = {0: query.shape[0], 1: math.gcd(query.shape[1], key.shape[1])}
+    parts: dict[int, slice] = {}  # this device's batches and query heads
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    of_keys, gradients_of_keys = list(placements), list(placements)
+    for i, place in enumerate(query.placements):
+        dim = place.dim if place.is_shard() else None
+        if dim in parts or dim not in whole or whole[dim] % mesh.size(i) != 0:
+            continue
+        placements[i] = of_keys[i] = gradients_of_keys[i] = Shard(dim)
+        if dim == 0 and keys_of_all:
+            of_keys[i], gradients_of_keys[i] = Replicate(), Partial()
+        size = query.shape[dim] // mesh.size(i)
+        first = mesh.get_local_rank(i) * size
+        parts[dim] = slice(first, first + size)
+
+    def part(tensor: Any, lies: list[Any], gradient_lies: list[Any]) -> Tensor:
+        return tensor.redistribute(mesh, lies).to_local(grad_placements=gradient_lies)
+
+    results = function(
+        part(query, placements, placements),
+        part(key, of_keys, gradients_of_keys),
+        part(value, of_keys, gradients_of_keys),
+        _part_of_mod(score_mod, parts, scores=1),
+        _part_of_mask(block_mask, parts),
+    )
+
+    def whole_of(result: Any) -> Any:
+        return None if result is None else DTensor.from_local(result, mesh, placements, run_check=False)
+
+    if isinstance(results, Tensor):
+        return whole_of(results)
+    out, statistics = results
+    if isinstance(statistics, Tensor):
+        return whole_of(out), whole_of(statistics)
+    return whole_of(out), type(statistics)(*map(whole_of, statistics))
+
+
+def _part_of_mod(mod: Mod | None, parts: Mapping[int, slice], scores: int) -> Mod | None:
+    """A modification that is told of the batch and head in the whole. Before them it takes `scores` arguments."""
+    batch, head = (parts[dim].start if dim in parts else 0 for dim in range(2))
+    if mod is None or (batch == 0 and head == 0):
+        return mod
+    if scores:
+        return lambda score, b, h, q_idx, kv_idx: mod(score, b + batch, h + head, q_idx, kv_idx)
+    return lambda b, h, q_idx, kv_idx: mod(b + batch, h + head, q_idx, kv_idx)
+
+
+def _part_of_mask(mask: BlockMask | None, parts: Mapping[int, slice]) -> BlockMask | None:
+    if mask is None or not parts:
+        return mask
+    sizes = mask.kv_num_blocks.shape
+    part = mask[tuple(parts[dim] if dim in parts and sizes[dim] > 1 else slice(None) for dim in range(2))]
+    mask_mod = _part_of_mod(mask.mask_mod, parts, scores=0)
+    assert mask_mod is not None
+    part.mask_mod = mask_mod
+    return part

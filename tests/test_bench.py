@@ -26,6 +26,7 @@ from flashbwd.bench import (
     measure,
     norm_peers,
     oracle,
+    override_time,
     peers,
     report,
     results,
@@ -642,3 +643,15 @@ def test_flops_of_a_block_are_those_that_pytorch_counts(case):
     halves = case.batch * case.seqlen**2 * case.width  # of a product over all pairs
     # Plain attention has six products, of all pairs; the case counts seven, of half of them.
     assert counter.get_total_flops() == pytest.approx(case.work + (2 * 6 - 7) * halves)
+
+
+# ---- the host's time ------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_host_times_tell_what_was_handed_on(capsys):
+    override_time.main(rounds=1)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][2:]
+    handed_on = {row[0].removeprefix("| ") for row in rows if row[4] == "PyTorch's kernel"}
+    assert handed_on >= {"the same, dropout", "LayerNorm, fp64", "RMSNorm, fp64"}
+    assert len(rows) == 9

@@ -199,7 +199,7 @@ def decode_in_parts(
         part(query, placements, placements),
         part(key, of_keys, gradients_of_keys),
         part(value, of_keys, gradients_of_keys),
-        _part_of_mod(score_mod, parts, scores=1),
+        _part_of_mod(score_mod, parts),
         _part_of_mask(block_mask, parts),
     )
 
@@ -214,14 +214,14 @@ def decode_in_parts(
     return whole_of(out), type(statistics)(*map(whole_of, statistics))
 
 
-def _part_of_mod(mod: Mod | None, parts: Mapping[int, slice], scores: int) -> Mod | None:
-    """A modification that is told of the batch and head in the whole. Before them it takes `scores` arguments."""
+def _part_of_mod(mod: Mod | None, parts: Mapping[int, slice], of_mask: bool = False) -> Mod | None:
+    """A modification, which is told of batch and head in the whole."""
     batch, head = (parts[dim].start if dim in parts else 0 for dim in range(2))
     if mod is None or (batch == 0 and head == 0):
         return mod
-    if scores:
-        return lambda score, b, h, q_idx, kv_idx: mod(score, b + batch, h + head, q_idx, kv_idx)
-    return lambda b, h, q_idx, kv_idx: mod(b + batch, h + head, q_idx, kv_idx)
+    if of_mask:
+        return lambda b, h, q_idx, kv_idx: mod(b + batch, h + head, q_idx, kv_idx)
+    return lambda score, b, h, q_idx, kv_idx: mod(score, b + batch, h + head, q_idx, kv_idx)
 
 
 def _part_of_mask(mask: BlockMask | None, parts: Mapping[int, slice]) -> BlockMask | None:
@@ -229,7 +229,7 @@ def _part_of_mask(mask: BlockMask | None, parts: Mapping[int, slice]) -> BlockMa
         return mask
     sizes = mask.kv_num_blocks.shape
     part = mask[tuple(parts[dim] if dim in parts and sizes[dim] > 1 else slice(None) for dim in range(2))]
-    mask_mod = _part_of_mod(mask.mask_mod, parts, scores=0)
+    mask_mod = _part_of_mod(mask.mask_mod, parts, of_mask=True)
     assert mask_mod is not None
     part.mask_mod = mask_mod
     return part

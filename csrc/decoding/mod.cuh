@@ -12,6 +12,7 @@ struct AnyMod {
   static constexpr bool kTotal = false;  // whether it may be asked about rows and keys past the last
   // score_mod() may be quicker with a place for an answer: whether its result holds. Else it always does.
   static constexpr bool* near = nullptr;
+  static constexpr bool kHasRanges = false;  // whether sees_all() tells of a row that it sees all keys of a range
   static constexpr bool kHasRow = false;
   struct Row {  // what it works out once for a row
     Row() = default;

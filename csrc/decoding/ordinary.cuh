@@ -31,6 +31,7 @@ __device__ inline int sum_of(const DecodingParams& p, const OrdinarySum& sum, in
 template <bool kScore, bool kMask>
 struct OrdinaryKernelMod : AnyMod {
   static constexpr bool kTotal = true;
+  static constexpr bool kHasRanges = true;
   static constexpr bool kHasRow = true;
   static constexpr bool kHasScoreMod = kScore;
   static constexpr bool kHasMask = kMask;
@@ -80,6 +81,10 @@ struct OrdinaryKernelMod : AnyMod {
                                     bool* = nullptr) {
     score += row.slope * static_cast<float>(k + row.origin);
     return kMask || row.sees(k) ? score : -FLASHBWD_INFINITY;
+  }
+
+  __device__ static bool sees_all(const Row& row, int first, int last) {
+    return row.first <= first && last <= row.last;
   }
 
   __device__ static bool mask_mod(const DecodingParams&, const Row& row, int, int, int, int k) { return row.sees(k); }

@@ -166,7 +166,19 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
 
     // Which scores are visible: bit i of visible[m] for element i of tS[m].
     constexpr uint32 kAll = (1u << kKeyTiles * 4) - 1;
-    const bool masked = Mod::kHasMask && (p.states != nullptr || !c.full);
+    bool masked = Mod::kHasMask && (p.states != nullptr || !c.full);
+    if constexpr (Mod::kHasMask && Mod::kHasRanges) {
+      // Most chunks of a partial block are seen whole, and need none of the code for those that are not.
+      if (masked && p.states == nullptr) {
+        bool whole = true;
+#pragma unroll
+        for (int i = 0; i < kRowTiles * 2; ++i) {
+          const ModRow row = kModRowsInShared ? shared_mod_rows[i * 8 + lane / 4] : mod_rows[i / 2][i % 2];
+          whole &= Mod::sees_all(row, c.first_key, c.first_key + kKeys - 1);
+        }
+        masked = !__all_sync(0xffffffffu, whole);
+      }
+    }
     const bool hidden = masked || c.first_key + kKeys > c.end_key;
     uint32 visible[kRowTiles];
 #pragma unroll
@@ -181,30 +193,41 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       uint32 seen = 0;  // a bit for each of this lane's keys
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        visible[m] = 0;
         if constexpr (kModRowsInShared && !Mod::kHasScoreMod) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) mod_rows[m][half] = shared_mod_rows[m * 16 + half * 8 + lane / 4];
         }
+        const auto key_of = [&](int i) { return c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2; };
+        visible[m] = 0;
 #pragma unroll
-        for (int i = 0; i < kKeyTiles * 4; ++i) {
-          const int half = i % 4 / 2;
-          const int key = c.first_key + i / 4 * 8 + lane % 4 * 2 + i % 2;
-          bool sees = key < c.end_key;
-          if constexpr (Mod::kHasMask) {
-            if (masked && sees) {
-              int state = 1;
-              if (p.states != nullptr) {
-                state = p.states[b * p.state_strides[0] + head[m][half] * p.state_strides[1] +
-                                 query[m][half] / p.q_block * p.state_strides[2] + key / p.kv_block];
+        for (int i = 0; i < kKeyTiles * 4; ++i) visible[m] |= static_cast<uint32>(key_of(i) < c.end_key) << i;
+        if constexpr (Mod::kHasMask) {
+          uint32 asked = masked ? visible[m] : 0;
+          if (masked && p.states != nullptr) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const unsigned char* const states = p.states + b * p.state_strides[0] +
+                                                  head[m][half] * p.state_strides[1] +
+                                                  query[m][half] / p.q_block * p.state_strides[2];
+#pragma unroll 1
+              for (int j = 0; j < kKeyTiles * 2; ++j) {
+                const int i = j / 2 * 4 + half * 2 + j % 2;
+                if (!(visible[m] >> i & 1u)) continue;
+                const int state = states[key_of(i) / p.kv_block];
+                if (state != 1) asked &= ~(1u << i);
+                if (state == 0) visible[m] &= ~(1u << i);
               }
-              sees = state == 2 ||
-                     (state == 1 && Mod::mask_mod(p, mod_rows[m][half], b, head[m][half], query[m][half], key));
             }
           }
-          visible[m] |= static_cast<uint32>(sees) << i;
-          seen |= static_cast<uint32>(sees) << (i / 4 * 2 + i % 2);
+#pragma unroll
+          for (int i = 0; i < kKeyTiles * 4; ++i) {
+            const int half = i % 4 / 2;
+            if ((asked >> i & 1u) && !Mod::mask_mod(p, mod_rows[m][half], b, head[m][half], query[m][half], key_of(i)))
+              visible[m] &= ~(1u << i);
+          }
         }
+#pragma unroll
+        for (int i = 0; i < kKeyTiles * 4; ++i) seen |= (visible[m] >> i & 1u) << (i / 4 * 2 + i % 2);
       }
       if (masked) {
 #pragma unroll

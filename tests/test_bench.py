@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashbwd.bench import (
+    ahead,
     attention_peers,
     block_peers,
     cases,
@@ -313,6 +316,41 @@ def test_run_goes_on_where_it_stopped(tmp_path):
     assert [result.name for result in whole.results] == [case.name for case in two]
     assert whole.results[0] == first
     assert runner.unfinished(tmp_path, "attention", where, FAST) is None
+
+
+def test_peers_are_compiled_ahead_side_by_side_and_may_fail(tmp_path):
+    """Each of three processes waits for the other two, so that fewer at once would not end."""
+    wait = """import pathlib, sys, time
+(folder, name), end = (pathlib.Path(sys.argv[1]), sys.argv[2]), time.monotonic() + 60
+(folder / name).touch()
+while len(list(folder.iterdir())) < 3 and time.monotonic() < end: time.sleep(0.01)
+sys.exit(name == "b")"""
+    work = [(replace(TINY, table=name), peers.Peer("peer", lambda *_: None, ahead=True)) for name in "abc"]
+
+    def command(case, peer):
+        return [sys.executable, "-c", wait, str(tmp_path), case.table]
+
+    begun = time.monotonic()
+    ahead.compile_ahead(work, at_once=3, command=command)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    assert time.monotonic() - begun < 60
+    (tmp_path / "c").unlink()
+    ahead.compile_ahead(work[:1], until=time.monotonic(), command=command)
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_takes_long_to_compile_is_compiled_before_anything_is_measured(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ahead, "compile_ahead", lambda work, until: asked.extend(work))
+    table = [replace(peer, ahead=True) for peer in attention_peers.ATTENTION_PEERS if "cpu" in peer.devices]
+    monkeypatch.setattr(attention_peers, "ATTENTION_PEERS", table)
+    two = [TINY, replace(TINY, causal=True)]
+    runner.run_suite("attention", two, CPU, FAST, tmp_path / "r.json", only=["torch"], progress=False)
+    assert {case.name for case, _ in asked} == {case.name for case in two}
+    assert all(peer.ahead for _, peer in asked)
+    asked.clear()
+    runner.run_suite("attention", two, CPU, FAST, tmp_path / "r.json", only=["torch"], progress=False)
+    assert asked == []
 
 
 def test_kernel_sources_hash_follows_names_and_contents(tmp_path, monkeypatch):

@@ -131,8 +131,8 @@ def _prepared(case: DecodingCase, x: DecodingInputs, attend: Callable[[], Any]) 
 
 DECODING_PEERS: tuple[Peer, ...] = (
     Peer(SDPA, sdpa, devices=("cuda", "cpu")),
-    Peer("flex", _flex(None), compiled=True),
-    Peer("flex max-autotune", _flex("max-autotune-no-cudagraphs"), compiled=True),
+    Peer("flex", _flex(None), compiled=True, ahead=True),
+    Peer("flex max-autotune", _flex("max-autotune-no-cudagraphs"), compiled=True, ahead=True),
     Peer(DECODING, _ours(""), devices=("cuda", "cpu")),
     *(
         Peer(name, prepare, devices=("cuda", "cpu"))

@@ -66,6 +66,7 @@ class Peer:
     prepare: Callable[[Any, Any], Prepared]
     devices: tuple[str, ...] = ("cuda",)
     compiled: bool = False  # takes seconds to compile for each shape
+    ahead: bool = False  # so many that processes of their own do it for all cases before the first is measured
 
     @property
     def ours(self) -> bool:

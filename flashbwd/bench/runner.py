@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.bench import attention_peers, block_peers, decoding_peers, machine, measure, norm_peers, oracle
+from flashbwd.bench import ahead, attention_peers, block_peers, decoding_peers, machine, measure, norm_peers, oracle
 from flashbwd.bench.cases import TOLERANCES, AttentionCase, BlockCase, Case, DecodingCase, NormCase
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
@@ -319,6 +319,10 @@ def run_suite(
     done = report.by_name()
     left = [case for case in cases if f"{case.table}: {case.name}" not in done]
     slots = sum(len(peers_of(case, device, only)) * settings.rounds for case in left)
+    work = [(case, peer) for case in left for peer in peers_of(case, device, only) if peer.ahead]
+    if len(work) > 1:
+        in_order = sorted(work, key=lambda pair: pair[1].name, reverse=True)  # tuned ones, which take longer, first
+        ahead.compile_ahead(in_order, time.monotonic() + budget_s / 3)
     ceilings = measure.ceilings(device, settings) if left else {}
     with Progress(slots, progress) as bar:
         for case in left:

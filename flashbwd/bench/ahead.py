@@ -1,0 +1,70 @@
+"""Compiles peers ahead, each in a process of its own, many at once: the process that measures finds on disk what would
+take it seconds for each shape.
+
+It finds compiled kernels, nothing that was chosen by timing them: processes beside each other disturb that.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flashbwd.bench.cases import Case, suite
+from flashbwd.bench.peers import Peer
+
+Work = Sequence[tuple[Case, Peer]]
+
+
+def _command(case: Case, peer: Peer) -> list[str]:
+    return [sys.executable, "-m", "flashbwd.bench.ahead", f"{case.table}: {case.name}", peer.name]
+
+
+def compile_ahead(
+    work: Work,
+    until: float = float("inf"),
+    at_once: int | None = None,
+    command: Callable[[Case, Peer], list[str]] = _command,
+) -> None:
+    """Compile each peer for its case, ``at_once`` (a process for each CPU) side by side, until ``time.monotonic()`` is
+    ``until``. What fails does so again where it is measured, and says why."""
+    at_once = at_once or os.cpu_count() or 1
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    waiting = list(work)
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        while (waiting or running) and time.monotonic() < until:
+            running = [process for process in running if process.poll() is None]
+            while waiting and len(running) < at_once:
+                running.append(subprocess.Popen(command(*waiting.pop(0)), env=environment, **quiet))  # type: ignore[call-overload]
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    from torch._inductor import config
+
+    from flashbwd.bench import machine, runner
+
+    _, name, peer_name = sys.argv
+    device = machine.default_device()
+    (case,) = (case for case in suite("all", device.type) if f"{case.table}: {case.name}" == name)
+    (peer,) = (peer for peer in runner.peers_of(case, device) if peer.name == peer_name)
+    inputs = runner.make_inputs(case, device, runner.SEED)
+    with config.patch(fx_graph_cache=False, autotune_local_cache=False):
+        prepared = peer.prepare(case, inputs)
+        with prepared.scope():
+            prepared.backward()
+    torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
-from flashbwd.mods.steps import run_step
+from flashbwd.mods.steps import beside_the_output, run_step
 from flashbwd.reference.decoding import (
     DecodingCall,
     Mod,
@@ -110,8 +110,9 @@ def flex_decoding(
         rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
         rest |= {"kernel_options": kernel_options, "return_aux": return_aux}
         return decode_in_parts(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
-    if kernel_options is None and return_aux is None and not return_lse and not is_dynamo_compiling():
-        known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa)
+    usual = kernel_options is None and return_aux is None
+    if usual and not is_dynamo_compiling():
+        known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         if known is not None:
             return known
     need_lse, need_max_scores = return_lse, False
@@ -123,8 +124,11 @@ def flex_decoding(
     if not is_dynamo_compiling():
         wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
         results = None
-        if need_lse or need_max_scores or wanted[1]:
-            results = run_step(query, key, value, score_mod, block_mask, scale, wanted)
+        if not usual:
+            more = beside_the_output(wanted)
+            results = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa, more)
+            if type(results) is Tensor:
+                results = (results,)
         results = results or run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
         if results:
             if return_aux is not None:
@@ -220,7 +224,7 @@ def _acting_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that change something here; refuses what PyTorch has no key for."""
     options = {}
     for key, value in given.items():
-        name = key.removeprefix("fwd_").removeprefix("bwd_")
+        name = key if key in _ACTING else key.removeprefix("fwd_").removeprefix("bwd_")
         if name in _ACTING:
             positive = type(value) is int and value > 0
             if not (positive if _ACTING[name] is int else isinstance(value, bool)):

@@ -9,7 +9,8 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.experimental._paged_attention import PagedAttention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashbwd
@@ -248,6 +249,26 @@ def test_paged_cache_by_permuted_block_indices(dtype: torch.dtype, device: str) 
     tolerance = 1e-11 if dtype == fp64 else 4e-3
     for got, want in zip(run(shape, (q, *physical), None, mask), expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
+def test_the_paged_cache_of_pytorch(dtype: torch.dtype, device: str) -> None:
+    shape, page = Shape(seqlen_q=1, seqlen_k=5 * 32), 32
+    q, k, v = shape.tensors(dtype, device)
+    cache = PagedAttention(16, page, shape.batch, device=device)
+    physical = [torch.full((1, 2, 16 * page, 16), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+    for b in (1, 0):
+        cache.reserve(torch.tensor([b], device=device), torch.tensor([shape.seqlen_k], device=device))
+    everyone = torch.arange(shape.batch, device=device)
+    cache.assign(everyone, torch.arange(shape.seqlen_k, device=device).expand(shape.batch, -1), k, v, *physical)
+    mods, masks = kit.score_mods(shape, device, dtype), kit.mask_mods(shape, device)
+    logical = create_block_mask(masks["window"], shape.batch, None, 1, shape.seqlen_k, device, BLOCK_SIZE=page)
+    for name in ("alibi", "bias_rank4"):
+        mask, mod = cache.convert_logical_block_mask(logical), cache.get_score_mod(mods[name])
+        expected = kit.oracle(shape, q, k, v, mods[name], kit.dense_mask(masks["window"], shape, device))
+        tolerance = 1e-11 if dtype == fp64 else 4e-3
+        for got, want in zip(run(shape, (q, *physical), mod, mask), expected, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
 def test_a_changed_closure_is_read_anew(device: str) -> None:

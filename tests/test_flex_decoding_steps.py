@@ -11,6 +11,7 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
+from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask
 
 import flashbwd
@@ -47,7 +48,7 @@ class Recogniser:
         mask: BlockMask | None = None,
         places: list[int] | None = None,
     ) -> None:
-        monkeypatch.setattr(steps, "_operators", [lambda q, k, v, number, *tensors: list(tensors)] * 5)
+        monkeypatch.setattr(steps, "_operators", [[lambda q, k, v, number, *tensors: list(tensors)]] * 9)
         settings = run._settings_of(0, None, OUTPUT)
         for _ in range(2):
             steps.remember(score_mod, mask, None, OUTPUT, settings, captured, list(places or range(len(captured))))
@@ -108,17 +109,20 @@ def test_another_constant_is_another_kind(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_call_that_wants_more_is_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_operators_of_all", [lambda *_: [table, table]] * 5)
-    with_lse = (True, 0, True, False, False)
-    settings = run._settings_of(0, None, with_lse)
-    steps.remember(None, None, None, with_lse, settings, [], [])
-    ((_, _, _, wanted),) = steps._steps
-    assert wanted == with_lse
-    ((step, _),) = steps._steps[id(None), id(None), None, with_lse]
-    assert step(*INPUTS, None, None) == [table, table]
-    monkeypatch.setattr(steps, "_operators_of_all", [lambda *_: []] * 5)
-    steps.remember(None, None, None, with_lse, settings, [], [])
-    (_, (step, _)) = steps._steps[id(None), id(None), None, with_lse]
+    results: dict[int, Any] = {2: (table, table), 3: (table, table, table)}
+    operators = [lambda *_, number=number: results[number] for number in (2, 3)]
+    monkeypatch.setattr(steps, "_operators", [[lambda *_: table, *operators]] * 5)
+    for wanted in (OUTPUT, (True, 0, True, False, False), (True, 0, True, True, False), (True, 4, True, False, False)):
+        settings = run._settings_of(0, None, wanted)
+        steps.remember(None, None, None, wanted, settings, [], [])
+        more = steps.beside_the_output(wanted)
+        assert more == {OUTPUT: False, (True, 0, True, False, False): True}.get(wanted, wanted[1:])
+        ((step, _),) = steps._steps[id(None), id(None), None, True, more]
+        number = 1 + wanted[2] + wanted[3]
+        assert step(*INPUTS, None, None) is (table if number == 1 else results[number])
+    assert len(steps._steps) == 4
+    results[2] = (None, None)
+    ((step, _),) = steps._steps[id(None), id(None), None, True, True]
     assert step(*INPUTS, None, None) is None
 
 
@@ -147,8 +151,17 @@ def test_what_identities_do_not_tell_about_is_not_remembered(monkeypatch: pytest
     class Mod:
         weight = one
 
+        def __init__(self) -> None:
+            self.bias = one
+
         def method(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
             return s * self.weight[h]
+
+        def biased(self) -> Any:
+            return lambda s, b, h, q, k: getattr(self, "bias")[h] + self.bias[h]  # noqa: B009
+
+        def weighted(self) -> Any:
+            return lambda s, b, h, q, k: s * self.weight[h]
 
     def with_a_keyword(s: Any, b: Any, h: Any, q: Any, k: Any, *, w: Any = one) -> Any:
         return s + w
@@ -156,8 +169,8 @@ def test_what_identities_do_not_tell_about_is_not_remembered(monkeypatch: pytest
     def again(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return again(s, b, h, q, k)
 
-    mods = [Mod().method, plus([one]), plus(one, one), plus(Mod), plus(plus(one), one), with_a_keyword, again]
-    for mod in mods:
+    of_objects = [Mod().method, Mod().biased(), Mod().weighted(), plus(Mod)]
+    for mod in [*of_objects, plus([one]), with_a_keyword, again]:
         assert Recogniser(monkeypatch, mod, [one]).steps == []
 
 
@@ -173,6 +186,43 @@ def test_functions_and_tuples_that_a_function_reaches_are_looked_into(monkeypatc
     others = [(plus(one, 3.0), two, (True,)), (plus(one, 2.0), two, (False,)), (plus(one, 2.0), two, ())]
     for other in [*others, (plus(one, 2.0), two), (one, two, (True,)), (plus(one, 2.0), 2.0, (True,))]:
         assert known(mod(*other)) is None
+
+
+def test_a_tensor_of_two_names_is_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = torch.zeros(3), torch.zeros(3)
+    known = Recogniser(monkeypatch, plus(one, one), [one])
+    assert_found(known(plus(two, two)), two)
+    assert known(plus(one, two)) is None
+    known = Recogniser(monkeypatch, plus(plus(one), one), [one])
+    assert_found(known(plus(plus(two), two)), two)
+    assert known(plus(plus(one), two)) is None
+
+
+def test_attributes_that_a_function_reads_of_an_object_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pages:
+        def __init__(self, table: Tensor, size: int) -> None:
+            self.table, self.size, self.unused = table, size, [object()]
+
+        def mod(self, inner: Any) -> Any:
+            return lambda s, b, h, q, k: inner(s, b, h, q, k) + self.table[k // self.size]
+
+    one, two, three = (torch.zeros(3) for _ in range(3))
+    pages = Pages(one, 16)
+    known = Recogniser(monkeypatch, pages.mod(plus(two)), [two, one])
+    assert_found(known(pages.mod(plus(three))), three, one)
+    assert_found(known(Pages(three, 16).mod(plus(two))), two, three)
+    pages.table = three
+    assert_found(known(pages.mod(plus(two))), two, three)
+    pages.unused.append(object())
+    assert_found(known(pages.mod(plus(two))), two, three)
+    for name, value in (("size", 8), ("table", [one])):
+        setattr(pages, name, value)
+        assert known(pages.mod(plus(two))) is None
+        pages = Pages(one, 16)
+    assert known(type("Other", (Pages,), {})(one, 16).mod(plus(two))) is None
+    del pages.table
+    with pytest.raises(AttributeError):
+        known(pages.mod(plus(two)))
 
 
 def test_defaults_are_what_a_function_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,21 +264,72 @@ def test_a_block_mask_is_known_by_its_lists(monkeypatch: pytest.MonkeyPatch) -> 
     assert known(None) is None
 
 
-def test_a_block_mask_of_one_call_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_block_mask_of_the_same_blocks_passes_its_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    length = torch.tensor(100)
+    mod = lambda b, h, q, k: k < length  # noqa: E731
+    monkeypatch.setattr(steps, "_operators", [[lambda q, k, v, number, *tensors: list(tensors)]] * 9)
     settings = run._settings_of(0, None, OUTPUT)
     for _ in range(3):
-        steps.remember(None, mask_of(lambda b, h, q, k: k < 100), None, OUTPUT, settings, [], [])
-    assert steps._steps == {}
+        steps.remember(None, mask_of(mod), None, OUTPUT, settings, [length], [0])
+    ((kind, known),) = steps._steps.items()
+    assert kind[1] == id(mod.__code__)
+    inputs = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 256, 8), torch.zeros(1, 1, 256, 8)
+    mask = mask_of(mod)
+    lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    step = known[0][0]
+    assert_found(step(*inputs, None, mask), *lists, length)  # type: ignore[arg-type]
+    assert step(inputs[0], inputs[1][:, :, 1:], inputs[2], None, mask) is None
+    others = [mask_of(lambda b, h, q, k: k < length), create_block_mask(mod, None, None, 1, 256, "cpu", BLOCK_SIZE=64)]
+    for other in [*others, BlockMask.from_kv_blocks(*lists[:2], BLOCK_SIZE=128, mask_mod=mod, seq_lengths=(1, 256))]:
+        assert step(*inputs, None, other) is None
+
+
+def test_a_block_mask_that_comes_again_gets_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_of_a_kind", lambda known, *_: known)
+    mod = lambda b, h, q, k: k < 100  # noqa: E731
+    settings = run._settings_of(0, None, OUTPUT)
+
+    def call(mask: BlockMask) -> Any:
+        found = steps.run_step(*INPUTS, None, mask, None, True, False)
+        if found is None:
+            steps.remember(None, mask, None, OUTPUT, settings, [], [])
+        return found
+
+    first, second = mask_of(mod), mask_of(mod)
+    assert call(first) is None
+    of_any = call(second)
+    assert of_any is not None
+    for mask in (first, second):
+        assert call(mask) is None
+        assert call(mask) not in (None, of_any)
+    assert call(mask_of(mod)) is of_any
+    assert len(steps._steps) == 3
+
+
+def test_a_mask_of_something_else_than_a_function_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mask:
+        def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return k < 100
+
+    monkeypatch.setattr(steps, "_of_a_kind", lambda known, *_: known)
+    settings = run._settings_of(0, None, OUTPUT)
+    mask = mask_of(Mask())
+    for block_mask in (None, mask, mask):
+        steps.remember(None, block_mask, None, OUTPUT, settings, [], [])
+    assert steps.run_step(*INPUTS, None, None, None, True, False) is not None
+    assert steps.run_step(*INPUTS, None, mask, None, True, False) is None
 
 
 def test_the_lists_of_a_block_mask_are_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = mask_of(lambda b, h, q, k: k < 100)
     lists = weakref.ref(mask.kv_indices)
+    code = mask.mask_mod.__code__
     Recogniser(monkeypatch, None, [], mask)
-    assert len(steps._steps) == 1
+    assert {kind[1] for kind in steps._steps} == {id(code), id(mask)}
     del mask
     gc.collect()
-    assert steps._steps == {} and lists() is None
+    assert [kind[1] for kind in steps._steps] == [id(code)]
+    assert lists() is None
 
 
 def test_there_is_an_end_to_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +383,14 @@ def test_a_known_call_sees_what_has_changed(masked: bool, monkeypatch: pytest.Mo
     for _ in range(3):
         flashbwd.flex_decoding(*tensors, mod, mask, enable_gqa=True)
     check(known=True)
+    if mask is not None:
+        first = mask
+        mask = BlockMask.from_kv_blocks(number.clone(), indices.clone(), mask_mod=mask_mod, **sizes)
+        number.fill_(0)
+        check(known=True)
+        number.fill_(4)
+        mask = first
+        check(known=True)
     weight.fill_(2.0)
     length.fill_(33)
     check(known=True)
@@ -347,6 +456,34 @@ def test_a_known_call_returns_the_statistics_that_are_wanted(
     with torch.autocast("cuda", torch.float16):
         cast = call(tensors)[0]
         assert cast is not None and cast.dtype == torch.float16
+
+
+@pytest.mark.gpu
+def test_calls_with_the_paged_cache_of_pytorch_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, page = Shape(batch=1, seqlen_q=1, seqlen_k=256), 64
+    q, k, v = shape.tensors(torch.bfloat16, "cuda")
+    slopes = torch.rand(4, device="cuda")
+    cache = PagedAttention(4, page, 1, device="cuda")
+    cache.reserve(torch.tensor([0], device="cuda"), torch.tensor([256], device="cuda"))
+    order = torch.tensor([2, 0, 3, 1], device="cuda")
+    cache.page_table[0] = order
+    cache.physical_to_logical[0, order] = torch.arange(4, device="cuda")
+    places = (order[:, None] * page + torch.arange(page, device="cuda")).flatten()
+    physical = [torch.empty_like(t).index_copy_(2, places, t) for t in (k, v)]
+    causal = kit.mask_mods(shape, "cuda")["causal"]
+    mask = cache.convert_logical_block_mask(create_block_mask(causal, 1, None, 1, 256, "cuda", BLOCK_SIZE=page))
+    mod = lambda s, b, h, q, k: s * slopes[h] + k / 256  # noqa: E731
+    longer_ways: list[int] = []
+    real = run._decoding_forward
+    monkeypatch.setattr(run, "_decoding_forward", lambda *a: longer_ways.append(1) or real(*a))
+    for _ in range(4):
+        longer_ways.clear()
+        slopes.add_(1)
+        with torch.no_grad():
+            out = flashbwd.flex_decoding(q, *physical, cache.get_score_mod(mod), mask, enable_gqa=True)
+        expected, _ = kit.oracle(shape, q, k, v, mod)
+        torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+    assert longer_ways == []
 
 
 @pytest.mark.gpu

@@ -174,6 +174,7 @@ std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (cuda->current_device() != device) guard.emplace(device);
   std::vector<OwnedTensor> results;
+  results.reserve(4);
   std::array<int64_t, 4> out_strides;
   results.push_back(empty_output(q, call.q, p.head_dim_v, out_strides));
   p.out = data_of(results[0]);

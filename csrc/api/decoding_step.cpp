@@ -2,6 +2,7 @@
 // the first of them was launched; each passes the tensors that are its own.
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -18,7 +19,7 @@ struct Kind {  // of a captured tensor: modifications are made for those
 struct Step {
   DecodingSettings settings;
   std::optional<double> scale;
-  std::vector<Tensor> mask;
+  std::vector<Tensor> mask;        // empty: each call passes its own, for lengths that it has compared
   std::array<int64_t, 2> lengths;  // that the mask was made for
   std::vector<Kind> captured;
 };
@@ -68,45 +69,68 @@ std::shared_ptr<const Step> step_of(int64_t number) {
 
 // What the settings ask for; nothing for a call that cannot be launched as it is.
 std::vector<OwnedTensor> run_step(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const Step& step,
-                                  const std::vector<OwnedTensor>& captured) {
+                                  const std::vector<OwnedTensor>& passed) {
   DecodingCall call = decoding_call(q, k, v, step.settings);
-  call.mask.reserve(step.mask.size());
+  const size_t passed_mask = step.mask.empty() ? step.settings.mask_tensors : 0;
+  if (passed.size() != passed_mask + step.captured.size()) return {};
+  call.mask.reserve(step.settings.mask_tensors);
   for (const Tensor& tensor : step.mask) describe(tensor.get(), call.mask.emplace_back());
+  for (size_t i = 0; i < passed_mask; ++i) describe(passed[i].get(), call.mask.emplace_back());
   std::copy(step.lengths.begin(), step.lengths.end(), call.mask_shape.begin() + 2);
-  if (captured.size() != step.captured.size()) return {};
-  call.captured.reserve(captured.size());
-  for (size_t i = 0; i < captured.size(); ++i) {
+  if (passed_mask > 0) {
+    call.mask_shape[2] = call.q.sizes[2];
+    call.mask_shape[3] = call.k.sizes[2];
+  }
+  call.captured.reserve(step.captured.size());
+  for (size_t i = 0; i < step.captured.size(); ++i) {
+    const AtenTensorHandle tensor = passed[passed_mask + i].get();
     TensorDesc& desc = call.captured.emplace_back();
-    describe(captured[i].get(), desc);
-    if (desc.dim != step.captured[i].dim || dtype_number(captured[i].get()) != step.captured[i].dtype) return {};
+    describe(tensor, desc);
+    if (desc.dim != step.captured[i].dim || dtype_number(tensor) != step.captured[i].dtype) return {};
   }
   return decoding_results(q, call, step.settings, step.scale);
 }
 
-// Each captured tensor is an argument of its own, which is read sooner than a list.
-template <int kCaptured>
+// Each tensor is an argument of its own, which is read sooner than a list.
+template <int kPassed>
 std::vector<OwnedTensor> results_of(StableIValue* stack) {
   ArgumentReader reader(stack);
   const OwnedTensor q = reader.owned_tensor(), k = reader.owned_tensor(), v = reader.owned_tensor();
   const auto step = step_of(reader.read<int64_t>());
-  std::vector<OwnedTensor> captured;
-  captured.reserve(kCaptured);
-  for (int i = 0; i < kCaptured; ++i) captured.push_back(reader.owned_tensor());
+  std::vector<OwnedTensor> passed;
+  passed.reserve(kPassed);
+  for (int i = 0; i < kPassed; ++i) passed.push_back(reader.owned_tensor());
   if (step == nullptr) return {};
-  return run_step(q.get(), k.get(), v.get(), *step, captured);
+  return run_step(q.get(), k.get(), v.get(), *step, passed);
 }
 
-// The output alone. Nothing is answered with a tensor that is none: Python has None for it.
-template <int kCaptured>
+// Nothing is answered with tensors that are none: Python has None for each.
+template <int kPassed, int kResults>
 void decoding_step(StableIValue* stack, uint64_t, uint64_t) {
-  std::vector<OwnedTensor> results = results_of<kCaptured>(stack);
-  stack[0] = results.empty() ? boxed(Tensor()) : boxed(std::move(results[0]));
+  std::vector<OwnedTensor> results = results_of<kPassed>(stack);
+  results.resize(kResults);
+  for (int i = 0; i < kResults; ++i) stack[i] = results[i] != nullptr ? boxed(std::move(results[i])) : boxed(Tensor());
 }
 
-// The output and the statistics.
-template <int kCaptured>
-void decoding_step_all(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = boxed(results_of<kCaptured>(stack));
+constexpr int kMostPassed = 8, kMostResults = 3;
+
+std::string step_name(int passed, int results) {
+  return "decoding_step.passed_" + std::to_string(passed) + "_results_" + std::to_string(results);
+}
+
+std::string step_schema(int passed, int results) {
+  std::string schema = step_name(passed, results) + "(Tensor q, Tensor k, Tensor v, int step";
+  for (int i = 0; i < passed; ++i) schema += std::string(", Tensor passed_") + std::to_string(i);
+  schema += results > 1 ? ") -> (Tensor" : ") -> Tensor";
+  for (int i = 1; i < results; ++i) schema += i + 1 < results ? ", Tensor" : ", Tensor)";
+  return schema;
+}
+
+template <int... kIndices>
+void implement_steps(torch::stable::detail::StableLibrary& m, std::integer_sequence<int, kIndices...>) {
+  (m.impl(step_name(kIndices / kMostResults, kIndices % kMostResults + 1).c_str(),
+          decoding_step<kIndices / kMostResults, kIndices % kMostResults + 1>),
+   ...);
 }
 
 }  // namespace
@@ -115,33 +139,15 @@ void decoding_step_all(StableIValue* stack, uint64_t, uint64_t) {
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def("decoding_remember(int settings, float? scale, Tensor[] mask, int[] lengths, Tensor[] captured) -> int");
   m.def("decoding_forget(int step) -> ()");
-  m.def("decoding_step(Tensor q, Tensor k, Tensor v, int step) -> Tensor");
-  m.def("decoding_step.captured_1(Tensor q, Tensor k, Tensor v, int step, Tensor a) -> Tensor");
-  m.def("decoding_step.captured_2(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b) -> Tensor");
-  m.def("decoding_step.captured_3(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b, Tensor c) -> Tensor");
-  m.def(
-      "decoding_step.captured_4(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b, Tensor c, Tensor d) "
-      "-> Tensor");
-  m.def("decoding_step.all(Tensor q, Tensor k, Tensor v, int step) -> Tensor[]");
-  m.def("decoding_step.all_1(Tensor q, Tensor k, Tensor v, int step, Tensor a) -> Tensor[]");
-  m.def("decoding_step.all_2(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b) -> Tensor[]");
-  m.def("decoding_step.all_3(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b, Tensor c) -> Tensor[]");
-  m.def(
-      "decoding_step.all_4(Tensor q, Tensor k, Tensor v, int step, Tensor a, Tensor b, Tensor c, Tensor d) "
-      "-> Tensor[]");
+  for (int passed = 0; passed <= flashbwd::kMostPassed; ++passed) {
+    for (int results = 1; results <= flashbwd::kMostResults; ++results)
+      m.def(flashbwd::step_schema(passed, results).c_str());
+  }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
-  m.impl("decoding_step", flashbwd::decoding_step<0>);
-  m.impl("decoding_step.captured_1", flashbwd::decoding_step<1>);
-  m.impl("decoding_step.captured_2", flashbwd::decoding_step<2>);
-  m.impl("decoding_step.captured_3", flashbwd::decoding_step<3>);
-  m.impl("decoding_step.captured_4", flashbwd::decoding_step<4>);
-  m.impl("decoding_step.all", flashbwd::decoding_step_all<0>);
-  m.impl("decoding_step.all_1", flashbwd::decoding_step_all<1>);
-  m.impl("decoding_step.all_2", flashbwd::decoding_step_all<2>);
-  m.impl("decoding_step.all_3", flashbwd::decoding_step_all<3>);
-  m.impl("decoding_step.all_4", flashbwd::decoding_step_all<4>);
+  constexpr int kForms = (flashbwd::kMostPassed + 1) * flashbwd::kMostResults;
+  flashbwd::implement_steps(m, std::make_integer_sequence<int, kForms>());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {

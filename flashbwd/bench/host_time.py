@@ -2,6 +2,7 @@
 
 Warm calls are timed in bursts that begin with an idle GPU and are short enough for its queue to take them all, so that
 nobody waits for it. First calls are those of new processes, up to the finished result, with the inputs already made.
+An addition of Python's is timed beside them: machines differ, and others may keep one busy.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import and_masks, create_block_mask
+from torch.nn.attention.experimental._paged_attention import PagedAttention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashbwd
 
-SEQLEN_K = 8192
+SEQLEN_K, PAGE = 8192, 128
 CALLS, ROUNDS = 150, 25  # of a burst; bursts
 
 
@@ -50,6 +53,8 @@ def modifications() -> dict[str, tuple[Any, ...]]:
         "a table of biases": (lambda s, b, h, q, k: s + table[h, k], None),
         "two masks by and_masks": (None, and_masks(causal, lambda b, h, q, k: k < length)),
         "three tensors, and a length by mask": (scaled_and_moved, lambda b, h, q, k: k < length),
+        "causal BlockMask, another each call": (None, causal, {}),
+        "pages of PyTorch's PagedAttention": (None, causal, {}),
         "none; the lse too": (None, None, {"return_lse": True}),
         "ALiBi and causal BlockMask; the lse too": (alibi, causal, {"return_lse": True}),
         "none; SPLIT_KV": (None, None, {"kernel_options": {"SPLIT_KV": 16}}),
@@ -67,8 +72,24 @@ def call_of(name: str) -> Callable[[], Any]:
     options = more[0] if more else {}
     block_mask = None
     if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, None, None, 1, SEQLEN_K, device="cuda")
+        block_mask = create_block_mask(mask_mod, 1, None, 1, SEQLEN_K, device="cuda")
+    if block_mask is not None and "another" in name:
+        masks = [copy_of(block_mask) for _ in range(CALLS * (ROUNDS + 1))]
+        others = iter(masks)
+        return lambda: flashbwd.flex_decoding(q, k, v, score_mod, next(others), enable_gqa=True)
+    if block_mask is not None and "pages" in name:
+        pages = PagedAttention(SEQLEN_K // PAGE, PAGE, 1, device="cuda")
+        pages.reserve(torch.tensor([0], device="cuda"), torch.tensor([SEQLEN_K], device="cuda"))
+        block_mask = pages.convert_logical_block_mask(block_mask)
     return lambda: flashbwd.flex_decoding(q, k, v, score_mod, block_mask, enable_gqa=True, **options)
+
+
+def copy_of(mask: BlockMask) -> BlockMask:
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    counts, indices, full_counts, full_indices = (getattr(mask, name).clone() for name in names)
+    return BlockMask.from_kv_blocks(
+        counts, indices, full_counts, full_indices, mask.BLOCK_SIZE, mask.mask_mod, mask.seq_lengths
+    )
 
 
 @torch.no_grad()
@@ -117,6 +138,8 @@ def main() -> None:
             print(f"| {name} | {best:.1f} | {median:.1f} | {first:.0f} | {again:.0f} |", flush=True)
     best, median = warm_call("SDPA")
     print(f"| PyTorch's SDPA | {best:.1f} | {median:.1f} | | |")
+    addition = min(timeit.repeat("x += 1", "x = 0", number=1_000_000, repeat=5))
+    print(f"\nan addition of Python: {addition * 1e3:.1f} ns")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,13 @@ class UnknownCaptureError(Exception):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Code:
-    """A code object (kept alive, so that its id names it) with the global variables and the other names it looks up."""
+    """A code object (kept alive, so that its id names it) with the global variables and the other names it looks up,
+    and the attributes that it reads of each variable of its surroundings of which it does nothing else."""
 
     code: types.CodeType
     global_names: tuple[str, ...]
     names: tuple[str, ...]
+    attributes: dict[str, tuple[str, ...]]
 
 
 class Captures:
@@ -167,7 +169,7 @@ def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor
         for value in function.__kwdefaults__.values():
             _surrounding(value, code, key, tensors, above)
     if function.__closure__ is not None:
-        for cell in function.__closure__:
+        for i, cell in enumerate(function.__closure__):
             try:
                 value = cell.cell_contents
             except ValueError:  # an empty cell
@@ -176,7 +178,7 @@ def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor
             if type(value) is Tensor:  # as _surrounding() would find, sooner
                 _tensor(value, key, tensors)
             else:
-                _surrounding(value, code, key, tensors, above)
+                _surrounding(value, code, key, tensors, above, code.code.co_freevars[i])
     if code.global_names:
         surroundings = function.__globals__
         for name in code.global_names:
@@ -187,10 +189,12 @@ def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor
                 elif type(value) is Tensor:
                     _tensor(value, key, tensors)
                 else:
-                    _surrounding(value, code, key, tensors, above)
+                    _surrounding(value, code, key, tensors, above, name)
 
 
-def _surrounding(value: Any, code: _Code, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
+def _surrounding(
+    value: Any, code: _Code, key: list[Any], tensors: list[Tensor], above: tuple[int, ...], variable: str = ""
+) -> None:
     """A value that a function reaches by name, and what it may read off it: settings of a module or class, say."""
     kind = type(value)
     if kind in _CONSTANTS:
@@ -202,6 +206,10 @@ def _surrounding(value: Any, code: _Code, key: list[Any], tensors: list[Tensor],
             for name in code.names:
                 if name in attributes:
                     _surrounding(attributes[name], code, key, tensors, (*above, id(value)))
+    elif variable in code.attributes and (read := plain_attributes(value, code.attributes[variable])) is not None:
+        key.append(kind)
+        for attribute in read.values():
+            _walk(attribute, key, tensors, above)
     else:
         _walk(value, key, tensors, above)
 
@@ -248,11 +256,22 @@ def code_of(function: types.FunctionType) -> _Code:
     return _known_codes.get(id(function.__code__)) or _read_code(function.__code__)
 
 
+def plain_attributes(value: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """Attributes of an object by name, all of which the object itself holds; None where its class has a say."""
+    kind = type(value)
+    if kind.__getattribute__ is not object.__getattribute__ or type(getattr(value, "__dict__", None)) is not dict:
+        return None
+    held = vars(value)
+    if any(name not in held or hasattr(kind, name) for name in names):
+        return None
+    return {name: held[name] for name in names}
+
+
 def _read_code(code: types.CodeType) -> _Code:
     globals_read: dict[str, None] = {}
     names: dict[str, None] = {}
     _collect(code, globals_read, names)
-    return _known_codes.setdefault(id(code), _Code(code, tuple(globals_read), tuple(names)))
+    return _known_codes.setdefault(id(code), _Code(code, tuple(globals_read), tuple(names), _attributes_alone(code)))
 
 
 def _collect(code: types.CodeType, globals_read: dict[str, None], names: dict[str, None]) -> None:
@@ -264,6 +283,32 @@ def _collect(code: types.CodeType, globals_read: dict[str, None], names: dict[st
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             _collect(constant, globals_read, names)
+
+
+def _attributes_alone(code: types.CodeType) -> dict[str, tuple[str, ...]]:
+    """For each variable of the surroundings that is named for an attribute of it and nothing else: the attributes."""
+    found: dict[str, dict[str, None]] = {}
+    for_more: set[str] = set()  # passed on whole, assigned, or met in code inside
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inside: dict[str, None] = {}
+            _collect(constant, inside, {})
+            for_more.update(constant.co_freevars, inside)
+    loaded = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "EXTENDED_ARG":
+            continue
+        if loaded is not None:
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                found.setdefault(loaded, {})[instruction.argval] = None
+            else:
+                for_more.add(loaded)
+        loaded = None
+        if instruction.opname in ("LOAD_DEREF", "LOAD_GLOBAL"):
+            loaded = instruction.argval
+        elif isinstance(instruction.argval, str) and instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            for_more.add(instruction.argval)
+    return {name: tuple(attributes) for name, attributes in found.items() if name not in for_more}
 
 
 def is_constant(value: Any) -> bool:

@@ -1,9 +1,9 @@
 """Calls of a decoding loop: what one has found out serves the next, which a few comparisons tell to be of its kind.
 
 It is of its kind when the functions have the same code, whose names stand for the same constants and modules, for
-functions and tuples of which the same holds, and for tensors where they did; and when the BlockMask is the same object
-with the same lists. The tensors that the functions capture are read anew in each call. Everything else goes the longer
-way of :mod:`run`.
+functions, tuples and attributes of which the same holds, and for tensors where they did; and when the BlockMask is the
+same object with the same lists, or another of the same blocks, whose lists are then passed. The tensors that the
+functions capture are read anew in each call. Everything else goes the longer way of :mod:`run`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,36 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd._ops import library
-from flashbwd.mods.captures import code_of, is_constant
+from flashbwd.mods.captures import code_of, is_constant, plain_attributes
 from flashbwd.reference.decoding import Mod
 
 _MOST_OF_A_KIND = 8  # of the same code and BlockMask, with other constants or lists
 _MOST_KINDS = 512
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _DEEPEST = 4  # functions that reach one another
 
-# By the number of captured tensors: those that return the output, and those that return the statistics beside it.
+_MOST_PASSED, _MOST_RESULTS = 8, 3
+
+# By the number of tensors beside query, key and value, then by that of results less one: out, and the statistics.
 _step = torch.ops.flashbwd.decoding_step
-_operators = [_step.default._op, *(getattr(_step, f"captured_{n}")._op for n in range(1, 5))]
-_operators_of_all = [_step.all._op, *(getattr(_step, f"all_{n}")._op for n in range(1, 5))]
+_operators = [
+    [getattr(_step, f"passed_{passed}_results_{results}")._op for results in range(1, _MOST_RESULTS + 1)]
+    for passed in range(_MOST_PASSED + 1)
+]
 # Under autocast the arguments have yet to be cast. Told to the dispatcher, this costs a call without autocast nothing.
 for _name in _step.overloads():
-    _nothing: Any = [] if _name.startswith("all") else None
+    _results = int(_name.rpartition("_")[2])
+    _nothing: Any = None if _results == 1 else (None,) * _results
     library.impl(getattr(_step, _name), lambda *_, nothing=_nothing: nothing, "AutocastCUDA")
 
-# enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out; enable_gqa alone for a call
-# that wants the output and no more.
+# enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
 Wanted = tuple[bool, int, bool, bool, bool]
-_OUTPUT_ALONE = (0, False, False, False)
-_Kind = tuple[int, int, float | None, bool | Wanted]  # score_mod's code, BlockMask, scale, wanted
-_Step = Callable[..., Tensor | list[Tensor] | None]
+# What is wanted but for enable_gqa; False for the output alone, True for the lse too.
+_More = bool | tuple[int, bool, bool, bool]
+_USUAL: dict[Any, _More] = {(0, False, False, False): False, (0, True, False, False): True}
+# score_mod's code; the BlockMask, or mask_mod's code where any may come; scale, enable_gqa
+_Kind = tuple[int, int, float | None, bool, _More]
+_Step = Callable[..., Any]
 _steps: dict[_Kind, list[tuple[_Step, int]]] = {}  # with its number
 _met: dict[int, weakref.ref[Tensor]] = {}  # of BlockMasks seen once: a list of theirs
 
@@ -52,21 +60,51 @@ def run_step(
     score_mod: Mod | None,
     block_mask: BlockMask | None,
     scale: float | None,
-    wanted: bool | Wanted,
+    enable_gqa: bool,
+    more: _More,
 ) -> Any:
-    """The output, or a list that begins with it where more is wanted; None when the call is not of a known kind, or the
-    operator cannot launch it as it is."""
-    code = None if score_mod is None else getattr(score_mod, "__code__", score_mod)
-    for step, _ in _steps.get((id(code), id(block_mask), scale, wanted), ()):
-        if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
-            break
+    """The output, or a tuple that begins with it where more is wanted; None when the call is not of a known kind, or
+    the operator cannot launch it as it is."""
+    code = id(None if score_mod is None else getattr(score_mod, "__code__", score_mod))
+    known = _steps.get((code, id(block_mask), scale, enable_gqa, more))
+    if known is not None:
+        out = _of_a_kind(known, query, key, value, score_mod, block_mask)
+        if out is not None:
+            return out
+    if type(block_mask) is BlockMask:
+        mask_code = id(getattr(block_mask.mask_mod, "__code__", block_mask))
+        known = _steps.get((code, mask_code, scale, enable_gqa, more))
+        if known is not None and not _met_before(block_mask):  # one that comes again gets a step of its own
+            out = _of_a_kind(known, query, key, value, score_mod, block_mask)
+            if out is not None:
+                return out
+            _met.pop(id(block_mask), None)
+    return None
+
+
+def _of_a_kind(
+    known: list[tuple[_Step, int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    block_mask: BlockMask | None,
+) -> Any:
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
+        return None
+    for step, _ in known:
         try:
             out = step(query, key, value, score_mod, block_mask)
-        except ValueError:  # a name in a closure stands for nothing any more
+        except (ValueError, AttributeError, IndexError):  # a name, an attribute or a dimension is not there any more
             continue
         if out is not None:
             return out
     return None
+
+
+def beside_the_output(wanted: Wanted) -> _More:
+    more = wanted[1:]
+    return _USUAL.get(more, more)
 
 
 def remember(
@@ -83,17 +121,15 @@ def remember(
     ``captured`` are the tensors that the kernel takes; ``places``, of each, where among those of the functions it is
     found.
     """
-    if (
-        len(captured) >= len(_operators)
-        or any(isinstance(place, Tensor) for place in places)
-        or not (scale is None or type(scale) in (float, int))
-    ):
-        return
-    if block_mask is not None and not _met_before(block_mask):
+    if any(isinstance(place, Tensor) for place in places) or not (scale is None or type(scale) in (float, int)):
         return
     code = None if score_mod is None else getattr(score_mod, "__code__", score_mod)
-    alone = wanted[1:] == _OUTPUT_ALONE
-    kind = (id(code), id(block_mask), scale, wanted[0] if alone else wanted)
+    lists = [] if block_mask is None else mask_lists(block_mask)
+    any_mask = block_mask is not None and not _met_before(block_mask)
+    if len(captured) + (len(lists) if any_mask else 0) > _MOST_PASSED:
+        return
+    mask = getattr(block_mask.mask_mod, "__code__", block_mask) if block_mask is not None and any_mask else block_mask
+    kind = (id(code), id(mask), scale, wanted[0], beside_the_output(wanted))
     known = _steps.get(kind)
     if known is not None and len(known) >= _MOST_OF_A_KIND:
         return
@@ -103,22 +139,24 @@ def remember(
             writer.recognise("score_mod", score_mod, 5)
         if block_mask is not None:
             writer.recognise("block_mask.mask_mod", block_mask.mask_mod, 4)
-            for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-                writer.expect(f"block_mask.{name}", getattr(block_mask, name))
-            writer.expect("block_mask.BLOCK_SIZE", block_mask.BLOCK_SIZE)
-            writer.expect("block_mask.seq_lengths", block_mask.seq_lengths)
+            if any_mask:
+                writer.take_lists(block_mask)
+            else:
+                for name in _LISTS:
+                    writer.expect(f"block_mask.{name}", getattr(block_mask, name))
+                writer.expect("block_mask.BLOCK_SIZE", block_mask.BLOCK_SIZE)
+                writer.expect("block_mask.seq_lengths", block_mask.seq_lengths)
     except _NotPlainError:
         return
-    lists = [] if block_mask is None else mask_lists(block_mask)
     lengths = () if block_mask is None else block_mask.seq_lengths
-    number = torch.ops.flashbwd.decoding_remember(settings, scale, lists, lengths, captured)
+    number = torch.ops.flashbwd.decoding_remember(settings, scale, [] if any_mask else lists, lengths, captured)
     if known is None:
         if len(_steps) >= _MOST_KINDS:
             _forget(list(_steps))
         known = _steps[kind] = []
-        if block_mask is not None:
+        if block_mask is not None and not any_mask:
             weakref.finalize(block_mask, _forget, [kind]).atexit = False
-    known.append((writer.step(number, places, alone), number))
+    known.append((writer.step(number, places, 1 + sum(wanted[2:4])), number))
 
 
 def mask_lists(mask: Any) -> list[Tensor]:
@@ -130,7 +168,7 @@ def mask_lists(mask: Any) -> list[Tensor]:
 
 
 def _met_before(block_mask: BlockMask) -> bool:
-    """False where its lists are met for the first time: those that are made for each call are not worth a step."""
+    """False where its lists are met for the first time: those made for one call are not worth a step of their own."""
     met = _met.get(id(block_mask))
     if met is not None and met() is block_mask.kv_num_blocks:
         return True
@@ -158,7 +196,25 @@ class _Writer:
         self._lines: list[str] = []
         self._objects: dict[str, Any] = {"Tensor": Tensor, "Function": types.FunctionType}
         self._tensors: dict[int, str] = {}  # by id: their names
+        self._lists: list[str] = []
         self._depth = 0
+
+    def take_lists(self, block_mask: BlockMask) -> None:
+        """The lists are those of each call's BlockMask, whose blocks are like this one's."""
+        for i, name in enumerate(_LISTS):
+            value = getattr(block_mask, name)
+            if value is None and i >= 2:
+                self._lines.append(f"if block_mask.{name} is not None: return None")
+            else:
+                self._lists.append(f"list_{i}")
+                self._lines += [f"list_{i} = block_mask.{name}", f"if type(list_{i}) is not Tensor: return None"]
+        if len(self._lists) == 3:
+            raise _NotPlainError
+        self._objects["blocks"] = block_mask.BLOCK_SIZE
+        self._lines += [
+            "if block_mask.BLOCK_SIZE != blocks: return None",
+            "if block_mask.seq_lengths != (query.shape[2], key.shape[2]): return None",
+        ]
 
     def expect(self, expression: str, value: Any) -> None:
         name = f"expected_{len(self._objects)}"
@@ -175,6 +231,8 @@ class _Writer:
         if arguments is not None and function.__code__.co_argcount - len(defaults or ()) > arguments:
             raise _NotPlainError
         self._depth += 1
+        code = code_of(function)
+        attributes = code.attributes
         name = self._name("function")
         self._lines += [f"{name} = {expression}", f"if type({name}) is not Function: return None"]
         self.expect(f"{name}.__code__", function.__code__)
@@ -184,22 +242,27 @@ class _Writer:
             cells = self._name("cells")
             self._lines.append(f"{cells} = {name}.__closure__")
             for i, cell in enumerate(function.__closure__):
+                read = attributes.get(function.__code__.co_freevars[i])
                 try:
-                    self._recognise_value(f"{cells}[{i}].cell_contents", cell.cell_contents)
+                    self._recognise_value(f"{cells}[{i}].cell_contents", cell.cell_contents, read)
                 except ValueError as error:  # an empty cell
                     raise _NotPlainError from error
-        if names := code_of(function).global_names:
+        if names := code.global_names:
             found = self._name("names")
             self._lines.append(f"{found} = {name}.__globals__")
             for variable in names:
-                self._recognise_value(f"{found}.get({variable!r})", function.__globals__.get(variable))
+                value = function.__globals__.get(variable)
+                self._recognise_value(f"{found}.get({variable!r})", value, attributes.get(variable))
         self._depth -= 1
 
-    def _recognise_value(self, expression: str, value: Any) -> None:
+    def _recognise_value(self, expression: str, value: Any, attributes: tuple[str, ...] | None = None) -> None:
+        """``attributes``: that are read of the value, where it is not used otherwise."""
         if type(value) is Tensor:
             name = f"tensor_{len(self._tensors)}"
-            if self._tensors.setdefault(id(value), name) != name:  # the kernel has one place for its two names
-                raise _NotPlainError
+            known = self._tensors.setdefault(id(value), name)
+            if known != name:  # the kernel has one place for its two names
+                self._lines.append(f"if {expression} is not {known}: return None")
+                return
             self._lines += [f"{name} = {expression}", f"if type({name}) is not Tensor: return None"]
         elif is_constant(value):
             self.expect(expression, value)
@@ -213,27 +276,34 @@ class _Writer:
             ]
             for i, item in enumerate(value):
                 self._recognise_value(f"{name}[{i}]", item)
+        elif attributes is not None and (read := plain_attributes(value, attributes)) is not None:
+            name = self._name("object")
+            self._lines.append(f"{name} = {expression}")
+            self.expect(f"type({name})", type(value))
+            for attribute, item in read.items():
+                self._recognise_value(f"{name}.{attribute}", item)
         else:
             raise _NotPlainError
 
     def _name(self, what: str) -> str:
         return f"{what}_{len(self._lines)}"
 
-    def step(self, number: int, places: list[Any], alone: bool) -> _Step:
+    def step(self, number: int, places: list[Any], results: int) -> _Step:
         inputs = ["query", "key", "value"]
         found = list(self._tensors.values())
-        tensors = [found[place] for place in places]
+        tensors = [*self._lists, *(found[place] for place in places)]
         needs_grad = " or ".join(f"{tensor}.requires_grad" for tensor in inputs + tensors)
         self._objects |= {
             "is_grad_enabled": torch.is_grad_enabled,
-            "operator": (_operators if alone else _operators_of_all)[len(tensors)],
+            "operator": _operators[len(tensors)][results - 1],
             "number": number,
         }
         lines = [
             "def step(query, key, value, score_mod, block_mask):",
             *self._lines,
             f"if is_grad_enabled() and ({needs_grad}): return None",
-            f"return operator({', '.join([*inputs, 'number', *tensors])}){'' if alone else ' or None'}",
+            f"results = operator({', '.join([*inputs, 'number', *tensors])})",
+            "return results" if results == 1 else "return None if results[0] is None else results",
         ]
         exec(_compiled("\n    ".join(lines)), self._objects)
         step: _Step = self._objects["step"]

@@ -141,7 +141,10 @@ def check(grads: dict[str, Tensor | None], inputs: Inputs, case: Case) -> None:
         assert grad.dtype == inputs.naive[name].dtype
         expected = inputs.expected[name]
         reached = tolerance.largest_error(expected, [inputs.naive[name]])
-        tolerance.assert_within(grad, expected, tolerance.bound(expected, reached, grad.dtype), f"{name} of {case}")
+        limit = tolerance.bound(expected, reached, grad.dtype)
+        if case.columns == 1 and name in ("dx", "dresidual"):  # what cancels is of the size of rs * dz
+            limit += 2**-20 * float((inputs.expected["rs"] * inputs.dz).abs().max()) / (1.0 - case.dropout_p)
+        tolerance.assert_within(grad, expected, limit, f"{name} of {case}")
 
 
 BASE = Case()
@@ -170,8 +173,6 @@ CASES = [
 def test_gradients_of_the_definition(device: str, case: Case, columns: int) -> None:
     case = replace(case, columns=columns)
     inputs = make(case, device)
-    if columns == 1:  # rs is nearly 1 / sqrt(eps): what should cancel does so only to rounding
-        return
     check(backward(inputs, case), inputs, case)
 
 
@@ -322,6 +323,28 @@ def test_backward_draws_the_mask_of_its_forward(device: str, case: Case) -> None
     assert torch.equal(x.grad == 0, dropped)
     want = (residual.grad.double() / (1 - case.dropout_p)).masked_fill(dropped, 0.0)
     torch.testing.assert_close(x.grad.double(), want, rtol=2e-2 if case.x == bf16 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_may_be_numbers_or_tensors(device: str) -> None:
+    case = replace(BASE, columns=77)
+    inputs = make(case, device)
+    numbers = inputs.state[:2]
+    want = backward(inputs, case)
+    side_by_side = torch.tensor(numbers, device=device)
+    the_other_way_round = torch.tensor(numbers[::-1], device=device)
+    apart = torch.tensor([numbers[0], 0, numbers[1]], device=device)
+    for seed, offset in (
+        tuple(side_by_side),
+        (the_other_way_round[1], the_other_way_round[0]),
+        (apart[0], apart[2]),
+        tuple(torch.tensor(number, device=device) for number in numbers),
+        tuple(side_by_side.view(torch.uint64)),
+        (numbers[0], side_by_side[1]),
+    ):
+        state = flashbwd.RngState(seed, offset, "efficient64")
+        got = backward(replace(inputs, state=state), case)
+        assert all(torch.equal(got[name], want[name]) for name in want)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", DEVICES)

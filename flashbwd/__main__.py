@@ -49,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="fewer cases, 5 short rounds")
     add("--out", type=Path, help="folder for the results (default: benchmarks/results of a source tree, else here)")
     add("--compare", type=Path, metavar="FILE", help="an earlier result file to compare with")
-    add("--cases", default="", metavar="TEXT", help='only cases whose "table: name" contains this')
+    add(
+        "--cases",
+        default="",
+        metavar="TEXTS",
+        help='only cases whose "table: name" contains one of these, comma-separated',
+    )
     add("--peers", default="", metavar="NAMES", help="only peers whose names contain one of these, comma-separated")
     add("--rounds", type=int, help="interleaved rounds, 5 or more (default 7)")
     add("--slot-ms", type=float, help="milliseconds that one peer's slot of a round lasts at least (default 30)")
@@ -142,10 +147,11 @@ def bench(options: argparse.Namespace) -> int:
     rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
     slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
     settings = Settings(rounds=rounds, slot_ms=slot_ms)
+    texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     chosen = [
         case
         for case in cases.suite(options.suite, device.type, options.quick)
-        if options.cases in f"{case.table}: {case.name}"
+        if any(text in f"{case.table}: {case.name}" for text in texts)
     ]
     if not chosen:
         print(f"flashbwd: no case of suite {options.suite} contains {options.cases!r}", file=sys.stderr)

@@ -215,6 +215,10 @@ def _rng_tensor(state: RngState | None, h: Tensor) -> Tensor | None:
         if not isinstance(word, Tensor):
             word = torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
         words.append((word.view(torch.int64) if word.dtype == torch.uint64 else word).reshape(()).to(h.device))
+    seed, offset = words
+    side_by_side = offset.storage_offset() == seed.storage_offset() + 1
+    if seed._base is not None and seed._base is offset._base and side_by_side:  # parts of one tensor: no copy
+        return seed.as_strided((2,), (1,))
     return torch.stack(words)
 
 

@@ -118,6 +118,24 @@ def test_workers_keep_together_where_there_are_rounds_to() -> None:
         assert (schedule.ahead > 0) == waits
 
 
+def test_how_far_ahead_of_the_others_a_worker_may_be() -> None:
+    gpu = device((9, 0), 132)
+    for rows, columns, size, shifted, rounds in (
+        (65536, 4096, 2, False, 1.5),  # 64 KB of x and dz a round
+        (32768, 4096, 4, False, 1.5),
+        (16384, 16384, 2, False, 1.5),
+        (349525, 768, 2, False, 2.0),  # 48 KB
+        (21845, 12288, 2, False, 2.0),
+        (10**6, 64, 2, False, 2.0),
+        (4096, 65536, 2, False, 2.0),  # clusters of 8
+        (33897, 7919, 2, True, 2.0),
+    ):
+        problem = shape(rows, columns, size, size, shifted=shifted)
+        tile = host.choose_tile(problem, gpu)
+        schedule = host.schedule_rows(problem, tile, 132 // tile.chunks, 0, columns % (16 // size))
+        assert schedule.ahead == int(rounds * schedule.workers)
+
+
 @given(rows=st.integers(1, 10**6), columns=columns, x_bytes=sizes, dz_bytes=sizes, sm_count=st.integers(1, 160))
 def test_columns_are_summed_beside_dx_where_the_rows_stay_in_l2(
     rows: int, columns: int, x_bytes: int, dz_bytes: int, sm_count: int

@@ -24,9 +24,13 @@ constexpr int kRowSumsThreads = 512;
 // costs as many instructions to draw as all the rest. Measured on an H100: 2 to 8 %.
 constexpr int kFewestGroups = 2;
 constexpr int kFewestGroupsDrawing = 3;
-// See LockStep: from how many rounds a worker on, and how many rounds ahead of the mean a worker may be.
+// See LockStep: from how many rounds a worker on, and how far ahead of the mean a worker may be, in rounds and in bytes
+// of x and dz for each of its CTAs. Two rounds where the rows of several workers share vectors, and in large clusters,
+// whose mean is that of few workers. Measured on an H100: 2 % either way.
 constexpr int64_t kFewestInStep = 32;
-constexpr double kMostAhead = 2.0;
+constexpr double kMostRoundsAhead = 2.0;
+constexpr double kMostBytesAhead = 96 * 1024;
+constexpr int kLargeCluster = 8;
 // Columns are summed beside dx where x and dz take at most this share of L2.
 constexpr double kColumnSumsShare = 0.4;
 constexpr int kColumnLanes = 4;       // threads side by side: 64 bytes of a row, or two of them
@@ -190,8 +194,7 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const Device
 // The fewest CTAs a row that hold kFewestGroups rows at a time where a row is so wide that its threads would else be
 // alone on an SM.
 inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& device) {
-  const int groups =
-      shape.draws && !shape.shifted && shape.x_bytes + shape.dz_bytes == 4 ? kFewestGroupsDrawing : kFewestGroups;
+  const int groups = shape.draws && shape.x_bytes + shape.dz_bytes == 4 ? kFewestGroupsDrawing : kFewestGroups;
   BackwardTile best;
   for (int chunks = 1; chunks <= 1 << 20; chunks *= 2) {
     const BackwardTile tile = tile_of(shape, chunks, device);
@@ -250,6 +253,14 @@ struct RowSchedule {
   int ahead = 0;   // rounds by which a worker may be ahead of the mean, times workers; 0: any number
 };
 
+// Rounds by which a worker may be ahead of the mean of all.
+inline double most_ahead(const BackwardShape& shape, const BackwardTile& tile) {
+  if (shape.shifted || tile.chunks >= kLargeCluster) return kMostRoundsAhead;
+  const double bytes = static_cast<double>(tile.groups) * tile.chunk_vectors * tile.elements *
+                       static_cast<double>(shape.x_bytes + shape.dz_bytes);
+  return std::min(kMostRoundsAhead, kMostBytesAhead / bytes);
+}
+
 // `concurrent`: workers that run at once.
 inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile& tile, int concurrent, int phase_base,
                                  int phase_step) {
@@ -264,7 +275,7 @@ inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile&
   const int64_t rounds = (shape.rows + round_rows - 1) / round_rows;
   s.rounds = static_cast<int>(rounds);
   const bool counted = rounds * s.workers < int64_t{1} << 31;  // in 32 bits
-  if (rounds >= kFewestInStep && counted) s.ahead = static_cast<int>(kMostAhead * s.workers);
+  if (rounds >= kFewestInStep && counted) s.ahead = static_cast<int>(most_ahead(shape, tile) * s.workers);
   return s;
 }
 

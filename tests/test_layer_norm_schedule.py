@@ -120,17 +120,19 @@ def test_workers_keep_together_where_there_are_rounds_to() -> None:
 
 def test_how_far_ahead_of_the_others_a_worker_may_be() -> None:
     gpu = device((9, 0), 132)
-    for rows, columns, size, shifted, rounds in (
+    for rows, columns, size, output, rounds in (
         (65536, 4096, 2, False, 1.5),  # 64 KB of x and dz a round
         (32768, 4096, 4, False, 1.5),
         (16384, 16384, 2, False, 1.5),
+        (65536, 4096, 2, True, 2.0),
         (349525, 768, 2, False, 2.0),  # 48 KB
         (21845, 12288, 2, False, 2.0),
         (10**6, 64, 2, False, 2.0),
         (4096, 65536, 2, False, 2.0),  # clusters of 8
-        (33897, 7919, 2, True, 2.0),
+        (33897, 7919, 2, False, 2.0),  # 8 workers share vectors
     ):
-        problem = shape(rows, columns, size, size, shifted=shifted)
+        shifted = columns % (16 // size) != 0
+        problem = shape(rows, columns, size, size, shifted=shifted, from_output=output)
         tile = host.choose_tile(problem, gpu)
         schedule = host.schedule_rows(problem, tile, 132 // tile.chunks, 0, columns % (16 // size))
         assert schedule.ahead == int(rounds * schedule.workers)

@@ -168,7 +168,8 @@ def test_first_add_to_a_tile_of_a_dense_accumulator_stores(host: ModuleType, dty
     assert not plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
     semaphores = 2 * 6 * 5 * 2  # 300 queries are 5 blocks of 64; 2 warpgroups
-    assert plan.workspace.semaphore_bytes == COUNTER_BYTES + semaphores * 4
+    counters = (2 + 2 * 3 * 4 + 2) * 4  # counts of 4 key blocks of each KV head, padded
+    assert plan.workspace.semaphore_bytes == counters + semaphores * 4
 
 
 def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
@@ -226,11 +227,12 @@ def test_jobs_of_a_last_round_that_is_short_are_cut(
     assert plan.workspace.partial_bytes == parts * jobs * 128 * 2 * head_dim * 4
 
 
-@pytest.mark.parametrize(("varlen", "rows"), [(False, 2 * 6 * 384), (True, 6 * 896)])
-def test_row_statistics_take_two_padded_rows_a_query(host: ModuleType, varlen: bool, rows: int) -> None:
-    # Dense: 300 queries padded to 384. Packed: 600 rows and 128 a sequence, padded to 896.
+@pytest.mark.parametrize(("varlen", "rows", "flags"), [(False, 2 * 6 * 384, 2 * 6 * 4), (True, 6 * 896, 0)])
+def test_row_statistics_take_two_padded_rows_a_query(host: ModuleType, varlen: bool, rows: int, flags: int) -> None:
+    # Dense: 300 queries padded to 384, and a byte for each 128 of them. Packed: 600 rows and 128 a sequence, padded to
+    # 896.
     plan = plan_of(host, varlen=varlen)
-    assert plan.workspace.delta_bytes == 2 * rows * 4
+    assert plan.workspace.delta_bytes == 2 * rows * 4 + flags
 
 
 def test_windows_packed_grouped_heads_and_sinks_are_taken(host: ModuleType) -> None:

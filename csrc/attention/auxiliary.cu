@@ -28,16 +28,13 @@ RowThreads row_threads(int64_t columns, const HeadsView& result, DType dtype) {
   return {lanes_log2(columns, kConvertColumns), rows_aligned(result, size_of(dtype), 16)};
 }
 
-uint32_t convert_row_blocks(int64_t rows, const RowThreads& threads) {
-  return static_cast<uint32_t>(ceil_div(rows, (kConvertThreads >> threads.lanes_log2) * kConvertRows));
+uint32_t convert_row_blocks(int64_t rows, const RowThreads& threads, int rows_each = kConvertRows) {
+  return static_cast<uint32_t>(ceil_div(rows, (kConvertThreads >> threads.lanes_log2) * rows_each));
 }
 
 template <typename Arguments>
-const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t batch_heads, int threads,
-                   bool overlaps, void* stream) {
-  const int64_t ctas = batch_heads * arguments.row_blocks;
-  if (ctas == 0) return nullptr;
-  if (ctas > std::numeric_limits<int32_t>::max()) return "batch * heads * rows is too large for one launch";
+const char* launch_ctas(void (*kernel)(Arguments), const Arguments& arguments, int64_t ctas, int threads, bool overlaps,
+                        void* stream) {
   cudaLaunchAttribute attribute = overlap_with_launch_before();
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
@@ -47,6 +44,24 @@ const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_
   config.numAttrs = overlaps ? 1 : 0;
   const cudaError_t error = launch_kernel(config, kernel, arguments);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <typename Arguments>
+const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t batch_heads, int threads,
+                   bool overlaps, void* stream) {
+  const int64_t ctas = batch_heads * arguments.row_blocks;
+  if (ctas == 0) return nullptr;
+  if (ctas > std::numeric_limits<int32_t>::max()) return "batch * heads * rows is too large for one launch";
+  return launch_ctas(kernel, arguments, ctas, threads, overlaps, stream);
+}
+
+template <typename T>
+const char* launch_convert_dq_rows(const ConvertArguments& arguments, int64_t batch_heads, void* stream) {
+  if (arguments.finished.counts != nullptr) {  // of one slot: split slots are of no kernel that counts
+    return launch(convert_dq_kernel<T, kConvertRowsBeside, true>, arguments, batch_heads, kConvertThreads, true,
+                  stream);
+  }
+  return launch(convert_dq_kernel<T, kConvertRows, false>, arguments, batch_heads, kConvertThreads, false, stream);
 }
 
 const char* launch_convert_dq_blocks(const ConvertArguments& arguments, int64_t batch_heads, void* stream) {
@@ -68,8 +83,12 @@ RowStatistics row_statistics(const AttentionBackwardParams& params, const Worksp
                              params.total_q);
 }
 
+int32_t rows_of_flag(const AttentionBackwardParams& params) {
+  return (kAheadThreads >> lanes_log2(params.head_dim_v, 16 / size_of(params.dtype))) * kAheadRows;
+}
+
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
-                              const RowStatistics& statistics, void* stream) {
+                              const RowStatistics& statistics, void* stream, const RowsReady& ready) {
   PreprocessArguments arguments;
   arguments.params = params;
   arguments.workspace = workspace_init(params, workspace);
@@ -82,6 +101,15 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
   arguments.vectors =
       rows_aligned(params.out, size_of(params.dtype), 16) && rows_aligned(params.dout, size_of(params.dtype), 16);
   const int64_t batch_heads = int64_t{params.batch} * params.heads;
+  if (ready.flags != nullptr) {
+    arguments.ready = ready;
+    arguments.row_blocks =
+        static_cast<uint32_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows_of_flag(params)));
+    return params.dtype == DType::kFloat16
+               ? launch_ctas(preprocess_ahead_kernel<__half>, arguments, ready.ctas, kAheadThreads, false, stream)
+               : launch_ctas(preprocess_ahead_kernel<__nv_bfloat16>, arguments, ready.ctas, kAheadThreads, false,
+                             stream);
+  }
   switch (params.dtype) {
     case DType::kFloat16:
       return launch(preprocess_kernel<__half>, arguments, batch_heads, kPreprocessThreads, false, stream);
@@ -105,15 +133,15 @@ const char* launch_convert_dq(const AttentionBackwardParams& params, const Works
         static_cast<uint32_t>(ceil_div(params.seqlen_q, kConvertThreads >> arguments.threads.lanes_log2));
     return launch_convert_dq_blocks(arguments, batch_heads, stream);
   }
-  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads);
-  const bool overlaps = finished.counts != nullptr;
+  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads,
+                                            finished.counts != nullptr ? kConvertRowsBeside : kConvertRows);
   switch (params.dq_dtype) {
     case DType::kFloat16:
-      return launch(convert_dq_kernel<__half>, arguments, batch_heads, kConvertThreads, overlaps, stream);
+      return launch_convert_dq_rows<__half>(arguments, batch_heads, stream);
     case DType::kBFloat16:
-      return launch(convert_dq_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, overlaps, stream);
+      return launch_convert_dq_rows<__nv_bfloat16>(arguments, batch_heads, stream);
     default:
-      return launch(convert_dq_kernel<float>, arguments, batch_heads, kConvertThreads, overlaps, stream);
+      return launch_convert_dq_rows<float>(arguments, batch_heads, stream);
   }
 }
 

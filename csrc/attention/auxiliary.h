@@ -13,11 +13,25 @@ struct HeadsFinished {
   int32_t* counts = nullptr;         // (batch, heads_kv), zeros at the start; null: conversion follows the main kernel
   int32_t counts_per_key_block = 0;  // that the main kernel adds behind its adds to dq
   int32_t block_n = 0;
+  int32_t counts_a_head = 1;  // or as many as it has key blocks
+  int32_t heads_abreast = 1;  // query heads whose rows are finished at the same time: they are converted side by side
 };
+
+// Compute capability 9.0 and later: the main kernel begins while row statistics are still being written, and waits for
+// those that it needs.
+struct RowsReady {
+  uint8_t* flags = nullptr;  // (batch * heads, flags_a_head), kRowsReady: a block of rows is; null: all rows come first
+  int32_t flags_a_head = 0;  // a multiple of 4, at least the blocks of rows
+  int32_t heads_abreast = 1;  // query heads that the main kernel works on at the same time
+  int32_t ctas = 0;           // so many multiprocessors write statistics, the others are left to the main kernel
+};
+constexpr uint32_t kRowsReady = 255;
+// Rows of a flag.
+int32_t rows_of_flag(const AttentionBackwardParams& params);
 
 // Each launches on `stream` and returns null or a message. `stream` is a cudaStream_t.
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
-                              const RowStatistics& statistics, void* stream);
+                              const RowStatistics& statistics, void* stream, const RowsReady& ready = {});
 const char* launch_convert_dq(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
                               const HeadsFinished& finished = {});
 

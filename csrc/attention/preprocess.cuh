@@ -7,6 +7,7 @@
 
 #include "../common/launch_overlap.cuh"
 #include "../common/numeric.cuh"
+#include "auxiliary.h"
 #include "params.h"
 #include "row_statistics.h"
 #include "schedule.h"
@@ -17,11 +18,14 @@ namespace flashbwd {
 
 constexpr int kPreprocessThreads = 256;
 constexpr int kPreprocessRows = 2;  // of a thread, read at the same time; 1 and 4 are slower on an H100
+constexpr int kAheadThreads = 512;  // that read, see preprocess_ahead_kernel
+constexpr int kAheadRows = 8;       // of a thread
 
 struct PreprocessArguments {
   AttentionBackwardParams params;
   WorkspaceInit workspace;
   RowStatistics statistics;
+  RowsReady ready;
   uint32_t row_blocks = 0;  // CTAs a (batch, head)
   int32_t lanes_log2 = 0;   // threads a row
   bool vectors = false;     // rows of out and dout can be read 16 bytes at a time
@@ -138,6 +142,164 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   }
   __shared__ int64_t warp_sums[kPreprocessThreads / 32];
   init_workspace<kPreprocessThreads>(a.workspace, blockIdx.x, gridDim.x, warp_sums);
+}
+
+// What a CTA of preprocess_ahead_kernel takes at a time. Blocks come in the order in which the main kernel wants them:
+// lists of heads, in each the same rows of all heads.
+struct AheadBlock {
+  int32_t batch, head, first_row;  // first_row: of the thread
+  int64_t flag;                    // number of its flag
+
+  __device__ __forceinline__ AheadBlock(const PreprocessArguments& a, uint32_t block) {
+    const uint32_t all_heads = a.params.batch * a.params.heads, of_list = a.ready.heads_abreast * a.row_blocks;
+    const uint32_t list = block / of_list, first_head = list * a.ready.heads_abreast, within = block - list * of_list;
+    const uint32_t heads = min(static_cast<uint32_t>(a.ready.heads_abreast), all_heads - first_head);
+    const uint32_t row_block = within / heads, batch_head = first_head + (within - row_block * heads);
+    batch = static_cast<int32_t>(batch_head / a.params.heads);
+    head = static_cast<int32_t>(batch_head) - batch * a.params.heads;
+    first_row = row_block * ((kAheadThreads >> a.lanes_log2) * kAheadRows) + (threadIdx.x >> a.lanes_log2);
+    flag = int64_t{batch_head} * a.ready.flags_a_head + row_block;
+  }
+};
+
+// Zeros where not `live`, without a branch.
+__device__ __forceinline__ uint4 load_vector_if(bool live, const void* place) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(place), "r"(static_cast<int32_t>(live)));
+  return v;
+}
+
+// A thread's part of a block: one vector of each of its rows, and lse of the row that it finishes, which is number
+// lane % kAheadRows.
+template <typename T>
+struct AheadRows {
+  const PreprocessArguments& a;
+  const AttentionBackwardParams& p = a.params;
+  const int32_t lane = threadIdx.x & ((1 << a.lanes_log2) - 1);
+  const int32_t abreast = kAheadThreads >> a.lanes_log2;
+  uint4 out[kAheadRows], dout[kAheadRows];
+  float lse = INFINITY;
+  // Of the block that is on its way.
+  const T *out_row, *dout_row;
+  int32_t row, live_begin, live_end;
+
+  __device__ explicit AheadRows(const PreprocessArguments& arguments) : a(arguments) {}
+
+  // The loads of rows 0, 1, ... follow.
+  __device__ __forceinline__ void begin(const AheadBlock& block) {
+    const Visibility v = visibility_of(p, load_sequence(p, block.batch));
+    const bool any = v.lo < v.hi && v.seqlen_k > 0;  // see sees_a_key
+    const int32_t column = lane * static_cast<int32_t>(16 / sizeof(T));
+    live_begin = max(0, 1 - v.hi);
+    live_end = any ? min(v.seqlen_q, v.seqlen_k - v.lo) : 0;
+    const int32_t finished_row = block.first_row + lane * abreast;
+    lse = lane < kAheadRows && live_begin <= finished_row && finished_row < live_end
+              ? static_cast<const float*>(p.lse.data)[block.batch * p.lse.batch_stride +
+                                                      block.head * p.lse.head_stride + finished_row * p.lse.seq_stride]
+              : INFINITY;
+    if (column >= p.head_dim_v) live_end = 0;
+    row = block.first_row;
+    out_row = static_cast<const T*>(p.out.data) + block.batch * p.out.batch_stride + block.head * p.out.head_stride +
+              row * p.out.seq_stride + column;
+    dout_row = static_cast<const T*>(p.dout.data) + block.batch * p.dout.batch_stride +
+               block.head * p.dout.head_stride + row * p.dout.seq_stride + column;
+  }
+
+  __device__ __forceinline__ void load(int r) {
+    const bool live = live_begin <= row && row < live_end;
+    out[r] = load_vector_if(live, out_row);
+    dout[r] = load_vector_if(live, dout_row);
+    row += abreast;
+    out_row += abreast * p.out.seq_stride;
+    dout_row += abreast * p.dout.seq_stride;
+  }
+
+  // This thread's part of delta of row r.
+  __device__ __forceinline__ float product(int r) const {
+    const T* const ea = reinterpret_cast<const T*>(&out[r]);
+    const T* const eb = reinterpret_cast<const T*>(&dout[r]);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16 / static_cast<int>(sizeof(T)); ++i) sum += to_float(ea[i]) * to_float(eb[i]);
+    return sum;
+  }
+
+  // Sums over the lanes of a row, of row number lane % kAheadRows: in each exchange a lane keeps half of the rows.
+  __device__ __forceinline__ float sum_lanes(float (&sums)[kAheadRows]) const {
+#pragma unroll
+    for (int half = kAheadRows / 2; half > 0; half /= 2) {
+      const bool upper = lane & half;
+#pragma unroll
+      for (int r = 0; r < half; ++r) {
+        const float mine = upper ? sums[r + half] : sums[r], other = upper ? sums[r] : sums[r + half];
+        sums[r] = mine + __shfl_xor_sync(0xffffffffu, other, half);
+      }
+    }
+    for (int offset = kAheadRows; offset < 1 << a.lanes_log2; offset *= 2) {
+      sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], offset);
+    }
+    return sums[0];
+  }
+
+  __device__ __forceinline__ void store(const AheadBlock& block, float delta, float lse_of_row) const {
+    const int32_t finished_row = block.first_row + lane * abreast;
+    if (lane >= kAheadRows || finished_row >= RowStatistics::padded(p.seqlen_q)) return;
+    const bool counts = !isinf(lse_of_row);
+    if (counts && p.dlse.data != nullptr) {
+      delta -=
+          static_cast<const float*>(p.dlse.data)[block.batch * p.dlse.batch_stride + block.head * p.dlse.head_stride +
+                                                 finished_row * p.dlse.seq_stride];
+    }
+    const int64_t index = a.statistics.index(block.batch, block.head, 0) + finished_row;
+    constexpr float kLog2E = 1.44269504088896340736f;
+    a.statistics.lse_log2[index] = counts ? lse_of_row * kLog2E : INFINITY;
+    a.statistics.delta[index] = counts ? delta : 0.f;
+  }
+};
+
+// Dense, rows of whole 16-byte vectors, kAheadRows threads a row at least. By few CTAs, on as many multiprocessors,
+// while the main kernel begins on the others: so each has to do much. The next rows are on their way while these are
+// added up.
+template <typename T>
+__global__ void __launch_bounds__(kAheadThreads, 1)
+    preprocess_ahead_kernel(const __grid_constant__ PreprocessArguments a) {
+  const uint32_t blocks = a.params.batch * a.params.heads * a.row_blocks;
+  // A flag is lowered by the CTA that raises it.
+  for (uint32_t block = blockIdx.x + threadIdx.x * gridDim.x; block < blocks; block += gridDim.x * kAheadThreads) {
+    a.ready.flags[AheadBlock(a, block).flag] = 0;
+  }
+  __shared__ int64_t warp_sums[kAheadThreads / 32];
+  init_workspace<kAheadThreads>(a.workspace, blockIdx.x, gridDim.x, warp_sums);
+  __threadfence();
+  __syncthreads();  // what is written so far is seen by the launch behind
+  let_launch_behind_begin();
+  if (blockIdx.x >= blocks) return;
+  AheadRows<T> rows(a);
+  rows.begin(AheadBlock(a, blockIdx.x));
+#pragma unroll
+  for (int r = 0; r < kAheadRows; ++r) rows.load(r);
+#pragma unroll 1
+  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const float lse = rows.lse;
+    rows.begin(AheadBlock(a, min(block + gridDim.x, blocks - 1)));  // the last one is read twice
+    float sums[kAheadRows];
+#pragma unroll
+    for (int r = 0; r < kAheadRows; ++r) {
+      sums[r] = rows.product(r);
+      rows.load(r);
+    }
+    const AheadBlock here(a, block);
+    rows.store(here, rows.sum_lanes(sums), lse);
+    __syncthreads();  // the statistics are written
+    if (threadIdx.x == 0) {
+      __threadfence();
+      asm volatile("st.release.gpu.global.u8 [%0], %1;" ::"l"(a.ready.flags + here.flag), "r"(kRowsReady) : "memory");
+    }
+  }
 }
 
 }  // namespace flashbwd

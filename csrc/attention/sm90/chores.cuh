@@ -15,7 +15,7 @@ inline __device__ int32_t choose_chore(const KernelParams& params, int32_t& tick
   if (ticket < 0) ticket = atomicAdd(params.chores_taken, 1);
   if (ticket >= params.chores) return -1;
   const int32_t head = ticket / params.chores_of_head;  // of batch * heads
-  const int32_t* finished = params.heads_finished + head / (params.attention.heads / params.attention.heads_kv);
+  const int32_t* finished = params.finished + head / (params.attention.heads / params.attention.heads_kv);
   if (load_acquire(finished) < params.counts_of_head) return -1;
   const int32_t chore = ticket;
   ticket = -1;

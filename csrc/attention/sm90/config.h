@@ -17,7 +17,7 @@ constexpr int kConsumerRegisters = 240;
 
 // Words of the workspace's zeroed region: the counters of jobs and of chores taken, then a count for each of batch *
 // heads_kv heads, padded; then the semaphores of dq tiles.
-constexpr int64_t counter_words(int64_t heads) { return (2 + heads + 3) / 4 * 4; }
+constexpr int64_t counter_words(int64_t counts) { return (2 + counts + 3) / 4 * 4; }
 
 constexpr int kChoreRows = 128;  // of dq, converted at a time
 

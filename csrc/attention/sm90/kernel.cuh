@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     prefetch_tensor_map(&params.dq_accumulator);
     Traits::init_barriers(smem);
   }
-  wait_for_launch_before();
+  if (params.rows_ready == nullptr) wait_for_launch_before();
   let_launch_behind_begin();
   __syncthreads();
 
@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
       consume(std::integral_constant<int, Traits::kDqColumns>());
     }
     if constexpr (Traits::kChores) finish_chores<Traits>(params, smem);
+    wait_for_launch_before();  // launches behind this one wait for it alone
   }
 }
 

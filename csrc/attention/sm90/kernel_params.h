@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../auxiliary.h"
 #include "../bias_gradient.h"
 #include "../params.h"
 #include "../row_statistics.h"
@@ -30,6 +31,7 @@ struct KernelParams {
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
   int32_t head_group = 1;          // KV heads that are worked on abreast, see dense_job
+  int32_t heads_abreast = 1;       // query heads of them
   LastRound last_round;
   int32_t whole_jobs = 0;          // that are not cut
   HeadsView parts_dk, parts_dv;    // (heads of a list * parts, rows) fp32; rows count from the start of the sequence
@@ -44,13 +46,19 @@ struct KernelParams {
   // Chores: conversion of dq between jobs. 0: a launch of its own converts dq.
   int32_t chores = 0;
   int32_t chores_of_head = 0;  // of batch * heads
-  int32_t counts_of_head = 0;  // what heads_finished comes to
+  int32_t counts_of_head = 0;  // what the count of a head comes to
   int32_t* chores_taken = nullptr;
   const float* dq_sums = nullptr;
-  int32_t dq_sums_stride = 0;         // floats from one row to the next
-  bool adds_into_zeros = false;       // of the workspace: the first add to a tile need not store
-  int32_t* heads_finished = nullptr;  // see HeadsFinished; a count a store warp or thread
-  int32_t query_blocks = 0;           // of the longest sequence
+  int32_t dq_sums_stride = 0;    // floats from one row to the next
+  bool adds_into_zeros = false;  // of the workspace: the first add to a tile need not store
+  int32_t* finished = nullptr;   // see HeadsFinished; a count a store warp or thread
+  int32_t counts_a_head = 1;     // or as many as it has key blocks
+  // Words of four flags of RowsReady. Null: all row statistics are there from the start.
+  int32_t* rows_ready = nullptr;
+  int32_t ahead_ctas = 0;  // that write them meanwhile
+  int32_t rows_of_flag_log2 = 0;
+  int32_t flags_a_head = 0;
+  int32_t query_blocks = 0;  // of the longest sequence
 
   // Of kernels that take features.
   BiasGradient bias_gradient;

@@ -215,6 +215,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->jobs_taken = reinterpret_cast<int32_t*>(zeroed);
   params->head_group =
       heads_of_a_list(p, packed_k, lists, params->key_blocks_of_list, params->query_blocks, plan.sm_count / tile.ctas);
+  params->heads_abreast = params->head_group * (p.heads / std::max(lists, 1));
   if (!packed_q && !packed_k && !is_wide(tile)) {
     params->last_round = last_round(p, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
   }
@@ -240,7 +241,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     return kNoTensorMap;
   }
   params->chores_taken = params->jobs_taken + 1;
-  params->heads_finished = params->jobs_taken + 2;
+  params->finished = params->jobs_taken + 2;
   params->counts_of_head = params->key_blocks * counts_of_key_block(*params, tile);
   if (converts_between_jobs(p, tile)) {
     params->chores_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, kChoreRows));
@@ -250,6 +251,23 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     if (!encode_heads(&params->dq, p.dtype, p.dq, base, p.head_dim, rows_q, p.heads, batch_q, 64)) return kNoTensorMap;
   }
   params->adds_into_zeros = workspace.zero_accumulator;
+  if (!packed_q && !packed_k && !is_wide(tile) && params->jobs > 0) {
+    params->ahead_ctas = statistics_ahead(p, params->heads_abreast, plan.block_n, plan.sm_count);
+    if (params->chores == 0 && is_narrow(p, plan.block_n)) {
+      params->counts_a_head = params->key_blocks;
+      if (!p.deterministic) {
+        params->ctas =
+            static_cast<int32_t>(ctas_beside_conversion(p, params->jobs, plan.block_m, plan.block_n, plan.sm_count));
+      }
+    }
+  }
+  if (params->ahead_ctas > 0) {
+    const int32_t rows = rows_of_flag(p);
+    params->rows_ready = reinterpret_cast<int32_t*>(params->statistics.lse_log2) +
+                         2 * RowStatistics::rows(false, p.batch, p.heads, p.seqlen_q, 0);
+    while (1 << params->rows_of_flag_log2 < rows) ++params->rows_of_flag_log2;
+    params->flags_a_head = static_cast<int32_t>(round_up(ceil_div(RowStatistics::padded(p.seqlen_q), rows), 4));
+  }
   if (has_semaphores(sizes)) params->semaphores = reinterpret_cast<int32_t*>(zeroed + region.semaphore_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params->bias_gradient = bias_gradient(
@@ -291,14 +309,20 @@ const char* launch_main(int tile_index, const KernelParams& params, void* stream
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
   const Tile& tile = kTiles[plan.config];
   const RowStatistics statistics = row_statistics(params, plan.workspace);
-  if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream)) return error;
   KernelParams kernel_params;
   if (const char* error = make_params(params, plan, &kernel_params)) return error;
+  RowsReady ready;
+  if (kernel_params.ahead_ctas > 0) {
+    ready = {reinterpret_cast<uint8_t*>(kernel_params.rows_ready), kernel_params.flags_a_head,
+             kernel_params.heads_abreast, kernel_params.ahead_ctas};
+  }
+  if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream, ready)) return error;
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
   const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;
   HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
   if (kernel_params.jobs > 0) {
-    finished = {kernel_params.heads_finished, counts_of_key_block(kernel_params, tile), tile.block_n};
+    finished = {kernel_params.finished, counts_of_key_block(kernel_params, tile), tile.block_n,
+                kernel_params.counts_a_head, kernel_params.counts_a_head > 1 ? kernel_params.heads_abreast : 1};
   }
   if (kernel_params.jobs == 0 || kernel_params.chores == 0) {
     if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;

@@ -33,6 +33,13 @@ struct ZeroedRegion {
   int64_t bytes = 0;
 };
 
+// Floats behind the row statistics that hold the flags of RowsReady: a byte for 128 rows or more, in whole words a
+// head. They are not zeroed with the rest: those who raise them lower them.
+inline int64_t rows_ready_words(const CallSizes& sizes, const Tile& tile) {
+  if (sizes.packed || is_wide(tile)) return 0;
+  return sizes.batch * sizes.heads * ceil_div(ceil_div(sizes.seqlen_q, 128), 4);
+}
+
 inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& tile) {
   if (!sizes.bias_gradient) return {};
   const int64_t key_groups = ceil_div(sizes.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys a warp
@@ -43,7 +50,10 @@ inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& 
 inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   ZeroedRegion region;
   constexpr int64_t kWordBytes = sizeof(int32_t);
-  region.bytes = region.semaphore_offset = counter_words(sizes.batch * sizes.heads_kv) * kWordBytes;
+  region.bytes = region.semaphore_offset =
+      counter_words(sizes.batch * sizes.heads_kv *
+                    (sizes.packed || is_wide(tile) ? 1 : ceil_div(sizes.seqlen_k, tile.block_n))) *
+      kWordBytes;
   if (has_semaphores(sizes)) {
     region.bytes += sizes.batch * sizes.heads * ceil_div(sizes.seqlen_q, tile.block_m) * dq_parts(tile) * kWordBytes;
   }

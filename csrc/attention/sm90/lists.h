@@ -17,15 +17,20 @@ bool from_last_key(const Problem& p) {
   return p.deterministic && causal && p.heads == p.heads_kv;
 }
 
-// A window's jobs need few rows of a head. Whether those of all heads of a sequence, with their sums of dq, stay in L2
-// while `heads` have jobs at the same time.
+// A window in which a key block sees less than half of the queries: jobs that begin together need few rows of each
+// head.
 template <typename Problem>
-bool window_fits_in_l2(const Problem& p, int64_t heads, int64_t key_blocks, int64_t sm_count) {
-  if (p.window_left < 0 || p.window_right < 0 || heads == 0 || key_blocks == 0) return false;
-  const int64_t block_n = ceil_div(p.seqlen_k, key_blocks);
-  const int64_t on_their_way = (ceil_div(sm_count, heads) + 1) * block_n;  // keys of a head
-  const int64_t rows = std::min<int64_t>(p.seqlen_q, int64_t{p.window_left} + p.window_right + on_their_way);
-  return heads_in_l2(24 << 20, rows, p.head_dim, p.head_dim_v, 2, 1) >= heads;
+bool is_narrow(const Problem& p, int64_t block_n) {
+  return p.window_left >= 0 && p.window_right >= 0 &&
+         2 * (int64_t{p.window_left} + p.window_right + block_n) <= p.seqlen_q;
+}
+
+// Queries of each head that the jobs need which begin together, where `heads` have jobs at the same time.
+template <typename Problem>
+int64_t rows_at_once(const Problem& p, int64_t heads, int64_t block_n, int64_t sm_count) {
+  if (!is_narrow(p, block_n)) return p.seqlen_q;
+  const int64_t key_blocks = ceil_div(sm_count, heads) + 1;  // of a head, on their way
+  return std::min<int64_t>(p.seqlen_q, int64_t{p.window_left} + p.window_right + key_blocks * block_n);
 }
 
 // Heads whose jobs are one list (dense_job). `lists`: KV heads times their splits.
@@ -38,11 +43,16 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
   // Of 50 MB: the rest is for k, v and what passes through.
   const int64_t all = packed_k ? lists : lists * p.batch;
   int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, key_blocks));
-  // All heads of a sequence abreast: their rows are neighbours in memory. 2 % faster at 256 keys and 16 heads, whose
-  // rows take 24 MB; 3 % slower at 1024 keys, 35 MB.
-  if (!p.deterministic && !packed_k && p.heads == p.heads_kv && p.heads <= sm_count &&
-      window_fits_in_l2(p, p.heads, key_blocks, sm_count)) {
-    abreast = std::max<int64_t>(abreast, p.heads);
+  const int64_t block_n = ceil_div(p.seqlen_k, std::max<int64_t>(key_blocks, 1));
+  if (!p.deterministic && !packed_k && p.heads == p.heads_kv && is_narrow(p, block_n)) {
+    // Heads of the same rows are neighbours in memory. Measured with 16 of them: 2 % faster where their rows take 24 MB
+    // (256 keys), 3 % slower with 35 MB (1024 keys).
+    const auto fits = [&](int64_t heads) {
+      return heads_in_l2(24 << 20, rows_at_once(p, heads, block_n, sm_count), p.head_dim, p.head_dim_v, 2, 1) >= heads;
+    };
+    for (int64_t heads = abreast + 1; heads <= std::min(all, sm_count); ++heads) {
+      if (all % heads == 0 && fits(heads)) abreast = heads;
+    }
   }
   if (!p.deterministic || packed_k || from_last_key(p)) return static_cast<int32_t>(abreast);
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
@@ -88,6 +98,30 @@ LastRound last_round(const Problem& p, int64_t heads_of_list, int64_t key_blocks
     best = {static_cast<int32_t>(cut), static_cast<int32_t>(parts)};
   }
   return best;
+}
+
+// Multiprocessors that write row statistics while the others begin with the first jobs (RowsReady). 0: where these need
+// most of the rows, or rows are few, all are written first.
+template <typename Problem>
+int32_t statistics_ahead(const Problem& p, int64_t heads_abreast, int64_t block_n, int64_t sm_count) {
+  constexpr int64_t kFewBytes = 32 << 20;  // of out and dout: about 15 us on all multiprocessors
+  const int64_t heads = int64_t{p.batch} * p.heads, row_bytes = 4 * p.head_dim_v;
+  if (p.heads != p.heads_kv || p.head_dim_v % 8 != 0 || p.head_dim_v <= 32) return 0;  // vectors, 8 lanes a row
+  if (heads * p.seqlen_q * row_bytes < kFewBytes) return 0;
+  if (4 * heads_abreast * rows_at_once(p, heads_abreast, block_n, sm_count) > heads * p.seqlen_q) return 0;
+  return static_cast<int32_t>(sm_count * 2 / 11);
+}
+
+// CTAs for `jobs` of a narrow window. Its query blocks are finished one after the other, and a launch of its own
+// converts dq meanwhile, on multiprocessors that are left to it.
+template <typename Problem>
+int64_t ctas_beside_conversion(const Problem& p, int64_t jobs, int64_t block_m, int64_t block_n, int64_t sm_count) {
+  constexpr int64_t kFewRounds = 8;  // one more would cost more than conversion does
+  const int64_t rounds = ceil_div(jobs, sm_count), needed = ceil_div(jobs, rounds);
+  if (rounds < kFewRounds) return needed;
+  // A block of 64 queries takes about 3/8 of the time of a step to convert.
+  const int64_t eighths = 8 * ceil_div(int64_t{p.window_left} + p.window_right + block_m, block_n) + 10;
+  return std::min(needed, sm_count - sm_count * 3 / eighths);
 }
 
 }  // namespace flashbwd::sm90

@@ -32,6 +32,8 @@ struct Producer {
         if (!cursor.second) cursor.job = atomicAdd(params.jobs_taken, 1);
         smem.work[cursor.slot.index()].find(params, cursor);
       } while (!smem.work[cursor.slot.index()].settled());
+      wait_for_rows(params, smem.work[cursor.slot.index()]);
+      Work::forget_registers();
       smem.work[cursor.slot.index()].first_index = cursor.steps_before;
       if (!smem.work[cursor.slot.index()].exhausted) cursor.steps_before += smem.work[cursor.slot.index()].steps;
       mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
@@ -132,8 +134,7 @@ struct Producer {
         }
         bulk_wait<0>();  // the adds of this job are complete
         fence_async_global();
-        add_release(params.heads_finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv,
-                    work.is_part ? 1 : params.last_round.parts);
+        add_release(params.finished + work.finished_count, work.is_part ? 1 : params.last_round.parts);
         mbarrier_arrive(&smem.work_empty[slot.index()]);
         counts.jobs = slot.jobs_before + 1;
       }
@@ -232,6 +233,18 @@ struct Producer {
         tensor_reduce_add_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
       }
     }
+  }
+
+  // By one thread: returns when the row statistics of a job are written.
+  static __device__ __forceinline__ void wait_for_rows(const KernelParams& params, const Work& work) {
+    if (params.rows_ready == nullptr || work.exhausted || work.steps == 0) return;
+    for (int32_t word = work.first_flag / 4; word <= work.last_flag / 4; ++word) {
+      uint32_t mask = ~0u;
+      if (word == work.first_flag / 4) mask = ~0u << work.first_flag % 4 * 8;
+      if (word == work.last_flag / 4) mask &= ~0u >> (3 - work.last_flag % 4) * 8;
+      while (~load_acquire(params.rows_ready + word) & mask) __nanosleep(32);
+    }
+    fence_async_global();  // what is seen to be written, the copy engine sees too
   }
 
   static __device__ __forceinline__ int32_t key_row(const Work& work) {

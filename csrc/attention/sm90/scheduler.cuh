@@ -43,12 +43,14 @@ struct Work {
   int32_t end_head;
   int32_t key_block;
   int32_t first_key;
-  bool descending;     // the walk goes from the last query block to the first
-  bool from_last_key;  // the head's key blocks are taken, and add in turn, from the last to the first
-  bool is_part;        // of a key block, see LastRound; dk and dv are parts too
-  bool copies_dkdv;    // the copy engine stores dk and dv: no row of the block is another sequence's
-  bool exhausted;      // no job is left
-  bool exists;         // false: past the end of its sequence, nothing to load and nothing to write
+  int32_t finished_count;         // number of the count that it adds to, see KernelParams::finished
+  int32_t first_flag, last_flag;  // of rows whose statistics it needs, see rows_ready
+  bool descending;                // the walk goes from the last query block to the first
+  bool from_last_key;             // the head's key blocks are taken, and add in turn, from the last to the first
+  bool is_part;                   // of a key block, see LastRound; dk and dv are parts too
+  bool copies_dkdv;               // the copy engine stores dk and dv: no row of the block is another sequence's
+  bool exhausted;                 // no job is left
+  bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write
 
   __device__ bool settled() const { return exhausted || exists; }
 
@@ -93,6 +95,11 @@ struct Work {
                      steps_of_all * (part + 1) / params.last_round.parts};
       list = (batch * p.heads + list - p.batch * p.heads + params.head_group) * params.last_round.parts + part;
     }
+    finished_count = (batch * p.heads_kv + head_kv) * params.counts_a_head + min(key_block, params.counts_a_head - 1);
+    forget_registers();
+    first_flag = last_flag = (batch * p.heads + first_head) * params.flags_a_head;
+    first_flag += query_range.begin * kBlockM >> params.rows_of_flag_log2;
+    last_flag += query_range.end * kBlockM - 1 >> params.rows_of_flag_log2;
     forget_registers();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);

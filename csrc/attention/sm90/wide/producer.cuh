@@ -89,7 +89,7 @@ struct Producer {
       // Past the rows of the sequence there are jobs that only write zeros to the gradient of a bias.
       if (work.first_key - rank * Traits::kBlockN < work.sequence.rows_k) {
         fence_async_global();
-        add_release(params.heads_finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
+        add_release(params.finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
       }
       mbarrier_arrive(&smem.work_empty[slot.index()]);
     }

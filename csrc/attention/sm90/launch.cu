@@ -252,7 +252,9 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   }
   params->adds_into_zeros = workspace.zero_accumulator;
   if (!packed_q && !packed_k && !is_wide(tile) && params->jobs > 0) {
-    params->ahead_ctas = statistics_ahead(p, params->heads_abreast, plan.block_n, plan.sm_count);
+    if (rows_aligned(p.out) && rows_aligned(p.dout)) {  // they are read 16 bytes at a time
+      params->ahead_ctas = statistics_ahead(p, params->heads_abreast, plan.block_n, plan.sm_count);
+    }
     if (params->chores == 0 && is_narrow(p, plan.block_n)) {
       params->counts_a_head = params->key_blocks;
       if (!p.deterministic) {

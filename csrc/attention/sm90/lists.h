@@ -106,7 +106,7 @@ template <typename Problem>
 int32_t statistics_ahead(const Problem& p, int64_t heads_abreast, int64_t block_n, int64_t sm_count) {
   constexpr int64_t kFewBytes = 32 << 20;  // of out and dout: about 15 us on all multiprocessors
   const int64_t heads = int64_t{p.batch} * p.heads, row_bytes = 4 * p.head_dim_v;
-  if (p.heads != p.heads_kv || p.head_dim_v % 8 != 0 || p.head_dim_v <= 32) return 0;  // vectors, 8 lanes a row
+  if (p.heads != p.heads_kv || p.head_dim_v % 8 != 0 || p.head_dim_v <= 32) return 0;  // whole vectors, 8 lanes a row
   if (heads * p.seqlen_q * row_bytes < kFewBytes) return 0;
   if (4 * heads_abreast * rows_at_once(p, heads_abreast, block_n, sm_count) > heads * p.seqlen_q) return 0;
   return static_cast<int32_t>(sm_count * 2 / 11);

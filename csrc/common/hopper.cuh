@@ -199,6 +199,20 @@ __device__ __forceinline__ void shrink_registers() {
 
 // ---- Small conveniences ----
 
+// True for one thread of a warp that is together, always the same one. The compiler knows that no other follows, and
+// takes the operands of a copy as they are; behind `lane == 0` it makes a loop over the lanes of each copy.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Four 8 x 8 matrices of 16-bit elements from fragments to shared memory; lane l gives the row address of row l % 8 of
 // matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {

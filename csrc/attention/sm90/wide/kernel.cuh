@@ -74,9 +74,9 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   if (warpgroup == 0) {
     shrink_registers<Traits::kRegisters.producer>();
     if (warp == 0) {
-      if (lane == 0) Producer::load_queries(params, smem);
+      if (elect_one()) Producer::load_queries(params, smem);
     } else if (warp == 1) {
-      if (lane == 0) Producer::store_dq(params, smem, rank);
+      if (elect_one()) Producer::store_dq(params, smem, rank);
     } else if (warp == 2) {
       Producer::load_keys(params, smem, rank, lane);
     } else {

@@ -313,7 +313,7 @@ struct ScoreGradients : Consumer<Traits> {
     store_ds<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
     fence_async_shared();
     arrive_warp(&smem.ds_full[buffer], lane);
-    if (Traits::kPairs && lane == 0) {
+    if (Traits::kPairs && elect_one()) {
       constexpr int kBytes = Traits::kDsBytes / Traits::kWarps;  // the rows of this warp's keys
       bulk_copy_to_cta(smem.ds_other[buffer] + warp * kBytes, &smem.ds_other_full[buffer], rank_in_cluster() ^ 1,
                        smem.ds[buffer] + warp * kBytes, kBytes);

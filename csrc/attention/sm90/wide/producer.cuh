@@ -59,7 +59,7 @@ struct Producer {
       const Work& work = smem.work[slot.index()];
       if (work.exhausted) return;
       const bool has_steps = work.steps > 0;
-      if (lane == 0) {
+      if (elect_one()) {
         if (has_steps) {
           mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
           Loader::load_k(params, smem, work);

@@ -479,14 +479,15 @@ def test_dense_jobs_are_64_bit() -> None:
     heads=st.integers(1, 5),
     block_n=st.sampled_from([1, 3, 7, 16, 64]),
     head_group=st.integers(1, 6),
+    list_blocks=st.integers(0, 30),
 )
 @settings(max_examples=1500, deadline=None)
 def test_every_varlen_job_comes_once_with_at_most_one_idle_block_a_sequence(
-    lengths: list[int], slack: int, heads: int, block_n: int, head_group: int
+    lengths: list[int], slack: int, heads: int, block_n: int, head_group: int, list_blocks: int
 ) -> None:
     cu_seqlens = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
     total = host.varlen_jobs(cu_seqlens[-1], len(lengths), heads, block_n)
-    jobs = [host.varlen_job(i, cu_seqlens, heads, block_n, head_group) for i in range(total)]
+    jobs = [host.varlen_job(i, cu_seqlens, heads, block_n, head_group, list_blocks) for i in range(total)]
     every = [(b, h, n) for b, k in enumerate(lengths) for h in range(heads) for n in range(len(range(0, k, block_n)))]
     idle = [job for job in jobs if job not in set(every)]
     assert sorted(set(jobs) - set(idle)) == sorted(every) and len(jobs) == len(every) + len(idle) == len(set(jobs))
@@ -494,7 +495,7 @@ def test_every_varlen_job_comes_once_with_at_most_one_idle_block_a_sequence(
     assert all(b >= 0 and n == len(range(0, lengths[b], block_n)) for b, _, n in idle)
     # A grid sized with spare rows behind the last sequence finds nothing there.
     bound = host.varlen_jobs(cu_seqlens[-1] + slack, len(lengths), heads, block_n)
-    beyond = [host.varlen_job(i, cu_seqlens, heads, block_n, head_group) for i in range(total, bound)]
+    beyond = [host.varlen_job(i, cu_seqlens, heads, block_n, head_group, list_blocks) for i in range(total, bound)]
     assert all(batch == -1 for batch, _, _ in beyond)
     for b in range(len(lengths)):
         for h in range(heads):

@@ -216,6 +216,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->head_group =
       heads_of_a_list(p, packed_k, lists, params->key_blocks_of_list, params->query_blocks, plan.sm_count / tile.ctas);
   params->heads_abreast = params->head_group * (p.heads / std::max(lists, 1));
+  if (params->packed_jobs) params->list_blocks = blocks_of_a_list(p, plan.block_n);
   if (!packed_q && !packed_k && !is_wide(tile)) {
     params->last_round = last_round(p, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
   }

@@ -66,7 +66,8 @@ struct Work {
     is_part = cursor.job >= whole;
     const int32_t number = cursor.job < whole ? cursor.job : whole + (cursor.job - whole) / parts;
     const Job job = params.packed_jobs
-                        ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group)
+                        ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group,
+                                     params.list_blocks)
                         : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group);
     exists = job.batch >= 0;
     if (!exists) return;

@@ -45,6 +45,21 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase)
       : "memory");
 }
 
+// Whether the phase is there.
+__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t phase) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(smem_address(barrier)), "r"(phase)
+      : "memory");
+  return done != 0;
+}
+
 // ---- Clusters. An address of this CTA's shared memory is also one of the same place in another CTA's. ----
 
 __device__ __forceinline__ uint32_t rank_in_cluster() {

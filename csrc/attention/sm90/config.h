@@ -19,7 +19,9 @@ constexpr int kConsumerRegisters = 240;
 // heads_kv heads, padded; then the semaphores of dq tiles.
 constexpr int64_t counter_words(int64_t counts) { return (2 + counts + 3) / 4 * 4; }
 
-constexpr int kChoreRows = 128;  // of dq, converted at a time
+// Of dq, converted at a time; in wide tiles by a warp alone.
+constexpr int kChoreRows = 128;
+constexpr int kWideChoreRows = 16;
 
 // Wide tiles: a producer warpgroup and one each for P and dv, for dS and dk, for dq. Registers sum to 512 a lane.
 constexpr int kWideThreads = 4 * kWarpgroupThreads;
@@ -60,8 +62,11 @@ constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
 constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
 
-// Whether dq is converted between jobs (chores.cuh). At head dimensions 32 and 128 it makes no difference.
-constexpr bool has_chores(const Tile& tile) { return !is_wide(tile) && tile.head_dim >= 64 && tile.head_dim < 128; }
+// Whether the kernel converts dq (chores.cuh, wide/conversion.cuh). 32 and 128 gain nothing by it, 256 loses.
+constexpr bool has_chores(const Tile& tile) {
+  return is_wide(tile) ? tile.head_dim <= 192 : tile.head_dim >= 64 && tile.head_dim < 128;
+}
+constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRows : kChoreRows; }
 
 // Parts of a dq tile that are added, and in deterministic mode take turns, on their own.
 constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? tile.ctas : kConsumerWarpgroups; }

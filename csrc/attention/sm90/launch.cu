@@ -245,11 +245,13 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->finished = params->jobs_taken + 2;
   params->counts_of_head = params->key_blocks * counts_of_key_block(*params, tile);
   if (converts_between_jobs(p, tile)) {
-    params->chores_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, kChoreRows));
+    params->chores_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, chore_rows(tile)));
     params->chores = p.batch * p.heads * params->chores_of_head;
     params->dq_sums = reinterpret_cast<const float*>(base + workspace.accumulator_offset);
     params->dq_sums_stride = static_cast<int32_t>(workspace.row_stride);
-    if (!encode_heads(&params->dq, p.dtype, p.dq, base, p.head_dim, rows_q, p.heads, batch_q, 64)) return kNoTensorMap;
+    if (!is_wide(tile) && !encode_heads(&params->dq, p.dtype, p.dq, base, p.head_dim, rows_q, p.heads, batch_q, 64)) {
+      return kNoTensorMap;
+    }
   }
   params->adds_into_zeros = workspace.zero_accumulator;
   if (!packed_q && !packed_k && !is_wide(tile) && params->jobs > 0) {

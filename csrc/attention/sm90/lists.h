@@ -75,8 +75,7 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
 template <typename Problem>
 int32_t blocks_of_a_list(const Problem& p, int64_t block_n) {
   if (!p.deterministic || from_last_key(p)) return 0;
-  return static_cast<int32_t>(
-      heads_in_l2(20 << 20, block_n, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv));
+  return static_cast<int32_t>(heads_in_l2(20 << 20, block_n, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv));
 }
 
 // Without a mask all jobs are equal, and the last round of them may be for a few multiprocessors only. Then these jobs

@@ -22,6 +22,8 @@ struct JobCursor {
   int32_t job = 0;           // as the counter has it
   bool second = true;        // the second part, where jobs are pairs of key blocks
   int32_t steps_before = 0;  // of the jobs before it
+  uint32_t taken = 0;        // of wide tiles: numbers taken from the counter
+  uint32_t keys_phase = 0;   // of wide tiles: of the barriers of k and v
 };
 
 template <int kBlockM, int kBlockN>
@@ -65,10 +67,10 @@ struct Work {
     const int32_t whole = params.whole_jobs, parts = params.last_round.parts;
     is_part = cursor.job >= whole;
     const int32_t number = cursor.job < whole ? cursor.job : whole + (cursor.job - whole) / parts;
-    const Job job = params.packed_jobs
-                        ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group,
-                                     params.list_blocks)
-                        : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group);
+    const Job job =
+        params.packed_jobs
+            ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group, params.list_blocks)
+            : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group);
     exists = job.batch >= 0;
     if (!exists) return;
     batch = job.batch;

@@ -80,7 +80,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     } else if (warp == 2) {
       Producer::load_keys(params, smem, rank, lane);
     } else {
-      if (lane == 0) Producer::find_jobs(params, smem, rank);
+      Producer::find_jobs(params, smem, rank, lane);
     }
   } else if (warpgroup == 1) {
     grow_registers<Traits::kRegisters.probabilities>();
@@ -108,6 +108,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
       if (work.steps > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
     });
   }
+  if (warpgroup > 0) Converter<Traits>{params, smem.conversions[warp], lane}.finish();
   cluster_sync();  // the other CTA sends and arrives here no more
 }
 

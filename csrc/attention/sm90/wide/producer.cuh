@@ -13,31 +13,25 @@ struct Producer {
   using Work = typename Traits::Work;
   using Loader = sm90::Producer<Traits>;
 
-  // One thread. A job is taken when the loader has nothing left to load for the one before.
-  static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem, int32_t rank) {
+  // One warp, whose first thread finds the jobs. One is taken when the loader has nothing left to load for the one
+  // before; until then the warp converts dq.
+  static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t lane) {
     JobCursor& cursor = smem.cursor;
-    cursor = {};
-    cursor.second = false;
-    uint32_t taken = 0, keys_phase = 0;
+    Converter<Traits> converter{params, smem.conversions[3], lane};
+    if (lane == 0) {
+      cursor = {};
+      cursor.second = false;
+    }
+    __syncwarp();
     do {
-      mbarrier_wait(&smem.work_empty[cursor.slot.index()], cursor.slot.phase() ^ 1);
-      mbarrier_wait(&smem.work_wanted, ~cursor.slot.jobs_before % 2);  // the first job is wanted from the start
-      do {
-        cursor.job = take_job(params, smem, rank, taken++);
-        smem.work[cursor.slot.index()].find(params, cursor);
-      } while (!smem.work[cursor.slot.index()].settled());
-      Work& work = smem.work[cursor.slot.index()];
-      work.slot = cursor.slot;
-      if (!work.exhausted) {
-        work.template take_part<Traits::kBlockN>(rank);
-        work.first_index = cursor.steps_before;
-        work.keys_phase = keys_phase;
-        cursor.steps_before += work.steps;
-        keys_phase ^= work.steps > 0;
-      }
-      mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
-      cursor.slot.advance();
+      converter.advance_until(&smem.work_empty[cursor.slot.index()], cursor.slot.phase() ^ 1);
+      converter.advance_until(&smem.work_wanted,
+                              ~cursor.slot.jobs_before % 2);  // the first job is wanted from the start
+      __syncwarp();
+      if (lane == 0) find_job(params, smem, rank);
+      __syncwarp();
     } while (cursor.job < params.jobs);
+    converter.finish();
   }
 
   // One thread.
@@ -96,6 +90,25 @@ struct Producer {
   }
 
  private:
+  static __device__ __forceinline__ void find_job(const KernelParams& params, SharedStorage& smem, int32_t rank) {
+    JobCursor& cursor = smem.cursor;
+    Work& work = smem.work[cursor.slot.index()];
+    do {
+      cursor.job = take_job(params, smem, rank, cursor.taken++);
+      work.find(params, cursor);
+    } while (!work.settled());
+    work.slot = cursor.slot;
+    if (!work.exhausted) {
+      work.template take_part<Traits::kBlockN>(rank);
+      work.first_index = cursor.steps_before;
+      work.keys_phase = cursor.keys_phase;
+      cursor.steps_before += work.steps;
+      cursor.keys_phase ^= work.steps > 0;
+    }
+    mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
+    cursor.slot.advance();
+  }
+
   // The CTA of rank 0 takes the number of a job from the counter and sends it to the other.
   static __device__ __forceinline__ int32_t take_job(const KernelParams& params, SharedStorage& smem, int32_t rank,
                                                      uint32_t taken) {

@@ -5,6 +5,7 @@
 #include "../../../common/wgmma.cuh"
 #include "../config.h"
 #include "../scheduler.cuh"
+#include "conversion.cuh"
 
 namespace flashbwd::sm90::wide {
 
@@ -33,6 +34,7 @@ struct Traits {
   static constexpr int kDsBuffers = kHeadDim <= 192 ? 2 : 1;
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kDqParts = dq_parts(kTile);
+  static constexpr bool kChores = has_chores(kTile);
   static constexpr WideRegisters kRegisters = wide_registers(kHeadDim);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
   static_assert(kCtas <= 2, "each has the dS of one other");
@@ -75,6 +77,7 @@ struct Traits {
     alignas(128) float delta[kDoutStages][kBlockM];
     Work work[2];                                      // this job and the next
     JobCursor cursor;                                  // the scheduler's own
+    Conversion conversions[kWideThreads / 32];         // of each warp
     int32_t job;                                       // in the CTA of rank 1: its number, from rank 0
     uint64_t job_full;                                 // of rank 1: its scheduler arrives, rank 0 sends bytes
     uint64_t job_empty;                                // of rank 0: the scheduler of rank 1 arrives
@@ -97,6 +100,7 @@ struct Traits {
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {
+    for (Conversion& conversion : smem.conversions) conversion = {};
     mbarrier_init(&smem.job_full, 1);
     mbarrier_init(&smem.job_empty, 1);
     for (int slot = 0; slot < 2; ++slot) {

@@ -71,6 +71,11 @@ constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRo
 // Parts of a dq tile that are added, and in deterministic mode take turns, on their own.
 constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? tile.ctas : kConsumerWarpgroups; }
 
+// Threads that add dq of a key block. In wide tiles two of a CTA, in turn a step each: one waits until its adds are
+// complete while the other adds.
+constexpr int kWideAdders = 2;
+constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * kWideAdders : kConsumerWarpgroups; }
+
 // Development builds may hold some of the head dimensions only.
 constexpr bool is_built(int32_t head_dim) {
 #ifdef FLASHBWD_BUILT_HEAD_DIMS

@@ -128,7 +128,7 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
 
 // What a finished key block has added to the count of its head.
 int32_t counts_of_key_block(const KernelParams& params, const Tile& tile) {
-  return dq_parts(tile) * params.grouped.splits * params.last_round.parts;
+  return dq_adders(tile) * params.grouped.splits * params.last_round.parts;
 }
 
 // The last round's sums of dk and dv: (heads of a list, parts, rows from the first cut key block on, columns) fp32

@@ -75,10 +75,8 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     shrink_registers<Traits::kRegisters.producer>();
     if (warp == 0) {
       if (elect_one()) Producer::load_queries(params, smem);
-    } else if (warp == 1) {
-      if (elect_one()) Producer::store_dq(params, smem, rank);
-    } else if (warp == 2) {
-      Producer::load_keys(params, smem, rank, lane);
+    } else if (warp <= kWideAdders) {
+      if (elect_one()) Producer::store_dq(params, smem, rank, warp - 1);
     } else {
       Producer::find_jobs(params, smem, rank, lane);
     }

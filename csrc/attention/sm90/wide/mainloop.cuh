@@ -372,7 +372,7 @@ struct QueryGradients {
         }
         mbarrier_wait(&smem.dq_empty[DqRing::stage(count)], DqRing::phase(count) ^ 1);
         store_dq_boxes(smem.dq[DqRing::stage(count)], dq, warp, lane);
-        arrive_warp(&smem.dq_full[DqRing::stage(count)], lane);
+        arrive_warp(&smem.dq_full[step.index % kWideAdders][DqRing::stage(count)], lane);
       }
     }
   }

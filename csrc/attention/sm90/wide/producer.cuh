@@ -1,5 +1,5 @@
-// The producer warpgroup of wide tiles: a warp each finds jobs, loads q and dout, loads k and v, adds dq. Each goes
-// from job to job by itself, as in ../producer.cuh.
+// The producer warpgroup of wide tiles: a warp loads q and dout, two add dq, and one finds jobs, loads k and v and
+// converts dq. Each goes from job to job by itself, as in ../producer.cuh.
 #pragma once
 
 #include "../producer.cuh"
@@ -12,12 +12,13 @@ struct Producer {
   using SharedStorage = typename Traits::SharedStorage;
   using Work = typename Traits::Work;
   using Loader = sm90::Producer<Traits>;
+  static constexpr int kFinder = 1 + kWideAdders;  // the warp that finds jobs
 
-  // One warp, whose first thread finds the jobs. One is taken when the loader has nothing left to load for the one
-  // before; until then the warp converts dq.
+  // One warp. Finds a job when the loader has nothing left to load for the one before, and loads its keys when those
+  // before are no longer needed. In between it converts dq.
   static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t lane) {
     JobCursor& cursor = smem.cursor;
-    Converter<Traits> converter{params, smem.conversions[3], lane};
+    Converter<Traits> converter{params, smem.conversions[kFinder], lane};
     if (lane == 0) {
       cursor = {};
       cursor.second = false;
@@ -29,6 +30,11 @@ struct Producer {
                               ~cursor.slot.jobs_before % 2);  // the first job is wanted from the start
       __syncwarp();
       if (lane == 0) find_job(params, smem, rank);
+      __syncwarp();
+      const Work& work = smem.work[cursor.slot.index()];
+      if (!work.exhausted) load_keys(params, smem, work, rank, lane);
+      __syncwarp();
+      if (lane == 0) cursor.slot.advance();
       __syncwarp();
     } while (cursor.job < params.jobs);
     converter.finish();
@@ -46,39 +52,16 @@ struct Producer {
     }
   }
 
-  // One warp, which also writes what a gradient of the bias has where nobody looks.
-  static __device__ void load_keys(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t lane) {
-    for (JobSlot slot;; slot.advance()) {
-      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-      const Work& work = smem.work[slot.index()];
-      if (work.exhausted) return;
-      const bool has_steps = work.steps > 0;
-      if (elect_one()) {
-        if (has_steps) {
-          mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
-          Loader::load_k(params, smem, work);
-          if constexpr (Traits::kPairs) {
-            mbarrier_wait(&smem.k_other_empty, work.keys_phase ^ 1);
-            load_other_keys(params, smem, work, rank);
-          }
-        }
-        mbarrier_wait(&smem.v_empty, ~slot.jobs_before % 2);  // without steps too: dk, zeros, is staged there
-        if (has_steps) Loader::load_v(params, smem, work);
-      }
-      if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
-    }
-  }
-
-  // One thread: adds the chunks of dq tiles into the accumulator, and counts each job as finished.
-  static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t rank) {
-    int32_t count = 0;  // of chunks of 64 columns
+  // One thread of kWideAdders: adds the dq tiles of every other step into the accumulator, and counts each job as
+  // finished.
+  static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t adder) {
+    int32_t count = 0;    // of chunks of 64 columns, of all adders
+    uint32_t phases = 0;  // of each buffer, of this adder
     for (JobSlot slot;; slot.advance()) {
       mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
       const Work& work = smem.work[slot.index()];
       if (work.exhausted) break;
-      store_job_dq(params, smem, work, rank, count);
+      store_job_dq(params, smem, work, rank, adder, count, phases);
       bulk_wait<0>();
       // Past the rows of the sequence there are jobs that only write zeros to the gradient of a bias.
       if (work.first_key - rank * Traits::kBlockN < work.sequence.rows_k) {
@@ -106,7 +89,25 @@ struct Producer {
       cursor.keys_phase ^= work.steps > 0;
     }
     mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
-    cursor.slot.advance();
+  }
+
+  // By the warp, which also writes what a gradient of the bias has where nobody looks.
+  static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                   int32_t rank, int32_t lane) {
+    const bool has_steps = work.steps > 0;
+    if (elect_one()) {
+      if (has_steps) {
+        mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
+        Loader::load_k(params, smem, work);
+        if constexpr (Traits::kPairs) {
+          mbarrier_wait(&smem.k_other_empty, work.keys_phase ^ 1);
+          load_other_keys(params, smem, work, rank);
+        }
+      }
+      mbarrier_wait(&smem.v_empty, ~work.slot.jobs_before % 2);  // without steps too: dk, zeros, is staged there
+      if (has_steps) Loader::load_v(params, smem, work);
+    }
+    if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
   }
 
   // The CTA of rank 0 takes the number of a job from the counter and sends it to the other.
@@ -142,27 +143,34 @@ struct Producer {
   }
 
   static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                      int32_t rank, int32_t& count) {
+                                                      int32_t rank, int32_t adder, int32_t& count, uint32_t& phases) {
     using DqRing = Ring<Traits::kDqBuffers>;
     const AttentionBackwardParams& p = params.attention;
     Turn turn;
     for (Step step(work, work.first_index); step.index < step.end; step.advance()) {
+      const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
+      if (step.index % kWideAdders != adder) {
+        count += chunks.size();
+        continue;
+      }
       const bool packed = p.cu_seqlens_q != nullptr;
       int32_t row = step.query_block * Traits::kBlockM;
       // Packed: all heads of a sequence are one run of rows.
       if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
       const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
-      const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
       // The answer comes while the adds before complete.
       const Turn next = look_ahead<Traits>(params, work, rank, step.head, step.query_block);
       finish_turn(params, turn);
       turn = next;
+      // In turn, which of dq and the turn comes first does not matter.
+      if (p.deterministic) begin_turn(params, turn);
 #pragma unroll 1
       for (int32_t chunk = chunks.begin; chunk < chunks.end; ++chunk, ++count) {
         const int32_t buffer = DqRing::stage(count);
-        mbarrier_wait(&smem.dq_full[buffer], DqRing::phase(count));
+        mbarrier_wait(&smem.dq_full[adder][buffer], phases >> buffer & 1);
+        phases ^= 1u << buffer;
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
-        if (chunk == chunks.begin) begin_turn(params, turn);
+        if (chunk == chunks.begin && !p.deterministic) begin_turn(params, turn);
 #pragma unroll 1
         for (int32_t box = 0; box < 2; ++box) {
           const int32_t column = chunk * kChunkColumns + box * 32;

@@ -96,7 +96,8 @@ struct Traits {
     uint64_t p_full[kWarps], p_empty[kWarps];  // the threads of a warp of P arrive, of one of dS; the other waits
     uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];  // every warp of dS arrives, every warp of dq of both CTAs
     uint64_t ds_other_full[kDsBuffers];                  // a thread of dq arrives, the other CTA sends bytes
-    uint64_t dq_full[kDqBuffers], dq_empty[kDqBuffers];  // every warp of dq arrives, the thread that adds
+    uint64_t dq_full[kWideAdders][kDqBuffers];           // of those steps that an adder has: every warp of dq arrives
+    uint64_t dq_empty[kDqBuffers];                       // the thread that has added arrives
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {
@@ -132,7 +133,7 @@ struct Traits {
       mbarrier_init(&smem.ds_other_full[buffer], 1);
     }
     for (int buffer = 0; buffer < kDqBuffers; ++buffer) {
-      mbarrier_init(&smem.dq_full[buffer], kWarps);
+      for (auto& full : smem.dq_full) mbarrier_init(&full[buffer], kWarps);
       mbarrier_init(&smem.dq_empty[buffer], 1);
     }
     fence_mbarrier_init();

@@ -236,6 +236,15 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t m0, u
                : "memory");
 }
 
+// The other way, into registers.
+__device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t& m0, uint32_t& m1, uint32_t& m2,
+                                               uint32_t& m3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+               : "r"(address)
+               : "memory");
+}
+
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -154,8 +154,35 @@ __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t address
   cute::warpgroup_commit_batch();
 }
 
-// The same with A in registers: four a step, in the order of the 16-bit fragment of a 64 x 16 tile. N = 256 is cut in
-// two: one instruction on 128 accumulator registers does not compile in a block of 512 threads.
+// The same with the first kRegisterSteps of A in registers: four a step, in the order of the 16-bit fragment of a 64 x
+// 16 tile. None: `a` is not read.
+template <typename T, int kSteps, int kRegisterSteps, bool kAccumulate, typename OperandA, typename OperandB,
+          int kRegisters, int kRegistersA>
+__device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kRegistersA], uint32_t address_a,
+                                        uint32_t address_b) {
+  using RegisterAtom = decltype(detail::register_atom<T, kRegisters * 2, OperandB::kMajor>());
+  using Atom = decltype(detail::shared_atom<T, kRegisters * 2, OperandA::kMajor, OperandB::kMajor, ScaleIn::One>());
+  using Indices = std::make_integer_sequence<int, kRegisters>;
+  const uint64_t shared_a = OperandA::descriptor(address_a);
+  const uint64_t b = OperandB::descriptor(address_b);
+  fence_registers(d);
+  if constexpr (kRegisterSteps > 0) fence_registers(a);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    const ScaleOut scale = kAccumulate || k > 0 ? ScaleOut::One : ScaleOut::Zero;
+    const uint64_t b_step = b + (OperandB::step_bytes(k) >> 4);
+    if (k < kRegisterSteps) {
+      detail::issue<RegisterAtom, 0>(d, a + 4 * k, b_step, scale, Indices());
+    } else {
+      detail::issue<Atom>(d, shared_a + (OperandA::step_bytes(k) >> 4), b_step, scale, Indices());
+    }
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// The same with all of A in registers. N = 256 is cut in two: one instruction on 128 accumulator registers does not
+// compile in a block of 512 threads.
 template <typename T, bool kAccumulate, typename OperandB, int kRegisters, int kRegistersA>
 __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kRegistersA], uint32_t address_b) {
   constexpr int kParts = kRegisters > 96 ? 2 : 1;

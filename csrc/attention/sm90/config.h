@@ -28,9 +28,6 @@ constexpr int kWideThreads = 4 * kWarpgroupThreads;
 struct WideRegisters {
   int producer, probabilities, score_gradients, dq;
 };
-constexpr WideRegisters wide_registers(int32_t head_dim) {
-  return head_dim <= 192 ? WideRegisters{40, 192, 208, 72} : WideRegisters{32, 208, 208, 64};
-}
 
 struct Tile {
   int32_t head_dim;    // of q and k in shared memory: smaller ones are padded by the copy engine
@@ -61,6 +58,11 @@ constexpr Tile kTiles[] = {
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
 constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
+
+constexpr WideRegisters wide_registers(const Tile& tile, bool features) {
+  if (tile.head_dim > 192) return {32, 208, 208, 64};
+  return tile.head_dim_v == 192 && !features ? WideRegisters{40, 200, 200, 72} : WideRegisters{40, 192, 208, 72};
+}
 
 // Whether the kernel converts dq (chores.cuh, wide/conversion.cuh). 32 and 128 gain nothing by it, 256 loses.
 constexpr bool has_chores(const Tile& tile) {

@@ -63,6 +63,18 @@ __device__ __forceinline__ void pack(uint32_t (&packed)[kValues / 2], const floa
   for (int i = 0; i < kValues / 2; ++i) packed[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
+// The first kSteps of a first operand, from chunks of rows of 64 columns: four registers a step of 16 columns.
+template <int kChunkBytes, int kSteps, int kRegisters>
+__device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], uint32_t address, int32_t warp,
+                                             int32_t lane) {
+  const uint32_t row = address + (warp * 16 + lane % 16) * kChunkRowBytes;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    load_matrix_x4(row + k / 4 * kChunkBytes + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16, operand[4 * k],
+                   operand[4 * k + 1], operand[4 * k + 2], operand[4 * k + 3]);
+  }
+}
+
 // dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys.
 template <int kBlockN, int kPairs>
 __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16)[kPairs], int32_t key, int32_t lane) {

@@ -6,6 +6,7 @@
 // and as a copy to the third of the other CTA.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "bias_gradient.cuh"
@@ -111,6 +112,7 @@ struct Probabilities : Consumer<Traits> {
   using DoutRing = typename Base::DoutRing;
   static constexpr int kBlockM = Traits::kBlockM;
 
+  static constexpr int kOperandRegisters = 4 * std::max(Traits::kKeySteps, 1);  // of k, see Traits::kKeySteps
   // At 256 the operands in flight leave no registers for it.
   static constexpr bool kMaskUnderS = Traits::kHeadDimV <= 192;
 
@@ -118,14 +120,16 @@ struct Probabilities : Consumer<Traits> {
   // none that is read in the loop across its back edge.
   __device__ __forceinline__ void run(float (&dv)[Traits::kHeadDimV / 2]) {
     uint32_t p16[kBlockM / 4];  // first operand of dv
+    uint32_t k_operand[kOperandRegisters];
     mbarrier_wait(&smem.k_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
       scrub<Traits::kChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k, this->valid_keys(),
                                                                         kProbabilityBarrier);
     }
+    load_operand<Traits::kKeyChunkBytes, Traits::kKeySteps>(k_operand, smem_address(smem.k), warp, lane);
     {
       float s[kBlockM / 2];  // S^T, then P^T: (kBlockN, kBlockM)
-      issue_s(s);
+      issue_s(s, k_operand);
       uint32_t kept = kMaskUnderS ? dropout_mask() : 0;
       wait_products<0>();
       if constexpr (!kMaskUnderS) kept = dropout_mask();
@@ -139,7 +143,7 @@ struct Probabilities : Consumer<Traits> {
       this->wait_dout();
       issue_dv(p16, dv, stage);
       step.advance();
-      issue_s(s);
+      issue_s(s, k_operand);
       uint32_t kept = kMaskUnderS ? dropout_mask() : 0;
       wait_products<1>();
       arrive_warp(&smem.dout_empty[stage], lane);
@@ -158,7 +162,7 @@ struct Probabilities : Consumer<Traits> {
   }
 
  private:
-  __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2]) {
+  __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2], uint32_t (&k_operand)[kOperandRegisters]) {
     const int32_t stage = QueryRing::stage(step.index);
     mbarrier_wait(&smem.q_full[stage], QueryRing::phase(step.index));
     if (this->is_poisoned(this->valid_queries(), kBlockM)) {
@@ -166,8 +170,9 @@ struct Probabilities : Consumer<Traits> {
                                                                           kProbabilityBarrier);
     }
     if constexpr (Traits::kFeatures) score_tile().start(s);
-    product<T, Traits::kHeadDim / 16, Traits::kFeatures, typename Base::KeyColumns, typename Base::QueryColumns>(
-        s, not_hoisted(smem_address(smem.k)), not_hoisted(smem_address(smem.q[stage])));
+    product<T, Traits::kHeadDim / 16, Traits::kKeySteps, Traits::kFeatures, typename Base::KeyColumns,
+            typename Base::QueryColumns>(s, k_operand, not_hoisted(smem_address(smem.k)),
+                                         not_hoisted(smem_address(smem.q[stage])));
   }
 
   __device__ __forceinline__ ScoreTile<Traits> score_tile() const {
@@ -219,6 +224,7 @@ struct ScoreGradients : Consumer<Traits> {
   using DsRing = typename Base::DsRing;
   using DoutRing = typename Base::DoutRing;
   static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kOperandRegisters = 4 * std::max(Traits::kValueSteps, 1);  // of v, see Traits::kValueSteps
   // Of kernels that have it.
   BiasGradientWriter<Traits> bias_gradient{Base::params, Base::work, Base::lane,
                                            Base::work.key_block * Traits::kWarps + Base::warp,
@@ -227,15 +233,17 @@ struct ScoreGradients : Consumer<Traits> {
   // dk: (kBlockN, kHeadDim)
   __device__ __forceinline__ void run(float (&dk)[Traits::kHeadDim / 2]) {
     uint32_t ds16[kBlockM / 4];  // first operand of dk
+    uint32_t v_operand[kOperandRegisters];
     mbarrier_wait(&smem.v_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
       scrub<Traits::kChunksV, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
                                                                          kScoreGradientBarrier);
     }
+    load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps>(v_operand, smem_address(smem.v), warp, lane);
     {
       float dp[kBlockM / 2];  // dP^T, then dS^T: (kBlockN, kBlockM)
       this->wait_dout();
-      issue_dp(dp);
+      issue_dp(dp, v_operand);
       wait_products<0>();
       score_gradients(dp);
       store(ds16, dp);
@@ -247,7 +255,7 @@ struct ScoreGradients : Consumer<Traits> {
       issue_dk(ds16, dk, index);
       step.advance();
       this->wait_dout();
-      issue_dp(dp);
+      issue_dp(dp, v_operand);
       wait_products<0>();
       arrive_warp(&smem.q_empty[QueryRing::stage(index)], lane);
       score_gradients(dp);
@@ -260,9 +268,10 @@ struct ScoreGradients : Consumer<Traits> {
   }
 
  private:
-  __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2]) {
-    product<T, Traits::kHeadDimV / 16, false, typename Base::KeyColumns, typename Base::QueryColumns>(
-        dp, not_hoisted(smem_address(smem.v)), not_hoisted(smem_address(smem.dout[DoutRing::stage(step.index)])));
+  __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2], uint32_t (&v_operand)[kOperandRegisters]) {
+    product<T, Traits::kHeadDimV / 16, Traits::kValueSteps, false, typename Base::KeyColumns,
+            typename Base::QueryColumns>(dp, v_operand, not_hoisted(smem_address(smem.v)),
+                                         not_hoisted(smem_address(smem.dout[DoutRing::stage(step.index)])));
   }
 
   // P of this step has come from q, which is complete and scrubbed.

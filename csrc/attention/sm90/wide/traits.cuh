@@ -35,7 +35,7 @@ struct Traits {
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kDqParts = dq_parts(kTile);
   static constexpr bool kChores = has_chores(kTile);
-  static constexpr WideRegisters kRegisters = wide_registers(kHeadDim);
+  static constexpr WideRegisters kRegisters = wide_registers(kTile, kFeatures);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
   static_assert(kCtas <= 2, "each has the dS of one other");
   static_assert(kHeadDim % kChunkColumns == 0 && kHeadDimV % kChunkColumns == 0, "tiles are whole chunks");
@@ -46,6 +46,16 @@ struct Traits {
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
   static constexpr int kStatisticBytes = kBlockM * 4;
   static constexpr int kWarps = kWarpgroupThreads / 32;
+
+  // Steps of 16 columns of k and v, first operands of S and dP, that stay in the registers which a warpgroup has left.
+  // `outputs`: columns of dv or dk; s or dp and its 16-bit copy take 3 / 4 of a register a query. With 30 for the rest
+  // instead of 34 two registers spill, with 24 products are serialised (C7512).
+  static constexpr int steps_in_registers(int registers, int columns, int outputs) {
+    const int left = registers - outputs / 2 - 3 * kBlockM / 4 - 34;
+    return kFeatures || left < 16 ? 0 : left / 4 < columns / 16 ? left / 4 : columns / 16;
+  }
+  static constexpr int kKeySteps = steps_in_registers(kRegisters.probabilities, kHeadDim, kHeadDimV);
+  static constexpr int kValueSteps = steps_in_registers(kRegisters.score_gradients, kHeadDimV, kHeadDim);
 
   static constexpr int kWorkReaders = 3 * kWarps + 3;  // three warps of the producer warpgroup
 

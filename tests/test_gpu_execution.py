@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -183,6 +184,18 @@ def test_more_jobs_than_multiprocessors(head_dim: int, deterministic: bool, targ
     case = dataclasses.replace(MEDIUM, batch=1, heads=2, heads_kv=2, seqlen_q=700, seqlen_k=700, causal=True)
     case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
     run_copies(case, target, 20, heads=True)
+
+
+@pytest.mark.parametrize("target", KERNELS)
+def test_the_first_call_of_a_thread(target: Target) -> None:
+    """A thread, such as autograd's, has no CUDA context before it launches something."""
+    x = built("dense_causal", target, deterministic=True)
+    expected = present(run(x, target[1]))
+    present(run(x, target[1]))  # beside `expected`, and freed: the thread's call takes its memory
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        grads = present(thread.submit(run, x, target[1]).result())
+    for actual, reference in zip(grads, expected, strict=True):
+        assert torch.equal(actual, reference)
 
 
 @pytest.mark.parametrize("target", GPU_TARGETS)

@@ -33,6 +33,12 @@ Encoder find_encoder() {
   return reinterpret_cast<Encoder>(function);
 }
 
+// The driver encodes nothing in a thread without a context, which one of autograd's is until its first launch.
+bool begin_context() {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+}
+
 struct Dimension {
   int64_t size;
   int64_t stride_bytes;
@@ -314,6 +320,7 @@ const char* launch_main(int tile_index, const KernelParams& params, void* stream
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
   const Tile& tile = kTiles[plan.config];
   const RowStatistics statistics = row_statistics(params, plan.workspace);
+  if (!begin_context()) return "the thread's current device has no context";
   KernelParams kernel_params;
   if (const char* error = make_params(params, plan, &kernel_params)) return error;
   RowsReady ready;

@@ -12,17 +12,23 @@ namespace flashbwd::sm90 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// S becomes P = exp(scale * S - lse). `lse_log2` begins at this thread's first query.
-template <int kValues>
+// S becomes P = exp(scale * S - lse), in the values from kBegin to kEnd. `lse_log2` begins at this thread's first
+// query.
+template <int kBegin, int kEnd, int kValues>
 __device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2) {
 #pragma unroll
-  for (int j = 0; j < kValues / 4; ++j) {
+  for (int j = kBegin / 4; j < kEnd / 4; ++j) {
     const float2 lse = *reinterpret_cast<const float2*>(&lse_log2[8 * j]);
     s[4 * j + 0] = exp2_approximate(s[4 * j + 0] * scale_log2 - lse.x);
     s[4 * j + 1] = exp2_approximate(s[4 * j + 1] * scale_log2 - lse.y);
     s[4 * j + 2] = exp2_approximate(s[4 * j + 2] * scale_log2 - lse.x);
     s[4 * j + 3] = exp2_approximate(s[4 * j + 3] * scale_log2 - lse.y);
   }
+}
+
+template <int kValues>
+__device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2) {
+  exponentiate<0, kValues>(s, lse_log2, scale_log2);
 }
 
 // Bit n: the n-th column of a thread, 8 (n / 2) + n % 2, lies below `bound`, which is 128 at most.

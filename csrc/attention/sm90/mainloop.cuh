@@ -33,7 +33,11 @@ struct Mainloop {
                                  uint32_t keys_phase, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
     Consumer consumer{params, smem, work, warpgroup, Step(work, work.first_index)};
     wait_keys(params, smem, work, keys_phase);
-    consumer.run(dk, dv);
+    if constexpr (Traits::kAhead) {
+      consumer.run_ahead(dk, dv);
+    } else {
+      consumer.run(dk, dv);
+    }
   }
 
  private:
@@ -102,6 +106,78 @@ struct Mainloop {
       write_dq(dq, step.index);
       fence_registers(dk);
       fence_registers(dv);
+    }
+
+    // The same products in another order: S of the next step in front of the store of dS, dK and dQ of a step in front
+    // of P of the next.
+    __device__ __forceinline__ void run_ahead(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
+      uint32_t p16[kBlockM / 4], ds16[kBlockM / 4];  // first operands of dV and dK
+      float dq[kDqColumns / 2];                      // (64 queries, kDqColumns)
+      float s[kBlockM / 2];
+      issue_s(s);
+      wait_products<0>();
+      fence_registers(s);
+      bool more = step_ahead<true>(s, p16, ds16, dq, dk, dv);
+#pragma unroll 1
+      while (more) more = step_ahead<false>(s, p16, ds16, dq, dk, dv);
+      arrive(&smem.v_empty);
+      issue_dk_dq(ds16, dq, dk, step.index);
+      wait_products<0>();
+      mbarrier_arrive(&smem.q_empty[Ring::stage(step.index)]);
+      arrive(&smem.k_empty);
+      write_dq(dq, step.index);
+      fence_registers(dk);
+      fence_registers(dv);
+    }
+
+    // From S of a step, complete, to its dS and S of the next; beside it dK and dQ of the step before. Nothing is in
+    // flight at entry nor at exit. False: this was the last step. Its S is then multiplied once more, for nobody, as a
+    // product must not be in a branch.
+    template <bool kFirst>
+    __device__ __forceinline__ bool step_ahead(float (&s)[kBlockM / 2], uint32_t (&p16)[kBlockM / 4],
+                                               uint32_t (&ds16)[kBlockM / 4], float (&dq)[kDqColumns / 2],
+                                               float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
+      const int32_t index = step.index, before = index - 1, stage = Ring::stage(index);
+      const float* lse = &smem.lse_log2[stage][pair];
+      const uint32_t dout = smem_address(smem.dout[stage]);
+      if constexpr (!kFirst) issue_dk_dq(ds16, dq, dk, before);
+      exponentiate<0, kBlockM / 4>(s, lse, scale_log2);
+      if constexpr (!kFirst) {
+        wait_products<0>();
+        mbarrier_arrive(&smem.q_empty[Ring::stage(before)]);
+        write_dq(dq, before);
+      }
+      wait_queries(params, work, step, smem.dout_full, smem.dout);
+      float dp[kBlockM / 2];  // dP^T, then dS^T: (64 keys, kBlockM)
+      product<T, kHeadDim / 16, false, KeyColumns, QueryColumns>(dp, v_rows, dout);
+      exponentiate<kBlockM / 4, kBlockM / 2>(s, lse, scale_log2);
+      if (!interior.contains(step.query_block)) {
+        mask(s, work.visibility, work.first_key + warpgroup * 64 + warp * 16 + lane / 4,
+             step.query_block * kBlockM + pair);
+      }
+      wait_products<0>();
+      fence_registers(dp);
+      const bool more = index < last_step;
+      if (more) step.advance();
+      for_each_delta(stage, [&](int i, float delta) { dp[i] = s[i] * (dp[i] - delta); });
+      pack<T>(p16, s);
+      pack<T>(ds16, dp);
+      issue_s(s);
+      issue_dv(p16, dv, stage);
+      store_ds<kBlockN>(smem_address(smem.ds[index % 2]), ds16, warpgroup * 64 + warp * 16, lane);
+      fence_async_shared();
+      wait_products<0>();
+      fence_registers(s);
+      mbarrier_arrive(&smem.dout_empty[stage]);
+      return more;
+    }
+
+    // dK, which covers the wait for the other warpgroups, and dQ of step `index`.
+    __device__ __forceinline__ void issue_dk_dq(uint32_t (&ds16)[kBlockM / 4], float (&dq)[kDqColumns / 2],
+                                                float (&dk)[kHeadDim / 2], int32_t index) {
+      issue_dk(ds16, dk, Ring::stage(index));
+      named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // dS of all warpgroups is written
+      product<T, kBlockN / 16, false, KeyRows, KeyRows>(dq, smem_address(smem.ds[index % 2]) + ds_part, k_columns);
     }
 
     __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2]) {

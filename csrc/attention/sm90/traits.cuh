@@ -39,6 +39,8 @@ struct Traits {
   static constexpr int kDoutStages = kStages;
   // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
   static constexpr bool kEarlyDv = kBlockM <= 64;
+  // S of the next step is multiplied before dS of this one is used, which takes registers.
+  static constexpr bool kAhead = kHeadDim == 32;
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64;

@@ -238,13 +238,13 @@ def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None
 
 
 # Scratch for the gradient of a (2, 6, 300, 500) bias with some dimensions broadcast; tile 64 x 128, 4 groups of keys,
-# each shared by two warps.
+# each shared by two warps. Two batches take turns in each of 6 x 5 x 4 tiles.
 @pytest.mark.parametrize(
     ("broadcast", "deterministic", "zeroed", "stored"),
     [
         ((), False, 0, 0),
         ((), True, 0, 0),
-        (("batch",), False, 6 * 300 * 500, 0),
+        (("batch",), False, 6 * 5 * 4, 6 * 5 * 4 * 64 * 128),
         (("batch",), True, 0, 2 * 6 * 300 * 500),
         (("batch", "head"), False, 300 * 500, 0),
         (("row",), True, 2 * 6 * 2 * 500, 0),
@@ -260,3 +260,21 @@ def test_scratch_of_the_bias_gradient(
     turns = 2 * 6 * 5 * 4 if deterministic else 0
     assert plan.workspace.semaphore_bytes == 16 + turns + zeroed * 4
     assert plan.workspace.partial_bytes == stored * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_turn"),
+    [
+        ({}, True),
+        ({"seqlen_q": 192}, False),  # three tiles: the second batch would be a part of one of three steps late
+        ({"has_seqused": True}, False),
+        ({"varlen": True, "total_q": 600, "total_k": 1000}, False),
+        ({"head_dim": 160}, False),
+        ({"softcap": 1.0}, False),
+        ({"dropout_p": 0.5}, False),
+    ],
+)
+def test_few_heads_that_share_a_bias_take_turns(host: ModuleType, changes: dict[str, Any], in_turn: bool) -> None:
+    plan = plan_of(host, {}, has_bias=True, need_dbias=True, bias_broadcast_batch=True, **changes)
+    added = 6 * changes.get("seqlen_q", 300) * 500 * 4  # fp32 sums of all rows and columns, zeroed
+    assert (plan.workspace.semaphore_bytes < added) == in_turn

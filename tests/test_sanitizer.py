@@ -31,6 +31,7 @@ ATTENTION = [
     replace(TILES, name="tiles_deterministic", deterministic=True, head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_varlen", seqlens_q=(300, 1, 0, 65), seqlens_k=(270, 130, 5, 0), deterministic=True),
     replace(TILES, name="tiles_whole_heads", batch=33, heads=4, heads_kv=4),  # on 132 multiprocessors
+    replace(TILES, name="tiles_shared_bias", seqlen_q=520, seqlen_k=272, bias="b1qk"),
     *cases.named(
         "head_dim_33x31",
         "heads_6to2",

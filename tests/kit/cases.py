@@ -232,6 +232,19 @@ def _score_features() -> list[Case]:
         cases.append(replace(base, name=f"bias_{bias}", bias=bias))
     cases.append(replace(base, name="bias_float32", bias="1hqk", bias_float32=True))
     cases.append(replace(base, name="bias_causal_skipped_tiles", bias="bhqk", seqlen_q=140, seqlen_k=150, causal=True))
+    # Several tiles, the last ones partly filled: heads that share an element add to its gradient in turn, if not many.
+    shared = replace(base, heads=2, heads_kv=1, seqlen_q=520, seqlen_k=136, bias_hides_rows=True)
+    cases += [
+        replace(shared, name="bias_shared_by_batches", bias="1hqk"),
+        replace(shared, name="bias_shared_by_heads", bias="b1qk", heads_kv=2, causal="top_left"),
+        replace(shared, name="bias_shared_by_group", bias="b1qk", head_dim=128),
+        replace(shared, name="bias_shared_by_all", bias="11qk", head_dim=96, causal=True),
+        replace(shared, name="bias_shared_by_many", bias="11qk", batch=5),
+        replace(shared, name="bias_shared_deterministic", bias="1hqk", head_dim=128, deterministic=True),
+        replace(shared, name="bias_shared_odd", bias="1hqk", seqlen_k=135),
+        replace(shared, name="bias_shared_float32", bias="1hqk", bias_float32=True, head_dim=128),
+        replace(shared, name="bias_shared_unseen", bias="11qk", head_dim=128, window_size=(30, 20), seqlen_k=648),
+    ]
     cases.append(replace(base, name="bias_hides_rows", bias="bhqk", bias_hides_rows=True, dlse=True))
     cases.append(replace(base, name="bias_softcap", bias="1hqk", softcap=1.0, dlse=True))
     return cases
@@ -277,6 +290,7 @@ def _varlens() -> list[Case]:
         _varlen("varlen_seqused_k_only", (20, 33), (40, 10), seqused_k=(0, 6), lse_form="padded"),
         _varlen("varlen_bias", (20, 33), (40, 10), bias="bhqk", seqused_k=(31, 10), dlse=True),
         _varlen("varlen_bias_broadcast", (20, 0, 33), (40, 7, 10), bias="1hq1", slack=2),
+        _varlen("varlen_bias_octets", (20, 0, 32), (40, 7, 10), bias="1hqk", seqused_k=(31, 7, 10)),
         _varlen("varlen_bias_row", (20, 33), (40, 10), bias="b11k", causal=True),
         _varlen("varlen_alibi_batch", (20, 33), (40, 10), alibi="batch", seqused_q=(11, 30)),
         _varlen("varlen_sink_dlse", (20, 33), (40, 10), sink="finite", dlse=True, causal=True),

@@ -13,6 +13,27 @@
 
 namespace flashbwd::sm80 {
 
+// Where a head comes among those that share its bias, in the order of jobs, and which plane of the gradient they share.
+struct BiasTurn {
+  int32_t number, plane;
+
+  __device__ __forceinline__ BiasTurn(const KernelParams& params, const Work& work, int32_t head) {
+    const AttentionBackwardParams& p = params.attention;
+    const bool batches = params.bias_gradient.batch_stride == 0, heads = params.bias_gradient.head_stride == 0;
+    const int32_t of_group = head - work.head_kv * work.heads_per_kv;
+    if (batches) {
+      number = heads ? (work.head_kv * p.batch + work.batch) * work.heads_per_kv + of_group : work.batch;
+      plane = heads ? 0 : head;
+    } else {
+      number = head;
+      plane = work.batch;
+    }
+  }
+  __device__ __forceinline__ int32_t tile(const KernelParams& params, const Work& work, int32_t query_block) const {
+    return (plane * params.key_blocks + work.key_block) * params.query_blocks + query_block;
+  }
+};
+
 template <typename Traits>
 struct Bias {
   using T = typename Traits::T;
@@ -20,11 +41,23 @@ struct Bias {
   using Accumulator = typename Place::Accumulator;
   using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
   static constexpr bool kPieces = sizeof(T) == 2;
-  static constexpr int kOctets = 2 * Traits::kKeyTiles;  // of keys of a warp
+  static constexpr int kOctets = 2 * Traits::kKeyTiles;                     // of keys of a warp
+  static constexpr int kVectors = Traits::kKeyTiles * Traits::kScoreTiles;  // of 16 bytes, of a thread's elements
+  using Sums = float4[kVectors];
+  // What registers allow: sums of a shared bias before they are needed, what follows from the lane kept.
+  static constexpr bool kLoadsSumsEarly = Traits::kExtras == Extras::kSharedBias && Traits::kScoreTiles <= 4;
+  static constexpr bool kKeepsLane = Traits::kExtras != Extras::kSharedBias;
 
   // In either tile: the warp's first key, and its first 8 queries.
   static __device__ __forceinline__ int32_t warp_row() { return Traits::warp_n() * Traits::kKeyTiles * 16; }
   static __device__ __forceinline__ int32_t warp_piece() { return Traits::warp_s() * Traits::kScoreTiles; }
+
+  // The compiler keeps nothing that follows from it from step to step, where registers are few.
+  static __device__ __forceinline__ int32_t lane_again() {
+    int32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+  }
 
   // Starts copies into the warp's part of the tile, which nobody reads any more.
   static __device__ __forceinline__ void load(const KernelParams& params, const Work& work, int32_t head,
@@ -78,7 +111,7 @@ struct Bias {
       const AttentionBackwardParams& p = params.attention;
       constexpr int kGroups = kOctets;    // of four lanes' octets: 4 of a row of queries, or 2 of each of two
       constexpr int kSpan = 4 / kGroups;  // tiles of queries at once
-      const int32_t lane = Traits::lane();
+      const int32_t lane = kKeepsLane ? Traits::lane() : lane_again();
       // Lane 4 q + a gets keys 8 (a % kGroups) ... + 7 of query q: two of them from each matrix.
       const int32_t from_a = lane % 8 / 2, key = from_a % kGroups * 8 + lane / 8 * 2 + lane % 2;
       const int32_t to_a = lane % 4;
@@ -198,7 +231,93 @@ struct Bias {
     });
   }
 
+  // Waits for the sums of those that share the bias and come before this head.
+  static __device__ __forceinline__ void wait_for_turn(const KernelParams& params, const BiasTurn& turn, int32_t tile) {
+    if (lane_again() == 0) {
+      int32_t taken;
+      do {
+        asm volatile("ld.global.acquire.gpu.b32 %0, [%1];"
+                     : "=r"(taken)
+                     : "l"(params.bias_turns.counters + tile)
+                     : "memory");
+      } while (taken != turn.number);
+    }
+    __syncwarp();  // lane 0 has seen that the sums are there
+  }
+
+  // Where registers allow it, these sums, some time before add_in_turn. `sums`: zeros.
+  static __device__ __forceinline__ void load_sums(const KernelParams& params, const Work& work, int32_t head,
+                                                   int32_t query_block, Sums& sums) {
+    const BiasTurn turn(params, work, head);
+    if (!kLoadsSumsEarly || turn.number == 0) return;
+    const int32_t tile = turn.tile(params, work, query_block);
+    wait_for_turn(params, turn, tile);
+    const float4* const place = sums_of_tile(params, tile);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) sums[i] = __ldcg(place + i * Traits::kThreads);
+  }
+
+  // Adds ds to them: each thread loads and stores its own registers, 16 bytes at a time. The last one stores the
+  // gradient, through its part of the ds tile.
+  static __device__ __forceinline__ void add_in_turn(const KernelParams& params, const Work& work, int32_t head,
+                                                     int32_t query_block, uint8_t* ds_tile, const Accumulator& ds,
+                                                     const Sums& sums) {
+    const BiasTurn turn(params, work, head);
+    const int32_t tile = turn.tile(params, work, query_block);
+    if (!kLoadsSumsEarly && turn.number > 0) wait_for_turn(params, turn, tile);
+    const int32_t lane = lane_again();
+    float4* const place = sums_of_tile(params, tile);
+    const auto sum_of = [&](int i, int mt, int nt) {
+      const float4 sum = kLoadsSumsEarly ? sums[i] : __ldcg(place + i * Traits::kThreads);
+      const float* const x = ds[mt][nt];
+      return make_float4(sum.x + x[0], sum.y + x[1], sum.z + x[2], sum.w + x[3]);
+    };
+    if (!kLoadsSumsEarly && turn.number == 0) {
+      for_each_vector([&](int i, int mt, int nt) {
+        const float* const x = ds[mt][nt];
+        __stcg(place + i * Traits::kThreads, make_float4(x[0], x[1], x[2], x[3]));
+      });
+    } else if (turn.number + 1 < params.bias_turns.sharers) {
+      for_each_vector([&](int i, int mt, int nt) { __stcg(place + i * Traits::kThreads, sum_of(i, mt, nt)); });
+    } else {
+      for_each_vector([&](int i, int mt, int nt) {
+        const float4 sum = sum_of(i, mt, nt);
+        const uint32_t row = warp_row() + mt * 16 + lane / 4;
+        const uint32_t byte = lane % 4 * 4;
+        store_shared_word(smem_address(ds_tile) + Swizzle::offset(row, warp_piece() + nt) + byte,
+                          pack2<T>(sum.x, sum.y));
+        store_shared_word(smem_address(ds_tile) + Swizzle::offset(row + 8, warp_piece() + nt) + byte,
+                          pack2<T>(sum.z, sum.w));
+      });
+      store_pieces(params, work, head, query_block, ds_tile);
+      __syncwarp();  // all lanes have read: the part is free again
+    }
+  }
+
+  // By one thread, once all have added.
+  static __device__ __forceinline__ void pass_on(const KernelParams& params, const Work& work, int32_t head,
+                                                 int32_t query_block) {
+    const BiasTurn turn(params, work, head);
+    asm volatile(
+        "st.global.release.gpu.b32 [%0], %1;" ::"l"(params.bias_turns.counters + turn.tile(params, work, query_block)),
+        "r"(turn.number + 1)
+        : "memory");
+  }
+
  private:
+  template <typename F>
+  static __device__ __forceinline__ void for_each_vector(const F& f) {
+#pragma unroll
+    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
+#pragma unroll
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) f(nt * Traits::kKeyTiles + mt, mt, nt);
+    }
+  }
+  static __device__ __forceinline__ float4* sums_of_tile(const KernelParams& params, int32_t tile) {
+    return reinterpret_cast<float4*>(params.bias_turns.sums) + int64_t{tile} * (Traits::kBlockM * Traits::kBlockN / 4) +
+           threadIdx.x;
+  }
+
   // Calls f(two elements of s, the tile of queries that they are in, their bias).
   template <int kPending, typename F>
   static __device__ __forceinline__ void for_each_piece(const uint8_t* tile, Accumulator& s, const F& f) {

@@ -47,6 +47,7 @@ enum class Extras : int32_t {
   kWholeHeads,  // nothing, by CTAs that take whole heads
   kBias,        // a bias in 16-byte pieces, its gradient likewise or added in fp32, nothing else
   kAll,         // bias, ALiBi, softcap, dropout
+  kSharedBias,  // as kBias, but heads that share a bias add to its gradient, in turn or in any order
 };
 
 // Registers a thread at the widest point, accumulators alone: dk and dv of its keys and columns, s and dp of its keys
@@ -82,6 +83,12 @@ constexpr bool has_bias_kernel(const Tile& tile) { return tile.element_bytes == 
 constexpr bool has_whole_heads(const Tile& tile) {
   return tile.element_bytes == 2 && tile.head_dim <= 128 && tile.stages > 1 && tile.warps_s > 1;
 }
+
+// The same ones have a kernel with a shared bias alone.
+constexpr bool has_shared_bias_kernel(const Tile& tile) { return has_whole_heads(tile); }
+
+// Whether the kernel with a bias alone adds to a shared gradient, in any order: it has a register left for that.
+constexpr bool bias_kernel_adds(const Tile& tile) { return !has_shared_bias_kernel(tile) || tile.head_dim > 64; }
 
 // The same ones have a kernel that loads the first tiles of the next job under the last step of this one, where there
 // is room for its keys; of those that take whole heads, at head dimension 64.

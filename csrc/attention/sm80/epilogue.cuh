@@ -29,6 +29,9 @@ struct Epilogue {
     const int32_t seen_to = work.query_range.empty() ? p.seqlen_q : work.query_range.end * Traits::kBlockM;
     constexpr int kPieces = Traits::kBlockN / 8;
     for (int32_t head = 0; head < work.heads_per_kv; ++head) {
+      if constexpr (Traits::kExtras == Extras::kSharedBias) {
+        if (BiasTurn(params, work, work.head_kv * work.heads_per_kv + head).number > 0) continue;
+      }
       const int64_t plane = work.batch * g.batch_stride + (work.head_kv * work.heads_per_kv + head) * g.head_stride;
       for (int32_t i = threadIdx.x; i < p.seqlen_q * kPieces; i += Traits::kThreads) {
         const int32_t row = i / kPieces, column = i % kPieces * 8, columns = min(keys - column, 8);

@@ -58,10 +58,31 @@ struct Features {
       Bias<Traits>::template probabilities<kPending>(bias, lse, params.attention.softmax_scale * kLog2E, s);
       if (!work.interior.contains(query_block)) Place::mask(work, query_block, 0.f, s);
       finish_with_bias(delta, s, dp);
-      if (params.bias_gradient.mode == BiasGradientMode::kAdd) {
-        Bias<Traits>::add_gradient(params, work, head, query_block, dp);
+      if constexpr (Traits::kExtras == Extras::kBias && bias_kernel_adds(Traits::kTile)) {
+        if (params.bias_gradient.mode == BiasGradientMode::kAdd) {
+          Bias<Traits>::add_gradient(params, work, head, query_block, dp);
+        }
       }
     }
+  }
+
+  // Of a shared bias: what those before this head have added, for add_gradient. `sums`: zeros.
+  using Sums = typename Bias<Traits>::Sums;
+  __device__ __forceinline__ void load_sums(int32_t head, int32_t query_block, Sums& sums) const {
+    if (!adds_in_any_order()) Bias<Traits>::load_sums(params, work, head, query_block, sums);
+  }
+  // Adds ds to them. `tile`: of ds, where this warp has not written yet.
+  __device__ __forceinline__ void add_gradient(int32_t head, int32_t query_block, uint8_t* tile, const Accumulator& ds,
+                                               const Sums& sums) const {
+    if (adds_in_any_order()) {
+      Bias<Traits>::add_gradient(params, work, head, query_block, ds);
+    } else {
+      Bias<Traits>::add_in_turn(params, work, head, query_block, tile, ds, sums);
+    }
+  }
+  // The turn, once all threads have added.
+  __device__ __forceinline__ void pass_on(int32_t head, int32_t query_block) const {
+    if (threadIdx.x == 0 && !adds_in_any_order()) Bias<Traits>::pass_on(params, work, head, query_block);
   }
 
   // After ds of the tile has been stored by this warp.
@@ -70,6 +91,9 @@ struct Features {
   }
 
  private:
+  __device__ __forceinline__ bool adds_in_any_order() const {
+    return !bias_kernel_adds(Traits::kTile) && params.bias_gradient.mode == BiasGradientMode::kAdd;
+  }
   template <int kPending>
   __device__ __forceinline__ void apply_all(int32_t head, int32_t query_block, const float* lse, const float* delta,
                                             const uint8_t* bias, uint8_t* ds, Accumulator& s, Accumulator& dp) {

@@ -20,6 +20,14 @@ struct GradientTarget {
   bool pieces = false;   // 16 bits an element: every eight columns can
 };
 
+// Heads that share a bias and add to its gradient in turn: sums of each tile of the gradient, in the order of a CTA's
+// registers, and how many heads have added to them. The last one stores the gradient.
+struct BiasTurns {
+  float* sums = nullptr;
+  int32_t* counters = nullptr;
+  int32_t sharers = 0;
+};
+
 struct KernelParams {
   AttentionBackwardParams attention;
   RowStatistics statistics;
@@ -60,6 +68,8 @@ struct KernelParams {
 
   float dropout_scale = 1.f;       // of what is kept
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; else 32-bit words from this one on
+
+  BiasTurns bias_turns;
 };
 
 }  // namespace flashbwd::sm80

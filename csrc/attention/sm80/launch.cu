@@ -41,7 +41,9 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   sizes.window_right = p.window_right;
   sizes.causal = p.causal;
   sizes.deterministic = p.deterministic;
+  sizes.seqused = p.seqused_q != nullptr || p.seqused_k != nullptr;
   sizes.bias_gradient = p.dbias.data != nullptr;
+  sizes.bias_alone = p.alibi_slopes == nullptr && p.softcap <= 0.f && p.dropout_p <= 0.f;
   sizes.bias_broadcast = broadcast_of(p);
   return sizes;
 }
@@ -156,6 +158,11 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.bias_gradient_pieces =
       !capped && g.mode == BiasGradientMode::kStore &&
       in_pieces(g.data, g.dtype, p.dtype, g.batch_stride, g.head_stride, g.row_stride, g.col_stride);
+  if (sizes.bias_in_turn) {
+    params.bias_turns = {reinterpret_cast<float*>(partial + places.bias_sums_offset),
+                         reinterpret_cast<int32_t*>(zeroed + region.bias_turns_offset),
+                         static_cast<int32_t>(bias_sharers(sizes))};
+  }
   if (p.dropout_p > 0.f) {
     params.dropout_scale = dropout_scale(p);
     params.dropout_threshold =
@@ -164,15 +171,17 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   return params;
 }
 
-Extras extras_of(const KernelParams& params) {
+Extras extras_of(const KernelParams& params, const Tile& tile) {
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
   if (params.dq_tiles != nullptr) return Extras::kWholeHeads;
   if (p.bias.data == nullptr) return others ? Extras::kAll : params.loads_ahead ? Extras::kLoadsAhead : Extras::kNone;
+  if (params.bias_turns.sums != nullptr) return Extras::kSharedBias;
   const BiasGradient& g = params.bias_gradient;
   const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_pieces ||
                         (g.mode == BiasGradientMode::kAdd && g.col_stride == 1);
-  return params.bias_pieces && gradient && !others ? Extras::kBias : Extras::kAll;
+  if (!params.bias_pieces || !gradient || others) return Extras::kAll;
+  return g.mode == BiasGradientMode::kAdd && !bias_kernel_adds(tile) ? Extras::kSharedBias : Extras::kBias;
 }
 
 // Of the tiles for elements of T.
@@ -191,7 +200,7 @@ const char* dispatch(int tile_index, const KernelParams& params, Extras extras, 
 }
 
 const char* launch_main(const AttentionBackwardParams& p, int tile_index, const KernelParams& params, void* stream) {
-  const Extras extras = extras_of(params);
+  const Extras extras = extras_of(params, kTiles[tile_index]);
   switch (p.dtype) {
     case DType::kBFloat16:
       return dispatch<__nv_bfloat16>(tile_index, params, extras, stream);
@@ -209,7 +218,20 @@ const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, voi
   CallSizes sizes = sizes_of(p);
   sizes.whole_heads = plan.workspace.dq_mode == DqMode::kDirect;
   if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, plan.sm_count);
-  const KernelParams params = make_params(p, plan, sizes);
+  sizes.bias_in_turn = bias_in_turn(sizes, tile);
+  KernelParams params = make_params(p, plan, sizes);
+  BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  if (sizes.bias_in_turn && !(params.bias_pieces && params.bias_gradient_pieces)) {
+    // In any order, into zeros, where the sums would have been.
+    sizes.bias_in_turn = false;
+    scratch = bias_gradient_of(sizes, tile);
+    params.bias_gradient = bias_gradient(p, scratch, params.bias_turns.sums);
+    params.bias_gradient_pieces = false;
+    params.bias_turns = {};
+    const cudaError_t error = cudaMemsetAsync(params.bias_gradient.data, 0, scratch.elements * sizeof(float),
+                                              static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
   if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream)) return error;
   if (params.jobs > 0) {
     if (const char* error = launch_main(p, plan.config, params, stream)) return error;
@@ -220,7 +242,6 @@ const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, voi
   if (!sizes.whole_heads) {
     if (const char* error = launch_convert_dq(p, plan.workspace, stream)) return error;
   }
-  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.statistics, stream);
 }

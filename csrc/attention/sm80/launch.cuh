@@ -67,6 +67,9 @@ const char* launch_row(int tile_index, const KernelParams& params, Extras extras
         if constexpr (has_bias_kernel(kTiles[kFirst])) {
           if (extras == Extras::kBias) return launch_variant<T, kFirst, Extras::kBias>(params, stream);
         }
+        if constexpr (has_shared_bias_kernel(kTiles[kFirst])) {
+          if (extras == Extras::kSharedBias) return launch_variant<T, kFirst, Extras::kSharedBias>(params, stream);
+        }
         return launch_variant<T, kFirst, Extras::kAll>(params, stream);
       }
     }

@@ -30,8 +30,10 @@ struct CallSizes {
   bool extras = false;   // bias, ALiBi, softcap or dropout
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
-  bool whole_heads = false;  // see whole_heads
-  SharedJobs shared;         // see shared_jobs
+  bool bias_alone = false;    // no ALiBi, softcap or dropout
+  bool bias_in_turn = false;  // see bias_in_turn
+  bool whole_heads = false;   // see whole_heads
+  SharedJobs shared;          // see shared_jobs
 };
 
 // The zeroed region of the workspace: int32 jobs_taken, int32 turns[heads][turns_of_head], fp32 bias gradient. Offsets
@@ -40,11 +42,35 @@ struct ZeroedRegion {
   int64_t turns_of_head = 0;  // 0: not deterministic, no turns
   int64_t turns_offset = 0;
   int64_t bias_gradient_offset = 0;
+  int64_t bias_turns_offset = 0;
   int64_t bytes = 0;
 };
 
+// Heads of all batches that share a bias.
+inline int64_t bias_sharers(const CallSizes& sizes) {
+  const BiasBroadcast& b = sizes.bias_broadcast;
+  return (b.batch ? sizes.batch : 1) * (b.head ? sizes.heads : 1);
+}
+
+// Tiles of the gradient of a bias: of each head that does not share it, key block and query block.
+inline int64_t bias_tiles(const CallSizes& sizes, const Tile& tile) {
+  return sizes.batch * sizes.heads / bias_sharers(sizes) * ceil_div(sizes.seqlen_k, tile.block_n) *
+         ceil_div(sizes.seqlen_q, tile.block_m);
+}
+
+// Whether the heads that share a bias add to its gradient in turn: nothing is zeroed, and summed only once. All of them
+// have to see the same tiles. Each is a part of a step behind the one before it, which short walks would wait for. The
+// launch may find that rows are no 16-byte pieces, and adds in any order then, so that it takes no deterministic call.
+inline bool bias_in_turn(const CallSizes& sizes, const Tile& tile) {
+  const BiasBroadcast& b = sizes.bias_broadcast;
+  if (!sizes.bias_gradient || !has_shared_bias_kernel(tile) || !(b.batch || b.head) || b.row || b.col) return false;
+  if (sizes.packed_q || sizes.packed_k || sizes.seqused || sizes.deterministic || !sizes.bias_alone) return false;
+  return 2 * bias_sharers(sizes) <= ceil_div(sizes.seqlen_q, tile.block_m);
+}
+
 inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& tile) {
   if (!sizes.bias_gradient) return {};
+  if (sizes.bias_in_turn) return {BiasGradientMode::kStore};  // by the last one
   const int64_t key_groups = ceil_div(sizes.seqlen_k, tile.block_n) * tile.warps_n;
   return bias_gradient_scratch(sizes.bias_broadcast, sizes.deterministic, sizes.batch, sizes.heads, sizes.seqlen_q,
                                sizes.seqlen_k, tile.warps_s, key_groups);
@@ -63,6 +89,10 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   if (scratch.zeroed) {
     region.bias_gradient_offset = region.bytes;
     region.bytes += scratch.elements * 4;
+  }
+  if (sizes.bias_in_turn) {
+    region.bias_turns_offset = region.bytes;
+    region.bytes = round_up(region.bytes + bias_tiles(sizes, tile) * 4, 16);
   }
   return region;
 }
@@ -145,11 +175,13 @@ inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t mu
 inline int64_t part_row_stride(int64_t columns) { return round_up(columns, 4); }
 
 // The partial region of the workspace: fp32 bias gradient that needs no zeros, then dk and dv in work of wide tiles,
-// then dk and dv of each part of shared jobs: (parts, block_n, row stride) each.
+// then dk and dv of each part of shared jobs: (parts, block_n, row stride) each, then the sums of a shared bias's
+// gradient: (tiles, block_m * block_n).
 struct PartialRegion {
   int64_t gradients_offset = 0;
   int64_t dq_tiles_offset = 0;
   int64_t parts_dk_offset = 0, parts_dv_offset = 0;
+  int64_t bias_sums_offset = 0;
   int64_t bytes = 0;
 };
 
@@ -169,6 +201,7 @@ inline PartialRegion partial_region(const CallSizes& sizes, const Tile& tile, in
   const int64_t part_rows = sizes.shared.parts() * tile.block_n;
   region.parts_dk_offset = take(part_rows * part_row_stride(sizes.head_dim));
   region.parts_dv_offset = take(part_rows * part_row_stride(sizes.head_dim_v));
+  region.bias_sums_offset = take(sizes.bias_in_turn ? bias_tiles(sizes, tile) * tile.block_m * tile.block_n : 0);
   return region;
 }
 

@@ -23,7 +23,8 @@ struct Traits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   static constexpr Extras kExtras = kExtras_;
   static constexpr bool kWholeHeads = kExtras == Extras::kWholeHeads;
-  static constexpr bool kFeatures = kExtras == Extras::kBias || kExtras == Extras::kAll;
+  static constexpr bool kBiasAlone = kExtras == Extras::kBias || kExtras == Extras::kSharedBias;
+  static constexpr bool kFeatures = kBiasAlone || kExtras == Extras::kAll;
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -100,8 +101,10 @@ struct Mainloop {
 
   // Whether a warp takes its own part of p and ds from registers; those of fp32 are too many.
   static constexpr bool kHoldsOwn = sizeof(T) == 2;
-  // Where warps exchange p, the bias of the next step is loaded into it once this step's p has been read.
-  static constexpr bool kEarlyBias = Traits::kFeatures && Traits::kExchange && Bias<Traits>::kPieces;
+  // Where warps exchange p, the bias of the next step is loaded into it once this step's p has been read. Not where
+  // that takes the last registers.
+  static constexpr bool kEarlyBias = Traits::kFeatures && Traits::kExchange && Bias<Traits>::kPieces &&
+                                     !(Traits::kBiasAlone && !bias_kernel_adds(Traits::kTile));
 
   // The next job that exists, or none, by one thread.
   static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem) {
@@ -218,16 +221,27 @@ struct Mainloop {
       }
       Held p_held, ds_held;
       hold(s, p_held);
+      if constexpr (Traits::kExtras == Extras::kSharedBias) {
+        // First what ends the use of p: sums of the gradient take registers.
+        store_scores(smem.p, p_held);
+        typename ScoreWork::Sums sums = {};
+        scores.load_sums(step.head, query_block, sums);
+        add_own(p_held, smem.dout[stage], dv);
+        scores.add_gradient(step.head, query_block, smem.ds, dp, sums);
+      }
       hold(dp, ds_held);
       store_scores(smem.ds, ds_held);
       if constexpr (Traits::kExtras == Extras::kAll) scores.finish_tile(step.head, query_block, smem.ds);
-      if constexpr (Traits::kExchange) store_scores(smem.p, p_held);
-      add_own(p_held, smem.dout[stage], dv);
+      if constexpr (Traits::kExtras != Extras::kSharedBias) {
+        if constexpr (Traits::kExchange) store_scores(smem.p, p_held);
+        add_own(p_held, smem.dout[stage], dv);
+      }
       __syncthreads();  // ds (and p) of all warps are there
       if constexpr (Traits::kExtras == Extras::kBias) scores.finish_tile(step.head, query_block, smem.ds);
       DqSums dq = {};
       if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
       add_others(smem.p, smem.dout[stage], dv);
+      if constexpr (Traits::kExtras == Extras::kSharedBias) scores.pass_on(step.head, query_block);
       if constexpr (kEarlyBias) {
         named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);  // the warps of these keys are done with their p
         if (more) scores.load_bias(next.head, next.query_block(work), smem.p);

@@ -34,6 +34,7 @@ CallSizes sizes_of(const AttentionProblem& problem) {
   sizes.seqused = problem.has_seqused;
   sizes.extras = problem.has_bias || problem.has_alibi || problem.softcap > 0 || problem.dropout_p > 0;
   sizes.bias_gradient = problem.need_dbias;
+  sizes.bias_alone = !problem.has_alibi && problem.softcap <= 0 && problem.dropout_p <= 0;
   sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
                           problem.bias_broadcast_col};
   return sizes;
@@ -89,6 +90,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   CallSizes sizes = sizes_of(problem);
   sizes.whole_heads = whole_heads(sizes, tile, device.sm_count, device.l2_bytes);
   if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, device.sm_count);
+  sizes.bias_in_turn = bias_in_turn(sizes, tile);
   plan->splits = sizes.shared.splits;
   plan->schedule = schedule_of(problem, tile, sizes);
   WorkspaceRequest request;

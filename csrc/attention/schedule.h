@@ -356,11 +356,11 @@ FLASHBWD_HOST_DEVICE constexpr int32_t jobs_of_sequence(const int32_t* cu_seqlen
 }
 
 // 0 <= index < varlen_jobs(cu_seqlens_k[batch], ...); batch = -1 beyond it. A key block at or past the end of its
-// sequence is not a job. cu_seqlens_k: (batch + 1,), [0] = 0. Bisection: log2(batch) loads. A list has head_group
-// heads, or more if these have no more than `list_blocks` key blocks in all.
-template <typename Index>
+// sequence is not a job. cu_seqlens_k: (batch + 1,), [0] = 0. Bisection: log2(batch) loads. A list has head_group(key
+// blocks of a head) heads.
+template <typename Index, typename HeadGroup>
 FLASHBWD_HOST_DEVICE constexpr Job varlen_job(Index index, const int32_t* cu_seqlens_k, int32_t batch, int32_t heads,
-                                              int32_t block_n, int64_t head_group, int32_t list_blocks = 0) {
+                                              int32_t block_n, const HeadGroup& head_group) {
   const Index block = index / heads;
   if (batch == 0 || block >= first_block(cu_seqlens_k[batch], batch, block_n)) return {-1, 0, 0};
   int32_t low = 0, high = batch;  // first_block(low) <= block < first_block(high)
@@ -374,8 +374,7 @@ FLASHBWD_HOST_DEVICE constexpr Job varlen_job(Index index, const int32_t* cu_seq
   }
   const int64_t first = first_block(cu_seqlens_k[low], low, block_n);
   const int32_t blocks = jobs_of_sequence(cu_seqlens_k, low, block_n);
-  const Job job = dense_job(static_cast<Index>(index - first * heads), 1, heads, blocks,
-                            at_least(head_group, list_blocks / at_least(blocks, 1)));
+  const Job job = dense_job(static_cast<Index>(index - first * heads), 1, heads, blocks, head_group(blocks));
   return {low, job.head, job.key_block};
 }
 

@@ -228,7 +228,8 @@ void bind_order(py::module_& m) {
   m.def("varlen_job", [](int64_t index, const std::vector<int32_t>& cu_seqlens_k, int32_t heads, int32_t block_n,
                          int64_t head_group, int32_t list_blocks) {
     const auto batch = static_cast<int32_t>(cu_seqlens_k.size()) - 1;
-    return triple_of(varlen_job(index, cu_seqlens_k.data(), batch, heads, block_n, head_group, list_blocks));
+    const auto heads_of_list = [&](int32_t blocks) { return at_least(head_group, list_blocks / at_least(blocks, 1)); };
+    return triple_of(varlen_job(index, cu_seqlens_k.data(), batch, heads, block_n, heads_of_list));
   });
 }
 

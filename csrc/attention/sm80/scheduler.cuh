@@ -11,7 +11,8 @@ namespace flashbwd::sm80 {
 __device__ __forceinline__ Job key_block_job(const KernelParams& params, int32_t index, int32_t block_n) {
   const AttentionBackwardParams& p = params.attention;
   if (params.packed_jobs) {
-    return varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n, params.head_group);
+    return varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n,
+                      [head_group = int64_t{params.head_group}](int32_t) { return head_group; });
   }
   const Job job = dense_job(index, p.batch, p.heads_kv, params.key_blocks, params.head_group);
   if (!params.batches_abreast) return job;

@@ -32,7 +32,7 @@ struct KernelParams {
   int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
   int32_t head_group = 1;          // KV heads that are worked on abreast, see dense_job
   int32_t heads_abreast = 1;       // query heads of them
-  int32_t list_blocks = 0;         // see varlen_job
+  int32_t list_blocks = 0;         // see blocks_of_a_list
   LastRound last_round;
   int32_t whole_jobs = 0;          // that are not cut
   HeadsView parts_dk, parts_dv;    // (heads of a list * parts, rows) fp32; rows count from the start of the sequence

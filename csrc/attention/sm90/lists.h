@@ -70,8 +70,8 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
   return static_cast<int32_t>(std::min(std::max(abreast, heads), all));
 }
 
-// Packed: key blocks that make a list (varlen_job). In turn, key blocks of a head that begin together wait for one
-// another; the more heads come between them the less, as long as all of them stay in L2.
+// Packed: a list has the heads that have no more than so many key blocks in all. In turn, key blocks of a head that
+// begin together wait for one another; the more heads come between them the less, as long as all of them stay in L2.
 template <typename Problem>
 int32_t blocks_of_a_list(const Problem& p, int64_t block_n) {
   if (!p.deterministic || from_last_key(p)) return 0;

@@ -67,10 +67,12 @@ struct Work {
     const int32_t whole = params.whole_jobs, parts = params.last_round.parts;
     is_part = cursor.job >= whole;
     const int32_t number = cursor.job < whole ? cursor.job : whole + (cursor.job - whole) / parts;
-    const Job job =
-        params.packed_jobs
-            ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, params.head_group, params.list_blocks)
-            : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group);
+    const auto heads_of_list = [&](int32_t blocks) {
+      return at_least(params.head_group, params.list_blocks / at_least(blocks, 1));
+    };
+    const Job job = params.packed_jobs
+                        ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, heads_of_list)
+                        : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group);
     exists = job.batch >= 0;
     if (!exists) return;
     batch = job.batch;

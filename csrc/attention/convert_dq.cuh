@@ -6,6 +6,7 @@
 
 #include "../common/launch_overlap.cuh"
 #include "../common/numeric.cuh"
+#include "../common/ordered.cuh"
 #include "auxiliary.h"
 #include "params.h"
 #include "schedule.h"
@@ -110,12 +111,7 @@ inline __device__ void wait_for_key_blocks(const ConvertArguments& a, const Sequ
   const AttentionBackwardParams& p = a.params;
   const int64_t head_kv = int64_t{batch} * p.heads_kv + head / (p.heads / p.heads_kv);
   const auto wait = [](const int32_t* count, int32_t all) {
-    int32_t seen = 0;
-    while (true) {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-      if (seen >= all) return;
-      __nanosleep(200);
-    }
+    while (load_acquire(count) < all) __nanosleep(200);
   };
   if (a.finished.counts_a_head == 1) {
     const auto all = static_cast<int32_t>(ceil_div(sequence.rows_k, a.finished.block_n));

@@ -7,6 +7,7 @@
 
 #include "../common/launch_overlap.cuh"
 #include "../common/numeric.cuh"
+#include "../common/ordered.cuh"
 #include "auxiliary.h"
 #include "params.h"
 #include "row_statistics.h"
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(kAheadThreads, 1)
     __syncthreads();  // the statistics are written
     if (threadIdx.x == 0) {
       __threadfence();
-      asm volatile("st.release.gpu.global.u8 [%0], %1;" ::"l"(a.ready.flags + here.flag), "r"(kRowsReady) : "memory");
+      store_release(a.ready.flags + here.flag, kRowsReady);
     }
   }
 }

@@ -180,16 +180,6 @@ __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy
 // The same between ordinary accesses to global memory and those of the copy engine.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-__device__ __forceinline__ int32_t load_acquire(const int32_t* pointer) {
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void add_release(int32_t* pointer, int32_t value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
-
 // ---- Named barriers among `threads` threads; barrier 0 is __syncthreads. ----
 
 __device__ __forceinline__ void named_barrier_sync(uint32_t barrier, uint32_t threads) {

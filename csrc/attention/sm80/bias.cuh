@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../../common/mma.cuh"
+#include "../../common/ordered.cuh"
 #include "dq.cuh"
 #include "scores.cuh"
 
@@ -234,13 +235,8 @@ struct Bias {
   // Waits for the sums of those that share the bias and come before this head.
   static __device__ __forceinline__ void wait_for_turn(const KernelParams& params, const BiasTurn& turn, int32_t tile) {
     if (lane_again() == 0) {
-      int32_t taken;
-      do {
-        asm volatile("ld.global.acquire.gpu.b32 %0, [%1];"
-                     : "=r"(taken)
-                     : "l"(params.bias_turns.counters + tile)
-                     : "memory");
-      } while (taken != turn.number);
+      while (load_acquire(params.bias_turns.counters + tile) != turn.number) {
+      }
     }
     __syncwarp();  // lane 0 has seen that the sums are there
   }
@@ -298,10 +294,7 @@ struct Bias {
   static __device__ __forceinline__ void pass_on(const KernelParams& params, const Work& work, int32_t head,
                                                  int32_t query_block) {
     const BiasTurn turn(params, work, head);
-    asm volatile(
-        "st.global.release.gpu.b32 [%0], %1;" ::"l"(params.bias_turns.counters + turn.tile(params, work, query_block)),
-        "r"(turn.number + 1)
-        : "memory");
+    store_release(params.bias_turns.counters + turn.tile(params, work, query_block), turn.number + 1);
   }
 
  private:

@@ -1,6 +1,7 @@
 // Which (batch, KV head, key block) a CTA works on, and the query tiles that it walks.
 #pragma once
 
+#include "../../common/ordered.cuh"
 #include "../schedule.h"
 #include "../sequence.cuh"
 #include "kernel_params.h"
@@ -120,19 +121,15 @@ struct Turn {
   // By all threads.
   __device__ void wait() const {
     if (threadIdx.x == 0) {
-      int32_t taken;
-      do {
-        asm volatile("ld.global.acquire.gpu.b32 %0, [%1];" : "=r"(taken) : "l"(counter) : "memory");
-      } while (taken != number);
+      while (load_acquire(counter) != number) {
+      }
     }
     __syncthreads();  // thread 0 has seen that the tile is ours
   }
   // By all threads, after their adds.
   __device__ void pass_on() const {
     __syncthreads();  // every thread has added; the release below is for all that came before it
-    if (threadIdx.x == 0) {
-      asm volatile("st.global.release.gpu.b32 [%0], %1;" ::"l"(counter), "r"(number + 1) : "memory");
-    }
+    if (threadIdx.x == 0) store_release(counter, number + 1);
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../../common/numeric.cuh"
+#include "../../common/ordered.cuh"
 #include "kernel_params.h"
 #include "traits.cuh"
 

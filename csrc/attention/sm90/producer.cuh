@@ -3,6 +3,7 @@
 // dq tiles into the accumulator. Each goes from job to job by itself.
 #pragma once
 
+#include "../../common/ordered.cuh"
 #include "chores.cuh"
 #include "kernel_params.h"
 #include "traits.cuh"

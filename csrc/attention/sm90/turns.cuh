@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../../common/hopper.cuh"
+#include "../../common/ordered.cuh"
 #include "../schedule.h"
 #include "kernel_params.h"
 

@@ -1,0 +1,27 @@
+// Counts and flags in global memory by which CTAs of one GPU wait for one another.
+#pragma once
+
+#include <cstdint>
+
+namespace flashbwd {
+
+// What was written before the value by whoever released it, this thread sees from here on.
+__device__ __forceinline__ int32_t load_acquire(const int32_t* pointer) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release(uint8_t* pointer, uint32_t value) {
+  asm volatile("st.release.gpu.global.u8 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_release(int32_t* pointer, int32_t value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+}  // namespace flashbwd

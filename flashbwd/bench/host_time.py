@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashbwd
+from flashbwd.bench.measure import host_bursts
 
 SEQLEN_K, PAGE = 8192, 128
 CALLS, ROUNDS = 150, 25  # of a burst; bursts
@@ -98,13 +99,7 @@ def warm_call(name: str) -> tuple[float, float]:
     call = call_of(name)
     for _ in range(CALLS):
         call()
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    times = host_bursts(call, ROUNDS, CALLS)
     return min(times), statistics.median(times)
 
 

@@ -91,6 +91,18 @@ class Timer:
         return statistics.median(times)
 
 
+def host_bursts(call: Callable[[], Any], bursts: int, calls: int) -> list[float]:
+    """Microseconds of the host for a call, in each of ``bursts`` of ``calls`` that find an idle GPU."""
+    times = []
+    for _ in range(bursts):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    return times
+
+
 def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of all of ``calls``, one after the other."""
     side = torch.cuda.Stream()

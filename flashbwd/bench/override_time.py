@@ -8,7 +8,6 @@ depends on the machine and on who else uses it: PyTorch's LayerNorm backward of 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 import flashbwd
+from flashbwd.bench.measure import host_bursts
 
 CALLS, BURSTS, ROUNDS = 40, 5, 15  # of a burst; of a round; rounds
 
@@ -92,14 +92,7 @@ def norm_calls() -> Iterator[Call]:
 
 def microseconds(call: Callable[[], Any]) -> float:
     """Of a call in the quickest burst."""
-    bursts = []
-    for _ in range(BURSTS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        bursts.append((time.perf_counter() - start) / CALLS * 1e6)
-    return min(bursts)
+    return min(host_bursts(call, BURSTS, CALLS))
 
 
 def one_round(calls: list[Call], times: dict[tuple[str, str], list[float]]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -605,7 +606,15 @@ def test_rounds_interleave_and_each_begins_with_another_peer():
     noted = {name: [peers.Prepared(lambda name=name: order.append(name) or ())] for name in "abc"}
     timings = measure.interleaved(noted, CPU, Settings(rounds=6, slot_ms=1e-9))
     assert {name: len(t.times_ms) for name, t in timings.items()} == dict.fromkeys("abc", 6)
-    assert "".join(order[-18:]) == "abcbcacab" * 2
+    assert "".join(order[-18:]) == "acbbcacbaabcbaccab"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_every_peer_follows_each_of_the_others_equally_often(count):
+    names = "abcdefgh"[:count]
+    rounds = [measure.order(names, turn) for turn in range(2 * count)]
+    followed = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert followed == dict.fromkeys(itertools.permutations(names, 2), 2)
 
 
 def test_calls_rotate_among_input_sets():

@@ -1,9 +1,9 @@
 """How time and memory are taken.
 
 All peers of a case are timed in one process on the same inputs, interleaved: a round gives each of them one slot of
-many calls, and starts with another peer than the round before. A figure is the median over rounds of (time of a slot /
-calls), a ratio the median over rounds of the ratio within the round, so that slow drifts of the clock cancel.
-Allocation and zeroing inside a call are part of it.
+many calls, in an order that lets each follow all others in turn: whoever comes behind a peer that has made the card hot
+gets its clock. A figure is the median over rounds of (time of a slot / calls), a ratio the median over rounds of the
+ratio within the round, so that slow drifts of the clock cancel. Allocation and zeroing inside a call are part of it.
 
 On CUDA, slots are timed with events, from the end of a first call that is not counted: under it the host launches the
 rest, and it pays what the device pays once for coming from another peer's memory. Where a call is so short that
@@ -174,11 +174,22 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     for turn in range(settings.rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order(names, turn):
             times[name].append(runners[name].slot(timer))
             tick()
     return {name: Timing(times[name], runner.method, runner.host_us) for name, runner in runners.items()}
+
+
+def order(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a round: in ``len(names)`` rounds each comes first once and follows each of the others once.
+
+    An odd number of names takes twice as many rounds for it. (E. J. Williams, Experimental designs balanced for the
+    estimation of residual effects of treatments, 1949.)
+    """
+    count = len(names)
+    side = -1 if count % 2 and turn % 2 else 1
+    zigzag = [(place + 1) // 2 * side * (-1) ** place for place in range(count)]
+    return [names[(turn + step) % count] for step in zigzag]
 
 
 def extra_bytes(prepared: Prepared, device: torch.device) -> int | None:

@@ -123,12 +123,12 @@ def test_every_step_of_a_ring_calls_the_override(tmp_path: Any) -> None:
 # ---- on GPUs, one a process ----
 
 
-@pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks.Ranks]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with ranks.Ranks(2, tmp_path_factory.mktemp("ranks"), backend="nccl") as two:
-        yield two
+@pytest.fixture(scope="module", params=[2, 4])
+def gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks.Ranks]:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    with ranks.Ranks(request.param, tmp_path_factory.mktemp("ranks"), backend="nccl") as processes:
+        yield processes
 
 
 OPERATORS = {

@@ -86,15 +86,15 @@ def test_decode_gives_the_tokens_of_torch(device: str) -> None:
     assert done.stdout.count("tokens/s") == 2
 
 
-def train_distributed(parallel: str, device: str, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def train_distributed(parallel: str, device: str, out: Path, count: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += [str(EXAMPLES / "train_distributed.py"), "--parallel", parallel, "--device", device]
     return subprocess.run([*command, "--steps", "3", "--out", out], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "tensor"])
 def test_train_distributed_agrees_with_one_device(parallel: str, tmp_path: Path) -> None:
-    done = train_distributed(parallel, "cpu", tmp_path)
+    done = train_distributed(parallel, "cpu", tmp_path, count=2)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / f"train_distributed_{parallel}.json").read_text())
     assert result["agree"] and result["devices"] == 2
@@ -102,18 +102,19 @@ def test_train_distributed_agrees_with_one_device(parallel: str, tmp_path: Path)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("parallel", ["fsdp", "tensor", "context"])
-def test_train_distributed_on_two_gpus_agrees_with_one(parallel: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    done = train_distributed(parallel, "cuda", tmp_path)
+def test_train_distributed_on_several_gpus_agrees_with_one(parallel: str, count: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    done = train_distributed(parallel, "cuda", tmp_path, count)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / f"train_distributed_{parallel}.json").read_text())
-    assert result["agree"]
+    assert result["agree"] and result["devices"] == count
     if parallel == "context":
-        layers, steps, devices = result["config"]["layers"], 3, 2
+        layers, steps = result["config"]["layers"], 3
         hits = [stats["hits"] for name, stats in result["overridden"].items() if "attention" in name]
-        assert hits == [layers * steps * devices]  # as many steps of the ring as devices
+        assert hits == [layers * steps * count]  # as many steps of the ring as devices
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -140,8 +140,10 @@ def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, fl
     cuda = next(iter(trainers.values())).device.type == "cuda"
     times: dict[str, list[float]] = {name: [] for name in trainers}
     peaks: dict[str, float | None] = dict.fromkeys(trainers)
+    names = list(trainers)
     for round_ in range(WARM_UP + ROUNDS):
-        for name, trainer in trainers.items():
+        for name in names if round_ % 2 else reversed(names):
+            trainer = trainers[name]
             if cuda:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -169,25 +171,28 @@ def table(ablation: dict[int, dict[str, dict[str, float | None]]]) -> str:
 
 
 def plot(path: Path, curves: dict[str, list[float]], ablation: dict[int, dict[str, dict[str, float | None]]]) -> None:
-    """Loss curves on the left, time of a step over the sequence length on the right."""
+    """Loss curves, and over the sequence length the time of a step and, where it is known, its memory."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    labels = {"step_ms": "ms a step", "peak_mib": "MiB of a step"}
+    known = [key for key in labels if all(of[name][key] is not None for of in ablation.values() for name in of)]
+    figure, (left, *others) = plt.subplots(1, 1 + len(known), figsize=(5 + 5 * len(known), 4), layout="constrained")
     for number, (name, losses) in enumerate(curves.items()):
-        left.plot(losses, color=f"C{number}", linewidth=3 - number, label=name)
-        right.plot(
-            list(ablation), [of[name]["step_ms"] for of in ablation.values()], "o-", color=f"C{number}", label=name
-        )
+        style = {"color": f"C{number}", "linewidth": 3 - number}
+        left.plot(losses, **style, label=name)
+        for key, axes in zip(known, others, strict=True):
+            axes.plot(list(ablation), [of[name][key] for of in ablation.values()], "o-", **style)
     left.set_xlabel("step")
     left.set_ylabel("loss (nats per byte)")
-    right.set_xlabel("sequence length")
-    right.set_ylabel("ms a step")
-    right.set_xscale("log", base=2)
-    right.set_ylim(bottom=0)
     left.legend()
+    for key, axes in zip(known, others, strict=True):
+        axes.set_xlabel("sequence length")
+        axes.set_ylabel(labels[key])
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

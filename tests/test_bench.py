@@ -682,6 +682,15 @@ def test_block_peers_take_the_same_step_again_and_again(case):
         assert max(errors.values()) < 1e-5
 
 
+@pytest.mark.parametrize(("asked", "slot_ms"), [(20.0, 300.0), (500.0, 500.0)])
+def test_slots_of_blocks_are_long(asked, slot_ms, monkeypatch):
+    given = []
+    monkeypatch.setattr(measure, "interleaved", lambda ready, device, settings, tick: given.append(settings) or {})
+    eager = next(peer for peer in block_peers.BLOCK_PEERS if peer.name == cases.TORCH_BLOCK)
+    runner.run_case(BLOCKS[0], CPU, Settings(slot_ms=asked), [eager])
+    assert given == [Settings(slot_ms=slot_ms)]
+
+
 @pytest.mark.parametrize("case", BLOCKS, ids=lambda case: case.name)
 def test_flops_of_a_block_are_those_that_pytorch_counts(case):
     x = block_peers.make_inputs(case, CPU, 0)

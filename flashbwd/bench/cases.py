@@ -222,6 +222,7 @@ class BlockCase:
     hidden: int  # columns of the MLP
     dtype: str = "bf16"
     compiled: bool = True
+    slot_ms: float = 300.0  # at least: the clock of a card at its power limit takes longer to settle than one step
     bars: tuple[Bar, ...] = ()
 
     @property

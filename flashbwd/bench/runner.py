@@ -178,6 +178,8 @@ def run_case(
     tick: Callable[[], None] = lambda: None,
 ) -> CaseResult:
     """Prepare, check and time each of ``peers`` on one case."""
+    if isinstance(case, BlockCase):
+        settings = dataclasses.replace(settings, slot_ms=max(settings.slot_ms, case.slot_ms))
     sets = measure.input_sets(case.input_bytes, device)
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
     results: dict[str, PeerResult] = {}

@@ -59,14 +59,27 @@ def sdpa(case: DecodingCase, x: DecodingInputs) -> Prepared:
 
 
 def _flex(mode: str | None) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
+    """PyTorch's compiled flex_attention, given a mask that lists all keys: without one, torch 2.11 splits one block of
+    2**30 keys, so that the first split has all there are."""
+
     def prepare(case: DecodingCase, x: DecodingInputs) -> Prepared:
         refuse(case.backward and mode is not None, "the backward is measured as it is by default: tuning takes minutes")
         from torch.nn.attention.flex_attention import flex_attention
 
         compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
-        return _prepared(case, x, lambda: compiled(x.q, x.k, x.v, enable_gqa=case.heads != case.heads_kv))
+        mask = _all_keys(case, x.q.device)
+        grouped = case.heads != case.heads_kv
+        return _prepared(case, x, lambda: compiled(x.q, x.k, x.v, block_mask=mask, enable_gqa=grouped))
 
     return prepare
+
+
+def _all_keys(case: DecodingCase, device: torch.device, block: int = 128) -> BlockMask:
+    indices = torch.arange(-(-case.seqlen_k // block), dtype=torch.int32, device=device)[None, None, None]
+    count = torch.full((1, 1, 1), indices.numel(), dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        count, indices, BLOCK_SIZE=(block, block), seq_lengths=(case.seqlen_q, case.seqlen_k)
+    )
 
 
 def _ours(name: str) -> Callable[[DecodingCase, DecodingInputs], Prepared]:

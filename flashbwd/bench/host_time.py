@@ -1,12 +1,16 @@
 """What a call of flex_decoding costs the host: ``python -m flashbwd.bench.host_time`` on a machine with a GPU.
 
 Warm calls are timed in bursts that begin with an idle GPU and are short enough for its queue to take them all, so that
-nobody waits for it. First calls are those of new processes, up to the finished result, with the inputs already made.
-An addition of Python's is timed beside them: machines differ, and others may keep one busy.
+nobody waits for it. Machines differ, and others may keep one busy: the bursts of a row are spread over the run, and
+calls of PyTorch are rows beside them, an addition of two numbers on the GPU (an operator, an allocation and a launch)
+and SDPA. First calls are those of new processes, up to the finished result, with the inputs already made.
+
+``--warm`` leaves the first calls out, ``--only NAME`` prints the first call of one.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -14,7 +18,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +30,8 @@ import flashbwd
 from flashbwd.bench.measure import host_bursts
 
 SEQLEN_K, PAGE = 8192, 128
-CALLS, ROUNDS = 150, 25  # of a burst; bursts
+CALLS, BURSTS, PASSES = 150, 5, 5  # of a burst, of a pass, of a run
+SDPA, ADDITION = "PyTorch's SDPA", "PyTorch's addition of two numbers"
 
 
 def modifications() -> dict[str, tuple[Any, ...]]:
@@ -54,28 +59,31 @@ def modifications() -> dict[str, tuple[Any, ...]]:
         "a table of biases": (lambda s, b, h, q, k: s + table[h, k], None),
         "two masks by and_masks": (None, and_masks(causal, lambda b, h, q, k: k < length)),
         "three tensors, and a length by mask": (scaled_and_moved, lambda b, h, q, k: k < length),
-        "causal BlockMask, another each call": (None, causal, {}),
         "pages of PyTorch's PagedAttention": (None, causal, {}),
         "none; the lse too": (None, None, {"return_lse": True}),
         "ALiBi and causal BlockMask; the lse too": (alibi, causal, {"return_lse": True}),
         "none; SPLIT_KV": (None, None, {"kernel_options": {"SPLIT_KV": 16}}),
+        "causal BlockMask, another each call": (None, causal, {}),
     }
 
 
 def call_of(name: str) -> Callable[[], Any]:
-    """One query a head, 32 heads over 8 of keys; "SDPA" is PyTorch's."""
+    """One query a head, 32 heads over 8 of keys."""
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = ((1, 32, 1, 128), (1, 8, SEQLEN_K, 128), (1, 8, SEQLEN_K, 128))
     q, k, v = (torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16) for size in sizes)
-    if name == "SDPA":
+    if name == SDPA:
         return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    if name == ADDITION:
+        number = torch.ones((), device="cuda")
+        return lambda: torch.add(number, number)
     score_mod, mask_mod, *more = modifications()[name]
     options = more[0] if more else {}
     block_mask = None
     if mask_mod is not None:
         block_mask = create_block_mask(mask_mod, 1, None, 1, SEQLEN_K, device="cuda")
     if block_mask is not None and "another" in name:
-        masks = [copy_of(block_mask) for _ in range(CALLS * (ROUNDS + 1))]
+        masks = [copy_of(block_mask) for _ in range(CALLS * (BURSTS * PASSES + 1))]
         others = iter(masks)
         return lambda: flashbwd.flex_decoding(q, k, v, score_mod, next(others), enable_gqa=True)
     if block_mask is not None and "pages" in name:
@@ -94,13 +102,16 @@ def copy_of(mask: BlockMask) -> BlockMask:
 
 
 @torch.no_grad()
-def warm_call(name: str) -> tuple[float, float]:
-    """Microseconds, of the quickest burst and the median."""
-    call = call_of(name)
-    for _ in range(CALLS):
-        call()
-    times = host_bursts(call, ROUNDS, CALLS)
-    return min(times), statistics.median(times)
+def warm_calls(names: Sequence[str]) -> dict[str, list[float]]:
+    """Microseconds of a call, of each burst."""
+    calls = {name: call_of(name) for name in names}
+    for call in calls.values():
+        host_bursts(call, 1, CALLS)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(PASSES):
+        for name, call in calls.items():
+            times[name] += host_bursts(call, BURSTS, CALLS)
+    return times
 
 
 @torch.no_grad()
@@ -115,24 +126,28 @@ def first_call(name: str) -> float:
 
 
 def first_call_of_a_process(name: str, cache: str) -> float:
-    command = [sys.executable, "-m", "flashbwd.bench.host_time", name]
+    command = [sys.executable, "-m", "flashbwd.bench.host_time", "--only", name]
     environment = os.environ | {"FLASHBWD_CACHE_DIR": cache}
     return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        print(first_call(sys.argv[1]))
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m flashbwd.bench.host_time")
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--only")
+    options = parser.parse_args(arguments)
+    if options.only:
+        print(first_call(options.only))
         return
-    print("| modification | warm call, us | median, us | first call, ms | with the cache on disk, ms |")
-    print("| --- | --- | --- | --- | --- |")
+    columns = ["warm call, us", "median, us", "first call, ms", "with the cache on disk, ms"]
+    columns = columns[: 2 if options.warm else 4]
+    print(f"| modification | {' | '.join(columns)} |\n| --- {'| --- ' * len(columns)}|")
     with tempfile.TemporaryDirectory() as cache:
-        for name in modifications():
-            first, again = (first_call_of_a_process(name, cache) for _ in range(2))
-            best, median = warm_call(name)
-            print(f"| {name} | {best:.1f} | {median:.1f} | {first:.0f} | {again:.0f} |", flush=True)
-    best, median = warm_call("SDPA")
-    print(f"| PyTorch's SDPA | {best:.1f} | {median:.1f} | | |")
+        for name, times in warm_calls([*modifications(), SDPA, ADDITION]).items():
+            figures = [f"{time:.1f}" for time in (min(times), statistics.median(times))]
+            if not options.warm:
+                figures += [f"{first_call_of_a_process(name, cache):.0f}" for _ in range(2)]
+            print(f"| {name} | {' | '.join(figures)} |", flush=True)
     addition = min(timeit.repeat("x += 1", "x = 0", number=1_000_000, repeat=5))
     print(f"\nan addition of Python: {addition * 1e3:.1f} ns")
 

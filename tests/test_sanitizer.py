@@ -1,12 +1,14 @@
 """What runs under compute-sanitizer: each kernel family once over every feature, in the smallest shapes that do it.
 
 ``benchmarks/gpu_run.py --stage sanitizer`` runs these under memcheck, racecheck, initcheck and synccheck; without it
-they are ordinary tests.
+they are ordinary tests. What decoding is compared with runs on the CPU: the tools make PyTorch's kernels slow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -151,24 +153,27 @@ DECODING = {
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding_kernels(name: str, dtype: torch.dtype) -> None:
     shape, mod, mask, options = DECODING[name]
-    tensors = tuple(t.requires_grad_() for t in shape.tensors(dtype, "cuda"))
-    score_mod = None if mod is None else decoding.score_mods(shape, "cuda")[mod]
-    mask_mod = None if mask is None else decoding.mask_mods(shape, "cuda")[mask]
-    block_mask = None if mask_mod is None else decoding.block_mask(mask_mod, shape, "cuda")
+    on_cpu, tensors = (tuple(t.requires_grad_() for t in shape.tensors(dtype, device)) for device in ("cpu", "cuda"))
+    score_mod, expected_mod = (mod and decoding.score_mods(shape, device)[mod] for device in ("cuda", "cpu"))
+    mask_mod = mask and decoding.mask_mods(shape)[mask]
+    block_mask = mask_mod and decoding.block_mask(mask_mod, shape).to("cuda")
     out = flashbwd.flex_decoding(*tensors, score_mod, block_mask, enable_gqa=True, kernel_options=options)
-    dense = None if mask_mod is None else decoding.dense_mask(mask_mod, shape, "cuda")
-    expected, _ = decoding.oracle(shape, *tensors, score_mod, dense)
-    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
-    dout = torch.ones_like(out)
-    got = torch.autograd.grad(out, tensors, dout)
-    for g, e in zip(got, torch.autograd.grad(expected, tensors, dout.double()), strict=True):
-        torch.testing.assert_close(g, e, rtol=0.05, atol=0.05)
+    dense = mask_mod and decoding.dense_mask(mask_mod, shape, "cpu")
+    expected, _ = decoding.oracle(shape, *on_cpu, expected_mod, dense)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0.02, atol=0.02)
+    got = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    for g, e in zip(got, torch.autograd.grad(expected, on_cpu, torch.ones_like(expected)), strict=True):
+        torch.testing.assert_close(g.cpu(), e, rtol=0.05, atol=0.05)
 
 
 def test_gradients_of_captured_tensors() -> None:
-    q, k, v = (t.requires_grad_() for t in SHAPE.tensors(torch.bfloat16, "cuda"))
-    bias = torch.zeros(4, 333, device="cuda", requires_grad=True)
-    out = flashbwd.flex_decoding(q, k, v, lambda s, b, h, i, j: s + bias[h, j], enable_gqa=True)
-    (gradient,) = torch.autograd.grad(out.sum(), bias)  # type: ignore[union-attr]
-    expected, _ = decoding.oracle(SHAPE, q, k, v, lambda s, b, h, i, j: s + bias[h, j])
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), bias)[0], rtol=0.05, atol=0.05)
+    def out_and_bias(device: str, attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (t.requires_grad_() for t in SHAPE.tensors(torch.bfloat16, device))
+        bias = torch.zeros(4, 333, device=device, requires_grad=True)
+        return attend(q, k, v, lambda s, b, h, i, j: s + bias[h, j]), bias
+
+    out, bias = out_and_bias("cuda", partial(flashbwd.flex_decoding, enable_gqa=True))
+    expected, expected_bias = out_and_bias("cpu", lambda *given: decoding.oracle(SHAPE, *given)[0])
+    (gradient,) = torch.autograd.grad(out.sum(), bias)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), expected_bias)
+    torch.testing.assert_close(gradient.cpu(), expected_gradient, rtol=0.05, atol=0.05)

@@ -339,9 +339,10 @@ def kernels_of(call: Callable[[], Any]) -> list[str]:
     return [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
-def test_a_compiled_transformer_block_runs_kernels_of_this_library(shape: str) -> None:
-    """Attention by the override; norms as modules of this library, which Inductor leaves as they are."""
+def test_a_transformer_block_runs_kernels_of_this_library(shape: str, compiled: bool) -> None:
+    """Attention by the override; norms too, or as modules of this library, which Inductor leaves as they are."""
     skip_without_kernels()
     case = BlockCase("test", shape, 2, 256, 256, 4, 4 if shape == "gpt" else 2, 512)
     x = block_peers.make_inputs(case, torch.device("cuda"), 0)
@@ -350,14 +351,19 @@ def test_a_compiled_transformer_block_runs_kernels_of_this_library(shape: str) -
         leaf = x.x.detach().to(dtype).requires_grad_()
         return torch.autograd.grad(block(leaf), [leaf, *parameters.parameters()], x.dout.to(dtype))
 
-    model = copy.deepcopy(x.block)
-    assert swap_norms(model) == 2
-    compiled = torch.compile(model, fullgraph=True)
-    gradients_of(compiled, model, torch.bfloat16)  # compiles
+    model = block = copy.deepcopy(x.block)
+    expected = {OPERATORS[SDPBackend.CUDNN_ATTENTION]: (1, {})}
+    if compiled:
+        assert swap_norms(model) == 2
+        block = torch.compile(model, fullgraph=True)
+    else:
+        norm = "native_layer_norm" if shape == "gpt" else "_fused_rms_norm"
+        expected[f"aten::{norm}_backward"] = (2, {})
+    gradients_of(block, model, torch.bfloat16)  # compiles
     flashbwd.stats(reset=True)
     actual: list[tuple[Tensor, ...]] = []
-    kernels = kernels_of(lambda: actual.append(gradients_of(compiled, model, torch.bfloat16)))
-    assert only(OPERATORS[SDPBackend.CUDNN_ATTENTION]) == (1, {})
+    kernels = kernels_of(lambda: actual.append(gradients_of(block, model, torch.bfloat16)))
+    assert {name: stats for name, stats in flashbwd.stats().items() if stats != (0, {})} == expected
     for family in ("flashbwd::(sm90|sm80)::backward_kernel", "flashbwd::layer_norm::backward_kernel"):
         assert any(re.search(family, name) for name in kernels), kernels
     flashbwd.disable()

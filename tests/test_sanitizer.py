@@ -33,6 +33,8 @@ ATTENTION = [
     replace(TILES, name="tiles_deterministic", deterministic=True, head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_varlen", seqlens_q=(300, 1, 0, 65), seqlens_k=(270, 130, 5, 0), deterministic=True),
     replace(TILES, name="tiles_whole_heads", batch=33, heads=4, heads_kv=4),  # on 132 multiprocessors
+    replace(TILES, name="tiles_many_jobs_128", batch=33, heads=4, heads_kv=4, head_dim=128, head_dim_v=128),
+    replace(TILES, name="tiles_many_jobs_256", batch=33, heads=2, heads_kv=2, head_dim=256, head_dim_v=256),
     replace(TILES, name="tiles_shared_bias", seqlen_q=520, seqlen_k=272, bias="b1qk"),
     *cases.named(
         "head_dim_33x31",

@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
         }
         // Zeros where nobody looked.
         Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(&smem.work_empty[slot.index()]);
+        mbarrier_arrive(&smem.work_empty[slot.index()]);
       }
     };
     // Products in flight must not be in a branch, so all of the warpgroup's loop is.

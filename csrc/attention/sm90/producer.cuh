@@ -136,9 +136,9 @@ struct Producer {
         bulk_wait<0>();  // the adds of this job are complete
         fence_async_global();
         add_release(params.finished + work.finished_count, work.is_part ? 1 : params.last_round.parts);
-        mbarrier_arrive(&smem.work_empty[slot.index()]);
         counts.jobs = slot.jobs_before + 1;
       }
+      mbarrier_arrive(&smem.work_empty[slot.index()]);
       if constexpr (Traits::kChores) {
         if (chore >= 0) {
           mbarrier_wait(&smem.sums_full[kWarpgroup], counts.chores % 2);

@@ -80,7 +80,7 @@ struct Traits {
     Work work[2];            // this job and the next
     JobCursor cursor;        // the scheduler's own
     uint64_t work_full[2];   // the scheduler arrives
-    uint64_t work_empty[2];  // every consumer warp, every store warp and the loader arrive
+    uint64_t work_empty[2];  // every thread of the consumers and of the store warps arrives, and the loader
     ChoreBoard chores;
     StoreWarpCounts store_warps[kConsumerWarpgroups];
     uint64_t chore_full;                             // the scheduler arrives: the chore behind this job is chosen
@@ -104,7 +104,7 @@ struct Traits {
     for (StoreWarpCounts& counts : smem.store_warps) counts = {};
     for (int slot = 0; slot < 2; ++slot) {
       mbarrier_init(&smem.work_full[slot], 1);
-      mbarrier_init(&smem.work_empty[slot], kConsumerThreads / 32 + kConsumerWarpgroups + 1);
+      mbarrier_init(&smem.work_empty[slot], kConsumerThreads + kConsumerWarpgroups * 32 + 1);
     }
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&smem.q_full[stage], 1);

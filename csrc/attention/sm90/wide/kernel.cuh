@@ -41,7 +41,7 @@ __device__ __forceinline__ void for_each_job(typename Traits::SharedStorage& sme
     if (work.exhausted) break;
     do_job(work);
     slot = work.slot;
-    arrive_warp(&smem.work_empty[slot.index()], threadIdx.x % 32);
+    mbarrier_arrive(&smem.work_empty[slot.index()]);
     slot.advance();
   }
 }

@@ -57,7 +57,8 @@ struct Traits {
   static constexpr int kKeySteps = steps_in_registers(kRegisters.probabilities, kHeadDim, kHeadDimV);
   static constexpr int kValueSteps = steps_in_registers(kRegisters.score_gradients, kHeadDimV, kHeadDim);
 
-  static constexpr int kWorkReaders = 3 * kWarps + 3;  // three warps of the producer warpgroup
+  // Three warpgroups, the thread that loads, those that add.
+  static constexpr int kWorkReaders = 3 * kWarpgroupThreads + 1 + kWideAdders;
 
   static constexpr int kDsBytes = kBlockN * kChunkRowBytes;
 
@@ -92,7 +93,7 @@ struct Traits {
     uint64_t job_full;                                 // of rank 1: its scheduler arrives, rank 0 sends bytes
     uint64_t job_empty;                                // of rank 0: the scheduler of rank 1 arrives
     uint64_t work_full[2];                             // the scheduler arrives
-    uint64_t work_empty[2];                            // every role that reads it arrives, by warp
+    uint64_t work_empty[2];                            // every thread that reads it arrives
     uint64_t work_wanted;                              // the loader arrives: it has nothing more to load for this job
     uint64_t k_empty;                                  // every warp of P and of dq arrives
     uint64_t v_empty;                                  // every thread of dS, in jobs without steps too

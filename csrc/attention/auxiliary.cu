@@ -28,8 +28,8 @@ RowThreads row_threads(int64_t columns, const HeadsView& result, DType dtype) {
   return {lanes_log2(columns, kConvertColumns), rows_aligned(result, size_of(dtype), 16)};
 }
 
-uint32_t convert_row_blocks(int64_t rows, const RowThreads& threads, int rows_each = kConvertRows) {
-  return static_cast<uint32_t>(ceil_div(rows, (kConvertThreads >> threads.lanes_log2) * rows_each));
+uint32_t convert_row_blocks(int64_t rows, const RowThreads& threads) {
+  return static_cast<uint32_t>(ceil_div(rows, (kConvertThreads >> threads.lanes_log2) * kConvertRows));
 }
 
 template <typename Arguments>
@@ -53,15 +53,6 @@ const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_
   if (ctas == 0) return nullptr;
   if (ctas > std::numeric_limits<int32_t>::max()) return "batch * heads * rows is too large for one launch";
   return launch_ctas(kernel, arguments, ctas, threads, overlaps, stream);
-}
-
-template <typename T>
-const char* launch_convert_dq_rows(const ConvertArguments& arguments, int64_t batch_heads, void* stream) {
-  if (arguments.finished.counts != nullptr) {  // of one slot: split slots are of no kernel that counts
-    return launch(convert_dq_kernel<T, kConvertRowsBeside, true>, arguments, batch_heads, kConvertThreads, true,
-                  stream);
-  }
-  return launch(convert_dq_kernel<T, kConvertRows, false>, arguments, batch_heads, kConvertThreads, false, stream);
 }
 
 const char* launch_convert_dq_blocks(const ConvertArguments& arguments, int64_t batch_heads, void* stream) {
@@ -133,15 +124,15 @@ const char* launch_convert_dq(const AttentionBackwardParams& params, const Works
         static_cast<uint32_t>(ceil_div(params.seqlen_q, kConvertThreads >> arguments.threads.lanes_log2));
     return launch_convert_dq_blocks(arguments, batch_heads, stream);
   }
-  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads,
-                                            finished.counts != nullptr ? kConvertRowsBeside : kConvertRows);
+  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads);
+  const bool overlaps = finished.counts != nullptr;
   switch (params.dq_dtype) {
     case DType::kFloat16:
-      return launch_convert_dq_rows<__half>(arguments, batch_heads, stream);
+      return launch(convert_dq_kernel<__half>, arguments, batch_heads, kConvertThreads, overlaps, stream);
     case DType::kBFloat16:
-      return launch_convert_dq_rows<__nv_bfloat16>(arguments, batch_heads, stream);
+      return launch(convert_dq_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, overlaps, stream);
     default:
-      return launch_convert_dq_rows<float>(arguments, batch_heads, stream);
+      return launch(convert_dq_kernel<float>, arguments, batch_heads, kConvertThreads, overlaps, stream);
   }
 }
 

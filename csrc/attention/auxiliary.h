@@ -13,8 +13,6 @@ struct HeadsFinished {
   int32_t* counts = nullptr;         // (batch, heads_kv), zeros at the start; null: conversion follows the main kernel
   int32_t counts_per_key_block = 0;  // that the main kernel adds behind its adds to dq
   int32_t block_n = 0;
-  int32_t counts_a_head = 1;  // or as many as it has key blocks
-  int32_t heads_abreast = 1;  // query heads whose rows are finished at the same time: they are converted side by side
 };
 
 // Compute capability 9.0 and later: the main kernel begins while row statistics are still being written, and waits for

@@ -16,9 +16,8 @@
 namespace flashbwd {
 
 constexpr int kConvertThreads = 256;
-constexpr int kConvertRows = 2;        // of a thread, read at the same time
-constexpr int kConvertRowsBeside = 8;  // beside the main kernel, on few multiprocessors: these are to do much each
-constexpr int kConvertColumns = 8;     // of a thread: 32 bytes of the accumulator, 16 of a 16-bit dq
+constexpr int kConvertRows = 2;     // of a thread, read at the same time
+constexpr int kConvertColumns = 8;  // of a thread: 32 bytes of the accumulator, 16 of a 16-bit dq
 
 template <typename T>
 __device__ __forceinline__ void store_columns(T* destination, const float (&values)[kConvertColumns]) {
@@ -39,9 +38,8 @@ struct RowThreads {
   __device__ int32_t lanes() const { return 1 << lanes_log2; }
   __device__ int32_t lane() const { return threadIdx.x & (lanes() - 1); }
   __device__ int32_t rows_abreast() const { return kConvertThreads >> lanes_log2; }  // from a thread's row to its next
-  template <int kRows = kConvertRows>
   __device__ int32_t first_row(uint32_t row_block) const {
-    return row_block * rows_abreast() * kRows + (threadIdx.x >> lanes_log2);
+    return row_block * rows_abreast() * kConvertRows + (threadIdx.x >> lanes_log2);
   }
 };
 
@@ -54,32 +52,32 @@ struct SlotRows {
 
 // This thread's rows of the result: scale * the sum over the slots, 0 where not `live`. `rows` of them exist from its
 // first one on.
-template <typename T, int kRows, bool kOneSlot>
+template <typename T>
 __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotRows& in, float scale,
-                                          const bool (&live)[kRows], T* out, int64_t out_row_stride, int32_t rows,
-                                          int32_t columns) {
+                                          const bool (&live)[kConvertRows], T* out, int64_t out_row_stride,
+                                          int32_t rows, int32_t columns) {
   const int32_t abreast = threads.rows_abreast();
   const int32_t step = threads.lanes() * kConvertColumns;
   for (int32_t column = threads.lane() * kConvertColumns; column < columns; column += step) {
-    float sums[kRows][kConvertColumns] = {};
+    float sums[kConvertRows][kConvertColumns] = {};
     const bool upper = column + 4 < columns;
-    for (int32_t slot = 0; slot < (kOneSlot ? 1 : in.slots); ++slot) {
-      float4 parts[kRows][2] = {};
+    for (int32_t slot = 0; slot < in.slots; ++slot) {
+      float4 parts[kConvertRows][2] = {};
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kConvertRows; ++r) {
         const float* place = in.first + slot * in.slot_stride + r * abreast * in.row_stride + column;
         if (live[r]) parts[r][0] = __ldcg(reinterpret_cast<const float4*>(place));
         if (live[r] && upper) parts[r][1] = __ldcg(reinterpret_cast<const float4*>(place) + 1);
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kConvertRows; ++r) {
         const float* part = reinterpret_cast<const float*>(parts[r]);
 #pragma unroll
-        for (int i = 0; i < kConvertColumns; ++i) sums[r][i] = kOneSlot ? part[i] : sums[r][i] + part[i];
+        for (int i = 0; i < kConvertColumns; ++i) sums[r][i] += part[i];
       }
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kConvertRows; ++r) {
       if (r * abreast >= rows) continue;
       T* place = out + r * abreast * out_row_stride + column;
 #pragma unroll
@@ -104,49 +102,32 @@ struct ConvertArguments {
   RowThreads threads;
 };
 
-// By one warp: the key blocks that a block of rows sees have been added to it, or all to its head.
-inline __device__ void wait_for_key_blocks(const ConvertArguments& a, const Sequence& sequence,
-                                           const Visibility& visibility, int32_t batch, int32_t head,
-                                           uint32_t row_block, int32_t rows) {
+// By one thread: all key blocks have been added to this head.
+inline __device__ void wait_for_head(const ConvertArguments& a, const Sequence& sequence, int32_t batch, int32_t head) {
   const AttentionBackwardParams& p = a.params;
-  const int64_t head_kv = int64_t{batch} * p.heads_kv + head / (p.heads / p.heads_kv);
-  const auto wait = [](const int32_t* count, int32_t all) {
-    while (load_acquire(count) < all) __nanosleep(200);
-  };
-  if (a.finished.counts_a_head == 1) {
-    const auto all = static_cast<int32_t>(ceil_div(sequence.rows_k, a.finished.block_n));
-    if (threadIdx.x == 0) wait(a.finished.counts + head_kv, all * a.finished.counts_per_key_block);
-    return;
-  }
-  const BlockRange seen = key_blocks(visibility, row_block, rows, a.finished.block_n);
-  for (int32_t n = seen.begin + static_cast<int32_t>(threadIdx.x); n < seen.end; n += 32) {
-    wait(a.finished.counts + head_kv * a.finished.counts_a_head + n, a.finished.counts_per_key_block);
-  }
+  const int32_t* count = a.finished.counts + int64_t{batch} * p.heads_kv + head / (p.heads / p.heads_kv);
+  const auto all =
+      static_cast<int32_t>(ceil_div(sequence.rows_k, a.finished.block_n)) * a.finished.counts_per_key_block;
+  while (load_acquire(count) < all) __nanosleep(200);
 }
 
-template <typename T, int kRows, bool kOneSlot>
+template <typename T>
 __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __grid_constant__ ConvertArguments a) {
   const AttentionBackwardParams& p = a.params;
   const WorkspaceLayout& w = a.workspace;
   const uint8_t* const workspace = static_cast<const uint8_t*>(p.workspace);
 
-  const uint32_t list_blocks = a.finished.heads_abreast * a.row_blocks, list = blockIdx.x / list_blocks;
-  const uint32_t heads_of_list = min(static_cast<uint32_t>(a.finished.heads_abreast),
-                                     static_cast<uint32_t>(p.batch * p.heads) - list * a.finished.heads_abreast);
-  const uint32_t row_block = (blockIdx.x - list * list_blocks) / heads_of_list;
-  const uint32_t batch_head =
-      list * a.finished.heads_abreast + (blockIdx.x - list * list_blocks - row_block * heads_of_list);
+  const uint32_t batch_head = blockIdx.x / a.row_blocks;
+  const uint32_t row_block = blockIdx.x - batch_head * a.row_blocks;
   const int32_t batch = static_cast<int32_t>(batch_head / p.heads);
   const int32_t head = static_cast<int32_t>(batch_head) - batch * p.heads;
   const Sequence sequence = load_sequence(p, batch);
-  const Visibility visibility = visibility_of(p, sequence);
   if (a.finished.counts != nullptr) {
-    if (threadIdx.x < 32) {
-      wait_for_key_blocks(a, sequence, visibility, batch, head, row_block, a.threads.rows_abreast() * kRows);
-    }
-    __syncthreads();  // the first warp has seen them
+    if (threadIdx.x == 0) wait_for_head(a, sequence, batch, head);
+    __syncthreads();  // thread 0 has seen it
   }
-  const int32_t first_row = a.threads.first_row<kRows>(row_block);
+  const Visibility visibility = visibility_of(p, sequence);
+  const int32_t first_row = a.threads.first_row(row_block);
 
   const int32_t nsplits = reinterpret_cast<const int32_t*>(workspace + w.nsplits_offset)[w.tables > 1 ? batch : 0];
   const int64_t first_slot_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
@@ -158,14 +139,14 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
   T* dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
           (sequence.begin_q + first_row) * p.dq.seq_stride;
   // What no key block sees, nobody may have written.
-  bool live[kRows];
+  bool live[kConvertRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kConvertRows; ++r) {
     live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_abreast());
   }
 
-  sum_slots<T, kRows, kOneSlot>(a.threads, SlotRows{slots, slot_stride, w.row_stride, nsplits}, p.softmax_scale, live,
-                                dq, p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
+  sum_slots(a.threads, SlotRows{slots, slot_stride, w.row_stride, nsplits}, p.softmax_scale, live, dq, p.dq.seq_stride,
+            sequence.rows_q - first_row, p.head_dim);
   // Launches behind this one wait for it alone: it must not end before the main kernel.
   if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_for_launch_before();
 }
@@ -193,8 +174,7 @@ __global__ void __launch_bounds__(kConvertThreads)
                          a.sums.head_stride, a.sums.seq_stride, a.slots};
   T* gradient = static_cast<T*>(a.gradient.data) + batch * a.gradient.batch_stride + head * a.gradient.head_stride +
                 first_row * a.gradient.seq_stride;
-  sum_slots<T, kConvertRows, false>(a.threads, sums, 1.f, live, gradient, a.gradient.seq_stride, a.rows - first_row,
-                                    a.columns);
+  sum_slots(a.threads, sums, 1.f, live, gradient, a.gradient.seq_stride, a.rows - first_row, a.columns);
 }
 
 }  // namespace flashbwd

@@ -7,12 +7,15 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 
+#include "../../common/launch.h"
 #include "../auxiliary.h"
 #include "../dropout.h"
 #include "../schedule.h"
 #include "../sink_gradient.h"
 #include "config.h"
+#include "conversion.cuh"
 #include "launch.h"
 #include "layout.h"
 #include "lists.h"
@@ -264,13 +267,13 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     if (rows_aligned(p.out) && rows_aligned(p.dout)) {  // they are read 16 bytes at a time
       params->ahead_ctas = statistics_ahead(p, params->heads_abreast, plan.block_n, plan.sm_count);
     }
-    if (params->chores == 0 && is_narrow(p, plan.block_n)) {
-      params->counts_a_head = params->key_blocks;
-      if (!p.deterministic) {
-        params->ctas =
-            static_cast<int32_t>(ctas_beside_conversion(p, params->jobs, plan.block_m, plan.block_n, plan.sm_count));
-      }
-    }
+    if (params->chores == 0 && is_narrow(p, plan.block_n)) params->counts_a_head = params->key_blocks;
+  }
+  if (!packed_q && !packed_k && params->chores == 0 && params->last_round.parts == 1) {
+    const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
+    const int64_t left = left_to_conversion(p, visibility, params->jobs, params->key_blocks, params->query_blocks,
+                                            plan.block_m, plan.block_n, plan.sm_count / tile.ctas);
+    params->ctas = std::min(params->ctas, static_cast<int32_t>((plan.sm_count / tile.ctas - left) * tile.ctas));
   }
   if (params->ahead_ctas > 0) {
     const int32_t rows = rows_of_flag(p);
@@ -315,6 +318,63 @@ const char* launch_main(int tile_index, const KernelParams& params, void* stream
                                                     : dispatch<__half>(tile_index, features, params, stream);
 }
 
+template <typename T>
+const char* launch_conversion(const Conversion& conversion, int32_t sm_count, void* stream) {
+  constexpr int kSharedBytes = kConversionWarps * kConversionBytes;
+  cudaError_t error =
+      cudaFuncSetAttribute(conversion_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute = overlap_with_launch_before();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(
+        std::min<int64_t>(sm_count, ceil_div(int64_t{conversion.blocks}, int64_t{kConversionWarps}))));
+    config.blockDim = dim3(kConversionWarps * 32);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = launch_kernel(config, conversion_kernel<T>, conversion);
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// dq from its sums, as they are finished. Packed rows, and what no kernel counts, by the launch that all families
+// share.
+const char* convert_dq(const AttentionBackwardParams& p, const AttentionPlan& plan, const KernelParams& kernel_params,
+                       void* stream) {
+  if (kernel_params.jobs == 0) return launch_convert_dq(p, plan.workspace, stream);
+  const Tile& tile = kTiles[plan.config];
+  const HeadsFinished finished = {kernel_params.finished, counts_of_key_block(kernel_params, tile), tile.block_n};
+  if (p.cu_seqlens_q != nullptr || p.cu_seqlens_k != nullptr) {
+    return launch_convert_dq(p, plan.workspace, stream, finished);
+  }
+  Conversion conversion;
+  conversion.attention = p;
+  conversion.finished = finished;
+  conversion.counts_a_head = kernel_params.counts_a_head;
+  if (kernel_params.counts_a_head > 1) conversion.heads_abreast = kernel_params.heads_abreast;
+  conversion.sums =
+      reinterpret_cast<const float*>(static_cast<const uint8_t*>(p.workspace) + plan.workspace.accumulator_offset);
+  conversion.stride = static_cast<int32_t>(plan.workspace.row_stride);
+  conversion.rows = kConversionBytes / (conversion.stride * 4);
+  conversion.blocks_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, conversion.rows));
+  conversion.taken = kernel_params.chores_taken;
+  conversion.vectors = rows_aligned(p.dq);
+  const int64_t blocks = int64_t{p.batch} * p.heads * conversion.blocks_of_head;
+  if (blocks == 0) return nullptr;
+  // Warps take one more than there are.
+  if (blocks > std::numeric_limits<int32_t>::max() / 2) return "batch * heads * rows is too large for one launch";
+  conversion.blocks = static_cast<int32_t>(blocks);
+  switch (p.dq_dtype) {
+    case DType::kFloat16:
+      return launch_conversion<__half>(conversion, plan.sm_count, stream);
+    case DType::kBFloat16:
+      return launch_conversion<__nv_bfloat16>(conversion, plan.sm_count, stream);
+    default:
+      return launch_conversion<float>(conversion, plan.sm_count, stream);
+  }
+}
+
 }  // namespace
 
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
@@ -331,13 +391,8 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream, ready)) return error;
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
   const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;
-  HeadsFinished finished;  // without keys there is no kernel: nothing to wait for by head
-  if (kernel_params.jobs > 0) {
-    finished = {kernel_params.finished, counts_of_key_block(kernel_params, tile), tile.block_n,
-                kernel_params.counts_a_head, kernel_params.counts_a_head > 1 ? kernel_params.heads_abreast : 1};
-  }
   if (kernel_params.jobs == 0 || kernel_params.chores == 0) {
-    if (const char* error = launch_convert_dq(params, plan.workspace, stream, finished)) return error;
+    if (const char* error = convert_dq(params, plan, kernel_params, stream)) return error;
   }
   if (parts > 1) {
     if (const char* error = add_parts(params, kernel_params, plan.block_n, stream)) return error;

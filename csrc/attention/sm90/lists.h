@@ -120,16 +120,29 @@ int32_t statistics_ahead(const Problem& p, int64_t heads_abreast, int64_t block_
   return static_cast<int32_t>(sm_count * 2 / 11);
 }
 
-// CTAs for `jobs` of a narrow window. Its query blocks are finished one after the other, and a launch of its own
-// converts dq meanwhile, on multiprocessors that are left to it.
+// Multiprocessors (or clusters) that the kernel leaves to the conversion of dq (Conversion), which keeps up with it on
+// them. 64 rows take one of them about half as long as a step does. Measured with head dimensions 128 and 256.
 template <typename Problem>
-int64_t ctas_beside_conversion(const Problem& p, int64_t jobs, int64_t block_m, int64_t block_n, int64_t sm_count) {
-  constexpr int64_t kFewRounds = 8;  // one more would cost more than conversion does
-  const int64_t rounds = ceil_div(jobs, sm_count), needed = ceil_div(jobs, rounds);
-  if (rounds < kFewRounds) return needed;
-  // A block of 64 queries takes about 3/8 of the time of a step to convert.
-  const int64_t eighths = 8 * ceil_div(int64_t{p.window_left} + p.window_right + block_m, block_n) + 10;
-  return std::min(needed, sm_count - sm_count * 3 / eighths);
+int64_t left_to_conversion(const Problem& p, const Visibility& visibility, int64_t jobs, int64_t key_blocks,
+                           int64_t query_blocks, int64_t block_m, int64_t block_n, int64_t sm_count) {
+  constexpr int64_t kFewRounds = 4;
+  constexpr int64_t kStepsAround = 3;  // of a job, beside its own
+  constexpr int64_t kSamples = 64;
+  // Grouped heads are few and long jobs, cut for all multiprocessors. Steps of more queries are of small head
+  // dimensions. In turn, fewer at work take longer than conversion does behind them.
+  if (p.heads != p.heads_kv || block_m > 64 || p.deterministic || jobs < kFewRounds * sm_count) return 0;
+  const int64_t samples = std::min(key_blocks, kSamples);
+  int64_t steps = kStepsAround * samples;
+  for (int64_t i = 0; i < samples; ++i) {
+    steps += flashbwd::query_blocks(visibility, static_cast<int32_t>(key_blocks * i / samples),
+                                    static_cast<int32_t>(block_m), static_cast<int32_t>(block_n))
+                 .size();
+  }
+  const int64_t sixths = is_narrow(p, block_n) ? 4 : 3;
+  const int64_t left = std::min(sm_count * query_blocks * samples * sixths / (6 * steps * key_blocks), sm_count / 8);
+  // Without a mask jobs are equal, and come to whole rounds.
+  const bool equal = p.window_left < 0 && p.window_right < 0;
+  return equal ? std::min(left, sm_count - ceil_div(jobs, ceil_div(jobs, sm_count))) : left;
 }
 
 }  // namespace flashbwd::sm90

@@ -31,6 +31,8 @@ SHAPES = {
     "window_of_both_sides": Shape(4, 3000, 8, 128, {"window_size": (100, 30)}),
     "causal": Shape(6, 1000, 16, 128, {"causal": True}),
     "full": Shape(12, 512, 16, 96, {}),
+    "clusters": Shape(4, 1024, 8, 256, {"causal": True}),
+    "clusters_that_convert": Shape(6, 1000, 16, 192, {"causal": True}),
     "converted_between_jobs": Shape(10, 600, 24, 64, {"causal": True}),
 }
 

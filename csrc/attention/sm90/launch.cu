@@ -263,13 +263,15 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     }
   }
   params->adds_into_zeros = workspace.zero_accumulator;
-  if (!packed_q && !packed_k && !is_wide(tile) && params->jobs > 0) {
-    if (rows_aligned(p.out) && rows_aligned(p.dout)) {  // they are read 16 bytes at a time
-      params->ahead_ctas = statistics_ahead(p, params->heads_abreast, plan.block_n, plan.sm_count);
-    }
-    if (params->chores == 0 && is_narrow(p, plan.block_n)) params->counts_a_head = params->key_blocks;
+  const bool dense = !packed_q && !packed_k;
+  const bool aligned = rows_aligned(p.out) && rows_aligned(p.dout);  // they are read 16 bytes at a time
+  if (dense && params->jobs > 0 && aligned && !has_features(p)) {
+    params->ahead_ctas = statistics_ahead(p, is_wide(tile), params->heads_abreast, plan.block_n, plan.sm_count);
   }
-  if (!packed_q && !packed_k && params->chores == 0 && params->last_round.parts == 1) {
+  if (dense && !is_wide(tile) && params->chores == 0 && is_narrow(p, plan.block_n)) {
+    params->counts_a_head = params->key_blocks;
+  }
+  if (dense && params->chores == 0 && params->last_round.parts == 1) {
     const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
     const int64_t left = left_to_conversion(p, visibility, params->jobs, params->key_blocks, params->query_blocks,
                                             plan.block_m, plan.block_n, plan.sm_count / tile.ctas);

@@ -35,8 +35,8 @@ struct ZeroedRegion {
 
 // Floats behind the row statistics that hold the flags of RowsReady: a byte for 128 rows or more, in whole words a
 // head. They are not zeroed with the rest: those who raise them lower them.
-inline int64_t rows_ready_words(const CallSizes& sizes, const Tile& tile) {
-  if (sizes.packed || is_wide(tile)) return 0;
+inline int64_t rows_ready_words(const CallSizes& sizes) {
+  if (sizes.packed) return 0;
   return sizes.batch * sizes.heads * ceil_div(ceil_div(sizes.seqlen_q, 128), 4);
 }
 

@@ -111,17 +111,20 @@ LastRound last_round(const Problem& p, int64_t heads_of_list, int64_t key_blocks
 // Multiprocessors that write row statistics while the others begin with the first jobs (RowsReady). 0: where these need
 // most of the rows, or rows are few, all are written first.
 template <typename Problem>
-int32_t statistics_ahead(const Problem& p, int64_t heads_abreast, int64_t block_n, int64_t sm_count) {
+int32_t statistics_ahead(const Problem& p, bool wide, int64_t heads_abreast, int64_t block_n, int64_t sm_count) {
   constexpr int64_t kFewBytes = 32 << 20;  // of out and dout: about 15 us on all multiprocessors
   const int64_t heads = int64_t{p.batch} * p.heads, row_bytes = 4 * p.head_dim_v;
   if (p.heads != p.heads_kv || p.head_dim_v % 8 != 0 || p.head_dim_v <= 32) return 0;  // whole vectors, 8 lanes a row
   if (heads * p.seqlen_q * row_bytes < kFewBytes) return 0;
+  // Without a mask jobs are equal: clusters that begin late make one more round of them. 9 % at D 256, S 1024.
+  if (wide && p.window_left < 0 && p.window_right < 0) return 0;
   if (4 * heads_abreast * rows_at_once(p, heads_abreast, block_n, sm_count) > heads * p.seqlen_q) return 0;
-  return static_cast<int32_t>(sm_count * 2 / 11);
+  return static_cast<int32_t>(sm_count * (wide ? 1 : 2) / 11);
 }
 
 // Multiprocessors (or clusters) that the kernel leaves to the conversion of dq (Conversion), which keeps up with it on
-// them. 64 rows take one of them about half as long as a step does. Measured with head dimensions 128 and 256.
+// them. 64 rows take one of them about half as long as a step does, of narrow windows, row by row, two thirds. Measured
+// with head dimensions 128 and 256.
 template <typename Problem>
 int64_t left_to_conversion(const Problem& p, const Visibility& visibility, int64_t jobs, int64_t key_blocks,
                            int64_t query_blocks, int64_t block_m, int64_t block_n, int64_t sm_count) {

@@ -131,7 +131,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   // lse * log2(e) and delta
   request.delta_rows =
       2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q) +
-      rows_ready_words(sizes, tile);
+      rows_ready_words(sizes);
   plan->workspace = plan_workspace(problem, request);
 }
 

@@ -151,6 +151,18 @@ struct Producer {
     if (lane == 0) bulk_wait<0>();
   }
 
+  // By one thread: returns when the row statistics of a job are written.
+  static __device__ __forceinline__ void wait_for_rows(const KernelParams& params, const Work& work) {
+    if (params.rows_ready == nullptr || work.exhausted || work.steps == 0) return;
+    for (int32_t word = work.first_flag / 4; word <= work.last_flag / 4; ++word) {
+      uint32_t mask = ~0u;
+      if (word == work.first_flag / 4) mask = ~0u << work.first_flag % 4 * 8;
+      if (word == work.last_flag / 4) mask &= ~0u >> (3 - work.last_flag % 4) * 8;
+      while (~load_acquire(params.rows_ready + word) & mask) __nanosleep(32);
+    }
+    fence_async_global();  // what is seen to be written, the copy engine sees too
+  }
+
  private:
   template <int kWarpgroup>
   static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
@@ -234,18 +246,6 @@ struct Producer {
         tensor_reduce_add_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
       }
     }
-  }
-
-  // By one thread: returns when the row statistics of a job are written.
-  static __device__ __forceinline__ void wait_for_rows(const KernelParams& params, const Work& work) {
-    if (params.rows_ready == nullptr || work.exhausted || work.steps == 0) return;
-    for (int32_t word = work.first_flag / 4; word <= work.last_flag / 4; ++word) {
-      uint32_t mask = ~0u;
-      if (word == work.first_flag / 4) mask = ~0u << work.first_flag % 4 * 8;
-      if (word == work.last_flag / 4) mask &= ~0u >> (3 - work.last_flag % 4) * 8;
-      while (~load_acquire(params.rows_ready + word) & mask) __nanosleep(32);
-    }
-    fence_async_global();  // what is seen to be written, the copy engine sees too
   }
 
   static __device__ __forceinline__ int32_t key_row(const Work& work) {

@@ -67,7 +67,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     Traits::init_barriers(smem);
   }
   const int32_t rank = static_cast<int32_t>(rank_in_cluster());
-  wait_for_launch_before();
+  if (params.rows_ready == nullptr) wait_for_launch_before();
   let_launch_behind_begin();
   cluster_sync();  // the other CTA has its barriers
 
@@ -107,7 +107,8 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     });
   }
   if (warpgroup > 0) Converter<Traits>{params, smem.conversions[warp], lane}.finish();
-  cluster_sync();  // the other CTA sends and arrives here no more
+  cluster_sync();            // the other CTA sends and arrives here no more
+  wait_for_launch_before();  // launches behind this one wait for it alone
 }
 
 }  // namespace flashbwd::sm90::wide

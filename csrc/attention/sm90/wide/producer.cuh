@@ -80,6 +80,7 @@ struct Producer {
       cursor.job = take_job(params, smem, rank, cursor.taken++);
       work.find(params, cursor);
     } while (!work.settled());
+    Loader::wait_for_rows(params, work);
     work.slot = cursor.slot;
     if (!work.exhausted) {
       work.template take_part<Traits::kBlockN>(rank);

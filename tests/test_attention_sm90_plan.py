@@ -167,7 +167,7 @@ def test_first_add_to_a_tile_of_a_dense_accumulator_stores(host: ModuleType, dty
     assert plan.workspace.dq_mode == (host.DqMode.kOrdered if deterministic else host.DqMode.kAtomic)
     assert not plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
-    semaphores = 2 * 6 * 5 * 2  # 300 queries are 5 blocks of 64; 2 warpgroups
+    semaphores = 2 * 6 * 5  # 300 queries are 5 blocks of 64
     counters = (2 + 2 * 3 * 4 + 2) * 4  # counts of 4 key blocks of each KV head, padded
     assert plan.workspace.semaphore_bytes == counters + semaphores * 4
 

@@ -12,6 +12,20 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* pointer) {
   return value;
 }
 
+// Returns before the answer is there.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* pointer) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void add_relaxed(int32_t* pointer, int32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+// Relaxed loads before it acquire, relaxed adds behind it release.
+__device__ __forceinline__ void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 __device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }

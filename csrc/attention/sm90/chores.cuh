@@ -24,38 +24,37 @@ inline __device__ int32_t choose_chore(const KernelParams& params, int32_t& tick
 }
 
 // The part of a chore that falls to a store warp: 64 columns, or 64 rows, as parts of dq tiles do.
-template <typename Traits, int kWarpgroup>
+template <typename Traits, int kBuffer>
 struct StoreWarpChore {
   static constexpr int kParts = kChoreRows / 64 / (kConsumerWarpgroups / Traits::kDqColumnParts);  // of 64 rows
-  static constexpr int kColumn = kWarpgroup % Traits::kDqColumnParts * 64;
-  static constexpr int kRow = kWarpgroup / Traits::kDqColumnParts * 64;
+  static constexpr int kColumn = kBuffer % Traits::kDqColumnParts * 64;
+  static constexpr int kRow = kBuffer / Traits::kDqColumnParts * 64;
   using SharedStorage = typename Traits::SharedStorage;
 
-  // By one thread, when both buffers are free. `index`: of the step that is next; its buffer is needed first.
-  static __device__ __forceinline__ void load(const KernelParams& params, SharedStorage& smem, int32_t chore,
-                                              int32_t index) {
+  // By one thread, when its buffer is free.
+  static __device__ __forceinline__ void load(const KernelParams& params, SharedStorage& smem, int32_t chore) {
     const int32_t head = chore / params.chores_of_head;
     const int32_t row = (chore - head * params.chores_of_head) * kChoreRows + kRow;
     fence_async_global();  // sums that are seen to be complete are so to the copy engine
-    mbarrier_arrive_expect(&smem.sums_full[kWarpgroup], kParts * sizeof(smem.dq[0][0]));
+    mbarrier_arrive_expect(&smem.sums_full[kBuffer], kParts * sizeof(smem.dq[0][0]));
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
 #pragma unroll
       for (int box = 0; box < 2; ++box) {
-        tensor_load_3d(&params.dq_accumulator, &smem.sums_full[kWarpgroup],
-                       smem.dq[(index + part + kParts) % 2][kWarpgroup][box], kColumn + box * 32, row + part * 64,
-                       head);
+        tensor_load_3d(&params.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][part][box],
+                       kColumn + box * 32, row + part * 64, head);
       }
     }
   }
 
   // By the warp.
   static __device__ __forceinline__ void convert(const KernelParams& params, SharedStorage& smem, int32_t chore,
-                                                 int32_t index, int32_t lane) {
+                                                 int32_t lane) {
     const AttentionBackwardParams& p = params.attention;
+    asm volatile("" : "+r"(lane));  // places that follow from it take no register before
 #pragma unroll 1
     for (int part = 0; part < kParts; ++part) {
-      uint8_t* const sums = reinterpret_cast<uint8_t*>(smem.dq[(index + part + kParts) % 2][kWarpgroup]);
+      uint8_t* const sums = reinterpret_cast<uint8_t*>(smem.dq[kBuffer][part]);
       convert_in_place(sums, p.softmax_scale, lane);
       __syncwarp();
       if (lane == 0) {

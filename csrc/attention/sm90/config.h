@@ -70,8 +70,8 @@ constexpr bool has_chores(const Tile& tile) {
 }
 constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRows : kChoreRows; }
 
-// Parts of a dq tile that are added, and in deterministic mode take turns, on their own.
-constexpr int dq_parts(const Tile& tile) { return is_wide(tile) ? tile.ctas : kConsumerWarpgroups; }
+// Of a dq tile: parts that are added, and in deterministic mode take turns, on their own.
+constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile.ctas : 1; }
 
 // Threads that add dq of a key block. In wide tiles two of a CTA, in turn a step each: one waits until its adds are
 // complete while the other adds.

@@ -134,10 +134,11 @@ struct Epilogue {
   static __device__ __forceinline__ void hand_over(typename Traits::SharedStorage& smem, int32_t warpgroup,
                                                    int32_t index, const float (&values)[kHeadDim / 2]) {
     static_assert(sizeof(smem.dq[0][0]) >= Traits::kChunks * 64 * kChunkRowBytes, "a gradient fits in a part of dq");
-    named_barrier_sync(kDqEmptyBarrier + warpgroup, kDqBarrierThreads);
-    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kChunks>(reinterpret_cast<uint8_t*>(smem.dq[index % 2][warpgroup]),
+    const int32_t buffer = index % kStoreWarps;
+    named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
+    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kChunks>(reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]),
                                                             values);
-    named_barrier_arrive(kDqFullBarrier + warpgroup, kDqBarrierThreads);
+    named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
   }
 };
 

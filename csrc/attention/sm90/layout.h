@@ -55,7 +55,8 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
                     (sizes.packed || is_wide(tile) ? 1 : ceil_div(sizes.seqlen_k, tile.block_n))) *
       kWordBytes;
   if (has_semaphores(sizes)) {
-    region.bytes += sizes.batch * sizes.heads * ceil_div(sizes.seqlen_q, tile.block_m) * dq_parts(tile) * kWordBytes;
+    region.bytes +=
+        sizes.batch * sizes.heads * ceil_div(sizes.seqlen_q, tile.block_m) * semaphores_of_tile(tile) * kWordBytes;
   }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   if (scratch.zeroed) {

@@ -283,9 +283,10 @@ struct Mainloop {
     // Into the buffer of this step, when the store warp has let go of it.
     __device__ __forceinline__ void write_dq(float (&dq)[kDqColumns / 2], int32_t index) {
       fence_registers(dq);
-      named_barrier_sync(kDqEmptyBarrier + warpgroup, kDqBarrierThreads);
-      store_dq_boxes(smem.dq[index % 2][warpgroup], dq, warp, lane);
-      named_barrier_arrive(kDqFullBarrier + warpgroup, kDqBarrierThreads);
+      const int32_t buffer = index % kStoreWarps;
+      named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
+      store_dq_boxes(smem.dq[buffer][warpgroup], dq, warp, lane);
+      named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
     }
   };
 

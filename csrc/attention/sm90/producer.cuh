@@ -1,6 +1,6 @@
 // The producer warpgroup: `find_jobs`, one thread that takes jobs from the counter; `load_jobs`, one thread that brings
-// k, v, q, dout and row statistics through the copy engine; `store_dq`, one warp for each consumer warpgroup that adds
-// dq tiles into the accumulator. Each goes from job to job by itself.
+// k, v, q, dout and row statistics through the copy engine; `store_dq`, two warps that add dq tiles into the
+// accumulator, every other step each. Each role goes from job to job by itself.
 #pragma once
 
 #include "../../common/ordered.cuh"
@@ -105,24 +105,23 @@ struct Producer {
     }
   }
 
-  // One warp for each consumer warpgroup.
-  template <int kWarpgroup>
+  // One of kStoreWarps warps: it has one of the buffers of dq, and every other step.
+  template <int kBuffer>
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t lane) {
-    using Chore = StoreWarpChore<Traits, kWarpgroup>;
+    using Chore = StoreWarpChore<Traits, kBuffer>;
     // Counts are in shared memory: the warp has few registers.
-    StoreWarpCounts& counts = smem.store_warps[kWarpgroup];
+    StoreWarpCounts& counts = smem.store_warps[kBuffer];
     while (true) {
       {
         const JobSlot slot{counts.jobs};
         mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
         const Work& work = smem.work[slot.index()];
         if (work.exhausted) break;
-        store_job_dq<kWarpgroup>(params, smem, work, lane);
+        store_job_dq<kBuffer>(params, smem, work, lane);
       }
       const JobSlot slot{counts.jobs};
       const Work& work = smem.work[slot.index()];
       int32_t chore = -1;
-      const int32_t index = work.first_index + work.steps;
       if constexpr (Traits::kChores) {
         mbarrier_wait(&smem.chore_full, slot.jobs_before % 2);
         chore = smem.chores.now;
@@ -131,7 +130,7 @@ struct Producer {
       if (lane == 0) {
         if constexpr (Traits::kChores) {
           bulk_wait_read<0>();
-          if (chore >= 0) Chore::load(params, smem, chore, index);
+          if (chore >= 0) Chore::load(params, smem, chore);
         }
         bulk_wait<0>();  // the adds of this job are complete
         fence_async_global();
@@ -141,8 +140,8 @@ struct Producer {
       mbarrier_arrive(&smem.work_empty[slot.index()]);
       if constexpr (Traits::kChores) {
         if (chore >= 0) {
-          mbarrier_wait(&smem.sums_full[kWarpgroup], counts.chores % 2);
-          Chore::convert(params, smem, chore, index, lane);
+          mbarrier_wait(&smem.sums_full[kBuffer], counts.chores % 2);
+          Chore::convert(params, smem, chore, lane);
           if (lane == 0) ++counts.chores;
         }
       }
@@ -164,52 +163,55 @@ struct Producer {
   }
 
  private:
-  template <int kWarpgroup>
+  template <int kBuffer>
   static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
                                                       int32_t lane) {
     Turn turn;
     Step step(work, work.first_index);
     for (; step.index < step.end; step.advance()) {
-      // The buffer that this step fills is free: the add of two steps before has read it.
-      if (lane == 0) bulk_wait_read<1>();
-      __syncwarp();
-      named_barrier_arrive(kDqEmptyBarrier + kWarpgroup, kDqBarrierThreads);
+      if (step.index % kStoreWarps != kBuffer) continue;
+      offer_buffer<kBuffer>(lane);
       if (lane == 0) {
-        // The answer comes while the add before completes.
-        const Turn next = look_ahead<Traits>(params, work, kWarpgroup, step.head, step.query_block);
-        finish_turn(params, turn);
-        turn = next;
+        change_turns<Traits>(params, turn, work, 0, step);
+        // In turn, which of dq and the turn comes first does not matter.
+        if (params.attention.deterministic) begin_turn(params, turn);
       }
-      named_barrier_sync(kDqFullBarrier + kWarpgroup, kDqBarrierThreads);
+      named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
       if (lane == 0) {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
-        begin_turn(params, turn);
-        add_dq<kWarpgroup>(params, smem.dq[step.index % 2][kWarpgroup], work, step, turn.stores);
+        if (!params.attention.deterministic) begin_turn(params, turn);
+        add_dq<0>(params, smem.dq[kBuffer][0], work, step, turn.stores);
+        add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores);
         bulk_commit();
       }
       __syncwarp();
     }
-    if (work.copies_dkdv) {  // dv and dk come through the buffers of dq, as two more steps
+    if (!work.copies_dkdv) {
+      if (lane == 0) finish_turn(params, turn);
+      return;
+    }
+    // dv and dk come through the buffers of dq, as two more steps.
+    offer_buffer<kBuffer>(lane);
+    if (lane == 0) finish_turn(params, turn);
+    named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
+    if (lane == 0) {
+      fence_async_shared();
+      const CUtensorMap* const map = step.end % kStoreWarps == kBuffer ? &params.dv : &params.dk;
+      store_dkdv(map, smem.dq[kBuffer][0], params, work, 0);
+      store_dkdv(map, smem.dq[kBuffer][1], params, work, 64);
+      bulk_commit();
+    }
+    __syncwarp();
+  }
+
+  // By a store warp: consumers may write to its buffer when all that was in it has been read.
+  template <int kBuffer>
+  static __device__ __forceinline__ void offer_buffer(int32_t lane) {
+    if (lane == 0) bulk_wait_read<0>();
+    __syncwarp();
 #pragma unroll
-      for (int32_t i = 0; i < 2; ++i) {
-        if (lane == 0) bulk_wait_read<1>();
-        __syncwarp();
-        named_barrier_arrive(kDqEmptyBarrier + kWarpgroup, kDqBarrierThreads);
-        if (lane == 0) {
-          finish_turn(params, turn);
-          turn = {};
-        }
-        named_barrier_sync(kDqFullBarrier + kWarpgroup, kDqBarrierThreads);
-        if (lane == 0) {
-          fence_async_shared();
-          store_dkdv(i == 0 ? &params.dv : &params.dk, smem.dq[(step.end + i) % 2][kWarpgroup], params, work,
-                     kWarpgroup * 64);
-          bulk_commit();
-        }
-        __syncwarp();
-      }
-    } else if (lane == 0) {
-      finish_turn(params, turn);
+    for (int warpgroup = 0; warpgroup < kConsumerWarpgroups; ++warpgroup) {
+      named_barrier_arrive(kDqEmptyBarrier + 2 * kBuffer + warpgroup, kDqEmptyThreads);
     }
   }
 

@@ -11,12 +11,14 @@ namespace flashbwd::sm90 {
 enum NamedBarrier : uint32_t {
   kConsumersBarrier = 1,  // all consumers: dS is written, or a tile is scrubbed
   kWarpgroupBarrier = 2,  // + warpgroup: its 128 threads
-  kDqFullBarrier = 4,     // + warpgroup: consumers arrive, its store warp waits
-  kDqEmptyBarrier = 6,    // + warpgroup: the store warp arrives, consumers wait
+  kDqFullBarrier = 4,     // + buffer: all consumers arrive, its store warp waits
+  kDqEmptyBarrier = 6,    // + 2 * buffer + warpgroup: the store warp arrives, a warpgroup waits
 };
 
 constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
-constexpr int kDqBarrierThreads = kWarpgroupThreads + 32;
+constexpr int kStoreWarps = 2;  // of dq, each has a buffer and every other step
+constexpr int kDqFullThreads = kConsumerThreads + 32;
+constexpr int kDqEmptyThreads = kWarpgroupThreads + 32;
 
 // In shared memory; see chores.cuh.
 struct ChoreBoard {
@@ -48,8 +50,8 @@ struct Traits {
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
   // Shared memory holds whole chunks of 64 columns; products stop at kHeadDim.
   static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
+  static constexpr int kSemaphores = semaphores_of_tile({kHeadDim, kHeadDim, kBlockM, kBlockN, kStages, kStages});
   // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
-  static constexpr int kDqParts = kConsumerWarpgroups;
   static constexpr int kDqColumnParts = kChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   static constexpr bool kChores = has_chores({kHeadDim, kHeadDim, kBlockM, kBlockN, kStages, kStages});
@@ -69,12 +71,12 @@ struct Traits {
   using Work = sm90::Work<kBlockM, kBlockN>;
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[kKeyBytes];                                   // (kBlockN, kHeadDim)
-    uint8_t v[kKeyBytes];                                   // (kBlockN, kHeadDim)
-    uint8_t q[kStages][kQueryBytes];                        // (kBlockM, kHeadDim)
-    uint8_t dout[kStages][kQueryBytes];                     // (kBlockM, kHeadDim)
-    uint8_t ds[2][kBlockM / 64][kBlockN * kChunkRowBytes];  // transposed, (kBlockN, kBlockM)
-    float dq[2][kConsumerWarpgroups][2][64 * 32];           // 64 x 64 a warpgroup, two boxes of 32 columns
+    uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)
+    uint8_t v[kKeyBytes];                                    // (kBlockN, kHeadDim)
+    uint8_t q[kStages][kQueryBytes];                         // (kBlockM, kHeadDim)
+    uint8_t dout[kStages][kQueryBytes];                      // (kBlockM, kHeadDim)
+    uint8_t ds[2][kBlockM / 64][kBlockN * kChunkRowBytes];   // transposed, (kBlockN, kBlockM)
+    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 a warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kStages][kBlockM];
     Work work[2];            // this job and the next
@@ -82,9 +84,9 @@ struct Traits {
     uint64_t work_full[2];   // the scheduler arrives
     uint64_t work_empty[2];  // every thread of the consumers and of the store warps arrives, and the loader
     ChoreBoard chores;
-    StoreWarpCounts store_warps[kConsumerWarpgroups];
+    StoreWarpCounts store_warps[kStoreWarps];
     uint64_t chore_full;                             // the scheduler arrives: the chore behind this job is chosen
-    uint64_t sums_full[kConsumerWarpgroups];         // store warps arrive with bytes
+    uint64_t sums_full[kStoreWarps];                 // store warps arrive with bytes
     uint64_t work_wanted;                            // the loader arrives: it has nothing more to load for this job
     uint64_t k_full, v_full;                         // producer arrives with bytes
     uint64_t k_empty, v_empty;                       // every consumer warp arrives
@@ -104,7 +106,7 @@ struct Traits {
     for (StoreWarpCounts& counts : smem.store_warps) counts = {};
     for (int slot = 0; slot < 2; ++slot) {
       mbarrier_init(&smem.work_full[slot], 1);
-      mbarrier_init(&smem.work_empty[slot], kConsumerThreads + kConsumerWarpgroups * 32 + 1);
+      mbarrier_init(&smem.work_empty[slot], kConsumerThreads + kStoreWarps * 32 + 1);
     }
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&smem.q_full[stage], 1);

@@ -7,14 +7,16 @@
 // Deterministic: key blocks take turns (schedule.h, ordered accumulation); a semaphore counts turns. Key blocks wait
 // only for key blocks whose jobs were taken earlier.
 //
-// A semaphore answers in about a microsecond, a third of a step. It is asked before the turn of the step before is
-// over, which takes as long again.
+// A semaphore answers in about a microsecond, adds take as long to complete, and so does the fence between them and the
+// semaphore: together more than a step. So two threads add, a step each, and a semaphore is asked before the turn of
+// the step before is over.
 #pragma once
 
 #include "../../common/hopper.cuh"
 #include "../../common/ordered.cuh"
 #include "../schedule.h"
 #include "kernel_params.h"
+#include "scheduler.cuh"
 
 namespace flashbwd::sm90 {
 
@@ -25,16 +27,16 @@ struct Turn {
   bool stores = false;     // it writes the tile instead of adding to it
 };
 
-// By the thread that adds, when it has nothing to add yet: which turn is next, and whether it has come.
+// By the thread that adds, when it has nothing to add yet: which turn is next. `seen`: what its semaphore is, which in
+// turn the thread may not rely on before a fence.
 template <typename Traits>
-__device__ Turn look_ahead(const KernelParams& params, const typename Traits::Work& work, int32_t part, int32_t head,
-                           int32_t query_block) {
-  if (params.semaphores == nullptr) return {};
+__device__ __forceinline__ Turn look_ahead(const KernelParams& params, const typename Traits::Work& work, int32_t part,
+                                           int32_t head, int32_t query_block, int32_t& seen) {
   const int32_t tile = (work.batch * params.attention.heads + head) * params.query_blocks + query_block;
   Turn turn;
-  turn.semaphore = tile * Traits::kDqParts + part;  // less than the rows of q: 32 bits
-  const int32_t seen = load_acquire(params.semaphores + turn.semaphore);
+  turn.semaphore = tile * Traits::kSemaphores + part;  // less than the rows of q: 32 bits
   if (params.attention.deterministic) {
+    seen = load_relaxed(params.semaphores + turn.semaphore);
     // The key blocks before this one that the tile sees: ordered_turn_from_last, or ordered_turn of a group of 1.
     const Visibility& v = work.visibility;
     const int32_t first_query = query_block * Traits::kBlockM;
@@ -44,12 +46,39 @@ __device__ Turn look_ahead(const KernelParams& params, const typename Traits::Wo
     const int32_t before = work.from_last_key ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys - key_block
                                               : key_block - max(first_query + v.lo, 0) / kKeys;
     turn.number = before;
-    turn.open = seen == turn.number;
     turn.stores = before == 0 && !params.adds_into_zeros;
   } else {
-    turn.open = seen == 2;
+    seen = load_acquire(params.semaphores + turn.semaphore);
+    turn.number = 2;
   }
   return turn;
+}
+
+// By the same thread: all that it has written is complete, others may begin.
+inline __device__ void finish_turn(const KernelParams& params, const Turn& turn) {
+  if (turn.semaphore < 0) return;
+  bulk_wait<0>();
+  fence_async_global();
+  add_release(params.semaphores + turn.semaphore, 1);
+}
+
+// By the same thread: the same, and has the next turn come? The answer arrives while the adds before complete; one
+// fence does for both.
+template <typename Traits>
+__device__ __forceinline__ void change_turns(const KernelParams& params, Turn& turn, const typename Traits::Work& work,
+                                             int32_t part, const Step& step) {
+  if (params.semaphores == nullptr) return;
+  int32_t seen;
+  Turn next = look_ahead<Traits>(params, work, part, step.head, step.query_block, seen);
+  const bool finishes = turn.semaphore >= 0;
+  if (finishes) {
+    bulk_wait<0>();
+    fence_async_global();
+  }
+  if (finishes || params.attention.deterministic) fence_acq_rel();
+  if (finishes) add_relaxed(params.semaphores + turn.semaphore, 1);
+  next.open = seen == next.number;
+  turn = next;
 }
 
 // By the same thread, when it has something to add: returns when it may.
@@ -69,14 +98,6 @@ inline __device__ void begin_turn(const KernelParams& params, Turn& turn) {
     turn.semaphore = -1;
   }
   fence_async_global();  // adds of the turn before, seen through the semaphore, come before ours
-}
-
-// By the same thread: all that it has written is complete, others may begin.
-inline __device__ void finish_turn(const KernelParams& params, const Turn& turn) {
-  if (turn.semaphore < 0) return;
-  bulk_wait<0>();
-  fence_async_global();
-  add_release(params.semaphores + turn.semaphore, 1);
 }
 
 }  // namespace flashbwd::sm90

@@ -159,10 +159,7 @@ struct Producer {
       // Packed: all heads of a sequence are one run of rows.
       if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
       const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
-      // The answer comes while the adds before complete.
-      const Turn next = look_ahead<Traits>(params, work, rank, step.head, step.query_block);
-      finish_turn(params, turn);
-      turn = next;
+      change_turns<Traits>(params, turn, work, rank, step);
       // In turn, which of dq and the turn comes first does not matter.
       if (p.deterministic) begin_turn(params, turn);
 #pragma unroll 1

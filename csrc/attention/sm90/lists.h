@@ -54,13 +54,20 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
       if (all % heads == 0 && fits(heads)) abreast = heads;
     }
   }
+  if (from_last_key(p) && !packed_k && query_blocks <= 32) {
+    // Long jobs of a list are in work with short ones of the next, and a key block comes to a tile long after the first
+    // one: shorter lists stay in L2. Measured at S = 512 to 2048 with head dimensions 128 and 256; longer sequences
+    // lose by it.
+    abreast = std::min(abreast, heads_in(p.head_dim <= 128 ? 4 << 20 : 2 << 20));
+    while (all % abreast != 0) --abreast;
+  }
   if (!p.deterministic || packed_k || from_last_key(p)) return static_cast<int32_t>(abreast);
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;
   if (p.window_left < 0 && p.window_right < 0) {
-    heads = std::min(2 * abreast, heads_in(20 << 20));
+    if (2 * abreast <= heads_in(20 << 20)) heads = 2 * abreast;
   } else if (p.heads != p.heads_kv) {
-    heads = (query_blocks >= 64 ? 4 : 2) * abreast;  // measured at S = 1024 and 8192
+    heads = 4;  // measured with groups of 8 to 32 heads at S = 1024 and 8192
   } else {
     // The shorter the jobs, the more heads that takes; measured at S = 1024 and 8192. A quarter of the multiprocessors
     // leaves four key blocks of a head to share what is in L2.

@@ -72,30 +72,30 @@ constexpr auto shared_atom() {
   }
 }
 
-template <typename T, int N, Major kMajorB>
+template <typename T, int N, Major kMajorB, ScaleIn kSignA = ScaleIn::One>
 constexpr auto register_atom() {
   namespace atoms = cute::SM90::GMMA;
   constexpr bool kBF16 = std::is_same_v<T, __nv_bfloat16>;
   if constexpr (N == 32) {
-    if constexpr (kBF16) return atoms::MMA_64x32x16_F32BF16BF16_RS<Major::K, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x32x16_F32F16F16_RS<Major::K, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x32x16_F32BF16BF16_RS<Major::K, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x32x16_F32F16F16_RS<Major::K, kMajorB, kSignA>{};
   } else if constexpr (N == 64) {
-    if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_RS<Major::K, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_RS<Major::K, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x64x16_F32BF16BF16_RS<Major::K, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x64x16_F32F16F16_RS<Major::K, kMajorB, kSignA>{};
 #ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
   } else if constexpr (N == 80) {
-    if constexpr (kBF16) return atoms::MMA_64x80x16_F32BF16BF16_RS<Major::K, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x80x16_F32F16F16_RS<Major::K, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x80x16_F32BF16BF16_RS<Major::K, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x80x16_F32F16F16_RS<Major::K, kMajorB, kSignA>{};
 #endif
   } else if constexpr (N == 96) {
-    if constexpr (kBF16) return atoms::MMA_64x96x16_F32BF16BF16_RS<Major::K, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x96x16_F32F16F16_RS<Major::K, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x96x16_F32BF16BF16_RS<Major::K, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x96x16_F32F16F16_RS<Major::K, kMajorB, kSignA>{};
   } else if constexpr (N == 128) {
-    if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_RS<Major::K, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_RS<Major::K, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x128x16_F32BF16BF16_RS<Major::K, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x128x16_F32F16F16_RS<Major::K, kMajorB, kSignA>{};
   } else if constexpr (N == 192) {
-    if constexpr (kBF16) return atoms::MMA_64x192x16_F32BF16BF16_RS<Major::K, kMajorB>{};
-    if constexpr (!kBF16) return atoms::MMA_64x192x16_F32F16F16_RS<Major::K, kMajorB>{};
+    if constexpr (kBF16) return atoms::MMA_64x192x16_F32BF16BF16_RS<Major::K, kMajorB, kSignA>{};
+    if constexpr (!kBF16) return atoms::MMA_64x192x16_F32F16F16_RS<Major::K, kMajorB, kSignA>{};
   } else {
     static_assert(N == 0, "add the atom's name here");
   }
@@ -157,11 +157,11 @@ __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t address
 // The same with the first kRegisterSteps of A in registers: four a step, in the order of the 16-bit fragment of a 64 x
 // 16 tile. None: `a` is not read.
 template <typename T, int kSteps, int kRegisterSteps, bool kAccumulate, typename OperandA, typename OperandB,
-          int kRegisters, int kRegistersA>
+          ScaleIn kSignA = ScaleIn::One, int kRegisters, int kRegistersA>
 __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kRegistersA], uint32_t address_a,
                                         uint32_t address_b) {
-  using RegisterAtom = decltype(detail::register_atom<T, kRegisters * 2, OperandB::kMajor>());
-  using Atom = decltype(detail::shared_atom<T, kRegisters * 2, OperandA::kMajor, OperandB::kMajor, ScaleIn::One>());
+  using RegisterAtom = decltype(detail::register_atom<T, kRegisters * 2, OperandB::kMajor, kSignA>());
+  using Atom = decltype(detail::shared_atom<T, kRegisters * 2, OperandA::kMajor, OperandB::kMajor, kSignA>());
   using Indices = std::make_integer_sequence<int, kRegisters>;
   const uint64_t shared_a = OperandA::descriptor(address_a);
   const uint64_t b = OperandB::descriptor(address_b);

@@ -3,6 +3,8 @@
 // K needs the keys of all warpgroups and takes dS through shared memory.
 #pragma once
 
+#include <algorithm>
+
 #include "fragments.cuh"
 #include "kernel_params.h"
 #include "traits.cuh"
@@ -33,6 +35,7 @@ struct Mainloop {
                                  uint32_t keys_phase, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
     Consumer consumer{params, smem, work, warpgroup, Step(work, work.first_index)};
     wait_keys(params, smem, work, keys_phase);
+    consumer.load_operands();
     if constexpr (Traits::kAhead) {
       consumer.run_ahead(dk, dv);
     } else {
@@ -60,6 +63,12 @@ struct Mainloop {
     uint32_t v_rows = smem_address(smem.v) + warpgroup * 64 * kChunkRowBytes;
     uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * Traits::kKeyChunkBytes;
     uint32_t ds_part = warpgroup / Traits::kDqColumnParts * (kBlockN * kChunkRowBytes);
+    uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)], v_operand[4 * std::max(Traits::kValueSteps, 1)];
+
+    __device__ __forceinline__ void load_operands() {
+      load_operand<Traits::kKeyChunkBytes, Traits::kKeySteps>(k_operand, k_rows, warp, lane);
+      load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps>(v_operand, v_rows, warp, lane);
+    }
 
     // A step's products are S and dP, then dV, dK and dQ. Something of them is always queued while the warps do
     // arithmetic or wait: dP under P; dV under dS, dK under the barrier and the next S under the write of dq; or, where
@@ -149,7 +158,7 @@ struct Mainloop {
       }
       wait_queries(params, work, step, smem.dout_full, smem.dout);
       float dp[kBlockM / 2];  // dP^T, then dS^T: (64 keys, kBlockM)
-      product<T, kHeadDim / 16, false, KeyColumns, QueryColumns>(dp, v_rows, dout);
+      issue_dp<false, ScaleIn::One>(dp, dout);
       exponentiate<kBlockM / 4, kBlockM / 2>(s, lse, scale_log2);
       if (!interior.contains(step.query_block)) {
         mask(s, work.visibility, work.first_key + warpgroup * 64 + warp * 16 + lane / 4,
@@ -182,8 +191,14 @@ struct Mainloop {
 
     __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2]) {
       wait_queries(params, work, step, smem.q_full, smem.q);
-      product<T, kHeadDim / 16, false, KeyColumns, QueryColumns>(s, k_rows,
-                                                                 smem_address(smem.q[Ring::stage(step.index)]));
+      product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
+          s, k_operand, k_rows, smem_address(smem.q[Ring::stage(step.index)]));
+    }
+
+    template <bool kAccumulate, ScaleIn kSign>
+    __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2], uint32_t dout) {
+      product<T, kHeadDim / 16, Traits::kValueSteps, kAccumulate, KeyColumns, QueryColumns, kSign>(dp, v_operand, v_rows,
+                                                                                                   dout);
     }
 
     __device__ __forceinline__ void issue_dv(uint32_t (&p16)[kBlockM / 4], float (&dv)[kHeadDim / 2], int32_t stage) {
@@ -222,10 +237,10 @@ struct Mainloop {
       fence_registers(s);
       const uint32_t dout = smem_address(smem.dout[stage]);
       if constexpr (kDeltaFirst) {
-        product<T, kHeadDim / 16, true, KeyColumns, QueryColumns, ScaleIn::Neg>(dp, v_rows, dout);
+        issue_dp<true, ScaleIn::Neg>(dp, dout);
       } else {
         wait_queries(params, work, step, smem.dout_full, smem.dout);
-        product<T, kHeadDim / 16, false, KeyColumns, QueryColumns>(dp, v_rows, dout);
+        issue_dp<false, ScaleIn::One>(dp, dout);
       }
       // P = exp(scale * S - lse), 0 where masked.
       exponentiate(s, &smem.lse_log2[stage][pair], scale_log2);

@@ -46,6 +46,10 @@ struct Traits {
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64;
+  // Steps of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: what fits without a
+  // spill.
+  static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : 0;
+  static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup owns 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
   // Shared memory holds whole chunks of 64 columns; products stop at kHeadDim.

@@ -197,8 +197,8 @@ struct Mainloop {
 
     template <bool kAccumulate, ScaleIn kSign>
     __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2], uint32_t dout) {
-      product<T, kHeadDim / 16, Traits::kValueSteps, kAccumulate, KeyColumns, QueryColumns, kSign>(dp, v_operand, v_rows,
-                                                                                                   dout);
+      product<T, kHeadDim / 16, Traits::kValueSteps, kAccumulate, KeyColumns, QueryColumns, kSign>(dp, v_operand,
+                                                                                                   v_rows, dout);
     }
 
     __device__ __forceinline__ void issue_dv(uint32_t (&p16)[kBlockM / 4], float (&dv)[kHeadDim / 2], int32_t stage) {

@@ -53,6 +53,7 @@ struct Work {
   bool copies_dkdv;               // the copy engine stores dk and dv: no row of the block is another sequence's
   bool exhausted;                 // no job is left
   bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write
+  uint16_t rotation;              // of the heads of the group, see head_of
 
   __device__ bool settled() const { return exhausted || exists; }
 
@@ -89,6 +90,8 @@ struct Work {
     const int32_t heads = p.heads / (p.heads_kv * params.grouped.splits);
     first_head = list * heads;
     end_head = first_head + heads;
+    const bool rotates = params.grouped.pairs && params.key_blocks_of_list >= heads;
+    rotation = static_cast<uint16_t>(rotates ? key_block % heads : 0);
     first_key = key_block * kBlockN;
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);

@@ -46,8 +46,8 @@ struct Traits {
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64;
-  // Steps of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: what fits without a
-  // spill.
+  // Steps of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: what fits without
+  // a spill.
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup owns 64 keys");
@@ -71,6 +71,8 @@ struct Traits {
   static constexpr int kStatisticBytes = kBlockM * 4;
 
   static_assert(kChunks <= 2 * kBlockM / 64, "dk is staged in the buffers of ds");
+
+  static constexpr bool kRotatesHeads = kHeadDim == 128;  // within a query block, as measured there
 
   using Work = sm90::Work<kBlockM, kBlockN>;
 

@@ -16,7 +16,6 @@
 #include "../../common/ordered.cuh"
 #include "../schedule.h"
 #include "kernel_params.h"
-#include "scheduler.cuh"
 
 namespace flashbwd::sm90 {
 
@@ -66,10 +65,10 @@ inline __device__ void finish_turn(const KernelParams& params, const Turn& turn)
 // fence does for both.
 template <typename Traits>
 __device__ __forceinline__ void change_turns(const KernelParams& params, Turn& turn, const typename Traits::Work& work,
-                                             int32_t part, const Step& step) {
+                                             int32_t part, int32_t head, int32_t query_block) {
   if (params.semaphores == nullptr) return;
   int32_t seen;
-  Turn next = look_ahead<Traits>(params, work, part, step.head, step.query_block, seen);
+  Turn next = look_ahead<Traits>(params, work, part, head, query_block, seen);
   const bool finishes = turn.semaphore >= 0;
   if (finishes) {
     bulk_wait<0>();

@@ -159,7 +159,7 @@ struct Producer {
       // Packed: all heads of a sequence are one run of rows.
       if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
       const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
-      change_turns<Traits>(params, turn, work, rank, step);
+      change_turns<Traits>(params, turn, work, rank, step.head, step.query_block);
       // In turn, which of dq and the turn comes first does not matter.
       if (p.deterministic) begin_turn(params, turn);
 #pragma unroll 1

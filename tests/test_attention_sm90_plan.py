@@ -204,6 +204,24 @@ def test_wide_plans_take_a_semaphore_for_each_cta_and_query_block(host: ModuleTy
 
 
 @pytest.mark.parametrize(
+    ("changes", "apart"),
+    [
+        ({}, True),
+        ({"deterministic": True}, False),
+        ({"window_right": 0}, False),  # a key block sees half of the queries
+        ({"window_left": 2000, "window_right": 48}, True),
+        ({"window_left": 255, "window_right": 0}, False),
+        ({"head_dim": 64}, False),
+    ],
+    ids=str,
+)
+def test_warpgroups_of_long_jobs_add_dq_apart(host: ModuleType, changes: dict[str, Any], apart: bool) -> None:
+    sizes = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 2048, "seqlen_k": 2048, "total_q": 4096, "total_k": 4096}
+    plan = plan_of(host, **(sizes | changes))
+    assert plan.schedule.endswith("of each warpgroup") is apart
+
+
+@pytest.mark.parametrize(
     ("head_dim", "rows", "changes", "jobs"),
     [
         (64, 8192, {}, 4),  # 4096 key blocks: 31 rounds of 132 and 4

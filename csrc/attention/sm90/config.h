@@ -36,7 +36,8 @@ struct Tile {
   int32_t block_n;     // keys of a job
   int32_t stages;      // of q
   int32_t dout_stages;
-  int32_t ctas = 1;  // of a cluster, which have the keys in equal parts
+  int32_t ctas = 1;    // of a cluster, which have the keys in equal parts
+  bool apart = false;  // each consumer warpgroup adds all of a dq tile, summed over its own keys; never in turn
 };
 
 // Of 128 keys a CTA (Traits): each of two consumer warpgroups has 64. dk and dv of those take (head_dim + head_dim_v) /
@@ -45,15 +46,16 @@ struct Tile {
 // 128. Of 64 keys a CTA (wide::Traits): dv in one warpgroup and dk in another, half of their head dimension in
 // registers a thread, s or dp 32. Shared memory decides the stages.
 constexpr Tile kTiles[] = {
-    {32, 32, 128, 128, 2, 2},      // 32 + 128 + 16 registers, 227 KB
-    {64, 64, 128, 128, 2, 2},      // 64 + 128 + 32 registers, 227 KB
-    {80, 80, 64, 128, 2, 2},       // 80 + 64 + 32 registers, 226 KB
-    {96, 96, 64, 128, 2, 2},       // 96 + 64 + 32 registers, 226 KB
-    {128, 128, 64, 128, 2, 2},     // 128 + 64 + 32 registers, 226 KB
-    {128, 128, 64, 64, 2, 2},      // 64 + 32 registers, 186 KB; for features, smaller head dimensions too
-    {192, 128, 64, 128, 2, 2, 2},  // 96 + 32 registers, 218 KB
-    {192, 192, 64, 128, 2, 2, 2},  // 96 + 32 registers, 226 KB
-    {256, 256, 64, 128, 2, 1, 2},  // 128 + 32 registers, 226 KB
+    {32, 32, 128, 128, 3, 2, 1, true},  // 32 + 128 + 32 registers, 211 KB
+    {32, 32, 128, 128, 2, 2},           // 32 + 128 + 16 registers, 227 KB; in order, short jobs
+    {64, 64, 128, 128, 2, 2},           // 64 + 128 + 32 registers, 227 KB
+    {80, 80, 64, 128, 2, 2},            // 80 + 64 + 32 registers, 226 KB
+    {96, 96, 64, 128, 2, 2},            // 96 + 64 + 32 registers, 226 KB
+    {128, 128, 64, 128, 2, 2},          // 128 + 64 + 32 registers, 226 KB
+    {128, 128, 64, 64, 2, 2},           // 64 + 32 registers, 186 KB; for features, smaller head dimensions too
+    {192, 128, 64, 128, 2, 2, 2},       // 96 + 32 registers, 218 KB
+    {192, 192, 64, 128, 2, 2, 2},       // 96 + 32 registers, 226 KB
+    {256, 256, 64, 128, 2, 1, 2},       // 128 + 32 registers, 226 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
@@ -98,11 +100,11 @@ constexpr bool has_kernel(const Tile& tile, bool features) {
 // Whether its kernel with features writes the gradient of a bias too: above that, dk leaves it no registers.
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
-// Row of kTiles for these head dimensions, or -1.
-constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features) {
+// Row of kTiles for these head dimensions, or -1. `apart`: whether a tile may be of warpgroups that add apart.
+constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features, bool apart) {
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
-    const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v;
+    const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (apart || !tile.apart);
     if (is_built(tile.head_dim) && has_kernel(tile, features) && holds) return i;
   }
   return -1;

@@ -13,9 +13,7 @@ namespace flashbwd::sm90 {
 template <typename T, int kTileIndex, bool kFeatures, bool kWide = is_wide(kTiles[kTileIndex])>
 struct Kernel {
   static_assert(!kFeatures, "features are of wide tiles");
-  static constexpr Tile kTile = kTiles[kTileIndex];
-  static_assert(kTile.head_dim == kTile.head_dim_v && kTile.stages == kTile.dout_stages, "one size, one ring");
-  using Traits = sm90::Traits<T, kTile.head_dim, kTile.block_m, kTile.block_n, kTile.stages>;
+  using Traits = sm90::Traits<T, kTileIndex>;
   static constexpr auto kFunction = backward_kernel<Traits>;
   static constexpr int kBlockThreads = kThreads;
 };

@@ -19,15 +19,17 @@ struct Mainloop {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
-  static constexpr int kStages = Traits::kStages;
   static constexpr bool kEarlyDv = Traits::kEarlyDv;
   static constexpr bool kDeltaFirst = Traits::kDeltaFirst;
-  using Ring = sm90::Ring<kStages>;
+  static constexpr bool kApart = Traits::kApart;
+  using QueryRing = Ring<Traits::kStages>;
+  using DoutRing = Ring<Traits::kDoutStages>;
   using Work = typename Traits::Work;
   using KeyColumns = AlongColumns<Traits::kKeyChunkBytes>;
   using KeyRows = AlongRows<Traits::kKeyChunkBytes>;
   using QueryColumns = AlongColumns<Traits::kQueryChunkBytes>;
   using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
+  using Dq = float[Traits::kDqRowParts][kDqColumns / 2];  // (64 queries, kDqColumns) each
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
   // keys_phase: parity of the loads of k and v.
@@ -58,11 +60,13 @@ struct Mainloop {
     int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
     float scale_log2 = params.attention.softmax_scale * kLog2E;
 
-    // Operands of this warpgroup: its 64 rows of k and v, and its 64 x 64 part of dq.
+    // Operands of this warpgroup: its 64 rows of k and v, and its part of dq.
     uint32_t k_rows = smem_address(smem.k) + warpgroup * 64 * kChunkRowBytes;
     uint32_t v_rows = smem_address(smem.v) + warpgroup * 64 * kChunkRowBytes;
-    uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * Traits::kKeyChunkBytes;
-    uint32_t ds_part = warpgroup / Traits::kDqColumnParts * (kBlockN * kChunkRowBytes);
+    uint32_t k_columns =
+        kApart ? k_rows : smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * Traits::kKeyChunkBytes;
+    uint32_t ds_part =
+        kApart ? warpgroup * 64 * kChunkRowBytes : warpgroup / Traits::kDqColumnParts * (kBlockN * kChunkRowBytes);
     uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)], v_operand[4 * std::max(Traits::kValueSteps, 1)];
 
     __device__ __forceinline__ void load_operands() {
@@ -77,7 +81,7 @@ struct Mainloop {
     // flight: behind dS of one step. It ends with dS of the next.
     __device__ __forceinline__ void run(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
       uint32_t p16[kBlockM / 4], ds16[kBlockM / 4];  // first operands of dV and dK
-      float dq[kDqColumns / 2];                      // (64 queries, kDqColumns)
+      Dq dq;
       {
         float s[kBlockM / 2];
         issue_s(s);
@@ -85,7 +89,7 @@ struct Mainloop {
       }
 #pragma unroll 1
       while (step.index < last_step) {
-        const int32_t index = step.index, stage = Ring::stage(index);
+        const int32_t index = step.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
         issue_dq(p16, ds16, dq, dk, dv);
         wait_products<1>();  // the product in front of the barrier: its first operand leaves the registers
         step.advance();
@@ -93,7 +97,7 @@ struct Mainloop {
         issue_s(s);
         if constexpr (kEarlyDv) {
           wait_products<1>();  // dQ
-          release(stage);
+          release(stage, dout_stage);
         } else {
           issue_dk(ds16, dk, stage);
           wait_products<2>();  // dQ
@@ -101,16 +105,16 @@ struct Mainloop {
         write_dq(dq, index);
         if constexpr (!kEarlyDv) {
           wait_products<0>();
-          release(stage);
+          release(stage, dout_stage);
         }
         score_gradients(s, p16, ds16, dv);
       }
-      const int32_t stage = Ring::stage(step.index);
+      const int32_t stage = QueryRing::stage(step.index);
       arrive(&smem.v_empty);
       issue_dq(p16, ds16, dq, dk, dv);
       if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
       wait_products<0>();
-      release(stage);
+      release(stage, DoutRing::stage(step.index));
       arrive(&smem.k_empty);
       write_dq(dq, step.index);
       fence_registers(dk);
@@ -121,7 +125,7 @@ struct Mainloop {
     // of P of the next.
     __device__ __forceinline__ void run_ahead(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
       uint32_t p16[kBlockM / 4], ds16[kBlockM / 4];  // first operands of dV and dK
-      float dq[kDqColumns / 2];                      // (64 queries, kDqColumns)
+      Dq dq;
       float s[kBlockM / 2];
       issue_s(s);
       wait_products<0>();
@@ -132,7 +136,7 @@ struct Mainloop {
       arrive(&smem.v_empty);
       issue_dk_dq(ds16, dq, dk, step.index);
       wait_products<0>();
-      mbarrier_arrive(&smem.q_empty[Ring::stage(step.index)]);
+      mbarrier_arrive(&smem.q_empty[QueryRing::stage(step.index)]);
       arrive(&smem.k_empty);
       write_dq(dq, step.index);
       fence_registers(dk);
@@ -144,19 +148,19 @@ struct Mainloop {
     // product must not be in a branch.
     template <bool kFirst>
     __device__ __forceinline__ bool step_ahead(float (&s)[kBlockM / 2], uint32_t (&p16)[kBlockM / 4],
-                                               uint32_t (&ds16)[kBlockM / 4], float (&dq)[kDqColumns / 2],
-                                               float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
-      const int32_t index = step.index, before = index - 1, stage = Ring::stage(index);
-      const float* lse = &smem.lse_log2[stage][pair];
+                                               uint32_t (&ds16)[kBlockM / 4], Dq& dq, float (&dk)[kHeadDim / 2],
+                                               float (&dv)[kHeadDim / 2]) {
+      const int32_t index = step.index, before = index - 1, stage = DoutRing::stage(index);
+      const float* lse = &smem.lse_log2[QueryRing::stage(index)][pair];
       const uint32_t dout = smem_address(smem.dout[stage]);
       if constexpr (!kFirst) issue_dk_dq(ds16, dq, dk, before);
       exponentiate<0, kBlockM / 4>(s, lse, scale_log2);
       if constexpr (!kFirst) {
         wait_products<0>();
-        mbarrier_arrive(&smem.q_empty[Ring::stage(before)]);
+        mbarrier_arrive(&smem.q_empty[QueryRing::stage(before)]);
         write_dq(dq, before);
       }
-      wait_queries(params, work, step, smem.dout_full, smem.dout);
+      wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
       float dp[kBlockM / 2];  // dP^T, then dS^T: (64 keys, kBlockM)
       issue_dp<false, ScaleIn::One>(dp, dout);
       exponentiate<kBlockM / 4, kBlockM / 2>(s, lse, scale_log2);
@@ -173,7 +177,7 @@ struct Mainloop {
       pack<T>(ds16, dp);
       issue_s(s);
       issue_dv(p16, dv, stage);
-      store_ds<kBlockN>(smem_address(smem.ds[index % 2]), ds16, warpgroup * 64 + warp * 16, lane);
+      store_ds<kBlockN>(smem_address(smem.ds[index % Traits::kDsBuffers]), ds16, warpgroup * 64 + warp * 16, lane);
       fence_async_shared();
       wait_products<0>();
       fence_registers(s);
@@ -181,18 +185,31 @@ struct Mainloop {
       return more;
     }
 
-    // dK, which covers the wait for the other warpgroups, and dQ of step `index`.
-    __device__ __forceinline__ void issue_dk_dq(uint32_t (&ds16)[kBlockM / 4], float (&dq)[kDqColumns / 2],
-                                                float (&dk)[kHeadDim / 2], int32_t index) {
-      issue_dk(ds16, dk, Ring::stage(index));
-      named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // dS of all warpgroups is written
-      product<T, kBlockN / 16, false, KeyRows, KeyRows>(dq, smem_address(smem.ds[index % 2]) + ds_part, k_columns);
+    // dK, which covers the wait for the others, and dQ of step `index`.
+    __device__ __forceinline__ void issue_dk_dq(uint32_t (&ds16)[kBlockM / 4], Dq& dq, float (&dk)[kHeadDim / 2],
+                                                int32_t index) {
+      issue_dk(ds16, dk, QueryRing::stage(index));
+      multiply_dq(dq, index);
+    }
+
+    // When dS of the keys that it sums over is written.
+    __device__ __forceinline__ void multiply_dq(Dq& dq, int32_t index) {
+      if constexpr (kApart) {
+        named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);
+      } else {
+        named_barrier_sync(kConsumersBarrier, kConsumerThreads);
+      }
+#pragma unroll
+      for (int part = 0; part < Traits::kDqRowParts; ++part) {
+        product<T, (kApart ? 64 : kBlockN) / 16, false, KeyRows, KeyRows>(
+            dq[part], smem_address(smem.ds[index % Traits::kDsBuffers][part]) + ds_part, k_columns);
+      }
     }
 
     __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2]) {
-      wait_queries(params, work, step, smem.q_full, smem.q);
+      wait_queries<QueryRing>(params, work, step, smem.q_full, smem.q);
       product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
-          s, k_operand, k_rows, smem_address(smem.q[Ring::stage(step.index)]));
+          s, k_operand, k_rows, smem_address(smem.q[QueryRing::stage(step.index)]));
     }
 
     template <bool kAccumulate, ScaleIn kSign>
@@ -210,26 +227,23 @@ struct Mainloop {
     }
 
     // dQ of this step, behind the product that covers the wait for the other warpgroups.
-    __device__ __forceinline__ void issue_dq(uint32_t (&p16)[kBlockM / 4], uint32_t (&ds16)[kBlockM / 4],
-                                             float (&dq)[kDqColumns / 2], float (&dk)[kHeadDim / 2],
-                                             float (&dv)[kHeadDim / 2]) {
-      const int32_t stage = Ring::stage(step.index);
+    __device__ __forceinline__ void issue_dq(uint32_t (&p16)[kBlockM / 4], uint32_t (&ds16)[kBlockM / 4], Dq& dq,
+                                             float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
       if constexpr (kEarlyDv) {
-        issue_dk(ds16, dk, stage);
+        issue_dk(ds16, dk, QueryRing::stage(step.index));
       } else {
-        issue_dv(p16, dv, stage);
+        issue_dv(p16, dv, DoutRing::stage(step.index));
       }
-      named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // dS of all warpgroups is written
-      product<T, kBlockN / 16, false, KeyRows, KeyRows>(dq, smem_address(smem.ds[step.index % 2]) + ds_part, k_columns);
+      multiply_dq(dq, step.index);
     }
 
     // From S in flight to dS in registers and in shared memory; nothing is in flight at exit.
     __device__ __forceinline__ void score_gradients(float (&s)[kBlockM / 2], uint32_t (&p16)[kBlockM / 4],
                                                     uint32_t (&ds16)[kBlockM / 4], float (&dv)[kHeadDim / 2]) {
-      const int32_t stage = Ring::stage(step.index);
+      const int32_t stage = DoutRing::stage(step.index);
       float dp[kBlockM / 2];  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
       if constexpr (kDeltaFirst) {
-        wait_queries(params, work, step, smem.dout_full, smem.dout);
+        wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
         for_each_delta(stage, [&](int i, float delta) { dp[i] = delta; });
       }
       // dP queued behind S, without this wait, was 2 to 5 % slower.
@@ -239,11 +253,11 @@ struct Mainloop {
       if constexpr (kDeltaFirst) {
         issue_dp<true, ScaleIn::Neg>(dp, dout);
       } else {
-        wait_queries(params, work, step, smem.dout_full, smem.dout);
+        wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
         issue_dp<false, ScaleIn::One>(dp, dout);
       }
       // P = exp(scale * S - lse), 0 where masked.
-      exponentiate(s, &smem.lse_log2[stage][pair], scale_log2);
+      exponentiate(s, &smem.lse_log2[QueryRing::stage(step.index)][pair], scale_log2);
       if (!interior.contains(step.query_block)) {
         mask(s, work.visibility, work.first_key + warpgroup * 64 + warp * 16 + lane / 4,
              step.query_block * kBlockM + pair);
@@ -266,8 +280,8 @@ struct Mainloop {
       if constexpr (!kEarlyDv) pack<T>(p16, s);
       pack<T>(ds16, dp);
       // This buffer of dS was read two steps ago, by products that every warpgroup waited for before it arrived at the
-      // barrier of the last step.
-      store_ds<kBlockN>(smem_address(smem.ds[step.index % 2]), ds16, warpgroup * 64 + warp * 16, lane);
+      // barrier of the last step; or one step ago by this one's, before it wrote dq.
+      store_ds<kBlockN>(smem_address(smem.ds[step.index % Traits::kDsBuffers]), ds16, warpgroup * 64 + warp * 16, lane);
       fence_async_shared();
       if constexpr (kEarlyDv) wait_products<0>();
     }
@@ -289,18 +303,22 @@ struct Mainloop {
       if (lane == 0) mbarrier_arrive(barrier);
     }
 
-    // The stage of q and dout is read. Every thread says so for itself, for it has read row statistics.
-    __device__ __forceinline__ void release(int32_t stage) {
-      mbarrier_arrive(&smem.dout_empty[stage]);
+    // These stages of q and dout are read. Every thread says so for itself, for it has read row statistics.
+    __device__ __forceinline__ void release(int32_t stage, int32_t dout_stage) {
+      mbarrier_arrive(&smem.dout_empty[dout_stage]);
       mbarrier_arrive(&smem.q_empty[stage]);
     }
 
     // Into the buffer of this step, when the store warp has let go of it.
-    __device__ __forceinline__ void write_dq(float (&dq)[kDqColumns / 2], int32_t index) {
-      fence_registers(dq);
+    __device__ __forceinline__ void write_dq(Dq& dq, int32_t index) {
+#pragma unroll
+      for (int part = 0; part < Traits::kDqRowParts; ++part) fence_registers(dq[part]);
       const int32_t buffer = index % kStoreWarps;
       named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-      store_dq_boxes(smem.dq[buffer][warpgroup], dq, warp, lane);
+#pragma unroll
+      for (int part = 0; part < Traits::kDqRowParts; ++part) {
+        store_dq_boxes(smem.dq[buffer][warpgroup] + part, dq[part], warp, lane);
+      }
       named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
     }
   };
@@ -315,6 +333,7 @@ struct Mainloop {
     }
   }
 
+  template <typename Ring>
   static __device__ __forceinline__ void wait_queries(const KernelParams& params, const Work& work, const Step& step,
                                                       uint64_t* full, uint8_t (*tiles)[Traits::kQueryBytes]) {
     const int32_t stage = Ring::stage(step.index);

@@ -21,8 +21,21 @@ bool has_features(const AttentionProblem& problem) {
   return problem.has_bias || problem.has_alibi || problem.softcap > 0.0 || problem.dropout_p > 0.0;
 }
 
+// Whether warpgroups add dq apart. Measured at head dimension 32: 3 to 5 % faster with 16 steps of 128 queries a job, 1
+// to 4 % slower with 8 or less; in order they would take turns twice as long.
+bool adds_apart(const AttentionProblem& problem) {
+  constexpr int64_t kQueries = 2048;  // that a key block sees, on average
+  int64_t seen = problem.seqlen_q;
+  if (problem.window_left >= 0 && problem.window_right >= 0) {
+    seen = std::min<int64_t>(seen, int64_t{problem.window_left} + problem.window_right);
+  } else if (problem.window_left >= 0 || problem.window_right >= 0) {
+    seen /= 2;
+  }
+  return !problem.deterministic && seen >= kQueries;
+}
+
 int tile_of(const AttentionProblem& problem) {
-  return tile_for(problem.head_dim, problem.head_dim_v, has_features(problem));
+  return tile_for(problem.head_dim, problem.head_dim_v, has_features(problem), adds_apart(problem));
 }
 
 CallSizes sizes_of(const AttentionProblem& problem) {
@@ -112,6 +125,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   }
   if (grouped.splits > 1) plan->schedule += ", query heads in " + std::to_string(grouped.splits) + " parts";
   plan->schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
+  if (tile.apart) plan->schedule += " of each warpgroup";
   WorkspaceRequest request;
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;

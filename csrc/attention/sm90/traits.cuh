@@ -31,18 +31,20 @@ struct StoreWarpCounts {
   uint32_t jobs, chores;  // done
 };
 
-template <typename T_, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_>
+template <typename T_, int kTileIndex>
 struct Traits {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kBlockM = kBlockM_;
-  static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_;  // of q and, as many, of dout
-  static constexpr int kDoutStages = kStages;
+  static constexpr Tile kTile = kTiles[kTileIndex];
+  static_assert(!is_wide(kTile) && kTile.head_dim == kTile.head_dim_v, "128 keys a CTA, one head dimension");
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages;  // of q
+  static constexpr int kDoutStages = kTile.dout_stages;
   // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
-  static constexpr bool kEarlyDv = kBlockM <= 64;
+  static constexpr bool kEarlyDv = kBlockM <= 64 || kTile.apart;
   // S of the next step is multiplied before dS of this one is used, which takes registers.
-  static constexpr bool kAhead = kHeadDim == 32;
+  static constexpr bool kAhead = kHeadDim == 32 && !kTile.apart;
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64;
@@ -54,11 +56,15 @@ struct Traits {
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
   // Shared memory holds whole chunks of 64 columns; products stop at kHeadDim.
   static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
-  static constexpr int kSemaphores = semaphores_of_tile({kHeadDim, kHeadDim, kBlockM, kBlockN, kStages, kStages});
-  // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
+  static constexpr int kSemaphores = semaphores_of_tile(kTile);
+  // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns. Or each warpgroup
+  // has all of it, of its own keys.
+  static constexpr bool kApart = kTile.apart;
+  static constexpr int kDqRowParts = kApart ? kBlockM / 64 : 1;  // of 64 rows, that a warpgroup has
+  static constexpr int kDsBuffers = kApart ? 1 : 2;              // of its own dS, a warpgroup knows when it is read
   static constexpr int kDqColumnParts = kChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
-  static constexpr bool kChores = has_chores({kHeadDim, kHeadDim, kBlockM, kBlockN, kStages, kStages});
+  static constexpr bool kChores = has_chores(kTile);
   // Of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
@@ -70,34 +76,34 @@ struct Traits {
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kStatisticBytes = kBlockM * 4;
 
-  static_assert(kChunks <= 2 * kBlockM / 64, "dk is staged in the buffers of ds");
+  static_assert(kChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
 
   static constexpr bool kRotatesHeads = kHeadDim == 128;  // within a query block, as measured there
 
   using Work = sm90::Work<kBlockM, kBlockN>;
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)
-    uint8_t v[kKeyBytes];                                    // (kBlockN, kHeadDim)
-    uint8_t q[kStages][kQueryBytes];                         // (kBlockM, kHeadDim)
-    uint8_t dout[kStages][kQueryBytes];                      // (kBlockM, kHeadDim)
-    uint8_t ds[2][kBlockM / 64][kBlockN * kChunkRowBytes];   // transposed, (kBlockN, kBlockM)
-    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 a warpgroup, two boxes of 32 columns
+    uint8_t k[kKeyBytes];                                            // (kBlockN, kHeadDim)
+    uint8_t v[kKeyBytes];                                            // (kBlockN, kHeadDim)
+    uint8_t q[kStages][kQueryBytes];                                 // (kBlockM, kHeadDim)
+    uint8_t dout[kDoutStages][kQueryBytes];                          // (kBlockM, kHeadDim)
+    uint8_t ds[kDsBuffers][kBlockM / 64][kBlockN * kChunkRowBytes];  // transposed, (kBlockN, kBlockM)
+    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];          // 64 x 64 a warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
-    alignas(128) float delta[kStages][kBlockM];
+    alignas(128) float delta[kDoutStages][kBlockM];
     Work work[2];            // this job and the next
     JobCursor cursor;        // the scheduler's own
     uint64_t work_full[2];   // the scheduler arrives
     uint64_t work_empty[2];  // every thread of the consumers and of the store warps arrives, and the loader
     ChoreBoard chores;
     StoreWarpCounts store_warps[kStoreWarps];
-    uint64_t chore_full;                             // the scheduler arrives: the chore behind this job is chosen
-    uint64_t sums_full[kStoreWarps];                 // store warps arrive with bytes
-    uint64_t work_wanted;                            // the loader arrives: it has nothing more to load for this job
-    uint64_t k_full, v_full;                         // producer arrives with bytes
-    uint64_t k_empty, v_empty;                       // every consumer warp arrives
-    uint64_t q_full[kStages], dout_full[kStages];    // producer arrives with bytes
-    uint64_t q_empty[kStages], dout_empty[kStages];  // every consumer thread arrives
+    uint64_t chore_full;                                 // the scheduler arrives: the chore behind this job is chosen
+    uint64_t sums_full[kStoreWarps];                     // store warps arrive with bytes
+    uint64_t work_wanted;                                // the loader arrives: it has nothing more to load for this job
+    uint64_t k_full, v_full;                             // producer arrives with bytes
+    uint64_t k_empty, v_empty;                           // every consumer warp arrives
+    uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
+    uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {
@@ -116,8 +122,10 @@ struct Traits {
     }
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&smem.q_full[stage], 1);
-      mbarrier_init(&smem.dout_full[stage], 1);
       mbarrier_init(&smem.q_empty[stage], kConsumerThreads);
+    }
+    for (int stage = 0; stage < kDoutStages; ++stage) {
+      mbarrier_init(&smem.dout_full[stage], 1);
       mbarrier_init(&smem.dout_empty[stage], kConsumerThreads);
     }
     fence_mbarrier_init();

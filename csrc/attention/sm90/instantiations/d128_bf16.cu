@@ -1,4 +1,4 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 4, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 5, true>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__nv_bfloat16, 5, false>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__nv_bfloat16, 6, true>(const KernelParams&, void*);

@@ -1,4 +1,4 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__half, 4, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 5, true>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__half, 5, false>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__half, 6, true>(const KernelParams&, void*);

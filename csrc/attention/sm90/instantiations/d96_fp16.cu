@@ -1,3 +1,3 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__half, 3, false>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__half, 4, false>(const KernelParams&, void*);

@@ -120,15 +120,29 @@ struct Bias {
       const int32_t j = work.key_block * Traits::kBlockN + warp_row() + to_a % kGroups * 8;
       const int32_t columns = p.seqlen_k - j;
       T* place = static_cast<T*>(g.data) + work.batch * g.batch_stride + head * g.head_stride + i0 * g.row_stride + j;
+      const auto load_piece = [&](uint32_t (&r)[4], int nt) {
+        load_matrix_x4_trans(
+            r, smem_address(ds) + Swizzle::offset(warp_row() + key, warp_piece() + nt + from_a / kGroups));
+      };
       __syncwarp();  // the warp has written its part of ds
+      if ((query_block + 1) * Traits::kBlockM <= p.seqlen_q && (work.key_block + 1) * Traits::kBlockN <= p.seqlen_k) {
+        alignas(16) uint32_t pieces[Traits::kScoreTiles / kSpan][4];  // all of them on their way at once
+#pragma unroll
+        for (int i = 0; i < Traits::kScoreTiles / kSpan; ++i) load_piece(pieces[i], i * kSpan);
+#pragma unroll
+        for (int i = 0; i < Traits::kScoreTiles / kSpan; ++i, place += kSpan * 8 * g.row_stride) {
+          // An assignment of a uint4 is compiled to four stores here.
+          __stcg(reinterpret_cast<uint4*>(place), make_uint4(pieces[i][0], pieces[i][1], pieces[i][2], pieces[i][3]));
+        }
+        return;
+      }
 #pragma unroll
       for (int nt = 0; nt < Traits::kScoreTiles; nt += kSpan) {
         alignas(16) uint32_t r[4];
-        load_matrix_x4_trans(
-            r, smem_address(ds) + Swizzle::offset(warp_row() + key, warp_piece() + nt + from_a / kGroups));
+        load_piece(r, nt);
         if (i0 + nt * 8 < p.seqlen_q) {
           if (columns >= 8) {
-            *reinterpret_cast<uint4*>(place) = *reinterpret_cast<const uint4*>(r);
+            __stcg(reinterpret_cast<uint4*>(place), make_uint4(r[0], r[1], r[2], r[3]));
           } else {
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
@@ -148,15 +162,16 @@ struct Bias {
                                                         const Accumulator& ds, const Write& write) {
     const BiasGradient& g = params.bias_gradient;
     const int32_t i0 = Place::first_query(query_block), j0 = Place::first_key(work);
+    const int64_t col_stride = Traits::kExtras == Extras::kAll ? g.col_stride : 1;  // see extras_of in launch.cu
     Out* row = static_cast<Out*>(g.data) + work.batch * g.batch_stride + head * g.head_stride + i0 * g.row_stride +
-               j0 * g.col_stride;
+               j0 * col_stride;
     rows -= i0;
     columns -= j0;
     for_each_row([&](int nt, int c) {
       Out* place = row;
       for_each_octet([&](int mt, int h) {
         if (nt * 8 + c < rows && mt * 16 + h * 8 < columns) write(place, ds[mt][nt][h * 2 + c]);
-        place += 8 * g.col_stride;
+        place += 8 * col_stride;
       });
       row += (c == 0 ? 1 : 7) * g.row_stride;
     });

@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
 
   if (threadIdx.x == 0) {
     smem.work = Work();
-    if constexpr (Traits::kLoadsAhead) smem.first_stage = smem.keys_offset = 0;
+    smem.first_stage = smem.keys_offset = 0;
+    for (SplitBarrier* barrier : {&smem.landed, &smem.scores_there, &smem.done}) barrier->init(Traits::kThreads / 32);
   }
   __syncthreads();  // thread 0 has written that there is nothing to do before the first job
   float dk[Traits::kKeyTiles][Traits::kGradientTiles][4];
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     if (!more) return;
     __syncthreads();  // everybody is done with this job and has read where the first tiles of the next one lie
     if (threadIdx.x == 0) {
-      if (loaded) Mainloop<Traits>::change_places(smem);
+      Mainloop<Traits>::change_places(smem, loaded);
       smem.work = smem.next_work;
     }
     __syncthreads();  // thread 0 has written it

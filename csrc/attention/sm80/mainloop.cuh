@@ -13,6 +13,7 @@
 #include "dq.cuh"
 #include "features.cuh"
 #include "loads.cuh"
+#include "split_barrier.cuh"
 
 namespace flashbwd::sm80 {
 
@@ -73,9 +74,13 @@ struct Traits {
     Work work, next_work;
     Step steps[2];  // this step and the next one, in turn
     Source<T> source;
-    // Where the first tiles of a job are loaded before the one before it ends: the stage of its first step, and how far
-    // from k and v its own lie, 0 or sizeof(SharedStorage).
-    int32_t first_stage, keys_offset;
+    // Two stages: the steps of all jobs before this one, modulo 2, which is the stage of its first step.
+    int32_t first_stage;
+    // Where the first tiles of a job are loaded before the one before it ends: how far from k and v its own lie, 0 or
+    // sizeof(SharedStorage).
+    int32_t keys_offset;
+    // Two stages, once a step each: its tiles are there; ds of all warps is; everybody is done with the step.
+    SplitBarrier landed, scores_there, done;
   };
 };
 
@@ -101,10 +106,6 @@ struct Mainloop {
 
   // Whether a warp takes its own part of p and ds from registers; those of fp32 are too many.
   static constexpr bool kHoldsOwn = sizeof(T) == 2;
-  // Where warps exchange p, the bias of the next step is loaded into it once this step's p has been read. Not where
-  // that takes the last registers.
-  static constexpr bool kEarlyBias = Traits::kFeatures && Traits::kExchange && Bias<Traits>::kPieces &&
-                                     !(Traits::kBiasAlone && !bias_kernel_adds(Traits::kTile));
 
   // The next job that exists, or none, by one thread.
   static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem) {
@@ -132,28 +133,23 @@ struct Mainloop {
   static __device__ __forceinline__ bool loads_ahead(const KernelParams& params, const SharedStorage& smem) {
     return params.loads_ahead && smem.work.steps() > 0 && smem.next_work.exists && smem.next_work.steps() > 0;
   }
-  // Then, from this job's places to those of the next one, by one thread.
-  static __device__ __forceinline__ void change_places(SharedStorage& smem) {
-    smem.first_stage = (smem.first_stage + smem.work.steps()) % 2;
-    smem.keys_offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
+  // From this job's stages, and places of its keys if the next one's have been loaded, to those of the next one, by one
+  // thread.
+  static __device__ __forceinline__ void change_places(SharedStorage& smem, bool loaded) {
+    smem.first_stage = next_stage(smem);
+    if (loaded) smem.keys_offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
   }
 
   // Starts the copies of the first tiles of the next job. Everybody is done with those of this one.
   static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem) {
     const Work& work = smem.next_work;
     if (work.steps() == 0) return;
-    load_queries(params, smem, 0);
-    load_douts(params, smem, 0);
+    const int32_t stage = Traits::kStages > 1 ? next_stage(smem) : 0;
+    load_queries(params, smem, stage);
+    load_douts(params, smem, stage);
     load_keys(params, smem, work, keys_offset(smem));
     copy_async_commit();
-    const Step step(work);
-    if (threadIdx.x == 0) {
-      smem.steps[0] = step;
-      if constexpr (Traits::kLoadsAhead) smem.first_stage = 0;
-    }
-    if constexpr (kEarlyBias) {
-      ScoreWork(params, work).load_bias(step.head, step.query_block(work), smem.p);
-    }
+    if (threadIdx.x == 0) smem.steps[stage] = Step(work);
   }
 
   // Zeroes dk and dv and adds all query tiles of the work to them, once their copies have been started. Takes the next
@@ -176,7 +172,11 @@ struct Mainloop {
 
     const AttentionBackwardParams& p = params.attention;
     ScoreWork scores(params, work);
-    if (Traits::kStages > 1 && threadIdx.x == 0) advance(params, smem, 0);
+    if constexpr (Traits::kStages > 1) {
+      if (threadIdx.x == 0) advance(params, smem, 0);
+      copy_async_wait<0>();
+      smem.landed.arrive();
+    }
 
     // From shared memory each time where that is a register less.
     const int32_t all_steps = work.steps();
@@ -185,37 +185,37 @@ struct Mainloop {
     for (int32_t index = 0; index < steps(); ++index) {
       const int32_t place = index + first_stage(smem);
       const int32_t stage = place % Traits::kStages;
+      const uint32_t phase = place % 2;
       const Step& step = smem.steps[place % 2];
-      const Step& next = smem.steps[(place + 1) % 2];
       const bool more = index + 1 < steps();
-      copy_async_wait<(kEarlyBias && Traits::kStages > 1 ? 1 : 0)>();  // but for the bias
-      __syncthreads();  // this step's tiles and the next source are there; everybody is done with the step before
-      const int32_t query_block = step.query_block(work);
-      if constexpr (Traits::kFeatures && !kEarlyBias) scores.load_bias(step.head, query_block, smem.ds);
-      if (Traits::kStages > 1) {
-        const bool ahead = Traits::kLoadsAhead && !more && loads_ahead(params, smem);
-        if (more || ahead) {
-          load_queries(params, smem, stage ^ 1);
-          load_douts(params, smem, stage ^ 1);
-        }
-        if (ahead) {
-          load_keys(params, smem, smem.next_work, static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset);
-          if (threadIdx.x == 0) smem.steps[(place + 1) % 2] = Step(smem.next_work);
-        }
-        copy_async_commit();
+      if constexpr (Traits::kStages > 1) {
+        smem.landed.wait(phase);  // and all warps are done with p of the step before
+        if constexpr (!Traits::kExchange) smem.done.wait(phase ^ 1);
+      } else {
+        copy_async_wait<0>();
+        __syncthreads();  // this step's tiles and the next source are there; everybody is done with the step before
       }
-      if (threadIdx.x == 0) {
-        if (more) smem.steps[(place + 1) % 2] = Step(step, work);
-        if (Traits::kStages == 1) advance(params, smem, index);
+      const int32_t query_block = step.query_block(work);
+      uint8_t* const bias = Traits::kExchange ? smem.p : smem.ds;
+      if constexpr (Traits::kFeatures) scores.load_bias(step.head, query_block, bias);
+      if constexpr (Traits::kStages == 1) {
+        if (threadIdx.x == 0) {
+          if (more) smem.steps[(place + 1) % 2] = Step(step, work);
+          advance(params, smem, index);
+        }
       }
 
       if constexpr (Traits::kFeatures) scores.draw_mask(step.head, query_block);
       ScoreTile s = {}, dp = {};
       multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
+      if constexpr (Traits::kStages > 1) {
+        if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // with the step before
+        start_copies(params, smem, place, more);
+      }
       multiply_keys<M>(smem.v + keys_offset(smem), smem.dout[stage], dp);
       if constexpr (Traits::kFeatures) {
         scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(step.head, query_block, smem.lse[stage], smem.delta[stage],
-                                                             kEarlyBias ? smem.p : smem.ds, smem.ds, s, dp);
+                                                             bias, smem.ds, s, dp);
       } else {
         scores.apply(query_block, smem.lse[stage], smem.delta[stage], s, dp);
       }
@@ -232,27 +232,31 @@ struct Mainloop {
       hold(dp, ds_held);
       store_scores(smem.ds, ds_held);
       if constexpr (Traits::kExtras == Extras::kAll) scores.finish_tile(step.head, query_block, smem.ds);
-      if constexpr (Traits::kExtras != Extras::kSharedBias) {
-        if constexpr (Traits::kExchange) store_scores(smem.p, p_held);
-        add_own(p_held, smem.dout[stage], dv);
-      }
-      __syncthreads();  // ds (and p) of all warps are there
+      if constexpr (Traits::kExchange && Traits::kExtras != Extras::kSharedBias) store_scores(smem.p, p_held);
+      if constexpr (Traits::kStages > 1) smem.scores_there.arrive();
       if constexpr (Traits::kExtras == Extras::kBias) scores.finish_tile(step.head, query_block, smem.ds);
+      if constexpr (Traits::kExtras != Extras::kSharedBias) add_own(p_held, smem.dout[stage], dv);
       DqSums dq = {};
-      if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
-      add_others(smem.p, smem.dout[stage], dv);
-      if constexpr (Traits::kExtras == Extras::kSharedBias) scores.pass_on(step.head, query_block);
-      if constexpr (kEarlyBias) {
-        named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);  // the warps of these keys are done with their p
-        if (more) scores.load_bias(next.head, next.query_block(work), smem.p);
-      }
       if constexpr (Traits::kStages > 1) {
-        if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
-        // Its additions are on their way under the next product.
-        add_dq(params, smem, work, step.head, query_block, dq);
+        // Of dv and dk a warp needs no more than the warps of its keys have.
+        if constexpr (Traits::kExchange) named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);
+        add_others(smem.p, smem.dout[stage], dv);
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
+        if (more) {
+          copy_async_wait<0>();
+          smem.landed.arrive();
+        }
+        smem.scores_there.wait(static_cast<uint32_t>(index + first_stage(smem)) % 2);  // a register less than `phase`
+        if constexpr (Traits::kExtras == Extras::kSharedBias) scores.pass_on(step.head, query_block);
+        if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
+        if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
+        // Its additions are on their way under the next products.
+        add_dq(params, smem, work, step.head, query_block, dq);
+        smem.done.arrive();
       } else {
+        __syncthreads();  // ds (and p) of all warps are there
+        add_others(smem.p, smem.dout[stage], dv);
         if constexpr (Traits::kExchange) __syncthreads();  // everybody is done with dout
         if (more) load_douts(params, smem, 0);
         add_own(ds_held, smem.q[stage], dk);
@@ -275,10 +279,32 @@ struct Mainloop {
 
  protected:
   static __device__ __forceinline__ int32_t first_stage(const SharedStorage& smem) {
-    return Traits::kLoadsAhead ? smem.first_stage : 0;
+    return Traits::kStages > 1 ? smem.first_stage : 0;
+  }
+  // Of the next job.
+  static __device__ __forceinline__ int32_t next_stage(const SharedStorage& smem) {
+    return (smem.first_stage + smem.work.steps()) % 2;
   }
   static __device__ __forceinline__ int32_t keys_offset(const SharedStorage& smem) {
     return Traits::kLoadsAhead ? smem.keys_offset : 0;
+  }
+
+  // Two stages: of the tiles of the step after `place`, or with them of the next job. Everybody is done with those that
+  // were there.
+  static __device__ __forceinline__ void start_copies(const KernelParams& params, SharedStorage& smem, int32_t place,
+                                                      bool more) {
+    const int32_t stage = (place + 1) % 2;
+    const bool ahead = Traits::kLoadsAhead && !more && loads_ahead(params, smem);
+    if (more || ahead) {
+      load_queries(params, smem, stage);
+      load_douts(params, smem, stage);
+    }
+    if (ahead) {
+      load_keys(params, smem, smem.next_work, static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset);
+      if (threadIdx.x == 0) smem.steps[stage] = Step(smem.next_work);
+    }
+    copy_async_commit();
+    if (threadIdx.x == 0 && more) smem.steps[stage] = Step(smem.steps[place % 2], smem.work);
   }
 
   // To `offset` from k and v.
@@ -512,7 +538,7 @@ struct Mainloop {
 
   // Of one pass, `column` the first one of it.
   static __device__ __forceinline__ void multiply_dq(const SharedStorage& smem, int32_t column, DqSums& dq) {
-    const int32_t lane = Traits::lane();
+    const int32_t lane = Bias<Traits>::kKeepsLane ? Traits::lane() : Bias<Traits>::lane_again();
     const typename M::template ColumnsA<Traits::kScoreRowBytes, Traits::kQueryTiles * 16> columns_a(
         smem_address(smem.ds), lane, Traits::warp_q() * Traits::kQueryTiles * 16);
     const typename M::template ColumnsB<Traits::kRowBytes, Traits::kColumnTiles * 8, false> columns_b(

@@ -72,7 +72,8 @@ struct StoreTile {
         const int32_t tile_column = nt / 2 * kPairColumns;
         const bool exists = nt + 4 <= kColumnTiles || lane % 4 < 2;
         if (row < rows && exists && column + tile_column < target.columns) {
-          *reinterpret_cast<uint4*>(place + tile_column) = make_uint4(words[0], words[1], words[2], words[3]);
+          // An assignment of a uint4 is often compiled to four stores.
+          __stcg(reinterpret_cast<uint4*>(place + tile_column), make_uint4(words[0], words[1], words[2], words[3]));
         }
       }
     }

@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,23 @@ def test_calls_of_several_threads_and_streams_do_not_meet() -> None:
     for thread in threads:
         thread.join()
     assert wrong == [0] * 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["prebuilt", "compiled"])
+def test_the_first_call_of_a_thread(compiled: bool) -> None:
+    """A thread has no CUDA context before it calls the runtime."""
+    q, k, v = Shape(heads=4, heads_kv=2).tensors(torch.bfloat16, "cuda")
+    mod = (lambda s, b, h, q, k: s + torch.sin(s)) if compiled else None
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return flashbwd.flex_decoding(q, k, v, mod, enable_gqa=True)  # type: ignore[return-value]
+
+    expected = call()
+    call()  # beside `expected`, and freed: the thread's call takes its memory
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        assert torch.equal(thread.submit(call).result(), expected)
 
 
 @pytest.mark.gpu

@@ -20,10 +20,10 @@ const char* run_decoding(const DecodingParams& p, DecodingTile tile, DType dtype
   const DecodingKernels kernels = kernels_of(dtype);
   const dim3 grid(static_cast<unsigned>(p.batch) * p.heads_kv * p.row_tiles, p.splits);
   const int bytes = shared_bytes(tile.head_dim, tile.rows, tile.warps, static_cast<int>(size_of(dtype)));
-  const cudaLaunchConfig_t config = config_of(grid, tile.warps * 32, bytes, stream);
+  const CUlaunchConfig config = config_of(grid, tile.warps * 32, bytes, stream);
   const LaunchForm form = {info.index, p.cluster, info.cc_major >= 9};
   cudaError_t error = kernel != nullptr
-                          ? launch_compiled(&p, kernel, config, form)
+                          ? launch_any(&p, kernel, config, form)
                           : launch_prebuilt(p, kernels.split(tile, aligned, p.ordinary.kind), config, form);
   if (error == cudaSuccess && p.splits > p.cluster && p.arrivals == nullptr) {
     const dim3 rows(static_cast<unsigned>(p.batch) * p.heads * p.seqlen_q);
@@ -39,14 +39,14 @@ const char* run_decoding_backward(const DecodingBackwardParams& p, int head_dim,
   const LaunchForm form = {info.index};
   const dim3 grid(static_cast<unsigned>(p.batch_kv) * p.heads_kv, p.splits);
   const int bytes = backward_shared_bytes(head_dim, static_cast<int>(size_of(dtype)));
-  const cudaLaunchConfig_t config = config_of(grid, kBackwardWarps * 32, bytes, stream);
+  const CUlaunchConfig config = config_of(grid, kBackwardWarps * 32, bytes, stream);
   cudaError_t error = kernel != nullptr
-                          ? launch_compiled(&p, kernel, config, form)
+                          ? launch_any(&p, kernel, config, form)
                           : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.ordinary.kind), config, form);
   if (error == cudaSuccess) {
     const int64_t pairs = int64_t{p.batch} * p.heads * p.seqlen_q * ((p.head_dim + 1) / 2);
     const dim3 blocks(static_cast<unsigned>((pairs + kSumThreads - 1) / kSumThreads));
-    error = launch_kernel(config_of(blocks, kSumThreads, 0, stream), kernels.sum_slots, p);
+    error = launch_prebuilt(p, kernels.sum_slots, config_of(blocks, kSumThreads, 0, stream), form);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

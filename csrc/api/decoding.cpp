@@ -66,19 +66,45 @@ OrdinaryMod ordinary_modification(int64_t modification) {
 
 namespace {
 
-// (B, H, Sq, head_dim) with q's dtype and order of dimensions in memory, the last innermost.
-OwnedTensor empty_output(AtenTensorHandle q, const TensorDesc& desc, int64_t head_dim,
-                         std::array<int64_t, 4>& strides) {
+// Sizes (B, H, Sq, head_dim) with q's order of dimensions in memory, the last innermost.
+struct OutputShape {
+  std::array<int64_t, 4> sizes, strides;
+};
+
+OutputShape output_shape(const TensorDesc& q, int64_t head_dim) {
+  OutputShape shape = {{q.sizes[0], q.sizes[1], q.sizes[2], head_dim}, {0, 0, 0, 1}};
   std::array<int, 3> order = {0, 1, 2};
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return desc.strides[a] > desc.strides[b]; });
-  const std::array<int64_t, 4> sizes = {desc.sizes[0], desc.sizes[1], desc.sizes[2], head_dim};
-  strides[3] = 1;
+  std::sort(order.begin(), order.end(),
+            [&](int a, int b) { return q.strides[a] != q.strides[b] ? q.strides[a] > q.strides[b] : a < b; });
   int64_t stride = head_dim;
   for (int i = 2; i >= 0; --i) {
-    strides[order[i]] = stride;
-    stride *= sizes[order[i]];
+    shape.strides[order[i]] = stride;
+    stride *= shape.sizes[order[i]];
   }
-  return empty_strided(q, sizes, strides, desc.dtype);
+  return shape;
+}
+
+// The output and as many statistics (B, H, Sq), all in one storage, the output first: an allocation costs the host more
+// than a tensor.
+std::vector<OwnedTensor> output_and_statistics(AtenTensorHandle q, const OutputShape& out, DType dtype,
+                                               int statistics) {
+  std::vector<OwnedTensor> results;
+  results.reserve(4);
+  if (statistics == 0) {
+    results.push_back(empty_strided(q, out.sizes, out.strides, dtype));
+    return results;
+  }
+  constexpr int64_t kFloat = sizeof(float);
+  const int64_t rows = out.sizes[0] * out.sizes[1] * out.sizes[2];
+  const int64_t out_floats = (rows * out.sizes[3] * size_of(dtype) + kFloat - 1) / kFloat;
+  const OwnedTensor all = empty_strided<1>(q, {out_floats + statistics * rows}, {1}, DType::kFloat32);
+  results.push_back(part_of(all.get(), 0, out.sizes, out.strides, dtype));
+  for (int i = 0; i < statistics; ++i) {
+    results.push_back(part_of<3>(all.get(), (out_floats + i * rows) * kFloat,
+                                 {out.sizes[0], out.sizes[1], out.sizes[2]},
+                                 {out.sizes[1] * out.sizes[2], out.sizes[2], 1}, DType::kFloat32));
+  }
+  return results;
 }
 
 void* data_of(const OwnedTensor& tensor) {
@@ -173,20 +199,13 @@ std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall
 
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (cuda->current_device() != device) guard.emplace(device);
-  std::vector<OwnedTensor> results;
-  results.reserve(4);
-  std::array<int64_t, 4> out_strides;
-  results.push_back(empty_output(q, call.q, p.head_dim_v, out_strides));
+  const OutputShape out = output_shape(call.q, p.head_dim_v);
+  std::vector<OwnedTensor> results =
+      output_and_statistics(q, out, call.q.dtype, settings.need_lse + settings.need_max_scores);
   p.out = data_of(results[0]);
-  std::copy_n(out_strides.begin(), 3, p.out_strides);
-  const auto statistic = [&](bool needed) -> float* {
-    if (!needed) return nullptr;
-    results.push_back(empty_strided<3>(q, {p.batch, p.heads, p.seqlen_q},
-                                       {int64_t{p.heads} * p.seqlen_q, p.seqlen_q, 1}, DType::kFloat32));
-    return static_cast<float*>(data_of(results.back()));
-  };
-  p.lse = statistic(settings.need_lse);
-  p.max_scores = statistic(settings.need_max_scores);
+  std::copy_n(out.strides.begin(), 3, p.out_strides);
+  if (settings.need_lse) p.lse = static_cast<float*>(data_of(results[1]));
+  if (settings.need_max_scores) p.max_scores = static_cast<float*>(data_of(results.back()));
   if (settings.need_exact_out && call.q.dtype != DType::kFloat32) {
     const int64_t width = p.head_dim_v;
     results.push_back(empty_strided<4>(q, {p.batch, p.heads, p.seqlen_q, width},

@@ -53,6 +53,16 @@ OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims
   return OwnedTensor(handle);
 }
 
+// A tensor in the storage of `all`, which begins where that does, from `offset_bytes` on. It is no view of `all`.
+template <size_t kDims>
+OwnedTensor part_of(AtenTensorHandle all, int64_t offset_bytes, const std::array<int64_t, kDims>& sizes,
+                    const std::array<int64_t, kDims>& strides, DType dtype) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__alloc_from_pool(all, offset_bytes, static_cast<int32_t>(scalar_type_of(dtype)),
+                                                     kDims, sizes.data(), strides.data(), &handle));
+  return OwnedTensor(handle);
+}
+
 // As torch.empty_like, mostly without asking the dispatcher.
 Tensor new_like(const Tensor& tensor);
 

@@ -17,8 +17,9 @@ __device__ __forceinline__ void copy_async_16(uint32 shared, const void* global,
                : "memory");
 }
 
+// To be kept in the L2 while keys and values stream through it.
 __device__ __forceinline__ void prefetch(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global));
+  asm volatile("prefetch.global.L2::evict_last [%0];\n" ::"l"(global));
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n"); }

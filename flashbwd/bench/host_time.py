@@ -30,7 +30,7 @@ import flashbwd
 from flashbwd.bench.measure import host_bursts
 
 SEQLEN_K, PAGE = 8192, 128
-CALLS, BURSTS, PASSES = 150, 5, 5  # of a burst, of a pass, of a run
+CALLS, BURSTS, PASSES = 150, 4, 10  # of a burst, of a pass, of a run
 SDPA, ADDITION = "PyTorch's SDPA", "PyTorch's addition of two numbers"
 
 

@@ -96,7 +96,8 @@ def flex_decoding(
     out : Tensor, (B, H, Sq, Dv)
         query's dtype, and its order of strides. 0 in a row that sees no key.
     lse, max_scores : Tensor, (B, H, Sq)
-        float32 (float64 for float64 inputs); -inf in a row that sees no key.
+        float32 (float64 for float64 inputs); -inf in a row that sees no key. On a GPU they lie behind ``out``, in its
+        storage.
 
     Raises
     ------

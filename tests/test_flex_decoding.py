@@ -323,6 +323,18 @@ def test_auxiliary_outputs(device: str) -> None:
     assert isinstance(alone, Tensor) and torch.equal(alone, out)
 
 
+def test_results_may_be_written_to(device: str) -> None:
+    """The statistics do not lie in the output, whatever its size."""
+    tensors = Shape(batch=1, heads=3, heads_kv=1, seqlen_q=1, head_dim_v=17).tensors(bf16, device)
+    out, aux = flashbwd.flex_decoding(*tensors, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True))
+    results = [out, aux.lse, aux.max_scores]
+    expected = [result.clone() for result in results]
+    for i in range(3):
+        results[i].fill_(float("nan"))
+        for result, value in list(zip(results, expected, strict=True))[i + 1 :]:
+            assert torch.equal(result, value)
+
+
 def test_inputs_are_not_written_to(device: str) -> None:
     shape = Shape()
     tensors = shape.tensors(bf16, device)

@@ -208,6 +208,10 @@ class DecodingCase:
         return int(self.work) + self.batch * self.heads * self.seqlen_q * self.head_dim * DTYPES[self.dtype].itemsize
 
 
+# Of slots of blocks, at least: the clock of a card at its power limit takes longer to settle than one step.
+BLOCK_SLOT_MS = 300.0
+
+
 @dataclass(frozen=True)
 class BlockCase:
     """One training step of a transformer block: forward, backward and optimizer, causal."""
@@ -222,7 +226,6 @@ class BlockCase:
     hidden: int  # columns of the MLP
     dtype: str = "bf16"
     compiled: bool = True
-    slot_ms: float = 300.0  # at least: the clock of a card at its power limit takes longer to settle than one step
     bars: tuple[Bar, ...] = ()
 
     @property

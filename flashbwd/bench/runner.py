@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashbwd.bench import ahead, attention_peers, block_peers, decoding_peers, machine, measure, norm_peers, oracle
-from flashbwd.bench.cases import TOLERANCES, AttentionCase, BlockCase, Case, DecodingCase, NormCase
+from flashbwd.bench.cases import BLOCK_SLOT_MS, TOLERANCES, AttentionCase, BlockCase, Case, DecodingCase, NormCase
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
@@ -179,7 +179,7 @@ def run_case(
 ) -> CaseResult:
     """Prepare, check and time each of ``peers`` on one case."""
     if isinstance(case, BlockCase):
-        settings = dataclasses.replace(settings, slot_ms=max(settings.slot_ms, case.slot_ms))
+        settings = dataclasses.replace(settings, slot_ms=max(settings.slot_ms, BLOCK_SLOT_MS))
     sets = measure.input_sets(case.input_bytes, device)
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
     results: dict[str, PeerResult] = {}

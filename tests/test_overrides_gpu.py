@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -325,7 +326,10 @@ def test_a_norm_handed_on_gets_what_pytorchs_kernel_gives(
     in_use = torch.cuda.memory_allocated()
     for _ in range(3):
         gradients(normalise, [x, *weights], dz)
-    assert torch.cuda.memory_allocated() == in_use
+    deadline = time.monotonic() + 5  # autograd's thread may let go of a graph after the gradients are out
+    while torch.cuda.memory_allocated() > in_use and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert torch.cuda.memory_allocated() <= in_use
     flashbwd.disable()
     for got, want in zip(actual, gradients(normalise, [x, *weights], dz), strict=True):
         assert got.stride() == want.stride() and torch.equal(got, want)

@@ -208,8 +208,8 @@ class DecodingCase:
         return int(self.work) + self.batch * self.heads * self.seqlen_q * self.head_dim * DTYPES[self.dtype].itemsize
 
 
-# Of slots of blocks, at least: the clock of a card at its power limit takes longer to settle than one step.
-BLOCK_SLOT_MS = 300.0
+# Of slots of blocks, at least: a card at its power limit has settled on a clock only after some tenths of a second.
+BLOCK_SLOT_MS = 1000.0
 
 
 @dataclass(frozen=True)

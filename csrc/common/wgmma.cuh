@@ -1,8 +1,9 @@
-// Warpgroup matrix products over tiles in shared memory with the 128-byte swizzle.
+// Warpgroup matrix products over tiles in shared memory with the 128-byte swizzle, or that of 64 bytes.
 //
 // A tile of `rows` rows lies in chunks of 64 columns (128 bytes of 16-bit elements): row r of a chunk is 128 bytes, its
 // 16-byte piece p at place p ^ (r % 8); chunks follow each other. This is what a tensor copy with a 64-column box and
-// SWIZZLE_128B leaves behind, a chunk a copy. Chunks start 1024-byte aligned.
+// SWIZZLE_128B leaves behind, a chunk a copy. Chunks start 1024-byte aligned. Or in chunks of 32 columns (64 bytes,
+// piece p at place p ^ (r / 2 % 4), SWIZZLE_64B).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,33 +23,44 @@ using cute::SM90::GMMA::ScaleOut;
 
 constexpr int kChunkColumns = 64;
 constexpr int kChunkRowBytes = 128;
-constexpr int kSwizzleGroupBytes = 1024;  // 8 rows
 
+// The place of 16-byte piece `piece` of a row within the row.
+template <int kRowBytes = kChunkRowBytes>
+__device__ __forceinline__ int32_t swizzled(int32_t piece, int32_t row) {
+  static_assert(kRowBytes == 128 || kRowBytes == 64, "a swizzle that tensor copies have");
+  return kRowBytes == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
+}
+
+template <int kRowBytes>
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, int leading_bytes) {
+  using cute::SM90::GMMA::LayoutType;
   cute::GmmaDescriptor descriptor;
   descriptor.bitfield.start_address_ = static_cast<uint16_t>(address >> 4);
   descriptor.bitfield.leading_byte_offset_ = static_cast<uint16_t>(leading_bytes >> 4);
-  descriptor.bitfield.stride_byte_offset_ = kSwizzleGroupBytes >> 4;
-  descriptor.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
+  descriptor.bitfield.stride_byte_offset_ = 8 * kRowBytes >> 4;
+  descriptor.bitfield.layout_type_ = static_cast<uint8_t>(kRowBytes == 128 ? LayoutType::B128 : LayoutType::B64);
   return descriptor.desc_;
 }
 
 // An operand whose product dimension runs along the columns of its tile (K-major); the rows are its M or N.
-template <int kChunkBytes>
+template <int kChunkBytes, int kRowBytes = kChunkRowBytes>
 struct AlongColumns {
   static constexpr Major kMajor = Major::K;
-  static constexpr int step_bytes(int k) { return k / 4 * kChunkBytes + k % 4 * 32; }  // 16 columns a step
-  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) { return smem_descriptor(address, 16); }
+  static constexpr int kChunkSteps = kRowBytes / 32;  // of 16 columns
+  static constexpr int step_bytes(int k) { return k / kChunkSteps * kChunkBytes + k % kChunkSteps * 32; }
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+    return smem_descriptor<kRowBytes>(address, 16);
+  }
 };
 
 // An operand whose product dimension runs down the rows of its tile (MN-major); the columns are its M or N.
-template <int kChunkBytes>
+template <int kChunkBytes, int kRowBytes = kChunkRowBytes>
 struct AlongRows {
   static constexpr Major kMajor = Major::MN;
-  static constexpr int step_bytes(int k) { return k * 16 * kChunkRowBytes; }  // 16 rows a step
-  static constexpr int column_bytes(int column) { return column / kChunkColumns * kChunkBytes; }
+  static constexpr int step_bytes(int k) { return k * 16 * kRowBytes; }  // 16 rows a step
+  static constexpr int column_bytes(int column) { return column / (kRowBytes / 2) * kChunkBytes; }
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-    return smem_descriptor(address, kChunkBytes);
+    return smem_descriptor<kRowBytes>(address, kChunkBytes);
   }
 };
 

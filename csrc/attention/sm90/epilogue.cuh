@@ -122,10 +122,10 @@ struct Epilogue {
     uint8_t* staging = smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // the last dQ of all warpgroups has read ds
-    store_gradient<T, Traits::kKeyChunkBytes, Traits::kChunks>(dv_of(params, work.is_part), work, warpgroup * 64,
-                                                               staging, barrier, dv);
-    store_gradient<T, Traits::kKeyChunkBytes, Traits::kChunks>(dk_of(params, work.is_part), work, warpgroup * 64,
-                                                               staging, barrier, dk);
+    store_gradient<T, Traits::kDsChunkBytes, Traits::kGradientChunks>(dv_of(params, work.is_part), work, warpgroup * 64,
+                                                                      staging, barrier, dv);
+    store_gradient<T, Traits::kDsChunkBytes, Traits::kGradientChunks>(dk_of(params, work.is_part), work, warpgroup * 64,
+                                                                      staging, barrier, dk);
     named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
   }
 
@@ -133,11 +133,12 @@ struct Epilogue {
   // To the store warp, in a buffer of dq, as if it were dq of one more step.
   static __device__ __forceinline__ void hand_over(typename Traits::SharedStorage& smem, int32_t warpgroup,
                                                    int32_t index, const float (&values)[kHeadDim / 2]) {
-    static_assert(sizeof(smem.dq[0][0]) >= Traits::kChunks * 64 * kChunkRowBytes, "a gradient fits in a part of dq");
+    static_assert(sizeof(smem.dq[0][0]) >= Traits::kGradientChunks * 64 * kChunkRowBytes,
+                  "a gradient fits in a part of dq");
     const int32_t buffer = index % kStoreWarps;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kChunks>(reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]),
-                                                            values);
+    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kGradientChunks>(
+        reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]), values);
     named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
   }
 };

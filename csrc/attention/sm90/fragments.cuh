@@ -69,15 +69,17 @@ __device__ __forceinline__ void pack(uint32_t (&packed)[kValues / 2], const floa
   for (int i = 0; i < kValues / 2; ++i) packed[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
-// The first kSteps of a first operand, from chunks of rows of 64 columns: four registers a step of 16 columns.
-template <int kChunkBytes, int kSteps, int kRegisters>
+// The first kSteps of a first operand, from chunks of rows of kRowBytes: four registers a step of 16 columns.
+template <int kChunkBytes, int kSteps, int kRowBytes = kChunkRowBytes, int kRegisters>
 __device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], uint32_t address, int32_t warp,
                                              int32_t lane) {
-  const uint32_t row = address + (warp * 16 + lane % 16) * kChunkRowBytes;
+  constexpr int kChunkSteps = kRowBytes / 32;
+  const uint32_t row = address + (warp * 16 + lane % 16) * kRowBytes;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    load_matrix_x4(row + k / 4 * kChunkBytes + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16, operand[4 * k],
-                   operand[4 * k + 1], operand[4 * k + 2], operand[4 * k + 3]);
+    const int32_t place = swizzled<kRowBytes>(k % kChunkSteps * 2 + lane / 16, lane % 16);
+    load_matrix_x4(row + k / kChunkSteps * kChunkBytes + place * 16, operand[4 * k], operand[4 * k + 1],
+                   operand[4 * k + 2], operand[4 * k + 3]);
   }
 }
 
@@ -116,13 +118,13 @@ __device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const fl
 
 // Rows from `valid` on of a tile become zero: they belong to another sequence, or to nobody, and 0 * NaN is NaN.
 // Called by kThreads threads, consecutive from a multiple of kThreads or all of the consumers; they meet at `barrier`.
-template <int kChunks, int kChunkBytes, int kThreads>
+template <int kChunks, int kChunkBytes, int kThreads, int kRowBytes = kChunkRowBytes>
 __device__ void scrub(uint8_t* tile, int32_t valid, uint32_t barrier) {
-  constexpr int kRows = kChunkBytes / kChunkRowBytes;
-  const int32_t vectors = (kRows - valid) * (kChunkRowBytes / 16);
+  constexpr int kRows = kChunkBytes / kRowBytes;
+  const int32_t vectors = (kRows - valid) * (kRowBytes / 16);
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    uint4* rows = reinterpret_cast<uint4*>(tile + chunk * kChunkBytes + valid * kChunkRowBytes);
+    uint4* rows = reinterpret_cast<uint4*>(tile + chunk * kChunkBytes + valid * kRowBytes);
 #pragma unroll 1
     for (int i = threadIdx.x % kThreads; i < vectors; i += kThreads) rows[i] = make_uint4(0, 0, 0, 0);
   }

@@ -47,11 +47,12 @@ struct Dimension {
   int64_t stride_bytes;
 };
 
-// Columns are contiguous; `outer` lists the dimensions from rows outwards. Boxes of `box_columns` (128 bytes) by
-// `box_rows`, swizzled.
+// Columns are contiguous; `outer` lists the dimensions from rows outwards. Boxes of `box_columns` (as many bytes as
+// `swizzle` says) by `box_rows`.
 template <size_t kOuter>
 bool encode(CUtensorMap* map, CUtensorMapDataType type, void* data, int64_t columns,
-            const std::array<Dimension, kOuter>& outer, uint32_t box_columns, uint32_t box_rows) {
+            const std::array<Dimension, kOuter>& outer, uint32_t box_columns, uint32_t box_rows,
+            CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static const Encoder encoder = find_encoder();
   if (encoder == nullptr) return false;
   constexpr size_t kRank = kOuter + 1;
@@ -69,18 +70,19 @@ bool encode(CUtensorMap* map, CUtensorMapDataType type, void* data, int64_t colu
     strides[i] = outer[i].size > 1 ? static_cast<cuuint64_t>(outer[i].stride_bytes) : 128;
   }
   return encoder(map, type, kRank, data, sizes.data(), strides.data(), box.data(), steps.data(),
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 bool encode_heads(CUtensorMap* map, DType dtype, const HeadsView& view, void* fallback, int64_t columns, int64_t rows,
-                  int64_t heads, int64_t batch, int32_t box_rows) {
+                  int64_t heads, int64_t batch, int32_t box_rows, int32_t row_bytes = 128) {
   const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const std::array<Dimension, 3> outer = {
       {{rows, view.seq_stride * 2}, {heads, view.head_stride * 2}, {batch, view.batch_stride * 2}}};
   // An empty tensor has no address; nothing is loaded from it either.
-  return encode(map, type, view.data != nullptr ? view.data : fallback, columns, outer, 64,
-                static_cast<uint32_t>(box_rows));
+  return encode(map, type, view.data != nullptr ? view.data : fallback, columns, outer,
+                static_cast<uint32_t>(row_bytes / 2), static_cast<uint32_t>(box_rows),
+                row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 bool rows_aligned(const HeadsView& view) {
@@ -186,7 +188,7 @@ const char* add_parts(const AttentionBackwardParams& params, const KernelParams&
 const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, KernelParams* params) {
   const CallSizes sizes = sizes_of(p);
   const Tile& tile = kTiles[plan.config];
-  const int32_t keys_of_a_cta = tile.block_n / tile.ctas;
+  const int32_t keys_of_a_cta = tile.block_n / tile.ctas, row = row_bytes(tile);
   const WorkspaceLayout& workspace = plan.workspace;
   uint8_t* const base = static_cast<uint8_t*>(p.workspace);
   const bool packed_q = p.cu_seqlens_q != nullptr, packed_k = p.cu_seqlens_k != nullptr;
@@ -197,10 +199,10 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
       {{slab_rows, workspace.row_stride * 4},
        {packed_q ? 1 : int64_t{p.batch} * p.heads, slab_rows * workspace.row_stride * 4}}};
 
-  if (!encode_heads(&params->q, p.dtype, p.q, base, p.head_dim, rows_q, p.heads, batch_q, plan.block_m) ||
-      !encode_heads(&params->dout, p.dtype, p.dout, base, p.head_dim_v, rows_q, p.heads, batch_q, plan.block_m) ||
-      !encode_heads(&params->k, p.dtype, p.k, base, p.head_dim, rows_k, p.heads_kv, batch_k, keys_of_a_cta) ||
-      !encode_heads(&params->v, p.dtype, p.v, base, p.head_dim_v, rows_k, p.heads_kv, batch_k, keys_of_a_cta) ||
+  if (!encode_heads(&params->q, p.dtype, p.q, base, p.head_dim, rows_q, p.heads, batch_q, plan.block_m, row) ||
+      !encode_heads(&params->dout, p.dtype, p.dout, base, p.head_dim_v, rows_q, p.heads, batch_q, plan.block_m, row) ||
+      !encode_heads(&params->k, p.dtype, p.k, base, p.head_dim, rows_k, p.heads_kv, batch_k, keys_of_a_cta, row) ||
+      !encode_heads(&params->v, p.dtype, p.v, base, p.head_dim_v, rows_k, p.heads_kv, batch_k, keys_of_a_cta, row) ||
       !encode(&params->dq_accumulator, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, base + workspace.accumulator_offset, p.head_dim,
               accumulator, 32, 64)) {
     return kNoTensorMap;

@@ -25,10 +25,12 @@ struct Mainloop {
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
   using Work = typename Traits::Work;
-  using KeyColumns = AlongColumns<Traits::kKeyChunkBytes>;
-  using KeyRows = AlongRows<Traits::kKeyChunkBytes>;
-  using QueryColumns = AlongColumns<Traits::kQueryChunkBytes>;
-  using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
+  static constexpr int kRowBytes = Traits::kRowBytes;
+  using KeyColumns = AlongColumns<Traits::kKeyChunkBytes, kRowBytes>;
+  using KeyRows = AlongRows<Traits::kKeyChunkBytes, kRowBytes>;
+  using QueryColumns = AlongColumns<Traits::kQueryChunkBytes, kRowBytes>;
+  using QueryRows = AlongRows<Traits::kQueryChunkBytes, kRowBytes>;
+  using DsRows = AlongRows<Traits::kDsChunkBytes>;
   using Dq = float[Traits::kDqRowParts][kDqColumns / 2];  // (64 queries, kDqColumns) each
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
@@ -61,17 +63,17 @@ struct Mainloop {
     float scale_log2 = params.attention.softmax_scale * kLog2E;
 
     // Operands of this warpgroup: its 64 rows of k and v, and its part of dq.
-    uint32_t k_rows = smem_address(smem.k) + warpgroup * 64 * kChunkRowBytes;
-    uint32_t v_rows = smem_address(smem.v) + warpgroup * 64 * kChunkRowBytes;
+    uint32_t k_rows = smem_address(smem.k) + warpgroup * 64 * kRowBytes;
+    uint32_t v_rows = smem_address(smem.v) + warpgroup * 64 * kRowBytes;
     uint32_t k_columns =
-        kApart ? k_rows : smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * Traits::kKeyChunkBytes;
+        kApart ? k_rows : smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * KeyRows::column_bytes(64);
     uint32_t ds_part =
         kApart ? warpgroup * 64 * kChunkRowBytes : warpgroup / Traits::kDqColumnParts * (kBlockN * kChunkRowBytes);
     uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)], v_operand[4 * std::max(Traits::kValueSteps, 1)];
 
     __device__ __forceinline__ void load_operands() {
-      load_operand<Traits::kKeyChunkBytes, Traits::kKeySteps>(k_operand, k_rows, warp, lane);
-      load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps>(v_operand, v_rows, warp, lane);
+      load_operand<Traits::kKeyChunkBytes, Traits::kKeySteps, kRowBytes>(k_operand, k_rows, warp, lane);
+      load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps, kRowBytes>(v_operand, v_rows, warp, lane);
     }
 
     // A step's products are S and dP, then dV, dK and dQ. Something of them is always queued while the warps do
@@ -201,7 +203,7 @@ struct Mainloop {
       }
 #pragma unroll
       for (int part = 0; part < Traits::kDqRowParts; ++part) {
-        product<T, (kApart ? 64 : kBlockN) / 16, false, KeyRows, KeyRows>(
+        product<T, (kApart ? 64 : kBlockN) / 16, false, DsRows, KeyRows>(
             dq[part], smem_address(smem.ds[index % Traits::kDsBuffers][part]) + ds_part, k_columns);
       }
     }
@@ -328,8 +330,8 @@ struct Mainloop {
     mbarrier_wait(&smem.v_full, phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
     if (params.rows_may_be_poisoned && valid < kBlockN) {
-      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads>(smem.k, valid, kConsumersBarrier);
-      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads>(smem.v, valid, kConsumersBarrier);
+      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads, kRowBytes>(smem.k, valid, kConsumersBarrier);
+      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads, kRowBytes>(smem.v, valid, kConsumersBarrier);
     }
   }
 
@@ -340,7 +342,8 @@ struct Mainloop {
     mbarrier_wait(&full[stage], Ring::phase(step.index));
     const int32_t valid = work.visibility.seqlen_q - step.query_block * kBlockM;
     if (params.rows_may_be_poisoned && valid < kBlockM) {
-      scrub<Traits::kChunks, Traits::kQueryChunkBytes, kConsumerThreads>(tiles[stage], valid, kConsumersBarrier);
+      scrub<Traits::kChunks, Traits::kQueryChunkBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
+                                                                                    kConsumersBarrier);
     }
   }
 };

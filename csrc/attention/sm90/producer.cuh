@@ -226,7 +226,7 @@ struct Producer {
     if (row >= work.sequence.rows_k) return;
     const bool packed = params.attention.cu_seqlens_k != nullptr;
 #pragma unroll
-    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < Traits::kGradientChunks; ++chunk) {
       tensor_store_4d(map, chunks[chunk], chunk * kChunkColumns, static_cast<int32_t>(work.sequence.begin_k) + row,
                       work.list, packed ? 0 : work.batch);
     }
@@ -281,7 +281,8 @@ struct Producer {
     mbarrier_arrive_expect(barrier, kChunks * kChunkBytes + extra_bytes);
 #pragma unroll(kChunks <= 3 ? kChunks : 1)  // or the addresses do not fit in the registers of the producer
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, chunk * kChunkColumns, row, head, batch);
+      tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, chunk * (row_bytes(Traits::kTile) / 2), row, head,
+                     batch);
     }
   }
 };

@@ -54,15 +54,17 @@ struct Traits {
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup owns 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
-  // Shared memory holds whole chunks of 64 columns; products stop at kHeadDim.
-  static constexpr int kChunks = (kHeadDim + kChunkColumns - 1) / kChunkColumns;
+  // Shared memory holds whole chunks; products stop at kHeadDim.
+  static constexpr int kRowBytes = row_bytes(kTile);
+  static constexpr int kChunks = ceil_div(kHeadDim, kRowBytes / 2);          // of q, k, v, dout
+  static constexpr int kGradientChunks = ceil_div(kHeadDim, kChunkColumns);  // of dq, dk, dv: 64 columns
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns. Or each warpgroup
   // has all of it, of its own keys.
   static constexpr bool kApart = kTile.apart;
   static constexpr int kDqRowParts = kApart ? kBlockM / 64 : 1;  // of 64 rows, that a warpgroup has
   static constexpr int kDsBuffers = kApart ? 1 : 2;              // of its own dS, a warpgroup knows when it is read
-  static constexpr int kDqColumnParts = kChunks;
+  static constexpr int kDqColumnParts = kGradientChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   static constexpr bool kChores = has_chores(kTile);
   // Of the last warpgroup: what is left of the head dimension, in boxes of 32.
@@ -70,25 +72,26 @@ struct Traits {
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
   static constexpr int kChunksV = kChunks;
-  static constexpr int kKeyChunkBytes = kBlockN * kChunkRowBytes;    // 64 columns of k or v
-  static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
+  static constexpr int kKeyChunkBytes = kBlockN * kRowBytes;      // of k or v
+  static constexpr int kQueryChunkBytes = kBlockM * kRowBytes;    // of q or dout
+  static constexpr int kDsChunkBytes = kBlockN * kChunkRowBytes;  // 64 queries
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kStatisticBytes = kBlockM * 4;
 
-  static_assert(kChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
+  static_assert(kGradientChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
 
   static constexpr bool kRotatesHeads = kHeadDim == 128;  // within a query block, as measured there
 
   using Work = sm90::Work<kBlockM, kBlockN>;
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[kKeyBytes];                                            // (kBlockN, kHeadDim)
-    uint8_t v[kKeyBytes];                                            // (kBlockN, kHeadDim)
-    uint8_t q[kStages][kQueryBytes];                                 // (kBlockM, kHeadDim)
-    uint8_t dout[kDoutStages][kQueryBytes];                          // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kBlockM / 64][kBlockN * kChunkRowBytes];  // transposed, (kBlockN, kBlockM)
-    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];          // 64 x 64 a warpgroup, two boxes of 32 columns
+    uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)
+    uint8_t v[kKeyBytes];                                    // (kBlockN, kHeadDim)
+    uint8_t q[kStages][kQueryBytes];                         // (kBlockM, kHeadDim)
+    uint8_t dout[kDoutStages][kQueryBytes];                  // (kBlockM, kHeadDim)
+    uint8_t ds[kDsBuffers][kBlockM / 64][kDsChunkBytes];     // transposed, (kBlockN, kBlockM)
+    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 a warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
     Work work[2];            // this job and the next

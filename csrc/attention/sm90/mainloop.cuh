@@ -179,12 +179,21 @@ struct Mainloop {
       pack<T>(ds16, dp);
       issue_s(s);
       issue_dv(p16, dv, stage);
-      store_ds<kBlockN>(smem_address(smem.ds[index % Traits::kDsBuffers]), ds16, warpgroup * 64 + warp * 16, lane);
-      fence_async_shared();
+      hand_over_ds(ds16, index);
       wait_products<0>();
       fence_registers(s);
       mbarrier_arrive(&smem.dout_empty[stage]);
       return more;
+    }
+
+    // Into the buffer of step `index`. The other warpgroup waits for it in `multiply_dq`.
+    __device__ __forceinline__ void hand_over_ds(const uint32_t (&ds16)[kBlockM / 4], int32_t index) {
+      const int32_t buffer = index % Traits::kDsBuffers;
+      store_ds<kBlockN>(smem_address(smem.ds[buffer]), ds16, warpgroup * 64 + warp * 16, lane);
+      fence_async_shared();
+      if constexpr (!kApart && Traits::kSignalsDs) {
+        named_barrier_arrive(kDsBarrier + 2 * buffer + (warpgroup ^ 1), kConsumerThreads);
+      }
     }
 
     // dK, which covers the wait for the others, and dQ of step `index`.
@@ -198,8 +207,10 @@ struct Mainloop {
     __device__ __forceinline__ void multiply_dq(Dq& dq, int32_t index) {
       if constexpr (kApart) {
         named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);
-      } else {
+      } else if constexpr (!Traits::kSignalsDs) {
         named_barrier_sync(kConsumersBarrier, kConsumerThreads);
+      } else {
+        named_barrier_sync(kDsBarrier + 2 * (index % Traits::kDsBuffers) + warpgroup, kConsumerThreads);
       }
 #pragma unroll
       for (int part = 0; part < Traits::kDqRowParts; ++part) {
@@ -283,8 +294,7 @@ struct Mainloop {
       pack<T>(ds16, dp);
       // This buffer of dS was read two steps ago, by products that every warpgroup waited for before it arrived at the
       // barrier of the last step; or one step ago by this one's, before it wrote dq.
-      store_ds<kBlockN>(smem_address(smem.ds[step.index % Traits::kDsBuffers]), ds16, warpgroup * 64 + warp * 16, lane);
-      fence_async_shared();
+      hand_over_ds(ds16, step.index);
       if constexpr (kEarlyDv) wait_products<0>();
     }
 

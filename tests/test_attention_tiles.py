@@ -29,6 +29,7 @@ LONG_SHAPES = [
     dataclasses.replace(LONG, name="long_causal", seqlen_q=4200, causal="top_left"),
     dataclasses.replace(LONG, name="long_window", seqlen_k=2300, window_size=(2100, 60), heads=1),
     dataclasses.replace(LONG, name="long_used", batch=2, seqused_q=(2100, 1065), seqused_k=(130, 270)),
+    dataclasses.replace(LONG, name="long_deterministic", causal=True, deterministic=True),
     dataclasses.replace(LONG, name="long_packed", seqlens_q=(2100, 1, 0, 77), seqlens_k=(140, 65, 3, 130)),
 ]
 

@@ -74,8 +74,14 @@ RowStatistics row_statistics(const AttentionBackwardParams& params, const Worksp
                              params.total_q);
 }
 
+// Of preprocess_ahead_kernel: each of kAheadRows lanes finishes a row.
+int32_t ahead_lanes_log2(const AttentionBackwardParams& params) {
+  static_assert(kAheadRows == 8, "three bits of a lane");
+  return std::max(lanes_log2(params.head_dim_v, 16 / size_of(params.dtype)), 3);
+}
+
 int32_t rows_of_flag(const AttentionBackwardParams& params) {
-  return (kAheadThreads >> lanes_log2(params.head_dim_v, 16 / size_of(params.dtype))) * kAheadRows;
+  return (kAheadThreads >> ahead_lanes_log2(params)) * kAheadRows;
 }
 
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
@@ -94,6 +100,7 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
   const int64_t batch_heads = int64_t{params.batch} * params.heads;
   if (ready.flags != nullptr) {
     arguments.ready = ready;
+    arguments.lanes_log2 = ahead_lanes_log2(params);
     arguments.row_blocks =
         static_cast<uint32_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows_of_flag(params)));
     return params.dtype == DType::kFloat16

@@ -36,21 +36,21 @@ struct Tile {
   int32_t block_n;     // keys of a job
   int32_t stages;      // of q
   int32_t dout_stages;
-  int32_t ctas = 1;    // of a cluster, which have the keys in equal parts
-  bool apart = false;  // each consumer warpgroup adds all of a dq tile, summed over its own keys; never in turn
+  int32_t ctas = 1;         // of a cluster, which have the keys in equal parts
+  bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, instead of half of the keys
 };
 
 // Of 128 keys a CTA (Traits): each of two consumer warpgroups has 64. dk and dv of those take (head_dim + head_dim_v) /
-// 2 registers a thread, s and dp block_m, dq 32 at most. What is left of 240 decides block_m; shared memory (227 KB)
-// then takes two stages of everything. It holds whole chunks of 64 columns, so 32 takes as much as 64, 80 and 96 as
-// 128. Of 64 keys a CTA (wide::Traits): dv in one warpgroup and dk in another, half of their head dimension in
-// registers a thread, s or dp 32. Shared memory decides the stages.
+// 2 registers a thread, or twice that where they have half of the queries each instead, s and dp block_m, dq 32 at
+// most. What is left of 240 decides block_m; shared memory (227 KB) then takes two stages of everything. It holds whole
+// chunks of columns (row_bytes), so 80 takes as much as 128. Of 64 keys a CTA (wide::Traits): dv in one warpgroup and
+// dk in another, half of their head dimension in registers a thread, s or dp 32. Shared memory decides the stages.
 constexpr Tile kTiles[] = {
-    {32, 32, 128, 128, 3, 2, 1, true},  // 32 + 128 + 32 registers, 211 KB
-    {32, 32, 128, 128, 2, 2},           // 32 + 128 + 16 registers, 227 KB; in order, short jobs
+    {32, 32, 128, 128, 4, 3, 1, true},  // 64 + 128 + 16 registers, 173 KB
+    {32, 32, 128, 128, 2, 2},           // 32 + 128 + 16 registers, 179 KB; short jobs
     {64, 64, 128, 128, 2, 2},           // 64 + 128 + 32 registers, 227 KB
     {80, 80, 64, 128, 2, 2},            // 80 + 64 + 32 registers, 226 KB
-    {96, 96, 64, 128, 2, 2},            // 96 + 64 + 32 registers, 226 KB
+    {96, 96, 64, 128, 2, 2},            // 96 + 64 + 32 registers, 194 KB
     {128, 128, 64, 128, 2, 2},          // 128 + 64 + 32 registers, 226 KB
     {128, 128, 64, 64, 2, 2},           // 64 + 32 registers, 186 KB; for features, smaller head dimensions too
     {192, 128, 64, 128, 2, 2, 2},       // 96 + 32 registers, 218 KB
@@ -104,11 +104,11 @@ constexpr bool has_kernel(const Tile& tile, bool features) {
 // Whether its kernel with features writes the gradient of a bias too: above that, dk leaves it no registers.
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
-// Row of kTiles for these head dimensions, or -1. `apart`: whether a tile may be of warpgroups that add apart.
-constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features, bool apart) {
+// Row of kTiles for these head dimensions, or -1. `by_queries`: whether a tile's may be so.
+constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features, bool by_queries) {
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
-    const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (apart || !tile.apart);
+    const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (by_queries || !tile.by_queries);
     if (is_built(tile.head_dim) && has_kernel(tile, features) && holds) return i;
   }
   return -1;

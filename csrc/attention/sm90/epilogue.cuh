@@ -119,7 +119,7 @@ struct Epilogue {
       return;
     }
     // The rows of ds that this warpgroup writes serve as its staging buffer.
-    uint8_t* staging = smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
+    uint8_t* staging = Traits::kByQueries ? smem.ds[0][warpgroup] : smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // the last dQ of all warpgroups has read ds
     store_gradient<T, Traits::kDsChunkBytes, Traits::kGradientChunks>(dv_of(params, work.is_part), work, warpgroup * 64,
@@ -127,6 +127,31 @@ struct Epilogue {
     store_gradient<T, Traits::kDsChunkBytes, Traits::kGradientChunks>(dk_of(params, work.is_part), work, warpgroup * 64,
                                                                       staging, barrier, dk);
     named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
+  }
+
+  // Warpgroups that have half of the queries each: the first part of both becomes the sum of 64 keys over all queries,
+  // of warpgroup 0 those of the first part, of warpgroup 1 those of the second. Each gives the other its sums of the
+  // other's keys, through its dS.
+  static __device__ void add_queries(typename Traits::SharedStorage& smem, int32_t warpgroup,
+                                     float (&dk)[Traits::kKeyParts][kHeadDim / 2],
+                                     float (&dv)[Traits::kKeyParts][kHeadDim / 2]) {
+    static_assert(Traits::kKeyParts == 2 && sizeof(smem.ds[0][0]) >= kWarpgroupThreads * kHeadDim * sizeof(float));
+    const int32_t thread = threadIdx.x % kWarpgroupThreads;
+    float* given = reinterpret_cast<float*>(smem.ds[0][warpgroup]) + thread;
+    const float* taken = reinterpret_cast<const float*>(smem.ds[0][warpgroup ^ 1]) + thread;
+    named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // the last dQ has read dS
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) {
+      given[2 * i * kWarpgroupThreads] = warpgroup == 0 ? dk[1][i] : dk[0][i];
+      given[(2 * i + 1) * kWarpgroupThreads] = warpgroup == 0 ? dv[1][i] : dv[0][i];
+    }
+    named_barrier_sync(kConsumersBarrier, kConsumerThreads);
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) {
+      dk[0][i] = (warpgroup == 0 ? dk[0][i] : dk[1][i]) + taken[2 * i * kWarpgroupThreads];
+      dv[0][i] = (warpgroup == 0 ? dv[0][i] : dv[1][i]) + taken[(2 * i + 1) * kWarpgroupThreads];
+    }
+    named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // dS is free
   }
 
  private:

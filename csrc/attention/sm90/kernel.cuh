@@ -58,16 +58,20 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
           }
           break;
         }
-        float dk[Traits::kHeadDim / 2];
-        float dv[Traits::kHeadDim / 2];
+        float dk[Traits::kKeyParts][Traits::kHeadDim / 2];
+        float dv[Traits::kKeyParts][Traits::kHeadDim / 2];
 #pragma unroll
-        for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+        for (int part = 0; part < Traits::kKeyParts; ++part) {
+#pragma unroll
+          for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[part][i] = dv[part][i] = 0.f;
+        }
         if (work.steps > 0) {
           Mainloop<Traits, kDqColumns>::compute(params, smem, work, warpgroup - 1, keys_phase, dk, dv);
           keys_phase ^= 1;
         }
         // Zeros where nobody looked.
-        Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk, dv);
+        if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);
+        Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk[0], dv[0]);
         mbarrier_arrive(&smem.work_empty[slot.index()]);
       }
     };

@@ -121,7 +121,7 @@ template <typename Problem>
 int32_t statistics_ahead(const Problem& p, bool wide, int64_t heads_abreast, int64_t block_n, int64_t sm_count) {
   constexpr int64_t kFewBytes = 32 << 20;  // of out and dout: about 15 us on all multiprocessors
   const int64_t heads = int64_t{p.batch} * p.heads, row_bytes = 4 * p.head_dim_v;
-  if (p.heads != p.heads_kv || p.head_dim_v % 8 != 0 || p.head_dim_v <= 32) return 0;  // whole vectors, 8 lanes a row
+  if (p.heads != p.heads_kv || p.head_dim_v % 8 != 0) return 0;  // whole vectors
   if (heads * p.seqlen_q * row_bytes < kFewBytes) return 0;
   // Without a mask jobs are equal: clusters that begin late make one more round of them. 9 % at D 256, S 1024.
   if (wide && p.window_left < 0 && p.window_right < 0) return 0;

@@ -21,7 +21,9 @@ struct Mainloop {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr bool kEarlyDv = Traits::kEarlyDv;
   static constexpr bool kDeltaFirst = Traits::kDeltaFirst;
-  static constexpr bool kApart = Traits::kApart;
+  static constexpr bool kByQueries = Traits::kByQueries;
+  static constexpr int kKeyParts = Traits::kKeyParts;
+  static constexpr int kOwnQueries = Traits::kOwnQueries;
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
   using Work = typename Traits::Work;
@@ -31,12 +33,16 @@ struct Mainloop {
   using QueryColumns = AlongColumns<Traits::kQueryChunkBytes, kRowBytes>;
   using QueryRows = AlongRows<Traits::kQueryChunkBytes, kRowBytes>;
   using DsRows = AlongRows<Traits::kDsChunkBytes>;
-  using Dq = float[Traits::kDqRowParts][kDqColumns / 2];  // (64 queries, kDqColumns) each
+  // Accumulators of a warpgroup, and their 16-bit numbers, of each 64 keys that it has; its part of dq.
+  using Scores = float[kKeyParts][kOwnQueries / 2];
+  using Operand = uint32_t[kKeyParts][kOwnQueries / 4];
+  using KeyGradient = float[kKeyParts][kHeadDim / 2];
+  using Dq = float[kDqColumns / 2];  // (64 queries, kDqColumns)
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
   // keys_phase: parity of the loads of k and v.
   static __device__ void compute(const KernelParams& params, SharedStorage& smem, const Work& work, int32_t warpgroup,
-                                 uint32_t keys_phase, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
+                                 uint32_t keys_phase, KeyGradient& dk, KeyGradient& dv) {
     Consumer consumer{params, smem, work, warpgroup, Step(work, work.first_index)};
     wait_keys(params, smem, work, keys_phase);
     consumer.load_operands();
@@ -62,13 +68,14 @@ struct Mainloop {
     int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
     float scale_log2 = params.attention.softmax_scale * kLog2E;
 
-    // Operands of this warpgroup: its 64 rows of k and v, and its part of dq.
-    uint32_t k_rows = smem_address(smem.k) + warpgroup * 64 * kRowBytes;
-    uint32_t v_rows = smem_address(smem.v) + warpgroup * 64 * kRowBytes;
-    uint32_t k_columns =
-        kApart ? k_rows : smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * KeyRows::column_bytes(64);
-    uint32_t ds_part =
-        kApart ? warpgroup * 64 * kChunkRowBytes : warpgroup / Traits::kDqColumnParts * (kBlockN * kChunkRowBytes);
+    // Its first key and its first query, of a tile.
+    int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
+
+    // Operands of this warpgroup: its rows of k and v, and its part of dq.
+    uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
+    uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
+    uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * KeyRows::column_bytes(64);
+    uint32_t ds_part = warpgroup / Traits::kDqColumnParts * Traits::kDsChunkBytes;
     uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)], v_operand[4 * std::max(Traits::kValueSteps, 1)];
 
     __device__ __forceinline__ void load_operands() {
@@ -81,11 +88,11 @@ struct Mainloop {
     // registers do not allow dV so early, dV under the barrier, S and dK under the write of dq. The compiler follows no
     // accumulator that is read in the loop across its back edge, so a turn of the loop begins where nothing is in
     // flight: behind dS of one step. It ends with dS of the next.
-    __device__ __forceinline__ void run(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
-      uint32_t p16[kBlockM / 4], ds16[kBlockM / 4];  // first operands of dV and dK
+    __device__ __forceinline__ void run(KeyGradient& dk, KeyGradient& dv) {
+      Operand p16, ds16;  // first operands of dV and dK
       Dq dq;
       {
-        float s[kBlockM / 2];
+        Scores s;
         issue_s(s);
         score_gradients(s, p16, ds16, dv);
       }
@@ -95,14 +102,14 @@ struct Mainloop {
         issue_dq(p16, ds16, dq, dk, dv);
         wait_products<1>();  // the product in front of the barrier: its first operand leaves the registers
         step.advance();
-        float s[kBlockM / 2];
+        Scores s;
         issue_s(s);
         if constexpr (kEarlyDv) {
-          wait_products<1>();  // dQ
+          wait_products<kKeyParts>();  // dQ
           release(stage, dout_stage);
         } else {
           issue_dk(ds16, dk, stage);
-          wait_products<2>();  // dQ
+          wait_products<2 * kKeyParts>();  // dQ
         }
         write_dq(dq, index);
         if constexpr (!kEarlyDv) {
@@ -119,19 +126,22 @@ struct Mainloop {
       release(stage, DoutRing::stage(step.index));
       arrive(&smem.k_empty);
       write_dq(dq, step.index);
-      fence_registers(dk);
-      fence_registers(dv);
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        fence_registers(dk[part]);
+        fence_registers(dv[part]);
+      }
     }
 
     // The same products in another order: S of the next step in front of the store of dS, dK and dQ of a step in front
     // of P of the next.
-    __device__ __forceinline__ void run_ahead(float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
-      uint32_t p16[kBlockM / 4], ds16[kBlockM / 4];  // first operands of dV and dK
+    __device__ __forceinline__ void run_ahead(KeyGradient& dk, KeyGradient& dv) {
+      Operand p16, ds16;  // first operands of dV and dK
       Dq dq;
-      float s[kBlockM / 2];
+      Scores s;
       issue_s(s);
       wait_products<0>();
-      fence_registers(s);
+      fence_registers(s[0]);
       bool more = step_ahead<true>(s, p16, ds16, dq, dk, dv);
 #pragma unroll 1
       while (more) more = step_ahead<false>(s, p16, ds16, dq, dk, dv);
@@ -141,107 +151,119 @@ struct Mainloop {
       mbarrier_arrive(&smem.q_empty[QueryRing::stage(step.index)]);
       arrive(&smem.k_empty);
       write_dq(dq, step.index);
-      fence_registers(dk);
-      fence_registers(dv);
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        fence_registers(dk[part]);
+        fence_registers(dv[part]);
+      }
     }
 
     // From S of a step, complete, to its dS and S of the next; beside it dK and dQ of the step before. Nothing is in
     // flight at entry nor at exit. False: this was the last step. Its S is then multiplied once more, for nobody, as a
     // product must not be in a branch.
     template <bool kFirst>
-    __device__ __forceinline__ bool step_ahead(float (&s)[kBlockM / 2], uint32_t (&p16)[kBlockM / 4],
-                                               uint32_t (&ds16)[kBlockM / 4], Dq& dq, float (&dk)[kHeadDim / 2],
-                                               float (&dv)[kHeadDim / 2]) {
+    __device__ __forceinline__ bool step_ahead(Scores& s, Operand& p16, Operand& ds16, Dq& dq, KeyGradient& dk,
+                                               KeyGradient& dv) {
       const int32_t index = step.index, before = index - 1, stage = DoutRing::stage(index);
       const float* lse = &smem.lse_log2[QueryRing::stage(index)][pair];
       const uint32_t dout = smem_address(smem.dout[stage]);
       if constexpr (!kFirst) issue_dk_dq(ds16, dq, dk, before);
-      exponentiate<0, kBlockM / 4>(s, lse, scale_log2);
+      exponentiate<0, kBlockM / 4>(s[0], lse, scale_log2);
       if constexpr (!kFirst) {
         wait_products<0>();
         mbarrier_arrive(&smem.q_empty[QueryRing::stage(before)]);
         write_dq(dq, before);
       }
       wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
-      float dp[kBlockM / 2];  // dP^T, then dS^T: (64 keys, kBlockM)
+      Scores dp;  // dP^T, then dS^T: (64 keys, kBlockM)
       issue_dp<false, ScaleIn::One>(dp, dout);
-      exponentiate<kBlockM / 4, kBlockM / 2>(s, lse, scale_log2);
-      if (!interior.contains(step.query_block)) {
-        mask(s, work.visibility, work.first_key + warpgroup * 64 + warp * 16 + lane / 4,
-             step.query_block * kBlockM + pair);
-      }
+      exponentiate<kBlockM / 4, kBlockM / 2>(s[0], lse, scale_log2);
+      if (!interior.contains(step.query_block)) mask_scores(s);
       wait_products<0>();
-      fence_registers(dp);
+      fence_registers(dp[0]);
       const bool more = index < last_step;
       if (more) step.advance();
-      for_each_delta(stage, [&](int i, float delta) { dp[i] = s[i] * (dp[i] - delta); });
-      pack<T>(p16, s);
-      pack<T>(ds16, dp);
+      for_each_delta(stage, [&](int i, float delta) { dp[0][i] = s[0][i] * (dp[0][i] - delta); });
+      pack<T>(p16[0], s[0]);
+      pack<T>(ds16[0], dp[0]);
       issue_s(s);
       issue_dv(p16, dv, stage);
       hand_over_ds(ds16, index);
       wait_products<0>();
-      fence_registers(s);
+      fence_registers(s[0]);
       mbarrier_arrive(&smem.dout_empty[stage]);
       return more;
     }
 
     // Into the buffer of step `index`. The other warpgroup waits for it in `multiply_dq`.
-    __device__ __forceinline__ void hand_over_ds(const uint32_t (&ds16)[kBlockM / 4], int32_t index) {
+    __device__ __forceinline__ void hand_over_ds(const Operand& ds16, int32_t index) {
       const int32_t buffer = index % Traits::kDsBuffers;
-      store_ds<kBlockN>(smem_address(smem.ds[buffer]), ds16, warpgroup * 64 + warp * 16, lane);
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        store_ds<kBlockN>(smem_address(smem.ds[buffer][kByQueries ? warpgroup : 0]), ds16[part],
+                          own_key + part * 64 + warp * 16, lane);
+      }
       fence_async_shared();
-      if constexpr (!kApart && Traits::kSignalsDs) {
+      if constexpr (!kByQueries && Traits::kSignalsDs) {
         named_barrier_arrive(kDsBarrier + 2 * buffer + (warpgroup ^ 1), kConsumerThreads);
       }
     }
 
     // dK, which covers the wait for the others, and dQ of step `index`.
-    __device__ __forceinline__ void issue_dk_dq(uint32_t (&ds16)[kBlockM / 4], Dq& dq, float (&dk)[kHeadDim / 2],
-                                                int32_t index) {
+    __device__ __forceinline__ void issue_dk_dq(Operand& ds16, Dq& dq, KeyGradient& dk, int32_t index) {
       issue_dk(ds16, dk, QueryRing::stage(index));
       multiply_dq(dq, index);
     }
 
     // When dS of the keys that it sums over is written.
     __device__ __forceinline__ void multiply_dq(Dq& dq, int32_t index) {
-      if constexpr (kApart) {
+      if constexpr (kByQueries) {
         named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);
       } else if constexpr (!Traits::kSignalsDs) {
         named_barrier_sync(kConsumersBarrier, kConsumerThreads);
       } else {
         named_barrier_sync(kDsBarrier + 2 * (index % Traits::kDsBuffers) + warpgroup, kConsumerThreads);
       }
+      product<T, kBlockN / 16, false, DsRows, KeyRows>(
+          dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_part, k_columns);
+    }
+
+    __device__ __forceinline__ void issue_s(Scores& s) {
+      wait_queries<QueryRing>(params, work, step, smem.q_full, smem.q);
 #pragma unroll
-      for (int part = 0; part < Traits::kDqRowParts; ++part) {
-        product<T, (kApart ? 64 : kBlockN) / 16, false, DsRows, KeyRows>(
-            dq[part], smem_address(smem.ds[index % Traits::kDsBuffers][part]) + ds_part, k_columns);
+      for (int part = 0; part < kKeyParts; ++part) {
+        product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
+            s[part], k_operand, k_rows + part * 64 * kRowBytes,
+            smem_address(smem.q[QueryRing::stage(step.index)]) + own_query * kRowBytes);
       }
     }
 
-    __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2]) {
-      wait_queries<QueryRing>(params, work, step, smem.q_full, smem.q);
-      product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
-          s, k_operand, k_rows, smem_address(smem.q[QueryRing::stage(step.index)]));
-    }
-
     template <bool kAccumulate, ScaleIn kSign>
-    __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2], uint32_t dout) {
-      product<T, kHeadDim / 16, Traits::kValueSteps, kAccumulate, KeyColumns, QueryColumns, kSign>(dp, v_operand,
-                                                                                                   v_rows, dout);
+    __device__ __forceinline__ void issue_dp(Scores& dp, uint32_t dout) {
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        product<T, kHeadDim / 16, Traits::kValueSteps, kAccumulate, KeyColumns, QueryColumns, kSign>(
+            dp[part], v_operand, v_rows + part * 64 * kRowBytes, dout + own_query * kRowBytes);
+      }
     }
 
-    __device__ __forceinline__ void issue_dv(uint32_t (&p16)[kBlockM / 4], float (&dv)[kHeadDim / 2], int32_t stage) {
-      product<T, true, QueryRows>(dv, p16, smem_address(smem.dout[stage]));
+    __device__ __forceinline__ void issue_dv(Operand& p16, KeyGradient& dv, int32_t stage) {
+      multiply_rows(p16, dv, smem_address(smem.dout[stage]));
     }
 
-    __device__ __forceinline__ void issue_dk(uint32_t (&ds16)[kBlockM / 4], float (&dk)[kHeadDim / 2], int32_t stage) {
-      product<T, true, QueryRows>(dk, ds16, smem_address(smem.q[stage]));
+    __device__ __forceinline__ void issue_dk(Operand& ds16, KeyGradient& dk, int32_t stage) {
+      multiply_rows(ds16, dk, smem_address(smem.q[stage]));
+    }
+
+    __device__ __forceinline__ void multiply_rows(Operand& a, KeyGradient& gradient, uint32_t queries) {
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        product<T, true, QueryRows>(gradient[part], a[part], queries + own_query * kRowBytes);
+      }
     }
 
     // dQ of this step, behind the product that covers the wait for the other warpgroups.
-    __device__ __forceinline__ void issue_dq(uint32_t (&p16)[kBlockM / 4], uint32_t (&ds16)[kBlockM / 4], Dq& dq,
-                                             float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
+    __device__ __forceinline__ void issue_dq(Operand& p16, Operand& ds16, Dq& dq, KeyGradient& dk, KeyGradient& dv) {
       if constexpr (kEarlyDv) {
         issue_dk(ds16, dk, QueryRing::stage(step.index));
       } else {
@@ -251,17 +273,16 @@ struct Mainloop {
     }
 
     // From S in flight to dS in registers and in shared memory; nothing is in flight at exit.
-    __device__ __forceinline__ void score_gradients(float (&s)[kBlockM / 2], uint32_t (&p16)[kBlockM / 4],
-                                                    uint32_t (&ds16)[kBlockM / 4], float (&dv)[kHeadDim / 2]) {
+    __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyGradient& dv) {
       const int32_t stage = DoutRing::stage(step.index);
-      float dp[kBlockM / 2];  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
+      Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
       if constexpr (kDeltaFirst) {
         wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
-        for_each_delta(stage, [&](int i, float delta) { dp[i] = delta; });
+        for_each_delta(stage, [&](int i, float delta) { dp[0][i] = delta; });
       }
       // dP queued behind S, without this wait, was 2 to 5 % slower.
       wait_products<0>();
-      fence_registers(s);
+      fence_parts(s);
       const uint32_t dout = smem_address(smem.dout[stage]);
       if constexpr (kDeltaFirst) {
         issue_dp<true, ScaleIn::Neg>(dp, dout);
@@ -270,40 +291,61 @@ struct Mainloop {
         issue_dp<false, ScaleIn::One>(dp, dout);
       }
       // P = exp(scale * S - lse), 0 where masked.
-      exponentiate(s, &smem.lse_log2[QueryRing::stage(step.index)][pair], scale_log2);
-      if (!interior.contains(step.query_block)) {
-        mask(s, work.visibility, work.first_key + warpgroup * 64 + warp * 16 + lane / 4,
-             step.query_block * kBlockM + pair);
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        exponentiate(s[part], &smem.lse_log2[QueryRing::stage(step.index)][own_query + pair], scale_log2);
       }
+      if (!interior.contains(step.query_block)) mask_scores(s);
       if constexpr (kEarlyDv) {
-        pack<T>(p16, s);
+        pack_parts(p16, s);
         issue_dv(p16, dv, stage);
-        wait_products<1>();
+        wait_products<kKeyParts>();
       } else {
         wait_products<0>();
       }
-      fence_registers(dp);
+      fence_parts(dp);
       // dS = P * (dP - delta)
-      if constexpr (kDeltaFirst) {
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) dp[i] = s[i] * -dp[i];
-      } else {
-        for_each_delta(stage, [&](int i, float delta) { dp[i] = s[i] * (dp[i] - delta); });
+      for (int part = 0; part < kKeyParts; ++part) {
+        if constexpr (kDeltaFirst) {
+#pragma unroll
+          for (int i = 0; i < kOwnQueries / 2; ++i) dp[part][i] = s[part][i] * -dp[part][i];
+        } else {
+          for_each_delta(stage, [&](int i, float delta) { dp[part][i] = s[part][i] * (dp[part][i] - delta); });
+        }
       }
-      if constexpr (!kEarlyDv) pack<T>(p16, s);
-      pack<T>(ds16, dp);
+      if constexpr (!kEarlyDv) pack_parts(p16, s);
+      pack_parts(ds16, dp);
       // This buffer of dS was read two steps ago, by products that every warpgroup waited for before it arrived at the
       // barrier of the last step; or one step ago by this one's, before it wrote dq.
       hand_over_ds(ds16, step.index);
       if constexpr (kEarlyDv) wait_products<0>();
     }
 
+    __device__ __forceinline__ void mask_scores(Scores& s) const {
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) {
+        mask(s[part], work.visibility, work.first_key + own_key + part * 64 + warp * 16 + lane / 4,
+             step.query_block * kBlockM + own_query + pair);
+      }
+    }
+
+    static __device__ __forceinline__ void fence_parts(Scores& values) {
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) fence_registers(values[part]);
+    }
+
+    static __device__ __forceinline__ void pack_parts(Operand& packed, const Scores& values) {
+#pragma unroll
+      for (int part = 0; part < kKeyParts; ++part) pack<T>(packed[part], values[part]);
+    }
+
     // visit(i, delta): of the query of an accumulator's value i.
     template <typename Visit>
     __device__ __forceinline__ void for_each_delta(int32_t stage, Visit visit) const {
 #pragma unroll
-      for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * j + pair]);
+      for (int j = 0; j < kOwnQueries / 8; ++j) {
+        const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][own_query + 8 * j + pair]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) visit(4 * j + i, i % 2 == 0 ? delta.x : delta.y);
       }
@@ -323,14 +365,10 @@ struct Mainloop {
 
     // Into the buffer of this step, when the store warp has let go of it.
     __device__ __forceinline__ void write_dq(Dq& dq, int32_t index) {
-#pragma unroll
-      for (int part = 0; part < Traits::kDqRowParts; ++part) fence_registers(dq[part]);
+      fence_registers(dq);
       const int32_t buffer = index % kStoreWarps;
       named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-#pragma unroll
-      for (int part = 0; part < Traits::kDqRowParts; ++part) {
-        store_dq_boxes(smem.dq[buffer][warpgroup] + part, dq[part], warp, lane);
-      }
+      store_dq_boxes(smem.dq[buffer][warpgroup], dq, warp, lane);
       named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
     }
   };

@@ -181,12 +181,7 @@ struct Producer {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
         if (!params.attention.deterministic) begin_turn(params, turn);
         add_dq<0>(params, smem.dq[kBuffer][0], work, step, turn.stores);
-        if (Traits::kApart && turn.stores) {  // the second part is added to the first
-          bulk_commit();
-          bulk_wait<0>();
-          fence_async_global();
-        }
-        add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores && !Traits::kApart);
+        add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores);
         bulk_commit();
       }
       __syncwarp();
@@ -236,7 +231,7 @@ struct Producer {
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
                                                 const Work& work, const Step& step, bool stores) {
     const AttentionBackwardParams& p = params.attention;
-    int32_t row = step.query_block * kBlockM + (Traits::kApart ? 0 : kWarpgroup / Traits::kDqColumnParts * 64);
+    int32_t row = step.query_block * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;
     const int32_t head = head_of(work, step);
     int32_t slab = work.batch * p.heads + head;
@@ -245,16 +240,13 @@ struct Producer {
       slab = 0;
     }
     const int32_t column = kWarpgroup % Traits::kDqColumnParts * 64;
-    // Boxes lie side by side, or one below the other, where rows past the end of the sequence add zeros.
-    constexpr int kBoxColumns = Traits::kDqRowParts == 1 ? 32 : 0, kBoxRows = Traits::kDqRowParts == 1 ? 0 : 64;
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
-      if (column + box * kBoxColumns >= p.head_dim) continue;
+      if (column + box * 32 >= p.head_dim) continue;
       if (stores) {
-        tensor_store_3d(&params.dq_accumulator, boxes[box], column + box * kBoxColumns, row + box * kBoxRows, slab);
+        tensor_store_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
       } else {
-        tensor_reduce_add_3d(&params.dq_accumulator, boxes[box], column + box * kBoxColumns, row + box * kBoxRows,
-                             slab);
+        tensor_reduce_add_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
       }
     }
   }

@@ -43,12 +43,12 @@ struct Traits {
   static constexpr int kStages = kTile.stages;  // of q
   static constexpr int kDoutStages = kTile.dout_stages;
   // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
-  static constexpr bool kEarlyDv = kBlockM <= 64 || kTile.apart;
+  static constexpr bool kEarlyDv = kBlockM <= 64;
   // A warpgroup says that its dS is written when it is, and waits for the other's behind the product that covers this:
   // 2 % faster. With 128 columns 1 % slower than one barrier behind that product.
   static constexpr bool kSignalsDs = kHeadDim < 128;
   // S of the next step is multiplied before dS of this one is used, which takes registers.
-  static constexpr bool kAhead = kHeadDim == 32 && !kTile.apart;
+  static constexpr bool kAhead = kHeadDim == 32 && !kTile.by_queries;
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64;
@@ -56,18 +56,19 @@ struct Traits {
   // a spill.
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
-  static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup owns 64 keys");
+  static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
+  // A warpgroup has 64 keys and all queries of a step, or all keys and 64 queries.
+  static constexpr bool kByQueries = kTile.by_queries;
+  static constexpr int kKeyParts = kByQueries ? kBlockN / 64 : 1;  // of 64 keys, that a warpgroup has
+  static constexpr int kOwnQueries = kByQueries ? 64 : kBlockM;
   // Shared memory holds whole chunks; products stop at kHeadDim.
   static constexpr int kRowBytes = row_bytes(kTile);
   static constexpr int kChunks = ceil_div(kHeadDim, kRowBytes / 2);          // of q, k, v, dout
   static constexpr int kGradientChunks = ceil_div(kHeadDim, kChunkColumns);  // of dq, dk, dv: 64 columns
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
-  // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns. Or each warpgroup
-  // has all of it, of its own keys.
-  static constexpr bool kApart = kTile.apart;
-  static constexpr int kDqRowParts = kApart ? kBlockM / 64 : 1;  // of 64 rows, that a warpgroup has
-  static constexpr int kDsBuffers = kApart ? 1 : 2;              // of its own dS, a warpgroup knows when it is read
+  // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
+  static constexpr int kDsBuffers = kTile.by_queries ? 1 : 2;  // of its own dS, a warpgroup knows when it is read
   static constexpr int kDqColumnParts = kGradientChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   static constexpr bool kChores = has_chores(kTile);

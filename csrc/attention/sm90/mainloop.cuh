@@ -1,6 +1,7 @@
 // The consumer warpgroups. Each owns 64 keys: with S^T = K Q^T and dP^T = V dO^T its accumulators hold P^T and dS^T in
 // the order in which the products dV += P^T dO and dK += dS^T Q want their first operand: from registers. Only dQ = dS
-// K needs the keys of all warpgroups and takes dS through shared memory.
+// K needs the keys of all warpgroups and takes dS through shared memory. Where dk and dv of all keys fit in the
+// registers of one warpgroup (Tile::by_queries), each has half of the queries instead, and dS of one is nobody else's.
 #pragma once
 
 #include <algorithm>

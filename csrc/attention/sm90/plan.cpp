@@ -22,7 +22,7 @@ bool has_features(const AttentionProblem& problem) {
 }
 
 // Whether warpgroups have half of the queries each. Measured at head dimension 32: 5 % faster with 8 steps of 128
-// queries a job, 8 to 10 % slower with 4.
+// queries a job, 4 to 9 % slower with 4.
 bool splits_queries(const AttentionProblem& problem) {
   constexpr int64_t kQueries = 1024;  // that a key block sees, on average
   int64_t seen = problem.seqlen_q;

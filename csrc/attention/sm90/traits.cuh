@@ -67,8 +67,8 @@ struct Traits {
   static constexpr int kChunks = ceil_div(kHeadDim, kRowBytes / 2);          // of q, k, v, dout
   static constexpr int kGradientChunks = ceil_div(kHeadDim, kChunkColumns);  // of dq, dk, dv: 64 columns
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
+  static constexpr int kDsBuffers = kByQueries ? 1 : 2;  // of its own dS, a warpgroup knows when it is read
   // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
-  static constexpr int kDsBuffers = kTile.by_queries ? 1 : 2;  // of its own dS, a warpgroup knows when it is read
   static constexpr int kDqColumnParts = kGradientChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   static constexpr bool kChores = has_chores(kTile);

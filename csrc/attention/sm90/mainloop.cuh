@@ -12,6 +12,16 @@
 
 namespace flashbwd::sm90 {
 
+// This warpgroup's dS of step `index` is written.
+inline __device__ void signal_ds(int32_t warpgroup, int32_t index) {
+  named_barrier_arrive(kDsBarrier + 2 * (index % 2) + (warpgroup ^ 1), kConsumerThreads);
+}
+
+// That of the other warpgroup is.
+inline __device__ void wait_ds(int32_t warpgroup, int32_t index) {
+  named_barrier_sync(kDsBarrier + 2 * (index % 2) + warpgroup, kConsumerThreads);
+}
+
 // kDqColumns: of the part of dq of the warpgroup that calls.
 template <typename Traits, int kDqColumns>
 struct Mainloop {
@@ -205,9 +215,7 @@ struct Mainloop {
                           own_key + part * 64 + warp * 16, lane);
       }
       fence_async_shared();
-      if constexpr (!kByQueries && Traits::kSignalsDs) {
-        named_barrier_arrive(kDsBarrier + 2 * buffer + (warpgroup ^ 1), kConsumerThreads);
-      }
+      if constexpr (!kByQueries && Traits::kSignalsDs) signal_ds(warpgroup, index);
     }
 
     // dK, which covers the wait for the others, and dQ of step `index`.
@@ -223,7 +231,7 @@ struct Mainloop {
       } else if constexpr (!Traits::kSignalsDs) {
         named_barrier_sync(kConsumersBarrier, kConsumerThreads);
       } else {
-        named_barrier_sync(kDsBarrier + 2 * (index % Traits::kDsBuffers) + warpgroup, kConsumerThreads);
+        wait_ds(warpgroup, index);
       }
       product<T, kBlockN / 16, false, DsRows, KeyRows>(
           dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_part, k_columns);

@@ -455,6 +455,18 @@ def test_every_dense_job_comes_once() -> None:
                     assert len(jobs) == len(every) and set(jobs) == every
 
 
+def test_the_last_heads_may_be_one_list() -> None:
+    for batch, heads, num_blocks, head_group in itertools.product((1, 2, 3), (1, 2, 5), (1, 3, 4), (1, 2, 3, 100)):
+        total = batch * heads * num_blocks
+        plain = [host.dense_job(i, batch, heads, num_blocks, head_group) for i in range(total)]
+        for before in range(0, total + 1, head_group * num_blocks):
+            sizes = batch, heads, num_blocks, head_group, before
+            jobs = [host.dense_job_of_last_list(i, *sizes) for i in range(total)]
+            assert jobs[:before] == plain[:before]
+            # Key blocks in order, each of all heads in order.
+            assert jobs[before:] == sorted(plain[before:], key=lambda job: (job[2], job[:2]))
+
+
 def test_key_blocks_of_a_head_come_in_ascending_order_and_heads_in_groups() -> None:
     for head_group in (1, 2, 3, 7):
         jobs = [host.dense_job(i, 2, 5, 4, head_group) for i in range(40)]

@@ -337,6 +337,16 @@ FLASHBWD_HOST_DEVICE constexpr Job dense_job(Index index, int32_t batch, int32_t
   return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
 }
 
+// The same, but from job `before_last` on, which is the first of a head, all heads are one list.
+template <typename Index>
+FLASHBWD_HOST_DEVICE constexpr Job dense_job(Index index, int32_t batch, int32_t heads, int32_t num_key_blocks,
+                                             int64_t head_group, Index before_last) {
+  if (index < before_last) return dense_job(index, batch, heads, num_key_blocks, head_group);
+  const Index heads_before = before_last / num_key_blocks, size = Index{batch} * heads - heads_before;
+  const Index within = index - before_last, head = heads_before + within % size;
+  return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
+}
+
 // Packed variable lengths need no table of block counts: sequence b gets the block numbers
 // [first_block(b), first_block(b + 1)). As floor(x + y) >= floor(x) + floor(y), these are at least
 // ceil(length / block_n), and at most one more, which has nothing to do.

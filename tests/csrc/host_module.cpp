@@ -224,6 +224,10 @@ void bind_order(py::module_& m) {
   m.def("dense_job", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group) {
     return triple_of(dense_job(index, batch, heads, num_key_blocks, head_group));
   });
+  m.def("dense_job_of_last_list", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks,
+                                     int64_t head_group, int64_t before_last) {
+    return triple_of(dense_job(index, batch, heads, num_key_blocks, head_group, before_last));
+  });
   m.def("varlen_jobs", &varlen_jobs);
   m.def("varlen_job", [](int64_t index, const std::vector<int32_t>& cu_seqlens_k, int32_t heads, int32_t block_n,
                          int64_t head_group, int32_t list_blocks) {

@@ -34,9 +34,10 @@ struct KernelParams {
   int32_t heads_abreast = 1;       // query heads of them
   int32_t list_blocks = 0;         // see blocks_of_a_list
   LastRound last_round;
-  int32_t whole_jobs = 0;          // that are not cut
-  HeadsView parts_dk, parts_dv;    // (heads of a list * parts, rows) fp32; rows count from the start of the sequence
-  int32_t jobs_from_last_key = 0;  // the first so many jobs go through the key blocks of a head from the last one
+  int32_t whole_jobs = 0;        // that are not cut
+  HeadsView parts_dk, parts_dv;  // (heads of a list * parts, rows) fp32; rows count from the start of the sequence
+  int32_t jobs_before_last = 0;  // of all lists but the last, see heads_before_last_list
+  bool from_last_key = false;    // these go through the key blocks of a head from the last one
   // Rows past the logical end of a sequence hold other data, not the zeros that the copy engine puts past a tensor.
   bool rows_may_be_poisoned = false;
   bool dk_vectors = false;  // rows of dk can be written 16 bytes at a time

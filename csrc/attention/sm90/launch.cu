@@ -227,6 +227,11 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->head_group =
       heads_of_a_list(p, packed_k, lists, params->key_blocks_of_list, params->query_blocks, plan.sm_count / tile.ctas);
   params->heads_abreast = params->head_group * (p.heads / std::max(lists, 1));
+  params->from_last_key = from_last_key(p);
+  const int64_t heads_before_last = heads_before_last_list(p, params->head_group, int64_t{p.batch} * lists,
+                                                           params->key_blocks, plan.sm_count / tile.ctas);
+  params->jobs_before_last =
+      params->packed_jobs ? params->jobs : static_cast<int32_t>(heads_before_last * params->key_blocks_of_list);
   if (params->packed_jobs) params->list_blocks = blocks_of_a_list(p, plan.block_n);
   if (!packed_q && !packed_k && !is_wide(tile)) {
     params->last_round = last_round(p, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
@@ -235,12 +240,6 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->jobs = params->whole_jobs + params->last_round.jobs * params->last_round.parts;
   params->ctas = std::min(params->jobs, plan.sm_count / tile.ctas) * tile.ctas;
   if (params->last_round.parts > 1) point_at_parts(workspace, p, plan.block_n, params);
-  if (from_last_key(p)) {
-    const int64_t all_lists = ceil_div(int64_t{p.batch} * lists, params->head_group);
-    params->jobs_from_last_key = params->packed_jobs
-                                     ? params->jobs
-                                     : static_cast<int32_t>((all_lists - 1) * params->head_group * params->key_blocks);
-  }
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
   params->dv_vectors = rows_aligned(p.dv);

@@ -71,14 +71,14 @@ struct Work {
     const auto heads_of_list = [&](int32_t blocks) {
       return at_least(params.head_group, params.list_blocks / at_least(blocks, 1));
     };
-    const Job job = params.packed_jobs
-                        ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, heads_of_list)
-                        : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group);
+    const Job job = params.packed_jobs ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, heads_of_list)
+                                       : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group,
+                                                   params.jobs_before_last);
     exists = job.batch >= 0;
     if (!exists) return;
     batch = job.batch;
     list = job.head;
-    from_last_key = cursor.job < params.jobs_from_last_key;
+    from_last_key = params.from_last_key && cursor.job < params.jobs_before_last;
     key_block = job.key_block;
     if (from_last_key || (params.grouped.pairs && !cursor.second)) {
       const int32_t key_blocks =

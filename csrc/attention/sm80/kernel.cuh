@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   if (threadIdx.x == 0) {
     smem.work = Work();
     smem.first_stage = smem.keys_offset = 0;
-    for (SplitBarrier* barrier : {&smem.landed, &smem.scores_there, &smem.done}) barrier->init(Traits::kThreads / 32);
+    for (SplitBarrier* barrier : {&smem.landed, &smem.scores_there, &smem.done}) barrier->init(Traits::kThreads);
   }
   __syncthreads();  // thread 0 has written that there is nothing to do before the first job
   float dk[Traits::kKeyTiles][Traits::kGradientTiles][4];
@@ -21,10 +21,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
 #pragma unroll 1
   for (;;) {
     Mainloop<Traits>::run(params, smem, dk, dv);
-    const bool loaded = Traits::kLoadsAhead && Mainloop<Traits>::loads_ahead(params, smem);
+    const bool ahead = Mainloop<Traits>::loads_ahead(params, smem), loaded = ahead && !Traits::kRefills;
     if (!loaded) __syncthreads();  // thread 0 has written the next job; everybody is done with the tiles of this one
     const bool more = smem.next_work.exists;
-    if (more && !loaded) Mainloop<Traits>::start_next(params, smem);
+    if (more && !loaded) Mainloop<Traits>::start_next(params, smem, ahead);
     if (smem.work.exists) {
       Epilogue<Traits>::store(params, smem.work, dk, dv);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);

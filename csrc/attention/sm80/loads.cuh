@@ -16,6 +16,7 @@ struct Source {
   const float* lse;
   const float* delta;
   int32_t rows;  // that exist, from the first of the tile
+  bool exists;
 };
 
 // Rows of one head, from the first row of a sequence.

@@ -38,6 +38,9 @@ struct Traits {
   static constexpr int kRowBytes = kTile.row_bytes();
   static constexpr int kScoreRowBytes = kBlockM * static_cast<int>(sizeof(T));
   static constexpr bool kLoadsAhead = loads_ahead(kTile, kExtras);
+  // One stage: the last step of a job leaves the first tiles of the next one where its own were, as it is done with
+  // them, all but k.
+  static constexpr bool kRefills = kStages == 1 && sizeof(T) == 2 && !kFeatures;
   static constexpr bool kExchange = kWarpsS > 1;  // p and ds of a warp's keys come from several warps
 
   static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
@@ -110,6 +113,7 @@ struct Mainloop {
   // The next job that exists, or none, by one thread.
   static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem) {
     Work& work = smem.next_work;
+    smem.source.exists = false;
     if (Traits::kWholeHeads && smem.work.exists && smem.work.key_block + 1 < params.key_blocks) {
       work = smem.work;
       work.set_key_block(work.key_block + 1, Traits::kBlockM, Traits::kBlockN, 0, 1);
@@ -131,7 +135,8 @@ struct Mainloop {
 
   // Whether the first tiles of the next job are loaded under the last step of this one.
   static __device__ __forceinline__ bool loads_ahead(const KernelParams& params, const SharedStorage& smem) {
-    return params.loads_ahead && smem.work.steps() > 0 && smem.next_work.exists && smem.next_work.steps() > 0;
+    return (Traits::kRefills || (Traits::kLoadsAhead && params.loads_ahead)) && smem.work.steps() > 0 &&
+           smem.source.exists;
   }
   // From this job's stages, and places of its keys if the next one's have been loaded, to those of the next one, by one
   // thread.
@@ -140,14 +145,18 @@ struct Mainloop {
     if (loaded) smem.keys_offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
   }
 
-  // Starts the copies of the first tiles of the next job. Everybody is done with those of this one.
-  static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem) {
+  // Starts the copies of the first tiles of the next job, or of what the last step of this one has not loaded.
+  // Everybody is done with those of this one.
+  static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem, bool refilled) {
     const Work& work = smem.next_work;
     if (work.steps() == 0) return;
     const int32_t stage = Traits::kStages > 1 ? next_stage(smem) : 0;
-    load_queries(params, smem, stage);
-    load_douts(params, smem, stage);
     load_keys(params, smem, work, keys_offset(smem));
+    if (!refilled) {
+      load_queries(params, smem, stage);
+      load_values(params, smem, work, keys_offset(smem));
+      load_douts(params, smem, stage);
+    }
     copy_async_commit();
     if (threadIdx.x == 0) smem.steps[stage] = Step(work);
   }
@@ -247,7 +256,8 @@ struct Mainloop {
           copy_async_wait<0>();
           smem.landed.arrive();
         }
-        smem.scores_there.wait(static_cast<uint32_t>(index + first_stage(smem)) % 2);  // a register less than `phase`
+        // A register less than `phase`, but for the sums of a shared bias.
+        smem.scores_there.wait(Traits::kExtras == Extras::kSharedBias ? phase : (index + first_stage(smem)) % 2);
         if constexpr (Traits::kExtras == Extras::kSharedBias) scores.pass_on(step.head, query_block);
         if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
         if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
@@ -255,14 +265,15 @@ struct Mainloop {
         add_dq(params, smem, work, step.head, query_block, dq);
         smem.done.arrive();
       } else {
-        __syncthreads();  // ds (and p) of all warps are there
+        __syncthreads();  // ds (and p) of all warps are there; everybody is done with v
         add_others(smem.p, smem.dout[stage], dv);
         if constexpr (Traits::kExchange) __syncthreads();  // everybody is done with dout
-        if (more) load_douts(params, smem, 0);
+        if (Traits::kRefills && !more && smem.source.exists) load_values(params, smem, smem.next_work, 0);
+        if (Traits::kRefills ? smem.source.exists : more) load_douts(params, smem, 0);
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
         __syncthreads();  // everybody is done with q
-        if (more) load_queries(params, smem, 0);
+        if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
         copy_async_commit();
         add_dq(params, smem, work, step.head, query_block, dq);  // under the copies
       }
@@ -300,25 +311,31 @@ struct Mainloop {
       load_douts(params, smem, stage);
     }
     if (ahead) {
-      load_keys(params, smem, smem.next_work, static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset);
+      const int32_t offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
+      load_keys(params, smem, smem.next_work, offset);
+      load_values(params, smem, smem.next_work, offset);
       if (threadIdx.x == 0) smem.steps[stage] = Step(smem.next_work);
     }
     copy_async_commit();
     if (threadIdx.x == 0 && more) smem.steps[stage] = Step(smem.steps[place % 2], smem.work);
   }
 
-  // To `offset` from k and v.
+  // To `offset` from k,
   static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work,
                                                    int32_t offset) {
-    const AttentionBackwardParams& p = params.attention;
+    load_key_rows(params.attention.k, params.attention.head_dim, params.k_aligned, work, smem.k + offset);
+  }
+  // and from v.
+  static __device__ __forceinline__ void load_values(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                     int32_t offset) {
+    load_key_rows(params.attention.v, params.attention.head_dim_v, params.v_aligned, work, smem.v + offset);
+  }
+  static __device__ __forceinline__ void load_key_rows(const HeadsView& view, int32_t columns, bool aligned,
+                                                       const Work& work, uint8_t* tile) {
     const int32_t first = work.key_block * Traits::kBlockN;
-    const int32_t rows = work.sequence.seqlen_k - first;
-    load_tile<Traits, Traits::kBlockN>(smem.k + offset,
-                                       head_rows<const T>(p.k, work.batch, work.head_kv, work.sequence.begin_k + first),
-                                       p.k.seq_stride, rows, p.head_dim, params.k_aligned);
-    load_tile<Traits, Traits::kBlockN>(smem.v + offset,
-                                       head_rows<const T>(p.v, work.batch, work.head_kv, work.sequence.begin_k + first),
-                                       p.v.seq_stride, rows, p.head_dim_v, params.v_aligned);
+    load_tile<Traits, Traits::kBlockN>(
+        tile, head_rows<const T>(view, work.batch, work.head_kv, work.sequence.begin_k + first), view.seq_stride,
+        work.sequence.seqlen_k - first, columns, aligned);
   }
 
   // The source of the tile at `step`, by one thread.
@@ -332,6 +349,7 @@ struct Mainloop {
     smem.source.lse = params.statistics.lse_log2 + row;
     smem.source.delta = params.statistics.delta + row;
     smem.source.rows = work.sequence.seqlen_q - first;
+    smem.source.exists = true;
   }
 
   // From the tile at step `index` to the one after it or the first one of the next job, by one thread.

@@ -11,18 +11,14 @@ struct SplitBarrier {
   uint64_t state;
 
   // By one thread, before a barrier of all.
-  __device__ __forceinline__ void init(uint32_t warps) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(&state)), "r"(warps) : "memory");
+  __device__ __forceinline__ void init(uint32_t threads) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(&state)), "r"(threads) : "memory");
   }
-  // By all lanes of a warp. Whoever waits sees what they have written.
+  // By every thread: racecheck takes an arrival for that of the thread alone. Whoever waits sees what it has written.
   __device__ __forceinline__ void arrive() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(smem_address(&state))
-                   : "memory");
-    }
+    asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(smem_address(&state)) : "memory");
   }
-  // Until all warps have arrived for the phase of this parity: 0, 1, 0, ... Parity 1 of a fresh barrier is over.
+  // Until all threads have arrived for the phase of this parity: 0, 1, 0, ... Parity 1 of a fresh barrier is over.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     asm volatile(
         "{\n"

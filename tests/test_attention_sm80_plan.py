@@ -230,6 +230,35 @@ def test_ctas_take_whole_heads_where_those_are_short_and_many(
         assert (plan.splits, plan.deterministic) == (1, changes.get("deterministic", False))
 
 
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"seqlen_q": 8000}, True),
+        ({"heads_kv": 2, "head_dim_v": 200}, True),
+        ({"seqlen_k": 640}, True),
+        ({"seqlen_k": 641}, False),  # eleven key blocks
+        ({"window_right": 0}, False),
+        ({"deterministic": True}, False),
+        ({"head_dim": 192, "head_dim_v": 192}, False),
+        ({"has_seqused": True}, False),
+        ({"has_bias": True}, False),
+        ({"dropout_p": 0.5}, False),
+        ({"varlen": True}, False),
+    ],
+)
+def test_first_key_block_stores_where_query_tiles_see_few(
+    host: ModuleType, changes: dict[str, Any], taken: bool
+) -> None:
+    changes = {**SHORT, "head_dim": 256, "head_dim_v": 256, **changes}
+    plan = plan_of(host, H100, **changes)
+    assert plan.workspace.zero_accumulator != taken
+    assert ("stored by the first key block" in plan.schedule) == taken
+    if taken:  # jobs taken; a bit for each tile of 128 queries, in words
+        words = 32 * 16 * -(-changes["seqlen_q"] // (128 * 32))
+        assert plan.workspace.semaphore_bytes == 16 + words * 4
+
+
 def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
     plan = plan_of(host, deterministic=True)
     assert plan.deterministic

@@ -40,6 +40,23 @@ def test_one_compact_slot_that_key_blocks_add_into(
 
 
 @pytest.mark.parametrize("target", [target for target in KERNELS if "float32" not in str(target.id)])
+@pytest.mark.parametrize("seqlen_k", [60, 270, 640, 641])
+@pytest.mark.parametrize(("heads_kv", "head_dim"), [(4, 256), (2, 200)])
+def test_first_key_block_of_a_query_tile_stores(heads_kv: int, head_dim: int, seqlen_k: int, target: Target) -> None:
+    """Up to ten key blocks, where a tile of 128 queries and 64 keys fits; NaN in the workspace is never added to."""
+    device, backend, dtype = target
+    case = dataclasses.replace(DENSE, heads_kv=heads_kv, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim)
+    x = inputs.build(case, dtype, device)
+    skip_where_refused(x, backend)
+    with flashbwd.use_backend(backend):
+        plan = flashbwd.plan_attention_backward(**arguments_of(x))
+    if plan.tile != (128, 64):
+        pytest.skip("a smaller tile")
+    assert ("by the first key block" in plan.schedule) == (seqlen_k <= 640)
+    x.check(*run(x, backend, workspace=workspace_of(plan.workspace_bytes, device)))
+
+
+@pytest.mark.parametrize("target", [target for target in KERNELS if "float32" not in str(target.id)])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(

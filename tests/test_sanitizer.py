@@ -27,6 +27,7 @@ ATTENTION = [
     replace(TILES, name="tiles_96", head_dim=96, head_dim_v=96),
     replace(TILES, name="tiles_128", head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_256", head_dim=256, head_dim_v=256, heads=1),
+    replace(TILES, name="tiles_full_256", head_dim=256, head_dim_v=256, causal=False),
     replace(TILES, name="tiles_512", head_dim=512, head_dim_v=320, deterministic=True),
     replace(TILES, name="tiles_full", causal=False),
     replace(TILES, name="tiles_window", window_size=(40, 20), causal=False),

@@ -38,4 +38,8 @@ __device__ __forceinline__ void add_release(int32_t* pointer, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void or_release(int32_t* pointer, int32_t bits) {
+  asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(pointer), "r"(bits) : "memory");
+}
+
 }  // namespace flashbwd

@@ -43,11 +43,12 @@ struct Tile {
 // What a kernel does beside plain attention, or how.
 enum class Extras : int32_t {
   kNone,
-  kLoadsAhead,  // nothing; see has_loads_ahead
-  kWholeHeads,  // nothing, by CTAs that take whole heads
-  kBias,        // a bias in 16-byte pieces, its gradient likewise or added in fp32, nothing else
-  kAll,         // bias, ALiBi, softcap, dropout
-  kSharedBias,  // as kBias, but heads that share a bias add to its gradient, in turn or in any order
+  kLoadsAhead,   // nothing; see has_loads_ahead
+  kWholeHeads,   // nothing, by CTAs that take whole heads
+  kBias,         // a bias in 16-byte pieces, its gradient likewise or added in fp32, nothing else
+  kAll,          // bias, ALiBi, softcap, dropout
+  kSharedBias,   // as kBias, but heads that share a bias add to its gradient, in turn or in any order
+  kFirstStores,  // nothing, but the first key block of a query tile stores dq; see has_first_stores
 };
 
 // Registers a thread at the widest point, accumulators alone: dk and dv of its keys and columns, s and dp of its keys
@@ -97,6 +98,17 @@ constexpr bool loads_ahead(const Tile& tile, Extras extras) {
   return extras == Extras::kLoadsAhead || (extras == Extras::kWholeHeads && tile.head_dim == 64);
 }
 constexpr int32_t keys_bytes(const Tile& tile) { return 2 * tile.block_n * tile.row_bytes(); }
+
+// Tiles that have a kernel in which the first key block of a query tile stores dq (see first_stores in layout.h).
+constexpr bool has_first_stores(const Tile& tile) {
+  return tile.element_bytes == 2 && tile.head_dim == 256 && tile.block_m == 128;
+}
+
+// Kernels of one stage whose last step of a job loads the first tiles of the next one where its own were, as it is done
+// with them, all but k.
+constexpr bool refills(const Tile& tile, Extras extras) {
+  return tile.stages == 1 && tile.element_bytes == 2 && (extras == Extras::kNone || extras == Extras::kFirstStores);
+}
 
 // Whether a partial build (FLASHBWD_HEAD_DIMS) holds a head dimension.
 constexpr bool is_built(int32_t head_dim) {

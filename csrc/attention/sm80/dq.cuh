@@ -13,6 +13,15 @@ __device__ __forceinline__ void add_to_global(float* place, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(place), "f"(value) : "memory");
 }
 
+template <bool kStores>
+__device__ __forceinline__ void put_to_global(float* place, float value) {
+  if constexpr (kStores) {
+    __stcg(place, value);
+  } else {
+    add_to_global(place, value);
+  }
+}
+
 // In blocks (see dq_block_offset) an instruction adds to 128 consecutive bytes; where there are no whole blocks,
 // element by element.
 template <typename Traits>
@@ -38,15 +47,17 @@ struct DqRows {
     columns = p.head_dim - column;
   }
 
-  // `column`: of dq, of the tile's first one; a multiple of kDqBlock.
+  // `column`: of dq, of the tile's first one; a multiple of kDqBlock. kStores: as if there were zeros.
+  template <bool kStores = false>
   __device__ __forceinline__ void add(const Tile& dq, int32_t column = 0) const {
     if (in_blocks && kParts * kDqBlock <= rows && column + Traits::kColumnTiles * kDqBlock <= columns) {
-      add_whole(dq, column);
+      add_whole<kStores>(dq, column);
       return;
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) add_part(part, dq, column);
+    for (int part = 0; part < kParts; ++part) add_part<kStores>(part, dq, column);
   }
+  template <bool kStores = false>
   __device__ __forceinline__ void add_part(int part, const Tile& dq, int32_t column = 0) const {
     if (in_blocks && part * kDqBlock + kDqBlock <= rows) {
       float* const place = blocks + part * kDqBlock * row_stride + column * kDqBlock;
@@ -55,16 +66,18 @@ struct DqRows {
         if (column + nt * 8 >= columns) break;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          add_to_global(place + nt * kDqBlockElements + c * (kDqBlockElements / 2), dq[part / 2][nt][part % 2 * 2 + c]);
+          put_to_global<kStores>(place + nt * kDqBlockElements + c * (kDqBlockElements / 2),
+                                 dq[part / 2][nt][part % 2 * 2 + c]);
         }
       }
     } else {
-      add_elements(part, dq, column);
+      add_elements<kStores>(part, dq, column);
     }
   }
 
  private:
   // No row or column of the tile is past the end.
+  template <bool kStores>
   __device__ __forceinline__ void add_whole(const Tile& dq, int32_t column) const {
     float* place = blocks + column * kDqBlock;
 #pragma unroll
@@ -73,11 +86,13 @@ struct DqRows {
       for (int nt = 0; nt < Traits::kColumnTiles; ++nt) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          add_to_global(place + nt * kDqBlockElements + c * (kDqBlockElements / 2), dq[part / 2][nt][part % 2 * 2 + c]);
+          put_to_global<kStores>(place + nt * kDqBlockElements + c * (kDqBlockElements / 2),
+                                 dq[part / 2][nt][part % 2 * 2 + c]);
         }
       }
     }
   }
+  template <bool kStores>
   __device__ __forceinline__ void add_elements(int part, const Tile& dq, int32_t first) const {
     const int32_t lane = Traits::lane(), row = part * kDqBlock + lane / 4;
     if (row >= rows) return;
@@ -88,7 +103,7 @@ struct DqRows {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int32_t column = first + nt * 8 + lane % 4 * 2 + c;
-        if (column < columns) add_to_global(place + column, dq[part / 2][nt][part % 2 * 2 + c]);
+        if (column < columns) put_to_global<kStores>(place + column, dq[part / 2][nt][part % 2 * 2 + c]);
       }
     }
   }

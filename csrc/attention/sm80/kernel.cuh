@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   if (threadIdx.x == 0) {
     smem.work = Work();
     smem.first_stage = smem.keys_offset = 0;
+    smem.first_add = FirstAdd();
     for (SplitBarrier* barrier : {&smem.landed, &smem.scores_there, &smem.done}) barrier->init(Traits::kThreads);
   }
   __syncthreads();  // thread 0 has written that there is nothing to do before the first job
@@ -25,6 +26,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     if (!loaded) __syncthreads();  // thread 0 has written the next job; everybody is done with the tiles of this one
     const bool more = smem.next_work.exists;
     if (more && !loaded) Mainloop<Traits>::start_next(params, smem, ahead);
+    if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.pass_on();  // of the last step
     if (smem.work.exists) {
       Epilogue<Traits>::store(params, smem.work, dk, dv);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);

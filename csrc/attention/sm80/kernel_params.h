@@ -59,6 +59,10 @@ struct KernelParams {
   int32_t* turns = nullptr;
   int64_t turns_of_head = 0;  // query blocks of all sequences
 
+  // First stores: for each (batch, head) a bit a query tile: its dq has been stored, others may add.
+  int32_t* stored = nullptr;
+  int32_t stored_words = 0;  // of each head
+
   // Wide tiles: a place for dk and dv of the keys of each CTA.
   float* gradients = nullptr;
 

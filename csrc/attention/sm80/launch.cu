@@ -123,6 +123,8 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
   params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
   params.head_group = sizes.whole_heads ? 1 : static_cast<int32_t>(heads_of_list(p, params));
+  // Equally long walks: no more heads than are in work at a time.
+  if (sizes.first_stores) params.head_group = std::max(params.workers / std::max(params.key_blocks, 1), 1);
   // They read the same bias, and add to the same gradient, while it is in L2.
   params.batches_abreast = !params.packed_jobs && p.bias.data != nullptr && p.bias.batch_stride == 0;
   params.q_aligned = aligned(p.q, bytes, 16);
@@ -136,6 +138,10 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   if (p.deterministic && !sizes.whole_heads) {
     params.turns = reinterpret_cast<int32_t*>(zeroed + region.turns_offset);
     params.turns_of_head = region.turns_of_head;
+  }
+  if (sizes.first_stores) {
+    params.stored = reinterpret_cast<int32_t*>(zeroed + region.stored_offset);
+    params.stored_words = static_cast<int32_t>(region.stored_words);
   }
   uint8_t* const partial = base + workspace.partial_offset;
   const PartialRegion places = partial_region(sizes, tile, plan.sm_count);
@@ -175,6 +181,7 @@ Extras extras_of(const KernelParams& params, const Tile& tile) {
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
   if (params.dq_tiles != nullptr) return Extras::kWholeHeads;
+  if (params.stored != nullptr) return Extras::kFirstStores;
   if (p.bias.data == nullptr) return others ? Extras::kAll : params.loads_ahead ? Extras::kLoadsAhead : Extras::kNone;
   if (params.bias_turns.sums != nullptr) return Extras::kSharedBias;
   const BiasGradient& g = params.bias_gradient;
@@ -218,6 +225,7 @@ const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, voi
   CallSizes sizes = sizes_of(p);
   sizes.whole_heads = plan.workspace.dq_mode == DqMode::kDirect;
   if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, plan.sm_count);
+  sizes.first_stores = plan.workspace.dq_mode == DqMode::kAtomic && !plan.workspace.zero_accumulator;
   sizes.bias_in_turn = bias_in_turn(sizes, tile);
   KernelParams params = make_params(p, plan, sizes);
   BiasGradientScratch scratch = bias_gradient_of(sizes, tile);

@@ -64,6 +64,9 @@ const char* launch_row(int tile_index, const KernelParams& params, Extras extras
         if constexpr (has_loads_ahead(kTiles[kFirst])) {
           if (extras == Extras::kLoadsAhead) return launch_variant<T, kFirst, Extras::kLoadsAhead>(params, stream);
         }
+        if constexpr (has_first_stores(kTiles[kFirst])) {
+          if (extras == Extras::kFirstStores) return launch_variant<T, kFirst, Extras::kFirstStores>(params, stream);
+        }
         if constexpr (has_bias_kernel(kTiles[kFirst])) {
           if (extras == Extras::kBias) return launch_variant<T, kFirst, Extras::kBias>(params, stream);
         }

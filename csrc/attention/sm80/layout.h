@@ -26,21 +26,24 @@ struct CallSizes {
   int64_t window_left = -1, window_right = -1;
   CausalAlignment causal = CausalAlignment::kNone;
   bool deterministic = false;
-  bool seqused = false;  // these two for whole_heads, which the plan asks
+  bool seqused = false;  // these two for whole_heads and first_stores, which the plan asks
   bool extras = false;   // bias, ALiBi, softcap or dropout
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
   bool bias_alone = false;    // no ALiBi, softcap or dropout
   bool bias_in_turn = false;  // see bias_in_turn
   bool whole_heads = false;   // see whole_heads
+  bool first_stores = false;  // see first_stores
   SharedJobs shared;          // see shared_jobs
 };
 
-// The zeroed region of the workspace: int32 jobs_taken, int32 turns[heads][turns_of_head], fp32 bias gradient. Offsets
-// are bytes from its start.
+// The zeroed region of the workspace: int32 jobs_taken, int32 turns[heads][turns_of_head] or
+// stored[batch][heads][stored_words], fp32 bias gradient. Offsets are bytes from its start.
 struct ZeroedRegion {
   int64_t turns_of_head = 0;  // 0: not deterministic, no turns
   int64_t turns_offset = 0;
+  int64_t stored_words = 0;  // see KernelParams
+  int64_t stored_offset = 0;
   int64_t bias_gradient_offset = 0;
   int64_t bias_turns_offset = 0;
   int64_t bytes = 0;
@@ -84,6 +87,11 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
                                           : sizes.batch * ceil_div(sizes.seqlen_q, tile.block_m);
     region.turns_offset = region.bytes;
     region.bytes = round_up(region.turns_offset + sizes.heads * region.turns_of_head * 4, 16);
+  }
+  if (sizes.first_stores) {
+    region.stored_words = ceil_div(ceil_div(sizes.seqlen_q, tile.block_m), 32);
+    region.stored_offset = region.bytes;
+    region.bytes = round_up(region.bytes + sizes.batch * sizes.heads * region.stored_words * 4, 16);
   }
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   if (scratch.zeroed) {
@@ -139,6 +147,17 @@ inline SharedJobs shared_jobs(const CallSizes& sizes, const Tile& tile, int64_t 
 // Floats of dq of one CTA that takes whole heads.
 inline int64_t dq_tiles_floats(const CallSizes& sizes, const Tile& tile) {
   return sizes.heads / sizes.heads_kv * round_up(sizes.seqlen_q, tile.block_m) * tile.head_dim;
+}
+
+// Whether the first key block of a query tile stores its dq, so that nobody has to zero it. Zeros cost as much whatever
+// the length, the others' asking whether they may add a twentieth of every step: it pays where a query tile is passed
+// few times, and without a mask, under which the first key blocks reach a tile at the same time.
+inline bool first_stores(const CallSizes& sizes, const Tile& tile) {
+  if (!has_first_stores(tile) || sizes.packed_q || sizes.packed_k || sizes.seqused || sizes.extras) return false;
+  const Visibility visibility =
+      make_visibility(static_cast<int32_t>(sizes.seqlen_q), static_cast<int32_t>(sizes.seqlen_k), sizes.window_left,
+                      sizes.window_right, sizes.causal);
+  return visibility.full() && !sizes.deterministic && ceil_div(sizes.seqlen_k, tile.block_n) <= 10;
 }
 
 // Whether each CTA takes whole heads, all key blocks of one after the other: dq is then summed by its own CTA, in the

@@ -38,9 +38,8 @@ struct Traits {
   static constexpr int kRowBytes = kTile.row_bytes();
   static constexpr int kScoreRowBytes = kBlockM * static_cast<int>(sizeof(T));
   static constexpr bool kLoadsAhead = loads_ahead(kTile, kExtras);
-  // One stage: the last step of a job leaves the first tiles of the next one where its own were, as it is done with
-  // them, all but k.
-  static constexpr bool kRefills = kStages == 1 && sizeof(T) == 2 && !kFeatures;
+  static constexpr bool kRefills = refills(kTile, kExtras);
+  static constexpr bool kFirstStores = kExtras == Extras::kFirstStores;
   static constexpr bool kExchange = kWarpsS > 1;  // p and ds of a warp's keys come from several warps
 
   static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
@@ -77,6 +76,7 @@ struct Traits {
     Work work, next_work;
     Step steps[2];  // this step and the next one, in turn
     Source<T> source;
+    FirstAdd first_add;  // of this step
     // Two stages: the steps of all jobs before this one, modulo 2, which is the stage of its first step.
     int32_t first_stage;
     // Where the first tiles of a job are loaded before the one before it ends: how far from k and v its own lie, 0 or
@@ -209,6 +209,10 @@ struct Mainloop {
       if constexpr (Traits::kFeatures) scores.load_bias(step.head, query_block, bias);
       if constexpr (Traits::kStages == 1) {
         if (threadIdx.x == 0) {
+          if constexpr (Traits::kFirstStores) {
+            if (index > 0) smem.first_add.pass_on();
+            smem.first_add.find(params, work, step.head, query_block, Traits::kBlockM, Traits::kBlockN);
+          }
           if (more) smem.steps[(place + 1) % 2] = Step(step, work);
           advance(params, smem, index);
         }
@@ -272,7 +276,8 @@ struct Mainloop {
         if (Traits::kRefills ? smem.source.exists : more) load_douts(params, smem, 0);
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
-        __syncthreads();  // everybody is done with q
+        if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.wait();
+        __syncthreads();  // everybody is done with q, and may store or add dq
         if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
         copy_async_commit();
         add_dq(params, smem, work, step.head, query_block, dq);  // under the copies
@@ -541,17 +546,26 @@ struct Mainloop {
     if constexpr (Traits::kDqPasses == 1) {
       multiply_dq(smem, 0, dq);
       if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
-      dq_rows.add(dq);
+      put_dq(smem, dq_rows, dq, 0);
     } else {
       if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
       for (int32_t column = 0; column < Traits::kHeadDim; column += Traits::kHeadDim / Traits::kDqPasses) {
         DqSums dq = {};
         multiply_dq(smem, column, dq);
-        dq_rows.add(dq, column);
+        put_dq(smem, dq_rows, dq, column);
       }
     }
     if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();
+  }
+
+  static __device__ __forceinline__ void put_dq(const SharedStorage& smem, const DqRows<Traits>& rows, const DqSums& dq,
+                                                int32_t column) {
+    if (Traits::kFirstStores && smem.first_add.stores) {
+      rows.template add<true>(dq, column);
+    } else {
+      rows.add(dq, column);
+    }
   }
 
   // Of one pass, `column` the first one of it.

@@ -74,6 +74,8 @@ std::string schedule_of(const AttentionProblem& problem, const Tile& tile, const
   }
   if (sizes.whole_heads) {
     schedule += ", dq summed by it";
+  } else if (sizes.first_stores) {
+    schedule += ", dq stored by the first key block, added by atomics of the others";
   } else {
     schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics";
   }
@@ -90,6 +92,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   CallSizes sizes = sizes_of(problem);
   sizes.whole_heads = whole_heads(sizes, tile, device.sm_count, device.l2_bytes);
   if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, device.sm_count);
+  sizes.first_stores = first_stores(sizes, tile);
   sizes.bias_in_turn = bias_in_turn(sizes, tile);
   plan->splits = sizes.shared.splits;
   plan->schedule = schedule_of(problem, tile, sizes);
@@ -97,6 +100,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   request.dq_mode = sizes.whole_heads ? DqMode::kDirect : problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.block_n = tile.block_n;
   request.dq_blocks = true;
+  request.adds_into_zeros = !sizes.first_stores;
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
   // lse * log2(e) and delta
   request.delta_rows =

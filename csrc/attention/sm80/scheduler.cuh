@@ -133,4 +133,31 @@ struct Turn {
   }
 };
 
+// The first key block that sees a query tile stores its part of dq, the others add theirs when that is there. They wait
+// for jobs with smaller key blocks of the same (batch, head) only, as above. All by one thread.
+struct FirstAdd {
+  int32_t* word = nullptr;  // of 32 tiles, see KernelParams::stored
+  int32_t bit = 0;          // this tile's
+  int32_t seen = 0;         // bits of the word, when it was read last
+  bool stores = false;
+
+  __device__ void find(const KernelParams& params, const Work& work, int32_t head, int32_t query_block, int32_t block_m,
+                       int32_t block_n) {
+    const int64_t index = int64_t{work.batch} * params.attention.heads + head;
+    int32_t* const place = params.stored + index * params.stored_words + query_block / 32;
+    if (place != word) seen = 0;
+    word = place;
+    bit = static_cast<int32_t>(1u << query_block % 32);
+    stores = work.key_block == key_blocks(work.visibility, query_block, block_m, block_n).begin;
+    if (!stores && (bit & ~seen) != 0) seen = load_acquire(word);
+  }
+  __device__ void wait() {
+    while (!stores && (bit & ~seen) != 0) seen = load_acquire(word);
+  }
+  // Behind a barrier that follows the stores of all threads.
+  __device__ void pass_on() const {
+    if (stores) or_release(word, bit);
+  }
+};
+
 }  // namespace flashbwd::sm80

@@ -16,7 +16,8 @@ struct SplitBarrier {
   }
   // By every thread: racecheck takes an arrival for that of the thread alone. Whoever waits sees what it has written.
   __device__ __forceinline__ void arrive() {
-    asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(smem_address(&state)) : "memory");
+    asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(smem_address(&state))
+                 : "memory");
   }
   // Until all threads have arrived for the phase of this parity: 0, 1, 0, ... Parity 1 of a fresh barrier is over.
   __device__ __forceinline__ void wait(uint32_t parity) const {

@@ -15,6 +15,7 @@ import torch
 from kit import cases, decoding, inputs
 from kit.cases import Case
 from kit.decoding import Shape
+from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
 
@@ -163,6 +164,29 @@ def test_decoding_kernels(name: str, dtype: torch.dtype) -> None:
     out = flashbwd.flex_decoding(*tensors, score_mod, block_mask, enable_gqa=True, kernel_options=options)
     dense = mask_mod and decoding.dense_mask(mask_mod, shape, "cpu")
     expected, _ = decoding.oracle(shape, *on_cpu, expected_mod, dense)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0.02, atol=0.02)
+    got = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    for g, e in zip(got, torch.autograd.grad(expected, on_cpu, torch.ones_like(expected)), strict=True):
+        torch.testing.assert_close(g.cpu(), e, rtol=0.05, atol=0.05)
+
+
+def test_pages_in_any_order() -> None:
+    page, pages, length = 32, [6, 2, 7, 0], 3 * 32 + 7
+    shape = replace(SHAPE, seqlen_q=1, seqlen_k=8 * page)
+    place = torch.full((8,), 8)  # of a page in the sequence
+    place[pages] = torch.arange(4)
+
+    def filled(device: str) -> Callable[..., torch.Tensor]:
+        place_there = place.to(device)
+        return lambda b, h, q, k: place_there[k // page] * page + k % page < length
+
+    counts = torch.tensor([[[4]]], dtype=torch.int32, device="cuda")
+    indices = torch.tensor([[[pages + [0] * 4]]], dtype=torch.int32, device="cuda")
+    sizes = {"BLOCK_SIZE": (1, page), "seq_lengths": (1, 8 * page)}
+    mask = BlockMask.from_kv_blocks(counts, indices, mask_mod=filled("cuda"), **sizes)
+    on_cpu, tensors = (tuple(t.requires_grad_() for t in shape.tensors(torch.bfloat16, d)) for d in ("cpu", "cuda"))
+    out = flashbwd.flex_decoding(*tensors, None, mask, enable_gqa=True)
+    expected, _ = decoding.oracle(shape, *on_cpu, None, decoding.dense_mask(filled("cpu"), shape, "cpu"))
     torch.testing.assert_close(out.cpu().double(), expected, rtol=0.02, atol=0.02)
     got = torch.autograd.grad(out, tensors, torch.ones_like(out))
     for g, e in zip(got, torch.autograd.grad(expected, on_cpu, torch.ones_like(expected)), strict=True):

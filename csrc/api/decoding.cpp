@@ -113,15 +113,21 @@ void* data_of(const OwnedTensor& tensor) {
   return data;
 }
 
+struct Plan {
+  DecodingTile tile;  // of head dimension 0: no kernel
+  DecodingSplits splits;
+};
+
 // A decoding loop asks the same question at every step.
-DecodingSplits splits_of(const DecodingShape& shape, DecodingTile tile, const DeviceInfo& info, int64_t asked) {
-  using Question = std::array<int64_t, 10>;
-  const Question question = {shape.batch,   shape.heads_kv, shape.rows,    shape.seqlen_k,      shape.element_bytes,
-                             tile.head_dim, tile.rows,      info.sm_count, info.smem_per_block, asked};
-  static thread_local Question last = {};
-  static thread_local DecodingSplits answer;
+Plan plan_of(const DecodingShape& shape, const DeviceInfo& info, int64_t asked) {
+  const std::array<int64_t, 10> question = {
+      shape.batch,      shape.heads_kv,      shape.rows,    shape.seqlen_k,      shape.head_dim,
+      shape.head_dim_v, shape.element_bytes, info.sm_count, info.smem_per_block, asked};
+  static thread_local std::array<int64_t, 10> last = {};
+  static thread_local Plan answer;
   if (question != last) {
-    answer = decoding_splits(shape, tile, info, asked);
+    answer.tile = decoding_tile(shape, info);
+    if (answer.tile.head_dim != 0) answer.splits = decoding_splits(shape, answer.tile, info, asked);
     last = question;
   }
   return answer;
@@ -184,7 +190,7 @@ std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall
   const DeviceInfo info = cuda->device_info(device);
   if (!info.usable || info.cc_major < 8) return {};
   const DecodingShape shape = shape_of(call);
-  const DecodingTile tile = decoding_tile(shape, info);
+  const auto [tile, splits] = plan_of(shape, info, settings.splits);
   const bool aligned = rows_are_aligned(call);
   if (tile.head_dim == 0) return {};
   const ChosenKernel kernel = find_kernel(settings.modification, {tile, call.q.dtype, aligned, device, nullptr});
@@ -193,7 +199,6 @@ std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall
   DecodingParams p = params_of(call, tile);
   p.ordinary = kernel.ordinary;
   p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
-  const DecodingSplits splits = splits_of(shape, tile, info, settings.splits);
   p.splits = splits.splits;
   p.cluster = splits.cluster;
 

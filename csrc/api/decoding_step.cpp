@@ -1,5 +1,6 @@
 // The operator of a decoding loop. All that its calls have in common, the lists of the mask too, was registered when
 // the first of them was launched; each passes the tensors that are its own.
+#include <array>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -69,10 +70,10 @@ std::shared_ptr<const Step> step_of(int64_t number) {
 
 // What the settings ask for; nothing for a call that cannot be launched as it is.
 std::vector<OwnedTensor> run_step(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const Step& step,
-                                  const std::vector<OwnedTensor>& passed) {
+                                  const OwnedTensor* passed, size_t passed_count) {
   DecodingCall call = decoding_call(q, k, v, step.settings);
   const size_t passed_mask = step.mask.empty() ? step.settings.mask_tensors : 0;
-  if (passed.size() != passed_mask + step.captured.size()) return {};
+  if (passed_count != passed_mask + step.captured.size()) return {};
   call.mask.reserve(step.settings.mask_tensors);
   for (const Tensor& tensor : step.mask) describe(tensor.get(), call.mask.emplace_back());
   for (size_t i = 0; i < passed_mask; ++i) describe(passed[i].get(), call.mask.emplace_back());
@@ -97,11 +98,10 @@ std::vector<OwnedTensor> results_of(StableIValue* stack) {
   ArgumentReader reader(stack);
   const OwnedTensor q = reader.owned_tensor(), k = reader.owned_tensor(), v = reader.owned_tensor();
   const auto step = step_of(reader.read<int64_t>());
-  std::vector<OwnedTensor> passed;
-  passed.reserve(kPassed);
-  for (int i = 0; i < kPassed; ++i) passed.push_back(reader.owned_tensor());
+  std::array<OwnedTensor, kPassed> passed;
+  for (OwnedTensor& tensor : passed) tensor = reader.owned_tensor();
   if (step == nullptr) return {};
-  return run_step(q.get(), k.get(), v.get(), *step, passed);
+  return run_step(q.get(), k.get(), v.get(), *step, passed.data(), kPassed);
 }
 
 // Nothing is answered with tensors that are none: Python has None for each.
@@ -145,12 +145,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   }
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
-  constexpr int kForms = (flashbwd::kMostPassed + 1) * flashbwd::kMostResults;
-  flashbwd::implement_steps(m, std::make_integer_sequence<int, kForms>());
-}
-
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
+  constexpr int kForms = (flashbwd::kMostPassed + 1) * flashbwd::kMostResults;
+  flashbwd::implement_steps(m, std::make_integer_sequence<int, kForms>());  // nothing but for CUDA tensors
   m.impl("decoding_remember", flashbwd::remember);
   m.impl("decoding_forget", flashbwd::forget);
 }

@@ -50,7 +50,9 @@ _USUAL: dict[Any, _More] = {(0, False, False, False): False, (0, True, False, Fa
 _Kind = tuple[int, int, float | None, bool, _More]
 _Step = Callable[..., Any]
 _steps: dict[_Kind, list[tuple[_Step, int]]] = {}  # with its number
-_met: dict[int, weakref.ref[Tensor]] = {}  # of BlockMasks seen once: a list of theirs
+# What a step raises when a name, an attribute or a dimension is not there any more.
+_NOT_THERE = (ValueError, AttributeError, LookupError)
+_MET = "_flashbwd_met"  # an attribute of BlockMasks that were met: a list of theirs
 
 
 def run_step(
@@ -66,39 +68,24 @@ def run_step(
     """The output, or a tuple that begins with it where more is wanted; None when the call is not of a known kind, or
     the operator cannot launch it as it is."""
     code = id(None if score_mod is None else getattr(score_mod, "__code__", score_mod))
-    known = _steps.get((code, id(block_mask), scale, enable_gqa, more))
-    if known is not None:
-        out = _of_a_kind(known, query, key, value, score_mod, block_mask)
-        if out is not None:
-            return out
-    if type(block_mask) is BlockMask:
-        mask_code = id(getattr(block_mask.mask_mod, "__code__", block_mask))
-        known = _steps.get((code, mask_code, scale, enable_gqa, more))
-        if known is not None and not _met_before(block_mask):  # one that comes again gets a step of its own
-            out = _of_a_kind(known, query, key, value, score_mod, block_mask)
+    mask = id(block_mask)
+    for any_mask in (False, True):
+        if any_mask:
+            if type(block_mask) is not BlockMask:
+                break
+            mask = id(getattr(block_mask.mask_mod, "__code__", block_mask))
+        known = _steps.get((code, mask, scale, enable_gqa, more))
+        if known is None or (any_mask and _met_before(block_mask)):  # one that comes again gets a step of its own
+            continue
+        for step, _ in known:
+            try:
+                out = step(query, key, value, score_mod, block_mask)
+            except _NOT_THERE:
+                continue
             if out is not None:
                 return out
-            _met.pop(id(block_mask), None)
-    return None
-
-
-def _of_a_kind(
-    known: list[tuple[_Step, int]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None,
-    block_mask: BlockMask | None,
-) -> Any:
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
-        return None
-    for step, _ in known:
-        try:
-            out = step(query, key, value, score_mod, block_mask)
-        except (ValueError, AttributeError, IndexError):  # a name, an attribute or a dimension is not there any more
-            continue
-        if out is not None:
-            return out
+        if any_mask:
+            delattr(block_mask, _MET)
     return None
 
 
@@ -167,14 +154,12 @@ def mask_lists(mask: Any) -> list[Tensor]:
     return lists
 
 
-def _met_before(block_mask: BlockMask) -> bool:
+def _met_before(block_mask: Any) -> bool:
     """False where its lists are met for the first time: those made for one call are not worth a step of their own."""
-    met = _met.get(id(block_mask))
-    if met is not None and met() is block_mask.kv_num_blocks:
+    counts = block_mask.kv_num_blocks
+    if getattr(block_mask, _MET, None) is counts:
         return True
-    if len(_met) >= _MOST_KINDS:
-        _met.clear()
-    _met[id(block_mask)] = weakref.ref(block_mask.kv_num_blocks)
+    setattr(block_mask, _MET, counts)
     return False
 
 
@@ -213,7 +198,7 @@ class _Writer:
         self._objects["blocks"] = block_mask.BLOCK_SIZE
         self._lines += [
             "if block_mask.BLOCK_SIZE != blocks: return None",
-            "if block_mask.seq_lengths != (query.shape[2], key.shape[2]): return None",
+            "if block_mask.seq_lengths != (query.size(2), key.size(2)): return None",
         ]
 
     def expect(self, expression: str, value: Any) -> None:
@@ -252,7 +237,8 @@ class _Writer:
             self._lines.append(f"{found} = {name}.__globals__")
             for variable in names:
                 value = function.__globals__.get(variable)
-                self._recognise_value(f"{found}.get({variable!r})", value, attributes.get(variable))
+                place = f"{found}[{variable!r}]" if variable in function.__globals__ else f"{found}.get({variable!r})"
+                self._recognise_value(place, value, attributes.get(variable))
         self._depth -= 1
 
     def _recognise_value(self, expression: str, value: Any, attributes: tuple[str, ...] | None = None) -> None:
@@ -300,6 +286,7 @@ class _Writer:
         }
         lines = [
             "def step(query, key, value, score_mod, block_mask):",
+            "if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor: return None",
             *self._lines,
             f"if is_grad_enabled() and ({needs_grad}): return None",
             f"results = operator({', '.join([*inputs, 'number', *tensors])})",

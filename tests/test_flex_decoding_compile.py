@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest
 
 import flashbwd
-from flashbwd.mods import run
+from flashbwd.mods import in_graph, run
 
 fp64 = torch.float64
 SHAPE = Shape()
@@ -158,7 +158,21 @@ def test_a_mod_that_branches_on_a_value_is_named() -> None:
         compiled(attend)(*SHAPE.tensors(fp64))
 
 
+def test_parts_of_one_allocation_leave_the_graph_as_tensors_of_their_own() -> None:
+    out, lse, largest = torch.randn(12).split(4)
+    results = (out, in_graph.apart(lse, out), in_graph.apart(largest, out, lse))
+    assert len({t.untyped_storage().data_ptr() for t in results}) == 3
+    for got, want in zip(results, (out, lse, largest), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_tensors_of_their_own_leave_the_graph_as_they_are() -> None:
+    out, lse = torch.randn(4), torch.randn(4)
+    assert in_graph.apart(lse, out) is lse
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("error:.*output of this custom operator")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_kernels_run_inside_a_graph_of_inductor(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = tuple(t.requires_grad_() for t in SHAPE.tensors(dtype, "cuda"))

@@ -203,6 +203,13 @@ def _as_outside() -> AbstractContextManager[None]:
     return guard
 
 
+def apart(tensor: Tensor, *others: Tensor) -> Tensor:
+    """A copy if the tensor lies in the storage of one of the others, for no operator of a graph may return both. Output
+    and statistics of the kernels are parts of one allocation."""
+    storages = [other.untyped_storage()._cdata for other in others]
+    return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+
+
 def implement(forward: Forward, backward: Backward) -> None:
     """Defines the operators by what runs without a compiler."""
 
@@ -215,7 +222,8 @@ def implement(forward: Forward, backward: Backward) -> None:
         with _as_outside():
             out, lse, largest, exact = forward(call, query, key, value, rest[-1])
         empty = exact_size(query, value, rest[-1]) == (0,)
-        return out, lse, largest, lse.new_empty(0) if empty else exact.float().contiguous()
+        unrounded = lse.new_empty(0) if empty else exact.float().contiguous()
+        return out, apart(lse, out), apart(largest, out, lse), unrounded
 
     def forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
         lse = query.new_empty(query.shape[:3], dtype=accumulator(query.dtype))

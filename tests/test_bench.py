@@ -691,6 +691,19 @@ def test_slots_of_blocks_are_long(asked, slot_ms, monkeypatch):
     assert given == [Settings(slot_ms=slot_ms)]
 
 
+def test_a_report_of_blocks_says_how_long_their_slots_are(tmp_path, monkeypatch):
+    for module in (runner, report):
+        monkeypatch.setattr(module, "BLOCK_SLOT_MS", 0.5)
+    suite = [replace(BLOCKS[0], table="block", compiled=False), TINY]
+    for chosen, slots in (
+        (suite, "slots of at least 0.1 ms, of blocks 0.5 ms;"),
+        (suite[1:], "slots of at least 0.1 ms;"),
+    ):
+        path = tmp_path / f"{len(chosen)}.json"
+        found = runner.run_suite("all", chosen, CPU, FAST, path, only=["torch"], progress=False)
+        assert slots in report.markdown(found)
+
+
 @pytest.mark.parametrize("case", BLOCKS, ids=lambda case: case.name)
 def test_flops_of_a_block_are_those_that_pytorch_counts(case):
     x = block_peers.make_inputs(case, CPU, 0)

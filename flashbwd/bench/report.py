@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashbwd.bench.cases import COPY
+from flashbwd.bench.cases import BLOCK_SLOT_MS, COPY
 from flashbwd.bench.results import OK, CaseResult, Change, Report, Verdict, compare
 
 
@@ -144,6 +144,14 @@ def changes_table(changes: Sequence[Change]) -> str:
     return table(header, rows)
 
 
+def slots(report: Report) -> str:
+    slot_ms = report.settings["slot_ms"]
+    text = f"slots of at least {slot_ms:g} ms"
+    if "block" in by_table(report):
+        text += f", of blocks {max(slot_ms, BLOCK_SLOT_MS):g} ms"
+    return text
+
+
 def markdown(report: Report, earlier: Report | None = None) -> str:
     machine = report.machine
     versions = [f"torch {machine['torch']}"]
@@ -154,8 +162,8 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
         f"{report.date}; {', '.join(versions)}; {machine['threads']} CPU threads; commit {machine['commit']}; "
         f"kernel sources {(machine['kernel_sources'] or 'not present')[:12]}."
         + ("" if report.complete else " **The run is not complete.**"),
-        f"{report.settings['rounds']} interleaved rounds, slots of at least {report.settings['slot_ms']:g} ms; a rate "
-        "is the median over rounds, a ratio the median (least-greatest) over rounds. " + bar_summary(report) + ".",
+        f"{report.settings['rounds']} interleaved rounds, {slots(report)}; a rate is the median over rounds, a ratio "
+        "the median (least-greatest) over rounds. " + bar_summary(report) + ".",
     ]
     if report.results:
         ceilings = report.results[-1].ceilings

@@ -33,8 +33,9 @@ class BuildLibraries(build_ext):
     def run(self) -> None:
         in_place = self.inplace
         super().run()
-        if in_place and "flashbwd._C_cuda" not in [extension.name for extension in self.extensions]:
-            (ROOT / "flashbwd" / "_C_cuda.so").unlink(missing_ok=True)
+        for name in ("_C_cuda", "_C_python"):
+            if in_place and f"flashbwd.{name}" not in [extension.name for extension in self.extensions]:
+                (ROOT / "flashbwd" / f"{name}.so").unlink(missing_ok=True)
 
     def build_extensions(self) -> None:
         try:
@@ -84,6 +85,6 @@ class AnyPythonWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("flashbwd._C", []), Extension("flashbwd._C_cuda", [])],
+    ext_modules=[Extension(f"flashbwd.{name}", []) for name in ("_C", "_C_cuda", "_C_python")],
     cmdclass={"build_ext": BuildLibraries, "build_test_modules": BuildTestModules, "bdist_wheel": AnyPythonWheel},
 )

@@ -213,9 +213,14 @@ class NativeBuild:
         torch = [f"-L{self.torch.lib}", "-ltorch_cuda", "-ltorch_cpu"]
         return [*torch, f"-L{self.toolkit.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
+    def _python_link(self) -> list[str]:
+        return [f"-L{self.torch.lib}", *(f"-l{name}" for name in ("torch_python", "torch_cuda", "torch_cpu", "c10"))]
+
     def libraries(self) -> list[Library]:
-        """`_C`, and `_C_cuda` where there is a CUDA compiler and something for it to compile."""
-        host = [*_host_units(), *(Unit(path) for path in _sources("csrc/api/*.cpp") if not _is_cuda_api(path))]
+        """`_C`; `_C_cuda` where there is a CUDA compiler and something for it to compile; and then, where there are
+        Python's headers, `_C_python`."""
+        api = [Unit(path) for path in _sources("csrc/api/*.cpp")]
+        host = [*_host_units(), *(unit for unit in api if not unit.source.name.startswith(("cuda_", "python_")))]
         base = Library(
             OUT / "_C.so",
             host,
@@ -224,7 +229,7 @@ class NativeBuild:
         )
         if self.toolkit is None:
             return [base]
-        cuda = [Unit(path) for path in _sources("csrc/api/*.cpp") if _is_cuda_api(path)] + _cuda_units(self.families)
+        cuda = [unit for unit in api if unit.source.name.startswith("cuda_")] + _cuda_units(self.families)
         if self.cutlass is None and cutlass_is_used():
             raise BuildError("no CUTLASS: pip install nvidia-cutlass==4.2.0.0, or set FLASHBWD_CUTLASS_PATH")
         built = [f"-DFLASHBWD_BUILT_{name.upper()}" for name in self.families]
@@ -235,7 +240,19 @@ class NativeBuild:
             ["-Wl,-rpath,$ORIGIN", str(base.output), *self._cuda_link(), "-Wl,-soname,_C_cuda.so", EXPORTS],
             [base.output],
         )
-        return [base, kernels]
+        headers = Path(sysconfig.get_paths()["include"])
+        if not (headers / "Python.h").is_file():
+            print(f"flashbwd: no Python.h in {headers}: warm calls of flex_decoding go through PyTorch's dispatcher")
+            return [base, kernels]
+        python = Library(
+            OUT / "_C_python.so",
+            [unit for unit in api if unit.source.name.startswith("python_")],
+            ["-ffunction-sections", "-isystem", str(headers), "-isystem", str(self.torch.include)],
+            # Python's own symbols come from the interpreter.
+            ["-Wl,-z,undefs", "-Wl,--gc-sections", EXPORTS, "-Wl,-rpath,$ORIGIN", str(base.output), *self._python_link()],
+            [base.output],
+        )
+        return [base, kernels, python]
 
     def test_modules(self) -> list[Library]:
         """What only tests load: the host code for Python, and kernels that fail on purpose."""
@@ -325,10 +342,6 @@ class NativeBuild:
 def _host_units() -> list[Unit]:
     """The C++ that knows nothing of torch: plans, workspaces, schedules."""
     return [Unit(path) for path in _sources("csrc/**/*.cpp") if not path.is_relative_to("csrc/api")]
-
-
-def _is_cuda_api(path: Path) -> bool:
-    return path.name.startswith("cuda_")
 
 
 def _object(unit: Unit, library: Library) -> Path:

@@ -7,7 +7,9 @@ Python: shapes for fake tensors, the autograd rules, FLOP formulas, and the refe
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
+import sysconfig
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +50,31 @@ def _load_libraries() -> None:
     _load("_C_cuda")  # after _C, whose symbols it uses
 
 
+def _load_python_library() -> Any:
+    """``_C_python``, which reads tensors as PyTorch lays them out; None where it was built for another PyTorch."""
+    name, path = "_C_python", _PACKAGE / "_C_python.so"
+    spec = importlib.util.spec_from_file_location(f"flashbwd.{name}", path)
+    if "_C_cuda" not in loaded or not path.exists():
+        not_loaded[name] = f"{path.name} is not part of this installation" if "_C_cuda" in loaded else "there is no _C_cuda"
+        return None
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        not_loaded[name] = "this Python has no global lock"
+        return None
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:  # it asks for something that this PyTorch does not have
+        not_loaded[name] = str(error)
+        return None
+    if torch.__version__.partition("+")[0] != module.TORCH_VERSION:
+        not_loaded[name] = f"it was built with torch {module.TORCH_VERSION}"
+        return None
+    loaded.append(name)
+    return module
+
+
 _load_libraries()
+#: Calls past PyTorch's dispatcher, where there are any.
+past_dispatcher = _load_python_library()
 _last_refusal = ctypes.CDLL(str(_PACKAGE / "_C.so")).flashbwd_last_refusal
 _last_refusal.restype = ctypes.c_char_p
 

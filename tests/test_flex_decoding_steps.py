@@ -23,8 +23,10 @@ table = torch.zeros(3)
 
 
 @pytest.fixture(autouse=True)
-def _no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_steps", {})
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(steps, "_at_once", None)  # which serves CUDA tensors alone
 
 
 def plus(*values: Any) -> Any:

@@ -1,5 +1,8 @@
 // The operator of a decoding loop. All that its calls have in common, the lists of the mask too, was registered when
 // the first of them was launched; each passes the tensors that are its own.
+#include "decoding_step.h"
+
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <mutex>
@@ -68,40 +71,45 @@ std::shared_ptr<const Step> step_of(int64_t number) {
   return found == steps().by_number.end() ? nullptr : found->second;
 }
 
-// What the settings ask for; nothing for a call that cannot be launched as it is.
-std::vector<OwnedTensor> run_step(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const Step& step,
-                                  const OwnedTensor* passed, size_t passed_count) {
-  DecodingCall call = decoding_call(q, k, v, step.settings);
+// What the settings ask for; nothing for a call that cannot be launched as it is. `lengths`: of a passed mask; null
+// where Python has compared them.
+std::vector<OwnedTensor> run_step(const AtenTensorHandle* inputs, const Step& step, const AtenTensorHandle* passed,
+                                  size_t passed_count, const int64_t* lengths, EmptyStrided empty_strided) {
+  DecodingCall call = decoding_call(inputs[0], inputs[1], inputs[2], step.settings);
   const size_t passed_mask = step.mask.empty() ? step.settings.mask_tensors : 0;
   if (passed_count != passed_mask + step.captured.size()) return {};
   call.mask.reserve(step.settings.mask_tensors);
   for (const Tensor& tensor : step.mask) describe(tensor.get(), call.mask.emplace_back());
-  for (size_t i = 0; i < passed_mask; ++i) describe(passed[i].get(), call.mask.emplace_back());
-  std::copy(step.lengths.begin(), step.lengths.end(), call.mask_shape.begin() + 2);
-  if (passed_mask > 0) {
+  for (size_t i = 0; i < passed_mask; ++i) describe(passed[i], call.mask.emplace_back());
+  if (passed_mask == 0) {
+    lengths = step.lengths.data();
+  } else if (lengths == nullptr) {
     call.mask_shape[2] = call.q.sizes[2];
     call.mask_shape[3] = call.k.sizes[2];
   }
+  if (lengths != nullptr) std::copy_n(lengths, 2, call.mask_shape.begin() + 2);
   call.captured.reserve(step.captured.size());
   for (size_t i = 0; i < step.captured.size(); ++i) {
-    const AtenTensorHandle tensor = passed[passed_mask + i].get();
+    const AtenTensorHandle tensor = passed[passed_mask + i];
     TensorDesc& desc = call.captured.emplace_back();
     describe(tensor, desc);
     if (desc.dim != step.captured[i].dim || dtype_number(tensor) != step.captured[i].dtype) return {};
   }
-  return decoding_results(q, call, step.settings, step.scale);
+  return decoding_results(call, step.settings, step.scale, empty_strided);
 }
 
 // Each tensor is an argument of its own, which is read sooner than a list.
 template <int kPassed>
 std::vector<OwnedTensor> results_of(StableIValue* stack) {
   ArgumentReader reader(stack);
-  const OwnedTensor q = reader.owned_tensor(), k = reader.owned_tensor(), v = reader.owned_tensor();
+  std::array<OwnedTensor, 3 + kPassed> owned;
+  for (int i = 0; i < 3; ++i) owned[i] = reader.owned_tensor();
   const auto step = step_of(reader.read<int64_t>());
-  std::array<OwnedTensor, kPassed> passed;
-  for (OwnedTensor& tensor : passed) tensor = reader.owned_tensor();
+  for (int i = 3; i < 3 + kPassed; ++i) owned[i] = reader.owned_tensor();
   if (step == nullptr) return {};
-  return run_step(q.get(), k.get(), v.get(), *step, passed.data(), kPassed);
+  std::array<AtenTensorHandle, 3 + kPassed> tensors;
+  for (size_t i = 0; i < tensors.size(); ++i) tensors[i] = owned[i].get();
+  return run_step(tensors.data(), *step, tensors.data() + 3, kPassed, nullptr, empty_strided_by_dispatcher);
 }
 
 // Nothing is answered with tensors that are none: Python has None for each.
@@ -111,8 +119,6 @@ void decoding_step(StableIValue* stack, uint64_t, uint64_t) {
   results.resize(kResults);
   for (int i = 0; i < kResults; ++i) stack[i] = results[i] != nullptr ? boxed(std::move(results[i])) : boxed(Tensor());
 }
-
-constexpr int kMostPassed = 8, kMostResults = 3;
 
 std::string step_name(int passed, int results) {
   return "decoding_step.passed_" + std::to_string(passed) + "_results_" + std::to_string(results);
@@ -135,6 +141,15 @@ void implement_steps(torch::stable::detail::StableLibrary& m, std::integer_seque
 
 }  // namespace
 }  // namespace flashbwd
+
+int flashbwd_decoding_step(int64_t number, const int64_t* lengths, const AtenTensorHandle* tensors, int passed,
+                           flashbwd::EmptyStrided empty_strided, AtenTensorHandle* results) {
+  const auto step = flashbwd::step_of(number);
+  if (step == nullptr) return 0;
+  auto found = flashbwd::run_step(tensors, *step, tensors + 3, passed, lengths, empty_strided);
+  for (size_t i = 0; i < found.size(); ++i) results[i] = found[i].release();
+  return static_cast<int>(found.size());
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def("decoding_remember(int settings, float? scale, Tensor[] mask, int[] lengths, Tensor[] captured) -> int");

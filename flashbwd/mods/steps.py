@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashbwd._ops import library
+from flashbwd._ops import library, past_dispatcher
 from flashbwd.mods.captures import code_of, is_constant, plain_attributes
 from flashbwd.reference.decoding import Mod
 
@@ -40,6 +40,9 @@ for _name in _step.overloads():
     _results = int(_name.rpartition("_")[2])
     _nothing: Any = None if _results == 1 else (None,) * _results
     library.impl(getattr(_step, _name), lambda *_, nothing=_nothing: nothing, "AutocastCUDA")
+
+# The same past the dispatcher, which takes longer to hand tensors over than a step to check them.
+_at_once: Callable[..., Any] | None = past_dispatcher and past_dispatcher.decoding_step
 
 # enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
 Wanted = tuple[bool, int, bool, bool, bool]
@@ -192,14 +195,11 @@ class _Writer:
                 self._lines.append(f"if block_mask.{name} is not None: return None")
             else:
                 self._lists.append(f"list_{i}")
-                self._lines += [f"list_{i} = block_mask.{name}", f"if type(list_{i}) is not Tensor: return None"]
+                self._lines.append(f"list_{i} = block_mask.{name}")
         if len(self._lists) == 3:
             raise _NotPlainError
         self._objects["blocks"] = block_mask.BLOCK_SIZE
-        self._lines += [
-            "if block_mask.BLOCK_SIZE != blocks: return None",
-            "if block_mask.seq_lengths != (query.size(2), key.size(2)): return None",
-        ]
+        self._lines.append("if block_mask.BLOCK_SIZE != blocks: return None")
 
     def expect(self, expression: str, value: Any) -> None:
         name = f"expected_{len(self._objects)}"
@@ -249,7 +249,7 @@ class _Writer:
             if known != name:  # the kernel has one place for its two names
                 self._lines.append(f"if {expression} is not {known}: return None")
                 return
-            self._lines += [f"{name} = {expression}", f"if type({name}) is not Tensor: return None"]
+            self._lines.append(f"{name} = {expression}")
         elif is_constant(value):
             self.expect(expression, value)
         elif type(value) is types.FunctionType:
@@ -275,21 +275,31 @@ class _Writer:
         return f"{what}_{len(self._lines)}"
 
     def step(self, number: int, places: list[Any], results: int) -> _Step:
-        inputs = ["query", "key", "value"]
         found = list(self._tensors.values())
-        tensors = [*self._lists, *(found[place] for place in places)]
-        needs_grad = " or ".join(f"{tensor}.requires_grad" for tensor in inputs + tensors)
+        tensors = ["query", "key", "value", *self._lists, *(found[place] for place in places)]
+        lengths = "block_mask.seq_lengths" if self._lists else "None"
         self._objects |= {
             "is_grad_enabled": torch.is_grad_enabled,
-            "operator": _operators[len(tensors)][results - 1],
+            "at_once": _at_once,
+            "operator": _operators[len(tensors) - 3][results - 1],
             "number": number,
         }
         lines = [
             "def step(query, key, value, score_mod, block_mask):",
-            "if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor: return None",
             *self._lines,
-            f"if is_grad_enabled() and ({needs_grad}): return None",
-            f"results = operator({', '.join([*inputs, 'number', *tensors])})",
+            *(f"if type({tensor}) is not Tensor: return None" for tensor in found if tensor not in tensors),
+        ]
+        if _at_once is not None:
+            lines += [
+                f"results = at_once(number, {lengths}, {', '.join(tensors)})",
+                "if results is not NotImplemented: return results",
+            ]
+        lines += [f"if type({tensor}) is not Tensor: return None" for tensor in tensors]
+        if self._lists:
+            lines.append(f"if {lengths} != (query.size(2), key.size(2)): return None")
+        lines += [
+            f"if is_grad_enabled() and ({' or '.join(f'{tensor}.requires_grad' for tensor in tensors)}): return None",
+            f"results = operator({', '.join([*tensors[:3], 'number', *tensors[3:]])})",
             "return results" if results == 1 else "return None if results[0] is None else results",
         ]
         exec(_compiled("\n    ".join(lines)), self._objects)

@@ -23,7 +23,7 @@ from build_tools.toolchain import BuildError  # noqa: E402
 
 
 class BuildLibraries(build_ext):
-    """Builds both libraries with ninja; the Extension objects only tell setuptools that there are some."""
+    """Builds the libraries with ninja; the Extension objects only tell setuptools that there are some."""
 
     extensions: list[Extension]
 
@@ -78,7 +78,7 @@ class BuildTestModules(Command):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """One wheel serves every Python: the libraries use torch's stable ABI and none of Python's."""
+    """One wheel serves every Python: the libraries use none of its ABI but the stable part."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

@@ -247,9 +247,9 @@ class NativeBuild:
         python = Library(
             OUT / "_C_python.so",
             [unit for unit in api if unit.source.name.startswith("python_")],
-            ["-ffunction-sections", "-isystem", str(headers), "-isystem", str(self.torch.include)],
+            ["-isystem", str(headers), "-isystem", str(self.torch.include)],
             # Python's own symbols come from the interpreter.
-            ["-Wl,-z,undefs", "-Wl,--gc-sections", EXPORTS, "-Wl,-rpath,$ORIGIN", str(base.output), *self._python_link()],
+            ["-Wl,-z,undefs", "-Wl,-rpath,$ORIGIN", str(base.output), *self._python_link(), EXPORTS],
             [base.output],
         )
         return [base, kernels, python]

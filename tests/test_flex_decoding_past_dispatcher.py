@@ -20,9 +20,7 @@ import flashbwd
 from flashbwd import _ops
 from flashbwd.mods import run, steps
 
-built = pytest.mark.skipif(
-    _ops.past_dispatcher is None, reason=f"no _C_python: {_ops.not_loaded.get('_C_python')}"
-)
+built = pytest.mark.skipif(_ops.past_dispatcher is None, reason=f"no _C_python: {_ops.not_loaded.get('_C_python')}")
 UNKNOWN = -1  # a step's number
 
 
@@ -133,7 +131,19 @@ def test_a_trace_is_asked() -> None:
         lambda _: None,
         lambda _: 1.0,
     ],
-    ids="parameter subclass meta negative conjugate sparse nested zero fake none number".split(),
+    ids=[
+        "parameter",
+        "subclass",
+        "meta",
+        "negative",
+        "conjugate",
+        "sparse",
+        "nested",
+        "zero",
+        "fake",
+        "none",
+        "number",
+    ],
 )
 def test_other_tensors_go_through_the_dispatcher(other: Callable[[Tensor], Any]) -> None:
     plain = torch.ones(2, 2)

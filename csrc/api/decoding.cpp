@@ -84,13 +84,13 @@ OutputShape output_shape(const TensorDesc& q, int64_t head_dim) {
   return shape;
 }
 
-struct Allocate {
+struct Allocator {
   EmptyStrided empty_strided;
   int device;
 
   template <size_t kDims>
-  OwnedTensor operator()(const std::array<int64_t, kDims>& sizes, const std::array<int64_t, kDims>& strides,
-                         DType dtype) const {
+  OwnedTensor empty(const std::array<int64_t, kDims>& sizes, const std::array<int64_t, kDims>& strides,
+                    DType dtype) const {
     return OwnedTensor(
         empty_strided(kDims, sizes.data(), strides.data(), static_cast<int32_t>(scalar_type_of(dtype)), device));
   }
@@ -98,18 +98,18 @@ struct Allocate {
 
 // The output and as many statistics (B, H, Sq), all in one storage, the output first: an allocation costs the host more
 // than a tensor.
-std::vector<OwnedTensor> output_and_statistics(const Allocate& allocate, const OutputShape& out, DType dtype,
+std::vector<OwnedTensor> output_and_statistics(const Allocator& allocator, const OutputShape& out, DType dtype,
                                                int statistics) {
   std::vector<OwnedTensor> results;
   results.reserve(4);
   if (statistics == 0) {
-    results.push_back(allocate(out.sizes, out.strides, dtype));
+    results.push_back(allocator.empty(out.sizes, out.strides, dtype));
     return results;
   }
   constexpr int64_t kFloat = sizeof(float);
   const int64_t rows = out.sizes[0] * out.sizes[1] * out.sizes[2];
   const int64_t out_floats = (rows * out.sizes[3] * size_of(dtype) + kFloat - 1) / kFloat;
-  const OwnedTensor all = allocate.operator()<1>({out_floats + statistics * rows}, {1}, DType::kFloat32);
+  const OwnedTensor all = allocator.empty<1>({out_floats + statistics * rows}, {1}, DType::kFloat32);
   results.push_back(part_of(all.get(), 0, out.sizes, out.strides, dtype));
   for (int i = 0; i < statistics; ++i) {
     results.push_back(part_of<3>(all.get(), (out_floats + i * rows) * kFloat,
@@ -224,18 +224,19 @@ std::vector<OwnedTensor> decoding_results(const DecodingCall& call, const Decodi
 
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (cuda->current_device() != device) guard.emplace(device);
-  const Allocate allocate = {empty_strided, device};
+  const Allocator allocator = {empty_strided, device};
   const OutputShape out = output_shape(call.q, p.head_dim_v);
   std::vector<OwnedTensor> results =
-      output_and_statistics(allocate, out, call.q.dtype, settings.need_lse + settings.need_max_scores);
+      output_and_statistics(allocator, out, call.q.dtype, settings.need_lse + settings.need_max_scores);
   p.out = data_of(results[0]);
   std::copy_n(out.strides.begin(), 3, p.out_strides);
   if (settings.need_lse) p.lse = static_cast<float*>(data_of(results[1]));
   if (settings.need_max_scores) p.max_scores = static_cast<float*>(data_of(results.back()));
   if (settings.need_exact_out && call.q.dtype != DType::kFloat32) {
     const int64_t width = p.head_dim_v;
-    results.push_back(allocate.operator()<4>({p.batch, p.heads, p.seqlen_q, width},
-                                       {p.heads * p.seqlen_q * width, p.seqlen_q * width, width, 1}, DType::kFloat32));
+    results.push_back(allocator.empty<4>({p.batch, p.heads, p.seqlen_q, width},
+                                         {p.heads * p.seqlen_q * width, p.seqlen_q * width, width, 1},
+                                         DType::kFloat32));
     p.exact_out = static_cast<float*>(data_of(results.back()));
   }
   void* const stream = cuda->current_stream(device);

@@ -42,7 +42,7 @@ for _name in _step.overloads():
     library.impl(getattr(_step, _name), lambda *_, nothing=_nothing: nothing, "AutocastCUDA")
 
 # The same past the dispatcher, which takes longer to hand tensors over than a step to check them.
-_at_once: Callable[..., Any] | None = past_dispatcher and past_dispatcher.decoding_step
+_at_once: Callable[..., Any] | None = getattr(past_dispatcher, "decoding_step", None)
 
 # enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
 Wanted = tuple[bool, int, bool, bool, bool]

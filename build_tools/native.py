@@ -214,7 +214,7 @@ class NativeBuild:
         return [*torch, f"-L{self.toolkit.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
     def _python_link(self) -> list[str]:
-        return [f"-L{self.torch.lib}", *(f"-l{name}" for name in ("torch_python", "torch_cuda", "torch_cpu", "c10"))]
+        return [f"-L{self.torch.lib}", *(f"-l{name}" for name in ("torch_python", "torch_cpu", "c10"))]
 
     def libraries(self) -> list[Library]:
         """`_C`; `_C_cuda` where there is a CUDA compiler and something for it to compile; and then, where there are

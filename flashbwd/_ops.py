@@ -54,8 +54,8 @@ def _load_libraries() -> None:
 def _load_python_library() -> ModuleType | None:
     """``_C_python``, which reads tensors as the PyTorch that it was built with lays them out; None beside another."""
     name, path = "_C_python", _PACKAGE / "_C_python.so"
-    if "_C_cuda" not in loaded or not path.exists():
-        not_loaded[name] = f"{path.name} is not part of this installation, or _C_cuda is not loaded"
+    if not path.exists():
+        not_loaded[name] = f"{path.name} is not part of this installation"
         return None
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         not_loaded[name] = "objects of a Python without its global lock are laid out differently"

@@ -24,7 +24,7 @@ from build_tools.native import PORTABLE, chosen_architectures, chosen_families
 SYSTEM = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 ALLOWED = {"_C.so": {"libtorch_cpu.so"}, "_C_cuda.so": {"libtorch_cpu.so", "libtorch_cuda.so", "_C.so"}}
-ALLOWED["_C_python.so"] = ALLOWED["_C_cuda.so"] | {"libtorch_python.so", "libc10.so"}
+ALLOWED["_C_python.so"] = {"libtorch_python.so", "libtorch_cpu.so", "libc10.so", "_C.so"}
 WHEEL_LIMIT_MB = 40
 
 

@@ -84,32 +84,20 @@ OutputShape output_shape(const TensorDesc& q, int64_t head_dim) {
   return shape;
 }
 
-struct Allocator {
-  EmptyStrided empty_strided;
-  int device;
-
-  template <size_t kDims>
-  OwnedTensor empty(const std::array<int64_t, kDims>& sizes, const std::array<int64_t, kDims>& strides,
-                    DType dtype) const {
-    return OwnedTensor(
-        empty_strided(kDims, sizes.data(), strides.data(), static_cast<int32_t>(scalar_type_of(dtype)), device));
-  }
-};
-
 // The output and as many statistics (B, H, Sq), all in one storage, the output first: an allocation costs the host more
 // than a tensor.
-std::vector<OwnedTensor> output_and_statistics(const Allocator& allocator, const OutputShape& out, DType dtype,
+std::vector<OwnedTensor> output_and_statistics(AtenTensorHandle q, const OutputShape& out, DType dtype,
                                                int statistics) {
   std::vector<OwnedTensor> results;
   results.reserve(4);
   if (statistics == 0) {
-    results.push_back(allocator.empty(out.sizes, out.strides, dtype));
+    results.push_back(empty_strided(q, out.sizes, out.strides, dtype));
     return results;
   }
   constexpr int64_t kFloat = sizeof(float);
   const int64_t rows = out.sizes[0] * out.sizes[1] * out.sizes[2];
   const int64_t out_floats = (rows * out.sizes[3] * size_of(dtype) + kFloat - 1) / kFloat;
-  const OwnedTensor all = allocator.empty<1>({out_floats + statistics * rows}, {1}, DType::kFloat32);
+  const OwnedTensor all = empty_strided<1>(q, {out_floats + statistics * rows}, {1}, DType::kFloat32);
   results.push_back(part_of(all.get(), 0, out.sizes, out.strides, dtype));
   for (int i = 0; i < statistics; ++i) {
     results.push_back(part_of<3>(all.get(), (out_floats + i * rows) * kFloat,
@@ -194,16 +182,8 @@ DecodingCall decoding_call(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHan
   return call;
 }
 
-AtenTensorHandle empty_strided_by_dispatcher(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                             int32_t device) {
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cuda(), device, &handle));
-  return handle;
-}
-
-std::vector<OwnedTensor> decoding_results(const DecodingCall& call, const DecodingSettings& settings,
-                                          std::optional<double> scale, EmptyStrided empty_strided) {
+std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall& call,
+                                          const DecodingSettings& settings, std::optional<double> scale) {
   const CudaBackend* cuda = cuda_backend();
   if (cuda == nullptr || cuda->decoding == nullptr || !kernel_takes(call)) return {};
   const int device = call.q.device.index;
@@ -224,19 +204,17 @@ std::vector<OwnedTensor> decoding_results(const DecodingCall& call, const Decodi
 
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (cuda->current_device() != device) guard.emplace(device);
-  const Allocator allocator = {empty_strided, device};
   const OutputShape out = output_shape(call.q, p.head_dim_v);
   std::vector<OwnedTensor> results =
-      output_and_statistics(allocator, out, call.q.dtype, settings.need_lse + settings.need_max_scores);
+      output_and_statistics(q, out, call.q.dtype, settings.need_lse + settings.need_max_scores);
   p.out = data_of(results[0]);
   std::copy_n(out.strides.begin(), 3, p.out_strides);
   if (settings.need_lse) p.lse = static_cast<float*>(data_of(results[1]));
   if (settings.need_max_scores) p.max_scores = static_cast<float*>(data_of(results.back()));
   if (settings.need_exact_out && call.q.dtype != DType::kFloat32) {
     const int64_t width = p.head_dim_v;
-    results.push_back(allocator.empty<4>({p.batch, p.heads, p.seqlen_q, width},
-                                         {p.heads * p.seqlen_q * width, p.seqlen_q * width, width, 1},
-                                         DType::kFloat32));
+    results.push_back(empty_strided<4>(q, {p.batch, p.heads, p.seqlen_q, width},
+                                       {p.heads * p.seqlen_q * width, p.seqlen_q * width, width, 1}, DType::kFloat32));
     p.exact_out = static_cast<float*>(data_of(results.back()));
   }
   void* const stream = cuda->current_stream(device);
@@ -275,7 +253,7 @@ void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
       describe(tensor.get(), (left-- > 0 ? call.mask : call.captured).emplace_back());
   }
   if (lengths.has_value() && lengths->size() == 2) std::copy_n(lengths->begin(), 2, call.mask_shape.begin() + 2);
-  stack[0] = boxed(decoding_results(call, settings, scale, empty_strided_by_dispatcher));
+  stack[0] = boxed(decoding_results(q.get(), call, settings, scale));
 }
 
 void register_settings(StableIValue* stack, uint64_t, uint64_t) {

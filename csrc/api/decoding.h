@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "../decoding/call.h"
-#include "decoding_step.h"
 #include "tensors.h"
 
 namespace flashbwd {
@@ -32,13 +31,9 @@ OrdinaryMod ordinary_modification(int64_t modification);
 DecodingCall decoding_call(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
                            const DecodingSettings& settings);
 
-// The EmptyStrided that serves anywhere.
-AtenTensorHandle empty_strided_by_dispatcher(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                             int32_t device);
-
 // Launches it. out, the statistics that are needed, and the exact out where out is not; nothing for a call that no
 // kernel takes as it is.
-std::vector<OwnedTensor> decoding_results(const DecodingCall& call, const DecodingSettings& settings,
-                                          std::optional<double> scale, EmptyStrided empty_strided);
+std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall& call,
+                                          const DecodingSettings& settings, std::optional<double> scale);
 
 }  // namespace flashbwd

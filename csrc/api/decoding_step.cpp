@@ -74,20 +74,17 @@ std::shared_ptr<const Step> step_of(int64_t number) {
 // What the settings ask for; nothing for a call that cannot be launched as it is. `lengths`: of a passed mask; null
 // where Python has compared them.
 std::vector<OwnedTensor> run_step(const AtenTensorHandle* inputs, const Step& step, const AtenTensorHandle* passed,
-                                  size_t passed_count, const int64_t* lengths, EmptyStrided empty_strided) {
+                                  size_t passed_count, const int64_t* lengths) {
   DecodingCall call = decoding_call(inputs[0], inputs[1], inputs[2], step.settings);
   const size_t passed_mask = step.mask.empty() ? step.settings.mask_tensors : 0;
   if (passed_count != passed_mask + step.captured.size()) return {};
   call.mask.reserve(step.settings.mask_tensors);
   for (const Tensor& tensor : step.mask) describe(tensor.get(), call.mask.emplace_back());
   for (size_t i = 0; i < passed_mask; ++i) describe(passed[i], call.mask.emplace_back());
-  if (passed_mask == 0) {
-    lengths = step.lengths.data();
-  } else if (lengths == nullptr) {
-    call.mask_shape[2] = call.q.sizes[2];
-    call.mask_shape[3] = call.k.sizes[2];
-  }
-  if (lengths != nullptr) std::copy_n(lengths, 2, call.mask_shape.begin() + 2);
+  const std::array<int64_t, 2> compared = {call.q.sizes[2], call.k.sizes[2]};
+  if (passed_mask == 0) lengths = step.lengths.data();
+  if (lengths == nullptr) lengths = compared.data();
+  std::copy_n(lengths, 2, call.mask_shape.begin() + 2);
   call.captured.reserve(step.captured.size());
   for (size_t i = 0; i < step.captured.size(); ++i) {
     const AtenTensorHandle tensor = passed[passed_mask + i];
@@ -95,7 +92,7 @@ std::vector<OwnedTensor> run_step(const AtenTensorHandle* inputs, const Step& st
     describe(tensor, desc);
     if (desc.dim != step.captured[i].dim || dtype_number(tensor) != step.captured[i].dtype) return {};
   }
-  return decoding_results(call, step.settings, step.scale, empty_strided);
+  return decoding_results(inputs[0], call, step.settings, step.scale);
 }
 
 // Each tensor is an argument of its own, which is read sooner than a list.
@@ -109,7 +106,7 @@ std::vector<OwnedTensor> results_of(StableIValue* stack) {
   if (step == nullptr) return {};
   std::array<AtenTensorHandle, 3 + kPassed> tensors;
   for (size_t i = 0; i < tensors.size(); ++i) tensors[i] = owned[i].get();
-  return run_step(tensors.data(), *step, tensors.data() + 3, kPassed, nullptr, empty_strided_by_dispatcher);
+  return run_step(tensors.data(), *step, tensors.data() + 3, kPassed, nullptr);
 }
 
 // Nothing is answered with tensors that are none: Python has None for each.
@@ -143,12 +140,13 @@ void implement_steps(torch::stable::detail::StableLibrary& m, std::integer_seque
 }  // namespace flashbwd
 
 int flashbwd_decoding_step(int64_t number, const int64_t* lengths, const AtenTensorHandle* tensors, int passed,
-                           flashbwd::EmptyStrided empty_strided, AtenTensorHandle* results) {
+                           AtenTensorHandle* results) {
   const auto step = flashbwd::step_of(number);
   if (step == nullptr) return 0;
-  auto found = flashbwd::run_step(tensors, *step, tensors + 3, passed, lengths, empty_strided);
-  for (size_t i = 0; i < found.size(); ++i) results[i] = found[i].release();
-  return static_cast<int>(found.size());
+  auto found = flashbwd::run_step(tensors, *step, tensors + 3, passed, lengths);
+  const size_t count = std::min<size_t>(found.size(), flashbwd::kMostResults);
+  for (size_t i = 0; i < count; ++i) results[i] = found[i].release();
+  return static_cast<int>(count);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {

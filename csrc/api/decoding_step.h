@@ -9,16 +9,10 @@ namespace flashbwd {
 
 constexpr int kMostPassed = 8, kMostResults = 3;
 
-// A tensor on a CUDA device, which is the current one; its dtype is the number of a ScalarType.
-using EmptyStrided = AtenTensorHandle (*)(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                          int32_t device);
-
 }  // namespace flashbwd
 
 // Tensors are query, key, value, and `passed` more; where a mask is among those, it was made for `lengths`. How many
 // results there are, which the caller owns: none where no kernel takes the call as it is. Throws what goes wrong.
 extern "C" __attribute__((visibility("default"))) int flashbwd_decoding_step(int64_t number, const int64_t* lengths,
                                                                              const AtenTensorHandle* tensors,
-                                                                             int passed,
-                                                                             flashbwd::EmptyStrided empty_strided,
-                                                                             AtenTensorHandle* results);
+                                                                             int passed, AtenTensorHandle* results);

@@ -6,7 +6,6 @@
 //
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -58,13 +57,6 @@ bool is_ordinary(const c10::TensorImpl& tensor, bool with_gradients) {
                       DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA})
           .raw_repr();
   return (tensor.key_set().raw_repr() & ~ordinary) == 0 && !(with_gradients && tensor.requires_grad());
-}
-
-AtenTensorHandle empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                               int32_t device) {
-  return reinterpret_cast<AtenTensorHandle>(new at::Tensor(at::detail::empty_strided_cuda(
-      {sizes, static_cast<size_t>(dims)}, {strides, static_cast<size_t>(dims)}, static_cast<at::ScalarType>(dtype),
-      c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)))));
 }
 
 PyObject* wrapped(AtenTensorHandle handle) {
@@ -123,8 +115,7 @@ PyObject* step(PyObject* const* arguments, Py_ssize_t count) {
   int found = 0;
   {
     const Unlocked unlocked;
-    found = flashbwd_decoding_step(number, lengths.data(), tensors.data(), static_cast<int>(passed), empty_strided,
-                                   results.data());
+    found = flashbwd_decoding_step(number, lengths.data(), tensors.data(), static_cast<int>(passed), results.data());
   }
   if (found == 0) return new_reference(Py_None);
   if (found == 1) return wrapped(results[0]);

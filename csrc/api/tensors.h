@@ -40,6 +40,19 @@ ScalarType scalar_type_of(DType dtype);
 
 // An uninitialised tensor on `like`'s device.
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
+template <size_t kDims>
+OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims>& sizes,
+                          const std::array<int64_t, kDims>& strides, DType dtype) {
+  AtenTensorHandle handle = nullptr;
+  int32_t device_type = 0, device_index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like, &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like, &device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kDims, sizes.data(), strides.data(),
+                                                  static_cast<int32_t>(scalar_type_of(dtype)), device_type,
+                                                  device_index, &handle));
+  return OwnedTensor(handle);
+}
+
 // A tensor in the storage of `all`, which begins where that does, from `offset_bytes` on. It is no view of `all`.
 template <size_t kDims>
 OwnedTensor part_of(AtenTensorHandle all, int64_t offset_bytes, const std::array<int64_t, kDims>& sizes,

@@ -1,6 +1,7 @@
 """A whole block of a transformer in training, with PyTorch's gradients and with this library's put in their place.
 
-The model and its code are the same for all peers. Those of this library differ by ``flashbwd.enable()`` alone.
+The model and its code are the same for all peers. Those of this library differ by ``flashbwd.enable()``, and compiled
+by the options that let Inductor take more of its kernels.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +118,14 @@ def eager(case: BlockCase, x: BlockInputs) -> Prepared:
     return Prepared(_step(x.block, x), capturable=False)
 
 
-def compiled(case: BlockCase, x: BlockInputs) -> Prepared:
-    return Prepared(_step(torch.compile(x.block, dynamic=False), x), capturable=False)
+def compiled(case: BlockCase, x: BlockInputs, options: dict[str, Any] | None = None) -> Prepared:
+    return Prepared(_step(torch.compile(x.block, dynamic=False, options=options), x), capturable=False)
+
+
+def compiled_with_options(case: BlockCase, x: BlockInputs) -> Prepared:
+    from flashbwd.integrations import inductor  # which takes long to import
+
+    return compiled(case, x, inductor.options())
 
 
 def overridden(prepare: Callable[[BlockCase, BlockInputs], Prepared], case: BlockCase, x: BlockInputs) -> Prepared:
@@ -129,5 +137,5 @@ BLOCK_PEERS: tuple[Peer, ...] = (
     Peer(TORCH_BLOCK, eager),
     Peer(TORCH_BLOCK_COMPILED, compiled, compiled=True),
     Peer(BLOCK, functools.partial(overridden, eager)),
-    Peer(BLOCK_COMPILED, functools.partial(overridden, compiled), compiled=True),
+    Peer(BLOCK_COMPILED, functools.partial(overridden, compiled_with_options), compiled=True),
 )

@@ -52,7 +52,7 @@ def taken(function: Callable[..., Any], *tensors: Tensor) -> int:
     found: list[int] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
-        inductor.norms_of_branches(module.graph)
+        inductor.NormsOfBranches()(module.graph)
         module.graph.lint()
         module.recompile()
         replaced = set(inductor._NORMS.values())
@@ -233,8 +233,9 @@ def test_the_operator_gives_the_three_gradients_side_by_side(causal: bool, scale
     torch.library.opcheck(IN_ONE, (*first, lse, scale, causal), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_the_pass_has_a_key_for_inductors_cache() -> None:
-    assert inductor.GradientsInOne().uuid() == inductor.GradientsInOne().uuid() is not None
+def test_passes_have_keys_for_inductors_cache() -> None:
+    keys, again = ([chosen.uuid() for chosen in inductor.options().values()] for _ in range(2))
+    assert keys == again and None not in keys
 
 
 # ---- both, on a GPU ----

@@ -21,7 +21,7 @@ from flashbwd import _ops
 from flashbwd.attention import attention_backward
 from flashbwd.layer_norm import layer_norm_backward, rms_norm_backward
 
-__all__ = ["GradientsInOne", "norms_of_branches", "options"]
+__all__ = ["GradientsInOne", "NormsOfBranches", "options"]
 
 Node = Any  # fx.Node, whose arguments are of every type
 
@@ -31,7 +31,12 @@ def options() -> dict[str, Any]:
 
     torch.compile(model, options=inductor.options())
     """
-    return {"pre_grad_custom_pass": norms_of_branches, "post_grad_custom_post_pass": GradientsInOne()}
+    return {"pre_grad_custom_pass": NormsOfBranches(), "post_grad_custom_post_pass": GradientsInOne()}
+
+
+class _Pass(CustomGraphPass):
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
 
 
 # ---- norms ----
@@ -86,25 +91,27 @@ _NORMS: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
-def norms_of_branches(graph: fx.Graph) -> None:
+class NormsOfBranches(_Pass):
     """In a graph as Dynamo captures it: norms whose rows have one reader, and whose input is read again behind them."""
-    place = {node: at for at, node in enumerate(graph.nodes)}
-    for norm, at in place.items():
-        if norm.op != "call_function" or norm.target not in _NORMS or len(norm.users) != 1 or not _is_ours(norm):
-            continue
-        x: Node = norm.args[0]
-        behind = [user for user in x.users if place.get(user, 0) > at]
-        if not behind:
-            continue
-        with graph.inserting_before(norm):
-            both = graph.call_function(_NORMS[norm.target], norm.args, norm.kwargs)
-            z, passed_on = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
-        z.meta, passed_on.meta = dict(norm.meta), dict(x.meta)
-        both.meta = {**norm.meta, "example_value": (norm.meta["example_value"], x.meta["example_value"])}
-        for user in behind:
-            user.replace_input_with(x, passed_on)
-        norm.replace_all_uses_with(z)
-        graph.erase_node(norm)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        place = {node: at for at, node in enumerate(graph.nodes)}
+        for norm, at in place.items():
+            if norm.op != "call_function" or norm.target not in _NORMS or len(norm.users) != 1 or not _is_ours(norm):
+                continue
+            x: Node = norm.args[0]
+            behind = [user for user in x.users if place.get(user, 0) > at]
+            if not behind:
+                continue
+            with graph.inserting_before(norm):
+                both = graph.call_function(_NORMS[norm.target], norm.args, norm.kwargs)
+                z, passed_on = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+            z.meta, passed_on.meta = dict(norm.meta), dict(x.meta)
+            both.meta = {**norm.meta, "example_value": (norm.meta["example_value"], x.meta["example_value"])}
+            for user in behind:
+                user.replace_input_with(x, passed_on)
+            norm.replace_all_uses_with(z)
+            graph.erase_node(norm)
 
 
 def _is_ours(norm: Node) -> bool:
@@ -127,11 +134,8 @@ def _runs_on(device: torch.device) -> bool:
 # ---- attention ----
 
 
-class GradientsInOne(CustomGraphPass):
+class GradientsInOne(_Pass):
     """In a graph behind autograd: dq, dk and dv of an attention without bias and dropout, joined to (B, S, columns)."""
-
-    def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
 
     def __call__(self, graph: fx.Graph) -> None:
         for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):

@@ -27,10 +27,7 @@ Node = Any  # fx.Node, whose arguments are of every type
 
 
 def options() -> dict[str, Any]:
-    """What ``torch.compile`` takes as ``options`` for both passes::
-
-    torch.compile(model, options=inductor.options())
-    """
+    """Both passes, for ``torch.compile(model, options=...)``."""
     return {"pre_grad_custom_pass": NormsOfBranches(), "post_grad_custom_post_pass": GradientsInOne()}
 
 

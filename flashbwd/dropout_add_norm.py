@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashbwd import _ops, reference
 from flashbwd.attention import RngState
+from flashbwd.layer_norm import default_eps
 
 __all__ = [
     "DropoutAddNormGrads",
@@ -159,8 +160,8 @@ def dropout_add_rms_norm(
     eps: float | None = None,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`dropout_add_layer_norm` with RMSNorm; ``eps`` is by default ``torch.finfo(x.dtype).eps``."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    """As :func:`dropout_add_layer_norm` with RMSNorm; ``eps`` is by default that of :func:`rms_norm`."""
+    eps = default_eps(x.dtype) if eps is None else eps
     return _forward(x, residual, gamma, None, keep, 1, dropout_p, eps, zero_centered_gamma)
 
 

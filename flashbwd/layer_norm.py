@@ -254,6 +254,11 @@ def layer_norm(
     return z
 
 
+def default_eps(dtype: torch.dtype) -> float:
+    """What PyTorch adds to the mean square of rows of a dtype: the resolution of what it calculates in."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
 def rms_norm(
     x: Tensor,
     gamma: Tensor | None = None,
@@ -271,7 +276,7 @@ def rms_norm(
     gamma : Tensor, (N,), optional
         x's dtype or float32.
     eps : float, optional
-        Added to the mean square; by default ``torch.finfo(x.dtype).eps``, as in PyTorch.
+        Added to the mean square; by default ``torch.finfo(torch.float32).eps`` (of float64 for float64), as in PyTorch.
     zero_centered_gamma : bool
         Multiply by ``1 + gamma``.
     memory_efficient : bool
@@ -282,7 +287,7 @@ def rms_norm(
     Tensor, (..., N)
         ``gamma * x / sqrt(mean(x**2) + eps)`` in x's dtype, computed in float32 (float64 for float64).
     """
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = default_eps(x.dtype) if eps is None else eps
     z, _ = torch.ops.flashbwd.rms_norm(x, gamma, eps, zero_centered_gamma, memory_efficient)
     return z
 

@@ -609,8 +609,17 @@ def test_forward_is_that_of_torch(device: str, dtype: torch.dtype) -> None:
     want = functional.layer_norm(x.double(), (72,), gamma.double(), beta.double())
     tolerance.assert_close(z, want, [functional.layer_norm(x, (72,), gamma, beta)], "layer_norm")
     z = flashbwd.rms_norm(x, gamma)
-    want = functional.rms_norm(x.double(), (72,), gamma.double(), eps=torch.finfo(dtype).eps)
+    want = functional.rms_norm(x.double(), (72,), gamma.double(), eps=torch.finfo(fp32).eps)
     tolerance.assert_close(z, want, [functional.rms_norm(x, (72,), gamma)], "rms_norm")
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32, torch.float64], ids=str)
+def test_what_is_added_to_the_mean_square_by_default_is_what_torch_adds(dtype: torch.dtype) -> None:
+    x = (3e-4 * torch.randn(6, 72, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).to(dtype)
+    want = functional.rms_norm(x, (72,))
+    torch.testing.assert_close(flashbwd.rms_norm(x), want)
+    torch.testing.assert_close(flashbwd.dropout_add_rms_norm(x, torch.zeros_like(x))[0], want)
+    torch.testing.assert_close(flashbwd.RMSNorm(72, dtype=dtype)(x), want)
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)

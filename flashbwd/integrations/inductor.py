@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from flashbwd import _ops
 from flashbwd.attention import attention_backward
-from flashbwd.layer_norm import layer_norm_backward, rms_norm_backward
+from flashbwd.layer_norm import default_eps, layer_norm_backward, rms_norm_backward
 
 __all__ = ["GradientsInOne", "NormsOfBranches", "options"]
 
@@ -72,7 +72,7 @@ class _LayerNormOfBranch(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, _: Any, weight: Tensor | None = None, eps: float | None = None) -> tuple[Tensor, Tensor]:
-    return _RMSNormOfBranch.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+    return _RMSNormOfBranch.apply(x, weight, default_eps(x.dtype) if eps is None else eps)
 
 
 def _layer_norm(

@@ -378,6 +378,168 @@ def test_nobody_waits_longer_than_the_longest_job_takes(tiles: int) -> None:
     assert makespan(Ordered(window, 8, 8, 1, 1, group=tiles)) == min(tiles, 3)
 
 
+# Waves
+
+
+class Waves:
+    """Jobs dealt to workers in advance: (head, steps of (tile, turn)), in lists of `head_group` heads."""
+
+    def __init__(self, workers: int, jobs: list[tuple[Any, list[tuple[int, int]]]]) -> None:
+        self.workers, self.jobs = workers, jobs
+        self.semaphores: dict[tuple[Any, int], int] = defaultdict(int)
+
+    def run(self, rng: random.Random) -> bool:
+        """Whether all jobs end, when workers advance in random order."""
+        queues = [self.jobs[worker :: self.workers] for worker in range(self.workers)]
+        walks = [[(head, *step) for head, steps in queue for step in steps] for queue in queues]
+        for walk in walks:
+            walk.reverse()
+        while any(walks):
+            able = [walk for walk in walks if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]]
+            if not able:
+                return False
+            head, tile, _ = rng.choice(able).pop()
+            self.semaphores[head, tile] += 1
+        return True
+
+    def makespan(self) -> int:
+        """Steps until all jobs end, where a step takes one unit."""
+        queues = [self.jobs[worker :: self.workers] for worker in range(self.workers)]
+        walks = [[(head, *step) for head, steps in queue for step in steps] for queue in queues]
+        for walk in walks:
+            walk.reverse()
+        for now in range(100_000):
+            if not any(walks):
+                return now
+            able = [walk for walk in walks if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]]
+            assert able, "deadlock"
+            for walk in able:
+                head, tile, _ = walk.pop()
+                self.semaphores[head, tile] += 1
+        raise AssertionError("too long")
+
+
+def cyclic_waves(workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, cut: int, parts: int) -> Waves:
+    """A full mask; the last `cut` key blocks of the heads of the last list are walked in parts of the tiles."""
+    group = min(head_group, heads)
+    whole = heads * key_blocks - cut * group
+    jobs = []
+    for index in range(whole + cut * group * parts):
+        part = (index - whole) % parts if index >= whole else 0
+        number = index if index < whole else whole + (index - whole) // parts
+        _, head, n = host.dense_job(number, 1, heads, key_blocks, group)
+        first_list = head // group * group
+        first, end = first_list * key_blocks, min((first_list + group) * key_blocks, whole)
+        stride, begin, size, before = min(group, heads - first_list), 0, tiles, 0
+        if index >= whole:
+            first, end, stride = whole, whole + cut * group * parts, group * parts
+            begin, size, before = tiles * part // parts, 0, key_blocks - cut
+            size = tiles * (part + 1) // parts - begin
+        abreast = host.abreast_in_wave(index, first, end, stride, workers)
+        assert before + abreast.before + abreast.place == n
+        ring = host.ring_of(abreast, size)
+        shift = host.ring_shift(ring.size, size)
+        walk = [((ring.place << shift) + step) % size for step in range(size)]
+        jobs.append((head, [(begin + m, before + host.cyclic_turn(ring, shift, m)) for m in walk]))
+    return Waves(workers, jobs)
+
+
+def paired_waves(
+    workers: int, heads: int, head_group: int, v: Any, block_m: int, block_n: int, spare_blocks: int = 0
+) -> Waves:
+    """Pairs of key blocks, of which the last `spare_blocks` hold no keys of the sequence."""
+    key_blocks = -(-v.seqlen_k // block_n) + spare_blocks
+    pairs = -(-key_blocks // 2)
+    jobs = []
+    for index in range(heads * pairs):
+        _, head, pair = host.dense_job(index, 1, heads, pairs, head_group)
+        first_list = head // head_group * head_group
+        first, end = first_list * pairs, min((first_list + head_group) * pairs, heads * pairs)
+        abreast = host.abreast_in_wave(index, first, end, min(head_group, heads - first_list), workers)
+        assert abreast.before + abreast.place == pair
+
+        def steps(n: int, second: bool, abreast: Any = abreast) -> list[tuple[int, int]]:
+            walk = range(*host.query_blocks(v, n, block_m, block_n))
+            sizes = block_m, block_n, key_blocks
+            return [(m, host.pair_turn(v, abreast, second, m, *sizes)) for m in (walk if second else reversed(walk))]
+
+        both = steps(key_blocks - 1 - pair, False)
+        if 2 * pair + 1 != key_blocks:
+            both += steps(pair, True)
+        jobs.append((head, both))
+    return Waves(workers, jobs)
+
+
+def assert_turns_are_complete(waves: Waves) -> None:
+    """Turns of each tile are 0, 1, 2, ... once each."""
+    turns: dict[Any, list[int]] = defaultdict(list)
+    for head, steps in waves.jobs:
+        for tile, turn in steps:
+            turns[head, tile].append(turn)
+    assert all(sorted(seen) == list(range(len(seen))) for seen in turns.values())
+
+
+@given(
+    workers=st.integers(1, 20),
+    heads=st.integers(1, 6),
+    head_group=st.integers(1, 6),
+    key_blocks=st.integers(1, 24),
+    tiles=st.integers(1, 24),
+    cut=st.integers(0, 24),
+    parts=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=1000, deadline=None)
+def test_cyclic_waves_take_turns_and_never_deadlock(
+    workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, cut: int, parts: int, seed: int
+) -> None:
+    cut = min(cut, key_blocks) if heads % min(head_group, heads) == 0 else 0
+    waves = cyclic_waves(workers, heads, head_group, key_blocks, tiles, cut, min(parts, tiles))
+    assert_turns_are_complete(waves)
+    assert waves.run(random.Random(seed))
+    assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(tiles))
+
+
+@given(
+    workers=st.integers(1, 20),
+    heads=st.integers(1, 6),
+    head_group=st.integers(1, 6),
+    lengths=st.tuples(st.integers(1, 150), st.integers(1, 150)),
+    kind=st.sampled_from([Causal.kBottomRight, Causal.kTopLeft]),
+    right=st.integers(0, 20),
+    blocks=st.tuples(st.sampled_from([3, 7, 16]), st.sampled_from([3, 7, 16])),
+    spare_blocks=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=1000, deadline=None)
+def test_waves_of_pairs_take_turns_and_never_deadlock(
+    workers: int,
+    heads: int,
+    head_group: int,
+    lengths: tuple[int, int],
+    kind: Any,
+    right: int,
+    blocks: tuple[int, int],
+    spare_blocks: int,
+    seed: int,
+) -> None:
+    v = host.make_visibility(*lengths, -1, right, kind)
+    waves = paired_waves(workers, heads, head_group, v, *blocks, spare_blocks)
+    assert_turns_are_complete(waves)
+    assert waves.run(random.Random(seed))
+    for m in range(-(-lengths[0] // blocks[0])):
+        begin, end = host.key_blocks(v, m, *blocks)
+        assert all(waves.semaphores[head, m] == end - begin for head in range(heads))
+
+
+@pytest.mark.parametrize("key_blocks", [4, 8, 16, 24, 64])
+def test_nobody_waits_in_whole_waves_of_rings(key_blocks: int) -> None:
+    for tiles in (64, 65, 127, 128):
+        waves = cyclic_waves(16, 8, max(16 // key_blocks, 1), key_blocks, tiles, 0, 1)
+        assert waves.makespan() == -(-8 * key_blocks // 16) * tiles
+    assert [host.ring_shift(size, 64) for size in (1, 2, 3, 32, 33, 64)] == [6, 5, 4, 1, 0, 0]
+
+
 # Persistent slots
 
 

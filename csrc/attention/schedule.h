@@ -231,23 +231,87 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_query_block(const Visibility& v, 
   return static_cast<int32_t>(m < range.end ? m : m - range.end);
 }
 
+// Jobs of one (batch, head) that run abreast, and one of them.
+struct Abreast {
+  int32_t before = 0;  // jobs of the head that come before all of these
+  int32_t place = 0;   // of the one among these
+  int32_t size = 1;    // of these
+};
+
+// How many jobs add into query tile m before this one does, where each walks all tiles cyclically, from number
+// place << shift on: those before, then those abreast by the step at which they come to the tile. (size << shift) is
+// the number of tiles at most.
+FLASHBWD_HOST_DEVICE constexpr int32_t cyclic_turn(const Abreast& jobs, int32_t shift, int32_t m) {
+  // Job p comes there at step m - (p << shift), or a round later where that is negative: p = last, last - 1, ..., 0,
+  // then size - 1, ..., last + 1.
+  const int32_t last = m >> shift;
+  if (jobs.place <= last) return jobs.before + static_cast<int32_t>(at_most(last, jobs.size - 1)) - jobs.place;
+  return jobs.before + last + jobs.size - jobs.place;
+}
+
 // How many key blocks add into dq tile m before key block n does. 1 <= group <= ordered_group(...).
 FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
                                                     int32_t block_n, int32_t group) {
   if (!v.full()) return n - key_blocks(v, m, block_m, block_n).begin;
   const int32_t num_key_blocks = static_cast<int32_t>(ceil_div(v.seqlen_k, block_n));
-  const int32_t place = n % group, base = n - place;  // of n in its group, and the turns of earlier groups
-  const int32_t size = static_cast<int32_t>(at_most(group, num_key_blocks - base));
-  // Job p of the group is in tile m at step m - p, or a round later where p > m: m, m - 1, ..., 0, size - 1, ..., m
-  // + 1.
-  if (place <= m) return base + static_cast<int32_t>(at_most(m, size - 1)) - place;
-  return base + m + size - place;
+  const int32_t place = n % group, before = n - place;
+  return cyclic_turn({before, place, static_cast<int32_t>(at_most(group, num_key_blocks - before))}, 0, m);
 }
 
 // The same where key blocks are taken from the last one on and walk their query blocks in ascending order.
 FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& v, int32_t m, int32_t n,
                                                               int32_t block_m, int32_t block_n) {
   return key_blocks(v, m, block_m, block_n).end - 1 - n;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Waves: ordered accumulation of jobs of one length, dealt in advance
+//
+// Worker w has jobs w, w + workers, w + 2 * workers, ...: job i is of wave i / workers. All workers run at the same
+// time from the start, so that nobody waits for a job that no worker will come to. The jobs of one (batch, head) that
+// are in one wave run abreast. Adds into a dq tile happen by wave, then:
+//
+// Cyclic (full masks): by the step at which the jobs come to the tile (cyclic_turn). Job p abreast begins at tile
+// place << shift: each comes to a tile 2^shift steps after the next one, and nobody waits in the beginning. More jobs
+// than tiles are rings of as many as there are tiles, one after the other.
+//
+// Pairs (causal): job p is key block num_key_blocks - 1 - p, then key block p, which the middle one of an odd number is
+// not. First the first parts by p, then the second parts by p (pair_turn).
+//
+// No deadlock: a job waits for jobs of earlier waves, and in its own wave for adds at smaller steps (cyclic), for jobs
+// of smaller p in the same or the first part (pairs). Of the adds that are not done those of the earliest wave that
+// come first in this order wait for nobody, and their worker has nothing else to do; by induction all are done.
+
+// Of job `index`. Those of its head are at index + i * stride for all i that stay in [first, end).
+FLASHBWD_HOST_DEVICE constexpr Abreast abreast_in_wave(int32_t index, int32_t first, int32_t end, int32_t stride,
+                                                       int32_t workers) {
+  const int32_t wave = index / workers * workers;
+  const int32_t place = (index - static_cast<int32_t>(at_least(first, wave))) / stride;
+  const int32_t behind = (static_cast<int32_t>(at_most(end, int64_t{wave} + workers)) - 1 - index) / stride;
+  return {(index - first) / stride - place, place, place + 1 + behind};
+}
+
+// Those in one ring over `tiles` query tiles.
+FLASHBWD_HOST_DEVICE constexpr Abreast ring_of(const Abreast& jobs, int32_t tiles) {
+  const int32_t first = jobs.place / tiles * tiles;
+  return {jobs.before + first, jobs.place - first, static_cast<int32_t>(at_most(jobs.size - first, tiles))};
+}
+
+// The tiles between two jobs of a ring, as far apart as they get by powers of two.
+FLASHBWD_HOST_DEVICE constexpr int32_t ring_shift(int32_t size, int32_t tiles) {
+  int32_t shift = 0;
+  while (int64_t{size} << (shift + 1) <= tiles) ++shift;
+  return shift;
+}
+
+// How many parts of pairs add into dq tile m before this one does: of pair jobs.before + jobs.place, which sees it.
+FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Visibility& v, const Abreast& jobs, bool second, int32_t m,
+                                                 int32_t block_m, int32_t block_n, int32_t num_key_blocks) {
+  const int32_t seen = key_blocks(v, m, block_m, block_n).end;  // from the first one on
+  const int32_t unseen = num_key_blocks - seen;                 // first parts of so many pairs do not see the tile
+  const int32_t pair = jobs.before + jobs.place;
+  if (second) return static_cast<int32_t>(at_least(jobs.before + jobs.size - unseen, 0)) + pair;
+  return pair - unseen + static_cast<int32_t>(at_most(jobs.before, at_most(seen, num_key_blocks / 2)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -25,4 +25,13 @@ inline cudaLaunchAttribute overlap_with_launch_before() {
   return attribute;
 }
 
+// All CTAs of the kernel run at the same time, whatever else holds the GPU: it begins when there is room for all. An
+// error where there never is.
+inline cudaLaunchAttribute begin_together() {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  return attribute;
+}
+
 }  // namespace flashbwd

@@ -209,6 +209,15 @@ void bind_order(py::module_& m) {
   m.def("ordered_query_block", &ordered_query_block);
   m.def("ordered_turn", &ordered_turn);
   m.def("ordered_turn_from_last", &ordered_turn_from_last);
+  py::class_<Abreast>(m, "Abreast")
+      .def_readonly("before", &Abreast::before)
+      .def_readonly("place", &Abreast::place)
+      .def_readonly("size", &Abreast::size);
+  m.def("abreast_in_wave", &abreast_in_wave);
+  m.def("ring_of", &ring_of);
+  m.def("ring_shift", &ring_shift);
+  m.def("cyclic_turn", &cyclic_turn);
+  m.def("pair_turn", &pair_turn);
   py::class_<PersistentSlots>(m, "PersistentSlots")
       .def_readonly("jobs", &PersistentSlots::jobs)
       .def_readonly("jobs_per_head", &PersistentSlots::jobs_per_head)

@@ -46,7 +46,7 @@ GroupedSizes grouped_sizes(const Problem& p, bool varlen, int64_t block_m, int64
   }
   s.causal = p.window_left < 0 && p.window_right >= 0;
   s.may_split = !varlen;
-  s.may_pair = !varlen && !p.deterministic;  // turns of pairs would wait for jobs taken later
+  s.may_pair = !varlen;
   return s;
 }
 

@@ -38,9 +38,9 @@ const char* launch(const KernelParams& params, void* stream) {
     config.blockDim = dim3(Kernel::kBlockThreads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attribute = overlap_with_launch_before();
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    cudaLaunchAttribute attributes[] = {overlap_with_launch_before(), begin_together()};
+    config.attrs = attributes;
+    config.numAttrs = params.wave_size > 0 ? 2 : 1;
     error = launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -127,6 +127,16 @@ LastRound last_round(const Problem& p, int64_t heads_of_list, int64_t key_blocks
   return best;
 }
 
+// Deterministic: whether jobs are dealt in waves (schedule.h), so that key blocks of a head that begin together do not
+// wait for one another. They are of one length: all of them without a mask, pairs under a causal one.
+template <typename Problem>
+bool deals_waves(const Problem& p, bool pairs) {
+  const bool dense = p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr;
+  if (!p.deterministic || !dense || p.seqlen_q == 0) return false;
+  if (pairs) return true;
+  return p.window_left < 0 && p.window_right < 0 && p.seqused_q == nullptr && p.seqused_k == nullptr;
+}
+
 // Multiprocessors that write row statistics while the others begin with the first jobs (RowsReady). 0: where these need
 // most of the rows, or rows are few, all are written first.
 template <typename Problem>

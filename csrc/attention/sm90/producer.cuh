@@ -25,12 +25,15 @@ struct Producer {
   static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem) {
     JobCursor& cursor = smem.cursor;
     cursor = {};
+    cursor.job = static_cast<int32_t>(blockIdx.x) - params.wave_size;
     do {
       mbarrier_wait(&smem.work_empty[cursor.slot.index()], cursor.slot.phase() ^ 1);
       mbarrier_wait(&smem.work_wanted, ~cursor.slot.jobs_before % 2);  // the first job is wanted from the start
       do {
         cursor.second = params.grouped.pairs && !cursor.second;
-        if (!cursor.second) cursor.job = atomicAdd(params.jobs_taken, 1);
+        if (!cursor.second) {
+          cursor.job = params.wave_size > 0 ? cursor.job + params.wave_size : atomicAdd(params.jobs_taken, 1);
+        }
         smem.work[cursor.slot.index()].find(params, cursor);
       } while (!smem.work[cursor.slot.index()].settled());
       wait_for_rows(params, smem.work[cursor.slot.index()]);
@@ -86,7 +89,7 @@ struct Producer {
 
     for (Step step(work, first_index); step.index < step.end; step.advance()) {
       const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
-      const int32_t first_query = step.query_block * kBlockM, head = head_of(work, step);
+      const int32_t first_query = work.tile_of(step.query_block) * kBlockM, head = head_of(work, step);
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
       const int64_t statistic = params.statistics.index(work.batch, head, work.sequence.begin_q) + first_query;
 
@@ -172,7 +175,7 @@ struct Producer {
       if (step.index % kStoreWarps != kBuffer) continue;
       offer_buffer<kBuffer>(lane);
       if (lane == 0) {
-        change_turns<Traits>(params, turn, work, 0, head_of(work, step), step.query_block);
+        change_turns<Traits>(params, turn, work, 0, head_of(work, step), work.tile_of(step.query_block));
         // In turn, which of dq and the turn comes first does not matter.
         if (params.attention.deterministic) begin_turn(params, turn);
       }
@@ -231,7 +234,7 @@ struct Producer {
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
                                                 const Work& work, const Step& step, bool stores) {
     const AttentionBackwardParams& p = params.attention;
-    int32_t row = step.query_block * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
+    int32_t row = work.tile_of(step.query_block) * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;
     const int32_t head = head_of(work, step);
     int32_t slab = work.batch * p.heads + head;

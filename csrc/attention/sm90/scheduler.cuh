@@ -1,5 +1,6 @@
 // Which (batch, KV head, key block) this CTA works on next, and the query tiles that it walks. One thread takes jobs
-// from a counter and leaves them in shared memory, so that every role agrees on what there is to do.
+// from a counter, or is dealt them in waves, and leaves them in shared memory, so that every role agrees on what there
+// is to do.
 #pragma once
 
 #include "../schedule.h"
@@ -19,7 +20,7 @@ struct JobSlot {
 // The scheduler's own, in shared memory: it has few registers.
 struct JobCursor {
   JobSlot slot;              // of the next job
-  int32_t job = 0;           // as the counter has it
+  int32_t job = 0;           // as the counter has it, or as dealt
   bool second = true;        // the second part, where jobs are pairs of key blocks
   int32_t steps_before = 0;  // of the jobs before it
   uint32_t taken = 0;        // of wide tiles: numbers taken from the counter
@@ -34,7 +35,8 @@ struct Work {
   uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
   Sequence sequence;
   Visibility visibility;
-  BlockRange query_range;  // query blocks of each head of the group
+  BlockRange tiles;        // query blocks of each head of the group
+  BlockRange query_range;  // the same in the order of the walk, which may count on behind the last one (tile_of)
   BlockRange interior;     // those of them that need no mask
   int32_t steps;           // query_range.size() for each head of the group
   int32_t first_index;     // steps of this CTA's jobs before
@@ -54,6 +56,9 @@ struct Work {
   bool exhausted;                 // no job is left
   bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write
   uint16_t rotation;              // of the heads of the group, see head_of
+  bool second;                    // the second part of a pair
+  int8_t ring_shift;              // of a job of a ring; -1: it is none
+  Abreast abreast;                // in waves: in its ring, or its pair in its wave
 
   __device__ bool settled() const { return exhausted || exists; }
 
@@ -90,7 +95,7 @@ struct Work {
     const int32_t heads = p.heads / (p.heads_kv * params.grouped.splits);
     first_head = list * heads;
     end_head = first_head + heads;
-    const bool rotates = params.grouped.pairs && params.key_blocks_of_list >= heads;
+    const bool rotates = params.grouped.pairs && params.key_blocks_of_list >= heads && !p.deterministic;
     rotation = static_cast<uint16_t>(rotates ? key_block % heads : 0);
     first_key = key_block * kBlockN;
     sequence = load_sequence(p, batch);
@@ -103,12 +108,16 @@ struct Work {
                      steps_of_all * (part + 1) / params.last_round.parts};
       list = (batch * p.heads + list - p.batch * p.heads + params.head_group) * params.last_round.parts + part;
     }
+    tiles = query_range;
     finished_count = (batch * p.heads_kv + head_kv) * params.counts_a_head + min(key_block, params.counts_a_head - 1);
     forget_registers();
     first_flag = last_flag = (batch * p.heads + first_head) * params.flags_a_head;
     first_flag += query_range.begin * kBlockM >> params.rows_of_flag_log2;
     last_flag += query_range.end * kBlockM - 1 >> params.rows_of_flag_log2;
     forget_registers();
+    second = cursor.second;
+    ring_shift = -1;
+    if (params.wave_size > 0) find_abreast(params, cursor.job, job.key_block);
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
     // Ordered adds ask for it, see ordered_query_block. For grouped heads it keeps the key blocks of a head abreast.
@@ -122,12 +131,49 @@ struct Work {
     exists = exists && first_key < (whole_bias ? p.seqlen_k : sequence.rows_k);
   }
 
+  // Which query block the walk means by this one.
+  __device__ __forceinline__ int32_t tile_of(int32_t query_block) const {
+    return query_block < tiles.end ? query_block : query_block - tiles.size();
+  }
+
+  // In waves: how many key blocks add into a query block before this one.
+  __device__ __forceinline__ int32_t turn_in_wave(int32_t tile, int32_t key_blocks) const {
+    return ring_shift >= 0 ? cyclic_turn(abreast, ring_shift, tile - tiles.begin)
+                           : pair_turn(visibility, abreast, second, tile, kBlockM, kBlockN, key_blocks);
+  }
+
   // The keys of CTA `rank` of a cluster, each with kKeys of the block. All walk the query blocks that one of them sees.
   template <int kKeys>
   __device__ void take_part(int32_t rank) {
     key_block = key_block * (kBlockN / kKeys) + rank;
     first_key += rank * kKeys;
     interior = interior_query_blocks(visibility, key_block, kBlockM, kKeys);
+  }
+
+ private:
+  // `number`: of the key block or pair among those of its head.
+  __device__ void find_abreast(const KernelParams& params, int32_t job, int32_t number) {
+    const AttentionBackwardParams& p = params.attention;
+    const int32_t parts = params.last_round.parts;
+    int32_t first = params.whole_jobs, end = params.jobs, stride = params.head_group * parts;
+    if (!is_part) {
+      const int32_t list_jobs = params.head_group * params.key_blocks_of_list;
+      const int32_t heads = p.batch * p.heads_kv * params.grouped.splits;
+      first = job / list_jobs * list_jobs;
+      end = min(first + list_jobs, params.whole_jobs);
+      stride = min(params.head_group, heads - job / list_jobs * params.head_group);
+    }
+    abreast = abreast_in_wave(job, first, end, stride, params.wave_size);
+    if (params.grouped.pairs) return;
+    abreast.before = number - abreast.place;
+    abreast = ring_of(abreast, tiles.size());
+    ring_shift = static_cast<int8_t>(flashbwd::ring_shift(abreast.size, tiles.size()));
+    query_range.begin += abreast.place << ring_shift;
+    query_range.end += abreast.place << ring_shift;
+    // Queries are counted on, so that each block is behind the one before. Behind the last of a head is nothing: zeros,
+    // of probability 0.
+    visibility.seqlen_q = 2 * params.query_blocks * kBlockM;
+    visibility.lo = -visibility.seqlen_q;
   }
 };
 

@@ -4,8 +4,8 @@
 // any order. A semaphore is 0, 1 from the first coming on, 2 when the store is complete. A store is announced when dq
 // of the step is there: who is first waits for nobody, so nobody waits for long.
 //
-// Deterministic: key blocks take turns (schedule.h, ordered accumulation); a semaphore counts turns. Key blocks wait
-// only for key blocks whose jobs were taken earlier.
+// Deterministic: key blocks take turns (schedule.h, ordered accumulation, waves); a semaphore counts turns. Key blocks
+// wait only for key blocks whose jobs were taken earlier, or in waves for those that come to the tile by themselves.
 //
 // A semaphore answers in about a microsecond, adds take as long to complete, and so does the fence between them and the
 // semaphore: together more than a step. So two threads add, a step each, and a semaphore is asked before the turn of
@@ -42,8 +42,9 @@ __device__ __forceinline__ Turn look_ahead(const KernelParams& params, const typ
     const int32_t past_query = min(first_query + Traits::kBlockM, v.seqlen_q);
     constexpr int kKeys = Traits::Work::kKeys;
     const int32_t key_block = work.first_key / kKeys;
-    const int32_t before = work.from_last_key ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys - key_block
-                                              : key_block - max(first_query + v.lo, 0) / kKeys;
+    int32_t before = work.from_last_key ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys - key_block
+                                        : key_block - max(first_query + v.lo, 0) / kKeys;
+    if (params.wave_size > 0) before = work.turn_in_wave(query_block, params.key_blocks);
     turn.number = before;
     turn.stores = before == 0 && !params.adds_into_zeros;
   } else {

@@ -458,14 +458,16 @@ def paired_waves(
         abreast = host.abreast_in_wave(index, first, end, min(head_group, heads - first_list), workers)
         assert abreast.before + abreast.place == pair
 
-        def steps(n: int, second: bool, abreast: Any = abreast) -> list[tuple[int, int]]:
+        def steps_of(n: int, second: bool, abreast: Any = abreast) -> list[tuple[int, int]]:
             walk = range(*host.query_blocks(v, n, block_m, block_n))
-            sizes = block_m, block_n, key_blocks
-            return [(m, host.pair_turn(v, abreast, second, m, *sizes)) for m in (walk if second else reversed(walk))]
+            seen = [host.key_blocks(v, m, block_m, block_n)[1] for m in walk]
+            turns = [host.pair_turn(abreast, second, keys, key_blocks) for keys in seen]
+            steps = list(zip(walk, turns, strict=True))
+            return steps if second else steps[::-1]
 
-        both = steps(key_blocks - 1 - pair, False)
+        both = steps_of(key_blocks - 1 - pair, False)
         if 2 * pair + 1 != key_blocks:
-            both += steps(pair, True)
+            both += steps_of(pair, True)
         jobs.append((head, both))
     return Waves(workers, jobs)
 

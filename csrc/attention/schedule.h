@@ -304,10 +304,10 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ring_shift(int32_t size, int32_t tiles) {
   return shift;
 }
 
-// How many parts of pairs add into dq tile m before this one does: of pair jobs.before + jobs.place, which sees it.
-FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Visibility& v, const Abreast& jobs, bool second, int32_t m,
-                                                 int32_t block_m, int32_t block_n, int32_t num_key_blocks) {
-  const int32_t seen = key_blocks(v, m, block_m, block_n).end;  // from the first one on
+// How many parts of pairs add into a dq tile that sees the first `seen` key blocks before this one does: of pair
+// jobs.before + jobs.place.
+FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Abreast& jobs, bool second, int32_t seen,
+                                                 int32_t num_key_blocks) {
   const int32_t unseen = num_key_blocks - seen;                 // first parts of so many pairs do not see the tile
   const int32_t pair = jobs.before + jobs.place;
   if (second) return static_cast<int32_t>(at_least(jobs.before + jobs.size - unseen, 0)) + pair;

@@ -136,12 +136,6 @@ struct Work {
     return query_block < tiles.end ? query_block : query_block - tiles.size();
   }
 
-  // In waves: how many key blocks add into a query block before this one.
-  __device__ __forceinline__ int32_t turn_in_wave(int32_t tile, int32_t key_blocks) const {
-    return ring_shift >= 0 ? cyclic_turn(abreast, ring_shift, tile - tiles.begin)
-                           : pair_turn(visibility, abreast, second, tile, kBlockM, kBlockN, key_blocks);
-  }
-
   // The keys of CTA `rank` of a cluster, each with kKeys of the block. All walk the query blocks that one of them sees.
   template <int kKeys>
   __device__ void take_part(int32_t rank) {

@@ -42,9 +42,17 @@ __device__ __forceinline__ Turn look_ahead(const KernelParams& params, const typ
     const int32_t past_query = min(first_query + Traits::kBlockM, v.seqlen_q);
     constexpr int kKeys = Traits::Work::kKeys;
     const int32_t key_block = work.first_key / kKeys;
-    int32_t before = work.from_last_key ? (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys - key_block
-                                        : key_block - max(first_query + v.lo, 0) / kKeys;
-    if (params.wave_size > 0) before = work.turn_in_wave(query_block, params.key_blocks);
+    int32_t before;
+    if (work.ring_shift >= 0) {
+      before = cyclic_turn(work.abreast, work.ring_shift, query_block - work.tiles.begin);
+    } else {
+      const int32_t seen = (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1;
+      if (params.wave_size > 0) {
+        before = pair_turn(work.abreast, work.second, seen, params.key_blocks);
+      } else {
+        before = work.from_last_key ? seen - 1 - key_block : key_block - max(first_query + v.lo, 0) / kKeys;
+      }
+    }
     turn.number = before;
     turn.stores = before == 0 && !params.adds_into_zeros;
   } else {

@@ -192,7 +192,7 @@ def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
     sums = splits * batch * heads_kv * rows * 2 * 128 * 4 if splits > 1 else 0
     assert plan.workspace.partial_bytes == sums
     ordered = plan_of(host, heads=32, heads_kv=heads_kv, window_right=0, deterministic=True, **sizes)
-    assert not ordered.schedule.startswith("pairs")  # turns would wait for jobs taken later
+    assert ordered.schedule.startswith("pairs of key blocks in waves") is pairs
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

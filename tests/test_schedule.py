@@ -419,7 +419,7 @@ class Waves:
         raise AssertionError("too long")
 
 
-def cyclic_waves(workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, cut: int, parts: int) -> Waves:
+def cyclic_waves(workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, gap: int = 2, cut: int = 0, parts: int = 1) -> Waves:
     """A full mask; the last `cut` key blocks of the heads of the last list are walked in parts of the tiles."""
     group = min(head_group, heads)
     whole = heads * key_blocks - cut * group
@@ -438,9 +438,9 @@ def cyclic_waves(workers: int, heads: int, head_group: int, key_blocks: int, til
         abreast = host.abreast_in_wave(index, first, end, stride, workers)
         assert before + abreast.before + abreast.place == n
         ring = host.ring_of(abreast, size)
-        shift = host.ring_shift(ring.size, size)
-        walk = [((ring.place << shift) + step) % size for step in range(size)]
-        jobs.append((head, [(begin + m, before + host.cyclic_turn(ring, shift, m)) for m in walk]))
+        starts = host.Starts.of(ring.size, size, gap)
+        walk = [(starts.tile(ring.place) + step) % size for step in range(size)]
+        jobs.append((head, [(begin + m, before + host.cyclic_turn(ring, starts, m)) for m in walk]))
     return Waves(workers, jobs)
 
 
@@ -487,16 +487,17 @@ def assert_turns_are_complete(waves: Waves) -> None:
     head_group=st.integers(1, 6),
     key_blocks=st.integers(1, 24),
     tiles=st.integers(1, 24),
+    gap=st.integers(1, 30),
     cut=st.integers(0, 24),
     parts=st.integers(1, 8),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=1000, deadline=None)
 def test_cyclic_waves_take_turns_and_never_deadlock(
-    workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, cut: int, parts: int, seed: int
+    workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, gap: int, cut: int, parts: int, seed: int
 ) -> None:
     cut = min(cut, key_blocks) if heads % min(head_group, heads) == 0 else 0
-    waves = cyclic_waves(workers, heads, head_group, key_blocks, tiles, cut, min(parts, tiles))
+    waves = cyclic_waves(workers, heads, head_group, key_blocks, tiles, gap, cut, min(parts, tiles))
     assert_turns_are_complete(waves)
     assert waves.run(random.Random(seed))
     assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(tiles))
@@ -537,9 +538,18 @@ def test_waves_of_pairs_take_turns_and_never_deadlock(
 @pytest.mark.parametrize("key_blocks", [4, 8, 16, 24, 64])
 def test_nobody_waits_in_whole_waves_of_rings(key_blocks: int) -> None:
     for tiles in (64, 65, 127, 128):
-        waves = cyclic_waves(16, 8, max(16 // key_blocks, 1), key_blocks, tiles, 0, 1)
+        waves = cyclic_waves(16, 8, max(16 // key_blocks, 1), key_blocks, tiles)
         assert waves.makespan() == -(-8 * key_blocks // 16) * tiles
-    assert [host.ring_shift(size, 64) for size in (1, 2, 3, 32, 33, 64)] == [6, 5, 4, 1, 0, 0]
+
+
+def test_jobs_of_a_ring_begin_at_tiles_of_their_own_as_far_apart_as_they_may() -> None:
+    for tiles, gap in itertools.product((1, 2, 63, 64, 1000, 2**24), (1, 2, 7)):
+        for size in {1, min(2, tiles), max(tiles // 2, 1), max(tiles // 3, 1), tiles} - {2**24, 2**23, 2**24 // 3}:
+            starts = host.Starts.of(size, tiles, gap)
+            first = [starts.tile(place) for place in range(size)]
+            gaps = [after - before for before, after in itertools.pairwise(first)]
+            assert first[0] == 0 and first[-1] < tiles
+            assert all(min(tiles // size, gap) <= between <= gap for between in gaps)
 
 
 # Persistent slots

@@ -238,13 +238,32 @@ struct Abreast {
   int32_t size = 1;    // of these
 };
 
-// How many jobs add into query tile m before this one does, where each walks all tiles cyclically, from number
-// place << shift on: those before, then those abreast by the step at which they come to the tile. (size << shift) is
-// the number of tiles at most.
-FLASHBWD_HOST_DEVICE constexpr int32_t cyclic_turn(const Abreast& jobs, int32_t shift, int32_t m) {
-  // Job p comes there at step m - (p << shift), or a round later where that is negative: p = last, last - 1, ..., 0,
-  // then size - 1, ..., last + 1.
-  const int32_t last = m >> shift;
+// Where jobs that walk all tiles cyclically begin: the last one that begins at a tile up to m is number m * density /
+// 2^16, rounded down.
+struct Starts {
+  uint32_t density = 1u << 16;  // a job a tile at most
+
+  // Of `size` jobs, less than 2^16 and no more than there are tiles: all over the tiles, but `gap` tiles apart at most.
+  static FLASHBWD_HOST_DEVICE constexpr Starts of(int32_t size, int32_t tiles, int32_t gap) {
+    const uint32_t jobs = static_cast<uint32_t>(size) << 16;
+    const uint32_t all_over = (jobs - 1) / tiles + 1, least = ((1u << 16) - 1) / gap + 1;
+    return {all_over > least ? all_over : least};
+  }
+  // Grows by one with m at most, so that each job has a start of its own.
+  FLASHBWD_HOST_DEVICE constexpr int32_t last_until(int32_t m) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(m) * density >> 16);
+  }
+  FLASHBWD_HOST_DEVICE constexpr int32_t tile(int32_t place) const {
+    return static_cast<int32_t>(((static_cast<uint32_t>(place) << 16) + density - 1) / density);
+  }
+};
+
+// How many jobs add into query tile m before this one does, where each walks all tiles cyclically: those before, then
+// those abreast by the step at which they come to the tile.
+FLASHBWD_HOST_DEVICE constexpr int32_t cyclic_turn(const Abreast& jobs, const Starts& starts, int32_t m) {
+  // Those that begin there or before come first, the last one of them at the first step, then the others a round later:
+  // last, last - 1, ..., 0, then size - 1, ..., last + 1.
+  const int32_t last = starts.last_until(m);
   if (jobs.place <= last) return jobs.before + static_cast<int32_t>(at_most(last, jobs.size - 1)) - jobs.place;
   return jobs.before + last + jobs.size - jobs.place;
 }
@@ -255,7 +274,7 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn(const Visibility& v, int32_t
   if (!v.full()) return n - key_blocks(v, m, block_m, block_n).begin;
   const int32_t num_key_blocks = static_cast<int32_t>(ceil_div(v.seqlen_k, block_n));
   const int32_t place = n % group, before = n - place;
-  return cyclic_turn({before, place, static_cast<int32_t>(at_most(group, num_key_blocks - before))}, 0, m);
+  return cyclic_turn({before, place, static_cast<int32_t>(at_most(group, num_key_blocks - before))}, Starts(), m);
 }
 
 // The same where key blocks are taken from the last one on and walk their query blocks in ascending order.
@@ -271,9 +290,9 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& 
 // time from the start, so that nobody waits for a job that no worker will come to. The jobs of one (batch, head) that
 // are in one wave run abreast. Adds into a dq tile happen by wave, then:
 //
-// Cyclic (full masks): by the step at which the jobs come to the tile (cyclic_turn). Job p abreast begins at tile
-// place << shift: each comes to a tile 2^shift steps after the next one, and nobody waits in the beginning. More jobs
-// than tiles are rings of as many as there are tiles, one after the other.
+// Cyclic (full masks): by the step at which the jobs come to the tile (cyclic_turn). They begin at tiles of their own
+// (Starts), so that nobody waits in the beginning. More jobs than tiles are rings of as many as there are tiles, one
+// after the other.
 //
 // Pairs (causal): job p is key block num_key_blocks - 1 - p, then key block p, which the middle one of an odd number is
 // not. First the first parts by p, then the second parts by p (pair_turn).
@@ -295,13 +314,6 @@ FLASHBWD_HOST_DEVICE constexpr Abreast abreast_in_wave(int32_t index, int32_t fi
 FLASHBWD_HOST_DEVICE constexpr Abreast ring_of(const Abreast& jobs, int32_t tiles) {
   const int32_t first = jobs.place / tiles * tiles;
   return {jobs.before + first, jobs.place - first, static_cast<int32_t>(at_most(jobs.size - first, tiles))};
-}
-
-// The tiles between two jobs of a ring, as far apart as they get by powers of two.
-FLASHBWD_HOST_DEVICE constexpr int32_t ring_shift(int32_t size, int32_t tiles) {
-  int32_t shift = 0;
-  while (int64_t{size} << (shift + 1) <= tiles) ++shift;
-  return shift;
 }
 
 // How many parts of pairs add into a dq tile that sees the first `seen` key blocks before this one does: of pair

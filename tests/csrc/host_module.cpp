@@ -215,7 +215,7 @@ void bind_order(py::module_& m) {
       .def_readonly("size", &Abreast::size);
   m.def("abreast_in_wave", &abreast_in_wave);
   m.def("ring_of", &ring_of);
-  m.def("ring_shift", &ring_shift);
+  py::class_<Starts>(m, "Starts").def_static("of", &Starts::of).def("tile", &Starts::tile);
   m.def("cyclic_turn", &cyclic_turn);
   m.def("pair_turn", &pair_turn);
   py::class_<PersistentSlots>(m, "PersistentSlots")

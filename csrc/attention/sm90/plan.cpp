@@ -109,7 +109,8 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->sm_count = device.sm_count;
   const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, tile.block_m, tile.block_n);
   const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
-  plan->schedule = grouped.pairs ? "pairs of key blocks from a counter" : "key blocks from a counter";
+  plan->schedule = grouped.pairs ? "pairs of key blocks" : "key blocks";
+  plan->schedule += problem.deterministic && grouped.pairs ? " in waves" : " from a counter";
   if (tile.by_queries) plan->schedule += ", half of the queries a warpgroup";
   if (tile.ctas > 1) plan->schedule += ", each by " + std::to_string(tile.ctas) + " CTAs";
   plan->splits = grouped.splits;

@@ -87,9 +87,9 @@ struct Producer {
     const int32_t batch_q = params.attention.cu_seqlens_q != nullptr ? 0 : work.batch;
     const int32_t first_index = work.first_index;
 
-    for (Step step(work, first_index); step.index < step.end; step.advance()) {
+    for (Step step(work, first_index); step.index < step.end; step.advance_in(work)) {
       const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
-      const int32_t first_query = work.tile_of(step.query_block) * kBlockM, head = head_of(work, step);
+      const int32_t first_query = step.query_block * kBlockM, head = head_of(work, step);
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
       const int64_t statistic = params.statistics.index(work.batch, head, work.sequence.begin_q) + first_query;
 
@@ -171,11 +171,11 @@ struct Producer {
                                                       int32_t lane) {
     Turn turn;
     Step step(work, work.first_index);
-    for (; step.index < step.end; step.advance()) {
+    for (; step.index < step.end; step.advance_in(work)) {
       if (step.index % kStoreWarps != kBuffer) continue;
       offer_buffer<kBuffer>(lane);
       if (lane == 0) {
-        change_turns<Traits>(params, turn, work, 0, head_of(work, step), work.tile_of(step.query_block));
+        change_turns<Traits>(params, turn, work, 0, head_of(work, step), step.query_block);
         // In turn, which of dq and the turn comes first does not matter.
         if (params.attention.deterministic) begin_turn(params, turn);
       }
@@ -234,7 +234,7 @@ struct Producer {
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
                                                 const Work& work, const Step& step, bool stores) {
     const AttentionBackwardParams& p = params.attention;
-    int32_t row = work.tile_of(step.query_block) * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
+    int32_t row = step.query_block * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;
     const int32_t head = head_of(work, step);
     int32_t slab = work.batch * p.heads + head;

@@ -36,7 +36,7 @@ struct Work {
   Sequence sequence;
   Visibility visibility;
   BlockRange tiles;        // query blocks of each head of the group
-  BlockRange query_range;  // the same in the order of the walk, which may count on behind the last one (tile_of)
+  BlockRange query_range;  // the same in the order of the walk, which may count on behind the last one (Step::advance_in)
   BlockRange interior;     // those of them that need no mask
   int32_t steps;           // query_range.size() for each head of the group
   int32_t first_index;     // steps of this CTA's jobs before
@@ -57,8 +57,9 @@ struct Work {
   bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write
   uint16_t rotation;              // of the heads of the group, see head_of
   bool second;                    // the second part of a pair
-  int8_t ring_shift;              // of a job of a ring; -1: it is none
+  bool cyclic;                    // the walk begins in the middle, see cyclic_turn
   Abreast abreast;                // in waves: in its ring, or its pair in its wave
+  Starts starts;                  // of the ring
 
   __device__ bool settled() const { return exhausted || exists; }
 
@@ -116,7 +117,7 @@ struct Work {
     last_flag += query_range.end * kBlockM - 1 >> params.rows_of_flag_log2;
     forget_registers();
     second = cursor.second;
-    ring_shift = -1;
+    cyclic = params.wave_size > 0 && !params.grouped.pairs;
     if (params.wave_size > 0) find_abreast(params, cursor.job, job.key_block);
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
@@ -129,11 +130,6 @@ struct Work {
     // Where the gradient of a bias is stored, its columns reach up to the longest sequence.
     const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
     exists = exists && first_key < (whole_bias ? p.seqlen_k : sequence.rows_k);
-  }
-
-  // Which query block the walk means by this one.
-  __device__ __forceinline__ int32_t tile_of(int32_t query_block) const {
-    return query_block < tiles.end ? query_block : query_block - tiles.size();
   }
 
   // The keys of CTA `rank` of a cluster, each with kKeys of the block. All walk the query blocks that one of them sees.
@@ -158,12 +154,12 @@ struct Work {
       stride = min(params.head_group, heads - job / list_jobs * params.head_group);
     }
     abreast = abreast_in_wave(job, first, end, stride, params.wave_size);
-    if (params.grouped.pairs) return;
+    if (!cyclic) return;
     abreast.before = number - abreast.place;
     abreast = ring_of(abreast, tiles.size());
-    ring_shift = static_cast<int8_t>(flashbwd::ring_shift(abreast.size, tiles.size()));
-    query_range.begin += abreast.place << ring_shift;
-    query_range.end += abreast.place << ring_shift;
+    starts = Starts::of(abreast.size, tiles.size(), end_head - first_head > 1 ? 1 : 2);
+    query_range.begin += starts.tile(abreast.place);
+    query_range.end += starts.tile(abreast.place);
     // Queries are counted on, so that each block is behind the one before. Behind the last of a head is nothing: zeros,
     // of probability 0.
     visibility.seqlen_q = 2 * params.query_blocks * kBlockM;
@@ -194,6 +190,13 @@ struct Step {
       head = first_head_;
       query_block += stride_;
     }
+  }
+
+  // The same, from behind the last query block back to the first.
+  template <typename Work>
+  __device__ void advance_in(const Work& work) {
+    advance();
+    if (query_block == work.tiles.end) query_block = work.tiles.begin;
   }
 
  private:

@@ -43,8 +43,8 @@ __device__ __forceinline__ Turn look_ahead(const KernelParams& params, const typ
     constexpr int kKeys = Traits::Work::kKeys;
     const int32_t key_block = work.first_key / kKeys;
     int32_t before;
-    if (work.ring_shift >= 0) {
-      before = cyclic_turn(work.abreast, work.ring_shift, query_block - work.tiles.begin);
+    if (work.cyclic) {
+      before = cyclic_turn(work.abreast, work.starts, query_block - work.tiles.begin);
     } else {
       const int32_t seen = (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1;
       if (params.wave_size > 0) {

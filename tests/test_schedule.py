@@ -445,7 +445,7 @@ def cyclic_waves(workers: int, heads: int, head_group: int, key_blocks: int, til
 
 
 def paired_waves(
-    workers: int, heads: int, head_group: int, v: Any, block_m: int, block_n: int, spare_blocks: int = 0
+    workers: int, heads: int, head_group: int, v: Any, block_m: int, block_n: int, group: int, ring_size: int, spare_blocks: int
 ) -> Waves:
     """Pairs of key blocks, of which the last `spare_blocks` hold no keys of the sequence."""
     key_blocks = -(-v.seqlen_k // block_n) + spare_blocks
@@ -457,17 +457,21 @@ def paired_waves(
         first, end = first_list * pairs, min((first_list + head_group) * pairs, heads * pairs)
         abreast = host.abreast_in_wave(index, first, end, min(head_group, heads - first_list), workers)
         assert abreast.before + abreast.place == pair
+        ring = host.ring_of(abreast, ring_size)
+        starts = host.Starts.of(ring.size, group, 2)
+        rotated = [(starts.tile(ring.place) + step) % group for step in range(group)]
 
-        def steps_of(n: int, second: bool, abreast: Any = abreast) -> list[tuple[int, int]]:
+        def steps_of(n: int, second: bool, places: tuple[Any, ...], rotated: list[int]) -> list[Any]:
             walk = range(*host.query_blocks(v, n, block_m, block_n))
-            seen = [host.key_blocks(v, m, block_m, block_n)[1] for m in walk]
-            turns = [host.pair_turn(abreast, second, keys, key_blocks) for keys in seen]
-            steps = list(zip(walk, turns, strict=True))
-            return steps if second else steps[::-1]
+            return [
+                ((m, h), host.pair_turn(*places, second, h, host.key_blocks(v, m, block_m, block_n)[1], key_blocks))
+                for m in (walk if second else reversed(walk))
+                for h in rotated
+            ]
 
-        both = steps_of(key_blocks - 1 - pair, False)
+        both = steps_of(key_blocks - 1 - pair, False, (abreast, ring, starts), rotated)
         if 2 * pair + 1 != key_blocks:
-            both += steps_of(pair, True)
+            both += steps_of(pair, True, (abreast, ring, starts), rotated)
         jobs.append((head, both))
     return Waves(workers, jobs)
 
@@ -511,6 +515,8 @@ def test_cyclic_waves_take_turns_and_never_deadlock(
     kind=st.sampled_from([Causal.kBottomRight, Causal.kTopLeft]),
     right=st.integers(0, 20),
     blocks=st.tuples(st.sampled_from([3, 7, 16]), st.sampled_from([3, 7, 16])),
+    group=st.integers(1, 6),
+    ring_size=st.integers(1, 6),
     spare_blocks=st.integers(0, 3),
     seed=st.integers(0, 2**32),
 )
@@ -523,16 +529,20 @@ def test_waves_of_pairs_take_turns_and_never_deadlock(
     kind: Any,
     right: int,
     blocks: tuple[int, int],
+    group: int,
+    ring_size: int,
     spare_blocks: int,
     seed: int,
 ) -> None:
     v = host.make_visibility(*lengths, -1, right, kind)
-    waves = paired_waves(workers, heads, head_group, v, *blocks, spare_blocks)
+    waves = paired_waves(workers, heads, head_group, v, *blocks, group, min(ring_size, group), spare_blocks)
     assert_turns_are_complete(waves)
     assert waves.run(random.Random(seed))
     for m in range(-(-lengths[0] // blocks[0])):
         begin, end = host.key_blocks(v, m, *blocks)
-        assert all(waves.semaphores[head, m] == end - begin for head in range(heads))
+        assert all(
+            waves.semaphores[head, (m, h)] == end - begin for head, h in itertools.product(range(heads), range(group))
+        )
 
 
 @pytest.mark.parametrize("key_blocks", [4, 8, 16, 24, 64])

@@ -294,12 +294,14 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& 
 // (Starts), so that nobody waits in the beginning. More jobs than tiles are rings of as many as there are tiles, one
 // after the other.
 //
-// Pairs (causal): job p is key block num_key_blocks - 1 - p, then key block p, which the middle one of an odd number is
-// not. First the first parts by p, then the second parts by p (pair_turn).
+// Pairs (causal): job p is key block num_key_blocks - 1 - p, from the last query block down, then key block p, from its
+// diagonal up, which the middle one of an odd number is not. All are in the same query block, with heads of a group of
+// their own: rings over these. First the first parts ring by ring, then the second parts (pair_turn).
 //
-// No deadlock: a job waits for jobs of earlier waves, and in its own wave for adds at smaller steps (cyclic), for jobs
-// of smaller p in the same or the first part (pairs). Of the adds that are not done those of the earliest wave that
-// come first in this order wait for nobody, and their worker has nothing else to do; by induction all are done.
+// No deadlock: a job waits for jobs of earlier waves. In its own wave a cyclic one waits for adds at smaller steps; the
+// first part of a pair for first parts of earlier rings, and in its ring for adds in the same query block at smaller
+// steps; the second part for first parts, and likewise for second parts. Each comes to these adds by itself, in this
+// order; by induction all are done.
 
 // Of job `index`. Those of its head are at index + i * stride for all i that stay in [first, end).
 FLASHBWD_HOST_DEVICE constexpr Abreast abreast_in_wave(int32_t index, int32_t first, int32_t end, int32_t stride,
@@ -316,14 +318,28 @@ FLASHBWD_HOST_DEVICE constexpr Abreast ring_of(const Abreast& jobs, int32_t tile
   return {jobs.before + first, jobs.place - first, static_cast<int32_t>(at_most(jobs.size - first, tiles))};
 }
 
-// How many parts of pairs add into a dq tile that sees the first `seen` key blocks before this one does: of pair
-// jobs.before + jobs.place.
-FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Abreast& jobs, bool second, int32_t seen,
-                                                 int32_t num_key_blocks) {
-  const int32_t unseen = num_key_blocks - seen;                 // first parts of so many pairs do not see the tile
-  const int32_t pair = jobs.before + jobs.place;
-  if (second) return static_cast<int32_t>(at_least(jobs.before + jobs.size - unseen, 0)) + pair;
-  return pair - unseen + static_cast<int32_t>(at_most(jobs.before, at_most(seen, num_key_blocks / 2)));
+// How many of the jobs [begin, end) of a ring come to tile m before number `place` of them, where all begin together.
+FLASHBWD_HOST_DEVICE constexpr int32_t place_in_ring(int32_t begin, int32_t end, int32_t place, const Starts& starts,
+                                                     int32_t m) {
+  const int32_t last = starts.last_until(m), first = last < end ? last : end - 1;
+  if (place <= last) return first - place;
+  return (first < begin ? 0 : first - begin + 1) + end - 1 - place;
+}
+
+// How many parts of pairs add into a dq tile before this one does. The tile is of query head `head` of the group, and
+// sees the first `seen` key blocks.
+FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Abreast& wave, const Abreast& ring, const Starts& starts,
+                                                 bool second, int32_t head, int32_t seen, int32_t num_key_blocks) {
+  const int32_t unseen = num_key_blocks - seen;  // first parts of so many pairs do not see the tile
+  const int32_t seconds = seen < num_key_blocks / 2 ? seen : num_key_blocks / 2;  // that see it
+  if (second) {
+    const int32_t firsts = wave.before + wave.size - unseen, end = seconds - ring.before;
+    return (firsts > 0 ? firsts : 0) + ring.before +
+           place_in_ring(0, end < ring.size ? end : ring.size, ring.place, starts, head);
+  }
+  const int32_t begin = unseen - ring.before;
+  return (begin < 0 ? -begin : 0) + (wave.before < seconds ? wave.before : seconds) +
+         place_in_ring(begin > 0 ? begin : 0, ring.size, ring.place, starts, head);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ struct KernelParams {
   // CTAs or clusters, all of which begin together and are dealt jobs in advance (waves, see schedule.h); 0: they take
   // jobs from the counter.
   int32_t wave_size = 0;
+  int32_t pairs_of_ring = 1;  // in waves of pairs: that begin with heads of their own
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair

@@ -239,7 +239,6 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->whole_jobs = params->jobs - params->last_round.jobs;
   params->jobs = params->whole_jobs + params->last_round.jobs * params->last_round.parts;
   params->ctas = std::min(params->jobs, plan.sm_count / tile.ctas) * tile.ctas;
-  if (!is_wide(tile) && deals_waves(p, params->grouped.pairs)) params->wave_size = params->ctas;
   if (params->last_round.parts > 1) point_at_parts(workspace, p, plan.block_n, params);
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
@@ -267,9 +266,13 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->adds_into_zeros = workspace.zero_accumulator;
   const bool dense = !packed_q && !packed_k;
   const bool aligned = rows_aligned(p.out) && rows_aligned(p.dout);  // they are read 16 bytes at a time
-  // CTAs that begin together begin behind those that would write statistics ahead.
-  if (dense && params->jobs > 0 && aligned && !has_features(p) && params->wave_size == 0) {
+  if (dense && params->jobs > 0 && aligned && !has_features(p)) {
     params->ahead_ctas = statistics_ahead(p, is_wide(tile), params->heads_abreast, plan.block_n, plan.sm_count);
+  }
+  if (!is_wide(tile) && deals_waves(p, params->grouped.pairs, params->ahead_ctas > 0, params->jobs, params->key_blocks,
+                                    params->ctas)) {
+    params->wave_size = params->ctas;
+    params->ahead_ctas = 0;
   }
   if (dense && !is_wide(tile) && params->chores == 0 && is_narrow(p, plan.block_n)) {
     params->counts_a_head = params->key_blocks;

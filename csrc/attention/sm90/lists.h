@@ -9,6 +9,8 @@
 
 namespace flashbwd::sm90 {
 
+constexpr int64_t kBytesAStep = 6'600'000;  // memory moves while a multiprocessor takes a step
+
 // Deterministic: whether jobs of a list go through the key blocks from the last one (ordered_turn_from_last).
 // Here and below: of an AttentionProblem or AttentionBackwardParams.
 template <typename Problem>
@@ -108,7 +110,6 @@ template <typename Problem>
 LastRound last_round(const Problem& p, int64_t heads_of_list, int64_t key_blocks, int64_t query_blocks,
                      int64_t sm_count) {
   constexpr int64_t kStepsAround = 3;         // of a job, beside its own
-  constexpr int64_t kBytesAStep = 6'600'000;  // memory moves while a multiprocessor takes a step
   const int64_t heads = p.batch * p.heads, jobs = heads * key_blocks;
   const bool full = p.window_left < 0 && p.window_right < 0 && p.heads == p.heads_kv;
   if (!full || jobs <= sm_count || heads_of_list > p.heads || heads % heads_of_list != 0) return {};
@@ -127,16 +128,6 @@ LastRound last_round(const Problem& p, int64_t heads_of_list, int64_t key_blocks
   return best;
 }
 
-// Deterministic: whether jobs are dealt in waves (schedule.h), so that key blocks of a head that begin together do not
-// wait for one another. They are of one length: all of them without a mask, pairs under a causal one.
-template <typename Problem>
-bool deals_waves(const Problem& p, bool pairs) {
-  const bool dense = p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr;
-  if (!p.deterministic || !dense || p.seqlen_q == 0) return false;
-  if (pairs) return true;
-  return p.window_left < 0 && p.window_right < 0 && p.seqused_q == nullptr && p.seqused_k == nullptr;
-}
-
 // Multiprocessors that write row statistics while the others begin with the first jobs (RowsReady). 0: where these need
 // most of the rows, or rows are few, all are written first.
 template <typename Problem>
@@ -149,6 +140,23 @@ int32_t statistics_ahead(const Problem& p, bool wide, int64_t heads_abreast, int
   if (wide && p.window_left < 0 && p.window_right < 0) return 0;
   if (4 * heads_abreast * rows_at_once(p, heads_abreast, block_n, sm_count) > heads * p.seqlen_q) return 0;
   return static_cast<int32_t>(sm_count * (wide ? 1 : 2) / 11);
+}
+
+// Deterministic: whether jobs are dealt in waves (schedule.h), so that key blocks of a head that begin together do not
+// wait for one another. They are of one length: all of them without a mask, pairs under a causal one. `ahead`: whether
+// row statistics would be written beside the first jobs; CTAs that begin together begin behind all of them.
+template <typename Problem>
+bool deals_waves(const Problem& p, bool pairs, bool ahead, int64_t jobs, int64_t key_blocks, int64_t workers) {
+  const bool dense = p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr;
+  if (!p.deterministic || !dense || p.seqlen_q == 0 || jobs == 0) return false;
+  if (pairs) return true;
+  if (p.window_left >= 0 || p.window_right >= 0 || p.seqused_q != nullptr || p.seqused_k != nullptr) return false;
+  // In steps. In turn, the last key block of a head waits for those that begin before it. A wave begins with as many
+  // query tiles that are not in L2 as it has jobs, of each head of a group, which takes memory about a step.
+  const int64_t row_bytes = 4 * p.head_dim_v;  // of out and dout
+  const int64_t steps_ahead = int64_t{p.batch} * p.heads * p.seqlen_q * row_bytes / kBytesAStep;
+  const int64_t steps_of_waves = ceil_div(jobs, workers) * (p.heads / p.heads_kv);
+  return std::min(key_blocks, workers) > steps_of_waves + (ahead ? steps_ahead : 0);
 }
 
 // Multiprocessors (or clusters) that the kernel leaves to the conversion of dq (Conversion), which keeps up with it on

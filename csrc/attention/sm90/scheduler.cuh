@@ -30,6 +30,7 @@ struct JobCursor {
 template <int kBlockM, int kBlockN>
 struct Work {
   static constexpr int kKeys = kBlockN;
+  static constexpr int kStepsApart = 2;  // come jobs of a ring to a tile: a turn takes longer than a step
 
   JobSlot slot;         // of wide tiles: where it lies
   uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
@@ -58,8 +59,9 @@ struct Work {
   uint16_t rotation;              // of the heads of the group, see head_of
   bool second;                    // the second part of a pair
   bool cyclic;                    // the walk begins in the middle, see cyclic_turn
-  Abreast abreast;                // in waves: in its ring, or its pair in its wave
-  Starts starts;                  // of the ring
+  Abreast abreast;                // in waves: of a head
+  Abreast ring;                   // those of them that walk together
+  Starts starts;                  // of the ring, in the query blocks or, of pairs, in the heads of the group
 
   __device__ bool settled() const { return exhausted || exists; }
 
@@ -148,18 +150,24 @@ struct Work {
     int32_t first = params.whole_jobs, end = params.jobs, stride = params.head_group * parts;
     if (!is_part) {
       const int32_t list_jobs = params.head_group * params.key_blocks_of_list;
-      const int32_t heads = p.batch * p.heads_kv * params.grouped.splits;
+      const int32_t lists = p.batch * p.heads_kv * params.grouped.splits;
       first = job / list_jobs * list_jobs;
       end = min(first + list_jobs, params.whole_jobs);
-      stride = min(params.head_group, heads - job / list_jobs * params.head_group);
+      stride = min(params.head_group, lists - job / list_jobs * params.head_group);
     }
     abreast = abreast_in_wave(job, first, end, stride, params.wave_size);
-    if (!cyclic) return;
+    const int32_t heads = end_head - first_head;
+    if (!cyclic) {
+      ring = ring_of(abreast, params.pairs_of_ring);
+      starts = Starts::of(ring.size, heads, kStepsApart);
+      rotation = static_cast<uint16_t>(starts.tile(ring.place));
+      return;
+    }
     abreast.before = number - abreast.place;
-    abreast = ring_of(abreast, tiles.size());
-    starts = Starts::of(abreast.size, tiles.size(), end_head - first_head > 1 ? 1 : 2);
-    query_range.begin += starts.tile(abreast.place);
-    query_range.end += starts.tile(abreast.place);
+    ring = ring_of(abreast, tiles.size());
+    starts = Starts::of(ring.size, tiles.size(), heads > 1 ? 1 : kStepsApart);
+    query_range.begin += starts.tile(ring.place);
+    query_range.end += starts.tile(ring.place);
     // Queries are counted on, so that each block is behind the one before. Behind the last of a head is nothing: zeros,
     // of probability 0.
     visibility.seqlen_q = 2 * params.query_blocks * kBlockM;

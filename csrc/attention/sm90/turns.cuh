@@ -44,11 +44,12 @@ __device__ __forceinline__ Turn look_ahead(const KernelParams& params, const typ
     const int32_t key_block = work.first_key / kKeys;
     int32_t before;
     if (work.cyclic) {
-      before = cyclic_turn(work.abreast, work.starts, query_block - work.tiles.begin);
+      before = cyclic_turn(work.ring, work.starts, query_block - work.tiles.begin);
     } else {
       const int32_t seen = (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1;
       if (params.wave_size > 0) {
-        before = pair_turn(work.abreast, work.second, seen, params.key_blocks);
+        before = pair_turn(work.abreast, work.ring, work.starts, work.second, head - work.first_head, seen,
+                           params.key_blocks);
       } else {
         before = work.from_last_key ? seen - 1 - key_block : key_block - max(first_query + v.lo, 0) / kKeys;
       }

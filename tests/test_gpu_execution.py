@@ -187,6 +187,16 @@ def test_more_jobs_than_multiprocessors(head_dim: int, deterministic: bool, targ
 
 
 @pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("heads", [3, 8])
+@pytest.mark.parametrize("length", [450, 1450])
+def test_pairs_of_key_blocks_in_order(length: int, heads: int, target: Target) -> None:
+    """30 KV heads of 2 or 6 pairs: more jobs than multiprocessors where they are 6."""
+    case = dataclasses.replace(MEDIUM, batch=1, heads=heads, heads_kv=1, seqlen_q=length, seqlen_k=length, causal=True)
+    case = dataclasses.replace(case, head_dim=128, head_dim_v=128, deterministic=True)
+    run_copies(case, target, 30, heads=True)
+
+
+@pytest.mark.parametrize("target", KERNELS)
 def test_the_first_call_of_a_thread(target: Target) -> None:
     """A thread, such as autograd's, has no CUDA context before it launches something."""
     x = built("dense_causal", target, deterministic=True)

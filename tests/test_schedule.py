@@ -419,7 +419,9 @@ class Waves:
         raise AssertionError("too long")
 
 
-def cyclic_waves(workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, gap: int = 2, cut: int = 0, parts: int = 1) -> Waves:
+def cyclic_waves(
+    workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, gap: int = 2, cut: int = 0, parts: int = 1
+) -> Waves:
     """A full mask; the last `cut` key blocks of the heads of the last list are walked in parts of the tiles."""
     group = min(head_group, heads)
     whole = heads * key_blocks - cut * group
@@ -445,7 +447,15 @@ def cyclic_waves(workers: int, heads: int, head_group: int, key_blocks: int, til
 
 
 def paired_waves(
-    workers: int, heads: int, head_group: int, v: Any, block_m: int, block_n: int, group: int, ring_size: int, spare_blocks: int
+    workers: int,
+    heads: int,
+    head_group: int,
+    v: Any,
+    block_m: int,
+    block_n: int,
+    group: int,
+    ring_size: int,
+    spare_blocks: int,
 ) -> Waves:
     """Pairs of key blocks, of which the last `spare_blocks` hold no keys of the sequence."""
     key_blocks = -(-v.seqlen_k // block_n) + spare_blocks

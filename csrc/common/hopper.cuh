@@ -120,6 +120,14 @@ __device__ __forceinline__ void tensor_load_3d(const CUtensorMap* map, uint64_t*
       : "memory");
 }
 
+// Into L2.
+__device__ __forceinline__ void tensor_prefetch_3d(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(reinterpret_cast<uint64_t>(map)),
+      "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
 __device__ __forceinline__ void tensor_load_4d(const CUtensorMap* map, uint64_t* barrier, void* smem, int32_t c0,
                                                int32_t c1, int32_t c2, int32_t c3) {
   asm volatile(

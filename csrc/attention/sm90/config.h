@@ -84,6 +84,9 @@ constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64
 constexpr int kWideAdders = 2;
 constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * kWideAdders : kConsumerWarpgroups; }
 
+// Whether pairs of key blocks begin a query block with heads of their own (Work::rotation), as measured.
+constexpr bool rotates_heads(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 128; }
+
 // Development builds may hold some of the head dimensions only.
 constexpr bool is_built(int32_t head_dim) {
 #ifdef FLASHBWD_BUILT_HEAD_DIMS

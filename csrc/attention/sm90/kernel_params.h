@@ -25,12 +25,12 @@ struct KernelParams {
   RowStatistics statistics;
   int32_t jobs = 0;
   GroupedJobs grouped;
-  int32_t ctas = 0;                // one a multiprocessor at most
-  int32_t* jobs_taken = nullptr;   // counter in the workspace, 0 at the start
+  int32_t ctas = 0;               // one a multiprocessor at most
+  int32_t* jobs_taken = nullptr;  // counter in the workspace, 0 at the start
   // CTAs or clusters, all of which begin together and are dealt jobs in advance (waves, see schedule.h); 0: they take
   // jobs from the counter.
   int32_t wave_size = 0;
-  int32_t pairs_of_ring = 1;  // in waves of pairs: that begin with heads of their own
+  int32_t pairs_of_ring = 1;       // in waves, see there
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair

@@ -212,7 +212,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, plan.block_n));
   params->query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, plan.block_m));
   if (!is_wide(tile)) {
-    params->grouped = grouped_jobs(grouped_sizes(p, packed_q || packed_k, plan.block_m, plan.block_n), plan.sm_count);
+    params->grouped = grouped_jobs(grouped_sizes(p, packed_q || packed_k, tile), plan.sm_count);
   }
   params->key_blocks_of_list =
       params->grouped.pairs ? static_cast<int32_t>(ceil_div(params->key_blocks, 2)) : params->key_blocks;
@@ -269,10 +269,11 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   if (dense && params->jobs > 0 && aligned && !has_features(p)) {
     params->ahead_ctas = statistics_ahead(p, is_wide(tile), params->heads_abreast, plan.block_n, plan.sm_count);
   }
-  if (!is_wide(tile) && deals_waves(p, params->grouped.pairs, params->ahead_ctas > 0, params->jobs, params->key_blocks,
-                                    params->ctas)) {
+  if (!is_wide(tile) &&
+      deals_waves(p, params->grouped.pairs, params->ahead_ctas > 0, params->jobs, params->key_blocks, params->ctas)) {
     params->wave_size = params->ctas;
-    params->ahead_ctas = 0;
+    params->ahead_ctas = 0;  // CTAs that begin together would begin behind them
+    params->pairs_of_ring = pairs_of_ring(params->key_blocks_of_list, p.heads / lists);
   }
   if (dense && !is_wide(tile) && params->chores == 0 && is_narrow(p, plan.block_n)) {
     params->counts_a_head = params->key_blocks;

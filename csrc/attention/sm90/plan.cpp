@@ -107,7 +107,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   plan->sm_count = device.sm_count;
-  const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, tile.block_m, tile.block_n);
+  const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, tile);
   const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
   plan->schedule = grouped.pairs ? "pairs of key blocks" : "key blocks";
   plan->schedule += problem.deterministic && grouped.pairs ? " in waves" : " from a counter";

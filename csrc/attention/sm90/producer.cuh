@@ -103,6 +103,15 @@ struct Producer {
       load_tile<Traits::kChunksV, Traits::kQueryChunkBytes>(&params.dout, &smem.dout_full[dout_stage],
                                                             smem.dout[dout_stage], query_row, head, batch_q,
                                                             Traits::kStatisticBytes);
+      if constexpr (Traits::kRotatesHeads) {
+        if (work.fetches_sums) {
+          const int32_t slab = work.batch * params.attention.heads + head;
+#pragma unroll 1
+          for (int32_t column = 0; column < params.attention.head_dim; column += 32) {
+            tensor_prefetch_3d(&params.dq_accumulator, column, first_query, slab);
+          }
+        }
+      }
       bulk_load(smem.delta[dout_stage], params.statistics.delta + statistic, Traits::kStatisticBytes,
                 &smem.dout_full[dout_stage]);
     }

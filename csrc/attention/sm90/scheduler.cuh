@@ -36,11 +36,12 @@ struct Work {
   uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
   Sequence sequence;
   Visibility visibility;
-  BlockRange tiles;        // query blocks of each head of the group
-  BlockRange query_range;  // the same in the order of the walk, which may count on behind the last one (Step::advance_in)
-  BlockRange interior;     // those of them that need no mask
-  int32_t steps;           // query_range.size() for each head of the group
-  int32_t first_index;     // steps of this CTA's jobs before
+  BlockRange tiles;  // query blocks of each head of the group
+  BlockRange
+      query_range;      // the same in the order of the walk, which may count on behind the last one (Step::advance_in)
+  BlockRange interior;  // those of them that need no mask
+  int32_t steps;        // query_range.size() for each head of the group
+  int32_t first_index;  // steps of this CTA's jobs before
   int32_t batch;
   int32_t head_kv;
   int32_t list;        // head_kv and which of its splits: dk and dv go there
@@ -59,6 +60,7 @@ struct Work {
   uint16_t rotation;              // of the heads of the group, see head_of
   bool second;                    // the second part of a pair
   bool cyclic;                    // the walk begins in the middle, see cyclic_turn
+  bool fetches_sums;              // of dq, into L2: it is the first in turn to add to what is long in memory
   Abreast abreast;                // in waves: of a head
   Abreast ring;                   // those of them that walk together
   Starts starts;                  // of the ring, in the query blocks or, of pairs, in the heads of the group
@@ -120,6 +122,7 @@ struct Work {
     forget_registers();
     second = cursor.second;
     cyclic = params.wave_size > 0 && !params.grouped.pairs;
+    fetches_sums = false;
     if (params.wave_size > 0) find_abreast(params, cursor.job, job.key_block);
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
@@ -158,6 +161,7 @@ struct Work {
     abreast = abreast_in_wave(job, first, end, stride, params.wave_size);
     const int32_t heads = end_head - first_head;
     if (!cyclic) {
+      fetches_sums = second && params.pairs_of_ring == 1 && abreast.place == 0;
       ring = ring_of(abreast, params.pairs_of_ring);
       starts = Starts::of(ring.size, heads, kStepsApart);
       rotation = static_cast<uint16_t>(starts.tile(ring.place));

@@ -86,7 +86,7 @@ struct Traits {
 
   static_assert(kGradientChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
 
-  static constexpr bool kRotatesHeads = kHeadDim == 128;  // within a query block, as measured there
+  static constexpr bool kRotatesHeads = rotates_heads(kTile);
 
   using Work = sm90::Work<kBlockM, kBlockN>;
 

@@ -30,18 +30,17 @@ struct JobCursor {
 template <int kBlockM, int kBlockN>
 struct Work {
   static constexpr int kKeys = kBlockN;
-  static constexpr int kStepsApart = 2;  // come jobs of a ring to a tile: a turn takes longer than a step
+  static constexpr int kStepsApart = 2;  // between two jobs of a ring in a tile: a turn takes longer than a step
 
   JobSlot slot;         // of wide tiles: where it lies
   uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
   Sequence sequence;
   Visibility visibility;
-  BlockRange tiles;  // query blocks of each head of the group
-  BlockRange
-      query_range;      // the same in the order of the walk, which may count on behind the last one (Step::advance_in)
-  BlockRange interior;  // those of them that need no mask
-  int32_t steps;        // query_range.size() for each head of the group
-  int32_t first_index;  // steps of this CTA's jobs before
+  BlockRange tiles;        // query blocks of each head of the group
+  BlockRange query_range;  // the same as the walk counts them: in a ring on behind the last one (Step::advance_in)
+  BlockRange interior;     // those of them that need no mask
+  int32_t steps;           // query_range.size() for each head of the group
+  int32_t first_index;     // steps of this CTA's jobs before
   int32_t batch;
   int32_t head_kv;
   int32_t list;        // head_kv and which of its splits: dk and dv go there
@@ -60,7 +59,7 @@ struct Work {
   uint16_t rotation;              // of the heads of the group, see head_of
   bool second;                    // the second part of a pair
   bool cyclic;                    // the walk begins in the middle, see cyclic_turn
-  bool fetches_sums;              // of dq, into L2: it is the first in turn to add to what is long in memory
+  bool fetches_sums;              // of dq, into L2: the first of its wave that adds to sums which left it long ago
   Abreast abreast;                // in waves: of a head
   Abreast ring;                   // those of them that walk together
   Starts starts;                  // of the ring, in the query blocks or, of pairs, in the heads of the group

@@ -402,6 +402,20 @@ class Waves:
             self.semaphores[head, tile] += 1
         return True
 
+    def run_from_counter(self, workers: int, rng: random.Random) -> bool:
+        """The same with `workers` that take one job after the other."""
+        jobs = iter(self.jobs)
+        walks: list[list[Any]] = [[] for _ in range(workers)]
+        while True:
+            for walk in walks:
+                while not walk and (job := next(jobs, None)) is not None:
+                    walk += [(job[0], *step) for step in reversed(job[1])]
+            able = [walk for walk in walks if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]]
+            if not able:
+                return not any(walks)
+            head, tile, _ = rng.choice(able).pop()
+            self.semaphores[head, tile] += 1
+
     def makespan(self) -> int:
         """Steps until all jobs end, where a step takes one unit."""
         queues = [self.jobs[worker :: self.workers] for worker in range(self.workers)]
@@ -420,7 +434,15 @@ class Waves:
 
 
 def cyclic_waves(
-    workers: int, heads: int, head_group: int, key_blocks: int, tiles: int, gap: int = 2, cut: int = 0, parts: int = 1
+    workers: int,
+    heads: int,
+    head_group: int,
+    key_blocks: int,
+    tiles: int,
+    gap: int = 2,
+    cut: int = 0,
+    parts: int = 1,
+    late_wait: bool = False,
 ) -> Waves:
     """A full mask; the last `cut` key blocks of the heads of the last list are walked in parts of the tiles."""
     group = min(head_group, heads)
@@ -440,6 +462,8 @@ def cyclic_waves(
         abreast = host.abreast_in_wave(index, first, end, stride, workers)
         assert before + abreast.before + abreast.place == n
         ring = host.ring_of(abreast, size)
+        if late_wait:
+            ring.place = ring.size - 1 - ring.place
         starts = host.Starts.of(ring.size, size, gap)
         walk = [(starts.tile(ring.place) + step) % size for step in range(size)]
         jobs.append((head, [(begin + m, before + host.cyclic_turn(ring, starts, m)) for m in walk]))
@@ -514,6 +538,35 @@ def test_cyclic_waves_take_turns_and_never_deadlock(
     waves = cyclic_waves(workers, heads, head_group, key_blocks, tiles, gap, cut, min(parts, tiles))
     assert_turns_are_complete(waves)
     assert waves.run(random.Random(seed))
+    assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(tiles))
+
+
+@given(
+    workers=st.integers(1, 20),
+    spare_workers=st.integers(0, 5),
+    heads=st.integers(1, 6),
+    head_group=st.integers(1, 6),
+    key_blocks=st.integers(1, 24),
+    tiles=st.integers(1, 24),
+    gap=st.integers(1, 30),
+    late_wait=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=1000, deadline=None)
+def test_cyclic_waves_from_a_counter_never_deadlock(
+    workers: int,
+    spare_workers: int,
+    heads: int,
+    head_group: int,
+    key_blocks: int,
+    tiles: int,
+    gap: int,
+    late_wait: bool,
+    seed: int,
+) -> None:
+    waves = cyclic_waves(workers, heads, head_group, key_blocks, tiles, gap, late_wait=late_wait)
+    assert_turns_are_complete(waves)
+    assert waves.run_from_counter(workers + spare_workers, random.Random(seed))
     assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(tiles))
 
 

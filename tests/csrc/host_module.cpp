@@ -211,7 +211,7 @@ void bind_order(py::module_& m) {
   m.def("ordered_turn_from_last", &ordered_turn_from_last);
   py::class_<Abreast>(m, "Abreast")
       .def_readonly("before", &Abreast::before)
-      .def_readonly("place", &Abreast::place)
+      .def_readwrite("place", &Abreast::place)
       .def_readonly("size", &Abreast::size);
   m.def("abreast_in_wave", &abreast_in_wave);
   m.def("ring_of", &ring_of);

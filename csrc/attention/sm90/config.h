@@ -79,6 +79,10 @@ constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile
 // head dimension 80, which either pads, 64 were 1 % faster.
 constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64 : 128; }
 
+// Jobs of a ring (schedule.h) come to a tile so many steps after one another: a turn takes longer than a step. In wide
+// tiles about 5 us, and a step is the shorter the smaller head dimensions are.
+constexpr int steps_apart(const Tile& tile) { return is_wide(tile) ? 1023 / (tile.head_dim + tile.head_dim_v) + 1 : 2; }
+
 // Threads that add dq of a key block. In wide tiles two of a CTA, in turn a step each: one waits until its adds are
 // complete while the other adds.
 constexpr int kWideAdders = 2;

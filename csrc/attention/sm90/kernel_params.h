@@ -27,8 +27,8 @@ struct KernelParams {
   GroupedJobs grouped;
   int32_t ctas = 0;               // one a multiprocessor at most
   int32_t* jobs_taken = nullptr;  // counter in the workspace, 0 at the start
-  // CTAs or clusters, all of which begin together and are dealt jobs in advance (waves, see schedule.h); 0: they take
-  // jobs from the counter.
+  // CTAs, all of which begin together and are dealt jobs in advance (waves, see schedule.h); 0: they take jobs from the
+  // counter. Of wide tiles, which do so all the same: jobs of a wave, if not 0.
   int32_t wave_size = 0;
   int32_t pairs_of_ring = 1;       // in waves, see there
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`

@@ -239,6 +239,16 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->whole_jobs = params->jobs - params->last_round.jobs;
   params->jobs = params->whole_jobs + params->last_round.jobs * params->last_round.parts;
   params->ctas = std::min(params->jobs, plan.sm_count / tile.ctas) * tile.ctas;
+  // Features take the row of a query from the walk, which in waves counts on behind the last one.
+  if (is_wide(tile) && !has_features(p)) {
+    const WideWaves waves =
+        wide_waves(p, steps_apart(tile), params->key_blocks, params->query_blocks, plan.sm_count / tile.ctas);
+    if (waves.jobs > 0) {
+      params->wave_size = waves.jobs;
+      params->ctas = waves.jobs * tile.ctas;
+      params->head_group = params->heads_abreast = waves.heads_of_list;
+    }
+  }
   if (params->last_round.parts > 1) point_at_parts(workspace, p, plan.block_n, params);
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);

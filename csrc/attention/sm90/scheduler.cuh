@@ -27,10 +27,11 @@ struct JobCursor {
   uint32_t keys_phase = 0;   // of wide tiles: of the barriers of k and v
 };
 
-template <int kBlockM, int kBlockN>
+// kStepsApart: of jobs of a ring that come to a tile, at most. kCounted: jobs of waves come from the counter, and each
+// of a ring waits for the one taken before it.
+template <int kBlockM, int kBlockN, int kStepsApart, bool kCounted>
 struct Work {
   static constexpr int kKeys = kBlockN;
-  static constexpr int kStepsApart = 2;  // between two jobs of a ring in a tile: a turn takes longer than a step
 
   JobSlot slot;         // of wide tiles: where it lies
   uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
@@ -123,6 +124,7 @@ struct Work {
     cyclic = params.wave_size > 0 && !params.grouped.pairs;
     fetches_sums = false;
     if (params.wave_size > 0) find_abreast(params, cursor.job, job.key_block);
+    forget_registers();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
     // Ordered adds ask for it, see ordered_query_block. For grouped heads it keeps the key blocks of a head abreast.
@@ -168,6 +170,7 @@ struct Work {
     }
     abreast.before = number - abreast.place;
     ring = ring_of(abreast, tiles.size());
+    if (kCounted) ring.place = ring.size - 1 - ring.place;
     starts = Starts::of(ring.size, tiles.size(), heads > 1 ? 1 : kStepsApart);
     query_range.begin += starts.tile(ring.place);
     query_range.end += starts.tile(ring.place);

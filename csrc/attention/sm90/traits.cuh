@@ -88,7 +88,7 @@ struct Traits {
 
   static constexpr bool kRotatesHeads = rotates_heads(kTile);
 
-  using Work = sm90::Work<kBlockM, kBlockN>;
+  using Work = sm90::Work<kBlockM, kBlockN, steps_apart(kTile), false>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)

@@ -356,7 +356,7 @@ struct QueryGradients {
       scrub<Traits::kOtherChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
 #pragma unroll 1
-    for (Step step(work, work.first_index); step.index < step.end; step.advance()) {
+    for (Step step(work, work.first_index); step.index < step.end; step.advance_in(work)) {
       const int32_t buffer = DsRing::stage(step.index);
       const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
       mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(step.index));

@@ -148,7 +148,7 @@ struct Producer {
     using DqRing = Ring<Traits::kDqBuffers>;
     const AttentionBackwardParams& p = params.attention;
     Turn turn;
-    for (Step step(work, work.first_index); step.index < step.end; step.advance()) {
+    for (Step step(work, work.first_index); step.index < step.end; step.advance_in(work)) {
       const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
       if (step.index % kWideAdders != adder) {
         count += chunks.size();

@@ -68,12 +68,12 @@ struct Traits {
   static constexpr int kOtherChunks = (kChunks + 1) / 2;
   static __device__ BlockRange chunks_of(int32_t rank, int32_t query_block) {
     if constexpr (!kPairs) return {0, kChunks};
-    const int32_t middle = (kChunks + query_block % 2) / 2;
+    const int32_t middle = (kChunks + (query_block & 1)) / 2;
     return rank == 0 ? BlockRange{0, middle} : BlockRange{middle, kChunks};
   }
   static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }
 
-  using Work = sm90::Work<kBlockM, kTile.block_n>;
+  using Work = sm90::Work<kBlockM, kTile.block_n, steps_apart(kTile), true>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kChunks * kKeyChunkBytes];                     // (kBlockN, kHeadDim)

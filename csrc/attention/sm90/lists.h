@@ -56,10 +56,10 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
       if (all % heads == 0 && fits(heads)) abreast = heads;
     }
   }
-  if (from_last_key(p) && !packed_k && query_blocks <= 32) {
+  if (from_last_key(p) && !packed_k && (query_blocks <= 32 || p.head_dim > 128)) {
     // Long jobs of a list are in work with short ones of the next, and a key block comes to a tile long after the first
-    // one: shorter lists stay in L2. Measured at S = 512 to 2048 with head dimensions 128 and 256; longer sequences
-    // lose by it.
+    // one: shorter lists stay in L2. Measured at S = 512 to 2048 with head dimensions 128 and 256, at 4096 with 256; at
+    // 128 longer sequences lose by it.
     abreast = std::min(abreast, heads_in(p.head_dim <= 128 ? 4 << 20 : 2 << 20));
     while (all % abreast != 0) --abreast;
   }

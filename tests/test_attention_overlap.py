@@ -30,6 +30,8 @@ SHAPES = {
     "window": Shape(1, 8192, 16, 128, {"window_size": (255, 0)}),
     "window_of_both_sides": Shape(4, 3000, 8, 128, {"window_size": (100, 30)}),
     "causal": Shape(6, 1000, 16, 128, {"causal": True}),
+    "long_causal": Shape(1, 4200, 16, 128, {"causal": True}),
+    "long_full": Shape(1, 4200, 16, 128, {}),
     "full": Shape(12, 512, 16, 96, {}),
     "clusters": Shape(4, 1024, 8, 256, {"causal": True}),
     "clusters_that_convert": Shape(6, 1000, 16, 192, {"causal": True}),

@@ -104,8 +104,8 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
     arguments.row_blocks =
         static_cast<uint32_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows_of_flag(params)));
     return params.dtype == DType::kFloat16
-               ? launch_ctas(preprocess_ahead_kernel<__half>, arguments, ready.ctas, kAheadThreads, false, stream)
-               : launch_ctas(preprocess_ahead_kernel<__nv_bfloat16>, arguments, ready.ctas, kAheadThreads, false,
+               ? launch_ctas(preprocess_ahead_kernel<__half>, arguments, ready.first_ctas, kAheadThreads, false, stream)
+               : launch_ctas(preprocess_ahead_kernel<__nv_bfloat16>, arguments, ready.first_ctas, kAheadThreads, false,
                              stream);
   }
   switch (params.dtype) {

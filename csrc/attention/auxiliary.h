@@ -21,7 +21,9 @@ struct RowsReady {
   uint8_t* flags = nullptr;  // (batch * heads, flags_a_head), kRowsReady: a block of rows is; null: all rows come first
   int32_t flags_a_head = 0;  // a multiple of 4, at least the blocks of rows
   int32_t heads_abreast = 1;  // query heads that the main kernel works on at the same time
-  int32_t ctas = 0;           // so many multiprocessors write statistics, the others are left to the main kernel
+  int32_t first_blocks = 0;   // of rows, that all multiprocessors write before the main kernel has them
+  int32_t first_ctas = 0;     // these; no fewer than those that go on
+  int32_t ctas = 0;           // so many multiprocessors write the others meanwhile
 };
 constexpr uint32_t kRowsReady = 255;
 // Rows of a flag.

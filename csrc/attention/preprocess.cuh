@@ -262,31 +262,55 @@ struct AheadRows {
   }
 };
 
+// What CTA blockIdx.x takes: of the first blocks every gridDim.x-th, then, if it is one of those that go on, of the
+// others every ctas-th.
+struct AheadWalk {
+  uint32_t first_blocks, ctas, blocks;
+
+  __device__ explicit AheadWalk(const PreprocessArguments& a)
+      : ctas(a.ready.ctas), blocks(a.params.batch * a.params.heads * a.row_blocks) {
+    first_blocks = min(static_cast<uint32_t>(a.ready.first_blocks), blocks);
+  }
+
+  __device__ __forceinline__ uint32_t begin() const { return blockIdx.x < first_blocks ? blockIdx.x : begin_others(); }
+  __device__ __forceinline__ uint32_t begin_others() const {
+    return blockIdx.x < ctas ? first_blocks + blockIdx.x : blocks;
+  }
+  __device__ __forceinline__ uint32_t next(uint32_t block) const {
+    if (block >= first_blocks) return block + ctas;
+    return block + gridDim.x < first_blocks ? block + gridDim.x : begin_others();
+  }
+};
+
 // Dense, rows of whole 16-byte vectors, kAheadRows threads a row at least. By few CTAs, on as many multiprocessors,
 // while the main kernel begins on the others: so each has to do much. The next rows are on their way while these are
 // added up.
 template <typename T>
 __global__ void __launch_bounds__(kAheadThreads, 1)
     preprocess_ahead_kernel(const __grid_constant__ PreprocessArguments a) {
-  const uint32_t blocks = a.params.batch * a.params.heads * a.row_blocks;
+  const AheadWalk walk(a);
   // A flag is lowered by the CTA that raises it.
-  for (uint32_t block = blockIdx.x + threadIdx.x * gridDim.x; block < blocks; block += gridDim.x * kAheadThreads) {
-    a.ready.flags[AheadBlock(a, block).flag] = 0;
-  }
+  const auto lower = [&](uint32_t begin, uint32_t end, uint32_t stride) {
+    for (uint32_t block = begin + threadIdx.x * stride; block < end; block += stride * kAheadThreads) {
+      a.ready.flags[AheadBlock(a, block).flag] = 0;
+    }
+  };
+  lower(blockIdx.x, walk.first_blocks, gridDim.x);
+  lower(walk.begin_others(), walk.blocks, walk.ctas);
   __shared__ int64_t warp_sums[kAheadThreads / 32];
   init_workspace<kAheadThreads>(a.workspace, blockIdx.x, gridDim.x, warp_sums);
   __threadfence();
   __syncthreads();  // what is written so far is seen by the launch behind
   let_launch_behind_begin();
-  if (blockIdx.x >= blocks) return;
+  if (walk.begin() >= walk.blocks) return;
   AheadRows<T> rows(a);
-  rows.begin(AheadBlock(a, blockIdx.x));
+  rows.begin(AheadBlock(a, walk.begin()));
 #pragma unroll
   for (int r = 0; r < kAheadRows; ++r) rows.load(r);
 #pragma unroll 1
-  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+  for (uint32_t block = walk.begin(); block < walk.blocks; block = walk.next(block)) {
     const float lse = rows.lse;
-    rows.begin(AheadBlock(a, min(block + gridDim.x, blocks - 1)));  // the last one is read twice
+    rows.begin(AheadBlock(a, min(walk.next(block), walk.blocks - 1)));  // behind the last one nobody reads
     float sums[kAheadRows];
 #pragma unroll
     for (int r = 0; r < kAheadRows; ++r) {

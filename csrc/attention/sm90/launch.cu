@@ -275,9 +275,11 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   }
   params->adds_into_zeros = workspace.zero_accumulator;
   const bool dense = !packed_q && !packed_k;
+  const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
   const bool aligned = rows_aligned(p.out) && rows_aligned(p.dout);  // they are read 16 bytes at a time
   if (dense && params->jobs > 0 && aligned && !has_features(p)) {
-    params->ahead_ctas = statistics_ahead(p, is_wide(tile), params->heads_abreast, plan.block_n, plan.sm_count);
+    params->ahead_ctas = statistics_ahead(p, visibility, is_wide(tile), params->heads_abreast, params->key_blocks,
+                                          params->query_blocks, plan.block_m, plan.block_n, plan.sm_count);
   }
   if (!is_wide(tile) &&
       deals_waves(p, params->grouped.pairs, params->ahead_ctas > 0, params->jobs, params->key_blocks, params->ctas)) {
@@ -289,7 +291,6 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     params->counts_a_head = params->key_blocks;
   }
   if (dense && params->chores == 0 && params->last_round.parts == 1) {
-    const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
     const int64_t left = left_to_conversion(p, visibility, params->jobs, params->key_blocks, params->query_blocks,
                                             plan.block_m, plan.block_n, plan.sm_count / tile.ctas);
     params->ctas = std::min(params->ctas, static_cast<int32_t>((plan.sm_count / tile.ctas - left) * tile.ctas));
@@ -405,7 +406,14 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   RowsReady ready;
   if (kernel_params.ahead_ctas > 0) {
     ready = {reinterpret_cast<uint8_t*>(kernel_params.rows_ready), kernel_params.flags_a_head,
-             kernel_params.heads_abreast, kernel_params.ahead_ctas};
+             kernel_params.heads_abreast};
+    ready.ctas = ready.first_ctas = kernel_params.ahead_ctas;
+    if (ready.ctas < most_statistics_ahead(is_wide(tile), plan.sm_count)) {
+      // So few would keep the first jobs waiting for the rows of the first list of heads.
+      ready.first_blocks =
+          static_cast<int32_t>(kernel_params.heads_abreast * ceil_div(params.seqlen_q, rows_of_flag(params)));
+      ready.first_ctas = plan.sm_count;
+    }
   }
   if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream, ready)) return error;
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;

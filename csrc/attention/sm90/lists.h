@@ -128,10 +128,28 @@ LastRound last_round(const Problem& p, int64_t heads_of_list, int64_t key_blocks
   return best;
 }
 
+// Steps that a head takes, what stands around those of each job included.
+inline int64_t steps_of_head(const Visibility& visibility, int64_t key_blocks, int64_t block_m, int64_t block_n) {
+  constexpr int64_t kStepsAround = 3;  // of a job
+  constexpr int64_t kSamples = 64;
+  const int64_t samples = std::min(key_blocks, kSamples);
+  int64_t steps = kStepsAround * samples;
+  for (int64_t i = 0; i < samples; ++i) {
+    steps += flashbwd::query_blocks(visibility, static_cast<int32_t>(key_blocks * i / samples),
+                                    static_cast<int32_t>(block_m), static_cast<int32_t>(block_n))
+                 .size();
+  }
+  return samples > 0 ? steps * key_blocks / samples : 0;
+}
+
+// Multiprocessors that write row statistics beside the kernel, at most.
+constexpr int64_t most_statistics_ahead(bool wide, int64_t sm_count) { return sm_count * (wide ? 1 : 2) / 11; }
+
 // Multiprocessors that write row statistics while the others begin with the first jobs (RowsReady). 0: where these need
 // most of the rows, or rows are few, all are written first.
 template <typename Problem>
-int32_t statistics_ahead(const Problem& p, bool wide, int64_t heads_abreast, int64_t block_n, int64_t sm_count) {
+int32_t statistics_ahead(const Problem& p, const Visibility& visibility, bool wide, int64_t heads_abreast,
+                         int64_t key_blocks, int64_t query_blocks, int64_t block_m, int64_t block_n, int64_t sm_count) {
   constexpr int64_t kFewBytes = 32 << 20;  // of out and dout: about 15 us on all multiprocessors
   const int64_t heads = int64_t{p.batch} * p.heads, row_bytes = 4 * p.head_dim_v;
   if (p.heads != p.heads_kv || p.head_dim_v % 8 != 0) return 0;  // whole vectors
@@ -139,7 +157,13 @@ int32_t statistics_ahead(const Problem& p, bool wide, int64_t heads_abreast, int
   // Without a mask jobs are equal: clusters that begin late make one more round of them. 9 % at D 256, S 1024.
   if (wide && p.window_left < 0 && p.window_right < 0) return 0;
   if (4 * heads_abreast * rows_at_once(p, heads_abreast, block_n, sm_count) > heads * p.seqlen_q) return 0;
-  return static_cast<int32_t>(sm_count * (wide ? 1 : 2) / 11);
+  const int64_t most = most_statistics_ahead(wide, sm_count);
+  if (wide || is_narrow(p, block_n)) return static_cast<int32_t>(most);
+  // The rows of a query block take one of them about half as long as a step does. Four times what keeps up with the
+  // jobs: more of them only keep multiprocessors from the first lists of long sequences.
+  const int64_t steps = std::max<int64_t>(steps_of_head(visibility, key_blocks, block_m, block_n), 1);
+  const int64_t ahead = 4 * sm_count * query_blocks / (2 * steps);
+  return static_cast<int32_t>(std::min(std::max<int64_t>(ahead, 1), most));
 }
 
 // Deterministic and dense, without a mask: all jobs are of one length.
@@ -209,20 +233,12 @@ template <typename Problem>
 int64_t left_to_conversion(const Problem& p, const Visibility& visibility, int64_t jobs, int64_t key_blocks,
                            int64_t query_blocks, int64_t block_m, int64_t block_n, int64_t sm_count) {
   constexpr int64_t kFewRounds = 4;
-  constexpr int64_t kStepsAround = 3;  // of a job, beside its own
-  constexpr int64_t kSamples = 64;
   // Grouped heads are few and long jobs, cut for all multiprocessors. Steps of more queries are of small head
   // dimensions. In turn, fewer at work take longer than conversion does behind them.
   if (p.heads != p.heads_kv || block_m > 64 || p.deterministic || jobs < kFewRounds * sm_count) return 0;
-  const int64_t samples = std::min(key_blocks, kSamples);
-  int64_t steps = kStepsAround * samples;
-  for (int64_t i = 0; i < samples; ++i) {
-    steps += flashbwd::query_blocks(visibility, static_cast<int32_t>(key_blocks * i / samples),
-                                    static_cast<int32_t>(block_m), static_cast<int32_t>(block_n))
-                 .size();
-  }
+  const int64_t steps = steps_of_head(visibility, key_blocks, block_m, block_n);
   const int64_t sixths = is_narrow(p, block_n) ? 4 : 3;
-  const int64_t left = std::min(sm_count * query_blocks * samples * sixths / (6 * steps * key_blocks), sm_count / 8);
+  const int64_t left = std::min(sm_count * query_blocks * sixths / (6 * steps), sm_count / 8);
   // Without a mask jobs are equal, and come to whole rounds.
   const bool equal = p.window_left < 0 && p.window_right < 0;
   return equal ? std::min(left, sm_count - ceil_div(jobs, ceil_div(jobs, sm_count))) : left;

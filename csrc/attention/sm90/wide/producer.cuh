@@ -111,13 +111,22 @@ struct Producer {
     if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
   }
 
-  // The CTA of rank 0 takes the number of a job from the counter and sends it to the other.
+  // The next number of the counter. In waves jobs of a ring wait for one another, so that nobody may have two of a wave:
+  // who comes early waits until all of the wave before are taken.
+  static __device__ __forceinline__ int32_t next_number(const KernelParams& params, uint32_t taken) {
+    if (params.wave_size > 0) {
+      while (load_relaxed(params.jobs_taken) < static_cast<int32_t>(taken) * params.wave_size) __nanosleep(32);
+    }
+    return atomicAdd(params.jobs_taken, 1);
+  }
+
+  // The CTA of rank 0 takes the number of a job and sends it to the other.
   static __device__ __forceinline__ int32_t take_job(const KernelParams& params, SharedStorage& smem, int32_t rank,
                                                      uint32_t taken) {
-    if (!Traits::kPairs) return atomicAdd(params.jobs_taken, 1);
+    if (!Traits::kPairs) return next_number(params, taken);
     int32_t job;
     if (rank == 0) {
-      job = atomicAdd(params.jobs_taken, 1);
+      job = next_number(params, taken);
       mbarrier_wait(&smem.job_empty, ~taken % 2);
       store_to_cta(&smem.job, &smem.job_full, 1, job);
     } else {

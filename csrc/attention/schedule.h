@@ -303,10 +303,10 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& 
 // steps; the second part for first parts, and likewise for second parts. Each comes to these adds by itself, in this
 // order; by induction all are done.
 //
-// Jobs of a wave may as well be taken from a counter, where every worker takes one of each wave: all run at the same time,
-// so each comes to take its own, and waits within a wave as above. Who is late takes a later job then, and had better be
-// waited for by nobody: with places from the last job to the first each job of a ring waits for the one taken before it,
-// but for the first ones near the end of their walk.
+// Jobs of a wave may as well be taken from a counter, where every worker takes one of each wave: all run at the same
+// time, so each comes to take its own, and waits within a wave as above. Who is late takes a later job then, and had
+// better be waited for by nobody: with places from the last job to the first each job of a ring waits for the one taken
+// before it, but for the first ones near the end of their walk.
 
 // Of job `index`. Those of its head are at index + i * stride for all i that stay in [first, end).
 FLASHBWD_HOST_DEVICE constexpr Abreast abreast_in_wave(int32_t index, int32_t first, int32_t end, int32_t stride,

@@ -111,8 +111,8 @@ struct Producer {
     if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
   }
 
-  // The next number of the counter. In waves jobs of a ring wait for one another, so that nobody may have two of a wave:
-  // who comes early waits until all of the wave before are taken.
+  // The next number of the counter. In waves jobs of a ring wait for one another, so nobody may have two of a wave: who
+  // comes early waits until all of the wave before are taken.
   static __device__ __forceinline__ int32_t next_number(const KernelParams& params, uint32_t taken) {
     if (params.wave_size > 0) {
       while (load_relaxed(params.jobs_taken) < static_cast<int32_t>(taken) * params.wave_size) __nanosleep(32);

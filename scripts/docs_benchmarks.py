@@ -1,5 +1,5 @@
-"""A hook of mkdocs that completes the page on benchmarks: how they are measured, and the newest result of each suite on
-each machine with its plots, as they lie in benchmarks/."""
+"""A hook of mkdocs that completes the page on benchmarks: how they are measured, and the newest results of each suite
+on each machine with their plots, as they lie in benchmarks/: all of the newest one's commit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ PLOTS = "images/results"
 
 def newest_results() -> list[Path]:
     """Tables in benchmarks/results/, named by machine and suite, "quick" where it was cut short, date and time."""
-    by_suite: dict[str, tuple[str, Path]] = {}
-    for path in sorted((BENCHMARKS / "results").glob("*.md")):
+    by_suite: dict[str, list[tuple[str, Path]]] = {}
+    for path in (BENCHMARKS / "results").glob("*.md"):
         if match := re.fullmatch(r"(.+?)(?:-quick)?-(\d{8}-\d{6})", path.stem):
             suite, when = match.groups()
-            by_suite[suite] = max(by_suite.get(suite, ("", path)), (when, path))
-    return [path for _, path in by_suite.values()]
+            by_suite.setdefault(suite, []).append((when, path))
+    newest = []
+    for _, results in sorted(by_suite.items()):
+        paths = [path for _, path in sorted(results)]
+        newest += [path for path in paths if commit_of(path) == commit_of(paths[-1])]
+    return newest
+
+
+def commit_of(result: Path) -> str:
+    found = re.search(r"commit (\w+)", result.read_text())
+    return found[1] if found else ""
 
 
 def plots_of(result: Path) -> list[Path]:

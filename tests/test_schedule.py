@@ -402,19 +402,34 @@ class Waves:
             self.semaphores[head, tile] += 1
         return True
 
-    def run_from_counter(self, workers: int, rng: random.Random) -> bool:
-        """The same with `workers` that take one job after the other."""
-        jobs = iter(self.jobs)
-        walks: list[list[Any]] = [[] for _ in range(workers)]
-        while True:
-            for walk in walks:
-                while not walk and (job := next(jobs, None)) is not None:
-                    walk += [(job[0], *step) for step in reversed(job[1])]
-            able = [walk for walk in walks if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]]
-            if not able:
-                return not any(walks)
-            head, tile, _ = rng.choice(able).pop()
-            self.semaphores[head, tile] += 1
+    def run_from_counter(self, early: int, rng: random.Random) -> bool:
+        """The same where workers take jobs from a counter, one of each wave, and the next one when no more than `early`
+        steps of theirs are left."""
+        taken, numbers = 0, [0] * self.workers
+        walks: list[list[Any]] = [[] for _ in range(self.workers)]
+        while taken < len(self.jobs) or any(walks):
+            takes = [
+                (worker, True)
+                for worker, walk in enumerate(walks)
+                if len(walk) <= early and numbers[worker] * self.workers <= taken < len(self.jobs)
+            ]
+            adds = [
+                (worker, False)
+                for worker, walk in enumerate(walks)
+                if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]
+            ]
+            if not takes + adds:
+                return False
+            worker, is_take = rng.choice(takes + adds)
+            if is_take:
+                head, steps = self.jobs[taken]
+                walks[worker][:0] = [(head, *step) for step in reversed(steps)]
+                numbers[worker] += 1
+                taken += 1
+            else:
+                head, tile, _ = walks[worker].pop()
+                self.semaphores[head, tile] += 1
+        return True
 
     def makespan(self) -> int:
         """Steps until all jobs end, where a step takes one unit."""
@@ -543,7 +558,7 @@ def test_cyclic_waves_take_turns_and_never_deadlock(
 
 @given(
     workers=st.integers(1, 20),
-    spare_workers=st.integers(0, 5),
+    early=st.integers(0, 5),
     heads=st.integers(1, 6),
     head_group=st.integers(1, 6),
     key_blocks=st.integers(1, 24),
@@ -555,7 +570,7 @@ def test_cyclic_waves_take_turns_and_never_deadlock(
 @settings(max_examples=1000, deadline=None)
 def test_cyclic_waves_from_a_counter_never_deadlock(
     workers: int,
-    spare_workers: int,
+    early: int,
     heads: int,
     head_group: int,
     key_blocks: int,
@@ -566,7 +581,7 @@ def test_cyclic_waves_from_a_counter_never_deadlock(
 ) -> None:
     waves = cyclic_waves(workers, heads, head_group, key_blocks, tiles, gap, late_wait=late_wait)
     assert_turns_are_complete(waves)
-    assert waves.run_from_counter(workers + spare_workers, random.Random(seed))
+    assert waves.run_from_counter(early, random.Random(seed))
     assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(tiles))
 
 

@@ -179,10 +179,9 @@ bool has_equal_jobs(const Problem& p) {
 // row statistics would be written beside the first jobs; CTAs that begin together begin behind all of them.
 template <typename Problem>
 bool deals_waves(const Problem& p, bool pairs, bool ahead, int64_t jobs, int64_t key_blocks, int64_t workers) {
-  const bool dense = p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr;
-  if (!p.deterministic || !dense || p.seqlen_q == 0 || jobs == 0) return false;
+  if (!p.deterministic || p.seqlen_q == 0 || jobs == 0) return false;
   if (pairs) return true;
-  if (p.window_left >= 0 || p.window_right >= 0 || p.seqused_q != nullptr || p.seqused_k != nullptr) return false;
+  if (!has_equal_jobs(p)) return false;
   // In steps. In turn, the last key block of a head waits for those that begin before it. A wave begins with as many
   // query tiles that are not in L2 as it has jobs, of each head of a group, which takes memory about a step.
   const int64_t row_bytes = 4 * p.head_dim_v;  // of out and dout

@@ -110,7 +110,12 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, tile);
   const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
   plan->schedule = grouped.pairs ? "pairs of key blocks" : "key blocks";
-  plan->schedule += problem.deterministic && grouped.pairs ? " in waves" : " from a counter";
+  const bool unmasked = !problem.varlen && problem.window_left < 0 && problem.window_right < 0;
+  if (!problem.deterministic || is_wide(tile) || !(grouped.pairs || unmasked)) {
+    plan->schedule += " from a counter";
+  } else {
+    plan->schedule += grouped.pairs ? " in waves" : " from a counter or in waves";
+  }
   if (tile.by_queries) plan->schedule += ", half of the queries a warpgroup";
   if (tile.ctas > 1) plan->schedule += ", each by " + std::to_string(tile.ctas) + " CTAs";
   plan->splits = grouped.splits;

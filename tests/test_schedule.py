@@ -388,18 +388,26 @@ class Waves:
         self.workers, self.jobs = workers, jobs
         self.semaphores: dict[tuple[Any, int], int] = defaultdict(int)
 
+    def _walks(self) -> list[list[Any]]:
+        """What each worker has to do, its first step last."""
+        queues = [self.jobs[worker :: self.workers] for worker in range(self.workers)]
+        return [[(head, *step) for head, steps in queue for step in steps][::-1] for queue in queues]
+
+    def _may_add(self, walk: list[Any]) -> bool:
+        return bool(walk) and self.semaphores[walk[-1][:2]] == walk[-1][2]
+
+    def _add(self, walk: list[Any]) -> None:
+        head, tile, _ = walk.pop()
+        self.semaphores[head, tile] += 1
+
     def run(self, rng: random.Random) -> bool:
         """Whether all jobs end, when workers advance in random order."""
-        queues = [self.jobs[worker :: self.workers] for worker in range(self.workers)]
-        walks = [[(head, *step) for head, steps in queue for step in steps] for queue in queues]
-        for walk in walks:
-            walk.reverse()
+        walks = self._walks()
         while any(walks):
-            able = [walk for walk in walks if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]]
+            able = list(filter(self._may_add, walks))
             if not able:
                 return False
-            head, tile, _ = rng.choice(able).pop()
-            self.semaphores[head, tile] += 1
+            self._add(rng.choice(able))
         return True
 
     def run_from_counter(self, early: int, rng: random.Random) -> bool:
@@ -413,11 +421,7 @@ class Waves:
                 for worker, walk in enumerate(walks)
                 if len(walk) <= early and numbers[worker] * self.workers <= taken < len(self.jobs)
             ]
-            adds = [
-                (worker, False)
-                for worker, walk in enumerate(walks)
-                if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]
-            ]
+            adds = [(worker, False) for worker, walk in enumerate(walks) if self._may_add(walk)]
             if not takes + adds:
                 return False
             worker, is_take = rng.choice(takes + adds)
@@ -427,24 +431,19 @@ class Waves:
                 numbers[worker] += 1
                 taken += 1
             else:
-                head, tile, _ = walks[worker].pop()
-                self.semaphores[head, tile] += 1
+                self._add(walks[worker])
         return True
 
     def makespan(self) -> int:
         """Steps until all jobs end, where a step takes one unit."""
-        queues = [self.jobs[worker :: self.workers] for worker in range(self.workers)]
-        walks = [[(head, *step) for head, steps in queue for step in steps] for queue in queues]
-        for walk in walks:
-            walk.reverse()
+        walks = self._walks()
         for now in range(100_000):
             if not any(walks):
                 return now
-            able = [walk for walk in walks if walk and self.semaphores[walk[-1][:2]] == walk[-1][2]]
+            able = list(filter(self._may_add, walks))
             assert able, "deadlock"
             for walk in able:
-                head, tile, _ = walk.pop()
-                self.semaphores[head, tile] += 1
+                self._add(walk)
         raise AssertionError("too long")
 
 

@@ -17,10 +17,16 @@ KERNELS = [target for target in GPU_TARGETS if "-sm" in str(target.id) and "floa
 HEAD_DIMS = [(32, 32), (64, 40), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (256, 256)]
 DENSE = Case("dense", batch=2, heads=4, heads_kv=2, seqlen_q=200, seqlen_k=270, window_size=(70, 20))
 PACKED = Case("packed", heads=4, heads_kv=2, seqlens_q=(150, 1, 0, 77), seqlens_k=(140, 65, 3, 130), causal=True)
+# Several query blocks of several heads a key block.
+GROUPS = Case("window_of_groups", heads=6, heads_kv=2, seqlen_q=600, seqlen_k=570, window_size=(150, 30))
 SHAPES = [
     dataclasses.replace(DENSE, seqused_q=(200, 65), seqused_k=(130, 270)),
     dataclasses.replace(DENSE, name="dense_full_deterministic", window_size=(-1, -1), deterministic=True, dlse=True),
     dataclasses.replace(PACKED, name="packed_deterministic", seqused_k=(140, 40, 3, 66), deterministic=True),
+    GROUPS,
+    dataclasses.replace(GROUPS, name="window_of_groups_deterministic", deterministic=True),
+    dataclasses.replace(GROUPS, name="window_of_groups_softcap", softcap=9.0),
+    dataclasses.replace(PACKED, name="packed_window", heads=6, causal=False, window_size=(40, 20)),
 ]
 # Of many queries a key block: head dimension 32 has a tile of its own for these.
 LONG = Case("long", batch=1, heads=2, heads_kv=1, seqlen_q=2100, seqlen_k=270)

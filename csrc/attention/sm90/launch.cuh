@@ -10,24 +10,23 @@
 namespace flashbwd::sm90 {
 
 // What differs between the two kernels: how they are cut, and how many threads they take.
-template <typename T, int kTileIndex, bool kFeatures, bool kWide = is_wide(kTiles[kTileIndex])>
+template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kWide = is_wide(kTiles[kTileIndex])>
 struct Kernel {
   static_assert(!kFeatures, "features are of wide tiles");
-  using Traits = sm90::Traits<T, kTileIndex>;
+  using Traits = sm90::Traits<T, kTileIndex, kByHeads>;
   static constexpr auto kFunction = backward_kernel<Traits>;
   static constexpr int kBlockThreads = kThreads;
 };
 
-template <typename T, int kTileIndex, bool kFeatures>
-struct Kernel<T, kTileIndex, kFeatures, true> {
-  using Traits = wide::Traits<T, kTileIndex, kFeatures>;
+template <typename T, int kTileIndex, bool kFeatures, bool kByHeads>
+struct Kernel<T, kTileIndex, kFeatures, kByHeads, true> {
+  using Traits = wide::Traits<T, kTileIndex, kFeatures, kByHeads>;
   static constexpr auto kFunction = wide::backward_kernel<Traits>;
   static constexpr int kBlockThreads = kWideThreads;
 };
 
-template <typename T, int kTileIndex, bool kFeatures>
+template <typename Kernel>
 const char* launch(const KernelParams& params, void* stream) {
-  using Kernel = sm90::Kernel<T, kTileIndex, kFeatures>;
   constexpr int kSharedBytes = sizeof(typename Kernel::Traits::SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024, "the tile does not fit in shared memory");
   const auto kernel = Kernel::kFunction;
@@ -44,6 +43,12 @@ const char* launch(const KernelParams& params, void* stream) {
     error = launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <typename T, int kTileIndex, bool kFeatures>
+const char* launch(const KernelParams& params, void* stream) {
+  return params.by_heads ? launch<Kernel<T, kTileIndex, kFeatures, true>>(params, stream)
+                         : launch<Kernel<T, kTileIndex, kFeatures, false>>(params, stream);
 }
 
 }  // namespace flashbwd::sm90

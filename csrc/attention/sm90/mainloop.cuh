@@ -112,7 +112,7 @@ struct Mainloop {
         const int32_t index = step.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
         issue_dq(p16, ds16, dq, dk, dv);
         wait_products<1>();  // the product in front of the barrier: its first operand leaves the registers
-        step.advance();
+        step.advance(work);
         Scores s;
         issue_s(s);
         if constexpr (kEarlyDv) {
@@ -193,7 +193,7 @@ struct Mainloop {
       wait_products<0>();
       fence_registers(dp[0]);
       const bool more = index < last_step;
-      if (more) step.advance();
+      if (more) step.advance(work);
       for_each_delta(stage, [&](int i, float delta) { dp[0][i] = s[0][i] * (dp[0][i] - delta); });
       pack<T>(p16[0], s[0]);
       pack<T>(ds16[0], dp[0]);

@@ -28,10 +28,12 @@ struct JobCursor {
 };
 
 // kStepsApart: of jobs of a ring that come to a tile, at most. kCounted: jobs of waves come from the counter, and each
-// of a ring waits for the one taken before it.
-template <int kBlockM, int kBlockN, int kStepsApart, bool kCounted>
+// of a ring waits for the one taken before it. kByHeads_: the walk goes through all query blocks of a head, then those
+// of the next (Step).
+template <int kBlockM, int kBlockN, int kStepsApart, bool kCounted, bool kByHeads_>
 struct Work {
   static constexpr int kKeys = kBlockN;
+  static constexpr bool kByHeads = kByHeads_;
 
   JobSlot slot;         // of wide tiles: where it lies
   uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
@@ -66,6 +68,9 @@ struct Work {
   Starts starts;                  // of the ring, in the query blocks or, of pairs, in the heads of the group
 
   __device__ bool settled() const { return exhausted || exists; }
+  // Of the walk over the query blocks of a head: the first one, and where it is past the last one.
+  __device__ int32_t first_block() const { return descending ? query_range.end - 1 : query_range.begin; }
+  __device__ int32_t past_block() const { return descending ? query_range.begin - 1 : query_range.end; }
 
   // What is written so far is read back from shared memory: the thread has few registers.
   static __device__ void forget_registers() { asm volatile("" ::: "memory"); }
@@ -182,6 +187,8 @@ struct Work {
 };
 
 // A position in the walk over the query tiles of a job: all heads of the group in one query block, then the next block.
+// By heads, all query blocks of one head, then those of the next. So it is in windows: jobs that begin together are in
+// the same head, and L2 holds what all of them need of it.
 struct Step {
   int32_t index;  // counts on from job to job: rings of buffers know nothing of jobs
   int32_t end;    // index behind the last step of this job
@@ -193,28 +200,36 @@ struct Step {
       : index(first_index),
         end(first_index + work.steps),
         head(work.first_head),
-        query_block(work.descending ? work.query_range.end - 1 : work.query_range.begin),
+        query_block(work.first_block()),
         first_head_(work.first_head),
-        end_head_(work.end_head),
+        end_head_(Work::kByHeads ? work.first_head + 1 : work.end_head),
         stride_(work.descending ? -1 : 1) {}
 
-  __device__ void advance() {
+  template <typename Work>
+  __device__ void advance(const Work& work) {
     ++index;
     if (++head == end_head_) {
       head = first_head_;
       query_block += stride_;
+    }
+    if constexpr (Work::kByHeads) {
+      if (query_block == work.past_block()) {
+        query_block = work.first_block();
+        head = ++first_head_;
+        ++end_head_;
+      }
     }
   }
 
   // The same, from behind the last query block back to the first.
   template <typename Work>
   __device__ void advance_in(const Work& work) {
-    advance();
-    if (query_block == work.tiles.end) query_block = work.tiles.begin;
+    advance(work);
+    if (!Work::kByHeads && query_block == work.tiles.end) query_block = work.tiles.begin;
   }
 
  private:
-  int32_t first_head_, end_head_, stride_;
+  int32_t first_head_, end_head_, stride_;  // the heads that it is in at the same query block
 };
 
 // Stage and parity of a ring of kStages buffers at step `index`.

@@ -32,7 +32,8 @@ struct StoreWarpCounts {
   uint32_t jobs, chores;  // done
 };
 
-template <typename T_, int kTileIndex>
+// kByHeads: see Step.
+template <typename T_, int kTileIndex, bool kByHeads>
 struct Traits {
   using T = T_;
   static constexpr Tile kTile = kTiles[kTileIndex];
@@ -88,7 +89,7 @@ struct Traits {
 
   static constexpr bool kRotatesHeads = rotates_heads(kTile);
 
-  using Work = sm90::Work<kBlockM, kBlockN, steps_apart(kTile), false>;
+  using Work = sm90::Work<kBlockM, kBlockN, steps_apart(kTile), false, kByHeads>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)

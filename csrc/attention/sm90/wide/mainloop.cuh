@@ -33,15 +33,20 @@ struct Walk {
   const Work& work;
   int32_t index = work.first_index;
 
-  __device__ __forceinline__ void advance() { ++index; }
+  __device__ __forceinline__ void advance(const Work&) { ++index; }
   __device__ __forceinline__ int32_t head() const {
-    const int32_t heads = work.end_head - work.first_head;
-    return work.first_head + (heads == 1 ? 0 : (index - work.first_index) % heads);
+    const int32_t heads = work.end_head - work.first_head, steps = index - work.first_index;
+    if constexpr (Work::kByHeads) return work.first_head + steps / work.query_range.size();
+    return work.first_head + (heads == 1 ? 0 : steps % heads);
   }
   __device__ __forceinline__ int32_t query_block() const {
     const int32_t heads = work.end_head - work.first_head;
     int32_t blocks_before = index - work.first_index;
-    if (heads != 1) blocks_before /= heads;
+    if constexpr (Work::kByHeads) {
+      blocks_before %= work.query_range.size();
+    } else if (heads != 1) {
+      blocks_before /= heads;
+    }
     return work.descending ? work.query_range.end - 1 - blocks_before : work.query_range.begin + blocks_before;
   }
 };
@@ -142,7 +147,7 @@ struct Probabilities : Consumer<Traits> {
       float s[kBlockM / 2];
       this->wait_dout();
       issue_dv(p16, dv, stage);
-      step.advance();
+      step.advance(work);
       issue_s(s, k_operand);
       uint32_t kept = kMaskUnderS ? dropout_mask() : 0;
       wait_products<1>();
@@ -253,7 +258,7 @@ struct ScoreGradients : Consumer<Traits> {
       const int32_t index = step.index;
       float dp[kBlockM / 2];
       issue_dk(ds16, dk, index);
-      step.advance();
+      step.advance(work);
       this->wait_dout();
       issue_dp(dp, v_operand);
       wait_products<0>();

@@ -16,7 +16,7 @@ enum NamedBarrier : uint32_t {
   kDqBarrier,               // the 128 threads of dq
 };
 
-template <typename T_, int kTileIndex, bool kFeatures_>
+template <typename T_, int kTileIndex, bool kFeatures_, bool kByHeads>
 struct Traits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   using T = T_;
@@ -73,7 +73,7 @@ struct Traits {
   }
   static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }
 
-  using Work = sm90::Work<kBlockM, kTile.block_n, steps_apart(kTile), true>;
+  using Work = sm90::Work<kBlockM, kTile.block_n, steps_apart(kTile), true, kByHeads>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kChunks * kKeyChunkBytes];                     // (kBlockN, kHeadDim)

@@ -212,19 +212,27 @@ __device__ __forceinline__ void shrink_registers() {
 
 // ---- Small conveniences ----
 
-// True for one thread of a warp that is together, always the same one. The compiler knows that no other follows, and
-// takes the operands of a copy as they are; behind `lane == 0` it makes a loop over the lanes of each copy.
-__device__ __forceinline__ bool elect_one() {
+// True for one thread of those lanes of a warp, always the same one. They are here together, all others are not.
+template <uint32_t kLanes>
+__device__ __forceinline__ bool elect_of() {
   uint32_t elected;
   asm volatile(
       "{\n"
       ".reg .pred one;\n"
-      "elect.sync _|one, 0xffffffff;\n"
+      "elect.sync _|one, %1;\n"
       "selp.u32 %0, 1, 0, one;\n"
       "}"
-      : "=r"(elected));
+      : "=r"(elected)
+      : "n"(kLanes));
   return elected != 0;
 }
+
+// True for one thread of a warp that is together. The compiler knows that no other follows, and takes the operands of a
+// copy as they are; behind `lane == 0` it makes a loop over the lanes of each copy.
+__device__ __forceinline__ bool elect_one() { return elect_of<~0u>(); }
+
+// The same behind `lane == 0`: true.
+__device__ __forceinline__ bool is_alone() { return elect_of<1>(); }
 
 // Four 8 x 8 matrices of 16-bit elements from fragments to shared memory; lane l gives the row address of row l % 8 of
 // matrix l / 8.

@@ -57,7 +57,7 @@ struct StoreWarpChore {
       uint8_t* const sums = reinterpret_cast<uint8_t*>(smem.dq[kBuffer][part]);
       convert_in_place(sums, p.softmax_scale, lane);
       __syncwarp();
-      if (lane == 0) {
+      if (lane == 0 && is_alone()) {
         fence_async_shared();
         const int32_t head = chore / params.chores_of_head;
         const int32_t batch = head / p.heads;

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   if (warpgroup == 0) {
     shrink_registers<kProducerRegisters>();
     if (warp == 0) {
-      if (lane == 0) Producer::load_jobs(params, smem);
+      if (lane == 0 && is_alone()) Producer::load_jobs(params, smem);
     } else if (warp == 1) {
       Producer::template store_dq<0>(params, smem, lane);
     } else if (warp == 2) {

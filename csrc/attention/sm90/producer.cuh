@@ -142,7 +142,7 @@ struct Producer {
       if (lane == 0) {
         if constexpr (Traits::kChores) {
           bulk_wait_read<0>();
-          if (chore >= 0) Chore::load(params, smem, chore);
+          if (chore >= 0 && is_alone()) Chore::load(params, smem, chore);
         }
         bulk_wait<0>();  // the adds of this job are complete
         fence_async_global();
@@ -192,9 +192,11 @@ struct Producer {
       if (lane == 0) {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
         if (!params.attention.deterministic) begin_turn(params, turn);
-        add_dq<0>(params, smem.dq[kBuffer][0], work, step, turn.stores);
-        add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores);
-        bulk_commit();
+        if (is_alone()) {
+          add_dq<0>(params, smem.dq[kBuffer][0], work, step, turn.stores);
+          add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores);
+          bulk_commit();
+        }
       }
       __syncwarp();
     }
@@ -209,9 +211,11 @@ struct Producer {
     if (lane == 0) {
       fence_async_shared();
       const CUtensorMap* const map = step.end % kStoreWarps == kBuffer ? &params.dv : &params.dk;
-      store_dkdv(map, smem.dq[kBuffer][0], params, work, 0);
-      store_dkdv(map, smem.dq[kBuffer][1], params, work, 64);
-      bulk_commit();
+      if (is_alone()) {
+        store_dkdv(map, smem.dq[kBuffer][0], params, work, 0);
+        store_dkdv(map, smem.dq[kBuffer][1], params, work, 64);
+        bulk_commit();
+      }
     }
     __syncwarp();
   }

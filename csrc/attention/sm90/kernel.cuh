@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     const auto consume = [&](auto dq_columns) {
       constexpr int kDqColumns = decltype(dq_columns)::value;
       uint32_t keys_phase = 0;
+      if (Traits::kOrdersScores && warpgroup == 1) signal_scores(0);  // the other one is first
       for (JobSlot slot;; slot.advance()) {
         mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
         const typename Traits::Work& work = smem.work[slot.index()];

@@ -22,6 +22,16 @@ inline __device__ void wait_ds(int32_t warpgroup, int32_t index) {
   named_barrier_sync(kDsBarrier + 2 * (index % 2) + warpgroup, kConsumerThreads);
 }
 
+// This warpgroup's S of a step is issued.
+inline __device__ void signal_scores(int32_t warpgroup) {
+  named_barrier_arrive(kScoresBarrier + (warpgroup ^ 1), kConsumerThreads);
+}
+
+// That of the other warpgroup is: in warpgroup 1, of the step before.
+inline __device__ void wait_scores(int32_t warpgroup) {
+  named_barrier_sync(kScoresBarrier + warpgroup, kConsumerThreads);
+}
+
 // kDqColumns: of the part of dq of the warpgroup that calls.
 template <typename Traits, int kDqColumns>
 struct Mainloop {
@@ -114,7 +124,9 @@ struct Mainloop {
         wait_products<1>();  // the product in front of the barrier: its first operand leaves the registers
         step.advance(work);
         Scores s;
+        if constexpr (Traits::kOrdersScores) wait_scores(warpgroup);
         issue_s(s);
+        if constexpr (Traits::kOrdersScores) signal_scores(warpgroup);
         if constexpr (kEarlyDv) {
           wait_products<kKeyParts>();  // dQ
           release(stage, dout_stage);

@@ -225,13 +225,14 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
   params->jobs_taken = reinterpret_cast<int32_t*>(zeroed);
-  params->head_group =
-      heads_of_a_list(p, packed_k, lists, params->key_blocks_of_list, params->query_blocks, plan.sm_count / tile.ctas);
+  params->head_group = heads_of_a_list(p, packed_k, params->grouped.pairs, lists, params->key_blocks_of_list,
+                                       params->query_blocks, plan.sm_count / tile.ctas);
   params->heads_abreast = params->head_group * (p.heads / std::max(lists, 1));
   params->from_last_key = from_last_key(p);
   params->by_heads = p.heads != p.heads_kv && p.window_left >= 0 && p.window_right >= 0;
-  const int64_t heads_before_last = heads_before_last_list(p, params->head_group, int64_t{p.batch} * lists,
-                                                           params->key_blocks, plan.sm_count / tile.ctas);
+  const int64_t heads_before_last =
+      heads_before_last_list(p, params->head_group, int64_t{p.batch} * lists, params->key_blocks, params->query_blocks,
+                             plan.sm_count / tile.ctas);
   params->jobs_before_last =
       params->packed_jobs ? params->jobs : static_cast<int32_t>(heads_before_last * params->key_blocks_of_list);
   if (params->packed_jobs) params->list_blocks = blocks_of_a_list(p, plan.block_n);
@@ -285,6 +286,9 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   }
   if (!is_wide(tile) &&
       deals_waves(p, params->grouped.pairs, params->ahead_ctas > 0, params->jobs, params->key_blocks, params->ctas)) {
+    // Pairs: waves are whole, so that CTAs that come late to a wave are late in the next one too, and nobody waits for
+    // them there.
+    if (params->grouped.pairs) params->ctas = ceil_div(params->jobs, ceil_div(params->jobs, params->ctas));
     params->wave_size = params->ctas;
     params->ahead_ctas = 0;  // CTAs that begin together would begin behind them
     params->pairs_of_ring = pairs_of_ring(params->key_blocks_of_list, p.heads / lists);

@@ -35,10 +35,23 @@ int64_t rows_at_once(const Problem& p, int64_t heads, int64_t block_n, int64_t s
   return std::min<int64_t>(p.seqlen_q, int64_t{p.window_left} + p.window_right + key_blocks * block_n);
 }
 
-// Heads whose jobs are one list (dense_job). `lists`: KV heads times their splits.
+// Dense, deterministic, without a mask, where walks are short and there are more heads than multiprocessors: so many
+// heads to a list that the key blocks of each begin two steps after one another, which is what a turn takes. In shorter
+// lists they wait, longer ones leave L2: measured at S = 512 and 1024 with head dimension 64, 512 with 128. They need
+// not divide `all`. Longer walks end in a round that is cut, whole lists at a time (last_round): there lists are
+// divisors, of about as many heads. 0: no such walks.
 template <typename Problem>
-int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t key_blocks, int64_t query_blocks,
-                        int64_t sm_count) {
+int64_t heads_of_short_walks(const Problem& p, int64_t all, int64_t query_blocks, int64_t sm_count) {
+  constexpr int64_t kStepsApart = 2, kStepsAround = 3, kShortWalk = 8;
+  const bool full = p.deterministic && p.window_left < 0 && p.window_right < 0;
+  if (!full || p.heads != p.heads_kv || p.head_dim > 128 || query_blocks > kShortWalk || all < sm_count) return 0;
+  return ceil_div(kStepsApart * sm_count, query_blocks + kStepsAround);
+}
+
+// Heads whose jobs are one list (dense_job). `lists`: KV heads times their splits. `key_blocks`: of a head, or pairs.
+template <typename Problem>
+int32_t heads_of_a_list(const Problem& p, bool packed_k, bool pairs, int64_t lists, int64_t key_blocks,
+                        int64_t query_blocks, int64_t sm_count) {
   const auto heads_in = [&](int64_t bytes) {
     return heads_in_l2(bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv);
   };
@@ -64,12 +77,15 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
     while (all % abreast != 0) --abreast;
   }
   if (!p.deterministic || packed_k || from_last_key(p)) return static_cast<int32_t>(abreast);
+  if (const int64_t heads = heads_of_short_walks(p, all, query_blocks, sm_count)) return static_cast<int32_t>(heads);
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;
   if (p.window_left < 0 && p.window_right < 0) {
     if (2 * abreast <= heads_in(20 << 20)) heads = 2 * abreast;
   } else if (p.heads != p.heads_kv) {
-    heads = 4;  // measured with groups of 8 to 32 heads at S = 1024 and 8192
+    // Of more than four pairs fewer begin together in longer lists. Measured with groups of 4 to 32 heads at S = 1024
+    // to 8192, without pairs 8 to 32.
+    heads = !pairs ? 4 : key_blocks > 4 ? 8 : abreast;
   } else {
     // The shorter the jobs, the more heads that takes; measured at S = 1024 and 8192. A quarter of the multiprocessors
     // leaves four key blocks of a head to share what is in L2.
@@ -81,10 +97,12 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, int64_t lists, int64_t 
 
 // Of `all`: where lists go from the last key block on, the last one goes from the first. Above head dimension 128 lists
 // are a few jobs, and the last one has heads for all multiprocessors: longest job first, these end together. Measured
-// at S = 1024 and 2048; at head dimension 128, with twice the jobs, it loses.
+// at S = 1024 and 2048; at head dimension 128, with twice the jobs, it loses. Of short walks without a mask it has what
+// is left of a whole list as well, or its key blocks would begin together.
 template <typename Problem>
 int64_t heads_before_last_list(const Problem& p, int64_t heads_of_list, int64_t all, int64_t key_blocks,
-                               int64_t sm_count) {
+                               int64_t query_blocks, int64_t sm_count) {
+  if (heads_of_short_walks(p, all, query_blocks, sm_count) > 0) return (all / heads_of_list - 1) * heads_of_list;
   if (!from_last_key(p)) return all;
   int64_t last = heads_of_list;
   if (p.head_dim > 128) last = std::max(last, heads_abreast(sm_count, all, key_blocks));

@@ -123,8 +123,8 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   if (!problem.varlen && !is_wide(tile)) {
     const int64_t key_blocks = ceil_div(problem.seqlen_k, tile.block_n);
     const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
-    const int32_t heads =
-        heads_of_a_list(problem, false, problem.heads_kv * grouped.splits, key_blocks, query_blocks, device.sm_count);
+    const int32_t heads = heads_of_a_list(problem, false, grouped.pairs, problem.heads_kv * grouped.splits, key_blocks,
+                                          query_blocks, device.sm_count);
     last = last_round(problem, heads, key_blocks, query_blocks, device.sm_count);
   }
   if (last.parts > 1) {

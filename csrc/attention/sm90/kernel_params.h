@@ -33,6 +33,7 @@ struct KernelParams {
   int32_t pairs_of_ring = 1;       // in waves, see there
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   bool by_heads = false;           // jobs go through the query heads of a group one after the other, see Step
+  bool wants_early = false;        // in turn others would wait for a job that is taken and does not begin yet
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
   int32_t head_group = 1;          // KV heads that are worked on abreast, see dense_job

@@ -229,6 +229,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
                                        params->query_blocks, plan.sm_count / tile.ctas);
   params->heads_abreast = params->head_group * (p.heads / std::max(lists, 1));
   params->from_last_key = from_last_key(p);
+  params->wants_early = !p.deterministic || has_equal_jobs(p);
   params->by_heads = p.heads != p.heads_kv && p.window_left >= 0 && p.window_right >= 0;
   const int64_t heads_before_last =
       heads_before_last_list(p, params->head_group, int64_t{p.batch} * lists, params->key_blocks, params->query_blocks,

@@ -20,8 +20,8 @@ struct Producer {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
 
-  // One thread. A job is taken when the loader has nothing left to load for the one before: early enough to be there in
-  // time, late enough that jobs go to the CTAs that are really done.
+  // One thread. A job is taken when the loader has nothing left to load for the one before, or a few steps sooner:
+  // early enough to be there in time, late enough that jobs go to the CTAs that are really done.
   static __device__ void find_jobs(const KernelParams& params, SharedStorage& smem) {
     JobCursor& cursor = smem.cursor;
     cursor = {};
@@ -65,9 +65,14 @@ struct Producer {
         });
         keys_vacated ^= 1;
       }
-      mbarrier_arrive(&smem.work_wanted);
+      if (!wants_early(params) || work.steps == 0) mbarrier_arrive(&smem.work_wanted);
       mbarrier_arrive(&smem.work_empty[slot.index()]);
     }
+  }
+
+  // The loader wants the next job while it still has kEarlySteps steps to load.
+  static __device__ __forceinline__ bool wants_early(const KernelParams& params) {
+    return Traits::kEarlySteps > 0 && params.wants_early;
   }
 
   static __device__ __forceinline__ void load_k(const KernelParams& params, SharedStorage& smem, const Work& work) {
@@ -93,6 +98,9 @@ struct Producer {
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
       const int64_t statistic = params.statistics.index(work.batch, head, work.sequence.begin_q) + first_query;
 
+      if (wants_early(params) && step.end - step.index == min(Traits::kEarlySteps, work.steps)) {
+        mbarrier_arrive(&smem.work_wanted);
+      }
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
       load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.q, &smem.q_full[stage], smem.q[stage], query_row,
                                                            head, batch_q, Traits::kStatisticBytes);

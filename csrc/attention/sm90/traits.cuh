@@ -92,6 +92,7 @@ struct Traits {
   static_assert(kGradientChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
 
   static constexpr bool kRotatesHeads = rotates_heads(kTile);
+  static constexpr int kEarlySteps = early_steps(kTile);
 
   using Work = sm90::Work<kBlockM, kBlockN, steps_apart(kTile), false, kByHeads>;
 

@@ -35,6 +35,7 @@ struct Traits {
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr bool kRotatesHeads = false;
+  static constexpr int kEarlySteps = 0;
   static constexpr bool kChores = has_chores(kTile);
   static constexpr WideRegisters kRegisters = wide_registers(kTile, kFeatures);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");

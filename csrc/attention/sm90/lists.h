@@ -71,8 +71,8 @@ int32_t heads_of_a_list(const Problem& p, bool packed_k, bool pairs, int64_t lis
   }
   if (from_last_key(p) && !packed_k && (query_blocks <= 32 || p.head_dim > 128)) {
     // Long jobs of a list are in work with short ones of the next, and a key block comes to a tile long after the first
-    // one: shorter lists stay in L2. Measured at S = 512 to 2048 with head dimensions 64, 128 and 256, at 4096 with 256;
-    // at 128 longer sequences lose by it, and at 2048 a single head.
+    // one: shorter lists stay in L2. Measured at S = 512 to 2048 with head dimensions 64, 128 and 256, at 4096 with
+    // 256; at 128 longer sequences lose by it, and at 2048 a single head.
     const int64_t least = p.head_dim <= 128 ? 2 : 1;
     abreast = std::min(abreast, std::max(heads_in(p.head_dim <= 96 ? 4 << 20 : 2 << 20), least));
     while (all % abreast != 0) --abreast;

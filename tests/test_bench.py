@@ -60,6 +60,7 @@ def test_tables_have_every_row():
     counts = Counter(case.table for case in cases.ATTENTION_CASES)
     assert counts["main"] == 3 * 2 * 6
     assert counts["grouped"] == 2 * 2 * 2
+    assert counts["grouped_window"] == 2
     assert counts["other"] == 24
     assert counts["bias"] == 8
     assert counts["dropout"] == counts["varlen"] == 4

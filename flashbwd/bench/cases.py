@@ -369,6 +369,8 @@ OTHER_SHAPES: tuple[tuple[int, int, int, int, int, int, str, str, int | None, in
     (2, 8192, 16, 16, 64, 64, "causal", "fp16", 382, 485),
 )
 WINDOW_BARS = {256: 250.0, 1024: 500.0}  # TFLOP/s
+# Grouped heads in windows: B, S, H, Hkv, D, window.
+GROUPED_WINDOWS = ((1, 16384, 16, 4, 128, 1024), (2, 8192, 32, 8, 128, 4096))
 
 
 def _other_table() -> Iterator[AttentionCase]:
@@ -399,6 +401,9 @@ def _other_table() -> Iterator[AttentionCase]:
 
 
 def _feature_tables() -> Iterator[AttentionCase]:
+    for batch, seqlen, heads, heads_kv, dim, window in GROUPED_WINDOWS:
+        shape = AttentionCase("grouped_window", batch, seqlen, heads, heads_kv, dim, dim, causal=True, window=window)
+        yield replace(shape, bars=(Bar(SM90, FLASH, 1.8),))
     shape = AttentionCase("bias", 4, 2048, 16, 16, 64, 64)
     for head_dim in (64, 128):
         for causal in (False, True):

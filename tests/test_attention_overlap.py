@@ -33,6 +33,7 @@ SHAPES = {
     "long_causal": Shape(1, 4200, 16, 128, {"causal": True}),
     "long_full": Shape(1, 4200, 16, 128, {}),
     "full": Shape(12, 512, 16, 96, {}),
+    "full_clusters": Shape(5, 1000, 16, 256, {}),
     "clusters": Shape(4, 1024, 8, 256, {"causal": True}),
     "clusters_that_convert": Shape(6, 1000, 16, 192, {"causal": True}),
     "converted_between_jobs": Shape(10, 600, 24, 64, {"causal": True}),

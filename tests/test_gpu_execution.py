@@ -199,10 +199,11 @@ def test_pairs_of_key_blocks_in_order(length: int, heads: int, target: Target) -
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("seqlen_q", [2200, 100])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_equal_jobs_in_order(head_dim: int, seqlen_q: int, target: Target) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_equal_jobs(deterministic: bool, head_dim: int, seqlen_q: int, target: Target) -> None:
     """20 heads of 12 blocks of keys, rounds of all multiprocessors; more or fewer blocks of queries than of keys."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=1, heads_kv=1, seqlen_q=seqlen_q, seqlen_k=1450)
-    case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=True)
+    case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
     run_copies(case, target, 20, heads=True)
 
 

@@ -629,6 +629,46 @@ def test_nobody_waits_in_whole_waves_of_rings(key_blocks: int) -> None:
         assert waves.makespan() == -(-8 * key_blocks // 16) * tiles
 
 
+@given(
+    batch=st.integers(1, 5),
+    heads=st.integers(1, 16),
+    lengths=st.tuples(st.integers(1, 3000), st.integers(1, 3000)),
+    heads_of_list=st.integers(1, 20),
+    workers=st.integers(1, 66),
+)
+@settings(max_examples=300, deadline=None)
+def test_ordinary_jobs_at_head_dimension_256_that_begin_together_are_in_as_few_of_a_tile_as_can_be(
+    batch: int, heads: int, lengths: tuple[int, int], heads_of_list: int, workers: int
+) -> None:
+    """In whole waves, which take as many rounds as all clusters would."""
+    tiles, key_blocks = -(-lengths[0] // 64), -(-lengths[1] // 128)
+    wave, width, gap = host.wide_waves(batch, heads, *lengths, 256, False, heads_of_list, workers)
+    jobs = batch * heads * key_blocks
+    assert width == heads_of_list and 1 <= wave <= min(workers, jobs)
+    assert -(-jobs // wave) == -(-jobs // workers)
+    assert jobs <= workers or jobs % wave == 0 or wave - jobs % wave < -(-jobs // wave)  # none idles two rounds
+    group = min(width, batch * heads)
+    for begin in {0, (jobs - 1) // wave * wave}:
+        first_tiles: dict[Any, list[int]] = defaultdict(list)
+        for index in range(begin, min(begin + wave, jobs)):
+            b, head, _ = host.dense_job(index, batch, heads, key_blocks, width)
+            head += b * heads
+            first_list = head // group * group
+            first, end = first_list * key_blocks, min(first_list + group, batch * heads) * key_blocks
+            abreast = host.abreast_in_wave(index, first, end, min(group, batch * heads - first_list), wave)
+            ring = host.ring_of(abreast, tiles)
+            first_tiles[head].append(host.Starts.of(ring.size, tiles, gap).tile(ring.place))
+        for starts in first_tiles.values():
+            # All go on by a tile a step, so who begins apart stays apart.
+            assert max(map(starts.count, starts)) == -(-len(starts) // tiles)
+
+
+@pytest.mark.parametrize("head_dim", [136, 192])
+def test_ordinary_jobs_at_head_dimensions_up_to_192_all_begin_at_the_first_tile(head_dim: int) -> None:
+    assert host.wide_waves(4, 16, 4096, 4096, head_dim, False, 2, 66)[0] == 0
+    assert host.wide_waves(4, 16, 4096, 4096, head_dim, True, 2, 66)[0] > 0
+
+
 def test_jobs_of_a_ring_begin_at_tiles_of_their_own_as_far_apart_as_they_may() -> None:
     for tiles, gap in itertools.product((1, 2, 63, 64, 1000, 2**24), (1, 2, 7)):
         for size in {1, min(2, tiles), max(tiles // 2, 1), max(tiles // 3, 1), tiles} - {2**24, 2**23, 2**24 // 3}:

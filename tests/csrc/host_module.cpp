@@ -8,10 +8,12 @@
 #include <tuple>
 #include <vector>
 
+#include "../../csrc/attention/params.h"
 #include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/problem.h"
 #include "../../csrc/attention/schedule.h"
 #include "../../csrc/attention/sm80/config.h"
+#include "../../csrc/attention/sm90/lists.h"
 #include "../../csrc/attention/workspace.h"
 #include "../../csrc/decoding/params.h"
 #include "../../csrc/decoding/plan.h"
@@ -217,6 +219,20 @@ void bind_order(py::module_& m) {
   m.def("ring_of", &ring_of);
   py::class_<Starts>(m, "Starts").def_static("of", &Starts::of).def("tile", &Starts::tile);
   m.def("cyclic_turn", &cyclic_turn);
+  m.def("wide_waves", [](int32_t batch, int32_t heads, int32_t seqlen_q, int32_t seqlen_k, int32_t head_dim,
+                         bool deterministic, int32_t heads_of_list, int64_t workers) {
+    AttentionBackwardParams p;
+    p.batch = batch;
+    p.heads = p.heads_kv = heads;
+    p.seqlen_q = seqlen_q;
+    p.seqlen_k = seqlen_k;
+    p.head_dim = p.head_dim_v = head_dim;
+    p.deterministic = deterministic;
+    const sm90::Tile& tile = sm90::kTiles[sm90::tile_for(head_dim, head_dim, false, false)];
+    const sm90::WideWaves waves = sm90::wide_waves(p, tile, heads_of_list, ceil_div(seqlen_k, tile.block_n),
+                                                   ceil_div(seqlen_q, tile.block_m), workers);
+    return std::tuple(waves.jobs, waves.heads_of_list, sm90::steps_apart(tile));
+  });
   m.def("pair_turn", &pair_turn);
   py::class_<PersistentSlots>(m, "PersistentSlots")
       .def_readonly("jobs", &PersistentSlots::jobs)

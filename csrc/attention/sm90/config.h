@@ -83,6 +83,11 @@ constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64
 // tiles about 5 us, and a step is the shorter the smaller head dimensions are.
 constexpr int steps_apart(const Tile& tile) { return is_wide(tile) ? 1023 / (tile.head_dim + tile.head_dim_v) + 1 : 2; }
 
+// Whether jobs without a mask begin at query blocks of their own in ordinary runs too. With one buffer of dq and one of
+// dout, key blocks that add to the same tile hold one another up: at head dimension 256 2 to 7 % at S = 512 to 16384.
+// 192 loses by it.
+constexpr bool spreads_jobs(const Tile& tile) { return is_wide(tile) && tile.dout_stages == 1; }
+
 // Threads that add dq of a key block. In wide tiles two of a CTA, in turn a step each: one waits until its adds are
 // complete while the other adds.
 constexpr int kWideAdders = 2;

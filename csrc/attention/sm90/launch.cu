@@ -246,7 +246,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   // Features take the row of a query from the walk, which in waves counts on behind the last one.
   if (is_wide(tile) && !has_features(p)) {
     const WideWaves waves =
-        wide_waves(p, steps_apart(tile), params->key_blocks, params->query_blocks, plan.sm_count / tile.ctas);
+        wide_waves(p, tile, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count / tile.ctas);
     if (waves.jobs > 0) {
       params->wave_size = waves.jobs;
       params->ctas = waves.jobs * tile.ctas;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../schedule.h"
+#include "config.h"
 
 namespace flashbwd::sm90 {
 
@@ -185,12 +186,12 @@ int32_t statistics_ahead(const Problem& p, const Visibility& visibility, bool wi
   return static_cast<int32_t>(std::min(std::max<int64_t>(ahead, 1), most));
 }
 
-// Deterministic and dense, without a mask: all jobs are of one length.
+// Dense, without a mask: all jobs are of one length.
 template <typename Problem>
 bool has_equal_jobs(const Problem& p) {
   const bool dense =
       p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqused_q == nullptr && p.seqused_k == nullptr;
-  return p.deterministic && dense && p.window_left < 0 && p.window_right < 0;
+  return dense && p.window_left < 0 && p.window_right < 0;
 }
 
 // Deterministic: whether jobs are dealt in waves (schedule.h), so that key blocks of a head that begin together do not
@@ -224,12 +225,18 @@ struct WideWaves {
 // The same in wide tiles, on up to `workers` clusters, no more than leave the last wave full. It takes tiles for all
 // jobs of a ring to come to one `steps_apart` after one another; with more heads in a list they are fewer. Grouped
 // heads leave L2. Measured with head dimensions 192 and 256 at S = 1024 to 16384.
+//
+// Ordinary runs, in lists of `heads_of_list` as they are: nobody waits for anybody, but jobs of a ring are in tiles of
+// their own (spreads_jobs).
 template <typename Problem>
-WideWaves wide_waves(const Problem& p, int64_t steps_apart, int64_t key_blocks, int64_t query_blocks, int64_t workers) {
+WideWaves wide_waves(const Problem& p, const Tile& tile, int32_t heads_of_list, int64_t key_blocks,
+                     int64_t query_blocks, int64_t workers) {
   constexpr int64_t kShortWalk = 32;
   const int64_t all = int64_t{p.batch} * p.heads, jobs = all * key_blocks;
-  if (!has_equal_jobs(p) || p.heads != p.heads_kv || query_blocks < kShortWalk || jobs == 0) return {};
+  if (!has_equal_jobs(p) || p.heads != p.heads_kv || jobs == 0 || query_blocks == 0) return {};
   const int64_t wave = ceil_div(jobs, ceil_div(jobs, workers));
+  if (!p.deterministic) return spreads_jobs(tile) ? WideWaves{static_cast<int32_t>(wave), heads_of_list} : WideWaves{};
+  if (query_blocks < kShortWalk) return {};
   const int64_t abreast = heads_abreast(workers, all, key_blocks);
   int64_t most = abreast;
   if (query_blocks >= 2 * kShortWalk) {
@@ -237,7 +244,7 @@ WideWaves wide_waves(const Problem& p, int64_t steps_apart, int64_t key_blocks, 
   }
   for (int64_t heads = abreast; heads <= most; ++heads) {
     const int64_t ring = std::min(key_blocks, ceil_div(wave, heads));
-    if (all % heads == 0 && (ring - 1) * steps_apart < query_blocks) {
+    if (all % heads == 0 && (ring - 1) * steps_apart(tile) < query_blocks) {
       return {static_cast<int32_t>(wave), static_cast<int32_t>(heads)};
     }
   }

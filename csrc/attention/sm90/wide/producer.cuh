@@ -111,10 +111,10 @@ struct Producer {
     if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
   }
 
-  // The next number of the counter. In waves jobs of a ring wait for one another, so nobody may have two of a wave: who
+  // The next number of the counter. In turn, jobs of a ring wait for one another, so nobody may have two of a wave: who
   // comes early waits until all of the wave before are taken.
   static __device__ __forceinline__ int32_t next_number(const KernelParams& params, uint32_t taken) {
-    if (params.wave_size > 0) {
+    if (params.wave_size > 0 && params.attention.deterministic) {
       while (load_relaxed(params.jobs_taken) < static_cast<int32_t>(taken) * params.wave_size) __nanosleep(32);
     }
     return atomicAdd(params.jobs_taken, 1);

@@ -66,10 +66,8 @@ constexpr WideRegisters wide_registers(const Tile& tile, bool features) {
   return tile.head_dim_v == 192 && !features ? WideRegisters{40, 200, 200, 72} : WideRegisters{40, 192, 208, 72};
 }
 
-// Whether the kernel converts dq (chores.cuh, wide/conversion.cuh). 32 and 128 gain nothing by it, 256 loses.
-constexpr bool has_chores(const Tile& tile) {
-  return is_wide(tile) ? tile.head_dim <= 192 : tile.head_dim >= 64 && tile.head_dim < 128;
-}
+// Whether the kernel converts dq (chores.cuh, wide/conversion.cuh). 32 and 128 gain nothing by it, 80, 96 and 256 lose.
+constexpr bool has_chores(const Tile& tile) { return is_wide(tile) ? tile.head_dim <= 192 : tile.head_dim == 64; }
 constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRows : kChoreRows; }
 
 // Of a dq tile: parts that are added, and in deterministic mode take turns, on their own.
@@ -97,8 +95,10 @@ constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * k
 constexpr bool rotates_heads(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 128; }
 
 // Steps before its last one that a CTA takes the next job: to find it takes as long as two. Measured at S = 512 and
-// 1024: 1 to 3 % faster with head dimensions 64 and 128, 2 % slower with 80.
-constexpr int early_steps(const Tile& tile) { return tile.head_dim == 64 || tile.head_dim == 128 ? 2 : 0; }
+// 1024: 1 to 3 % faster with head dimensions 64 and 128. With 80 and 96 under a causal mask only, from S = 1024 on: 1
+// to 3 %; without one it is up to 5 % slower, in windows 2 %.
+constexpr int early_steps(const Tile& tile) { return tile.head_dim >= 64 ? 2 : 0; }
+constexpr bool early_under_a_diagonal_only(const Tile& tile) { return tile.head_dim == 80 || tile.head_dim == 96; }
 
 // Development builds may hold some of the head dimensions only.
 constexpr bool is_built(int32_t head_dim) {

@@ -230,6 +230,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->heads_abreast = params->head_group * (p.heads / std::max(lists, 1));
   params->from_last_key = from_last_key(p);
   params->wants_early = !p.deterministic || has_equal_jobs(p);
+  if (early_under_a_diagonal_only(tile) && (p.window_left >= 0 || p.window_right < 0)) params->wants_early = false;
   params->by_heads = p.heads != p.heads_kv && p.window_left >= 0 && p.window_right >= 0;
   const int64_t heads_before_last =
       heads_before_last_list(p, params->head_group, int64_t{p.batch} * lists, params->key_blocks, params->query_blocks,

@@ -222,6 +222,38 @@ def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: di
     assert ("half of the queries a warpgroup" in plan.schedule) is halves
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("head_dims", "rows", "window", "tile"),
+    [
+        ((80, 80), 1024, (-1, 0), 128),
+        ((72, 64), 1025, (-1, 0), 128),
+        ((64, 96), 100, (-1, 5), 128),
+        ((80, 80), 1026, (-1, 0), 80),
+        ((96, 88), 1026, (-1, 0), 96),
+        ((96, 96), 512, (-1, -1), 96),  # jobs of one length
+        ((80, 80), 1024, (127, 0), 80),
+        ((64, 64), 512, (-1, 0), 64),
+        ((128, 96), 512, (-1, 0), 128),
+        ((136, 96), 512, (-1, 0), 192),
+    ],
+)
+def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
+    host: ModuleType, head_dims: tuple[int, int], rows: int, window: tuple[int, int], tile: int, deterministic: bool
+) -> None:
+    sizes = {"seqlen_q": rows, "seqlen_k": rows, "total_q": 2 * rows, "total_k": 2 * rows}
+    sizes |= {"window_left": window[0], "window_right": window[1], "deterministic": deterministic, "heads_kv": 6}
+
+    def config_of(head_dim: int, head_dim_v: int, **changes: Any) -> int:
+        return int(plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v, **(sizes | changes)).config)
+
+    own = config_of(tile, min(tile, 128), window_left=-1, window_right=-1)
+    assert config_of(*head_dims) == own
+    # Two query heads a KV head make jobs of twice the steps.
+    if rows == 1024 and tile == 128:
+        assert config_of(*head_dims, heads_kv=3) != own
+
+
 @pytest.mark.parametrize(
     ("head_dim", "rows", "changes", "jobs"),
     [

@@ -151,6 +151,7 @@ void bind_plan(py::module_& m) {
       .def_readwrite("has_attention_sm80", &DeviceInfo::has_attention_sm80);
   py::class_<AttentionPlan>(m, "AttentionPlan")
       .def_readonly("backend", &AttentionPlan::backend)
+      .def_readonly("config", &AttentionPlan::config)
       .def_readonly("block_m", &AttentionPlan::block_m)
       .def_readonly("block_n", &AttentionPlan::block_n)
       .def_readonly("splits", &AttentionPlan::splits)

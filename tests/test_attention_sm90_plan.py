@@ -222,6 +222,40 @@ def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: di
     assert ("half of the queries a warpgroup" in plan.schedule) is halves
 
 
+@pytest.mark.parametrize(
+    ("changes", "ordinary", "in_order"),
+    [
+        ({"rows": 1024}, True, True),
+        ({"rows": 1025}, False, True),
+        ({"rows": 2049}, False, False),
+        ({"rows": 2049, "window_right": 0}, True, True),
+        ({"rows": 2050, "window_right": 0}, False, True),
+        ({"rows": 4098, "window_right": 0}, False, False),
+        ({"rows": 16384, "window_left": 4096, "window_right": 0}, True, True),  # a narrow window
+        ({"rows": 8192, "window_left": 4096, "window_right": 0}, False, False),
+        ({"rows": 16384, "window_left": 4096, "window_right": 0, "heads_kv": 2}, True, True),
+        ({"rows": 1024, "heads_kv": 2}, False, True),
+        ({"rows": 1025, "heads_kv": 2}, False, False),
+        ({"rows": 512, "head_dim": 96, "head_dim_v": 96}, False, False),
+        ({"rows": 512, "head_dim": 104, "head_dim_v": 72}, True, True),
+        ({"rows": 512, "has_seqused": True}, False, False),
+        ({"rows": 512, "varlen": True}, False, False),
+        ({"rows": 512, "softcap": 5.0}, False, False),
+    ],
+    ids=str,
+)
+def test_the_last_to_add_writes_dq_in_short_walks_and_narrow_windows_at_head_dimension_128(
+    host: ModuleType, changes: dict[str, Any], ordinary: bool, in_order: bool
+) -> None:
+    rows = changes["rows"]
+    sizes = {"seqlen_q": rows, "seqlen_k": rows, "total_q": 2 * rows, "total_k": 2 * rows, "heads_kv": 6}
+    sizes |= {"head_dim": 128, "head_dim_v": 128, "window_left": -1, "window_right": -1}
+    sizes |= {name: value for name, value in changes.items() if name != "rows"}
+    for deterministic, writes in ((False, ordinary), (True, in_order)):
+        plan = plan_of(host, **sizes, deterministic=deterministic)
+        assert ("who is last writes it" in plan.schedule) is writes
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("head_dims", "rows", "window", "tile"),

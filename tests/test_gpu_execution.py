@@ -23,6 +23,8 @@ PACKED = cases.Case(
 )
 VARIANTS = {
     "dense_causal": dataclasses.replace(MEDIUM, causal=True),
+    "dense_causal_128": dataclasses.replace(MEDIUM, causal=True, heads_kv=4, head_dim=128, head_dim_v=128),
+    "dense_window_128": dataclasses.replace(MEDIUM, seqlen_q=450, window_size=(80, 9), head_dim=128, head_dim_v=128),
     "dense_many_heads": cases.BY_NAME["many_heads_deterministic"],
     "dense_bias": dataclasses.replace(MEDIUM, bias="1hqk"),
     "dense_wide": dataclasses.replace(MEDIUM, head_dim=320, head_dim_v=512, causal=True, bias="bh1k", dropout_p=0.1),
@@ -197,7 +199,7 @@ def test_pairs_of_key_blocks_in_order(length: int, heads: int, target: Target) -
 
 
 @pytest.mark.parametrize("target", KERNELS)
-@pytest.mark.parametrize("seqlen_q", [2200, 100])
+@pytest.mark.parametrize("seqlen_q", [2200, 900, 100])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_equal_jobs(deterministic: bool, head_dim: int, seqlen_q: int, target: Target) -> None:

@@ -33,6 +33,10 @@ ATTENTION = [
     replace(TILES, name="tiles_full", causal=False),
     replace(TILES, name="tiles_window", window_size=(40, 20), causal=False),
     replace(TILES, name="tiles_deterministic", deterministic=True, head_dim=128, head_dim_v=128),
+    replace(TILES, name="tiles_turns", heads_kv=2, head_dim=128, head_dim_v=128),  # who is last writes dq
+    replace(
+        TILES, name="tiles_window_128", seqlen_q=400, window_size=(40, 20), causal=False, head_dim=128, head_dim_v=128
+    ),
     replace(TILES, name="tiles_varlen", seqlens_q=(300, 1, 0, 65), seqlens_k=(270, 130, 5, 0), deterministic=True),
     replace(TILES, name="tiles_whole_heads", batch=33, heads=4, heads_kv=4),  # on 132 multiprocessors
     replace(TILES, name="tiles_many_jobs_128", batch=33, heads=4, heads_kv=4, head_dim=128, head_dim_v=128),

@@ -120,6 +120,15 @@ __device__ __forceinline__ void tensor_load_3d(const CUtensorMap* map, uint64_t*
       : "memory");
 }
 
+// By a warp: what L2 has of these numbers is never written to memory, and they are lost.
+__device__ __forceinline__ void discard_lines(const float* numbers, int32_t count, int32_t lane) {
+  constexpr uintptr_t kLine = 128;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(numbers), end = first + count * sizeof(float);
+  for (uintptr_t line = (first + kLine - 1) / kLine * kLine + lane * kLine; line + kLine <= end; line += 32 * kLine) {
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+  }
+}
+
 // Into L2.
 __device__ __forceinline__ void tensor_prefetch_3d(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2) {
   asm volatile(

@@ -70,6 +70,9 @@ constexpr WideRegisters wide_registers(const Tile& tile, bool features) {
 constexpr bool has_chores(const Tile& tile) { return is_wide(tile) ? tile.head_dim <= 192 : tile.head_dim == 64; }
 constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRows : kChoreRows; }
 
+// Whether who is last in turn to add to a dq tile may write dq instead, so that nothing is left to convert (turns.cuh).
+constexpr bool last_writes_dq(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 128; }
+
 // Of a dq tile: parts that are added, and in deterministic mode take turns, on their own.
 constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile.ctas : 1; }
 
@@ -97,7 +100,7 @@ constexpr bool rotates_heads(const Tile& tile) { return !is_wide(tile) && tile.h
 // Steps before its last one that a CTA takes the next job: to find it takes as long as two. Measured at S = 512 and
 // 1024: 1 to 3 % faster with head dimensions 64 and 128. With 80 and 96 under a causal mask only, from S = 1024 on: 1
 // to 3 %; without one it is up to 5 % slower, in windows 2 %.
-constexpr int early_steps(const Tile& tile) { return tile.head_dim >= 64 ? 2 : 0; }
+constexpr int early_steps(const Tile& tile) { return !is_wide(tile) && tile.head_dim >= 64 ? 2 : 0; }
 constexpr bool early_under_a_diagonal_only(const Tile& tile) { return tile.head_dim == 80 || tile.head_dim == 96; }
 
 // Development builds may hold some of the head dimensions only.

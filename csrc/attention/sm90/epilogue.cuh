@@ -33,22 +33,6 @@ __device__ void store_fp32(float* destination, const Gradient& gradient, int32_t
   }
 }
 
-// Of an accumulator the chunks of 64 columns from kFirst on, up to kChunks, as 16-bit numbers, kChunkBytes apart, as
-// the copy engine reads them.
-template <typename T, int kChunkBytes, int kFirst, int kChunks, int kValues>
-__device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
-#pragma unroll
-  for (int k = 4 * kFirst; k < kValues / 8 && k < 4 * (kFirst + kChunks); ++k) {
-    const int32_t piece = k % 4 * 2 + lane / 16;
-    store_matrix_x4(
-        smem_address(staging) + (k / 4 - kFirst) * kChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
-        pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
-        pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
-  }
-}
-
 // The staging buffer takes kStagingChunks chunks at a time.
 template <typename T, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
 __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging, uint32_t barrier,

@@ -116,6 +116,52 @@ __device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const fl
   }
 }
 
+// Adds what store_dq_boxes has put there, or the copy engine.
+template <int kValues>
+__device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], const float (*boxes)[64 * 32], int32_t warp,
+                                             int32_t lane) {
+  const int32_t row = warp * 16 + lane / 4;
+  const bool odd = row % 2 != 0;
+#pragma unroll
+  for (int j = 0; j < kValues / 4; ++j) {
+    if (j % 4 >= 2) continue;
+    float4 sums[2];  // of columns j and j ^ 2, of the two rows; odd rows the other way round, as there
+#pragma unroll
+    for (int other = 0; other < 2; ++other) {
+      const int32_t piece = ((odd ? j ^ 2 : j) % 4 * 2 + lane % 4 / 2) ^ other * 4 ^ row % 8;
+      const float* place = boxes[j / 4] + row * 32 + piece * 4 + lane % 2 * 2;
+      const float2 upper = *reinterpret_cast<const float2*>(place);
+      const float2 lower = *reinterpret_cast<const float2*>(place + 8 * 32);
+      sums[other] = {upper.x, upper.y, lower.x, lower.y};
+    }
+#pragma unroll
+    for (int other = 0; other < 2; ++other) {
+      const float4 sum = odd ? sums[other ^ 1] : sums[other];
+      float* const values = dq + 4 * (j + 2 * other);
+      values[0] += sum.x;
+      values[1] += sum.y;
+      values[2] += sum.z;
+      values[3] += sum.w;
+    }
+  }
+}
+
+// Of an accumulator the chunks of 64 columns from kFirst on, up to kChunks, as 16-bit numbers, kChunkBytes apart, as
+// the copy engine reads them.
+template <typename T, int kChunkBytes, int kFirst, int kChunks, int kValues>
+__device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int k = 4 * kFirst; k < kValues / 8 && k < 4 * (kFirst + kChunks); ++k) {
+    const int32_t piece = k % 4 * 2 + lane / 16;
+    store_matrix_x4(
+        smem_address(staging) + (k / 4 - kFirst) * kChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
+        pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
+        pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
+  }
+}
+
 // Rows from `valid` on of a tile become zero: they belong to another sequence, or to nobody, and 0 * NaN is NaN.
 // Called by kThreads threads, consecutive from a multiple of kThreads or all of the consumers; they meet at `barrier`.
 template <int kChunks, int kChunkBytes, int kThreads, int kRowBytes = kChunkRowBytes>

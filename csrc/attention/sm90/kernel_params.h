@@ -33,6 +33,7 @@ struct KernelParams {
   int32_t pairs_of_ring = 1;       // in waves, see there
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   bool by_heads = false;           // jobs go through the query heads of a group one after the other, see Step
+  bool last_writes_dq = false;     // who adds last to a tile writes dq
   bool wants_early = false;        // in turn others would wait for a job that is taken and does not begin yet
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t key_blocks_of_list = 0;  // half of them, where a job is a pair
@@ -58,6 +59,8 @@ struct KernelParams {
   int32_t* chores_taken = nullptr;
   const float* dq_sums = nullptr;
   int32_t dq_sums_stride = 0;    // floats from one row to the next
+  bool takes_turns = false;      // see there; `deterministic` is set then
+  bool any_order = false;        // of adds to a tile but the first and the last: the call is not deterministic
   bool adds_into_zeros = false;  // of the workspace: the first add to a tile need not store
   int32_t* finished = nullptr;   // see HeadsFinished; a count a store warp or thread
   int32_t counts_a_head = 1;     // or as many as it has key blocks

@@ -69,7 +69,7 @@ bool encode(CUtensorMap* map, CUtensorMapDataType type, void* data, int64_t colu
     // The stride of a dimension of one element is never used, and may be anything.
     strides[i] = outer[i].size > 1 ? static_cast<cuuint64_t>(outer[i].stride_bytes) : 128;
   }
-  // Boxes are 128 bytes wide. With promotion to 256, calls of S 512 and 1024 were 1 to 2 % slower.
+  // Boxes are at most 128 bytes wide. With promotion to 256, calls of S 512 and 1024 were 1 to 2 % slower.
   return encoder(map, type, kRank, data, sizes.data(), strides.data(), box.data(), steps.data(),
                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -93,11 +93,11 @@ bool rows_aligned(const HeadsView& view) {
 
 constexpr const char* kNoTensorMap = "sm90: the driver could not encode a tensor map";
 
-// Chores take whole tiles of rows that all have sums.
-bool converts_between_jobs(const AttentionBackwardParams& p, const Tile& tile) {
+// Whether the kernel may write dq: whole tiles of rows that all have sums, as the copy engine stores them.
+bool can_write_dq(const AttentionBackwardParams& p) {
   const bool dense = p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqused_q == nullptr &&
                      p.seqused_k == nullptr && p.seqlen_q > 0 && p.seqlen_k > 0;
-  if (!has_chores(tile) || !dense || p.dq_dtype != p.dtype || p.head_dim % 4 != 0 || !rows_aligned(p.dq)) return false;
+  if (!dense || p.dq_dtype != p.dtype || p.head_dim % 4 != 0 || !rows_aligned(p.dq)) return false;
   const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
   return sees_a_key(visibility, 0) && sees_a_key(visibility, p.seqlen_q - 1);
 }
@@ -186,13 +186,22 @@ const char* add_parts(const AttentionBackwardParams& params, const KernelParams&
   return launch_add_partial_sums(gradients, parts, kernel_params.last_round.parts, stream);
 }
 
-const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, KernelParams* params) {
-  const CallSizes sizes = sizes_of(p);
+const char* make_params(const AttentionBackwardParams& given, const AttentionPlan& plan, KernelParams* params) {
   const Tile& tile = kTiles[plan.config];
+  const bool packed_q = given.cu_seqlens_q != nullptr, packed_k = given.cu_seqlens_k != nullptr;
+  const bool even = !packed_q && !packed_k && given.seqused_q == nullptr && given.seqused_k == nullptr;
+  params->by_heads = given.heads != given.heads_kv && given.window_left >= 0 && given.window_right >= 0;
+  params->takes_turns = takes_turns(given, tile, even);
+  params->last_writes_dq = params->takes_turns && can_write_dq(given);
+  // The kernel whose last adds write dq knows no other way to add; it is the only one of its tile that goes by heads.
+  const bool in_turn = params->takes_turns || (params->by_heads && last_writes_dq(tile) && !packed_q && !packed_k);
+  params->any_order = in_turn && !given.deterministic;
+  AttentionBackwardParams p = given;
+  p.deterministic = given.deterministic || in_turn;
+  const CallSizes sizes = sizes_of(p);
   const int32_t keys_of_a_cta = tile.block_n / tile.ctas, row = row_bytes(tile);
   const WorkspaceLayout& workspace = plan.workspace;
   uint8_t* const base = static_cast<uint8_t*>(p.workspace);
-  const bool packed_q = p.cu_seqlens_q != nullptr, packed_k = p.cu_seqlens_k != nullptr;
   const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
   const int64_t rows_k = packed_k ? p.total_k : p.seqlen_k, batch_k = packed_k ? 1 : p.batch;
   const int64_t slab_rows = packed_q ? p.heads * p.total_q : p.seqlen_q;
@@ -225,13 +234,13 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
   params->jobs_taken = reinterpret_cast<int32_t*>(zeroed);
-  params->head_group = heads_of_a_list(p, packed_k, params->grouped.pairs, lists, params->key_blocks_of_list,
+  params->head_group = heads_of_a_list(p, tile, packed_k, params->grouped.pairs, lists, params->key_blocks_of_list,
                                        params->query_blocks, plan.sm_count / tile.ctas);
   params->heads_abreast = params->head_group * (p.heads / std::max(lists, 1));
   params->from_last_key = from_last_key(p);
-  params->wants_early = !p.deterministic || has_equal_jobs(p);
+  params->wants_early = !given.deterministic || has_equal_jobs(p);
   if (early_under_a_diagonal_only(tile) && (p.window_left >= 0 || p.window_right < 0)) params->wants_early = false;
-  params->by_heads = p.heads != p.heads_kv && p.window_left >= 0 && p.window_right >= 0;
+  if (params->takes_turns && is_short_walk(p)) params->wants_early = false;
   const int64_t heads_before_last =
       heads_before_last_list(p, params->head_group, int64_t{p.batch} * lists, params->key_blocks, params->query_blocks,
                              plan.sm_count / tile.ctas);
@@ -269,14 +278,15 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   params->chores_taken = params->jobs_taken + 1;
   params->finished = params->jobs_taken + 2;
   params->counts_of_head = params->key_blocks * counts_of_key_block(*params, tile);
-  if (converts_between_jobs(p, tile)) {
+  if (has_chores(tile) && can_write_dq(p)) {
     params->chores_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, chore_rows(tile)));
     params->chores = p.batch * p.heads * params->chores_of_head;
-    params->dq_sums = reinterpret_cast<const float*>(base + workspace.accumulator_offset);
-    params->dq_sums_stride = static_cast<int32_t>(workspace.row_stride);
-    if (!is_wide(tile) && !encode_heads(&params->dq, p.dtype, p.dq, base, p.head_dim, rows_q, p.heads, batch_q, 64)) {
-      return kNoTensorMap;
-    }
+  }
+  params->dq_sums = reinterpret_cast<const float*>(base + workspace.accumulator_offset);
+  params->dq_sums_stride = static_cast<int32_t>(workspace.row_stride);
+  if (!is_wide(tile) && (params->chores > 0 || params->last_writes_dq) &&
+      !encode_heads(&params->dq, p.dtype, p.dq, base, p.head_dim, rows_q, p.heads, batch_q, 64)) {
+    return kNoTensorMap;
   }
   params->adds_into_zeros = workspace.zero_accumulator;
   const bool dense = !packed_q && !packed_k;
@@ -295,10 +305,10 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     params->ahead_ctas = 0;  // CTAs that begin together would begin behind them
     params->pairs_of_ring = pairs_of_ring(params->key_blocks_of_list, p.heads / lists);
   }
-  if (dense && !is_wide(tile) && params->chores == 0 && is_narrow(p, plan.block_n)) {
+  if (dense && !is_wide(tile) && params->chores == 0 && !params->last_writes_dq && is_narrow(p, plan.block_n)) {
     params->counts_a_head = params->key_blocks;
   }
-  if (dense && params->chores == 0 && params->last_round.parts == 1) {
+  if (dense && params->chores == 0 && !params->last_writes_dq && params->last_round.parts == 1) {
     const int64_t left = left_to_conversion(p, visibility, params->jobs, params->key_blocks, params->query_blocks,
                                             plan.block_m, plan.block_n, plan.sm_count / tile.ctas);
     params->ctas = std::min(params->ctas, static_cast<int32_t>((plan.sm_count / tile.ctas - left) * tile.ctas));
@@ -426,7 +436,8 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream, ready)) return error;
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
   const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;
-  if (kernel_params.jobs == 0 || kernel_params.chores == 0) {
+  const bool converted = kernel_params.chores > 0 || kernel_params.last_writes_dq;
+  if (kernel_params.jobs == 0 || !converted) {
     if (const char* error = convert_dq(params, plan, kernel_params, stream)) return error;
   }
   if (parts > 1) {

@@ -10,16 +10,18 @@
 namespace flashbwd::sm90 {
 
 // What differs between the two kernels: how they are cut, and how many threads they take.
-template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kWide = is_wide(kTiles[kTileIndex])>
+template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kLastWritesDq,
+          bool kWide = is_wide(kTiles[kTileIndex])>
 struct Kernel {
   static_assert(!kFeatures, "features are of wide tiles");
-  using Traits = sm90::Traits<T, kTileIndex, kByHeads>;
+  using Traits = sm90::Traits<T, kTileIndex, kByHeads, kLastWritesDq>;
   static constexpr auto kFunction = backward_kernel<Traits>;
   static constexpr int kBlockThreads = kThreads;
 };
 
-template <typename T, int kTileIndex, bool kFeatures, bool kByHeads>
-struct Kernel<T, kTileIndex, kFeatures, kByHeads, true> {
+template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kLastWritesDq>
+struct Kernel<T, kTileIndex, kFeatures, kByHeads, kLastWritesDq, true> {
+  static_assert(!kLastWritesDq, "parts of a tile have turns of their own");
   using Traits = wide::Traits<T, kTileIndex, kFeatures, kByHeads>;
   static constexpr auto kFunction = wide::backward_kernel<Traits>;
   static constexpr int kBlockThreads = kWideThreads;
@@ -48,8 +50,12 @@ const char* launch(const KernelParams& params, void* stream) {
 
 template <typename T, int kTileIndex, bool kFeatures>
 const char* launch(const KernelParams& params, void* stream) {
-  return params.by_heads ? launch<Kernel<T, kTileIndex, kFeatures, true>>(params, stream)
-                         : launch<Kernel<T, kTileIndex, kFeatures, false>>(params, stream);
+  constexpr bool kLast = last_writes_dq(kTiles[kTileIndex]);
+  if (params.by_heads) return launch<Kernel<T, kTileIndex, kFeatures, true, kLast>>(params, stream);
+  if constexpr (kLast) {
+    if (params.takes_turns) return launch<Kernel<T, kTileIndex, kFeatures, false, true>>(params, stream);
+  }
+  return launch<Kernel<T, kTileIndex, kFeatures, false, false>>(params, stream);
 }
 
 }  // namespace flashbwd::sm90

@@ -28,6 +28,36 @@ bool is_narrow(const Problem& p, int64_t block_n) {
          2 * (int64_t{p.window_left} + p.window_right + block_n) <= p.seqlen_q;
 }
 
+// Queries that a key block sees, on average.
+template <typename Problem>
+int64_t queries_seen(const Problem& p) {
+  if (p.window_left >= 0 && p.window_right >= 0) {
+    return std::min<int64_t>(p.seqlen_q, int64_t{p.window_left} + p.window_right);
+  }
+  const bool half = p.window_left >= 0 || p.window_right >= 0;
+  return half ? p.seqlen_q / 2 : p.seqlen_q;
+}
+
+// Whether adds to a dq tile take turns in the kernel where the last one writes dq (turns.cuh): nothing is left to
+// convert, but steps are 1 to 2 % longer. So it is in narrow windows, whose sums have left L2 when they are converted,
+// and in short walks. Measured at head dimension 128, S = 256 to 2048: 1.35, 1.14 to 1.18, 1.02 to 1.04, 1.00 times as
+// fast, in order 1.36, 1.13 to 1.19, 1.04 to 1.08, 1.00 to 1.03, at 4096 1.02 (causal) and 1.00; beyond it loses.
+// Grouped heads lose by it, but in order up to 1024. `even`: all sequences have all rows.
+template <typename Problem>
+bool takes_turns(const Problem& p, const Tile& tile, bool even) {
+  if (!last_writes_dq(tile) || !even) return false;
+  const bool grouped = p.heads != p.heads_kv;
+  if (p.window_left >= 0 && p.window_right >= 0 && (grouped || is_narrow(p, tile.block_n))) return true;
+  if (grouped && !p.deterministic) return false;
+  return queries_seen(p) <= (p.deterministic && !grouped ? 2048 : 1024);
+}
+
+// Of less than 8 steps of 64 queries, on average.
+template <typename Problem>
+bool is_short_walk(const Problem& p) {
+  return queries_seen(p) < 512;
+}
+
 // Queries of each head that the jobs need which begin together, where `heads` have jobs at the same time.
 template <typename Problem>
 int64_t rows_at_once(const Problem& p, int64_t heads, int64_t block_n, int64_t sm_count) {
@@ -51,24 +81,26 @@ int64_t heads_of_short_walks(const Problem& p, int64_t all, int64_t query_blocks
 
 // Heads whose jobs are one list (dense_job). `lists`: KV heads times their splits. `key_blocks`: of a head, or pairs.
 template <typename Problem>
-int32_t heads_of_a_list(const Problem& p, bool packed_k, bool pairs, int64_t lists, int64_t key_blocks,
-                        int64_t query_blocks, int64_t sm_count) {
+int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool pairs, int64_t lists,
+                        int64_t key_blocks, int64_t query_blocks, int64_t sm_count) {
   const auto heads_in = [&](int64_t bytes) {
     return heads_in_l2(bytes, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv);
   };
   // Of 50 MB: the rest is for k, v and what passes through.
   const int64_t all = packed_k ? lists : lists * p.batch;
   int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, key_blocks));
-  const int64_t block_n = ceil_div(p.seqlen_k, std::max<int64_t>(key_blocks, 1));
-  if (!p.deterministic && !packed_k && p.heads == p.heads_kv && is_narrow(p, block_n)) {
+  const bool narrow = !packed_k && p.heads == p.heads_kv && is_narrow(p, tile.block_n);
+  if (narrow && (!p.deterministic || last_writes_dq(tile))) {
     // Heads of the same rows are neighbours in memory. Measured with 16 of them: 2 % faster where their rows take 24 MB
     // (256 keys), 3 % slower with 35 MB (1024 keys).
     const auto fits = [&](int64_t heads) {
-      return heads_in_l2(24 << 20, rows_at_once(p, heads, block_n, sm_count), p.head_dim, p.head_dim_v, 2, 1) >= heads;
+      return heads_in_l2(24 << 20, rows_at_once(p, heads, tile.block_n, sm_count), p.head_dim, p.head_dim_v, 2, 1) >=
+             heads;
     };
     for (int64_t heads = abreast + 1; heads <= std::min(all, sm_count); ++heads) {
       if (all % heads == 0 && fits(heads)) abreast = heads;
     }
+    return static_cast<int32_t>(abreast);
   }
   if (from_last_key(p) && !packed_k && (query_blocks <= 32 || p.head_dim > 128)) {
     // Long jobs of a list are in work with short ones of the next, and a key block comes to a tile long after the first

@@ -61,10 +61,10 @@ struct Mainloop {
   using Dq = float[kDqColumns / 2];  // (64 queries, kDqColumns)
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
-  // keys_phase: parity of the loads of k and v.
+  // keys_phase: parity of the loads of k and v. last_turns: a bit for each buffer of dq, of the last turns so far.
   static __device__ void compute(const KernelParams& params, SharedStorage& smem, const Work& work, int32_t warpgroup,
-                                 uint32_t keys_phase, KeyGradient& dk, KeyGradient& dv) {
-    Consumer consumer{params, smem, work, warpgroup, Step(work, work.first_index)};
+                                 uint32_t keys_phase, uint32_t& last_turns, KeyGradient& dk, KeyGradient& dv) {
+    Consumer consumer{params, smem, work, warpgroup, last_turns, Step(work, work.first_index)};
     wait_keys(params, smem, work, keys_phase);
     consumer.load_operands();
     if constexpr (Traits::kAhead) {
@@ -80,6 +80,7 @@ struct Mainloop {
     SharedStorage& smem;
     const Work& work;
     int32_t warpgroup;
+    uint32_t& last_turns;
     Step step;
     // Of work, what every step asks for: shared memory would answer too late.
     BlockRange interior = work.interior;
@@ -127,6 +128,7 @@ struct Mainloop {
         if constexpr (Traits::kOrdersScores) wait_scores(warpgroup);
         issue_s(s);
         if constexpr (Traits::kOrdersScores) signal_scores(warpgroup);
+        const bool is_last = wait_dq_buffer(index);
         if constexpr (kEarlyDv) {
           wait_products<kKeyParts>();  // dQ
           release(stage, dout_stage);
@@ -134,7 +136,7 @@ struct Mainloop {
           issue_dk(ds16, dk, stage);
           wait_products<2 * kKeyParts>();  // dQ
         }
-        write_dq(dq, index);
+        write_dq(dq, index, is_last);
         if constexpr (!kEarlyDv) {
           wait_products<0>();
           release(stage, dout_stage);
@@ -145,10 +147,11 @@ struct Mainloop {
       arrive(&smem.v_empty);
       issue_dq(p16, ds16, dq, dk, dv);
       if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
+      const bool is_last = wait_dq_buffer(step.index);
       wait_products<0>();
       release(stage, DoutRing::stage(step.index));
       arrive(&smem.k_empty);
-      write_dq(dq, step.index);
+      write_dq(dq, step.index, is_last);
 #pragma unroll
       for (int part = 0; part < kKeyParts; ++part) {
         fence_registers(dk[part]);
@@ -384,13 +387,40 @@ struct Mainloop {
       mbarrier_arrive(&smem.q_empty[stage]);
     }
 
-    // Into the buffer of this step, when the store warp has let go of it.
-    __device__ __forceinline__ void write_dq(Dq& dq, int32_t index) {
-      fence_registers(dq);
+    // The buffer of this step: whether its turn is the last of a tile, which decides what is written. Then the sums of
+    // the turns before are in the buffer. The answer comes under the products.
+    __device__ __forceinline__ bool wait_dq_buffer(int32_t index) {
+      if constexpr (!Traits::kLastWritesDq) return false;
       const int32_t buffer = index % kStoreWarps;
       named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-      store_dq_boxes(smem.dq[buffer][warpgroup], dq, warp, lane);
+      const bool is_last = mbarrier_test(&smem.sums_full[buffer], last_turns >> buffer & 1);
+      last_turns ^= static_cast<uint32_t>(is_last) << buffer;
+      return is_last;
+    }
+
+    // Into the buffer of this step, when the store warp has let go of it.
+    __device__ __forceinline__ void write_dq(Dq& dq, int32_t index, bool is_last = false) {
+      fence_registers(dq);
+      const int32_t buffer = index % kStoreWarps;
+      if constexpr (!Traits::kLastWritesDq) {
+        named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
+      }
+      if (Traits::kLastWritesDq && is_last) {
+        finish_dq(dq, smem.dq[buffer][warpgroup]);
+      } else {
+        store_dq_boxes(smem.dq[buffer][warpgroup], dq, warp, lane);
+      }
       named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
+    }
+
+    // With the sums of the turns before, in 16 bit: one chunk of 64 columns in the place of the first box. A warp
+    // writes over its own rows alone.
+    __device__ __forceinline__ void finish_dq(Dq& dq, float (*boxes)[64 * 32]) {
+      add_dq_boxes(dq, boxes, warp, lane);
+#pragma unroll
+      for (float& value : dq) value *= params.attention.softmax_scale;
+      __syncwarp();
+      stage_16bit<T, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
     }
   };
 

@@ -152,9 +152,11 @@ struct Producer {
           bulk_wait_read<0>();
           if (chore >= 0 && is_alone()) Chore::load(params, smem, chore);
         }
-        bulk_wait<0>();  // the adds of this job are complete
-        fence_async_global();
-        add_release(params.finished + work.finished_count, work.is_part ? 1 : params.last_round.parts);
+        if (!Traits::kLastWritesDq || !params.last_writes_dq) {
+          bulk_wait<0>();  // the adds of this job are complete
+          fence_async_global();
+          add_release(params.finished + work.finished_count, work.is_part ? 1 : params.last_round.parts);
+        }
         counts.jobs = slot.jobs_before + 1;
       }
       mbarrier_arrive(&smem.work_empty[slot.index()]);
@@ -186,23 +188,36 @@ struct Producer {
   template <int kBuffer>
   static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
                                                       int32_t lane) {
-    Turn turn;
+    Turn turn_of_lane;
+    Turn& turn = Traits::kLastWritesDq ? smem.turns[kBuffer] : turn_of_lane;  // few registers are left there
+    if (Traits::kLastWritesDq && lane == 0) turn = Turn();
     Step step(work, work.first_index);
-    for (; step.index < step.end; step.advance_in(work)) {
+    for (; step.index < (Traits::kLastWritesDq ? work.first_index + work.steps : step.end);
+         step.template advance_in<Traits::kLastWritesDq>(work)) {
       if (step.index % kStoreWarps != kBuffer) continue;
-      offer_buffer<kBuffer>(lane);
-      if (lane == 0) {
-        change_turns<Traits>(params, turn, work, 0, head_of(work, step), step.query_block);
-        // In turn, which of dq and the turn comes first does not matter.
-        if (params.attention.deterministic) begin_turn(params, turn);
+      bool writes_dq = false;
+      if constexpr (Traits::kLastWritesDq) {
+        writes_dq = offer_in_turn<kBuffer>(params, smem, work, step, lane);
+      } else {
+        offer_buffer<kBuffer>(lane);
+        if (lane == 0) {
+          change_turns<Traits>(params, turn, work, 0, head_of(work, step), step.query_block);
+          // In turn, which of dq and the turn comes first does not matter.
+          if (params.attention.deterministic) begin_turn(params, turn);
+        }
       }
       named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
       if (lane == 0) {
         fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
-        if (!params.attention.deterministic) begin_turn(params, turn);
+        if (!Traits::kLastWritesDq && !params.attention.deterministic) begin_turn(params, turn);
         if (is_alone()) {
-          add_dq<0>(params, smem.dq[kBuffer][0], work, step, turn.stores);
-          add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores);
+          if (writes_dq) {
+            store_dq16<0>(params, smem.dq[kBuffer][0], work, step);
+            store_dq16<1>(params, smem.dq[kBuffer][1], work, step);
+          } else {
+            add_dq<0>(params, smem.dq[kBuffer][0], work, step, turn.stores);
+            add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores);
+          }
           bulk_commit();
         }
       }
@@ -236,6 +251,80 @@ struct Producer {
 #pragma unroll
     for (int warpgroup = 0; warpgroup < kConsumerWarpgroups; ++warpgroup) {
       named_barrier_arrive(kDqEmptyBarrier + 2 * kBuffer + warpgroup, kDqEmptyThreads);
+    }
+  }
+
+  // The same for dq of a step, always in turn: returns when its turn has come. If it is the last one of a tile and
+  // writes dq, which is the result, the sums so far come into the buffer first.
+  template <int kBuffer>
+  static __device__ __forceinline__ bool offer_in_turn(const KernelParams& params, SharedStorage& smem,
+                                                       const Work& work, const Step& step, int32_t lane) {
+    Turn& turn = smem.turns[kBuffer];
+    Turn next;
+    if (lane == 0 && params.semaphores != nullptr) {
+      const int32_t head = head_of(work, step);
+      next = next_turn<Traits>(params, work, 0, head, step.query_block);
+      number_turn<Traits>(params, work, head, step.query_block, next);
+    }
+    if (!__any_sync(0xffffffffu, next.is_last)) {
+      offer_buffer<kBuffer>(lane);
+      if (lane == 0) {
+        finish_turn(params, turn);
+        if (next.semaphore >= 0) await_turn(params, next);
+        turn = next;
+      }
+      return false;
+    }
+    uint32_t& turns_before = smem.store_warps[kBuffer].chores;
+    if (lane == 0) {
+      bulk_wait_read<0>();
+      const bool open = load_acquire(params.semaphores + next.semaphore) >= next.number;
+      if (open && is_alone()) load_sums<kBuffer>(params, smem, work, step, next.number > 0);
+      finish_turn(params, turn);
+      if (!open) {
+        await_turn(params, next);
+        if (is_alone()) load_sums<kBuffer>(params, smem, work, step, true);
+      }
+      turn.semaphore = -1;  // nobody waits for this one
+    }
+    mbarrier_wait(&smem.sums_full[kBuffer], turns_before % 2);
+    __syncwarp();
+    if (lane == 0) ++turns_before;
+    offer_buffer<kBuffer>(lane);
+    drop_sums(params, work, step, lane);
+    return true;
+  }
+
+  // By one thread. Zeros, from past the tensor, where there are none yet.
+  template <int kBuffer>
+  static __device__ __forceinline__ void load_sums(const KernelParams& params, SharedStorage& smem, const Work& work,
+                                                   const Step& step, bool any) {
+    fence_async_global();  // adds that are seen to be complete are so to the copy engine
+    mbarrier_arrive_expect(&smem.sums_full[kBuffer], sizeof(smem.dq[kBuffer]));
+    const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + head_of(work, step);
+#pragma unroll
+    for (int box = 0; box < 4; ++box) {
+      tensor_load_3d(&params.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][box / 2][box % 2], box * 32,
+                     step.query_block * kBlockM, slab);
+    }
+  }
+
+  // By the warp: they are not worth a write to memory any more.
+  static __device__ __forceinline__ void drop_sums(const KernelParams& params, const Work& work, const Step& step,
+                                                   int32_t lane) {
+    const AttentionBackwardParams& p = params.attention;
+    const int32_t row = step.query_block * kBlockM, rows = min(kBlockM, p.seqlen_q - row);
+    const int32_t slab = work.batch * p.heads + head_of(work, step);
+    const float* const sums = params.dq_sums + (int64_t{slab} * p.seqlen_q + row) * params.dq_sums_stride;
+    discard_lines(sums, rows * params.dq_sums_stride, lane);
+  }
+
+  template <int kWarpgroup>
+  static __device__ __forceinline__ void store_dq16(const KernelParams& params, const float (*boxes)[64 * 32],
+                                                    const Work& work, const Step& step) {
+    constexpr int32_t kColumn = kWarpgroup * 64;
+    if (kColumn < params.attention.head_dim) {
+      tensor_store_4d(&params.dq, boxes, kColumn, step.query_block * kBlockM, head_of(work, step), work.batch);
     }
   }
 

@@ -221,10 +221,31 @@ struct Step {
     }
   }
 
-  // The same, from behind the last query block back to the first.
+  // By a thread that has few registers: what does not change is read from shared memory again.
   template <typename Work>
+  __device__ void advance_rereading(const Work& work) {
+    ++index;
+    const int32_t stride = work.descending ? -1 : 1;
+    if constexpr (Work::kByHeads) {
+      query_block += stride;
+      if (query_block == work.past_block()) {
+        query_block = work.first_block();
+        ++head;
+      }
+    } else if (++head == work.end_head) {
+      head = work.first_head;
+      query_block += stride;
+    }
+  }
+
+  // Either, from behind the last query block back to the first.
+  template <bool kRereads = false, typename Work>
   __device__ void advance_in(const Work& work) {
-    advance(work);
+    if constexpr (kRereads) {
+      advance_rereading(work);
+    } else {
+      advance(work);
+    }
     if (!Work::kByHeads && query_block == work.tiles.end) query_block = work.tiles.begin;
   }
 

@@ -30,11 +30,20 @@ struct ChoreBoard {
 };
 
 struct StoreWarpCounts {
-  uint32_t jobs, chores;  // done
+  uint32_t jobs, chores;  // done; where the last in turn writes dq, such turns
 };
 
-// kByHeads: see Step.
-template <typename T_, int kTileIndex, bool kByHeads>
+// Of a step's adds into dq, see turns.cuh.
+struct Turn {
+  int32_t semaphore = -1;  // its number; -1: nobody waits for this one
+  int32_t number = 0;      // what the semaphore is when it comes
+  bool open = true;        // it has come
+  bool stores = false;     // it writes the tile instead of adding to it
+  bool is_last = false;    // nobody adds to the tile behind it
+};
+
+// kByHeads: see Step. kLastWritesDq_: adds take turns, and where the call permits it, the last one writes dq.
+template <typename T_, int kTileIndex, bool kByHeads, bool kLastWritesDq_>
 struct Traits {
   using T = T_;
   static constexpr Tile kTile = kTiles[kTileIndex];
@@ -94,6 +103,9 @@ struct Traits {
   static constexpr bool kRotatesHeads = rotates_heads(kTile);
   static constexpr int kEarlySteps = early_steps(kTile);
 
+  static constexpr bool kLastWritesDq = kLastWritesDq_;
+  static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kBlockM == 64), "a step's tile is four boxes of sums");
+
   using Work = sm90::Work<kBlockM, kBlockN, steps_apart(kTile), false, kByHeads>;
 
   struct alignas(1024) SharedStorage {
@@ -112,12 +124,13 @@ struct Traits {
     ChoreBoard chores;
     StoreWarpCounts store_warps[kStoreWarps];
     uint64_t chore_full;                                 // the scheduler arrives: the chore behind this job is chosen
-    uint64_t sums_full[kStoreWarps];                     // store warps arrive with bytes
+    uint64_t sums_full[kStoreWarps];                     // store warps arrive with bytes: of a chore, or a last turn
     uint64_t work_wanted;                                // the loader arrives: it has nothing more to load for this job
     uint64_t k_full, v_full;                             // producer arrives with bytes
     uint64_t k_empty, v_empty;                           // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
+    Turn turns[kStoreWarps];                             // where a store warp keeps its own, if it writes dq
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {

@@ -35,7 +35,8 @@ struct Traits {
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr bool kRotatesHeads = false;
-  static constexpr int kEarlySteps = 0;
+  static constexpr int kEarlySteps = early_steps(kTile);
+  static constexpr bool kLastWritesDq = false;  // parts of a tile have turns of their own
   static constexpr bool kChores = has_chores(kTile);
   static constexpr WideRegisters kRegisters = wide_registers(kTile, kFeatures);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");

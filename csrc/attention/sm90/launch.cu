@@ -296,8 +296,8 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
     params->ahead_ctas = statistics_ahead(p, visibility, is_wide(tile), params->heads_abreast, params->key_blocks,
                                           params->query_blocks, plan.block_m, plan.block_n, plan.sm_count);
   }
-  if (!is_wide(tile) &&
-      deals_waves(p, params->grouped.pairs, params->ahead_ctas > 0, params->jobs, params->key_blocks, params->ctas)) {
+  if (!is_wide(tile) && deals_waves(given, params->grouped.pairs, params->ahead_ctas > 0, params->jobs,
+                                    params->key_blocks, params->ctas)) {
     // Pairs: waves are whole, so that CTAs that come late to a wave are late in the next one too, and nobody waits for
     // them there.
     if (params->grouped.pairs) params->ctas = ceil_div(params->jobs, ceil_div(params->jobs, params->ctas));

@@ -23,12 +23,11 @@ inline __device__ int32_t choose_chore(const KernelParams& params, int32_t& tick
   return chore;
 }
 
-// The part of a chore that falls to a store warp: 64 columns, or 64 rows, as parts of dq tiles do.
+// The part of a chore that falls to a store warp: 64 rows, as parts of dq tiles do.
 template <typename Traits, int kBuffer>
 struct StoreWarpChore {
-  static constexpr int kParts = kChoreRows / 64 / (kConsumerWarpgroups / Traits::kDqColumnParts);  // of 64 rows
-  static constexpr int kColumn = kBuffer % Traits::kDqColumnParts * 64;
-  static constexpr int kRow = kBuffer / Traits::kDqColumnParts * 64;
+  static_assert(Traits::kDqColumnParts == 1 && kChoreRows == 64 * kStoreWarps, "a store warp has 64 whole rows");
+  static constexpr int kRow = kBuffer * 64;
   using SharedStorage = typename Traits::SharedStorage;
 
   // By one thread, when its buffer is free.
@@ -36,14 +35,10 @@ struct StoreWarpChore {
     const int32_t head = chore / params.chores_of_head;
     const int32_t row = (chore - head * params.chores_of_head) * kChoreRows + kRow;
     fence_async_global();  // sums that are seen to be complete are so to the copy engine
-    mbarrier_arrive_expect(&smem.sums_full[kBuffer], kParts * sizeof(smem.dq[0][0]));
+    mbarrier_arrive_expect(&smem.sums_full[kBuffer], sizeof(smem.dq[0][0]));
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int box = 0; box < 2; ++box) {
-        tensor_load_3d(&params.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][part][box],
-                       kColumn + box * 32, row + part * 64, head);
-      }
+    for (int box = 0; box < 2; ++box) {
+      tensor_load_3d(&params.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][0][box], box * 32, row, head);
     }
   }
 
@@ -52,20 +47,16 @@ struct StoreWarpChore {
                                                  int32_t lane) {
     const AttentionBackwardParams& p = params.attention;
     asm volatile("" : "+r"(lane));  // places that follow from it take no register before
-#pragma unroll 1
-    for (int part = 0; part < kParts; ++part) {
-      uint8_t* const sums = reinterpret_cast<uint8_t*>(smem.dq[kBuffer][part]);
-      convert_in_place(sums, p.softmax_scale, lane);
-      __syncwarp();
-      if (lane == 0 && is_alone()) {
-        fence_async_shared();
-        const int32_t head = chore / params.chores_of_head;
-        const int32_t batch = head / p.heads;
-        tensor_store_4d(&params.dq, sums, kColumn,
-                        (chore - head * params.chores_of_head) * kChoreRows + kRow + part * 64, head - batch * p.heads,
-                        batch);
-        bulk_commit();
-      }
+    uint8_t* const sums = reinterpret_cast<uint8_t*>(smem.dq[kBuffer][0]);
+    convert_in_place(sums, p.softmax_scale, lane);
+    __syncwarp();
+    if (lane == 0 && is_alone()) {
+      fence_async_shared();
+      const int32_t head = chore / params.chores_of_head;
+      const int32_t batch = head / p.heads;
+      tensor_store_4d(&params.dq, sums, 0, (chore - head * params.chores_of_head) * kChoreRows + kRow,
+                      head - batch * p.heads, batch);
+      bulk_commit();
     }
   }
 
@@ -102,6 +93,7 @@ __device__ void finish_chores(const KernelParams& params, typename Traits::Share
   using T = typename Traits::T;
   constexpr int kLanes = Traits::kHeadDim / 4;  // threads a row
   constexpr int kRowsAbreast = kConsumerThreads / kLanes;
+  static_assert(kRowsAbreast * kLanes == kConsumerThreads);
   constexpr int kRows = (kChoreRows + kRowsAbreast - 1) / kRowsAbreast;  // of a thread
   const AttentionBackwardParams& p = params.attention;
   const int32_t thread = threadIdx.x - kWarpgroupThreads;
@@ -120,7 +112,7 @@ __device__ void finish_chores(const KernelParams& params, typename Traits::Share
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // the next one is chosen
     const int32_t chore = smem.chores.last;
     if (chore < 0) return;
-    if (column >= p.head_dim || thread >= kRowsAbreast * kLanes) continue;
+    if (column >= p.head_dim) continue;
     const int32_t head = chore / params.chores_of_head, batch = head / p.heads;
     const int32_t first_row = (chore - head * params.chores_of_head) * kChoreRows;
     const int32_t row = first_row + thread / kLanes, end = min(first_row + kChoreRows, p.seqlen_q);

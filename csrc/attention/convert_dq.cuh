@@ -48,6 +48,7 @@ struct SlotRows {
   int64_t slot_stride;
   int64_t row_stride;  // a multiple of 4
   int32_t slots;
+  bool parted = false;  // see parted_place
 };
 
 // This thread's rows of the result: scale * the sum over the slots, 0 where not `live`. `rows` of them exist from its
@@ -61,13 +62,15 @@ __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotR
   for (int32_t column = threads.lane() * kConvertColumns; column < columns; column += step) {
     float sums[kConvertRows][kConvertColumns] = {};
     const bool upper = column + 4 < columns;
+    const int32_t lower_place = in.parted ? parted_place(column, columns) : column;
+    const int32_t upper_place = in.parted ? parted_place(column + 4, columns) : column + 4;
     for (int32_t slot = 0; slot < in.slots; ++slot) {
       float4 parts[kConvertRows][2] = {};
 #pragma unroll
       for (int r = 0; r < kConvertRows; ++r) {
-        const float* place = in.first + slot * in.slot_stride + r * abreast * in.row_stride + column;
-        if (live[r]) parts[r][0] = __ldcg(reinterpret_cast<const float4*>(place));
-        if (live[r] && upper) parts[r][1] = __ldcg(reinterpret_cast<const float4*>(place) + 1);
+        const float* row = in.first + slot * in.slot_stride + r * abreast * in.row_stride;
+        if (live[r]) parts[r][0] = __ldcg(reinterpret_cast<const float4*>(row + lower_place));
+        if (live[r] && upper) parts[r][1] = __ldcg(reinterpret_cast<const float4*>(row + upper_place));
       }
 #pragma unroll
       for (int r = 0; r < kConvertRows; ++r) {
@@ -145,8 +148,8 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
     live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_abreast());
   }
 
-  sum_slots(a.threads, SlotRows{slots, slot_stride, w.row_stride, nsplits}, p.softmax_scale, live, dq, p.dq.seq_stride,
-            sequence.rows_q - first_row, p.head_dim);
+  sum_slots(a.threads, SlotRows{slots, slot_stride, w.row_stride, nsplits, w.dq_parted}, p.softmax_scale, live, dq,
+            p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
   // Launches behind this one wait for it alone: it must not end before the main kernel.
   if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_for_launch_before();
 }

@@ -521,4 +521,26 @@ FLASHBWD_HOST_DEVICE constexpr int64_t dq_block_offset(int64_t row, int64_t colu
          column % kDqBlock / 2;
 }
 
+// Accumulators of parted rows (WorkspaceLayout::dq_parted): in each whole block of 32 columns the even pieces of four
+// columns lie before the odd ones. A store of a warp (rows lane / 4, columns lane % 4 * 2 and one more) to such rows in
+// shared memory, swizzled by row, meets every bank as often as any other.
+constexpr int32_t kPartedBlock = 32;
+
+// Whether the block that holds this column is whole.
+FLASHBWD_HOST_DEVICE constexpr bool is_parted(int32_t column, int32_t columns) {
+  return column / kPartedBlock * kPartedBlock + kPartedBlock <= columns;
+}
+
+// Where the four columns from `column` on lie, a multiple of four, in a row of `columns`.
+FLASHBWD_HOST_DEVICE constexpr int32_t parted_place(int32_t column, int32_t columns) {
+  const int32_t piece = column % kPartedBlock / 4;
+  return is_parted(column, columns) ? column / kPartedBlock * kPartedBlock + (piece % 2 * 4 + piece / 2) * 4 : column;
+}
+
+// Which four columns lie there.
+FLASHBWD_HOST_DEVICE constexpr int32_t parted_column(int32_t place, int32_t columns) {
+  const int32_t piece = place % kPartedBlock / 4;
+  return is_parted(place, columns) ? place / kPartedBlock * kPartedBlock + (piece % 4 * 2 + piece / 4) * 4 : place;
+}
+
 }  // namespace flashbwd

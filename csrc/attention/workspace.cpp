@@ -131,6 +131,7 @@ WorkspaceLayout plan_workspace(const AttentionProblem& problem, const WorkspaceR
       layout.offsets_offset = regions.take(multiply(add(problem.batch, 1), sizeof(int64_t)), kTableAlignment);
     }
     layout.row_stride = round_up_checked(problem.head_dim, 4);  // dq_row_stride, checked
+    layout.dq_parted = request.dq_parted;
     layout.dq_blocks = request.dq_blocks && layout.row_stride % kDqBlock == 0;
     const int64_t rows = multiply(problem.heads, accumulator_rows(problem, request, layout.nsplits));
     layout.accumulator_bytes = multiply(multiply(rows, layout.row_stride), sizeof(float));

@@ -35,6 +35,7 @@ struct WorkspaceRequest {
   int64_t sm_count = 0;         // workers of kPersistentSlots
   bool adds_into_zeros = true;  // kAtomic, kOrdered: false where the first add to a tile stores
   bool dq_blocks = false;       // the kernel adds whole MMA accumulators: see dq_block_offset
+  bool dq_parted = false;       // the kernel adds rows of parted_place
   int64_t semaphore_bytes = 0;  // zeroed before use, on every launch
   int64_t delta_rows = 0;       // fp32 rows for delta (and for the scaled LSE): 4 bytes each
   int64_t partial_bytes = 0;    // dk/dv or dbias partials
@@ -51,6 +52,7 @@ struct WorkspaceLayout {
   int64_t nsplits = 0;             // value of every entry; with offsets, the most that any sequence can have
   int64_t row_stride = 0;          // floats from one accumulator row to the next
   bool dq_blocks = false;          // rows lie in blocks of 8 x 8, see dq_block_offset in schedule.h
+  bool dq_parted = false;          // see parted_place there
   int64_t accumulator_offset = 0;  // fp32 dq accumulator
   int64_t accumulator_bytes = 0;   // exact with host lengths, else an upper bound
   bool zero_accumulator = false;   // the part in use has to hold zeros before the kernel adds or stores

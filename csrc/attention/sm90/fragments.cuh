@@ -95,54 +95,56 @@ __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16
   }
 }
 
-// dq of one warp, 16 of 64 queries x 2 kValues columns, into boxes of 32 columns, swizzled as the copy engine reads
-// them.
-template <int kValues>
-__device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const float (&dq)[kValues], int32_t warp,
-                                               int32_t lane) {
-  const int32_t row = warp * 16 + lane / 4;
-  // Odd rows go through the columns in another order: four rows then fall into four different sets of banks.
-  const bool odd = row % 2 != 0;
+// Where dq of one warp, 16 of 64 queries, lies in a box of 32 columns, swizzled as the copy engine reads it. A thread
+// has columns 8 j + lane % 4 * 2 and the next, j from 0 to 3, of row lane / 4 and 8 further. Four rows fall into four
+// different sets of banks if the columns are parted (parted_place), or if odd rows go through them in another order.
+template <bool kParts>
+struct DqPlaces {
+  bool parted, swaps;
+  uint32_t first;
+
+  __device__ __forceinline__ DqPlaces(bool is_parted, int32_t warp, int32_t lane) : parted(kParts && is_parted) {
+    const int32_t row = warp * 16 + lane / 4, odd_piece = lane / 2 % 2;
+    swaps = !kParts && row % 2 != 0;
+    first = row * kChunkRowBytes + ((odd_piece * (parted ? 4 : 1)) ^ row % 8) * 16 + lane % 2 * 8;
+  }
+  // The j-th to go to, with columns of j, or where it swaps of j ^ 2; 8 rows further it is 8 * kChunkRowBytes further.
+  __device__ __forceinline__ float2* at(float* box, int32_t j) const {
+    return reinterpret_cast<float2*>(reinterpret_cast<uint8_t*>(box) +
+                                     (first ^ ((swaps ? j ^ 2 : j) % 4 * (parted ? 16 : 32))));
+  }
+  static constexpr int kRowsFurther = 8 * kChunkRowBytes / sizeof(float2);
+};
+
+// dq of one warp x 2 kValues columns into boxes. `columns`: of the head dimension, from the first of these on.
+template <bool kParts, int kValues>
+__device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const float (&dq)[kValues], int32_t columns,
+                                               int32_t warp, int32_t lane) {
 #pragma unroll
   for (int j = 0; j < kValues / 4; ++j) {
-    const int32_t piece = ((odd ? j ^ 2 : j) % 4 * 2 + lane % 4 / 2) ^ row % 8;  // row + 8 has the same row % 8
-    float* place = boxes[j / 4] + row * 32 + piece * 4 + lane % 2 * 2;
-    const float2 upper =
-        odd ? make_float2(dq[4 * (j ^ 2)], dq[4 * (j ^ 2) + 1]) : make_float2(dq[4 * j], dq[4 * j + 1]);
-    const float2 lower =
-        odd ? make_float2(dq[4 * (j ^ 2) + 2], dq[4 * (j ^ 2) + 3]) : make_float2(dq[4 * j + 2], dq[4 * j + 3]);
-    *reinterpret_cast<float2*>(place) = upper;
-    *reinterpret_cast<float2*>(place + 8 * 32) = lower;
+    const DqPlaces<kParts> places(is_parted(j * 8, columns), warp, lane);
+    float2* const place = places.at(boxes[j / 4], j);
+    const int other = kParts ? j : j ^ 2;
+    const float* const values = dq + 4 * j;
+    const float* const swapped = dq + 4 * other;
+    place[0] = places.swaps ? make_float2(swapped[0], swapped[1]) : make_float2(values[0], values[1]);
+    place[places.kRowsFurther] = places.swaps ? make_float2(swapped[2], swapped[3]) : make_float2(values[2], values[3]);
   }
 }
 
 // Adds what store_dq_boxes has put there, or the copy engine.
 template <int kValues>
-__device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], const float (*boxes)[64 * 32], int32_t warp,
-                                             int32_t lane) {
-  const int32_t row = warp * 16 + lane / 4;
-  const bool odd = row % 2 != 0;
+__device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], float (*boxes)[64 * 32], int32_t columns,
+                                             int32_t warp, int32_t lane) {
 #pragma unroll
   for (int j = 0; j < kValues / 4; ++j) {
-    if (j % 4 >= 2) continue;
-    float4 sums[2];  // of columns j and j ^ 2, of the two rows; odd rows the other way round, as there
-#pragma unroll
-    for (int other = 0; other < 2; ++other) {
-      const int32_t piece = ((odd ? j ^ 2 : j) % 4 * 2 + lane % 4 / 2) ^ other * 4 ^ row % 8;
-      const float* place = boxes[j / 4] + row * 32 + piece * 4 + lane % 2 * 2;
-      const float2 upper = *reinterpret_cast<const float2*>(place);
-      const float2 lower = *reinterpret_cast<const float2*>(place + 8 * 32);
-      sums[other] = {upper.x, upper.y, lower.x, lower.y};
-    }
-#pragma unroll
-    for (int other = 0; other < 2; ++other) {
-      const float4 sum = odd ? sums[other ^ 1] : sums[other];
-      float* const values = dq + 4 * (j + 2 * other);
-      values[0] += sum.x;
-      values[1] += sum.y;
-      values[2] += sum.z;
-      values[3] += sum.w;
-    }
+    const DqPlaces<true> places(is_parted(j * 8, columns), warp, lane);
+    const float2* const place = places.at(boxes[j / 4], j);
+    const float2 upper = place[0], lower = place[places.kRowsFurther];
+    dq[4 * j] += upper.x;
+    dq[4 * j + 1] += upper.y;
+    dq[4 * j + 2] += lower.x;
+    dq[4 * j + 3] += lower.y;
   }
 }
 

@@ -398,6 +398,11 @@ struct Mainloop {
       return is_last;
     }
 
+    // Of the head dimension, from the first one of this warpgroup's part of dq on.
+    __device__ __forceinline__ int32_t dq_columns() const {
+      return params.attention.head_dim - warpgroup % Traits::kDqColumnParts * 64;
+    }
+
     // Into the buffer of this step, when the store warp has let go of it.
     __device__ __forceinline__ void write_dq(Dq& dq, int32_t index, bool is_last = false) {
       fence_registers(dq);
@@ -408,7 +413,7 @@ struct Mainloop {
       if (Traits::kLastWritesDq && is_last) {
         finish_dq(dq, smem.dq[buffer][warpgroup]);
       } else {
-        store_dq_boxes(smem.dq[buffer][warpgroup], dq, warp, lane);
+        store_dq_boxes<parts_dq_columns(Traits::kTile)>(smem.dq[buffer][warpgroup], dq, dq_columns(), warp, lane);
       }
       named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
     }
@@ -416,7 +421,7 @@ struct Mainloop {
     // With the sums of the turns before, in 16 bit: one chunk of 64 columns in the place of the first box. A warp
     // writes over its own rows alone.
     __device__ __forceinline__ void finish_dq(Dq& dq, float (*boxes)[64 * 32]) {
-      add_dq_boxes(dq, boxes, warp, lane);
+      add_dq_boxes(dq, boxes, dq_columns(), warp, lane);
 #pragma unroll
       for (float& value : dq) value *= params.attention.softmax_scale;
       __syncwarp();

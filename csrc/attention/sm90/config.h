@@ -73,10 +73,6 @@ constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRo
 // Whether who is last in turn to add to a dq tile may write dq instead, so that nothing is left to convert (turns.cuh).
 constexpr bool last_writes_dq(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 128; }
 
-// Whether columns of the dq accumulator are parted (schedule.h), so that what a warp stores needs no selects to hit all
-// banks: 1 to 3 % faster but at head dimension 64.
-constexpr bool parts_dq_columns(const Tile& tile) { return tile.head_dim != 64; }
-
 // Of a dq tile: parts that are added, and in deterministic mode take turns, on their own.
 constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile.ctas : 1; }
 

@@ -105,9 +105,9 @@ struct Epilogue {
     // The rows of ds that this warpgroup writes serve as its staging buffer.
     uint8_t* staging = Traits::kByQueries ? smem.ds[0][warpgroup] : smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
-    // The last dQ of all warpgroups has read ds. Where they signal dS they meet as in two more steps, which leaves
-    // these barriers in turn: synccheck objects to one barrier that they reach in code of their own.
-    if constexpr (Traits::kSignalsDs && !Traits::kByQueries) {
+    // The last dQ of all warpgroups has read ds. They meet as in two more steps, which leaves these barriers in turn:
+    // synccheck objects to one barrier that they reach in code of their own.
+    if constexpr (!Traits::kByQueries) {
       const int32_t end = work.first_index + work.steps;
       for (int32_t index = end; index < end + 2; ++index) {
         signal_ds(warpgroup, index);

@@ -12,13 +12,30 @@ namespace flashbwd::sm90 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
+// Row statistics of the first 2 kPairs queries of a thread, read before they are needed. `rows` begins at the first
+// one.
+template <int kPairs>
+struct EarlyRows {
+  float2 values[kPairs + 1];  // one more, for there may be none
+
+  __device__ __forceinline__ explicit EarlyRows(const float* rows) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) values[j] = *reinterpret_cast<const float2*>(&rows[8 * j]);
+  }
+  // The j-th pair of all.
+  __device__ __forceinline__ float2 pair(const float* rows, int j) const {
+    return j < kPairs ? values[j] : *reinterpret_cast<const float2*>(&rows[8 * j]);
+  }
+};
+
 // S becomes P = exp(scale * S - lse), in the values from kBegin to kEnd. `lse_log2` begins at this thread's first
 // query.
-template <int kBegin, int kEnd, int kValues>
-__device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2) {
+template <int kBegin, int kEnd, int kValues, int kEarly = 0>
+__device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2,
+                                             const EarlyRows<kEarly>& early = EarlyRows<kEarly>(nullptr)) {
 #pragma unroll
   for (int j = kBegin / 4; j < kEnd / 4; ++j) {
-    const float2 lse = *reinterpret_cast<const float2*>(&lse_log2[8 * j]);
+    const float2 lse = early.pair(lse_log2, j);
     s[4 * j + 0] = exp2_approximate(s[4 * j + 0] * scale_log2 - lse.x);
     s[4 * j + 1] = exp2_approximate(s[4 * j + 1] * scale_log2 - lse.y);
     s[4 * j + 2] = exp2_approximate(s[4 * j + 2] * scale_log2 - lse.x);
@@ -96,39 +113,32 @@ __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16
 }
 
 // Where dq of one warp, 16 of 64 queries, lies in a box of 32 columns, swizzled as the copy engine reads it. A thread
-// has columns 8 j + lane % 4 * 2 and the next, j from 0 to 3, of row lane / 4 and 8 further. Four rows fall into four
-// different sets of banks if the columns are parted (parted_place), or if odd rows go through them in another order.
-template <bool kParts>
+// has columns 8 j + lane % 4 * 2 and the next, j from 0 to 3, of row lane / 4 and 8 further. Where columns are parted
+// (parted_place), four rows of a store fall into four different sets of banks.
 struct DqPlaces {
-  bool parted, swaps;
+  bool parted;
   uint32_t first;
+  static constexpr int kRowsFurther = 8 * kChunkRowBytes / sizeof(float2);
 
-  __device__ __forceinline__ DqPlaces(bool is_parted, int32_t warp, int32_t lane) : parted(kParts && is_parted) {
+  __device__ __forceinline__ DqPlaces(bool parted, int32_t warp, int32_t lane) : parted(parted) {
     const int32_t row = warp * 16 + lane / 4, odd_piece = lane / 2 % 2;
-    swaps = !kParts && row % 2 != 0;
     first = row * kChunkRowBytes + ((odd_piece * (parted ? 4 : 1)) ^ row % 8) * 16 + lane % 2 * 8;
   }
-  // The j-th to go to, with columns of j, or where it swaps of j ^ 2; 8 rows further it is 8 * kChunkRowBytes further.
+  // 8 rows further it is kRowsFurther further.
   __device__ __forceinline__ float2* at(float* box, int32_t j) const {
-    return reinterpret_cast<float2*>(reinterpret_cast<uint8_t*>(box) +
-                                     (first ^ ((swaps ? j ^ 2 : j) % 4 * (parted ? 16 : 32))));
+    return reinterpret_cast<float2*>(reinterpret_cast<uint8_t*>(box) + (first ^ (j * (parted ? 16 : 32))));
   }
-  static constexpr int kRowsFurther = 8 * kChunkRowBytes / sizeof(float2);
 };
 
 // dq of one warp x 2 kValues columns into boxes. `columns`: of the head dimension, from the first of these on.
-template <bool kParts, int kValues>
+template <int kValues>
 __device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const float (&dq)[kValues], int32_t columns,
                                                int32_t warp, int32_t lane) {
 #pragma unroll
   for (int j = 0; j < kValues / 4; ++j) {
-    const DqPlaces<kParts> places(is_parted(j * 8, columns), warp, lane);
-    float2* const place = places.at(boxes[j / 4], j);
-    const int other = kParts ? j : j ^ 2;
-    const float* const values = dq + 4 * j;
-    const float* const swapped = dq + 4 * other;
-    place[0] = places.swaps ? make_float2(swapped[0], swapped[1]) : make_float2(values[0], values[1]);
-    place[places.kRowsFurther] = places.swaps ? make_float2(swapped[2], swapped[3]) : make_float2(values[2], values[3]);
+    float2* const place = DqPlaces(is_parted(j * 8, columns), warp, lane).at(boxes[j / 4], j % 4);
+    place[0] = make_float2(dq[4 * j], dq[4 * j + 1]);
+    place[DqPlaces::kRowsFurther] = make_float2(dq[4 * j + 2], dq[4 * j + 3]);
   }
 }
 
@@ -138,9 +148,8 @@ __device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], float (*boxes
                                              int32_t warp, int32_t lane) {
 #pragma unroll
   for (int j = 0; j < kValues / 4; ++j) {
-    const DqPlaces<true> places(is_parted(j * 8, columns), warp, lane);
-    const float2* const place = places.at(boxes[j / 4], j);
-    const float2 upper = place[0], lower = place[places.kRowsFurther];
+    const float2* const place = DqPlaces(is_parted(j * 8, columns), warp, lane).at(boxes[j / 4], j % 4);
+    const float2 upper = place[0], lower = place[DqPlaces::kRowsFurther];
     dq[4 * j] += upper.x;
     dq[4 * j + 1] += upper.y;
     dq[4 * j + 2] += lower.x;

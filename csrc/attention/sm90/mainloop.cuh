@@ -127,10 +127,11 @@ struct Mainloop {
         Scores s;
         if constexpr (Traits::kOrdersScores) wait_scores(warpgroup);
         issue_s(s);
-        if constexpr (Traits::kOrdersScores) signal_scores(warpgroup);
+        if constexpr (Traits::kOrdersScores && !kEarlyDv) signal_scores(warpgroup);
         const bool is_last = wait_dq_buffer(index);
         if constexpr (kEarlyDv) {
           wait_products<kKeyParts>();  // dQ
+          if constexpr (Traits::kOrdersScores) signal_scores(warpgroup);
           release(stage, dout_stage);
         } else {
           issue_dk(ds16, dk, stage);
@@ -209,7 +210,8 @@ struct Mainloop {
       fence_registers(dp[0]);
       const bool more = index < last_step;
       if (more) step.advance(work);
-      for_each_delta(stage, [&](int i, float delta) { dp[0][i] = s[0][i] * (dp[0][i] - delta); });
+      const float* const delta = &smem.delta[stage][pair];
+      for_each_delta(delta, EarlyRows<0>(delta), [&](int i, float value) { dp[0][i] = s[0][i] * (dp[0][i] - value); });
       pack<T>(p16[0], s[0]);
       pack<T>(ds16[0], dp[0]);
       issue_s(s);
@@ -230,7 +232,7 @@ struct Mainloop {
                           own_key + part * 64 + warp * 16, lane);
       }
       fence_async_shared();
-      if constexpr (!kByQueries && Traits::kSignalsDs) signal_ds(warpgroup, index);
+      if constexpr (!kByQueries) signal_ds(warpgroup, index);
     }
 
     // dK, which covers the wait for the others, and dQ of step `index`.
@@ -243,8 +245,6 @@ struct Mainloop {
     __device__ __forceinline__ void multiply_dq(Dq& dq, int32_t index) {
       if constexpr (kByQueries) {
         named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);
-      } else if constexpr (!Traits::kSignalsDs) {
-        named_barrier_sync(kConsumersBarrier, kConsumerThreads);
       } else {
         wait_ds(warpgroup, index);
       }
@@ -300,9 +300,12 @@ struct Mainloop {
     __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyGradient& dv) {
       const int32_t stage = DoutRing::stage(step.index);
       Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
+      wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
+      const float* const lse = &smem.lse_log2[QueryRing::stage(step.index)][own_query + pair];
+      const float* const delta = &smem.delta[stage][own_query + pair];
+      const EarlyRows<Traits::kEarlyLse> early_lse(lse);
       if constexpr (kDeltaFirst) {
-        wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
-        for_each_delta(stage, [&](int i, float delta) { dp[0][i] = delta; });
+        for_each_delta(delta, EarlyRows<0>(delta), [&](int i, float value) { dp[0][i] = value; });
       }
       // dP queued behind S, without this wait, was 2 to 5 % slower.
       wait_products<0>();
@@ -311,15 +314,15 @@ struct Mainloop {
       if constexpr (kDeltaFirst) {
         issue_dp<true, ScaleIn::Neg>(dp, dout);
       } else {
-        wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
         issue_dp<false, ScaleIn::One>(dp, dout);
       }
       // P = exp(scale * S - lse), 0 where masked.
 #pragma unroll
       for (int part = 0; part < kKeyParts; ++part) {
-        exponentiate(s[part], &smem.lse_log2[QueryRing::stage(step.index)][own_query + pair], scale_log2);
+        exponentiate<0, kOwnQueries / 2>(s[part], lse, scale_log2, early_lse);
       }
       if (!interior.contains(step.query_block)) mask_scores(s);
+      const EarlyRows<Traits::kEarlyDelta> early_delta(delta);
       if constexpr (kEarlyDv) {
         pack_parts(p16, s);
         issue_dv(p16, dv, stage);
@@ -335,7 +338,8 @@ struct Mainloop {
 #pragma unroll
           for (int i = 0; i < kOwnQueries / 2; ++i) dp[part][i] = s[part][i] * -dp[part][i];
         } else {
-          for_each_delta(stage, [&](int i, float delta) { dp[part][i] = s[part][i] * (dp[part][i] - delta); });
+          for_each_delta(delta, early_delta,
+                         [&](int i, float value) { dp[part][i] = s[part][i] * (dp[part][i] - value); });
         }
       }
       if constexpr (!kEarlyDv) pack_parts(p16, s);
@@ -364,12 +368,13 @@ struct Mainloop {
       for (int part = 0; part < kKeyParts; ++part) pack<T>(packed[part], values[part]);
     }
 
-    // visit(i, delta): of the query of an accumulator's value i.
-    template <typename Visit>
-    __device__ __forceinline__ void for_each_delta(int32_t stage, Visit visit) const {
+    // visit(i, delta): of the query of an accumulator's value i. `rows` begins at this thread's first query.
+    template <int kEarly, typename Visit>
+    static __device__ __forceinline__ void for_each_delta(const float* rows, const EarlyRows<kEarly>& early,
+                                                          Visit visit) {
 #pragma unroll
       for (int j = 0; j < kOwnQueries / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][own_query + 8 * j + pair]);
+        const float2 delta = early.pair(rows, j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) visit(4 * j + i, i % 2 == 0 ? delta.x : delta.y);
       }
@@ -413,7 +418,7 @@ struct Mainloop {
       if (Traits::kLastWritesDq && is_last) {
         finish_dq(dq, smem.dq[buffer][warpgroup]);
       } else {
-        store_dq_boxes<parts_dq_columns(Traits::kTile)>(smem.dq[buffer][warpgroup], dq, dq_columns(), warp, lane);
+        store_dq_boxes(smem.dq[buffer][warpgroup], dq, dq_columns(), warp, lane);
       }
       named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
     }

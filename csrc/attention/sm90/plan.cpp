@@ -141,7 +141,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   if (in_turn) plan->schedule += ", who is last writes it";
   WorkspaceRequest request;
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
-  request.dq_parted = parts_dq_columns(tile);
+  request.dq_parted = true;
   request.block_n = tile.block_n;
   request.sm_count = device.sm_count;
   const CallSizes sizes = sizes_of(problem);

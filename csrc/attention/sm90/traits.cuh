@@ -9,7 +9,7 @@
 namespace flashbwd::sm90 {
 
 enum NamedBarrier : uint32_t {
-  kConsumersBarrier = 1,  // all consumers: dS is written, dS is read, or a tile is scrubbed
+  kConsumersBarrier = 1,  // all consumers: a tile is scrubbed, or dS of halves of the queries is exchanged
   kWarpgroupBarrier = 2,  // + warpgroup: its 128 threads
   kDqFullBarrier = 4,     // + buffer: all consumers arrive, its store warp waits
   kDqEmptyBarrier = 6,    // + 2 * buffer + warpgroup: the store warp arrives, a warpgroup waits
@@ -55,12 +55,12 @@ struct Traits {
   static constexpr int kDoutStages = kTile.dout_stages;
   // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
   static constexpr bool kEarlyDv = kBlockM <= 64;
-  // A warpgroup says that its dS is written when it is, and waits for the other's behind the product that covers this:
-  // 2 % faster. With 128 columns 1 % slower than one barrier behind that product.
-  static constexpr bool kSignalsDs = kHeadDim < 128;
-  // Warpgroup 1 issues S of a step first, warpgroup 0 when that is done: 1 to 2 % faster, with 64 and 80 columns
-  // slower.
-  static constexpr bool kOrdersScores = kHeadDim == 128;
+  // Warpgroup 1 issues S of a step first, warpgroup 0 when it has, with 64 queries when dQ in front of that is done
+  // too: 3 % faster with 128 columns, 1 % with 64, slower with 80 and 96.
+  static constexpr bool kOrdersScores = kHeadDim == 64 || kHeadDim == 128;
+  // Pairs of lse that are read before S is waited for, and of delta before dP is: 1 % faster. More are slower.
+  static constexpr int kEarlyLse = kBlockM > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
+  static constexpr int kEarlyDelta = 2;
   // S of the next step is multiplied before dS of this one is used, which takes registers.
   static constexpr bool kAhead = kHeadDim == 32 && !kTile.by_queries;
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions

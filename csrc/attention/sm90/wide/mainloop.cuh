@@ -385,8 +385,7 @@ struct QueryGradients {
           if (step.index == step.end - 1) release_keys(smem, lane);
         }
         mbarrier_wait(&smem.dq_empty[DqRing::stage(count)], DqRing::phase(count) ^ 1);
-        store_dq_boxes<parts_dq_columns(Traits::kTile)>(smem.dq[DqRing::stage(count)], dq,
-                                                        params.attention.head_dim - chunk * 64, warp, lane);
+        store_dq_boxes(smem.dq[DqRing::stage(count)], dq, params.attention.head_dim - chunk * 64, warp, lane);
         arrive_warp(&smem.dq_full[step.index % kWideAdders][DqRing::stage(count)], lane);
       }
     }

@@ -241,10 +241,31 @@ def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: di
         ({"rows": 512, "has_seqused": True}, False, False),
         ({"rows": 512, "varlen": True}, False, False),
         ({"rows": 512, "softcap": 5.0}, False, False),
+        ({"rows": 512, "head_dim": 64, "head_dim_v": 64}, True, True),
+        ({"rows": 513, "head_dim": 64, "head_dim_v": 64}, False, False),
+        ({"rows": 1025, "head_dim": 64, "head_dim_v": 40, "window_right": 0}, True, True),
+        ({"rows": 1026, "head_dim": 40, "head_dim_v": 64, "window_right": 0}, False, False),
+        ({"rows": 16384, "head_dim": 64, "head_dim_v": 64, "window_left": 2048, "window_right": 0}, True, True),
+        ({"rows": 16384, "head_dim": 64, "head_dim_v": 64, "window_left": 2048, "window_right": 1}, False, False),
+        # groups of 3 heads
+        ({"rows": 1365, "head_dim": 64, "head_dim_v": 64, "heads_kv": 2}, True, True),
+        ({"rows": 1366, "head_dim": 64, "head_dim_v": 64, "heads_kv": 2}, False, False),
+        ({"rows": 2730, "head_dim": 64, "head_dim_v": 64, "heads_kv": 2, "window_right": 0}, True, True),
+        (
+            {"rows": 16384, "head_dim": 64, "head_dim_v": 64, "heads_kv": 2, "window_left": 768, "window_right": 0},
+            True,
+            True,
+        ),
+        (
+            {"rows": 16384, "head_dim": 64, "head_dim_v": 64, "heads_kv": 2, "window_left": 769, "window_right": 0},
+            False,
+            False,
+        ),
+        ({"rows": 512, "head_dim": 32, "head_dim_v": 32}, False, False),
     ],
     ids=str,
 )
-def test_the_last_to_add_writes_dq_in_short_walks_and_narrow_windows_at_head_dimension_128(
+def test_the_last_to_add_writes_dq_in_short_walks_and_narrow_windows_at_head_dimensions_64_and_128(
     host: ModuleType, changes: dict[str, Any], ordinary: bool, in_order: bool
 ) -> None:
     rows = changes["rows"]
@@ -254,6 +275,8 @@ def test_the_last_to_add_writes_dq_in_short_walks_and_narrow_windows_at_head_dim
     for deterministic, writes in ((False, ordinary), (True, in_order)):
         plan = plan_of(host, **sizes, deterministic=deterministic)
         assert ("who is last writes it" in plan.schedule) is writes
+        # Pairs add in turn in waves alone, which are of head dimension 128.
+        assert not (writes and sizes["head_dim"] <= 64 and "pairs" in plan.schedule)
         assert deterministic or "waves" not in plan.schedule  # which not every context can launch
 
 

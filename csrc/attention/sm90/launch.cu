@@ -193,8 +193,9 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->by_heads = given.heads != given.heads_kv && given.window_left >= 0 && given.window_right >= 0;
   params->takes_turns = takes_turns(given, tile, even);
   params->last_writes_dq = params->takes_turns && can_write_dq(given);
-  // The kernel whose last adds write dq knows no other way to add; it is the only one of its tile that goes by heads.
-  const bool in_turn = params->takes_turns || (params->by_heads && last_writes_dq(tile) && !packed_q && !packed_k);
+  // The kernel whose last adds write dq knows no other way to add.
+  const bool in_turn =
+      params->takes_turns || (params->by_heads && by_heads_in_turn_only(tile) && !packed_q && !packed_k);
   params->any_order = in_turn && !given.deterministic;
   AttentionBackwardParams p = given;
   p.deterministic = given.deterministic || in_turn;
@@ -240,10 +241,10 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->from_last_key = from_last_key(p);
   params->wants_early = !given.deterministic || has_equal_jobs(p);
   if (early_under_a_diagonal_only(tile) && (p.window_left >= 0 || p.window_right < 0)) params->wants_early = false;
-  if (params->takes_turns && is_short_walk(p)) params->wants_early = false;
+  if (params->takes_turns && is_short_walk(p, tile)) params->wants_early = false;
   const int64_t heads_before_last =
-      heads_before_last_list(p, params->head_group, int64_t{p.batch} * lists, params->key_blocks, params->query_blocks,
-                             plan.sm_count / tile.ctas);
+      heads_before_last_list(p, tile, params->head_group, int64_t{p.batch} * lists, params->key_blocks,
+                             params->query_blocks, plan.sm_count / tile.ctas);
   params->jobs_before_last =
       params->packed_jobs ? params->jobs : static_cast<int32_t>(heads_before_last * params->key_blocks_of_list);
   if (params->packed_jobs) params->list_blocks = blocks_of_a_list(p, plan.block_n);
@@ -278,7 +279,7 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->chores_taken = params->jobs_taken + 1;
   params->finished = params->jobs_taken + 2;
   params->counts_of_head = params->key_blocks * counts_of_key_block(*params, tile);
-  if (has_chores(tile) && can_write_dq(p)) {
+  if (has_chores(tile) && !params->last_writes_dq && can_write_dq(p)) {
     params->chores_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, chore_rows(tile)));
     params->chores = p.batch * p.heads * params->chores_of_head;
   }

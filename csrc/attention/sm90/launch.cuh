@@ -50,10 +50,17 @@ const char* launch(const KernelParams& params, void* stream) {
 
 template <typename T, int kTileIndex, bool kFeatures>
 const char* launch(const KernelParams& params, void* stream) {
-  constexpr bool kLast = last_writes_dq(kTiles[kTileIndex]);
-  if (params.by_heads) return launch<Kernel<T, kTileIndex, kFeatures, true, kLast>>(params, stream);
-  if constexpr (kLast) {
-    if (params.takes_turns) return launch<Kernel<T, kTileIndex, kFeatures, false, true>>(params, stream);
+  if constexpr (last_writes_dq(kTiles[kTileIndex])) {
+    if (params.takes_turns && !params.by_heads) {
+      return launch<Kernel<T, kTileIndex, kFeatures, false, true>>(params, stream);
+    }
+    constexpr bool kAlways = by_heads_in_turn_only(kTiles[kTileIndex]);
+    if (params.by_heads && (kAlways || params.takes_turns)) {
+      return launch<Kernel<T, kTileIndex, kFeatures, true, true>>(params, stream);
+    }
+  }
+  if constexpr (!by_heads_in_turn_only(kTiles[kTileIndex])) {
+    if (params.by_heads) return launch<Kernel<T, kTileIndex, kFeatures, true, false>>(params, stream);
   }
   return launch<Kernel<T, kTileIndex, kFeatures, false, false>>(params, stream);
 }

@@ -40,22 +40,32 @@ int64_t queries_seen(const Problem& p) {
 
 // Whether adds to a dq tile take turns in the kernel where the last one writes dq (turns.cuh): nothing is left to
 // convert, but steps are 1 to 2 % longer. So it is in narrow windows, whose sums have left L2 when they are converted,
-// and in short walks. Measured at head dimension 128, S = 256 to 2048: 1.35, 1.14 to 1.18, 1.02 to 1.04, 1.00 times as
-// fast, in order 1.36, 1.13 to 1.19, 1.04 to 1.08, 1.00 to 1.03, at 4096 1.02 (causal) and 1.00; beyond it loses.
-// Grouped heads lose by it, but in order up to 1024. `even`: all sequences have all rows.
+// and in short walks. `even`: all sequences have all rows.
+//
+// Measured at head dimension 128, S = 256 to 2048: 1.35, 1.14 to 1.18, 1.02 to 1.04, 1.00 times as fast, in order 1.36,
+// 1.13 to 1.19, 1.04 to 1.08, 1.00 to 1.03, at 4096 1.02 (causal) and 1.00; beyond it loses. Grouped heads lose by it,
+// but in order up to 1024. At 64, over chores, S = 256 1.24, 512 1.02 to 1.08, 1024 1.03 (causal) and 0.98; windows of
+// 128 to 512 keys 1.20, 1024 keys 1.03 to 1.06, 2048 1.00. With groups of 4 heads 1.15 to 1.36 at S = 512, 1.04 to 1.14
+// at 1024, 1.08 (causal) and 1.01 at 2048, of 8 1.06 and 0.91 (causal, 1024 and 2048), of 16 0.95; in windows of 128 to
+// 1024 keys 1.16, 1.06, 1.03, 0.99.
 template <typename Problem>
 bool takes_turns(const Problem& p, const Tile& tile, bool even) {
   if (!last_writes_dq(tile) || !even) return false;
-  const bool grouped = p.heads != p.heads_kv;
-  if (p.window_left >= 0 && p.window_right >= 0 && (grouped || is_narrow(p, tile.block_n))) return true;
+  const bool window = p.window_left >= 0 && p.window_right >= 0, grouped = p.heads != p.heads_kv;
+  const int64_t seen = queries_seen(p);
+  if (tile.head_dim == 64) {
+    if (is_narrow(p, tile.block_n)) return seen <= (grouped ? 768 : 2048);
+    return grouped ? seen * (p.heads / p.heads_kv) <= 4096 : seen <= 512;
+  }
+  if (window && (grouped || is_narrow(p, tile.block_n))) return true;
   if (grouped && !p.deterministic) return false;
-  return queries_seen(p) <= (p.deterministic && !grouped ? 2048 : 1024);
+  return seen <= (p.deterministic && !grouped ? 2048 : 1024);
 }
 
-// Of less than 8 steps of 64 queries, on average.
+// Of less than 8 steps, on average.
 template <typename Problem>
-bool is_short_walk(const Problem& p) {
-  return queries_seen(p) < 512;
+bool is_short_walk(const Problem& p, const Tile& tile) {
+  return queries_seen(p) < 8 * tile.block_m;
 }
 
 // Queries of each head that the jobs need which begin together, where `heads` have jobs at the same time.
@@ -68,15 +78,17 @@ int64_t rows_at_once(const Problem& p, int64_t heads, int64_t block_n, int64_t s
 
 // Dense, deterministic, without a mask, where walks are short and there are more heads than multiprocessors: so many
 // heads to a list that the key blocks of each begin two steps after one another, which is what a turn takes. In shorter
-// lists they wait, longer ones leave L2: measured at S = 512 and 1024 with head dimension 64, 512 with 128. They need
-// not divide `all`. Longer walks end in a round that is cut, whole lists at a time (last_round): there lists are
-// divisors, of about as many heads. 0: no such walks.
+// lists they wait, longer ones leave L2: measured at S = 512 and 1024 with head dimension 64, 512 with 128. Where the
+// last one writes dq at 64, three steps: 6 % at S = 256 and 512 (at 128 1 % slower), four as good. They need not divide
+// `all`. Longer walks end in a round that is cut, whole lists at a time (last_round): there lists are divisors, of
+// about as many heads. 0: no such walks.
 template <typename Problem>
-int64_t heads_of_short_walks(const Problem& p, int64_t all, int64_t query_blocks, int64_t sm_count) {
-  constexpr int64_t kStepsApart = 2, kStepsAround = 3, kShortWalk = 8;
+int64_t heads_of_short_walks(const Problem& p, const Tile& tile, int64_t all, int64_t query_blocks, int64_t sm_count) {
+  constexpr int64_t kStepsAround = 3, kShortWalk = 8;
   const bool full = p.deterministic && p.window_left < 0 && p.window_right < 0;
   if (!full || p.heads != p.heads_kv || p.head_dim > 128 || query_blocks > kShortWalk || all < sm_count) return 0;
-  return ceil_div(kStepsApart * sm_count, query_blocks + kStepsAround);
+  const int64_t steps_apart = tile.head_dim == 64 && takes_turns(p, tile, true) ? 3 : 2;
+  return ceil_div(steps_apart * sm_count, query_blocks + kStepsAround);
 }
 
 // Heads whose jobs are one list (dense_job). `lists`: KV heads times their splits. `key_blocks`: of a head, or pairs.
@@ -90,11 +102,14 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
   const int64_t all = packed_k ? lists : lists * p.batch;
   int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, key_blocks));
   const bool narrow = !packed_k && p.heads == p.heads_kv && is_narrow(p, tile.block_n);
-  if (narrow && (!p.deterministic || last_writes_dq(tile))) {
+  const bool last_writes = p.deterministic && takes_turns(p, tile, true);
+  if (narrow && (!p.deterministic || last_writes)) {
     // Heads of the same rows are neighbours in memory. Measured with 16 of them: 2 % faster where their rows take 24 MB
-    // (256 keys), 3 % slower with 35 MB (1024 keys).
+    // (256 keys), 3 % slower with 35 MB (1024 keys). At head dimension 64 32 of 29 MB are 3 % faster (1024 keys) where
+    // sums that are read are dropped.
+    const int64_t bytes = (last_writes && tile.head_dim == 64 ? 30 : 24) << 20;
     const auto fits = [&](int64_t heads) {
-      return heads_in_l2(24 << 20, rows_at_once(p, heads, tile.block_n, sm_count), p.head_dim, p.head_dim_v, 2, 1) >=
+      return heads_in_l2(bytes, rows_at_once(p, heads, tile.block_n, sm_count), p.head_dim, p.head_dim_v, 2, 1) >=
              heads;
     };
     for (int64_t heads = abreast + 1; heads <= std::min(all, sm_count); ++heads) {
@@ -102,7 +117,8 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
     }
     return static_cast<int32_t>(abreast);
   }
-  if (from_last_key(p) && !packed_k && (query_blocks <= 32 || p.head_dim > 128)) {
+  const bool stays_in_l2 = last_writes && tile.head_dim == 64;  // 3 to 4 % at S = 512 and 1024; at 128 nothing
+  if (from_last_key(p) && !packed_k && !stays_in_l2 && (query_blocks <= 32 || p.head_dim > 128)) {
     // Long jobs of a list are in work with short ones of the next, and a key block comes to a tile long after the first
     // one: shorter lists stay in L2. Measured at S = 512 to 2048 with head dimensions 64, 128 and 256, at 4096 with
     // 256; at 128 longer sequences lose by it, and at 2048 a single head.
@@ -111,7 +127,9 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
     while (all % abreast != 0) --abreast;
   }
   if (!p.deterministic || packed_k || from_last_key(p)) return static_cast<int32_t>(abreast);
-  if (const int64_t heads = heads_of_short_walks(p, all, query_blocks, sm_count)) return static_cast<int32_t>(heads);
+  if (const int64_t heads = heads_of_short_walks(p, tile, all, query_blocks, sm_count)) {
+    return static_cast<int32_t>(heads);
+  }
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;
   if (p.window_left < 0 && p.window_right < 0) {
@@ -134,9 +152,9 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
 // at S = 1024 and 2048; at head dimension 128, with twice the jobs, it loses. Of short walks without a mask it has what
 // is left of a whole list as well, or its key blocks would begin together.
 template <typename Problem>
-int64_t heads_before_last_list(const Problem& p, int64_t heads_of_list, int64_t all, int64_t key_blocks,
-                               int64_t query_blocks, int64_t sm_count) {
-  if (heads_of_short_walks(p, all, query_blocks, sm_count) > 0) return (all / heads_of_list - 1) * heads_of_list;
+int64_t heads_before_last_list(const Problem& p, const Tile& tile, int64_t heads_of_list, int64_t all,
+                               int64_t key_blocks, int64_t query_blocks, int64_t sm_count) {
+  if (heads_of_short_walks(p, tile, all, query_blocks, sm_count) > 0) return (all / heads_of_list - 1) * heads_of_list;
   if (!from_last_key(p)) return all;
   int64_t last = heads_of_list;
   if (p.head_dim > 128) last = std::max(last, heads_abreast(sm_count, all, key_blocks));

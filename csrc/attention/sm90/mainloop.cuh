@@ -127,15 +127,15 @@ struct Mainloop {
         Scores s;
         if constexpr (Traits::kOrdersScores) wait_scores(warpgroup);
         issue_s(s);
-        if constexpr (Traits::kOrdersScores && !kEarlyDv) signal_scores(warpgroup);
+        if constexpr (!kEarlyDv) {
+          if constexpr (Traits::kOrdersScores) signal_scores(warpgroup);
+          issue_dk(ds16, dk, stage);
+        }
         const bool is_last = wait_dq_buffer(index);
+        wait_products<kEarlyDv ? kKeyParts : 2 * kKeyParts>();  // dQ
         if constexpr (kEarlyDv) {
-          wait_products<kKeyParts>();  // dQ
           if constexpr (Traits::kOrdersScores) signal_scores(warpgroup);
           release(stage, dout_stage);
-        } else {
-          issue_dk(ds16, dk, stage);
-          wait_products<2 * kKeyParts>();  // dQ
         }
         write_dq(dq, index, is_last);
         if constexpr (!kEarlyDv) {

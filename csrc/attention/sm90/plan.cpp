@@ -110,9 +110,11 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   plan->sm_count = device.sm_count;
-  const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, tile);
-  const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
   const bool in_turn = takes_turns(problem, tile, !problem.varlen && !problem.has_seqused);
+  AttentionProblem ordered = problem;  // as the launch cuts it into jobs
+  ordered.deterministic = problem.deterministic || in_turn;
+  const GroupedSizes grouped_sizes = sm90::grouped_sizes(ordered, problem.varlen, tile);
+  const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
   plan->schedule = grouped.pairs ? "pairs of key blocks" : "key blocks";
   const bool unmasked = !problem.varlen && problem.window_left < 0 && problem.window_right < 0;
   if (!problem.deterministic || is_wide(tile) || !(grouped.pairs || unmasked)) {
@@ -127,8 +129,6 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   if (!problem.varlen && !is_wide(tile)) {
     const int64_t key_blocks = ceil_div(problem.seqlen_k, tile.block_n);
     const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
-    AttentionProblem ordered = problem;
-    ordered.deterministic = problem.deterministic || in_turn;
     const int32_t heads = heads_of_a_list(ordered, tile, false, grouped.pairs, problem.heads_kv * grouped.splits,
                                           key_blocks, query_blocks, device.sm_count);
     last = last_round(ordered, heads, key_blocks, query_blocks, device.sm_count);

@@ -304,8 +304,10 @@ struct Producer {
     const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + head_of(work, step);
 #pragma unroll
     for (int box = 0; box < 4; ++box) {
-      tensor_load_3d(&params.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][box / 2][box % 2], box * 32,
-                     step.query_block * kBlockM, slab);
+      const int part = box / 2;  // of a warpgroup
+      tensor_load_3d(&params.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][part][box % 2],
+                     part % Traits::kDqColumnParts * 64 + box % 2 * 32,
+                     step.query_block * kBlockM + part / Traits::kDqColumnParts * 64, slab);
     }
   }
 
@@ -322,9 +324,10 @@ struct Producer {
   template <int kWarpgroup>
   static __device__ __forceinline__ void store_dq16(const KernelParams& params, const float (*boxes)[64 * 32],
                                                     const Work& work, const Step& step) {
-    constexpr int32_t kColumn = kWarpgroup * 64;
+    constexpr int32_t kColumn = kWarpgroup % Traits::kDqColumnParts * 64;
+    const int32_t row = step.query_block * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (kColumn < params.attention.head_dim) {
-      tensor_store_4d(&params.dq, boxes, kColumn, step.query_block * kBlockM, head_of(work, step), work.batch);
+      tensor_store_4d(&params.dq, boxes, kColumn, row, head_of(work, step), work.batch);
     }
   }
 

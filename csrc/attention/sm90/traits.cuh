@@ -85,7 +85,7 @@ struct Traits {
   // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
   static constexpr int kDqColumnParts = kGradientChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
-  static constexpr bool kChores = has_chores(kTile);
+  static constexpr bool kChores = has_chores(kTile) && !kLastWritesDq_;
   // Of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
@@ -104,7 +104,7 @@ struct Traits {
   static constexpr int kEarlySteps = early_steps(kTile);
 
   static constexpr bool kLastWritesDq = kLastWritesDq_;
-  static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kBlockM == 64), "a step's tile is four boxes of sums");
+  static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a step's tile is four boxes of sums");
 
   using Work = sm90::Work<kBlockM, kBlockN, steps_apart(kTile), false, kByHeads>;
 

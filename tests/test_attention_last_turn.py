@@ -1,5 +1,5 @@
-"""Head dimension 128 on Hopper: in windows and short walks who adds last to a tile of dq takes the sums of the others
-and writes dq. Every tile has such a one, whatever it sees."""
+"""Head dimensions 64 and 128 on Hopper: in windows and short walks who adds last to a tile of dq takes the sums of the
+others and writes dq. Every tile has such a one, whatever it sees."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ SM90 = [target for target in GPU_TARGETS if "-sm90" in str(target.id)]
 WINDOWS = [(0, 0), (63, 0), (127, 0), (255, 0), (300, 0), (64, 64), (17, 90), (0, 40)]
 LENGTHS = [(1100, 1100), (1000, 1030), (1030, 1000), (897, 2000)]
 DENSE = Case("dense", batch=1, heads=2, heads_kv=2, head_dim=128, head_dim_v=128)
+# Head dimensions and lengths whose walks are short with and without a mask; of 64 all of a step's 128 rows, and less.
+SHORT_WALKS = [
+    (head_dims, lengths)
+    for of_tile, longest in (
+        ([(128, 128), (104, 128), (100, 97)], (900, 700)),
+        ([(64, 64), (40, 64), (56, 49)], (512, 300)),
+    )
+    for head_dims in of_tile
+    for lengths in [(1, 1), (63, 129), (64, 128), (65, 127), (509, 513), longest]
+]
 
 
 def built(case: Case, target: Target) -> inputs.Inputs:
@@ -35,17 +45,18 @@ def built(case: Case, target: Target) -> inputs.Inputs:
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_in_windows_agree_with_the_oracle(
-    window: tuple[int, int], lengths: tuple[int, int], heads: int, deterministic: bool, target: Target
+    head_dim: int, window: tuple[int, int], lengths: tuple[int, int], heads: int, deterministic: bool, target: Target
 ) -> None:
     """An odd number of tiles a walk, tiles of one key block, more queries than keys (the first see none) and fewer."""
-    case = dataclasses.replace(DENSE, heads=heads, window_size=window, deterministic=deterministic)
+    case = dataclasses.replace(DENSE, heads=heads, head_dim=head_dim, head_dim_v=head_dim)
+    case = dataclasses.replace(case, window_size=window, deterministic=deterministic)
     x = built(dataclasses.replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1]), target)
     x.check(*run(x, target[1]))
 
 
 @pytest.mark.parametrize("target", SM90)
-@pytest.mark.parametrize("head_dims", [(128, 128), (104, 128), (100, 97)], ids=str)
 @pytest.mark.parametrize(
     "case",
     [
@@ -57,9 +68,9 @@ def test_gradients_in_windows_agree_with_the_oracle(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("lengths", [(1, 1), (63, 129), (64, 128), (65, 127), (509, 513), (900, 700)], ids=str)
+@pytest.mark.parametrize(("head_dims", "lengths"), SHORT_WALKS, ids=str)
 def test_gradients_of_short_walks_agree_with_the_oracle(
-    lengths: tuple[int, int], case: Case, head_dims: tuple[int, int], target: Target
+    head_dims: tuple[int, int], lengths: tuple[int, int], case: Case, target: Target
 ) -> None:
     case = dataclasses.replace(case, head_dim=head_dims[0], head_dim_v=head_dims[1])
     x = built(dataclasses.replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1]), target)
@@ -68,21 +79,49 @@ def test_gradients_of_short_walks_agree_with_the_oracle(
 
 @pytest.mark.parametrize("target", SM90)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("mask", "length"), [((-1, 0), 1300), ((-1, -1), 700), ((150, 0), 1300)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "length"), [(4, 1000), (6, 300), (16, 250)], ids=str)
+def test_gradients_of_short_walks_of_grouped_heads_agree_with_the_oracle(
+    heads: int, length: int, causal: bool, deterministic: bool, target: Target
+) -> None:
+    """Head dimension 64 alone: ordinary runs too, whose key blocks are no pairs then."""
+    case = dataclasses.replace(DENSE, batch=3, heads=heads, heads_kv=1, head_dim=64, head_dim_v=64, causal=causal)
+    case = dataclasses.replace(case, seqlen_q=length, seqlen_k=length + 30, deterministic=deterministic)
+    x = built(case, target)
+    x.check(*run(x, target[1]))
+
+
+@pytest.mark.parametrize("target", SM90)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "length"),
+    [
+        (128, (-1, 0), 1300),
+        (128, (-1, -1), 700),
+        (128, (150, 0), 1300),
+        (64, (-1, 0), 1000),
+        (64, (-1, -1), 500),
+        (64, (150, 0), 1300),
+    ],
+    ids=str,
+)
 def test_heads_that_wait_for_their_turn_beside_others_agree_with_the_oracle(
-    mask: tuple[int, int], length: int, deterministic: bool, target: Target
+    head_dim: int, mask: tuple[int, int], length: int, deterministic: bool, target: Target
 ) -> None:
     """40 heads: more jobs than multiprocessors."""
     causal = mask == (-1, 0)
-    case = dataclasses.replace(DENSE, heads=1, heads_kv=1, seqlen_q=length, seqlen_k=length, causal=causal)
+    case = dataclasses.replace(DENSE, heads=1, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+    case = dataclasses.replace(case, seqlen_q=length, seqlen_k=length)
     case = dataclasses.replace(case, window_size=(-1, -1) if causal else mask, deterministic=deterministic)
     run_copies(case, target, 40, heads=True)
 
 
 @pytest.mark.parametrize("target", SM90)
-def test_dq_that_the_copy_engine_cannot_store_is_converted(target: Target) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dq_that_the_copy_engine_cannot_store_is_converted(head_dim: int, target: Target) -> None:
     """Its rows are not multiples of 16 bytes."""
-    x = built(dataclasses.replace(DENSE, seqlen_q=700, seqlen_k=700, window_size=(100, 0)), target)
+    case = dataclasses.replace(DENSE, head_dim=head_dim, head_dim_v=head_dim)
+    x = built(dataclasses.replace(case, seqlen_q=700, seqlen_k=700, window_size=(100, 0)), target)
     expected = run(x, target[1])
     q = x.arguments["q"]
     storage = torch.full((q.numel() + 1,), torch.nan, dtype=q.dtype, device=q.device)

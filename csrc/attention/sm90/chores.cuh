@@ -48,7 +48,7 @@ struct StoreWarpChore {
     const AttentionBackwardParams& p = params.attention;
     asm volatile("" : "+r"(lane));  // places that follow from it take no register before
     uint8_t* const sums = reinterpret_cast<uint8_t*>(smem.dq[kBuffer][0]);
-    convert_in_place(sums, p.softmax_scale, lane);
+    convert_in_place(sums, p.head_dim, p.softmax_scale, lane);
     __syncwarp();
     if (lane == 0 && is_alone()) {
       fence_async_shared();
@@ -63,18 +63,18 @@ struct StoreWarpChore {
  private:
   // 64 rows of two boxes of 32 columns to one chunk of 64 columns, in the place of the first box. Two rows at a time, a
   // half of the warp each; a lane has 4 columns.
-  static __device__ __forceinline__ void convert_in_place(uint8_t* boxes, float scale, int32_t lane) {
+  static __device__ __forceinline__ void convert_in_place(uint8_t* boxes, int32_t head_dim, float scale, int32_t lane) {
     using T = typename Traits::T;
     constexpr int kRowsAtOnce = 4;
-    const int32_t columns = lane % 16;
+    const int32_t columns = lane % 16, place = parted_place(columns * 4, head_dim) / 4;
 #pragma unroll 1
     for (int32_t first = lane / 16; first < 64; first += kRowsAtOnce) {
       float4 sums[kRowsAtOnce / 2];
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce / 2; ++i) {
         const int32_t row = first + 2 * i;
-        sums[i] = *reinterpret_cast<const float4*>(boxes + columns / 8 * (64 * kChunkRowBytes) + row * kChunkRowBytes +
-                                                   (columns % 8 ^ row % 8) * 16);
+        sums[i] = *reinterpret_cast<const float4*>(boxes + place / 8 * (64 * kChunkRowBytes) + row * kChunkRowBytes +
+                                                   (place % 8 ^ row % 8) * 16);
       }
       __syncwarp();
 #pragma unroll
@@ -116,7 +116,8 @@ __device__ void finish_chores(const KernelParams& params, typename Traits::Share
     const int32_t head = chore / params.chores_of_head, batch = head / p.heads;
     const int32_t first_row = (chore - head * params.chores_of_head) * kChoreRows;
     const int32_t row = first_row + thread / kLanes, end = min(first_row + kChoreRows, p.seqlen_q);
-    const float* const source = params.dq_sums + int64_t{head} * p.seqlen_q * params.dq_sums_stride + column;
+    const float* const source =
+        params.dq_sums + int64_t{head} * p.seqlen_q * params.dq_sums_stride + parted_place(column, p.head_dim);
     T* const destination =
         static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + (head - batch * p.heads) * p.dq.head_stride + column;
     float4 sums[kRows];

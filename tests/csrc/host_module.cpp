@@ -103,6 +103,7 @@ void bind_workspace(py::module_& m) {
       .def_readwrite("sm_count", &WorkspaceRequest::sm_count)
       .def_readwrite("adds_into_zeros", &WorkspaceRequest::adds_into_zeros)
       .def_readwrite("dq_blocks", &WorkspaceRequest::dq_blocks)
+      .def_readwrite("dq_parted", &WorkspaceRequest::dq_parted)
       .def_readwrite("semaphore_bytes", &WorkspaceRequest::semaphore_bytes)
       .def_readwrite("delta_rows", &WorkspaceRequest::delta_rows)
       .def_readwrite("partial_bytes", &WorkspaceRequest::partial_bytes);
@@ -116,6 +117,7 @@ void bind_workspace(py::module_& m) {
       .def_readonly("nsplits", &WorkspaceLayout::nsplits)
       .def_readonly("row_stride", &WorkspaceLayout::row_stride)
       .def_readonly("dq_blocks", &WorkspaceLayout::dq_blocks)
+      .def_readonly("dq_parted", &WorkspaceLayout::dq_parted)
       .def_readonly("accumulator_offset", &WorkspaceLayout::accumulator_offset)
       .def_readonly("accumulator_bytes", &WorkspaceLayout::accumulator_bytes)
       .def_readonly("zero_accumulator", &WorkspaceLayout::zero_accumulator)
@@ -134,6 +136,8 @@ void bind_workspace(py::module_& m) {
   });
   m.def("dq_row_offset", &dq_row_offset);
   m.def("dq_block_offset", &dq_block_offset);
+  m.def("parted_place", &parted_place);
+  m.def("parted_column", &parted_column);
 }
 
 // Plans for GPUs that need not be there.

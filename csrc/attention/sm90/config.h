@@ -75,7 +75,7 @@ constexpr bool last_writes_dq(const Tile& tile) {
   return !is_wide(tile) && (tile.head_dim == 64 || tile.head_dim == 128);
 }
 
-// Whether those kernels that go by heads (Step) are of that kind alone. At 64 wide windows are 3 % slower in them.
+// Whether those kernels that go by heads (Step) are of that kind alone. At 64 wide windows gain nothing by it.
 constexpr bool by_heads_in_turn_only(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
 
 // Of a dq tile: parts that are added, and in deterministic mode take turns, on their own.

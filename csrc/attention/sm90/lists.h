@@ -46,8 +46,8 @@ int64_t queries_seen(const Problem& p) {
 // 1.13 to 1.19, 1.04 to 1.08, 1.00 to 1.03, at 4096 1.02 (causal) and 1.00; beyond it loses. Grouped heads lose by it,
 // but in order up to 1024. At 64, over chores, S = 256 1.24, 512 1.02 to 1.08, 1024 1.03 (causal) and 0.98; windows of
 // 128 to 512 keys 1.20, 1024 keys 1.03 to 1.06, 2048 1.00. With groups of 4 heads 1.15 to 1.36 at S = 512, 1.04 to 1.14
-// at 1024, 1.08 (causal) and 1.01 at 2048, of 8 1.06 and 0.91 (causal, 1024 and 2048), of 16 0.95; in windows of 128 to
-// 1024 keys 1.16, 1.06, 1.03, 0.99.
+// at 1024, 1.04 (causal) and 1.01 at 2048, of 8 1.13 to 1.27 at 512, 1.03 and 0.91 (causal) at 1024 and 2048, of
+// 16 1.12 and 0.95 (causal) at 512 and 2048; in windows of 128 to 1024 keys 1.16, 1.06, 1.03, 0.99.
 template <typename Problem>
 bool takes_turns(const Problem& p, const Tile& tile, bool even) {
   if (!last_writes_dq(tile) || !even) return false;

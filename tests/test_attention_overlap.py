@@ -36,7 +36,7 @@ SHAPES = {
     "full_clusters": Shape(5, 1000, 16, 256, {}),
     "clusters": Shape(4, 1024, 8, 256, {"causal": True}),
     "clusters_that_convert": Shape(6, 1000, 16, 192, {"causal": True}),
-    "converted_between_jobs": Shape(10, 600, 24, 64, {"causal": True}),
+    "converted_between_jobs": Shape(6, 1100, 24, 64, {"causal": True}),
 }
 
 

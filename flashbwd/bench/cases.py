@@ -397,13 +397,19 @@ def _other_table() -> Iterator[AttentionCase]:
         )
 
 
-# ---- what few kernels offer: bias with gradient, dropout, variable lengths, D 512, fp32 ----------
+# ---- what few kernels offer: variable lengths, bias with gradient, dropout, D 512, fp32 ----------
 
 
 def _feature_tables() -> Iterator[AttentionCase]:
     for batch, seqlen, heads, heads_kv, dim, window in GROUPED_WINDOWS:
         shape = AttentionCase("grouped_window", batch, seqlen, heads, heads_kv, dim, dim, causal=True, window=window)
         yield replace(shape, bars=(Bar(SM90, FLASH, 1.8),))
+    bars = (Bar(SM80, FLASH, 1.0), Bar(SM90, CUDNN, 1.0, goal=True), Bar(SM90 + DETERMINISTIC, SM90, 0.95))
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            heads = 2048 // head_dim
+            shape = AttentionCase("varlen", 1, 1, heads, heads, head_dim, head_dim, causal, bars=bars)
+            yield packed(replace(shape, deterministic=True), 32768)
     shape = AttentionCase("bias", 4, 2048, 16, 16, 64, 64)
     for head_dim in (64, 128):
         for causal in (False, True):
@@ -420,12 +426,6 @@ def _feature_tables() -> Iterator[AttentionCase]:
     for head_dim in (64, 128):
         for causal in (False, True):
             yield replace(shape, head_dim=head_dim, head_dim_v=head_dim, causal=causal, bars=(Bar(SM80, FLASH, 1.0),))
-    bars = (Bar(SM80, FLASH, 1.0), Bar(SM90, CUDNN, 1.0, goal=True), Bar(SM90 + DETERMINISTIC, SM90, 0.95))
-    for head_dim in (64, 128):
-        for causal in (False, True):
-            heads = 2048 // head_dim
-            shape = AttentionCase("varlen", 1, 1, heads, heads, head_dim, head_dim, causal, bars=bars)
-            yield packed(replace(shape, deterministic=True), 32768)
     for causal in (False, True):
         yield AttentionCase("wide", 2, 4096, 4, 4, 512, 512, causal=causal, bars=(Bar(SM80, EFFICIENT, 3.0),))
         yield AttentionCase(

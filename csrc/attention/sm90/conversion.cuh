@@ -27,7 +27,6 @@ struct Conversion {
   int32_t blocks_of_head = 0;
   int32_t blocks = 0;
   int32_t* taken = nullptr;  // blocks that a warp has taken, 0 at the start
-  bool parted = false;       // see parted_place
   bool vectors = false;      // kConvertColumns columns of dq can be written at once
 };
 
@@ -61,8 +60,7 @@ __device__ __forceinline__ void convert_rows(const Conversion& c, const Job& blo
   const int32_t column = (lane & ((1 << lanes_log2) - 1)) * kConvertColumns, abreast = 32 >> lanes_log2;
   if (column >= p.head_dim) return;
   const int32_t first_row = block.key_block * c.rows, rows = min(c.rows, p.seqlen_q - first_row);
-  const int32_t lower_place = c.parted ? parted_place(column, p.head_dim) : column;
-  const int32_t upper_place = c.parted ? parted_place(column + 4, p.head_dim) : column + 4;
+  const int32_t lower_place = parted_place(column, p.head_dim), upper_place = parted_place(column + 4, p.head_dim);
   T* const dq = static_cast<T*>(p.dq.data) + block.batch * p.dq.batch_stride + block.head * p.dq.head_stride + column;
 #pragma unroll 4
   for (int32_t row = lane >> lanes_log2; row < rows; row += abreast) {

@@ -398,7 +398,6 @@ const char* convert_dq(const AttentionBackwardParams& p, const AttentionPlan& pl
   conversion.rows = kConversionBytes / (conversion.stride * 4);
   conversion.blocks_of_head = static_cast<int32_t>(ceil_div(p.seqlen_q, conversion.rows));
   conversion.taken = kernel_params.chores_taken;
-  conversion.parted = plan.workspace.dq_parted;
   conversion.vectors = rows_aligned(p.dq);
   const int64_t blocks = int64_t{p.batch} * p.heads * conversion.blocks_of_head;
   if (blocks == 0) return nullptr;

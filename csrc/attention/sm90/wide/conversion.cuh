@@ -53,8 +53,8 @@ struct Converter {
     for (int i = 0; i < kVectors; ++i) {
       const int32_t vector = next + i * 32;
       if (vector >= vectors) continue;
-      const int32_t row = vector / vectors_of_row, column = (vector - row * vectors_of_row) * 4;
-      *reinterpret_cast<uint2*>(dq + row * p.dq.seq_stride + parted_column(column, p.head_dim)) = {
+      const int32_t row = vector / vectors_of_row, place = (vector - row * vectors_of_row) * 4;
+      *reinterpret_cast<uint2*>(dq + row * p.dq.seq_stride + parted_column(place, p.head_dim)) = {
           pack2<T>(values[i].x * p.softmax_scale, values[i].y * p.softmax_scale),
           pack2<T>(values[i].z * p.softmax_scale, values[i].w * p.softmax_scale)};
     }

@@ -485,41 +485,30 @@ def cyclic_waves(
 
 
 def paired_waves(
-    workers: int,
-    heads: int,
-    head_group: int,
-    v: Any,
-    block_m: int,
-    block_n: int,
-    group: int,
-    ring_size: int,
-    spare_blocks: int,
+    workers: int, heads: int, head_group: int, v: Any, block_m: int, block_n: int, group: int, spare_blocks: int
 ) -> Waves:
     """Pairs of key blocks, of which the last `spare_blocks` hold no keys of the sequence."""
     key_blocks = -(-v.seqlen_k // block_n) + spare_blocks
     pairs = -(-key_blocks // 2)
     jobs = []
     for index in range(heads * pairs):
-        _, head, pair = host.dense_job(index, 1, heads, pairs, head_group)
+        _, head, number = host.dense_job(index, 1, heads, pairs, head_group)
         first_list = head // head_group * head_group
         first, end = first_list * pairs, min((first_list + head_group) * pairs, heads * pairs)
         abreast = host.abreast_in_wave(index, first, end, min(head_group, heads - first_list), workers)
-        assert abreast.before + abreast.place == pair
-        ring = host.ring_of(abreast, ring_size)
-        starts = host.Starts.of(ring.size, group, 2)
-        rotated = [(starts.tile(ring.place) + step) % group for step in range(group)]
+        assert abreast.before + abreast.place == number
 
-        def steps_of(n: int, second: bool, places: tuple[Any, ...], rotated: list[int]) -> list[Any]:
+        def steps_of(n: int, second: bool, abreast: Any) -> list[Any]:
             walk = range(*host.query_blocks(v, n, block_m, block_n))
-            return [
-                ((m, h), host.pair_turn(*places, second, h, host.key_blocks(v, m, block_m, block_n)[1], key_blocks))
-                for m in (walk if second else reversed(walk))
-                for h in rotated
-            ]
+            steps = []
+            for m in walk if second else reversed(walk):
+                turn = host.pair_turn(abreast, second, host.key_blocks(v, m, block_m, block_n)[1], key_blocks)
+                steps += [((m, h), turn) for h in range(group)]
+            return steps
 
-        both = steps_of(key_blocks - 1 - pair, False, (abreast, ring, starts), rotated)
-        if 2 * pair + 1 != key_blocks:
-            both += steps_of(pair, True, (abreast, ring, starts), rotated)
+        both = steps_of(key_blocks - pairs + number, False, abreast)
+        if 2 * (pairs - number) - 1 != key_blocks:
+            both += steps_of(pairs - 1 - number, True, abreast)
         jobs.append((head, both))
     return Waves(workers, jobs)
 
@@ -593,7 +582,6 @@ def test_cyclic_waves_from_a_counter_never_deadlock(
     right=st.integers(0, 20),
     blocks=st.tuples(st.sampled_from([3, 7, 16]), st.sampled_from([3, 7, 16])),
     group=st.integers(1, 6),
-    ring_size=st.integers(1, 6),
     spare_blocks=st.integers(0, 3),
     seed=st.integers(0, 2**32),
 )
@@ -607,12 +595,11 @@ def test_waves_of_pairs_take_turns_and_never_deadlock(
     right: int,
     blocks: tuple[int, int],
     group: int,
-    ring_size: int,
     spare_blocks: int,
     seed: int,
 ) -> None:
     v = host.make_visibility(*lengths, -1, right, kind)
-    waves = paired_waves(workers, heads, head_group, v, *blocks, group, min(ring_size, group), spare_blocks)
+    waves = paired_waves(workers, heads, head_group, v, *blocks, group, spare_blocks)
     assert_turns_are_complete(waves)
     assert waves.run(random.Random(seed))
     for m in range(-(-lengths[0] // blocks[0])):
@@ -627,6 +614,64 @@ def test_nobody_waits_in_whole_waves_of_rings(key_blocks: int) -> None:
     for tiles in (64, 65, 127, 128):
         waves = cyclic_waves(16, 8, max(16 // key_blocks, 1), key_blocks, tiles)
         assert waves.makespan() == -(-8 * key_blocks // 16) * tiles
+
+
+@given(
+    workers=st.integers(1, 20),
+    heads=st.integers(1, 6),
+    head_group=st.integers(1, 6),
+    lengths=st.tuples(st.integers(1, 150), st.integers(1, 150)),
+    kind=st.sampled_from([Causal.kBottomRight, Causal.kTopLeft]),
+    right=st.integers(0, 20),
+    blocks=st.tuples(st.sampled_from([3, 7, 16]), st.sampled_from([3, 7, 16])),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=500, deadline=None)
+def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_the_last_for_all(
+    workers: int,
+    heads: int,
+    head_group: int,
+    lengths: tuple[int, int],
+    kind: Any,
+    right: int,
+    blocks: tuple[int, int],
+    seed: int,
+) -> None:
+    """Jobs are taken one by one, as soon as one is done; all of a head are one wave."""
+    v = host.make_visibility(*lengths, -1, right, kind)
+    pairs = -(-lengths[1] // (2 * blocks[1]))
+    jobs = paired_waves(heads * pairs, heads, head_group, v, *blocks, 1, 0).jobs
+    tiles = [(head, tile, turn) for head, steps in jobs for tile, turn in steps]
+    last = {(head, tile): max(t for h, m, t in tiles if (h, m) == (head, tile)) for head, tile, _ in tiles}
+    added: dict[Any, int] = defaultdict(int)
+    walks: list[list[Any]] = [[] for _ in range(workers)]
+    taken = 0
+    rng = random.Random(seed)
+    while taken < len(jobs) or any(walks):
+        able = []
+        for worker, walk in enumerate(walks):
+            if not walk:
+                if taken < len(jobs):
+                    able.append(worker)
+                continue
+            head, tile, turn = walk[-1]
+            able += [worker] * (added[head, tile] >= (turn if turn == last[head, tile] else min(turn, 1)))
+        assert able, "deadlock"
+        worker = rng.choice(able)
+        if walks[worker]:
+            head, tile, _ = walks[worker].pop()
+            added[head, tile] += 1
+        else:
+            head, steps = jobs[taken]
+            walks[worker] = [(head, *step) for step in reversed(steps)]
+            taken += 1
+    assert all(added[tile] == turn + 1 for tile, turn in last.items())
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+def test_in_a_wave_of_pairs_jobs_wait_in_the_beginning_only(group: int) -> None:
+    v = host.make_visibility(128, 128, -1, 0, Causal.kBottomRight)
+    assert paired_waves(64, 2, 2, v, 1, 2, group, 0).makespan() == group * 2 * (64 + 1) + 31
 
 
 @given(

@@ -294,14 +294,16 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& 
 // (Starts), so that nobody waits in the beginning. More jobs than tiles are rings of as many as there are tiles, one
 // after the other.
 //
-// Pairs (causal): job p is key block num_key_blocks - 1 - p, from the last query block down, then key block p, from its
-// diagonal up, which the middle one of an odd number is not. All are in the same query block, with heads of a group of
-// their own: rings over these. First the first parts ring by ring, then the second parts (pair_turn).
+// Pairs (causal): job p of P is key block num_key_blocks - P + p, from the last query block down, then key block
+// P - 1 - p, from its diagonal up, which the middle one of an odd number is not. All are in the same query block, one
+// behind the other: first the first parts, then the second parts (pair_turn). So those of the last jobs, which begin
+// where no first part has been, are there before the others come.
 //
 // No deadlock: a job waits for jobs of earlier waves. In its own wave a cyclic one waits for adds at smaller steps; the
-// first part of a pair for first parts of earlier rings, and in its ring for adds in the same query block at smaller
-// steps; the second part for first parts, and likewise for second parts. Each comes to these adds by itself, in this
-// order; by induction all are done.
+// first part of a pair for first parts of jobs before it, the second part for first parts, and for second parts of jobs
+// before it. Each comes to these adds by itself, in this order; by induction all are done. Pairs may as well come from
+// a counter, all of a head as one wave, where an add waits for the first one of its tile only and the last one for all:
+// the first is of a job taken earlier, and the last job of a head has the last add of each tile.
 //
 // Jobs of a wave may as well be taken from a counter, where every worker takes one of each wave: all run at the same
 // time, so each comes to take its own, and waits within a wave as above. Who is late takes a later job then, and had
@@ -323,28 +325,17 @@ FLASHBWD_HOST_DEVICE constexpr Abreast ring_of(const Abreast& jobs, int32_t tile
   return {jobs.before + first, jobs.place - first, static_cast<int32_t>(at_most(jobs.size - first, tiles))};
 }
 
-// How many of the jobs [begin, end) of a ring come to tile m before number `place` of them, where all begin together.
-FLASHBWD_HOST_DEVICE constexpr int32_t place_in_ring(int32_t begin, int32_t end, int32_t place, const Starts& starts,
-                                                     int32_t m) {
-  const int32_t last = starts.last_until(m), first = last < end ? last : end - 1;
-  if (place <= last) return first - place;
-  return (first < begin ? 0 : first - begin + 1) + end - 1 - place;
-}
-
-// How many parts of pairs add into a dq tile before this one does. The tile is of query head `head` of the group, and
-// sees the first `seen` key blocks.
-FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Abreast& wave, const Abreast& ring, const Starts& starts,
-                                                 bool second, int32_t head, int32_t seen, int32_t num_key_blocks) {
-  const int32_t unseen = num_key_blocks - seen;  // first parts of so many pairs do not see the tile
-  const int32_t seconds = seen < num_key_blocks / 2 ? seen : num_key_blocks / 2;  // that see it
-  if (second) {
-    const int32_t firsts = wave.before + wave.size - unseen, end = seconds - ring.before;
-    return (firsts > 0 ? firsts : 0) + ring.before +
-           place_in_ring(0, end < ring.size ? end : ring.size, ring.place, starts, head);
-  }
-  const int32_t begin = unseen - ring.before;
-  return (begin < 0 ? -begin : 0) + (wave.before < seconds ? wave.before : seconds) +
-         place_in_ring(begin > 0 ? begin : 0, ring.size, ring.place, starts, head);
+// How many parts of pairs add into a dq tile before this one does. The tile sees the first `seen` key blocks.
+FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Abreast& wave, bool second, int32_t seen,
+                                                 int32_t num_key_blocks) {
+  // First parts of pairs [0, end_first) and second parts of pairs from first_second on see the tile. That is past the
+  // middle one of an odd number, pair 0, which has no second part.
+  const int32_t pairs = (num_key_blocks + 1) / 2, pair = wave.before + wave.place;
+  const int32_t first_second = pairs - (seen < num_key_blocks / 2 ? seen : num_key_blocks / 2);
+  if (!second) return pair + (wave.before > first_second ? wave.before - first_second : 0);
+  const int32_t end_first = pairs - num_key_blocks + seen, end = wave.before + wave.size;
+  const int32_t firsts = end_first < end ? end_first : end;
+  return pair - first_second + (firsts > 0 ? firsts : 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -86,8 +86,11 @@ constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile
 constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64 : 128; }
 
 // Jobs of a ring (schedule.h) come to a tile so many steps after one another: a turn takes longer than a step. In wide
-// tiles about 5 us, and a step is the shorter the smaller head dimensions are.
-constexpr int steps_apart(const Tile& tile) { return is_wide(tile) ? 1023 / (tile.head_dim + tile.head_dim_v) + 1 : 2; }
+// tiles about 5 us, in the others about 3, and a step is the shorter the smaller head dimensions are.
+constexpr int steps_apart(const Tile& tile) {
+  if (is_wide(tile)) return 1023 / (tile.head_dim + tile.head_dim_v) + 1;
+  return tile.head_dim == 80 || tile.head_dim == 96 ? 3 : 2;
+}
 
 // Whether jobs without a mask begin at query blocks of their own in ordinary runs too. With one buffer of dq and one of
 // dout, key blocks that add to the same tile hold one another up: at head dimension 256 2 to 7 % at S = 512 to 16384.

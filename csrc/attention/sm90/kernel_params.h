@@ -30,7 +30,6 @@ struct KernelParams {
   // CTAs, all of which begin together and are dealt jobs in advance (waves, see schedule.h); 0: they take jobs from the
   // counter. Of wide tiles, which do so all the same: jobs of a wave, if not 0.
   int32_t wave_size = 0;
-  int32_t pairs_of_ring = 1;       // in waves, see there
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   bool by_heads = false;           // jobs go through the query heads of a group one after the other, see Step
   bool last_writes_dq = false;     // who adds last to a tile writes dq

@@ -223,7 +223,7 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, plan.block_n));
   params->query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, plan.block_m));
   if (!is_wide(tile)) {
-    params->grouped = grouped_jobs(grouped_sizes(p, packed_q || packed_k, tile), plan.sm_count);
+    params->grouped = grouped_jobs(grouped_sizes(p, packed_q || packed_k, params->takes_turns, tile), plan.sm_count);
   }
   params->key_blocks_of_list =
       params->grouped.pairs ? static_cast<int32_t>(ceil_div(params->key_blocks, 2)) : params->key_blocks;
@@ -304,7 +304,6 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
     if (params->grouped.pairs) params->ctas = ceil_div(params->jobs, ceil_div(params->jobs, params->ctas));
     params->wave_size = params->ctas;
     params->ahead_ctas = 0;  // CTAs that begin together would begin behind them
-    params->pairs_of_ring = pairs_of_ring(params->key_blocks_of_list, p.heads / lists);
   }
   if (dense && !is_wide(tile) && params->chores == 0 && !params->last_writes_dq && is_narrow(p, plan.block_n)) {
     params->counts_a_head = params->key_blocks;

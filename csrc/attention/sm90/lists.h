@@ -43,11 +43,13 @@ int64_t queries_seen(const Problem& p) {
 // and in short walks. `even`: all sequences have all rows.
 //
 // Measured at head dimension 128, S = 256 to 2048: 1.35, 1.14 to 1.18, 1.02 to 1.04, 1.00 times as fast, in order 1.36,
-// 1.13 to 1.19, 1.04 to 1.08, 1.00 to 1.03, at 4096 1.02 (causal) and 1.00; beyond it loses. Grouped heads lose by it,
-// but in order up to 1024. At 64, over chores, S = 256 1.24, 512 1.02 to 1.08, 1024 1.03 (causal) and 0.98; windows of
-// 128 to 512 keys 1.20, 1024 keys 1.03 to 1.06, 2048 1.00. With groups of 4 heads 1.15 to 1.36 at S = 512, 1.04 to 1.14
-// at 1024, 1.04 (causal) and 1.01 at 2048, of 8 1.13 to 1.27 at 512, 1.03 and 0.91 (causal) at 1024 and 2048, of
-// 16 1.12 and 0.95 (causal) at 512 and 2048; in windows of 128 to 1024 keys 1.16, 1.06, 1.03, 0.99.
+// 1.13 to 1.19, 1.04 to 1.08, 1.00 to 1.03, at 4096 1.02 (causal) and 1.00; beyond it loses. Grouped heads 1.29 to 1.44
+// at S = 256, 1.31 to 1.45 (causal) and 1.10 to 1.14 at 512, 1.06 to 1.16 (causal) and 1.01 at 1024, of which key
+// blocks instead of pairs are 1.2, 1.2 and 1.07 (groups of four); 0.96 to 0.98 (causal) at 2048. At 64, over chores, S
+// = 256 1.24, 512 1.02 to 1.08, 1024 1.03 (causal) and 0.98; windows of 128 to 512 keys 1.20, 1024 keys 1.03 to 1.06,
+// 2048 1.00. With groups of 4 heads 1.15 to 1.36 at S = 512, 1.04 to 1.14 at 1024, 1.04 (causal) and 1.01 at 2048, of
+// 8 1.13 to 1.27 at 512, 1.03 and 0.91 (causal) at 1024 and 2048, of 16 1.12 and 0.95 (causal) at 512 and 2048; in
+// windows of 128 to 1024 keys 1.16, 1.06, 1.03, 0.99.
 template <typename Problem>
 bool takes_turns(const Problem& p, const Tile& tile, bool even) {
   if (!last_writes_dq(tile) || !even) return false;
@@ -58,7 +60,7 @@ bool takes_turns(const Problem& p, const Tile& tile, bool even) {
     return grouped ? seen * (p.heads / p.heads_kv) <= 4096 : seen <= 512;
   }
   if (window && (grouped || is_narrow(p, tile.block_n))) return true;
-  if (grouped && !p.deterministic) return false;
+  if (grouped && !p.deterministic) return seen <= 512;
   return seen <= (p.deterministic && !grouped ? 2048 : 1024);
 }
 
@@ -130,14 +132,15 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
   if (const int64_t heads = heads_of_short_walks(p, tile, all, query_blocks, sm_count)) {
     return static_cast<int32_t>(heads);
   }
+  // Pairs go through the tiles one behind the other, and need the fewer rows of each head at a time the more of one are
+  // neighbours. Measured with groups of 2 to 32 heads at S = 1024 to 16384: 8 1 to 3 % slower, 1 as good.
+  if (pairs) return static_cast<int32_t>(std::min<int64_t>(2, all));
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;
   if (p.window_left < 0 && p.window_right < 0) {
     if (2 * abreast <= heads_in(20 << 20)) heads = 2 * abreast;
   } else if (p.heads != p.heads_kv) {
-    // Of more than four pairs fewer begin together in longer lists. Measured with groups of 4 to 32 heads at S = 1024
-    // to 8192, without pairs 8 to 32.
-    heads = !pairs ? 4 : key_blocks > 4 ? 8 : abreast;
+    heads = 4;  // measured with groups of 8 to 32 heads at S = 1024 to 8192
   } else {
     // The shorter the jobs, the more heads that takes; measured at S = 1024 and 8192. A quarter of the multiprocessors
     // leaves four key blocks of a head to share what is in L2.
@@ -258,13 +261,6 @@ bool deals_waves(const Problem& p, bool pairs, bool ahead, int64_t jobs, int64_t
   const int64_t steps_ahead = int64_t{p.batch} * p.heads * p.seqlen_q * row_bytes / kBytesAStep;
   const int64_t steps_of_waves = ceil_div(jobs, workers) * (p.heads / p.heads_kv);
   return std::min(key_blocks, workers) > steps_of_waves + (ahead ? steps_ahead : 0);
-}
-
-// In waves of pairs: how many begin a query block with heads of their own, two steps apart. In the same order each
-// waits for the one before, and waits add up; but heads that are in work at the same time take room in L2. Measured
-// with head dimension 128: 1 to 2 % slower with 4 pairs, 3 to 15 % faster with 8.
-inline int32_t pairs_of_ring(int32_t pairs, int32_t heads_of_job) {
-  return pairs <= 4 ? 1 : std::max(heads_of_job / 2, 1);
 }
 
 struct WideWaves {

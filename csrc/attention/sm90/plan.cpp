@@ -113,7 +113,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   const bool in_turn = takes_turns(problem, tile, !problem.varlen && !problem.has_seqused);
   AttentionProblem ordered = problem;  // as the launch cuts it into jobs
   ordered.deterministic = problem.deterministic || in_turn;
-  const GroupedSizes grouped_sizes = sm90::grouped_sizes(ordered, problem.varlen, tile);
+  const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, in_turn, tile);
   const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
   plan->schedule = grouped.pairs ? "pairs of key blocks" : "key blocks";
   const bool unmasked = !problem.varlen && problem.window_left < 0 && problem.window_right < 0;

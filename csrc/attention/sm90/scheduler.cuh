@@ -63,9 +63,9 @@ struct Work {
   bool second;                    // the second part of a pair
   bool cyclic;                    // the walk begins in the middle, see cyclic_turn
   bool fetches_sums;              // of dq, into L2: the first of its wave that adds to sums which left it long ago
-  Abreast abreast;                // in waves: of a head
+  Abreast abreast;                // in waves: of a head; else all of them
   Abreast ring;                   // those of them that walk together
-  Starts starts;                  // of the ring, in the query blocks or, of pairs, in the heads of the group
+  Starts starts;                  // of the ring, in the query blocks
 
   __device__ bool settled() const { return exhausted || exists; }
   // Of the walk over the query blocks of a head: the first one, and where it is past the last one.
@@ -95,6 +95,8 @@ struct Work {
     list = job.head;
     from_last_key = params.from_last_key && cursor.job < params.jobs_before_last;
     key_block = job.key_block;
+    // Where pairs take turns the one in the middle comes first.
+    if (params.grouped.pairs && p.deterministic) key_block = params.key_blocks_of_list - 1 - key_block;
     if (from_last_key || (params.grouped.pairs && !cursor.second)) {
       const int32_t key_blocks =
           params.packed_jobs ? jobs_of_sequence(p.cu_seqlens_k, batch, kBlockN) : params.key_blocks;
@@ -127,8 +129,9 @@ struct Work {
     forget_registers();
     second = cursor.second;
     cyclic = params.wave_size > 0 && !params.grouped.pairs;
-    fetches_sums = false;
+    abreast = {0, job.key_block, params.key_blocks_of_list};
     if (params.wave_size > 0) find_abreast(params, cursor.job, job.key_block);
+    fetches_sums = params.grouped.pairs && p.deterministic && second && abreast.place == 0;
     forget_registers();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     steps = query_range.size() * (end_head - first_head);
@@ -165,18 +168,11 @@ struct Work {
       stride = min(params.head_group, lists - job / list_jobs * params.head_group);
     }
     abreast = abreast_in_wave(job, first, end, stride, params.wave_size);
-    const int32_t heads = end_head - first_head;
-    if (!cyclic) {
-      fetches_sums = second && params.pairs_of_ring == 1 && abreast.place == 0;
-      ring = ring_of(abreast, params.pairs_of_ring);
-      starts = Starts::of(ring.size, heads, kStepsApart);
-      rotation = static_cast<uint16_t>(starts.tile(ring.place));
-      return;
-    }
+    if (!cyclic) return;
     abreast.before = number - abreast.place;
     ring = ring_of(abreast, tiles.size());
     if (kCounted) ring.place = ring.size - 1 - ring.place;
-    starts = Starts::of(ring.size, tiles.size(), heads > 1 ? 1 : kStepsApart);
+    starts = Starts::of(ring.size, tiles.size(), end_head - first_head > 1 ? 1 : kStepsApart);
     query_range.begin += starts.tile(ring.place);
     query_range.end += starts.tile(ring.place);
     // Queries are counted on, so that each block is behind the one before. Behind the last of a head is nothing: zeros,

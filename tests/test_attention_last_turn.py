@@ -80,15 +80,39 @@ def test_gradients_of_short_walks_agree_with_the_oracle(
 @pytest.mark.parametrize("target", SM90)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "length"), [(4, 1000), (6, 300), (16, 250)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "length"), [(64, 4, 1000), (64, 6, 300), (64, 16, 250), (128, 4, 500), (128, 9, 300)], ids=str
+)
 def test_gradients_of_short_walks_of_grouped_heads_agree_with_the_oracle(
-    heads: int, length: int, causal: bool, deterministic: bool, target: Target
+    head_dim: int, heads: int, length: int, causal: bool, deterministic: bool, target: Target
 ) -> None:
-    """Head dimension 64 alone: ordinary runs too, whose key blocks are no pairs then."""
-    case = dataclasses.replace(DENSE, batch=3, heads=heads, heads_kv=1, head_dim=64, head_dim_v=64, causal=causal)
-    case = dataclasses.replace(case, seqlen_q=length, seqlen_k=length + 30, deterministic=deterministic)
+    case = dataclasses.replace(DENSE, batch=3, heads=heads, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim)
+    case = dataclasses.replace(case, causal=causal, seqlen_q=length, seqlen_k=length + 30, deterministic=deterministic)
     x = built(case, target)
     x.check(*run(x, target[1]))
+
+
+@pytest.mark.parametrize("target", SM90)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "lengths"),
+    [
+        (64, 8, (1000, 1000)),
+        (64, 8, (1024, 1100)),
+        (128, 8, (1000, 1000)),
+        (128, 8, (600, 640)),
+        (128, 8, (300, 1100)),
+        (128, 8, (700, 500)),
+    ],
+    ids=str,
+)
+def test_gradients_of_pairs_that_take_turns_agree_with_the_oracle(
+    head_dim: int, heads: int, lengths: tuple[int, int], deterministic: bool, target: Target
+) -> None:
+    """Of more sequences than are in work at a time; odd and even numbers of key blocks."""
+    case = dataclasses.replace(DENSE, heads=heads, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim, causal=True)
+    case = dataclasses.replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1], deterministic=deterministic)
+    run_copies(case, target, 50)
 
 
 @pytest.mark.parametrize("target", SM90)

@@ -24,11 +24,9 @@ struct GroupedSizes {
   int64_t batch = 0, heads = 0, heads_kv = 0, head_dim = 0, head_dim_v = 0;
   int64_t seqlen_k = 0;
   int64_t block_n = 0;
-  int64_t longest = 0;  // query blocks that the key block of the most sees
-  bool causal = false;  // the others see fewer, in equal steps
-  bool may_pair = false;
-  // Where key blocks make so many rounds, they are no pairs.
-  int64_t unpaired_rounds = INT32_MAX;
+  int64_t longest = 0;                  // query blocks that the key block of the most sees
+  bool causal = false;                  // the others see fewer, in equal steps
+  int64_t unpaired_rounds = INT32_MAX;  // key blocks that make so many rounds are no pairs
   bool may_split = false;
 };
 
@@ -50,13 +48,13 @@ GroupedSizes grouped_sizes(const Problem& p, bool varlen, bool in_turn, const Ti
   }
   s.causal = p.window_left < 0 && p.window_right >= 0;
   s.may_split = !varlen;
-  s.may_pair = !varlen;
   // Of short walks many key blocks do better than pairs. Measured at S = 256 to 2048: 1.07 to 1.2 times as fast in
   // eight rounds, where adds take turns (four query heads) 1.02 to 1.3 times; in two rounds 0.84 to 0.93 times, at head
   // dimension 64 1.03.
   const int64_t group = p.heads / p.heads_kv;
   const bool short_walk = group * p.seqlen_q <= (in_turn && group <= 4 ? 8192 : 4096);
   if (short_walk) s.unpaired_rounds = tile.head_dim == 64 ? 0 : 4;
+  if (varlen) s.unpaired_rounds = 0;
   return s;
 }
 
@@ -91,7 +89,7 @@ inline GroupedJobs grouped_jobs(const GroupedSizes& s, int64_t sm_count) {
     // Longest first in lists that stay in L2: the end of the last list is ragged, in simulations by 0.6 of the longest.
     const int64_t mean = ceil_div(lists * key_blocks * (longest + longest / key_blocks) / 2, sm_count);
     consider(std::max(longest, mean + longest * 6 / 10), false);
-    if (s.may_pair && lists * key_blocks < s.unpaired_rounds * sm_count) {
+    if (lists * key_blocks < s.unpaired_rounds * sm_count) {
       consider(ceil_div(lists * ceil_div(key_blocks, 2), sm_count) * (longest + longest / key_blocks), true);
     }
   }

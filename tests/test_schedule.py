@@ -573,18 +573,20 @@ def test_cyclic_waves_from_a_counter_never_deadlock(
     assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(tiles))
 
 
-@given(
-    workers=st.integers(1, 20),
-    heads=st.integers(1, 6),
-    head_group=st.integers(1, 6),
-    lengths=st.tuples(st.integers(1, 150), st.integers(1, 150)),
-    kind=st.sampled_from([Causal.kBottomRight, Causal.kTopLeft]),
-    right=st.integers(0, 20),
-    blocks=st.tuples(st.sampled_from([3, 7, 16]), st.sampled_from([3, 7, 16])),
-    group=st.integers(1, 6),
-    spare_blocks=st.integers(0, 3),
-    seed=st.integers(0, 2**32),
-)
+# Workers, heads and lists of them, and what a causal mask leaves of a sequence.
+PAIRS: dict[str, Any] = {
+    "workers": st.integers(1, 20),
+    "heads": st.integers(1, 6),
+    "head_group": st.integers(1, 6),
+    "lengths": st.tuples(st.integers(1, 150), st.integers(1, 150)),
+    "kind": st.sampled_from([Causal.kBottomRight, Causal.kTopLeft]),
+    "right": st.integers(0, 20),
+    "blocks": st.tuples(st.sampled_from([3, 7, 16]), st.sampled_from([3, 7, 16])),
+    "seed": st.integers(0, 2**32),
+}
+
+
+@given(**PAIRS, group=st.integers(1, 6), spare_blocks=st.integers(0, 3))
 @settings(max_examples=1000, deadline=None)
 def test_waves_of_pairs_take_turns_and_never_deadlock(
     workers: int,
@@ -594,9 +596,9 @@ def test_waves_of_pairs_take_turns_and_never_deadlock(
     kind: Any,
     right: int,
     blocks: tuple[int, int],
+    seed: int,
     group: int,
     spare_blocks: int,
-    seed: int,
 ) -> None:
     v = host.make_visibility(*lengths, -1, right, kind)
     waves = paired_waves(workers, heads, head_group, v, *blocks, group, spare_blocks)
@@ -616,16 +618,7 @@ def test_nobody_waits_in_whole_waves_of_rings(key_blocks: int) -> None:
         assert waves.makespan() == -(-8 * key_blocks // 16) * tiles
 
 
-@given(
-    workers=st.integers(1, 20),
-    heads=st.integers(1, 6),
-    head_group=st.integers(1, 6),
-    lengths=st.tuples(st.integers(1, 150), st.integers(1, 150)),
-    kind=st.sampled_from([Causal.kBottomRight, Causal.kTopLeft]),
-    right=st.integers(0, 20),
-    blocks=st.tuples(st.sampled_from([3, 7, 16]), st.sampled_from([3, 7, 16])),
-    seed=st.integers(0, 2**32),
-)
+@given(**PAIRS)
 @settings(max_examples=500, deadline=None)
 def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_the_last_for_all(
     workers: int,
@@ -641,8 +634,10 @@ def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_t
     v = host.make_visibility(*lengths, -1, right, kind)
     pairs = -(-lengths[1] // (2 * blocks[1]))
     jobs = paired_waves(heads * pairs, heads, head_group, v, *blocks, 1, 0).jobs
-    tiles = [(head, tile, turn) for head, steps in jobs for tile, turn in steps]
-    last = {(head, tile): max(t for h, m, t in tiles if (h, m) == (head, tile)) for head, tile, _ in tiles}
+    last: dict[Any, int] = defaultdict(int)
+    for head, steps in jobs:
+        for tile, turn in steps:
+            last[head, tile] = max(last[head, tile], turn)
     added: dict[Any, int] = defaultdict(int)
     walks: list[list[Any]] = [[] for _ in range(workers)]
     taken = 0

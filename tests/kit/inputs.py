@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +13,38 @@ from . import dropout, oracle, tolerance
 from .cases import Case
 
 _A_HANDFUL = 1024  # elements
+
+
+def forward_arguments(canonical: dict[str, Any]) -> dict[str, Any]:
+    """What oracle.attention takes besides q, k, v, dout."""
+    return {name: x for name, x in canonical.items() if name not in ("q", "k", "v", "dout", "out", "lse")}
+
+
+def naive_results(canonical: dict[str, Any]) -> tuple[oracle.AttentionResult, ...]:
+    """The same gradients by plain PyTorch, for the tolerance rule.
+
+    In the precision of the inputs by autograd, and by the formulas written out; and by those in float64, whose error is
+    that of the given out and LSE.
+    """
+    rest = forward_arguments(canonical)
+    q, k, v, dout, out, lse = (canonical[name] for name in ("q", "k", "v", "dout", "out", "lse"))
+    return (
+        oracle.attention(q, k, v, dout, **rest, dtype=q.dtype),
+        oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest, dtype=q.dtype),
+        oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest),
+    )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a case holds, whatever its layout, and what comes of it."""
+
+    canonical: dict[str, Any]
+    reference: oracle.AttentionResult
+
+    @cached_property
+    def naive(self) -> tuple[oracle.AttentionResult, ...]:
+        return naive_results(self.canonical)
 
 
 @dataclass(frozen=True)
@@ -29,6 +61,7 @@ class Inputs:
     canonical: dict[str, Any]
     arguments: dict[str, Any]
     reference: oracle.AttentionResult
+    draw: Draw
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor arguments by name."""
@@ -41,22 +74,12 @@ class Inputs:
 
     def forward_arguments(self) -> dict[str, Any]:
         """What oracle.attention takes besides q, k, v, dout."""
-        return {name: x for name, x in self.canonical.items() if name not in ("q", "k", "v", "dout", "out", "lse")}
+        return forward_arguments(self.canonical)
 
     @cached_property
     def naive(self) -> tuple[oracle.AttentionResult, ...]:
-        """The same gradients by plain PyTorch, for the tolerance rule.
-
-        In the precision of the inputs by autograd, and by the formulas written out; and by those in float64, whose
-        error is that of the given out and LSE.
-        """
-        x, rest = self.canonical, self.forward_arguments()
-        q, k, v, dout, out, lse = (x[name] for name in ("q", "k", "v", "dout", "out", "lse"))
-        return (
-            oracle.attention(q, k, v, dout, **rest, dtype=self.dtype),
-            oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest, dtype=self.dtype),
-            oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest),
-        )
+        """See naive_results."""
+        return self.draw.naive if self.canonical is self.draw.canonical else naive_results(self.canonical)
 
     def naive_error(self, name: str) -> float:
         """Largest error of the plain computations in one gradient."""
@@ -97,15 +120,21 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def build(case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
     """Draw the values of a case, compute its reference, and lay both out as the case asks, on ``device``."""
+    drawn = _draw(replace(case, name="", layout="contiguous", lse_form="rows", deterministic=False), dtype, seed)
+    arguments = _arguments(case, drawn.canonical, torch.device(device))
+    return Inputs(case, dtype, seed, drawn.canonical, arguments, drawn.reference, drawn)
+
+
+@lru_cache(maxsize=4)  # tests that follow one another differ in backend, layout or determinism
+def _draw(case: Case, dtype: torch.dtype, seed: int) -> Draw:
     canonical = _values(case, dtype, seed)
-    rest = {name: x for name, x in canonical.items() if name not in ("q", "k", "v", "dout")}
-    reference = oracle.attention(*(canonical[name] for name in ("q", "k", "v", "dout")), **rest)
+    reference = oracle.attention(*(canonical[name] for name in ("q", "k", "v", "dout")), **forward_arguments(canonical))
     canonical["out"] = reference.out.to(dtype)
     canonical["lse"] = torch.where(reference.empty, case.empty_lse, reference.lse).to(lse_dtype(dtype))
     if canonical["dlse"] is not None:
         canonical["dlse"] = torch.where(reference.empty, torch.nan, canonical["dlse"])
     _poison(case, canonical)
-    return Inputs(case, dtype, seed, canonical, _arguments(case, canonical, torch.device(device)), reference)
+    return Draw(canonical, reference)
 
 
 def _values(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
@@ -213,7 +242,7 @@ def _poison(case: Case, canonical: dict[str, Any]) -> None:
 
 def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> dict[str, Any]:
     def moved(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor) else x
+        return x.to(device, copy=True) if isinstance(x, Tensor) else x
 
     names = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "sink")
     arguments: dict[str, Any] = {"dropout_p": case.dropout_p}

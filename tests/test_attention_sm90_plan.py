@@ -23,6 +23,11 @@ def plan_of(host: ModuleType, changed: dict[str, Any] | None = None, **changes: 
     return host.plan_attention(dense_problem(host, **{"aligned_16": True, **changes}), gpu)
 
 
+def square(batch: int, rows: int) -> dict[str, int]:
+    """Sizes of so many sequences with as many keys as queries."""
+    return {"batch": batch, "seqlen_q": rows, "seqlen_k": rows, "total_q": batch * rows, "total_k": batch * rows}
+
+
 def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: Any) -> str:
     plan = plan_of(host, changed, **changes)
     assert plan.backend != "sm90"
@@ -185,7 +190,7 @@ def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
 def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
     host: ModuleType, batch: int, rows: int, heads_kv: int, splits: int, pairs: bool
 ) -> None:
-    sizes = {"batch": batch, "seqlen_q": rows, "seqlen_k": rows, "total_q": batch * rows, "total_k": batch * rows}
+    sizes = square(batch, rows)
     plan = plan_of(host, heads=32, heads_kv=heads_kv, window_right=0, **sizes)
     assert plan.schedule.startswith("pairs") is pairs
     assert ("query heads in 2 parts" in plan.schedule) is (splits == 2)
@@ -218,7 +223,7 @@ def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
 def test_key_blocks_of_short_causal_walks_in_many_rounds_are_no_pairs(
     host: ModuleType, head_dim: int, heads_kv: int, rows: int, batch: int, pairs: bool, deterministic: bool
 ) -> None:
-    sizes = {"batch": batch, "seqlen_q": rows, "seqlen_k": rows, "total_q": batch * rows, "total_k": batch * rows}
+    sizes = square(batch, rows)
     sizes |= {"heads": 32, "heads_kv": heads_kv, "head_dim": head_dim, "head_dim_v": head_dim, "window_right": 0}
     plan = plan_of(host, **sizes, deterministic=deterministic)
     assert plan.schedule.startswith("pairs") is pairs

@@ -53,7 +53,7 @@ def test_given_lse_is_used_and_not_recomputed(target: Target) -> None:
     lse = x.canonical["lse"] + torch.log(torch.tensor(2.0, dtype=x.canonical["lse"].dtype))
     main = [x.canonical[name] for name in ("q", "k", "v", "dout", "out")]
     expected = oracle.attention_from_statistics(*main, lse)
-    shifted = dataclasses.replace(x, reference=expected, canonical=x.canonical | {"lse": lse})
+    shifted = dataclasses.replace(x, draw=inputs.Draw(x.canonical | {"lse": lse}, expected))
     shifted.check(*run(x, backend, softmax_lse=lse.to(device)))
     dv = run(x, backend, softmax_lse=lse.to(device)).dv.double().cpu()
     torch.testing.assert_close(dv, x.reference.dv / 2, rtol=0.05, atol=0.02)

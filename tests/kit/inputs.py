@@ -20,31 +20,27 @@ def forward_arguments(canonical: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in canonical.items() if name not in ("q", "k", "v", "dout", "out", "lse")}
 
 
-def naive_results(canonical: dict[str, Any]) -> tuple[oracle.AttentionResult, ...]:
-    """The same gradients by plain PyTorch, for the tolerance rule.
-
-    In the precision of the inputs by autograd, and by the formulas written out; and by those in float64, whose error is
-    that of the given out and LSE.
-    """
-    rest = forward_arguments(canonical)
-    q, k, v, dout, out, lse = (canonical[name] for name in ("q", "k", "v", "dout", "out", "lse"))
-    return (
-        oracle.attention(q, k, v, dout, **rest, dtype=q.dtype),
-        oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest, dtype=q.dtype),
-        oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest),
-    )
-
-
 @dataclass(frozen=True)
 class Draw:
-    """What a case holds, whatever its layout, and what comes of it."""
+    """What a case holds, whatever its layout, and what comes of it. See Inputs."""
 
     canonical: dict[str, Any]
     reference: oracle.AttentionResult
 
     @cached_property
     def naive(self) -> tuple[oracle.AttentionResult, ...]:
-        return naive_results(self.canonical)
+        """The same gradients by plain PyTorch, for the tolerance rule.
+
+        In the precision of the inputs by autograd, and by the formulas written out; and by those in float64, whose
+        error is that of the given out and LSE.
+        """
+        rest = forward_arguments(self.canonical)
+        q, k, v, dout, out, lse = (self.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse"))
+        return (
+            oracle.attention(q, k, v, dout, **rest, dtype=q.dtype),
+            oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest, dtype=q.dtype),
+            oracle.attention_from_statistics(q, k, v, dout, out, lse, **rest),
+        )
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,16 @@ class Inputs:
     case: Case
     dtype: torch.dtype
     seed: int
-    canonical: dict[str, Any]
     arguments: dict[str, Any]
-    reference: oracle.AttentionResult
     draw: Draw
+
+    @property
+    def canonical(self) -> dict[str, Any]:
+        return self.draw.canonical
+
+    @property
+    def reference(self) -> oracle.AttentionResult:
+        return self.draw.reference
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor arguments by name."""
@@ -72,18 +74,11 @@ class Inputs:
         case = self.case
         return (case.rng_seed, case.rng_offset, case.rng_layout) if case.dropout_p > 0 else None
 
-    def forward_arguments(self) -> dict[str, Any]:
-        """What oracle.attention takes besides q, k, v, dout."""
-        return forward_arguments(self.canonical)
-
-    @cached_property
-    def naive(self) -> tuple[oracle.AttentionResult, ...]:
-        """See naive_results."""
-        return self.draw.naive if self.canonical is self.draw.canonical else naive_results(self.canonical)
-
     def naive_error(self, name: str) -> float:
         """Largest error of the plain computations in one gradient."""
-        return tolerance.largest_error(getattr(self.reference, name), (getattr(result, name) for result in self.naive))
+        return tolerance.largest_error(
+            getattr(self.reference, name), (getattr(result, name) for result in self.draw.naive)
+        )
 
     def check(self, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None) -> None:
         """Assert that the gradients obey the tolerance rule, each absent exactly where the reference has none."""
@@ -121,8 +116,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def build(case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
     """Draw the values of a case, compute its reference, and lay both out as the case asks, on ``device``."""
     drawn = _draw(replace(case, name="", layout="contiguous", lse_form="rows", deterministic=False), dtype, seed)
-    arguments = _arguments(case, drawn.canonical, torch.device(device))
-    return Inputs(case, dtype, seed, drawn.canonical, arguments, drawn.reference, drawn)
+    return Inputs(case, dtype, seed, _arguments(case, drawn.canonical, torch.device(device)), drawn)
 
 
 @lru_cache(maxsize=4)  # tests that follow one another differ in backend, layout or determinism

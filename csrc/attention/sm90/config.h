@@ -102,7 +102,8 @@ constexpr bool spreads_jobs(const Tile& tile) { return is_wide(tile) && tile.dou
 constexpr int kWideAdders = 2;
 constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * kWideAdders : kConsumerWarpgroups; }
 
-// Whether pairs of key blocks begin a query block with heads of their own (Work::rotation), as measured.
+// Whether pairs of key blocks begin a query block with heads of their own in ordinary runs (Work::rotation), and sums
+// of dq are fetched into L2 for those that take turns (Work::fetches_sums), as measured.
 constexpr bool rotates_heads(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 128; }
 
 // Steps before its last one that a CTA takes the next job: to find it takes as long as two. Measured at S = 512 and

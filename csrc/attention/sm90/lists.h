@@ -60,8 +60,7 @@ bool takes_turns(const Problem& p, const Tile& tile, bool even) {
     return grouped ? seen * (p.heads / p.heads_kv) <= 4096 : seen <= 512;
   }
   if (window && (grouped || is_narrow(p, tile.block_n))) return true;
-  if (grouped && !p.deterministic) return seen <= 512;
-  return seen <= (p.deterministic && !grouped ? 2048 : 1024);
+  return seen <= (p.deterministic ? 2048 : 1024) / (grouped ? 2 : 1);
 }
 
 // Of less than 8 steps, on average.
@@ -133,7 +132,8 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
     return static_cast<int32_t>(heads);
   }
   // Pairs go through the tiles one behind the other, and need the fewer rows of each head at a time the more of one are
-  // neighbours. Measured with groups of 2 to 32 heads at S = 1024 to 16384: 8 1 to 3 % slower, 1 as good.
+  // neighbours. Measured with groups of 2 to 32 heads at S = 1024 to 16384: eight are 1 to 3 % slower, one
+  // is as good.
   if (pairs) return static_cast<int32_t>(std::min<int64_t>(2, all));
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;

@@ -27,8 +27,8 @@ struct KernelParams {
   GroupedJobs grouped;
   int32_t ctas = 0;               // one a multiprocessor at most
   int32_t* jobs_taken = nullptr;  // counter in the workspace, 0 at the start
-  // CTAs, all of which begin together and are dealt jobs in advance (waves, see schedule.h); 0: they take jobs from the
-  // counter. Of wide tiles, which do so all the same: jobs of a wave, if not 0.
+  // Jobs of a wave (schedule.h), 0: there are no waves. In turn all CTAs begin together and are dealt jobs in advance;
+  // ordinary, and of wide tiles, they take them from the counter.
   int32_t wave_size = 0;
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   bool by_heads = false;           // jobs go through the query heads of a group one after the other, see Step

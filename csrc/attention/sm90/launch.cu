@@ -189,9 +189,8 @@ const char* add_parts(const AttentionBackwardParams& params, const KernelParams&
 const char* make_params(const AttentionBackwardParams& given, const AttentionPlan& plan, KernelParams* params) {
   const Tile& tile = kTiles[plan.config];
   const bool packed_q = given.cu_seqlens_q != nullptr, packed_k = given.cu_seqlens_k != nullptr;
-  const bool even = !packed_q && !packed_k && given.seqused_q == nullptr && given.seqused_k == nullptr;
   params->by_heads = given.heads != given.heads_kv && given.window_left >= 0 && given.window_right >= 0;
-  params->takes_turns = takes_turns(given, tile, even);
+  params->takes_turns = takes_turns(given, tile);
   params->last_writes_dq = params->takes_turns && can_write_dq(given);
   // The kernel whose last adds write dq knows no other way to add.
   const bool in_turn =
@@ -248,8 +247,10 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->jobs_before_last =
       params->packed_jobs ? params->jobs : static_cast<int32_t>(heads_before_last * params->key_blocks_of_list);
   if (params->packed_jobs) params->list_blocks = blocks_of_a_list(p, plan.block_n);
+  const int64_t uncut_jobs = params->jobs;
   if (!packed_q && !packed_k && !is_wide(tile)) {
-    params->last_round = last_round(p, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
+    params->last_round =
+        last_round(given, tile, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
   }
   params->whole_jobs = params->jobs - params->last_round.jobs;
   params->jobs = params->whole_jobs + params->last_round.jobs * params->last_round.parts;
@@ -297,7 +298,7 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
     params->ahead_ctas = statistics_ahead(p, visibility, is_wide(tile), params->heads_abreast, params->key_blocks,
                                           params->query_blocks, plan.block_m, plan.block_n, plan.sm_count);
   }
-  if (!is_wide(tile) && deals_waves(given, params->grouped.pairs, params->ahead_ctas > 0, params->jobs,
+  if (!is_wide(tile) && deals_waves(given, tile, params->grouped.pairs, params->ahead_ctas > 0, uncut_jobs,
                                     params->key_blocks, params->ctas)) {
     // Pairs: waves are whole, so that CTAs that come late to a wave are late in the next one too, and nobody waits for
     // them there.
@@ -312,6 +313,9 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
     const int64_t left = left_to_conversion(p, visibility, params->jobs, params->key_blocks, params->query_blocks,
                                             plan.block_m, plan.block_n, plan.sm_count / tile.ctas);
     params->ctas = std::min(params->ctas, static_cast<int32_t>((plan.sm_count / tile.ctas - left) * tile.ctas));
+  }
+  if (!is_wide(tile) && begins_apart(given, tile, uncut_jobs, params->key_blocks, plan.sm_count)) {
+    params->wave_size = params->ctas;
   }
   if (params->ahead_ctas > 0) {
     const int32_t rows = rows_of_flag(p);

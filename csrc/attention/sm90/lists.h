@@ -5,12 +5,24 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../params.h"
+#include "../problem.h"
 #include "../schedule.h"
 #include "config.h"
 
 namespace flashbwd::sm90 {
 
-constexpr int64_t kBytesAStep = 6'600'000;  // memory moves while a multiprocessor takes a step
+// Steps of a job, beside its own.
+constexpr int64_t kStepsAround = 3;
+
+// Bytes that memory moves while a multiprocessor takes a step.
+constexpr int64_t bytes_a_step(const Tile& tile) { return 6'600'000 * tile.head_dim / 128 * tile.block_m / 64; }
+
+// Whether there are sequences that do not have all rows.
+inline bool is_packed_or_cut(const AttentionProblem& p) { return p.varlen || p.has_seqused; }
+inline bool is_packed_or_cut(const AttentionBackwardParams& p) {
+  return p.cu_seqlens_q != nullptr || p.cu_seqlens_k != nullptr || p.seqused_q != nullptr || p.seqused_k != nullptr;
+}
 
 // Deterministic: whether jobs of a list go through the key blocks from the last one (ordered_turn_from_last).
 // Here and below: of an AttentionProblem or AttentionBackwardParams.
@@ -40,7 +52,7 @@ int64_t queries_seen(const Problem& p) {
 
 // Whether adds to a dq tile take turns in the kernel where the last one writes dq (turns.cuh): nothing is left to
 // convert, but steps are 1 to 2 % longer. So it is in narrow windows, whose sums have left L2 when they are converted,
-// and in short walks. `even`: all sequences have all rows.
+// and in short walks.
 //
 // Measured at head dimension 128, S = 256 to 2048: 1.35, 1.14 to 1.18, 1.02 to 1.04, 1.00 times as fast, in order 1.36,
 // 1.13 to 1.19, 1.04 to 1.08, 1.00 to 1.03, at 4096 1.02 (causal) and 1.00; beyond it loses. Grouped heads 1.29 to 1.44
@@ -51,8 +63,8 @@ int64_t queries_seen(const Problem& p) {
 // 8 1.13 to 1.27 at 512, 1.03 and 0.91 (causal) at 1024 and 2048, of 16 1.12 and 0.95 (causal) at 512 and 2048; in
 // windows of 128 to 1024 keys 1.16, 1.06, 1.03, 0.99.
 template <typename Problem>
-bool takes_turns(const Problem& p, const Tile& tile, bool even) {
-  if (!last_writes_dq(tile) || !even) return false;
+bool takes_turns(const Problem& p, const Tile& tile) {
+  if (!last_writes_dq(tile) || is_packed_or_cut(p)) return false;
   const bool window = p.window_left >= 0 && p.window_right >= 0, grouped = p.heads != p.heads_kv;
   const int64_t seen = queries_seen(p);
   if (tile.head_dim == 64) {
@@ -85,10 +97,10 @@ int64_t rows_at_once(const Problem& p, int64_t heads, int64_t block_n, int64_t s
 // about as many heads. 0: no such walks.
 template <typename Problem>
 int64_t heads_of_short_walks(const Problem& p, const Tile& tile, int64_t all, int64_t query_blocks, int64_t sm_count) {
-  constexpr int64_t kStepsAround = 3, kShortWalk = 8;
+  constexpr int64_t kShortWalk = 8;
   const bool full = p.deterministic && p.window_left < 0 && p.window_right < 0;
   if (!full || p.heads != p.heads_kv || p.head_dim > 128 || query_blocks > kShortWalk || all < sm_count) return 0;
-  const int64_t steps_apart = tile.head_dim == 64 && takes_turns(p, tile, true) ? 3 : 2;
+  const int64_t steps_apart = tile.head_dim == 64 && takes_turns(p, tile) ? 3 : 2;
   return ceil_div(steps_apart * sm_count, query_blocks + kStepsAround);
 }
 
@@ -103,7 +115,7 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
   const int64_t all = packed_k ? lists : lists * p.batch;
   int64_t abreast = std::min(heads_in(32 << 20), heads_abreast(sm_count, all, key_blocks));
   const bool narrow = !packed_k && p.heads == p.heads_kv && is_narrow(p, tile.block_n);
-  const bool last_writes = p.deterministic && takes_turns(p, tile, true);
+  const bool last_writes = p.deterministic && takes_turns(p, tile);
   if (narrow && (!p.deterministic || last_writes)) {
     // Heads of the same rows are neighbours in memory. Measured with 16 of them: 2 % faster where their rows take 24 MB
     // (256 keys), 3 % slower with 35 MB (1024 keys). At head dimension 64 32 of 29 MB are 3 % faster (1024 keys) where
@@ -172,38 +184,8 @@ int32_t blocks_of_a_list(const Problem& p, int64_t block_n) {
   return static_cast<int32_t>(heads_in_l2(20 << 20, block_n, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv));
 }
 
-// Without a mask all jobs are equal, and the last round of them may be for a few multiprocessors only. Then these jobs
-// are cut by query blocks; their parts of dk and dv are fp32 sums in the workspace, added up by a launch of their own.
-struct LastRound {
-  int32_t jobs = 0;   // the last so many key blocks, as many of each head of the last list
-  int32_t parts = 1;  // of each
-};
-
-template <typename Problem>
-LastRound last_round(const Problem& p, int64_t heads_of_list, int64_t key_blocks, int64_t query_blocks,
-                     int64_t sm_count) {
-  constexpr int64_t kStepsAround = 3;  // of a job, beside its own
-  const int64_t heads = p.batch * p.heads, jobs = heads * key_blocks;
-  const bool full = p.window_left < 0 && p.window_right < 0 && p.heads == p.heads_kv;
-  if (!full || jobs <= sm_count || heads_of_list > p.heads || heads % heads_of_list != 0) return {};
-  const int64_t cut = round_up(jobs % sm_count, heads_of_list);
-  if (cut == 0 || cut > heads_of_list * key_blocks) return {};
-  LastRound best;
-  int64_t least = (query_blocks + kStepsAround) * 9 / 10;
-  for (int64_t parts = 2; parts <= std::min<int64_t>(query_blocks, 32); ++parts) {
-    const int64_t bytes = 2 * 4 * parts * cut * 128 * (p.head_dim + p.head_dim_v);
-    const int64_t steps = ceil_div(cut * parts, sm_count) * (ceil_div(query_blocks, parts) + kStepsAround) +
-                          kStepsAround + bytes / kBytesAStep;
-    if (steps >= least) continue;
-    least = steps;
-    best = {static_cast<int32_t>(cut), static_cast<int32_t>(parts)};
-  }
-  return best;
-}
-
 // Steps that a head takes, what stands around those of each job included.
 inline int64_t steps_of_head(const Visibility& visibility, int64_t key_blocks, int64_t block_m, int64_t block_n) {
-  constexpr int64_t kStepsAround = 3;  // of a job
   constexpr int64_t kSamples = 64;
   const int64_t samples = std::min(key_blocks, kSamples);
   int64_t steps = kStepsAround * samples;
@@ -239,26 +221,25 @@ int32_t statistics_ahead(const Problem& p, const Visibility& visibility, bool wi
   return static_cast<int32_t>(std::min(std::max<int64_t>(ahead, 1), most));
 }
 
-// Dense, without a mask: all jobs are of one length.
+// All sequences have all rows, and there is no mask: all jobs are of one length.
 template <typename Problem>
 bool has_equal_jobs(const Problem& p) {
-  const bool dense =
-      p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqused_q == nullptr && p.seqused_k == nullptr;
-  return dense && p.window_left < 0 && p.window_right < 0;
+  return !is_packed_or_cut(p) && p.window_left < 0 && p.window_right < 0;
 }
 
 // Deterministic: whether jobs are dealt in waves (schedule.h), so that key blocks of a head that begin together do not
 // wait for one another. They are of one length: all of them without a mask, pairs under a causal one. `ahead`: whether
 // row statistics would be written beside the first jobs; CTAs that begin together begin behind all of them.
 template <typename Problem>
-bool deals_waves(const Problem& p, bool pairs, bool ahead, int64_t jobs, int64_t key_blocks, int64_t workers) {
+bool deals_waves(const Problem& p, const Tile& tile, bool pairs, bool ahead, int64_t jobs, int64_t key_blocks,
+                 int64_t workers) {
   if (!p.deterministic || p.seqlen_q == 0 || jobs == 0) return false;
   if (pairs) return true;
   if (!has_equal_jobs(p)) return false;
   // In steps. In turn, the last key block of a head waits for those that begin before it. A wave begins with as many
   // query tiles that are not in L2 as it has jobs, of each head of a group, which takes memory about a step.
   const int64_t row_bytes = 4 * p.head_dim_v;  // of out and dout
-  const int64_t steps_ahead = int64_t{p.batch} * p.heads * p.seqlen_q * row_bytes / kBytesAStep;
+  const int64_t steps_ahead = int64_t{p.batch} * p.heads * p.seqlen_q * row_bytes / bytes_a_step(tile);
   const int64_t steps_of_waves = ceil_div(jobs, workers) * (p.heads / p.heads_kv);
   return std::min(key_blocks, workers) > steps_of_waves + (ahead ? steps_ahead : 0);
 }
@@ -295,6 +276,52 @@ WideWaves wide_waves(const Problem& p, const Tile& tile, int32_t heads_of_list, 
     }
   }
   return {};
+}
+
+// Ordinary, tiles up to 128: whether jobs without a mask begin at query blocks of their own (schedule.h, waves), though
+// nobody waits for anybody. Many key blocks of a head that begin together at its first query block all add to the same
+// tiles. Measured with head dimensions 32 to 128: with 64 key blocks and more it gains up to 2 %, with 32 it loses up
+// to 1 %, with all jobs of a call in one round it gains 4 to 9 %; with grouped heads, whose tiles leave L2, -12 to 4 %.
+template <typename Problem>
+bool begins_apart(const Problem& p, const Tile& tile, int64_t jobs, int64_t key_blocks, int64_t workers) {
+  constexpr int64_t kManyKeyBlocks = 64;
+  if (p.deterministic || takes_turns(p, tile) || !has_equal_jobs(p)) return false;
+  if (p.heads != p.heads_kv || p.seqlen_q == 0) return false;
+  return key_blocks >= kManyKeyBlocks || jobs <= workers;
+}
+
+// Without a mask all jobs are equal, and the last round of them may be for a few multiprocessors only. Then these jobs
+// are cut by query blocks; their parts of dk and dv are fp32 sums in the workspace, added up by a launch of their own.
+struct LastRound {
+  int32_t jobs = 0;   // the last so many key blocks, as many of each head of the last list
+  int32_t parts = 1;  // of each
+};
+
+template <typename Problem>
+LastRound last_round(const Problem& p, const Tile& tile, int64_t heads_of_list, int64_t key_blocks,
+                     int64_t query_blocks, int64_t sm_count) {
+  const int64_t heads = int64_t{p.batch} * p.heads, jobs = heads * key_blocks;
+  const bool full = p.window_left < 0 && p.window_right < 0 && p.heads == p.heads_kv;
+  if (!full || jobs <= sm_count || heads_of_list > p.heads || heads % heads_of_list != 0) return {};
+  const bool ahead =
+      statistics_ahead(p, make_visibility(p.seqlen_q, p.seqlen_k, -1, -1, p.causal), false, heads_of_list, key_blocks,
+                       query_blocks, tile.block_m, tile.block_n, sm_count) > 0 &&
+      !deals_waves(p, tile, false, true, jobs, key_blocks, sm_count);
+  // Multiprocessors that write row statistics meanwhile, half a step for those of a query block, take fewer jobs.
+  const int64_t missed = ahead ? heads * query_blocks / (2 * (query_blocks + kStepsAround)) : 0;
+  const int64_t cut = round_up((jobs + missed) % sm_count, heads_of_list);
+  if (cut == 0 || cut > heads_of_list * key_blocks) return {};
+  LastRound best;
+  int64_t least = (query_blocks + kStepsAround) * 9 / 10;
+  for (int64_t parts = 2; parts <= std::min<int64_t>(query_blocks, 32); ++parts) {
+    const int64_t bytes = 2 * 4 * parts * cut * 128 * (p.head_dim + p.head_dim_v);
+    const int64_t steps = ceil_div(cut * parts, sm_count) * (ceil_div(query_blocks, parts) + kStepsAround) +
+                          kStepsAround + bytes / bytes_a_step(tile);
+    if (steps >= least) continue;
+    least = steps;
+    best = {static_cast<int32_t>(cut), static_cast<int32_t>(parts)};
+  }
+  return best;
 }
 
 // Multiprocessors (or clusters) that the kernel leaves to the conversion of dq (Conversion), which keeps up with it on

@@ -110,7 +110,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
   plan->sm_count = device.sm_count;
-  const bool in_turn = takes_turns(problem, tile, !problem.varlen && !problem.has_seqused);
+  const bool in_turn = takes_turns(problem, tile);
   AttentionProblem ordered = problem;  // as the launch cuts it into jobs
   ordered.deterministic = problem.deterministic || in_turn;
   const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, in_turn, tile);
@@ -131,7 +131,11 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
     const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
     const int32_t heads = heads_of_a_list(ordered, tile, false, grouped.pairs, problem.heads_kv * grouped.splits,
                                           key_blocks, query_blocks, device.sm_count);
-    last = last_round(ordered, heads, key_blocks, query_blocks, device.sm_count);
+    last = last_round(problem, tile, heads, key_blocks, query_blocks, device.sm_count);
+    const int64_t jobs = problem.batch * problem.heads * key_blocks;
+    if (begins_apart(problem, tile, jobs, key_blocks, device.sm_count)) {
+      plan->schedule += ", each begins at a query block of its own";
+    }
   }
   if (last.parts > 1) {
     plan->schedule += ", the last " + std::to_string(last.jobs) + " in " + std::to_string(last.parts) + " parts";

@@ -32,7 +32,8 @@ struct Producer {
       do {
         cursor.second = params.grouped.pairs && !cursor.second;
         if (!cursor.second) {
-          cursor.job = params.wave_size > 0 ? cursor.job + params.wave_size : atomicAdd(params.jobs_taken, 1);
+          const bool dealt = params.wave_size > 0 && params.attention.deterministic;
+          cursor.job = dealt ? cursor.job + params.wave_size : atomicAdd(params.jobs_taken, 1);
         }
         smem.work[cursor.slot.index()].find(params, cursor);
       } while (!smem.work[cursor.slot.index()].settled());

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_run.py OUT                          all stages, one after the other
     python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without what an earlier run finished
+    python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  of tests those that match, with as many processes
 
 Libraries that are in place are used as they are; missing ones are built first. Stages are made of steps.
 ``OUT/state.json`` remembers the steps that ended, so that with ``--resume`` a run goes on where another was cut off (by
@@ -23,8 +24,11 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -41,6 +45,8 @@ SHORTEST_STEP_S = 15.0  # no step is begun with less time left
 TO_FINISH_A_CASE_S = 45.0  # the benchmark stops by itself so long before it would be stopped
 SANITIZER_FOUND = 86  # exit status by which compute-sanitizer says that it found something
 NO_TESTS = 5  # pytest's
+TESTS_OF_A_STEP = 500  # at least
+TOOLS_AT_ONCE = 3  # a step of the sanitizer stage is one tool over a share of the tests
 
 
 @dataclass
@@ -94,8 +100,6 @@ def by_pytest(status: int, output: str) -> tuple[str, str]:
 
 
 def by_sanitizer(status: int, output: str) -> tuple[str, str]:
-    if status == NO_TESTS:
-        return FAILED, 'no test is marked "gpu and sanitizer"'
     found = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", output)
     return (PASSED if status == 0 else FAILED), ", ".join([pytest_summary(output), *found[-1:]])
 
@@ -122,36 +126,83 @@ def check_steps(out: Path) -> Iterator[Step]:
     yield Step("check", "example", example, plain)
 
 
-def test_steps(out: Path, jobs: int) -> Iterator[Step]:
-    """One step for each file with tests that need a GPU."""
-    collect = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "tests"]
-    listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
-    files = dict.fromkeys(re.findall(r"^(tests/[^:\s]+\.py)::", listed.stdout, re.MULTILINE))
-    if not files:
-        yield Step("tests", "collection", collect, lambda status, output: (FAILED, "found no test that needs a GPU"))
-    for file in files:
-        report = out / "reports" / f"{Path(file).stem}.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}", file]
-        yield Step("tests", file, command + (["-n", str(jobs)] if jobs > 1 else []), by_pytest)
+@dataclass(frozen=True)
+class Selection:
+    """Tests with these marks, of which ``select`` (pytest's -k) leaves some."""
+
+    marks: str
+    select: str
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["-m", self.marks] + (["-k", self.select] if self.select else [])
+
+    @property
+    def collection(self) -> list[str]:
+        return [sys.executable, "-m", "pytest", *self.arguments, "--collect-only", "-q", "tests"]
+
+    def tests(self) -> list[str]:
+        """As pytest names them."""
+        listed = subprocess.run(self.collection, cwd=ROOT, capture_output=True, text=True)
+        return re.findall(r"^tests/[^:\s]+\.py::.*$", listed.stdout, re.MULTILINE)
+
+    def step_without_tests(self, stage: str) -> Step:
+        found = f'no test is marked "{self.marks}"' + (f' and matches "{self.select}"' if self.select else "")
+        return Step(stage, "collection", self.collection, lambda status, output: (FAILED, found))
+
+    def title(self, name: str) -> str:
+        return f"{name}, {self.select}" if self.select else name
 
 
-def sanitizer_steps() -> Iterator[Step]:
-    """Each tool over the tests marked for it.
+def test_steps(out: Path, jobs: int, select: str) -> Iterator[Step]:
+    """The files with tests that need a GPU, some to a step: workers take seconds to start."""
+    selection = Selection("gpu", select)
+    counts = Counter(test.split("::")[0] for test in selection.tests())
+    if not counts:
+        yield selection.step_without_tests("tests")
+    steps: list[list[str]] = []
+    room = 0
+    for file, count in counts.items():
+        if room <= 0:
+            steps.append([])
+            room = TESTS_OF_A_STEP
+        steps[-1].append(file)
+        room -= count
+    for files in steps:
+        name = files[0] if len(files) == 1 else f"{files[0]} to {Path(files[-1]).name}"
+        report = out / "reports" / f"{Path(files[0]).stem}.xml"
+        command = [sys.executable, "-m", "pytest", *selection.arguments, "-q", f"--junitxml={report}", *files]
+        if jobs > 1:
+            command += ["-n", str(jobs), "--dist", "worksteal"]
+        yield Step("tests", selection.title(name), command, by_pytest)
+
+
+def sanitizer_steps(jobs: int, select: str) -> Iterator[Step]:
+    """Each tool over the tests marked for it, in shares, for under a tool a test is slow on the CPU.
 
     PyTorch's memory cache is off, so that an access past a tensor leaves its allocation. initcheck has to see the
     writes of every kernel, PyTorch's too; the others look at this library's kernels alone. initcheck does not see what
     bulk copies write (a kernel of one ``cp.async.bulk`` to global memory shows it), which is how the sm90 kernel writes
     its gradients: for it, tests with NaN in the workspace and the outputs stand in.
     """
-    for tool in TOOLS:
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--print-limit", "20"]
-        tests = [sys.executable, "-m", "pytest", "-m", "gpu and sanitizer", "-q", "-p", "no:cacheprovider", "tests"]
-        if tool == "initcheck":
-            tests += ["-k", "not sm90"]
-        else:
-            command += ["--kernel-name", "kns=flashbwd"]
-        command += tests
-        yield Step("sanitizer", tool, command, by_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    selection = Selection("gpu and sanitizer", select)
+    tests = selection.tests()
+    if not tests:
+        yield selection.step_without_tests("sanitizer")
+    shares = min(max(1, jobs // TOOLS_AT_ONCE), len(tests))
+    for share in range(shares):
+        for tool in TOOLS:
+            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND)]
+            command += ["--print-limit", "20"]
+            chosen = tests[share::shares]
+            if tool == "initcheck":
+                chosen = [test for test in chosen if "sm90" not in test]
+            else:
+                command += ["--kernel-name", "kns=flashbwd"]
+            command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+            name = selection.title(f"{tool}, {share + 1} of {shares}")
+            if chosen:
+                yield Step("sanitizer", name, command, by_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
 def bench_steps(out: Path, quick: bool) -> Iterator[Step]:
@@ -166,9 +217,9 @@ def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Ste
     if stage == "check":
         return check_steps(out)
     if stage == "tests":
-        return test_steps(out, options.jobs)
+        return test_steps(out, options.jobs, options.select)
     if stage == "sanitizer":
-        return sanitizer_steps()
+        return sanitizer_steps(options.jobs, options.select)
     return bench_steps(out, options.quick)
 
 
@@ -231,6 +282,7 @@ class State:
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path = path
+        self.lock = threading.Lock()
         self.outcomes: dict[str, Outcome] = {}
         self.identity: dict[str, object] | None = None
         if resume and path.exists():
@@ -250,8 +302,9 @@ class State:
         return title in self.outcomes and self.outcomes[title].status != LEFT
 
     def record(self, title: str, outcome: Outcome) -> None:
-        self.outcomes[title] = outcome
-        self.save()
+        with self.lock:
+            self.outcomes[title] = outcome
+            self.save()
 
     def save(self) -> None:
         outcomes = {title: asdict(outcome) for title, outcome in self.outcomes.items()}
@@ -261,18 +314,23 @@ class State:
 
 
 def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) -> None:
+    """Step by step; steps of the sanitizer stage, which leave the GPU idle most of the time, ``--jobs`` at once."""
     deadline = time.monotonic() + options.budget_s
-    for step in steps_of(stage, out, options):
-        if state.ended(step.title):
-            continue
+
+    def take(step: Step) -> None:
         seconds = deadline - time.monotonic()
         if seconds < min(SHORTEST_STEP_S, options.budget_s / 2):
             state.record(step.title, Outcome(LEFT, 0.0, "not begun: the stage's time is spent"))
-            continue
+            return
         print(f"{step.title} ...", flush=True)
         outcome = run(step, out, seconds)
         print(f"{step.title}: {outcome.status} in {outcome.seconds:.0f} s, {outcome.detail}", flush=True)
         state.record(step.title, outcome)
+
+    with ThreadPoolExecutor(options.jobs if stage == "sanitizer" else 1) as pool:
+        left = (step for step in steps_of(stage, out, options) if not state.ended(step.title))
+        for ended in [pool.submit(take, step) for step in left]:
+            ended.result()
 
 
 def pack(out: Path) -> Path:
@@ -299,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for each stage (default 480)")
     parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="pytest workers (default 6)")
+    parser.add_argument("--select", default="", help="only tests that match, as pytest's -k")
     options = parser.parse_args(arguments)
     if not has_gpu():
         parser.error("no CUDA device: every GPU test would be skipped")

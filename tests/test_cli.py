@@ -250,7 +250,6 @@ def test_gpu_run_judges_pytest(gpu_run, status, output, outcome):
     [
         (0, "9 passed in 4s\n========= ERROR SUMMARY: 0 errors", ("passed", "9 passed, ERROR SUMMARY: 0 errors")),
         (86, "9 passed in 4s\n========= ERROR SUMMARY: 2 errors", ("FAILED", "9 passed, ERROR SUMMARY: 2 errors")),
-        (5, "9 deselected", ("FAILED", 'no test is marked "gpu and sanitizer"')),
     ],
 )
 def test_gpu_run_judges_the_sanitizer(gpu_run, status, output, outcome):
@@ -271,10 +270,49 @@ def test_gpu_run_wants_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_gpu_run_steps(gpu_run, tmp_path):
-    tools = list(gpu_run.sanitizer_steps())
-    assert [step.name for step in tools] == list(gpu_run.TOOLS)
-    assert all("gpu and sanitizer" in step.command for step in tools)
+def test_gpu_run_gives_each_tool_every_test_once(gpu_run, monkeypatch):
+    tests = [f"tests/test_x.py::test_y[{n}-{backend}]" for n in range(5) for backend in ("sm80", "sm90")]
+    monkeypatch.setattr(gpu_run.Selection, "tests", lambda self: tests if self.marks == "gpu and sanitizer" else [])
+    for jobs in (1, 6, 100):
+        given = {tool: [] for tool in gpu_run.TOOLS}
+        steps = list(gpu_run.sanitizer_steps(jobs, ""))
+        for step in steps:
+            given[step.name.split(",")[0]] += [word for word in step.command if "::" in word]
+        assert len({step.log_name for step in steps}) == len(steps)
+        assert all(step.command[step.command.index("--tool") + 1] == step.name.split(",")[0] for step in steps)
+        unseen = {"initcheck": "sm90"}  # what bulk copies write
+        for tool, found in given.items():
+            assert sorted(found) == sorted(test for test in tests if unseen.get(tool, "no backend") not in test)
+
+
+def test_gpu_run_tests_every_file_once(gpu_run, monkeypatch, tmp_path):
+    files = {f"tests/test_{n}.py": count for n, count in enumerate((3, 700, 1, 450, 60, 2))}
+    tests = [f"{file}::test_y[{n}]" for file, count in files.items() for n in range(count)]
+    monkeypatch.setattr(gpu_run.Selection, "tests", lambda self: tests if self.marks == "gpu" else [])
+    steps = list(gpu_run.test_steps(tmp_path, 4, ""))
+    of_a_step = [[word for word in step.command if word in files] for step in steps]
+    assert [file for found in of_a_step for file in found] == list(files)
+    assert all(sum(files[file] for file in found) >= gpu_run.TESTS_OF_A_STEP for found in of_a_step[:-1])
+    assert len({word for step in steps for word in step.command if "--junitxml" in word}) == len(steps) == 3
+
+
+@pytest.mark.parametrize("stage", ["tests", "sanitizer"])
+def test_gpu_run_fails_where_it_finds_no_tests(gpu_run, tmp_path, stage, capsys):
+    assert gpu_run.main([str(tmp_path), "--stage", stage, "--select", "no_such_test"]) == 1
+    assert 'and matches "no_such_test"' in capsys.readouterr().out
+
+
+def test_gpu_run_takes_sanitizer_steps_side_by_side(gpu_run, monkeypatch, tmp_path):
+    def meets(mine: str, other: str):
+        code = f"import pathlib, time; here = pathlib.Path({str(tmp_path)!r}); (here / {mine!r}).touch()\n"
+        code += f"while not (here / {other!r}).exists(): time.sleep(0.01)"
+        return _python(gpu_run, mine, code, stage="sanitizer")
+
+    _steps(gpu_run, monkeypatch, meets("one", "two"), meets("two", "one"))
+    assert gpu_run.main([str(tmp_path / "out"), "--stage", "sanitizer", "--jobs", "2", "--budget-s", "60"]) == 0
+
+
+def test_gpu_run_measures_every_suite(gpu_run, tmp_path):
     suites = list(gpu_run.bench_steps(tmp_path, quick=True))
     assert [step.name for step in suites] == ["attention", "layer_norm", "decoding", "block"]
     assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

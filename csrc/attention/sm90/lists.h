@@ -281,7 +281,7 @@ WideWaves wide_waves(const Problem& p, const Tile& tile, int32_t heads_of_list, 
 // Ordinary, tiles up to 128: whether jobs without a mask begin at query blocks of their own (schedule.h, waves), though
 // nobody waits for anybody. Many key blocks of a head that begin together at its first query block all add to the same
 // tiles. Measured with head dimensions 32 to 128: with 64 key blocks and more it gains up to 2 %, with 32 it loses up
-// to 1 %, with all jobs of a call in one round it gains up to 12 %. Grouped heads, whose tiles leave L2, lose up to 12 %.
+// to 1 %; where all jobs of a call are one round it gains up to 12 %. Grouped heads, whose tiles leave L2, lose that.
 template <typename Problem>
 bool begins_apart(const Problem& p, const Tile& tile, int64_t jobs, int64_t key_blocks, int64_t workers) {
   constexpr int64_t kManyKeyBlocks = 64;

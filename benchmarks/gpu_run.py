@@ -327,10 +327,17 @@ def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) 
         print(f"{step.title}: {outcome.status} in {outcome.seconds:.0f} s, {outcome.detail}", flush=True)
         state.record(step.title, outcome)
 
-    with ThreadPoolExecutor(options.jobs if stage == "sanitizer" else 1) as pool:
-        left = (step for step in steps_of(stage, out, options) if not state.ended(step.title))
+    left = (step for step in steps_of(stage, out, options) if not state.ended(step.title))
+    if stage != "sanitizer":
+        for step in left:
+            take(step)
+        return
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
         for ended in [pool.submit(take, step) for step in left]:
             ended.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # interrupted: those that are on their way are the last
 
 
 def pack(out: Path) -> Path:

@@ -368,7 +368,7 @@ def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
 def test_many_key_blocks_of_a_head_or_all_jobs_at_once_begin_at_query_blocks_of_their_own(
     host: ModuleType, head_dim: int, rows: int, changes: dict[str, Any], apart: bool
 ) -> None:
-    sizes = {"batch": 16384 // rows, "seqlen_q": rows, "seqlen_k": rows, "total_q": 16384, "total_k": 16384}
+    sizes = square(16384 // rows, rows)
     sizes |= {"heads": 16, "heads_kv": 16, "head_dim": head_dim, "head_dim_v": head_dim}
     schedule = plan_of(host, **(sizes | changes)).schedule
     assert ("each begins at a query block of its own" in schedule) is apart
@@ -392,7 +392,7 @@ def test_many_key_blocks_of_a_head_or_all_jobs_at_once_begin_at_query_blocks_of_
 def test_jobs_of_a_last_round_that_is_short_are_cut(
     host: ModuleType, head_dim: int, rows: int, changes: dict[str, Any], jobs: int
 ) -> None:
-    sizes = {"batch": 16384 // rows, "seqlen_q": rows, "seqlen_k": rows, "total_q": 16384, "total_k": 16384}
+    sizes = square(16384 // rows, rows)
     sizes |= {"heads": 2048 // head_dim, "heads_kv": 2048 // head_dim, "head_dim": head_dim, "head_dim_v": head_dim}
     plan = plan_of(host, **(sizes | changes))
     found = re.search(r"the last (\d+) in (\d+) parts", plan.schedule)

@@ -314,9 +314,7 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
                                             plan.block_m, plan.block_n, plan.sm_count / tile.ctas);
     params->ctas = std::min(params->ctas, static_cast<int32_t>((plan.sm_count / tile.ctas - left) * tile.ctas));
   }
-  if (!is_wide(tile) && begins_apart(given, tile, uncut_jobs, params->key_blocks, plan.sm_count)) {
-    params->wave_size = params->ctas;
-  }
+  if (begins_apart(given, tile, params->key_blocks, plan.sm_count)) params->wave_size = params->ctas;
   if (params->ahead_ctas > 0) {
     const int32_t rows = rows_of_flag(p);
     params->rows_ready = reinterpret_cast<int32_t*>(params->statistics.lse_log2) +

@@ -144,8 +144,7 @@ int32_t heads_of_a_list(const Problem& p, const Tile& tile, bool packed_k, bool 
     return static_cast<int32_t>(heads);
   }
   // Pairs go through the tiles one behind the other, and need the fewer rows of each head at a time the more of one are
-  // neighbours. Measured with groups of 2 to 32 heads at S = 1024 to 16384: eight are 1 to 3 % slower, one
-  // is as good.
+  // neighbours. Measured with groups of 2 to 32 heads at S = 1024 to 16384: eight are 1 to 3 % slower, one is as good.
   if (pairs) return static_cast<int32_t>(std::min<int64_t>(2, all));
   // In turn, key blocks of a head that begin together wait for one another; in longer lists fewer of them do.
   int64_t heads = abreast;
@@ -283,11 +282,11 @@ WideWaves wide_waves(const Problem& p, const Tile& tile, int32_t heads_of_list, 
 // tiles. Measured with head dimensions 32 to 128: with 64 key blocks and more it gains up to 2 %, with 32 it loses up
 // to 1 %; where all jobs of a call are one round it gains up to 12 %. Grouped heads, whose tiles leave L2, lose that.
 template <typename Problem>
-bool begins_apart(const Problem& p, const Tile& tile, int64_t jobs, int64_t key_blocks, int64_t workers) {
+bool begins_apart(const Problem& p, const Tile& tile, int64_t key_blocks, int64_t workers) {
   constexpr int64_t kManyKeyBlocks = 64;
-  if (p.deterministic || takes_turns(p, tile) || !has_equal_jobs(p)) return false;
+  if (is_wide(tile) || p.deterministic || takes_turns(p, tile) || !has_equal_jobs(p)) return false;
   if (p.heads != p.heads_kv || p.seqlen_q == 0) return false;
-  return key_blocks >= kManyKeyBlocks || jobs <= workers;
+  return key_blocks >= kManyKeyBlocks || int64_t{p.batch} * p.heads * key_blocks <= workers;
 }
 
 // Without a mask all jobs are equal, and the last round of them may be for a few multiprocessors only. Then these jobs

@@ -132,8 +132,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
     const int32_t heads = heads_of_a_list(ordered, tile, false, grouped.pairs, problem.heads_kv * grouped.splits,
                                           key_blocks, query_blocks, device.sm_count);
     last = last_round(problem, tile, heads, key_blocks, query_blocks, device.sm_count);
-    const int64_t jobs = problem.batch * problem.heads * key_blocks;
-    if (begins_apart(problem, tile, jobs, key_blocks, device.sm_count)) {
+    if (begins_apart(problem, tile, key_blocks, device.sm_count)) {
       plan->schedule += ", each begins at a query block of its own";
     }
   }

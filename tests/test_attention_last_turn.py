@@ -118,26 +118,27 @@ def test_gradients_of_pairs_that_take_turns_agree_with_the_oracle(
 @pytest.mark.parametrize("target", SM90)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("head_dim", "mask", "length"),
+    ("head_dim", "mask", "length", "heads"),
     [
-        (128, (-1, 0), 1300),
-        (128, (-1, -1), 700),
-        (128, (150, 0), 1300),
-        (64, (-1, 0), 1000),
-        (64, (-1, -1), 500),
-        (64, (150, 0), 1300),
+        (128, (-1, 0), 1300, 40),
+        (128, (-1, -1), 700, 40),
+        (128, (-1, -1), 250, 132),
+        (128, (150, 0), 1300, 40),
+        (64, (-1, 0), 1000, 40),
+        (64, (-1, -1), 500, 60),
+        (64, (150, 0), 1300, 40),
     ],
     ids=str,
 )
 def test_heads_that_wait_for_their_turn_beside_others_agree_with_the_oracle(
-    head_dim: int, mask: tuple[int, int], length: int, deterministic: bool, target: Target
+    head_dim: int, mask: tuple[int, int], length: int, heads: int, deterministic: bool, target: Target
 ) -> None:
-    """40 heads: more jobs than multiprocessors."""
+    """More jobs than multiprocessors. Without a mask they nearly fill two rounds on an H100."""
     causal = mask == (-1, 0)
     case = dataclasses.replace(DENSE, heads=1, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
     case = dataclasses.replace(case, seqlen_q=length, seqlen_k=length)
     case = dataclasses.replace(case, window_size=(-1, -1) if causal else mask, deterministic=deterministic)
-    run_copies(case, target, 40, heads=True)
+    run_copies(case, target, heads, heads=True)
 
 
 @pytest.mark.parametrize("target", SM90)

@@ -21,6 +21,7 @@ class Shape(NamedTuple):
     heads: int
     head_dim: int
     mask: dict[str, Any]
+    group: int = 1  # query heads a KV head
 
 
 # Between two roundings of nearly the same sums.
@@ -37,13 +38,18 @@ SHAPES = {
     "clusters": Shape(4, 1024, 8, 256, {"causal": True}),
     "clusters_that_convert": Shape(6, 1000, 16, 192, {"causal": True}),
     "converted_between_jobs": Shape(6, 1100, 24, 64, {"causal": True}),
+    "groups": Shape(2, 4200, 16, 128, {"causal": True}, group=4),
+    "groups_full": Shape(4, 2100, 16, 64, {}, group=2),
 }
 
 
 def inputs_of(shape: Shape, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    size = (shape.batch, shape.seqlen, shape.heads, shape.head_dim)
-    dout, q, k, v, out = (torch.randn(size, generator=generator, device="cuda", dtype=dtype) for _ in range(5))
+    heads, heads_kv = shape.heads, shape.heads // shape.group
+    dout, q, k, v, out = (
+        torch.randn(shape.batch, shape.seqlen, h, shape.head_dim, generator=generator, device="cuda", dtype=dtype)
+        for h in (heads, heads, heads_kv, heads_kv, heads)
+    )
     lse = torch.rand(shape.batch, shape.heads, shape.seqlen, generator=generator, device="cuda") + 6
     return dout, q, k, v, out, lse
 
@@ -58,19 +64,19 @@ def gradients(tensors: tuple[Tensor, ...], shape: Shape, **changes: Any) -> tupl
 
 
 def by_head(tensors: tuple[Tensor, ...], shape: Shape) -> list[Tensor]:
-    """The same gradients by a call for each head of the batch."""
+    """The same gradients by a call for each query head of the batch; dk and dv summed over groups."""
     *wide, lse = tensors
     parts = []
     for b in range(shape.batch):
         for h in range(shape.heads):
-            one = (*(x[b : b + 1, :, h : h + 1] for x in wide), lse[b : b + 1, h : h + 1])
+            heads = [h * x.shape[2] // shape.heads for x in wide]
+            one = (*(x[b : b + 1, :, n : n + 1] for x, n in zip(wide, heads, strict=True)), lse[b : b + 1, h : h + 1])
             parts.append(gradients(one, shape))
-    return [
-        torch.stack([part[i][0, :, 0] for part in parts])
-        .view(shape.batch, shape.heads, shape.seqlen, shape.head_dim)
-        .transpose(1, 2)
-        for i in range(3)
-    ]
+    dq, dk, dv = (
+        torch.stack([part[i][0, :, 0] for part in parts]).view(shape.batch, -1, n, shape.seqlen, shape.head_dim)
+        for i, n in enumerate((1, shape.group, shape.group))
+    )
+    return [x.float().sum(2).transpose(1, 2) for x in (dq, dk, dv)]
 
 
 def assert_agree(grads: tuple[Tensor, ...], expected: list[Tensor], dtype: torch.dtype) -> None:

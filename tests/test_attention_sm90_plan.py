@@ -360,12 +360,20 @@ def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
         (128, 8192, {"heads_kv": 8}, False),
         (128, 8192, {"deterministic": True}, False),  # in waves, which say so
         (128, 8192, {"has_seqused": True}, False),
-        (128, 512, {"batch": 1, "heads": 8, "heads_kv": 8}, False),  # adds take turns there
+        (128, 2048, {"batch": 1, "heads": 16, "heads_kv": 16}, True),  # 256: two rounds, nearly full
+        # Adds take turns:
+        (128, 512, {"batch": 1, "heads": 8, "heads_kv": 8}, True),
+        (128, 1024, {"batch": 2}, True),  # 256
+        (128, 1024, {"batch": 1, "heads": 24, "heads_kv": 24}, False),  # 192
+        (128, 256, {"batch": 8}, False),  # 256, two key blocks a head
+        (64, 512, {"batch": 4}, True),  # 256
+        (64, 512, {"batch": 8}, False),  # 512
+        (128, 1024, {"seqlen_k": 8192, "total_k": 16 * 8192}, False),  # 64 key blocks a head
         (160, 8192, {}, False),
         (128, 8192, {"seqlen_q": 0, "total_q": 0}, False),
     ],
 )
-def test_many_key_blocks_of_a_head_or_all_jobs_at_once_begin_at_query_blocks_of_their_own(
+def test_many_key_blocks_of_a_head_or_few_rounds_of_jobs_begin_at_query_blocks_of_their_own(
     host: ModuleType, head_dim: int, rows: int, changes: dict[str, Any], apart: bool
 ) -> None:
     sizes = square(16384 // rows, rows)

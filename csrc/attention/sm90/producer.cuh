@@ -180,12 +180,25 @@ struct Producer {
       uint32_t mask = ~0u;
       if (word == work.first_flag / 4) mask = ~0u << work.first_flag % 4 * 8;
       if (word == work.last_flag / 4) mask &= ~0u >> (3 - work.last_flag % 4) * 8;
-      while (~load_acquire(params.rows_ready + word) & mask) __nanosleep(32);
+      while (any_lowered(params, work, word, mask)) __nanosleep(32);
     }
+    __threadfence();       // the flags were read in any order
     fence_async_global();  // what is seen to be written, the copy engine sees too
   }
 
  private:
+  // Of the flags of RowsReady in `mask` of word `word` of the first head, and of the same rows of its group.
+  static __device__ __forceinline__ uint32_t any_lowered(const KernelParams& params, const Work& work, int32_t word,
+                                                         uint32_t mask) {
+    uint32_t lowered = 0;
+    const int32_t* flags = params.rows_ready + word;
+#pragma unroll 4
+    for (int32_t head = work.first_head; head < work.end_head; ++head, flags += params.flags_a_head / 4) {
+      lowered |= ~load_relaxed(flags) & mask;
+    }
+    return lowered;
+  }
+
   template <int kBuffer>
   static __device__ __forceinline__ void store_job_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
                                                       int32_t lane) {

@@ -52,7 +52,7 @@ struct Work {
   int32_t key_block;
   int32_t first_key;
   int32_t finished_count;         // number of the count that it adds to, see KernelParams::finished
-  int32_t first_flag, last_flag;  // of rows whose statistics it needs, see rows_ready
+  int32_t first_flag, last_flag;  // of rows of the first head whose statistics it needs, see rows_ready
   bool descending;                // the walk goes from the last query block to the first
   bool from_last_key;             // the head's key blocks are taken, and add in turn, from the last to the first
   bool is_part;                   // of a key block, see LastRound; dk and dv are parts too

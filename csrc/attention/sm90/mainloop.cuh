@@ -115,6 +115,7 @@ struct Mainloop {
       Dq dq;
       {
         Scores s;
+        wait_q();
         issue_s(s);
         score_gradients(s, p16, ds16, dv);
       }
@@ -125,6 +126,7 @@ struct Mainloop {
         wait_products<1>();  // the product in front of the barrier: its first operand leaves the registers
         step.advance(work);
         Scores s;
+        wait_q();
         if constexpr (Traits::kOrdersScores) wait_scores(warpgroup);
         issue_s(s);
         if constexpr (!kEarlyDv) {
@@ -166,6 +168,7 @@ struct Mainloop {
       Operand p16, ds16;  // first operands of dV and dK
       Dq dq;
       Scores s;
+      wait_q();
       issue_s(s);
       wait_products<0>();
       fence_registers(s[0]);
@@ -214,6 +217,7 @@ struct Mainloop {
       for_each_delta(delta, EarlyRows<0>(delta), [&](int i, float value) { dp[0][i] = s[0][i] * (dp[0][i] - value); });
       pack<T>(p16[0], s[0]);
       pack<T>(ds16[0], dp[0]);
+      wait_q();
       issue_s(s);
       issue_dv(p16, dv, stage);
       hand_over_ds(ds16, index);
@@ -252,8 +256,10 @@ struct Mainloop {
           dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_part, k_columns);
     }
 
+    // Not where the other warpgroup may be waiting for this one: they meet there to scrub.
+    __device__ __forceinline__ void wait_q() { wait_queries<QueryRing>(params, work, step, smem.q_full, smem.q); }
+
     __device__ __forceinline__ void issue_s(Scores& s) {
-      wait_queries<QueryRing>(params, work, step, smem.q_full, smem.q);
 #pragma unroll
       for (int part = 0; part < kKeyParts; ++part) {
         product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(

@@ -295,12 +295,11 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
   const bool aligned = rows_aligned(p.out) && rows_aligned(p.dout);  // they are read 16 bytes at a time
   if (dense && params->jobs > 0 && aligned && !has_features(p)) {
-    params->ahead_ctas = statistics_ahead(p, visibility, is_wide(tile), params->heads_abreast, params->key_blocks,
-                                          params->query_blocks, plan.block_m, plan.block_n, plan.sm_count);
-    if (p.heads != p.heads_kv && !is_wide(tile)) {
-      params->ahead_ctas =
-          grouped_statistics_ahead(p, params->grouped, params->jobs, params->query_blocks, plan.sm_count);
-    }
+    params->ahead_ctas =
+        p.heads != p.heads_kv && !is_wide(tile)
+            ? grouped_statistics_ahead(p, params->grouped, params->jobs, params->query_blocks, plan.sm_count)
+            : statistics_ahead(p, visibility, is_wide(tile), params->heads_abreast, params->key_blocks,
+                               params->query_blocks, plan.block_m, plan.block_n, plan.sm_count);
   }
   if (!is_wide(tile) && deals_waves(given, tile, params->grouped.pairs, params->ahead_ctas > 0, uncut_jobs,
                                     params->key_blocks, params->ctas)) {
@@ -434,12 +433,10 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
     ready.ctas = ready.first_ctas = kernel_params.ahead_ctas;
     const bool grouped = params.heads != params.heads_kv;
     if (grouped || ready.ctas < most_statistics_ahead(is_wide(tile), plan.sm_count)) {
-      // They would keep the first jobs waiting for the rows of the first list of heads, or those of the first round.
-      int64_t heads = kernel_params.heads_abreast;
-      if (grouped) {
-        const int64_t rounds = ceil_div(kernel_params.jobs, kernel_params.ctas);
-        heads = round_up(ceil_div(int64_t{params.batch} * params.heads, rounds), heads);
-      }
+      // So few would keep the first jobs waiting: all write the rows of the first list of heads, of grouped heads those
+      // of the first round, which is whole lists.
+      const int64_t list = kernel_params.heads_abreast, rounds = ceil_div(kernel_params.jobs, kernel_params.ctas);
+      const int64_t heads = grouped ? round_up(ceil_div(int64_t{params.batch} * params.heads, rounds), list) : list;
       ready.first_blocks = static_cast<int32_t>(heads * ceil_div(params.seqlen_q, rows_of_flag(params)));
       ready.first_ctas = plan.sm_count;
     }

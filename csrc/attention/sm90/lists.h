@@ -235,7 +235,7 @@ int32_t grouped_statistics_ahead(const Problem& p, const GroupedJobs& grouped, i
                                  int64_t sm_count) {
   const bool equal = grouped.pairs || has_equal_jobs(p);
   const int64_t rounds = ceil_div(jobs, sm_count);
-  if (p.heads == p.heads_kv || p.head_dim_v % 8 != 0 || p.deterministic || !equal || rounds == 1) return 0;
+  if (p.head_dim_v % 8 != 0 || p.deterministic || !equal || rounds == 1) return 0;
   // In steps: the rows of a query block take half of one.
   const int64_t spare = sm_count - ceil_div(jobs, rounds);
   const int64_t rows_of_round = int64_t{p.batch} * p.heads * query_blocks / (2 * rounds);
@@ -305,7 +305,8 @@ bool begins_apart(const Problem& p, const Tile& tile, int64_t key_blocks, int64_
   if (is_wide(tile) || p.deterministic || !has_equal_jobs(p)) return false;
   if (p.heads != p.heads_kv || p.seqlen_q == 0) return false;
   const int64_t jobs = int64_t{p.batch} * p.heads * key_blocks;
-  // In turn, jobs of a wave wait for those of waves before: there are fewer of these than key blocks, see deals_waves.
+  // With two key blocks a head there may be as many heads as multiprocessors, and lists that are no part of a wave
+  // (heads_of_short_walks): in turn, jobs would wait for ever.
   const bool two_rounds = key_blocks > 2 && jobs <= 2 * workers && 4 * jobs > 7 * workers;
   return jobs <= workers || two_rounds || (key_blocks >= kManyKeyBlocks && !takes_turns(p, tile));
 }

@@ -102,7 +102,7 @@ def test_tile_is_the_first_that_holds_both_head_dimensions(
 
 @pytest.mark.parametrize(
     "feature",
-    [{"softcap": 30.0}, {"has_alibi": True}, {"dropout_p": 0.1}, {"has_bias": True}],
+    [{"softcap": 30.0}, {"has_alibi": True}, {"dropout_p": 0.1, "softcap": 30.0}, {"has_bias": True}],
     ids=lambda f: next(iter(f)),
 )
 @pytest.mark.parametrize(("head_dim", "ctas"), [(64, 1), (128, 1), (192, 2), (256, 2)])
@@ -116,6 +116,26 @@ def test_features_take_tiles_of_64_keys_a_cta(
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "layout", "others", "tile"),
+    [
+        (32, "kFlash", {}, (128, 128)),
+        (40, "kFlash", {}, (128, 128)),
+        (64, "kFlash", {"deterministic": True}, (128, 128)),
+        (80, "kFlash", {"varlen": True}, (64, 128)),
+        (128, "kFlash", {}, (64, 128)),
+        (128, "kEfficient32", {}, (64, 64)),
+        (128, "kFlash", {"has_alibi": True}, (64, 64)),
+    ],
+)
+def test_dropout_alone_keeps_128_keys_a_cta(
+    host: ModuleType, head_dim: int, layout: str, others: dict[str, Any], tile: tuple[int, int]
+) -> None:
+    drops = {"dropout_p": 0.1, "dropout_layout": getattr(host.DropoutLayout, layout)}
+    plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim, **drops, **others)
+    assert (plan.block_m, plan.block_n) == tile
+
+
+@pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"head_dim": 128, "softcap": 30.0}, ""),
@@ -124,9 +144,13 @@ def test_features_take_tiles_of_64_keys_a_cta(
         ({"head_dim": 192, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
         ({"head_dim": 64, "has_sink": True}, ""),
         ({"head_dim": 192, "has_bias": True, "need_dbias": True}, ""),
-        ({"head_dim": 64, "softcap": 30.0}, "with softcap, bias, ALiBi or dropout at head dimensions up to 64"),
+        ({"head_dim": 64, "softcap": 30.0}, "with softcap, bias or ALiBi at head dimensions up to 64"),
         ({"head_dim": 128, "has_bias": True}, "with attn_bias at head dimensions up to 128"),
-        ({"head_dim": 96, "dropout_p": 0.1, "dropout_layout": "kFlash"}, "with dropout at head dimensions up to 96"),
+        ({"head_dim": 32, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
+        (
+            {"head_dim": 96, "dropout_p": 0.1, "dropout_layout": "kFlash", "softcap": 30.0},
+            "with softcap or ALiBi and dropout at head dimensions up to 96",
+        ),
         ({"head_dim": 256, "dropout_p": 0.1, "dropout_layout": "kEfficient32"}, "memory-efficient dropout"),
     ],
     ids=str,

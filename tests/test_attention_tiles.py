@@ -27,6 +27,9 @@ SHAPES = [
     dataclasses.replace(GROUPS, name="window_of_groups_deterministic", deterministic=True),
     dataclasses.replace(GROUPS, name="window_of_groups_softcap", softcap=9.0),
     dataclasses.replace(PACKED, name="packed_window", heads=6, causal=False, window_size=(40, 20)),
+    dataclasses.replace(DENSE, name="dense_dropout", window_size=(-1, -1), dropout_p=0.3),
+    dataclasses.replace(PACKED, name="packed_dropout_deterministic", dropout_p=0.2, deterministic=True),
+    dataclasses.replace(GROUPS, name="window_of_groups_dropout", dropout_p=0.5),
 ]
 # Of many queries a key block: head dimension 32 has a tile of its own for these, and 80 and 96 under a causal mask; at
 # 64 and 128 who adds last does not write dq.
@@ -37,6 +40,7 @@ LONG_SHAPES = [
     dataclasses.replace(LONG, name="long_window", seqlen_k=2300, window_size=(2100, 60), heads=1),
     dataclasses.replace(LONG, name="long_used", batch=2, seqused_q=(2100, 1065), seqused_k=(130, 270)),
     dataclasses.replace(LONG, name="long_deterministic", causal=True, deterministic=True),
+    dataclasses.replace(LONG, name="long_dropout", causal="top_left", dropout_p=0.1),
     dataclasses.replace(LONG, name="long_packed", seqlens_q=(2100, 1, 0, 77), seqlens_k=(140, 65, 3, 130)),
 ]
 

@@ -23,6 +23,18 @@ __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// Negative numbers become 0.
+template <typename T>
+__device__ __forceinline__ uint32_t pack2_positive(float low, float high) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
 template <typename T>
 __device__ __forceinline__ float2 unpack2(uint32_t pair);
 

@@ -48,7 +48,7 @@ struct StoreWarpChore {
     const AttentionBackwardParams& p = params.attention;
     asm volatile("" : "+r"(lane));  // places that follow from it take no register before
     uint8_t* const sums = reinterpret_cast<uint8_t*>(smem.dq[kBuffer][0]);
-    convert_in_place(sums, p.head_dim, p.softmax_scale, lane);
+    convert_in_place(sums, p.head_dim, params.gradient_scale, lane);
     __syncwarp();
     if (lane == 0 && is_alone()) {
       fence_async_shared();
@@ -129,7 +129,7 @@ __device__ void finish_chores(const KernelParams& params, typename Traits::Share
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int32_t r = row + i * kRowsAbreast;
-      const float scale = p.softmax_scale;
+      const float scale = params.gradient_scale;
       if (r < end) {
         *reinterpret_cast<uint2*>(destination + r * p.dq.seq_stride) = {pack2<T>(sums[i].x * scale, sums[i].y * scale),
                                                                         pack2<T>(sums[i].z * scale, sums[i].w * scale)};

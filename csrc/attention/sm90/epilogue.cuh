@@ -96,7 +96,11 @@ struct Epilogue {
   static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const Work& work,
                                int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
+    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.gradient_scale;
+    if constexpr (Traits::kDrops) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) dv[i] *= params.dropout_scale;
+    }
     if (work.copies_dkdv) {
       hand_over(smem, warpgroup, work.first_index + work.steps, dv);
       hand_over(smem, warpgroup, work.first_index + work.steps + 1, dk);

@@ -80,10 +80,14 @@ __device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visi
   }
 }
 
-template <typename T, int kValues>
+// kPositive: negative values become 0.
+template <typename T, bool kPositive = false, int kValues>
 __device__ __forceinline__ void pack(uint32_t (&packed)[kValues / 2], const float (&values)[kValues]) {
 #pragma unroll
-  for (int i = 0; i < kValues / 2; ++i) packed[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
+  for (int i = 0; i < kValues / 2; ++i) {
+    const float low = values[2 * i], high = values[2 * i + 1];
+    packed[i] = kPositive ? pack2_positive<T>(low, high) : pack2<T>(low, high);
+  }
 }
 
 // The first kSteps of a first operand, from chunks of rows of kRowBytes: four registers a step of 16 columns.

@@ -31,6 +31,13 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   }
   if (params.rows_ready == nullptr) wait_for_launch_before();
   let_launch_behind_begin();
+  if constexpr (Traits::kDrops) {
+    const PhiloxArguments& philox = params.attention.philox;
+    if (threadIdx.x == 0) {
+      smem.philox.seed = philox.seed_ptr != nullptr ? *philox.seed_ptr : philox.seed;
+      smem.philox.offset = philox.offset_ptr != nullptr ? *philox.offset_ptr : philox.offset;
+    }
+  }
   __syncthreads();
 
   if (warpgroup == 0) {

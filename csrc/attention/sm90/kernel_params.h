@@ -70,6 +70,8 @@ struct KernelParams {
   int32_t flags_a_head = 0;
   int32_t query_blocks = 0;  // of the longest sequence
 
+  float gradient_scale = 1.f;  // of dq and dk behind the last product
+
   // Of kernels that take features.
   BiasGradient bias_gradient;
   float dropout_scale = 1.f;       // of what is kept

@@ -329,10 +329,12 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params->bias_gradient = bias_gradient(
       p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : base + workspace.partial_offset);
+  params->gradient_scale = p.softmax_scale;
   if (p.dropout_p > 0.f) {
     params->dropout_scale = dropout_scale(p);
     params->dropout_threshold =
         p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
+    if (tile.drops) params->gradient_scale *= params->dropout_scale;
   }
   return nullptr;
 }
@@ -383,8 +385,10 @@ const char* launch_conversion(const Conversion& conversion, int32_t sm_count, vo
 
 // dq from its sums, as they are finished. Packed rows, and what no kernel counts, by the launch that all families
 // share.
-const char* convert_dq(const AttentionBackwardParams& p, const AttentionPlan& plan, const KernelParams& kernel_params,
-                       void* stream) {
+const char* convert_dq(const AttentionBackwardParams& given, const AttentionPlan& plan,
+                       const KernelParams& kernel_params, void* stream) {
+  AttentionBackwardParams p = given;
+  p.softmax_scale = kernel_params.gradient_scale;
   if (kernel_params.jobs == 0) return launch_convert_dq(p, plan.workspace, stream);
   const Tile& tile = kTiles[plan.config];
   const HeadsFinished finished = {kernel_params.finished, counts_of_key_block(kernel_params, tile), tile.block_n};

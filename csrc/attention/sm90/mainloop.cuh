@@ -43,6 +43,7 @@ struct Mainloop {
   static constexpr bool kEarlyDv = Traits::kEarlyDv;
   static constexpr bool kDeltaFirst = Traits::kDeltaFirst;
   static constexpr bool kByQueries = Traits::kByQueries;
+  static constexpr bool kDrops = Traits::kDrops;
   static constexpr int kKeyParts = Traits::kKeyParts;
   static constexpr int kOwnQueries = Traits::kOwnQueries;
   using QueryRing = Ring<Traits::kStages>;
@@ -89,6 +90,8 @@ struct Mainloop {
     int32_t lane = threadIdx.x % 32;
     int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
     float scale_log2 = params.attention.softmax_scale * kLog2E;
+    // What dropout keeps is multiplied behind the loop, so delta is divided by it.
+    float delta_factor = kDrops ? 1.f / params.dropout_scale : 1.f;
 
     // Its first key and its first query, of a tile.
     int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
@@ -310,6 +313,8 @@ struct Mainloop {
       const float* const lse = &smem.lse_log2[QueryRing::stage(step.index)][own_query + pair];
       const float* const delta = &smem.delta[stage][own_query + pair];
       const EarlyRows<Traits::kEarlyLse> early_lse(lse);
+      uint32_t dropped[kOwnQueries / 64];
+      if constexpr (kDrops) draw(dropped);
       if constexpr (kDeltaFirst) {
         for_each_delta(delta, EarlyRows<0>(delta), [&](int i, float value) { dp[0][i] = value; });
       }
@@ -328,9 +333,10 @@ struct Mainloop {
         exponentiate<0, kOwnQueries / 2>(s[part], lse, scale_log2, early_lse);
       }
       if (!interior.contains(step.query_block)) mask_scores(s);
+      if constexpr (kDrops) mark_dropped(s[0], dropped);
       const EarlyRows<Traits::kEarlyDelta> early_delta(delta);
       if constexpr (kEarlyDv) {
-        pack_parts(p16, s);
+        pack_parts<kDrops>(p16, s);
         issue_dv(p16, dv, stage);
         wait_products<kKeyParts>();
       } else {
@@ -343,17 +349,35 @@ struct Mainloop {
         if constexpr (kDeltaFirst) {
 #pragma unroll
           for (int i = 0; i < kOwnQueries / 2; ++i) dp[part][i] = s[part][i] * -dp[part][i];
+        } else if constexpr (kDrops) {
+          for_each_delta(delta, early_delta, [&](int i, float value) {
+            dp[part][i] = fmaxf(s[part][i], 0.f) * dp[part][i] - fabsf(s[part][i]) * (value * delta_factor);
+          });
         } else {
           for_each_delta(delta, early_delta,
                          [&](int i, float value) { dp[part][i] = s[part][i] * (dp[part][i] - value); });
         }
       }
-      if constexpr (!kEarlyDv) pack_parts(p16, s);
-      pack_parts(ds16, dp);
+      if constexpr (!kEarlyDv) pack_parts<kDrops>(p16, s);
+      pack_parts<false>(ds16, dp);
       // This buffer of dS was read two steps ago, by products that every warpgroup waited for before it arrived at the
       // barrier of the last step; or one step ago by this one's, before it wrote dq.
       hand_over_ds(ds16, step.index);
       if constexpr (kEarlyDv) wait_products<0>();
+    }
+
+    // What dropout takes of this step. It lies in this step's buffer of dS meanwhile: no product reads that (see
+    // above), and a warp writes its own rows of dS when it has read them.
+    __device__ __forceinline__ void draw(uint32_t (&dropped)[kOwnQueries / 64]) const {
+      const uint64_t head = uint64_t{static_cast<uint32_t>(work.batch)} * params.attention.heads +
+                            step.template head_of<Traits::kRotatesHeads>(work);
+      const bool wraps = !Work::kByHeads && step.query_block >= work.tiles.end;
+      const int32_t query_block = wraps ? step.query_block - work.tiles.size() : step.query_block;
+      const int32_t first_key = own_key + warp / 2 * 32;  // of two warps, in the tile
+      uint8_t* const places = smem.ds[step.index % Traits::kDsBuffers][0] + first_key * kChunkRowBytes;
+      draw_dropped<16 * kChunkRowBytes>(dropped, smem.philox, head, query_block * kBlockM, work.first_key + first_key,
+                                        params.dropout_threshold, warp % 2, lane, places,
+                                        [&] { named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads); });
     }
 
     __device__ __forceinline__ void mask_scores(Scores& s) const {
@@ -369,9 +393,10 @@ struct Mainloop {
       for (int part = 0; part < kKeyParts; ++part) fence_registers(values[part]);
     }
 
+    template <bool kPositive>
     static __device__ __forceinline__ void pack_parts(Operand& packed, const Scores& values) {
 #pragma unroll
-      for (int part = 0; part < kKeyParts; ++part) pack<T>(packed[part], values[part]);
+      for (int part = 0; part < kKeyParts; ++part) pack<T, kPositive>(packed[part], values[part]);
     }
 
     // visit(i, delta): of the query of an accumulator's value i. `rows` begins at this thread's first query.
@@ -434,7 +459,7 @@ struct Mainloop {
     __device__ __forceinline__ void finish_dq(Dq& dq, float (*boxes)[64 * 32]) {
       add_dq_boxes(dq, boxes, dq_columns(), warp, lane);
 #pragma unroll
-      for (float& value : dq) value *= params.attention.softmax_scale;
+      for (float& value : dq) value *= params.gradient_scale;
       __syncwarp();
       stage_16bit<T, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
     }

@@ -36,9 +36,15 @@ bool pads_to_128(const AttentionProblem& problem) {
   return is_built(128) && 64 < head_dim && head_dim < 128 && causal && queries_seen(problem) * heads <= kQueries;
 }
 
+// Whether dropout of FlashAttention-2's layout is its only feature.
+bool only_drops(const AttentionProblem& problem) {
+  const bool others = problem.has_bias || problem.has_alibi || problem.softcap > 0.0;
+  return problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kFlash && !others;
+}
+
 int tile_of(const AttentionProblem& problem) {
   const int64_t head_dim = pads_to_128(problem) ? 128 : problem.head_dim;
-  return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem));
+  return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem), only_drops(problem));
 }
 
 CallSizes sizes_of(const AttentionProblem& problem) {
@@ -95,10 +101,10 @@ std::string slower(const AttentionProblem& problem) {
   if (drops && problem.dropout_layout != DropoutLayout::kFlash) {
     return "sm80 is faster with PyTorch's memory-efficient dropout";
   }
-  if (!has_features(problem) || head_dim > 128) return "";
-  if (head_dim <= 64) return "sm80 is faster with softcap, bias, ALiBi or dropout at head dimensions up to 64";
+  if (!has_features(problem) || only_drops(problem) || head_dim > 128) return "";
+  if (head_dim <= 64) return "sm80 is faster with softcap, bias or ALiBi at head dimensions up to 64";
   if (problem.has_bias) return "sm80 is faster with attn_bias at head dimensions up to 128";
-  if (drops && head_dim <= 96) return "sm80 is faster with dropout at head dimensions up to 96";
+  if (drops && head_dim <= 96) return "sm80 is faster with softcap or ALiBi and dropout at head dimensions up to 96";
   return "";
 }
 

@@ -95,7 +95,7 @@ struct Producer {
 
     for (Step step(work, first_index); step.index < step.end; step.advance_in(work)) {
       const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
-      const int32_t first_query = step.query_block * kBlockM, head = head_of(work, step);
+      const int32_t first_query = step.query_block * kBlockM, head = step.head_of<Traits::kRotatesHeads>(work);
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
       const int64_t statistic = params.statistics.index(work.batch, head, work.sequence.begin_q) + first_query;
 
@@ -215,7 +215,7 @@ struct Producer {
       } else {
         offer_buffer<kBuffer>(lane);
         if (lane == 0) {
-          change_turns<Traits>(params, turn, work, 0, head_of(work, step), step.query_block);
+          change_turns<Traits>(params, turn, work, 0, step.head_of<Traits::kRotatesHeads>(work), step.query_block);
           // In turn, which of dq and the turn comes first does not matter.
           if (params.attention.deterministic) begin_turn(params, turn);
         }
@@ -276,7 +276,7 @@ struct Producer {
     Turn& turn = smem.turns[kBuffer];
     Turn next;
     if (lane == 0 && params.semaphores != nullptr) {
-      const int32_t head = head_of(work, step);
+      const int32_t head = step.head_of<Traits::kRotatesHeads>(work);
       next = next_turn<Traits>(params, work, 0, head, step.query_block);
       number_turn<Traits>(params, work, head, step.query_block, next);
     }
@@ -315,7 +315,8 @@ struct Producer {
                                                    const Step& step, bool any) {
     fence_async_global();  // adds that are seen to be complete are so to the copy engine
     mbarrier_arrive_expect(&smem.sums_full[kBuffer], sizeof(smem.dq[kBuffer]));
-    const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + head_of(work, step);
+    const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads +
+                         step.head_of<Traits::kRotatesHeads>(work);
 #pragma unroll
     for (int box = 0; box < 4; ++box) {
       const int part = box / 2;  // of a warpgroup
@@ -330,7 +331,7 @@ struct Producer {
                                                    int32_t lane) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t row = step.query_block * kBlockM, rows = min(kBlockM, p.seqlen_q - row);
-    const int32_t slab = work.batch * p.heads + head_of(work, step);
+    const int32_t slab = work.batch * p.heads + step.head_of<Traits::kRotatesHeads>(work);
     const float* const sums = params.dq_sums + (int64_t{slab} * p.seqlen_q + row) * params.dq_sums_stride;
     discard_lines(sums, rows * params.dq_sums_stride, lane);
   }
@@ -341,7 +342,7 @@ struct Producer {
     constexpr int32_t kColumn = kWarpgroup % Traits::kDqColumnParts * 64;
     const int32_t row = step.query_block * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (kColumn < params.attention.head_dim) {
-      tensor_store_4d(&params.dq, boxes, kColumn, row, head_of(work, step), work.batch);
+      tensor_store_4d(&params.dq, boxes, kColumn, row, step.head_of<Traits::kRotatesHeads>(work), work.batch);
     }
   }
 
@@ -363,7 +364,7 @@ struct Producer {
     const AttentionBackwardParams& p = params.attention;
     int32_t row = step.query_block * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;
-    const int32_t head = head_of(work, step);
+    const int32_t head = step.head_of<Traits::kRotatesHeads>(work);
     int32_t slab = work.batch * p.heads + head;
     if (p.cu_seqlens_q != nullptr) {  // packed: all heads of a sequence are one run of rows
       row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + head * work.sequence.rows_q;
@@ -379,15 +380,6 @@ struct Producer {
         tensor_reduce_add_3d(&params.dq_accumulator, boxes[box], column + box * 32, row, slab);
       }
     }
-  }
-
-  // The query head of a step. Pairs of key blocks are all in the same query block, and begin there with different
-  // heads: else all of them would add to one tile, and wait until its first sums are stored. Where they are fewer than
-  // the heads that was 2 % slower: the tiles in use by many heads do not stay in L2.
-  static __device__ __forceinline__ int32_t head_of(const Work& work, const Step& step) {
-    if constexpr (!Traits::kRotatesHeads) return step.head;
-    const int32_t head = step.head + work.rotation;
-    return head < work.end_head ? head : head - (work.end_head - work.first_head);
   }
 
   static __device__ __forceinline__ int32_t key_row(const Work& work) {

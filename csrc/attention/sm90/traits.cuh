@@ -4,6 +4,7 @@
 #include "../../common/hopper.cuh"
 #include "../../common/wgmma.cuh"
 #include "config.h"
+#include "dropout.cuh"
 #include "scheduler.cuh"
 
 namespace flashbwd::sm90 {
@@ -63,9 +64,10 @@ struct Traits {
   static constexpr int kEarlyDelta = 2;
   // S of the next step is multiplied before dS of this one is used, which takes registers.
   static constexpr bool kAhead = kHeadDim == 32 && !kTile.by_queries;
+  static constexpr bool kDrops = kTile.drops;
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
-  static constexpr bool kDeltaFirst = kBlockM <= 64;
+  static constexpr bool kDeltaFirst = kBlockM <= 64 && !kDrops;
   // Steps of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: what fits without
   // a spill.
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : 0;
@@ -131,6 +133,7 @@ struct Traits {
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
     Turn turns[kStoreWarps];                             // where a store warp keeps its own, if it writes dq
+    PhiloxState philox;                                  // of kernels that drop
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {

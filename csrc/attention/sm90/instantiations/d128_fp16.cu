@@ -2,3 +2,4 @@
 
 template const char* flashbwd::sm90::launch<__half, 5, false>(const KernelParams&, void*);
 template const char* flashbwd::sm90::launch<__half, 6, true>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__half, 11, true>(const KernelParams&, void*);

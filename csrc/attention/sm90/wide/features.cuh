@@ -5,6 +5,7 @@
 
 #include "../../../common/numeric.cuh"
 #include "../../../common/philox.cuh"
+#include "../dropout.cuh"
 #include "../fragments.cuh"
 #include "../kernel_params.h"
 
@@ -59,7 +60,7 @@ struct ScoreTile {
 
   // S becomes P times what dropout multiplies it by, the first operand of dv; each four values of what the warpgroup of
   // dS is given go to `exchange`, kWarpgroupThreads apart. `lse_log2` begins at this thread's first query.
-  __device__ __forceinline__ void probabilities(float (&s)[kValues], const float* lse_log2, uint32_t kept,
+  __device__ __forceinline__ void probabilities(float (&s)[kValues], const float* lse_log2, uint32_t dropped,
                                                 float4* exchange) const {
     const AttentionBackwardParams& p = params.attention;
     const bool capped = p.softcap > 0.f;
@@ -83,21 +84,23 @@ struct ScoreTile {
     }
     if (!work.interior.contains(i0 / kBlockM)) mask(s, work.visibility, j0, i0);
     if (capped) {
-      give<true>(s, kept, exchange);
+      give<true>(s, dropped, exchange);
     } else {
-      give<false>(s, kept, exchange);
+      give<false>(s, dropped, exchange);
     }
   }
 
-  // Bit v: value v is kept.
-  __device__ __forceinline__ uint32_t dropout_mask() const {
+  // Bits as in dropout.cuh.
+  __device__ __forceinline__ uint32_t dropped() const {
     const AttentionBackwardParams& p = params.attention;
-    if (p.dropout_p == 0.f) return ~uint32_t{0};
+    if (p.dropout_p == 0.f) return 0;
     const uint64_t seed = p.philox.seed_ptr != nullptr ? *p.philox.seed_ptr : p.philox.seed;
     const uint64_t offset = p.philox.offset_ptr != nullptr ? *p.philox.offset_ptr : p.philox.offset;
     const uint64_t plane = static_cast<uint64_t>(work.batch) * p.heads + head;
-    if (p.dropout_layout == DropoutLayout::kFlash) return flash_mask(seed, offset + plane * 32);
-    return efficient_mask(seed, offset, plane);
+    if (p.dropout_layout != DropoutLayout::kFlash) return efficient_dropped(seed, offset, plane);
+    const int32_t lane = threadIdx.x % 32;
+    return draw_dropped_alone<!kFewRegisters>(seed, offset, plane, i0 - lane % 4 * 2, j0 - lane / 4,
+                                              params.dropout_threshold, lane);
   }
 
  private:
@@ -174,7 +177,7 @@ struct ScoreTile {
 
   // What the warpgroup of dS is given goes to `exchange`; S, the probabilities, is multiplied as dropout says.
   template <bool kCapped>
-  __device__ __forceinline__ void give(float (&s)[kValues], uint32_t kept, float4* exchange) const {
+  __device__ __forceinline__ void give(float (&s)[kValues], uint32_t dropped, float4* exchange) const {
     const bool drops = params.attention.dropout_p > 0.f;
 #pragma unroll
     for (int c = 0; c < kValues; c += 4) {
@@ -186,11 +189,11 @@ struct ScoreTile {
             make_float4(given.x * derivative.x, given.y * derivative.y, given.z * derivative.z, given.w * derivative.w);
       }
       if (drops) {
-        const uint32_t four = kept >> c;
-        given = make_float4(encode_probability(given.x, four & 1), encode_probability(given.y, four & 2),
-                            encode_probability(given.z, four & 4), encode_probability(given.w, four & 8));
+        const auto kept = [&](int e) { return (dropped >> dropped_bit(c + e) & 1) == 0; };
+        given = make_float4(encode_probability(given.x, kept(0)), encode_probability(given.y, kept(1)),
+                            encode_probability(given.z, kept(2)), encode_probability(given.w, kept(3)));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[c + e] = four >> e & 1 ? s[c + e] * params.dropout_scale : 0.f;
+        for (int e = 0; e < 4; ++e) s[c + e] = kept(e) ? s[c + e] * params.dropout_scale : 0.f;
       }
       if constexpr (kFewRegisters) {
         store_in_order(place, given);
@@ -200,34 +203,12 @@ struct ScoreTile {
     }
   }
 
-  // Bytes for queries i and i + 8, keys j and j + 8 come from one draw (see flash_bytes): word j / 8 of those of this
-  // half of 32 keys, byte i / 8 * 2 + j % 2 in it, of their places in blocks of 16.
-  __device__ __forceinline__ uint32_t flash_mask(uint64_t seed, uint64_t head_offset) const {
-    const bool second_half = j0 / 16 % 2 != 0;
-    const int32_t shift = j0 % 2 * 8;
-    uint32_t kept = 0;
-#pragma unroll 1
-    for (int32_t c = 0; c < kValues / 4; c += 2) {
-#pragma unroll
-      for (int32_t odd = 0; odd < 2; ++odd) {
-        const uint4 draw = flash_bytes(seed, head_offset, i0 + 8 * c + odd, j0);
-        const uint32_t words[2] = {(second_half ? draw.z : draw.x) >> shift, (second_half ? draw.w : draw.y) >> shift};
-#pragma unroll
-        for (int32_t k = 0; k < 4; ++k) {  // (query + 8, key + 8)
-          const bool keep = (words[k % 2] >> (k / 2 * 16) & 0xff) <= params.dropout_threshold;
-          kept |= uint32_t{keep} << (4 * (c + k / 2) + k % 2 * 2 + odd);
-        }
-      }
-    }
-    return kept;
-  }
-
-  __device__ __forceinline__ uint32_t efficient_mask(uint64_t seed, uint64_t offset, uint64_t plane) const {
+  __device__ __forceinline__ uint32_t efficient_dropped(uint64_t seed, uint64_t offset, uint64_t plane) const {
     const AttentionBackwardParams& p = params.attention;
     const bool wraps = p.dropout_layout == DropoutLayout::kEfficient32;
     const uint64_t plane_size = static_cast<uint64_t>(p.seqlen_q) * p.seqlen_k;
     const uint64_t first = offset + (wraps ? static_cast<uint32_t>(plane * plane_size) : plane * plane_size);
-    uint32_t kept = 0;
+    uint32_t dropped = 0;
 #pragma unroll 1
     for (int32_t c = 0; c < kValues / 4; ++c) {
 #pragma unroll
@@ -235,11 +216,11 @@ struct ScoreTile {
         const uint64_t within_plane =
             static_cast<uint64_t>(i0 + 8 * c + e % 2) * work.visibility.seqlen_k + (j0 + e / 2 * 8);
         const uint64_t n = first + (wraps ? static_cast<uint32_t>(within_plane) : within_plane);
-        const bool keep = word_of(philox4x32<10>(seed, n >> 2, 0, 0), n & 3) >= params.dropout_threshold;
-        kept |= uint32_t{keep} << (4 * c + e);
+        const bool drop = word_of(philox4x32<10>(seed, n >> 2, 0, 0), n & 3) < params.dropout_threshold;
+        dropped |= uint32_t{drop} << dropped_bit(4 * c + e);
       }
     }
-    return kept;
+    return dropped;
   }
 };
 

@@ -135,10 +135,10 @@ struct Probabilities : Consumer<Traits> {
     {
       float s[kBlockM / 2];  // S^T, then P^T: (kBlockN, kBlockM)
       issue_s(s, k_operand);
-      uint32_t kept = kMaskUnderS ? dropout_mask() : 0;
+      uint32_t dropped = kMaskUnderS ? draw() : 0;
       wait_products<0>();
-      if constexpr (!kMaskUnderS) kept = dropout_mask();
-      probabilities(s, kept);
+      if constexpr (!kMaskUnderS) dropped = draw();
+      probabilities(s, dropped);
       pack<T>(p16, s);
     }
 #pragma unroll 1
@@ -149,12 +149,12 @@ struct Probabilities : Consumer<Traits> {
       issue_dv(p16, dv, stage);
       step.advance(work);
       issue_s(s, k_operand);
-      uint32_t kept = kMaskUnderS ? dropout_mask() : 0;
+      uint32_t dropped = kMaskUnderS ? draw() : 0;
       wait_products<1>();
       arrive_warp(&smem.dout_empty[stage], lane);
       wait_products<0>();
-      if constexpr (!kMaskUnderS) kept = dropout_mask();
-      probabilities(s, kept);
+      if constexpr (!kMaskUnderS) dropped = draw();
+      probabilities(s, dropped);
       pack<T>(p16, s);
     }
     arrive_warp(&smem.k_empty, lane);
@@ -184,8 +184,8 @@ struct Probabilities : Consumer<Traits> {
     return {params, work, this->head(), this->query_block() * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
   }
 
-  __device__ __forceinline__ uint32_t dropout_mask() const {
-    if constexpr (Traits::kFeatures) return score_tile().dropout_mask();
+  __device__ __forceinline__ uint32_t draw() const {
+    if constexpr (Traits::kFeatures) return score_tile().dropped();
     return 0;
   }
 
@@ -195,12 +195,12 @@ struct Probabilities : Consumer<Traits> {
   }
 
   // From S, complete, to P here and in shared memory.
-  __device__ __forceinline__ void probabilities(float (&s)[kBlockM / 2], uint32_t kept) {
+  __device__ __forceinline__ void probabilities(float (&s)[kBlockM / 2], uint32_t dropped) {
     const int32_t stage = QueryRing::stage(step.index);
     fence_registers(s);
     if constexpr (Traits::kFeatures) {
       mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
-      score_tile().probabilities(s, &smem.lse_log2[stage][pair], kept, &smem.p[0][thread]);
+      score_tile().probabilities(s, &smem.lse_log2[stage][pair], dropped, &smem.p[0][thread]);
       mbarrier_arrive(&smem.q_empty[stage]);
     } else {
       const BlockRange interior = work.interior;

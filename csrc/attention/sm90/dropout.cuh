@@ -1,0 +1,116 @@
+// FlashAttention-2's dropout, drawn again by the warps that have the probabilities, 16 keys each.
+#pragma once
+
+#include "../../common/numeric.cuh"
+#include "../../common/philox.cuh"
+
+namespace flashbwd::sm90 {
+
+// Where the draws of a call begin, on the GPU.
+struct PhiloxState {
+  uint64_t seed, offset;
+};
+
+// Of each three bits the one of the table, which is the function of kA, kB and kC: one instruction. nvcc 13.0 makes up
+// to three of `bytes_above`.
+template <int kTable>
+__device__ __forceinline__ uint32_t logic3(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(result) : "r"(a), "r"(b), "r"(c), "n"(kTable));
+  return result;
+}
+constexpr int kA = 0xf0, kB = 0xcc, kC = 0xaa;
+
+// Bit 7 of each byte: whether that of `bytes` is above the threshold, a byte. Other bits mean nothing.
+__device__ __forceinline__ uint32_t bytes_above(uint32_t bytes, uint32_t threshold) {
+  const uint32_t high = threshold & 0x80 ? ~0u : 0u;
+  const uint32_t below = (threshold | 0x80) * 0x01010101u - (bytes & 0x7f7f7f7fu);  // its lower bits are not above
+  return logic3<(kA & ~kB | ~kC & (kA | ~kB)) & 0xff>(bytes, below, high);
+}
+
+// A bit a byte of two words of a draw, in each byte above those of the draws before.
+__device__ __forceinline__ uint32_t append(uint32_t taken, uint32_t first, uint32_t second, uint32_t threshold) {
+  constexpr int kSelect = (kA & kC | kB & ~kC) & 0xff;
+  const uint32_t two = logic3<kSelect>(bytes_above(first, threshold), bytes_above(second, threshold) >> 1, 0x80808080u);
+  return logic3<kSelect>(two, taken >> 2, 0xc0c0c0c0u);
+}
+
+// A draw has 16 bytes, word key / 8 % 4 and byte 2 (query / 8 % 2) + key % 2 in it, for lane 4 (query % 8) + key % 8 /
+// 2 of who draws a block of 16 queries and 32 keys. A warp here has half of these keys. What dropout takes of them and
+// of 64 queries is a word: value v of a lane's accumulator (fragments.cuh) is bit dropped_bit(v).
+constexpr __host__ __device__ int dropped_bit(int v) { return v % 2 * 16 + v / 4 % 2 * 8 + v / 8 * 2 + 1 - v / 2 % 2; }
+constexpr __host__ __device__ int dropped_value(int bit) {
+  return bit / 16 + (1 - bit % 2) * 2 + bit / 8 % 2 * 4 + bit / 2 % 4 * 8;
+}
+
+// Of the lanes that have drawn, this lane's own: of its first query of each 8, and of the second 4 lanes further.
+__device__ __forceinline__ int32_t drawing_lane(int32_t lane) { return lane % 4 * 8 + lane / 8; }
+__device__ __forceinline__ uint32_t own_keys(uint32_t of_first, uint32_t of_second, int32_t lane) {
+  return __byte_perm(of_first, of_second, lane / 4 % 2 == 0 ? 0x6420 : 0x7531);
+}
+
+// By a warp alone: half of each draw is for nobody. `first_key`: of the warp. kUnrolls: takes more registers.
+template <bool kUnrolls>
+__device__ __forceinline__ uint32_t draw_dropped_alone(uint64_t seed, uint64_t offset, uint64_t head,
+                                                       int32_t first_query, int32_t first_key, uint32_t threshold,
+                                                       int32_t lane) {
+  const bool second_half = first_key / 16 % 2 != 0;
+  uint32_t taken = 0;
+#pragma unroll(kUnrolls ? 4 : 1)
+  for (int32_t draw = 0; draw < 4; ++draw) {
+    const uint4 words = philox4x32<7, true>(seed, offset + head * 32 + lane, first_query / 16 + draw, first_key / 32);
+    taken = append(taken, second_half ? words.z : words.x, second_half ? words.w : words.y, threshold);
+  }
+  const int32_t source = drawing_lane(lane);
+  return own_keys(__shfl_sync(0xffffffffu, taken, source), __shfl_sync(0xffffffffu, taken, source + 4), lane);
+}
+
+// By two warps, which have the two halves of the keys, a word each 64 queries: each draws half of the queries. Bits go
+// through shared memory to the lanes that want them: `places`, 256 bytes of each of the two, kPlacesApart bytes apart.
+// A warp's own may be written from `sync`, of both, on by itself alone, until it draws again.
+template <int kPlacesApart, int kWords, typename Sync>
+__device__ __forceinline__ void draw_dropped(uint32_t (&dropped)[kWords], const PhiloxState& state, uint64_t head,
+                                             int32_t first_query, int32_t first_key, uint32_t threshold, int32_t half,
+                                             int32_t lane, uint8_t* places, Sync sync) {
+  constexpr int kDraws = 2 * kWords;
+  const uint64_t counter = state.offset + head * 32 + lane;
+  uint32_t taken[2] = {};  // of the keys of each
+#pragma unroll
+  for (int draw = 0; draw < kDraws; ++draw) {
+    const uint4 words =
+        philox4x32<7, true>(state.seed, counter, first_query / 16 + half * kDraws + draw, first_key / 32);
+    taken[0] = append(taken[0], words.x, words.y, threshold);
+    taken[1] = append(taken[1], words.z, words.w, threshold);
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    reinterpret_cast<uint32_t*>(places + k * kPlacesApart)[2 * lane + half] = taken[k];
+  }
+  sync();
+  const uint2* const own = reinterpret_cast<const uint2*>(places + half * kPlacesApart);
+  const uint2 of_first = own[drawing_lane(lane)], of_second = own[drawing_lane(lane) + 4];
+  const uint32_t first_half = own_keys(of_first.x, of_second.x, lane);
+  const uint32_t second_half = own_keys(of_first.y, of_second.y, lane);
+  if constexpr (kWords == 1) {
+    dropped[0] = first_half >> 4 & 0x0f0f0f0f | second_half & 0xf0f0f0f0;
+  } else {
+    static_assert(kWords == 2);
+    dropped[0] = first_half;
+    dropped[1] = second_half;
+  }
+}
+
+// The sign of what dropout takes, which is 0 or positive, is set. Bits in their order are tested seven at a time.
+template <int kWords>
+__device__ __forceinline__ void mark_dropped(float (&p)[32 * kWords], const uint32_t (&dropped)[kWords]) {
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) {
+#pragma unroll
+    for (int bit = 0; bit < 32; ++bit) {
+      float& value = p[word * 32 + dropped_value(bit)];
+      value = dropped[word] >> bit & 1 ? -value : value;
+    }
+  }
+}
+
+}  // namespace flashbwd::sm90

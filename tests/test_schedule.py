@@ -497,18 +497,21 @@ def paired_waves(
         first, end = first_list * pairs, min((first_list + head_group) * pairs, heads * pairs)
         abreast = host.abreast_in_wave(index, first, end, min(head_group, heads - first_list), workers)
         assert abreast.before + abreast.place == number
+        apart = abreast.size == pairs and host.begins_heads_apart(group, pairs)
 
-        def steps_of(n: int, second: bool, abreast: Any) -> list[Any]:
+        def steps_of(n: int, second: bool, abreast: Any, apart: bool) -> list[Any]:
             walk = range(*host.query_blocks(v, n, block_m, block_n))
             steps = []
             for m in walk if second else reversed(walk):
-                turn = host.pair_turn(abreast, second, host.key_blocks(v, m, block_m, block_n)[1], key_blocks)
-                steps += [((m, h), turn) for h in range(group)]
+                seen = host.key_blocks(v, m, block_m, block_n)[1]
+                number = abreast.before + abreast.place
+                for h in ((step + (2 * number if apart else 0)) % group for step in range(group)):
+                    steps.append(((m, h), host.pair_turn(abreast, second, seen, key_blocks, h, apart)))
             return steps
 
-        both = steps_of(key_blocks - pairs + number, False, abreast)
+        both = steps_of(key_blocks - pairs + number, False, abreast, apart)
         if 2 * (pairs - number) - 1 != key_blocks:
-            both += steps_of(pairs - 1 - number, True, abreast)
+            both += steps_of(pairs - 1 - number, True, abreast, apart)
         jobs.append((head, both))
     return Waves(workers, jobs)
 
@@ -586,7 +589,7 @@ PAIRS: dict[str, Any] = {
 }
 
 
-@given(**PAIRS, group=st.integers(1, 6), spare_blocks=st.integers(0, 3))
+@given(**PAIRS, group=st.integers(1, 12), spare_blocks=st.integers(0, 3))
 @settings(max_examples=1000, deadline=None)
 def test_waves_of_pairs_take_turns_and_never_deadlock(
     workers: int,

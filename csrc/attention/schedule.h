@@ -297,11 +297,14 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& 
 // Pairs (causal): job p of P is key block num_key_blocks - P + p, from the last query block down, then key block
 // P - 1 - p, from its diagonal up, which the middle one of an odd number is not. All are in the same query block, one
 // behind the other: first the first parts, then the second parts (pair_turn). So those of the last jobs, which begin
-// where no first part has been, are there before the others come.
+// where no first part has been, are there before the others come. Where a group has heads enough and all pairs of a
+// list are in one wave, each begins a query block kHeadsApart heads behind the one before: they come to a head one
+// after the other by themselves, and nobody waits for that in the beginning.
 //
 // No deadlock: a job waits for jobs of earlier waves. In its own wave a cyclic one waits for adds at smaller steps; the
 // first part of a pair for first parts of jobs before it, the second part for first parts, and for second parts of jobs
-// before it. Each comes to these adds by itself, in this order; by induction all are done. Pairs may as well come from
+// before it (with heads apart: of jobs that come to the head at smaller steps). Each comes to these adds by itself, in
+// this order; by induction all are done. Pairs may as well come from
 // a counter, all of a head as one wave, where an add waits for the first one of its tile only and the last one for all:
 // the first is of a job taken earlier, and the last job of a head has the last add of each tile.
 //
@@ -325,17 +328,28 @@ FLASHBWD_HOST_DEVICE constexpr Abreast ring_of(const Abreast& jobs, int32_t tile
   return {jobs.before + first, jobs.place - first, static_cast<int32_t>(at_most(jobs.size - first, tiles))};
 }
 
-// How many parts of pairs add into a dq tile before this one does. The tile sees the first `seen` key blocks.
-FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Abreast& wave, bool second, int32_t seen,
-                                                 int32_t num_key_blocks) {
+// In a group of `heads`: two, for a turn takes almost two steps. With one, pairs hold one another up.
+constexpr int32_t kHeadsApart = 2;
+FLASHBWD_HOST_DEVICE constexpr bool begins_heads_apart(int32_t heads, int32_t pairs) {
+  return heads >= kHeadsApart * pairs;
+}
+
+// How many parts of pairs add into a dq tile before this one does. The tile sees the first `seen` key blocks. `head`:
+// of the group; `apart`: pairs begin kHeadsApart heads apart, all of the list in this wave.
+FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const Abreast& wave, bool second, int32_t seen, int32_t num_key_blocks,
+                                                 int32_t head, bool apart) {
   // First parts of pairs [0, end_first) and second parts of pairs from first_second on see the tile. That is past the
   // middle one of an odd number, pair 0, which has no second part.
   const int32_t pairs = (num_key_blocks + 1) / 2, pair = wave.before + wave.place;
   const int32_t first_second = pairs - (seen < num_key_blocks / 2 ? seen : num_key_blocks / 2);
-  if (!second) return pair + (wave.before > first_second ? wave.before - first_second : 0);
-  const int32_t end_first = pairs - num_key_blocks + seen, end = wave.before + wave.size;
-  const int32_t firsts = end_first < end ? end_first : end;
-  return pair - first_second + (firsts > 0 ? firsts : 0);
+  if (!apart && !second) return pair + (wave.before > first_second ? wave.before - first_second : 0);
+  const int32_t end_first = pairs - num_key_blocks + seen, last = wave.before + wave.size;
+  const int32_t firsts = end_first < last ? end_first : last, before = second && firsts > 0 ? firsts : 0;
+  if (!apart) return pair - first_second + before;
+  // The last pair that begins at this head or before it, then those before it, then the last one and those before that.
+  const int32_t past = head / kHeadsApart + 1, begin = second ? first_second : 0, end = second ? pairs : firsts;
+  const int32_t turn = pair < past ? (past < end ? past : end) : end + (past > begin ? past - begin : 0);
+  return turn - 1 - pair + before;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

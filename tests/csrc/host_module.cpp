@@ -238,6 +238,7 @@ void bind_order(py::module_& m) {
                                                    ceil_div(seqlen_q, tile.block_m), workers);
     return std::tuple(waves.jobs, waves.heads_of_list, sm90::steps_apart(tile));
   });
+  m.def("begins_heads_apart", &begins_heads_apart);
   m.def("pair_turn", &pair_turn);
   py::class_<PersistentSlots>(m, "PersistentSlots")
       .def_readonly("jobs", &PersistentSlots::jobs)

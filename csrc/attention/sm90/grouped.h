@@ -18,6 +18,7 @@ struct GroupedJobs {
   // Causal: a job is key block n from the end, then key block n from the start. All are of one length, and all of a
   // head meet in the same query blocks: the first part from the last query block down, the second from its diagonal up.
   bool pairs = false;
+  bool heads_apart = false;  // of pairs in waves (schedule.h)
 };
 
 struct GroupedSizes {

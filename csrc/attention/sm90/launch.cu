@@ -305,7 +305,12 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
                                     params->key_blocks, params->ctas)) {
     // Pairs: waves are whole, so that CTAs that come late to a wave are late in the next one too, and nobody waits for
     // them there.
-    if (params->grouped.pairs) params->ctas = ceil_div(params->jobs, ceil_div(params->jobs, params->ctas));
+    if (params->grouped.pairs) {
+      params->ctas = ceil_div(params->jobs, ceil_div(params->jobs, params->ctas));
+      // Where the last one writes dq: the other kernels have no registers left for it.
+      params->grouped.heads_apart =
+          params->takes_turns && rotates_heads(tile) && begins_heads_apart(p.heads / lists, params->key_blocks_of_list);
+    }
     params->wave_size = params->ctas;
     params->ahead_ctas = 0;  // CTAs that begin together would begin behind them
   }

@@ -60,6 +60,7 @@ struct Work {
   bool exhausted;                 // no job is left
   bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write
   uint16_t rotation;              // of the heads of the group, see head_of
+  bool heads_apart;               // pairs of this wave begin kHeadsApart heads apart
   bool second;                    // the second part of a pair
   bool cyclic;                    // the walk begins in the middle, see cyclic_turn
   bool fetches_sums;              // of dq, into L2: the first of its wave that adds to sums which left it long ago
@@ -131,6 +132,8 @@ struct Work {
     cyclic = params.wave_size > 0 && !params.grouped.pairs;
     abreast = {0, job.key_block, params.key_blocks_of_list};
     if (params.wave_size > 0) find_abreast(params, cursor.job, job.key_block);
+    heads_apart = params.grouped.heads_apart && abreast.size == params.key_blocks_of_list;
+    if (heads_apart) rotation = static_cast<uint16_t>(kHeadsApart * abreast.place);
     fetches_sums = params.grouped.pairs && p.deterministic && second && abreast.place == 0;
     forget_registers();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);

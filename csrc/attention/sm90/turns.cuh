@@ -26,11 +26,15 @@ namespace flashbwd::sm90 {
 // In turn: how many key blocks add to a tile before that of `work` does.
 template <typename Traits>
 __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const typename Traits::Work& work,
-                                               const BlockRange& key_blocks, int32_t query_block) {
+                                               const BlockRange& key_blocks, int32_t head, int32_t query_block) {
   const int32_t key_block = work.first_key / Traits::Work::kKeys;
   if (!Traits::Work::kByHeads) {  // which is of windows
     if (work.cyclic) return cyclic_turn(work.ring, work.starts, query_block - work.tiles.begin);
-    if (params.grouped.pairs) return pair_turn(work.abreast, work.second, key_blocks.end, params.key_blocks);
+    if (params.grouped.pairs) {
+      constexpr bool kRotates = Traits::kRotatesHeads && Traits::kLastWritesDq;  // others have no registers left
+      return pair_turn(work.abreast, work.second, key_blocks.end, params.key_blocks, head - work.first_head,
+                       kRotates && work.heads_apart);
+    }
   }
   // ordered_turn_from_last, or ordered_turn of a group of 1
   return work.from_last_key ? key_blocks.end - 1 - key_block : key_block - key_blocks.begin;
@@ -56,7 +60,7 @@ __device__ __forceinline__ void number_turn(const KernelParams& params, const ty
   constexpr int kKeys = Traits::Work::kKeys;
   const BlockRange key_blocks = {max(first_query + v.lo, 0) / kKeys,  // that see the tile
                                  (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1};
-  turn.number = adds_before<Traits>(params, work, key_blocks, query_block);
+  turn.number = adds_before<Traits>(params, work, key_blocks, head, query_block);
   turn.stores = turn.number == 0 && !params.adds_into_zeros;
   if constexpr (Traits::kLastWritesDq) {
     turn.is_last = params.last_writes_dq && turn.number == key_blocks.size() - 1;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../common/macros.h"
 #include "../common/types.h"
 
 namespace flashbwd {
@@ -47,6 +48,10 @@ struct PhiloxArguments {
   const uint64_t* offset_ptr = nullptr;
   uint64_t seed = 0;
   uint64_t offset = 0;
+
+  // On the GPU.
+  FLASHBWD_HOST_DEVICE uint64_t current_seed() const { return seed_ptr != nullptr ? *seed_ptr : seed; }
+  FLASHBWD_HOST_DEVICE uint64_t current_offset() const { return offset_ptr != nullptr ? *offset_ptr : offset; }
 };
 
 struct AttentionBackwardParams {

@@ -304,9 +304,9 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn_from_last(const Visibility& 
 // No deadlock: a job waits for jobs of earlier waves. In its own wave a cyclic one waits for adds at smaller steps; the
 // first part of a pair for first parts of jobs before it, the second part for first parts, and for second parts of jobs
 // before it (with heads apart: of jobs that come to the head at smaller steps). Each comes to these adds by itself, in
-// this order; by induction all are done. Pairs may as well come from
-// a counter, all of a head as one wave, where an add waits for the first one of its tile only and the last one for all:
-// the first is of a job taken earlier, and the last job of a head has the last add of each tile.
+// this order; by induction all are done. Pairs may as well come from a counter, all of a head as one wave, where an add
+// waits for the first one of its tile only and the last one for all: the first is of a job taken earlier, and the last
+// job of a head has the last add of each tile.
 //
 // Jobs of a wave may as well be taken from a counter, where every worker takes one of each wave: all run at the same
 // time, so each comes to take its own, and waits within a wave as above. Who is late takes a later job then, and had

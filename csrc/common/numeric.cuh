@@ -25,13 +25,19 @@ __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
 
 // Negative numbers become 0.
 template <typename T>
-__device__ __forceinline__ uint32_t pack2_positive(float low, float high) {
+__device__ __forceinline__ uint32_t pack2_positive(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack2_positive<__nv_bfloat16>(float low, float high) {
   uint32_t pair;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  }
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack2_positive<__half>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 

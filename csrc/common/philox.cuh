@@ -14,11 +14,10 @@ __device__ __forceinline__ uint64_t multiply_wide(uint32_t a, uint32_t b) {
 
 // One round of Philox4x32 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). kPtx:
 // products by multiply_wide.
-constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
 template <bool kPtx = false>
 __device__ __forceinline__ uint4 philox_round(const uint4& c, uint32_t k0, uint32_t k1) {
-  const uint64_t first = kPtx ? multiply_wide(kPhiloxFactor0, c.x) : uint64_t{kPhiloxFactor0} * c.x;
-  const uint64_t second = kPtx ? multiply_wide(kPhiloxFactor1, c.z) : uint64_t{kPhiloxFactor1} * c.z;
+  const uint64_t first = kPtx ? multiply_wide(0xD2511F53u, c.x) : uint64_t{0xD2511F53u} * c.x;
+  const uint64_t second = kPtx ? multiply_wide(0xCD9E8D57u, c.z) : uint64_t{0xCD9E8D57u} * c.z;
   return make_uint4(static_cast<uint32_t>(second >> 32) ^ c.y ^ k0, static_cast<uint32_t>(second),
                     static_cast<uint32_t>(first >> 32) ^ c.w ^ k1, static_cast<uint32_t>(first));
 }

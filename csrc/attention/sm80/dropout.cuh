@@ -27,8 +27,7 @@ struct DropoutMask {
   __device__ __forceinline__ void draw(const KernelParams& params, const Work& work, int32_t head,
                                        int32_t query_block) {
     const AttentionBackwardParams& p = params.attention;
-    const uint64_t seed = p.philox.seed_ptr != nullptr ? *p.philox.seed_ptr : p.philox.seed;
-    const uint64_t offset = p.philox.offset_ptr != nullptr ? *p.philox.offset_ptr : p.philox.offset;
+    const uint64_t seed = p.philox.current_seed(), offset = p.philox.current_offset();
     const uint64_t plane = static_cast<uint64_t>(work.batch) * p.heads + head;
     const int32_t query = Place::first_query(query_block), key = Place::first_key(work);
     if (p.dropout_layout == DropoutLayout::kFlash) {

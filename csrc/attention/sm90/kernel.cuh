@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   if constexpr (Traits::kDrops) {
     const PhiloxArguments& philox = params.attention.philox;
     if (threadIdx.x == 0) {
-      smem.philox.seed = philox.seed_ptr != nullptr ? *philox.seed_ptr : philox.seed;
-      smem.philox.offset = philox.offset_ptr != nullptr ? *philox.offset_ptr : philox.offset;
+      smem.philox.seed = philox.current_seed();
+      smem.philox.offset = philox.current_offset();
     }
   }
   __syncthreads();

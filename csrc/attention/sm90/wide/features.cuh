@@ -94,8 +94,7 @@ struct ScoreTile {
   __device__ __forceinline__ uint32_t dropped() const {
     const AttentionBackwardParams& p = params.attention;
     if (p.dropout_p == 0.f) return 0;
-    const uint64_t seed = p.philox.seed_ptr != nullptr ? *p.philox.seed_ptr : p.philox.seed;
-    const uint64_t offset = p.philox.offset_ptr != nullptr ? *p.philox.offset_ptr : p.philox.offset;
+    const uint64_t seed = p.philox.current_seed(), offset = p.philox.current_offset();
     const uint64_t plane = static_cast<uint64_t>(work.batch) * p.heads + head;
     if (p.dropout_layout != DropoutLayout::kFlash) return efficient_dropped(seed, offset, plane);
     const int32_t lane = threadIdx.x % 32;

@@ -102,11 +102,11 @@ def test_tile_is_the_first_that_holds_both_head_dimensions(
 
 @pytest.mark.parametrize(
     "feature",
-    [{"softcap": 30.0}, {"has_alibi": True}, {"dropout_p": 0.1, "softcap": 30.0}, {"has_bias": True}],
+    [{"dropout_p": 0.1, "softcap": 30.0}, {"has_alibi": True, "has_bias": True}, {"has_bias": True}],
     ids=lambda f: next(iter(f)),
 )
 @pytest.mark.parametrize(("head_dim", "ctas"), [(64, 1), (128, 1), (192, 2), (256, 2)])
-def test_features_take_tiles_of_64_keys_a_cta(
+def test_features_beside_others_take_tiles_of_64_keys_a_cta(
     host: ModuleType, head_dim: int, ctas: int, feature: dict[str, Any]
 ) -> None:
     plan = plan_of(host, head_dim=head_dim, head_dim_v=min(head_dim, 128), **feature)
@@ -135,17 +135,38 @@ def test_dropout_alone_keeps_128_keys_a_cta(
     assert (plan.block_m, plan.block_n) == tile
 
 
+@pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"has_alibi": True}, {"softcap": 30.0, "has_alibi": True}])
+@pytest.mark.parametrize(
+    ("head_dim", "others", "tile"),
+    [
+        (1, {}, (128, 128)),
+        (64, {"varlen": True}, (128, 128)),
+        (80, {"deterministic": True}, (64, 128)),
+        (128, {"has_sink": True, "has_seqused": True}, (64, 128)),
+        (192, {}, (64, 128)),  # two CTAs, 64 keys each
+    ],
+    ids=str,
+)
+def test_softcap_and_alibi_keep_128_keys_a_cta(
+    host: ModuleType, head_dim: int, others: dict[str, Any], tile: tuple[int, int], feature: dict[str, Any]
+) -> None:
+    plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim, **feature, **others)
+    assert plan.backend == "sm90"
+    assert (plan.block_m, plan.block_n) == tile
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"head_dim": 128, "softcap": 30.0}, ""),
-        ({"head_dim": 96, "has_alibi": True}, ""),
+        ({"head_dim": 64, "has_alibi": True}, ""),
         ({"head_dim": 128, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
         ({"head_dim": 192, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
         ({"head_dim": 64, "has_sink": True}, ""),
         ({"head_dim": 192, "has_bias": True, "need_dbias": True}, ""),
-        ({"head_dim": 64, "softcap": 30.0}, "with softcap, bias or ALiBi at head dimensions up to 64"),
         ({"head_dim": 128, "has_bias": True}, "with attn_bias at head dimensions up to 128"),
+        ({"head_dim": 32, "has_bias": True, "need_dbias": True, "bias_has_rows": True}, ""),
+        ({"head_dim": 128, "has_bias": True, "bias_has_rows": True, "softcap": 30.0}, "with attn_bias at head"),
         ({"head_dim": 32, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
         (
             {"head_dim": 96, "dropout_p": 0.1, "dropout_layout": "kFlash", "softcap": 30.0},
@@ -186,6 +207,53 @@ def test_bias_gradient_takes_the_scratch_of_its_broadcast(
     semaphores = 2 * 6 * 5 * 4
     assert plan.workspace.semaphore_bytes == COUNTER_BYTES + semaphores + 4 * zeroed
     assert plan.workspace.partial_bytes == 4 * partial
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "tile"),
+    [
+        (128, {}, (64, 128)),
+        (96, {"bias_broadcast_batch": True}, (64, 128)),
+        (64, {"bias_broadcast_head": True, "need_dbias": True}, (128, 128)),
+        (1, {"need_dbias": True, "deterministic": True}, (128, 128)),
+        (192, {"need_dbias": True}, (64, 128)),
+        (128, {"bias_has_rows": False}, (64, 64)),  # fp32, say, or the same for all queries
+        (128, {"varlen": True}, (64, 64)),
+        (128, {"has_seqused": True}, (64, 64)),
+        (128, {"softcap": 30.0}, (64, 64)),
+        (128, {"has_alibi": True}, (64, 64)),
+        (128, {"batch": 65, "bias_broadcast_batch": True}, (64, 128)),  # no gradient, no planes for it
+        (128, {"batch": 65, "bias_broadcast_batch": True, "need_dbias": True}, (64, 64)),
+    ],
+    ids=str,
+)
+def test_a_bias_alone_that_the_copy_engine_brings_keeps_128_keys_a_cta(
+    host: ModuleType, head_dim: int, changes: dict[str, Any], tile: tuple[int, int]
+) -> None:
+    bias = {"has_bias": True, "bias_has_rows": True} | changes
+    plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim, **bias)
+    assert (plan.block_m, plan.block_n) == tile
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("seqlen_k", "broadcast", "elements"),
+    [
+        (504, {}, 0),  # dbias itself is written
+        (500, {}, 2 * 6 * 300 * 504),  # its rows do not begin on 16 bytes
+        (504, {"bias_broadcast_batch": True}, 2 * 6 * 300 * 504),  # a plane for each of those that share an element
+        (504, {"bias_broadcast_head": True}, 2 * 6 * 300 * 504),
+    ],
+    ids=str,
+)
+def test_bias_gradient_in_tiles_takes_a_plane_for_each_head_or_none(
+    host: ModuleType, seqlen_k: int, broadcast: dict[str, bool], elements: int, deterministic: bool
+) -> None:
+    bias = {"has_bias": True, "bias_has_rows": True, "need_dbias": True} | broadcast
+    plan = plan_of(host, seqlen_k=seqlen_k, deterministic=deterministic, **bias)
+    without = plan_of(host, seqlen_k=seqlen_k, deterministic=deterministic)
+    gained = plan.workspace.partial_bytes - without.workspace.partial_bytes
+    assert 2 * elements <= gained < 2 * elements + 256
 
 
 @pytest.mark.parametrize("dtype", ["kBFloat16", "kFloat16"])

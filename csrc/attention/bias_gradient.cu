@@ -24,6 +24,8 @@ struct ReduceArguments {
   Extents summed;  // 1 where the source is summed already, or where the bias is not broadcast
   BiasView dbias;
   Extents out;
+  Visibility visibility;             // of a source in tiles
+  int32_t block_m = 0, block_n = 0;  // likewise; 0: all of it is written
 };
 
 // One element of dbias by 32 lanes, or by one thread where there are few terms.
@@ -150,6 +152,106 @@ cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t confi
   }
 }
 
+// Of 16-bit tiles, a warp has 256 columns of a row, eight a lane.
+constexpr int32_t kTileColumns = 32 * kTiledColumns;
+
+// Sums of `terms` planes of a source in tiles, a plane of dbias. `vectors`: rows of dbias begin on 16 bytes.
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    sum_tiles_kernel(const __grid_constant__ ReduceArguments a, int32_t terms, int64_t term_stride, bool vectors) {
+  const int32_t lane = threadIdx.x % 32, columns = a.out.col, chunks = (columns + kTileColumns - 1) / kTileColumns;
+  const int64_t rows = int64_t{a.out.batch} * a.out.head * a.out.row;
+  const int64_t warps = int64_t{gridDim.x} * (kReduceThreads / 32);
+  for (int64_t i = (int64_t{blockIdx.x} * kReduceThreads + threadIdx.x) / 32; i < rows * chunks; i += warps) {
+    const int64_t plane_row = i / chunks;
+    const int32_t column = static_cast<int32_t>(i - plane_row * chunks) * kTileColumns + lane * kTiledColumns;
+    if (column >= columns) continue;
+    const int32_t plane = static_cast<int32_t>(plane_row / a.out.row);
+    const int32_t row = static_cast<int32_t>(plane_row - int64_t{plane} * a.out.row);
+    const int32_t batch = plane / a.out.head, head = plane - batch * a.out.head;
+    float sums[8] = {};
+    if (key_blocks(a.visibility, row / a.block_m, a.block_m, a.block_n).contains(column / a.block_n)) {
+      const T* place = static_cast<const T*>(a.source.data) + batch * a.source.batch_stride +
+                       head * a.source.head_stride + row * a.source.row_stride + column;
+#pragma unroll 4
+      for (int32_t term = 0; term < terms; ++term, place += term_stride) {
+        const uint4 pairs = *reinterpret_cast<const uint4*>(place);
+        const uint32_t words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float2 pair = unpack2<T>(words[e]);
+          sums[2 * e] += pair.x;
+          sums[2 * e + 1] += pair.y;
+        }
+      }
+    }
+    T* const out = static_cast<T*>(a.dbias.data) + batch * a.dbias.batch_stride + head * a.dbias.head_stride +
+                   row * a.dbias.row_stride + column;
+    if (vectors) {
+      *reinterpret_cast<uint4*>(out) = make_uint4(pack2<T>(sums[0], sums[1]), pack2<T>(sums[2], sums[3]),
+                                                  pack2<T>(sums[4], sums[5]), pack2<T>(sums[6], sums[7]));
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (column + e < columns) out[e] = from_float<T>(sums[e]);
+      }
+    }
+  }
+}
+
+// Zeros of 16 bit in the tiles of planes of whole rows of 16 bytes that have no visible element: a row a warp.
+__global__ void __launch_bounds__(kReduceThreads)
+    zero_tiles_kernel(const __grid_constant__ BiasGradient g, Visibility visibility, int32_t batch, int32_t heads,
+                      int32_t block_m, int32_t block_n) {
+  constexpr int32_t kColumns = kTiledColumns, kStride = 32 * kColumns;  // of a lane, of a warp
+  const uint32_t rows = visibility.seqlen_q, planes = static_cast<uint32_t>(batch) * heads;
+  const int32_t columns = visibility.seqlen_k, lane = threadIdx.x % 32;
+  const int64_t warps = int64_t{gridDim.x} * (kReduceThreads / 32);
+  for (int64_t i = (int64_t{blockIdx.x} * kReduceThreads + threadIdx.x) / 32; i < int64_t{planes} * rows; i += warps) {
+    const int32_t plane = static_cast<int32_t>(i / rows), row = static_cast<int32_t>(i - int64_t{plane} * rows);
+    const BlockRange seen = key_blocks(visibility, row / block_m, block_m, block_n);
+    auto* const place = static_cast<uint16_t*>(g.data) + plane / heads * g.batch_stride +
+                        plane % heads * g.head_stride + row * g.row_stride;
+    const int32_t begin = seen.empty() ? columns : seen.begin * block_n;
+#pragma unroll 4
+    for (int32_t c = lane * kColumns; c < begin; c += kStride) {
+      *reinterpret_cast<uint4*>(place + c) = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 4
+    for (int32_t c = seen.end * block_n + lane * kColumns; c < columns; c += kStride) {
+      *reinterpret_cast<uint4*>(place + c) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+constexpr int64_t kMostCtas = 1 << 16;
+
+cudaLaunchConfig_t config_of_warps(int64_t warps, void* stream) {
+  constexpr int64_t kCtas = 2048;  // more than run at once
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(ceil_div(warps, int64_t{kReduceThreads / 32}), kCtas)));
+  config.blockDim = dim3(kReduceThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  return config;
+}
+
+template <typename T>
+cudaError_t launch_sum_tiles(const ReduceArguments& a, int64_t heads_of_call, void* stream) {
+  const BiasView& d = a.dbias;
+  const bool vectors = a.out.col % kTiledColumns == 0 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0 &&
+                       d.batch_stride % kTiledColumns == 0 && d.head_stride % kTiledColumns == 0 &&
+                       d.row_stride % kTiledColumns == 0;
+  // Planes of all heads, then those of the next batch: terms are equally far from one another.
+  const int64_t stride = a.out.head == 1 ? a.source.head_stride : a.source.head_stride * heads_of_call;
+  const int64_t warps = int64_t{a.out.batch} * a.out.head * a.out.row * ceil_div(a.out.col, kTileColumns);
+  return launch_kernel(config_of_warps(warps, stream), sum_tiles_kernel<T>, a, a.summed.batch * a.summed.head, stride,
+                       vectors);
+}
+
+Visibility visibility_of_call(const AttentionBackwardParams& p) {
+  return make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
+}
+
 }  // namespace
 
 BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientScratch& scratch, void* storage) {
@@ -167,7 +269,8 @@ BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientS
     return g;
   }
   g.data = storage;
-  const int64_t rows = p.seqlen_q, cols = p.seqlen_k;
+  if (scratch.in_tiles()) g.dtype = p.dtype;
+  const int64_t rows = p.seqlen_q, cols = scratch.in_tiles() ? round_up(p.seqlen_k, kTiledColumns) : p.seqlen_k;
   switch (scratch.mode) {
     case BiasGradientMode::kKeySums:
       g.col_stride = 1;
@@ -191,6 +294,16 @@ BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientS
   return g;
 }
 
+const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& gradient,
+                                      const BiasGradientScratch& scratch, void* stream) {
+  const Visibility visibility = visibility_of_call(p);
+  if (!scratch.in_tiles() || scratch.elements > 0 || visibility.full()) return nullptr;
+  const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
+  const cudaError_t error = launch_kernel(config_of_warps(rows, stream), zero_tiles_kernel, gradient, visibility,
+                                          p.batch, p.heads, scratch.block_m, scratch.block_n);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
 const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& source,
                                         const BiasGradientScratch& scratch, void* stream) {
   if (scratch.mode == BiasGradientMode::kNone || source.data == p.dbias.data) return nullptr;
@@ -209,10 +322,17 @@ const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const 
   a.summed.slot = static_cast<int32_t>(scratch.slots);
   a.summed.col = broadcast.col && scratch.mode == BiasGradientMode::kKeySums ? p.seqlen_k : 1;
   if (a.out.count() == 0) return nullptr;
+  a.visibility = visibility_of_call(p);
+  a.block_m = scratch.block_m;
+  a.block_n = scratch.block_n;
   const bool planes = scratch.mode == BiasGradientMode::kAdd || scratch.mode == BiasGradientMode::kStore;
   constexpr int64_t kManyTerms = 64;
   const int32_t lanes = a.summed.count() >= kManyTerms ? 32 : 1;
-  constexpr int64_t kMostCtas = 1 << 16;
+  if (scratch.in_tiles()) {
+    const cudaError_t error = p.dtype == DType::kBFloat16 ? launch_sum_tiles<__nv_bfloat16>(a, p.heads, stream)
+                                                          : launch_sum_tiles<__half>(a, p.heads, stream);
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  }
   const int64_t ctas = planes ? a.out.count() / a.out.col : ceil_div(a.out.count() * lanes, kReduceThreads);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::min(ctas, kMostCtas)));

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "schedule.h"
 
 namespace flashbwd {
 
@@ -29,6 +30,12 @@ struct BiasGradientScratch {
   int64_t slots = 1;
   int64_t elements = 0;
   bool zeroed = false;
+  // Above 0: in 16 bit, as the copy engine stores it, in tiles of these sizes: those that have a visible element.
+  // 0: fp32, all of it.
+  int32_t block_m = 0, block_n = 0;
+
+  bool in_tiles() const { return block_m > 0; }
+  int64_t bytes(DType dtype) const { return elements * (in_tiles() ? size_of(dtype) : sizeof(float)); }
 };
 
 // `bias` says which dimensions are broadcast; warps_s and key_groups: slots of the two sums.
@@ -66,6 +73,24 @@ inline BiasGradientScratch bias_gradient_scratch(const BiasBroadcast& broadcast,
   return scratch;
 }
 
+// Rows of a plane that the copy engine stores begin on 16 bytes.
+constexpr int64_t kTiledColumns = 8;
+
+// The same for a kernel whose copy engine stores tiles of a dense 16-bit gradient: into dbias where it can, else a
+// plane for each (batch, head).
+inline BiasGradientScratch tiled_bias_gradient_scratch(const BiasBroadcast& broadcast, int64_t batch, int64_t heads,
+                                                       int64_t seqlen_q, int64_t seqlen_k, int32_t block_m,
+                                                       int32_t block_n) {
+  BiasGradientScratch scratch;
+  scratch.mode = BiasGradientMode::kStore;
+  scratch.block_m = block_m;
+  scratch.block_n = block_n;
+  if (broadcast.batch || broadcast.head || seqlen_k % kTiledColumns != 0) {
+    scratch.elements = batch * heads * seqlen_q * round_up(seqlen_k, kTiledColumns);
+  }
+  return scratch;
+}
+
 // A dimension of size 1 has stride 0 in a view.
 inline BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
   return {p.dbias.batch_stride == 0 && p.batch != 1, p.dbias.head_stride == 0 && p.heads != 1,
@@ -74,6 +99,11 @@ inline BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
 
 // Where the main kernel puts the gradient of the bias: dbias itself, or fp32 numbers at `storage`.
 BiasGradient bias_gradient(const AttentionBackwardParams& params, const BiasGradientScratch& scratch, void* storage);
+
+// Zeros in those tiles of dbias that no kernel stores; nothing where the kernel writes scratch. Returns null or a
+// message.
+const char* launch_zero_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& gradient,
+                                      const BiasGradientScratch& scratch, void* stream);
 
 // After the main kernel: dbias from what lies at `source`, unless that is dbias. Returns null or a message.
 const char* launch_reduce_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& source,

@@ -212,6 +212,15 @@ void check_sequences(const AttentionArguments& a, AttentionProblem* p) {
   check_seqused("seqused_k", a.seqused_k, p->varlen ? p->seqlens_k : std::vector<int64_t>(p->batch, p->seqlen_k));
 }
 
+bool aligned_16(const TensorDesc& t) {
+  const int64_t bytes = size_of(t.dtype);
+  if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
+  for (int i = 0; i + 1 < t.dim; ++i) {
+    if (t.sizes[i] > 1 && t.strides[i] * bytes % 16 != 0) return false;
+  }
+  return true;
+}
+
 void check_bias(const AttentionArguments& a, AttentionProblem* p) {
   const TensorDesc& bias = a.attn_bias;
   if (!bias) return;
@@ -232,6 +241,8 @@ void check_bias(const AttentionArguments& a, AttentionProblem* p) {
   p->bias_broadcast_head = bias.sizes[1] != full[1];
   p->bias_broadcast_row = bias.sizes[2] != full[2];
   p->bias_broadcast_col = bias.sizes[3] != full[3];
+  p->bias_has_rows = bias.dtype == p->dtype && bias.sizes[2] == full[2] && (bias.strides[2] != 0 || full[2] == 1) &&
+                     bias.sizes[3] == full[3] && (bias.strides[3] == 1 || full[3] == 1) && aligned_16(bias);
 }
 
 void check_per_head(const AttentionArguments& a, AttentionProblem* p) {
@@ -347,15 +358,6 @@ void check_outputs(const AttentionArguments& a, AttentionProblem* p) {
         "workspace starts at an address that is ",
         reinterpret_cast<uintptr_t>(a.workspace.data) % kAccumulatorAlignment, " modulo ", kAccumulatorAlignment,
         ", expected one aligned to ", kAccumulatorAlignment, " bytes");
-}
-
-bool aligned_16(const TensorDesc& t) {
-  const int64_t bytes = size_of(t.dtype);
-  if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
-  for (int i = 0; i + 1 < t.dim; ++i) {
-    if (t.sizes[i] > 1 && t.strides[i] * bytes % 16 != 0) return false;
-  }
-  return true;
 }
 
 }  // namespace

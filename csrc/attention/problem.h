@@ -61,6 +61,7 @@ struct AttentionProblem {
   DType bias_dtype = DType::kFloat32;
   bool bias_broadcast_batch = false, bias_broadcast_head = false, bias_broadcast_row = false,
        bias_broadcast_col = false;
+  bool bias_has_rows = false;  // of its own for each query, of q's dtype, adjacent keys, 16-byte aligned
   bool has_alibi = false;
   bool has_sink = false;
   bool has_dlse = false;

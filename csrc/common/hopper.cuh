@@ -146,6 +146,19 @@ __device__ __forceinline__ void tensor_load_4d(const CUtensorMap* map, uint64_t*
       : "memory");
 }
 
+// How long L2 keeps what a copy brings or stores, as createpolicy.fractional encodes it for all of an access.
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
+constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
+__device__ __forceinline__ void tensor_load_4d(const CUtensorMap* map, uint64_t* barrier, void* smem, int32_t c0,
+                                               int32_t c1, int32_t c2, int32_t c3, uint64_t keep) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(smem)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(keep)
+      : "memory");
+}
+
 __device__ __forceinline__ void bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    smem_address(smem)),
@@ -175,6 +188,15 @@ __device__ __forceinline__ void tensor_store_4d(const CUtensorMap* map, const vo
                    reinterpret_cast<uint64_t>(map)),
                "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
+}
+
+__device__ __forceinline__ void tensor_store_4d(const CUtensorMap* map, const void* smem, int32_t c0, int32_t c1,
+                                                int32_t c2, int32_t c3, uint64_t keep) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], "
+      "%6;" ::"l"(reinterpret_cast<uint64_t>(map)),
+      "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(keep)
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -251,10 +273,26 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t m0, u
                : "memory");
 }
 
+// The same of transposed matrices: fragments of tiles whose rows lie as columns.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
+                                                           uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
+               "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+
 // The other way, into registers.
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t& m0, uint32_t& m1, uint32_t& m2,
                                                uint32_t& m3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t address, uint32_t& m0, uint32_t& m1, uint32_t& m2,
+                                                          uint32_t& m3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
                : "r"(address)
                : "memory");

@@ -18,6 +18,7 @@ LAYOUTS = (
 )
 DOUT_LAYOUTS = ("same", "expanded_scalar", "expanded_row")
 LSE_FORMS = ("rows", "rows1", "padded")  # (B, H, Sq) | (B, H, Sq, 1) | (B, H, roundup(Sq, 32))
+BIAS_LAYOUTS = ("contiguous", "padded", "expanded")  # rows that begin on 16 bytes; all batches share one
 RNG_LAYOUTS = ("flash", "efficient32", "efficient64")
 
 
@@ -51,6 +52,7 @@ class Case:
     softcap: float = 0.0
     bias: str | None = None
     bias_float32: bool = False
+    bias_layout: str = "contiguous"
     bias_hides_rows: bool = False  # some rows of the bias are all -inf, some single entries too
     alibi: str | None = None  # "heads": (H,), "batch": (B, H)
     sink: str | None = None  # "finite", "minus_inf": -inf for head 0
@@ -245,6 +247,19 @@ def _score_features() -> list[Case]:
         replace(shared, name="bias_shared_float32", bias="1hqk", bias_float32=True, head_dim=128),
         replace(shared, name="bias_shared_unseen", bias="11qk", head_dim=128, window_size=(30, 20), seqlen_k=648),
     ]
+    # What the copy engine brings and stores: a gradient as it is, or a plane for each of those that share it.
+    tiles = replace(base, seqlen_q=200, seqlen_k=328, bias="bhqk", bias_hides_rows=True)
+    cases += [
+        replace(tiles, name="bias_tiles", head_dim=64, causal=True),
+        replace(tiles, name="bias_tiles_128", head_dim=128, head_dim_v=96),
+        replace(tiles, name="bias_tiles_group", head_dim=128, heads=4, heads_kv=2, causal="top_left"),
+        replace(tiles, name="bias_tiles_deterministic", head_dim=64, seqlen_q=520, deterministic=True),
+        replace(tiles, name="bias_tiles_window", head_dim=96, heads=4, window_size=(30, 20), deterministic=True),
+        replace(tiles, name="bias_tiles_padded", head_dim=64, seqlen_k=327, bias_layout="padded", causal=True),
+        replace(tiles, name="bias_tiles_padded_shared", head_dim=128, seqlen_k=135, bias="1hqk", bias_layout="padded"),
+        replace(tiles, name="bias_tiles_expanded", head_dim=128, bias_layout="expanded", window_size=(30, 20)),
+        replace(base, name="bias_tiles_shared_by_many", batch=33, bias="11qk", seqlen_q=40, seqlen_k=40),
+    ]
     cases.append(replace(base, name="bias_hides_rows", bias="bhqk", bias_hides_rows=True, dlse=True))
     cases.append(replace(base, name="bias_softcap", bias="1hqk", softcap=1.0, dlse=True))
     return cases
@@ -381,6 +396,7 @@ def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> C
         softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 20.0])),
         bias="".join(letter if wide else "1" for letter, wide in zip("bhqk", full, strict=True)) if bias else None,
         bias_float32=draw(st.booleans()),
+        bias_layout=draw(st.sampled_from(BIAS_LAYOUTS)),
         bias_hides_rows=draw(st.booleans()),
         alibi=draw(st.sampled_from([None, None, "heads", "batch"])),
         sink=draw(st.sampled_from([None, None, "finite", "minus_inf"])),

@@ -205,6 +205,8 @@ def _bias(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Tensor 
     if case.bias_hides_rows:
         bias[:, :, 1::3] = -torch.inf  # whole rows
         bias.view(-1)[::11] = -torch.inf
+    if case.bias_layout == "expanded":
+        bias = bias[:1].expand(shape).clone()
     return bias.to(torch.float32 if case.bias_float32 and dtype != torch.float64 else dtype)
 
 
@@ -230,8 +232,8 @@ def _poison(case: Case, canonical: dict[str, Any]) -> None:
     if bias is None:
         return
     logical_pairs = list(zip(case.logical_q, case.logical_k, strict=True))
-    if bias.shape[0] == 1 < case.batch_size:
-        logical_pairs = [(max(case.logical_q), max(case.logical_k))]
+    if bias.shape[0] == 1 < case.batch_size or case.bias_layout == "expanded":
+        logical_pairs = [(max(case.logical_q), max(case.logical_k))] * bias.shape[0]
     for b, (used_q, used_k) in enumerate(logical_pairs):
         if bias.shape[2] > 1:
             bias[b, :, used_q:] = torch.nan
@@ -257,7 +259,8 @@ def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> d
         arguments["dout"] = row.expand_as(dout)
     else:
         arguments["dout"] = lay_out(case.layout, dout.contiguous())
-    arguments["attn_bias"] = None if canonical["attn_bias"] is None else moved(canonical["attn_bias"])
+    bias = canonical["attn_bias"]
+    arguments["attn_bias"] = None if bias is None else lay_out_bias(case.bias_layout, moved(bias))
     for name, argument in (("lse", "softmax_lse"), ("dlse", "dlse")):
         x = canonical[name]
         arguments[argument] = None if x is None else moved(statistics_in_form(case, x))
@@ -301,6 +304,18 @@ def lay_out(layout: str, x: Tensor) -> Tensor:
         index = (slice(None),) * rows + (slice(None, None, 2),)
         return buffer(*doubled)[index].copy_(x)
     assert layout in ("contiguous", "packed_qkv"), layout
+    return x
+
+
+def lay_out_bias(layout: str, x: Tensor) -> Tensor:
+    """The values of x, (B, H, Sq, Sk), as a view of memory that holds NaN in the gaps."""
+    if layout == "padded":
+        columns = x.shape[-1]
+        wide = torch.full((*x.shape[:-1], roundup(columns + 1, 16)), torch.nan, dtype=x.dtype, device=x.device)
+        return wide[..., :columns].copy_(x)
+    if layout == "expanded":
+        return x[:1].clone().expand_as(x)
+    assert layout == "contiguous", layout
     return x
 
 

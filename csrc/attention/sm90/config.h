@@ -29,6 +29,9 @@ struct WideRegisters {
   int producer, probabilities, score_gradients, dq;
 };
 
+// What a kernel takes besides masks. Those of wide tiles with features take all of them, in any combination.
+enum class Feature : int8_t { kNone, kDropout, kBias, kScores };
+
 struct Tile {
   int32_t head_dim;    // of q and k in shared memory: smaller ones are padded by the copy engine
   int32_t head_dim_v;  // of v and dout, likewise
@@ -38,7 +41,8 @@ struct Tile {
   int32_t dout_stages;
   int32_t ctas = 1;         // of a cluster, which have the keys in equal parts
   bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, instead of half of the keys
-  bool drops = false;       // for FlashAttention-2's dropout and no other feature (dropout.cuh)
+  // The only one: FlashAttention-2's dropout (dropout.cuh), a bias (bias.cuh), softcap and ALiBi (scores.cuh).
+  Feature feature = Feature::kNone;
 };
 
 // Of 128 keys a CTA (Traits): each of two consumer warpgroups has 64. dk and dv of those take (head_dim + head_dim_v) /
@@ -47,18 +51,23 @@ struct Tile {
 // chunks of columns (row_bytes), so 80 takes as much as 128. Of 64 keys a CTA (wide::Traits): dv in one warpgroup and
 // dk in another, half of their head dimension in registers a thread, s or dp 32. Shared memory decides the stages.
 constexpr Tile kTiles[] = {
-    {32, 32, 128, 128, 4, 3, 1, true},          // 64 + 128 + 16 registers, 173 KB
-    {32, 32, 128, 128, 2, 2},                   // 32 + 128 + 16 registers, 179 KB; short jobs
-    {64, 64, 128, 128, 2, 2},                   // 64 + 128 + 32 registers, 227 KB
-    {80, 80, 64, 128, 2, 2},                    // 80 + 64 + 32 registers, 226 KB
-    {96, 96, 64, 128, 2, 2},                    // 96 + 64 + 32 registers, 194 KB
-    {128, 128, 64, 128, 2, 2},                  // 128 + 64 + 32 registers, 226 KB
-    {128, 128, 64, 64, 2, 2},                   // 64 + 32 registers, 186 KB; for features, smaller head dimensions too
-    {192, 128, 64, 128, 2, 2, 2},               // 96 + 32 registers, 218 KB
-    {192, 192, 64, 128, 2, 2, 2},               // 96 + 32 registers, 226 KB
-    {256, 256, 64, 128, 2, 1, 2},               // 128 + 32 registers, 226 KB
-    {64, 64, 128, 128, 2, 2, 1, false, true},   // 64 + 128 + 32 registers, 227 KB
-    {128, 128, 64, 128, 2, 2, 1, false, true},  // 128 + 64 + 32 registers, 226 KB
+    {32, 32, 128, 128, 4, 3, 1, true},  // 64 + 128 + 16 registers, 173 KB
+    {32, 32, 128, 128, 2, 2},           // 32 + 128 + 16 registers, 179 KB; short jobs
+    {64, 64, 128, 128, 2, 2},           // 64 + 128 + 32 registers, 227 KB
+    {80, 80, 64, 128, 2, 2},            // 80 + 64 + 32 registers, 226 KB
+    {96, 96, 64, 128, 2, 2},            // 96 + 64 + 32 registers, 194 KB
+    {128, 128, 64, 128, 2, 2},          // 128 + 64 + 32 registers, 226 KB
+    {128, 128, 64, 64, 2, 2},           // 64 + 32 registers, 186 KB; for features, smaller head dimensions too
+    {192, 128, 64, 128, 2, 2, 2},       // 96 + 32 registers, 218 KB
+    {192, 192, 64, 128, 2, 2, 2},       // 96 + 32 registers, 226 KB
+    {256, 256, 64, 128, 2, 1, 2},       // 128 + 32 registers, 226 KB
+    // 64 + 128 + 32 registers, 227 KB; 128 + 64 + 32 registers, 226 KB
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kDropout},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kDropout},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kBias},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kBias},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kScores},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kScores},
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
@@ -75,7 +84,7 @@ constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRo
 
 // Whether who is last in turn to add to a dq tile may write dq instead, so that nothing is left to convert (turns.cuh).
 constexpr bool last_writes_dq(const Tile& tile) {
-  return !is_wide(tile) && !tile.drops && (tile.head_dim == 64 || tile.head_dim == 128);
+  return !is_wide(tile) && tile.feature == Feature::kNone && (tile.head_dim == 64 || tile.head_dim == 128);
 }
 
 // Whether those kernels that go by heads (Step) are of that kind alone. At 64 wide windows gain nothing by it.
@@ -129,21 +138,22 @@ constexpr bool is_built(int32_t head_dim) {
 
 // Kernels that a tile has: without features, with them.
 constexpr bool has_kernel(const Tile& tile, bool features) {
-  if (tile.drops) return features;
+  if (tile.feature != Feature::kNone) return features;
   return features ? is_wide(tile) && tile.head_dim == tile.head_dim_v : !is_wide(tile) || tile.head_dim > 128;
 }
 
 // Whether its kernel with features writes the gradient of a bias too: above that, dk leaves it no registers.
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
-// Row of kTiles for these head dimensions, or -1. `by_queries`, `drops`: whether a tile's may be so.
-constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features, bool by_queries, bool drops = false) {
+// Row of kTiles for these head dimensions, or -1. `by_queries`: whether a tile's may be so. `only`: the one feature.
+constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features, bool by_queries,
+                       Feature only = Feature::kNone) {
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
     const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (by_queries || !tile.by_queries);
-    if (is_built(tile.head_dim) && has_kernel(tile, features) && holds && tile.drops == drops) return i;
+    if (is_built(tile.head_dim) && has_kernel(tile, features) && holds && tile.feature == only) return i;
   }
-  return drops ? tile_for(head_dim, head_dim_v, features, by_queries) : -1;
+  return only != Feature::kNone ? tile_for(head_dim, head_dim_v, features, by_queries) : -1;
 }
 
 }  // namespace flashbwd::sm90

@@ -21,15 +21,19 @@ inline __device__ Gradient dv_of(const KernelParams& params, bool is_part = fals
   return {params.attention.dv, params.attention.dv_dtype, params.attention.head_dim_v, params.dv_vectors};
 }
 
-template <int kValues>
-__device__ void store_fp32(float* destination, const Gradient& gradient, int32_t rows, const float (&values)[kValues]) {
+// Element by element, from where a thread has them.
+template <typename Element, int kValues>
+__device__ void store_elements(Element* destination, const Gradient& gradient, int32_t rows,
+                               const float (&values)[kValues]) {
   const int32_t thread = threadIdx.x % kWarpgroupThreads;
   const int32_t row = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int32_t r = row + i % 4 / 2 * 8;
     const int32_t column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-    if (r < rows && column < gradient.columns) destination[r * gradient.view.seq_stride + column] = values[i];
+    if (r < rows && column < gradient.columns) {
+      destination[r * gradient.view.seq_stride + column] = from_float<Element>(values[i]);
+    }
   }
 }
 
@@ -71,7 +75,7 @@ __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t ro
 
 // 64 rows of a gradient, from row `part_row` of the key block on, by the warpgroup that has them as an accumulator of
 // (64, 2 * kValues). `staging`: kStagingChunks chunks of 64 columns, kChunkBytes apart, that this warpgroup alone may
-// write.
+// write; or none.
 template <typename T, int kChunkBytes, int kStagingChunks, typename Work, int kValues>
 __device__ void store_gradient(const Gradient& gradient, const Work& work, int32_t part_row, uint8_t* staging,
                                uint32_t barrier, const float (&values)[kValues]) {
@@ -80,7 +84,9 @@ __device__ void store_gradient(const Gradient& gradient, const Work& work, int32
   const int64_t first_element = work.batch * gradient.view.batch_stride + work.list * gradient.view.head_stride +
                                 (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
   if (gradient.dtype == DType::kFloat32) {
-    store_fp32(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);
+    store_elements(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);
+  } else if constexpr (kStagingChunks == 0) {
+    store_elements(static_cast<T*>(gradient.view.data) + first_element, gradient, rows, values);
   } else {
     store_16bit<T, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first_element, gradient, rows,
                                                 staging, barrier, values);
@@ -106,25 +112,28 @@ struct Epilogue {
       hand_over(smem, warpgroup, work.first_index + work.steps + 1, dk);
       return;
     }
-    // The rows of ds that this warpgroup writes serve as its staging buffer.
+    // The rows of ds that this warpgroup writes serve as its staging buffer, unless the next bias comes there.
+    constexpr int kStagingChunks = Traits::kBias ? 0 : Traits::kGradientChunks;
     uint8_t* staging = Traits::kByQueries ? smem.ds[0][warpgroup] : smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
     // The last dQ of all warpgroups has read ds. They meet as in two more steps, which leaves these barriers in turn:
     // synccheck objects to one barrier that they reach in code of their own.
-    if constexpr (!Traits::kByQueries) {
+    if constexpr (Traits::kByQueries) {
+      named_barrier_sync(kConsumersBarrier, kConsumerThreads);
+    } else if constexpr (kStagingChunks > 0) {
       const int32_t end = work.first_index + work.steps;
       for (int32_t index = end; index < end + 2; ++index) {
         signal_ds(warpgroup, index);
         wait_ds(warpgroup, index);
       }
-    } else {
-      named_barrier_sync(kConsumersBarrier, kConsumerThreads);
     }
-    store_gradient<T, Traits::kDsChunkBytes, Traits::kGradientChunks>(dv_of(params, work.is_part), work, warpgroup * 64,
-                                                                      staging, barrier, dv);
-    store_gradient<T, Traits::kDsChunkBytes, Traits::kGradientChunks>(dk_of(params, work.is_part), work, warpgroup * 64,
-                                                                      staging, barrier, dk);
-    named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
+    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(dv_of(params, work.is_part), work, warpgroup * 64, staging,
+                                                             barrier, dv);
+    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(dk_of(params, work.is_part), work, warpgroup * 64, staging,
+                                                             barrier, dk);
+    if constexpr (kStagingChunks > 0) {
+      named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
+    }
   }
 
   // Warpgroups that have half of the queries each: the first part of both becomes the sum of 64 keys over all queries,

@@ -54,21 +54,26 @@ __device__ __forceinline__ uint32_t columns_below(int32_t bound) {
   return columns == 32 ? ~0u : (1u << columns) - 1;
 }
 
+// A bit for each column of a thread in kBlockM, from query `query` on: whether it sees key `j`.
+template <int kBlockM>
+__device__ __forceinline__ uint32_t columns_that_see(const Visibility& visibility, int64_t j, int32_t query) {
+  static_assert(kBlockM <= 128, "a bit for each column of a thread");
+  // Columns c in [begin, end) see key j: lo <= j - i < hi for i = query + c.
+  const int64_t begin = at_least(at_most(j - visibility.hi + 1 - query, kBlockM), 0);
+  const int64_t end = at_least(at_most(at_most(j - visibility.lo + 1, visibility.seqlen_q) - query, kBlockM), 0);
+  const int32_t first = static_cast<int32_t>(j < visibility.seqlen_k ? begin : kBlockM);
+  const int32_t past = static_cast<int32_t>(end);
+  return columns_below(past) & ~columns_below(first);
+}
+
 // Zero where key `key` (and key + 8) is invisible to the queries of an accumulator whose first column of this thread
 // is `query`.
 template <int kValues>
 __device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visibility, int32_t key, int32_t query) {
   constexpr int kBlockM = 2 * kValues;
-  static_assert(kBlockM <= 128, "a bit for each column of a thread");
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t j = key + 8 * half;
-    // Columns c in [begin, end) see key j: lo <= j - i < hi for i = query + c.
-    const int64_t begin = at_least(at_most(j - visibility.hi + 1 - query, kBlockM), 0);
-    const int64_t end = at_least(at_most(at_most(j - visibility.lo + 1, visibility.seqlen_q) - query, kBlockM), 0);
-    const int32_t first = static_cast<int32_t>(j < visibility.seqlen_k ? begin : kBlockM);
-    const int32_t past = static_cast<int32_t>(end);
-    const uint32_t visible = columns_below(past) & ~columns_below(first);
+    const uint32_t visible = columns_that_see<kBlockM>(visibility, key + 8 * half, query);
 #pragma unroll
     for (int i = 0; i < kBlockM / 8; ++i) {
 #pragma unroll
@@ -76,6 +81,22 @@ __device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visi
         float& value = p[4 * i + 2 * half + odd];
         value = visible >> (2 * i + odd) & 1 ? value : 0.f;
       }
+    }
+  }
+}
+
+// The same of 16-bit pairs.
+template <int kPairs>
+__device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const Visibility& visibility, int32_t key,
+                                           int32_t query) {
+  constexpr int kBlockM = 4 * kPairs;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t visible = columns_that_see<kBlockM>(visibility, key + 8 * half, query);
+#pragma unroll
+    for (int i = 0; i < kBlockM / 8; ++i) {
+      if ((visible >> (2 * i) & 1) == 0) p[2 * i + half] &= 0xffff0000u;
+      if ((visible >> (2 * i + 1) & 1) == 0) p[2 * i + half] &= 0x0000ffffu;
     }
   }
 }

@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     prefetch_tensor_map(&params.v);
     prefetch_tensor_map(&params.dout);
     prefetch_tensor_map(&params.dq_accumulator);
+    if constexpr (Traits::kBias) prefetch_tensor_map(&params.bias);
     Traits::init_barriers(smem);
   }
   if (params.rows_ready == nullptr) wait_for_launch_before();

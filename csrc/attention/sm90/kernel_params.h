@@ -18,8 +18,11 @@ struct KernelParams {
   CUtensorMap q, k, v, dout;  // (D, rows, heads, batch), boxes of 64 columns and one tile of rows
   // fp32 (D, rows, batch * heads), packed (D, heads * total_q, 1); boxes of 32 columns and 64 rows
   CUtensorMap dq_accumulator;
-  CUtensorMap dq;            // 16-bit, as q, boxes of 64 rows
-  CUtensorMap dk, dv;        // as k and v, boxes of 64 rows
+  CUtensorMap dq;      // 16-bit, as q, boxes of 64 rows
+  CUtensorMap dk, dv;  // as k and v, boxes of 64 rows
+  // Of kernels of a bias: (seqlen_k, seqlen_q, heads, batch), boxes of 64 keys and one tile of rows. Heads and batch
+  // are one where the bias has no stride.
+  CUtensorMap bias, bias_gradient_map;
   bool copies_dkdv = false;  // the copy engine stores dk and dv
   AttentionBackwardParams attention;
   RowStatistics statistics;
@@ -74,6 +77,9 @@ struct KernelParams {
 
   // Of kernels that take features.
   BiasGradient bias_gradient;
+  bool bias_has_batch = false, bias_has_heads = false;  // strides
+  bool stores_bias_gradient = false;
+  uint64_t keeps_bias = 0;         // in L2, see hopper.cuh
   float dropout_scale = 1.f;       // of what is kept
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; else 32-bit words from this one on
 };

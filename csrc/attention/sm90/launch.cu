@@ -103,8 +103,7 @@ bool can_write_dq(const AttentionBackwardParams& p) {
 }
 
 // Partial sums of dk and dv, in place of the gradients: (batch, heads_kv * splits, seqlen_k, columns) fp32 each.
-void point_at_partial_sums(const WorkspaceLayout& workspace, AttentionBackwardParams* p, int32_t splits) {
-  auto* sums = reinterpret_cast<float*>(static_cast<uint8_t*>(p->workspace) + workspace.partial_offset);
+void point_at_partial_sums(float* sums, AttentionBackwardParams* p, int32_t splits) {
   const auto view = [&](int32_t columns) {
     HeadsView view;
     view.data = sums;
@@ -125,6 +124,7 @@ bool has_features(const AttentionBackwardParams& p) {
 
 CallSizes sizes_of(const AttentionBackwardParams& p) {
   CallSizes sizes;
+  sizes.dtype = p.dtype;
   sizes.packed = p.cu_seqlens_k != nullptr;
   sizes.batch = p.batch;
   sizes.heads = p.heads;
@@ -145,9 +145,7 @@ int32_t counts_of_key_block(const KernelParams& params, const Tile& tile) {
 
 // The last round's sums of dk and dv: (heads of a list, parts, rows from the first cut key block on, columns) fp32
 // each.
-void point_at_parts(const WorkspaceLayout& workspace, const AttentionBackwardParams& p, int64_t block_n,
-                    KernelParams* params) {
-  auto* sums = reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + workspace.partial_offset);
+void point_at_parts(float* sums, const AttentionBackwardParams& p, int64_t block_n, KernelParams* params) {
   const int64_t first_row = first_cut_key_block(*params) * block_n;
   const auto view = [&](int32_t columns) {
     HeadsView view;
@@ -202,6 +200,8 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   const int32_t keys_of_a_cta = tile.block_n / tile.ctas, row = row_bytes(tile);
   const WorkspaceLayout& workspace = plan.workspace;
   uint8_t* const base = static_cast<uint8_t*>(p.workspace);
+  auto* const partial_sums =
+      reinterpret_cast<float*>(base + workspace.partial_offset + bias_scratch_bytes(sizes, tile));
   const int64_t rows_q = packed_q ? p.total_q : p.seqlen_q, batch_q = packed_q ? 1 : p.batch;
   const int64_t rows_k = packed_k ? p.total_k : p.seqlen_k, batch_k = packed_k ? 1 : p.batch;
   const int64_t slab_rows = packed_q ? p.heads * p.total_q : p.seqlen_q;
@@ -230,7 +230,7 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->packed_jobs = packed_jobs(sizes);
   params->jobs = static_cast<int32_t>(params->packed_jobs ? varlen_jobs(p.total_k, p.batch, lists, plan.block_n)
                                                           : int64_t{p.batch} * lists * params->key_blocks_of_list);
-  if (params->grouped.splits > 1) point_at_partial_sums(workspace, &params->attention, params->grouped.splits);
+  if (params->grouped.splits > 1) point_at_partial_sums(partial_sums, &params->attention, params->grouped.splits);
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
   params->jobs_taken = reinterpret_cast<int32_t*>(zeroed);
@@ -265,7 +265,7 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
       params->head_group = params->heads_abreast = waves.heads_of_list;
     }
   }
-  if (params->last_round.parts > 1) point_at_parts(workspace, p, plan.block_n, params);
+  if (params->last_round.parts > 1) point_at_parts(partial_sums, p, plan.block_n, params);
   params->rows_may_be_poisoned = packed_q || packed_k || p.seqused_q != nullptr || p.seqused_k != nullptr;
   params->dk_vectors = rows_aligned(p.dk);
   params->dv_vectors = rows_aligned(p.dv);
@@ -294,7 +294,8 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   const bool dense = !packed_q && !packed_k;
   const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
   const bool aligned = rows_aligned(p.out) && rows_aligned(p.dout);  // they are read 16 bytes at a time
-  if (dense && params->jobs > 0 && aligned && !has_features(p)) {
+  // Wide tiles with features wait for nothing but the launch before.
+  if (dense && params->jobs > 0 && aligned && (!is_wide(tile) || !has_features(p))) {
     params->ahead_ctas =
         p.heads != p.heads_kv && !is_wide(tile)
             ? grouped_statistics_ahead(p, params->grouped, params->jobs, params->query_blocks, plan.sm_count)
@@ -334,12 +335,27 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params->bias_gradient = bias_gradient(
       p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : base + workspace.partial_offset);
+  if (tile.feature == Feature::kBias && p.bias.data != nullptr) {
+    const BiasGradient& g = params->bias_gradient;
+    params->bias_has_batch = p.bias.batch_stride != 0;
+    params->bias_has_heads = p.bias.head_stride != 0;
+    params->keeps_bias = params->bias_has_batch && params->bias_has_heads ? kEvictFirst : kEvictNormal;
+    params->stores_bias_gradient = g.mode == BiasGradientMode::kStore;
+    const HeadsView bias = {p.bias.data, p.bias.batch_stride, p.bias.row_stride, p.bias.head_stride};
+    const HeadsView gradient = {g.data, g.batch_stride, g.row_stride, g.head_stride};
+    if (!encode_heads(&params->bias, p.dtype, bias, base, p.seqlen_k, p.seqlen_q, params->bias_has_heads ? p.heads : 1,
+                      params->bias_has_batch ? p.batch : 1, plan.block_m) ||
+        (params->stores_bias_gradient && !encode_heads(&params->bias_gradient_map, p.dtype, gradient, base, p.seqlen_k,
+                                                       p.seqlen_q, p.heads, p.batch, plan.block_m))) {
+      return kNoTensorMap;
+    }
+  }
   params->gradient_scale = p.softmax_scale;
   if (p.dropout_p > 0.f) {
     params->dropout_scale = dropout_scale(p);
     params->dropout_threshold =
         p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
-    if (tile.drops) params->gradient_scale *= params->dropout_scale;
+    if (tile.feature == Feature::kDropout) params->gradient_scale *= params->dropout_scale;
   }
   return nullptr;
 }
@@ -450,6 +466,8 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
       ready.first_ctas = plan.sm_count;
     }
   }
+  const BiasGradientScratch scratch = bias_gradient_of(sizes_of(params), tile);
+  if (const char* error = launch_zero_bias_gradient(params, kernel_params.bias_gradient, scratch, stream)) return error;
   if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream, ready)) return error;
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
   const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;
@@ -463,7 +481,6 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
   if (splits > 1) {
     if (const char* error = launch_add_partial_sums(params, kernel_params.attention, splits, stream)) return error;
   }
-  const BiasGradientScratch scratch = bias_gradient_of(sizes_of(params), tile);
   if (const char* error = launch_reduce_bias_gradient(params, kernel_params.bias_gradient, scratch, stream)) {
     return error;
   }

@@ -13,7 +13,7 @@ namespace flashbwd::sm90 {
 template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kLastWritesDq,
           bool kWide = is_wide(kTiles[kTileIndex])>
 struct Kernel {
-  static_assert(kFeatures == kTiles[kTileIndex].drops, "other features are of wide tiles");
+  static_assert(kFeatures == (kTiles[kTileIndex].feature != Feature::kNone), "other features are of wide tiles");
   using Traits = sm90::Traits<T, kTileIndex, kByHeads, kLastWritesDq>;
   static constexpr auto kFunction = backward_kernel<Traits>;
   static constexpr int kBlockThreads = kThreads;

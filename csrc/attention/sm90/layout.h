@@ -11,6 +11,7 @@ namespace flashbwd::sm90 {
 
 // What both an AttentionProblem and AttentionBackwardParams say about a call.
 struct CallSizes {
+  DType dtype = DType::kBFloat16;
   bool packed = false;
   int64_t batch = 0, heads = 0, heads_kv = 0;
   int64_t seqlen_q = 0, seqlen_k = 0;  // the longest when packed
@@ -42,9 +43,19 @@ inline int64_t rows_ready_words(const CallSizes& sizes) {
 
 inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& tile) {
   if (!sizes.bias_gradient) return {};
+  if (tile.feature == Feature::kBias) {
+    return tiled_bias_gradient_scratch(sizes.bias_broadcast, sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k,
+                                       tile.block_m, tile.block_n);
+  }
   const int64_t key_groups = ceil_div(sizes.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys a warp
   return bias_gradient_scratch(sizes.bias_broadcast, sizes.deterministic, sizes.batch, sizes.heads, sizes.seqlen_q,
                                sizes.seqlen_k, 1, key_groups);
+}
+
+// What of it lies in the workspace's partial sums, in front of those of dk and dv.
+inline int64_t bias_scratch_bytes(const CallSizes& sizes, const Tile& tile) {
+  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  return scratch.zeroed ? 0 : round_up(scratch.bytes(sizes.dtype), int64_t{256});
 }
 
 inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {

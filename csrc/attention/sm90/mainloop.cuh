@@ -6,8 +6,10 @@
 
 #include <algorithm>
 
+#include "bias.cuh"
 #include "fragments.cuh"
 #include "kernel_params.h"
+#include "scores.cuh"
 #include "traits.cuh"
 
 namespace flashbwd::sm90 {
@@ -44,8 +46,12 @@ struct Mainloop {
   static constexpr bool kDeltaFirst = Traits::kDeltaFirst;
   static constexpr bool kByQueries = Traits::kByQueries;
   static constexpr bool kDrops = Traits::kDrops;
+  static constexpr bool kBias = Traits::kBias;
+  static constexpr bool kScores = Traits::kScores;
   static constexpr int kKeyParts = Traits::kKeyParts;
   static constexpr int kOwnQueries = Traits::kOwnQueries;
+  // Values of a thread that become P while dP is multiplied.
+  static constexpr int kScoresUnderDp = kOwnQueries / (kScores && !kEarlyDv ? 4 : 2);
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
   using Work = typename Traits::Work;
@@ -54,7 +60,7 @@ struct Mainloop {
   using KeyRows = AlongRows<Traits::kKeyChunkBytes, kRowBytes>;
   using QueryColumns = AlongColumns<Traits::kQueryChunkBytes, kRowBytes>;
   using QueryRows = AlongRows<Traits::kQueryChunkBytes, kRowBytes>;
-  using DsRows = AlongRows<Traits::kDsChunkBytes>;
+  using DsOperand = std::conditional_t<kBias, AlongColumns<Traits::kDsChunkBytes>, AlongRows<Traits::kDsChunkBytes>>;
   // Accumulators of a warpgroup, and their 16-bit numbers, of each 64 keys that it has; its part of dq.
   using Scores = float[kKeyParts][kOwnQueries / 2];
   using Operand = uint32_t[kKeyParts][kOwnQueries / 4];
@@ -100,7 +106,7 @@ struct Mainloop {
     uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
     uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
     uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * KeyRows::column_bytes(64);
-    uint32_t ds_part = warpgroup / Traits::kDqColumnParts * Traits::kDsChunkBytes;
+    uint32_t ds_part = warpgroup / Traits::kDqColumnParts * (kBias ? 64 * kChunkRowBytes : Traits::kDsChunkBytes);
     uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)], v_operand[4 * std::max(Traits::kValueSteps, 1)];
 
     __device__ __forceinline__ void load_operands() {
@@ -126,6 +132,7 @@ struct Mainloop {
       while (step.index < last_step) {
         const int32_t index = step.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
         issue_dq(p16, ds16, dq, dk, dv);
+        if constexpr (kBias) store_bias_gradient();
         wait_products<1>();  // the product in front of the barrier: its first operand leaves the registers
         step.advance(work);
         Scores s;
@@ -152,6 +159,7 @@ struct Mainloop {
       const int32_t stage = QueryRing::stage(step.index);
       arrive(&smem.v_empty);
       issue_dq(p16, ds16, dq, dk, dv);
+      if constexpr (kBias) store_bias_gradient();
       if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
       const bool is_last = wait_dq_buffer(step.index);
       wait_products<0>();
@@ -233,10 +241,14 @@ struct Mainloop {
     // Into the buffer of step `index`. The other warpgroup waits for it in `multiply_dq`.
     __device__ __forceinline__ void hand_over_ds(const Operand& ds16, int32_t index) {
       const int32_t buffer = index % Traits::kDsBuffers;
+      if constexpr (kBias) {
+        store_score_tile(bias_place(index), ds16[0]);
+      } else {
 #pragma unroll
-      for (int part = 0; part < kKeyParts; ++part) {
-        store_ds<kBlockN>(smem_address(smem.ds[buffer][kByQueries ? warpgroup : 0]), ds16[part],
-                          own_key + part * 64 + warp * 16, lane);
+        for (int part = 0; part < kKeyParts; ++part) {
+          store_ds<kBlockN>(smem_address(smem.ds[buffer][kByQueries ? warpgroup : 0]), ds16[part],
+                            own_key + part * 64 + warp * 16, lane);
+        }
       }
       fence_async_shared();
       if constexpr (!kByQueries) signal_ds(warpgroup, index);
@@ -255,7 +267,7 @@ struct Mainloop {
       } else {
         wait_ds(warpgroup, index);
       }
-      product<T, kBlockN / 16, false, DsRows, KeyRows>(
+      product<T, kBlockN / 16, false, DsOperand, KeyRows>(
           dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_part, k_columns);
     }
 
@@ -315,6 +327,8 @@ struct Mainloop {
       const EarlyRows<Traits::kEarlyLse> early_lse(lse);
       uint32_t dropped[kOwnQueries / 64];
       if constexpr (kDrops) draw(dropped);
+      ScoreFunction function;
+      if constexpr (kScores) function = score_function();
       if constexpr (kDeltaFirst) {
         for_each_delta(delta, EarlyRows<0>(delta), [&](int i, float value) { dp[0][i] = value; });
       }
@@ -328,15 +342,23 @@ struct Mainloop {
         issue_dp<false, ScaleIn::One>(dp, dout);
       }
       // P = exp(scale * S - lse), 0 where masked.
+      if constexpr (kBias) {
+        exponentiate_with_bias<T>(s[0], bias_place(step.index), lse, scale_log2, early_lse);
+      } else if constexpr (kScores) {
+        function.template exponentiate<0, kScoresUnderDp, T>(s[0], p16[0], lse, early_lse);
+      } else {
 #pragma unroll
-      for (int part = 0; part < kKeyParts; ++part) {
-        exponentiate<0, kOwnQueries / 2>(s[part], lse, scale_log2, early_lse);
+        for (int part = 0; part < kKeyParts; ++part) {
+          exponentiate<0, kOwnQueries / 2>(s[part], lse, scale_log2, early_lse);
+        }
       }
-      if (!interior.contains(step.query_block)) mask_scores(s);
+      const bool masked = !interior.contains(step.query_block);
+      if (!kScores && masked) mask_scores(s);
       if constexpr (kDrops) mark_dropped(s[0], dropped);
       const EarlyRows<Traits::kEarlyDelta> early_delta(delta);
       if constexpr (kEarlyDv) {
-        pack_parts<kDrops>(p16, s);
+        if constexpr (!kScores) pack_parts<kDrops>(p16, s);
+        if (kScores && masked) mask_pairs(p16);
         issue_dv(p16, dv, stage);
         wait_products<kKeyParts>();
       } else {
@@ -354,12 +376,20 @@ struct Mainloop {
             dp[part][i] = fmaxf(s[part][i], 0.f) * dp[part][i] - fabsf(s[part][i]) * (value * delta_factor);
           });
         } else {
-          for_each_delta(delta, early_delta,
-                         [&](int i, float value) { dp[part][i] = s[part][i] * (dp[part][i] - value); });
+          const auto subtract = [&](int i, float value) { dp[part][i] = s[part][i] * (dp[part][i] - value); };
+          for_each_delta<0, kScoresUnderDp>(delta, early_delta, subtract);
+          if constexpr (kScores) {  // the others: with all of them P and what it is multiplied by do not fit
+            function.template exponentiate<kScoresUnderDp, kOwnQueries / 2, T>(s[0], p16[0], lse, early_lse);
+            for_each_delta<kScoresUnderDp>(delta, early_delta, subtract);
+          }
         }
       }
-      if constexpr (!kEarlyDv) pack_parts<kDrops>(p16, s);
+      if constexpr (!kEarlyDv && !kScores) pack_parts<kDrops>(p16, s);
       pack_parts<false>(ds16, dp);
+      if (kScores && masked) {
+        if constexpr (!kEarlyDv) mask_pairs(p16);
+        mask_pairs(ds16);
+      }
       // This buffer of dS was read two steps ago, by products that every warpgroup waited for before it arrived at the
       // barrier of the last step; or one step ago by this one's, before it wrote dq.
       hand_over_ds(ds16, step.index);
@@ -371,21 +401,55 @@ struct Mainloop {
     __device__ __forceinline__ void draw(uint32_t (&dropped)[kOwnQueries / 64]) const {
       const uint64_t head = uint64_t{static_cast<uint32_t>(work.batch)} * params.attention.heads +
                             step.template head_of<Traits::kRotatesHeads>(work);
-      const bool wraps = !Work::kByHeads && step.query_block >= work.tiles.end;
-      const int32_t query_block = wraps ? step.query_block - work.tiles.size() : step.query_block;
       const int32_t first_key = own_key + warp / 2 * 32;  // of two warps, in the tile
       uint8_t* const places = smem.ds[step.index % Traits::kDsBuffers][0] + first_key * kChunkRowBytes;
-      draw_dropped<16 * kChunkRowBytes>(dropped, smem.philox, head, query_block * kBlockM, work.first_key + first_key,
+      draw_dropped<16 * kChunkRowBytes>(dropped, smem.philox, head, query_block() * kBlockM, work.first_key + first_key,
                                         params.dropout_threshold, warp % 2, lane, places,
                                         [&] { named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads); });
+    }
+
+    // Where jobs go round, steps count on behind the last query block.
+    __device__ __forceinline__ int32_t query_block() const {
+      const bool wraps = !Work::kByHeads && step.query_block >= work.tiles.end;
+      return wraps ? step.query_block - work.tiles.size() : step.query_block;
+    }
+
+    // Where this thread's rows of a bias and of dS of step `index` lie, of its warp's 16 keys (bias.cuh).
+    __device__ __forceinline__ uint32_t bias_place(int32_t index) const {
+      return smem_address(smem.ds[index % Traits::kDsBuffers][warpgroup]) + score_tile_place(warp, lane);
+    }
+
+    // dS of this step, which the whole warpgroup has written, as the gradient of a bias.
+    __device__ __forceinline__ void store_bias_gradient() const {
+      if (params.stores_bias_gradient && threadIdx.x % kWarpgroupThreads == 0) {
+        tensor_store_4d(&params.bias_gradient_map, smem.ds[step.index % Traits::kDsBuffers][warpgroup],
+                        work.first_key + own_key, query_block() * kBlockM,
+                        step.template head_of<Traits::kRotatesHeads>(work), work.batch, kEvictFirst);
+        bulk_commit();
+      }
     }
 
     __device__ __forceinline__ void mask_scores(Scores& s) const {
 #pragma unroll
       for (int part = 0; part < kKeyParts; ++part) {
-        mask(s[part], work.visibility, work.first_key + own_key + part * 64 + warp * 16 + lane / 4,
-             step.query_block * kBlockM + own_query + pair);
+        mask(s[part], work.visibility, own_first_key() + part * 64, step.query_block * kBlockM + own_query + pair);
       }
+    }
+    __device__ __forceinline__ void mask_pairs(Operand& pairs) const {
+      sm90::mask_pairs(pairs[0], work.visibility, own_first_key(), step.query_block * kBlockM + pair);
+    }
+    // Of this thread.
+    __device__ __forceinline__ int32_t own_first_key() const { return work.first_key + own_key + warp * 16 + lane / 4; }
+
+    __device__ __forceinline__ ScoreFunction score_function() const {
+      const AttentionBackwardParams& p = params.attention;
+      const float* const slope =
+          p.alibi_slopes == nullptr
+              ? nullptr
+              : &p.alibi_slopes[work.batch * p.alibi_batch_stride + step.template head_of<Traits::kRotatesHeads>(work)];
+      const int32_t off = p.causal == CausalAlignment::kTopLeft ? 0 : work.sequence.seqlen_k - work.sequence.seqlen_q;
+      return {p.softmax_scale, p.softcap, slope == nullptr ? 0.f : *slope,
+              static_cast<float>(query_block() * kBlockM + pair + off - own_first_key())};
     }
 
     static __device__ __forceinline__ void fence_parts(Scores& values) {
@@ -400,11 +464,11 @@ struct Mainloop {
     }
 
     // visit(i, delta): of the query of an accumulator's value i. `rows` begins at this thread's first query.
-    template <int kEarly, typename Visit>
+    template <int kBegin = 0, int kEnd = kOwnQueries / 2, int kEarly, typename Visit>
     static __device__ __forceinline__ void for_each_delta(const float* rows, const EarlyRows<kEarly>& early,
                                                           Visit visit) {
 #pragma unroll
-      for (int j = 0; j < kOwnQueries / 8; ++j) {
+      for (int j = kBegin / 4; j < kEnd / 4; ++j) {
         const float2 delta = early.pair(rows, j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) visit(4 * j + i, i % 2 == 0 ? delta.x : delta.y);
@@ -419,6 +483,7 @@ struct Mainloop {
 
     // These stages of q and dout are read. Every thread says so for itself, for it has read row statistics.
     __device__ __forceinline__ void release(int32_t stage, int32_t dout_stage) {
+      if constexpr (kBias) bulk_wait_read<0>();  // dS too, where the next bias comes
       mbarrier_arrive(&smem.dout_empty[dout_stage]);
       mbarrier_arrive(&smem.q_empty[stage]);
     }

@@ -36,19 +36,33 @@ bool pads_to_128(const AttentionProblem& problem) {
   return is_built(128) && 64 < head_dim && head_dim < 128 && causal && queries_seen(problem) * heads <= kQueries;
 }
 
-// Whether dropout of FlashAttention-2's layout is its only feature.
-bool only_drops(const AttentionProblem& problem) {
-  const bool others = problem.has_bias || problem.has_alibi || problem.softcap > 0.0;
-  return problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kFlash && !others;
+// Whether the copy engine brings the bias and stores its gradient: of those that share an element into a plane each,
+// which many would take too much memory for.
+bool copies_bias(const AttentionProblem& problem) {
+  constexpr int64_t kMostSharers = 64;
+  const int64_t sharers =
+      (problem.bias_broadcast_batch ? problem.batch : 1) * (problem.bias_broadcast_head ? problem.heads : 1);
+  const bool dense = !problem.varlen && !problem.has_seqused;
+  return dense && problem.bias_has_rows && (!problem.need_dbias || sharers <= kMostSharers);
+}
+
+// The feature that is alone and has a kernel of its own.
+Feature only_feature(const AttentionProblem& problem) {
+  const bool drops = problem.dropout_p > 0.0, changes_scores = problem.has_alibi || problem.softcap > 0.0;
+  if (drops + changes_scores + problem.has_bias != 1) return Feature::kNone;
+  if (changes_scores) return Feature::kScores;
+  if (drops) return problem.dropout_layout == DropoutLayout::kFlash ? Feature::kDropout : Feature::kNone;
+  return copies_bias(problem) ? Feature::kBias : Feature::kNone;
 }
 
 int tile_of(const AttentionProblem& problem) {
   const int64_t head_dim = pads_to_128(problem) ? 128 : problem.head_dim;
-  return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem), only_drops(problem));
+  return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem), only_feature(problem));
 }
 
 CallSizes sizes_of(const AttentionProblem& problem) {
   CallSizes sizes;
+  sizes.dtype = problem.dtype;
   sizes.packed = problem.varlen;
   sizes.batch = problem.batch;
   sizes.heads = problem.heads;
@@ -97,14 +111,15 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
 // As measured: docs/kernels/attention_sm90.md, "Which family".
 std::string slower(const AttentionProblem& problem) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  const bool drops = problem.dropout_p > 0.0;
-  if (drops && problem.dropout_layout != DropoutLayout::kFlash) {
+  if (problem.dropout_p > 0.0 && problem.dropout_layout != DropoutLayout::kFlash) {
     return "sm80 is faster with PyTorch's memory-efficient dropout";
   }
-  if (!has_features(problem) || only_drops(problem) || head_dim > 128) return "";
-  if (head_dim <= 64) return "sm80 is faster with softcap, bias or ALiBi at head dimensions up to 64";
-  if (problem.has_bias) return "sm80 is faster with attn_bias at head dimensions up to 128";
-  if (drops && head_dim <= 96) return "sm80 is faster with softcap or ALiBi and dropout at head dimensions up to 96";
+  if (!has_features(problem) || only_feature(problem) != Feature::kNone || head_dim > 128) return "";
+  if (problem.has_bias) {
+    return "sm80 is faster with attn_bias at head dimensions up to 128, unless it is alone and the copy engine brings "
+           "it";
+  }
+  if (head_dim <= 96) return "sm80 is faster with softcap or ALiBi and dropout at head dimensions up to 96";
   return "";
 }
 
@@ -156,14 +171,13 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   const CallSizes sizes = sizes_of(problem);
   request.adds_into_zeros = adds_into_zeros(sizes);
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
-  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  if (!scratch.zeroed) request.partial_bytes = scratch.elements * static_cast<int64_t>(sizeof(float));
+  request.partial_bytes = bias_scratch_bytes(sizes, tile);
   if (grouped.splits > 1) {
-    request.partial_bytes = grouped.splits * partial_elements(grouped_sizes) * static_cast<int64_t>(sizeof(float));
+    request.partial_bytes += grouped.splits * partial_elements(grouped_sizes) * static_cast<int64_t>(sizeof(float));
   }
   if (last.parts > 1) {
     const int64_t columns = round_up(problem.head_dim, 4) + round_up(problem.head_dim_v, 4);
-    request.partial_bytes = last.parts * last.jobs * tile.block_n * columns * static_cast<int64_t>(sizeof(float));
+    request.partial_bytes += last.parts * last.jobs * tile.block_n * columns * static_cast<int64_t>(sizeof(float));
   }
   // lse * log2(e) and delta
   request.delta_rows =

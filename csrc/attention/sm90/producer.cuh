@@ -104,7 +104,15 @@ struct Producer {
       }
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
       load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.q, &smem.q_full[stage], smem.q[stage], query_row,
-                                                           head, batch_q, Traits::kStatisticBytes);
+                                                           head, batch_q, Traits::kStatisticBytes + Traits::kBiasBytes);
+      if constexpr (Traits::kBias) {
+#pragma unroll
+        for (int chunk = 0; chunk < Traits::kDsChunks; ++chunk) {
+          tensor_load_4d(&params.bias, &smem.q_full[stage], smem.ds[stage][chunk],
+                         work.first_key + chunk * kChunkColumns, first_query, params.bias_has_heads ? head : 0,
+                         params.bias_has_batch ? work.batch : 0, params.keeps_bias);
+        }
+      }
       bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,
                 &smem.q_full[stage]);
       if (step.index == first_index) behind_first_q();

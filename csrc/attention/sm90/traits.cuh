@@ -64,7 +64,9 @@ struct Traits {
   static constexpr int kEarlyDelta = 2;
   // S of the next step is multiplied before dS of this one is used, which takes registers.
   static constexpr bool kAhead = kHeadDim == 32 && !kTile.by_queries;
-  static constexpr bool kDrops = kTile.drops;
+  static constexpr bool kDrops = kTile.feature == Feature::kDropout;
+  static constexpr bool kBias = kTile.feature == Feature::kBias;
+  static constexpr bool kScores = kTile.feature == Feature::kScores;
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64 && !kDrops;
@@ -93,14 +95,18 @@ struct Traits {
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
   static constexpr int kChunksV = kChunks;
-  static constexpr int kKeyChunkBytes = kBlockN * kRowBytes;      // of k or v
-  static constexpr int kQueryChunkBytes = kBlockM * kRowBytes;    // of q or dout
-  static constexpr int kDsChunkBytes = kBlockN * kChunkRowBytes;  // 64 queries
+  static constexpr int kKeyChunkBytes = kBlockN * kRowBytes;    // of k or v
+  static constexpr int kQueryChunkBytes = kBlockM * kRowBytes;  // of q or dout
+  // Of dS, transposed, 64 queries: (kBlockN, 64). Beside a bias 64 keys, as that lies in memory: (kBlockM, 64).
+  static constexpr int kDsChunkBytes = (kBias ? kBlockM : kBlockN) * kChunkRowBytes;
+  static constexpr int kDsChunks = (kBias ? kBlockN : kBlockM) / 64;
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kStatisticBytes = kBlockM * 4;
 
   static_assert(kGradientChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
+  static_assert(!kBias || kStages == kDsBuffers, "a bias is loaded with q");
+  static constexpr int kBiasBytes = kBias ? kDsChunks * kDsChunkBytes : 0;
 
   static constexpr bool kRotatesHeads = rotates_heads(kTile);
   static constexpr int kEarlySteps = early_steps(kTile);
@@ -115,7 +121,7 @@ struct Traits {
     uint8_t v[kKeyBytes];                                    // (kBlockN, kHeadDim)
     uint8_t q[kStages][kQueryBytes];                         // (kBlockM, kHeadDim)
     uint8_t dout[kDoutStages][kQueryBytes];                  // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kBlockM / 64][kDsChunkBytes];     // transposed, (kBlockN, kBlockM)
+    uint8_t ds[kDsBuffers][kDsChunks][kDsChunkBytes];        // a bias too, of the step whose dS comes in its place
     float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 a warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];

@@ -3,3 +3,5 @@
 template const char* flashbwd::sm90::launch<__half, 5, false>(const KernelParams&, void*);
 template const char* flashbwd::sm90::launch<__half, 6, true>(const KernelParams&, void*);
 template const char* flashbwd::sm90::launch<__half, 11, true>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__half, 13, true>(const KernelParams&, void*);
+template const char* flashbwd::sm90::launch<__half, 15, true>(const KernelParams&, void*);

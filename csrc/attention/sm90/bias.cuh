@@ -1,0 +1,46 @@
+// A bias with its gradient in the kernel of two consumer warpgroups. The tile of a step comes through the copy engine
+// to where dS of the step will lie, (queries, 64 keys) for each warpgroup, and each warp writes its dS where it has
+// read the bias. dS is then the first operand of dQ, and the gradient of the bias as the copy engine stores it.
+#pragma once
+
+#include "fragments.cuh"
+
+namespace flashbwd::sm90 {
+
+// Where lane `lane` of warp `warp` of a warpgroup finds its row of the first 16 queries: of the matrices of 8 x 8 in
+// the order of a fragment (fragments.cuh), the two of its keys, then 8 queries further.
+__device__ __forceinline__ uint32_t score_tile_place(int32_t warp, int32_t lane) {
+  const int32_t query = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+  return query * kChunkRowBytes + swizzled(piece, query) * 16;
+}
+constexpr int kScoreTileStep = 16 * kChunkRowBytes;  // to the next 16 queries
+
+// S becomes P = exp(scale * S + bias - lse).
+template <typename T, int kValues, int kEarly>
+__device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint32_t place, const float* lse_log2,
+                                                       float scale_log2, const EarlyRows<kEarly>& early) {
+#pragma unroll
+  for (int k = 0; k < kValues / 8; ++k) {
+    uint32_t bias[4];
+    load_matrix_x4_transposed(place + k * kScoreTileStep, bias[0], bias[1], bias[2], bias[3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 lse = early.pair(lse_log2, 2 * k + i / 2), b = unpack2<T>(bias[i]);
+      float* const value = &s[8 * k + 2 * i];
+      value[0] = exp2_approximate(value[0] * scale_log2 + (b.x * kLog2E - lse.x));
+      value[1] = exp2_approximate(value[1] * scale_log2 + (b.y * kLog2E - lse.y));
+    }
+  }
+}
+
+// dS^T of one warp, to where it has read the bias.
+template <int kPairs>
+__device__ __forceinline__ void store_score_tile(uint32_t place, const uint32_t (&ds16)[kPairs]) {
+#pragma unroll
+  for (int k = 0; k < kPairs / 4; ++k) {
+    store_matrix_x4_transposed(place + k * kScoreTileStep, ds16[4 * k], ds16[4 * k + 1], ds16[4 * k + 2],
+                               ds16[4 * k + 3]);
+  }
+}
+
+}  // namespace flashbwd::sm90

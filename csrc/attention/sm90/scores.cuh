@@ -1,0 +1,60 @@
+// Softcap and ALiBi in the kernel of two consumer warpgroups. Behind P, which is packed at once, only P times the
+// derivative of the softcap is wanted: it takes the place of S.
+#pragma once
+
+#include "fragments.cuh"
+
+namespace flashbwd::sm90 {
+
+// What the scores of a thread become in a step.
+class ScoreFunction {
+ public:
+  ScoreFunction() = default;
+  // softcap, slope: 0, there is none. distance: of the thread's first query from its first key.
+  __device__ __forceinline__ ScoreFunction(float softmax_scale, float softcap, float slope, float distance)
+      : factor_((softcap > 0.f ? 2.f / softcap : 1.f) * softmax_scale * kLog2E),
+        softcap_(softcap * kLog2E),
+        slope_(slope * kLog2E),
+        distance_(distance) {}
+
+  // S becomes P times the derivative, p16 becomes P, in the values from kBegin to kEnd. Not masked.
+  template <int kBegin, int kEnd, typename T, int kValues, int kEarly>
+  __device__ __forceinline__ void exponentiate(float (&s)[kValues], uint32_t (&p16)[kValues / 2], const float* lse_log2,
+                                               const EarlyRows<kEarly>& early) const {
+    if (softcap_ > 0.f) {
+      exponentiate<true, kBegin, kEnd, T>(s, p16, lse_log2, early);
+    } else {
+      exponentiate<false, kBegin, kEnd, T>(s, p16, lse_log2, early);
+    }
+  }
+
+ private:
+  template <bool kCapped, int kBegin, int kEnd, typename T, int kValues, int kEarly>
+  __device__ __forceinline__ void exponentiate(float (&s)[kValues], uint32_t (&p16)[kValues / 2], const float* lse_log2,
+                                               const EarlyRows<kEarly>& early) const {
+#pragma unroll
+    for (int v = kBegin; v < kEnd; v += 2) {
+      const float2 lse = early.pair(lse_log2, v / 4);
+      float p[2];
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        float& value = s[v + odd];
+        const float distance = distance_ + static_cast<float>(v / 4 * 8 + odd - v % 4 / 2 * 8);
+        const float shift = (odd == 0 ? lse.x : lse.y) + slope_ * fabsf(distance);
+        if constexpr (kCapped) {
+          // tanh(x) = 1 - r, its derivative r (2 - r), with r = 2 / (1 + exp(2 x)): to an error of some 1e-7.
+          const float r = __fdividef(2.f, 1.f + exp2_approximate(value * factor_));
+          p[odd] = exp2_approximate(softcap_ - r * softcap_ - shift);
+          value = p[odd] * (r * (2.f - r));
+        } else {
+          value = p[odd] = exp2_approximate(value * factor_ - shift);
+        }
+      }
+      p16[v / 2] = pack2<T>(p[0], p[1]);
+    }
+  }
+
+  float factor_, softcap_, slope_, distance_;  // in units of log2, where they are scores
+};
+
+}  // namespace flashbwd::sm90

@@ -62,7 +62,7 @@ def test_tables_have_every_row():
     assert counts["grouped"] == 2 * 2 * 2
     assert counts["grouped_window"] == 2
     assert counts["other"] == 24
-    assert counts["bias"] == 8
+    assert counts["bias"] == counts["scores"] == 8
     assert counts["dropout"] == counts["varlen"] == 4
     assert counts["wide"] == counts["fp32"] == 2
     counts = Counter((case.table, case.dtype) for case in cases.NORM_CASES)
@@ -554,6 +554,7 @@ GPU_SHAPES = [
     replace(BASE, heads_kv=2),
     replace(BASE, bias_batch=1),
     replace(BASE, bias_batch=2, causal=True),
+    replace(BASE, alibi=True),
     replace(BASE, dropout_p=0.1),
     replace(BASE, head_dim=192, head_dim_v=128),
     cases.packed(BASE, 300),
@@ -585,6 +586,7 @@ def test_gpu_peers_call_the_operators_by_their_schemas(case, peer, monkeypatch):
             tensor(*rows, case.heads_kv, case.head_dim_v),
             tensor(*rows, case.heads, case.head_dim_v),
             tensor(case.bias_batch, case.heads, case.seqlen, case.seqlen) if case.bias_batch else None,
+            tensor(case.heads, dtype=torch.float32) if case.alibi else None,
             tensor(case.batch + 1, dtype=torch.int32) if case.lengths else None,
         )
         try:

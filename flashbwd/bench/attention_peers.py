@@ -32,13 +32,14 @@ MASK_SEED = 1234
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """q, dout (B, S, H, D | Dv), k, v (B, S, Hkv, D | Dv), or packed (T, H, D); bias (B or 1, H, S, S)."""
+    """q, dout (B, S, H, D | Dv), k, v (B, S, Hkv, D | Dv), or packed (T, H, D); bias (B or 1, H, S, S), slopes (H,)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     cu_seqlens: Tensor | None = None  # (B + 1,) int32
 
 
@@ -59,8 +60,20 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> Attenti
         v=normal(*rows, case.heads_kv, case.head_dim_v),
         dout=normal(*rows, case.heads, case.head_dim_v),
         bias=normal(case.bias_batch, case.heads, case.seqlen, case.seqlen) if case.bias_batch else None,
+        alibi_slopes=_slopes(case.heads, device) if case.alibi else None,
         cu_seqlens=cu_seqlens,
     )
+
+
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    """2^(-8 h / H), as Press et al. have them ("Train Short, Test Long", 2022)."""
+    return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=device))
+
+
+def _alibi_as_bias(case: AttentionCase, x: AttentionInputs, slopes: Tensor) -> Tensor:
+    """(1, H, S, S)"""
+    places = torch.arange(case.seqlen, device=slopes.device)
+    return (-slopes[:, None, None] * (places[:, None] - places).abs())[None].to(x.q.dtype)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -97,6 +110,7 @@ def deterministic_algorithms() -> Iterator[None]:
 def _flash_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """FlashAttention-2's out, lse, rng_state and the operator's unused tensor."""
     refuse(x.bias is not None, "takes no bias")
+    refuse(case.softcap > 0 or case.alibi, "PyTorch passes it neither softcap nor ALiBi")
     refuse(case.dtype not in ("bf16", "fp16"), "16-bit only")
     refuse(case.head_dim > 256, "head dim up to 256")
     refuse(case.head_dim != case.head_dim_v, "wants equal head dims")
@@ -128,11 +142,14 @@ def torch_flash_deterministic(case: AttentionCase, x: AttentionInputs) -> Prepar
 
 def _efficient_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Any, ...]:
     """The memory-efficient kernel's k, v, bias as it takes them (heads expanded), then out, lse, seed, offset."""
+    refuse(case.softcap > 0, "takes no softcap")
     torch.manual_seed(MASK_SEED)
     q, k, v = x.q, _expand_groups(x.k, case.heads), _expand_groups(v, case.heads)
     if x.cu_seqlens is not None:
         q, k, v = q[None], k[None], v[None]
-    bias = None if x.bias is None else x.bias.expand(case.batch, case.heads, case.seqlen, case.seqlen)
+    bias = x.bias if x.alibi_slopes is None else _alibi_as_bias(case, x, x.alibi_slopes)
+    if bias is not None:
+        bias = bias.expand(case.batch, case.heads, case.seqlen, case.seqlen)
     lengths = (case.seqlen, case.seqlen) if x.cu_seqlens is not None else (None, None)
     out, lse, seed, offset, _, _ = aten._efficient_attention_forward(
         q, k, v, bias, x.cu_seqlens, x.cu_seqlens, *lengths, case.dropout_p, int(case.causal), True,
@@ -149,14 +166,14 @@ def torch_efficient(case: AttentionCase, x: AttentionInputs) -> Prepared:
     def backward() -> tuple[Tensor | None, ...]:
         dq, dk, dv, dbias = aten._efficient_attention_backward(
             dout, q, k, v, bias, out, x.cu_seqlens, x.cu_seqlens, case.seqlen, case.seqlen, lse, case.dropout_p, seed,
-            offset, int(case.causal), bias is not None, window_size=case.window,
+            offset, int(case.causal), x.bias is not None, window_size=case.window,
         )  # fmt: skip
         if x.cu_seqlens is not None:
             dq, dk, dv = dq[0], dk[0], dv[0]
         if shared_bias:
             dbias = dbias.sum(0, keepdim=True)
         grads = dq, _fold_groups(dk, case.heads_kv), _fold_groups(dv, case.heads_kv)
-        return grads if bias is None else (*grads, dbias)
+        return grads if x.bias is None else (*grads, dbias)
 
     def forward(other_v: Tensor) -> Tensor:
         out = _efficient_forward(case, x, other_v)[4]
@@ -168,6 +185,7 @@ def torch_efficient(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
     refuse(x.bias is not None, "gives no gradient of the bias")
+    refuse(case.softcap > 0 or case.alibi, "PyTorch passes it neither softcap nor ALiBi")
     refuse(case.window is not None, "PyTorch passes it no window")
     refuse(case.dtype not in ("bf16", "fp16"), "16-bit only")
     if x.cu_seqlens is not None:
@@ -221,11 +239,19 @@ def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
             return (j <= i) & (j > i - window)
 
         block_mask = create_block_mask(visible, None, None, case.seqlen, case.seqlen, device=str(x.q.device))
+    slopes = x.alibi_slopes
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if case.softcap:
+            s = case.softcap * torch.tanh(s / case.softcap)
+        return s if slopes is None else s - slopes[h] * (i - j).abs()
+
+    score_mod = score if case.softcap or case.alibi else None
     q, k, v = inputs = tuple(_heads_first(t).detach().requires_grad_() for t in (x.q, x.k, x.v))
     dout = _heads_first(x.dout)
     with functorch_config.patch(donated_buffer=False):  # the graph is kept for many backwards
         compiled: Callable[..., Any] = torch.compile(flex_attention)
-        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=case.heads != case.heads_kv)
+        out = compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=case.heads != case.heads_kv)
         torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
     def backward() -> tuple[Tensor | None, ...]:
@@ -240,6 +266,7 @@ def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 def torch_cpu_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
     refuse(x.bias is not None, "gives no gradient of the bias")
+    refuse(case.softcap > 0 or case.alibi, "takes neither softcap nor ALiBi")
     refuse(case.window is not None or x.cu_seqlens is not None, "takes neither a window nor packed sequences")
     refuse(case.head_dim != case.head_dim_v or case.dropout_p > 0, "wants equal head dims and no dropout")
     k, v = (_heads_first(_expand_groups(t, case.heads)) for t in (x.k, x.v))
@@ -261,6 +288,7 @@ def torch_cpu_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
 def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
     """Autograd of the plain formula, S^2 memory: what PyTorch has on the CPU for a window or a bias with gradient."""
     refuse(x.bias is None and case.window is None, "measured where PyTorch has nothing better")
+    refuse(case.softcap > 0 or case.alibi, "measured on masks and a bias")
     refuse(x.cu_seqlens is not None or case.dropout_p > 0, "measured without dropout and packed sequences")
     k, v = (_heads_first(_expand_groups(t, case.heads)).detach().requires_grad_() for t in (x.k, x.v))
     q, dout = _heads_first(x.q).detach().requires_grad_(), _heads_first(x.dout)
@@ -297,6 +325,10 @@ def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, 
             options["window_size"] = (case.window - 1, 0)
         if x.bias is not None:
             options["attn_bias"] = x.bias
+        if case.softcap:
+            options["softcap"] = case.softcap
+        if x.alibi_slopes is not None:
+            options["alibi_slopes"] = x.alibi_slopes
         if x.cu_seqlens is not None:
             options.update(
                 cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, max_seqlen_q=case.seqlen, max_seqlen_k=case.seqlen

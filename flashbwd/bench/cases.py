@@ -74,6 +74,8 @@ class AttentionCase:
     window: int | None = None
     dtype: str = "bf16"
     dropout_p: float = 0.0
+    softcap: float = 0.0
+    alibi: bool = False
     bias_batch: int | None = None  # attn_bias is (this, H, S, S): the batch, or 1; its gradient is computed
     lengths: tuple[int, ...] | None = None  # packed sequences; batch and seqlen are their number and maximum
     deterministic: bool = False  # also measure the deterministic variants of peers that have one
@@ -89,6 +91,10 @@ class AttentionCase:
         parts.append(f"window {self.window}" if self.window else "causal" if self.causal else "full")
         if self.bias_batch:
             parts.append("bias" if self.bias_batch == self.batch else "shared bias")
+        if self.softcap:
+            parts.append(f"softcap {self.softcap:g}")
+        if self.alibi:
+            parts.append("ALiBi")
         if self.dropout_p:
             parts.append(f"dropout {self.dropout_p:g}")
         return " ".join(parts)
@@ -401,7 +407,7 @@ def _other_table() -> Iterator[AttentionCase]:
         )
 
 
-# ---- what few kernels offer: variable lengths, bias with gradient, dropout, D 512, fp32 ----------
+# ---- what few kernels offer: variable lengths, bias with gradient, softcap, ALiBi, dropout, D 512, fp32 ----
 
 
 def _feature_tables() -> Iterator[AttentionCase]:
@@ -426,7 +432,13 @@ def _feature_tables() -> Iterator[AttentionCase]:
                     bias_batch=bias_batch,
                     bars=(Bar(SM80, EFFICIENT, 2.0), Bar(SM90, EFFICIENT, 2.0, goal=True)),
                 )
-    shape = replace(shape, table="dropout", seqlen=4096, dropout_p=0.1)
+    shape = replace(shape, table="scores", seqlen=4096)
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            case = replace(shape, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+            yield replace(case, softcap=30.0, bars=(Bar(SM90, SM80, 1.5),))
+            yield replace(case, alibi=True, bars=(Bar(SM90, EFFICIENT, 2.0), Bar(SM90, SM80, 1.5)))
+    shape = replace(shape, table="dropout", dropout_p=0.1)
     for head_dim in (64, 128):
         for causal in (False, True):
             yield replace(shape, head_dim=head_dim, head_dim_v=head_dim, causal=causal, bars=(Bar(SM80, FLASH, 1.0),))

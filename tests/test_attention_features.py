@@ -12,6 +12,7 @@ from kit import cases, inputs
 from support import MAIN, TARGETS, Target, run, skip_where_refused, storage_bytes
 
 import flashbwd
+from flashbwd import _ops
 
 SOME = cases.with_prefix(
     "layout_", "dout_", "lse_", "packed_", "varlen_", "dense_", "bias_bhqk", "sink", "dropout_flash"
@@ -76,6 +77,23 @@ def test_what_has_no_gradient_is_exactly_zero(case: cases.Case, target: Target) 
         assert not getattr(grads, name)[unseen.to(device)].any(), name
     if grads.dbias is not None:
         assert not grads.dbias[(x.reference.dbias == 0).to(device)].any()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", [*cases.with_prefix("bias_", "varlen_bias"), cases.BY_NAME["dense_seqused"]], ids=str)
+def test_gradients_beside_that_of_a_bias_need_not_have_it(
+    case: cases.Case, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, backend, dtype = target
+    x = inputs.build(case, dtype, device)
+
+    call = _ops.call
+    monkeypatch.setattr(_ops, "call", lambda *args, **kwargs: call(*args, **kwargs, need_dbias=False))
+    skip_where_refused(x, backend)
+    grads = run(x, backend)
+    assert grads.dbias is not None
+    assert grads.dbias.numel() == 0
+    x.check(*grads[:3], x.reference.dbias, grads.dsink)
 
 
 @pytest.mark.parametrize("target", TARGETS)

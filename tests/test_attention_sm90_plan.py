@@ -135,7 +135,17 @@ def test_dropout_alone_keeps_128_keys_a_cta(
     assert (plan.block_m, plan.block_n) == tile
 
 
-@pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"has_alibi": True}, {"softcap": 30.0, "has_alibi": True}])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"softcap": 30.0},
+        {"has_alibi": True},
+        {"softcap": 30.0, "has_alibi": True},
+        {"has_bias": True, "bias_of_keys": True},
+        {"softcap": 30.0, "has_bias": True, "bias_of_keys": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("head_dim", "others", "tile"),
     [
@@ -147,7 +157,7 @@ def test_dropout_alone_keeps_128_keys_a_cta(
     ],
     ids=str,
 )
-def test_softcap_and_alibi_keep_128_keys_a_cta(
+def test_softcap_alibi_and_a_bias_of_keys_keep_128_keys_a_cta(
     host: ModuleType, head_dim: int, others: dict[str, Any], tile: tuple[int, int], feature: dict[str, Any]
 ) -> None:
     plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim, **feature, **others)
@@ -222,6 +232,7 @@ def test_bias_gradient_takes_the_scratch_of_its_broadcast(
         (128, {"has_seqused": True}, (64, 64)),
         (128, {"softcap": 30.0}, (64, 64)),
         (128, {"has_alibi": True}, (64, 64)),
+        (128, {"bias_has_rows": False, "bias_of_keys": True, "need_dbias": True}, (64, 64)),
         (128, {"batch": 65, "bias_broadcast_batch": True}, (64, 128)),  # no gradient, no planes for it
         (128, {"batch": 65, "bias_broadcast_batch": True, "need_dbias": True}, (64, 64)),
     ],

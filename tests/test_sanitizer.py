@@ -45,6 +45,8 @@ ATTENTION = [
     replace(TILES, name="tiles_many_jobs_128", batch=33, heads=4, heads_kv=4, head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_many_jobs_256", batch=33, heads=2, heads_kv=2, head_dim=256, head_dim_v=256),
     replace(TILES, name="tiles_shared_bias", seqlen_q=520, seqlen_k=272, bias="b1qk"),
+    replace(TILES, name="tiles_softcap_alibi", softcap=2.0, alibi="heads"),
+    replace(TILES, name="tiles_softcap_128", softcap=2.0, heads_kv=2, head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_bias_128", seqlen_k=272, bias="bhqk", heads_kv=2, head_dim=128, head_dim_v=128),
     *cases.named(
         "head_dim_33x31",

@@ -241,6 +241,7 @@ void check_bias(const AttentionArguments& a, AttentionProblem* p) {
   p->bias_broadcast_head = bias.sizes[1] != full[1];
   p->bias_broadcast_row = bias.sizes[2] != full[2];
   p->bias_broadcast_col = bias.sizes[3] != full[3];
+  p->bias_of_keys = bias.sizes[2] == 1 || bias.strides[2] == 0;
   p->bias_has_rows = bias.dtype == p->dtype && bias.sizes[2] == full[2] && (bias.strides[2] != 0 || full[2] == 1) &&
                      bias.sizes[3] == full[3] && (bias.strides[3] == 1 || full[3] == 1) && aligned_16(bias);
 }

@@ -62,6 +62,7 @@ struct AttentionProblem {
   bool bias_broadcast_batch = false, bias_broadcast_head = false, bias_broadcast_row = false,
        bias_broadcast_col = false;
   bool bias_has_rows = false;  // of its own for each query, of q's dtype, adjacent keys, 16-byte aligned
+  bool bias_of_keys = false;   // the same for all queries
   bool has_alibi = false;
   bool has_sink = false;
   bool has_dlse = false;

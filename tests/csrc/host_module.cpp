@@ -67,6 +67,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("bias_broadcast_row", &AttentionProblem::bias_broadcast_row)
       .def_readwrite("bias_broadcast_col", &AttentionProblem::bias_broadcast_col)
       .def_readwrite("bias_has_rows", &AttentionProblem::bias_has_rows)
+      .def_readwrite("bias_of_keys", &AttentionProblem::bias_of_keys)
       .def_readwrite("has_alibi", &AttentionProblem::has_alibi)
       .def_readwrite("has_sink", &AttentionProblem::has_sink)
       .def_readwrite("deterministic", &AttentionProblem::deterministic)

@@ -41,7 +41,8 @@ struct Tile {
   int32_t dout_stages;
   int32_t ctas = 1;         // of a cluster, which have the keys in equal parts
   bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, instead of half of the keys
-  // The only one: FlashAttention-2's dropout (dropout.cuh), a bias (bias.cuh), softcap and ALiBi (scores.cuh).
+  // The only one: FlashAttention-2's dropout (dropout.cuh), a bias (bias.cuh), softcap, ALiBi and a bias of keys
+  // without its gradient, in any combination (scores.cuh).
   Feature feature = Feature::kNone;
 };
 

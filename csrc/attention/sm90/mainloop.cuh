@@ -443,13 +443,22 @@ struct Mainloop {
 
     __device__ __forceinline__ ScoreFunction score_function() const {
       const AttentionBackwardParams& p = params.attention;
-      const float* const slope =
-          p.alibi_slopes == nullptr
-              ? nullptr
-              : &p.alibi_slopes[work.batch * p.alibi_batch_stride + step.template head_of<Traits::kRotatesHeads>(work)];
+      const int32_t head = step.template head_of<Traits::kRotatesHeads>(work), key = own_first_key();
+      float slope = 0.f, biases[2] = {};
+      if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + head];
+      if (p.bias.data != nullptr) {  // the same for all queries
+        const int64_t first = work.batch * p.bias.batch_stride + head * p.bias.head_stride;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (key + 8 * half >= work.visibility.seqlen_k) continue;
+          const int64_t place = first + (key + 8 * half) * p.bias.col_stride;
+          biases[half] = p.bias.dtype == DType::kFloat32 ? static_cast<const float*>(p.bias.data)[place]
+                                                         : to_float(static_cast<const T*>(p.bias.data)[place]);
+        }
+      }
       const int32_t off = p.causal == CausalAlignment::kTopLeft ? 0 : work.sequence.seqlen_k - work.sequence.seqlen_q;
-      return {p.softmax_scale, p.softcap, slope == nullptr ? 0.f : *slope,
-              static_cast<float>(query_block() * kBlockM + pair + off - own_first_key())};
+      return {p.softmax_scale, p.softcap, biases, slope,
+              static_cast<float>(query_block() * kBlockM + pair + off - key)};
     }
 
     static __device__ __forceinline__ void fence_parts(Scores& values) {

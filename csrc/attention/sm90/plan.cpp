@@ -48,8 +48,11 @@ bool copies_bias(const AttentionProblem& problem) {
 
 // The feature that is alone and has a kernel of its own.
 Feature only_feature(const AttentionProblem& problem) {
-  const bool drops = problem.dropout_p > 0.0, changes_scores = problem.has_alibi || problem.softcap > 0.0;
-  if (drops + changes_scores + problem.has_bias != 1) return Feature::kNone;
+  const bool drops = problem.dropout_p > 0.0;
+  const bool biases_keys = problem.has_bias && problem.bias_of_keys && !problem.need_dbias;
+  const bool has_bias = problem.has_bias && !biases_keys;
+  const bool changes_scores = biases_keys || problem.has_alibi || problem.softcap > 0.0;
+  if (drops + changes_scores + has_bias != 1) return Feature::kNone;
   if (changes_scores) return Feature::kScores;
   if (drops) return problem.dropout_layout == DropoutLayout::kFlash ? Feature::kDropout : Feature::kNone;
   return copies_bias(problem) ? Feature::kBias : Feature::kNone;

@@ -1,5 +1,5 @@
-// Softcap and ALiBi in the kernel of two consumer warpgroups. Behind P, which is packed at once, only P times the
-// derivative of the softcap is wanted: it takes the place of S.
+// Softcap, ALiBi and a bias of keys in the kernel of two consumer warpgroups. Behind P, which is packed at once, only P
+// times the derivative of the softcap is wanted: it takes the place of S.
 #pragma once
 
 #include "fragments.cuh"
@@ -10,10 +10,12 @@ namespace flashbwd::sm90 {
 class ScoreFunction {
  public:
   ScoreFunction() = default;
-  // softcap, slope: 0, there is none. distance: of the thread's first query from its first key.
-  __device__ __forceinline__ ScoreFunction(float softmax_scale, float softcap, float slope, float distance)
+  // softcap, biases of the thread's two keys, slope: 0, there is none. distance: of its first query from its first key.
+  __device__ __forceinline__ ScoreFunction(float softmax_scale, float softcap, const float (&biases)[2], float slope,
+                                           float distance)
       : factor_((softcap > 0.f ? 2.f / softcap : 1.f) * softmax_scale * kLog2E),
         softcap_(softcap * kLog2E),
+        biases_{biases[0] * kLog2E, biases[1] * kLog2E},
         slope_(slope * kLog2E),
         distance_(distance) {}
 
@@ -40,7 +42,7 @@ class ScoreFunction {
       for (int odd = 0; odd < 2; ++odd) {
         float& value = s[v + odd];
         const float distance = distance_ + static_cast<float>(v / 4 * 8 + odd - v % 4 / 2 * 8);
-        const float shift = (odd == 0 ? lse.x : lse.y) + slope_ * fabsf(distance);
+        const float shift = (odd == 0 ? lse.x : lse.y) + slope_ * fabsf(distance) - biases_[v % 4 / 2];
         if constexpr (kCapped) {
           // tanh(x) = 1 - r, its derivative r (2 - r), with r = 2 / (1 + exp(2 x)): to an error of some 1e-7.
           const float r = __fdividef(2.f, 1.f + exp2_approximate(value * factor_));
@@ -54,7 +56,7 @@ class ScoreFunction {
     }
   }
 
-  float factor_, softcap_, slope_, distance_;  // in units of log2, where they are scores
+  float factor_, softcap_, biases_[2], slope_, distance_;  // in units of log2, where they are scores
 };
 
 }  // namespace flashbwd::sm90

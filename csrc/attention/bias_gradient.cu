@@ -224,8 +224,6 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
-constexpr int64_t kMostCtas = 1 << 16;
-
 cudaLaunchConfig_t config_of_warps(int64_t warps, void* stream) {
   constexpr int64_t kCtas = 2048;  // more than run at once
   cudaLaunchConfig_t config = {};
@@ -299,6 +297,7 @@ const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const Bi
   const Visibility visibility = visibility_of_call(p);
   if (!scratch.in_tiles() || scratch.elements > 0 || visibility.full()) return nullptr;
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
+  if (rows == 0) return nullptr;
   const cudaError_t error = launch_kernel(config_of_warps(rows, stream), zero_tiles_kernel, gradient, visibility,
                                           p.batch, p.heads, scratch.block_m, scratch.block_n);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -333,6 +332,7 @@ const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const 
                                                           : launch_sum_tiles<__half>(a, p.heads, stream);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
   }
+  constexpr int64_t kMostCtas = 1 << 16;
   const int64_t ctas = planes ? a.out.count() / a.out.col : ceil_div(a.out.count() * lanes, kReduceThreads);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::min(ctas, kMostCtas)));

@@ -36,8 +36,8 @@ bool pads_to_128(const AttentionProblem& problem) {
   return is_built(128) && 64 < head_dim && head_dim < 128 && causal && queries_seen(problem) * heads <= kQueries;
 }
 
-// Whether the copy engine brings the bias and stores its gradient: of those that share an element into a plane each,
-// which many would take too much memory for.
+// Whether the copy engine brings the bias and stores its gradient. Those that share an element have a plane each, for
+// which many would take too much memory.
 bool copies_bias(const AttentionProblem& problem) {
   constexpr int64_t kMostSharers = 64;
   const int64_t sharers =

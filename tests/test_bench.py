@@ -404,13 +404,16 @@ def test_main_tables_are_drawn_as_lines(tmp_path):
         replace(TINY, causal=True, window=5, head_dim_v=8),
         replace(TINY, bias_batch=1),
         replace(TINY, bias_batch=2, causal=True, heads_kv=2),
+        replace(TINY, softcap=0.5),
+        replace(TINY, alibi=True, causal=True, heads_kv=2),
     ],
     ids=lambda case: case.name,
 )
 def test_oracle_of_slices_agrees_with_the_test_kit(case):
     x = attention_peers.make_inputs(replace(case, dtype="fp64"), CPU, 0)
     window = (case.window - 1, 0) if case.window else (-1, -1)
-    whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, causal=case.causal, window_size=window, attn_bias=x.bias)
+    scores = {"attn_bias": x.bias, "softcap": case.softcap, "alibi_slopes": x.alibi_slopes}
+    whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, causal=case.causal, window_size=window, **scores)
     grads = (whole.dq, whole.dk, whole.dv) if x.bias is None else (whole.dq, whole.dk, whole.dv, whole.dbias)
     prepared = peers.Prepared(lambda: grads)
     errors = runner.attention_errors(case, x, prepared, grads)

@@ -20,6 +20,8 @@ def attention_slice(
     *,
     causal: bool = False,
     window: int | None = None,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
     bias: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -34,6 +36,10 @@ def attention_slice(
         Key j is visible to query i iff j <= i + Sk - Sq.
     window
         Of those keys, the last ``window`` only.
+    softcap
+        0 is none.
+    slopes : (G,), optional
+        Of ALiBi: scores are less by the slope times the distance |i + Sk - Sq - j|.
     bias : (G, Sq, Sk), optional
     keep : (G, Sq, Sk) bool, optional
         The dropout mask: what is not kept is dropped, what is kept is scaled by 1 / (1 - dropout_p).
@@ -58,12 +64,16 @@ def attention_slice(
             q64 = q[rows, g].double().requires_grad_()
             wanted = [q64, k64, v64]
             scores = scale * q64 @ k64.T  # (rows, Sk)
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
             if bias is not None:
                 bias64 = bias[g, rows].double().requires_grad_()
                 wanted.append(bias64)
                 scores = scores + bias64
+            last = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (sk - sq)
+            if slopes is not None:
+                scores = scores - slopes[g].double() * (last - columns).abs()
             if causal:
-                last = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (sk - sq)
                 visible = columns <= last
                 if window is not None:
                     visible &= columns > last - window

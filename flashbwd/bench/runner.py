@@ -63,6 +63,8 @@ def attention_errors(
             x.dout[where][:, heads],
             causal=case.causal,
             window=case.window,
+            softcap=case.softcap,
+            slopes=None if x.alibi_slopes is None else x.alibi_slopes[heads],
             bias=bias,
             keep=keep,
             dropout_p=case.dropout_p,

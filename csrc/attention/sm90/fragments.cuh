@@ -12,6 +12,11 @@ namespace flashbwd::sm90 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
+// 1 - tanh(x), to an error of some 1e-7. It is r: the derivative of tanh is r (2 - r).
+__device__ __forceinline__ float tanh_complement(float twice_x_log2) {
+  return __fdividef(2.f, 1.f + exp2_approximate(twice_x_log2));
+}
+
 // Row statistics of the first 2 kPairs queries of a thread, read before they are needed. `rows` begins at the first
 // one.
 template <int kPairs>

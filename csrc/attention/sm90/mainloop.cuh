@@ -456,7 +456,7 @@ struct Mainloop {
                                                          : to_float(static_cast<const T*>(p.bias.data)[place]);
         }
       }
-      const int32_t off = p.causal == CausalAlignment::kTopLeft ? 0 : work.sequence.seqlen_k - work.sequence.seqlen_q;
+      const int32_t off = work.diagonal(p);
       return {p.softmax_scale, p.softcap, biases, slope,
               static_cast<float>(query_block() * kBlockM + pair + off - key)};
     }

@@ -19,6 +19,7 @@ struct Producer {
   using DoutRing = Ring<Traits::kDoutStages>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr uint32_t kBiasBytes = Traits::kBias ? sizeof(SharedStorage::ds[0]) : 0;
 
   // One thread. A job is taken when the loader has nothing left to load for the one before, or a few steps sooner:
   // early enough to be there in time, late enough that jobs go to the CTAs that are really done.
@@ -104,7 +105,7 @@ struct Producer {
       }
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
       load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.q, &smem.q_full[stage], smem.q[stage], query_row,
-                                                           head, batch_q, Traits::kStatisticBytes + Traits::kBiasBytes);
+                                                           head, batch_q, Traits::kStatisticBytes + kBiasBytes);
       if constexpr (Traits::kBias) {
 #pragma unroll
         for (int chunk = 0; chunk < Traits::kDsChunks; ++chunk) {

@@ -73,6 +73,11 @@ struct Work {
   __device__ int32_t first_block() const { return descending ? query_range.end - 1 : query_range.begin; }
   __device__ int32_t past_block() const { return descending ? query_range.begin - 1 : query_range.end; }
 
+  // The key that query 0 is aligned with.
+  __device__ __forceinline__ int32_t diagonal(const AttentionBackwardParams& params) const {
+    return params.causal == CausalAlignment::kTopLeft ? 0 : sequence.seqlen_k - sequence.seqlen_q;
+  }
+
   // What is written so far is read back from shared memory: the thread has few registers.
   static __device__ void forget_registers() { asm volatile("" ::: "memory"); }
 

@@ -44,8 +44,7 @@ class ScoreFunction {
         const float distance = distance_ + static_cast<float>(v / 4 * 8 + odd - v % 4 / 2 * 8);
         const float shift = (odd == 0 ? lse.x : lse.y) + slope_ * fabsf(distance) - biases_[v % 4 / 2];
         if constexpr (kCapped) {
-          // tanh(x) = 1 - r, its derivative r (2 - r), with r = 2 / (1 + exp(2 x)): to an error of some 1e-7.
-          const float r = __fdividef(2.f, 1.f + exp2_approximate(value * factor_));
+          const float r = tanh_complement(value * factor_);
           p[odd] = exp2_approximate(softcap_ - r * softcap_ - shift);
           value = p[odd] * (r * (2.f - r));
         } else {

@@ -106,7 +106,6 @@ struct Traits {
 
   static_assert(kGradientChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
   static_assert(!kBias || kStages == kDsBuffers, "a bias is loaded with q");
-  static constexpr int kBiasBytes = kBias ? kDsChunks * kDsChunkBytes : 0;
 
   static constexpr bool kRotatesHeads = rotates_heads(kTile);
   static constexpr int kEarlySteps = early_steps(kTile);

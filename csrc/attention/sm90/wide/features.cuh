@@ -11,11 +11,6 @@
 
 namespace flashbwd::sm90::wide {
 
-// tanh(x), to an error of some 1e-7.
-__device__ __forceinline__ float hyperbolic_tangent(float x) {
-  return 1.f - __fdividef(2.f, 1.f + exp2_approximate(2.f * kLog2E * x));
-}
-
 // What the warpgroup of dS is given of a probability p, in one number: p times the derivative of the softcap, its sign
 // set where dropout has taken it.
 __device__ __forceinline__ float encode_probability(float p, bool kept) { return kept ? p : -p; }
@@ -153,7 +148,7 @@ struct ScoreTile {
       float t[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        t[e] = hyperbolic_tangent(s[c + e] * factor);
+        t[e] = 1.f - tanh_complement(2.f * kLog2E * (s[c + e] * factor));
         s[c + e] = softcap * t[e];
       }
       exchange[c / 4 * kWarpgroupThreads] =
@@ -165,8 +160,7 @@ struct ScoreTile {
                                                           float to_log2) const {
     const AttentionBackwardParams& p = params.attention;
     const float slope_log2 = p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2E;
-    const int32_t off = p.causal == CausalAlignment::kTopLeft ? 0 : work.sequence.seqlen_k - work.sequence.seqlen_q;
-    const float distance = static_cast<float>(i0 + off - j0);
+    const float distance = static_cast<float>(i0 + work.diagonal(p) - j0);
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
       const float alibi = slope_log2 * fabsf(distance + static_cast<float>(v / 4 * 8 + v % 2 - v % 4 / 2 * 8));

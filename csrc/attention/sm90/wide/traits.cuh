@@ -49,7 +49,6 @@ struct Traits {
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
   static constexpr int kStatisticBytes = kBlockM * 4;
   static constexpr bool kBias = false;  // through the copy engine
-  static constexpr int kBiasBytes = 0;
   static constexpr int kWarps = kWarpgroupThreads / 32;
 
   // Steps of 16 columns of k and v, first operands of S and dP, that stay in the registers which a warpgroup has left.

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
     for (int offset = lanes / 2; offset > 0; offset /= 2) delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], offset);
     const int32_t row = first_row + r * rows_abreast;
     if (lane != 0 || row >= RowStatistics::padded(sequence.rows_q)) continue;
-    const bool counts = live[r] && !isinf(lse[r]);
+    const bool counts = live[r] && !sees_nothing(lse[r]);
     if (counts && p.dlse.data != nullptr) {
       const int64_t dlse_row = p.dlse.packed_rows ? sequence.begin_q + row : row;
       delta[r] -= static_cast<const float*>(
@@ -249,7 +249,7 @@ struct AheadRows {
   __device__ __forceinline__ void store(const AheadBlock& block, float delta, float lse_of_row) const {
     const int32_t finished_row = block.first_row + lane * abreast;
     if (lane >= kAheadRows || finished_row >= RowStatistics::padded(p.seqlen_q)) return;
-    const bool counts = !isinf(lse_of_row);
+    const bool counts = !sees_nothing(lse_of_row);
     if (counts && p.dlse.data != nullptr) {
       delta -=
           static_cast<const float*>(p.dlse.data)[block.batch * p.dlse.batch_stride + block.head * p.dlse.head_stride +

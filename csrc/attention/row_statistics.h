@@ -3,6 +3,7 @@
 // a tile of rows is one aligned copy; padding holds lse = +inf (probability 0) and delta = 0, as do empty rows.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "../common/macros.h"
@@ -10,6 +11,13 @@
 namespace flashbwd {
 
 constexpr int64_t kRowPadding = 128;
+
+// Nothing follows from such an LSE, whose row counts as one that sees no key: it is infinite, or so low that its last
+// bit is worth more than 1, so that exp(s - lse) is wrong by more than a factor of e. Masks of the least finite number
+// of a type leave such rows; times log2(e) their LSE may overflow. NaN goes its way.
+FLASHBWD_HOST_DEVICE inline bool sees_nothing(float lse) {
+  return lse == INFINITY || lse <= -16777216.f;  // -2^24
+}
 
 struct RowStatistics {
   float* lse_log2 = nullptr;

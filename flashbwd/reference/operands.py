@@ -87,13 +87,16 @@ class Strip:
             return chunk.of_plane(span.statistics(tensor))[:, :, here, None].to(dtype)
 
         q, dout, out = heads(call.q), heads(call.dout), heads(call.out)
-        lse = statistics(call.lse) * LOG2E
-        # A row without a visible key has an infinite LSE; a finite one as large keeps infinities out of the product.
-        lse = lse.masked_fill(lse.isinf(), torch.finfo(dtype).max / 4)
+        lse = statistics(call.lse)
+        # A row without a visible key has an infinite LSE, or under a bias of the least finite numbers one whose last
+        # bit is worth more than 1; a finite one as large as can be keeps infinities out of the product.
+        blind = lse.isinf() | (lse <= -2 / torch.finfo(call.lse.dtype).eps)
+        lse = (lse * LOG2E).masked_fill_(blind, torch.finfo(dtype).max / 4)
         # dp - delta cancels: in fp32 the rounding of this sum would be half of the error of ds.
         delta = (dout.to(torch.float64) * out).sum(-1, keepdim=True).to(dtype)
         if call.dlse is not None:
             delta = delta.sub_(statistics(call.dlse))
+        delta = delta.masked_fill_(blind, 0.0)
         if dead is not None:
             q, dout = q.masked_fill(dead, 0.0), dout.masked_fill(dead, 0.0)
             lse, delta = lse.masked_fill(dead, torch.finfo(dtype).max / 4), delta.masked_fill(dead, 0.0)

@@ -20,6 +20,7 @@ DOUT_LAYOUTS = ("same", "expanded_scalar", "expanded_row")
 LSE_FORMS = ("rows", "rows1", "padded")  # (B, H, Sq) | (B, H, Sq, 1) | (B, H, roundup(Sq, 32))
 BIAS_LAYOUTS = ("contiguous", "padded", "expanded")  # rows that begin on 16 bytes; all batches share one
 RNG_LAYOUTS = ("flash", "efficient32", "efficient64")
+LEAST = -(2.0 - 2.0**-7) * 2.0**127  # the least finite bfloat16 number; -inf in float16
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Case:
     """One call of attention_backward. ``seqlens_q`` set: packed variable lengths, else dense.
 
     ``seqlens_*`` are physical lengths, ``seqused_*`` logical ones. ``bias`` names the dimensions of (B, H, Sq, Sk) that
-    attn_bias has in full, "1" for a broadcast one: "bhqk", "1h1k". ``empty_lse`` is what the forward wrote where a row
-    sees no key. ``slack`` is how far max_seqlen_* exceed the longest sequence, ``trailing`` how many rows follow the
-    last sequence.
+    attn_bias has in full, "1" for a broadcast one: "bhqk", "1h1k"; ``bias_floor`` stands for -inf in it. ``empty_lse``
+    is what the forward wrote where a row sees no key. ``slack`` is how far max_seqlen_* exceed the longest sequence,
+    ``trailing`` how many rows follow the last sequence.
     """
 
     name: str
@@ -53,7 +54,8 @@ class Case:
     bias: str | None = None
     bias_float32: bool = False
     bias_layout: str = "contiguous"
-    bias_hides_rows: bool = False  # some rows of the bias are all -inf, some single entries too
+    bias_hides_rows: bool = False  # some rows of the bias (all of one batch) are -inf, some single entries too
+    bias_floor: float = float("-inf")
     alibi: str | None = None  # "heads": (H,), "batch": (B, H)
     sink: str | None = None  # "finite", "minus_inf": -inf for head 0
     dlse: bool = False
@@ -261,6 +263,17 @@ def _score_features() -> list[Case]:
         replace(base, name="bias_tiles_shared_by_many", batch=33, bias="11qk", seqlen_q=40, seqlen_k=40),
     ]
     cases.append(replace(base, name="bias_hides_rows", bias="bhqk", bias_hides_rows=True, dlse=True))
+    # Masks of finite numbers: the forward writes the least one as the LSE of a row that they hide.
+    least = replace(base, bias_hides_rows=True, bias_floor=LEAST, empty_lse=LEAST)
+    cases += [
+        replace(least, name="bias_least", bias="bhqk", head_dim=64, dlse=True),
+        replace(least, name="bias_least_shared", bias="1hqk", head_dim=128, seqlen_q=200, seqlen_k=136),
+        replace(least, name="bias_least_of_keys", bias="b11k", head_dim=64, seqlen_q=200, seqlen_k=136),
+        replace(least, name="bias_least_softcap", bias="bhqk", softcap=2.0, causal=True),
+        replace(least, name="bias_least_wide", bias="1hqk", head_dim=192, head_dim_v=128),
+        replace(least, name="bias_least_float32", bias="bhqk", bias_float32=True),
+        replace(least, name="bias_least_long", bias="b11k", head_dim=128, seqlen_q=2048, seqlen_k=600, causal=True),
+    ]
     cases.append(replace(base, name="bias_softcap", bias="1hqk", softcap=1.0, dlse=True))
     return cases
 
@@ -283,6 +296,19 @@ def _dropout() -> list[Case]:
                 slack=3,
                 seqused_k=(30, 5, 11),
             ),
+        ]
+        # Several tiles; numbers of rows that are multiples of four, and that are not.
+        tiles = replace(base, seqlen_q=200, seqlen_k=328, dropout_p=0.2, rng_offset=2**34 - 4)
+        cases += [
+            replace(tiles, name=f"{base.name}_tiles", head_dim=128, head_dim_v=96),
+            replace(tiles, name=f"{base.name}_tiles_odd", head_dim=64, seqlen_k=327, causal=True),
+            replace(tiles, name=f"{base.name}_tiles_offset", head_dim=128, rng_offset=3, deterministic=True),
+            replace(tiles, name=f"{base.name}_tiles_192", head_dim=192, head_dim_v=192, seqlen_k=326),
+            replace(tiles, name=f"{base.name}_alibi", head_dim=64, alibi="batch", causal="top_left"),
+            replace(tiles, name=f"{base.name}_bias_of_keys", head_dim=128, bias="b11k", bias_hides_rows=True),
+            replace(tiles, name=f"{base.name}_bias_tiles", head_dim=64, bias="bhqk", causal=True, bias_hides_rows=True),
+            replace(tiles, name=f"{base.name}_bias_tiles_shared", head_dim=128, bias="1hqk", deterministic=True),
+            replace(tiles, name=f"{base.name}_bias_of_keys_alibi", head_dim=40, bias="1h1k", alibi="heads"),
         ]
     return cases
 
@@ -367,6 +393,7 @@ def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> C
     layout = draw(st.sampled_from(LAYOUTS))
     dropout = draw(st.booleans())
     bias = draw(st.booleans())
+    floor = draw(st.sampled_from([float("-inf"), LEAST]))
 
     def used(physical: Lengths) -> Lengths | None:
         return tuple(draw(st.integers(0, n)) for n in physical) if draw(st.booleans()) else None
@@ -398,6 +425,7 @@ def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> C
         bias_float32=draw(st.booleans()),
         bias_layout=draw(st.sampled_from(BIAS_LAYOUTS)),
         bias_hides_rows=draw(st.booleans()),
+        bias_floor=floor,
         alibi=draw(st.sampled_from([None, None, "heads", "batch"])),
         sink=draw(st.sampled_from([None, None, "finite", "minus_inf"])),
         dlse=draw(st.booleans()),
@@ -406,7 +434,7 @@ def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> C
         rng_seed=draw(st.integers(0, 2**63 - 1)),
         rng_offset=draw(st.integers(0, 2**40)),
         lse_form=draw(st.sampled_from(forms)),
-        empty_lse=draw(st.sampled_from([float("inf"), float("-inf"), 0.0])),
+        empty_lse=LEAST if floor == LEAST else draw(st.sampled_from([float("inf"), float("-inf"), 0.0])),
         layout=layout,
         dout_layout=draw(st.sampled_from(DOUT_LAYOUTS)),
         deterministic=draw(st.booleans()),

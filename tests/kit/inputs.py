@@ -204,6 +204,8 @@ def _bias(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Tensor 
     bias = torch.randn(shape, generator=generator, dtype=torch.float64)
     if case.bias_hides_rows:
         bias[:, :, 1::3] = -torch.inf  # whole rows
+        if bias.shape[0] > 1 == bias.shape[2]:
+            bias[0] = -torch.inf
         bias.view(-1)[::11] = -torch.inf
     if case.bias_layout == "expanded":
         bias = bias[:1].expand(shape).clone()
@@ -260,7 +262,9 @@ def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> d
     else:
         arguments["dout"] = lay_out(case.layout, dout.contiguous())
     bias = canonical["attn_bias"]
-    arguments["attn_bias"] = None if bias is None else lay_out_bias(case.bias_layout, moved(bias))
+    if bias is not None:
+        bias = moved(bias.where(bias != -torch.inf, case.bias_floor))
+    arguments["attn_bias"] = None if bias is None else lay_out_bias(case.bias_layout, bias)
     for name, argument in (("lse", "softmax_lse"), ("dlse", "dlse")):
         x = canonical[name]
         arguments[argument] = None if x is None else moved(statistics_in_form(case, x))

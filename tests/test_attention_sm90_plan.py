@@ -23,6 +23,13 @@ def plan_of(host: ModuleType, changed: dict[str, Any] | None = None, **changes: 
     return host.plan_attention(dense_problem(host, **{"aligned_16": True, **changes}), gpu)
 
 
+def given(host: ModuleType, changes: dict[str, Any]) -> dict[str, Any]:
+    """With the layout's name as what it names, and dropout where there is a layout."""
+    if (layout := changes.get("dropout_layout")) is None:
+        return changes
+    return changes | {"dropout_p": 0.1, "dropout_layout": getattr(host.DropoutLayout, layout)}
+
+
 def square(batch: int, rows: int) -> dict[str, int]:
     """Sizes of so many sequences with as many keys as queries."""
     return {"batch": batch, "seqlen_q": rows, "seqlen_k": rows, "total_q": batch * rows, "total_k": batch * rows}
@@ -102,37 +109,65 @@ def test_tile_is_the_first_that_holds_both_head_dimensions(
 
 @pytest.mark.parametrize(
     "feature",
-    [{"dropout_p": 0.1, "softcap": 30.0}, {"has_alibi": True, "has_bias": True}, {"has_bias": True}],
-    ids=lambda f: next(iter(f)),
+    [
+        {"dropout_layout": "kFlash", "softcap": 30.0},
+        {"dropout_layout": "kFlash", "has_bias": True, "bias_has_rows": True},
+        {"has_alibi": True, "has_bias": True},
+        {"has_bias": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(("head_dim", "ctas"), [(64, 1), (128, 1), (192, 2), (256, 2)])
 def test_features_beside_others_take_tiles_of_64_keys_a_cta(
     host: ModuleType, head_dim: int, ctas: int, feature: dict[str, Any]
 ) -> None:
-    plan = plan_of(host, head_dim=head_dim, head_dim_v=min(head_dim, 128), **feature)
+    plan = plan_of(host, head_dim=head_dim, head_dim_v=min(head_dim, 128), **given(host, feature))
     assert plan.backend == "sm90"
     assert (plan.block_m, plan.block_n) == (64, 64 * ctas)
     assert ("by 2 CTAs" in plan.schedule) is (ctas == 2)
 
 
+@pytest.mark.parametrize("layout", ["kFlash", "kEfficient32", "kEfficient64"])
 @pytest.mark.parametrize(
-    ("head_dim", "layout", "others", "tile"),
+    ("head_dim", "others", "tile"),
     [
-        (32, "kFlash", {}, (128, 128)),
-        (40, "kFlash", {}, (128, 128)),
-        (64, "kFlash", {"deterministic": True}, (128, 128)),
-        (80, "kFlash", {"varlen": True}, (64, 128)),
-        (128, "kFlash", {}, (64, 128)),
-        (128, "kEfficient32", {}, (64, 64)),
-        (128, "kFlash", {"has_alibi": True}, (64, 64)),
+        (32, {}, (128, 128)),
+        (40, {"has_alibi": True}, (128, 128)),
+        (64, {"deterministic": True}, (128, 128)),
+        (80, {"varlen": True}, (64, 128)),
+        (128, {"has_bias": True, "bias_of_keys": True}, (64, 128)),
+        (128, {"has_bias": True, "bias_of_keys": True, "need_dbias": True}, (64, 64)),
+        (128, {"softcap": 30.0}, (64, 64)),
     ],
 )
-def test_dropout_alone_keeps_128_keys_a_cta(
+def test_dropout_alone_with_alibi_or_a_bias_of_keys_keeps_128_keys_a_cta(
     host: ModuleType, head_dim: int, layout: str, others: dict[str, Any], tile: tuple[int, int]
 ) -> None:
-    drops = {"dropout_p": 0.1, "dropout_layout": getattr(host.DropoutLayout, layout)}
+    drops = given(host, {"dropout_layout": layout})
     plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim, **drops, **others)
     assert (plan.block_m, plan.block_n) == tile
+
+
+@pytest.mark.parametrize(("layout", "keys"), [("kFlash", 64), ("kEfficient32", 128), ("kEfficient64", 128)])
+def test_a_bias_that_is_copied_keeps_128_keys_a_cta_beside_memory_efficient_dropout(
+    host: ModuleType, layout: str, keys: int
+) -> None:
+    drops = given(host, {"dropout_layout": layout})
+    plan = plan_of(host, head_dim=128, head_dim_v=128, has_bias=True, bias_has_rows=True, need_dbias=True, **drops)
+    assert plan.block_n == keys
+
+
+@pytest.mark.parametrize(
+    ("layout", "seqlen_k", "taken"),
+    [("kEfficient32", 2**16, True), ("kEfficient32", 2**16 + 1, False), ("kEfficient64", 2**16 + 1, True)],
+)
+def test_numbers_of_dropout_that_begin_again_within_a_head_are_refused(
+    host: ModuleType, layout: str, seqlen_k: int, taken: bool
+) -> None:
+    drops = given(host, {"dropout_layout": layout})
+    plan = plan_of(host, {"has_attention_sm80": True}, seqlen_q=2**16, seqlen_k=seqlen_k, **drops)
+    assert (plan.backend == "sm90") is taken
+    assert ("begin again" in dict(plan.refusals).get("sm90", "")) is not taken
 
 
 @pytest.mark.parametrize(
@@ -170,26 +205,27 @@ def test_softcap_alibi_and_a_bias_of_keys_keep_128_keys_a_cta(
     [
         ({"head_dim": 128, "softcap": 30.0}, ""),
         ({"head_dim": 64, "has_alibi": True}, ""),
-        ({"head_dim": 128, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
-        ({"head_dim": 192, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
+        ({"head_dim": 128, "dropout_layout": "kFlash"}, ""),
+        ({"head_dim": 192, "dropout_layout": "kFlash"}, ""),
         ({"head_dim": 64, "has_sink": True}, ""),
         ({"head_dim": 192, "has_bias": True, "need_dbias": True}, ""),
         ({"head_dim": 128, "has_bias": True}, "with attn_bias at head dimensions up to 128"),
         ({"head_dim": 32, "has_bias": True, "need_dbias": True, "bias_has_rows": True}, ""),
         ({"head_dim": 128, "has_bias": True, "bias_has_rows": True, "softcap": 30.0}, "with attn_bias at head"),
-        ({"head_dim": 32, "dropout_p": 0.1, "dropout_layout": "kFlash"}, ""),
-        (
-            {"head_dim": 96, "dropout_p": 0.1, "dropout_layout": "kFlash", "softcap": 30.0},
-            "with softcap or ALiBi and dropout at head dimensions up to 96",
-        ),
-        ({"head_dim": 256, "dropout_p": 0.1, "dropout_layout": "kEfficient32"}, "memory-efficient dropout"),
+        ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, ""),
+        ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kFlash"}, "with attn_bias at"),
+        ({"head_dim": 192, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, "attn_bias and"),
+        ({"head_dim": 32, "dropout_layout": "kEfficient32"}, ""),
+        ({"head_dim": 96, "dropout_layout": "kFlash", "softcap": 30.0}, "with softcap and dropout"),
+        ({"head_dim": 128, "dropout_layout": "kFlash", "softcap": 30.0}, ""),
+        ({"head_dim": 128, "dropout_layout": "kEfficient64", "softcap": 30.0}, "with softcap and dropout"),
+        ({"head_dim": 192, "dropout_layout": "kEfficient64"}, ""),
+        ({"head_dim": 256, "dropout_layout": "kEfficient32", "softcap": 30.0}, ""),
     ],
     ids=str,
 )
 def test_the_faster_family_goes_first(host: ModuleType, changes: dict[str, Any], why: str) -> None:
-    if layout := changes.get("dropout_layout"):
-        changes = changes | {"dropout_layout": getattr(host.DropoutLayout, layout)}
-    changes = changes | {"head_dim_v": changes["head_dim"]}
+    changes = given(host, changes) | {"head_dim_v": changes["head_dim"]}
     plan = plan_of(host, {"has_attention_sm80": True}, **changes)
     assert plan.backend == ("sm80" if why else "sm90")
     assert why in dict(plan.refusals).get("sm90", "")

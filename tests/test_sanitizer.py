@@ -34,6 +34,14 @@ ATTENTION = [
     replace(TILES, name="tiles_chores", heads_kv=2, seqlen_q=600, causal=False),  # dq is converted between jobs
     replace(TILES, name="tiles_dropout", dropout_p=0.2),
     replace(TILES, name="tiles_dropout_128", dropout_p=0.2, heads_kv=2, head_dim=128, head_dim_v=128),
+    replace(TILES, name="tiles_dropout_alibi", dropout_p=0.2, alibi="heads"),
+    replace(TILES, name="tiles_efficient_dropout", dropout_p=0.2, rng_layout="efficient64", bias="bh1k"),
+    replace(
+        TILES, name="tiles_efficient_dropout_128", dropout_p=0.2, rng_layout="efficient64", head_dim=128, head_dim_v=128
+    ),
+    replace(
+        TILES, name="tiles_efficient_dropout_bias", dropout_p=0.2, rng_layout="efficient32", seqlen_k=272, bias="bhqk"
+    ),
     replace(TILES, name="tiles_window", window_size=(40, 20), causal=False),
     replace(TILES, name="tiles_deterministic", deterministic=True, head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_turns", heads_kv=2, head_dim=128, head_dim_v=128),  # who is last writes dq

@@ -5,6 +5,12 @@
 
 namespace flashbwd {
 
+// A number that is the same in all lanes, in a way that tells the compiler: what follows from it takes no registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_or_sync(0xffffffffu, x); }
+__device__ __forceinline__ uint64_t uniform(uint64_t x) {
+  return uint64_t{uniform(static_cast<uint32_t>(x >> 32))} << 32 | uniform(static_cast<uint32_t>(x));
+}
+
 // The product's 64 bits. nvcc 13.0 adds 0 to the upper half of one written in C++, a quarter of Philox's instructions.
 __device__ __forceinline__ uint64_t multiply_wide(uint32_t a, uint32_t b) {
   uint64_t product;
@@ -12,12 +18,12 @@ __device__ __forceinline__ uint64_t multiply_wide(uint32_t a, uint32_t b) {
   return product;
 }
 
-// One round of Philox4x32 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). kPtx:
-// products by multiply_wide.
-template <bool kPtx = false>
+// One round of Philox4x32 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). kZeros:
+// the upper half of the counter is 0.
+template <bool kZeros = false>
 __device__ __forceinline__ uint4 philox_round(const uint4& c, uint32_t k0, uint32_t k1) {
-  const uint64_t first = kPtx ? multiply_wide(0xD2511F53u, c.x) : uint64_t{0xD2511F53u} * c.x;
-  const uint64_t second = kPtx ? multiply_wide(0xCD9E8D57u, c.z) : uint64_t{0xCD9E8D57u} * c.z;
+  const uint64_t first = multiply_wide(0xD2511F53u, c.x);
+  const uint64_t second = kZeros ? 0 : multiply_wide(0xCD9E8D57u, c.z);
   return make_uint4(static_cast<uint32_t>(second >> 32) ^ c.y ^ k0, static_cast<uint32_t>(second),
                     static_cast<uint32_t>(first >> 32) ^ c.w ^ k1, static_cast<uint32_t>(first));
 }
@@ -25,21 +31,25 @@ __device__ __forceinline__ uint4 philox_round(const uint4& c, uint32_t k0, uint3
 // What is added to a key from round to round.
 constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
 
-template <int kRounds, bool kPtx = false>
+template <int kRounds, bool kZeros = false>
 __device__ __forceinline__ uint4 philox4x32(uint64_t seed, uint64_t counter_low, uint32_t c2, uint32_t c3) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   uint4 c = make_uint4(static_cast<uint32_t>(counter_low), static_cast<uint32_t>(counter_low >> 32), c2, c3);
+  c = philox_round<kZeros>(c, k0, k1);
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    c = philox_round<kPtx>(c, k0, k1);
+  for (int round = 1; round < kRounds; ++round) {
     k0 += kPhiloxKeyStep0;
     k1 += kPhiloxKeyStep1;
+    c = philox_round(c, k0, k1);
   }
   return c;
 }
 
-// PyTorch's memory-efficient forward: element n of the mask is word n % 4 of philox4x32<10>(seed, n / 4, 0, 0), kept
-// from a threshold on (efficient_threshold in attention/dropout.h).
+// PyTorch's memory-efficient forward: element n of the mask is word n % 4 of draw n / 4, kept from a threshold on
+// (efficient_threshold in attention/dropout.h).
+__device__ __forceinline__ uint4 efficient_words(uint64_t seed, uint64_t draw) {
+  return philox4x32<10, true>(seed, draw, 0, 0);
+}
 __device__ __forceinline__ uint32_t word_of(const uint4& words, uint32_t index) {
   const uint32_t low = index & 1 ? words.y : words.x, high = index & 1 ? words.w : words.z;
   return index & 2 ? high : low;

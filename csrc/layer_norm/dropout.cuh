@@ -70,9 +70,9 @@ struct DrawnFrom {
     for (int round = 0; round < kRounds; round += 2) {
       const uint4 keys = load_shared<uint4>(keys_s + 8 * round);
 #pragma unroll
-      for (int q = 0; q < kBlocks; ++q) c[q] = philox_round<true>(c[q], keys.x, keys.y);
+      for (int q = 0; q < kBlocks; ++q) c[q] = philox_round(c[q], keys.x, keys.y);
 #pragma unroll
-      for (int q = 0; q < kBlocks; ++q) c[q] = philox_round<true>(c[q], keys.z, keys.w);
+      for (int q = 0; q < kBlocks; ++q) c[q] = philox_round(c[q], keys.z, keys.w);
     }
     uint32_t kept = 0;
 #pragma unroll

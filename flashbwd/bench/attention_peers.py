@@ -334,13 +334,12 @@ def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, 
                 cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, max_seqlen_q=case.seqlen, max_seqlen_k=case.seqlen
             )
         if case.dropout_p > 0:
-            refuse(not x.q.is_cuda, "dropout is measured with FlashAttention-2's mask, which has no CPU forward")
-            out, lse, rng_state, _ = _flash_forward(case, x, x.v)
+            refuse(not x.q.is_cuda, "dropout is measured with masks of GPU forwards")
+            out, lse, options["rng_state"] = _forward_with_dropout(case, x, x.v)
             options["dropout_p"] = case.dropout_p
-            options["rng_state"] = flashbwd.RngState(rng_state[0], rng_state[1], "flash")
 
             def forward(v: Tensor) -> Tensor:
-                return _flash_forward(case, x, v)[0]
+                return _forward_with_dropout(case, x, v)[0]
         else:
             with torch.no_grad():
                 out, lse = flashbwd.attention(x.q, x.k, x.v, **options, return_lse=True)
@@ -369,6 +368,18 @@ def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, 
         )
 
     return prepare
+
+
+def _forward_with_dropout(
+    case: AttentionCase, x: AttentionInputs, v: Tensor
+) -> tuple[Tensor, Tensor, flashbwd.RngState]:
+    """out, lse and rng_state of the forward that the case names."""
+    if case.dropout_layout == "flash":
+        out, lse, rng_state, _ = _flash_forward(case, x, v)
+        return out, lse, flashbwd.RngState(rng_state[0], rng_state[1], "flash")
+    *_, out, lse, seed, offset = _efficient_forward(case, x, v)
+    # Below 2**32 elements of the mask both layouts of that forward are the same.
+    return out, lse, flashbwd.RngState(seed, offset, "efficient64")
 
 
 def _in_words(plan: flashbwd.Plan) -> str:

@@ -74,6 +74,7 @@ class AttentionCase:
     window: int | None = None
     dtype: str = "bf16"
     dropout_p: float = 0.0
+    dropout_layout: str = "flash"  # whose masks this library draws again, or "efficient"; peers have their own
     softcap: float = 0.0
     alibi: bool = False
     bias_batch: int | None = None  # attn_bias is (this, H, S, S): the batch, or 1; its gradient is computed
@@ -96,7 +97,7 @@ class AttentionCase:
         if self.alibi:
             parts.append("ALiBi")
         if self.dropout_p:
-            parts.append(f"dropout {self.dropout_p:g}")
+            parts.append(f"{'efficient ' if self.dropout_layout == 'efficient' else ''}dropout {self.dropout_p:g}")
         return " ".join(parts)
 
     @property
@@ -441,7 +442,12 @@ def _feature_tables() -> Iterator[AttentionCase]:
     shape = replace(shape, table="dropout", dropout_p=0.1)
     for head_dim in (64, 128):
         for causal in (False, True):
-            yield replace(shape, head_dim=head_dim, head_dim_v=head_dim, causal=causal, bars=(Bar(SM80, FLASH, 1.0),))
+            case = replace(shape, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+            yield replace(case, bars=(Bar(SM80, FLASH, 1.0), Bar(SM90, SM80, 1.5)))
+            case = replace(case, dropout_layout="efficient")
+            yield replace(case, bars=(Bar(SM80, EFFICIENT, 2.0), Bar(SM90, SM80, 1.5)))
+            if not causal:
+                yield replace(case, seqlen=2048, bias_batch=4, bars=(Bar(SM80, EFFICIENT, 2.0), Bar(SM90, SM80, 1.5)))
     for causal in (False, True):
         yield AttentionCase("wide", 2, 4096, 4, 4, 512, 512, causal=causal, bars=(Bar(SM80, EFFICIENT, 3.0),))
         yield AttentionCase(

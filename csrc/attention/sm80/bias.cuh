@@ -2,7 +2,8 @@
 //
 // A bias of the operands' own 16-bit type whose rows can be copied 16 bytes at a time goes through the part of the p or
 // ds tile that its warp will write anyway: each block of 8 queries and 8 keys lies where the warp puts that block of
-// p^T or ds^T later, so no other warp is waited for. Any other bias is loaded element by element.
+// p^T or ds^T later, so no other warp is waited for. Any other bias is loaded element by element; of one that is the
+// same for all queries, as padding masks are, a thread loads an element for each of its keys.
 #pragma once
 
 #include <cstdint>
@@ -354,6 +355,16 @@ struct Bias {
     const int32_t rows = work.visibility.seqlen_q - i0, columns = work.visibility.seqlen_k - j0;
     const Element* row = static_cast<const Element*>(b.data) + work.batch * b.batch_stride + head * b.head_stride +
                          i0 * b.row_stride + j0 * b.col_stride;
+    if (sizeof(T) == 2 && b.row_stride == 0) {  // with fp32 it spills
+      float of_keys[kOctets];
+      for_each_octet([&](int mt, int h) {
+        const int key = mt * 16 + h * 8;
+        of_keys[mt * 2 + h] = key < columns ? to_float(row[key * b.col_stride]) * kLog2E : 0.f;
+      });
+      Place::for_each(
+          [&](int mt, int nt, int e) { s[mt][nt][e] = fmaf(s[mt][nt][e], scale, of_keys[mt * 2 + e / 2]); });
+      return;
+    }
     for_each_row([&](int nt, int c) {
       const Element* place = row;
       if (nt * 8 + c < rows) {  // rows past the end have probabilities of 0 whatever their scores are

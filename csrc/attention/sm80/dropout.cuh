@@ -99,7 +99,7 @@ struct DropoutMask {
 #pragma unroll
       for (int call = 0; call < kCalls; ++call) {
         const int32_t c = kOctets == 4 ? call : a / 2;
-        const uint4 w = philox4x32<10>(n.seed, n.number(query + nt * 8 + c, first) >> 2, 0, 0);
+        const uint4 w = efficient_words(n.seed, n.number(query + nt * 8 + c, first) >> 2);
         const uint32_t kept = static_cast<uint32_t>(w.x >= n.threshold) | (w.y >= n.threshold) << 1 |
                               (w.z >= n.threshold) << 2 | (w.w >= n.threshold) << 3;
         drawn[call] |= kept << bit(nt, 0);
@@ -127,7 +127,7 @@ struct DropoutMask {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const uint64_t number = n.number(query + nt * 8 + c, key + octet * 8);
-          const uint32_t word = word_of(philox4x32<10>(n.seed, number >> 2, 0, 0), number & 3);
+          const uint32_t word = word_of(efficient_words(n.seed, number >> 2), number & 3);
           words[c] |= static_cast<uint32_t>(word >= n.threshold) << bit(nt, octet);
         }
       }

@@ -158,8 +158,8 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
   const bool capped = p.softcap > 0.f;  // a factor of the cap then lies where pieces go, and ds has been through it
   const BiasView& b = p.bias;
-  params.bias_pieces =
-      !capped && in_pieces(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
+  params.bias_pieces = !capped && b.row_stride != 0 &&
+                       in_pieces(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
   const BiasGradient& g = params.bias_gradient;
   params.bias_gradient_pieces =
       !capped && g.mode == BiasGradientMode::kStore &&

@@ -29,8 +29,17 @@ struct WideRegisters {
   int producer, probabilities, score_gradients, dq;
 };
 
-// What a kernel takes besides masks. Those of wide tiles with features take all of them, in any combination.
-enum class Feature : int8_t { kNone, kDropout, kBias, kScores };
+// What a kernel takes besides masks. Those of wide tiles with features take everything, in any combination.
+enum class Feature : int8_t {
+  kNone,
+  kFlashDropout,      // FlashAttention-2's (dropout.cuh)
+  kEfficientDropout,  // that of PyTorch's memory-efficient forward
+  kBias,              // with its gradient or without (bias.cuh)
+  kScores,            // softcap, ALiBi, a bias of keys without its gradient, in any combination (scores.cuh)
+  kShiftsAndFlashDropout,
+  kShiftsAndEfficientDropout,  // the latter two, and dropout
+  kBiasAndEfficientDropout,
+};
 
 struct Tile {
   int32_t head_dim;    // of q and k in shared memory: smaller ones are padded by the copy engine
@@ -41,8 +50,6 @@ struct Tile {
   int32_t dout_stages;
   int32_t ctas = 1;         // of a cluster, which have the keys in equal parts
   bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, instead of half of the keys
-  // The only one: FlashAttention-2's dropout (dropout.cuh), a bias (bias.cuh), softcap, ALiBi and a bias of keys
-  // without its gradient, in any combination (scores.cuh).
   Feature feature = Feature::kNone;
 };
 
@@ -63,15 +70,36 @@ constexpr Tile kTiles[] = {
     {192, 192, 64, 128, 2, 2, 2},       // 96 + 32 registers, 226 KB
     {256, 256, 64, 128, 2, 1, 2},       // 128 + 32 registers, 226 KB
     // 64 + 128 + 32 registers, 227 KB; 128 + 64 + 32 registers, 226 KB
-    {64, 64, 128, 128, 2, 2, 1, false, Feature::kDropout},
-    {128, 128, 64, 128, 2, 2, 1, false, Feature::kDropout},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kFlashDropout},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kFlashDropout},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kEfficientDropout},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kEfficientDropout},
     {64, 64, 128, 128, 2, 2, 1, false, Feature::kBias},
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kBias},
     {64, 64, 128, 128, 2, 2, 1, false, Feature::kScores},
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kScores},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kShiftsAndFlashDropout},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kShiftsAndFlashDropout},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kShiftsAndEfficientDropout},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kShiftsAndEfficientDropout},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
+constexpr bool shifts_scores(Feature feature) {
+  return feature == Feature::kShiftsAndFlashDropout || feature == Feature::kShiftsAndEfficientDropout;
+}
+constexpr bool drops_as_flash(Feature feature) {
+  return feature == Feature::kFlashDropout || feature == Feature::kShiftsAndFlashDropout;
+}
+constexpr bool drops_as_efficient(Feature feature) {
+  return feature == Feature::kEfficientDropout || feature == Feature::kShiftsAndEfficientDropout ||
+         feature == Feature::kBiasAndEfficientDropout;
+}
+constexpr bool copies_bias(Feature feature) {
+  return feature == Feature::kBias || feature == Feature::kBiasAndEfficientDropout;
+}
 constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
 
 constexpr WideRegisters wide_registers(const Tile& tile, bool features) {

@@ -1,4 +1,4 @@
-// FlashAttention-2's dropout, drawn again by the warps that have the probabilities, 16 keys each.
+// Dropout, drawn again by the warps that have the probabilities, 16 keys each.
 #pragma once
 
 #include "../../common/numeric.cuh"
@@ -35,9 +35,9 @@ __device__ __forceinline__ uint32_t append(uint32_t taken, uint32_t first, uint3
   return logic3<kSelect>(two, taken >> 2, 0xc0c0c0c0u);
 }
 
-// A draw has 16 bytes, word key / 8 % 4 and byte 2 (query / 8 % 2) + key % 2 in it, for lane 4 (query % 8) + key % 8 /
-// 2 of who draws a block of 16 queries and 32 keys. A warp here has half of these keys. What dropout takes of them and
-// of 64 queries is a word: value v of a lane's accumulator (fragments.cuh) is bit dropped_bit(v).
+// FlashAttention-2: a draw has 16 bytes, word key / 8 % 4 and byte 2 (query / 8 % 2) + key % 2 in it, for lane 4 (query
+// % 8) + key % 8 / 2 of who draws a block of 16 queries and 32 keys. A warp here has half of these keys. What dropout
+// takes of them and of 64 queries is a word: value v of a lane's accumulator (fragments.cuh) is bit dropped_bit(v).
 constexpr __host__ __device__ int dropped_bit(int v) { return v % 2 * 16 + v / 4 % 2 * 8 + v / 8 * 2 + 1 - v / 2 % 2; }
 constexpr __host__ __device__ int dropped_value(int bit) {
   return bit / 16 + (1 - bit % 2) * 2 + bit / 8 % 2 * 4 + bit / 2 % 4 * 8;
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t draw_dropped_alone(uint64_t seed, uint64_t o
   uint32_t taken = 0;
 #pragma unroll(kUnrolls ? 4 : 1)
   for (int32_t draw = 0; draw < 4; ++draw) {
-    const uint4 words = philox4x32<7, true>(seed, offset + head * 32 + lane, first_query / 16 + draw, first_key / 32);
+    const uint4 words = philox4x32<7>(seed, offset + head * 32 + lane, first_query / 16 + draw, first_key / 32);
     taken = append(taken, second_half ? words.z : words.x, second_half ? words.w : words.y, threshold);
   }
   const int32_t source = drawing_lane(lane);
@@ -77,8 +77,7 @@ __device__ __forceinline__ void draw_dropped(uint32_t (&dropped)[kWords], const 
   uint32_t taken[2] = {};  // of the keys of each
 #pragma unroll
   for (int draw = 0; draw < kDraws; ++draw) {
-    const uint4 words =
-        philox4x32<7, true>(state.seed, counter, first_query / 16 + half * kDraws + draw, first_key / 32);
+    const uint4 words = philox4x32<7>(state.seed, counter, first_query / 16 + half * kDraws + draw, first_key / 32);
     taken[0] = append(taken[0], words.x, words.y, threshold);
     taken[1] = append(taken[1], words.z, words.w, threshold);
   }
@@ -98,6 +97,84 @@ __device__ __forceinline__ void draw_dropped(uint32_t (&dropped)[kWords], const 
     dropped[0] = first_half;
     dropped[1] = second_half;
   }
+}
+
+// PyTorch's memory-efficient forward: where the numbers of a (batch, head) begin (philox.cuh), for keys and queries
+// one after the other.
+struct WordNumbering {
+  uint64_t first;
+  uint32_t keys;
+
+  // `keys` of the sequence, the others as the forward had them. Of 32 bits, where no number within a plane needs more.
+  __device__ __forceinline__ WordNumbering(uint64_t offset, uint64_t plane, int32_t seqlen_q, int32_t seqlen_k,
+                                           bool wraps, int32_t keys)
+      : keys(keys) {
+    const uint64_t before = plane * (static_cast<uint64_t>(seqlen_q) * seqlen_k);
+    first = offset + (wraps ? static_cast<uint32_t>(before) : before);
+  }
+};
+
+// A bit below those of `kept`: whether a word is not below the threshold.
+__device__ __forceinline__ void append_kept(uint32_t& kept, uint32_t word, uint32_t threshold) {
+  asm("{\n.reg .u32 difference, inverse;\nnot.b32 inverse, %0;\nsub.cc.u32 difference, %1, %2;\n"
+      "subc.u32 %0, %0, inverse;\n}"
+      : "+r"(kept)
+      : "r"(word), "r"(threshold));
+}
+
+// Of draws from `draw` on, the first word the lowest.
+template <int kDraws>
+__device__ __forceinline__ void draw_kept_words(uint32_t& kept, uint64_t seed, uint64_t draw, uint32_t threshold) {
+#pragma unroll
+  for (int i = kDraws - 1; i >= 0; --i) {
+    const uint4 words = efficient_words(seed, draw + i);
+    append_kept(kept, words.w, threshold);
+    append_kept(kept, words.z, threshold);
+    append_kept(kept, words.y, threshold);
+    append_kept(kept, words.x, threshold);
+  }
+}
+
+// In each byte, of the bits of lanes 4 n + lane % 4, n from 0 to 7, which are rows: bit n of byte row is bit row of
+// byte n of what lane 4 n + lane % 4 had. Halves of the rows and columns are exchanged, then quarters, then eighths.
+__device__ __forceinline__ uint32_t transpose_bits(uint32_t rows, int32_t lane) {
+#pragma unroll
+  for (int distance = 4; distance > 0; distance /= 2) {
+    const uint32_t lower = distance == 4 ? 0x0f0f0f0fu : distance == 2 ? 0x33333333u : 0x55555555u;
+    const bool is_upper = lane & 4 * distance;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, rows, 4 * distance), own = is_upper ? ~lower : lower;
+    rows = rows & own | __funnelshift_l(other, other, is_upper ? 32 - distance : distance) & ~own;
+  }
+  return rows;
+}
+
+// The word of draw_dropped_alone, of PyTorch's memory-efficient forward. A draw has four keys of a query, which are in
+// four lanes. Each lane draws eight keys of four queries, for the eight lanes that have these keys and queries.
+// kUnrolls: takes more registers.
+template <bool kUnrolls>
+__device__ __forceinline__ uint32_t draw_dropped_words(uint64_t seed, const WordNumbering& numbering,
+                                                       int32_t first_query, int32_t first_key, uint32_t threshold,
+                                                       int32_t lane) {
+  const int32_t query = first_query + lane / 8 * 16 + lane % 4 * 2, key = first_key + 8 - lane / 4 % 2 * 8;
+  const uint64_t first = numbering.first + static_cast<uint64_t>(query) * numbering.keys + key;
+  const bool aligned = (numbering.first | numbering.keys) % 4 == 0;
+  uint32_t kept = 0;
+  if (aligned) {
+#pragma unroll(kUnrolls ? 4 : 1)
+    for (int row = 3; row >= 0; --row) {
+      const uint64_t number = first + static_cast<uint64_t>(row % 2 * 8 + row / 2) * numbering.keys;
+      draw_kept_words<2>(kept, seed, number >> 2, threshold);
+    }
+  } else {
+#pragma unroll 1
+    for (int row = 3; row >= 0; --row) {
+      const uint64_t number = first + static_cast<uint64_t>(row % 2 * 8 + row / 2) * numbering.keys;
+      uint32_t of_three = 0;
+      draw_kept_words<3>(of_three, seed, number >> 2, threshold);
+      kept = kept << 8 | of_three >> number % 4 & 0xff;
+    }
+  }
+  return transpose_bits(~kept, lane);
 }
 
 // The sign of what dropout takes, which is 0 or positive, is set. Bits in their order are tested seven at a time.

@@ -77,8 +77,6 @@ struct KernelParams {
 
   // Of kernels that take features.
   BiasGradient bias_gradient;
-  bool bias_has_batch = false, bias_has_heads = false;  // strides
-  bool stores_bias_gradient = false;
   uint64_t keeps_bias = 0;         // in L2, see hopper.cuh
   float dropout_scale = 1.f;       // of what is kept
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; else 32-bit words from this one on

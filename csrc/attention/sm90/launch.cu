@@ -335,18 +335,16 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params->bias_gradient = bias_gradient(
       p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : base + workspace.partial_offset);
-  if (tile.feature == Feature::kBias && p.bias.data != nullptr) {
+  if (copies_bias(tile.feature) && p.bias.data != nullptr) {
     const BiasGradient& g = params->bias_gradient;
-    params->bias_has_batch = p.bias.batch_stride != 0;
-    params->bias_has_heads = p.bias.head_stride != 0;
-    params->keeps_bias = params->bias_has_batch && params->bias_has_heads ? kEvictFirst : kEvictNormal;
-    params->stores_bias_gradient = g.mode == BiasGradientMode::kStore;
+    const bool has_batch = p.bias.batch_stride != 0, has_heads = p.bias.head_stride != 0;
+    params->keeps_bias = has_batch && has_heads ? kEvictFirst : kEvictNormal;
     const HeadsView bias = {p.bias.data, p.bias.batch_stride, p.bias.row_stride, p.bias.head_stride};
     const HeadsView gradient = {g.data, g.batch_stride, g.row_stride, g.head_stride};
-    if (!encode_heads(&params->bias, p.dtype, bias, base, p.seqlen_k, p.seqlen_q, params->bias_has_heads ? p.heads : 1,
-                      params->bias_has_batch ? p.batch : 1, plan.block_m) ||
-        (params->stores_bias_gradient && !encode_heads(&params->bias_gradient_map, p.dtype, gradient, base, p.seqlen_k,
-                                                       p.seqlen_q, p.heads, p.batch, plan.block_m))) {
+    if (!encode_heads(&params->bias, p.dtype, bias, base, p.seqlen_k, p.seqlen_q, has_heads ? p.heads : 1,
+                      has_batch ? p.batch : 1, plan.block_m) ||
+        (g.mode == BiasGradientMode::kStore && !encode_heads(&params->bias_gradient_map, p.dtype, gradient, base,
+                                                             p.seqlen_k, p.seqlen_q, p.heads, p.batch, plan.block_m))) {
       return kNoTensorMap;
     }
   }
@@ -355,7 +353,7 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
     params->dropout_scale = dropout_scale(p);
     params->dropout_threshold =
         p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
-    if (tile.feature == Feature::kDropout) params->gradient_scale *= params->dropout_scale;
+    if (tile.feature != Feature::kNone && !copies_bias(tile.feature)) params->gradient_scale *= params->dropout_scale;
   }
   return nullptr;
 }

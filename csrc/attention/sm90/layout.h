@@ -43,7 +43,7 @@ inline int64_t rows_ready_words(const CallSizes& sizes) {
 
 inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& tile) {
   if (!sizes.bias_gradient) return {};
-  if (tile.feature == Feature::kBias) {
+  if (copies_bias(tile.feature)) {
     return tiled_bias_gradient_scratch(sizes.bias_broadcast, sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k,
                                        tile.block_m, tile.block_n);
   }

@@ -96,8 +96,9 @@ struct Mainloop {
     int32_t lane = threadIdx.x % 32;
     int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
     float scale_log2 = params.attention.softmax_scale * kLog2E;
-    // What dropout keeps is multiplied behind the loop, so delta is divided by it.
-    float delta_factor = kDrops ? 1.f / params.dropout_scale : 1.f;
+    // What dropout keeps is multiplied behind the loop, so delta is divided by it; with dP, where a bias has a
+    // gradient.
+    float delta_factor = kDrops && !kBias ? 1.f / params.dropout_scale : 1.f;
 
     // Its first key and its first query, of a tile.
     int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
@@ -346,6 +347,8 @@ struct Mainloop {
         exponentiate_with_bias<T>(s[0], bias_place(step.index), lse, scale_log2, early_lse);
       } else if constexpr (kScores) {
         function.template exponentiate<0, kScoresUnderDp, T>(s[0], p16[0], lse, early_lse);
+      } else if constexpr (Traits::kShifts) {
+        score_function().exponentiate(s[0], lse, early_lse);
       } else {
 #pragma unroll
         for (int part = 0; part < kKeyParts; ++part) {
@@ -373,7 +376,8 @@ struct Mainloop {
           for (int i = 0; i < kOwnQueries / 2; ++i) dp[part][i] = s[part][i] * -dp[part][i];
         } else if constexpr (kDrops) {
           for_each_delta(delta, early_delta, [&](int i, float value) {
-            dp[part][i] = fmaxf(s[part][i], 0.f) * dp[part][i] - fabsf(s[part][i]) * (value * delta_factor);
+            const float of_kept = kBias ? dp[part][i] * params.dropout_scale : dp[part][i];
+            dp[part][i] = fmaxf(s[part][i], 0.f) * of_kept - fabsf(s[part][i]) * (value * delta_factor);
           });
         } else {
           const auto subtract = [&](int i, float value) { dp[part][i] = s[part][i] * (dp[part][i] - value); };
@@ -396,16 +400,31 @@ struct Mainloop {
       if constexpr (kEarlyDv) wait_products<0>();
     }
 
-    // What dropout takes of this step. It lies in this step's buffer of dS meanwhile: no product reads that (see
-    // above), and a warp writes its own rows of dS when it has read them.
+    // What dropout takes of this step.
     __device__ __forceinline__ void draw(uint32_t (&dropped)[kOwnQueries / 64]) const {
-      const uint64_t head = uint64_t{static_cast<uint32_t>(work.batch)} * params.attention.heads +
-                            step.template head_of<Traits::kRotatesHeads>(work);
-      const int32_t first_key = own_key + warp / 2 * 32;  // of two warps, in the tile
-      uint8_t* const places = smem.ds[step.index % Traits::kDsBuffers][0] + first_key * kChunkRowBytes;
-      draw_dropped<16 * kChunkRowBytes>(dropped, smem.philox, head, query_block() * kBlockM, work.first_key + first_key,
-                                        params.dropout_threshold, warp % 2, lane, places,
-                                        [&] { named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads); });
+      const AttentionBackwardParams& p = params.attention;
+      const uint64_t plane =
+          uint64_t{static_cast<uint32_t>(work.batch)} * p.heads + step.template head_of<Traits::kRotatesHeads>(work);
+      const int32_t first_query = query_block() * kBlockM;
+      if constexpr (Traits::kEfficientDropout) {
+        const uint64_t seed = uniform(smem.philox.seed);
+        const WordNumbering numbering(smem.philox.offset, plane, p.seqlen_q, p.seqlen_k,
+                                      p.dropout_layout == DropoutLayout::kEfficient32, work.visibility.seqlen_k);
+#pragma unroll
+        for (int word = 0; word < kOwnQueries / 64; ++word) {
+          dropped[word] =
+              draw_dropped_words<true>(seed, numbering, first_query + word * 64, work.first_key + own_key + warp * 16,
+                                       params.dropout_threshold, lane);
+        }
+      } else {
+        // It lies in this step's buffer of dS meanwhile: no product reads that (see above), and a warp writes its own
+        // rows of dS when it has read them.
+        const int32_t first_key = own_key + warp / 2 * 32;  // of two warps, in the tile
+        uint8_t* const places = smem.ds[step.index % Traits::kDsBuffers][0] + first_key * kChunkRowBytes;
+        draw_dropped<16 * kChunkRowBytes>(
+            dropped, smem.philox, plane, first_query, work.first_key + first_key, params.dropout_threshold, warp % 2,
+            lane, places, [&] { named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads); });
+      }
     }
 
     // Where jobs go round, steps count on behind the last query block.
@@ -421,7 +440,7 @@ struct Mainloop {
 
     // dS of this step, which the whole warpgroup has written, as the gradient of a bias.
     __device__ __forceinline__ void store_bias_gradient() const {
-      if (params.stores_bias_gradient && threadIdx.x % kWarpgroupThreads == 0) {
+      if (params.bias_gradient.mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
         tensor_store_4d(&params.bias_gradient_map, smem.ds[step.index % Traits::kDsBuffers][warpgroup],
                         work.first_key + own_key, query_block() * kBlockM,
                         step.template head_of<Traits::kRotatesHeads>(work), work.batch, kEvictFirst);

@@ -36,9 +36,9 @@ bool pads_to_128(const AttentionProblem& problem) {
   return is_built(128) && 64 < head_dim && head_dim < 128 && causal && queries_seen(problem) * heads <= kQueries;
 }
 
-// Whether the copy engine brings the bias and stores its gradient. Those that share an element have a plane each, for
+// Whether the copy engine can bring the bias and store its gradient. Those that share an element have a plane each, for
 // which many would take too much memory.
-bool copies_bias(const AttentionProblem& problem) {
+bool can_copy_bias(const AttentionProblem& problem) {
   constexpr int64_t kMostSharers = 64;
   const int64_t sharers =
       (problem.bias_broadcast_batch ? problem.batch : 1) * (problem.bias_broadcast_head ? problem.heads : 1);
@@ -46,21 +46,26 @@ bool copies_bias(const AttentionProblem& problem) {
   return dense && problem.bias_has_rows && (!problem.need_dbias || sharers <= kMostSharers);
 }
 
-// The feature that is alone and has a kernel of its own.
-Feature only_feature(const AttentionProblem& problem) {
+// The feature that has a kernel of its own, if the call has no others than that takes.
+Feature feature_of(const AttentionProblem& problem) {
   const bool drops = problem.dropout_p > 0.0;
   const bool biases_keys = problem.has_bias && problem.bias_of_keys && !problem.need_dbias;
   const bool has_bias = problem.has_bias && !biases_keys;
   const bool changes_scores = biases_keys || problem.has_alibi || problem.softcap > 0.0;
-  if (drops + changes_scores + has_bias != 1) return Feature::kNone;
-  if (changes_scores) return Feature::kScores;
-  if (drops) return problem.dropout_layout == DropoutLayout::kFlash ? Feature::kDropout : Feature::kNone;
-  return copies_bias(problem) ? Feature::kBias : Feature::kNone;
+  const bool flash = problem.dropout_layout == DropoutLayout::kFlash;
+  if (has_bias) {
+    if (changes_scores || (drops && flash) || !can_copy_bias(problem)) return Feature::kNone;
+    return drops ? Feature::kBiasAndEfficientDropout : Feature::kBias;
+  }
+  if (!drops) return changes_scores ? Feature::kScores : Feature::kNone;
+  if (problem.softcap > 0.0) return Feature::kNone;
+  if (changes_scores) return flash ? Feature::kShiftsAndFlashDropout : Feature::kShiftsAndEfficientDropout;
+  return flash ? Feature::kFlashDropout : Feature::kEfficientDropout;
 }
 
 int tile_of(const AttentionProblem& problem) {
   const int64_t head_dim = pads_to_128(problem) ? 128 : problem.head_dim;
-  return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem), only_feature(problem));
+  return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem), feature_of(problem));
 }
 
 CallSizes sizes_of(const AttentionProblem& problem) {
@@ -92,6 +97,10 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (!is_16bit(problem.dtype)) return std::string("it takes float16 and bfloat16, got ") + name_of(problem.dtype);
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
   if (problem.need_dbias && problem.softcap > 0.0) return "it does not take the gradient of attn_bias behind a softcap";
+  if (problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kEfficient32 &&
+      problem.seqlen_q * problem.seqlen_k > int64_t{1} << 32) {
+    return "it does not take 32-bit numbers of dropout that begin again within a (batch, head)";
+  }
   const int tile_index = tile_of(problem);
   if (tile_index < 0) {
     return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v);
@@ -114,15 +123,16 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
 // As measured: docs/kernels/attention_sm90.md, "Which family".
 std::string slower(const AttentionProblem& problem) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
-  if (problem.dropout_p > 0.0 && problem.dropout_layout != DropoutLayout::kFlash) {
-    return "sm80 is faster with PyTorch's memory-efficient dropout";
+  const bool draws_words = problem.dropout_p > 0.0 && problem.dropout_layout != DropoutLayout::kFlash;
+  if (problem.has_bias && draws_words && 128 < head_dim && head_dim <= 192) {
+    return "sm80 is faster with attn_bias and PyTorch's memory-efficient dropout at this head dimension";
   }
-  if (!has_features(problem) || only_feature(problem) != Feature::kNone || head_dim > 128) return "";
+  if (!has_features(problem) || feature_of(problem) != Feature::kNone || head_dim > 128) return "";
   if (problem.has_bias) {
-    return "sm80 is faster with attn_bias at head dimensions up to 128, unless it is alone and the copy engine brings "
-           "it";
+    return "sm80 is faster with attn_bias at head dimensions up to 128, unless the copy engine brings it, alone or "
+           "with PyTorch's memory-efficient dropout";
   }
-  if (head_dim <= 96) return "sm80 is faster with softcap or ALiBi and dropout at head dimensions up to 96";
+  if (head_dim <= 96 || draws_words) return "sm80 is faster with softcap and dropout at this head dimension";
   return "";
 }
 

@@ -110,8 +110,9 @@ struct Producer {
 #pragma unroll
         for (int chunk = 0; chunk < Traits::kDsChunks; ++chunk) {
           tensor_load_4d(&params.bias, &smem.q_full[stage], smem.ds[stage][chunk],
-                         work.first_key + chunk * kChunkColumns, first_query, params.bias_has_heads ? head : 0,
-                         params.bias_has_batch ? work.batch : 0, params.keeps_bias);
+                         work.first_key + chunk * kChunkColumns, first_query,
+                         params.attention.bias.head_stride != 0 ? head : 0,
+                         params.attention.bias.batch_stride != 0 ? work.batch : 0, params.keeps_bias);
         }
       }
       bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,

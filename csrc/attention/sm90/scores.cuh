@@ -1,5 +1,5 @@
 // Softcap, ALiBi and a bias of keys in the kernel of two consumer warpgroups. Behind P, which is packed at once, only P
-// times the derivative of the softcap is wanted: it takes the place of S.
+// times the derivative of the softcap is wanted: it takes the place of S. ALiBi and the bias beside dropout too.
 #pragma once
 
 #include "fragments.cuh"
@@ -19,6 +19,16 @@ class ScoreFunction {
         slope_(slope * kLog2E),
         distance_(distance) {}
 
+  // S becomes P. Without softcap, not masked.
+  template <int kValues, int kEarly>
+  __device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2,
+                                               const EarlyRows<kEarly>& early) const {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      s[v] = exp2_approximate(s[v] * factor_ - shift(v, early.pair(lse_log2, v / 4)));
+    }
+  }
+
   // S becomes P times the derivative, p16 becomes P, in the values from kBegin to kEnd. Not masked.
   template <int kBegin, int kEnd, typename T, int kValues, int kEarly>
   __device__ __forceinline__ void exponentiate(float (&s)[kValues], uint32_t (&p16)[kValues / 2], const float* lse_log2,
@@ -31,6 +41,12 @@ class ScoreFunction {
   }
 
  private:
+  // What is taken away from score v of an accumulator. `lse`: of its pair of queries.
+  __device__ __forceinline__ float shift(int v, const float2& lse) const {
+    const float distance = distance_ + static_cast<float>(v / 4 * 8 + v % 2 - v % 4 / 2 * 8);
+    return (v % 2 == 0 ? lse.x : lse.y) + slope_ * fabsf(distance) - biases_[v % 4 / 2];
+  }
+
   template <bool kCapped, int kBegin, int kEnd, typename T, int kValues, int kEarly>
   __device__ __forceinline__ void exponentiate(float (&s)[kValues], uint32_t (&p16)[kValues / 2], const float* lse_log2,
                                                const EarlyRows<kEarly>& early) const {
@@ -41,14 +57,12 @@ class ScoreFunction {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         float& value = s[v + odd];
-        const float distance = distance_ + static_cast<float>(v / 4 * 8 + odd - v % 4 / 2 * 8);
-        const float shift = (odd == 0 ? lse.x : lse.y) + slope_ * fabsf(distance) - biases_[v % 4 / 2];
         if constexpr (kCapped) {
           const float r = tanh_complement(value * factor_);
-          p[odd] = exp2_approximate(softcap_ - r * softcap_ - shift);
+          p[odd] = exp2_approximate(softcap_ - r * softcap_ - shift(v + odd, lse));
           value = p[odd] * (r * (2.f - r));
         } else {
-          value = p[odd] = exp2_approximate(value * factor_ - shift);
+          value = p[odd] = exp2_approximate(value * factor_ - shift(v + odd, lse));
         }
       }
       p16[v / 2] = pack2<T>(p[0], p[1]);

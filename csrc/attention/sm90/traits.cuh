@@ -64,15 +64,19 @@ struct Traits {
   static constexpr int kEarlyDelta = 2;
   // S of the next step is multiplied before dS of this one is used, which takes registers.
   static constexpr bool kAhead = kHeadDim == 32 && !kTile.by_queries;
-  static constexpr bool kDrops = kTile.feature == Feature::kDropout;
-  static constexpr bool kBias = kTile.feature == Feature::kBias;
+  static constexpr bool kEfficientDropout = drops_as_efficient(kTile.feature);
+  static constexpr bool kDrops = drops_as_flash(kTile.feature) || kEfficientDropout;
+  static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias of keys
+  static constexpr bool kBias = copies_bias(kTile.feature);
   static constexpr bool kScores = kTile.feature == Feature::kScores;
   // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64 && !kDrops;
   // Steps of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: what fits without
-  // a spill.
-  static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : 0;
+  // a spill. At 128 one step of k makes calls 3 % faster; where it does not fit it would be 1 % at most.
+  static constexpr bool kKeepsStep =
+      kHeadDim == 128 && !kLastWritesDq_ && !kBias && kTile.feature != Feature::kEfficientDropout;
+  static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");

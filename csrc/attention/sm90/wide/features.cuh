@@ -91,10 +91,14 @@ struct ScoreTile {
     if (p.dropout_p == 0.f) return 0;
     const uint64_t seed = p.philox.current_seed(), offset = p.philox.current_offset();
     const uint64_t plane = static_cast<uint64_t>(work.batch) * p.heads + head;
-    if (p.dropout_layout != DropoutLayout::kFlash) return efficient_dropped(seed, offset, plane);
-    const int32_t lane = threadIdx.x % 32;
-    return draw_dropped_alone<!kFewRegisters>(seed, offset, plane, i0 - lane % 4 * 2, j0 - lane / 4,
-                                              params.dropout_threshold, lane);
+    const int32_t lane = threadIdx.x % 32, first_query = i0 - lane % 4 * 2, first_key = j0 - lane / 4;
+    if (p.dropout_layout == DropoutLayout::kFlash) {
+      return draw_dropped_alone<!kFewRegisters>(seed, offset, plane, first_query, first_key, params.dropout_threshold,
+                                                lane);
+    }
+    const WordNumbering numbering(offset, plane, p.seqlen_q, p.seqlen_k,
+                                  p.dropout_layout == DropoutLayout::kEfficient32, work.visibility.seqlen_k);
+    return draw_dropped_words<!kFewRegisters>(seed, numbering, first_query, first_key, params.dropout_threshold, lane);
   }
 
  private:
@@ -194,26 +198,6 @@ struct ScoreTile {
         place = given;
       }
     }
-  }
-
-  __device__ __forceinline__ uint32_t efficient_dropped(uint64_t seed, uint64_t offset, uint64_t plane) const {
-    const AttentionBackwardParams& p = params.attention;
-    const bool wraps = p.dropout_layout == DropoutLayout::kEfficient32;
-    const uint64_t plane_size = static_cast<uint64_t>(p.seqlen_q) * p.seqlen_k;
-    const uint64_t first = offset + (wraps ? static_cast<uint32_t>(plane * plane_size) : plane * plane_size);
-    uint32_t dropped = 0;
-#pragma unroll 1
-    for (int32_t c = 0; c < kValues / 4; ++c) {
-#pragma unroll
-      for (int32_t e = 0; e < 4; ++e) {
-        const uint64_t within_plane =
-            static_cast<uint64_t>(i0 + 8 * c + e % 2) * work.visibility.seqlen_k + (j0 + e / 2 * 8);
-        const uint64_t n = first + (wraps ? static_cast<uint32_t>(within_plane) : within_plane);
-        const bool drop = word_of(philox4x32<10>(seed, n >> 2, 0, 0), n & 3) < params.dropout_threshold;
-        dropped |= uint32_t{drop} << dropped_bit(4 * c + e);
-      }
-    }
-    return dropped;
   }
 };
 

@@ -122,12 +122,12 @@ __device__ __forceinline__ void append_kept(uint32_t& kept, uint32_t word, uint3
       : "r"(word), "r"(threshold));
 }
 
-// Of draws from `draw` on, the first word the lowest.
+// Of the draws of `number` and behind it, the first word the lowest. Numbers begin again at 2^64, draws sooner.
 template <int kDraws>
-__device__ __forceinline__ void draw_kept_words(uint32_t& kept, uint64_t seed, uint64_t draw, uint32_t threshold) {
+__device__ __forceinline__ void draw_kept_words(uint32_t& kept, uint64_t seed, uint64_t number, uint32_t threshold) {
 #pragma unroll
   for (int i = kDraws - 1; i >= 0; --i) {
-    const uint4 words = efficient_words(seed, draw + i);
+    const uint4 words = efficient_words(seed, (number + 4 * i) >> 2);
     append_kept(kept, words.w, threshold);
     append_kept(kept, words.z, threshold);
     append_kept(kept, words.y, threshold);
@@ -163,14 +163,14 @@ __device__ __forceinline__ uint32_t draw_dropped_words(uint64_t seed, const Word
 #pragma unroll(kUnrolls ? 4 : 1)
     for (int row = 3; row >= 0; --row) {
       const uint64_t number = first + static_cast<uint64_t>(row % 2 * 8 + row / 2) * numbering.keys;
-      draw_kept_words<2>(kept, seed, number >> 2, threshold);
+      draw_kept_words<2>(kept, seed, number, threshold);
     }
   } else {
 #pragma unroll 1
     for (int row = 3; row >= 0; --row) {
       const uint64_t number = first + static_cast<uint64_t>(row % 2 * 8 + row / 2) * numbering.keys;
       uint32_t of_three = 0;
-      draw_kept_words<3>(of_three, seed, number >> 2, threshold);
+      draw_kept_words<3>(of_three, seed, number, threshold);
       kept = kept << 8 | of_three >> number % 4 & 0xff;
     }
   }

@@ -51,7 +51,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != PAGE:
         return markdown
-    rules = (BENCHMARKS / "README.md").read_text()
+    rules = (BENCHMARKS / "README.md").read_text().replace("](../docs/", "](")
     parts = [markdown, rules[rules.index("## ") :]]
     for result in newest_results():
         title, tables = one_level_down(result.read_text()).split("\n", 1)

@@ -265,6 +265,13 @@ __device__ __forceinline__ bool elect_one() { return elect_of<~0u>(); }
 // The same behind `lane == 0`: true.
 __device__ __forceinline__ bool is_alone() { return elect_of<1>(); }
 
+// threadIdx.x, read again: no register holds it, or what follows from it, since it was read before.
+__device__ __forceinline__ int32_t read_thread() {
+  int32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Four 8 x 8 matrices of 16-bit elements from fragments to shared memory; lane l gives the row address of row l % 8 of
 // matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {

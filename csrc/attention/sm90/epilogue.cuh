@@ -38,7 +38,7 @@ __device__ void store_elements(Element* destination, const Gradient& gradient, i
 }
 
 // The staging buffer takes kStagingChunks chunks at a time.
-template <typename T, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
+template <typename T, bool kRereadsThread, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
 __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging, uint32_t barrier,
                             const float (&values)[kValues]) {
   constexpr int kFirstColumn = kFirst * kChunkColumns;
@@ -46,7 +46,7 @@ __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t ro
   constexpr int kColumns = kIsLast ? 2 * kValues - kFirstColumn : kStagingChunks * kChunkColumns;
   const int32_t thread = threadIdx.x % kWarpgroupThreads;
   named_barrier_sync(barrier, kWarpgroupThreads);  // what was staged before is read
-  stage_16bit<T, kChunkBytes, kFirst, kStagingChunks>(staging, values);
+  stage_16bit<T, kRereadsThread, kChunkBytes, kFirst, kStagingChunks>(staging, values);
   named_barrier_sync(barrier, kWarpgroupThreads);  // staged
 #pragma unroll 1
   for (int32_t i = thread; i < 64 * kColumns / 8; i += kWarpgroupThreads) {
@@ -68,15 +68,15 @@ __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t ro
     }
   }
   if constexpr (!kIsLast) {
-    store_16bit<T, kChunkBytes, kStagingChunks, kFirst + kStagingChunks>(destination, gradient, rows, staging, barrier,
-                                                                         values);
+    store_16bit<T, kRereadsThread, kChunkBytes, kStagingChunks, kFirst + kStagingChunks>(destination, gradient, rows,
+                                                                                         staging, barrier, values);
   }
 }
 
 // 64 rows of a gradient, from row `part_row` of the key block on, by the warpgroup that has them as an accumulator of
 // (64, 2 * kValues). `staging`: kStagingChunks chunks of 64 columns, kChunkBytes apart, that this warpgroup alone may
 // write; or none.
-template <typename T, int kChunkBytes, int kStagingChunks, typename Work, int kValues>
+template <typename T, bool kRereadsThread, int kChunkBytes, int kStagingChunks, typename Work, int kValues>
 __device__ void store_gradient(const Gradient& gradient, const Work& work, int32_t part_row, uint8_t* staging,
                                uint32_t barrier, const float (&values)[kValues]) {
   const int32_t first_row = work.first_key + part_row;
@@ -88,8 +88,8 @@ __device__ void store_gradient(const Gradient& gradient, const Work& work, int32
   } else if constexpr (kStagingChunks == 0) {
     store_elements(static_cast<T*>(gradient.view.data) + first_element, gradient, rows, values);
   } else {
-    store_16bit<T, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first_element, gradient, rows,
-                                                staging, barrier, values);
+    store_16bit<T, kRereadsThread, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first_element,
+                                                                gradient, rows, staging, barrier, values);
   }
 }
 
@@ -127,10 +127,10 @@ struct Epilogue {
         wait_ds(warpgroup, index);
       }
     }
-    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(dv_of(params, work.is_part), work, warpgroup * 64, staging,
-                                                             barrier, dv);
-    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(dk_of(params, work.is_part), work, warpgroup * 64, staging,
-                                                             barrier, dk);
+    store_gradient<T, Traits::kRereadsThread, Traits::kDsChunkBytes, kStagingChunks>(
+        dv_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dv);
+    store_gradient<T, Traits::kRereadsThread, Traits::kDsChunkBytes, kStagingChunks>(
+        dk_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dk);
     if constexpr (kStagingChunks > 0) {
       named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
     }
@@ -169,7 +169,7 @@ struct Epilogue {
                   "a gradient fits in a part of dq");
     const int32_t buffer = index % kStoreWarps;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kGradientChunks>(
+    stage_16bit<T, Traits::kRereadsThread, 64 * kChunkRowBytes, 0, Traits::kGradientChunks>(
         reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]), values);
     named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
   }

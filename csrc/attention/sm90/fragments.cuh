@@ -59,26 +59,39 @@ __device__ __forceinline__ uint32_t columns_below(int32_t bound) {
   return columns == 32 ? ~0u : (1u << columns) - 1;
 }
 
-// A bit for each column of a thread in kBlockM, from query `query` on: whether it sees key `j`.
+// What a tile sees, as numbers of its own rows and columns, cut off where none is so far away: key first_key + r sees
+// columns c with diagonal_begin + r <= c < diagonal_end + r, if r < keys and c < queries.
+struct TileVisibility {
+  int32_t diagonal_begin, diagonal_end, keys, queries;
+
+  __device__ __forceinline__ TileVisibility(const Visibility& v, int32_t first_key, int32_t first_query)
+      : diagonal_begin(near(int64_t{first_key} - first_query - v.hi + 1)),
+        diagonal_end(near(int64_t{first_key} - first_query - v.lo + 1)),
+        keys(near(int64_t{v.seqlen_k} - first_key)),
+        queries(near(int64_t{v.seqlen_q} - first_query)) {}
+
+  static __device__ __forceinline__ int32_t near(int64_t distance) {
+    return static_cast<int32_t>(at_least(at_most(distance, 1024), -1024));
+  }
+};
+
+// A bit for each column of a thread in kBlockM, from `column` on: whether it sees key `row`.
 template <int kBlockM>
-__device__ __forceinline__ uint32_t columns_that_see(const Visibility& visibility, int64_t j, int32_t query) {
+__device__ __forceinline__ uint32_t columns_that_see(const TileVisibility& tile, int32_t row, int32_t column) {
   static_assert(kBlockM <= 128, "a bit for each column of a thread");
-  // Columns c in [begin, end) see key j: lo <= j - i < hi for i = query + c.
-  const int64_t begin = at_least(at_most(j - visibility.hi + 1 - query, kBlockM), 0);
-  const int64_t end = at_least(at_most(at_most(j - visibility.lo + 1, visibility.seqlen_q) - query, kBlockM), 0);
-  const int32_t first = static_cast<int32_t>(j < visibility.seqlen_k ? begin : kBlockM);
-  const int32_t past = static_cast<int32_t>(end);
-  return columns_below(past) & ~columns_below(first);
+  const int32_t begin = row < tile.keys ? max(tile.diagonal_begin + row - column, 0) : kBlockM;
+  const int32_t end = max(min(tile.diagonal_end + row, tile.queries) - column, 0);
+  return columns_below(min(end, kBlockM)) & ~columns_below(min(begin, kBlockM));
 }
 
-// Zero where key `key` (and key + 8) is invisible to the queries of an accumulator whose first column of this thread
-// is `query`.
+// Zero where key `row` of a tile (and row + 8) is invisible to the queries of an accumulator whose first column of this
+// thread is `column`.
 template <int kValues>
-__device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visibility, int32_t key, int32_t query) {
+__device__ __forceinline__ void mask(float (&p)[kValues], const TileVisibility& tile, int32_t row, int32_t column) {
   constexpr int kBlockM = 2 * kValues;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t visible = columns_that_see<kBlockM>(visibility, key + 8 * half, query);
+    const uint32_t visible = columns_that_see<kBlockM>(tile, row + 8 * half, column);
 #pragma unroll
     for (int i = 0; i < kBlockM / 8; ++i) {
 #pragma unroll
@@ -92,12 +105,12 @@ __device__ __forceinline__ void mask(float (&p)[kValues], const Visibility& visi
 
 // The same of 16-bit pairs.
 template <int kPairs>
-__device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const Visibility& visibility, int32_t key,
-                                           int32_t query) {
+__device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const TileVisibility& tile, int32_t row,
+                                           int32_t column) {
   constexpr int kBlockM = 4 * kPairs;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t visible = columns_that_see<kBlockM>(visibility, key + 8 * half, query);
+    const uint32_t visible = columns_that_see<kBlockM>(tile, row + 8 * half, column);
 #pragma unroll
     for (int i = 0; i < kBlockM / 8; ++i) {
       if ((visible >> (2 * i) & 1) == 0) p[2 * i + half] &= 0xffff0000u;
@@ -189,10 +202,17 @@ __device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], float (*boxes
 
 // Of an accumulator the chunks of 64 columns from kFirst on, up to kChunks, as 16-bit numbers, kChunkBytes apart, as
 // the copy engine reads them.
-template <typename T, int kChunkBytes, int kFirst, int kChunks, int kValues>
+template <typename T, bool kRereadsThread, int kChunkBytes, int kFirst, int kChunks, int kValues>
 __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
+  const auto thread = [] {
+    if constexpr (kRereadsThread) {
+      return read_thread();
+    } else {
+      return threadIdx.x;
+    }
+  }();
+  const int32_t lane = thread % 32;
+  const int32_t row = thread % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll
   for (int k = 4 * kFirst; k < kValues / 8 && k < 4 * (kFirst + kChunks); ++k) {
     const int32_t piece = k % 4 * 2 + lane / 16;

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     grow_registers<kConsumerRegisters>();
     const auto consume = [&](auto dq_columns) {
       constexpr int kDqColumns = decltype(dq_columns)::value;
-      uint32_t keys_phase = 0, last_turns = 0;
+      uint32_t last_turns = 0;
       if (Traits::kOrdersScores && warpgroup == 1) signal_scores(0);  // the other one is first
       for (JobSlot slot;; slot.advance()) {
         mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
@@ -75,8 +75,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
           for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[part][i] = dv[part][i] = 0.f;
         }
         if (work.steps > 0) {
-          Mainloop<Traits, kDqColumns>::compute(params, smem, work, warpgroup - 1, keys_phase, last_turns, dk, dv);
-          keys_phase ^= 1;
+          Mainloop<Traits, kDqColumns>::compute(params, smem, work, warpgroup - 1, last_turns, dk, dv);
         }
         // Zeros where nobody looked.
         if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);

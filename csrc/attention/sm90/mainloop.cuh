@@ -68,11 +68,11 @@ struct Mainloop {
   using Dq = float[kDqColumns / 2];  // (64 queries, kDqColumns)
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
-  // keys_phase: parity of the loads of k and v. last_turns: a bit for each buffer of dq, of the last turns so far.
+  // last_turns: a bit for each buffer of dq, of the last turns so far.
   static __device__ void compute(const KernelParams& params, SharedStorage& smem, const Work& work, int32_t warpgroup,
-                                 uint32_t keys_phase, uint32_t& last_turns, KeyGradient& dk, KeyGradient& dv) {
+                                 uint32_t& last_turns, KeyGradient& dk, KeyGradient& dv) {
     Consumer consumer{params, smem, work, warpgroup, last_turns, Step(work, work.first_index)};
-    wait_keys(params, smem, work, keys_phase);
+    wait_keys(params, smem, work);
     consumer.load_operands();
     if constexpr (Traits::kAhead) {
       consumer.run_ahead(dk, dv);
@@ -451,18 +451,23 @@ struct Mainloop {
     __device__ __forceinline__ void mask_scores(Scores& s) const {
 #pragma unroll
       for (int part = 0; part < kKeyParts; ++part) {
-        mask(s[part], work.visibility, own_first_key() + part * 64, step.query_block * kBlockM + own_query + pair);
+        mask(s[part], tile_visibility(), own_row() + part * 64, own_query + pair);
       }
     }
     __device__ __forceinline__ void mask_pairs(Operand& pairs) const {
-      sm90::mask_pairs(pairs[0], work.visibility, own_first_key(), step.query_block * kBlockM + pair);
+      sm90::mask_pairs(pairs[0], tile_visibility(), own_row(), pair);
     }
-    // Of this thread.
-    __device__ __forceinline__ int32_t own_first_key() const { return work.first_key + own_key + warp * 16 + lane / 4; }
+    // Of this step.
+    __device__ __forceinline__ TileVisibility tile_visibility() const {
+      return {work.visibility, work.first_key, step.query_block * kBlockM};
+    }
+    // The first key of this thread, of the tile.
+    __device__ __forceinline__ int32_t own_row() const { return own_key + warp * 16 + lane / 4; }
 
     __device__ __forceinline__ ScoreFunction score_function() const {
       const AttentionBackwardParams& p = params.attention;
-      const int32_t head = step.template head_of<Traits::kRotatesHeads>(work), key = own_first_key();
+      const int32_t head = step.template head_of<Traits::kRotatesHeads>(work);
+      const int32_t key = work.first_key + own_row();
       float slope = 0.f, biases[2] = {};
       if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + head];
       if (p.bias.data != nullptr) {  // the same for all queries
@@ -554,13 +559,13 @@ struct Mainloop {
 #pragma unroll
       for (float& value : dq) value *= params.gradient_scale;
       __syncwarp();
-      stage_16bit<T, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
+      stage_16bit<T, true, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
     }
   };
 
-  static __device__ void wait_keys(const KernelParams& params, SharedStorage& smem, const Work& work, uint32_t phase) {
-    mbarrier_wait(&smem.k_full, phase);
-    mbarrier_wait(&smem.v_full, phase);
+  static __device__ void wait_keys(const KernelParams& params, SharedStorage& smem, const Work& work) {
+    mbarrier_wait(&smem.k_full, work.keys_phase);
+    mbarrier_wait(&smem.v_full, work.keys_phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
     if (params.rows_may_be_poisoned && valid < kBlockN) {
       scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads, kRowBytes>(smem.k, valid, kConsumersBarrier);

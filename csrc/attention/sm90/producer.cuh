@@ -41,7 +41,11 @@ struct Producer {
       wait_for_rows(params, smem.work[cursor.slot.index()]);
       Work::forget_registers();
       smem.work[cursor.slot.index()].first_index = cursor.steps_before;
-      if (!smem.work[cursor.slot.index()].exhausted) cursor.steps_before += smem.work[cursor.slot.index()].steps;
+      smem.work[cursor.slot.index()].keys_phase = cursor.keys_phase;
+      if (!smem.work[cursor.slot.index()].exhausted) {
+        cursor.steps_before += smem.work[cursor.slot.index()].steps;
+        cursor.keys_phase ^= smem.work[cursor.slot.index()].steps > 0;
+      }
       mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
       if (Traits::kChores && cursor.slot.jobs_before > 0) {
         smem.chores.now = choose_chore(params, smem.chores.ticket);
@@ -53,19 +57,17 @@ struct Producer {
 
   // One thread.
   static __device__ void load_jobs(const KernelParams& params, SharedStorage& smem) {
-    uint32_t keys_vacated = 1;
     for (JobSlot slot;; slot.advance()) {
       mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
       const Work& work = smem.work[slot.index()];
       if (work.exhausted) return;
       if (work.steps > 0) {
         load_queries(params, smem, work, [&] {
-          mbarrier_wait(&smem.v_empty, keys_vacated);
+          mbarrier_wait(&smem.v_empty, work.keys_phase ^ 1);
           load_v(params, smem, work);
-          mbarrier_wait(&smem.k_empty, keys_vacated);
+          mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
           load_k(params, smem, work);
         });
-        keys_vacated ^= 1;
       }
       if (!wants_early(params) || work.steps == 0) mbarrier_arrive(&smem.work_wanted);
       mbarrier_arrive(&smem.work_empty[slot.index()]);

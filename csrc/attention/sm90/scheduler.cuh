@@ -24,7 +24,7 @@ struct JobCursor {
   bool second = true;        // the second part, where jobs are pairs of key blocks
   int32_t steps_before = 0;  // of the jobs before it
   uint32_t taken = 0;        // of wide tiles: numbers taken from the counter
-  uint32_t keys_phase = 0;   // of wide tiles: of the barriers of k and v
+  uint32_t keys_phase = 0;   // of the barriers of k and v
 };
 
 // kStepsApart: of jobs of a ring that come to a tile, at most. kCounted: jobs of waves come from the counter, and each
@@ -36,7 +36,7 @@ struct Work {
   static constexpr bool kByHeads = kByHeads_;
 
   JobSlot slot;         // of wide tiles: where it lies
-  uint32_t keys_phase;  // of wide tiles: of the barriers of k and v
+  uint32_t keys_phase;  // of the barriers of k and v
   Sequence sequence;
   Visibility visibility;
   BlockRange tiles;        // query blocks of each head of the group
@@ -206,22 +206,21 @@ struct Step {
         head(work.first_head),
         query_block(work.first_block()),
         first_head_(work.first_head),
-        end_head_(Work::kByHeads ? work.first_head + 1 : work.end_head),
+        end_head_(work.end_head),
         stride_(work.descending ? -1 : 1) {}
 
   template <typename Work>
   __device__ void advance(const Work& work) {
     ++index;
-    if (++head == end_head_) {
-      head = first_head_;
-      query_block += stride_;
-    }
     if constexpr (Work::kByHeads) {
+      query_block += stride_;
       if (query_block == work.past_block()) {
         query_block = work.first_block();
-        head = ++first_head_;
-        ++end_head_;
+        ++head;
       }
+    } else if (++head == end_head_) {
+      head = first_head_;
+      query_block += stride_;
     }
   }
 

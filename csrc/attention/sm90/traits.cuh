@@ -73,11 +73,13 @@ struct Traits {
   // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64 && !kDrops;
   // Steps of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: what fits without
-  // a spill. At 128 one step of k makes calls 3 % faster; where it does not fit it would be 1 % at most.
-  static constexpr bool kKeepsStep =
-      kHeadDim == 128 && !kLastWritesDq_ && !kBias && kTile.feature != Feature::kEfficientDropout;
+  // a spill. At 128 one step of k makes calls 2 to 4 % faster; beside a bias it does not fit.
+  static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
+  // Threads read their number again where they stage a tile: no register holds what follows from it over the loop. 1 %
+  // faster, and without it some kernels spill; 0.5 % slower at 128 without features and turns.
+  static constexpr bool kRereadsThread = kHeadDim != 128 || kTile.feature != Feature::kNone || kLastWritesDq_;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
   // A warpgroup has 64 keys and all queries of a step, or all keys and 64 queries.

@@ -15,7 +15,7 @@ __device__ __forceinline__ void store_dv(const KernelParams& params, typename Tr
   constexpr int kStagingChunks = sizeof(smem.p) / Traits::kKeyChunkBytes;
   const int32_t next_index = work.first_index + work.steps;
   mbarrier_wait(&smem.p_empty[threadIdx.x % kWarpgroupThreads / 32], (next_index & 1) ^ 1);
-  store_gradient<typename Traits::T, Traits::kKeyChunkBytes, kStagingChunks>(
+  store_gradient<typename Traits::T, false, Traits::kKeyChunkBytes, kStagingChunks>(
       dv_of(params), work, 0, reinterpret_cast<uint8_t*>(smem.p), kProbabilityBarrier, dv);
   named_barrier_sync(kProbabilityBarrier, kWarpgroupThreads);  // the staged dv is read
 }
@@ -26,8 +26,8 @@ __device__ __forceinline__ void store_dk(const KernelParams& params, typename Tr
                                          const typename Traits::Work& work, float (&dk)[Traits::kHeadDim / 2]) {
 #pragma unroll
   for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
-  store_gradient<typename Traits::T, Traits::kKeyChunkBytes, Traits::kChunksV>(dk_of(params), work, 0, smem.v,
-                                                                               kScoreGradientBarrier, dk);
+  store_gradient<typename Traits::T, false, Traits::kKeyChunkBytes, Traits::kChunksV>(dk_of(params), work, 0, smem.v,
+                                                                                      kScoreGradientBarrier, dk);
   fence_async_shared();  // the copy engine writes there next
   mbarrier_arrive(&smem.v_empty);
 }

@@ -207,7 +207,8 @@ struct Probabilities : Consumer<Traits> {
       exponentiate(s, &smem.lse_log2[stage][pair], params.attention.softmax_scale * kLog2E);
       mbarrier_arrive(&smem.q_empty[stage]);
       if (!interior.contains(this->query_block())) {
-        mask(s, work.visibility, work.first_key + warp * 16 + lane / 4, this->query_block() * kBlockM + pair);
+        const TileVisibility tile(work.visibility, work.first_key, this->query_block() * kBlockM);
+        mask(s, tile, warp * 16 + lane / 4, pair);
       }
       mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
 #pragma unroll

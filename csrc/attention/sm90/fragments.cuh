@@ -143,15 +143,18 @@ __device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], ui
   }
 }
 
-// dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys.
-template <int kBlockN, int kPairs>
+// dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys. kByXor: places are found by one
+// exclusive or each from the first one on.
+template <int kBlockN, bool kByXor, int kPairs>
 __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16)[kPairs], int32_t key, int32_t lane) {
   const int32_t row = key + lane % 16;
+  const uint32_t first = address + (row * kChunkRowBytes | (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
   for (int k = 0; k < kPairs / 4; ++k) {
     const int32_t piece = k % 4 * 2 + lane / 16;
-    const uint32_t place = k / 4 * (kBlockN * kChunkRowBytes) + row * kChunkRowBytes + ((piece ^ row % 8) * 16);
-    store_matrix_x4(address + place, ds16[4 * k], ds16[4 * k + 1], ds16[4 * k + 2], ds16[4 * k + 3]);
+    const uint32_t in_chunk = kByXor ? first ^ k % 4 * 32 : address + row * kChunkRowBytes + ((piece ^ row % 8) * 16);
+    store_matrix_x4(in_chunk + k / 4 * (kBlockN * kChunkRowBytes), ds16[4 * k], ds16[4 * k + 1], ds16[4 * k + 2],
+                    ds16[4 * k + 3]);
   }
 }
 

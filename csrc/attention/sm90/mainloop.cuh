@@ -247,8 +247,8 @@ struct Mainloop {
       } else {
 #pragma unroll
         for (int part = 0; part < kKeyParts; ++part) {
-          store_ds<kBlockN>(smem_address(smem.ds[buffer][kByQueries ? warpgroup : 0]), ds16[part],
-                            own_key + part * 64 + warp * 16, lane);
+          store_ds<kBlockN, Traits::kDsByXor>(smem_address(smem.ds[buffer][kByQueries ? warpgroup : 0]), ds16[part],
+                                              own_key + part * 64 + warp * 16, lane);
         }
       }
       fence_async_shared();

@@ -80,6 +80,7 @@ struct Traits {
   // Threads read their number again where they stage a tile: no register holds what follows from it over the loop. 1 %
   // faster, and without it some kernels spill; 0.5 % slower at 128 without features and turns.
   static constexpr bool kRereadsThread = kHeadDim != 128 || kTile.feature != Feature::kNone || kLastWritesDq_;
+  static constexpr bool kDsByXor = kTile.feature == Feature::kNone;  // 0.5 % faster; ALiBi 2 % slower
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
   // A warpgroup has 64 keys and all queries of a step, or all keys and 64 queries.

@@ -325,7 +325,7 @@ struct ScoreGradients : Consumer<Traits> {
     const int32_t buffer = DsRing::stage(step.index);
     pack<T>(ds16, ds);
     mbarrier_wait(&smem.ds_empty[buffer], DsRing::phase(step.index) ^ 1);
-    store_ds<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
+    store_ds<Traits::kBlockN, false>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
     fence_async_shared();
     arrive_warp(&smem.ds_full[buffer], lane);
     if (Traits::kPairs && elect_one()) {

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help='only cases whose "table: name" contains one of these, comma-separated',
     )
     add("--peers", default="", metavar="NAMES", help="only peers whose names contain one of these, comma-separated")
-    add("--rounds", type=int, help="interleaved rounds, 5 or more (default 7)")
+    add("--rounds", type=int, help="interleaved rounds, 5 or more (default 7), made a multiple of the peers of a case")
     add("--slot-ms", type=float, help="milliseconds that one peer's slot of a round lasts at least (default 30)")
     add("--budget-s", type=float, default=float("inf"), help="begin no case after so many seconds")
     add("--resume", action="store_true", help="go on with the newest unfinished file in --out")
@@ -86,7 +86,7 @@ def check() -> int:
             wrong.append(f"case {number}, {result.name}: {ours.status}, {ours.reason}")
     header = ["", "gradient of", "backend", "worst error", "ms", "PyTorch ms", "speedup", "gradients"]
     print(report.table(header, rows))
-    print("\nerror: ||g - ref|| / ||ref|| against float64; speedup: median over 5 rounds (least-greatest)")
+    print("\nerror: ||g - ref|| / ||ref|| against float64; speedup: median over rounds (least-greatest)")
     for title, lines in (("backends", plans), ("why no other", refusals)):
         print(f"\n{title}:")
         for line, numbers in lines.items():

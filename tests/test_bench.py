@@ -624,6 +624,13 @@ def test_every_peer_follows_each_of_the_others_equally_often(count):
     assert followed == dict.fromkeys(itertools.permutations(names, 2), 2)
 
 
+@pytest.mark.parametrize(("count", "rounds"), [(1, 7), (2, 8), (3, 9), (7, 7), (8, 8), (9, 9)])
+def test_rounds_are_enough_for_every_place_in_the_order(count, rounds):
+    calls = {name: [peers.Prepared(lambda: ())] for name in "abcdefghi"[:count]}
+    timings = measure.interleaved(calls, CPU, Settings(rounds=7, slot_ms=1e-9))
+    assert {len(timing.times_ms) for timing in timings.values()} == {rounds}
+
+
 def test_calls_rotate_among_input_sets():
     order = []
     sets = [peers.Prepared(lambda n=n: order.append(n) or ()) for n in range(3)]

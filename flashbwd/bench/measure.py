@@ -2,8 +2,9 @@
 
 All peers of a case are timed in one process on the same inputs, interleaved: a round gives each of them one slot of
 many calls, in an order that lets each follow all others in turn: whoever comes behind a peer that has made the card hot
-gets its clock. A figure is the median over rounds of (time of a slot / calls), a ratio the median over rounds of the
-ratio within the round, so that slow drifts of the clock cancel. Allocation and zeroing inside a call are part of it.
+gets its clock. There are as many rounds as it takes until each has had every place in that order. A figure is the
+median over rounds of (time of a slot / calls), a ratio the median over rounds of the ratio within the round, so that
+slow drifts of the clock cancel. Allocation and zeroing inside a call are part of it.
 
 On CUDA, slots are timed with events, from the end of a first call that is not counted: under it the host launches the
 rest, and it pays what the device pays once for coming from another peer's memory. Where a call is so short that
@@ -34,7 +35,7 @@ CPU_CACHE_BYTES = 2**25  # where the system does not say
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: rounds, and milliseconds a slot lasts at least."""
+    """How long to measure: rounds at least, and milliseconds a slot lasts at least."""
 
     rounds: int = 7
     slot_ms: float = 30.0
@@ -42,6 +43,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.rounds < 5:
             raise ValueError(f"flashbwd: rounds is {self.rounds}, expected at least 5")
+
+    def rounds_of(self, peers: int) -> int:
+        """Rounds in which so many peers are interleaved: a multiple of their number, see ``order``."""
+        return math.ceil(self.rounds / max(peers, 1)) * max(peers, 1)
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ def interleaved(
     names = list(runners)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    for turn in range(settings.rounds):
+    for turn in range(settings.rounds_of(len(names))):
         for name in order(names, turn):
             times[name].append(runners[name].slot(timer))
             tick()

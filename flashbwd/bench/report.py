@@ -162,8 +162,8 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
         f"{report.date}; {', '.join(versions)}; {machine['threads']} CPU threads; commit {machine['commit']}; "
         f"kernel sources {(machine['kernel_sources'] or 'not present')[:12]}."
         + ("" if report.complete else " **The run is not complete.**"),
-        f"{report.settings['rounds']} interleaved rounds, {slots(report)}; a rate is the median over rounds, a ratio "
-        "the median (least-greatest) over rounds. " + bar_summary(report) + ".",
+        f"{report.settings['rounds']} or more interleaved rounds, {slots(report)}; a rate is the median over rounds, a "
+        "ratio the median (least-greatest) over rounds. " + bar_summary(report) + ".",
     ]
     if report.results:
         ceilings = report.results[-1].ceilings

@@ -322,7 +322,8 @@ def run_suite(
         )
     done = report.by_name()
     left = [case for case in cases if f"{case.table}: {case.name}" not in done]
-    slots = sum(len(peers_of(case, device, only)) * settings.rounds for case in left)
+    counts = [len(peers_of(case, device, only)) for case in left]
+    slots = sum(count * settings.rounds_of(count) for count in counts)
     work = [(case, peer) for case in left for peer in peers_of(case, device, only) if peer.ahead]
     if len(work) > 1:
         in_order = sorted(work, key=lambda pair: pair[1].name, reverse=True)  # tuned ones, which take longer, first
@@ -340,7 +341,7 @@ def run_suite(
                 report.results.append(lost.result)  # so that a resumed run goes on behind it
                 report.save(path)
                 raise
-            bar.finish(len(peers) * settings.rounds)
+            bar.finish(len(peers) * settings.rounds_of(len(peers)))
             report.save(path)
             gc.collect()
             if gc.get_freeze_count() == 0:  # above all a compiler's modules: 0.2 s of every later collection

@@ -211,34 +211,13 @@ struct Step {
 
   template <typename Work>
   __device__ void advance(const Work& work) {
-    ++index;
-    if constexpr (Work::kByHeads) {
-      query_block += stride_;
-      if (query_block == work.past_block()) {
-        query_block = work.first_block();
-        ++head;
-      }
-    } else if (++head == end_head_) {
-      head = first_head_;
-      query_block += stride_;
-    }
+    advance(work, stride_, first_head_, end_head_);
   }
 
   // By a thread that has few registers: what does not change is read from shared memory again.
   template <typename Work>
   __device__ void advance_rereading(const Work& work) {
-    ++index;
-    const int32_t stride = work.descending ? -1 : 1;
-    if constexpr (Work::kByHeads) {
-      query_block += stride;
-      if (query_block == work.past_block()) {
-        query_block = work.first_block();
-        ++head;
-      }
-    } else if (++head == work.end_head) {
-      head = work.first_head;
-      query_block += stride;
-    }
+    advance(work, work.descending ? -1 : 1, work.first_head, work.end_head);
   }
 
   // Either, from behind the last query block back to the first.
@@ -263,6 +242,23 @@ struct Step {
   }
 
  private:
+  // References, so that only what is needed is read.
+  template <typename Work>
+  __device__ __forceinline__ void advance(const Work& work, int32_t stride, const int32_t& first_head,
+                                          const int32_t& end_head) {
+    ++index;
+    if constexpr (Work::kByHeads) {
+      query_block += stride;
+      if (query_block == work.past_block()) {
+        query_block = work.first_block();
+        ++head;
+      }
+    } else if (++head == end_head) {
+      head = first_head;
+      query_block += stride;
+    }
+  }
+
   int32_t first_head_, end_head_, stride_;  // the heads that it is in at the same query block
 };
 

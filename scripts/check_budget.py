@@ -45,11 +45,11 @@ def slowness(rows: dict[str, Row], budget: dict[str, Row]) -> float:
     return max(1.0, sum(rows[source]["cpu_seconds"] for source in shared) / max(allowed, 1.0))
 
 
-def compare(source: str, now: Row, allowed: Row, slowness: float) -> list[str]:
+def compare(source: str, now: Row, allowed: Row, factor: float) -> list[str]:
     problems = []
     if now["kernels"] != allowed["kernels"]:
         problems.append(f"{source}: {now['kernels']} kernels, the budget says {allowed['kernels']}")
-    limit = allowed["cpu_seconds"] * SLACK_FACTOR * slowness + SLACK_SECONDS
+    limit = allowed["cpu_seconds"] * SLACK_FACTOR * factor + SLACK_SECONDS
     if now["cpu_seconds"] > limit:
         problems.append(f"{source}: {now['cpu_seconds']} CPU seconds to compile, the limit is {limit:.0f}")
     for what in ("registers", "spilled_bytes"):

@@ -169,10 +169,10 @@ def test_a_thousand_deterministic_runs_agree_bitwise(name: str, target: Target) 
     [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)],
     ids=str,
 )
-def test_a_thousand_runs_of_more_jobs_than_multiprocessors_agree_bitwise(
+def test_a_thousand_deterministic_runs_of_many_key_blocks_agree_bitwise(
     head_dims: tuple[int, int], order: str, target: Target
 ) -> None:
-    """17 blocks of keys for each of 8 heads, or of 4 groups of heads."""
+    """17 blocks of keys for each of 8 heads, or of 4 groups of 4 heads."""
     device, backend, dtype = target
     head_dim, head_dim_v = head_dims
     case = dataclasses.replace(MEDIUM, batch=1, heads=1, heads_kv=1, seqlen_q=2100, seqlen_k=2100, deterministic=True)

@@ -93,6 +93,29 @@ __device__ void store_gradient(const Gradient& gradient, const Work& work, int32
   }
 }
 
+// Zeros in 64 rows of a gradient, from row `part_row` of the key block on: no query sees these keys. By one warpgroup.
+// It uses no shared memory and arrives at no barrier, so the work tile takes part in no pipeline.
+template <typename T, typename Work>
+__device__ void zero_gradient(const Gradient& gradient, const Work& work, int32_t part_row) {
+  const int32_t first_row = work.first_key + part_row;
+  const int32_t rows = min(64, work.sequence.rows_k - first_row);  // may be negative
+  const int64_t first_element = work.batch * gradient.view.batch_stride + work.list * gradient.view.head_stride +
+                                (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
+  const int32_t warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int32_t row = warp; row < rows; row += kWarpgroupThreads / 32) {
+    const int64_t place = first_element + row * gradient.view.seq_stride;
+#pragma unroll 1
+    for (int32_t column = lane; column < gradient.columns; column += 32) {
+      if (gradient.dtype == DType::kFloat32) {
+        static_cast<float*>(gradient.view.data)[place + column] = 0.f;
+      } else {
+        static_cast<T*>(gradient.view.data)[place + column] = from_float<T>(0.f);
+      }
+    }
+  }
+}
+
 template <typename Traits>
 struct Epilogue {
   using T = typename Traits::T;

@@ -83,19 +83,27 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   } else if (warpgroup == 1) {
     grow_registers<Traits::kRegisters.probabilities>();
     for_each_job<Traits>(smem, [&](const Work& work) {
+      if (work.steps == 0) {
+        zero_gradient<typename Traits::T>(dv_of(params), work, 0);
+        return;
+      }
       float dv[Traits::kHeadDimV / 2];
 #pragma unroll
       for (int i = 0; i < Traits::kHeadDimV / 2; ++i) dv[i] = 0.f;
-      if (work.steps > 0) Probabilities<Traits>{{params, smem, work}}.run(dv);
+      Probabilities<Traits>{{params, smem, work}}.run(dv);
       store_dv<Traits>(params, smem, work, dv);
     });
   } else if (warpgroup == 2) {
     grow_registers<Traits::kRegisters.score_gradients>();
     for_each_job<Traits>(smem, [&](const Work& work) {
+      if (work.steps == 0) {
+        zero_gradient<typename Traits::T>(dk_of(params), work, 0);
+        return;
+      }
       float dk[Traits::kHeadDim / 2];
 #pragma unroll
       for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = 0.f;
-      if (work.steps > 0) ScoreGradients<Traits>{{params, smem, work}}.run(dk);
+      ScoreGradients<Traits>{{params, smem, work}}.run(dk);
       store_dk<Traits>(params, smem, work, dk);
     });
   } else {

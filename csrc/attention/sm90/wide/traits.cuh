@@ -100,7 +100,7 @@ struct Traits {
     uint64_t work_empty[2];                            // every thread that reads it arrives
     uint64_t work_wanted;                              // the loader arrives: it has nothing more to load for this job
     uint64_t k_empty;                                  // every warp of P and of dq arrives
-    uint64_t v_empty;                                  // every thread of dS, in jobs without steps too
+    uint64_t v_empty;                                  // every thread of dS, after dk has left its staging buffer
     uint64_t k_other_empty;                            // every warp of dq
     uint64_t k_full, v_full, k_other_full;             // producer arrives with bytes
     uint64_t q_full[kStages], dout_full[kDoutStages];  // producer arrives with bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -857,6 +857,29 @@ def test_every_varlen_job_comes_once_with_at_most_one_idle_block_a_sequence(
         for h in range(heads):
             order = [n for other_b, other_h, n in jobs if (other_b, other_h) == (b, h)]
             assert order == sorted(order)
+
+
+@given(
+    given_cu_seqlens=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-5, 300), min_size=1, max_size=8),
+    total=st.integers(0, 250),
+    longest=st.integers(0, 250),
+    heads=st.integers(1, 3),
+    block_n=st.sampled_from([1, 7, 64]),
+)
+@settings(max_examples=1500, deadline=None)
+def test_the_conversion_of_dq_waits_for_as_many_key_blocks_as_there_are_whatever_cu_seqlens_holds(
+    given_cu_seqlens: list[int], total: int, longest: int, heads: int, block_n: int
+) -> None:
+    """cu_seqlens as bounded_lengths.h says, sequences cut to the host's longest as load_sequence does."""
+    cu_seqlens = np.maximum.accumulate(np.clip([0, *given_cu_seqlens], 0, total)).tolist()
+    rows = [min(end - begin, longest) for begin, end in itertools.pairwise(cu_seqlens)]
+    found: Counter[tuple[int, int]] = Counter()
+    for index in range(host.varlen_jobs(total, len(rows), heads, block_n)):
+        batch, head, key_block = host.varlen_job(index, cu_seqlens, heads, block_n, 2, 0)
+        if batch >= 0 and key_block * block_n < rows[batch]:
+            found[batch, head] += 1
+    awaited = {(b, h): -(-n // block_n) for b, n in enumerate(rows) for h in range(heads)}
+    assert found == Counter(awaited)
 
 
 def test_longest_jobs_of_a_causal_head_come_first() -> None:

@@ -76,6 +76,7 @@ def regions_of(layout: Any, batch: int) -> list[tuple[int, int, int]]:
         (layout.semaphore_offset, layout.semaphore_bytes, 256),
         (layout.delta_offset, layout.delta_bytes, 256),
         (layout.partial_offset, layout.partial_bytes, 256),
+        (layout.lengths_offset, layout.lengths_bytes, 16),
     ]
     return [region for region in regions if region[1]]
 
@@ -99,10 +100,11 @@ def random_lengths(rng: random.Random) -> list[tuple[int, int]]:
     return [(rng.choice(LENGTHS), rng.choice(LENGTHS)) for _ in range(rng.randrange(0, 12))]
 
 
-def test_direct_needs_nothing_at_all() -> None:
-    for problem in (dense(2, 3, 64, 64, 64), varlen([(5, 7)], 3, 64, known=False)):
+def test_direct_needs_nothing_but_the_bounded_lengths_of_packed_sequences() -> None:
+    for problem, lengths_bytes in ((dense(2, 3, 64, 64, 64), 0), (varlen([(5, 7)], 3, 64, known=False), 2 * 2 * 4)):
         layout = host.plan_workspace(problem, request(Mode.kDirect))
-        assert (layout.bytes, layout.accumulator_bytes, layout.tables, layout.nsplits) == (0, 0, 0, 0)
+        assert (layout.bytes, layout.lengths_bytes) == (lengths_bytes, lengths_bytes)
+        assert (layout.accumulator_bytes, layout.tables, layout.nsplits) == (0, 0, 0)
         assert not layout.zero_accumulator
         assert host.make_tables(problem, request(Mode.kDirect), [5], [7]) == ([], [])
 

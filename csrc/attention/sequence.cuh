@@ -1,4 +1,6 @@
-// One sequence of the batch as a kernel sees it.
+// One sequence of the batch as a kernel sees it. Lengths that break the caller's promise are cut to what the host was
+// told, from which it has sized grids, semaphores and the workspace: results are then wrong, but every kernel ends and
+// stays inside the tensors. Beginnings are bounded too, see bounded_lengths.h.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +25,16 @@ inline __device__ Sequence load_sequence(const AttentionBackwardParams& params, 
   sequence.rows_k = params.seqlen_k;
   if (params.cu_seqlens_q != nullptr) {
     sequence.begin_q = params.cu_seqlens_q[batch];
-    sequence.rows_q = params.cu_seqlens_q[batch + 1] - params.cu_seqlens_q[batch];
+    sequence.rows_q = min(params.cu_seqlens_q[batch + 1] - params.cu_seqlens_q[batch], params.seqlen_q);
   }
   if (params.cu_seqlens_k != nullptr) {
     sequence.begin_k = params.cu_seqlens_k[batch];
-    sequence.rows_k = params.cu_seqlens_k[batch + 1] - params.cu_seqlens_k[batch];
+    sequence.rows_k = min(params.cu_seqlens_k[batch + 1] - params.cu_seqlens_k[batch], params.seqlen_k);
   }
-  sequence.seqlen_q = params.seqused_q != nullptr ? min(params.seqused_q[batch], sequence.rows_q) : sequence.rows_q;
-  sequence.seqlen_k = params.seqused_k != nullptr ? min(params.seqused_k[batch], sequence.rows_k) : sequence.rows_k;
+  sequence.seqlen_q = sequence.rows_q;
+  sequence.seqlen_k = sequence.rows_k;
+  if (params.seqused_q != nullptr) sequence.seqlen_q = max(min(params.seqused_q[batch], sequence.rows_q), 0);
+  if (params.seqused_k != nullptr) sequence.seqlen_k = max(min(params.seqused_k[batch], sequence.rows_k), 0);
   return sequence;
 }
 

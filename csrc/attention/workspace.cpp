@@ -144,6 +144,8 @@ WorkspaceLayout plan_workspace(const AttentionProblem& problem, const WorkspaceR
   layout.delta_offset = regions.take(layout.delta_bytes, kAccumulatorAlignment);
   layout.partial_bytes = request.partial_bytes;
   layout.partial_offset = regions.take(layout.partial_bytes, kAccumulatorAlignment);
+  if (problem.varlen) layout.lengths_bytes = multiply(multiply(add(problem.batch, 1), 2), sizeof(int32_t));
+  layout.lengths_offset = regions.take(layout.lengths_bytes, kTableAlignment);
   layout.bytes = regions.end();
   return layout;
 }

@@ -4,6 +4,7 @@
 //   offsets     int64 [batch + 1]      varlen split slots only: first accumulator element of each sequence, total last
 //   accumulator fp32                   sequences back to back, each (heads, nsplits_i, seqlen_q_i, dq_row_stride)
 //   semaphores, delta, partials        as a kernel family asks
+//   lengths     int32 [2, batch + 1]   varlen only: bounded copies of cu_seqlens_q and cu_seqlens_k
 //
 // Where there is no offsets table, sequence b starts at row cu_seqlens_q[b] (b * seqlen_q when dense) times
 // heads * nsplits * dq_row_stride. Addresses within a sequence: dq_row_offset in schedule.h.
@@ -59,7 +60,9 @@ struct WorkspaceLayout {
   int64_t semaphore_offset = 0, semaphore_bytes = 0;  // bytes rounded up to 16
   int64_t delta_offset = 0, delta_bytes = 0;
   int64_t partial_offset = 0, partial_bytes = 0;
-  int64_t bytes = 0;  // all of it; 0 only when nothing at all is needed
+  int64_t lengths_offset = 0;  // int32 bounded cu_seqlens_q[batch + 1], cu_seqlens_k[batch + 1], see bounded_lengths.h
+  int64_t lengths_bytes = 0;   // 0 when dense
+  int64_t bytes = 0;           // all of it; 0 only when nothing at all is needed
 };
 
 // Throws std::invalid_argument for a request without sense and for a workspace that 64 bits cannot count.

@@ -8,6 +8,7 @@
 
 #include "../../common/launch.h"
 #include "../auxiliary.h"
+#include "../bounded_lengths.h"
 #include "../dropout.h"
 #include "../sink_gradient.h"
 #include "config.h"
@@ -220,8 +221,10 @@ const char* launch_main(const AttentionBackwardParams& p, int tile_index, const 
 
 }  // namespace
 
-const char* run(const AttentionBackwardParams& p, const AttentionPlan& plan, void* stream) {
+const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan, void* stream) {
   const Tile& tile = kTiles[plan.config];
+  AttentionBackwardParams p = given;
+  if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
   CallSizes sizes = sizes_of(p);
   sizes.whole_heads = plan.workspace.dq_mode == DqMode::kDirect;
   if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, plan.sm_count);

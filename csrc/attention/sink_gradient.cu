@@ -29,7 +29,17 @@ __device__ bool hidden_by_bias(const AttentionBackwardParams& p, const Visibilit
   return true;
 }
 
-// dsink = -sum of exp(sink - lse) * delta over the rows of all sequences: a CTA a head, the same order every time.
+// What the LSE of a row receives as its gradient.
+__device__ float lse_gradient(const AttentionBackwardParams& p, const Sequence& sequence, int32_t batch, int32_t head,
+                              int32_t row) {
+  if (p.dlse.data == nullptr) return 0.f;
+  const int64_t place = p.dlse.packed_rows ? sequence.begin_q + row : row;
+  return static_cast<const float*>(
+      p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + place * p.dlse.seq_stride];
+}
+
+// dsink = -sum of exp(sink - lse) * delta over the rows of all sequences: one CTA per head, the same order every time.
+// The LSE of a row without a visible key is the sink itself, whatever the caller wrote there: the row adds its dlse.
 __global__ void __launch_bounds__(kThreads)
     sink_kernel(const __grid_constant__ AttentionBackwardParams p, const __grid_constant__ RowStatistics statistics) {
   constexpr float kLog2E = 1.44269504088896340736f;
@@ -41,8 +51,13 @@ __global__ void __launch_bounds__(kThreads)
     const Visibility visibility = visibility_of(p, sequence);
     const int64_t first = statistics.index(batch, head, sequence.begin_q);
     for (int32_t row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
-      const float share = exp2f(sink - statistics.lse_log2[first + row]);
-      if (share > 0.f && !hidden_by_bias(p, visibility, batch, head, row)) sum -= share * statistics.delta[first + row];
+      const float lse = statistics.lse_log2[first + row], share = exp2f(sink - lse);
+      const bool may_be_hidden = share > 0.f || lse == INFINITY;
+      if (!sees_a_key(visibility, row) || (may_be_hidden && hidden_by_bias(p, visibility, batch, head, row))) {
+        if (sink > -INFINITY) sum += lse_gradient(p, sequence, batch, head, row);
+      } else if (share > 0.f) {
+        sum -= share * statistics.delta[first + row];
+      }
     }
   }
 #pragma unroll

@@ -11,6 +11,7 @@ from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece, cut_into_pieces
 from flashbwd.reference.operands import Call, KeySide, Scratch, Strip
 from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype
+from flashbwd.reference.sink import keyless_sink_gradient
 from flashbwd.reference.spans import split_spans
 from flashbwd.reference.workers import run_all
 
@@ -100,7 +101,7 @@ def attention_backward(
             total = torch.zeros_like(dsink, dtype=dtype)
             for piece, (_, share) in zip(pieces, results, strict=True):
                 total[piece.chunk.query_range] -= share
-            dsink.copy_(total)
+            dsink.copy_(total + keyless_sink_gradient(call, spans))
 
 
 def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:

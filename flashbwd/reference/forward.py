@@ -47,7 +47,7 @@ def attention_forward(
     out : Tensor, (B, Sq, H, Dv) or (total_q, H, Dv), q's dtype, contiguous
         0 in rows that see no key.
     softmax_lse : Tensor, (B, H, Sq) or (H, total_q), float32 (float64 for float64 inputs)
-        Natural logarithm, sink included; -inf in rows that see no key, whatever the sink.
+        Natural logarithm, sink included. A row that sees no key has the sink, or -inf without one.
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dtype = accumulation_dtype(q.dtype)
@@ -63,6 +63,9 @@ def attention_forward(
         lse = q.new_full(rows_shape, -torch.inf, dtype=dtype)
 
         spans = split_spans(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        if sink is not None:
+            for span in spans:
+                span.statistics(lse).copy_(sink[:, None])
         pieces, threads = cut_into_pieces(spans, q, k, causal, (window_left, window_right))
 
         def run(piece: Piece) -> None:
@@ -131,7 +134,6 @@ def _piece_forward(
         result = weighted.view(*by_row, -1)
         if sink is not None:
             with_sink = torch.logaddexp(row_lse, sink[chunk.query_range].to(dtype)[:, None, None])
-            with_sink = torch.where(row_lse == -torch.inf, row_lse, with_sink)
             result = result * (row_lse - with_sink).exp().nan_to_num(0.0)
             row_lse = with_sink
         out_heads[:, :, rows[0] : rows[1]].copy_(result)

@@ -110,7 +110,7 @@ class Strip:
         return Strip(*(x.reshape(chunk.items, -1, x.shape[-1]) for x in parts))
 
     def sink_share(self, sink: Tensor, batches: int) -> Tensor:
-        """(query heads,): sum over batches and rows of exp(sink - lse) * delta."""
+        """(query heads,): sum of exp(sink - lse) * delta over batches and the rows that see a key."""
         lse, delta = (rows.view(batches, len(sink), -1) for rows in (self.lse, self.delta))
         return (torch.exp2(sink.to(lse.dtype)[:, None] * LOG2E - lse) * delta).sum((0, 2))
 

@@ -212,6 +212,7 @@ def _masks() -> list[Case]:
         cases.append(Case(f"empty_rows_lse_{value}", seqlen_q=70, seqlen_k=20, causal=True, empty_lse=value))
     cases.append(Case("empty_rows_dlse", seqlen_q=70, seqlen_k=20, causal=True, dlse=True))
     cases.append(Case("empty_rows_sink", seqlen_q=70, seqlen_k=20, causal=True, sink="minus_inf", dlse=True))
+    cases.append(Case("empty_rows_finite_sink", seqlen_q=70, seqlen_k=20, causal=True, sink="finite", dlse=True))
     return cases
 
 
@@ -263,6 +264,7 @@ def _score_features() -> list[Case]:
         replace(base, name="bias_tiles_shared_by_many", batch=33, bias="11qk", seqlen_q=40, seqlen_k=40),
     ]
     cases.append(replace(base, name="bias_hides_rows", bias="bhqk", bias_hides_rows=True, dlse=True))
+    cases.append(replace(cases[-1], name="bias_hides_rows_sink", sink="finite"))
     # Masks of finite numbers: the forward writes the least one as the LSE of a row that they hide.
     least = replace(base, bias_hides_rows=True, bias_floor=LEAST, empty_lse=LEAST)
     cases += [
@@ -327,6 +329,7 @@ def _varlens() -> list[Case]:
         _varlen("varlen_trailing_rows", (20, 33), (40, 10), trailing=5, dlse=True),
         _varlen("varlen_trailing_rows_padded", (20, 3), (40, 10), trailing=9, lse_form="padded", layout="odd_strides"),
         Case("dense_seqused", seqused_q=(33, 7), seqused_k=(0, 30), dlse=True, bias="bhqk", causal=True),
+        Case("dense_seqused_sink", seqused_q=(33, 7), seqused_k=(0, 30), dlse=True, sink="finite", causal=True),
         Case("dense_seqused_k", seqused_k=(20, 33), lse_form="padded", alibi="heads", dropout_p=0.4),
         _varlen("varlen_seqused_k_only", (20, 33), (40, 10), seqused_k=(0, 6), lse_form="padded"),
         _varlen("varlen_bias", (20, 33), (40, 10), bias="bhqk", seqused_k=(31, 10), dlse=True),

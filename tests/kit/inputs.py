@@ -131,7 +131,8 @@ def _draw(case: Case, dtype: torch.dtype, seed: int) -> Draw:
     canonical["out"] = reference.out.to(dtype)
     canonical["lse"] = torch.where(reference.empty, case.empty_lse, reference.lse).to(lse_dtype(dtype))
     if canonical["dlse"] is not None:
-        canonical["dlse"] = torch.where(reference.empty, torch.nan, canonical["dlse"])
+        # Only where nothing depends on it: with a sink, a row without keys has an LSE, which is the sink.
+        canonical["dlse"] = torch.where(reference.lse == -torch.inf, torch.nan, canonical["dlse"])
     _poison(case, canonical)
     return Draw(canonical, reference)
 

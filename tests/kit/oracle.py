@@ -149,6 +149,9 @@ def attention(
         if logit is not None:
             lse[at_rows] = logit.detach()[:, None]
         if seqlen_q == 0 or seqlen_k == 0:
+            if logit is not None and dlse is not None:
+                outputs.append(logit[:, None].expand(heads, seqlen_q))
+                grad_outputs.append(dlse[at_rows].to(dtype))
             continue
         qs = ql[at_q].transpose(0, 1)  # (H, seqlen_q, D)
         ks = kl[at_k].transpose(0, 1).repeat_interleave(heads // heads_kv, dim=0)  # (H, seqlen_k, D)
@@ -165,9 +168,12 @@ def attention(
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
             s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)
         blind = ~seen.any(dim=-1)  # (H, seqlen_q): rows that see no key
-        s = s.masked_fill(~seen, -torch.inf).masked_fill(blind[..., None], 0.0)
+        s = s.masked_fill(~seen, -torch.inf)
+        dead = blind  # rows without a finite score, through which no gradient may pass
         if logit is not None:
             s = torch.cat([s, logit[:, None, None].expand(heads, seqlen_q, 1)], dim=-1)
+            dead = blind & (logit.detach() == -torch.inf)[:, None]
+        s = s.masked_fill(dead[..., None], 0.0)
         p = torch.softmax(s, dim=-1)[..., :seqlen_k].masked_fill(blind[..., None], 0.0)
         if keep is not None:
             p = p * (keep[b].to(q.device).to(dtype) * keep_scale)
@@ -177,7 +183,7 @@ def attention(
         grad_outputs.append(dout[at_q].to(dtype))
         if dlse is not None:
             outputs.append(row_lse)
-            grad_outputs.append(dlse[at_rows].to(dtype).masked_fill(blind, 0.0))
+            grad_outputs.append(dlse[at_rows].to(dtype).masked_fill(dead, 0.0))
         out[at_q] = o.detach()
         lse[at_rows] = torch.where(blind, lse[at_rows], row_lse.detach())
         empty[at_rows] = blind
@@ -231,11 +237,13 @@ def attention_from_statistics(
     for sequence in _sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
         b = sequence.index
         seqlen_q, seqlen_k = sequence.q.stop - sequence.q.start, sequence.k.stop - sequence.k.start
-        if seqlen_q == 0 or seqlen_k == 0:
-            continue
         at_q = (sequence.q,) if varlen else (b, sequence.q)
         at_k = (sequence.k,) if varlen else (b, sequence.k)
         at_rows = (slice(None), sequence.q) if varlen else (b, slice(None), sequence.q)
+        if seqlen_q == 0 or seqlen_k == 0:
+            if dsink is not None and sink is not None and dlse is not None:
+                dsink += dlse[at_rows].to(dtype).sum(dim=-1).masked_fill(sink == -torch.inf, 0.0)
+            continue
         qs, dos, os_ = (x[at_q].transpose(0, 1).to(dtype) for x in (q, dout, out))  # (H, seqlen_q, .)
         ks, vs = (x[at_k].transpose(0, 1).repeat_interleave(group, dim=0).to(dtype) for x in (k, v))
         s = scale * (qs @ ks.transpose(1, 2))
@@ -264,6 +272,9 @@ def attention_from_statistics(
         if dsink is not None and sink is not None:
             share = torch.exp(sink[:, None].to(dtype) - stat.to(dtype)).masked_fill(blind, 0.0)
             dsink -= (share * delta).sum(dim=-1)
+            if dlse is not None:  # the LSE of a row without keys is the sink
+                keyless = dlse[at_rows].to(dtype).masked_fill(~blind, 0.0).sum(dim=-1)
+                dsink += keyless.masked_fill(sink == -torch.inf, 0.0)
         dvs = (p * z).transpose(1, 2) @ dos  # (H, seqlen_k, Dv)
         ds = ds * (1 - t * t)
         dq[at_q] = (scale * ds @ ks).transpose(0, 1)

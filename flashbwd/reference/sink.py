@@ -1,0 +1,48 @@
+"""The part of dsink that comes from rows without a visible key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from flashbwd.reference.blocks import Band
+from flashbwd.reference.operands import Call
+from flashbwd.reference.scores import AdditiveTerms
+from flashbwd.reference.spans import Span
+
+BLOCK = 1024  # queries and keys of the bias that are looked at together
+
+
+def keyless_sink_gradient(call: Call, spans: Iterable[Span]) -> Tensor:
+    """(H,): the sum of dlse over the rows that see no key.
+
+    With a sink, the LSE of such a row is the sink itself, so the sink receives the row's dlse. A sink of -inf is no
+    logit, and gets 0.
+    """
+    assert call.sink is not None
+    total = torch.zeros(len(call.sink), dtype=call.dtype, device=call.q.device)
+    if call.dlse is None:
+        return total
+    for span in spans:
+        rows = span.statistics(call.dlse).to(call.dtype)  # (batches, H, sq)
+        total += rows.masked_fill(~_keyless_rows(call, span), 0.0).sum((0, 2))
+    return total.masked_fill_(call.sink == -torch.inf, 0.0)
+
+
+def _keyless_rows(call: Call, span: Span) -> Tensor:
+    """(batches or 1, H or 1, sq) bool: the mask hides every key, or the bias is -inf at every key that it leaves."""
+    band = Band.of(span.sq, span.sk, call.causal, *call.window)
+    first, last = band.rows()
+    terms = AdditiveTerms(None if call.bias is None else span.plane(call.bias), None, band)
+    blocks = [(row, min(row + BLOCK, last)) for row in range(first, last, BLOCK)]
+    hidden = [terms.dead_rows(block, BLOCK) for block in blocks]
+    inside = [block.squeeze(-1) for block in hidden if block is not None]
+    keyless = torch.ones((1, 1, span.sq), dtype=torch.bool, device=call.q.device)
+    if not inside:
+        keyless[..., first:last] = False
+        return keyless
+    seen = torch.cat(inside, -1)
+    outside = keyless.expand(*seen.shape[:2], span.sq)
+    return torch.cat([outside[..., :first], seen, outside[..., last:]], -1)

@@ -69,6 +69,9 @@ class Plan:
         Least size of a ``workspace`` tensor given to :func:`attention_backward`.
     deterministic : bool
         Whether two runs on GPUs of one model and SM count agree bitwise.
+    cooperative : bool
+        Whether the kernel is launched cooperatively, with all of its thread blocks resident at once. A context with
+        fewer SMs than the device (a green context) refuses such a launch. Only deterministic plans ask for it.
     sm_count : int
         Multiprocessors of the device that was planned for; 0 on a CPU.
     splits : int
@@ -84,6 +87,7 @@ class Plan:
     schedule: str
     workspace_bytes: int
     deterministic: bool
+    cooperative: bool
     sm_count: int
     splits: int
     accumulator_bytes: int

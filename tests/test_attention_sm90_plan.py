@@ -6,7 +6,9 @@ import re
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from kit.host import dense_problem, device_info, load_host
 
 COUNTER_BYTES = 8 * 4  # jobs and chores taken, what is finished of 2 * 3 KV heads, padded to 4 words
@@ -501,11 +503,11 @@ def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
         (128, 8192, {"has_seqused": True}, False),
         (128, 2048, {"batch": 1, "heads": 16, "heads_kv": 16}, True),  # 256: two rounds, nearly full
         # Adds take turns:
-        (128, 512, {"batch": 1, "heads": 8, "heads_kv": 8}, True),
-        (128, 1024, {"batch": 2}, True),  # 256
+        (128, 512, {"batch": 1, "heads": 8, "heads_kv": 8}, False),
+        (128, 1024, {"batch": 2}, False),  # 256
         (128, 1024, {"batch": 1, "heads": 24, "heads_kv": 24}, False),  # 192
         (128, 256, {"batch": 8}, False),  # 256, two key blocks a head
-        (64, 512, {"batch": 4}, True),  # 256
+        (64, 512, {"batch": 4}, False),  # 256
         (64, 512, {"batch": 8}, False),  # 512
         (128, 1024, {"seqlen_k": 8192, "total_k": 16 * 8192}, False),  # 64 key blocks a head
         (160, 8192, {}, False),
@@ -561,3 +563,34 @@ def test_windows_packed_grouped_heads_and_sinks_are_taken(host: ModuleType) -> N
         host, varlen=True, window_left=7, window_right=0, has_seqused=True, heads=32, heads_kv=1, has_sink=True
     )
     assert plan.backend == "sm90"
+
+
+@hypothesis.given(
+    rows=st.sampled_from([64, 200, 256, 512, 1024, 2048, 8192]),
+    batch=st.integers(1, 8),
+    heads=st.sampled_from([(1, 1), (8, 8), (16, 16), (16, 4), (32, 2), (132, 132)]),
+    head_dim=st.sampled_from([32, 64, 80, 96, 128, 192, 256]),
+    windows=st.sampled_from([(-1, -1), (-1, 0), (255, 0), (100, 100)]),
+    deterministic=st.booleans(),
+)
+def test_only_deterministic_plans_are_cooperative_and_a_plan_names_the_one_way_that_runs(
+    rows: int, batch: int, heads: tuple[int, int], head_dim: int, windows: tuple[int, int], deterministic: bool
+) -> None:
+    host = load_host()
+    sizes = square(batch, rows) | {
+        "heads": heads[0],
+        "heads_kv": heads[1],
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+    }
+    sizes |= {"window_left": windows[0], "window_right": windows[1], "deterministic": deterministic}
+    plan = plan_of(host, **sizes)
+    assert deterministic or not plan.cooperative
+    assert plan.cooperative == ("wave" in plan.schedule)
+    assert " or " not in plan.schedule
+
+
+def test_both_kinds_of_deterministic_launch_are_planned(host: ModuleType) -> None:
+    sizes = {"head_dim": 128, "head_dim_v": 128, "deterministic": True}
+    assert plan_of(host, **square(2, 8192), **sizes).cooperative
+    assert not plan_of(host, **square(2, 8192), **sizes, window_right=0).cooperative

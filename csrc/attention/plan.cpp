@@ -112,7 +112,8 @@ std::string to_json(const AttentionPlan& plan) {
   append_quoted(json, plan.schedule);
   json << ", \"workspace_bytes\": " << plan.workspace.bytes
        << ", \"accumulator_bytes\": " << plan.workspace.accumulator_bytes << ", \"nsplits\": " << plan.workspace.nsplits
-       << ", \"deterministic\": " << (plan.deterministic ? "true" : "false") << ", \"sm_count\": " << plan.sm_count
+       << ", \"deterministic\": " << (plan.deterministic ? "true" : "false")
+       << ", \"cooperative\": " << (plan.cooperative ? "true" : "false") << ", \"sm_count\": " << plan.sm_count
        << ", \"refusals\": {";
   bool first = true;
   for (const auto& [backend, reason] : plan.refusals) {

@@ -20,7 +20,8 @@ struct AttentionPlan {
   int32_t config = 0;    // the family's own row number in its config table
   std::string schedule;  // in words: "one CTA a key block", ...
   bool deterministic = false;
-  int32_t sm_count = 0;  // of the device planned for; slots of persistent plans depend on it
+  bool cooperative = false;  // the launch needs all of its CTAs resident at once, which not every context grants
+  int32_t sm_count = 0;      // of the device planned for; slots of persistent plans depend on it
   WorkspaceLayout workspace;
   std::vector<std::pair<std::string, std::string>> refusals;  // backend not chosen -> why
   std::string refusal;                                        // why the backend that was forced cannot run this

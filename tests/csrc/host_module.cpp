@@ -129,6 +129,8 @@ void bind_workspace(py::module_& m) {
       .def_readonly("delta_bytes", &WorkspaceLayout::delta_bytes)
       .def_readonly("partial_offset", &WorkspaceLayout::partial_offset)
       .def_readonly("partial_bytes", &WorkspaceLayout::partial_bytes)
+      .def_readonly("lengths_offset", &WorkspaceLayout::lengths_offset)
+      .def_readonly("lengths_bytes", &WorkspaceLayout::lengths_bytes)
       .def_readonly("bytes", &WorkspaceLayout::bytes);
   m.def("plan_workspace", &plan_workspace);
   m.def("make_tables", [](const AttentionProblem& problem, const WorkspaceRequest& request,
@@ -163,6 +165,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("splits", &AttentionPlan::splits)
       .def_readonly("schedule", &AttentionPlan::schedule)
       .def_readonly("deterministic", &AttentionPlan::deterministic)
+      .def_readonly("cooperative", &AttentionPlan::cooperative)
       .def_readonly("workspace", &AttentionPlan::workspace)
       .def_readonly("refusals", &AttentionPlan::refusals);
   m.def(

@@ -30,9 +30,11 @@ struct KernelParams {
   GroupedJobs grouped;
   int32_t ctas = 0;               // one a multiprocessor at most
   int32_t* jobs_taken = nullptr;  // counter in the workspace, 0 at the start
-  // Jobs of a wave (schedule.h), 0: there are no waves. In turn all CTAs begin together and are dealt jobs in advance;
-  // ordinary, and of wide tiles, they take them from the counter.
+  // Work tiles of a wave (schedule.h); 0: there are no waves.
   int32_t wave_size = 0;
+  // Of the plan: a CTA may wait for any other, so all of them have to be resident, and work tiles are dealt to them in
+  // advance. In tiles of large head dimensions they come from the counter, a wave at a time.
+  bool cooperative = false;
   bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   bool by_heads = false;           // jobs go through the query heads of a group one after the other, see Step
   bool last_writes_dq = false;     // who adds last to a tile writes dq

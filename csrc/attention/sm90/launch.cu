@@ -11,6 +11,7 @@
 
 #include "../../common/launch.h"
 #include "../auxiliary.h"
+#include "../bounded_lengths.h"
 #include "../dropout.h"
 #include "../schedule.h"
 #include "../sink_gradient.h"
@@ -247,7 +248,6 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->jobs_before_last =
       params->packed_jobs ? params->jobs : static_cast<int32_t>(heads_before_last * params->key_blocks_of_list);
   if (params->packed_jobs) params->list_blocks = blocks_of_a_list(p, plan.block_n);
-  const int64_t uncut_jobs = params->jobs;
   if (!packed_q && !packed_k && !is_wide(tile)) {
     params->last_round =
         last_round(given, tile, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
@@ -293,17 +293,13 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->adds_into_zeros = workspace.zero_accumulator;
   const bool dense = !packed_q && !packed_k;
   const Visibility visibility = make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
-  const bool aligned = rows_aligned(p.out) && rows_aligned(p.dout);  // they are read 16 bytes at a time
-  // Wide tiles with features wait for nothing but the launch before.
-  if (dense && params->jobs > 0 && aligned && (!is_wide(tile) || !has_features(p))) {
+  if (dense) {
     params->ahead_ctas =
-        p.heads != p.heads_kv && !is_wide(tile)
-            ? grouped_statistics_ahead(p, params->grouped, params->jobs, params->query_blocks, plan.sm_count)
-            : statistics_ahead(p, visibility, is_wide(tile), params->heads_abreast, params->key_blocks,
-                               params->query_blocks, plan.block_m, plan.block_n, plan.sm_count);
+        overlapped_preprocess_ctas(p, tile, params->grouped, has_features(p), params->jobs, params->heads_abreast,
+                                   params->key_blocks, params->query_blocks, plan.sm_count);
   }
-  if (!is_wide(tile) && deals_waves(given, tile, params->grouped.pairs, params->ahead_ctas > 0, uncut_jobs,
-                                    params->key_blocks, params->ctas)) {
+  params->cooperative = plan.cooperative;
+  if (!is_wide(tile) && plan.cooperative) {
     // Pairs: waves are whole, so that CTAs that come late to a wave are late in the next one too, and nobody waits for
     // them there.
     if (params->grouped.pairs) {
@@ -443,10 +439,12 @@ const char* convert_dq(const AttentionBackwardParams& given, const AttentionPlan
 
 }  // namespace
 
-const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
+const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan, void* stream) {
   const Tile& tile = kTiles[plan.config];
-  const RowStatistics statistics = row_statistics(params, plan.workspace);
   if (!begin_context()) return "the thread's current device has no context";
+  AttentionBackwardParams params = given;
+  if (const char* error = launch_bound_lengths(&params, plan.workspace, stream)) return error;
+  const RowStatistics statistics = row_statistics(params, plan.workspace);
   KernelParams kernel_params;
   if (const char* error = make_params(params, plan, &kernel_params)) return error;
   RowsReady ready;

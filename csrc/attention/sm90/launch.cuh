@@ -41,8 +41,7 @@ const char* launch(const KernelParams& params, void* stream) {
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attributes[] = {overlap_with_launch_before(), begin_together()};
     config.attrs = attributes;
-    const bool waits = params.wave_size > 0 && params.attention.deterministic;  // for jobs of other CTAs
-    config.numAttrs = waits ? 2 : 1;
+    config.numAttrs = params.cooperative ? 2 : 1;
     error = launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

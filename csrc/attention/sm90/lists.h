@@ -243,6 +243,25 @@ int32_t grouped_statistics_ahead(const Problem& p, const GroupedJobs& grouped, i
   return static_cast<int32_t>(rows_of_round <= spare * job ? spare : 0);
 }
 
+// SMs that run the overlapped preprocess: they write row statistics while the others begin with the first work tiles.
+// 0: all row statistics are written first. `jobs`: work tiles of the call; `heads_abreast`: query heads of a list.
+template <typename Problem>
+int32_t overlapped_preprocess_ctas(const Problem& p, const Tile& tile, const GroupedJobs& grouped, bool features,
+                                   int64_t jobs, int64_t heads_abreast, int64_t key_blocks, int64_t query_blocks,
+                                   int64_t sm_count) {
+  if (jobs == 0) return 0;
+  // Kernels with features of large head dimensions wait for nothing but the launch before them.
+  if (is_wide(tile) && features) return 0;
+  if (p.heads != p.heads_kv && !is_wide(tile)) {
+    return grouped_statistics_ahead(p, grouped, jobs, query_blocks, sm_count);
+  }
+  const auto length = [](int64_t rows) { return static_cast<int32_t>(rows); };
+  const Visibility visibility =
+      make_visibility(length(p.seqlen_q), length(p.seqlen_k), p.window_left, p.window_right, p.causal);
+  return statistics_ahead(p, visibility, is_wide(tile), heads_abreast, key_blocks, query_blocks, tile.block_m,
+                          tile.block_n, sm_count);
+}
+
 // Deterministic: whether jobs are dealt in waves (schedule.h), so that key blocks of a head that begin together do not
 // wait for one another. They are of one length: all of them without a mask, pairs under a causal one. `ahead`: whether
 // row statistics would be written beside the first jobs; CTAs that begin together begin behind all of them.
@@ -294,21 +313,20 @@ WideWaves wide_waves(const Problem& p, const Tile& tile, int32_t heads_of_list, 
   return {};
 }
 
-// Ordinary, tiles up to 128: whether jobs without a mask begin at query blocks of their own (schedule.h, waves), though
-// nobody waits for anybody. Many key blocks of a head that begin together at its first query block all add to the same
-// tiles. Measured with head dimensions 32 to 128: with 64 key blocks and more it gains up to 2 %, with 32 it loses up
-// to 1 %; where all jobs of a call are one round it gains up to 12 %, of short walks, which take turns, 6 to 18 %,
-// where they are two that are nearly full up to 6 and 10 %. Grouped heads, whose tiles leave L2, lose that.
+// Staggered start of default calls, tiles up to head dimension 128, no mask: each work tile begins at a query block of
+// its own. Many key blocks of a head that begin together at its first query block all add to the same dq tiles.
+// Measured with head dimensions 32 to 128: with 64 key blocks and more it gains up to 2 %, with 32 it loses up to 1 %;
+// where all work tiles run at once it gains up to 12 %, where they are two rounds that are nearly full up to 6 %. GQA,
+// whose query tiles leave L2, loses that. Not where adds take turns: the turns of a staggered start need every CTA to
+// be resident, hence a cooperative launch, which a default call must not ask for (docs/determinism.md).
 template <typename Problem>
 bool begins_apart(const Problem& p, const Tile& tile, int64_t key_blocks, int64_t workers) {
   constexpr int64_t kManyKeyBlocks = 64;
-  if (is_wide(tile) || p.deterministic || !has_equal_jobs(p)) return false;
+  if (is_wide(tile) || p.deterministic || !has_equal_jobs(p) || takes_turns(p, tile)) return false;
   if (p.heads != p.heads_kv || p.seqlen_q == 0) return false;
   const int64_t jobs = int64_t{p.batch} * p.heads * key_blocks;
-  // With two key blocks a head there may be as many heads as multiprocessors, and lists that are no part of a wave
-  // (heads_of_short_walks): in turn, jobs would wait for ever.
   const bool two_rounds = key_blocks > 2 && jobs <= 2 * workers && 4 * jobs > 7 * workers;
-  return jobs <= workers || two_rounds || (key_blocks >= kManyKeyBlocks && !takes_turns(p, tile));
+  return jobs <= workers || two_rounds || key_blocks >= kManyKeyBlocks;
 }
 
 // Without a mask all jobs are equal, and the last round of them may be for a few multiprocessors only. Then these jobs

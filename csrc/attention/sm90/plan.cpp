@@ -136,46 +136,80 @@ std::string slower(const AttentionProblem& problem) {
   return "";
 }
 
+// How the work of a call is cut and in which order it is done.
+struct Cut {
+  bool in_turn = false;  // takes_turns
+  GroupedSizes grouped_sizes;
+  GroupedJobs grouped;
+  LastRound last;
+  bool staggered = false;  // begins_apart
+  bool cooperative = false;
+};
+
+Cut cut_of(const AttentionProblem& problem, const Tile& tile, int64_t sm_count) {
+  Cut cut;
+  cut.in_turn = takes_turns(problem, tile);
+  AttentionProblem ordered = problem;  // as the launch cuts it into work tiles
+  ordered.deterministic = problem.deterministic || cut.in_turn;
+  cut.grouped_sizes = grouped_sizes(problem, problem.varlen, cut.in_turn, tile);
+  if (!is_wide(tile)) cut.grouped = grouped_jobs(cut.grouped_sizes, sm_count);
+  const int64_t key_blocks = ceil_div(problem.seqlen_k, tile.block_n);
+  const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
+  const int64_t of_list = cut.grouped.pairs ? ceil_div(key_blocks, 2) : key_blocks;
+  const int64_t lists = problem.heads_kv * cut.grouped.splits, workers = sm_count / tile.ctas;
+  const int64_t jobs = packed_jobs(sizes_of(problem)) ? varlen_jobs(problem.total_k, problem.batch, lists, tile.block_n)
+                                                      : problem.batch * lists * of_list;
+  const int32_t heads =
+      heads_of_a_list(ordered, tile, problem.varlen, cut.grouped.pairs, lists, of_list, query_blocks, workers);
+  if (is_wide(tile)) {
+    const bool waves =
+        !has_features(problem) && wide_waves(ordered, tile, heads, key_blocks, query_blocks, workers).jobs > 0;
+    cut.cooperative = problem.deterministic && waves;
+    return cut;
+  }
+  int32_t ahead = 0;
+  if (!problem.varlen) {
+    cut.last = last_round(problem, tile, heads, key_blocks, query_blocks, sm_count);
+    cut.staggered = begins_apart(problem, tile, key_blocks, sm_count);
+  }
+  const int64_t parts = jobs + int64_t{cut.last.jobs} * (cut.last.parts - 1);
+  if (!problem.varlen) {
+    ahead = overlapped_preprocess_ctas(ordered, tile, cut.grouped, has_features(problem), parts,
+                                       heads * (problem.heads / std::max<int64_t>(lists, 1)), key_blocks, query_blocks,
+                                       sm_count);
+  }
+  cut.cooperative =
+      deals_waves(problem, tile, cut.grouped.pairs, ahead > 0, jobs, key_blocks, std::min(parts, sm_count));
+  return cut;
+}
+
+std::string in_words(const Cut& cut, const Tile& tile, bool deterministic) {
+  std::string words = cut.grouped.pairs ? "pairs of key blocks" : "key blocks";
+  words += !cut.cooperative ? " from a counter" : is_wide(tile) ? " from a counter, a wave at a time" : " in waves";
+  if (tile.by_queries) words += ", half of the queries a warpgroup";
+  if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";
+  if (cut.staggered) words += ", each begins at a query block of its own";
+  if (cut.last.parts > 1) {
+    words += ", the last " + std::to_string(cut.last.jobs) + " in " + std::to_string(cut.last.parts) + " parts";
+  }
+  if (cut.grouped.splits > 1) words += ", query heads in " + std::to_string(cut.grouped.splits) + " parts";
+  words += deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
+  return words + (cut.in_turn ? ", who is last writes it" : "");
+}
+
 void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPlan* plan) {
   const int tile_index = tile_of(problem);
   const Tile& tile = kTiles[tile_index];
+  const Cut cut = cut_of(problem, tile, device.sm_count);
+  const LastRound& last = cut.last;
   plan->block_m = tile.block_m;
   plan->block_n = tile.block_n;
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
+  plan->cooperative = cut.cooperative;
   plan->sm_count = device.sm_count;
-  const bool in_turn = takes_turns(problem, tile);
-  AttentionProblem ordered = problem;  // as the launch cuts it into jobs
-  ordered.deterministic = problem.deterministic || in_turn;
-  const GroupedSizes grouped_sizes = sm90::grouped_sizes(problem, problem.varlen, in_turn, tile);
-  const GroupedJobs grouped = is_wide(tile) ? GroupedJobs() : grouped_jobs(grouped_sizes, device.sm_count);
-  plan->schedule = grouped.pairs ? "pairs of key blocks" : "key blocks";
-  const bool unmasked = !problem.varlen && problem.window_left < 0 && problem.window_right < 0;
-  if (!problem.deterministic || is_wide(tile) || !(grouped.pairs || unmasked)) {
-    plan->schedule += " from a counter";
-  } else {
-    plan->schedule += grouped.pairs ? " in waves" : " from a counter or in waves";
-  }
-  if (tile.by_queries) plan->schedule += ", half of the queries a warpgroup";
-  if (tile.ctas > 1) plan->schedule += ", each by " + std::to_string(tile.ctas) + " CTAs";
-  plan->splits = grouped.splits;
-  LastRound last;
-  if (!problem.varlen && !is_wide(tile)) {
-    const int64_t key_blocks = ceil_div(problem.seqlen_k, tile.block_n);
-    const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
-    const int32_t heads = heads_of_a_list(ordered, tile, false, grouped.pairs, problem.heads_kv * grouped.splits,
-                                          key_blocks, query_blocks, device.sm_count);
-    last = last_round(problem, tile, heads, key_blocks, query_blocks, device.sm_count);
-    if (begins_apart(problem, tile, key_blocks, device.sm_count)) {
-      plan->schedule += ", each begins at a query block of its own";
-    }
-  }
-  if (last.parts > 1) {
-    plan->schedule += ", the last " + std::to_string(last.jobs) + " in " + std::to_string(last.parts) + " parts";
-  }
-  if (grouped.splits > 1) plan->schedule += ", query heads in " + std::to_string(grouped.splits) + " parts";
-  plan->schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
-  if (in_turn) plan->schedule += ", who is last writes it";
+  plan->splits = cut.grouped.splits;
+  plan->schedule = in_words(cut, tile, problem.deterministic);
   WorkspaceRequest request;
   request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
   request.dq_parted = true;
@@ -185,8 +219,9 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   request.adds_into_zeros = adds_into_zeros(sizes);
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
   request.partial_bytes = bias_scratch_bytes(sizes, tile);
-  if (grouped.splits > 1) {
-    request.partial_bytes += grouped.splits * partial_elements(grouped_sizes) * static_cast<int64_t>(sizeof(float));
+  if (cut.grouped.splits > 1) {
+    request.partial_bytes +=
+        cut.grouped.splits * partial_elements(cut.grouped_sizes) * static_cast<int64_t>(sizeof(float));
   }
   if (last.parts > 1) {
     const int64_t columns = round_up(problem.head_dim, 4) + round_up(problem.head_dim_v, 4);

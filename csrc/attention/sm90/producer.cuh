@@ -33,8 +33,7 @@ struct Producer {
       do {
         cursor.second = params.grouped.pairs && !cursor.second;
         if (!cursor.second) {
-          const bool dealt = params.wave_size > 0 && params.attention.deterministic;
-          cursor.job = dealt ? cursor.job + params.wave_size : atomicAdd(params.jobs_taken, 1);
+          cursor.job = params.cooperative ? cursor.job + params.wave_size : atomicAdd(params.jobs_taken, 1);
         }
         smem.work[cursor.slot.index()].find(params, cursor);
       } while (!smem.work[cursor.slot.index()].settled());

@@ -92,29 +92,30 @@ struct Producer {
     mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
   }
 
-  // By the warp, which also writes what a gradient of the bias has where nobody looks.
+  // By the warp, which also stores zeros to the bias gradient of query blocks that do not see these keys. The barriers
+  // of k and v complete a phase for each work tile with query blocks, and for no other: consumers finish a work tile
+  // without query blocks by themselves, so a barrier that they also arrived at could be two phases ahead of this warp,
+  // which would then wait for ever.
   static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work,
                                                    int32_t rank, int32_t lane) {
-    const bool has_steps = work.steps > 0;
-    if (elect_one()) {
-      if (has_steps) {
-        mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
-        Loader::load_k(params, smem, work);
-        if constexpr (Traits::kPairs) {
-          mbarrier_wait(&smem.k_other_empty, work.keys_phase ^ 1);
-          load_other_keys(params, smem, work, rank);
-        }
+    if (work.steps > 0 && elect_one()) {
+      mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
+      Loader::load_k(params, smem, work);
+      if constexpr (Traits::kPairs) {
+        mbarrier_wait(&smem.k_other_empty, work.keys_phase ^ 1);
+        load_other_keys(params, smem, work, rank);
       }
-      mbarrier_wait(&smem.v_empty, ~work.slot.jobs_before % 2);  // without steps too: dk, zeros, is staged there
-      if (has_steps) Loader::load_v(params, smem, work);
+      mbarrier_wait(&smem.v_empty, work.keys_phase ^ 1);
+      Loader::load_v(params, smem, work);
     }
+    __syncwarp();  // the loads are issued before the warp spends its time on zeros
     if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
   }
 
   // The next number of the counter. In turn, jobs of a ring wait for one another, so nobody may have two of a wave: who
   // comes early waits until all of the wave before are taken.
   static __device__ __forceinline__ int32_t next_number(const KernelParams& params, uint32_t taken) {
-    if (params.wave_size > 0 && params.attention.deterministic) {
+    if (params.cooperative) {
       while (load_relaxed(params.jobs_taken) < static_cast<int32_t>(taken) * params.wave_size) __nanosleep(32);
     }
     return atomicAdd(params.jobs_taken, 1);

@@ -219,7 +219,7 @@ def test_softcap_alibi_and_a_bias_of_keys_keep_128_keys_a_cta(
         ({"head_dim": 192, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, "attn_bias and"),
         ({"head_dim": 32, "dropout_layout": "kEfficient32"}, ""),
         ({"head_dim": 96, "dropout_layout": "kFlash", "softcap": 30.0}, "with softcap and dropout"),
-        ({"head_dim": 128, "dropout_layout": "kFlash", "softcap": 30.0}, ""),
+        ({"head_dim": 128, "dropout_layout": "kFlash", "softcap": 30.0}, "with softcap and dropout"),
         ({"head_dim": 128, "dropout_layout": "kEfficient64", "softcap": 30.0}, "with softcap and dropout"),
         ({"head_dim": 192, "dropout_layout": "kEfficient64"}, ""),
         ({"head_dim": 256, "dropout_layout": "kEfficient32", "softcap": 30.0}, ""),

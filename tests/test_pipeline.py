@@ -47,7 +47,7 @@ class LargeHeadDimCta:
         self.ds_full, self.ds_empty = self._ring(1), self._ring(1)
         self.dq_full = [[Barrier() for _ in range(DQ_BUFFERS)] for _ in range(ADDERS)]
         self.dq_empty = [Barrier() for _ in range(DQ_BUFFERS)]
-        self.busy = Barrier(phase=1)  # a wait for parity 0 passes: a place where a role may be held up
+        self.busy = Barrier(phase=1)  # a wait for parity 0 passes: the role may be held up here
 
     @staticmethod
     def _ring(count: int) -> list[Barrier]:
@@ -65,7 +65,7 @@ class LargeHeadDimCta:
         ]
 
     def keys(self) -> Role:
-        """The warp that finds work tiles and loads k and v; it also stores zeros of a bias gradient."""
+        """The warp that finds work tiles and loads k and v; between these it also converts finished dq."""
         for i, tile in enumerate(self.tiles):
             yield self.work_empty[i % SLOTS], i // SLOTS % 2 ^ 1
             yield self.work_wanted, (i + 1) % 2

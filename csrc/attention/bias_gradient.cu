@@ -6,7 +6,9 @@
 #include "../common/launch.h"
 #include "../common/numeric.cuh"
 #include "bias_gradient.h"
+#include "scalars.cuh"
 #include "schedule.h"
+#include "sequence.cuh"
 
 namespace flashbwd {
 namespace {
@@ -199,28 +201,60 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
-// Zeros of 16 bit in the tiles of planes of whole rows of 16 bytes that have no visible element: a row a warp.
-__global__ void __launch_bounds__(kReduceThreads)
-    zero_tiles_kernel(const __grid_constant__ BiasGradient g, Visibility visibility, int32_t batch, int32_t heads,
-                      int32_t block_m, int32_t block_n) {
-  constexpr int32_t kColumns = kTiledColumns, kStride = 32 * kColumns;  // of a lane, of a warp
-  const uint32_t rows = visibility.seqlen_q, planes = static_cast<uint32_t>(batch) * heads;
-  const int32_t columns = visibility.seqlen_k, lane = threadIdx.x % 32;
-  const int64_t warps = int64_t{gridDim.x} * (kReduceThreads / 32);
-  for (int64_t i = (int64_t{blockIdx.x} * kReduceThreads + threadIdx.x) / 32; i < int64_t{planes} * rows; i += warps) {
-    const int32_t plane = static_cast<int32_t>(i / rows), row = static_cast<int32_t>(i - int64_t{plane} * rows);
-    const BlockRange seen = key_blocks(visibility, row / block_m, block_m, block_n);
-    auto* const place = static_cast<uint16_t*>(g.data) + plane / heads * g.batch_stride +
-                        plane % heads * g.head_stride + row * g.row_stride;
-    const int32_t begin = seen.empty() ? columns : seen.begin * block_n;
-#pragma unroll 4
-    for (int32_t c = lane * kColumns; c < begin; c += kStride) {
-      *reinterpret_cast<uint4*>(place + c) = make_uint4(0, 0, 0, 0);
+struct ZeroArguments {
+  AttentionBackwardParams params;
+  BiasGradient gradient;
+  int32_t block_m = 0, block_n = 0;
+};
+
+// Zeros in elements [first, last) of a row, by a warp.
+__device__ __forceinline__ void zero_columns(const BiasGradient& g, int64_t row, int32_t first, int32_t last,
+                                             int32_t lane) {
+  if (g.col_stride != 1) {
+    for (int32_t column = first + lane; column < last; column += 32) {
+      store_scalar(g.data, row + column * g.col_stride, g.dtype, 0.f);
     }
-#pragma unroll 4
-    for (int32_t c = seen.end * block_n + lane * kColumns; c < columns; c += kStride) {
-      *reinterpret_cast<uint4*>(place + c) = make_uint4(0, 0, 0, 0);
+    return;
+  }
+  const auto bytes = static_cast<int32_t>(size_of(g.dtype));
+  uint8_t* const begin = static_cast<uint8_t*>(g.data) + (row + first) * bytes;
+  uint8_t* const end = static_cast<uint8_t*>(g.data) + (row + last) * bytes;
+  const auto zero_scalars = [&](uint8_t* from, uint8_t* to) {  // at most one per lane
+    uint8_t* const place = from + lane * bytes;
+    if (place >= to) return;
+    if (bytes == 4) {
+      *reinterpret_cast<uint32_t*>(place) = 0;
+    } else {
+      *reinterpret_cast<uint16_t*>(place) = 0;
     }
+  };
+  constexpr uintptr_t kMask = sizeof(uint4) - 1;
+  uint8_t* const body = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(begin) + kMask) & ~kMask);
+  uint8_t* const tail = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(end) & ~kMask);
+  if (body >= tail) return zero_scalars(begin, end);
+  zero_scalars(begin, body);
+#pragma unroll 4
+  for (uint8_t* place = body + lane * sizeof(uint4); place < tail; place += 32 * sizeof(uint4)) {
+    *reinterpret_cast<uint4*>(place) = uint4{};
+  }
+  zero_scalars(tail, end);
+}
+
+// Zeros in the tiles of (batch, heads, seqlen_q, seqlen_k) that have no visible element: one row of a plane per warp.
+__global__ void __launch_bounds__(kReduceThreads) zero_unseen_kernel(const __grid_constant__ ZeroArguments a) {
+  const AttentionBackwardParams& p = a.params;
+  const BiasGradient& g = a.gradient;
+  const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q, warps = int64_t{gridDim.x} * (kReduceThreads / 32);
+  const int32_t lane = threadIdx.x % 32;
+  for (int64_t i = (int64_t{blockIdx.x} * kReduceThreads + threadIdx.x) / 32; i < rows; i += warps) {
+    const int64_t plane = i / p.seqlen_q;
+    const int32_t row = static_cast<int32_t>(i - plane * p.seqlen_q);
+    const int32_t batch = static_cast<int32_t>(plane / p.heads), head = static_cast<int32_t>(plane - batch * p.heads);
+    const Visibility visibility = visibility_of(p, load_sequence(p, batch));
+    const BlockRange seen = key_blocks(visibility, row / a.block_m, a.block_m, a.block_n);
+    const int64_t place = batch * g.batch_stride + head * g.head_stride + row * g.row_stride;
+    zero_columns(g, place, 0, seen.empty() ? p.seqlen_k : seen.begin * a.block_n, lane);
+    if (!seen.empty()) zero_columns(g, place, min(seen.end * a.block_n, p.seqlen_k), p.seqlen_k, lane);
   }
 }
 
@@ -293,13 +327,16 @@ BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientS
 }
 
 const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& gradient,
-                                      const BiasGradientScratch& scratch, void* stream) {
-  const Visibility visibility = visibility_of_call(p);
-  if (!scratch.in_tiles() || scratch.elements > 0 || visibility.full()) return nullptr;
+                                      const BiasGradientScratch& scratch, int32_t block_m, int32_t block_n,
+                                      void* stream) {
+  // The sums over planes in tiles leave out what no query sees.
+  if (gradient.mode != BiasGradientMode::kStore || (scratch.in_tiles() && scratch.elements > 0)) return nullptr;
+  const bool dense = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr && p.seqused_k == nullptr;
+  if (dense && visibility_of_call(p).full()) return nullptr;
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
-  if (rows == 0) return nullptr;
-  const cudaError_t error = launch_kernel(config_of_warps(rows, stream), zero_tiles_kernel, gradient, visibility,
-                                          p.batch, p.heads, scratch.block_m, scratch.block_n);
+  if (rows == 0 || p.seqlen_k == 0) return nullptr;
+  const cudaError_t error =
+      launch_kernel(config_of_warps(rows, stream), zero_unseen_kernel, ZeroArguments{p, gradient, block_m, block_n});
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

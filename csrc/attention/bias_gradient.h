@@ -100,10 +100,11 @@ inline BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
 // Where the main kernel puts the gradient of the bias: dbias itself, or fp32 numbers at `storage`.
 BiasGradient bias_gradient(const AttentionBackwardParams& params, const BiasGradientScratch& scratch, void* storage);
 
-// Zeros in those tiles of dbias that no kernel stores; nothing where the kernel writes scratch. Returns null or a
-// message.
+// Before a main kernel that stores those tiles of (block_m, block_n) that have a visible element: zeros in the others.
+// Returns null or a message.
 const char* launch_zero_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& gradient,
-                                      const BiasGradientScratch& scratch, void* stream);
+                                      const BiasGradientScratch& scratch, int32_t block_m, int32_t block_n,
+                                      void* stream);
 
 // After the main kernel: dbias from what lies at `source`, unless that is dbias. Returns null or a message.
 const char* launch_reduce_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& source,

@@ -35,7 +35,6 @@ struct KernelParams {
   // Of the plan: a CTA may wait for any other, so all of them have to be resident, and work tiles are dealt to them in
   // advance. In tiles of large head dimensions they come from the counter, a wave at a time.
   bool cooperative = false;
-  bool packed_jobs = false;        // jobs follow cu_seqlens_k, else every sequence has `key_blocks`
   bool by_heads = false;           // jobs go through the query heads of a group one after the other, see Step
   bool last_writes_dq = false;     // who adds last to a tile writes dq
   bool wants_early = false;        // in turn others would wait for a job that is taken and does not begin yet

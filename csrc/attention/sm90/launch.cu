@@ -228,9 +228,8 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
   params->key_blocks_of_list =
       params->grouped.pairs ? static_cast<int32_t>(ceil_div(params->key_blocks, 2)) : params->key_blocks;
   const int32_t lists = p.heads_kv * params->grouped.splits;
-  params->packed_jobs = packed_jobs(sizes);
-  params->jobs = static_cast<int32_t>(params->packed_jobs ? varlen_jobs(p.total_k, p.batch, lists, plan.block_n)
-                                                          : int64_t{p.batch} * lists * params->key_blocks_of_list);
+  params->jobs = static_cast<int32_t>(packed_k ? varlen_jobs(p.total_k, p.batch, lists, plan.block_n)
+                                               : int64_t{p.batch} * lists * params->key_blocks_of_list);
   if (params->grouped.splits > 1) point_at_partial_sums(partial_sums, &params->attention, params->grouped.splits);
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
@@ -246,8 +245,8 @@ const char* make_params(const AttentionBackwardParams& given, const AttentionPla
       heads_before_last_list(p, tile, params->head_group, int64_t{p.batch} * lists, params->key_blocks,
                              params->query_blocks, plan.sm_count / tile.ctas);
   params->jobs_before_last =
-      params->packed_jobs ? params->jobs : static_cast<int32_t>(heads_before_last * params->key_blocks_of_list);
-  if (params->packed_jobs) params->list_blocks = blocks_of_a_list(p, plan.block_n);
+      packed_k ? params->jobs : static_cast<int32_t>(heads_before_last * params->key_blocks_of_list);
+  if (packed_k) params->list_blocks = blocks_of_a_list(p, plan.block_n);
   if (!packed_q && !packed_k && !is_wide(tile)) {
     params->last_round =
         last_round(given, tile, params->head_group, params->key_blocks, params->query_blocks, plan.sm_count);
@@ -463,7 +462,10 @@ const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan,
     }
   }
   const BiasGradientScratch scratch = bias_gradient_of(sizes_of(params), tile);
-  if (const char* error = launch_zero_bias_gradient(params, kernel_params.bias_gradient, scratch, stream)) return error;
+  if (const char* error =
+          launch_zero_bias_gradient(params, kernel_params.bias_gradient, scratch, tile.block_m, tile.block_n, stream)) {
+    return error;
+  }
   if (const char* error = launch_preprocess(params, plan.workspace, statistics, stream, ready)) return error;
   if (const char* error = launch_main(plan.config, kernel_params, stream)) return error;
   const int32_t splits = kernel_params.grouped.splits, parts = kernel_params.last_round.parts;

@@ -77,12 +77,8 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   return region;
 }
 
-// Whether jobs follow cu_seqlens_k. A bias gradient is as wide as the longest sequence, so that every sequence needs
-// CTAs for all of it.
-inline bool packed_jobs(const CallSizes& sizes) { return sizes.packed && !sizes.bias_gradient; }
-
 inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
-  if (packed_jobs(sizes)) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
+  if (sizes.packed) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
   return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
 }
 

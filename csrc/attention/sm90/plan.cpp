@@ -132,8 +132,7 @@ std::string slower(const AttentionProblem& problem) {
     return "sm80 is faster with attn_bias at head dimensions up to 128, unless the copy engine brings it, alone or "
            "with PyTorch's memory-efficient dropout";
   }
-  if (head_dim <= 96 || draws_words) return "sm80 is faster with softcap and dropout at this head dimension";
-  return "";
+  return "sm80 is faster with softcap and dropout at this head dimension";
 }
 
 // How the work of a call is cut and in which order it is done.
@@ -157,8 +156,8 @@ Cut cut_of(const AttentionProblem& problem, const Tile& tile, int64_t sm_count) 
   const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
   const int64_t of_list = cut.grouped.pairs ? ceil_div(key_blocks, 2) : key_blocks;
   const int64_t lists = problem.heads_kv * cut.grouped.splits, workers = sm_count / tile.ctas;
-  const int64_t jobs = packed_jobs(sizes_of(problem)) ? varlen_jobs(problem.total_k, problem.batch, lists, tile.block_n)
-                                                      : problem.batch * lists * of_list;
+  const int64_t jobs = problem.varlen ? varlen_jobs(problem.total_k, problem.batch, lists, tile.block_n)
+                                      : problem.batch * lists * of_list;
   const int32_t heads =
       heads_of_a_list(ordered, tile, problem.varlen, cut.grouped.pairs, lists, of_list, query_blocks, workers);
   if (is_wide(tile)) {

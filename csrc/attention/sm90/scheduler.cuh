@@ -92,9 +92,10 @@ struct Work {
     const auto heads_of_list = [&](int32_t blocks) {
       return at_least(params.head_group, params.list_blocks / at_least(blocks, 1));
     };
-    const Job job = params.packed_jobs ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, heads_of_list)
-                                       : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group,
-                                                   params.jobs_before_last);
+    const Job job =
+        p.cu_seqlens_k != nullptr
+            ? varlen_job(cursor.job, p.cu_seqlens_k, p.batch, lists, kBlockN, heads_of_list)
+            : dense_job(number, p.batch, lists, params.key_blocks_of_list, params.head_group, params.jobs_before_last);
     exists = job.batch >= 0;
     if (!exists) return;
     batch = job.batch;
@@ -105,7 +106,7 @@ struct Work {
     if (params.grouped.pairs && p.deterministic) key_block = params.key_blocks_of_list - 1 - key_block;
     if (from_last_key || (params.grouped.pairs && !cursor.second)) {
       const int32_t key_blocks =
-          params.packed_jobs ? jobs_of_sequence(p.cu_seqlens_k, batch, kBlockN) : params.key_blocks;
+          p.cu_seqlens_k != nullptr ? jobs_of_sequence(p.cu_seqlens_k, batch, kBlockN) : params.key_blocks;
       key_block = key_blocks - 1 - key_block;
     }
     forget_registers();
@@ -149,9 +150,7 @@ struct Work {
         params.copies_dkdv && !is_part && (p.cu_seqlens_k == nullptr || first_key + kBlockN <= sequence.rows_k);
     // The block in the middle of an odd number is its own partner: it is done once.
     exists = !(cursor.second && 2 * key_block + 1 == params.key_blocks);
-    // Where the gradient of a bias is stored, its columns reach up to the longest sequence.
-    const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
-    exists = exists && first_key < (whole_bias ? p.seqlen_k : sequence.rows_k);
+    exists = exists && first_key < sequence.rows_k;
   }
 
   // The keys of CTA `rank` of a cluster, each with kKeys of the block. All walk the query blocks that one of them sees.

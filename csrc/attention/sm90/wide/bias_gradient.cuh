@@ -1,4 +1,5 @@
-// The gradient of attn_bias from the tiles of dS, into dbias or its scratch (../../bias_gradient.h).
+// The gradient of attn_bias from the tiles of dS, into dbias or its scratch (../../bias_gradient.h). Tiles that no work
+// tile visits hold zeros before the kernel starts.
 #pragma once
 
 #include "../../scalars.cuh"
@@ -106,28 +107,5 @@ struct BiasGradientWriter {
     }
   }
 };
-
-// Zeros in the query blocks that this key block does not see.
-template <typename Traits>
-__device__ void zero_bias_gradient(const KernelParams& params, const typename Traits::Work& work, int32_t thread,
-                                   int32_t threads) {
-  const BiasGradient& g = params.bias_gradient;
-  const AttentionBackwardParams& p = params.attention;
-  if (g.mode != BiasGradientMode::kStore) return;
-  const int32_t keys = min(Traits::kBlockN, p.seqlen_k - work.first_key);
-  const int32_t seen_from = work.query_range.empty() ? p.seqlen_q : work.query_range.begin * Traits::kBlockM;
-  const int32_t seen_to = work.query_range.empty() ? p.seqlen_q : work.query_range.end * Traits::kBlockM;
-#pragma unroll 1
-  for (int32_t head = work.first_head; head < work.first_head + p.heads / p.heads_kv; ++head) {
-    const int64_t plane = work.batch * g.batch_stride + head * g.head_stride;
-#pragma unroll 1
-    for (int32_t row = thread / 32; row < p.seqlen_q; row += threads / 32) {
-      if (row >= seen_from && row < seen_to) continue;
-      for (int32_t key = thread % 32; key < keys; key += 32) {
-        store_scalar(g.data, plane + row * g.row_stride + (work.first_key + key) * g.col_stride, g.dtype, 0.f);
-      }
-    }
-  }
-}
 
 }  // namespace flashbwd::sm90::wide

@@ -32,7 +32,7 @@ struct Producer {
       if (lane == 0) find_job(params, smem, rank);
       __syncwarp();
       const Work& work = smem.work[cursor.slot.index()];
-      if (!work.exhausted) load_keys(params, smem, work, rank, lane);
+      if (!work.exhausted) load_keys(params, smem, work, rank);
       __syncwarp();
       if (lane == 0) cursor.slot.advance();
       __syncwarp();
@@ -63,11 +63,8 @@ struct Producer {
       if (work.exhausted) break;
       store_job_dq(params, smem, work, rank, adder, count, phases);
       bulk_wait<0>();
-      // Past the rows of the sequence there are jobs that only write zeros to the gradient of a bias.
-      if (work.first_key - rank * Traits::kBlockN < work.sequence.rows_k) {
-        fence_async_global();
-        add_release(params.finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
-      }
+      fence_async_global();
+      add_release(params.finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
       mbarrier_arrive(&smem.work_empty[slot.index()]);
     }
   }
@@ -92,24 +89,20 @@ struct Producer {
     mbarrier_arrive(&smem.work_full[cursor.slot.index()]);
   }
 
-  // By the warp, which also stores zeros to the bias gradient of query blocks that do not see these keys. The barriers
-  // of k and v complete a phase for each work tile with query blocks, and for no other: consumers finish a work tile
-  // without query blocks by themselves, so a barrier that they also arrived at could be two phases ahead of this warp,
-  // which would then wait for ever.
+  // By the warp. The barriers of k and v complete a phase for each work tile with query blocks, and for no other:
+  // consumers finish a work tile without query blocks by themselves, so a barrier at which they also arrived could be
+  // two phases ahead of this warp, which would then wait for ever.
   static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                   int32_t rank, int32_t lane) {
-    if (work.steps > 0 && elect_one()) {
-      mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
-      Loader::load_k(params, smem, work);
-      if constexpr (Traits::kPairs) {
-        mbarrier_wait(&smem.k_other_empty, work.keys_phase ^ 1);
-        load_other_keys(params, smem, work, rank);
-      }
-      mbarrier_wait(&smem.v_empty, work.keys_phase ^ 1);
-      Loader::load_v(params, smem, work);
+                                                   int32_t rank) {
+    if (work.steps == 0 || !elect_one()) return;
+    mbarrier_wait(&smem.k_empty, work.keys_phase ^ 1);
+    Loader::load_k(params, smem, work);
+    if constexpr (Traits::kPairs) {
+      mbarrier_wait(&smem.k_other_empty, work.keys_phase ^ 1);
+      load_other_keys(params, smem, work, rank);
     }
-    __syncwarp();  // the loads are issued before the warp spends its time on zeros
-    if constexpr (Traits::kBiasGradient) zero_bias_gradient<Traits>(params, work, lane, 32);
+    mbarrier_wait(&smem.v_empty, work.keys_phase ^ 1);
+    Loader::load_v(params, smem, work);
   }
 
   // The next number of the counter. In turn, jobs of a ring wait for one another, so nobody may have two of a wave: who

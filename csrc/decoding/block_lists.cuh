@@ -1,4 +1,5 @@
-// Which keys the rows of a tile walk.
+// Which keys the rows of a tile walk. Lists lie on the GPU, so the host cannot check them: a count beyond the columns
+// of a list is cut to them, and a number that is no block's stands for a block without keys.
 #pragma once
 
 #include "params.h"
@@ -16,6 +17,7 @@ struct ChunkList {
   int partial_blocks = 0;
   int chunks_per_block = 0;  // 0: all keys
   int kv_block = 0;
+  int kv_blocks = 0;  // of kv_block keys
   int seqlen_k = 0;
   int total = 0;
 };
@@ -59,7 +61,8 @@ class Cursor {
   int entry_ = 0, inside_ = 0, block_ = 0;  // of the chunk after this one
 
   __device__ int read() const {
-    return entry_ < list_.partial_blocks ? list_.partial[entry_] : list_.full[entry_ - list_.partial_blocks];
+    const int block = entry_ < list_.partial_blocks ? list_.partial[entry_] : list_.full[entry_ - list_.partial_blocks];
+    return 0 <= block && block < list_.kv_blocks ? block : list_.kv_blocks;
   }
 
   __device__ void keep_and_read_ahead() {
@@ -91,10 +94,12 @@ __device__ bool walks_lists(const DecodingParams& p) {
 struct ListOfRow {
   const int* count = nullptr;
   const int* indices = nullptr;
+  int columns = 0;
 
   ListOfRow() = default;
   __device__ ListOfRow(const BlockList& list, int b, int h, int q) {
     if (list.counts == nullptr || list.columns == 0) return;
+    columns = list.columns;
     count = list.counts + b * list.count_strides[0] + h * list.count_strides[1] + q * list.count_strides[2];
     indices = list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
   }
@@ -106,7 +111,7 @@ struct ListOfRow {
     prefetch(count);
     prefetch(indices + begin_of_share(list.columns, split, splits));
   }
-  __device__ int blocks() const { return count == nullptr ? 0 : *count; }
+  __device__ int blocks() const { return count == nullptr ? 0 : min(max(*count, 0), columns); }
 };
 
 template <int kKeys, class Mod>
@@ -119,6 +124,7 @@ __device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, const ListOfRow&
   list.full = full.indices;
   list.partial_blocks = partial.blocks();
   list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger one is block 0, and its products stay in 32 bits
+  list.kv_blocks = list.kv_block > 0 ? (p.seqlen_k + list.kv_block - 1) / list.kv_block : 0;
   list.chunks_per_block = (list.kv_block + kKeys - 1) / kKeys;
   list.total = (list.partial_blocks + full.blocks()) * list.chunks_per_block;
   return list;

@@ -1,5 +1,5 @@
-"""Block lists on the GPU that name no block, or claim more blocks than they have columns: decoding reads nothing outside
-its tensors, and takes what names no block for a block without keys."""
+"""Block lists on the GPU that name no block, or claim more blocks than they have columns: decoding reads nothing
+outside its tensors, and takes what names no block for a block without keys."""
 
 from __future__ import annotations
 

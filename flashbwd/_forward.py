@@ -108,7 +108,8 @@ def run(
     if forward == "reference":
         rng = no_rng
         if dropout_p > 0.0:
-            rng = torch.randint(2**62, (2,), device=q.device) * torch.tensor([1, 0], device=q.device)
+            rng = torch.randint(2**62, (2,), device=q.device)
+            rng[1:].zero_()
         out, lse = reference.attention_forward(
             q,
             k,
@@ -132,6 +133,7 @@ def run(
         )
         return out, lse, rng
     rng = no_rng
+    q, softmax_scale = _with_positive_scale(q, softmax_scale)
     if forward == "torch_cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal != "none", scale=softmax_scale
@@ -170,6 +172,19 @@ def run(
     if sink is not None:
         out, lse = _add_sink(out, lse, sink)
     return out.contiguous(), lse.contiguous(), rng
+
+
+def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and a scale that give the same scores, with a scale that is positive in float32.
+
+    PyTorch's forwards mask scores with -inf before they scale them, so a negative scale would turn the mask into +inf,
+    and a zero into NaN. They also take the row maximum before they scale, which a negative scale makes the minimum.
+    """
+    if scale < 0.0:
+        q, scale = q.neg(), -scale
+    if scale < torch.finfo(torch.float32).tiny:
+        q, scale = q * scale, 1.0
+    return q, scale
 
 
 def _aligned(bias: Tensor) -> Tensor:

@@ -215,7 +215,11 @@ def _rng_tensor(state: RngState | None, h: Tensor) -> Tensor | None:
     for word in state[:2]:
         if not isinstance(word, Tensor):
             word = torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
-        words.append((word.view(torch.int64) if word.dtype == torch.uint64 else word).reshape(()).to(h.device))
+        word = (word.view(torch.int64) if word.dtype == torch.uint64 else word).reshape(())
+        if word.is_cpu and not h.is_cpu:
+            # The value travels as a kernel argument: a CUDA graph capture allows no copy from pageable memory.
+            word = torch.zeros((), dtype=torch.int64, device=h.device) + word
+        words.append(word.to(h.device))
     seed, offset = words
     side_by_side = offset.storage_offset() == seed.storage_offset() + 1
     if seed._base is not None and seed._base is offset._base and side_by_side:  # parts of one tensor: no copy

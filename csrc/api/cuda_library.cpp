@@ -9,6 +9,7 @@
 
 #include "../attention/sm80/plan.h"
 #include "../attention/sm90/plan.h"
+#include "../common/capture.h"
 #include "../common/probe.h"
 #include "../layer_norm/launch.h"
 #include "cuda_backend.h"
@@ -32,6 +33,7 @@ std::string why_not(cudaError_t error) {
 }
 
 DeviceInfo query_device(int index) {
+  const AllowedInCapture allowed;
   DeviceInfo info;
   info.index = index;
   int capability = 0;
@@ -95,6 +97,13 @@ void* allocate(size_t bytes) {
 
 void release(void* memory) { aoti_torch_cuda_caching_allocator_raw_delete(memory); }
 
+// A first call loads kernels, sets their attributes and finds the driver's encoder of tensor maps.
+template <AttentionLauncher kLaunch>
+const char* launch_in_capture_too(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
+  const AllowedInCapture allowed;
+  return kLaunch(params, plan, stream);
+}
+
 struct Installer {
   Installer() {
     CudaBackend backend;
@@ -105,10 +114,10 @@ struct Installer {
     backend.allocate = allocate;
     backend.release = release;
 #ifdef FLASHBWD_BUILT_ATTENTION_SM80
-    backend.attention_sm80 = sm80::run;
+    backend.attention_sm80 = launch_in_capture_too<sm80::run>;
 #endif
 #ifdef FLASHBWD_BUILT_ATTENTION_SM90
-    backend.attention_sm90 = sm90::run;
+    backend.attention_sm90 = launch_in_capture_too<sm90::run>;
 #endif
 #ifdef FLASHBWD_BUILT_DECODING
     backend.decoding = run_decoding;

@@ -6,6 +6,8 @@
 #include <mutex>
 #include <utility>
 
+#include "../common/capture.h"
+
 namespace flashbwd {
 namespace {
 
@@ -13,12 +15,10 @@ namespace {
 StreamMemory allocate(cudaStream_t stream) {
   constexpr size_t kArrivalBytes = sizeof(int) * StreamMemory::kArrivals;
   constexpr size_t kScratchBytes = sizeof(float) * StreamMemory::kScratch;
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another thread may be capturing another stream
-  cudaThreadExchangeStreamCaptureMode(&mode);
+  const AllowedInCapture allowed;  // another thread may be capturing another stream
   void* memory = nullptr;
   cudaError_t error = cudaMalloc(&memory, kArrivalBytes + kScratchBytes);
   if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kArrivalBytes, stream);
-  cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) {
     cudaGetLastError();  // without it, a call takes memory of its own
     return {};

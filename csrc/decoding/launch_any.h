@@ -9,6 +9,8 @@
 #include <mutex>
 #include <utility>
 
+#include "../common/capture.h"
+
 namespace flashbwd {
 
 // Of blocks of `threads` threads and `bytes` of dynamic shared memory.
@@ -44,6 +46,7 @@ Function* driver_function(const char* name) {
 inline cudaError_t begin_context(int device) {
   static thread_local bool begun = false;
   if (begun) return cudaSuccess;
+  const AllowedInCapture allowed;
   const cudaError_t error = cudaSetDevice(device);
   begun = error == cudaSuccess;
   return error;
@@ -89,6 +92,7 @@ inline cudaError_t find_prebuilt(const void* kernel, int shared_bytes, int devic
     const std::lock_guard<std::mutex> lock(mutex);
     Prebuilt& known = all[{kernel, device}];
     if (known.kernel == nullptr) {
+      const AllowedInCapture allowed;
       cudaFuncAttributes attributes;
       cudaFunction_t function = nullptr;
       cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "../common/capture.h"
 #include "finalize.cuh"
 #include "launch.h"
 #include "phase.h"
@@ -84,6 +85,7 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   const Key key(kernel, index, tile.chunks, tile.threads(), tile.cluster ? tile.smem_bytes : 0);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = known.find(key); found != known.end()) return found->second;
+  const AllowedInCapture allowed;
   *status = prepare(kernel, device);
   if (*status != cudaSuccess) return 0;
   int workers = std::max(1, device.sm_count / tile.chunks);

@@ -6,6 +6,7 @@ fallbacks and benchmark peers) that may call other people's attention kernels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,7 +64,27 @@ def _fits_cudnn(call: Mapping[str, Any], same_length: bool) -> bool:
         and not call["deterministic"]
         and torch.cuda.get_device_capability(q.device)[0] >= 9
         and (torch.backends.cudnn.version() or 0) >= 90000
+        and _has_cudnn_plan(call)
     )
+
+
+_cudnn_plans: set[tuple[Any, ...]] = set()
+
+
+def _has_cudnn_plan(call: Mapping[str, Any]) -> bool:
+    """Whether cuDNN has planned such a call, or may do so now.
+
+    Its first call creates a handle and a plan, which a CUDA graph capture forbids. PyTorch keeps both per thread, and
+    the plans per shape, so this record grows no faster than PyTorch's own.
+    """
+    tensors = [call[name] for name in ("q", "k", "v")]
+    layout = [(tuple(x.shape), x.stride()) for x in tensors]
+    key = (threading.get_ident(), tensors[0].device, tensors[0].dtype, call["causal"], call["softmax_scale"], *layout)
+    if key not in _cudnn_plans:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _cudnn_plans.add(key)
+    return True
 
 
 def _fits_efficient(call: Mapping[str, Any]) -> bool:

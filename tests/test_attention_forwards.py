@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -184,20 +187,46 @@ FORWARDS = {
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA forwards to choose from")
 @pytest.mark.parametrize(("name", "generation"), FORWARDS)
 def test_the_best_forward_is_chosen_for_a_gpu(name: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_gpu(generation, monkeypatch)
+    assert _forward.choose(call_on_gpu(ON_A_GPU[name])) == FORWARDS[name, generation]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA forwards to choose from")
+def test_a_graph_capture_takes_cudnn_only_where_it_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_gpu("sm90", monkeypatch)
+    monkeypatch.setattr(_forward, "_cudnn_plans", set())
+    longer = dataclasses.replace(DENSE, seqlen_q=76, seqlen_k=76)
+
+    def chosen(capturing: bool, case: cases.Case) -> str:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        return _forward.choose(call_on_gpu(case))
+
+    calls = [(True, DENSE), (False, DENSE), (True, DENSE), (True, longer), (False, longer), (True, longer)]
+    expected = ["torch_flash", "torch_cudnn", "torch_cudnn", "torch_flash", "torch_cudnn", "torch_cudnn"]
+    assert [chosen(*call) for call in calls] == expected
+    with ThreadPoolExecutor(1) as other_thread:
+        assert other_thread.submit(chosen, True, longer).result() == "torch_flash"
+
+
+def imitate_gpu(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (9, 0) if generation == "sm90" else (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    case = ON_A_GPU[name]
+
+
+def call_on_gpu(case: cases.Case) -> dict[str, Any]:
+    """The operator's arguments, with fake tensors on a GPU."""
     x = inputs.build(case, torch.bfloat16)
     causal = case.causal if isinstance(case.causal, str) else "bottom_right" if case.causal else "none"
     call = dict(x.arguments) | {"causal": causal, "deterministic": False, "dropout_p": 0.0}
-    call |= {"window_left": case.window_size[0], "window_right": case.window_size[1]}
+    call |= {"window_left": case.window_size[0], "window_right": case.window_size[1], "softmax_scale": 0.125}
     with FakeTensorMode():
         for tensor in ("q", "k", "v", "attn_bias"):
             if (given := call[tensor]) is not None:
                 call[tensor] = torch.empty(given.shape, dtype=given.dtype, device="cuda")
-    assert _forward.choose(call) == FORWARDS[name, generation]
+    return call
 
 
 LEAVES = ("q", "k", "v", "attn_bias", "sink")
@@ -215,6 +244,68 @@ def test_dropout_on_a_gpu_is_one_mask_forward_and_backward(dtype: torch.dtype) -
     along, total = (dv.double() * v.detach().double()).sum(), out.detach().double().sum()
     scale = out.detach().double().abs().sum()
     assert abs(float(along - total)) < 1e-2 * float(scale)
+
+
+SCALES = [-0.125, 0.0, -0.0, 1e-50, -1e-50]  # float32 rounds the last two to 0
+SCALED = {
+    "plain": (40, 40, {}),
+    "causal": (40, 40, {"causal": True}),
+    "longer_keys": (40, 75, {"causal": True}),
+    "top_left": (40, 75, {"causal": "top_left"}),
+    "window": (75, 75, {"window_size": (9, 4)}),
+    "sink": (75, 75, {"causal": True, "sink": 0.5}),
+}
+
+
+def check_scale(scale: float, name: str, dtype: torch.dtype, device: str) -> None:
+    """Output, LSE and gradients against float64 autograd; head dimension 72 takes another tile than 64 does."""
+    seqlen_q, seqlen_k, options = SCALED[name]
+    generator = torch.Generator().manual_seed(3)
+    sizes = (seqlen_q, seqlen_k, seqlen_k)
+    tensors = [torch.randn(2, n, 2, 72, generator=generator, dtype=torch.float64).to(dtype) for n in sizes]
+    leaves = [t.to(device).requires_grad_() for t in tensors]
+    sink = torch.full((2,), options["sink"], device=device) if "sink" in options else None
+    out, lse = flashbwd.attention(*leaves, softmax_scale=scale, return_lse=True, **(options | {"sink": sink}))
+    exact = [t.double().requires_grad_() for t in tensors]
+    q, k, v = (t.transpose(1, 2) for t in exact)
+    causal, (left, right) = options.get("causal"), options.get("window_size", (-1, -1))
+    offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
+    distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - offset
+    hidden = (distance > (0 if causal else right)) if causal or right >= 0 else distance > seqlen_k
+    hidden = hidden | (distance < -left) if left >= 0 else hidden
+    scores = (scale * q @ k.mT).masked_fill(hidden, -math.inf)
+    expected_lse = scores.logsumexp(-1)
+    if sink is not None:
+        expected_lse = torch.logaddexp(expected_lse, torch.tensor(options["sink"], dtype=torch.float64))
+    expected = ((scores - expected_lse[..., None]).exp() @ v).transpose(1, 2)
+    dout = torch.randn(*expected.shape, generator=generator, dtype=torch.float64).to(dtype)
+    grads = torch.autograd.grad(out, leaves, dout.to(device))
+    expected_grads = torch.autograd.grad(expected, exact, dout.double())
+    tolerance = {"rtol": 2e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    for a, b in zip((out, lse, *grads), (expected, expected_lse, *expected_grads), strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("scale", SCALES)
+def test_any_finite_scale_under_every_mask(scale: float, name: str, dtype: torch.dtype) -> None:
+    check_scale(scale, name, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("scale", SCALES)
+def test_any_finite_scale_under_every_mask_on_a_gpu(scale: float, name: str, dtype: torch.dtype) -> None:
+    check_scale(scale, name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
+    q = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"flashbwd: softmax_scale is -?(inf|nan), expected a finite number"):
+        flashbwd.attention(q, q, q, softmax_scale=scale)
 
 
 @pytest.mark.gpu

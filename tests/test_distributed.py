@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -37,16 +37,22 @@ def compare(
     placements: dict[str, Placement],
     mesh: DeviceMesh,
     communicates: bool = False,
+    leaves: Collection[str] | None = None,
 ) -> dict[str, DTensor]:
-    """Gradients of a function of DTensors against those of plain tensors; returns the DTensors' gradients."""
-    plain = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
+    """Gradients of a function of DTensors against those of plain tensors; returns the DTensors' gradients.
+
+    `leaves` names the tensors that have gradients; by default all that hold floating-point numbers.
+    """
+    if leaves is None:
+        leaves = [name for name, t in tensors.items() if t.is_floating_point()]
+    plain = {name: t.clone().requires_grad_(name in leaves) for name, t in tensors.items()}
     out = function(**plain)
     dout = random(*out.shape, seed=9)
     out.backward(dout)
 
     def split(name: str, tensor: Tensor) -> DTensor:
         placed = distribute_tensor(tensor, mesh, [placements.get(name, Replicate())])
-        return placed.detach().requires_grad_(tensor.is_floating_point())
+        return placed.detach().requires_grad_(name in leaves)
 
     distributed.register()
     parts = {name: split(name, t) for name, t in tensors.items()}
@@ -57,7 +63,7 @@ def compare(
     if not communicates:
         assert communication.get_total_counts() == 0, communication.get_comm_counts()
     torch.testing.assert_close(split_out.full_tensor(), out)
-    grads = {name: part.grad for name, part in parts.items() if part.is_floating_point()}
+    grads = {name: parts[name].grad for name in leaves}
     for name, grad in grads.items():
         torch.testing.assert_close(grad.full_tensor(), plain[name].grad, msg=lambda m, n=name: f"{n}: {m}")
     return grads
@@ -66,8 +72,8 @@ def compare(
 # ---- attention ----
 
 
-def attention_tensors(heads_kv: int = 2) -> dict[str, Tensor]:
-    shapes = {"q": (2, 10, 4, 8), "k": (2, 14, heads_kv, 8), "v": (2, 14, heads_kv, 8)}
+def attention_tensors(heads_kv: int = 2, heads: int = 4) -> dict[str, Tensor]:
+    shapes = {"q": (2, 10, heads, 8), "k": (2, 14, heads_kv, 8), "v": (2, 14, heads_kv, 8)}
     return {name: random(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -105,6 +111,29 @@ def test_gradients_of_what_batches_share_are_partial_sums(two: Ranks, dim: int) 
     two.run(_attention_with_shared, dim)
 
 
+def _attention_with_slopes(dim: int, per_batch: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    slopes = random(2, 4, seed=5).abs().float()
+    placements: dict[str, Placement] = dict.fromkeys(("q", "k", "v", "out"), Shard(dim))
+    if dim == 2:
+        placements["alibi_slopes"] = Shard(1 if per_batch else 0)
+    elif per_batch:
+        placements["alibi_slopes"] = Shard(0)
+    tensors = attention_tensors() | {"alibi_slopes": slopes if per_batch else slopes[0]}
+
+    def with_slopes(alibi_slopes: Tensor, **tensors: Tensor) -> Tensor:
+        return attend(**tensors, alibi_slopes=alibi_slopes.detach())
+
+    grads = compare(with_slopes, tensors, placements, mesh, leaves=("q", "k", "v"))
+    assert all(grad.placements == (Shard(dim),) for grad in grads.values())
+
+
+@pytest.mark.parametrize("dim", [0, 2], ids=["batch", "heads"])
+@pytest.mark.parametrize("per_batch", [False, True], ids=["per_head", "per_batch_and_head"])
+def test_alibi_slopes_go_with_their_batches_and_heads(two: Ranks, dim: int, per_batch: bool) -> None:
+    two.run(_attention_with_slopes, dim, per_batch)
+
+
 def _attention_by_rows() -> None:
     mesh = init_device_mesh("cpu", (2,))
     placements = dict.fromkeys(("q", "k", "v", "out"), Shard(1))
@@ -115,14 +144,17 @@ def test_attention_split_along_the_sequence_is_gathered(two: Ranks) -> None:
     two.run(_attention_by_rows)
 
 
-def _attention_with_one_kv_head() -> None:
+def _attention_with_kv_heads(heads: int, heads_kv: int, keys_too: bool) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    placements: dict[str, Placement] = {"q": Shard(2), "out": Shard(2)}
-    compare(attend, attention_tensors(heads_kv=1), placements, mesh, communicates=True)
+    names = ("q", "k", "v", "out") if keys_too else ("q", "out")
+    placements: dict[str, Placement] = dict.fromkeys(names, Shard(2))
+    compare(attend, attention_tensors(heads_kv, heads), placements, mesh, communicates=True)
 
 
-def test_heads_that_do_not_divide_are_gathered(two: Ranks) -> None:
-    two.run(_attention_with_one_kv_head)
+@pytest.mark.parametrize("keys_too", [False, True], ids=["queries", "queries_and_keys"])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 1), (6, 3), (3, 3)])
+def test_heads_that_do_not_divide_are_gathered(two: Ranks, heads: int, heads_kv: int, keys_too: bool) -> None:
+    two.run(_attention_with_kv_heads, heads, heads_kv, keys_too)
 
 
 def _packed_attention() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +55,13 @@ def test_threads_do_not_disturb_each_other() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, problems))
+
+
+def test_packages_without_which_tests_are_skipped_are_requirements_of_the_tests() -> None:
+    tests = Path(__file__).parent
+    skipping = re.compile(r"""importorskip\(\s*["'](\w+)""")
+    wanted = {name for path in tests.glob("**/*.py") for name in skipping.findall(path.read_text(encoding="utf-8"))}
+    extras = (tests.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extras = extras.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    assert {"expecttest", "transformers"} <= wanted
+    assert wanted <= set(re.findall(r'"([\w-]+)', extras))

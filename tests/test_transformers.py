@@ -102,6 +102,53 @@ def test_an_explicit_mask_of_four_dimensions() -> None:
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
+def attention_of(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The integration's attention; tensors are (batch, heads, rows, dim)."""
+    return integration.attention_forward(nn.Module(), q, k, v, mask)[0].transpose(1, 2)
+
+
+def attention_tensors(seqlen_q: int, seqlen_k: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(2, 2, n, 8, generator=generator, dtype=torch.float64) for n in (seqlen_q, seqlen_k, seqlen_k)]
+
+
+def visible_to_causal(mask: Tensor) -> Tensor:
+    """(batch, 1, rows, rows) of a padding mask."""
+    return mask[:, None, None].bool() & torch.ones(mask.shape[1], mask.shape[1]).tril().bool()
+
+
+def test_a_padding_mask_that_changes_in_place_is_read_again() -> None:
+    q, k, v = attention_tensors(9, 9)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    for padded in (0, 4, 2):
+        mask.fill_(1)
+        mask[0, :padded] = 0
+        expected = nn.functional.scaled_dot_product_attention(q, k, v, visible_to_causal(mask))
+        rows = mask.bool()[:, None, :, None].expand_as(expected)
+        torch.testing.assert_close(attention_of(mask, q, k, v)[rows], expected[rows])
+
+
+def test_position_ids_that_change_in_place_are_read_again() -> None:
+    q, k, v = attention_tensors(9, 9)
+    positions = torch.arange(9).expand(2, 9).clone()
+    for length in (4, 6):  # of the first of two sequences
+        positions.copy_(torch.cat([torch.arange(length), torch.arange(9 - length)]).expand(2, 9))
+        out = integration.attention_forward(nn.Module(), q, k, v, None, position_ids=positions)[0].transpose(1, 2)
+        parts = [[x.split((length, 9 - length), dim=2)[part] for x in (q, k, v)] for part in (0, 1)]
+        expected = [nn.functional.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+        torch.testing.assert_close(out, torch.cat(expected, dim=2))
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+def test_a_mask_of_four_dimensions_may_be_longer_than_a_static_cache(kind: str) -> None:
+    q, k, v = attention_tensors(5, 9)
+    mask = torch.ones(2, 1, 5, 16).tril(4).bool()
+    mask[1, ..., :2] = False
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, mask[..., :9])
+    given = mask if kind == "bool" else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(attention_of(given, q, k, v), expected)
+
+
 def test_generation_with_a_cache_and_left_padding() -> None:
     ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.int64)
     mask[0, :3] = 0

@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in one script: tests, compute-sanitizer, benchmarks, and one archive of what came out.
+"""Everything that wants a GPU, in one script: tests, compute-sanitizer, random calls, benchmarks, and one archive.
 
     python benchmarks/gpu_run.py OUT                          all stages, one after the other
     python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without what an earlier run finished
@@ -34,7 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STAGES = ("check", "tests", "sanitizer", "bench")
+STAGES = ("check", "tests", "sanitizer", "fuzz", "bench")
 LIBRARIES = ("_C.so", "_C_cuda.so")
 TEST_MODULES = ("fault_kernels.so", "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX"))  # for this Python
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -205,6 +205,17 @@ def sanitizer_steps(jobs: int, select: str) -> Iterator[Step]:
                 yield Step("sanitizer", name, command, by_sanitizer, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
+def by_fuzz(status: int, output: str) -> tuple[str, str]:
+    return (PASSED if status == 0 else FAILED), last_line(output)
+
+
+def fuzz_steps(out: Path, calls: int) -> Iterator[Step]:
+    """Random attention calls of each kernel family; fuzz.py watches over them itself."""
+    for backend in ("sm90", "sm80"):
+        command = [sys.executable, "benchmarks/fuzz.py", "--backend", backend, "--calls", str(calls)]
+        yield Step("fuzz", backend, [*command, "--out", str(out / f"fuzz-{backend}.json")], by_fuzz)
+
+
 def bench_steps(out: Path, quick: bool) -> Iterator[Step]:
     for suite in ("attention", "layer_norm", "decoding", "block"):
         command = [sys.executable, "-m", "flashbwd", "bench", "--suite", suite, "--out", str(out / "results")]
@@ -220,6 +231,8 @@ def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Ste
         return test_steps(out, options.jobs, options.select)
     if stage == "sanitizer":
         return sanitizer_steps(options.jobs, options.select)
+    if stage == "fuzz":
+        return fuzz_steps(out, options.fuzz_calls)
     return bench_steps(out, options.quick)
 
 
@@ -229,7 +242,7 @@ def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Ste
 def run(step: Step, out: Path, seconds: float) -> Outcome:
     """Run a step for at most ``seconds``; what it prints goes to its log."""
     command = list(step.command)
-    if step.stage == "bench":
+    if step.stage in ("bench", "fuzz"):
         command += ["--budget-s", f"{max(1.0, seconds - TO_FINISH_A_CASE_S):.0f}"]
     if shutil.which(command[0]) is None:
         return Outcome(FAILED, 0.0, f"{command[0]} is not on the PATH")
@@ -364,6 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for each stage (default 480)")
     parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="pytest workers (default 6)")
+    parser.add_argument("--fuzz-calls", type=int, default=20_000, help="of each kernel family (default 20000)")
     parser.add_argument("--select", default="", help="only tests that match, as pytest's -k")
     options = parser.parse_args(arguments)
     if not has_gpu():

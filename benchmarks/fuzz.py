@@ -1,0 +1,256 @@
+"""Random attention-backward calls against float64, with a watchdog: a call that never ends is a failure with a name.
+
+    python benchmarks/fuzz.py --backend sm90 --calls 20000 --out fuzz.json
+    python benchmarks/fuzz.py --backend sm90 --call 123456        one call again, and its arguments
+
+Worker processes share one device. Each says which call it begins and how the call ended; one that says nothing for
+``--patience-s`` is killed, and its call is run again alone to tell a hang from a busy device. Calls that a backend
+refuses are counted by reason, and do not count as calls.
+
+Exit status: 0 if all calls ran and agree with float64; 1 if one hung, raised or was wrong, or if calls are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import selectors
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BACKENDS = ("sm90", "sm80", "reference")
+STRIDE = 1 << 20  # between the first calls of two workers
+MOST_FAILURES = 20  # after so many the run ends
+MEMORY_SHARE = 0.06  # of the device, for each worker; PyTorch frees its cache before it takes more
+
+
+@dataclass
+class Tally:
+    """What the workers have said."""
+
+    calls: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    features: Counter[str] = field(default_factory=Counter)
+    worst: dict[str, float] = field(default_factory=dict)  # largest error over its limit, by dtype and gradient
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    slow: int = 0  # calls that ended when they ran again alone
+
+    def add(self, message: dict[str, Any]) -> None:
+        if "refused" in message:
+            self.refusals[message["refused"]] += 1
+            return
+        self.calls += 1
+        self.features.update(message["features"])
+        for name, ratio in message["worst"].items():
+            self.worst[name] = max(self.worst.get(name, 0.0), ratio)
+        if message["failure"]:
+            self.fail(message["number"], message["failure"])
+
+    def fail(self, number: int, what: str) -> None:
+        self.failures.append({"number": number, "failure": what})
+
+
+@dataclass
+class Worker:
+    process: subprocess.Popen[str]
+    number: int  # of the call that it began last
+    since: float
+
+
+class Watchdog:
+    """Keeps workers running until enough calls have ended. ``command`` plus a first number starts a worker."""
+
+    def __init__(self, command: Sequence[str], workers: int, calls: int, patience_s: float, budget_s: float) -> None:
+        self.command, self.calls, self.patience_s = list(command), calls, patience_s
+        self.deadline = time.monotonic() + budget_s
+        self.selector = selectors.DefaultSelector()
+        self.tally = Tally()
+        self.workers: list[Worker] = []
+        self.count = workers
+
+    def start(self, number: int) -> None:
+        process = subprocess.Popen([*self.command, str(number)], stdout=subprocess.PIPE, text=True, bufsize=1)
+        worker = Worker(process, number, time.monotonic() + self.patience_s)  # twice as long for its imports
+        self.workers.append(worker)
+        assert process.stdout is not None
+        self.selector.register(process.stdout, selectors.EVENT_READ, worker)
+
+    def stop(self, worker: Worker) -> None:
+        worker.process.kill()
+        worker.process.wait()
+        assert worker.process.stdout is not None
+        self.selector.unregister(worker.process.stdout)
+        worker.process.stdout.close()
+        self.workers.remove(worker)
+
+    def hear(self, worker: Worker) -> None:
+        """One line of a worker, or its end."""
+        assert worker.process.stdout is not None
+        line = worker.process.stdout.readline()
+        worker.since = time.monotonic()
+        if not line:
+            self.stop(worker)
+            self.tally.fail(worker.number, f"the process ended with status {worker.process.returncode}")
+            self.start(worker.number + 1)
+            return
+        message = json.loads(line)
+        worker.number = message["number"]
+        if "begins" not in message:
+            self.tally.add(message)
+
+    def suspect(self, worker: Worker) -> None:
+        """A worker that has said nothing for too long: does its call end when it is alone?"""
+        self.stop(worker)
+        try:
+            subprocess.run([*self.command, str(worker.number), "one"], timeout=2 * self.patience_s, check=False)
+            self.tally.slow += 1
+        except subprocess.TimeoutExpired:
+            self.tally.fail(worker.number, f"never ended: {2 * self.patience_s:.0f} s alone")
+        for other in self.workers:  # they were not heard meanwhile
+            other.since = time.monotonic()
+        self.start(worker.number + 1)
+
+    def run(self, first: int) -> Tally:
+        for i in range(self.count):
+            self.start(first + i * STRIDE)
+        shown = 0
+        while self.tally.calls < self.calls and len(self.tally.failures) < MOST_FAILURES:
+            now = time.monotonic()
+            if now > self.deadline:
+                break
+            for key, _ in self.selector.select(timeout=0.2):
+                self.hear(key.data)
+            for worker in list(self.workers):
+                if time.monotonic() - worker.since > self.patience_s:
+                    self.suspect(worker)
+            if self.tally.calls >= shown + 1000:
+                shown = self.tally.calls
+                print(f"{shown} of {self.calls} calls, {len(self.tally.failures)} failures", flush=True)
+        for worker in list(self.workers):
+            self.stop(worker)
+        return self.tally
+
+
+# ---- a worker -------------------------------------------------------------------------------------
+
+
+def say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def work(backend: str, first: int, one: bool) -> None:
+    """Calls from ``first`` on, for ever; or one."""
+    import fuzz_calls
+    import torch
+
+    import flashbwd
+
+    device = torch.device("cpu" if backend == "reference" else "cuda")
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
+    side = torch.cuda.Stream() if device.type == "cuda" else None
+    factor = torch.randn(2048, 2048, device=device)
+    before: dict[str, Any] | None = None
+
+    def occupy(call: fuzz_calls.Call) -> None:
+        """Work on a second stream, to run beside the call."""
+        if side is None or call.beside == "nothing":
+            return
+        with torch.cuda.stream(side), flashbwd.use_backend(backend):
+            if call.beside == "products":
+                for _ in range(4):
+                    torch.mm(factor, factor)
+            elif before is not None:
+                flashbwd.attention_backward(**before)
+
+    number = first
+    while True:
+        say(number=number, begins=True)
+        call = fuzz_calls.draw(number, backend)
+        problem = fuzz_calls.build(call, device)
+        try:
+            with flashbwd.use_backend(backend):
+                options = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
+                flashbwd.plan_attention_backward(**options)
+        except ValueError as error:
+            say(number=number, refused=str(error))
+        else:
+            occupy(call)
+            with flashbwd.use_backend(backend):
+                gradients = flashbwd.attention_backward(**problem.arguments)
+            ratios = fuzz_calls.worst(problem, gradients)
+            before = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
+            bad = {name: ratio for name, ratio in ratios.items() if not ratio <= 1.0}
+            failure = f"error over limit {bad} in {call.describe()}" if bad else ""
+            worst = {f"{call.dtype} {name}": ratio for name, ratio in ratios.items()}
+            say(number=number, features=call.features, worst=worst, failure=failure)
+        if one:
+            return
+        number += 1
+
+
+def report(tally: Tally, backend: str, seed: int, seconds: float) -> dict[str, Any]:
+    from flashbwd.bench import machine
+
+    described = machine.describe(machine.default_device())
+    return {
+        "backend": backend,
+        "seed": seed,
+        "seconds": round(seconds),
+        "calls": tally.calls,
+        "slow": tally.slow,
+        "failures": tally.failures,
+        "refusals": dict(tally.refusals.most_common()),
+        "features": dict(tally.features.most_common()),
+        "worst_error_over_limit": {name: round(ratio, 3) for name, ratio in sorted(tally.worst.items())},
+        "machine": {name: getattr(described, name) for name in described.__dataclass_fields__},
+        "commit": machine.commit(),
+        "kernel_sources": machine.kernel_sources_hash(),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=BACKENDS, required=True)
+    parser.add_argument("--calls", type=int, default=20_000, help="that have to end (default 20000)")
+    parser.add_argument("--seed", type=int, help="where the numbers of calls begin (default: drawn)")
+    parser.add_argument("--workers", type=int, default=14, help="processes that share the device, at most 16")
+    parser.add_argument("--patience-s", type=float, default=20.0, help="for one call")
+    parser.add_argument("--budget-s", type=float, default=600.0)
+    parser.add_argument("--out", type=Path, help="a JSON summary")
+    parser.add_argument("--call", type=int, help="only this call, in this process; its arguments are printed")
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.work:
+        work(options.backend, int(options.work[0]), "one" in options.work)
+        return 0
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    if options.call is not None:
+        import fuzz_calls
+
+        print(json.dumps(fuzz_calls.draw(options.call, options.backend).describe(), indent=1))
+        work(options.backend, options.call, one=True)
+        return 0
+    seed = random.randrange(1 << 40) if options.seed is None else options.seed
+    print(f"{options.backend}, seed {seed}", flush=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "--backend", options.backend, "--work"]
+    begin = time.monotonic()
+    tally = Watchdog(command, options.workers, options.calls, options.patience_s, options.budget_s).run(seed)
+    summary = report(tally, options.backend, seed, time.monotonic() - begin)
+    print(json.dumps(summary, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(summary, indent=1) + "\n")
+    complete = tally.calls >= options.calls
+    print(f"{tally.calls} calls, {len(tally.failures)} failures{'' if complete else ', calls are left'}")
+    return 0 if complete and not tally.failures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

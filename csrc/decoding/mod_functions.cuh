@@ -71,6 +71,15 @@ __device__ __forceinline__ T times(T a, T b) {
   using Type = typename Wrapping<T>::Type;
   return static_cast<T>(static_cast<Type>(a) * static_cast<Type>(b));
 }
+// Of floats, rounded once, as PyTorch's kernels add a product with `alpha`.
+template <typename T>
+__device__ __forceinline__ T plus_product(T a, T factor, T b) {
+  if constexpr (IsFloating<T>::value) {
+    return fma(factor, b, a);
+  } else {
+    return plus(a, times(factor, b));
+  }
+}
 template <typename T>
 __device__ __forceinline__ T negative(T a) {
   if constexpr (IsFloating<T>::value) {
@@ -177,6 +186,19 @@ __device__ __forceinline__ T minimum_of(T a, T b) {
 
 // ---- functions ----
 
+template <typename T>
+__device__ __forceinline__ T relu(T x) {
+  return x <= static_cast<T>(0) ? static_cast<T>(0) : x;
+}
+template <typename T>
+__device__ __forceinline__ T hardsigmoid(T x) {
+  return minimum_of(maximum_of(x + 3, static_cast<T>(0)), static_cast<T>(6)) / 6;
+}
+// From the end that is nearer, as PyTorch computes it.
+template <typename T>
+__device__ __forceinline__ T lerp(T a, T b, T weight) {
+  return absolute(weight) < static_cast<T>(0.5) ? a + weight * (b - a) : b - (b - a) * (1 - weight);
+}
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp(-x)); }
 __device__ __forceinline__ double sigmoid(double x) { return 1 / (1 + exp(-x)); }

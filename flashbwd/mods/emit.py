@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,64 +11,25 @@ from torch import Tensor, fx
 from flashbwd.mods.captures import CannotEmitError, Slots
 from flashbwd.mods.operators import (
     BINARY,
-    C_TYPES,
     COMPARISONS,
     FILLS,
     LOGICAL,
     POWERS,
     ROUNDED,
     ROUNDINGS,
-    ROW_BYTES,
     SAME,
     UNARY,
     WITH_NUMBERS,
+    c_type,
+    literal,
 )
+from flashbwd.mods.row import Row
 from flashbwd.mods.trace import Trace
 
 aten = torch.ops.aten
 
 SCORE_PARAMETERS = ["score", "b", "h", "q", "k"]
 MASK_PARAMETERS = SCORE_PARAMETERS[1:]
-
-
-class Row:
-    """What modifications work out once for a row of queries, as a struct of C++."""
-
-    def __init__(self) -> None:
-        self._fields: dict[str, torch.dtype] = {}
-        self._lines: list[str] = []
-
-    def take(self, function: str, lines: list[str], values: dict[str, torch.dtype]) -> dict[str, str]:
-        """Makes fields of the ``values`` of a function that ``lines`` work out, as long as there is room.
-
-        Returns the names of the fields.
-        """
-        taken = {}
-        for name, dtype in values.items():
-            if sum(map(_bytes_of, self._fields.values())) + _bytes_of(dtype) <= ROW_BYTES:
-                taken[name] = f"{function}_{name}"
-                self._fields[taken[name]] = dtype
-        if taken:
-            results = [f"{field} = {name};" for name, field in taken.items()]
-            self._lines += ["{", *(f"  {line}" for line in lines + results), "}"]
-        return taken
-
-    def text(self) -> str:
-        """Empty when there is nothing to work out."""
-        if not self._fields:
-            return ""
-        by_size = sorted(self._fields.items(), key=lambda field: -_bytes_of(field[1]))  # no padding between
-        fields = "\n    ".join(f"{c_type(dtype)} {name};" for name, dtype in by_size)
-        lines = "\n      ".join(self._lines)
-        return f"""  static constexpr bool kHasRow = true;
-  struct Row {{
-    {fields}
-    Row() = default;
-    __device__ Row(const DecodingParams& p, int b, int h, int q) {{
-      {lines}
-    }}
-  }};
-"""
 
 
 class Emitter:
@@ -139,12 +99,14 @@ class Emitter:
             if value in self.captured and value not in self.names:
                 self._load(value)
             return self.names[value]
-        return _literal(value)
+        return literal(value)
 
-    def cast(self, value: Any, dtype: torch.dtype) -> str:
-        """``value`` in C++ in the type of ``dtype``, as PyTorch converts it."""
+    def cast(self, value: Any, dtype: torch.dtype, round_number: bool = True) -> str:
+        """``value`` in C++ in the type of ``dtype``, as PyTorch converts it. Sums, products and quotients of 16-bit
+        values take numbers as they are; other operators round them."""
         if not isinstance(value, fx.Node) and dtype.is_floating_point:
-            value = float(value)
+            rounds = round_number and dtype in ROUNDED
+            value = torch.tensor(float(value), dtype=dtype).item() if rounds else float(value)
         source = self.dtype(value)
         text = self.value(value)
         if dtype == torch.uint8 and source.is_floating_point:
@@ -181,7 +143,7 @@ class Emitter:
         tensor = self.trace.tensors[str(node.target)]
         made = self.slots.captures.position(tensor) is None
         if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant that the function made
-            self.names[node] = _literal(tensor.item())
+            self.names[node] = literal(tensor.item())
             return
         self.captured[node] = (self.slots.of(tensor, self.name), [None] * tensor.dim())
 
@@ -261,7 +223,8 @@ class Emitter:
 
     def _format(self, node: Any, expression: str, values: Any) -> str:
         """``expression`` of values in the type of the result."""
-        return expression.format(*(self.cast(value, self.dtype(node)) for value in values))
+        rounds = not expression.startswith("times")
+        return expression.format(*(self.cast(value, self.dtype(node), rounds) for value in values))
 
     def _comparison(self, node: Any, sign: str) -> None:
         common = self._common(*node.args)
@@ -269,11 +232,13 @@ class Emitter:
         self._define(node, f"{a} {sign} {b}")
 
     def _sum(self, node: Any, function: str) -> None:
-        a, b = (self.cast(value, self.dtype(node)) for value in node.args)
+        a, b = (self.cast(value, self.dtype(node), False) for value in node.args)
         alpha = node.kwargs.get("alpha", 1)
-        if alpha != 1:
-            b = f"times({self.cast(alpha, self.dtype(node))}, {b})"
-        self._define(node, f"{function}({a}, {b})")
+        if alpha == 1:
+            self._define(node, f"{function}({a}, {b})")
+        else:
+            factor = self.cast(-alpha if function == "minus" else alpha, self.dtype(node))
+            self._define(node, f"plus_product({a}, {factor}, {b})")
 
     def _op_add(self, node: Any) -> None:
         self._sum(node, "plus")
@@ -282,14 +247,14 @@ class Emitter:
         self._sum(node, "minus")
 
     def _op_rsub(self, node: Any) -> None:
-        a, b = (self.cast(value, self.dtype(node)) for value in node.args[:2])
+        a, b = (self.cast(value, self.dtype(node), False) for value in node.args[:2])
         if len(node.args) > 2 or node.kwargs.get("alpha", 1) != 1:
             raise CannotEmitError(f"{self.name} calls {node.target} with alpha, which there is no CUDA for")
         self._define(node, f"minus({b}, {a})")
 
     def _op_div(self, node: Any) -> None:
-        a, b = (self.cast(value, self.dtype(node)) for value in node.args[:2])
         mode = node.kwargs.get("rounding_mode")
+        a, b = (self.cast(value, self.dtype(node), mode is not None) for value in node.args[:2])
         self._define(node, f"{a} / {b}" if mode is None else f"{mode}_divide({a}, {b})")
 
     def _op_where(self, node: Any) -> None:
@@ -348,7 +313,10 @@ class Emitter:
     def _op_pow(self, node: Any) -> None:
         base, exponent = node.args
         short = None if isinstance(exponent, fx.Node) or not self.dtype(node).is_floating_point else exponent
-        if short in POWERS:
+        if short == 3 and self.dtype(node) in ROUNDED:
+            square = f"{ROUNDED[self.dtype(node)]}({self._format(node, POWERS[2], (base,))})"
+            self._define(node, f"times({square}, {self.cast(base, self.dtype(node))})")
+        elif short in POWERS:
             self._define(node, self._format(node, POWERS[short], (base,)))
         else:
             self._define(node, self._format(node, "power({0}, {1})", node.args))
@@ -364,14 +332,14 @@ class Emitter:
 
     def _op_addcmul(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)
-        self._define(node, self._format(node, "{0} + {3} * {1} * {2}", (*node.args, factor)))
+        self._define(node, self._format(node, "plus_product({0}, {3} * {1}, {2})", (*node.args, factor)))
 
     def _op_addcdiv(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)
         self._define(node, self._format(node, "{0} + {3} * {1} / {2}", (*node.args, factor)))
 
     def _op_lerp(self, node: Any) -> None:
-        self._define(node, self._format(node, "{0} + {2} * ({1} - {0})", node.args))
+        self._define(node, self._format(node, "lerp({0}, {1}, {2})", node.args))
 
     def _op_signbit(self, node: Any) -> None:
         self._define(node, f"sign_bit({self.value(node.args[0])})")
@@ -400,30 +368,6 @@ def c_element(dtype: torch.dtype) -> str:
     return {torch.float16: "flashbwd::Half", torch.bfloat16: "flashbwd::BFloat16", torch.float32: "flashbwd::Float"}[
         dtype
     ]
-
-
-def c_type(dtype: torch.dtype) -> str:
-    if dtype not in C_TYPES:
-        raise CannotEmitError(f"{dtype} has no CUDA type here")
-    return C_TYPES[dtype]
-
-
-def _bytes_of(dtype: torch.dtype) -> int:
-    return 4 if dtype in ROUNDED else dtype.itemsize
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return f"{value}ll" if abs(value) < 2**63 else f"{float(value)!r}"
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "__int_as_float(0x7fffffff)"
-        if math.isinf(value):
-            return "-FLASHBWD_INFINITY" if value < 0 else "FLASHBWD_INFINITY"
-        return repr(value)
-    raise CannotEmitError(f"a constant of type {type(value).__name__} has no CUDA")
 
 
 def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:

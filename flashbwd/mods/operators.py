@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
+
+from flashbwd.mods.captures import CannotEmitError
 
 # 16-bit floats are computed with as floats and rounded after each operation, as PyTorch does.
 C_TYPES = {
@@ -49,12 +54,12 @@ UNARY = {
     "erf": "erf({0})",
     "erfc": "erfc({0})",
     "mish": "({0} * tanh_of(log1p(exp({0}))))",
-    "hardsigmoid": "(minimum_of(maximum_of({0} + 3, {0} * 0), {0} * 0 + 6) / 6)",
-    "hardswish": "({0} * minimum_of(maximum_of({0} + 3, {0} * 0), {0} * 0 + 6) / 6)",
+    "hardsigmoid": "hardsigmoid({0})",
+    "hardswish": "({0} * hardsigmoid({0}))",
     "frac": "({0} - trunc({0}))",
     "sigmoid": "sigmoid({0})",
     "silu": "({0} * sigmoid({0}))",
-    "relu": "({0} > 0 ? {0} : {0} * 0)",
+    "relu": "relu({0})",
     "floor": "floor({0})",
     "ceil": "ceil({0})",
     "trunc": "trunc({0})",
@@ -104,3 +109,23 @@ WITH_NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
 POWERS = {2: "times({0}, {0})", 3: "times(times({0}, {0}), {0})", 0.5: "sqrt({0})", -1: "(1 / {0})", -0.5: "rsqrt({0})"}
 ROW_BYTES = 16  # kModRowBytes of csrc/decoding/params.h
 FILLS = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, "zeros_like": 0}
+
+
+def c_type(dtype: torch.dtype) -> str:
+    if dtype not in C_TYPES:
+        raise CannotEmitError(f"{dtype} has no CUDA type here")
+    return C_TYPES[dtype]
+
+
+def literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return f"{value}ll" if abs(value) < 2**63 else f"{float(value)!r}"
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "__int_as_float(0x7fffffff)"
+        if math.isinf(value):
+            return "-FLASHBWD_INFINITY" if value < 0 else "FLASHBWD_INFINITY"
+        return repr(value)
+    raise CannotEmitError(f"a constant of type {type(value).__name__} has no CUDA")

@@ -104,6 +104,11 @@ __device__ __forceinline__ bool sign_bit(T a) {
     return a < static_cast<T>(0);
   }
 }
+// Division by it may overflow.
+template <typename T>
+__device__ __forceinline__ bool is_minus_one(T a) {
+  return a < static_cast<T>(0) && a == static_cast<T>(-1);
+}
 // PyTorch raises an error on a CPU where an integer is divided by 0, and a GPU cannot: the result is 0 here.
 template <typename T>
 __device__ __forceinline__ T trunc_divide(T a, T b) {
@@ -111,7 +116,7 @@ __device__ __forceinline__ T trunc_divide(T a, T b) {
     return trunc(a / b);
   } else {
     if (b == static_cast<T>(0)) return 0;
-    return b == static_cast<T>(-1) ? negative(a) : static_cast<T>(a / b);
+    return is_minus_one(b) ? negative(a) : static_cast<T>(a / b);
   }
 }
 template <typename T>
@@ -119,7 +124,7 @@ __device__ __forceinline__ T fmod_of(T a, T b) {
   if constexpr (IsFloating<T>::value) {
     return fmod(a, b);
   } else {
-    return b == static_cast<T>(0) || b == static_cast<T>(-1) ? static_cast<T>(0) : static_cast<T>(a % b);
+    return b == static_cast<T>(0) || is_minus_one(b) ? static_cast<T>(0) : static_cast<T>(a % b);
   }
 }
 template <typename T>

@@ -332,7 +332,7 @@ class Emitter:
 
     def _op_addcmul(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)
-        self._define(node, self._format(node, "plus_product({0}, {3} * {1}, {2})", (*node.args, factor)))
+        self._define(node, self._format(node, "plus_product({0}, times({3}, {1}), {2})", (*node.args, factor)))
 
     def _op_addcdiv(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)

@@ -38,7 +38,6 @@ UNARY = {
     "sqrt": "sqrt({0})",
     "rsqrt": "rsqrt({0})",
     "reciprocal": "(1 / {0})",
-    "square": "times({0}, {0})",
     "sin": "sine({0}, near)",
     "cos": "cosine({0}, near)",
     "tan": "tan({0})",

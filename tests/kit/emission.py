@@ -7,9 +7,11 @@ and declarations that only nvcc and NVRTC know.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,40 +84,47 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
 }}
 """
 
+_GRADIENTS = """
+static void* gradients[flashbwd::DecodingParams::kMaxCaptured];
+extern "C" void set_gradient(int slot, void* to) { gradients[slot] = to; }
+"""
+
 _GRADIENT = """
 extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {{
   flashbwd::DecodingBackwardParams with_gradients = {{}};
   memcpy(with_gradients.captured, p->captured, sizeof(p->captured));
+  memcpy(with_gradients.gradients, gradients, sizeof(gradients));
   for (int i = 0; i < n; ++i) {{
     results[i] = flashbwd::{mod}::score_gradient(
-        with_gradients, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i], 1.f, false);
+        with_gradients, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i], 1.f, true);
   }}
 }}
 """
 
-# What is done to all scores of a chunk is the softcap of a built-in modification.
+# all_scores() computes the softcap of a chunk of scores.
 _ORDINARY = """
-extern "C" void ordinary(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {
-  using namespace flashbwd;
-  const int kind = p->ordinary.kind;
-  for (int i = 0; i < n; ++i) {
-    const int b = at[i], h = at[n + i], q = at[2 * n + i], k = at[3 * n + i];
-    float score[1][1][4] = {{{scores[i], 0, 0, 0}}};
-    if (kind != OrdinaryMod::kMask) OrdinaryKernelMod<true, true>::all_scores(*p, score);
-    const OrdinaryKernelMod<true, false>::Row row(*p, b, h, q);
-    float result = score[0][0][0];
-    if (kind == OrdinaryMod::kScore) {
-      result = OrdinaryKernelMod<true, false>::score_mod(*p, row, result, b, h, q, k);
-    } else {
-      if (kind == OrdinaryMod::kBoth) result = OrdinaryKernelMod<true, true>::score_mod(*p, row, result, b, h, q, k);
-      if (!OrdinaryKernelMod<true, true>::mask_mod(*p, {row.first, row.last, row.slope, row.origin}, b, h, q, k)) {
-        result = -FLASHBWD_INFINITY;
-      }
-    }
-    results[i] = result;
+template <bool kScore, bool kMask>
+float ordinary_score(const flashbwd::DecodingParams& p, float score, int b, int h, int q, int k) {
+  using Mod = flashbwd::OrdinaryKernelMod<kScore, kMask>;
+  const typename Mod::Row row(p, b, h, q);
+  float scores[1][1][4] = {{{score, 0, 0, 0}}};
+  if (kScore) {
+    Mod::all_scores(p, scores);
+    score = Mod::score_mod(p, row, scores[0][0][0], b, h, q, k);
   }
+  return !kMask || Mod::mask_mod(p, row, b, h, q, k) ? score : -FLASHBWD_INFINITY;
+}
+extern "C" void ordinary(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {
+  using flashbwd::OrdinaryMod;
+  const int kind = p->ordinary.kind;
+  const auto function = kind == OrdinaryMod::kScore  ? ordinary_score<true, false>
+                        : kind == OrdinaryMod::kMask ? ordinary_score<false, true>
+                                                     : ordinary_score<true, true>;
+  for (int i = 0; i < n; ++i) results[i] = function(*p, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i]);
 }
 """
+
+_numbers = itertools.count()
 
 
 class CapturedTensor(ctypes.Structure):
@@ -152,8 +161,9 @@ class HostMods:
     def __init__(self, folder: Path, options: tuple[str, ...] = ("-O1",)) -> None:
         self.folder = folder
         self.options = options
-        self.parts = _support()
+        self.parts = [*_support(), _GRADIENTS]
         self.slots: dict[str, Slots] = {}
+        self.places: dict[str, dict[int, Tensor]] = {}
         self.numbers: dict[str, tuple[list[int], list[float]]] = {}
         self.library: Any = None
 
@@ -165,10 +175,11 @@ class HostMods:
         self._add_struct(name, emit(score, mask, slots))
         self.parts.append(_BODY.format(name=name, mod=f"{name}_mod", mod_mask="true" if mask_mod else "false"))
 
-    def add_gradient(self, name: str, score_mod: Any) -> None:
-        """Adds the emitted derivative of a function with respect to the score."""
+    def add_gradient(self, name: str, score_mod: Any, differentiable: Sequence[Tensor] = ()) -> None:
+        """Adds the emitted derivative with respect to the score, and to captured tensors."""
         slots = self.slots[name] = Slots(Captures(score_mod), "cpu")
-        source, _ = emit_gradient(trace("score_mod", score_mod, True), None, slots, [])
+        source, places = emit_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
+        self.places[name] = {slot: differentiable[i] for i, slot in places.items()}
         self._add_struct(name, source)
         self.parts.append(_GRADIENT.format(name=name, mod=f"{name}_mod"))
 
@@ -184,14 +195,18 @@ class HostMods:
         self.parts.append(struct.replace("struct Mod", f"struct {name}_mod"))
 
     def compile(self) -> None:
-        (self.folder / "mods.cpp").write_text("\n".join([*self.parts, _SIZES]))
+        name = f"mods_{next(_numbers)}"  # a library that was loaded keeps its name
+        (self.folder / f"{name}.cpp").write_text("\n".join([*self.parts, _SIZES]))
         command = [compiler(), "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC", *self.options]
-        subprocess.run([*command, "-o", "mods.so", "mods.cpp"], cwd=self.folder, check=True)
-        self.library = ctypes.CDLL(str(self.folder / "mods.so"))
+        subprocess.run([*command, "-o", f"{name}.so", f"{name}.cpp"], cwd=self.folder, check=True)
+        self.library = ctypes.CDLL(str(self.folder / f"{name}.so"))
         assert self.library.captured_bytes() == ctypes.sizeof(CapturedTensor)
 
     def run(self, name: str, scores: Tensor, indices: Tensor) -> Tensor:
-        """Results for (n,) scores and (4, n) indices."""
+        """Results for (n,) scores and (4, n) indices. A derivative adds to ``grad`` of captured float32 tensors."""
+        for slot, tensor in self.places.get(name, {}).items():
+            tensor.grad = torch.zeros_like(tensor)
+            self.library.set_gradient(slot, ctypes.c_void_p(tensor.grad.data_ptr()))
         params = (ctypes.c_byte * self.library.params_bytes())()
         for place, tensor in enumerate(self.slots[name].tensors()):
             at = self.library.captured_offset() + place * self.library.captured_bytes()

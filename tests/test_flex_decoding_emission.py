@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from kit import decoding as kit
 from kit.decoding import Shape
+from kit.emission import HostMods, compiler
 from kit.mods import SHAPE, Mod, all_mods, captures_in_steps
 from torch import Tensor
 
@@ -32,114 +28,18 @@ SINES: dict[str, Mod] = {
     "cosine_at_zeros": lambda s, b, h, q, k: torch.cos((k + 0.5) * 3.14159265) * 1e6,
 }
 
-# What the device's header and compiler give, for a compiler of the host.
-HOST = r"""
-#include <cmath>
-#include <cstddef>
-#include <cstring>
-#include <algorithm>
-using namespace std;
-#define __CUDACC__
-#define __device__
-#define __forceinline__ inline
-#define __noinline__
-#define __fdividef(a, b) ((a) / (b))
-static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
-static float __uint_as_float(unsigned i) { return __int_as_float(i); }
-static unsigned __float_as_uint(float f) { unsigned i; memcpy(&i, &f, 4); return i; }
-static float rsqrt(float x) { return 1 / sqrt(x); }
-#define FLASHBWD_INFINITY __int_as_float(0x7f800000)
-namespace flashbwd {
-using uint32 = unsigned;
-struct DecodingParams;
-struct AnyMod {
-  static constexpr bool* near = nullptr;
-  struct Row { Row(const DecodingParams&, int, int, int) {} };
-};
-inline float exp2_approx(float x) { return exp2f(x); }
-inline float float_of_half(unsigned short bits) { _Float16 h; memcpy(&h, &bits, 2); return h; }
-inline float float_of_bfloat16(unsigned short bits) { return __int_as_float(bits << 16); }
-template <bool kBFloat16> inline unsigned pack_16bit(float x, float) {
-  unsigned bits = 0;
-  if (kBFloat16) {
-    memcpy(&bits, &x, 4);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  }
-  const _Float16 h = x;
-  memcpy(&bits, &h, 2);
-  return bits;
-}
-"""
-
-
-def _host_source(mods: dict[str, Mod], slots: dict[str, Slots]) -> str:
-    """A shared library of all ``mods``: ``void NAME(const DecodingParams*, float* scores)``."""
-    root = Path(__file__).parent.parent / "csrc" / "decoding"
-    tanh = re.search(r"^// Relative error.*?^}\n", (root / "ptx.cuh").read_text(), re.DOTALL | re.MULTILINE)
-    assert tanh is not None
-    functions = re.sub(r"^#.*$", "", torch.ops.flashbwd.decoding_mod_functions(), flags=re.MULTILINE)
-    parts = [
-        HOST,
-        tanh.group(),
-        "}",
-        re.sub(r"^#.*$", "", (root / "params.h").read_text(), flags=re.MULTILINE),
-        functions,
-    ]
-    for name, mod in mods.items():
-        slots[name] = Slots(Captures(mod), "cpu")
-        text = emit(trace("score_mod", mod, True), None, slots[name])
-        struct = text[text.rindex("namespace flashbwd {") :].replace("struct Mod", f"struct {name}_mod")
-        parts.append(struct)
-        parts.append(f"""
-extern "C" void mod_{name}(const flashbwd::DecodingParams* p, float* s) {{
-  for (int b = 0; b < {SHAPE[0]}; ++b) for (int h = 0; h < {SHAPE[1]}; ++h)
-    for (int q = 0; q < {SHAPE[2]}; ++q) {{
-      const flashbwd::{name}_mod::Row row(*p, b, h, q);
-      for (int k = 0; k < {SHAPE[3]}; ++k, ++s) {{
-        bool near = true;
-        const float quick = flashbwd::{name}_mod::score_mod(*p, row, *s, b, h, q, k, &near);
-        *s = near ? quick : flashbwd::{name}_mod::score_mod(*p, row, *s, b, h, q, k);
-      }}
-    }}
-}}""")
-    parts.append("""
-extern "C" int captured_bytes() { return sizeof(flashbwd::CapturedTensor); }
-extern "C" int captured_offset() { return offsetof(flashbwd::DecodingParams, captured); }
-extern "C" int params_bytes() { return sizeof(flashbwd::DecodingParams); }""")
-    return "\n".join(parts)
-
-
-class _CapturedTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_longlong * 5), ("sizes", ctypes.c_int * 5)]
-
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor], Tensor]:
     """``run(name, scores)``: the emitted modification as the host's compiler builds it."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
+    if compiler() is None:
         pytest.skip("there is no C++ compiler")
-    folder = tmp_path_factory.mktemp("emission")
-    slots: dict[str, Slots] = {}
-    (folder / "mods.cpp").write_text(_host_source(all_mods("cpu") | captures_in_steps("cpu") | SINES, slots))
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", "mods.so", "mods.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "mods.so"))
-    assert library.captured_bytes() == ctypes.sizeof(_CapturedTensor)
-
-    def run(name: str, scores: Tensor) -> Tensor:
-        params = (ctypes.c_byte * library.params_bytes())()
-        for place, tensor in enumerate(slots[name].tensors()):
-            at = library.captured_offset() + place * library.captured_bytes()
-            captured = _CapturedTensor.from_buffer(params, at)
-            captured.data = tensor.data_ptr()
-            captured.strides[: tensor.dim()] = tensor.stride()
-            captured.sizes[: tensor.dim()] = tensor.shape
-        result = scores.clone()
-        library[f"mod_{name}"](params, ctypes.c_void_p(result.data_ptr()))
-        return result
-
-    return run
+    host = HostMods(tmp_path_factory.mktemp("emission"))
+    for name, mod in (all_mods("cpu") | captures_in_steps("cpu") | SINES).items():
+        host.add(f"mod_{name}", mod)
+    host.compile()
+    indices = torch.cartesian_prod(*(torch.arange(n) for n in SHAPE)).T
+    return lambda name, scores: host.run(f"mod_{name}", scores.flatten(), indices).view(SHAPE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,14 +13,16 @@ from torch import Tensor
 import flashbwd
 from flashbwd.mods import kernels, nvrtc
 from flashbwd.mods.captures import Captures, Slots
-from flashbwd.mods.ordinary import Bounds, OfHead, Ordinary, Sum, encode, recognise
+from flashbwd.mods.ordinary import Ordinary, encode, recognise
 from flashbwd.mods.trace import Trace, trace
+from flashbwd.mods.values import Bounds, OfHead, Sum
 
 B, H, Sq, Sk = 2, 4, 5, 23
 INF = float("inf")
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 LENGTH = torch.tensor(11, dtype=torch.int32)
 LENGTHS = torch.tensor([7, 19])
+LENGTHS32 = LENGTHS.int()
 OFFSET = Sk - Sq
 
 
@@ -29,7 +31,7 @@ def abs_window(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def scores(device: str = "cpu") -> dict[str, Any]:
-    slopes, lengths = SLOPES.to(device), LENGTHS.to(device)
+    slopes, lengths = SLOPES.to(device), LENGTHS32.to(device)
     return {
         "identity": lambda s, b, h, q, k: s,
         "softcap": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
@@ -123,8 +125,8 @@ class Evaluation:
 
     def inside(self, bounds: Bounds) -> Tensor:
         inside = torch.ones(B, H, Sq, Sk, dtype=torch.bool)
-        for bound in bounds.sums:
-            inside &= self.sum(bound) >= 0
+        for bound in bounds.all:
+            inside &= bound.k * self.k + bound.sign * self.sum(bound.sum) + bound.q * self.q + bound.constant >= 0
         return inside
 
     def score(self, s: Tensor) -> Tensor:
@@ -208,7 +210,7 @@ def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
 def test_a_score_mod_and_a_mask_together() -> None:
     found = recognise(*traces(SCORES["alibi"], MASKS["window"]))
     assert found is not None and found.score.bias is not None
-    assert found.mask is not None and len(found.mask.sums) == 2
+    assert found.mask is not None and len(found.mask.all) == 2
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -233,10 +235,13 @@ def test_arguments_have_a_place_for_everything() -> None:
     assert found is not None
     slots = Slots(traced[2], "cpu")
     integers, floats = encode(found, slots)
-    assert slots.tensors() == [SLOPES, LENGTHS, LENGTH]
+    assert slots.tensors() == [SLOPES, LENGTHS32, LENGTHS, LENGTH]
     nothing = [0, 0, 0, 0]
-    assert floats == [0.0, 1.0, 0.0, 0.0]
-    assert integers[:12] == [3, 0, *(0, 1), *(-1, 1, 1, 1), *nothing]  # SLOPES[h] * (k + 1 - LENGTHS[b])
-    assert integers[12:24] == [2, -1, *(1, -5), *(1, 1, 1, 1), *nothing]  # of two: -k + q - 5 + LENGTHS[b] >= 0
-    assert integers[24:35] == [1, *(0, 7), *(-1, 2, 0, 0), *nothing]  # k + 7 - LENGTH >= 0
-    assert integers[35:] == [0] * 22
+    assert floats == [0.0, -1.0, 0.0, 0.0]
+    # -SLOPES[h] * (LENGTHS32[b] - 1 - k)
+    assert integers[:14] == [3, 0, -1, *(0, 0, -1), *(1, 1, 1, 0), *nothing]
+    # Of two: -k + (q - 5 + LENGTHS[b]) >= 0, the sum of 64 bits,
+    assert integers[14:30] == [2, *(-1, 1, 0, 0), *(1, 1, -5), *(1, 2, 1, 1), *nothing]
+    # and k - (LENGTH - 7) >= 0.
+    assert integers[30:45] == [*(1, -1, 0, 0), *(0, 0, -7), *(1, 3, 0, 0), *nothing]
+    assert len(integers) == 15 + 4 * 15

@@ -23,50 +23,162 @@ __device__ __forceinline__ float round_bfloat16(float x) {
   return float_of_bfloat16(static_cast<unsigned short>(pack_16bit<true>(x, 0.f)));
 }
 __device__ __forceinline__ long long wrap(long long i, int size) { return i < 0 ? i + size : i; }
+// ---- arithmetic as PyTorch's: integers wrap around, and no product is contracted with a sum ----
+
 template <typename T>
-__device__ __forceinline__ T floor_divide(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
-    return floor(a / b);
+struct IsFloating {
+  static constexpr bool value = false;
+};
+template <>
+struct IsFloating<float> {
+  static constexpr bool value = true;
+};
+template <>
+struct IsFloating<double> {
+  static constexpr bool value = true;
+};
+// The type in which sums and products of integers wrap around: overflow of a signed one is undefined in C++.
+template <typename T>
+struct Wrapping {
+  using Type = unsigned int;
+};
+template <>
+struct Wrapping<long long> {
+  using Type = unsigned long long;
+};
+template <typename T>
+__device__ __forceinline__ T plus(T a, T b) {
+  if constexpr (IsFloating<T>::value) {
+    return a + b;
   } else {
-    const T q = a / b;
-    return a % b != 0 && (a < 0) != (b < 0) ? q - 1 : q;
+    using Type = typename Wrapping<T>::Type;
+    return static_cast<T>(static_cast<Type>(a) + static_cast<Type>(b));
   }
 }
+template <typename T>
+__device__ __forceinline__ T minus(T a, T b) {
+  if constexpr (IsFloating<T>::value) {
+    return a - b;
+  } else {
+    using Type = typename Wrapping<T>::Type;
+    return static_cast<T>(static_cast<Type>(a) - static_cast<Type>(b));
+  }
+}
+__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
+template <typename T>
+__device__ __forceinline__ T times(T a, T b) {
+  using Type = typename Wrapping<T>::Type;
+  return static_cast<T>(static_cast<Type>(a) * static_cast<Type>(b));
+}
+// Of floats, rounded once, as PyTorch's kernels add a product with `alpha`.
+template <typename T>
+__device__ __forceinline__ T plus_product(T a, T factor, T b) {
+  if constexpr (IsFloating<T>::value) {
+    return fma(factor, b, a);
+  } else {
+    return plus(a, times(factor, b));
+  }
+}
+template <typename T>
+__device__ __forceinline__ T negative(T a) {
+  if constexpr (IsFloating<T>::value) {
+    return -a;
+  } else {
+    return minus(static_cast<T>(0), a);
+  }
+}
+template <typename T>
+__device__ __forceinline__ T absolute(T a) {
+  if constexpr (IsFloating<T>::value) {
+    return fabs(a);
+  } else {
+    return a < static_cast<T>(0) ? negative(a) : a;
+  }
+}
+template <typename T>
+__device__ __forceinline__ bool sign_bit(T a) {
+  if constexpr (IsFloating<T>::value) {
+    return signbit(a);
+  } else {
+    return a < static_cast<T>(0);
+  }
+}
+// Division by it may overflow.
+template <typename T>
+__device__ __forceinline__ bool is_minus_one(T a) {
+  return a < static_cast<T>(0) && a == static_cast<T>(-1);
+}
+// PyTorch raises an error on a CPU where an integer is divided by 0, and a GPU cannot: the result is 0 here.
 template <typename T>
 __device__ __forceinline__ T trunc_divide(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
+  if constexpr (IsFloating<T>::value) {
     return trunc(a / b);
   } else {
-    return a / b;
-  }
-}
-template <typename T>
-__device__ __forceinline__ T remainder_of(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
-    const T r = fmod(a, b);
-    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
-  } else {
-    const T r = a % b;
-    return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+    if (b == static_cast<T>(0)) return 0;
+    return is_minus_one(b) ? negative(a) : static_cast<T>(a / b);
   }
 }
 template <typename T>
 __device__ __forceinline__ T fmod_of(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
+  if constexpr (IsFloating<T>::value) {
     return fmod(a, b);
   } else {
-    return a % b;
+    return b == static_cast<T>(0) || is_minus_one(b) ? static_cast<T>(0) : static_cast<T>(a % b);
   }
 }
 template <typename T>
+__device__ __forceinline__ T remainder_of(T a, T b) {
+  const T r = fmod_of(a, b);
+  return r != 0 && (r < 0) != (b < 0) ? plus(r, b) : r;
+}
+// Of floats: what is left of a after the remainder, divided by b; the quotient a / b may be rounded past a whole number.
+template <typename T>
+__device__ __forceinline__ T floor_divide(T a, T b) {
+  if constexpr (IsFloating<T>::value) {
+    if (b == 0) return a / b;
+    const T r = fmod(a, b);
+    T q = (a - r) / b;
+    if (r != 0 && (r < 0) != (b < 0)) q -= 1;
+    if (q == 0) return copysign(static_cast<T>(0), a / b);
+    const T whole = floor(q);
+    return q - whole > static_cast<T>(0.5) ? whole + 1 : whole;
+  } else {
+    const T q = trunc_divide(a, b);
+    const T r = fmod_of(a, b);
+    return r != 0 && (r < 0) != (b < 0) ? minus(q, static_cast<T>(1)) : q;
+  }
+}
+// Of integers, with a negative exponent: 0, but for the bases 1 and -1.
+template <typename T>
 __device__ __forceinline__ T power(T a, T b) {
-  if constexpr (static_cast<T>(0.5) != static_cast<T>(0)) {
+  if constexpr (IsFloating<T>::value) {
     return pow(a, b);
   } else {
-    T r = 1;
-    for (; b > 0; --b) r *= a;
-    return r;
+    if (b < static_cast<T>(0)) {
+      if (a == static_cast<T>(1)) return 1;
+      return a == static_cast<T>(-1) ? static_cast<T>(b % 2 == 0 ? 1 : -1) : static_cast<T>(0);
+    }
+    T result = 1;
+    for (; b > 0; b = static_cast<T>(b >> 1)) {
+      if (b & 1) result = times(result, a);
+      a = times(a, a);
+    }
+    return result;
   }
+}
+// Shifts by less than 0 or by all bits leave 0, or the sign.
+template <typename T>
+__device__ __forceinline__ T shift_left(T a, T by) {
+  constexpr int kBits = 8 * sizeof(T);
+  if (by < static_cast<T>(0) || by >= kBits) return 0;
+  return static_cast<T>(static_cast<typename Wrapping<T>::Type>(a) << by);
+}
+template <typename T>
+__device__ __forceinline__ T shift_right(T a, T by) {
+  constexpr int kLast = 8 * sizeof(T) - 1;
+  if (by < static_cast<T>(0) || by > kLast) return static_cast<T>((a < static_cast<T>(0) ? -1 : 0));
+  return static_cast<T>(a >> by);
 }
 template <typename T>
 __device__ __forceinline__ T maximum_of(T a, T b) {
@@ -75,6 +187,22 @@ __device__ __forceinline__ T maximum_of(T a, T b) {
 template <typename T>
 __device__ __forceinline__ T minimum_of(T a, T b) {
   return a != a || a < b ? a : b;
+}
+
+// ---- functions ----
+
+template <typename T>
+__device__ __forceinline__ T relu(T x) {
+  return x <= static_cast<T>(0) ? static_cast<T>(0) : x;
+}
+template <typename T>
+__device__ __forceinline__ T hardsigmoid(T x) {
+  return minimum_of(maximum_of(x + 3, static_cast<T>(0)), static_cast<T>(6)) / 6;
+}
+// From the end that is nearer, as PyTorch computes it.
+template <typename T>
+__device__ __forceinline__ T lerp(T a, T b, T weight) {
+  return absolute(weight) < static_cast<T>(0.5) ? a + weight * (b - a) : b - (b - a) * (1 - weight);
 }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp(-x)); }

@@ -10,21 +10,29 @@
 
 namespace flashbwd {
 
-__device__ inline int sum_of(const DecodingParams& p, const OrdinarySum& sum, int b, int h, int q) {
-  int total = sum.q * q + sum.constant;
+// The sum's bits: the additions of 64 bits wrap around, as those of 32 bits do after the last cast.
+__device__ inline long long sum_of(const DecodingParams& p, const OrdinarySum& sum, int b, int h, int q) {
+  using Bits = unsigned long long;
+  Bits total = static_cast<Bits>(sum.q) * static_cast<Bits>(q) + static_cast<Bits>(sum.constant);
 #pragma unroll 1
   for (const OrdinaryTerm& term : sum.terms) {
     if (term.weight == 0) continue;
     const CapturedTensor& captured = p.captured[term.slot];
     const int index = term.index == OrdinaryTerm::kBatch ? b : term.index == OrdinaryTerm::kHead ? h : 0;
     const long long at = index * captured.strides[0];
-    constexpr long long kFar = 1 << 29;  // beyond every key, and two of them stay in 32 bits
-    const int value = term.wide
-                          ? static_cast<int>(min(max(static_cast<const long long*>(captured.data)[at], -kFar), kFar))
-                          : static_cast<const int*>(captured.data)[at];
-    total += term.weight * value;
+    const long long value =
+        term.wide ? static_cast<const long long*>(captured.data)[at] : static_cast<const int*>(captured.data)[at];
+    total += static_cast<Bits>(term.weight) * static_cast<Bits>(value);
   }
-  return total;
+  return sum.wide ? static_cast<long long>(total) : static_cast<int>(total);
+}
+
+// What k * kv_idx is compared with, as an int: beyond every key stays beyond every key.
+__device__ inline int limit_of(const DecodingParams& p, const OrdinaryBound& bound, int b, int h, int q) {
+  constexpr long long kBeyond = 1ll << 40, kMost = 0x7fffffff;
+  const long long sum = min(max(sum_of(p, bound.sum, b, h, q), -kBeyond), kBeyond);
+  const long long limit = bound.sign * sum + static_cast<long long>(bound.q) * q + bound.constant;
+  return static_cast<int>(min(max(limit, -kMost), kMost));
 }
 
 // kMask: the bounds are a mask's; else they are where the score stays finite.
@@ -36,7 +44,7 @@ struct OrdinaryKernelMod : AnyMod {
   static constexpr bool kHasScoreMod = kScore;
   static constexpr bool kHasMask = kMask;
 
-  // Between which keys a row sees, and its bias: slope * (k + origin).
+  // The first and the last key that a row sees, and its bias: slope * (bias_k * k + origin).
   struct Row {
     int first, last;
     float slope;
@@ -47,15 +55,15 @@ struct OrdinaryKernelMod : AnyMod {
         : first(0), last(0x7fffffff), slope(p.ordinary.slope), origin(0) {
       const OrdinaryMod& mod = p.ordinary;
       for (int i = 0; i < mod.bound_count; ++i) {
-        const int sum = sum_of(p, mod.bounds[i].sum, b, h, q);
+        const int limit = limit_of(p, mod.bounds[i], b, h, q);
         if (mod.bounds[i].k > 0) {
-          first = max(first, -sum);
+          first = max(first, -limit);
         } else {
-          last = min(last, sum);
+          last = min(last, limit);
         }
       }
       if (!kScore || slope == 0) return;
-      origin = sum_of(p, mod.origin, b, h, q);
+      origin = static_cast<int>(sum_of(p, mod.origin, b, h, q));
       if (mod.slope_slot >= 0) {
         const CapturedTensor& slopes = p.captured[mod.slope_slot];
         slope *= static_cast<const float*>(slopes.data)[h * slopes.strides[0]];
@@ -77,9 +85,10 @@ struct OrdinaryKernelMod : AnyMod {
     }
   }
 
-  __device__ static float score_mod(const DecodingParams&, const Row& row, float score, int, int, int, int k,
+  __device__ static float score_mod(const DecodingParams& p, const Row& row, float score, int, int, int, int k,
                                     bool* = nullptr) {
-    score += row.slope * static_cast<float>(k + row.origin);
+    const unsigned int distance = static_cast<unsigned int>(p.ordinary.bias_k * k) + static_cast<unsigned int>(row.origin);
+    score += row.slope * static_cast<float>(static_cast<int>(distance));
     return kMask || row.sees(k) ? score : -FLASHBWD_INFINITY;
   }
 

@@ -19,21 +19,26 @@ struct OrdinaryTerm {
   int slot, index, wide;
 };
 
-struct OrdinarySum {  // q * q_idx + constant + terms
+// q * q_idx + constant + terms. It wraps around as PyTorch's integers do: at 32 bits, or at 64 if `wide`.
+struct OrdinarySum {
+  int wide;
   int q, constant;
   OrdinaryTerm terms[2];
 };
 
-struct OrdinaryBound {  // k * kv_idx + sum >= 0
-  int k;
+// k * kv_idx + sign * sum + q * q_idx + constant >= 0. Only `sum` wraps around.
+struct OrdinaryBound {
+  int k, sign, q, constant;
   OrdinarySum sum;
 };
 
-// score = softcap * tanh(score / softcap), with softcap > 0; score += slope_of(h) * (kv_idx + origin); the bounds.
+// score = softcap * tanh(score / softcap), with softcap > 0; score += slope_of(h) * (bias_k * kv_idx + origin), whose sum
+// wraps around at 32 bits; the bounds.
 struct OrdinaryMod {
   enum Kind { kNone, kScore, kMask, kBoth };
   int kind;
   int slope_slot;  // of a captured tensor of floats, one a head, that is a factor of the slope; -1 for none
+  int bias_k;      // 1 or -1
   OrdinarySum origin;
   int bound_count;
   OrdinaryBound bounds[4];

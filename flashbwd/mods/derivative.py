@@ -14,23 +14,23 @@ from torch import Tensor, fx
 
 from flashbwd.mods.captures import CannotEmitError, Slots
 from flashbwd.mods.emit import MASK_PARAMETERS, SCORE_PARAMETERS, Emitter, struct_of
+from flashbwd.mods.operators import c_type
 from flashbwd.mods.trace import Trace
 
-# Of the arguments in order, {g} the gradient of the result {r}, {0} and {1} the arguments.
+# For each argument in order: {g} is the gradient of the result {r}, {0} and {1} are the arguments, {T} is their type.
 _RULES = {
     "neg": ("-{g}",),
     "abs": ("({0} > 0 ? {g} : {0} < 0 ? -{g} : 0)",),
     "exp": ("{g} * {r}",),
-    "exp2": (f"{{g}} * {{r}} * {math.log(2)!r}f",),
+    "exp2": (f"{{g}} * {{r}} * {{T}}({math.log(2)!r})",),
     "expm1": ("{g} * ({r} + 1)",),
     "log": ("{g} / {0}",),
-    "log2": (f"{{g}} / ({{0}} * {math.log(2)!r}f)",),
-    "log10": (f"{{g}} / ({{0}} * {math.log(10)!r}f)",),
+    "log2": (f"{{g}} / ({{0}} * {{T}}({math.log(2)!r}))",),
+    "log10": (f"{{g}} / ({{0}} * {{T}}({math.log(10)!r}))",),
     "log1p": ("{g} / (1 + {0})",),
     "sqrt": ("{g} / (2 * {r})",),
     "rsqrt": ("{g} * {r} * {r} * {r} / -2",),
     "reciprocal": ("-{g} * {r} * {r}",),
-    "square": ("2 * {g} * {0}",),
     "sin": ("{g} * cosine({0}, near)",),
     "cos": ("-{g} * sine({0}, near)",),
     "tan": ("{g} * (1 + {r} * {r})",),
@@ -43,10 +43,10 @@ _RULES = {
     "asinh": ("{g} * rsqrt({0} * {0} + 1)",),
     "acosh": ("{g} * rsqrt({0} * {0} - 1)",),
     "atanh": ("{g} / (1 - {0} * {0})",),
-    "erfc": (f"{{g}} * {-2 / math.sqrt(math.pi)!r}f * exp(-{{0}} * {{0}})",),
+    "erfc": (f"{{g}} * {{T}}({-2 / math.sqrt(math.pi)!r}) * exp(-{{0}} * {{0}})",),
     "hypot": ("{g} * {0} / {r}", "{g} * {1} / {r}"),
     "logaddexp": ("{g} * exp({0} - {r})", "{g} * exp({1} - {r})"),
-    "erf": (f"{{g}} * {2 / math.sqrt(math.pi)!r}f * exp(-{{0}} * {{0}})",),
+    "erf": (f"{{g}} * {{T}}({2 / math.sqrt(math.pi)!r}) * exp(-{{0}} * {{0}})",),
     "sigmoid": ("{g} * {r} * (1 - {r})",),
     "silu": ("{g} * sigmoid({0}) * (1 + {0} * (1 - sigmoid({0})))",),
     "relu": ("({0} > 0 ? {g} : 0)",),
@@ -58,7 +58,7 @@ _RULES = {
     "pow": ("({1} == 0 ? 0 : {g} * {1} * pow({0}, {1} - 1))", "({0} > 0 ? {g} * {r} * log({0}) : 0)"),
     "atan2": ("{g} * {1} / ({0} * {0} + {1} * {1})", "-{g} * {0} / ({0} * {0} + {1} * {1})"),
 }
-_FLAT = frozenset({"floor", "ceil", "trunc", "round", "sign", "sgn", "floor_divide", "detach"})
+_FLAT = frozenset({"floor", "ceil", "trunc", "round", "sign", "sgn", "detach"})
 _PASSES = frozenset({"alias", "clone", "contiguous", "view", "expand", "squeeze", "reshape", "_to_copy", "lift_fresh"})
 
 
@@ -153,7 +153,11 @@ class Derivative:
                     continue
                 if position >= len(rules):
                     raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
-                self._add(value, active, rules[position].format(*values, g=gradient, r=self.emitter.value(node)))
+                self._add(
+                    value,
+                    active,
+                    rules[position].format(*values, g=gradient, r=self.emitter.value(node), T=c_type(dtype)),
+                )
         else:
             raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
 
@@ -193,8 +197,9 @@ class Derivative:
         if node.kwargs.get("approximate", "none") != "none":
             raise CannotEmitError("score_mod calls gelu of tanh, whose derivative there is no CUDA for")
         x = self.emitter.cast(node.args[0], self.emitter.dtype(node))
-        root = f"{math.sqrt(0.5)!r}f"
-        density = f"{x} * exp({x} * {x} / -2) * {1 / math.sqrt(2 * math.pi)!r}f"
+        kind = c_type(self.emitter.dtype(node))
+        root = f"{kind}({math.sqrt(0.5)!r})"
+        density = f"{x} * exp({x} * {x} / -2) * {kind}({1 / math.sqrt(2 * math.pi)!r})"
         self._add(node.args[0], active, f"{gradient} * ((1 + erf({x} * {root})) / 2 + {density})")
 
     def _op_clamp(self, node: Any, gradient: str, active: set[Any]) -> None:

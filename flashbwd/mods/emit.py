@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -11,153 +9,27 @@ import torch
 from torch import Tensor, fx
 
 from flashbwd.mods.captures import CannotEmitError, Slots
+from flashbwd.mods.operators import (
+    BINARY,
+    COMPARISONS,
+    FILLS,
+    LOGICAL,
+    POWERS,
+    ROUNDED,
+    ROUNDINGS,
+    SAME,
+    UNARY,
+    WITH_NUMBERS,
+    c_type,
+    literal,
+)
+from flashbwd.mods.row import Row
 from flashbwd.mods.trace import Trace
 
 aten = torch.ops.aten
 
 SCORE_PARAMETERS = ["score", "b", "h", "q", "k"]
 MASK_PARAMETERS = SCORE_PARAMETERS[1:]
-
-# 16-bit floats are computed with as floats and rounded after each operation, as PyTorch does.
-_C_TYPES = {
-    torch.bool: "bool",
-    torch.int8: "signed char",
-    torch.uint8: "unsigned char",
-    torch.int16: "short",
-    torch.int32: "int",
-    torch.int64: "long long",
-    torch.float16: "float",
-    torch.bfloat16: "float",
-    torch.float32: "float",
-    torch.float64: "double",
-}
-_ROUNDED = {torch.float16: "round_half", torch.bfloat16: "round_bfloat16"}
-
-
-_UNARY = {
-    "neg": "-{0}",
-    "abs": "({0} < 0 ? -{0} : {0})",
-    "exp": "exp({0})",
-    "exp2": "exp2({0})",
-    "expm1": "expm1({0})",
-    "log": "log({0})",
-    "log2": "log2({0})",
-    "log10": "log10({0})",
-    "log1p": "log1p({0})",
-    "sqrt": "sqrt({0})",
-    "rsqrt": "rsqrt({0})",
-    "reciprocal": "(1 / {0})",
-    "square": "({0} * {0})",
-    "sin": "sine({0}, near)",
-    "cos": "cosine({0}, near)",
-    "tan": "tan({0})",
-    "asin": "asin({0})",
-    "acos": "acos({0})",
-    "atan": "atan({0})",
-    "sinh": "sinh({0})",
-    "cosh": "cosh({0})",
-    "tanh": "tanh_of({0})",
-    "asinh": "asinh({0})",
-    "acosh": "acosh({0})",
-    "atanh": "atanh({0})",
-    "erf": "erf({0})",
-    "erfc": "erfc({0})",
-    "mish": "({0} * tanh_of(log1p(exp({0}))))",
-    "hardsigmoid": "(minimum_of(maximum_of({0} + 3, {0} * 0), {0} * 0 + 6) / 6)",
-    "hardswish": "({0} * minimum_of(maximum_of({0} + 3, {0} * 0), {0} * 0 + 6) / 6)",
-    "frac": "({0} - trunc({0}))",
-    "sigmoid": "sigmoid({0})",
-    "silu": "({0} * sigmoid({0}))",
-    "relu": "({0} > 0 ? {0} : {0} * 0)",
-    "floor": "floor({0})",
-    "ceil": "ceil({0})",
-    "trunc": "trunc({0})",
-    "round": "rint({0})",
-    "sign": "({0} > 0) - ({0} < 0)",
-    "sgn": "({0} > 0) - ({0} < 0)",
-}
-_ROUNDINGS = frozenset({"floor", "ceil", "trunc", "round"})  # of an integer: itself
-# Computed in the type of the result.
-_BINARY = {
-    "mul": "{0} * {1}",
-    "maximum": "maximum_of({0}, {1})",
-    "minimum": "minimum_of({0}, {1})",
-    "remainder": "remainder_of({0}, {1})",
-    "fmod": "fmod_of({0}, {1})",
-    "floor_divide": "floor_divide({0}, {1})",
-    "atan2": "atan2({0}, {1})",
-    "fmax": "fmax_of({0}, {1})",
-    "fmin": "fmin_of({0}, {1})",
-    "hypot": "hypot({0}, {1})",
-    "copysign": "copysign({0}, {1})",
-    "logaddexp": "logaddexp({0}, {1})",
-    "xlogy": "xlogy({0}, {1})",
-    "heaviside": "({0} == 0 ? {1} : static_cast<decltype({1})>({0} > 0))",
-    "bitwise_and": "{0} & {1}",
-    "bitwise_or": "{0} | {1}",
-    "bitwise_xor": "{0} ^ {1}",
-    "__and__": "{0} & {1}",
-    "__or__": "{0} | {1}",
-    "__xor__": "{0} ^ {1}",
-    "bitwise_left_shift": "{0} << {1}",
-    "bitwise_right_shift": "{0} >> {1}",
-    "__lshift__": "{0} << {1}",
-    "__rshift__": "{0} >> {1}",
-}
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_LOGICAL = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
-_SAME = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "contiguous"}
-# Operators with numbers after the value, and what those are when left out: computed in the type of the result.
-_WITH_NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "softplus": ("softplus({0}, {1}, {2})", (1.0, 20.0)),
-    "elu": ("elu({0}, {1}, {2}, {3})", (1.0, 1.0, 1.0)),
-    "hardtanh": ("minimum_of(maximum_of({0}, {1}), {2})", (-1.0, 1.0)),
-    "leaky_relu": ("({0} > 0 ? {0} : {0} * {1})", (0.01,)),
-    "threshold": ("({0} <= {1} ? {2} : {0})", ()),
-}
-_POWERS = {2: "({0} * {0})", 3: "({0} * {0} * {0})", 0.5: "sqrt({0})", -1: "(1 / {0})", -0.5: "rsqrt({0})"}
-_ROW_BYTES = 16  # kModRowBytes of csrc/decoding/params.h
-_FILLS = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, "zeros_like": 0}
-
-
-class Row:
-    """What modifications work out once for a row of queries, as a struct of C++."""
-
-    def __init__(self) -> None:
-        self._fields: dict[str, torch.dtype] = {}
-        self._lines: list[str] = []
-
-    def take(self, function: str, lines: list[str], values: dict[str, torch.dtype]) -> dict[str, str]:
-        """Makes fields of the ``values`` of a function that ``lines`` work out, as long as there is room.
-
-        Returns the names of the fields.
-        """
-        taken = {}
-        for name, dtype in values.items():
-            if sum(map(_bytes_of, self._fields.values())) + _bytes_of(dtype) <= _ROW_BYTES:
-                taken[name] = f"{function}_{name}"
-                self._fields[taken[name]] = dtype
-        if taken:
-            results = [f"{field} = {name};" for name, field in taken.items()]
-            self._lines += ["{", *(f"  {line}" for line in lines + results), "}"]
-        return taken
-
-    def text(self) -> str:
-        """Empty when there is nothing to work out."""
-        if not self._fields:
-            return ""
-        by_size = sorted(self._fields.items(), key=lambda field: -_bytes_of(field[1]))  # no padding between
-        fields = "\n    ".join(f"{c_type(dtype)} {name};" for name, dtype in by_size)
-        lines = "\n      ".join(self._lines)
-        return f"""  static constexpr bool kHasRow = true;
-  struct Row {{
-    {fields}
-    Row() = default;
-    __device__ Row(const DecodingParams& p, int b, int h, int q) {{
-      {lines}
-    }}
-  }};
-"""
 
 
 class Emitter:
@@ -227,12 +99,21 @@ class Emitter:
             if value in self.captured and value not in self.names:
                 self._load(value)
             return self.names[value]
-        return _literal(value)
+        return literal(value)
 
-    def cast(self, value: Any, dtype: torch.dtype) -> str:
+    def cast(self, value: Any, dtype: torch.dtype, round_number: bool = True) -> str:
+        """``value`` in C++ in the type of ``dtype``, as PyTorch converts it. Sums, products and quotients of 16-bit
+        values take numbers as they are; other operators round them."""
         if not isinstance(value, fx.Node) and dtype.is_floating_point:
-            value = float(value)
-        return f"static_cast<{c_type(dtype)}>({self.value(value)})"
+            rounds = round_number and dtype in ROUNDED
+            value = torch.tensor(float(value), dtype=dtype).item() if rounds else float(value)
+        source = self.dtype(value)
+        text = self.value(value)
+        if dtype == torch.uint8 and source.is_floating_point:
+            text = f"static_cast<long long>({text})"  # so that a negative number wraps around
+        text = f"static_cast<{c_type(dtype)}>({text})"
+        rounds = dtype in ROUNDED and source != dtype and isinstance(value, fx.Node)
+        return f"{ROUNDED[dtype]}({text})" if rounds else text
 
     def _common(self, *values: Any) -> torch.dtype:
         """The type in which PyTorch compares: numbers count only by their category."""
@@ -249,8 +130,8 @@ class Emitter:
 
     def _define(self, node: Any, expression: str, round_result: bool = True) -> None:
         dtype = self.dtype(node)
-        if round_result and dtype in _ROUNDED:
-            expression = f"{_ROUNDED[dtype]}({expression})"
+        if round_result and dtype in ROUNDED:
+            expression = f"{ROUNDED[dtype]}({expression})"
         self.names[node] = f"t{len(self.names)}"
         kind = c_type(dtype)
         self.lines.append(f"const {kind} {self.names[node]} = static_cast<{kind}>({expression});")
@@ -262,7 +143,7 @@ class Emitter:
         tensor = self.trace.tensors[str(node.target)]
         made = self.slots.captures.position(tensor) is None
         if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant that the function made
-            self.names[node] = _literal(tensor.item())
+            self.names[node] = literal(tensor.item())
             return
         self.captured[node] = (self.slots.of(tensor, self.name), [None] * tensor.dim())
 
@@ -312,25 +193,25 @@ class Emitter:
         handler: Callable[[fx.Node], None] | None = getattr(self, f"_op_{name}", None)
         if handler is not None:
             handler(node)
-        elif name in _SAME or name in ("view", "expand", "squeeze", "reshape"):
+        elif name in SAME or name in ("view", "expand", "squeeze", "reshape"):
             self._define(node, self.value(node.args[0]))
-        elif name in _FILLS:
-            self._define(node, str(_FILLS[name]))
+        elif name in FILLS:
+            self._define(node, str(FILLS[name]))
         elif node.kwargs:
             self._refuse(node)
-        elif name in _COMPARISONS:
-            self._comparison(node, _COMPARISONS[name])
-        elif name in _LOGICAL:
+        elif name in COMPARISONS:
+            self._comparison(node, COMPARISONS[name])
+        elif name in LOGICAL:
             a, b = (self.cast(value, torch.bool) for value in node.args)
-            self._define(node, f"{a} {_LOGICAL[name]} {b}")
-        elif name in _ROUNDINGS and not self.dtype(node).is_floating_point:
+            self._define(node, f"{a} {LOGICAL[name]} {b}")
+        elif name in ROUNDINGS and not self.dtype(node).is_floating_point:
             self._define(node, self.value(node.args[0]))
-        elif name in _UNARY and len(node.args) == 1:
-            self._define(node, self._format(node, _UNARY[name], node.args))
-        elif name in _BINARY and len(node.args) == 2:
-            self._define(node, self._format(node, _BINARY[name], node.args))
-        elif name in _WITH_NUMBERS:
-            expression, defaults = _WITH_NUMBERS[name]
+        elif name in UNARY and len(node.args) == 1:
+            self._define(node, self._format(node, UNARY[name], node.args))
+        elif name in BINARY and len(node.args) == 2:
+            self._define(node, self._format(node, BINARY[name], node.args))
+        elif name in WITH_NUMBERS:
+            expression, defaults = WITH_NUMBERS[name]
             given = len(node.args) - 1
             self._define(node, self._format(node, expression, (*node.args, *defaults[given:])))
         else:
@@ -342,35 +223,38 @@ class Emitter:
 
     def _format(self, node: Any, expression: str, values: Any) -> str:
         """``expression`` of values in the type of the result."""
-        return expression.format(*(self.cast(value, self.dtype(node)) for value in values))
+        rounds = not expression.startswith("times")
+        return expression.format(*(self.cast(value, self.dtype(node), rounds) for value in values))
 
     def _comparison(self, node: Any, sign: str) -> None:
         common = self._common(*node.args)
         a, b = (self.cast(value, common) for value in node.args)
         self._define(node, f"{a} {sign} {b}")
 
-    def _sum(self, node: Any, sign: str) -> None:
-        a, b = (self.cast(value, self.dtype(node)) for value in node.args)
+    def _sum(self, node: Any, function: str) -> None:
+        a, b = (self.cast(value, self.dtype(node), False) for value in node.args)
         alpha = node.kwargs.get("alpha", 1)
-        self._define(
-            node, f"{a} {sign} {b}" if alpha == 1 else f"{a} {sign} {self.cast(alpha, self.dtype(node))} * {b}"
-        )
+        if alpha == 1:
+            self._define(node, f"{function}({a}, {b})")
+        else:
+            factor = self.cast(-alpha if function == "minus" else alpha, self.dtype(node))
+            self._define(node, f"plus_product({a}, {factor}, {b})")
 
     def _op_add(self, node: Any) -> None:
-        self._sum(node, "+")
+        self._sum(node, "plus")
 
     def _op_sub(self, node: Any) -> None:
-        self._sum(node, "-")
+        self._sum(node, "minus")
 
     def _op_rsub(self, node: Any) -> None:
-        a, b = (self.cast(value, self.dtype(node)) for value in node.args[:2])
+        a, b = (self.cast(value, self.dtype(node), False) for value in node.args[:2])
         if len(node.args) > 2 or node.kwargs.get("alpha", 1) != 1:
             raise CannotEmitError(f"{self.name} calls {node.target} with alpha, which there is no CUDA for")
-        self._define(node, f"{b} - {a}")
+        self._define(node, f"minus({b}, {a})")
 
     def _op_div(self, node: Any) -> None:
-        a, b = (self.cast(value, self.dtype(node)) for value in node.args[:2])
         mode = node.kwargs.get("rounding_mode")
+        a, b = (self.cast(value, self.dtype(node), mode is not None) for value in node.args[:2])
         self._define(node, f"{a} / {b}" if mode is None else f"{mode}_divide({a}, {b})")
 
     def _op_where(self, node: Any) -> None:
@@ -409,10 +293,11 @@ class Emitter:
         self._define(node, f"{value} != {value}")
 
     def _op_isinf(self, node: Any) -> None:
-        self._define(node, f"fabs(static_cast<float>({self.value(node.args[0])})) == FLASHBWD_INFINITY")
+        floating = self.dtype(node.args[0]).is_floating_point
+        self._define(node, f"absolute({self.value(node.args[0])}) == FLASHBWD_INFINITY" if floating else "false")
 
     def _op__to_copy(self, node: Any) -> None:
-        self._define(node, self.value(node.args[0]))
+        self._define(node, self.cast(node.args[0], self.dtype(node)))
 
     def _op_scalar_tensor(self, node: Any) -> None:
         self._define(node, self.cast(node.args[0], self.dtype(node)))
@@ -428,8 +313,11 @@ class Emitter:
     def _op_pow(self, node: Any) -> None:
         base, exponent = node.args
         short = None if isinstance(exponent, fx.Node) or not self.dtype(node).is_floating_point else exponent
-        if short in _POWERS:
-            self._define(node, self._format(node, _POWERS[short], (base,)))
+        if short == 3 and self.dtype(node) in ROUNDED:
+            square = f"{ROUNDED[self.dtype(node)]}({self._format(node, POWERS[2], (base,))})"
+            self._define(node, f"times({square}, {self.cast(base, self.dtype(node))})")
+        elif short in POWERS:
+            self._define(node, self._format(node, POWERS[short], (base,)))
         else:
             self._define(node, self._format(node, "power({0}, {1})", node.args))
 
@@ -444,20 +332,23 @@ class Emitter:
 
     def _op_addcmul(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)
-        self._define(node, self._format(node, "{0} + {3} * {1} * {2}", (*node.args, factor)))
+        self._define(node, self._format(node, "plus_product({0}, times({3}, {1}), {2})", (*node.args, factor)))
 
     def _op_addcdiv(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)
         self._define(node, self._format(node, "{0} + {3} * {1} / {2}", (*node.args, factor)))
 
     def _op_lerp(self, node: Any) -> None:
-        self._define(node, self._format(node, "{0} + {2} * ({1} - {0})", node.args))
+        self._define(node, self._format(node, "lerp({0}, {1}, {2})", node.args))
 
     def _op_signbit(self, node: Any) -> None:
-        self._define(node, f"signbit(static_cast<float>({self.value(node.args[0])}))")
+        self._define(node, f"sign_bit({self.value(node.args[0])})")
 
     def _op_nan_to_num(self, node: Any) -> None:
         dtype = self.dtype(node)
+        if not dtype.is_floating_point:
+            self._define(node, self.value(node.args[0]))
+            return
         limits = torch.finfo(dtype)
         given = [*node.args[1:], None, None, None][:3]
         fills = [node.kwargs.get(name, given[i]) for i, name in enumerate(("nan", "posinf", "neginf"))]
@@ -477,30 +368,6 @@ def c_element(dtype: torch.dtype) -> str:
     return {torch.float16: "flashbwd::Half", torch.bfloat16: "flashbwd::BFloat16", torch.float32: "flashbwd::Float"}[
         dtype
     ]
-
-
-def c_type(dtype: torch.dtype) -> str:
-    if dtype not in _C_TYPES:
-        raise CannotEmitError(f"{dtype} has no CUDA type here")
-    return _C_TYPES[dtype]
-
-
-def _bytes_of(dtype: torch.dtype) -> int:
-    return 4 if dtype in _ROUNDED else dtype.itemsize
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return f"{value}ll" if abs(value) < 2**63 else f"{float(value)!r}"
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "__int_as_float(0x7fffffff)"
-        if math.isinf(value):
-            return "-FLASHBWD_INFINITY" if value < 0 else "FLASHBWD_INFINITY"
-        return repr(value) if operator.ne(value, float(int(value))) or abs(value) > 1e15 else f"{int(value)}.0"
-    raise CannotEmitError(f"a constant of type {type(value).__name__} has no CUDA")
 
 
 def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:

@@ -1,21 +1,25 @@
 """Modifications that every build has kernels for, recognised by what they compute.
 
 A traced function is evaluated over a few kinds of values: sums of indices, conditions on the key index, functions of
-the head, and the score itself. What stays within
+the head, and the score itself. A function that computes
 
     score = cap * tanh(score / cap)                    softcap
     score = score + slope(h) * (+-k + q * n + c)       ALiBi, relative position
     visible where +-k + q * n + c >= 0, and ...        causal, window, lengths, as mask or as -inf
 
-with c of numbers and of captured integers (0-d, or one a batch or head) is passed to the kernel as arguments, however
+with c of numbers and of captured integers (0-d, or one per batch or head) is passed to the kernel as arguments, however
 it was written. The kernel's half is csrc/decoding/ordinary.cuh.
+
+A function is recognised only if the kernel provably computes what PyTorch does for every value of the captured tensors.
+PyTorch's integers wrap around, so a sum that may do so is kept apart from what is moved to its side of a comparison
+(``Bound``), and every value must have the dtype of its kind: a cast that may change a value is not recognised.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,14 +27,26 @@ from torch import Tensor, fx
 
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.trace import Trace
+from flashbwd.mods.values import (
+    FAR,
+    Bias,
+    Bound,
+    Bounds,
+    Captured,
+    Distance,
+    LinearInHead,
+    OfHead,
+    Score,
+    Sum,
+    Value,
+)
 
 aten = torch.ops.aten
 
 MAX_TERMS = 2  # captured integers of a sum
 MAX_BOUNDS = 4
-FAR = 2**29  # numbers up to here are added in 32 bits
 
-_INTEGERS = (torch.int32, torch.int64)
+_BITS = {torch.int32: 32, torch.int64: 64}
 
 
 class NotOrdinaryError(Exception):
@@ -54,14 +70,20 @@ def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Or
         return None
     if not isinstance(value, Score) or value.stage or not isinstance(visible, (Bounds, type(None))):
         return None
-    if visible is not None and value.bounds.sums:  # the mask does not count in full blocks, what the score is does
+    if visible is not None and value.bounds.all:  # the mask does not count in full blocks, what the score is does
         return None
-    sums = (*(visible or value.bounds).sums, *(() if value.bias is None else (value.bias.sum,)))
-    return Ordinary(value, visible) if all(map(_fits, sums)) else None
+    if value.bias is not None and not _fits_bias(value.bias.sum):
+        return None
+    return Ordinary(value, visible) if all(_fits(bound.sum) for bound in (visible or value.bounds).all) else None
 
 
 def _fits(total: Sum) -> bool:
     return abs(total.constant) <= FAR and abs(total.q) <= 16 and all(abs(weight) == 1 for _, weight in total.terms)
+
+
+def _fits_bias(total: Sum) -> bool:
+    """Whether the kernel, which adds up a bias in 32 bits, has every value of the sum."""
+    return _fits(total) and (total.bits == 32 or (not total.terms and replace(total, bits=32).is_exact))
 
 
 def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
@@ -79,7 +101,7 @@ def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
         return slots.of(captured.tensor, "score_mod or mask_mod")
 
     def of_sum(total: Sum) -> list[int]:
-        numbers = [total.q, total.constant]
+        numbers = [total.bits == 64, total.q, total.constant]
         for i in range(MAX_TERMS):
             if i < len(total.terms):
                 captured, weight = total.terms[i]
@@ -90,123 +112,15 @@ def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
         return numbers
 
     bias = ordinary.score.bias or Bias(OfHead(0.0), Sum(k=1))
-    slope, sign = bias.slope, bias.sum.k
-    bounds = (ordinary.mask or ordinary.score.bounds).sums
+    slope = bias.slope
+    bounds = (ordinary.mask or ordinary.score.bounds).all
     kind = (0 if ordinary.score.untouched and ordinary.mask is not None else 1) + 2 * (ordinary.mask is not None)
     slot = -1 if slope.captured is None else slot_of(slope.captured)
-    integers = [kind, slot, *of_sum(bias.sum * sign), len(bounds)]
+    integers = [kind, slot, bias.sum.k, *of_sum(bias.sum), len(bounds)]
     for i in range(MAX_BOUNDS):
-        bound = bounds[i] if i < len(bounds) else Sum()
-        integers += [bound.k, *of_sum(bound)]
-    return [int(n) for n in integers], [ordinary.score.softcap, slope.factor * sign, slope.rate, slope.start]
-
-
-# ---- values ----
-
-
-@dataclass(frozen=True)
-class Captured:
-    """An element of a captured tensor: its only one, or that of the batch or head. ``index`` is "", "b" or "h"."""
-
-    tensor: Tensor  # equal and hashed by identity
-    index: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Captured) and self.tensor is other.tensor and self.index == other.index
-
-    def __hash__(self) -> int:
-        return hash((id(self.tensor), self.index))
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Integer weights of the indices and of captured integers, and a constant."""
-
-    b: int = 0
-    h: int = 0
-    q: int = 0
-    k: int = 0
-    constant: int = 0
-    terms: tuple[tuple[Captured, int], ...] = ()
-
-    def __add__(self, other: Sum) -> Sum:
-        weights = dict(self.terms)
-        for term, weight in other.terms:
-            weights[term] = weights.get(term, 0) + weight
-        terms = tuple((term, weight) for term, weight in weights.items() if weight)
-        return Sum(
-            self.b + other.b,
-            self.h + other.h,
-            self.q + other.q,
-            self.k + other.k,
-            self.constant + other.constant,
-            terms,
-        )
-
-    def __mul__(self, by: int) -> Sum:
-        terms = tuple((term, weight * by) for term, weight in self.terms if by)
-        return Sum(self.b * by, self.h * by, self.q * by, self.k * by, self.constant * by, terms)
-
-    @property
-    def of_key(self) -> bool:
-        return self.k in (1, -1) and not self.b and not self.h
-
-
-@dataclass(frozen=True)
-class Distance:
-    """``abs`` of a sum."""
-
-    sum: Sum
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """All of the sums are at least 0."""
-
-    sums: tuple[Sum, ...] = ()
-
-
-@dataclass(frozen=True)
-class OfHead:
-    """``factor * captured[h] * exp2(rate * h + start)``; without a captured tensor that is 1."""
-
-    factor: float = 1.0
-    captured: Captured | None = None
-    rate: float = 0.0
-    start: float = 0.0
-
-
-@dataclass(frozen=True)
-class LinearInHead:
-    """``rate * h + start``"""
-
-    rate: float
-    start: float
-
-
-@dataclass(frozen=True)
-class Bias:
-    """``slope * sum``"""
-
-    slope: OfHead
-    sum: Sum
-
-
-@dataclass(frozen=True)
-class Score:
-    """The score after ``softcap`` (0: none), ``bias`` and ``bounds``; ``stage`` tells what of a softcap is done."""
-
-    softcap: float = 0.0
-    stage: str = ""  # "divided" by softcap, then "tanh" of it, then ""
-    bias: Bias | None = None
-    bounds: Bounds = field(default_factory=Bounds)
-
-    @property
-    def untouched(self) -> bool:
-        return self == Score()
-
-
-Value = Any  # of the above, a Python number, or None for a value of no kind
+        bound = bounds[i] if i < len(bounds) else Bound()
+        integers += [bound.k, bound.sign, bound.q, bound.constant, *of_sum(bound.sum)]
+    return [int(n) for n in integers], [ordinary.score.softcap, slope.factor, slope.rate, slope.start]
 
 
 # ---- evaluation ----
@@ -234,28 +148,69 @@ def _evaluate(trace: Trace, captures: Captures) -> Value:
 def _tensor(tensor: Tensor, captures: Captures) -> Value:
     if tensor.dim() == 0 and tensor.device.type == "cpu" and captures.position(tensor) is None:
         return tensor.item()  # a constant that the function made
-    if tensor.dim() == 0 and tensor.dtype in _INTEGERS:
-        return Sum(terms=((Captured(tensor, ""), 1),))
+    if tensor.dim() == 0 and tensor.dtype in _BITS:
+        return Sum(terms=((Captured(tensor, ""), 1),), bits=_BITS[tensor.dtype])
     return tensor
 
 
 def _operator(node: Any, values: dict[fx.Node, Value]) -> Value:
     name = str(node.target).removeprefix("aten.").split(".")[0]
+    dtype = node.meta["val"].dtype
+    if name in _FILLS:
+        value = _constant(torch.full((), _FILLS[name](node), dtype=dtype).item())
+        if value is None:
+            raise NotOrdinaryError
+        return value
     rule = _RULES.get(name)
     if rule is None or (node.kwargs and name not in _KEYWORDS_MEAN_NOTHING):
         raise NotOrdinaryError
+    sums = [values[n] for n in node.all_input_nodes if isinstance(values[n], Sum)]
+    if not dtype.is_floating_point:
+        bits = max((_BITS.get(dtype, 0), *(total.bits for total in sums)), default=0)
+        if any(total.bits < bits and not total.is_exact for total in sums):  # widened after it may have wrapped around
+            raise NotOrdinaryError
     value = rule(*fx.node.map_aggregate(node.args, lambda a: values[a] if isinstance(a, fx.Node) else a))
-    if value is None or (isinstance(value, Sum) and len(value.terms) > MAX_TERMS):
+    if isinstance(value, Sum) and name == "_to_copy":
+        value = _cast_sum(value, dtype)
+    if not _is_of(value, dtype) or (isinstance(value, Sum) and len(value.terms) > MAX_TERMS):
         raise NotOrdinaryError
-    return value
+    return replace(value, bits=_BITS[dtype]) if isinstance(value, Sum) else value
+
+
+def _is_of(value: Value, dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` is that of the kind of a value: a value of another one has been rounded, or cut off."""
+    if isinstance(value, (Sum, Distance)) or _is_int(value):
+        return dtype in _BITS and not (_is_int(value) and abs(value) > FAR)
+    if isinstance(value, (Bounds, bool)):
+        return dtype == torch.bool
+    if isinstance(value, float):
+        return dtype == torch.float32 and (math.isinf(value) or value == 0 or 2**-60 <= abs(value) <= 2**60)
+    if isinstance(value, Tensor):
+        return dtype == value.dtype
+    return value is not None and dtype == torch.float32
+
+
+def _cast_sum(total: Sum, dtype: torch.dtype) -> Value:
+    if dtype == torch.float32:
+        return Bias(OfHead(), total)
+    bits = _BITS.get(dtype, 0)
+    fits = bits >= total.bits or (not total.terms and replace(total, bits=bits or 1).is_exact)
+    return replace(total, bits=bits) if fits else None
+
+
+def _constant(value: Any) -> Value:
+    """A number that a function fills a tensor with; a mask of True has no bounds."""
+    if isinstance(value, bool):
+        return Bounds() if value else None
+    return value if _is_of(value, torch.int32 if isinstance(value, int) else torch.float32) else None
 
 
 def _index(source: Value, indices: list[Value]) -> Value:
     if not isinstance(source, Tensor) or source.dim() != 1 or len(indices) != 1:
         return None
-    index = "b" if indices[0] == Sum(b=1) else "h" if indices[0] == Sum(h=1) else ""
-    if index and source.dtype in _INTEGERS:
-        return Sum(terms=((Captured(source, index), 1),))
+    index = next((name for name in "bh" if isinstance(indices[0], Sum) and indices[0].is_index(name)), "")
+    if index and source.dtype in _BITS:
+        return Sum(terms=((Captured(source, index), 1),), bits=_BITS[source.dtype])
     return OfHead(captured=Captured(source, index)) if index == "h" and source.dtype == torch.float32 else None
 
 
@@ -304,7 +259,7 @@ def _subtract(a: Value, b: Value) -> Value:
 def _biased(score: Score, by: Value) -> Value:
     if isinstance(by, Sum):
         by = Bias(OfHead(), by)
-    if not isinstance(by, Bias) or score.stage or score.bias is not None or score.bounds.sums or not by.sum.of_key:
+    if not isinstance(by, Bias) or score.stage or score.bias is not None or score.bounds.all or not _is_key(by.sum):
         return None
     return replace(score, bias=by)
 
@@ -314,8 +269,11 @@ def _linear(value: Value) -> LinearInHead | None:
         return value
     if _is_number(value):
         return LinearInHead(0.0, float(value))
-    if isinstance(value, Sum) and value == Sum(h=value.h, constant=value.constant):
+    if isinstance(value, Sum) and value == Sum(h=value.h, constant=value.constant, bits=value.bits):
         return LinearInHead(float(value.h), float(value.constant))
+    if isinstance(value, Bias) and value.slope == OfHead(value.slope.factor):  # a sum cast to floating point
+        linear = _linear(value.sum)
+        return None if linear is None else _times(linear, value.slope.factor)
     return None
 
 
@@ -324,8 +282,10 @@ def _multiply(a: Value, b: Value) -> Value:
         a, b = b, a
     if _is_number(b):
         return _times(a, b)
-    if isinstance(a, Sum):
+    if isinstance(a, (Sum, Bias)):
         a, b = b, a
+    if isinstance(a, OfHead) and isinstance(b, Bias) and b.slope == OfHead(b.slope.factor):
+        return Bias(replace(a, factor=a.factor * b.slope.factor), b.sum)
     return Bias(a, b) if isinstance(a, OfHead) and isinstance(b, Sum) else None
 
 
@@ -369,7 +329,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _absolute(value: Value) -> Value:
-    return Distance(value) if isinstance(value, Sum) else None
+    return Distance(value) if isinstance(value, Sum) and not value.terms and value.is_exact else None
 
 
 def _at_least(a: Value, b: Value, slack: int = 0) -> Value:
@@ -379,8 +339,22 @@ def _at_least(a: Value, b: Value, slack: int = 0) -> Value:
     left, right = _as_sum(a), _as_sum(b)
     if left is None or right is None:
         return None
-    difference = left + right * -1 + Sum(constant=-slack)
-    return Bounds((difference,)) if difference.of_key else None
+    bound = Bound(constant=-slack)
+    for total, sign in ((left, 1), (right, -1)):
+        if total.b or total.h:
+            return None
+        if total.is_exact and not total.terms:
+            constant = bound.constant + sign * total.constant
+            bound = replace(bound, k=bound.k + sign * total.k, q=bound.q + sign * total.q, constant=constant)
+        elif bound.sum == Sum() and total.k == 0:
+            bound = replace(bound, sign=sign, sum=total)
+        else:
+            return None
+    return Bounds((bound,)) if bound.k in (1, -1) else None
+
+
+def _is_key(total: Sum) -> bool:
+    return total.k in (1, -1) and not total.b and not total.h
 
 
 def _more_than(a: Value, b: Value) -> Value:
@@ -390,8 +364,8 @@ def _more_than(a: Value, b: Value) -> Value:
 def _both(a: Value, b: Value) -> Value:
     if not isinstance(a, Bounds) or not isinstance(b, Bounds):
         return None
-    bounds = Bounds(tuple(dict.fromkeys((*a.sums, *b.sums))))
-    return bounds if len(bounds.sums) <= MAX_BOUNDS else None
+    bounds = Bounds(tuple(dict.fromkeys((*a.all, *b.all))))
+    return bounds if len(bounds.all) <= MAX_BOUNDS else None
 
 
 def _where(condition: Value, score: Value, other: Value) -> Value:
@@ -401,20 +375,12 @@ def _where(condition: Value, score: Value, other: Value) -> Value:
     return None if bounds is None else replace(score, bounds=bounds)
 
 
-def _filled(_: Value, value: Value) -> Value:
-    return Bounds() if value is True else value if _is_number(value) else None
-
-
-def _ones(*_: Any) -> Value:
-    return Bounds()
-
-
 _RULES: dict[str, Callable[..., Value]] = {
     **dict.fromkeys(("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy"), _same),
     "index": _index,
     "add": _add,
     "sub": _subtract,
-    "rsub": lambda a, b: _subtract(b, a),
+    "rsub": lambda a, b, alpha=1: _subtract(b, a) if alpha == 1 else None,
     "neg": _negative,
     "mul": _multiply,
     "div": _divide,
@@ -430,9 +396,11 @@ _RULES: dict[str, Callable[..., Value]] = {
     "__and__": _both,
     "logical_and": _both,
     "where": _where,
-    "full": _filled,
-    "new_full": lambda _, size, value: _filled(size, value),
-    "scalar_tensor": lambda value: _filled(None, value),
-    "new_ones": _ones,
 }
-_KEYWORDS_MEAN_NOTHING = frozenset({"_to_copy", "clone", "full", "new_full", "scalar_tensor", "new_ones"})
+_FILLS: dict[str, Callable[[Any], Any]] = {
+    "full": lambda node: node.args[1],
+    "new_full": lambda node: node.args[2],
+    "scalar_tensor": lambda node: node.args[0],
+    "new_ones": lambda node: 1,
+}
+_KEYWORDS_MEAN_NOTHING = frozenset({"_to_copy", "clone"})  # but for the dtype, which is that of the result

@@ -26,6 +26,9 @@ _HOST_METHODS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor
 # Operators that choose from a captured tensor; every other would take it as a whole.
 _CHOOSES = frozenset({aten.index, aten.select, aten.detach, aten.alias})
 
+# PyTorch raises an error where these divide an integer by 0, which stand-ins of indices are.
+_DIVISIONS = frozenset({aten.floor_divide, aten.remainder, aten.fmod, aten.div})
+
 
 @dataclass
 class Trace:
@@ -142,7 +145,8 @@ class _Recorder(TorchDispatchMode):
             self._refuse_whole(func, node)
             if "device" in options:
                 options = {**options, "device": torch.device("cpu")}
-            values, keywords = fx.node.map_aggregate((arguments, options), _stand_in)
+            stand_in = _divisible if func.overloadpacket in _DIVISIONS else _stand_in
+            values, keywords = fx.node.map_aggregate((arguments, options), stand_in)
             result = func(*values, **keywords)
         if isinstance(result, Tensor):
             self._keep(result, node, result)
@@ -166,3 +170,7 @@ def _chosen(func: Any, source: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 
 def _stand_in(value: Any) -> Any:
     return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def _divisible(value: Any) -> Any:
+    return torch.ones_like(value.meta["val"]) if isinstance(value, fx.Node) else value

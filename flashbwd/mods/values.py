@@ -1,0 +1,136 @@
+"""The kinds of values over which :mod:`~flashbwd.mods.ordinary` evaluates a traced function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+FAR = 2**29  # no index, and no constant of a sum, is beyond
+
+
+@dataclass(frozen=True)
+class Captured:
+    """An element of a captured tensor: its only one, or that of the batch or head. ``index`` is "", "b" or "h"."""
+
+    tensor: Tensor  # equal and hashed by identity
+    index: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Captured) and self.tensor is other.tensor and self.index == other.index
+
+    def __hash__(self) -> int:
+        return hash((id(self.tensor), self.index))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Integer weights of the indices and of captured integers, and a constant, which PyTorch adds up in ``bits``."""
+
+    b: int = 0
+    h: int = 0
+    q: int = 0
+    k: int = 0
+    constant: int = 0
+    terms: tuple[tuple[Captured, int], ...] = ()
+    bits: int = 32
+
+    def __add__(self, other: Sum) -> Sum:
+        weights = dict(self.terms)
+        for term, weight in other.terms:
+            weights[term] = weights.get(term, 0) + weight
+        terms = tuple((term, weight) for term, weight in weights.items() if weight)
+        return Sum(
+            self.b + other.b,
+            self.h + other.h,
+            self.q + other.q,
+            self.k + other.k,
+            self.constant + other.constant,
+            terms,
+            max(self.bits, other.bits),
+        )
+
+    def __mul__(self, by: int) -> Sum:
+        terms = tuple((term, weight * by) for term, weight in self.terms if by)
+        return Sum(self.b * by, self.h * by, self.q * by, self.k * by, self.constant * by, terms, self.bits)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it never wraps around: a captured integer as it is, or indices and a constant that stay small."""
+        if self.terms:
+            return len(self.terms) == 1 and self == Sum(terms=((self.terms[0][0], 1),), bits=self.bits)
+        largest = (abs(self.b) + abs(self.h) + abs(self.q) + abs(self.k)) * FAR + abs(self.constant)
+        return largest < 2 ** (self.bits - 1)
+
+    def is_index(self, name: str) -> bool:
+        """Whether it is the index of the batch ("b") or the head ("h")."""
+        return self == Sum(b=int(name == "b"), h=int(name == "h"), bits=self.bits)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """``k * kv_idx + sign * sum + q * q_idx + constant >= 0``, where only ``sum`` may wrap around."""
+
+    k: int = 0
+    sign: int = 1
+    sum: Sum = Sum()
+    q: int = 0
+    constant: int = 0
+
+
+@dataclass(frozen=True)
+class Distance:
+    """``abs`` of a sum."""
+
+    sum: Sum
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """All of the bounds hold."""
+
+    all: tuple[Bound, ...] = ()
+
+
+@dataclass(frozen=True)
+class OfHead:
+    """``factor * captured[h] * exp2(rate * h + start)``; without a captured tensor that is 1."""
+
+    factor: float = 1.0
+    captured: Captured | None = None
+    rate: float = 0.0
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinearInHead:
+    """``rate * h + start``"""
+
+    rate: float
+    start: float
+
+
+@dataclass(frozen=True)
+class Bias:
+    """``slope * sum``"""
+
+    slope: OfHead
+    sum: Sum
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score after ``softcap`` (0: none), ``bias`` and ``bounds``; ``stage`` tells what of a softcap is done."""
+
+    softcap: float = 0.0
+    stage: str = ""  # "divided" by softcap, then "tanh" of it, then ""
+    bias: Bias | None = None
+    bounds: Bounds = field(default_factory=Bounds)
+
+    @property
+    def untouched(self) -> bool:
+        return self == Score()
+
+
+Value = Any  # of the above, a Python number, or None for a value of no kind

@@ -1,0 +1,227 @@
+"""Emitted modifications, and the kernels' built-in ones, compiled for the host by a C++ compiler.
+
+The functions of csrc/decoding/mod_functions.cuh and ordinary.cuh are compiled as they are, after the few instructions
+and declarations that only nvcc and NVRTC know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashbwd.mods.captures import Captures, Slots
+from flashbwd.mods.derivative import emit_gradient
+from flashbwd.mods.emit import emit
+from flashbwd.mods.ordinary import Ordinary, encode
+from flashbwd.mods.trace import trace
+
+DECODING = Path(__file__).parent.parent.parent / "csrc" / "decoding"
+
+_PRELUDE = r"""
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <algorithm>
+using namespace std;
+#define __CUDACC__
+#define __device__
+#define __forceinline__ inline
+#define __noinline__
+#define __fdividef(a, b) ((a) / (b))
+static inline float __fmul_rn(float a, float b) { return a * b; }  // the compiler is told not to contract
+static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
+static inline float __uint_as_float(unsigned i) { return __int_as_float(i); }
+static inline unsigned __float_as_uint(float f) { unsigned i; memcpy(&i, &f, 4); return i; }
+static inline float rsqrt(float x) { return 1 / sqrt(x); }
+static inline double rsqrt(double x) { return 1 / sqrt(x); }
+template <typename T> static inline void atomicAdd(T* at, T x) { *at += x; }
+#define FLASHBWD_INFINITY __int_as_float(0x7f800000)
+namespace flashbwd {
+using uint32 = unsigned;
+inline float exp2_approx(float x) { return exp2f(x); }
+inline float float_of_half(unsigned short bits) { _Float16 h; memcpy(&h, &bits, 2); return h; }
+inline float float_of_bfloat16(unsigned short bits) { return __int_as_float(bits << 16); }
+template <bool kBFloat16> inline unsigned pack_16bit(float x, float) {
+  unsigned bits = 0;
+  if (kBFloat16) {
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+  const _Float16 h = x;
+  memcpy(&bits, &h, 2);
+  return bits;
+}
+"""
+
+_SIZES = """
+extern "C" int captured_bytes() { return sizeof(flashbwd::CapturedTensor); }
+extern "C" int captured_offset() { return offsetof(flashbwd::DecodingParams, captured); }
+extern "C" int ordinary_offset() { return offsetof(flashbwd::DecodingParams, ordinary); }
+extern "C" int params_bytes() { return sizeof(flashbwd::DecodingParams); }
+"""
+
+_BODY = """
+extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {{
+  for (int i = 0; i < n; ++i) {{
+    const int b = at[i], h = at[n + i], q = at[2 * n + i], k = at[3 * n + i];
+    const flashbwd::{mod}::Row row(*p, b, h, q);
+    bool near = true;
+    const float quick = flashbwd::{mod}::score_mod(*p, row, scores[i], b, h, q, k, &near);
+    results[i] = near ? quick : flashbwd::{mod}::score_mod(*p, row, scores[i], b, h, q, k);
+    if ({mod_mask} && !flashbwd::{mod}::mask_mod(*p, row, b, h, q, k)) results[i] = -FLASHBWD_INFINITY;
+  }}
+}}
+"""
+
+_GRADIENTS = """
+static void* gradients[flashbwd::DecodingParams::kMaxCaptured];
+extern "C" void set_gradient(int slot, void* to) { gradients[slot] = to; }
+"""
+
+_GRADIENT = """
+extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {{
+  flashbwd::DecodingBackwardParams with_gradients = {{}};
+  memcpy(with_gradients.captured, p->captured, sizeof(p->captured));
+  memcpy(with_gradients.gradients, gradients, sizeof(gradients));
+  for (int i = 0; i < n; ++i) {{
+    results[i] = flashbwd::{mod}::score_gradient(
+        with_gradients, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i], 1.f, true);
+  }}
+}}
+"""
+
+# all_scores() computes the softcap of a chunk of scores.
+_ORDINARY = """
+template <bool kScore, bool kMask>
+float ordinary_score(const flashbwd::DecodingParams& p, float score, int b, int h, int q, int k) {
+  using Mod = flashbwd::OrdinaryKernelMod<kScore, kMask>;
+  const typename Mod::Row row(p, b, h, q);
+  float scores[1][1][4] = {{{score, 0, 0, 0}}};
+  if (kScore) {
+    Mod::all_scores(p, scores);
+    score = Mod::score_mod(p, row, scores[0][0][0], b, h, q, k);
+  }
+  return !kMask || Mod::mask_mod(p, row, b, h, q, k) ? score : -FLASHBWD_INFINITY;
+}
+extern "C" void ordinary(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {
+  using flashbwd::OrdinaryMod;
+  const int kind = p->ordinary.kind;
+  const auto function = kind == OrdinaryMod::kScore  ? ordinary_score<true, false>
+                        : kind == OrdinaryMod::kMask ? ordinary_score<false, true>
+                                                     : ordinary_score<true, true>;
+  for (int i = 0; i < n; ++i) results[i] = function(*p, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i]);
+}
+"""
+
+_numbers = itertools.count()
+
+
+class CapturedTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_longlong * 5), ("sizes", ctypes.c_int * 5)]
+
+
+def compiler() -> str | None:
+    return shutil.which("c++") or shutil.which("g++")
+
+
+def _plain(text: str) -> str:
+    """Without directives: what they include is in the prelude."""
+    return re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+
+
+def _support() -> list[str]:
+    tanh = re.search(r"^// Relative error.*?^}\n", (DECODING / "ptx.cuh").read_text(), re.DOTALL | re.MULTILINE)
+    assert tanh is not None
+    headers = [_plain((DECODING / name).read_text()) for name in ("params.h", "backward_params.h", "mod.cuh")]
+    return [_PRELUDE, tanh.group(), "}", *headers, _plain(torch.ops.flashbwd.decoding_mod_functions())]
+
+
+class HostMods:
+    """Functions that are added, compiled together, and then called by name.
+
+    Parameters
+    ----------
+    folder : Path
+        Where source and library are written.
+    options : tuple of str
+        Of the compiler.
+    """
+
+    def __init__(self, folder: Path, options: tuple[str, ...] = ("-O1",)) -> None:
+        self.folder = folder
+        self.options = options
+        self.parts = [*_support(), _GRADIENTS]
+        self.slots: dict[str, Slots] = {}
+        self.places: dict[str, dict[int, Tensor]] = {}
+        self.numbers: dict[str, tuple[list[int], list[float]]] = {}
+        self.library: Any = None
+
+    def add(self, name: str, score_mod: Any = None, mask_mod: Any = None) -> None:
+        """Adds what is emitted for two functions."""
+        slots = self.slots[name] = Slots(Captures(score_mod, mask_mod), "cpu")
+        score = None if score_mod is None else trace("score_mod", score_mod, True)
+        mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
+        self._add_struct(name, emit(score, mask, slots))
+        self.parts.append(_BODY.format(name=name, mod=f"{name}_mod", mod_mask="true" if mask_mod else "false"))
+
+    def add_gradient(self, name: str, score_mod: Any, differentiable: Sequence[Tensor] = ()) -> None:
+        """Adds the emitted derivative with respect to the score, and to captured tensors."""
+        slots = self.slots[name] = Slots(Captures(score_mod), "cpu")
+        source, places = emit_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
+        self.places[name] = {slot: differentiable[i] for i, slot in places.items()}
+        self._add_struct(name, source)
+        self.parts.append(_GRADIENT.format(name=name, mod=f"{name}_mod"))
+
+    def add_ordinary(self, name: str, found: Ordinary, slots: Slots) -> None:
+        """Adds a built-in modification with its numbers."""
+        if not self.numbers:
+            self.parts += [_plain((DECODING / "ordinary.cuh").read_text()), _ORDINARY]
+        self.slots[name] = slots
+        self.numbers[name] = encode(found, slots)
+
+    def _add_struct(self, name: str, text: str) -> None:
+        struct = text[text.rindex("namespace flashbwd {\nstruct Mod") :]
+        self.parts.append(struct.replace("struct Mod", f"struct {name}_mod"))
+
+    def compile(self) -> None:
+        name = f"mods_{next(_numbers)}"  # a library that was loaded keeps its name
+        (self.folder / f"{name}.cpp").write_text("\n".join([*self.parts, _SIZES]))
+        command = [compiler(), "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC", *self.options]
+        subprocess.run([*command, "-o", f"{name}.so", f"{name}.cpp"], cwd=self.folder, check=True)
+        self.library = ctypes.CDLL(str(self.folder / f"{name}.so"))
+        assert self.library.captured_bytes() == ctypes.sizeof(CapturedTensor)
+
+    def run(self, name: str, scores: Tensor, indices: Tensor) -> Tensor:
+        """Results for (n,) scores and (4, n) indices. A derivative adds to ``grad`` of captured float32 tensors."""
+        for slot, tensor in self.places.get(name, {}).items():
+            tensor.grad = torch.zeros_like(tensor)
+            self.library.set_gradient(slot, ctypes.c_void_p(tensor.grad.data_ptr()))
+        params = (ctypes.c_byte * self.library.params_bytes())()
+        for place, tensor in enumerate(self.slots[name].tensors()):
+            at = self.library.captured_offset() + place * self.library.captured_bytes()
+            captured = CapturedTensor.from_buffer(params, at)
+            captured.data = tensor.data_ptr()
+            captured.strides[: tensor.dim()] = tensor.stride()
+            captured.sizes[: tensor.dim()] = tensor.shape
+        if name in self.numbers:
+            integers, floats = self.numbers[name]
+            at = self.library.ordinary_offset()
+            (ctypes.c_int * len(integers)).from_buffer(params, at)[:] = integers
+            (ctypes.c_float * 4).from_buffer(params, at + 4 * len(integers))[:] = floats
+        scores, indices = scores.float().contiguous(), indices.to(torch.int32).contiguous()
+        results = torch.empty_like(scores)
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (scores, indices, results)]
+        function = self.library["ordinary" if name in self.numbers else name]
+        function(params, len(scores), *pointers)
+        return results

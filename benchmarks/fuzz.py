@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import selectors
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any
 
 BACKENDS = ("sm90", "sm80", "reference")
 STRIDE = 1 << 20  # between the first calls of two workers
+STARTUP_S = 60.0  # for a worker's imports, before patience counts
 MOST_FAILURES = 20  # after so many the run ends
 MEMORY_SHARE = 0.06  # of the device, for each worker; PyTorch frees its cache before it takes more
 
@@ -59,16 +61,25 @@ class Tally:
 
 @dataclass
 class Worker:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     number: int  # of the call that it began last
     since: float
+    unread: bytes = b""  # a part of a line
 
 
 class Watchdog:
     """Keeps workers running until enough calls have ended. ``command`` plus a first number starts a worker."""
 
-    def __init__(self, command: Sequence[str], workers: int, calls: int, patience_s: float, budget_s: float) -> None:
-        self.command, self.calls, self.patience_s = list(command), calls, patience_s
+    def __init__(
+        self,
+        command: Sequence[str],
+        workers: int,
+        calls: int,
+        patience_s: float,
+        budget_s: float,
+        startup_s: float = STARTUP_S,
+    ) -> None:
+        self.command, self.calls, self.patience_s, self.startup_s = list(command), calls, patience_s, startup_s
         self.deadline = time.monotonic() + budget_s
         self.selector = selectors.DefaultSelector()
         self.tally = Tally()
@@ -76,8 +87,8 @@ class Watchdog:
         self.count = workers
 
     def start(self, number: int) -> None:
-        process = subprocess.Popen([*self.command, str(number)], stdout=subprocess.PIPE, text=True, bufsize=1)
-        worker = Worker(process, number, time.monotonic() + self.patience_s)  # twice as long for its imports
+        process = subprocess.Popen([*self.command, str(number)], stdout=subprocess.PIPE)
+        worker = Worker(process, number, time.monotonic() + self.startup_s)
         self.workers.append(worker)
         assert process.stdout is not None
         self.selector.register(process.stdout, selectors.EVENT_READ, worker)
@@ -91,28 +102,32 @@ class Watchdog:
         self.workers.remove(worker)
 
     def hear(self, worker: Worker) -> None:
-        """One line of a worker, or its end."""
+        """What a worker has said, or its end."""
         assert worker.process.stdout is not None
-        line = worker.process.stdout.readline()
+        heard = os.read(worker.process.stdout.fileno(), 1 << 16)
         worker.since = time.monotonic()
-        if not line:
+        if not heard:
+            status = worker.process.wait()
             self.stop(worker)
-            self.tally.fail(worker.number, f"the process ended with status {worker.process.returncode}")
+            self.tally.fail(worker.number, f"the process ended with status {status}")
             self.start(worker.number + 1)
             return
-        message = json.loads(line)
-        worker.number = message["number"]
-        if "begins" not in message:
-            self.tally.add(message)
+        *lines, worker.unread = (worker.unread + heard).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            worker.number = message["number"]
+            if "begins" not in message:
+                self.tally.add(message)
 
     def suspect(self, worker: Worker) -> None:
         """A worker that has said nothing for too long: does its call end when it is alone?"""
         self.stop(worker)
         try:
-            subprocess.run([*self.command, str(worker.number), "one"], timeout=2 * self.patience_s, check=False)
+            alone = [*self.command, str(worker.number), "one"]
+            subprocess.run(alone, stdout=subprocess.DEVNULL, timeout=self.startup_s + self.patience_s, check=False)
             self.tally.slow += 1
         except subprocess.TimeoutExpired:
-            self.tally.fail(worker.number, f"never ended: {2 * self.patience_s:.0f} s alone")
+            self.tally.fail(worker.number, f"never ended, nor in {self.patience_s:.0f} s alone")
         for other in self.workers:  # they were not heard meanwhile
             other.since = time.monotonic()
         self.start(worker.number + 1)

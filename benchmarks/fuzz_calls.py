@@ -31,6 +31,7 @@ MOST_SCORES = 6 << 20  # of a call: the reference keeps a dozen float64 matrices
 MOST_DROPPED = 400_000  # of a call with dropout, whose mask is drawn on the host
 MOST_ELEMENTS = 8 << 20  # of queries and keys of all query heads
 HEAD_DIMS = (1, 16, 32, 40, 48, 64, 64, 72, 80, 96, 104, 128, 128, 160, 192, 200, 256)
+CAUSAL: tuple[bool | str, ...] = (False, True, "top_left")
 EDGES = (0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 200, 255, 257, 300)
 
 
@@ -120,7 +121,7 @@ def draw(number: int, backend: str) -> Call:
         or (sum(q) + sum(k)) * heads * max(head_dim, head_dim_v) > MOST_ELEMENTS
     ):
         q, k = [n // 2 for n in q], [n // 2 for n in k]
-    causal: bool | str = rng.choice([False, True, "top_left"])
+    causal = rng.choice(CAUSAL)
     window = (rng.choice([-1, 0, 3, 64, 100, 127]), rng.choice([-1, 0, 5, 20])) if one_in(2) else (-1, -1)
     if kind == "unseen":
         masks_of_few: list[tuple[bool | str, tuple[int, int]]] = [("top_left", (-1, -1)), (False, (3, 20))]

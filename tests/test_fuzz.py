@@ -123,7 +123,7 @@ while True:
 
 
 def watch(command: list[str], calls: int = 50, **changes: Any) -> fuzz.Tally:
-    options = {"workers": 1, "patience_s": 1.0, "budget_s": 60.0} | changes
+    options = {"workers": 1, "patience_s": 2.0, "budget_s": 90.0, "startup_s": 8.0} | changes
     return fuzz.Watchdog(command, calls=calls, **options).run(100)
 
 

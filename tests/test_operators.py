@@ -203,3 +203,27 @@ def test_gradients_do_not_alias_each_other_or_an_input() -> None:
 def test_dropout_is_tagged_as_random() -> None:
     """So that no compiler runs it again for the backward, with another mask."""
     assert torch.Tag.nondeterministic_seeded in ops.attention.default.tags
+
+
+def norm_operators(rows: int = 3, columns: int = 8) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], int]]:
+    """Operators with an output_mask: tensors, options and the number of gradients."""
+    x, rs, gamma = torch.randn(rows, columns), torch.ones(rows), torch.ones(columns)
+    return {
+        "layer_norm_backward": (ops.layer_norm_backward, (x, x, rs, rs, gamma), {}, 3),
+        "rms_norm_backward": (ops.rms_norm_backward, (x, x, rs, gamma), {}, 2),
+        "norm_backward_from_output": (ops.norm_backward_from_output, (x, x, rs, gamma), {}, 3),
+        "norm_backward_from_output_rms": (ops.norm_backward_from_output, (x, x, rs, gamma), {"rms": True}, 3),
+        "dropout_add_norm_backward": (ops.dropout_add_norm_backward, (x, x, rs, rs, gamma), {}, 4),
+        "dropout_add_rms_norm_backward": (ops.dropout_add_norm_backward, (x, x, None, rs, gamma), {}, 4),
+    }
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 1000])
+@pytest.mark.parametrize("name", norm_operators())
+def test_an_output_mask_of_another_length_is_refused_by_the_operator(name: str, length: int) -> None:
+    operator, tensors, options, gradients = norm_operators()[name]
+    if length == gradients:
+        operator(*tensors, **options, output_mask=[True] * length)
+        return
+    with pytest.raises((ValueError, RuntimeError), match=f"output_mask has {length} elements, expected {gradients}"):
+        operator(*tensors, **options, output_mask=[True] * length)

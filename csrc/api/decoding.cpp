@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../common/check.h"
 #include "../decoding/call.h"
 #include "../decoding/launch.h"
 #include "../decoding/source.h"
@@ -252,7 +253,10 @@ void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
     for (const Tensor& tensor : *others)
       describe(tensor.get(), (left-- > 0 ? call.mask : call.captured).emplace_back());
   }
-  if (lengths.has_value() && lengths->size() == 2) std::copy_n(lengths->begin(), 2, call.mask_shape.begin() + 2);
+  if (lengths.has_value()) {
+    check(lengths->size() == 2, "lengths has ", lengths->size(), " elements, expected query's and key's");
+    std::copy_n(lengths->begin(), 2, call.mask_shape.begin() + 2);
+  }
   stack[0] = boxed(decoding_results(q.get(), call, settings, scale));
 }
 

@@ -53,6 +53,10 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   check(kernel_takes(call), "the decoding kernel does not take these tensors");
   check(gradients.size() == gradient_slots.size(), "gradient_slots has ", gradient_slots.size(),
         " elements, expected one for each of the ", gradients.size(), " gradients");
+  for (const int64_t slot : gradient_slots) {
+    check(slot >= 0 && slot < static_cast<int64_t>(captured.size()), "gradient_slots holds ", slot,
+          ", expected the number of one of the ", captured.size(), " captured tensors");
+  }
   check(describe(out).dtype == DType::kFloat32, "out is rounded, expected float32");
   const DecodingShape shape = shape_of(call);
   const int32_t head_dim = padded_head_dim(shape.head_dim, shape.head_dim_v);

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../common/check.h"
 #include "decoding.h"
 
 namespace flashbwd {
@@ -48,7 +49,9 @@ void remember(StableIValue* stack, uint64_t, uint64_t) {
   const auto lengths = reader.read<std::vector<int64_t>>();
   const auto captured = reader.read<std::vector<Tensor>>();
   step.settings = decoding_settings(settings);
-  step.lengths = lengths.size() == 2 ? std::array<int64_t, 2>{lengths[0], lengths[1]} : std::array<int64_t, 2>{};
+  check(lengths.empty() || lengths.size() == 2, "lengths has ", lengths.size(),
+        " elements, expected query's and key's, or none");
+  step.lengths = lengths.empty() ? std::array<int64_t, 2>{} : std::array<int64_t, 2>{lengths[0], lengths[1]};
   for (const Tensor& tensor : captured) step.captured.push_back({dtype_number(tensor.get()), tensor.dim()});
   const std::lock_guard<std::mutex> lock(steps().mutex);
   const int64_t number = steps().next++;

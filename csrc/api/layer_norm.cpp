@@ -1,6 +1,7 @@
 // The LayerNorm and RMSNorm operators: schemas, and what they share.
 #include "layer_norm.h"
 
+#include "../common/check.h"
 #include "cuda_backend.h"
 #include "norm_call.h"
 
@@ -19,6 +20,11 @@ Tensor packed(const Tensor& tensor) {
     stride *= desc.sizes[i];
   }
   return tensor;
+}
+
+void check_output_mask(const std::vector<bool>& mask, size_t gradients) {
+  check(mask.size() == gradients, "output_mask has ", mask.size(), " elements, expected ", gradients,
+        ", one for each gradient");
 }
 
 DeviceInfo norm_device_info(Device device) {

@@ -203,6 +203,7 @@ NormCall read_call(StableIValue* stack, bool rms) {
   a.rms = rms;
   a.zero_centered_gamma = reader.read<bool>();
   const std::vector<bool> mask = reader.read<std::vector<bool>>();
+  check_output_mask(mask, rms ? 2 : 3);
   a.need_dx = mask[0];
   a.need_dgamma = mask[1] && call.gamma.has_value();
   a.need_dbeta = !rms && mask[2];
@@ -252,6 +253,7 @@ void norm_backward_from_output(StableIValue* stack, uint64_t, uint64_t) {
   a.zero_centered_gamma = reader.read<bool>();
   a.rms = reader.read<bool>();
   const std::vector<bool> mask = reader.read<std::vector<bool>>();
+  check_output_mask(mask, 3);
   a.need_dx = mask[0];
   a.need_dgamma = mask[1] && call.gamma.has_value();
   a.need_dbeta = !a.rms && mask[2];
@@ -272,6 +274,7 @@ void dropout_add_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
   a.dropout.p = reader.read<double>();
   a.zero_centered_gamma = reader.read<bool>();
   const std::vector<bool> mask = reader.read<std::vector<bool>>();
+  check_output_mask(mask, 4);
   a.rms = !call.mu.has_value();
   a.need_dx = mask[0];
   a.need_dresidual = mask[1];

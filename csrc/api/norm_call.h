@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../layer_norm/problem.h"
 #include "tensors.h"
@@ -49,6 +50,9 @@ struct NormGradients {
 // The backward by a kernel, or no gradients and a reason: nothing is raised but what a launch reports. With
 // `any_backend` the reference counts as a kernel.
 NormGradients norm_backward_or_refusal(NormCall& call, bool any_backend);
+
+// A schema's bool[3] does not keep a caller of the operator from passing another number of flags.
+void check_output_mask(const std::vector<bool>& mask, size_t gradients);
 
 // The device of a norm, and what its kernels need to know of it.
 DeviceInfo norm_device_info(Device device);

@@ -1,4 +1,6 @@
 // PyTorch's LayerNorm and RMSNorm backwards, as calls of this library's.
+#include <algorithm>
+
 #include "norm_call.h"
 #include "overrides.h"
 #include "pytorch_kernels.h"
@@ -8,6 +10,12 @@ namespace {
 
 using MaybeTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
+
+bool ends_with(const Tensor& x, const Shape& shape) {
+  const size_t dims = static_cast<size_t>(x.dim());
+  if (shape.empty() || shape.size() > dims) return false;
+  return std::equal(shape.begin(), shape.end(), x.sizes().end() - static_cast<int64_t>(shape.size()));
+}
 
 // x with its last `dims` dimensions, which are normalised together, as one.
 Tensor in_rows(const Tensor& x, size_t dims) {
@@ -31,6 +39,8 @@ Tensor like(const Tensor& grad, const Tensor& parameter) {
 Attempt run(const Tensor& dz, const Tensor& input, const Shape& normalized_shape, const MaybeTensor& mean,
             const Tensor& rstd, const MaybeTensor& weight, const MaybeTensor& bias, const std::vector<bool>& mask) {
   if (!is_given(dz)) return refused(kNoGradient);
+  check_output_mask(mask, mean.has_value() ? 3 : 2);
+  if (!ends_with(input, normalized_shape)) return refused("x does not end with normalized_shape");
   const size_t dims = normalized_shape.size();
   const Tensor x = packed(input);  // dx is contiguous, as PyTorch's
   NormCall call{in_rows(dz, dims), in_rows(x, dims), {}, flat(rstd, dims), {}, {}, {}};

@@ -15,6 +15,7 @@
 #include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/sm90/lists.h"
 #include "../../csrc/attention/workspace.h"
+#include "../../csrc/common/overlap.h"
 #include "../../csrc/decoding/params.h"
 #include "../../csrc/decoding/plan.h"
 #include "../../csrc/layer_norm/config.h"
@@ -39,8 +40,23 @@ std::optional<std::vector<int64_t>> strides_of_like(const std::vector<int64_t>& 
   return std::vector<int64_t>(found.begin(), found.begin() + like.dim);
 }
 
+TensorDesc view_of(int64_t address, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                   DType dtype) {
+  TensorDesc view;
+  view.data = reinterpret_cast<void*>(address);
+  view.dtype = dtype;
+  view.dim = static_cast<int32_t>(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), view.sizes.begin());
+  std::copy(strides.begin(), strides.end(), view.strides.begin());
+  return view;
+}
+
 void bind_problem(py::module_& m) {
   m.def("strides_without_gaps", &strides_of_like);
+  py::class_<TensorDesc>(m, "TensorDesc");
+  m.def("view_of", &view_of);
+  m.def("share_memory", &share_memory);
+  m.def("elements_overlap", &elements_overlap);
   py::enum_<CausalAlignment>(m, "CausalAlignment")
       .value("kNone", CausalAlignment::kNone)
       .value("kBottomRight", CausalAlignment::kBottomRight)

@@ -1,0 +1,15 @@
+// Whether tensors share memory. Host arithmetic on addresses, sizes and strides; nothing is read.
+#pragma once
+
+#include "types.h"
+
+namespace flashbwd {
+
+// True if an element of `a` and an element of `b` have a byte in common. Views that interleave without a common
+// element, such as q and k in one packed (B, S, 3, H, D) buffer, share nothing. False without memory (meta tensors).
+bool share_memory(const TensorDesc& a, const TensorDesc& b);
+
+// True if two different elements of `tensor` have a byte in common.
+bool elements_overlap(const TensorDesc& tensor);
+
+}  // namespace flashbwd

@@ -317,9 +317,7 @@ def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tens
     return tuple(grads.values())
 
 
-torch.library.register_autograd(
-    "flashbwd::attention", _attention_grads, setup_context=_save_for_backward, lib=_ops.library
-)
+_ops.library.register_autograd("attention", _attention_grads, _save_for_backward)
 
 
 @register_flop_formula(torch.ops.flashbwd.attention)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flashbwd import reference
+from flashbwd._autograd import OperatorLibrary
 
 _PACKAGE = Path(__file__).parent
 
@@ -81,7 +82,7 @@ past_dispatcher = _load_python_library()
 _last_refusal = ctypes.CDLL(str(_PACKAGE / "_C.so")).flashbwd_last_refusal
 _last_refusal.restype = ctypes.c_char_p
 
-library = torch.library.Library("flashbwd", "FRAGMENT")
+library = OperatorLibrary("flashbwd")
 
 
 # The C++ operators call the reference through PyTorch's C interface, which turns whatever it raises into a plain
@@ -168,18 +169,19 @@ def _attention_backward_reference_fake(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def refuse_double_backward(name: str) -> Callable[..., Any]:
-    """An autograd rule for an operator that is itself a gradient and has none of its own."""
+def _refuse_derivatives() -> None:
+    """Of the operators in C++, all of which are gradients or lie below an operator with a rule.
 
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"flashbwd: {name} has no gradient: double backward is not supported")
+    Those of flex decoding take numbers that :func:`flashbwd.flex_decoding` made, which looks at tangents itself: a loop
+    that decodes would pay for an autograd kernel at each step.
+    """
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if namespace == "flashbwd" and not name.startswith("decoding_"):
+            library.refuse_derivatives(name)
 
-    return backward
 
-
-torch.library.register_autograd(
-    "flashbwd::attention_backward", refuse_double_backward("attention_backward"), lib=library
-)
+_refuse_derivatives()
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: str, window: tuple[int, int]) -> int:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from flashbwd._autograd import transforms_are_active
 from flashbwd.integrations.distributed import decode_in_parts
 from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
@@ -112,7 +114,7 @@ def flex_decoding(
         rest |= {"kernel_options": kernel_options, "return_aux": return_aux}
         return decode_in_parts(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
     usual = kernel_options is None and return_aux is None
-    if usual and not is_dynamo_compiling():
+    if usual and not is_dynamo_compiling() and forward_ad._current_level < 0:
         known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         if known is not None:
             return known
@@ -122,7 +124,7 @@ def flex_decoding(
             raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
         need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
     options = _acting_options(kernel_options) if kernel_options else _NO_OPTIONS
-    if not is_dynamo_compiling():
+    if not is_dynamo_compiling() and not transforms_are_active():
         wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
         results = None
         if not usual:
@@ -252,7 +254,7 @@ def _name_of(dtype: torch.dtype) -> str:
 def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if torch.compiler.is_compiling():  # the compiler differentiates what it traces
         return _forward(call, query, key, value)[:3]
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or transforms_are_active():  # which differentiate the reference's operators
         return _forward(call, query, key, value)[:3]
     captured = []
     if query.numel() and key.numel():
@@ -274,7 +276,8 @@ def _forward(
     if is_dynamo_compiling() and compiler_traces_functions():
         return attend_in_graph(call, query, key, value)
     with _exact(query.device):
-        if not torch.compiler.is_compiling() and not kernel_refusal(query, key, value):
+        by_operators = torch.compiler.is_compiling() or transforms_are_active()
+        if not by_operators and not kernel_refusal(query, key, value):
             try:
                 wanted = (True, call.splits or 0, True, True, exact)
                 with torch.no_grad():

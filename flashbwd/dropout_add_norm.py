@@ -286,13 +286,6 @@ def _dropout_add_norm_backward_fake(
     return _fake_grads(dz, h, gamma, _asked(gamma, mu, output_mask))
 
 
-torch.library.register_autograd(
-    "flashbwd::dropout_add_norm_backward",
-    _ops.refuse_double_backward("dropout_add_norm_backward"),
-    lib=_ops.library,
-)
-
-
 def _dropout_add_norm(
     x: Tensor,
     residual: Tensor,
@@ -396,4 +389,4 @@ def _grads(ctx: Any, dz: Tensor | None, dh: Tensor | None, *_: Tensor | None) ->
     return dx, dresidual, dgamma, dbeta, None, None, None, None, None
 
 
-torch.library.register_autograd("flashbwd::dropout_add_norm", _grads, setup_context=_save, lib=_ops.library)
+_ops.library.register_autograd("dropout_add_norm", _grads, _save)

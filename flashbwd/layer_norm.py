@@ -447,10 +447,6 @@ def _rms_norm_backward_fake(
     return _fake_grads(x, gamma, output_mask)
 
 
-for _name in ("layer_norm_backward", "rms_norm_backward", "norm_backward_from_output"):
-    torch.library.register_autograd(f"flashbwd::{_name}", _ops.refuse_double_backward(_name), lib=_ops.library)
-
-
 def _define(name: str, schema: str, forward: Callable[..., Any]) -> None:
     torch.library.define(f"flashbwd::{name}", schema, lib=_ops.library)
     torch.library.impl(f"flashbwd::{name}", "CompositeExplicitAutograd", lib=_ops.library)(forward)
@@ -562,10 +558,8 @@ def _rms_norm_grads(ctx: Any, dz: Tensor | None, *_: Tensor | None) -> tuple[Ten
     return grads.dx, grads.dgamma, None, None, None
 
 
-torch.library.register_autograd(
-    "flashbwd::layer_norm", _layer_norm_grads, setup_context=_save_layer_norm, lib=_ops.library
-)
-torch.library.register_autograd("flashbwd::rms_norm", _rms_norm_grads, setup_context=_save_rms_norm, lib=_ops.library)
+_ops.library.register_autograd("layer_norm", _layer_norm_grads, _save_layer_norm)
+_ops.library.register_autograd("rms_norm", _rms_norm_grads, _save_rms_norm)
 
 # PyTorch's list for CUDA autocast has layer_norm, not rms_norm; that for the CPU has neither.
 torch.library.register_autocast("flashbwd::layer_norm", "cuda", torch.float32, lib=_ops.library)

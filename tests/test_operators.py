@@ -187,12 +187,6 @@ def test_vmap_over_the_batch_agrees_with_a_loop() -> None:
     torch.testing.assert_close(torch.func.vmap(flashbwd.attention)(q, k, v), expected)
 
 
-def test_forward_mode_is_refused_by_name() -> None:
-    q, k, v = (torch.randn(1, 4, 2, 4) for _ in range(3))
-    with pytest.raises(RuntimeError, match=r"^flashbwd: attention has no forward-mode derivative$"):
-        torch.func.jvp(flashbwd.attention, (q, k, v), (q, k, v))
-
-
 def test_gradients_do_not_alias_each_other_or_an_input() -> None:
     x = inputs.build(cases.Case("tiny", seqlen_q=4, seqlen_k=4, head_dim=4, head_dim_v=4), torch.float32)
     grads = flashbwd.attention_backward(**arguments_of(x))

@@ -313,6 +313,28 @@ def test_an_error_of_pytorchs_own_norm_is_raised_as_it_is(layer_norm_before_pyto
         torch.ops.aten.native_layer_norm_backward(x, x, (9,), statistics, statistics, None, None, (True, False, False))
 
 
+@pytest.mark.parametrize("length", [0, 2, 4, 1000])
+def test_an_output_mask_of_another_length_is_refused(
+    length: int, layer_norm_before_pytorchs: overrides._Override
+) -> None:
+    x, statistics = torch.randn(5, 8), torch.ones(5, 1)
+    with (
+        torch.inference_mode(),  # no autograd, whose kernel in PyTorch checks the mask
+        pytest.raises((ValueError, RuntimeError), match=f"output_mask has {length} elements, expected 3"),
+    ):
+        torch.ops.aten.native_layer_norm_backward(x, x, (8,), statistics, statistics, None, None, (True,) * length)
+
+
+@pytest.mark.parametrize("shape", [(), (5, 8, 1), (1, 5, 8), (4, 8)])
+def test_a_shape_that_x_does_not_end_with_is_left_to_pytorch(
+    shape: tuple[int, ...], layer_norm_before_pytorchs: overrides._Override
+) -> None:
+    x, statistics = torch.randn(5, 8), torch.ones(5, 1)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        torch.ops.aten.native_layer_norm_backward(x, x, shape, statistics, statistics, None, None, (True,) * 3)
+    assert layer_norm_before_pytorchs.stats() == (0, {"x does not end with normalized_shape": 1})
+
+
 # ---- what each operator's arguments mean: on the CPU, by the reference, which is forced ----
 
 ROWS = Case("rows", seqlen_q=40, seqlen_k=40, heads=4, heads_kv=4)

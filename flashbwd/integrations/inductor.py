@@ -221,3 +221,6 @@ torch.library.impl("flashbwd::attention_backward_in_one", "CompositeExplicitAuto
 @torch.library.register_fake("flashbwd::attention_backward_in_one")
 def _attention_backward_in_one_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return _joined_like(q, k, v)
+
+
+_ops.library.refuse_derivatives("attention_backward_in_one")

@@ -65,6 +65,7 @@ class _Override:
         fallback = f"fall_back_{name.removeprefix('_')}"
         _ops.library.define(fallback + schema[schema.index("(") :])
         _ops.library.impl(fallback, self._fall_back, "CompositeExplicitAutograd")
+        _ops.library.refuse_derivatives(fallback)
 
     def stats(self, *, reset: bool = False) -> OperatorStats:
         hits, *reasons = torch.ops.flashbwd.override_stats(self.name, reset).split("\n")

@@ -262,7 +262,7 @@ torch.library.define("flashbwd::attention", _SCHEMA, lib=_ops.library, tags=(tor
 torch.library.impl("flashbwd::attention", "CompositeExplicitAutograd", lib=_ops.library)(_attention)
 
 
-@torch.library.register_fake("flashbwd::attention")
+@_ops.register_fake("attention", "q")
 def _attention_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     arguments = dict(zip(_INPUTS, inputs, strict=True))
     q, v = arguments["q"], arguments["v"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flashbwd import reference
+from flashbwd import _arguments, reference
 from flashbwd._autograd import OperatorLibrary
 
 _PACKAGE = Path(__file__).parent
@@ -113,18 +113,36 @@ def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
         library.impl(name, keep_error, key)
 
 
-def call(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an operator; what its reference raised comes out as it was, and bad arguments as ValueError."""
     try:
         return operator(*args, **kwargs)
-    except RuntimeError as caught:
+    except (RuntimeError, TypeError, ValueError) as caught:
         error, _failure.error = getattr(_failure, "error", None), None
         if error is not None:
             raise error from None
+        about_types = _arguments.is_about_types(caught)
+        if about_types and (message := _arguments.misfit(operator.default._schema, args, kwargs)):
+            raise ValueError(message) from None
         refusal = _last_refusal().decode()
         if refusal and str(caught).startswith(refusal):
             raise ValueError(refusal) from None
         raise
+
+
+def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the shapes of an operator's results, whose tensors have to be on the device of `main`."""
+    names = [argument.name for argument in getattr(torch.ops.flashbwd, name).default._schema.arguments]
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            _arguments.check_devices(main, dict(zip(names, args, strict=False)) | kwargs)
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(f"flashbwd::{name}", checked, lib=library)
+        return fake
+
+    return register
 
 
 def output_mask_for(x: Tensor, mask: Sequence[bool]) -> list[bool]:
@@ -153,13 +171,13 @@ def _optional_gradients(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return dbias, dsink
 
 
-@torch.library.register_fake("flashbwd::attention_backward")
+@register_fake("attention_backward", "q")
 def _attention_backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = _bind(args, kwargs)
     return *(torch.empty_like(call[name]) for name in ("q", "k", "v")), *_optional_gradients(call)
 
 
-@torch.library.register_fake("flashbwd::attention_backward_out")
+@register_fake("attention_backward_out", "q")
 def _attention_backward_out_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _optional_gradients(_bind(args, kwargs))
 

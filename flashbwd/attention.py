@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashbwd import _forward, _ops  # noqa: F401  (_forward defines torch.ops.flashbwd.attention)
+from flashbwd import _arguments, _forward, _ops  # noqa: F401  (_forward defines torch.ops.flashbwd.attention)
 
 __all__ = [
     "AttentionGrads",
@@ -107,6 +107,8 @@ def use_backend(name: str) -> Iterator[None]:
         Holds for the whole process, not for one thread. :func:`attention` keeps, for its backward, the backend that
         was in force when its forward ran.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"flashbwd: backend is {_arguments.came(name)}, expected a string")
     before = _backend
     _set_backend(name)
     try:
@@ -124,28 +126,36 @@ def _set_backend(name: str) -> None:
 def _causal_name(causal: bool | str) -> str:
     if isinstance(causal, str):
         return causal
-    return "bottom_right" if causal else "none"
+    if causal is True or causal is False:
+        return "bottom_right" if causal else "none"
+    raise ValueError(f'flashbwd: causal is {_arguments.came(causal)}, expected False, True or "top_left"')
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(window_size, (tuple, list)):
+        raise ValueError(f"flashbwd: window_size is {_arguments.came(window_size)}, expected a pair (left, right)")
     if len(window_size) != 2:
         raise ValueError(f"flashbwd: window_size is {window_size!r}, expected a pair (left, right)")
     return window_size[0], window_size[1]
 
 
-def _seed_tensor(value: int | Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    return torch.tensor(value - 2**64 if value >= 2**63 else value, dtype=torch.int64)
-
-
-def _statistics(q: Tensor, tensor: Tensor | None) -> Tensor | None:
+def _sink_logits(q: Tensor, sink: Tensor | None) -> Tensor | None:
     """Sink logits as the operators take them: fp32, or fp64 for fp64 inputs."""
-    return None if tensor is None else tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    if sink is None:
+        return None
+    if not _arguments.tensor("sink", sink).is_floating_point():
+        dtype = str(sink.dtype).removeprefix("torch.")
+        raise ValueError(f"flashbwd: sink is {dtype}, expected a floating-point dtype")
+    return sink.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _default_scale(q: Tensor) -> float:
+    """1 for a q without a head dimension, which the operator refuses."""
+    return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
 
 
 def _deterministic(asked: bool) -> bool:
-    return asked or torch.are_deterministic_algorithms_enabled()
+    return _arguments.flag("deterministic", asked) or torch.are_deterministic_algorithms_enabled()
 
 
 def _options(
@@ -170,15 +180,16 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """The public arguments as the operators name them."""
+    _arguments.tensor("q", q)
     seed = offset = None
     layout = ""
-    if rng_state is not None and dropout_p != 0.0:
-        seed, offset, layout = _seed_tensor(rng_state[0]), _seed_tensor(rng_state[1]), rng_state[2]
+    if rng_state is not None and _arguments.number("dropout_p", dropout_p) != 0.0:
+        seed, offset, layout = _arguments.rng_words(rng_state)
     left, right = _window(window_size)
     return {
         "attn_bias": attn_bias,
         "alibi_slopes": alibi_slopes,
-        "sink": _statistics(q, sink),
+        "sink": _sink_logits(q, sink),
         "dlse": dlse,
         "rng_seed": seed,
         "rng_offset": offset,
@@ -328,8 +339,8 @@ def attention_backward(
         )
     else:
         dq = torch.empty_like(q) if dq is None else dq
-        dk = torch.empty_like(k) if dk is None else dk
-        dv = torch.empty_like(v) if dv is None else dv
+        dk = torch.empty_like(_arguments.tensor("k", k)) if dk is None else dk
+        dv = torch.empty_like(_arguments.tensor("v", v)) if dv is None else dv
         dbias, dsink = _ops.call(
             torch.ops.flashbwd.attention_backward_out,
             dout,
@@ -422,7 +433,12 @@ _PLAN_DEFAULTS = {
 def _plan_device(device: torch.device | str | None) -> int:
     if device is None:
         return torch.cuda.current_device() if torch.cuda.is_available() else -1
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"flashbwd: device is {_arguments.came(device)}, expected a torch.device or its name"
+        ) from error
     if device.type == "cpu":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
@@ -479,20 +495,24 @@ def attention(
     ValueError
         For bad arguments, with a message that names the argument, what was expected and what came.
     """
-    if torch.is_autocast_enabled(q.device.type):
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _arguments.tensor(name, tensor)
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
     left, right = _window(window_size)
-    out, lse, _ = torch.ops.flashbwd.attention(
+    _arguments.flag("return_lse", return_lse)
+    out, lse, _ = _ops.call(
+        torch.ops.flashbwd.attention,
         q,
         k,
         v,
         attn_bias,
         alibi_slopes,
-        _statistics(q, sink),
+        _sink_logits(q, sink),
         cu_seqlens_q,
         cu_seqlens_k,
-        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        _default_scale(q) if softmax_scale is None else softmax_scale,
         _causal_name(causal),
         left,
         right,

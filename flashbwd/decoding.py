@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from flashbwd import _arguments
 from flashbwd._autograd import transforms_are_active
 from flashbwd.integrations.distributed import decode_in_parts
 from flashbwd.mods.backward import run_backward
@@ -115,9 +116,13 @@ def flex_decoding(
         return decode_in_parts(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
     usual = kernel_options is None and return_aux is None
     if usual and not is_dynamo_compiling() and forward_ad._current_level < 0:
-        known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        try:
+            known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        except TypeError:  # of an argument that has no hash, which the checks name
+            known = None
         if known is not None:
             return known
+    _check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     need_lse, need_max_scores = return_lse, False
     if return_aux is not None:
         if return_lse:
@@ -168,6 +173,35 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
+def _check_types(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: Any,
+    return_lse: Any,
+    kernel_options: Any,
+    return_aux: Any,
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _arguments.tensor(name, tensor)
+    _arguments.flag("enable_gqa", enable_gqa)
+    _arguments.flag("return_lse", return_lse)
+    for name, given, kind, expected in (
+        ("block_mask", block_mask, BlockMask, "a BlockMask"),
+        ("kernel_options", kernel_options, Mapping, "a mapping or None"),
+        ("return_aux", return_aux, AuxRequest, "an AuxRequest or None"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise ValueError(f"flashbwd: {name} is {_arguments.came(given)}, expected {expected}")
+    if scale is not None:
+        _arguments.number("scale", scale)
+    if score_mod is not None and not callable(score_mod):
+        raise ValueError(f"flashbwd: score_mod is {_arguments.came(score_mod)}, expected a function or None")
+
+
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -200,8 +234,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 
 
 def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
-    if not isinstance(mask, BlockMask):
-        raise ValueError(f"flashbwd: block_mask is a {type(mask).__name__}, expected a BlockMask")
     lists = {"kv_num_blocks": 3, "kv_indices": 4, "full_kv_num_blocks": 3, "full_kv_indices": 4}
     for name, dims in lists.items():
         tensor = getattr(mask, name)

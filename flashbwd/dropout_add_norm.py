@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashbwd import _ops, reference
+from flashbwd import _arguments, _ops, reference
 from flashbwd.attention import RngState
 from flashbwd.layer_norm import default_eps
 
@@ -89,6 +89,8 @@ def dropout_add_layer_norm_backward(
     ValueError
         For bad arguments, before anything runs; the message names the argument, what was expected and what came.
     """
+    _arguments.flags("output_mask", output_mask, ("dx", "dresidual", "dgamma", "dbeta"))
+    _arguments.tensor("mu", mu)
     rng = _rng_tensor(rng_state, h)
     return _backward(dz, h, mu, rs, gamma, dresidual, keep, rng, dropout_p, zero_centered_gamma, output_mask)
 
@@ -107,7 +109,8 @@ def dropout_add_rms_norm_backward(
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> DropoutAddNormGrads:
     """As :func:`dropout_add_layer_norm_backward` with RMSNorm, which has neither mean nor beta."""
-    rng, mask = _rng_tensor(rng_state, h), (*output_mask, False)
+    asked = _arguments.flags("output_mask", output_mask, ("dx", "dresidual", "dgamma"))
+    rng, mask = _rng_tensor(rng_state, h), (asked[0], asked[1], asked[2], False)
     return _backward(dz, h, None, rs, gamma, dresidual, keep, rng, dropout_p, zero_centered_gamma, mask)
 
 
@@ -161,12 +164,13 @@ def dropout_add_rms_norm(
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`dropout_add_layer_norm` with RMSNorm; ``eps`` is by default that of :func:`rms_norm`."""
-    eps = default_eps(x.dtype) if eps is None else eps
+    eps = default_eps(_arguments.tensor("x", x).dtype) if eps is None else eps
     return _forward(x, residual, gamma, None, keep, 1, dropout_p, eps, zero_centered_gamma)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    z, h, _, _, _ = torch.ops.flashbwd.dropout_add_norm(*inputs)
+    _arguments.flag("zero_centered_gamma", inputs[-1])
+    z, h, _, _, _ = _ops.call(torch.ops.flashbwd.dropout_add_norm, *inputs)
     return z, h
 
 
@@ -183,6 +187,7 @@ def _backward(
     zero_centered_gamma: bool,
     output_mask: tuple[bool, bool, bool, bool],
 ) -> DropoutAddNormGrads:
+    _arguments.flag("zero_centered_gamma", zero_centered_gamma)
     grads = _ops.call(
         torch.ops.flashbwd.dropout_add_norm_backward,
         dz,
@@ -209,12 +214,12 @@ def _rng_tensor(state: RngState | None, h: Tensor) -> Tensor | None:
     """Seed and offset as one int64 tensor beside h."""
     if state is None:
         return None
-    if state[2] != _LAYOUT:
-        raise ValueError(f"flashbwd: the layout of rng_state is {state[2]!r}, expected {_LAYOUT!r}")
+    *given, layout = _arguments.rng_words(state)
+    if layout != _LAYOUT:
+        raise ValueError(f"flashbwd: rng_state.layout is {layout!r}, expected {_LAYOUT!r}")
+    _arguments.tensor("h", h)
     words = []
-    for word in state[:2]:
-        if not isinstance(word, Tensor):
-            word = torch.tensor(word - 2**64 if word >= 2**63 else word, dtype=torch.int64)
+    for word in given:
         word = (word.view(torch.int64) if word.dtype == torch.uint64 else word).reshape(())
         if word.is_cpu and not h.is_cpu:
             # The value travels as a kernel argument: a CUDA graph capture allows no copy from pageable memory.
@@ -271,7 +276,7 @@ def _dropout_add_norm_backward_reference_fake(
     return _fake_grads(dz, h, gamma, _asked(gamma, mu, rest[-4:]))
 
 
-@torch.library.register_fake("flashbwd::dropout_add_norm_backward")
+@_ops.register_fake("dropout_add_norm_backward", "h")
 def _dropout_add_norm_backward_fake(
     dz: Tensor,
     h: Tensor,
@@ -332,7 +337,7 @@ torch.library.define(
 torch.library.impl("flashbwd::dropout_add_norm", "CompositeExplicitAutograd", lib=_ops.library)(_dropout_add_norm)
 
 
-@torch.library.register_fake("flashbwd::dropout_add_norm")
+@_ops.register_fake("dropout_add_norm", "x")
 def _dropout_add_norm_fake(
     x: Tensor,
     residual: Tensor,

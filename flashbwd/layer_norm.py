@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flashbwd import _ops, reference
+from flashbwd import _arguments, _ops, reference
 
 __all__ = [
     "LayerNorm",
@@ -92,6 +92,8 @@ def layer_norm_backward(
     ValueError
         For bad arguments, before anything runs; the message names the argument, what was expected and what came.
     """
+    _arguments.flags("output_mask", output_mask, ("dx", "dgamma", "dbeta"))
+    _arguments.flag("zero_centered_gamma", zero_centered_gamma)
     grads = _ops.call(
         torch.ops.flashbwd.layer_norm_backward,
         dz,
@@ -126,6 +128,8 @@ def rms_norm_backward(
     (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, differentiated.) ``rs`` is the reciprocal root
     of ``mean(x**2) + eps``.
     """
+    _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
+    _arguments.flag("zero_centered_gamma", zero_centered_gamma)
     grads = _ops.call(
         torch.ops.flashbwd.rms_norm_backward,
         dz,
@@ -172,6 +176,7 @@ def layer_norm_backward_from_output(
     -------
     LayerNormGrads
     """
+    _arguments.flags("output_mask", output_mask, ("dx", "dgamma", "dbeta"))
     return LayerNormGrads(
         *_backward_from_output(dz, z, rs, gamma, beta, dresidual, zero_centered_gamma, False, output_mask)
     )
@@ -188,7 +193,8 @@ def rms_norm_backward_from_output(
     output_mask: tuple[bool, bool] = (True, True),
 ) -> RMSNormGrads:
     """:func:`rms_norm_backward` from the output z instead of x, as :func:`layer_norm_backward_from_output`."""
-    mask = (*output_mask, False)
+    dx_and_dgamma = _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
+    mask = (dx_and_dgamma[0], dx_and_dgamma[1], False)
     dx, dgamma, _ = _backward_from_output(dz, z, rs, gamma, None, dresidual, zero_centered_gamma, True, mask)
     return RMSNormGrads(dx, dgamma)
 
@@ -204,6 +210,7 @@ def _backward_from_output(
     rms: bool,
     output_mask: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:
+    _arguments.flag("zero_centered_gamma", zero_centered_gamma)
     grads = _ops.call(
         torch.ops.flashbwd.norm_backward_from_output,
         dz,
@@ -250,7 +257,9 @@ def layer_norm(
         ``gamma * (x - mean) / sqrt(var + eps) + beta`` in x's dtype, computed in float32 (float64 for float64). CUDA
         autocast runs it in float32, as PyTorch's.
     """
-    z, _, _ = torch.ops.flashbwd.layer_norm(x, gamma, beta, eps, zero_centered_gamma, memory_efficient)
+    _arguments.flag("zero_centered_gamma", zero_centered_gamma)
+    _arguments.flag("memory_efficient", memory_efficient)
+    z, _, _ = _ops.call(torch.ops.flashbwd.layer_norm, x, gamma, beta, eps, zero_centered_gamma, memory_efficient)
     return z
 
 
@@ -287,15 +296,17 @@ def rms_norm(
     Tensor, (..., N)
         ``gamma * x / sqrt(mean(x**2) + eps)`` in x's dtype, computed in float32 (float64 for float64).
     """
-    eps = default_eps(x.dtype) if eps is None else eps
-    z, _ = torch.ops.flashbwd.rms_norm(x, gamma, eps, zero_centered_gamma, memory_efficient)
+    eps = default_eps(_arguments.tensor("x", x).dtype) if eps is None else eps
+    _arguments.flag("zero_centered_gamma", zero_centered_gamma)
+    _arguments.flag("memory_efficient", memory_efficient)
+    z, _ = _ops.call(torch.ops.flashbwd.rms_norm, x, gamma, eps, zero_centered_gamma, memory_efficient)
     return z
 
 
 def _flat_normalised(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     """x with the dimensions that are normalised together as one."""
     dims = len(normalized_shape)
-    if tuple(x.shape[x.dim() - dims :]) != tuple(normalized_shape):
+    if tuple(_arguments.tensor("x", x).shape[x.dim() - dims :]) != tuple(normalized_shape):
         raise ValueError(
             f"flashbwd: x has shape {tuple(x.shape)}, expected its last dimensions to be {normalized_shape}"
         )
@@ -402,7 +413,7 @@ def _norm_backward_from_output_reference_fake(
     return _fake_grads(z, gamma, list(rest[-3:]), beta)
 
 
-@torch.library.register_fake("flashbwd::norm_backward_from_output")
+@_ops.register_fake("norm_backward_from_output", "z")
 def _norm_backward_from_output_fake(
     dz: Tensor,
     z: Tensor,
@@ -418,7 +429,7 @@ def _norm_backward_from_output_fake(
     return _fake_grads(z, gamma, [*output_mask[:2], output_mask[2] and not rms], beta)
 
 
-@torch.library.register_fake("flashbwd::layer_norm_backward")
+@_ops.register_fake("layer_norm_backward", "x")
 def _layer_norm_backward_fake(
     dz: Tensor,
     x: Tensor,
@@ -433,7 +444,7 @@ def _layer_norm_backward_fake(
     return _fake_grads(x, gamma, output_mask)
 
 
-@torch.library.register_fake("flashbwd::rms_norm_backward")
+@_ops.register_fake("rms_norm_backward", "x")
 def _rms_norm_backward_fake(
     dz: Tensor,
     x: Tensor,
@@ -493,14 +504,14 @@ def _statistics(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-@torch.library.register_fake("flashbwd::layer_norm")
+@_ops.register_fake("layer_norm", "x")
 def _layer_norm_fake(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), _statistics(x), _statistics(x)
 
 
-@torch.library.register_fake("flashbwd::rms_norm")
+@_ops.register_fake("rms_norm", "x")
 def _rms_norm_fake(
     x: Tensor, gamma: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
 ) -> tuple[Tensor, Tensor]:

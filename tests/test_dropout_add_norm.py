@@ -478,7 +478,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.5, "keep": KEEP, "rng_state": STATE}, "keep and rng are both given, expected one of them"),
     (
         {"dropout_p": 0.5, "rng_state": flashbwd.RngState(1, 0, "flash")},
-        "the layout of rng_state is 'flash', expected 'efficient64'",
+        "rng_state.layout is 'flash', expected 'efficient64'",
     ),
 ]
 

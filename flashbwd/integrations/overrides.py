@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashbwd import _ops
+from flashbwd import _arguments, _ops
 
 __all__ = ["OperatorStats", "Overrides", "disable", "enable", "stats"]
 
@@ -161,6 +161,8 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
             with flashbwd.enable():
                 loss.backward()
     """
+    _arguments.flag("attention", attention)
+    _arguments.flag("norms", norms)
     overrides = Overrides([*(_ATTENTION if attention else ()), *(_NORMS if norms else ())])
     with _lock:
         _held.add(overrides)
@@ -188,6 +190,7 @@ def stats(*, reset: bool = False) -> dict[str, OperatorStats]:
     dict of str to OperatorStats
         By the operator's name, ``"aten::..."``. What a CUDA graph replays was counted once, at its capture.
     """
+    _arguments.flag("reset", reset)
     return {f"aten::{name}": override.stats(reset=reset) for name, override in _ALL.items()}
 
 

@@ -1,0 +1,176 @@
+"""Errors about the types of arguments, which name the argument as the public functions do.
+
+Shapes, dtypes, devices and ranges are checked in C++ (``csrc``). What has no such type does not reach C++: PyTorch
+refuses it at the operator's schema, in words about the operator. :func:`misfit` says the same about the argument, and
+is asked only after a call failed. Python checks what it reads itself, and what a schema would silently convert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Arguments of operators that public functions take in another form.
+_PUBLIC = {
+    "window_left": "window_size[0]",
+    "window_right": "window_size[1]",
+    "rng_seed": "rng_state.seed",
+    "rng_offset": "rng_state.offset",
+    "rng_layout": "rng_state.layout",
+}
+_MOST_FLOAT = 2**1023
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_MOST_DIMS = 8  # TensorDesc::kMaxDims in csrc/common/types.h
+# By the name of a schema's type: Python's types, and both in words.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "Tensor": ((Tensor,), "a tensor"),
+    "float": (_NUMBERS, "a number in the range of float64"),
+    "int": ((int, torch.SymInt), "an integer of 64 bits"),
+    "SymInt": ((int, torch.SymInt), "an integer of 64 bits"),
+    "bool": ((bool,), "a bool"),
+    "str": ((str,), "a string"),
+}
+
+
+def came(value: Any) -> str:
+    """A value in an error: itself where it is short, else its type."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (type(None), int, float, str)):
+        text = repr(value)
+        return text if len(text) <= 40 else f"{text[:37]}..."
+    return f"a {type(value).__name__}"
+
+
+def tensor(name: str, value: Any) -> Tensor:
+    """The argument, which is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"flashbwd: {name} is {came(value)}, expected a tensor")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """The argument, which is a number: a schema takes a tensor for one, and waits for it."""
+    if not isinstance(value, float) and not _is_number(value):
+        raise ValueError(f"flashbwd: {name} is {came(value)}, expected {_TYPES['float'][1]}")
+    number: float = value
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+        return False
+    return not isinstance(value, int) or -_MOST_FLOAT < value < _MOST_FLOAT
+
+
+def flag(name: str, value: Any) -> bool:
+    """The argument, which is a bool: a schema takes any number for one, and None too."""
+    if value is True or value is False:
+        return value
+    raise ValueError(f"flashbwd: {name} is {came(value)}, expected a bool")
+
+
+def flags(name: str, value: Any, meaning: Sequence[str]) -> Sequence[bool]:
+    """The argument, which is a tuple of one bool for each meaning."""
+    expected = f"{len(meaning)} bools ({', '.join(meaning)})"
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"flashbwd: {name} is {came(value)}, expected {expected}")
+    if len(value) != len(meaning):
+        raise ValueError(f"flashbwd: {name} has {len(value)} elements, expected {expected}")
+    for i, item in enumerate(value):
+        flag(f"{name}[{i}]", item)
+    return value
+
+
+def rng_words(state: Any) -> tuple[Tensor, Tensor, Any]:
+    """Seed and offset of an RngState as tensors of one 64-bit integer, and its layout as it came."""
+    if not isinstance(state, (tuple, list)) or len(state) != 3:
+        found = f"has {len(state)} elements" if isinstance(state, (tuple, list)) else f"is {came(state)}"
+        raise ValueError(f"flashbwd: rng_state {found}, expected RngState(seed, offset, layout)")
+    return _word("rng_state.seed", state[0]), _word("rng_state.offset", state[1]), state[2]
+
+
+def _word(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"flashbwd: {name} has shape {tuple(value.shape)}, expected one element")
+        if value.dtype not in (torch.int64, torch.uint64):
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise ValueError(f"flashbwd: {name} is {dtype}, expected int64 or uint64")
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"flashbwd: {name} is {came(value)}, expected an integer or a tensor of one")
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"flashbwd: {name} is {came(value)}, expected an integer of 64 bits")
+    return torch.tensor(value - 2**64 if value >= 2**63 else value, dtype=torch.int64)
+
+
+# How PyTorch's errors about an argument of another type than the schema's begin, and C++'s about a tensor that is none
+# or has too many dimensions.
+_ABOUT_TYPES = ("Expected a value of type", "flashbwd: a tensor ")
+
+
+def is_about_types(error: Exception) -> bool:
+    """Whether a call failed before its operator saw the arguments, and not because of what they hold."""
+    return isinstance(error, NotImplementedError) or any(words in str(error) for words in _ABOUT_TYPES)
+
+
+def misfit(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first argument of a call that its operator's schema does not take; None if all fit."""
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        if argument.name not in given:
+            continue
+        value, name = given[argument.name], _PUBLIC.get(argument.name, argument.name)
+        if not _fits(kind, value):
+            return f"flashbwd: {name} is {came(value)}, expected {_words(kind)}"
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            return f"flashbwd: {name} has layout {value.layout}, expected torch.strided"
+        if isinstance(value, Tensor) and value.dim() > _MOST_DIMS:
+            return f"flashbwd: {name} has {value.dim()} dimensions, expected at most {_MOST_DIMS}"
+    return None
+
+
+def check_devices(main: str, given: Mapping[str, Any]) -> None:
+    """Tensors of a call are on the device of the main one, as C++ checks it where there is memory behind them."""
+    device = given[main].device
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.device != device and name not in ("rng_seed", "rng_offset"):
+            raise ValueError(f"flashbwd: {_PUBLIC.get(name, name)} is on {value.device}, expected {main}'s {device}")
+
+
+def _inner(kind: str) -> tuple[str, str]:
+    """ "Optional" or "List" and the type inside; "" and the type itself where it is neither."""
+    wrapped = re.fullmatch(r"(Optional|List)\[(.*)\]", kind)
+    return (wrapped[1], wrapped[2]) if wrapped else ("", kind)
+
+
+def _fits(kind: str, value: Any) -> bool:
+    wrapper, inner = _inner(kind)
+    if wrapper == "Optional":
+        return value is None or _fits(inner, value)
+    if wrapper == "List":
+        return isinstance(value, (list, tuple)) and all(_fits(inner, item) for item in value)
+    if kind not in _TYPES:
+        return True
+    if kind != "bool" and isinstance(value, bool):
+        return False
+    if kind == "float":
+        return _is_number(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return False
+    return isinstance(value, _TYPES[kind][0])
+
+
+def _words(kind: str) -> str:
+    wrapper, inner = _inner(kind)
+    if wrapper == "Optional":
+        return f"{_words(inner)} or None"
+    if wrapper == "List":
+        return f"a list, each item {_words(inner)}"
+    return _TYPES[kind][1]

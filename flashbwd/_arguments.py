@@ -76,14 +76,13 @@ def flag(name: str, value: Any) -> bool:
 
 def flags(name: str, value: Any, meaning: Sequence[str]) -> Sequence[bool]:
     """The argument, which is a tuple of one bool for each meaning."""
-    expected = f"{len(meaning)} bools ({', '.join(meaning)})"
-    if not isinstance(value, (tuple, list)):
-        raise ValueError(f"flashbwd: {name} is {came(value)}, expected {expected}")
-    if len(value) != len(meaning):
-        raise ValueError(f"flashbwd: {name} has {len(value)} elements, expected {expected}")
-    for i, item in enumerate(value):
-        flag(f"{name}[{i}]", item)
-    return value
+    if isinstance(value, (tuple, list)) and len(value) == len(meaning):
+        for i, item in enumerate(value):
+            if item is not True and item is not False:
+                flag(f"{name}[{i}]", item)
+        return value
+    found = f"has {len(value)} elements" if isinstance(value, (tuple, list)) else f"is {came(value)}"
+    raise ValueError(f"flashbwd: {name} {found}, expected {len(meaning)} bools ({', '.join(meaning)})")
 
 
 def rng_words(state: Any) -> tuple[Tensor, Tensor, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_the_derivative_of_an_operator_is_autograds(operator: str, by_operator: 
         want = expected(function_of(text))
         for suffix, limit in (("_double", 2e-7), ("", 2e-5)):
             got = by_operator.run(f"{operator}_{i}{suffix}", SCORES, INDICES).double()
-            torch.testing.assert_close(got, want, rtol=limit, atol=limit, msg=lambda m, t=text: f"{t}: {m}")
+            torch.testing.assert_close(got, want, rtol=limit, atol=limit, msg=partial("{0}: {1}".format, text))
 
 
 def generated(generator: random.Random) -> tuple[str, Tensor]:
@@ -147,7 +148,7 @@ def test_derivatives_of_generated_expressions_are_autograds(tmp_path: Path) -> N
     for i, (text, want) in enumerate(cases):
         got = host.run(f"case_{i}", SCORES, INDICES).double()
         torch.testing.assert_close(
-            got, want, rtol=1e-6, atol=1e-6, equal_nan=True, msg=lambda m, t=text: f"seed {seed}, {t}: {m}"
+            got, want, rtol=1e-6, atol=1e-6, equal_nan=True, msg=partial("{0}: {1}".format, f"seed {seed}, {text}")
         )
 
 

@@ -132,7 +132,8 @@ __device__ __forceinline__ T remainder_of(T a, T b) {
   const T r = fmod_of(a, b);
   return r != 0 && (r < 0) != (b < 0) ? plus(r, b) : r;
 }
-// Of floats: what is left of a after the remainder, divided by b; the quotient a / b may be rounded past a whole number.
+// Of floats: what is left of a without the remainder, divided by b. The quotient a / b may be rounded up to a whole
+// number.
 template <typename T>
 __device__ __forceinline__ T floor_divide(T a, T b) {
   if constexpr (IsFloating<T>::value) {
@@ -198,6 +199,10 @@ __device__ __forceinline__ T relu(T x) {
 template <typename T>
 __device__ __forceinline__ T hardsigmoid(T x) {
   return minimum_of(maximum_of(x + 3, static_cast<T>(0)), static_cast<T>(6)) / 6;
+}
+template <typename T>
+__device__ __forceinline__ T hardswish(T x) {
+  return x * minimum_of(maximum_of(x + 3, static_cast<T>(0)), static_cast<T>(6)) / 6;
 }
 // From the end that is nearer, as PyTorch computes it.
 template <typename T>

@@ -87,7 +87,7 @@ struct OrdinaryKernelMod : AnyMod {
 
   __device__ static float score_mod(const DecodingParams& p, const Row& row, float score, int, int, int, int k,
                                     bool* = nullptr) {
-    const unsigned int distance = static_cast<unsigned int>(p.ordinary.bias_k * k) + static_cast<unsigned int>(row.origin);
+    const uint32 distance = static_cast<uint32>(p.ordinary.bias_k * k) + static_cast<uint32>(row.origin);
     score += row.slope * static_cast<float>(static_cast<int>(distance));
     return kMask || row.sees(k) ? score : -FLASHBWD_INFINITY;
   }

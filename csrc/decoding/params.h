@@ -32,8 +32,8 @@ struct OrdinaryBound {
   OrdinarySum sum;
 };
 
-// score = softcap * tanh(score / softcap), with softcap > 0; score += slope_of(h) * (bias_k * kv_idx + origin), whose sum
-// wraps around at 32 bits; the bounds.
+// score = softcap * tanh(score / softcap), with softcap > 0; score += slope_of(h) * (bias_k * kv_idx + origin), where
+// the sum wraps around at 32 bits; the bounds.
 struct OrdinaryMod {
   enum Kind { kNone, kScore, kMask, kBoth };
   int kind;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -25,8 +26,6 @@ from flashbwd.mods.operators import (
 )
 from flashbwd.mods.row import Row
 from flashbwd.mods.trace import Trace
-
-aten = torch.ops.aten
 
 SCORE_PARAMETERS = ["score", "b", "h", "q", "k"]
 MASK_PARAMETERS = SCORE_PARAMETERS[1:]
@@ -102,8 +101,8 @@ class Emitter:
         return literal(value)
 
     def cast(self, value: Any, dtype: torch.dtype, round_number: bool = True) -> str:
-        """``value`` in C++ in the type of ``dtype``, as PyTorch converts it. Sums, products and quotients of 16-bit
-        values take numbers as they are; other operators round them."""
+        """``value`` in C++ in the type of ``dtype``, as PyTorch converts it. PyTorch does not round the numbers
+        in sums, products, quotients and activations of 16-bit values; it rounds those of other operators."""
         if not isinstance(value, fx.Node) and dtype.is_floating_point:
             rounds = round_number and dtype in ROUNDED
             value = torch.tensor(float(value), dtype=dtype).item() if rounds else float(value)
@@ -209,11 +208,13 @@ class Emitter:
         elif name in UNARY and len(node.args) == 1:
             self._define(node, self._format(node, UNARY[name], node.args))
         elif name in BINARY and len(node.args) == 2:
-            self._define(node, self._format(node, BINARY[name], node.args))
+            self._define(node, self._format(node, BINARY[name], node.args, name != "mul"))
         elif name in WITH_NUMBERS:
             expression, defaults = WITH_NUMBERS[name]
             given = len(node.args) - 1
-            self._define(node, self._format(node, expression, (*node.args, *defaults[given:])))
+            self._define(
+                node, self._format(node, expression, (*node.args, *defaults[given:]), name in ("hardtanh", "threshold"))
+            )
         else:
             self._refuse(node)
 
@@ -221,10 +222,9 @@ class Emitter:
         options = f" with {', '.join(node.kwargs)}" if node.kwargs else ""
         raise CannotEmitError(f"{self.name} calls {node.target}{options}, which there is no CUDA for")
 
-    def _format(self, node: Any, expression: str, values: Any) -> str:
+    def _format(self, node: Any, expression: str, values: Any, round_numbers: bool = True) -> str:
         """``expression`` of values in the type of the result."""
-        rounds = not expression.startswith("times")
-        return expression.format(*(self.cast(value, self.dtype(node), rounds) for value in values))
+        return expression.format(*(self.cast(value, self.dtype(node), round_numbers) for value in values))
 
     def _comparison(self, node: Any, sign: str) -> None:
         common = self._common(*node.args)
@@ -255,7 +255,10 @@ class Emitter:
     def _op_div(self, node: Any) -> None:
         mode = node.kwargs.get("rounding_mode")
         a, b = (self.cast(value, self.dtype(node), mode is not None) for value in node.args[:2])
-        self._define(node, f"{a} / {b}" if mode is None else f"{mode}_divide({a}, {b})")
+        quotient = f"{a} / {b}" if mode is None else f"{mode}_divide({a}, {b})"
+        if mode == "trunc" and self.dtype(node) in ROUNDED:
+            quotient = f"trunc({ROUNDED[self.dtype(node)]}({a} / {b}))"
+        self._define(node, quotient)
 
     def _op_where(self, node: Any) -> None:
         condition = self.cast(node.args[0], torch.bool)
@@ -274,19 +277,17 @@ class Emitter:
             value = f"minimum_of({value}, {self.cast(most, dtype)})"
         self._define(node, value)
 
-    def _op_clamp_min(self, node: Any) -> None:
-        self._op_clamp(node)
+    _op_clamp_min = _op_clamp
 
     def _op_clamp_max(self, node: Any) -> None:
-        dtype = self.dtype(node)
-        self._define(node, f"minimum_of({self.cast(node.args[0], dtype)}, {self.cast(node.args[1], dtype)})")
+        self._define(node, self._format(node, "minimum_of({0}, {1})", node.args))
 
     def _op_logical_not(self, node: Any) -> None:
         self._define(node, f"!{self.cast(node.args[0], torch.bool)}")
 
     def _op_bitwise_not(self, node: Any) -> None:
-        dtype = self.dtype(node)
-        self._define(node, f"{'!' if dtype == torch.bool else '~'}{self.cast(node.args[0], dtype)}")
+        sign = "!" if self.dtype(node) == torch.bool else "~"
+        self._define(node, self._format(node, sign + "{0}", node.args))
 
     def _op_isnan(self, node: Any) -> None:
         value = self.value(node.args[0])
@@ -299,16 +300,12 @@ class Emitter:
     def _op__to_copy(self, node: Any) -> None:
         self._define(node, self.cast(node.args[0], self.dtype(node)))
 
-    def _op_scalar_tensor(self, node: Any) -> None:
-        self._define(node, self.cast(node.args[0], self.dtype(node)))
+    def _fill(self, node: Any, place: int = 1) -> None:
+        self._define(node, self.cast(node.args[place], self.dtype(node)))
 
-    def _op_full(self, node: Any) -> None:
-        self._define(node, self.cast(node.args[1], self.dtype(node)))
-
-    _op_full_like = _op_full
-
-    def _op_new_full(self, node: Any) -> None:
-        self._define(node, self.cast(node.args[2], self.dtype(node)))
+    _op_full = _op_full_like = _fill
+    _op_new_full = functools.partialmethod(_fill, place=2)
+    _op_scalar_tensor = functools.partialmethod(_fill, place=0)
 
     def _op_pow(self, node: Any) -> None:
         base, exponent = node.args
@@ -327,8 +324,7 @@ class Emitter:
 
     def _op_masked_fill(self, node: Any) -> None:
         value, mask, fill = node.args
-        a, b = (self.cast(v, self.dtype(node)) for v in (fill, value))
-        self._define(node, f"{self.cast(mask, torch.bool)} ? {a} : {b}", False)
+        self._define(node, self._format(node, self.cast(mask, torch.bool) + " ? {0} : {1}", (fill, value)), False)
 
     def _op_addcmul(self, node: Any) -> None:
         factor = node.kwargs.get("value", 1)

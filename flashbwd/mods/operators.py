@@ -54,7 +54,7 @@ UNARY = {
     "erfc": "erfc({0})",
     "mish": "({0} * tanh_of(log1p(exp({0}))))",
     "hardsigmoid": "hardsigmoid({0})",
-    "hardswish": "({0} * hardsigmoid({0}))",
+    "hardswish": "hardswish({0})",
     "frac": "({0} - trunc({0}))",
     "sigmoid": "sigmoid({0})",
     "silu": "({0} * sigmoid({0}))",

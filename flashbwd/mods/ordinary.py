@@ -41,8 +41,6 @@ from flashbwd.mods.values import (
     Value,
 )
 
-aten = torch.ops.aten
-
 MAX_TERMS = 2  # captured integers of a sum
 MAX_BOUNDS = 4
 
@@ -228,10 +226,6 @@ def _as_sum(value: Value) -> Sum | None:
     return value if isinstance(value, Sum) else None
 
 
-def _same(value: Value, *_: Any) -> Value:
-    return value
-
-
 def _negative(value: Value) -> Value:
     return _multiply(value, -1)
 
@@ -376,7 +370,7 @@ def _where(condition: Value, score: Value, other: Value) -> Value:
 
 
 _RULES: dict[str, Callable[..., Value]] = {
-    **dict.fromkeys(("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy"), _same),
+    **dict.fromkeys(("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy"), lambda value: value),
     "index": _index,
     "add": _add,
     "sub": _subtract,

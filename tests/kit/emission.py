@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,13 +192,13 @@ class HostMods:
         self.numbers[name] = encode(found, slots)
 
     def _add_struct(self, name: str, text: str) -> None:
-        struct = text[text.rindex("namespace flashbwd {\nstruct Mod") :]
-        self.parts.append(struct.replace("struct Mod", f"struct {name}_mod"))
+        mod = text[text.rindex("namespace flashbwd {\nstruct Mod") :]
+        self.parts.append(mod.replace("struct Mod", f"struct {name}_mod"))
 
     def compile(self) -> None:
         name = f"mods_{next(_numbers)}"  # a library that was loaded keeps its name
         (self.folder / f"{name}.cpp").write_text("\n".join([*self.parts, _SIZES]))
-        command = [compiler(), "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC", *self.options]
+        command = [compiler() or "c++", "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC", *self.options]
         subprocess.run([*command, "-o", f"{name}.so", f"{name}.cpp"], cwd=self.folder, check=True)
         self.library = ctypes.CDLL(str(self.folder / f"{name}.so"))
         assert self.library.captured_bytes() == ctypes.sizeof(CapturedTensor)
@@ -217,8 +218,7 @@ class HostMods:
         if name in self.numbers:
             integers, floats = self.numbers[name]
             at = self.library.ordinary_offset()
-            (ctypes.c_int * len(integers)).from_buffer(params, at)[:] = integers
-            (ctypes.c_float * 4).from_buffer(params, at + 4 * len(integers))[:] = floats
+            struct.pack_into(f"{len(integers)}i{len(floats)}f", params, at, *integers, *floats)
         scores, indices = scores.float().contiguous(), indices.to(torch.int32).contiguous()
         results = torch.empty_like(scores)
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (scores, indices, results)]

@@ -33,10 +33,10 @@ DTYPES = (
     torch.float64,
 )
 
-INTEGERS = (0, 1, -1, 2, 3, -7, 31, 32, 64, 127, 128, -128, 255, 256, 32767, -32768, 65536, 2**24 + 1, 10**9)
-INTEGERS += (2**31 - 1, -(2**31), -(2**31) + 1, 2**30)
-FLOATS = (0.0, -0.0, INF, -INF, NAN, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 0.1, -0.3, 3.7, 1e-40, -1e-45, 1e-8, 1e-30)
-FLOATS += (65504.0, 65520.0, -7e4, 16777217.0, 2147483648.0, -9.3e18, 1e30, -3.4028235e38, 0.99999994)
+INTEGERS = [0, 1, -1, 2, 3, -7, 31, 32, 64, 127, 128, -128, 255, 256, 32767, -32768, 65536, 2**24 + 1, 10**9]
+INTEGERS += [2**31 - 1, -(2**31), -(2**31) + 1, 2**30]
+FLOATS = [0.0, -0.0, INF, -INF, NAN, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 0.1, -0.3, 3.7, 1e-40, -1e-45, 1e-8, 1e-30]
+FLOATS += [65504.0, 65520.0, -7e4, 16777217.0, 2147483648.0, -9.3e18, 1e30, -3.4028235e38, 0.99999994]
 INTEGER_CONSTANTS = (0, 1, 2, 3, -1, -2, -5, 7, 100, 255, 300, 2**31 - 1, -(2**31), 2**62, -(2**62))
 FLOAT_CONSTANTS = (0.0, -0.0, 0.5, 1.0, -1.0, 0.1, 2.5, -3.3, INF, -INF, NAN, 1e-45, 1e-10, 6.5e4, 1e20, 1e39)
 
@@ -86,9 +86,10 @@ torch.acos({x});torch.atan({x});torch.sinh({x});torch.cosh({x});torch.tanh({x});
 torch.atanh({x});torch.erf({x});torch.erfc({x});torch.sigmoid({x});F.silu({x});F.mish({x});F.hardsigmoid({x})
 F.hardswish({x});F.gelu({x}.clamp(-50, 50));F.gelu({x}, approximate='tanh');F.softplus({x});F.softplus({x}, 7, 5)
 F.elu({x});F.elu({x}, 0.3);F.selu({x});torch.atan2({x}, {y});torch.hypot({x}, {y});torch.logaddexp({x}, {y})
-torch.xlogy({x}, {y});{x} ** {y};{x} ** {f};{x}.nan_to_num() ** -0.5;{f} ** {x};torch.add({x}, {y}, alpha=0.7)
+torch.xlogy({x}, {y});{x} ** {y};{x} ** {f};{x}.nan_to_num().abs() ** -0.5;{f} ** {x};torch.add({x}, {y}, alpha=0.7)
 torch.sub({x}, {y}, alpha=-0.3);torch.addcmul({x}, {x}, {y});torch.addcmul({x}, {y}, {x}, value=0.5)
-torch.addcdiv({x}, {x}, {y});torch.lerp({x}, {y}, 0.25);F.softsign({x});torch.lerp({x}, {y}, {x});F.tanhshrink({x})
+torch.addcdiv({x}, {x}, {y});torch.lerp({x}.clamp(-99, 99), {y}.clamp(-99, 99), 0.25);F.softsign({x})
+torch.lerp({x}.clamp(-99, 99), {y}.clamp(-99, 99), {x}.clamp(-99, 99));F.tanhshrink({x})
 """
 
 

@@ -9,6 +9,7 @@ Only Python numbers are constants, so that types are promoted on vectors as they
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -217,7 +218,8 @@ def _divides_by_minus_one(template: str, x: Tensor, y: Tensor, parts: str) -> bo
     """PyTorch's truncated division of the least integer by -1 kills the process."""
     if "trunc'" not in parts or x.is_floating_point() or y.is_floating_point():
         return False
-    return "(-1)" in parts or bool((y == -1).any())
+    numbers = [torch.tensor(int(number)).to(x.dtype) for number in re.findall(r"\((-?\d+)\)", parts)]
+    return any(int(number) == -1 for number in numbers) or bool((y == -1).any())
 
 
 def expressions(seed: int, count: int) -> Iterator[tuple[Expressions, list[Expression]]]:

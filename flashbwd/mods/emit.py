@@ -255,10 +255,9 @@ class Emitter:
     def _op_div(self, node: Any) -> None:
         mode = node.kwargs.get("rounding_mode")
         a, b = (self.cast(value, self.dtype(node), mode is not None) for value in node.args[:2])
-        quotient = f"{a} / {b}" if mode is None else f"{mode}_divide({a}, {b})"
         if mode == "trunc" and self.dtype(node) in ROUNDED:
-            quotient = f"trunc({ROUNDED[self.dtype(node)]}({a} / {b}))"
-        self._define(node, quotient)
+            a, b = f"{ROUNDED[self.dtype(node)]}({a} / {b})", "1.f"
+        self._define(node, f"{a} / {b}" if mode is None else f"{mode}_divide({a}, {b})")
 
     def _op_where(self, node: Any) -> None:
         condition = self.cast(node.args[0], torch.bool)
@@ -343,8 +342,7 @@ class Emitter:
     def _op_nan_to_num(self, node: Any) -> None:
         dtype = self.dtype(node)
         if not dtype.is_floating_point:
-            self._define(node, self.value(node.args[0]))
-            return
+            return self._define(node, self.value(node.args[0]))
         limits = torch.finfo(dtype)
         given = [*node.args[1:], None, None, None][:3]
         fills = [node.kwargs.get(name, given[i]) for i, name in enumerate(("nan", "posinf", "neginf"))]

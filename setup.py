@@ -33,9 +33,8 @@ class BuildLibraries(build_ext):
     def run(self) -> None:
         in_place = self.inplace
         super().run()
-        for name in ("_C_cuda", "_C_python"):
-            if in_place and f"flashbwd.{name}" not in [extension.name for extension in self.extensions]:
-                (ROOT / "flashbwd" / f"{name}.so").unlink(missing_ok=True)
+        if in_place and "flashbwd._C_cuda" not in [extension.name for extension in self.extensions]:
+            (ROOT / "flashbwd/_C_cuda.so").unlink(missing_ok=True)
 
     def build_extensions(self) -> None:
         try:
@@ -85,6 +84,6 @@ class AnyPythonWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension(f"flashbwd.{name}", []) for name in ("_C", "_C_cuda", "_C_python")],
+    ext_modules=[Extension(f"flashbwd.{name}", []) for name in ("_C", "_C_cuda")],
     cmdclass={"build_ext": BuildLibraries, "build_test_modules": BuildTestModules, "bdist_wheel": AnyPythonWheel},
 )

@@ -1,1 +1,1 @@
-"""The build: how sources become `flashbwd/_C.so`, `flashbwd/_C_cuda.so` and `flashbwd/_C_python.so`."""
+"""The build: how sources become `flashbwd/_C.so` and `flashbwd/_C_cuda.so`."""

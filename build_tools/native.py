@@ -213,14 +213,10 @@ class NativeBuild:
         torch = [f"-L{self.torch.lib}", "-ltorch_cuda", "-ltorch_cpu"]
         return [*torch, f"-L{self.toolkit.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
-    def _python_link(self) -> list[str]:
-        return [f"-L{self.torch.lib}", *(f"-l{name}" for name in ("torch_python", "torch_cpu", "c10"))]
-
     def libraries(self) -> list[Library]:
-        """`_C`; `_C_cuda` where there is a CUDA compiler and something for it to compile; and then, where there are
-        Python's headers, `_C_python`."""
+        """`_C`, and `_C_cuda` where there is a CUDA compiler and something for it to compile."""
         api = [Unit(path) for path in _sources("csrc/api/*.cpp")]
-        host = [*_host_units(), *(unit for unit in api if not unit.source.name.startswith(("cuda_", "python_")))]
+        host = [*_host_units(), *(unit for unit in api if not unit.source.name.startswith("cuda_"))]
         base = Library(
             OUT / "_C.so",
             host,
@@ -240,19 +236,7 @@ class NativeBuild:
             ["-Wl,-rpath,$ORIGIN", str(base.output), *self._cuda_link(), "-Wl,-soname,_C_cuda.so", EXPORTS],
             [base.output],
         )
-        headers = Path(sysconfig.get_paths()["include"])
-        if not (headers / "Python.h").is_file():
-            print(f"flashbwd: no Python.h in {headers}: warm calls of flex_decoding go through PyTorch's dispatcher")
-            return [base, kernels]
-        python = Library(
-            OUT / "_C_python.so",
-            [unit for unit in api if unit.source.name.startswith("python_")],
-            ["-isystem", str(headers), "-isystem", str(self.torch.include)],
-            # Python's own symbols come from the interpreter.
-            ["-Wl,-z,undefs", "-Wl,-rpath,$ORIGIN", str(base.output), *self._python_link(), EXPORTS],
-            [base.output],
-        )
-        return [base, kernels, python]
+        return [base, kernels]
 
     def test_modules(self) -> list[Library]:
         """What only tests load: the host code for Python, and kernels that fail on purpose."""

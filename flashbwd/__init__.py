@@ -32,6 +32,7 @@ from flashbwd.layer_norm import (
     rms_norm_backward,
     rms_norm_backward_from_output,
 )
+from flashbwd.mods.handle import compile_mods
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "compile_mods",
     "disable",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_backward",

@@ -7,13 +7,10 @@ Python: shapes for fake tensors, the autograd rules, FLOP formulas, and the refe
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import math
-import sysconfig
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,33 +49,7 @@ def _load_libraries() -> None:
     _load("_C_cuda")  # after _C, whose symbols it uses
 
 
-def _load_python_library() -> ModuleType | None:
-    """``_C_python``, which reads tensors as the PyTorch that it was built with lays them out; None beside another."""
-    name, path = "_C_python", _PACKAGE / "_C_python.so"
-    if not path.exists():
-        not_loaded[name] = f"{path.name} is not part of this installation"
-        return None
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        not_loaded[name] = "objects of a Python without its global lock are laid out differently"
-        return None
-    spec = importlib.util.spec_from_file_location(f"flashbwd.{name}", path)
-    assert spec is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-    except ImportError as error:  # it asks for something that this PyTorch does not have
-        not_loaded[name] = str(error)
-        return None
-    probe = torch.empty(0)
-    if torch.__version__.partition("+")[0] != module.TORCH_VERSION or module.address(probe) != probe._cdata:
-        not_loaded[name] = f"it was built with torch {module.TORCH_VERSION}"
-        return None
-    loaded.append(name)
-    return module
-
-
 _load_libraries()
-#: Calls past PyTorch's dispatcher.
-past_dispatcher = _load_python_library()
 _last_refusal = ctypes.CDLL(str(_PACKAGE / "_C.so")).flashbwd_last_refusal
 _last_refusal.restype = ctypes.c_char_p
 

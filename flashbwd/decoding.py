@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
@@ -22,7 +21,6 @@ from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
-from flashbwd.mods.steps import beside_the_output, run_step
 from flashbwd.reference.decoding import (
     DecodingCall,
     Mod,
@@ -114,14 +112,6 @@ def flex_decoding(
         rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
         rest |= {"kernel_options": kernel_options, "return_aux": return_aux}
         return decode_in_parts(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
-    usual = kernel_options is None and return_aux is None
-    if usual and not is_dynamo_compiling() and forward_ad._current_level < 0:
-        try:
-            known = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
-        except TypeError:  # of an argument that has no hash, which the checks name
-            known = None
-        if known is not None:
-            return known
     _check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     need_lse, need_max_scores = return_lse, False
     if return_aux is not None:
@@ -131,13 +121,7 @@ def flex_decoding(
     options = _acting_options(kernel_options) if kernel_options else _NO_OPTIONS
     if not is_dynamo_compiling() and not transforms_are_active():
         wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
-        results = None
-        if not usual:
-            more = beside_the_output(wanted)
-            results = run_step(query, key, value, score_mod, block_mask, scale, enable_gqa, more)
-            if type(results) is Tensor:
-                results = (results,)
-        results = results or run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
+        results = run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
         if results:
             if return_aux is not None:
                 lse = results[1] if need_lse else None

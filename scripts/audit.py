@@ -1,10 +1,9 @@
 """Checks what the built libraries ask of the machine they will run on.
 
-Usage: audit.py WHEEL_OR_FOLDER    a wheel, or a folder that holds _C.so and perhaps _C_cuda.so and _C_python.so
+Usage: audit.py WHEEL_OR_FOLDER    a wheel, or a folder that holds _C.so and perhaps _C_cuda.so
 
-Stable torch ABI only, and of Python's nothing (in _C_python, which serves one torch, Python's stable ABI only), no
-shared CUDA library but torch's, no symbol of ours beside flashbwd_* and a module's first, and code for exactly the GPUs
-that the build was asked for.
+Stable torch ABI only, nothing of Python's, no shared CUDA library but torch's, no symbol of ours beside flashbwd_*, and
+code for exactly the GPUs that the build was asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from build_tools.native import PORTABLE, chosen_architectures, chosen_families
 SYSTEM = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 ALLOWED = {"_C.so": {"libtorch_cpu.so"}, "_C_cuda.so": {"libtorch_cpu.so", "libtorch_cuda.so", "_C.so"}}
-ALLOWED["_C_python.so"] = {"libtorch_python.so", "libtorch_cpu.so", "libc10.so", "_C.so"}
 WHEEL_LIMIT_MB = 40
 
 
@@ -40,15 +38,13 @@ def dependencies(library: Path) -> list[str]:
 
 def exports(library: Path) -> list[str]:
     names = [line.split()[-1] for line in output("nm", "-D", "--defined-only", str(library)).splitlines()]
-    allowed = ("flashbwd_", "PyInit_") if library.name == "_C_python.so" else ("flashbwd_",)
-    return [f"{library.name} exports {name}" for name in names if not name.startswith(allowed)]
+    return [f"{library.name} exports {name}" for name in names if not name.startswith("flashbwd_")]
 
 
 def stable_abi(library: Path) -> list[str]:
     tool = Path(sys.executable).parent / "torch-abi-audit"
-    policy = "abi3" if library.name == "_C_python.so" else "torch"
     done = subprocess.run(
-        [str(tool), "--check", policy, "-v", str(library)], capture_output=True, text=True, check=False
+        [str(tool), "--check", "torch", "-v", str(library)], capture_output=True, text=True, check=False
     )
     return [] if done.returncode == 0 else [done.stdout + done.stderr]
 

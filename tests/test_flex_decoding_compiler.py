@@ -1,12 +1,10 @@
-"""From Python modifications to CUDA: when two are the same, what is emitted, the cache on disk."""
+"""From Python modifications to CUDA: what is emitted, and calls of what was compiled."""
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit import decoding as kit
+from kit.compiler import needs_nvrtc
 from kit.decoding import Shape
 from kit.repeats import differing_elements
 from torch import Tensor
@@ -22,28 +21,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flashbwd
 from flashbwd.mods import kernels, nvrtc, run
-from flashbwd.mods.captures import CannotEmitError, Captures, Slots
+from flashbwd.mods.captures import CannotEmitError, Captures, Recent, Slots
 from flashbwd.mods.emit import emit
 from flashbwd.mods.trace import trace
 
 TILE = kernels.Tile(64, 16, 4, torch.bfloat16, True, 0)
-
-
-def _has_nvrtc() -> bool:
-    try:
-        nvrtc.nvrtc_version()
-    except nvrtc.CompilationError:
-        return False
-    return True
-
-
-needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="this PyTorch comes without NVRTC")
-
-SCALE = 2.0
-
-
-def scaled_by_global(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return s * SCALE
 
 
 def scaled(factor: Any) -> Any:
@@ -52,76 +34,6 @@ def scaled(factor: Any) -> Any:
 
 def scaled_by_head(weight: Tensor) -> Any:
     return lambda s, b, h, q, k: s * weight[h]
-
-
-# ---- keys ----
-
-
-def test_the_same_code_with_the_same_constants_has_one_key() -> None:
-    assert Captures(scaled(2.0), None).key == Captures(scaled(2.0), None).key
-    assert Captures(scaled(2.0), None).key != Captures(scaled(3.0), None).key
-    assert Captures(scaled(1), None).key != Captures(scaled(1.0), None).key
-    assert Captures(scaled(True), None).key != Captures(scaled(1), None).key
-    assert Captures(scaled(0.0), None).key != Captures(scaled(-0.0), None).key
-    assert Captures(scaled(float("nan")), None).key == Captures(scaled(float("nan")), None).key
-    assert Captures(scaled(2.0), None).key != Captures(None, scaled(2.0)).key
-
-
-def test_a_changed_global_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Captures(scaled_by_global).key
-    monkeypatch.setitem(globals(), "SCALE", 3.0)
-    assert Captures(scaled_by_global).key != before
-
-
-def test_a_changed_attribute_of_a_module_or_class_changes_the_key() -> None:
-    settings = types.ModuleType("settings")
-    settings.window = 4  # type: ignore[attr-defined]
-
-    class Settings:
-        window = 4
-
-    for owner in (settings, Settings):
-
-        def mod(s: Any, b: Any, h: Any, q: Any, k: Any, owner: Any = owner) -> Any:
-            return torch.where(q - k < owner.window, s, -1.0)
-
-        before = Captures(mod).key
-        assert Captures(mod).key == before
-        owner.window = 5  # type: ignore[attr-defined]
-        assert Captures(mod).key != before
-
-
-def test_tensors_count_by_kind_not_by_value() -> None:
-    one, two = torch.zeros(3), torch.ones(5)
-    assert Captures(scaled(one)).key == Captures(scaled(two)).key
-    assert Captures(scaled(one)).tensors == [one]
-    assert Captures(scaled(one)).key != Captures(scaled(one.double())).key
-    assert Captures(scaled(one)).key != Captures(scaled(one[None])).key
-
-
-def test_two_names_of_one_tensor_are_not_two_tensors() -> None:
-    def pair(x: Any, y: Any) -> Any:
-        return lambda s, b, h, q, k: s * x[h] + y[h]
-
-    one, two = torch.zeros(3), torch.ones(3)
-    assert Captures(pair(one, one)).key != Captures(pair(one, two)).key
-
-
-def test_what_lies_behind_objects_lists_and_other_functions_is_found() -> None:
-    class Holder:
-        def __init__(self, tensor: Tensor, number: float) -> None:
-            self.tensor, self.number = tensor, number
-
-        def mod(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return s * self.tensor[h] * self.number
-
-    tensor = torch.zeros(3)
-    assert Captures(Holder(tensor, 1.0).mod).tensors == [tensor]
-    assert Captures(Holder(tensor, 1.0).mod).key == Captures(Holder(tensor, 1.0).mod).key
-    assert Captures(Holder(tensor, 1.0).mod).key != Captures(Holder(tensor, 2.0).mod).key
-    tensors = [tensor]
-    inner = scaled(tensors)
-    assert Captures(lambda s, b, h, q, k: inner(s, b, h, q, k)).tensors == [tensor]
 
 
 # ---- emission ----
@@ -169,13 +81,13 @@ def test_what_has_no_cuda_raises_what_the_user_expects(name: str) -> None:
 def test_emitted_source_compiles_without_a_header_or_a_gpu(name: str) -> None:
     shape = Shape()
     source = source_of(kit.score_mods(shape)[name], kit.mask_mods(shape)["per_head"])
-    assert nvrtc.compile_source(kernels.kernel_source(source, TILE), kernels.options_for((9, 0)))
+    assert nvrtc.compile_source(kernels.kernel_source(source, TILE), nvrtc.options_for((9, 0)))
 
 
 @needs_nvrtc
 def test_a_source_that_does_not_compile_shows_the_log() -> None:
     with pytest.raises(nvrtc.CompilationError, match="expected a"):
-        nvrtc.compile_source("int f( {", kernels.options_for((9, 0)))
+        nvrtc.compile_source("int f( {", nvrtc.options_for((9, 0)))
 
 
 @pytest.mark.parametrize(
@@ -202,77 +114,13 @@ def test_tracing_does_not_import_the_compiler_of_pytorch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ---- the cache on disk ----
-
-SMALL = 'extern "C" __global__ void f(int* x) { *x = 7; }'
-OPTIONS = ["--gpu-architecture=sm_80"]
-
-
-@needs_nvrtc
-def test_an_entry_is_read_and_a_corrupt_one_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path / "cache"))
-    calls = []
-    real = nvrtc.compile_source
-    monkeypatch.setattr(nvrtc, "compile_source", lambda *a: calls.append(1) or real(*a))
-    cubin = nvrtc.cubin_of(SMALL, OPTIONS)
-    assert nvrtc.cubin_of(SMALL, OPTIONS) == cubin and len(calls) == 1
-    (entry,) = (tmp_path / "cache").iterdir()
-    whole = entry.read_bytes()
-    for broken in (b"", whole[:-1], whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]):
-        entry.write_bytes(broken)
-        assert nvrtc.cubin_of(SMALL, OPTIONS) == cubin
-        assert entry.read_bytes() == whole
-    assert len(calls) == 4
-    nvrtc.cubin_of(SMALL, ["--gpu-architecture=sm_90"])
-    assert len(calls) == 5
-
-
-@needs_nvrtc
-def test_an_entry_takes_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
-    written: list[bytes] = []
-    real = nvrtc.os.replace
-
-    def replace(source: str, target: Path) -> None:
-        assert not target.exists()
-        written.append(Path(source).read_bytes())
-        real(source, target)
-
-    monkeypatch.setattr(nvrtc.os, "replace", replace)
-    cubin = nvrtc.cubin_of(SMALL, OPTIONS)
-    (entry,) = tmp_path.iterdir()
-    assert written == [entry.read_bytes()] and written[0].endswith(cubin)
-
-
-@needs_nvrtc
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert nvrtc.cubin_of(SMALL, OPTIONS)
-
-
-def _compile(folder: str, results: Any) -> None:
-    import os
-
-    os.environ["FLASHBWD_CACHE_DIR"] = folder
-    results.put(nvrtc.cubin_of(SMALL, OPTIONS))
-
-
-@needs_nvrtc
-def test_processes_share_the_folder(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    workers = [context.Process(target=_compile, args=(str(tmp_path), results)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    cubins = {results.get(timeout=60) for _ in workers}
-    for worker in workers:
-        worker.join()
-    assert len(cubins) == 1
-    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
-
-
 # ---- on a GPU ----
+
+
+def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_known", Recent(16))
+    monkeypatch.setattr(kernels, "_modifications", Recent(16))
+    monkeypatch.setattr(nvrtc, "_loaded", {})
 
 
 @pytest.mark.gpu
@@ -444,7 +292,7 @@ def test_repeated_calls_give_equal_bits(mask: str) -> None:
 
 @pytest.mark.gpu
 def test_a_process_takes_what_another_compiled_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emptying the record of known modifications stands for another process."""
+    """Emptying the records of modifications stands for another process."""
     monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
     calls = []
     real = nvrtc.compile_source
@@ -452,7 +300,7 @@ def test_a_process_takes_what_another_compiled_from_the_disk(tmp_path: Path, mon
     tensors = Shape().tensors(torch.bfloat16, "cuda")
     results = []
     for _ in range(2):
-        monkeypatch.setattr(kernels, "_known", {})
+        forget_all(monkeypatch)
         with torch.no_grad():
             out = flashbwd.flex_decoding(*tensors, lambda s, b, h, q, k: s * 0.75 + (k % 13), enable_gqa=True)
         results.append(out)
@@ -464,7 +312,7 @@ def test_a_process_takes_what_another_compiled_from_the_disk(tmp_path: Path, mon
 def test_the_first_call_of_a_built_in_mod_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(nvrtc, "cubin_of", lambda *_: pytest.fail("looked for a compiled kernel"))
-    monkeypatch.setattr(kernels, "_known", {})
+    forget_all(monkeypatch)
     shape = Shape(seqlen_q=1)
     tensors = shape.tensors(torch.bfloat16, "cuda")
     block_mask = kit.block_mask(lambda b, h, q, k: k < 150, shape, "cuda")

@@ -11,7 +11,7 @@ from kit.decoding import Shape
 from torch import Tensor
 
 import flashbwd
-from flashbwd.mods import kernels, nvrtc
+from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.ordinary import Ordinary, encode, recognise
 from flashbwd.mods.trace import Trace, trace
@@ -216,17 +216,6 @@ def test_a_score_mod_and_a_mask_together() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_ordinary_is_not_taken_for_it(name: str) -> None:
     assert recognise(*traces(*OTHERS[name])) is None
-
-
-def test_functions_that_differ_at_each_step_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_known", {})
-    monkeypatch.setattr(kernels, "_MOST_ORDINARY", 8)
-    tile = kernels.Tile(64, 16, 4, torch.bfloat16, True, 0)
-    for step in range(50):
-        found = kernels.compiled_modification(None, lambda b, h, q, k, step=step: k < step, tile)
-        assert kernels.known_modification(None, lambda b, h, q, k: k < -1) is None
-        assert found[0].source is None and found[1] == []
-    assert len(kernels._known) <= 8
 
 
 def test_arguments_have_a_place_for_everything() -> None:

@@ -6,8 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <deque>
 #include <mutex>
+#include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include "../common/check.h"
@@ -36,7 +37,8 @@ struct Modification {
 };
 
 std::mutex modifications_mutex;
-std::deque<Modification> modifications(1);
+std::unordered_map<int64_t, Modification> modifications;
+int64_t next_modification = 1;
 
 struct ChosenKernel {
   bool found = false;  // else Python has yet to compile it
@@ -47,7 +49,9 @@ struct ChosenKernel {
 ChosenKernel find_kernel(int64_t modification, const Modification::Kernel& wanted) {
   if (modification == 0) return {true};
   const std::lock_guard<std::mutex> lock(modifications_mutex);
-  const Modification& known = modifications.at(modification);
+  const auto found = modifications.find(modification);
+  if (found == modifications.end()) return {};
+  const Modification& known = found->second;
   if (known.prebuilt) return {true, nullptr, known.ordinary};
   for (const auto& kernel : known.kernels) {
     if (kernel.tile == wanted.tile && kernel.dtype == wanted.dtype && kernel.aligned == wanted.aligned &&
@@ -61,6 +65,7 @@ ChosenKernel find_kernel(int64_t modification, const Modification::Kernel& wante
 }  // namespace
 
 OrdinaryMod ordinary_modification(int64_t modification) {
+  if (modification == 0) return {};
   const std::lock_guard<std::mutex> lock(modifications_mutex);
   return modifications.at(modification).ordinary;
 }
@@ -134,9 +139,6 @@ Plan plan_of(const DecodingShape& shape, const DeviceInfo& info, int64_t asked) 
   return answer;
 }
 
-std::mutex settings_mutex;
-std::deque<DecodingSettings> all_settings;
-
 // Memory of the caching allocator for the kernels of one call.
 class Scratch {
  public:
@@ -165,24 +167,14 @@ bool last_block_adds_up(const DecodingParams& p, DecodingTile tile, int64_t slot
          tiles <= StreamMemory::kArrivals && floats <= StreamMemory::kScratch;
 }
 
-}  // namespace
+struct DecodingSettings {
+  int64_t modification;
+  int64_t splits;  // 0: as many as serve best
+  bool need_lse, need_max_scores, need_exact_out;
+};
 
-DecodingSettings decoding_settings(int64_t number) {
-  const std::lock_guard<std::mutex> lock(settings_mutex);
-  return all_settings.at(number);
-}
-
-DecodingCall decoding_call(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
-                           const DecodingSettings& settings) {
-  DecodingCall call;
-  call.enable_gqa = settings.enable_gqa;
-  describe(q, call.q);
-  describe(k, call.k);
-  describe(v, call.v);
-  call.mask_shape = {settings.q_block, settings.kv_block, 0, 0};
-  return call;
-}
-
+// Launches a call. out, the statistics that are needed, and the exact out where out is not; nothing for a call that no
+// kernel takes as it is.
 std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall& call,
                                           const DecodingSettings& settings, std::optional<double> scale) {
   const CudaBackend* cuda = cuda_backend();
@@ -236,45 +228,30 @@ std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall
   return results;
 }
 
-namespace {
-
 void decoding_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const OwnedTensor q = reader.owned_tensor(), k = reader.owned_tensor(), v = reader.owned_tensor();
-  // Optional, since no list at all is read in half the time of an empty one.
-  const auto others = reader.read<std::optional<std::vector<Tensor>>>();
-  const auto lengths = reader.read<std::optional<std::vector<int64_t>>>();
-  const auto scale = reader.read<std::optional<double>>();
-  const DecodingSettings settings = decoding_settings(reader.read<int64_t>());
-
-  DecodingCall call = decoding_call(q.get(), k.get(), v.get(), settings);
-  if (others.has_value()) {
-    int64_t left = settings.mask_tensors;
-    for (const Tensor& tensor : *others)
-      describe(tensor.get(), (left-- > 0 ? call.mask : call.captured).emplace_back());
-  }
-  if (lengths.has_value()) {
-    check(lengths->size() == 2, "lengths has ", lengths->size(), " elements, expected query's and key's");
-    std::copy_n(lengths->begin(), 2, call.mask_shape.begin() + 2);
-  }
-  stack[0] = boxed(decoding_results(q.get(), call, settings, scale));
-}
-
-void register_settings(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader reader(stack);
+  const auto mask = reader.read<std::vector<Tensor>>();
+  const auto mask_shape = reader.read<std::vector<int64_t>>();
+  const auto captured = reader.read<std::vector<Tensor>>();
   DecodingSettings settings;
   settings.modification = reader.read<int64_t>();
-  settings.mask_tensors = reader.read<int64_t>();
-  settings.q_block = reader.read<int64_t>();
-  settings.kv_block = reader.read<int64_t>();
-  settings.enable_gqa = reader.read<bool>();
+  const auto scale = reader.read<std::optional<double>>();
+  DecodingCall call;
+  call.enable_gqa = reader.read<bool>();
   settings.splits = reader.read<int64_t>();
   settings.need_lse = reader.read<bool>();
   settings.need_max_scores = reader.read<bool>();
   settings.need_exact_out = reader.read<bool>();
-  const std::lock_guard<std::mutex> lock(settings_mutex);
-  all_settings.push_back(settings);
-  stack[0] = boxed<int64_t>(static_cast<int64_t>(all_settings.size()) - 1);
+
+  describe(q.get(), call.q);
+  describe(k.get(), call.k);
+  describe(v.get(), call.v);
+  for (const Tensor& tensor : mask) describe(tensor.get(), call.mask.emplace_back());
+  for (const Tensor& tensor : captured) describe(tensor.get(), call.captured.emplace_back());
+  check(mask_shape.size() == call.mask_shape.size(), "mask_shape has ", mask_shape.size(), " elements, expected 4");
+  std::copy(mask_shape.begin(), mask_shape.end(), call.mask_shape.begin());
+  stack[0] = boxed(decoding_results(q.get(), call, settings, scale));
 }
 
 void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
@@ -295,8 +272,21 @@ void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
     std::memcpy(&made.ordinary.softcap, real.data(), sizeof(real));
   }
   const std::lock_guard<std::mutex> lock(modifications_mutex);
-  modifications.push_back(std::move(made));
-  stack[0] = boxed<int64_t>(static_cast<int64_t>(modifications.size()) - 1);
+  modifications.emplace(next_modification, std::move(made));
+  stack[0] = boxed<int64_t>(next_modification++);
+}
+
+void decoding_forget_modification(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  const auto modification = reader.read<int64_t>();
+  const std::lock_guard<std::mutex> lock(modifications_mutex);
+  modifications.erase(modification);
+}
+
+// How many are registered: for tests.
+void decoding_modifications(StableIValue* stack, uint64_t, uint64_t) {
+  const std::lock_guard<std::mutex> lock(modifications_mutex);
+  stack[0] = boxed<int64_t>(static_cast<int64_t>(modifications.size()));
 }
 
 void decoding_add_kernel(StableIValue* stack, uint64_t, uint64_t) {
@@ -363,12 +353,12 @@ void decoding_mod_functions_operator(StableIValue* stack, uint64_t, uint64_t) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
-      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[]? others, int[]? lengths, float? scale, int settings) "
-      "-> Tensor[]");
-  m.def(
-      "decoding_settings(int modification, int mask_tensors, int q_block, int kv_block, bool enable_gqa, int splits, "
-      "bool need_lse, bool need_max_scores, bool need_exact_out) -> int");
+      "decoding_forward(Tensor q, Tensor k, Tensor v, Tensor[] mask, int[] mask_shape, Tensor[] captured, "
+      "int modification, float? scale, bool enable_gqa, int splits, bool need_lse, bool need_max_scores, "
+      "bool need_exact_out) -> Tensor[]");
   m.def("decoding_modification(int[] integers, float[] floats) -> int");
+  m.def("decoding_forget_modification(int modification) -> ()");
+  m.def("decoding_modifications() -> int");
   m.def(
       "decoding_add_kernel(int modification, int head_dim, int rows, int warps, ScalarType dtype, bool aligned, "
       "int device, int kernel) -> ()");
@@ -385,8 +375,9 @@ STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
-  m.impl("decoding_settings", flashbwd::register_settings);
   m.impl("decoding_modification", flashbwd::decoding_modification);
+  m.impl("decoding_forget_modification", flashbwd::decoding_forget_modification);
+  m.impl("decoding_modifications", flashbwd::decoding_modifications);
   m.impl("decoding_add_kernel", flashbwd::decoding_add_kernel);
   m.impl("decoding_refusal", flashbwd::decoding_refusal);
   m.impl("decoding_shared_bytes", flashbwd::decoding_shared_bytes);

@@ -1,6 +1,7 @@
 """Python modifications of attention scores as CUDA: what they are made of, their source, and its compilation.
 
-captures   what a function is made of: a key that says when two are the same, and the tensors it captures
+captures   when two functions do the same: a key of what they are made of, and the tensors they capture
+handle     compile_mods: functions that read objects, whose tensors are named arguments
 trace      a function as a graph of operators on scalars
 ordinary   what every build has kernels for (causal, window, softcap, ALiBi), recognised by what it computes
 emit       any other, as CUDA C++

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashbwd.mods import nvrtc
-from flashbwd.mods.captures import CannotEmitError, Captures, Slots, UnknownCaptureError
+from flashbwd.mods.captures import CannotEmitError, Captures, Recent, Slots
 from flashbwd.mods.derivative import emit_gradient
 from flashbwd.mods.emit import c_element
-from flashbwd.mods.kernels import NoKernelError, known_modification, options_for
+from flashbwd.mods.kernels import NoKernelError, modification_of
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import DecodingCall, Mod, block_states
 
@@ -34,17 +33,14 @@ class _Tile:
 
 @dataclass(eq=False)
 class _Gradient:
-    """Source of the modifications and their derivative; ``captured`` as in :class:`Slots`, ``places`` as in
-    :func:`emit_gradient`."""
+    """Source of the modifications and their derivative; ``places`` as in :func:`emit_gradient`."""
 
     source: str
-    captured: list[int | Tensor]
     places: dict[int, int]
-    kernels: dict[_Tile, int] = field(default_factory=dict)
 
 
-_known: dict[Any, _Gradient] = {}
-_lock = threading.Lock()
+# By the key of the functions and the tensors that get a gradient; with the positions of the tensors that it takes.
+_known: Recent[tuple[_Gradient, list[int]]] = Recent(256)
 
 
 def run_backward(
@@ -82,12 +78,12 @@ def run_backward(
     places: dict[int, int] = {}
     if call.score_mod is not None or mask is not None:
         mods = (call.score_mod, None if mask is None else mask.mask_mod)
-        ordinary = None if captured else known_modification(*mods)  # the forward has traced them
-        if ordinary is not None and ordinary[0].source is None:
-            number, tensors = ordinary[0].number, ordinary[1]
+        built_in = None if captured else modification_of(*mods)
+        if built_in is not None and built_in[0].source is None:
+            number, tensors = built_in[0].number, built_in[1]
         else:
             known, tensors = _gradient_of(*mods, captured)
-            kernel = known.kernels.get(tile) or _compile(known, tile)
+            kernel = _kernel(known.source, tile)
             places = known.places
     states = None if mask is None else block_states(mask, key.shape[2]).contiguous()
     q_block, kv_block = (1, 1) if mask is None else mask.BLOCK_SIZE
@@ -128,24 +124,24 @@ def _gradient_of(
     score_mod: Mod | None, mask_mod: Mod | None, differentiable: Sequence[Tensor]
 ) -> tuple[_Gradient, list[Tensor]]:
     """What was made of the modifications, and the tensors that they capture now."""
+    captures = Captures(score_mod, mask_mod)
+    chosen = tuple(captures.position(tensor) for tensor in differentiable)
+    key = None if captures.key is None or None in chosen else (captures.key, chosen)
+    found = None if key is None else _known.get(key)
+    if found is not None:
+        return found[0], [captures.tensors[position] for position in found[1]]
+    slots = Slots(captures)
     try:
-        captures = Captures(score_mod, mask_mod)
-        key: Any = (captures.key, tuple(captures.position(tensor) for tensor in differentiable))
-        known = _known.get(key)
-    except (UnknownCaptureError, TypeError):  # TypeError: not hashable
-        captures, key, known = Captures(), None, None
-    if known is None:
-        slots = Slots(captures)
-        try:
-            score = None if score_mod is None else trace("score_mod", score_mod, True)
-            mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
-            source, places = emit_gradient(score, mask, slots, list(differentiable))
-        except CannotEmitError as error:
-            raise NoKernelError(str(error)) from error
-        known = _Gradient(source, slots.sources, places)
-        if key is not None and None not in key[1]:
-            _known[key] = known
-    return known, [captures.tensors[c] if isinstance(c, int) else c for c in known.captured]
+        score = None if score_mod is None else trace("score_mod", score_mod, True)
+        mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
+        source, places = emit_gradient(score, mask, slots, list(differentiable))
+    except CannotEmitError as error:
+        raise NoKernelError(str(error)) from error
+    known = _Gradient(source, places)
+    positions = slots.positions()
+    if key is not None and positions is not None:
+        _known.put(key, (known, positions))
+    return known, slots.tensors()
 
 
 def backward_source(mod: str, head_dim: int, dtype: torch.dtype, aligned: bool) -> str:
@@ -162,14 +158,10 @@ extern "C" __global__ void __launch_bounds__({_THREADS}, 1)
 """
 
 
-def _compile(known: _Gradient, tile: _Tile) -> int:
-    capability = torch.cuda.get_device_capability(tile.device)
-    source = backward_source(known.source, tile.head_dim, tile.dtype, tile.aligned)
-    with _lock:
-        try:
-            cubin = nvrtc.cubin_of(source, options_for(capability))
-            with torch.cuda.device(tile.device):
-                known.kernels[tile] = nvrtc.load_kernel(cubin, _NAME, tile.shared_bytes)
-        except nvrtc.CompilationError as error:
-            raise NoKernelError(str(error)) from error
-    return known.kernels[tile]
+@functools.lru_cache(maxsize=256)
+def _kernel(source: str, tile: _Tile) -> int:
+    try:
+        text = backward_source(source, tile.head_dim, tile.dtype, tile.aligned)
+        return nvrtc.kernel_of(text, _NAME, tile.shared_bytes, tile.device)
+    except nvrtc.CompilationError as error:
+        raise NoKernelError(str(error)) from error

@@ -1,74 +1,142 @@
-"""What a Python function is made of: a key of its code and constants, and the tensors that it captures.
+"""When two Python functions do the same: a key of what they are made of, and the tensors that they capture.
 
-Every call of flex_decoding asks this, so that a function that is made anew each step, or one whose closure has changed,
-is known for what it is. It is written to take about a microsecond for an ordinary pair of functions.
+A function has a key only if everything that it can read is known to stay as it is: its code, immutable constants,
+tensors of the same dtype, shape, strides and device, plain functions of which the same holds, and tuples of these. A
+function that reaches anything else (an object, a class, a method, a list, a module other than torch and math) has no
+key, and every call traces it again.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
+import math
 import types
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 _CONSTANTS = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device})
-_FLOATS = frozenset({float, complex})
-_FIXED = ("torch", "math", "builtins", "operator", "functools")  # packages whose contents stay as they are
+_MODULES = (torch, nn.functional, math)
+_TENSORS = (Tensor, nn.Parameter)
+_DEEPEST = 8  # functions and tuples inside each other
 
+# Attributes of these modules and of tensors that depend on nothing but the arguments.
+_ATTRIBUTES = frozenset(
+    """
+    abs absolute acos acosh add arange asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
+    bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip clone contiguous copysign
+    cos cosh detach div divide eq erf erfc exp exp2 expand expm1 fill floor floor_divide fmax fmin fmod frac full
+    full_like gather ge greater greater_equal gt heaviside hypot index_select le less less_equal log log10 log1p log2
+    logaddexp logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply ne neg
+    negative new_full new_ones new_tensor new_zeros not_equal ones ones_like pow reciprocal relu remainder reshape
+    round rsqrt rsub select sgn sigmoid sign sin sinh sqrt square squeeze sub subtract tan tanh tensor true_divide
+    trunc unsqueeze view where xlogy zeros zeros_like
+    bool bfloat16 double dtype float float16 float32 float64 half int int16 int32 int64 int8 long short to type_as uint8
+    device dim is_cuda is_floating_point ndim numel shape size stride
+    e fabs inf isfinite isinf isnan nan pi tau
+    elu functional gelu hardsigmoid hardswish hardtanh leaky_relu lerp mish nan_to_num nn positive relu6 selu silu
+    softplus softsign tanhshrink threshold
+    """.split()  # noqa: SIM905
+)
+_BUILTINS = frozenset({"abs", "bool", "divmod", "enumerate", "float", "int", "len", "max", "min", "pow", "range"})
+_BUILTINS |= {"reversed", "round", "sum", "tuple", "zip", "True", "False", "None"}
+_KNOWN_NAMES = _ATTRIBUTES | _BUILTINS
 
 MAX_CAPTURED = 16
 MAX_DIMS = 5
+
+_Value = TypeVar("_Value")
 
 
 class CannotEmitError(Exception):
     """There is no CUDA for this modification; the message names what is in the way."""
 
 
-class UnknownCaptureError(Exception):
-    """The function captures something whose state cannot be compared."""
+class _NotProvableError(Exception):
+    """A function reads something whose state a key cannot hold."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Code:
-    """A code object (kept alive, so that its id names it) with the global variables and the other names it looks up,
-    and the attributes that it reads of each variable of its surroundings of which it does nothing else."""
+class Recent(Generic[_Value]):
+    """A dictionary of the ``most`` entries that were used last. Threads may share it."""
 
-    code: types.CodeType
-    global_names: tuple[str, ...]
-    names: tuple[str, ...]
-    attributes: dict[str, tuple[str, ...]]
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._entries: OrderedDict[Any, _Value] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Any) -> _Value | None:
+        try:
+            self._entries.move_to_end(key)
+            return self._entries[key]
+        except KeyError:
+            return None
+
+    def put(self, key: Any, value: _Value) -> None:
+        self._entries[key] = value
+        while len(self._entries) > self.most:
+            self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+class FixedMod:
+    """A modification whose tensors are given beside it, and which is trusted to read nothing else that changes.
+
+    Attributes
+    ----------
+    identity : object
+        Two of equal identity do the same with their tensors. Hashable.
+    function : callable
+        ``function(arguments, tensors)``, with the arguments of a modification as a tuple.
+    tensors : sequence of Tensor
+    """
+
+    __slots__ = ("function", "identity", "tensors")
+
+    def __init__(self, identity: Any, function: Any, tensors: Sequence[Tensor]) -> None:
+        self.identity = identity
+        self.function = function
+        self.tensors = tensors
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        result: Tensor = self.function(arguments, self.tensors)
+        return result
 
 
 class Captures:
     """Key and tensors of one or several functions.
 
-    Two functions with equal keys do the same with their tensors, taken in order. Of a tensor the key has dtype, number
-    of dimensions, and which earlier one it is the same object as.
+    Two functions with equal keys do the same with their tensors, taken in order. The key has of each tensor its dtype,
+    shape, strides and device, and which earlier one it is the same object as; never its values.
 
     Attributes
     ----------
-    key : tuple
+    key : tuple, optional
+        None for functions that must be traced again at each call.
     tensors : list of Tensor
+        Empty when there is no key.
     """
 
     __slots__ = ("key", "tensors")
 
     def __init__(self, *functions: Any) -> None:
-        key: list[Any] = []
+        # A Python float times an integer tensor has the default dtype.
+        key: list[Any] = [torch.get_default_dtype()]
         self.tensors: list[Tensor] = []
-        for function in functions:
-            if function is None:
-                key.append(None)
-            elif type(function) is types.FunctionType:  # as _walk() would find, sooner
-                _function(function, key, self.tensors, ())
-            else:
-                _walk(function, key, self.tensors, ())
-        self.key = tuple(key)
+        self.key: tuple[Any, ...] | None = None
+        try:
+            for function in functions:
+                _value(function, key, self.tensors, 0)
+        except _NotProvableError:
+            self.tensors = []
+        else:
+            self.key = tuple(key)
 
     def position(self, tensor: Tensor) -> int | None:
         return _position(tensor, self.tensors)
@@ -80,8 +148,7 @@ class Slots:
     Attributes
     ----------
     sources : list
-        Of each: its position in ``captures.tensors``, or the tensor itself where the functions do not hold it in a
-        place that ``captures`` reads.
+        For each slot, the position of its tensor in ``captures.tensors``; or the tensor itself if it is not there.
     """
 
     def __init__(self, captures: Captures, device: str = "cuda") -> None:
@@ -95,7 +162,7 @@ class Slots:
         Raises
         ------
         CannotEmitError
-            For what kernels cannot be given.
+            If the kernel cannot take the tensor.
         """
         if tensor.device.type != self.device:
             raise CannotEmitError(f"{owner} captures a tensor on {tensor.device}")
@@ -111,12 +178,10 @@ class Slots:
         self.sources.append(source)
         return len(self.sources) - 1
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the tensors are those of ``captures``, in their order."""
-        return [s for s in self.sources if isinstance(s, int)] == list(range(len(self.captures.tensors))) and all(
-            isinstance(s, int) for s in self.sources
-        )
+    def positions(self) -> list[int] | None:
+        """``sources`` if all of them are positions."""
+        positions = [source for source in self.sources if isinstance(source, int)]
+        return positions if len(positions) == len(self.sources) else None
 
     def tensors(self) -> list[Tensor]:
         return [self.captures.tensors[s] if isinstance(s, int) else s for s in self.sources]
@@ -129,198 +194,100 @@ def _position(tensor: Tensor, tensors: list[Tensor]) -> int | None:
     return None
 
 
-def _walk(value: Any, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
-    """Appends what ``value`` is to ``key``. ``above`` has the ids of the objects that are being walked."""
+def _value(value: Any, key: list[Any], tensors: list[Tensor], depth: int) -> None:
+    """Appends what ``value`` is to ``key``, in a form that no other value has."""
     kind = type(value)
-    if kind is types.FunctionType:
-        _function(value, key, tensors, above)
+    if kind in _TENSORS:
+        _tensor(value, key, tensors)
     elif kind in _CONSTANTS:
         key += (kind, value)
-    elif kind is Tensor or isinstance(value, Tensor):
-        _tensor(value, key, tensors)
-    elif kind in _FLOATS:
-        key += (kind, repr(value))  # tells -0.0 from 0.0, and finds NaN again
-    elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)):
-        key.append(value)  # not its id: the key keeps it alive
+    elif kind is float:
+        key += (float, value, math.copysign(1.0, value))  # tells -0.0 from 0.0
+    elif (kind is types.ModuleType and value in _MODULES) or (
+        kind is types.BuiltinFunctionType and value.__name__ in _ATTRIBUTES and _is_of_a_module(value)
+    ):
+        key.append(value)
+    elif depth == _DEEPEST:
+        raise _NotProvableError
+    elif kind is types.FunctionType:
+        _function(value, key, tensors, depth + 1)
+    elif kind is tuple:
+        key += (tuple, len(value))
+        for item in value:
+            _value(item, key, tensors, depth + 1)
+    elif kind is FixedMod:
+        key += (FixedMod, value.identity, len(value.tensors))
+        for tensor in value.tensors:
+            _value(tensor, key, tensors, depth + 1)
     else:
-        _object(value, key, tensors, above)
+        raise _NotProvableError
+
+
+def _is_of_a_module(function: types.BuiltinFunctionType) -> bool:
+    return any(getattr(module, function.__name__, None) is function for module in _MODULES)
 
 
 def _tensor(value: Tensor, key: list[Any], tensors: list[Tensor]) -> None:
+    if value.__dict__ or value.layout is not torch.strided:
+        raise _NotProvableError
     position = _position(value, tensors) if tensors else None
     if position is None:
         tensors.append(value)
-        key.append(value.dtype)
-        key.append(value.ndim)
+        key += (type(value), value.dtype, value.shape, value.stride(), value.device)
     else:
-        key.append(position)
+        key += (Tensor, position)
 
 
-def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
-    code = code_of(function)
-    key.append(code)
-    if above and id(function) in above:
-        return
-    above = (*above, id(function)) if above else (id(function),)
-    if function.__defaults__ is not None:
-        for value in function.__defaults__:
-            _surrounding(value, code, key, tensors, above)
-    if function.__kwdefaults__ is not None:
-        for value in function.__kwdefaults__.values():
-            _surrounding(value, code, key, tensors, above)
-    if function.__closure__ is not None:
-        for i, cell in enumerate(function.__closure__):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # an empty cell
-                key.append(None)
-                continue
-            if type(value) is Tensor:  # as _surrounding() would find, sooner
-                _tensor(value, key, tensors)
-            else:
-                _surrounding(value, code, key, tensors, above, code.code.co_freevars[i])
-    if code.global_names:
-        surroundings = function.__globals__
-        for name in code.global_names:
-            if name in surroundings:
-                value = surroundings[name]
-                if value is torch:  # both as _surrounding() would find, sooner
-                    key.append(torch)
-                elif type(value) is Tensor:
-                    _tensor(value, key, tensors)
-                else:
-                    _surrounding(value, code, key, tensors, above, name)
-
-
-def _surrounding(
-    value: Any, code: _Code, key: list[Any], tensors: list[Tensor], above: tuple[int, ...], variable: str = ""
-) -> None:
-    """A value that a function reaches by name, and what it may read off it: settings of a module or class, say."""
-    kind = type(value)
-    if kind in _CONSTANTS:
-        key += (kind, value)
-    elif isinstance(value, (types.ModuleType, type)):
-        key.append(value)
-        if not _is_fixed(value) and id(value) not in above:
-            attributes = vars(value)
-            for name in code.names:
-                if name in attributes:
-                    _surrounding(attributes[name], code, key, tensors, (*above, id(value)))
-    elif variable in code.attributes and (read := plain_attributes(value, code.attributes[variable])) is not None:
-        key.append(kind)
-        for attribute in read.values():
-            _walk(attribute, key, tensors, above)
-    else:
-        _walk(value, key, tensors, above)
-
-
-def _object(value: Any, key: list[Any], tensors: list[Tensor], above: tuple[int, ...]) -> None:
-    if id(value) in above:
-        return
-    above = (*above, id(value))
-    key.append(type(value))
-    if isinstance(value, (tuple, list)):
-        key.append(len(value))
-        for item in value:
-            _walk(item, key, tensors, above)
-    elif isinstance(value, Mapping):
-        key.append(len(value))
-        for name, item in value.items():
-            _walk(name, key, tensors, above)
-            _walk(item, key, tensors, above)
-    elif isinstance(value, functools.partial):
-        for part in (value.func, value.args, value.keywords):
-            _walk(part, key, tensors, above)
-    elif isinstance(value, types.MethodType):
-        _walk(value.__func__, key, tensors, above)
-        _walk(value.__self__, key, tensors, above)
-    elif type(value).__module__.startswith("torch.") and not isinstance(value, nn.Module):
-        inner = getattr(value, "fn", None)  # PyTorch's wrapper of a mask_mod
-        if inner is None:
-            key.append(value)
-        else:
-            _walk(inner, key, tensors, above)
-    elif hasattr(value, "__dict__"):
-        _walk(type(value).__call__ if callable(value) else None, key, tensors, above)
-        _walk(vars(value), key, tensors, above)
-    else:
-        raise UnknownCaptureError(f"a {type(value).__name__} is captured, whose state cannot be read")
+def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor], depth: int) -> None:
+    code = _known_codes.get(id(function.__code__)) or _read_code(function.__code__)
+    if function.__dict__:
+        raise _NotProvableError
+    key += (types.FunctionType, code)
+    if function.__defaults__:
+        key.append("defaults")
+        _value(function.__defaults__, key, tensors, depth)
+    if function.__kwdefaults__:
+        key.append(tuple(function.__kwdefaults__))
+        _value(tuple(function.__kwdefaults__.values()), key, tensors, depth)
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError as error:  # an empty cell
+            raise _NotProvableError from error
+        _value(value, key, tensors, depth)
+    surroundings = function.__globals__
+    for name in code.names:
+        if name in surroundings:
+            key.append(name)
+            _value(surroundings[name], key, tensors, depth)
+        elif name not in _KNOWN_NAMES:
+            raise _NotProvableError
 
 
 # ---- code ----
 
-_known_codes: dict[int, _Code] = {}
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Code:
+    """A code object, kept alive so that its id names it, and all names that it looks up: global variables, builtins,
+    attributes and imports, which :func:`_function` has to know whichever of them they are."""
+
+    code: types.CodeType
+    names: tuple[str, ...]
 
 
-def code_of(function: types.FunctionType) -> _Code:
-    return _known_codes.get(id(function.__code__)) or _read_code(function.__code__)
-
-
-def plain_attributes(value: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
-    """Attributes of an object by name, all of which the object itself holds; None where its class has a say."""
-    kind = type(value)
-    if kind.__getattribute__ is not object.__getattribute__ or type(getattr(value, "__dict__", None)) is not dict:
-        return None
-    held = vars(value)
-    if any(name not in held or hasattr(kind, name) for name in names):
-        return None
-    return {name: held[name] for name in names}
+_known_codes: Recent[_Code] = Recent(4096)
 
 
 def _read_code(code: types.CodeType) -> _Code:
-    globals_read: dict[str, None] = {}
-    names: dict[str, None] = {}
-    _collect(code, globals_read, names)
-    return _known_codes.setdefault(id(code), _Code(code, tuple(globals_read), tuple(names), _attributes_alone(code)))
+    known = _Code(code, tuple(dict.fromkeys(_names(code))))
+    _known_codes.put(id(code), known)
+    return known
 
 
-def _collect(code: types.CodeType, globals_read: dict[str, None], names: dict[str, None]) -> None:
-    """Names that the code, or code inside it, looks up."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            globals_read[instruction.argval] = None
-    names.update(dict.fromkeys(code.co_names))
+def _names(code: types.CodeType) -> list[str]:
+    names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            _collect(constant, globals_read, names)
-
-
-def _attributes_alone(code: types.CodeType) -> dict[str, tuple[str, ...]]:
-    """For each variable of the surroundings that is named for an attribute of it and nothing else: the attributes."""
-    found: dict[str, dict[str, None]] = {}
-    for_more: set[str] = set()  # passed on whole, assigned, or met in code inside
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inside: dict[str, None] = {}
-            _collect(constant, inside, {})
-            for_more.update(constant.co_freevars, inside)
-    loaded = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "EXTENDED_ARG":
-            continue
-        if loaded is not None:
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                found.setdefault(loaded, {})[instruction.argval] = None
-            else:
-                for_more.add(loaded)
-        loaded = None
-        if instruction.opname in ("LOAD_DEREF", "LOAD_GLOBAL"):
-            loaded = instruction.argval
-        elif isinstance(instruction.argval, str) and instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            for_more.add(instruction.argval)
-    return {name: tuple(attributes) for name, attributes in found.items() if name not in for_more}
-
-
-def is_constant(value: Any) -> bool:
-    """Whether a value is never other than it is."""
-    if type(value) in _CONSTANTS or type(value) in _FLOATS:
-        return True
-    if isinstance(value, (types.ModuleType, type)):
-        return _is_fixed(value)
-    return isinstance(value, types.BuiltinFunctionType)
-
-
-@functools.cache
-def _is_fixed(owner: Any) -> bool:
-    module: str = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return module.partition(".")[0] in _FIXED
+            names += _names(constant)
+    return names

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
 from flashbwd._ops import library
+from flashbwd.mods.captures import FixedMod
 from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, accumulator
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, largest score, and out in the accumulation dtype
@@ -150,8 +151,9 @@ def _function_of(text: str) -> Callable[..., Tensor]:
 
 
 def _bound(text: str, captures: Sequence[Tensor]) -> Mod:
+    """The text says all that the function does; so it is what the kernels made for it are known by."""
     function = _function_of(text)
-    return lambda *args: function(None, *args, *captures)
+    return FixedMod(text, lambda arguments, tensors: function(None, *arguments, *tensors), captures)
 
 
 _INPUTS = (

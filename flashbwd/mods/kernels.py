@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashbwd.mods import nvrtc
-from flashbwd.mods.captures import CannotEmitError, Captures, Slots, UnknownCaptureError
+from flashbwd.mods.captures import CannotEmitError, Captures, FixedMod, Recent, Slots
 from flashbwd.mods.emit import c_element, emit
 from flashbwd.mods.ordinary import encode, recognise
 from flashbwd.mods.trace import trace
@@ -34,27 +34,20 @@ class Tile:
 
 @dataclass(eq=False)
 class Modification:
-    """What two functions become.
+    """What two functions compute.
 
     Attributes
     ----------
     number : int
-        Of the operator's own record, which has the compiled kernels.
+        Of the operator's own record, which has the compiled kernels. The record is dropped with this object.
     source : str, optional
-        None for an ordinary one, whose kernels every build holds.
-    captured : list
-        For each captured tensor of the kernel: its position among the functions' own, or the tensor itself where the
-        functions do not hold it in a place that :class:`Captures` reads.
-    in_order : bool
-        The captured tensors are the functions' own, in their order.
+        None for a built-in one, whose kernels every build holds.
     tiles : set of Tile
         That kernels were compiled for.
     """
 
     number: int
     source: str | None
-    captured: list[int | Tensor]
-    in_order: bool
     tiles: set[Tile] = field(default_factory=set)
 
 
@@ -62,38 +55,44 @@ class NoKernelError(Exception):
     """No kernel can be compiled on this machine; the message says why."""
 
 
-_MOST_ORDINARY = 10000  # functions that a changing Python number makes anew at each step are not kept for good
-_known: dict[Any, Modification] = {}
+_MOST = 1024
+# By the key of the functions: what they compute, and which of their tensors the kernel takes.
+_known: Recent[tuple[Modification, list[int]]] = Recent(_MOST)
+# By what is computed: the source, or the numbers of a built-in modification.
+_modifications: Recent[Modification] = Recent(_MOST)
 _lock = threading.Lock()
 
 
 def known_modification(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]] | None:
-    """What was made of these functions before, and the tensors that they capture now."""
-    try:
-        captures = Captures(score_mod, mask_mod)
-        known = _known.get(captures.key)
-    except (UnknownCaptureError, TypeError):  # TypeError: not hashable
-        return None
+    """What these functions are known to compute, and the tensors that the kernel takes; None if they must be traced."""
+    captures = Captures(score_mod, mask_mod)
+    known = None if captures.key is None else _known.get(captures.key)
     if known is None:
         return None
-    tensors = captures.tensors
-    return known, tensors if known.in_order else [tensors[c] if isinstance(c, int) else c for c in known.captured]
+    modification, positions = known
+    return modification, [captures.tensors[position] for position in positions]
+
+
+def modification_of(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]]:
+    """As :func:`known_modification`; traces functions that are not known.
+
+    Raises
+    ------
+    RuntimeError
+        For functions that the kernel has no code for; the message names what it is.
+    """
+    return known_modification(score_mod, mask_mod) or _trace(score_mod, mask_mod)
 
 
 def compiled_modification(score_mod: Mod | None, mask_mod: Mod | None, tile: Tile) -> tuple[Modification, list[Tensor]]:
-    """As :func:`known_modification`, with a kernel for ``tile``.
-
-    Traces only when the functions' code, constants, or the kind of their tensors are new; compiles only when, besides,
-    the source is in no cache.
+    """As :func:`modification_of`, with a kernel for ``tile``: compiled only when its source is in no cache.
 
     Raises
     ------
     NoKernelError
         Without a working NVRTC.
-    RuntimeError
-        For functions that the kernel has no code for; the message names what it is.
     """
-    found = known_modification(score_mod, mask_mod) or _trace(score_mod, mask_mod)
+    found = modification_of(score_mod, mask_mod)
     modification = found[0]
     if modification.source is not None and tile not in modification.tiles:
         with _lock:
@@ -103,33 +102,40 @@ def compiled_modification(score_mod: Mod | None, mask_mod: Mod | None, tile: Til
 
 
 def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]]:
-    try:
-        captures = Captures(score_mod, mask_mod)
-        hash(captures.key)
-        has_key = True
-    except (UnknownCaptureError, TypeError):
-        captures, has_key = Captures(), False
+    captures = Captures(score_mod, mask_mod)
     slots = Slots(captures)
     source = None
     numbers: tuple[list[int], list[float]] = ([], [])
     try:
         score = None if score_mod is None else trace("score_mod", score_mod, True)
         mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
-        ordinary = recognise(score, mask, captures)
-        if ordinary is None:
+        built_in = recognise(score, mask, captures)
+        if built_in is None:
             source = emit(score, mask, slots)
         else:
-            numbers = encode(ordinary, slots)
+            numbers = encode(built_in, slots)
     except CannotEmitError as error:
         raise RuntimeError(f"flashbwd: {error}") from error
-    number = torch.ops.flashbwd.decoding_modification(*numbers)
-    modification = Modification(number, source, slots.sources, slots.in_order)
-    if has_key:
-        if len(_known) >= _MOST_ORDINARY:
-            for key in [key for key, known in list(_known.items()) if known.source is None]:
-                _known.pop(key, None)
-        _known[captures.key] = modification
+    modification = _same_modification(source, *numbers)
+    positions = slots.positions()
+    if captures.key is not None and positions is not None:
+        _known.put(captures.key, (modification, positions))
+    elif captures.key is not None and FixedMod in captures.key:
+        raise RuntimeError("flashbwd: a function of compile_mods reads a tensor that is not one of its named arguments")
     return modification, slots.tensors()
+
+
+def _same_modification(source: str | None, integers: list[int], floats: list[float]) -> Modification:
+    """The record of what is computed, a new one where there is none."""
+    key = source, tuple(integers), tuple(map(repr, floats))  # repr tells -0.0 from 0.0, and finds NaN again
+    with _lock:
+        known = _modifications.get(key)
+        if known is None:
+            known = Modification(torch.ops.flashbwd.decoding_modification(integers, floats), source)
+            forget = torch.ops.flashbwd.decoding_forget_modification
+            weakref.finalize(known, forget, known.number).atexit = False
+            _modifications.put(key, known)
+    return known
 
 
 def kernel_source(mod: str, tile: Tile) -> str:
@@ -147,22 +153,14 @@ extern "C" __global__ void __launch_bounds__({tile.warps * 32}, 1)
 """
 
 
-def options_for(capability: tuple[int, int]) -> list[str]:
-    major, minor = capability
-    return [f"--gpu-architecture=sm_{major}{minor}", "-std=c++17", "-default-device", "--fmad=true"]
-
-
 def shared_bytes(tile: Tile) -> int:
     """As csrc/decoding/params.h has it."""
     return torch.ops.flashbwd.decoding_shared_bytes(tile.head_dim, tile.rows, tile.warps, tile.dtype.itemsize)
 
 
 def _build(modification: Modification, source: str, tile: Tile) -> None:
-    capability = torch.cuda.get_device_capability(tile.device)
     try:
-        cubin = nvrtc.cubin_of(kernel_source(source, tile), options_for(capability))
-        with torch.cuda.device(tile.device):
-            kernel = nvrtc.load_kernel(cubin, _NAME, shared_bytes(tile))
+        kernel = nvrtc.kernel_of(kernel_source(source, tile), _NAME, shared_bytes(tile), tile.device)
     except nvrtc.CompilationError as error:
         raise NoKernelError(str(error)) from error
     torch.ops.flashbwd.decoding_add_kernel(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import stat
 import tempfile
+import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,11 +23,39 @@ class CompilationError(Exception):
     """NVRTC is missing or refuses the source; the message has its log."""
 
 
-def cache_folder() -> Path:
-    """``FLASHBWD_CACHE_DIR``, else ``flashbwd`` in the user's cache folder."""
-    if given := os.environ.get("FLASHBWD_CACHE_DIR"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashbwd"
+def cache_folder() -> Path | None:
+    """``FLASHBWD_CACHE_DIR``, else ``flashbwd`` in the user's cache folder.
+
+    None, with one warning, where there is no such folder that belongs to the user and that nobody else can write to:
+    a kernel from there would be somebody else's code.
+    """
+    try:
+        given = os.environ.get("FLASHBWD_CACHE_DIR")
+        cache = os.environ.get("XDG_CACHE_HOME")
+        folder = Path(given) if given else Path(cache or Path.home() / ".cache") / "flashbwd"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            reason = f"{folder} is not a folder"
+        elif status.st_uid != os.geteuid():
+            reason = f"{folder} belongs to another user"
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            reason = f"other users can write to {folder}"
+        else:
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        reason = str(error)
+    _warn_of_no_cache(reason)
+    return None
+
+
+@functools.cache
+def _warn_of_no_cache(reason: str) -> None:
+    warnings.warn(
+        f"flashbwd: compiled modifications are not kept on disk: {reason}; "
+        "set FLASHBWD_CACHE_DIR to a folder that only this user can write to",
+        stacklevel=2,
+    )
 
 
 @functools.cache
@@ -78,13 +110,16 @@ def compile_source(source: str, options: Sequence[str]) -> bytes:
 
 
 def cubin_of(source: str, options: Sequence[str]) -> bytes:
-    """As :func:`compile_source`, from the cache on disk where it is there and whole.
+    """As :func:`compile_source`, from the cache on disk if there is a whole entry.
 
     An entry begins with the SHA-256 of the rest. It is written under another name and then renamed, so that processes
     that share the folder see all of an entry or nothing.
     """
+    folder = cache_folder()
+    if folder is None:
+        return compile_source(source, options)
     key = hashlib.sha256("\0".join([repr(nvrtc_version()), *options, source]).encode()).hexdigest()
-    path = cache_folder() / f"{key}.cubin"
+    path = folder / f"{key}.cubin"
     try:
         entry = path.read_bytes()
         if len(entry) > 32 and hashlib.sha256(entry[32:]).digest() == entry[:32]:
@@ -92,14 +127,48 @@ def cubin_of(source: str, options: Sequence[str]) -> bytes:
     except OSError:
         pass
     cubin = compile_source(source, options)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{key}.", delete=False) as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a read-only or full disk: compiled again next time
+    with contextlib.suppress(OSError):  # a read-only or full disk: compiled again next time
+        _write(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin
+
+
+def _write(path: Path, entry: bytes) -> None:
+    """Writes all of the file or none of it, and leaves no other file behind."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}.", delete=False) as file:
+        try:
+            file.write(entry)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+_loaded: dict[tuple[bytes, str, int], int] = {}  # one entry per loaded kernel: no kernel is ever unloaded
+_lock = threading.Lock()
+
+
+def kernel_of(source: str, name: str, shared_bytes: int, device: int) -> int:
+    """The CUkernel ``name`` of a source on a device, compiled and loaded once.
+
+    It stays loaded until the process ends, since captured CUDA graphs may hold it.
+
+    Raises
+    ------
+    CompilationError
+    """
+    key = hashlib.sha256(source.encode()).digest(), name, device
+    with _lock:
+        if key not in _loaded:
+            major, minor = torch.cuda.get_device_capability(device)
+            with torch.cuda.device(device):
+                _loaded[key] = load_kernel(cubin_of(source, options_for((major, minor))), name, shared_bytes)
+        return _loaded[key]
+
+
+def options_for(capability: tuple[int, int]) -> list[str]:
+    major, minor = capability
+    return [f"--gpu-architecture=sm_{major}{minor}", "-std=c++17", "-default-device", "--fmad=true"]
 
 
 def load_kernel(cubin: bytes, name: str, shared_bytes: int) -> int:

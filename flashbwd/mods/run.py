@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +11,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
-from flashbwd.mods.steps import Wanted, mask_lists, remember
 from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, block_states
 
 _CHUNK = 16  # keys that a warp takes at a time
 _decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # without a function of Python around it
 
-_Blocks = tuple[int, int, int]  # tensors of the mask, queries and keys of a block
-_settings: dict[tuple[int, _Blocks | None, Wanted], int] = {}
+# enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
+Wanted = tuple[bool, int, bool, bool, bool]
+_NO_MASK = (1, 1, 0, 0)
 
 
 def run_at_once(
@@ -32,16 +33,14 @@ def run_at_once(
     """Output and the statistics that are wanted; nothing where a call is not one of those that can be launched as is.
 
     It takes no decisions: the operator refuses all but ordinary CUDA tensors whose checks pass, and what has no kernel
-    yet. A call of a decoding loop comes here until :mod:`steps` knows it.
+    yet. The warm calls of a decoding loop go no further than this.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
         return []
     number = 0
     captured: list[Tensor] = []
-    places: list[int | Tensor] = []  # of the captured tensors among those of the functions
-    others: list[Tensor] | None = None
-    blocks: _Blocks | None = None
-    lengths: tuple[int, int] | None = None
+    lists: list[Tensor] = []
+    shape: tuple[int, ...] = _NO_MASK
     if score_mod is not None or block_mask is not None:
         if block_mask is None:
             known = known_modification(score_mod, None)
@@ -51,37 +50,26 @@ def run_at_once(
             return []
         if known is None:
             return []
-        modification, captured = known
-        others = captured or None  # no list at all is read sooner than an empty one
+        modification, captured = known  # held until the operator returns, so that its record is not dropped
         number = modification.number
-        places = modification.captured
         if block_mask is not None:
-            lists = mask_lists(block_mask)
-            q_block, kv_block = block_mask.BLOCK_SIZE
-            blocks = (len(lists), q_block, kv_block)
-            lengths = block_mask.seq_lengths
-            others = lists + captured
+            lists = _mask_lists(block_mask)
+            shape = (*block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
     if torch.is_grad_enabled():
         if query.requires_grad or key.requires_grad or value.requires_grad:
             return []
         if any(tensor.requires_grad for tensor in captured):
             return []
-    settings = _settings.get((number, blocks, wanted))
-    if settings is None:
-        settings = _settings_of(number, blocks, wanted)
-    results: list[Tensor] = _decoding_forward(query, key, value, others, lengths, scale, settings)
-    of_autograd = wanted[4]  # a call inside another, which looks for no step
-    if results and not of_autograd and not isinstance(block_mask, Blocks):
-        remember(score_mod, block_mask, scale, wanted, settings, captured, places)
+    results: list[Tensor] = _decoding_forward(query, key, value, lists, shape, captured, number, scale, *wanted)
     return results
 
 
-def _settings_of(modification: int, blocks: _Blocks | None, wanted: Wanted) -> int:
-    """The operator's number for what the calls of a loop have in common."""
-    key = (modification, blocks, wanted)
-    if key not in _settings:
-        _settings[key] = torch.ops.flashbwd.decoding_settings(modification, *(blocks or (0, 1, 1)), *wanted)
-    return _settings[key]
+def _mask_lists(mask: Any) -> list[Tensor]:
+    """Counts and indices of the partial blocks, and of the full ones where there are any."""
+    lists = [mask.kv_num_blocks, mask.kv_indices]
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    return lists
 
 
 # Under autocast the arguments have yet to be cast. Told to the dispatcher, this costs a call without autocast nothing.
@@ -120,22 +108,20 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, ex
     group = query.shape[1] // key.shape[1]
     query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
     number = 0
-    others: list[Tensor] = []
-    blocks: _Blocks | None = None
+    captured: list[Tensor] = []
+    mask: list[Tensor] = []
+    shape: tuple[int, ...] = _NO_MASK
     if call.score_mod is not None or block_mask is not None:
         head_dim, rows, warps, aligned = torch.ops.flashbwd.decoding_tile(query, key, value)
         tile = Tile(head_dim, rows, warps, query.dtype, aligned, query.device.index)
         mask_mod = None if block_mask is None else block_mask.mask_mod
-        modification, others = compiled_modification(call.score_mod, mask_mod, tile)
+        modification, captured = compiled_modification(call.score_mod, mask_mod, tile)
         number = modification.number
     if block_mask is not None:
         mask = _lists(block_mask, group, key.shape[2]) or [block_states(block_mask, key.shape[2]).contiguous()]
-        q_block, kv_block = block_mask.BLOCK_SIZE
-        blocks = (len(mask), q_block, kv_block)
-        others = mask + others
-    settings = _settings_of(number, blocks, (True, call.splits or 0, True, True, exact))
-    lengths = (query.shape[2], key.shape[2])
-    results = _decoding_forward(query, key, value, others, lengths, call.scale, settings)
+        shape = (*block_mask.BLOCK_SIZE, query.shape[2], key.shape[2])
+    wanted = (True, call.splits or 0, True, True, exact)
+    results: list[Tensor] = _decoding_forward(query, key, value, mask, shape, captured, number, call.scale, *wanted)
     if not results:
         raise RuntimeError("flashbwd: the decoding kernel refused a call that was prepared for it")
     return results
@@ -143,7 +129,7 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, ex
 
 def _lists(mask: BlockMask, group: int, seqlen_k: int) -> list[Tensor]:
     """The mask's lists, where all rows of a key head share them, in blocks that the kernel's chunks divide."""
-    lists = mask_lists(mask)
+    lists = _mask_lists(mask)
     shared = all((t.shape[1] == 1 or group == 1) and t.shape[2] == 1 and t.dtype == torch.int32 for t in lists)
     kv_block: int = mask.BLOCK_SIZE[1]
     if not shared or (kv_block % _CHUNK != 0 and kv_block < seqlen_k):

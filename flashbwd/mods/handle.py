@@ -1,0 +1,145 @@
+"""An explicit handle for modifications that read objects, whose tensors are named arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flashbwd.mods.captures import FixedMod
+from flashbwd.reference.decoding import Mod
+
+_INDICES = {"score_mod": 5, "mask_mod": 4}
+
+
+class Mods(NamedTuple):
+    """Modifications with their tensors, ready for one or more calls; ``None`` for one that was not given."""
+
+    score_mod: Mod | None
+    mask_mod: Mod | None
+
+
+class CompiledMods:
+    """What :func:`compile_mods` returns. Called with the tensors by name, it returns :class:`Mods`.
+
+    Attributes
+    ----------
+    tensor_names : tuple of str
+        The tensors that a call expects.
+    """
+
+    def __init__(self, score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor] | None) -> None:
+        self._score_mod = None if score_mod is None else _Function("score_mod", score_mod)
+        self._mask_mod = None if mask_mod is None else _Function("mask_mod", mask_mod)
+        functions = [function for function in (self._score_mod, self._mask_mod) if function is not None]
+        self.tensor_names = tuple(dict.fromkeys(name for function in functions for name in function.names))
+
+    def __call__(self, **tensors: Tensor) -> Mods:
+        for name in self.tensor_names:
+            if name not in tensors:
+                raise ValueError(f"flashbwd: {name} is missing, expected tensors {self._expected()}")
+        for name, tensor in tensors.items():
+            if name not in self.tensor_names:
+                raise ValueError(f"flashbwd: {name} is no tensor of these functions, expected {self._expected()}")
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"flashbwd: {name} is a {type(tensor).__name__}, expected a tensor")
+        return Mods(
+            None if self._score_mod is None else _score_mod(_fixed(self._score_mod, tensors)),
+            None if self._mask_mod is None else _mask_mod(_fixed(self._mask_mod, tensors)),
+        )
+
+    def _expected(self) -> str:
+        return ", ".join(self.tensor_names) or "none"
+
+
+class _Function:
+    """A function of indices and tensors. It is the identity of the modifications made of it."""
+
+    def __init__(self, owner: str, function: Callable[..., Tensor]) -> None:
+        if not callable(function):
+            raise ValueError(f"flashbwd: {owner} is a {type(function).__name__}, expected a function")
+        self.function = function
+        self.names = _tensor_names(owner, function)
+
+    def __call__(self, arguments: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> Tensor:
+        return self.function(*arguments, **dict(zip(self.names, tensors, strict=True)))
+
+
+def _fixed(function: _Function, tensors: Mapping[str, Tensor]) -> FixedMod:
+    return FixedMod(function, function, [tensors[name] for name in function.names])
+
+
+# PyTorch counts the parameters of a modification to tell which of the two it is.
+
+
+def _score_mod(fixed: FixedMod) -> Mod:
+    return lambda score, b, h, q_idx, kv_idx: fixed(score, b, h, q_idx, kv_idx)
+
+
+def _mask_mod(fixed: FixedMod) -> Mod:
+    return lambda b, h, q_idx, kv_idx: fixed(b, h, q_idx, kv_idx)
+
+
+def _tensor_names(owner: str, function: Callable[..., Tensor]) -> tuple[str, ...]:
+    """The parameters after the score and the indices."""
+    parameters = list(inspect.signature(function).parameters.values())
+    indices, tensors = parameters[: _INDICES[owner]], parameters[_INDICES[owner] :]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(indices) < _INDICES[owner] or any(parameter.kind not in by_position for parameter in indices):
+        expected = "score, b, h, q_idx, kv_idx" if owner == "score_mod" else "b, h, q_idx, kv_idx"
+        raise ValueError(f"flashbwd: {owner} takes {inspect.signature(function)}, expected ({expected}, *, tensors)")
+    for parameter in tensors:
+        if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+            raise ValueError(f"flashbwd: {owner} takes {parameter}, expected each tensor by its own name")
+        if parameter.default is not inspect.Parameter.empty:
+            raise ValueError(f"flashbwd: {owner} has a default for {parameter.name}, expected a tensor from each call")
+    return tuple(parameter.name for parameter in tensors)
+
+
+def compile_mods(
+    score_mod: Callable[..., Tensor] | None = None, mask_mod: Callable[..., Tensor] | None = None
+) -> CompiledMods:
+    """A handle on modifications for ``flex_decoding`` that are traced once, whatever they read.
+
+    ``flex_decoding`` recognises plain functions of numbers and tensors from one call to the next. It traces a function
+    that reads an object, a method or a list at every call, because the object may have changed. With a handle, the
+    caller promises that nothing but the named tensors changes::
+
+        def biased(score, b, h, q_idx, kv_idx, *, table):
+            return score + layer.gain * table[h, kv_idx]
+
+        mods = flashbwd.compile_mods(biased)
+        for table in tables:
+            out = flashbwd.flex_decoding(q, k, v, mods(table=table).score_mod)
+
+    Parameters
+    ----------
+    score_mod : callable, optional
+        ``(score, b, h, q_idx, kv_idx, *, tensors) -> score`` on 0-d tensors, as for ``flex_decoding``. Every parameter
+        after the indices is a tensor, which a call gives by its name: any shape of up to five dimensions, any dtype but
+        complex, on query's device. It may require a gradient.
+    mask_mod : callable, optional
+        ``(b, h, q_idx, kv_idx, *, tensors) -> bool``, likewise. A name that both functions have is one tensor.
+
+    Returns
+    -------
+    CompiledMods
+        Called with the tensors by name, it returns a named tuple ``(score_mod, mask_mod)``. ``score_mod`` is for
+        ``flex_decoding``, ``mask_mod`` for ``create_block_mask``, or for the ``mask_mod`` of a ``BlockMask`` that is at
+        hand. Both are ordinary functions of scalars, on every backend, with gradients and inside ``torch.compile``.
+
+    Raises
+    ------
+    ValueError
+        For a function without parameters for the indices, with ``*args``, ``**kwargs`` or a default for a tensor; and,
+        when the handle is called, for a missing or unknown name and for a value that is no tensor.
+
+    Notes
+    -----
+    A GPU reads everything but the named tensors once for each dtype, shape, stride and device of those, at the first
+    call: numbers, attributes and the results of Python code become part of the kernel. If any of it changes, make a new
+    handle. A function that reads a tensor on the GPU which is not a named argument raises ``RuntimeError``.
+    """
+    return CompiledMods(score_mod, mask_mod)

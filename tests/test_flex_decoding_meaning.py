@@ -144,15 +144,12 @@ POINTS = torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(4),
 SCORES = torch.randn(len(POINTS), generator=torch.Generator().manual_seed(1)) * 3
 
 
-def on_scalars(score_mod: Any, mask_mod: Any, scores: Tensor, points: Tensor) -> Tensor:
-    """Scores after both functions, which get scalars as they do while they are traced."""
-    results = []
-    for score, point in zip(scores.unbind(), points.unbind(), strict=True):
-        index = point.unbind()
-        value = score if score_mod is None else score_mod(score, *index).float()
-        hidden = mask_mod is not None and not mask_mod(*index)
-        results.append(torch.tensor(-INF) if hidden else value)
-    return torch.stack(results)
+def at_all_points(score_mod: Any, mask_mod: Any, scores: Tensor, points: Tensor) -> Tensor:
+    """Scores after both functions, which PyTorch evaluates over all indices at once, as it does for a block mask."""
+    index = points.unbind(1)
+    values = scores if score_mod is None else score_mod(scores, *index).float()
+    seen = torch.ones((), dtype=torch.bool) if mask_mod is None else mask_mod(*index)
+    return torch.where(seen, values, -INF).expand(len(points))
 
 
 def recognised(score_mod: Any, mask_mod: Any) -> tuple[Ordinary | None, Captures]:
@@ -178,7 +175,7 @@ def test_a_case_once_misread_means_what_pytorch_computes(
     if found is not None:
         host.add_ordinary("built_in", found, Slots(captures, "cpu"))
     host.compile()
-    want = on_scalars(score_mod, mask_mod, SCORES, POINTS)
+    want = at_all_points(score_mod, mask_mod, SCORES, POINTS)
     for form in ["emitted"] if found is None else ["emitted", "built_in"]:
         torch.testing.assert_close(host.run(form, SCORES, POINTS.T), want, rtol=1e-6, atol=1e-6)
 
@@ -201,7 +198,7 @@ def test_a_case_once_misread_means_what_pytorch_computes_on_a_gpu(kind: str, nam
     scores = ((q @ k.mT) * shape.head_dim**-0.5).flatten()
     host_score = score_cases()[name] if kind == "score" else None
     host_mask = mask_cases()[name] if kind == "mask" else None
-    weights = on_scalars(host_score, host_mask, scores, points).view(size).double().softmax(-1).nan_to_num()
+    weights = at_all_points(host_score, host_mask, scores, points).view(size).double().softmax(-1).nan_to_num()
     torch.testing.assert_close(out.cpu().double(), weights @ v.double(), rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
 
 
@@ -285,7 +282,7 @@ def test_what_is_recognised_is_computed_as_pytorch_does_for_any_captured_integer
         linear = Linear(seed + i)
         text, score_mod, mask_mod = linear.function()
         try:
-            want = on_scalars(score_mod, mask_mod, FEW_SCORES, FEW)
+            want = at_all_points(score_mod, mask_mod, FEW_SCORES, FEW)
             ordinary, captures = recognised(score_mod, mask_mod)
         except (RuntimeError, ValueError, OverflowError):  # PyTorch refuses it
             continue

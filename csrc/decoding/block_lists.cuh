@@ -17,7 +17,6 @@ struct ChunkList {
   int partial_blocks = 0;
   int chunks_per_block = 0;  // 0: all keys
   int kv_block = 0;
-  int kv_blocks = 0;  // of kv_block keys
   int seqlen_k = 0;
   int total = 0;
 };
@@ -61,12 +60,13 @@ class Cursor {
   int entry_ = 0, inside_ = 0, block_ = 0;  // of the chunk after this one
 
   __device__ int read() const {
-    const int block = entry_ < list_.partial_blocks ? list_.partial[entry_] : list_.full[entry_ - list_.partial_blocks];
-    return 0 <= block && block < list_.kv_blocks ? block : list_.kv_blocks;
+    return entry_ < list_.partial_blocks ? list_.partial[entry_] : list_.full[entry_ - list_.partial_blocks];
   }
 
   __device__ void keep_and_read_ahead() {
-    const int first = block_ * list_.kv_block;
+    // A negative number is as large as can be, unsigned: it comes to lie after the last key, as too large ones do.
+    const unsigned long long key = static_cast<unsigned long long>(static_cast<unsigned>(block_)) * list_.kv_block;
+    const int first = static_cast<int>(min(key, static_cast<unsigned long long>(list_.seqlen_k)));
     place_ = {first + inside_ * kKeys, min(first + list_.kv_block, list_.seqlen_k), entry_ >= list_.partial_blocks};
     inside_ += kWarps;
     if (inside_ < list_.chunks_per_block) return;
@@ -124,7 +124,6 @@ __device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, const ListOfRow&
   list.full = full.indices;
   list.partial_blocks = partial.blocks();
   list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger one is block 0, and its products stay in 32 bits
-  list.kv_blocks = list.kv_block > 0 ? (p.seqlen_k + list.kv_block - 1) / list.kv_block : 0;
   list.chunks_per_block = (list.kv_block + kKeys - 1) / kKeys;
   list.total = (list.partial_blocks + full.blocks()) * list.chunks_per_block;
   return list;

@@ -191,9 +191,9 @@ def _is_of(value: Value, dtype: torch.dtype) -> bool:
 def _cast_sum(total: Sum, dtype: torch.dtype) -> Value:
     if dtype == torch.float32:
         return Bias(OfHead(), total)
-    bits = _BITS.get(dtype, 0)
-    fits = bits >= total.bits or (not total.terms and replace(total, bits=bits or 1).is_exact)
-    return replace(total, bits=bits) if fits else None
+    # Fewer bits are those of the whole sum: wrapping around at 64 bits first changes none of the lower 32.
+    bits = _BITS.get(dtype)
+    return None if bits is None else replace(total, bits=bits)
 
 
 def _constant(value: Any) -> Value:

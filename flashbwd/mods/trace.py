@@ -1,12 +1,15 @@
 """A modification as a graph of aten operators on scalars.
 
 The function runs once, on 0-d CPU tensors of the right dtypes that stand for its arguments, under a mode that writes
-down every operator. Nothing of it touches a captured tensor's memory or the GPU, and nothing of PyTorch's compiler is
-imported, which alone would take half a second.
+down every operator. Types are promoted as where PyTorch evaluates the function over all indices at once, as it does to
+make a block mask: what depends on an argument has dimensions there, and a captured number has none. Nothing of it
+touches a captured tensor's memory or the GPU, and nothing of PyTorch's compiler is imported, which alone would take
+half a second.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flashbwd.mods.captures import CannotEmitError
 from flashbwd.reference.decoding import GatherByIndex, Mod
@@ -102,6 +105,7 @@ class _Recorder(TorchDispatchMode):
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Tensor] = []  # so that an id stays a name
         self.captured: set[fx.Node] = set()  # captured tensors and parts of them that have dimensions left
+        self.varying: set[int] = set()  # ids of tensors that depend on an argument
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -110,6 +114,7 @@ class _Recorder(TorchDispatchMode):
     def argument(self, name: str, dtype: torch.dtype) -> Tensor:
         value = torch.zeros((), dtype=dtype)
         self._keep(value, self.trace.graph.placeholder(name), value)
+        self.varying.add(id(value))
         return value
 
     def node_of(self, tensor: Tensor) -> fx.Node:
@@ -133,7 +138,8 @@ class _Recorder(TorchDispatchMode):
             raise CannotEmitError(
                 f"{self.name} calls {func}, which reads a value back from the device, as a branch on a value does"
             )
-        kwargs = dict(kwargs or {})
+        args, kwargs = self._promoted(func, args), dict(kwargs or {})
+        varies = any(id(x) in self.varying for x in tree_leaves((args, kwargs)))
         arguments, options = tree_map_only(Tensor, self.node_of, (tuple(args), kwargs))
         node = self.trace.graph.call_function(func, arguments, options)
         source = arguments[0] if arguments else None
@@ -150,7 +156,29 @@ class _Recorder(TorchDispatchMode):
             result = func(*values, **keywords)
         if isinstance(result, Tensor):
             self._keep(result, node, result)
+            if varies:
+                self.varying.add(id(result))
         return result
+
+    def _promoted(self, func: Any, args: Any) -> list[Any]:
+        """The operands, with captured numbers cast to the type of those that depend on an argument.
+
+        A tensor without dimensions gives way to one with dimensions, unless it is of a higher kind: an int64 number
+        beside int32 indices is an int32, and wraps around where that cannot hold it.
+        """
+        operands = list(args)
+        if func.overloadpacket in _CHOOSES or func.overloadpacket is aten._to_copy:
+            return operands
+        places = [i for i, x in enumerate(operands) if isinstance(x, Tensor) and x.dim() == 0]
+        varying = [operands[i].dtype for i in places if id(operands[i]) in self.varying]
+        if not varying:
+            return operands
+        common = functools.reduce(torch.promote_types, varying)
+        for i in places:
+            x = operands[i]
+            if id(x) not in self.varying and x.dtype != common and _kind(x.dtype) == _kind(common):
+                operands[i] = self.__torch_dispatch__(aten._to_copy.default, (), (x,), {"dtype": common})
+        return operands
 
     def _refuse_whole(self, func: Any, node: fx.Node) -> None:
         for source in node.all_input_nodes:
@@ -166,6 +194,10 @@ def _chosen(func: Any, source: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     indices = [*arguments[1], *[None] * (source.dim() - len(arguments[1]))]
     sizes = [size for size, index in zip(source.shape, indices, strict=True) if index is None]
     return torch.zeros((), dtype=source.dtype).expand(sizes)
+
+
+def _kind(dtype: torch.dtype) -> int:
+    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
 def _stand_in(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 FAR = 2**29  # no index, and no constant of a sum, is beyond
@@ -59,7 +60,9 @@ class Sum:
     def is_exact(self) -> bool:
         """Whether it never wraps around: a captured integer as it is, or indices and a constant that stay small."""
         if self.terms:
-            return len(self.terms) == 1 and self == Sum(terms=((self.terms[0][0], 1),), bits=self.bits)
+            term = self.terms[0][0]
+            alone = len(self.terms) == 1 and self == Sum(terms=((term, 1),), bits=self.bits)
+            return alone and torch.iinfo(term.tensor.dtype).bits <= self.bits
         largest = (abs(self.b) + abs(self.h) + abs(self.q) + abs(self.k)) * FAR + abs(self.constant)
         return largest < 2 ** (self.bits - 1)
 

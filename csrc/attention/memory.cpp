@@ -1,9 +1,9 @@
-// Checks of the memory that the caller gives attention_backward to write to.
+#include "memory.h"
+
 #include <utility>
 
 #include "../common/check.h"
 #include "../common/overlap.h"
-#include "problem.h"
 
 namespace flashbwd {
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../common/check.h"
+#include "memory.h"
 #include "workspace.h"
 
 namespace flashbwd {

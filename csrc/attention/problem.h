@@ -77,10 +77,6 @@ struct AttentionProblem {
 // Throws std::invalid_argument whose message names the argument, what was expected and what came.
 AttentionProblem check_attention(const AttentionArguments& arguments);
 
-// The part of check_attention on memory: dq, dk, dv and the workspace share no byte with an input or with one another.
-// Their byte ranges may interleave, as gradients in one packed (B, S, 3, H, D) buffer do.
-void check_memory(const AttentionArguments& arguments);
-
 // The same checks on what a forward is given: `arguments` hold no out, dout, softmax_lse or rng_state.
 void check_attention_forward(AttentionArguments arguments);
 

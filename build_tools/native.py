@@ -118,6 +118,11 @@ def _gencode(targets: tuple[str, ...]) -> list[str]:
     return flags
 
 
+def machine_targets(targets: tuple[str, ...]) -> set[str]:
+    """The GPUs that ``targets`` give machine code for, as the compiler names them: 9.0a is sm_90a, PTX is none."""
+    return {f"sm_{target.replace('.', '')}" for target in targets if not target.endswith("+PTX")}
+
+
 def chosen_families() -> dict[str, tuple[str, ...]]:
     """The kernel families of this build that have sources, and the architectures of each."""
     wanted = _names_from_env("FLASHBWD_FAMILIES") or list(FAMILIES)
@@ -142,7 +147,8 @@ def _sources(pattern: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in ROOT.glob(pattern))
 
 
-def _cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
+def cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
+    """The CUDA sources of ``families`` and those that all share."""
     portable = chosen_architectures(PORTABLE)
     if not portable:
         raise BuildError(
@@ -225,7 +231,7 @@ class NativeBuild:
         )
         if self.toolkit is None:
             return [base]
-        cuda = [unit for unit in api if unit.source.name.startswith("cuda_")] + _cuda_units(self.families)
+        cuda = [unit for unit in api if unit.source.name.startswith("cuda_")] + cuda_units(self.families)
         if self.cutlass is None and cutlass_is_used():
             raise BuildError("no CUTLASS: pip install nvidia-cutlass==4.2.0.0, or set FLASHBWD_CUTLASS_PATH")
         built = [f"-DFLASHBWD_BUILT_{name.upper()}" for name in self.families]

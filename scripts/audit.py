@@ -3,27 +3,32 @@
 Usage: audit.py WHEEL_OR_FOLDER    a wheel, or a folder that holds _C.so and perhaps _C_cuda.so
 
 Stable torch ABI only, nothing of Python's, no shared CUDA library but torch's, no symbol of ours beside flashbwd_*, and
-code for exactly the GPUs that the build was asked for.
+in _C_cuda, for each GPU that the build was asked for, code of every source and as many kernels as the budget says.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from build_tools.native import PORTABLE, chosen_architectures, chosen_families
+from build_tools.native import Unit, chosen_families, cuda_units, machine_targets
 
 SYSTEM = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"}
 SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 ALLOWED = {"_C.so": {"libtorch_cpu.so"}, "_C_cuda.so": {"libtorch_cpu.so", "libtorch_cuda.so", "_C.so"}}
 WHEEL_LIMIT_MB = 40
+BUDGET = Path(__file__).resolve().parent.parent / "build_tools" / "budget.json"
 
 
 def output(*command: str) -> str:
@@ -61,18 +66,41 @@ def cuobjdump() -> str:
     return found
 
 
-def architectures(library: Path) -> list[str]:
-    targets = {target for family in chosen_families().values() for target in family} | set(
-        chosen_architectures(PORTABLE)
-    )
-    number = {target: target.replace(".", "").removesuffix("+PTX") for target in targets}
-    expected = {f"compute_{number[t]}" if t.endswith("+PTX") else f"sm_{number[t]}" for t in targets}
-    elf = output(cuobjdump(), "--list-elf", str(library))
-    ptx = output(cuobjdump(), "--list-ptx", str(library))
-    built = set(re.findall(r"\.(sm_\w+)\.cubin", elf))
-    built |= {name.replace("sm_", "compute_") for name in re.findall(r"\.(sm_\w+)\.ptx", ptx)}
-    print(f"{library.name}: code for {' '.join(sorted(built))}")
-    return [] if built == expected else [f"{library.name} holds {sorted(built)}, expected {sorted(expected)}"]
+def expected_code(units: Iterable[Unit], budget: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
+    """Pieces of code (one for each source and GPU, PTX included) and kernels that a library of ``units`` holds."""
+    pieces: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
+    for unit in units:
+        machine = machine_targets(unit.arch)
+        ptx = {f"compute_{t.removesuffix('+PTX').replace('.', '')}" for t in unit.arch if t.endswith("+PTX")}
+        pieces.update(machine | ptx)
+        allowed = budget["units"][str(unit.source)]["kernels"]
+        kernels.update({target: allowed[target] for target in machine if target in allowed})
+    return pieces, kernels
+
+
+def code_found(elf: str, ptx: str, symbols: str) -> tuple[Counter[str], Counter[str]]:
+    """The same, of cuobjdump's listings."""
+    pieces = Counter(re.findall(r"\.(sm_\w+)\.cubin", elf))
+    pieces.update(name.replace("sm_", "compute_") for name in re.findall(r"\.(sm_\w+)\.ptx", ptx))
+    kernels: Counter[str] = Counter()
+    for part in symbols.split("Fatbin elf code:")[1:]:
+        found = re.search(r"^arch = (\w+)", part, re.MULTILINE)
+        kernels[found[1] if found else "unknown"] += len(re.findall(r"^FUNC .* ENTRY\s", part, re.MULTILINE))
+    return pieces, +kernels
+
+
+def code(library: Path) -> list[str]:
+    tool = cuobjdump()
+    listings = (output(tool, option, str(library)) for option in ("--list-elf", "--list-ptx", "-symbols"))
+    found = code_found(*listings)
+    expected = expected_code(cuda_units(chosen_families()), json.loads(BUDGET.read_text()))
+    problems = []
+    for what, built, wanted in zip(("pieces of code", "kernels"), found, expected, strict=True):
+        print(f"{library.name}: {what}: {', '.join(f'{target} {n}' for target, n in sorted(built.items()))}")
+        if built != wanted:
+            problems.append(f"{library.name} holds {what} {dict(built)}, expected {dict(wanted)}")
+    return problems
 
 
 def audit(folder: Path) -> list[str]:
@@ -80,7 +108,7 @@ def audit(folder: Path) -> list[str]:
     for library in sorted(folder.glob("_C*.so")):
         problems += [*dependencies(library), *exports(library), *stable_abi(library)]
         if library.name == "_C_cuda.so":
-            problems += architectures(library)
+            problems += code(library)
         print(f"{library.name}: {library.stat().st_size / 2**20:.1f} MB")
     return problems if (folder / "_C.so").is_file() else [f"{folder} holds no _C.so"]
 

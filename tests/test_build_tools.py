@@ -12,7 +12,6 @@ sys.path.append(str(ROOT))  # last: an installed package goes before the one of 
 
 from build_tools import native, requirements, toolchain  # noqa: E402
 from build_tools.compile_unit import parse_ptxas  # noqa: E402
-from scripts import check_budget  # noqa: E402
 
 SM90 = native.FAMILIES["attention_sm90"][1]
 
@@ -181,28 +180,3 @@ def test_cutlass_of_this_machine_is_not_fetched(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("FLASHBWD_CUTLASS_PATH", str(tmp_path))
     with pytest.raises(toolchain.BuildError, match="FLASHBWD_CUTLASS_PATH="):
         toolchain.find_cutlass()
-
-
-def _budget(seconds: list[float]) -> dict[str, check_budget.Row]:
-    return {
-        f"{n}.cu": {"kernels": 1, "cpu_seconds": each, "registers": {}, "spilled_bytes": {}}
-        for n, each in enumerate(seconds)
-    }
-
-
-def _over_budget(now: list[float], table: list[float]) -> list[str]:
-    rows, budget = _budget(now), _budget(table)
-    factor = check_budget.slowness(rows, budget)
-    return [source for source in rows if check_budget.compare(source, rows[source], budget[source], factor)]
-
-
-def test_a_machine_that_is_slower_with_all_units_is_no_growth():
-    assert _over_budget([120.0] * 20, [40.0] * 20) == []
-
-
-def test_a_unit_that_grows_alone_is_over_its_budget():
-    assert _over_budget([40.0] * 19 + [110.0], [40.0] * 20) == ["19.cu"]
-
-
-def test_units_from_a_compiler_cache_leave_the_others_their_limits():
-    assert _over_budget([0.1] * 19 + [110.0], [40.0] * 20) == ["19.cu"]

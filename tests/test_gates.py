@@ -1,0 +1,211 @@
+"""The gates on a build fail where something is missing from it: tried on reports and listings with one fault each."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # last: an installed package goes before the one of the tree
+
+from build_tools import native  # noqa: E402
+from scripts import audit, check_budget  # noqa: E402
+
+BUDGET = json.loads(check_budget.BUDGET.read_text())
+SM80_UNIT = "csrc/attention/sm80/instantiations/d128_bf16.cu"
+FAMILIES_ON = [
+    (family, target)
+    for family, (_, targets) in native.FAMILIES.items()
+    for target in sorted(native.machine_targets(targets))
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FLASHBWD_FAMILIES", "FLASHBWD_HEAD_DIMS", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def report() -> list[check_budget.Row]:
+    """A report of a build that is within the budget: one kernel of each unit has all of its registers and spills."""
+    units = []
+    for source, row in BUDGET["units"].items():
+        kernels = [
+            {
+                "name": f"kernel{n}",
+                "arch": target,
+                "registers": row["registers"][target] if n == 0 else 32,
+                "spills": row["spilled_bytes"][target] if n == 0 else 0,
+            }
+            for target, count in row["kernels"].items()
+            for n in range(count)
+        ]
+        units.append({"source": source, "cpu_seconds": row["cpu_seconds"], "warnings": [], "kernels": kernels})
+    for path in (ROOT / "csrc").rglob("*.cpp"):
+        units.append({"source": str(path.relative_to(ROOT)), "cpu_seconds": 2.0, "warnings": [], "kernels": []})
+    return units
+
+
+def problems(report: list[check_budget.Row], slower: float = 1.0) -> list[str]:
+    return check_budget.check(report, BUDGET, BUDGET["calibration_seconds"] * slower)
+
+
+def unit(report: list[check_budget.Row], source: str = SM80_UNIT) -> check_budget.Row:
+    return next(unit for unit in report if unit["source"] == source)
+
+
+def test_a_build_within_the_budget_passes(report):
+    assert problems(report) == []
+
+
+@pytest.mark.parametrize(("family", "target"), FAMILIES_ON)
+def test_a_family_without_kernels_for_one_gpu_fails(report, family, target):
+    folder = native.FAMILIES[family][0]
+    for each in report:
+        if each["source"].startswith(folder + "/"):
+            each["kernels"] = [kernel for kernel in each["kernels"] if kernel["arch"] != target]
+    sources = [source for source in BUDGET["units"] if source.startswith(folder + "/")]
+    found = problems(report)
+    for source in set(sources) - check_budget.HOST_ONLY:
+        assert f"{source}: no kernels for {target} in the build" in found
+
+
+@pytest.mark.parametrize(("family", "target"), FAMILIES_ON)
+def test_a_family_that_is_in_neither_build_nor_budget_fails(report, family, target):
+    """As after --update from a build that had lost it."""
+    budget = copy.deepcopy(BUDGET)
+    folder = native.FAMILIES[family][0]
+    for each in report:
+        if each["source"].startswith(folder + "/"):
+            each["kernels"] = [kernel for kernel in each["kernels"] if kernel["arch"] != target]
+            for what in ("kernels", "registers", "spilled_bytes"):
+                if each["source"] in budget["units"]:
+                    budget["units"][each["source"]][what].pop(target, None)
+    assert any(f"no kernels for {target}" in line for line in check_budget.check(report, budget, 1e-3))
+
+
+@pytest.mark.parametrize("source", [SM80_UNIT, "csrc/attention/params.cpp"])
+def test_a_source_that_was_not_built_fails(report, source):
+    report.remove(unit(report, source))
+    assert f"{source}: not in the build" in problems(report)
+
+
+def test_an_update_from_an_incomplete_build_writes_nothing(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(check_budget, "BUDGET", tmp_path / "budget.json")
+    check_budget.update(report, 1.0)
+    (tmp_path / "budget.json").unlink()
+    unit(report)["kernels"] = []
+    with pytest.raises(SystemExit, match="no kernels for sm_80"):
+        check_budget.update(report, 1.0)
+    assert not (tmp_path / "budget.json").exists()
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_one_kernel_less_on_one_gpu_fails(report, target):
+    kernels = unit(report)["kernels"]
+    kernels.remove([kernel for kernel in kernels if kernel["arch"] == target][-1])
+    count = BUDGET["units"][SM80_UNIT]["kernels"][target]
+    assert problems(report) == [f"{SM80_UNIT}: {count - 1} kernels on {target}, the budget says {count}"]
+
+
+@pytest.mark.parametrize("source", sorted(BUDGET["units"].keys() - check_budget.HOST_ONLY))
+def test_spills_in_any_unit_fail(report, source):
+    kernel = unit(report, source)["kernels"][-1]
+    kernel["spills"] += 4
+    allowed = BUDGET["units"][source]["spilled_bytes"][kernel["arch"]]
+    assert f"{source}: {allowed + 4} spilled_bytes on {kernel['arch']}, the budget says {allowed}" in problems(report)
+
+
+def test_a_kernel_with_more_registers_fails(report):
+    unit(report)["kernels"][0]["registers"] += 1
+    assert any("registers on sm_80" in line for line in problems(report))
+
+
+@pytest.mark.parametrize("source", [SM80_UNIT, "csrc/attention/params.cpp"])
+def test_a_warning_in_any_unit_fails(report, source):
+    unit(report, source)["warnings"] = ["warning: unused variable"]
+    assert problems(report) == [f"{source}: warning: unused variable"]
+
+
+# ---- CPU seconds ----------------------------------------------------------------------------------
+
+
+def test_a_machine_that_is_slower_with_all_units_is_no_growth(report):
+    for each in report:
+        each["cpu_seconds"] *= 3
+    assert problems(report, slower=3.0) == []
+
+
+def test_growth_of_all_units_fails_on_a_machine_that_is_no_slower(report):
+    for each in report:
+        each["cpu_seconds"] *= 3
+    assert [line.split(" CPU seconds")[1] for line in problems(report)] == [" in all, the limit is 2400"]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_unit_that_grows_alone_is_over_its_budget(report, cached):
+    for each in report:
+        each["cpu_seconds"] *= 0.0 if cached else 1.0
+    unit(report)["cpu_seconds"] = 15 + 2.1 * BUDGET["units"][SM80_UNIT]["cpu_seconds"]
+    (found,) = problems(report)
+    assert found.startswith(f"{SM80_UNIT}: ")
+    assert "CPU seconds to compile" in found
+
+
+def test_the_calibration_takes_the_compiler_some_time():
+    assert check_budget.calibration_seconds() > 0
+
+
+# ---- the library ----------------------------------------------------------------------------------
+
+
+def listings(pieces: Counter[str], kernels: Counter[str]) -> tuple[str, str, str]:
+    """What cuobjdump would print."""
+    elf = [f"ELF file {n}: _C_cuda.{n}.{t}.cubin" for t, count in pieces.items() if "sm" in t for n in range(count)]
+    ptx = [f"PTX file {n}: _C_cuda.{n}.sm_90.ptx" for n in range(pieces["compute_90"])]
+    line = "FUNC          GLOBAL  DEFAULT    {}                                _ZN8flashbwd1kEv"
+    parts = [
+        "\n".join(["Fatbin elf code:", f"arch = {target}", line.format("-"), *[line.format("ENTRY")] * count])
+        for target, count in kernels.items()
+    ]
+    return "\n".join(elf), "\n".join(ptx), "\n".join(parts)
+
+
+def expected_code() -> tuple[Counter[str], Counter[str]]:
+    return audit.expected_code(native.cuda_units(native.chosen_families()), BUDGET)
+
+
+def test_a_library_is_read_off_the_listings():
+    pieces, kernels = expected_code()
+    assert min(pieces.values()) > 10
+    assert min(kernels.values()) > 100
+    assert set(pieces) == {"sm_80", "sm_90", "sm_90a", "compute_90"}
+    assert audit.code_found(*listings(pieces, kernels)) == (pieces, kernels)
+
+
+@pytest.mark.parametrize(("family", "target"), FAMILIES_ON)
+def test_a_library_without_a_familys_kernels_for_one_gpu_fails(monkeypatch, family, target):
+    pieces, kernels = expected_code()
+    folder = native.FAMILIES[family][0]
+    lost = [row["kernels"].get(target, 0) for source, row in BUDGET["units"].items() if source.startswith(folder + "/")]
+    shown = iter(listings(pieces, kernels - Counter({target: sum(lost)})))
+    monkeypatch.setattr(audit, "cuobjdump", lambda: "cuobjdump")
+    monkeypatch.setattr(audit, "output", lambda *command: next(shown))
+    (problem,) = audit.code(Path("_C_cuda.so"))
+    assert "holds kernels" in problem
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_90a", "compute_90"])
+def test_a_library_without_one_sources_code_fails(monkeypatch, target):
+    pieces, kernels = expected_code()
+    shown = iter(listings(pieces - Counter({target: 1}), kernels))
+    monkeypatch.setattr(audit, "cuobjdump", lambda: "cuobjdump")
+    monkeypatch.setattr(audit, "output", lambda *command: next(shown))
+    (problem,) = audit.code(Path("_C_cuda.so"))
+    assert "holds pieces of code" in problem

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import flashbwd
-from flashbwd.bench import results
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -113,18 +112,3 @@ def test_messages_quoted_on_troubleshooting_are_those_of_the_calls() -> None:
             call()
         said.append(str(error.value))
     assert quoted == said
-
-
-def test_measured_table_of_readme_is_that_of_the_result_file_it_names() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = re.findall(r"\]\((benchmarks/results/[^)]+)\.md\)", text)
-    measured = {result.name: result for name in named for result in results.load(ROOT / f"{name}.json").results}
-    rows = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+ \(.+\)) \|$", text, re.M)
-    assert rows
-    for name, theirs, ours, ratio in rows:
-        result = measured[name]
-        peer = result.fastest_peer()
-        mine = next(name for name in result.peers if name.startswith("flashbwd"))
-        assert peer is not None
-        shown = (f"{result.peers[peer].median_ms:.3g}", f"{result.peers[mine].median_ms:.3g}")
-        assert (theirs, ours, ratio) == (*shown, str(result.ratio(mine, peer)))

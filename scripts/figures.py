@@ -1,0 +1,360 @@
+"""Writes the figures of the README and the docs from the committed result files, or checks that they are those.
+
+Usage: figures.py [--check]
+
+A page holds its figures between "<!-- figures: NAME -->" and "<!-- end of figures -->"; BLOCKS says what stands
+there. A row's heading is made from the cases that it selects, so it cannot claim more or less than was counted.
+Outside of such blocks, README.md and docs/*.md may hold no measured figure (docs/kernels/ may: they name their runs).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from flashbwd.bench import cases, results
+from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
+from flashbwd.bench.results import CaseResult, Ratio
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+# The run that counts for each suite. Blocks were measured in three: of each case the newest counts.
+H100 = "nvidia-h100-80gb-hbm3"
+FILES = {
+    "attention": [f"{H100}-attention-20261123-101529"],
+    "layer_norm": [f"{H100}-layer_norm-20261121-173447"],
+    "block": [f"{H100}-block-20261121-205230", f"{H100}-block-20261122-021849", f"{H100}-block-20261122-081027"],
+    "decoding": [f"{H100}-decoding-20261121-210638"],
+    "cpu": ["amd-epyc-all-20261121-015643"],
+}
+
+
+@functools.lru_cache
+def measured(suite: str) -> tuple[CaseResult, ...]:
+    """The cases of a suite; of one that several files hold, the last file's."""
+    found: dict[str, CaseResult] = {}
+    for stem in FILES[suite]:
+        found.update(results.load(RESULTS / f"{stem}.json").by_name())
+    return tuple(found.values())
+
+
+# ---- selecting ------------------------------------------------------------------------------------
+
+# Of an attention case unless a row says otherwise; ``group`` is the number of query heads of a KV head.
+PLAIN = {
+    "window": None,
+    "lengths": None,
+    "bias_batch": None,
+    "softcap": 0.0,
+    "alibi": False,
+    "dropout_p": 0.0,
+    "dtype": {"bf16", "fp16"},
+    "group": 1,
+}
+
+MODELS = {1024: "GPT-2 medium", 2048: "Llama 3.2 1B", 4096: "Llama 3 8B"}  # by the width of a block
+
+
+def value(result: CaseResult, name: str) -> Any:
+    if name == "group":
+        return result.case["heads"] // result.case["heads_kv"]
+    if name == "model":
+        return MODELS[result.case["width"]]
+    return getattr(result, name) if name in ("table", "name") else result.case[name]
+
+
+def matches(result: CaseResult, where: dict[str, Any]) -> bool:
+    """Whether a case has what is asked for: one value, one of a set, or one for which a function is true."""
+    for name, wanted in where.items():
+        if name not in (*result.case, "group", "table", "name"):
+            return False
+        has = value(result, name)
+        if not (wanted(has) if callable(wanted) else has in wanted if isinstance(wanted, set) else has == wanted):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a summary: every case of a suite that ``where`` selects and that both peers ran.
+
+    ``heading`` may name properties of the cases in braces, for which their values over the selected ones stand.
+    """
+
+    heading: str
+    ours: str
+    over: str  # a peer, or ANY_PEER
+    over_in_words: str
+    where: dict[str, Any] = field(default_factory=dict)
+    suite: str = "attention"
+
+    def selected(self) -> list[tuple[CaseResult, Ratio]]:
+        where = PLAIN | self.where if self.suite == "attention" else self.where
+        chosen = []
+        for result in measured(self.suite):
+            over = result.fastest_peer() if self.over == cases.ANY_PEER else self.over
+            if over and matches(result, where) and (ratio := result.ratio(self.ours, over)):
+                chosen.append((result, ratio))
+        if not chosen:
+            raise ValueError(f"flashbwd: no case for the row {self.heading!r}")
+        return chosen
+
+    def cells(self) -> list[str]:
+        chosen = self.selected()
+        heading = re.sub(r"{(\w+)}", lambda name: extent([value(r, name[1]) for r, _ in chosen]), self.heading)
+        medians = [ratio.median for _, ratio in chosen]
+        return [heading, self.over_in_words, span(medians), str(len(chosen))]
+
+
+def extent(values: Iterable[Any]) -> str:
+    """Up to three values each for itself, more as least to greatest."""
+    distinct = sorted(set(values))
+    shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in distinct]
+    if len(shown) > 3:
+        return f"{shown[0]} to {shown[-1]}"
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def span(medians: Sequence[float]) -> str:
+    least, most = f"{min(medians):.2f}", f"{max(medians):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---- what the pages hold --------------------------------------------------------------------------
+
+_MAIN = {64, 128, 256}
+_PLAIN_TABLES = {"main", "grouped", "grouped_window", "other", "varlen"}
+_NO_GROUPS: dict[str, Any] = {"group": lambda group: group >= 1}
+_DROPOUT: dict[str, Any] = {"dropout_p": lambda p: p > 0, "bias_batch": None}
+_BIAS: dict[str, Any] = {"bias_batch": lambda batch: batch is not None}
+_PACKED: dict[str, Any] = {"lengths": lambda lengths: lengths is not None}
+_WINDOW: dict[str, Any] = {"window": lambda window: window is not None}
+ORDERED = SM90 + cases.DETERMINISTIC
+_IN_WORDS = {
+    CUDNN: "cuDNN's backward",
+    FLASH: "FlashAttention-2's backward",
+    EFFICIENT: "the memory-efficient backward",
+}
+
+
+def _row(heading: str, ours: str, over: str, **where: Any) -> Row:
+    return Row(heading, ours, over, _IN_WORDS.get(over, "the sm80 kernel"), where)
+
+
+SUMMARY = [
+    _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=_MAIN),
+    _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=lambda d: d not in _MAIN),
+    _row("sm90, {group} query heads per KV head", SM90, CUDNN, group=lambda g: g > 1),
+    _row("sm90, windows of {window} keys", SM90, FLASH, **_WINDOW),
+    _row("sm90, windows of {window} keys, {group} query heads per KV head", SM90, FLASH, group=4, **_WINDOW),
+    _row("sm90, packed sequences, D {head_dim}", SM90, FLASH, **_PACKED),
+    _row("sm90, bias with its gradient, D {head_dim}", SM90, EFFICIENT, **_BIAS),
+    _row("sm90, ALiBi (there a bias without gradient), D {head_dim}", SM90, EFFICIENT, alibi=True),
+    _row("sm90, softcap, D {head_dim}", SM90, SM80, softcap=lambda cap: cap > 0),
+    _row("sm90, FlashAttention-2's dropout, D {head_dim}", SM90, FLASH, dropout_layout="flash", **_DROPOUT),
+    _row("sm90, memory-efficient dropout, D {head_dim}", SM90, EFFICIENT, dropout_layout="efficient", **_DROPOUT),
+    _row(
+        "sm90, memory-efficient dropout beside a bias with its gradient, D {head_dim}",
+        SM90,
+        EFFICIENT,
+        **{**_DROPOUT, **_BIAS},
+    ),
+    Row("sm90 deterministic, dense", ORDERED, SM90, "itself, not deterministic", _NO_GROUPS),
+    Row("sm90 deterministic, packed sequences", ORDERED, SM90, "itself, not deterministic", _PACKED),
+    _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d >= 64),
+    _row("sm80, D {head_dim} (the kernel of D 64)", SM80, FLASH, head_dim=lambda d: d < 64),
+    _row("sm80, {group} query heads per KV head", SM80, FLASH, group=lambda g: g > 1),
+    _row("sm80, packed sequences, D {head_dim}", SM80, FLASH, **_PACKED),
+    _row("sm80, FlashAttention-2's dropout, D {head_dim}", SM80, FLASH, dropout_layout="flash", **_DROPOUT),
+    _row("sm80, memory-efficient dropout, D {head_dim}", SM80, EFFICIENT, dropout_layout="efficient", **_DROPOUT),
+    _row(
+        "sm80, memory-efficient dropout beside a bias with its gradient, D {head_dim}",
+        SM80,
+        EFFICIENT,
+        **{**_DROPOUT, **_BIAS},
+    ),
+    _row("sm80, bias with its gradient, D {head_dim}", SM80, EFFICIENT, **_BIAS),
+    _row("sm80, D {head_dim} with Dv {head_dim_v}", SM80, EFFICIENT, head_dim=192, head_dim_v=128),
+    _row("sm80, D {head_dim}", SM80, EFFICIENT, head_dim=lambda d: d > 256),
+    _row("sm80, {dtype}, D {head_dim}", SM80, EFFICIENT, dtype="fp32"),
+    *(
+        Row(heading, cases.NORM, cases.COPY, "a device copy of the same bytes", {"table": tables}, "layer_norm")
+        for heading, tables in (
+            ("LayerNorm and RMSNorm backward, {rows} rows", {"layer_norm", "layer_norm_untuned", "rms_norm"}),
+            ("with dropout and residual, {rows} rows", {"layer_norm_dropout"}),
+            ("from the output, {rows} rows", {"layer_norm_output"}),
+        )
+    ),
+    Row(
+        "LayerNorm backward, {rows} rows",
+        cases.NORM,
+        cases.ANY_PEER,
+        "the fastest of PyTorch, Inductor and Liger",
+        {"table": "layer_norm_few_rows"},
+        "layer_norm",
+    ),
+    Row("a training step of a block of {model}, eager", cases.BLOCK, cases.TORCH_BLOCK, "PyTorch", {}, "block"),
+    Row("the same, compiled", cases.BLOCK_COMPILED, cases.TORCH_BLOCK_COMPILED, "PyTorch", {}, "block"),
+    Row(
+        "decoding, {seqlen_q} query", cases.DECODING, cases.SDPA, "PyTorch's SDPA",
+        {"table": "decoding", "seqlen_q": 1}, "decoding",
+    ),
+    Row(
+        "decoding, {seqlen_q} queries", cases.DECODING, cases.ANY_PEER, "the fastest of PyTorch's",
+        {"table": "decoding", "seqlen_q": lambda n: n > 1}, "decoding",
+    ),
+    Row(
+        "decoding's backward", cases.DECODING, cases.ANY_PEER, "the fastest of PyTorch's",
+        {"table": "decoding_backward"}, "decoding",
+    ),
+]  # fmt: skip
+
+
+def summary() -> str:
+    return table(["kernel and cases", "over", "speed, as a ratio", "cases"], (row.cells() for row in SUMMARY))
+
+
+def missed() -> str:
+    """Every bar that was measured and missed, of the runs that count."""
+    rows = [
+        [result.name, bar.ours, bar.over, str(result.verdict(bar).value), f"{bar.at_least:g}"]
+        for suite in FILES
+        for result in measured(suite)
+        for bar in result.bars
+        if not bar.goal and result.verdict(bar).passed is False
+    ]
+    return table(["case", "ratio of", "over", "median (range)", "bar"], rows)
+
+
+def runs() -> str:
+    lines = []
+    for suite, stems in FILES.items():
+        for stem in stems:
+            report = results.load(RESULTS / f"{stem}.json")
+            rounds, slot_ms = report.settings["rounds"], report.settings["slot_ms"]
+            lines.append(
+                f"- {suite}: `benchmarks/results/{stem}.md`, commit {(report.machine['commit'] or '')[:9]}, torch "
+                f"{report.machine['torch']}, {rounds} rounds or more, slots of at least {slot_ms:g} ms"
+            )
+    return "\n".join(lines)
+
+
+def times(suite: str) -> str:
+    """Milliseconds of the fastest peer and of this library."""
+    rows = []
+    for result in measured(suite):
+        peer = result.fastest_peer()
+        ours = next(name for name, found in result.peers.items() if name.startswith("flashbwd") and found.timed)
+        if peer and (ratio := result.ratio(ours, peer)):
+            medians = (result.peers[name].median_ms for name in (peer, ours))
+            rows.append([result.name, *(f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}" for ms in medians), str(ratio)])
+    return table(["gradient of", "PyTorch, ms", "flashbwd, ms", "speedup"], rows)
+
+
+def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> str:
+    """One line a case: the rate of each peer, and the ratio over the first of ``others`` that ran it."""
+    rows = []
+    for result in measured(suite):
+        mine = result.peers.get(ours)
+        if not matches(result, where) or mine is None or not mine.timed:
+            continue
+        timed = [name for name in others if name in result.peers and result.peers[name].timed]
+        rates = [f"{result.rate(name):.4g}" if name in timed else "-" for name in others]
+        ratio = str(result.ratio(ours, timed[0])) if timed else "-"
+        over = timed[0] if timed else "-"
+        rows.append([result.name, *rates, f"{result.rate(ours):.4g}", over, ratio])
+    unit = next(result.unit for result in measured(suite) if matches(result, where))
+    return table([f"case, {unit} of", *others, ours, "over", "median ratio (range)"], rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "missed": missed,
+    "runs": runs,
+    "cpu": lambda: times("cpu"),
+    "blocks": lambda: table(
+        ["training step", "over", "speed, as a ratio", "cases"],
+        (
+            Row(f"{{model}}, S {{seqlen}}, {how}", ours, over, "PyTorch", {"name": result.name}, "block").cells()
+            for result in measured("block")
+            for how, ours, over in (
+                ("eager", cases.BLOCK, cases.TORCH_BLOCK),
+                ("compiled", cases.BLOCK_COMPILED, cases.TORCH_BLOCK_COMPILED),
+            )
+        ),
+    ),
+    "sm90": lambda: every_case("attention", SM90, [CUDNN, FLASH, EFFICIENT, SM80, ORDERED], table=_PLAIN_TABLES),
+    "sm90-flash-dropout": lambda: every_case(
+        "attention", SM90, [FLASH, CUDNN, SM80], table="dropout", dropout_layout="flash"
+    ),
+    "sm90-efficient-dropout": lambda: every_case(
+        "attention", SM90, [EFFICIENT, CUDNN, SM80], table="dropout", dropout_layout="efficient"
+    ),
+    "sm90-scores": lambda: every_case("attention", SM90, [EFFICIENT, SM80], table={"bias", "scores"}),
+    "sm80": lambda: every_case("attention", SM80, [FLASH, EFFICIENT, SM80 + cases.DETERMINISTIC]),
+    "layer-norm": lambda: every_case("layer_norm", cases.NORM, [cases.COPY, "torch native", "Inductor", "Liger"]),
+    "decoding": lambda: every_case(
+        "decoding", cases.DECODING, [cases.SDPA, "flex", "flex max-autotune", *cases.DECODING_FORMS]
+    ),
+    "reference": lambda: every_case("cpu", cases.REFERENCE, [cases.CPU_FLASH, "torch math"], table="cpu"),
+}
+
+# ---- pages ----------------------------------------------------------------------------------------
+
+UNITS = r"(?:ms|us|ns|TFLOP/s|GB/s|MB/s|MiB|GiB|J|W|MHz|s)"
+MEASURED = re.compile(rf"\b\d+\.\d\d+\b|\b\d[\d.]* {UNITS}\b|\b\d+\.\d+ times\b|\b\d+(?:\.\d+)? %|\b\d\.\d to \d")
+VERSIONS = re.compile(r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver)[ =<>(]*[\d.]+(?:(?: to|,)\s[\d.]+)*")
+
+
+def loose_figures(text: str) -> list[str]:
+    """Measured figures that no block holds."""
+    prose = VERSIONS.sub("", re.sub(r"`[^`\n]*`|^```.*?^```|^    .*?$", "", MARKER.sub("", text), flags=re.M | re.S))
+    return MEASURED.findall(prose)
+
+
+def rendered(text: str) -> str:
+    """A page with the figures of the result files in it."""
+
+    def block(match: re.Match[str]) -> str:
+        if match[2] not in BLOCKS:
+            raise ValueError(f"flashbwd: no figures named {match[2]!r}; there are {', '.join(BLOCKS)}")
+        return f"{match[1]}\n{BLOCKS[match[2]]()}\n\n{match[3]}"
+
+    return MARKER.sub(block, text)
+
+
+def problems_of(page: Path, text: str) -> list[str]:
+    name = str(page.relative_to(ROOT))
+    diff = list(difflib.unified_diff(text.splitlines(), rendered(text).splitlines(), name, "results", n=0, lineterm=""))
+    if page.parent.name != "kernels":
+        diff += [f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text)]
+    return diff
+
+
+def main() -> None:
+    if "--check" in sys.argv[1:]:
+        if problems := [line for page in PAGES for line in problems_of(page, page.read_text())]:
+            sys.exit("\n".join([*problems, "python scripts/figures.py writes the blocks from the result files"]))
+        return
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The figures of the pages are those of the result files, and a row counts all cases of its heading."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # last: an installed package goes before the one of the tree
+
+from scripts import figures  # noqa: E402
+
+README = ROOT / "README.md"
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_figures_of_a_page_are_those_of_the_result_files(page):
+    assert figures.problems_of(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("figure", "wrong"), [("1.16 to 1.70", "3.16 to 9.70"), ("| 38 |", "| 36 |"), ("0.28", "0.82")]
+)
+def test_another_figure_in_a_block_is_a_problem(figure, wrong):
+    text = README.read_text()
+    assert figure in text
+    assert any(wrong in line for line in figures.problems_of(README, text.replace(figure, wrong)))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "It is 3.16 to 9.70 times as fast.",
+        "A call takes 5 us.",
+        "It reaches 720 TFLOP/s.",
+        "A step is 8 % faster.",
+        "| D 64 | 1.25 |",
+    ],
+)
+def test_a_figure_outside_of_the_blocks_is_a_problem(sentence):
+    text = README.read_text().replace("## Features", f"{sentence}\n\n## Features")
+    assert any("stands outside" in line for line in figures.problems_of(README, text))
+
+
+def test_versions_and_code_are_no_figures():
+    assert figures.loose_figures("Python 3.10 to 3.13 with torch 2.10, 2.11, `scale=0.88`, cases of 8192 tokens.") == []
+
+
+def test_a_block_without_a_name_that_is_known_is_refused():
+    with pytest.raises(ValueError, match="no figures named 'speed'"):
+        figures.rendered("<!-- figures: speed -->\n<!-- end of figures -->")
+
+
+def raw_ratios(stem: str, ours: str, over: str) -> dict[str, float]:
+    """Median ratios of a result file by case, without the library's reading of it."""
+    found = {}
+    for case in json.loads((ROOT / "benchmarks" / "results" / f"{stem}.json").read_text())["results"]:
+        a, b = (case["peers"].get(name) for name in (ours, over))
+        if a and b and a["times_ms"] and b["times_ms"]:
+            rates = ((a["work"] / x) / (b["work"] / y) for x, y in zip(a["times_ms"], b["times_ms"], strict=True))
+            found[case["name"]] = statistics.median(rates)
+    return found
+
+
+def test_a_row_has_the_least_and_the_greatest_of_its_heading():
+    """The row of sm80 has D 96, full, the least of D 64 to 256."""
+    ratios = raw_ratios(figures.FILES["attention"][0], "flashbwd sm80", "torch flash")
+    plain = re.compile(r"(bf16|fp16) B\d+ S\d+ H\d+ D(64|80|96|112|128|160|192|256) (full|causal)")
+    counted = [ratio for name, ratio in ratios.items() if plain.fullmatch(name)]
+    assert f"{min(counted):.2f}" == f"{ratios['bf16 B4 S4096 H16 D96 full']:.2f}"
+    span = f"{min(counted):.2f} to {max(counted):.2f}"
+    assert f"| sm80, D 64 to 256 | FlashAttention-2's backward | {span} | {len(counted)} |" in README.read_text()
+
+
+def test_a_row_of_blocks_has_every_model():
+    over = ("torch eager", "flashbwd eager"), ("torch compiled", "flashbwd compiled")
+    for how, (theirs, ours) in zip(("eager", "compiled"), over, strict=True):
+        ratios: dict[str, float] = {}
+        for stem in figures.FILES["block"]:
+            ratios.update(raw_ratios(stem, ours, theirs))
+        assert len(ratios) == 3
+        shown = next(line for line in README.read_text().splitlines() if f"{how} | PyTorch |" in line)
+        assert f"| {min(ratios.values()):.2f} to {max(ratios.values()):.2f} | 3 |" in shown
+
+
+def test_every_case_with_a_bar_over_a_peer_is_counted_by_a_row_of_the_readme():
+    counted = {(row.suite, row.ours, result.name) for row in figures.SUMMARY for result, _ in row.selected()}
+    for suite in figures.FILES.keys() - {"cpu"}:
+        for result in figures.measured(suite):
+            for bar in result.bars:
+                if result.verdict(bar).passed is not None and bar.over != result.unit:
+                    assert (suite, bar.ours, result.name) in counted, (result.name, bar)
+
+
+def test_every_missed_bar_is_listed():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    missed = [
+        f"| {result.name} | {bar.ours} | {bar.over} |"
+        for suite in figures.FILES
+        for result in figures.measured(suite)
+        for bar in result.bars
+        if result.verdict(bar).passed is False and not bar.goal
+    ]
+    assert len(missed) > 10
+    assert all(line in page for line in missed)

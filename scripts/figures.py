@@ -140,7 +140,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 _MAIN = {64, 128, 256}
 _PLAIN_TABLES = {"main", "grouped", "grouped_window", "other", "varlen"}
-_NO_GROUPS: dict[str, Any] = {"group": lambda group: group >= 1}
+_DENSE: dict[str, Any] = {"group": lambda group: group >= 1, "window": lambda window: True}
 _DROPOUT: dict[str, Any] = {"dropout_p": lambda p: p > 0, "bias_batch": None}
 _BIAS: dict[str, Any] = {"bias_batch": lambda batch: batch is not None}
 _PACKED: dict[str, Any] = {"lengths": lambda lengths: lengths is not None}
@@ -175,11 +175,14 @@ SUMMARY = [
         EFFICIENT,
         **{**_DROPOUT, **_BIAS},
     ),
-    Row("sm90 deterministic, dense", ORDERED, SM90, "itself, not deterministic", _NO_GROUPS),
+    _row("sm90, ALiBi, D {head_dim}", SM90, SM80, alibi=True),
+    _row("sm90, dropout with and without a bias, D {head_dim}", SM90, SM80, **{**_DROPOUT, "bias_batch": {None, 4}}),
+    Row("sm90 deterministic, dense" , ORDERED, SM90, "itself, not deterministic", _DENSE),
     Row("sm90 deterministic, packed sequences", ORDERED, SM90, "itself, not deterministic", _PACKED),
     _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d >= 64),
     _row("sm80, D {head_dim} (the kernel of D 64)", SM80, FLASH, head_dim=lambda d: d < 64),
     _row("sm80, {group} query heads per KV head", SM80, FLASH, group=lambda g: g > 1),
+    _row("sm80, windows of {window} keys", SM80, FLASH, **_WINDOW),
     _row("sm80, packed sequences, D {head_dim}", SM80, FLASH, **_PACKED),
     _row("sm80, FlashAttention-2's dropout, D {head_dim}", SM80, FLASH, dropout_layout="flash", **_DROPOUT),
     _row("sm80, memory-efficient dropout, D {head_dim}", SM80, EFFICIENT, dropout_layout="efficient", **_DROPOUT),

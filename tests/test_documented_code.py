@@ -1,0 +1,190 @@
+"""The code in README and docs runs, and computes, prints and leaves behind what it should."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import oracle
+from kit.ranks import Ranks
+from torch import Tensor
+
+import flashbwd
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+Names = dict[str, Any]
+CODE = {
+    f"{page.relative_to(ROOT)}-{number}": code
+    for page in PAGES
+    for number, code in enumerate(BLOCK.findall(page.read_text()))
+}
+
+
+def run(code: str) -> tuple[Names, str]:
+    """The names that a block leaves behind, and what it prints."""
+    names: Names = {"__name__": "documentation"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "documentation", "exec"), names)
+    return names, printed.getvalue()
+
+
+def close(value: Tensor, reference: Tensor, tolerance: float) -> None:
+    error = (value.detach().double() - reference).norm() / reference.norm()
+    assert error < tolerance, f"off by {error:.1e} of its norm"
+
+
+def right_gradients(names: Names, printed: str) -> None:
+    """grads.dq, .dk, .dv are those of the causal formula for q, k, v and dout."""
+    want = oracle.attention(*(names[name] for name in ("q", "k", "v", "dout")), causal=True)
+    tolerance = 1e-5 if names["q"].dtype == torch.float32 else 2e-2
+    for name in ("dq", "dk", "dv"):
+        close(getattr(names["grads"], name), getattr(want, name), tolerance)
+
+
+def right_gradients_and_shapes(names: Names, printed: str) -> None:
+    right_gradients(names, printed)
+    assert printed == " ".join(["torch.Size([2, 512, 8, 64])"] * 3) + "\n"
+
+
+def right_gradients_in_the_workspace(names: Names, printed: str) -> None:
+    right_gradients(names, printed)
+    assert names["workspace"].nbytes == names["plan"].workspace_bytes
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def right_gradient_of_the_model(names: Names, printed: str) -> None:
+    x = names["x"].detach().double().requires_grad_()
+    parts = torch.nn.functional.layer_norm(x, x.shape[-1:]).view(2, 256, 3, 8, 64).unbind(2)
+    (want,) = torch.autograd.grad(plain_attention(*parts).sum(), x)
+    close(names["x"].grad, want, 1e-4)
+
+
+def right_gradient_of_q(names: Names, printed: str) -> None:
+    q, k, v = (names[name].detach().double() for name in "qkv")
+    (want,) = torch.autograd.grad(plain_attention(q.requires_grad_(), k, v).square().sum(), q)
+    close(names["q"].grad, want, 1e-4)
+    assert printed == "torch.Size([2, 512, 8, 64])\n"
+
+
+def every_backend_named(names: Names, printed: str) -> None:
+    plan, lines = names["plan"], printed.splitlines()
+    assert lines[0] == f"{plan.backend} {plan.workspace_bytes}"
+    refused = dict(re.fullmatch(r"not (\w+): (.+)", line).groups() for line in lines[1:])  # type: ignore[union-attr]
+    assert refused == dict(plan.reasons)
+    assert {plan.backend, *refused} == {"sm90", "sm80", "reference"}
+
+
+def counted_by_operator(names: Names, printed: str) -> None:
+    listed = re.findall(r"^\| `(_?\w+_backward)` \|", (ROOT / "docs" / "integrations.md").read_text(), re.MULTILINE)
+    assert {f"aten::{name}" for name in listed} == flashbwd.stats().keys()
+    assert printed == f"{flashbwd.stats()}\n"
+
+
+def right_gradients_of_the_compiled_model(names: Names, printed: str) -> None:
+    model = names["model"]
+    got = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    want = torch.autograd.grad(model.double()(torch.ones(8, 64).double()).sum(), list(model.parameters()))
+    for gradient, reference in zip(got, want, strict=True):
+        torch.testing.assert_close(gradient.double(), reference, atol=1e-4, rtol=1e-4)
+
+
+def right_gradients_of_the_llama(names: Names, printed: str) -> None:
+    model = names["model"]
+    assert printed == "5 norms\n"  # two a layer, and the last
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.set_attn_implementation("eager")
+    model(input_ids=names["tokens"], labels=names["tokens"]).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def right_gradients_of_the_shards(names: Names, printed: str) -> None:
+    assert printed == "(Shard(dim=2),) (Shard(dim=2),)\n"
+    q, k, v = (names[name].full_tensor().detach().double() for name in "qkv")
+    (want,) = torch.autograd.grad(plain_attention(q.requires_grad_(), k, v).sum(), q)
+    close(names["q"].grad.full_tensor(), want, 1e-4)
+
+
+CHECKS: dict[str, Callable[[Names, str], None]] = {
+    "README.md-0": right_gradients,
+    "README.md-1": right_gradient_of_the_model,
+    "docs/getting_started.md-0": right_gradient_of_q,
+    "docs/getting_started.md-1": right_gradients_and_shapes,
+    "docs/getting_started.md-2": right_gradients,
+    "docs/getting_started.md-3": right_gradients,
+    "docs/getting_started.md-4": every_backend_named,
+    "docs/integrations.md-0": counted_by_operator,
+    "docs/integrations.md-1": right_gradients_of_the_compiled_model,
+    "docs/integrations.md-2": right_gradients_of_the_shards,
+    "docs/integrations.md-3": right_gradients_of_the_llama,
+    "docs/workspace.md-0": right_gradients_in_the_workspace,
+}
+NEEDED_PACKAGES = ("flash_attn", "transformers")
+
+
+def blocks(distributed: bool) -> list[Any]:
+    found = []
+    for name, code in CODE.items():
+        missing = [p for p in NEEDED_PACKAGES if f"import {p}" in code or f"from {p}" in code]
+        marks = [
+            pytest.mark.skip(reason=f"needs the package {package}")
+            for package in missing
+            if importlib.util.find_spec(package) is None
+        ]
+        if 'device="cuda"' in code:
+            marks.append(pytest.mark.gpu)  # type: ignore[arg-type]
+        if ("torchrun" in code) == distributed:
+            found.append(pytest.param(name, id=name, marks=marks))
+    return found
+
+
+def test_every_block_has_a_check_of_what_it_computes():
+    assert CHECKS.keys() == CODE.keys()
+
+
+@pytest.mark.parametrize("name", blocks(distributed=False))
+def test_python_block_does_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    CHECKS[name](*run(CODE[name]))
+
+
+def _on_a_rank(name: str) -> None:
+    torch.manual_seed(0)
+    code = CODE[name].replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cpu"')  # the ranks' group is gloo's
+    CHECKS[name](*run(code))
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+@pytest.mark.parametrize("name", blocks(distributed=True))
+def test_python_block_for_two_devices_does_what_it_says(name: str, tmp_path: Path) -> None:
+    with Ranks(2, tmp_path) as ranks:
+        ranks.run(_on_a_rank, name)
+
+
+def test_no_python_code_stands_outside_of_the_blocks_that_run() -> None:
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text())
+        assert re.findall(r"^    (?:import [\w.]+|from [\w.]+ import .+)$", text, re.MULTILINE) == [], page.name
+
+
+def test_readme_shows_attention_backward_in_code_that_runs_without_a_gpu() -> None:
+    shown = [code for name, code in CODE.items() if name.startswith("README.md")]
+    assert any("flashbwd.attention_backward(" in code and "cuda" not in code for code in shown)

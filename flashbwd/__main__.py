@@ -20,6 +20,7 @@ from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer
 
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
+PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # of a GPU: before a short slot; of a slot with a settled clock
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,7 +147,8 @@ def bench(options: argparse.Namespace) -> int:
     earlier = None if options.compare is None else results.load(options.compare)
     rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
     slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
-    settings = Settings(rounds=rounds, slot_ms=slot_ms)
+    two_figures = device.type == "cuda" and not options.quick
+    settings = Settings(rounds, slot_ms, PAUSE_MS if two_figures else 0.0, SUSTAINED_MS if two_figures else 0.0)
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     chosen = [
         case

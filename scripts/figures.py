@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashbwd.bench import cases, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
-from flashbwd.bench.results import CaseResult, Ratio
+from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -99,22 +99,27 @@ class Row:
     where: dict[str, Any] = field(default_factory=dict)
     suite: str = "attention"
 
-    def selected(self) -> list[tuple[CaseResult, Ratio]]:
+    def selected(self, figure: str = COOL) -> list[tuple[CaseResult, Ratio]]:
         where = PLAIN | self.where if self.suite == "attention" else self.where
         chosen = []
         for result in measured(self.suite):
             over = result.fastest_peer() if self.over == cases.ANY_PEER else self.over
-            if over and matches(result, where) and (ratio := result.ratio(self.ours, over)):
+            if over and matches(result, where) and (ratio := result.ratio(self.ours, over, figure)):
                 chosen.append((result, ratio))
-        if not chosen:
+        if not chosen and figure == COOL:
             raise ValueError(f"flashbwd: no case for the row {self.heading!r}")
         return chosen
 
-    def cells(self) -> list[str]:
+    def cells(self, figures: Sequence[str] = (COOL,)) -> list[str]:
+        """The heading, the peer, and for each figure the least and greatest ratio, with the cases that have it."""
         chosen = self.selected()
         heading = re.sub(r"{(\w+)}", lambda name: extent([value(r, name[1]) for r, _ in chosen]), self.heading)
-        medians = [ratio.median for _, ratio in chosen]
-        return [heading, self.over_in_words, span(medians), str(len(chosen))]
+        spans = []
+        for figure in figures:
+            ratios = [ratio.median for _, ratio in self.selected(figure)]
+            fewer = f" ({len(ratios)} of them)" if ratios and len(ratios) < len(chosen) else ""
+            spans.append(span(ratios) + fewer if ratios else "-")
+        return [heading, self.over_in_words, *spans, str(len(chosen))]
 
 
 def extent(values: Iterable[Any]) -> str:
@@ -229,8 +234,15 @@ SUMMARY = [
 ]  # fmt: skip
 
 
+# In the order of the columns: where power binds, the clock that a long run has comes first.
+FIGURES = {SUSTAINED: "settled clock", COOL: "short slots", EAGER: "eager, with the host"}
+
+
 def summary() -> str:
-    return table(["kernel and cases", "over", "speed, as a ratio", "cases"], (row.cells() for row in SUMMARY))
+    """SUMMARY with a column for each figure that the runs hold."""
+    held = [figure for figure in FIGURES if any(row.selected(figure) for row in SUMMARY)]
+    names = ["speed, as a ratio"] if held == [COOL] else [FIGURES[figure] for figure in held]
+    return table(["kernel and cases", "over", *names, "cases"], (row.cells(held) for row in SUMMARY))
 
 
 def missed() -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -18,6 +20,7 @@ from kit import dropout
 from kit import oracle as kit_oracle
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashbwd.bench import (
@@ -44,6 +47,30 @@ FAST = Settings(rounds=5, slot_ms=0.1)
 CEILINGS = {"matmul_tflops": 1.0, "copy_gbs": 1.0}
 input_sets = measure.input_sets
 TINY = AttentionCase("tiny", 2, 24, 4, 4, 16, 16, dtype="fp32")
+
+
+class Operators(TorchDispatchMode):
+    """Notes every operator that is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+    def forwards(self):
+        """Those of a forward: attention, a norm, a softmax, but not the backward of one."""
+        of_a_forward = re.compile(r"attention|attend|softmax|logsumexp|layer_norm|rms_norm|flex_decoding")
+        return [name for name in self.names if of_a_forward.search(name) and "backward" not in name]
+
+
+def forwards_of(prepared):
+    with prepared.scope(), Operators() as called:
+        prepared.backward()
+    assert called.names
+    return called.forwards()
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +236,31 @@ def test_rate_is_the_median_and_ratio_is_taken_within_rounds():
     assert ratio is not None
     assert (ratio.median, ratio.least, ratio.most) == (2.0, 2.0, 2.0)  # though times drift by a factor of 4
     assert found.peers["torch cuDNN"].spread == pytest.approx(6.0 / 4.0)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios_not_the_ratio_of_medians():
+    found = _case([], flashbwd_sm90=_peer(1.0, 4.0, 2.0), torch_cuDNN=_peer(4.0, 1.0, 6.0))
+    assert str(found.ratio("flashbwd sm90", "torch cuDNN")) == "3.00 (0.25-4.00)"  # of medians it is 2
+
+
+def test_the_faster_layout_of_cudnn_counts():
+    slow, fast, wrong = _peer(4.0), _peer(2.0), _peer(1.0, status=results.WRONG)
+    for rows_first, heads_first in ((slow, fast), (fast, slow), (fast, wrong), (wrong, fast)):
+        measured = {"flashbwd sm90": _peer(1.0), cases.CUDNN: rows_first, cases.CUDNN_HEADS_FIRST: heads_first}
+        found = results.CaseResult("name", "main", "TFLOP/s", 0.02, {}, measured, [], {})
+        assert found.ratio("flashbwd sm90", cases.CUDNN) == results.Ratio(2.0, 2.0, 2.0)
+
+
+def test_a_bar_is_held_to_the_settled_clock_where_that_was_measured():
+    bars = [Bar("flashbwd sm90", "torch cuDNN", 1.5), Bar("flashbwd sm90", "TFLOP/s", 5.0)]
+    ours, theirs = _peer(1.0), _peer(2.0)
+    found = _case(bars, flashbwd_sm90=ours, torch_cuDNN=theirs)
+    assert [found.verdict(bar).passed for bar in bars] == [True, True]
+    ours.sustained_ms, theirs.sustained_ms = [2.0], [2.4]
+    assert [found.verdict(bar).passed for bar in bars] == [False, False]
+    assert found.verdict(bars[0]).value == results.Ratio(1.2, 1.2, 1.2)
+    shown = report.rates([found])
+    assert shown.index("with a settled clock") < shown.index("| 6 ")
 
 
 def test_ratio_compares_rates_not_times():
@@ -536,6 +588,21 @@ def test_a_peer_that_raises_is_reported():
     assert "broken: failed in 1 cases: RuntimeError: no plan" in report.not_measured(_report(found))
 
 
+@pytest.mark.parametrize("place", ["checked", "not checked"])
+def test_a_gradient_with_nan_is_wrong(place):
+    """Also where the float64 gradients are not computed, in another batch."""
+
+    def prepare(case, x):
+        right = attention_peers.torch_cpu_flash(case, x).backward()
+        right[0][-1 if place == "checked" else 0, 3, 0, 0] = torch.nan
+        return peers.Prepared(lambda: right)
+
+    found = runner.run_case(replace(TINY, batch=3), CPU, FAST, [peers.Peer("flashbwd wrong", prepare)])
+    assert found.peers["flashbwd wrong"].status == results.WRONG
+    assert found.peers["flashbwd wrong"].reason == "dq is off by nan"
+    assert len(_report(found).wrong()) == 1
+
+
 def test_a_wrong_peer_is_reported_and_timed():
     def prepare(case, x):
         return peers.Prepared(lambda: (x.q, x.k, x.v))
@@ -563,7 +630,23 @@ GPU_SHAPES = [
     replace(BASE, head_dim=192, head_dim_v=128),
     cases.packed(BASE, 300),
 ]
-GPU_PEERS = ["torch_efficient", "torch_flash", "torch_flash_deterministic", "torch_cudnn"]
+GPU_PEERS = ["torch_efficient", "torch_flash", "torch_flash_deterministic", "torch_cudnn", "torch_cudnn_heads_first"]
+
+
+def test_cudnn_is_tried_with_rows_first_and_with_heads_first(monkeypatch):
+    given = []
+    monkeypatch.setattr(attention_peers, "torch_cudnn", lambda case, x: given.append(x))
+    x = attention_peers.make_inputs(TINY, CPU, 0)
+    attention_peers.torch_cudnn_heads_first(TINY, x)
+    for name in ("q", "k", "v", "dout"):
+        tensor = getattr(given[0], name)
+        assert getattr(x, name).is_contiguous()
+        assert tensor.transpose(1, 2).is_contiguous()
+        assert torch.equal(tensor, getattr(x, name))
+    packed = cases.packed(TINY, 60)
+    with pytest.raises(peers.UnsupportedCaseError):
+        attention_peers.torch_cudnn_heads_first(packed, attention_peers.make_inputs(packed, CPU, 0))
+    assert {cases.CUDNN, cases.CUDNN_HEADS_FIRST} <= {peer.name for peer in attention_peers.ATTENTION_PEERS}
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a PyTorch built with CUDA")
@@ -573,7 +656,7 @@ GPU_PEERS = ["torch_efficient", "torch_flash", "torch_flash_deterministic", "tor
         pytest.param(case, peer, id=f"{peer}-{case.name}")
         for case in GPU_SHAPES
         for peer in GPU_PEERS
-        if not (case.lengths and peer == "torch_cudnn")  # PyTorch gives no shapes for that operator
+        if not (case.lengths and "cudnn" in peer)  # PyTorch gives no shapes for that operator
     ],
 )
 def test_gpu_peers_call_the_operators_by_their_schemas(case, peer, monkeypatch):
@@ -598,8 +681,10 @@ def test_gpu_peers_call_the_operators_by_their_schemas(case, peer, monkeypatch):
         except peers.UnsupportedCaseError as reason:
             assert peer != "torch_efficient", reason
             return
-        with prepared.scope():
+        with prepared.scope(), Operators() as called:
             grads = prepared.backward()
+        assert called.names
+        assert called.forwards() == []
         inputs = (x.q, x.k, x.v) if x.bias is None else (x.q, x.k, x.v, x.bias)
         assert [g.shape for g in grads] == [t.shape for t in inputs]
     assert not torch.are_deterministic_algorithms_enabled()
@@ -629,6 +714,31 @@ def test_rounds_are_enough_for_every_place_in_the_order(count, rounds):
     calls = {name: [peers.Prepared(lambda: ())] for name in "abcdefghi"[:count]}
     timings = measure.interleaved(calls, CPU, Settings(rounds=7, slot_ms=1e-9))
     assert {len(timing.times_ms) for timing in timings.values()} == {rounds}
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_attention_peers_time_no_forward(case):
+    x = attention_peers.make_inputs(case, CPU, 0)
+    for peer in runner.peers_of(case, CPU):
+        with contextlib.suppress(peers.UnsupportedCaseError):
+            assert forwards_of(peer.prepare(case, x)) == [], peer.name
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("form", ["", "dropout", "output"])
+def test_norm_peers_time_no_forward(rms, form):
+    case = NormCase("t", 48, 70, "fp32", rms=rms, form=form, compiled=False)
+    x = norm_peers.make_inputs(case, CPU, 0)
+    for peer in runner.peers_of(case, CPU, ["torch native", "flashbwd"]):
+        with contextlib.suppress(peers.UnsupportedCaseError):
+            assert forwards_of(peer.prepare(case, x)) == [], peer.name
+
+
+def test_backwards_of_decoding_time_no_forward():
+    case = cases.DecodingCase("t", 2, 4, 2, 2, 100, 16, dtype="fp32", backward=True, compiled=False)
+    x = decoding_peers.make_inputs(case, CPU, 0)
+    for peer in runner.peers_of(case, CPU):
+        assert forwards_of(peer.prepare(case, x)) == [], peer.name
 
 
 def test_calls_rotate_among_input_sets():
@@ -697,11 +807,11 @@ def test_block_peers_take_the_same_step_again_and_again(case):
 
 
 @pytest.mark.parametrize(("asked", "slot_ms"), [(20.0, 1000.0), (1500.0, 1500.0)])
-def test_slots_of_blocks_are_long(asked, slot_ms, monkeypatch):
+def test_slots_of_blocks_are_long_and_nothing_else(asked, slot_ms, monkeypatch):
     given = []
-    monkeypatch.setattr(measure, "interleaved", lambda ready, device, settings, tick: given.append(settings) or {})
+    monkeypatch.setattr(measure, "interleaved", lambda ready, device, settings, *_: given.append(settings) or {})
     eager = next(peer for peer in block_peers.BLOCK_PEERS if peer.name == cases.TORCH_BLOCK)
-    runner.run_case(BLOCKS[0], CPU, Settings(slot_ms=asked), [eager])
+    runner.run_case(BLOCKS[0], CPU, Settings(slot_ms=asked, pause_ms=50.0, sustained_ms=500.0), [eager])
     assert given == [Settings(slot_ms=slot_ms)]
 
 

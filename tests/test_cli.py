@@ -285,6 +285,21 @@ def test_gpu_run_gives_each_tool_every_test_once(gpu_run, monkeypatch):
             assert sorted(found) == sorted(test for test in tests if unseen.get(tool, "no backend") not in test)
 
 
+def test_gpu_run_gives_each_tool_the_flags_that_let_it_find_something(gpu_run, monkeypatch):
+    """Errors fail the run, accesses past a tensor leave its allocation, and initcheck sees PyTorch's writes too."""
+    tests = ["tests/test_x.py::test_y[sm80]", "tests/test_x.py::test_y[sm90]"]
+    monkeypatch.setattr(gpu_run.Selection, "tests", lambda self: tests)
+    steps = list(gpu_run.sanitizer_steps(1, ""))
+    assert {step.command[2] for step in steps} == {"memcheck", "racecheck", "initcheck", "synccheck"}
+    for step in steps:
+        before_python = step.command[: step.command.index(sys.executable)]
+        options = dict(zip(before_python[1::2], before_python[2::2], strict=True))
+        assert before_python[0] == "compute-sanitizer"
+        assert options["--error-exitcode"] == str(gpu_run.SANITIZER_FOUND) != "0"
+        assert options.get("--kernel-name") == (None if step.command[2] == "initcheck" else "kns=flashbwd")
+        assert step.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
 def test_gpu_run_tests_every_file_once(gpu_run, monkeypatch, tmp_path):
     files = {f"tests/test_{n}.py": count for n, count in enumerate((3, 700, 1, 450, 60, 2))}
     tests = [f"{file}::test_y[{n}]" for file, count in files.items() for n in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import statistics
@@ -95,6 +96,22 @@ def test_every_case_with_a_bar_over_a_peer_is_counted_by_a_row_of_the_readme():
             for bar in result.bars:
                 if result.verdict(bar).passed is not None and bar.over != result.unit:
                     assert (suite, bar.ours, result.name) in counted, (result.name, bar)
+
+
+def test_figures_of_a_settled_clock_come_first(monkeypatch):
+    rows = [row for row in figures.SUMMARY if row.suite == "decoding"]
+    monkeypatch.setattr(figures, "SUMMARY", rows)
+    results = copy.deepcopy(figures.measured("decoding"))
+    for result in results:
+        for name, peer in result.peers.items():
+            peer.sustained_ms = [2.0 if name == "flashbwd decoding" else 3.0]
+    few = results[0].peers.values()
+    for peer in few:
+        peer.eager_ms = [5.0]
+    monkeypatch.setattr(figures, "measured", lambda suite: results)
+    header, _, first, *_ = figures.summary().splitlines()
+    assert header == "| kernel and cases | over | settled clock | short slots | eager, with the host | cases |"
+    assert first == "| decoding, 1 query | PyTorch's SDPA | 1.50 | 1.00 to 1.06 | 1.00 (1 of them) | 8 |"
 
 
 def test_every_missed_bar_is_listed():

@@ -14,6 +14,7 @@ import flashbwd
 from flashbwd.bench.cases import (
     CPU_FLASH,
     CUDNN,
+    CUDNN_HEADS_FIRST,
     DETERMINISTIC,
     DTYPES,
     EFFICIENT,
@@ -212,6 +213,13 @@ def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
     )  # fmt: skip
 
 
+def torch_cudnn_heads_first(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    """The same kernel with (B, H, S, D) in memory, which some shapes run faster in."""
+    refuse(x.cu_seqlens is not None, "packed sequences have rows first")
+    moved = {name: _heads_first(getattr(x, name)).contiguous().transpose(1, 2) for name in ("q", "k", "v", "dout")}
+    return torch_cudnn(case, replace(x, **moved))
+
+
 def _torch_cudnn_varlen(case: AttentionCase, x: AttentionInputs, cu_seqlens: Tensor) -> Prepared:
     out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = aten._cudnn_attention_forward(
         x.q, x.k, x.v, None, cu_seqlens, cu_seqlens, case.seqlen, case.seqlen, True, 0.0, case.causal, False
@@ -392,6 +400,7 @@ ATTENTION_PEERS: tuple[Peer, ...] = (
     Peer(FLASH, torch_flash),
     Peer(FLASH + DETERMINISTIC, torch_flash_deterministic),
     Peer(CUDNN, torch_cudnn),
+    Peer(CUDNN_HEADS_FIRST, torch_cudnn_heads_first),
     Peer(FLEX, flex, compiled=True),
     Peer(CPU_FLASH, torch_cpu_flash, devices=("cpu",)),
     Peer("torch math", torch_math, devices=("cpu",)),

@@ -31,6 +31,7 @@ NORM = "flashbwd"
 FLASH = "torch flash"
 EFFICIENT = "torch efficient"
 CUDNN = "torch cuDNN"
+CUDNN_HEADS_FIRST = "torch cuDNN, heads first"  # in memory, instead of rows first
 FLEX = "flex"
 CPU_FLASH = "torch CPU flash"
 COPY = "device copy"
@@ -42,6 +43,7 @@ TORCH_BLOCK_COMPILED = "torch compiled"
 BLOCK = "flashbwd eager"
 BLOCK_COMPILED = "flashbwd compiled"
 ANY_PEER = "fastest peer"
+VARIANTS = {CUDNN: (CUDNN, CUDNN_HEADS_FIRST)}  # of a peer; the fastest counts
 DETERMINISTIC = " deterministic"  # suffix of a peer's name
 
 

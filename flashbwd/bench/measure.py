@@ -8,8 +8,12 @@ slow drifts of the clock cancel. Allocation and zeroing inside a call are part o
 
 On CUDA, slots are timed with events, from the end of a first call that is not counted: under it the host launches the
 rest, and it pays what the device pays once for coming from another peer's memory. Where a call is so short that
-launching it would be what is timed, a slot replays a CUDA graph of it, and the time that the host spends on one call is
-reported beside it. Inputs that fit the cache together are multiplied: calls rotate among sets of them.
+launching it would be what is timed, a slot replays a CUDA graph of it; slots of eager calls, with what the host adds,
+and the time that the host spends on one call are reported beside it. Inputs that fit the cache together are
+multiplied: calls rotate among sets of them.
+
+A card at its power limit lowers its clock over some tenths of a second, so there are two figures: cool (short slots,
+each after a pause) and sustained (long slots, timed after as many calls that are not counted).
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +39,15 @@ CPU_CACHE_BYTES = 2**25  # where the system does not say
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: rounds at least, and milliseconds a slot lasts at least."""
+    """How long to measure: rounds at least; milliseconds that a slot lasts at least, and that a GPU rests before it.
+
+    ``sustained_ms`` is the length of the slots that begin when the clock has settled; with 0 there are none.
+    """
 
     rounds: int = 7
     slot_ms: float = 30.0
+    pause_ms: float = 0.0
+    sustained_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rounds < 5:
@@ -54,6 +63,8 @@ class Timing:
     times_ms: list[float]  # of one call, a value a round
     method: str  # "events", "graph" or "clock"
     host_us: float | None  # the host's time for one call, where calls are short
+    eager_ms: list[float] = field(default_factory=list)  # of one call without the graph, a value a round
+    sustained_ms: list[float] = field(default_factory=list)  # of one call with a settled clock, a value a round
 
 
 class Timer:
@@ -67,8 +78,14 @@ class Timer:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def slot(self, calls: Iterator[Callable[[], Any]], repeats: int) -> float:
-        """Milliseconds for one of the next ``repeats`` calls."""
+    def pause(self, milliseconds: float) -> None:
+        """Let the GPU rest."""
+        if self.cuda and milliseconds > 0:
+            self.synchronize()
+            time.sleep(milliseconds / 1e3)
+
+    def slot(self, calls: Iterator[Callable[[], Any]], repeats: int, lead: int = 1) -> float:
+        """Milliseconds for one of ``repeats`` calls; on CUDA after ``lead`` calls that are not counted."""
         if not self.cuda:
             start = time.perf_counter()
             for call in itertools.islice(calls, repeats):
@@ -76,7 +93,8 @@ class Timer:
             return (time.perf_counter() - start) / repeats * 1e3
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
-        next(calls)()
+        for call in itertools.islice(calls, lead):
+            call()
         first.record()
         for call in itertools.islice(calls, repeats):
             call()
@@ -132,6 +150,8 @@ class _Runner:
         self.calls: Iterator[Callable[[], Any]] = itertools.cycle(self.backwards)  # goes on from slot to slot
         self.backwards_a_call = 1
         self.repeats = 1
+        self.eager: Iterator[Callable[[], Any]] = itertools.cycle(self.backwards)
+        self.eager_repeats = 1
         self.method = method
         self.host_us: float | None = None
         self.capturable = sets[0].capturable
@@ -140,6 +160,17 @@ class _Runner:
         """Milliseconds of one backward."""
         with self.scope():
             return timer.slot(self.calls, self.repeats) / self.backwards_a_call
+
+    def eager_slot(self, timer: Timer) -> float:
+        """Milliseconds of one backward called without the graph, the host's time included."""
+        with self.scope():
+            return timer.slot(self.eager, self.eager_repeats)
+
+    def sustained_slot(self, timer: Timer, slot_ms: float, call_ms: float) -> float:
+        """Milliseconds of one backward of ``slot_ms``, after as many that let the clock settle."""
+        repeats = repeats_for(slot_ms, call_ms * self.backwards_a_call)
+        with self.scope():
+            return timer.slot(self.calls, repeats, lead=repeats) / self.backwards_a_call
 
     def use_graph(self, timer: Timer) -> None:
         """Replay a CUDA graph of all sets from now on. What cannot be captured keeps its eager time."""
@@ -160,8 +191,12 @@ def interleaved(
     device: torch.device,
     settings: Settings,
     tick: Callable[[], None] = lambda: None,
+    sustained: Collection[str] = (),
 ) -> dict[str, Timing]:
-    """Time every peer, each given as one ``Prepared`` for each set of inputs; ``tick`` is called after each slot."""
+    """Time every peer, each given as one ``Prepared`` for each set of inputs; ``tick`` is called after each slot.
+
+    Peers named in ``sustained`` are timed with a settled clock too, where ``settings`` ask for it and calls are long.
+    """
     timer = Timer(device)
     runners = {name: _Runner(sets, "events" if timer.cuda else "clock") for name, sets in peers.items()}
     pilots = {}
@@ -173,16 +208,32 @@ def interleaved(
     for name, runner in runners.items():
         if short:
             runner.use_graph(timer)
+            runner.eager_repeats = repeats_for(settings.slot_ms, pilots[name])
             pilots[name] = runner.slot(timer)
-        runner.repeats = max(1, math.ceil(settings.slot_ms / max(pilots[name] * runner.backwards_a_call, 1e-3)))
-    names = list(runners)
-    times: dict[str, list[float]] = {name: [] for name in names}
+        runner.repeats = repeats_for(settings.slot_ms, pilots[name] * runner.backwards_a_call)
+    timings = {name: Timing([], runner.method, runner.host_us) for name, runner in runners.items()}
     gc.collect()
-    for turn in range(settings.rounds_of(len(names))):
-        for name in order(names, turn):
-            times[name].append(runners[name].slot(timer))
-            tick()
-    return {name: Timing(times[name], runner.method, runner.host_us) for name, runner in runners.items()}
+    for name in in_rounds(list(runners), settings):
+        timer.pause(settings.pause_ms)
+        timings[name].times_ms.append(runners[name].slot(timer))
+        if runners[name].method == "graph":
+            timings[name].eager_ms.append(runners[name].eager_slot(timer))
+        tick()
+    if timer.cuda and settings.sustained_ms > 0 and not short:
+        for name in in_rounds([name for name in runners if name in sustained], settings):
+            timings[name].sustained_ms.append(runners[name].sustained_slot(timer, settings.sustained_ms, pilots[name]))
+    return timings
+
+
+def repeats_for(slot_ms: float, call_ms: float) -> int:
+    """How many calls make a slot."""
+    return max(1, math.ceil(slot_ms / max(call_ms, 1e-3)))
+
+
+def in_rounds(names: Sequence[str], settings: Settings) -> Iterator[str]:
+    """Whose slot comes next, through all rounds."""
+    for turn in range(settings.rounds_of(len(names)) if names else 0):
+        yield from order(names, turn)
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashbwd.bench.cases import BLOCK_SLOT_MS, COPY
-from flashbwd.bench.results import OK, CaseResult, Change, Report, Verdict, compare
+from flashbwd.bench.results import COOL, EAGER, OK, SUSTAINED, CaseResult, Change, Report, Verdict, compare
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -29,28 +29,36 @@ def by_table(report: Report) -> dict[str, list[CaseResult]]:
     return groups
 
 
-def timed_peers(results: Sequence[CaseResult]) -> list[str]:
-    """Peers timed on any of the cases, in the order in which they were measured."""
+def timed_peers(results: Sequence[CaseResult], figure: str = COOL) -> list[str]:
+    """Peers with a figure on any of the cases, in the order in which they were measured."""
     names = itertools.chain.from_iterable(result.peers for result in results)
     return [
-        name for name in dict.fromkeys(names) if any(r.peers[name].timed for r in results if name in r.peers)
+        name for name in dict.fromkeys(names) if any(r.peers[name].has(figure) for r in results if name in r.peers)
     ]  # fmt: skip
 
 
-def rate_cell(result: CaseResult, peer: str) -> str:
+def rate_cell(result: CaseResult, peer: str, figure: str = COOL) -> str:
     measured = result.peers.get(peer)
     if measured is None or measured.status == "unsupported":
         return "-"
-    if not measured.timed:
-        return measured.status
+    if not measured.has(figure):
+        return "-" if measured.timed else measured.status
     mark = "" if measured.status == OK else " WRONG"
-    return f"{result.rate(peer):.4g}{mark}"
+    return f"{result.rate(peer, figure):.4g}{mark}"
+
+
+FIGURES = {SUSTAINED: "with a settled clock", COOL: "", EAGER: "without a CUDA graph, the host's time included"}
 
 
 def rates(results: Sequence[CaseResult]) -> str:
-    peers = timed_peers(results)
-    header = [f"{results[0].unit} of", *peers]
-    return table(header, ([r.name, *(rate_cell(r, peer) for peer in peers)] for r in results))
+    """A table for each figure that was measured, the sustained one first."""
+    tables = []
+    for figure, how in FIGURES.items():
+        if peers := timed_peers(results, figure):
+            header = [", ".join(filter(None, [results[0].unit, how])) + " of", *peers]
+            rows = [[r.name, *(rate_cell(r, peer, figure) for peer in peers)] for r in results]
+            tables.append(table(header, rows))
+    return "\n\n".join(tables)
 
 
 def bars(results: Sequence[CaseResult]) -> str:
@@ -149,6 +157,10 @@ def slots(report: Report) -> str:
     text = f"slots of at least {slot_ms:g} ms"
     if "block" in by_table(report):
         text += f", of blocks {max(slot_ms, BLOCK_SLOT_MS):g} ms"
+    if pause_ms := report.settings.get("pause_ms"):
+        text += f", each after a pause of {pause_ms:g} ms"
+    if sustained_ms := report.settings.get("sustained_ms"):
+        text += f"; with a settled clock, {sustained_ms:g} ms after as long a time that is not counted"
     return text
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashbwd.bench.cases import ANY_PEER, COPY, Bar
+from flashbwd.bench.cases import ANY_PEER, COPY, VARIANTS, Bar
 
 SCHEMA = 1
 
@@ -20,13 +20,17 @@ WRONG = "wrong"  # timed, but a gradient differs from the reference
 UNSUPPORTED = "unsupported"  # the peer does not do the case
 FAILED = "failed"  # the peer raised
 
+# The figures of a peer: with pauses between short slots; with a settled clock; without a CUDA graph.
+COOL, SUSTAINED, EAGER = "times_ms", "sustained_ms", "eager_ms"
+
 
 @dataclass
 class PeerResult:
     """One peer on one case.
 
-    ``times_ms`` has a value a round; ``errors`` is ||g - ref|| / ||ref|| of each gradient on the slices checked;
-    ``work`` is that of one call (FLOPs or bytes).
+    ``times_ms``, ``sustained_ms`` and ``eager_ms`` have a value a round, the last two where they were measured;
+    ``errors`` is ||g - ref|| / ||ref|| of each gradient on the slices checked; ``work`` is that of one call (FLOPs or
+    bytes).
     """
 
     status: str
@@ -40,6 +44,8 @@ class PeerResult:
     workspace_bytes: int | None = None
     plan: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
+    eager_ms: list[float] = field(default_factory=list)
+    sustained_ms: list[float] = field(default_factory=list)
 
     @property
     def timed(self) -> bool:
@@ -54,10 +60,12 @@ class PeerResult:
         """(slowest - fastest) / median over the rounds."""
         return (max(self.times_ms) - min(self.times_ms)) / self.median_ms
 
-    @property
-    def rates(self) -> list[float]:
-        """TFLOP/s (attention) or GB/s in each round; see ``CaseResult.unit``."""
-        return [self.work / time for time in self.times_ms]
+    def has(self, figure: str) -> bool:
+        return self.timed and bool(getattr(self, figure))
+
+    def rates(self, figure: str = COOL) -> list[float]:
+        """Work per millisecond in each round."""
+        return [self.work / time for time in getattr(self, figure)]
 
 
 @dataclass
@@ -74,17 +82,19 @@ class CaseResult:
     ceilings: dict[str, float]
     input_sets: int = 1
 
-    def rate(self, peer: str) -> float:
+    def rate(self, peer: str, figure: str = COOL) -> float:
         """Median rate of a peer, in ``unit``."""
         scale = 1e9 if self.unit == "TFLOP/s" else 1e6
-        return statistics.median(self.peers[peer].rates) / scale
+        return statistics.median(self.peers[peer].rates(figure)) / scale
 
-    def ratio(self, ours: str, over: str) -> Ratio | None:
-        """Speed of one peer over another's, round by round; None where either was not timed or the other is wrong."""
-        a, b = self.peers.get(ours), self.peers.get(over)
-        if a is None or b is None or not a.timed or not b.timed or b.status == WRONG:
+    def ratio(self, ours: str, over: str, figure: str = COOL) -> Ratio | None:
+        """Speed of one peer over the fastest right variant of another, round by round; None where either is missing."""
+        a, others = self.peers.get(ours), [self.peers.get(name) for name in VARIANTS.get(over, (over,))]
+        right = [peer for peer in others if peer is not None and peer.status == OK and peer.has(figure)]
+        if a is None or not a.has(figure) or not right:
             return None
-        return Ratio.of([x / y for x, y in zip(a.rates, b.rates, strict=True)])
+        b = max(right, key=lambda peer: statistics.median(peer.rates(figure)))
+        return Ratio.of([x / y for x, y in zip(a.rates(figure), b.rates(figure), strict=True)])
 
     def fastest_peer(self) -> str | None:
         """The fastest right peer that is not of this library."""
@@ -96,15 +106,16 @@ class CaseResult:
         return max(others, key=self.rate, default=None)
 
     def verdict(self, bar: Bar) -> Verdict:
+        """Whether a bar is reached, with a settled clock where that was measured."""
         ours = self.peers.get(bar.ours)
         if ours is None or not ours.timed:
             return Verdict(bar, None, None)
         if bar.over == self.unit:
-            rate = self.rate(bar.ours)
+            rate = self.rate(bar.ours, SUSTAINED if ours.has(SUSTAINED) else COOL)
             value: Ratio | None = Ratio(rate, rate, rate)
         else:
             over = self.fastest_peer() if bar.over == ANY_PEER else bar.over
-            value = None if over is None else self.ratio(bar.ours, over)
+            value = None if over is None else self.ratio(bar.ours, over, SUSTAINED) or self.ratio(bar.ours, over)
         if value is None:
             return Verdict(bar, None, None)
         return Verdict(bar, value, ours.status == OK and value.median >= bar.at_least)

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from flashbwd.bench import ahead, attention_peers, block_peers, decoding_peers, machine, measure, norm_peers, oracle
-from flashbwd.bench.cases import BLOCK_SLOT_MS, TOLERANCES, AttentionCase, BlockCase, Case, DecodingCase, NormCase
+from flashbwd.bench.cases import (
+    ANY_PEER,
+    BLOCK_SLOT_MS,
+    TOLERANCES,
+    VARIANTS,
+    AttentionCase,
+    BlockCase,
+    Case,
+    DecodingCase,
+    NormCase,
+)
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
@@ -181,7 +191,8 @@ def run_case(
 ) -> CaseResult:
     """Prepare, check and time each of ``peers`` on one case."""
     if isinstance(case, BlockCase):
-        settings = dataclasses.replace(settings, slot_ms=max(settings.slot_ms, BLOCK_SLOT_MS))
+        slot_ms = max(settings.slot_ms, BLOCK_SLOT_MS)  # in which a clock settles
+        settings = dataclasses.replace(settings, slot_ms=slot_ms, pause_ms=0.0, sustained_ms=0.0)
     sets = measure.input_sets(case.input_bytes, device)
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
     results: dict[str, PeerResult] = {}
@@ -213,7 +224,7 @@ def run_case(
                 raise DeviceLostError(message, found) from error
     if ready:
         try:
-            timings = measure.interleaved(ready, device, settings, tick)
+            timings = measure.interleaved(ready, device, settings, tick, sustained_peers(case, list(ready)))
         except Exception as error:
             for name in ready:
                 results[name] = PeerResult(FAILED, f"raised, or another did, while timed: {_first_line(error)}")
@@ -224,7 +235,17 @@ def run_case(
             results[name].times_ms = timing.times_ms
             results[name].method = timing.method
             results[name].host_us = timing.host_us
+            results[name].eager_ms = timing.eager_ms
+            results[name].sustained_ms = timing.sustained_ms
     return found
+
+
+def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that a bar of the case compares."""
+    over = {variant for bar in case.bars for variant in VARIANTS.get(bar.over, (bar.over,))}
+    every = any(bar.over == ANY_PEER for bar in case.bars)
+    wanted = over | {bar.ours for bar in case.bars}
+    return [name for name in names if name in wanted or (every and not name.startswith("flashbwd"))]
 
 
 def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> PeerResult:

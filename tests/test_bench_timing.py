@@ -1,0 +1,152 @@
+"""The arithmetic of slots on a GPU, pretended by a clock that calls move; it heats up and cools down."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashbwd.bench import cases, machine, measure, runner
+from flashbwd.bench.measure import Settings, Timer
+from flashbwd.bench.peers import Prepared
+
+GPU = torch.device("cuda")
+FIRST_MS = 1000.0  # what a call takes longer that follows another peer's
+THROTTLED_AFTER_MS = 200.0  # of work without a rest; calls then take twice as long
+
+
+class PretendedGpu:
+    """Milliseconds pass by calls and rests alone."""
+
+    def __init__(self) -> None:
+        self.now = self.busy = 0.0
+        self.last: object = None
+        self.counts: Counter[object] = Counter()
+        self.rests: list[float] = []
+
+    def run(self, peer: object, cost: float, calls: int = 1) -> None:
+        took = cost * calls * (2.0 if self.busy >= THROTTLED_AFTER_MS else 1.0)
+        took += FIRST_MS if self.last != peer else 0.0
+        self.busy += cost * calls
+        self.now += took
+        self.last = peer
+        self.counts[peer] += calls
+
+    def rest(self, seconds: float) -> None:
+        self.rests.append(seconds * 1e3)
+        self.busy = 0.0
+
+    def peer(self, name: object, cost: float, sets: int = 1) -> list[Prepared]:
+        def backward() -> tuple[torch.Tensor | None, ...]:
+            self.run(name, cost)
+            return ()
+
+        return [Prepared(backward) for _ in range(sets)]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    pretended = PretendedGpu()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = pretended.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(measure.time, "sleep", pretended.rest)
+    return pretended
+
+
+@pytest.mark.parametrize("repeats", [1, 7])
+def test_a_slot_is_so_many_calls_after_one_that_is_not_counted(gpu, repeats):
+    calls = iter([prepared.backward for prepared in gpu.peer("a", 2.0, sets=20)])
+    assert Timer(GPU).slot(calls, repeats) == 2.0
+    assert gpu.counts["a"] == repeats + 1
+
+
+def test_what_a_call_takes_longer_behind_another_peer_is_not_counted(gpu):
+    timings = measure.interleaved({"a": gpu.peer("a", 2.0), "b": gpu.peer("b", 3.0)}, GPU, Settings(6, 10.0, 1.0))
+    assert timings["a"].times_ms == [2.0] * 6
+    assert timings["b"].times_ms == [3.0] * 6
+    assert timings["a"].method == "events"
+    # a warm-up, a pilot of 1 + 1 and 6 slots of 1 + 5, and of 1 + 4
+    assert gpu.counts == {"a": 3 + 6 * 6, "b": 3 + 6 * 5}
+
+
+@pytest.mark.parametrize("sets", [1, 3])
+def test_a_replay_of_all_sets_is_counted_as_so_many_calls(gpu, monkeypatch, sets):
+    """A launch takes the host 0.05 ms, and the GPU 0.01 ms."""
+
+    class Graph:
+        def __init__(self, calls: list[object]) -> None:
+            self.count = len(calls)
+
+        def replay(self) -> None:
+            gpu.run("a", 0.01, self.count)
+
+    monkeypatch.setattr(measure, "capture", Graph)
+    timing = measure.interleaved({"a": gpu.peer("a", 0.05, sets)}, GPU, Settings(6, 1.0, 1.0))["a"]
+    assert timing.method == "graph"
+    assert timing.times_ms == pytest.approx([0.01] * 6)
+    assert timing.eager_ms == pytest.approx([0.05] * 6)
+    assert timing.sustained_ms == []
+
+
+def test_short_slots_are_cool_and_long_ones_have_a_settled_clock(gpu):
+    peers = {name: gpu.peer(name, 1.0) for name in "abc"}
+    timings = measure.interleaved(peers, GPU, Settings(6, 30.0, 50.0, 500.0), sustained="ab")
+    for timing in timings.values():
+        assert timing.times_ms == pytest.approx([1.0] * 6)
+    assert timings["a"].sustained_ms == timings["b"].sustained_ms == pytest.approx([2.0] * 6)
+    assert timings["c"].sustained_ms == []
+    assert gpu.rests == [50.0] * 18  # before each short slot, and before no long one
+
+
+def test_settled_clocks_are_measured_for_the_peers_that_bars_compare():
+    case = next(c for c in cases.ATTENTION_CASES if c.table == "main")
+    names = [peer.name for peer in runner.peers_of(case, GPU)]
+    wanted = {cases.SM90, cases.CUDNN, cases.CUDNN_HEADS_FIRST, cases.SM80, cases.FLASH, cases.SM90 + " deterministic"}
+    assert set(runner.sustained_peers(case, names)) == wanted
+    anyone = replace(case, bars=(cases.Bar(cases.SM90, cases.ANY_PEER, 1.0),))
+    assert set(runner.sustained_peers(anyone, ["a", cases.SM80, cases.SM90])) == {"a", cases.SM90}
+
+
+# ---- of which sources -----------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_of_a_changed_tree_is_dirty(monkeypatch, tmp_path):
+    monkeypatch.delenv("FLASHBWD_COMMIT", raising=False)
+    monkeypatch.setattr(machine, "SOURCE_TREE", tmp_path)
+    assert machine.commit() is None
+    git(tmp_path, "init", "-q")
+    (tmp_path / "kernel.cu").write_text("1")
+    git(tmp_path, "add", "kernel.cu")
+    git(tmp_path, "commit", "-qm", "kernel")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert machine.commit() == head
+    (tmp_path / "results.json").write_text("what a run leaves behind")
+    assert machine.commit() == head
+    (tmp_path / "kernel.cu").write_text("2")
+    assert machine.commit() == f"{head}-dirty"
+    git(tmp_path, "add", "kernel.cu")
+    assert machine.commit() == f"{head}-dirty"

@@ -162,6 +162,33 @@ def test_the_calibration_takes_the_compiler_some_time():
     assert check_budget.calibration_seconds() > 0
 
 
+# ---- .ci/run ----
+
+
+def test_ci_does_the_readmes_commands_before_it_installs_anything():
+    readme = (ROOT / "README.md").read_text()
+    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if not line.startswith("#")]
+    script = "\n".join(lines)
+    first_install = script.index("pip install")
+    for command in ("python3 dev.py demo", "python3 dev.py test"):
+        assert f"    {command}" in readme
+        assert script.index(f"\n{command}\n") < first_install
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "scripts/check_budget.py",
+        "scripts/audit.py flashbwd",
+        "scripts/figures.py --check",
+        'scripts/test_install.sh "$PWD/$python"',
+        'scripts/test_install.sh "$oldest"',
+    ],
+)
+def test_ci_has_every_gate(gate):
+    assert gate in (ROOT / ".ci" / "run").read_text()
+
+
 # ---- the library ----------------------------------------------------------------------------------
 
 

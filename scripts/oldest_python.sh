@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Prints a python of the oldest version that pyproject.toml supports, or nothing where this machine can get none. Looks on
+# the PATH, among pyenv's and those of a CI runner's tool cache, and in Debian's packages when it may install some.
+set -euo pipefail
+version=$(sed -n 's/^requires-python = ">=\(.*\)"$/\1/p' "$(dirname "$0")/../pyproject.toml")
+
+find_one() {
+    local candidate
+    for candidate in "$(command -v "python$version" || true)" \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version".*/bin/python \
+        "${RUNNER_TOOL_CACHE:-/nonexistent}"/Python/"$version".*/x64/bin/python; do
+        if [ -n "$candidate" ] && "$candidate" -c "import ensurepip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+find_one && exit
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    (apt-get update -qq && apt-get install -qq -y "python$version-venv") >/dev/null 2>&1 || true
+fi
+find_one || true

@@ -141,14 +141,20 @@ def _row(result: results.CaseResult) -> list[str]:
 # ---- python -m flashbwd bench --------------------------------------------------------------------
 
 
+def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
+    """Both figures, cool and with a settled clock, are those of a GPU and of a run that is not quick."""
+    rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
+    slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
+    if device.type != "cuda" or options.quick:
+        return Settings(rounds, slot_ms)
+    return Settings(rounds, slot_ms, PAUSE_MS, SUSTAINED_MS)
+
+
 def bench(options: argparse.Namespace) -> int:
     """Run a suite and write its report."""
     device = machine.default_device()
     earlier = None if options.compare is None else results.load(options.compare)
-    rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
-    slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
-    two_figures = device.type == "cuda" and not options.quick
-    settings = Settings(rounds, slot_ms, PAUSE_MS if two_figures else 0.0, SUSTAINED_MS if two_figures else 0.0)
+    settings = settings_of(options, device)
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     chosen = [
         case

@@ -17,6 +17,7 @@ import flashbwd
 from flashbwd import __main__ as cli
 from flashbwd.bench import cases, machine, measure, results, runner
 from flashbwd.bench.cases import AttentionCase, NormCase
+from flashbwd.bench.measure import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = (
@@ -50,6 +51,20 @@ def test_help_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "flashbwd", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "bench" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "settings"),
+    [
+        ("cuda", [], Settings(7, 30.0, 50.0, 500.0)),
+        ("cuda", ["--rounds", "24", "--slot-ms", "20"], Settings(24, 20.0, 50.0, 500.0)),
+        ("cuda", ["--quick"], Settings(5, 10.0)),
+        ("cpu", [], Settings(7, 30.0)),
+    ],
+)
+def test_a_full_run_on_a_gpu_has_cool_slots_and_slots_with_a_settled_clock(device, arguments, settings):
+    options = cli._parser().parse_args(["bench", *arguments])
+    assert cli.settings_of(options, torch.device(device)) == settings
 
 
 def test_bench_help(capsys):

@@ -13,7 +13,7 @@ and the time that the host spends on one call are reported beside it. Inputs tha
 multiplied: calls rotate among sets of them.
 
 A card at its power limit lowers its clock over some tenths of a second, so there are two figures: cool (short slots,
-each after a pause) and sustained (long slots, timed after as many calls that are not counted).
+each after a pause) and sustained (long slots, of which the second half is timed).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import Tensor
 from flashbwd.bench.peers import Prepared
 
 GRAPH_BELOW_MS = 0.15  # includes the host's part: a call of 50 us of device time often takes 100 us to launch
+FEWEST_ROUNDS = 5
 CPU_CACHE_BYTES = 2**25  # where the system does not say
 
 
@@ -41,7 +42,7 @@ CPU_CACHE_BYTES = 2**25  # where the system does not say
 class Settings:
     """How long to measure: rounds at least; milliseconds that a slot lasts at least, and that a GPU rests before it.
 
-    ``sustained_ms`` is the length of the slots that begin when the clock has settled; with 0 there are none.
+    ``sustained_ms`` is the length of the slots in whose second half the clock has settled; with 0 there are none.
     """
 
     rounds: int = 7
@@ -50,8 +51,8 @@ class Settings:
     sustained_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rounds < 5:
-            raise ValueError(f"flashbwd: rounds is {self.rounds}, expected at least 5")
+        if self.rounds < FEWEST_ROUNDS:
+            raise ValueError(f"flashbwd: rounds is {self.rounds}, expected at least {FEWEST_ROUNDS}")
 
     def rounds_of(self, peers: int) -> int:
         """Rounds in which so many peers are interleaved: a multiple of their number, see ``order``."""
@@ -167,8 +168,8 @@ class _Runner:
             return timer.slot(self.eager, self.eager_repeats)
 
     def sustained_slot(self, timer: Timer, slot_ms: float, call_ms: float) -> float:
-        """Milliseconds of one backward of ``slot_ms``, after as many that let the clock settle."""
-        repeats = repeats_for(slot_ms, call_ms * self.backwards_a_call)
+        """Milliseconds of one backward in the second half of a slot; in the first the clock settles."""
+        repeats = repeats_for(slot_ms / 2, call_ms * self.backwards_a_call)
         with self.scope():
             return timer.slot(self.calls, repeats, lead=repeats) / self.backwards_a_call
 
@@ -220,7 +221,8 @@ def interleaved(
             timings[name].eager_ms.append(runners[name].eager_slot(timer))
         tick()
     if timer.cuda and settings.sustained_ms > 0 and not short:
-        for name in in_rounds([name for name in runners if name in sustained], settings):
+        fewest = replace(settings, rounds=FEWEST_ROUNDS)  # each takes long
+        for name in in_rounds([name for name in runners if name in sustained], fewest):
             timings[name].sustained_ms.append(runners[name].sustained_slot(timer, settings.sustained_ms, pilots[name]))
     return timings
 

@@ -160,7 +160,7 @@ def slots(report: Report) -> str:
     if pause_ms := report.settings.get("pause_ms"):
         text += f", each after a pause of {pause_ms:g} ms"
     if sustained_ms := report.settings.get("sustained_ms"):
-        text += f"; with a settled clock, {sustained_ms:g} ms after as long a time that is not counted"
+        text += f"; with a settled clock, the second half of {sustained_ms:g} ms"
     return text
 
 

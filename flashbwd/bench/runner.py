@@ -241,7 +241,9 @@ def run_case(
 
 
 def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that a bar of the case compares."""
+    """Those of ``names`` that a bar of the case compares, where matrix products may bring a GPU to its power limit."""
+    if not isinstance(case, AttentionCase):
+        return []
     over = {variant for bar in case.bars for variant in VARIANTS.get(bar.over, (bar.over,))}
     every = any(bar.over == ANY_PEER for bar in case.bars)
     wanted = over | {bar.ours for bar in case.bars}

@@ -219,6 +219,38 @@ def test_the_rule_refuses_nan_wrong_shapes_and_a_float64_error() -> None:
         tolerance.assert_close(expected + 1e-9, expected, [], "dk")
 
 
+@pytest.mark.parametrize("gradient", ["dq", "dk", "dv", "dbias"])
+def test_each_block_of_64_rows_of_each_head_has_a_limit_of_its_own(gradient: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(2, 3, 150, 8, generator=generator, dtype=torch.float64)  # batches, heads, rows
+    expected[:, :2] *= 1000
+    expected[:, 2, :128] *= 1000
+    if gradient != "dbias":
+        expected = expected.transpose(1, 2)
+    blocks = tolerance.Blocks(gradient, expected, torch.bfloat16)
+    limits = blocks.limits(blocks.errors([expected.bfloat16()]))
+    assert limits.shape == (2, 3, 3)
+    blocks.check(expected.bfloat16(), limits)
+    row = (1, 2, 149) if gradient == "dbias" else (1, 149, 2)
+    off = expected.clone()
+    off[row] = 0  # less than a rounding of the others' values
+    with pytest.raises(
+        AssertionError, match=rf"{gradient}: error .* at \({row[0]}, {row[1]}, {row[2]}, \d\) .* 1 of 18"
+    ):
+        blocks.check(off, limits)
+    off[row] = torch.nan
+    with pytest.raises(AssertionError, match="8 elements are NaN"):
+        blocks.check(off, limits)
+
+
+def test_limits_shrink_with_the_values_of_a_block() -> None:
+    expected = torch.randn(1, 64, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for scale in (1.0, 2.0**-12):
+        blocks = tolerance.Blocks("dq", scale * expected, torch.bfloat16)
+        (limit,) = blocks.limits(blocks.errors([(scale * expected).bfloat16()])).flatten().tolist()
+        assert 0.002 < limit / (scale * float(expected.abs().max())) < 0.05
+
+
 @pytest.mark.parametrize("rms", [False, True])
 def test_norm_oracle_agrees_with_torch(rms: bool) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import cases, dropout, inputs, oracle, tolerance
+from support import run
 from torch import Tensor
+
+import flashbwd
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
 
@@ -217,6 +220,24 @@ def test_the_rule_refuses_nan_wrong_shapes_and_a_float64_error() -> None:
         tolerance.assert_close(expected.T, expected, [expected], "dk")
     with pytest.raises(AssertionError, match="dk: error"):
         tolerance.assert_close(expected + 1e-9, expected, [], "dk")
+
+
+@pytest.mark.parametrize("name", ["layout_every_other_row", "varlen_seqused", "bias_bhqk"])
+def test_calls_are_given_outputs_full_of_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs.build(cases.BY_NAME[name], torch.bfloat16)
+    given: dict[str, Tensor] = {}
+
+    def writes_nothing(**arguments: Tensor) -> flashbwd.AttentionGrads:
+        given.update(arguments)
+        return flashbwd.AttentionGrads(arguments["dq"], arguments["dk"], arguments["dv"], x.reference.dbias, None)
+
+    monkeypatch.setattr(flashbwd, "attention_backward", writes_nothing)
+    grads = run(x)
+    for gradient, source in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+        assert given[gradient].isnan().all()
+        assert given[gradient].stride() == torch.empty_like(x.arguments[source]).stride()
+    with pytest.raises(AssertionError, match="dq: error nan"):
+        x.check(*grads)
 
 
 @pytest.mark.parametrize("gradient", ["dq", "dk", "dv", "dbias"])

@@ -141,6 +141,16 @@ def build(case: Case, dtype: torch.dtype = torch.float32, device: torch.device |
     return Inputs(case, dtype, seed, _arguments(case, drawn.canonical, torch.device(device)), drawn)
 
 
+def arguments_to_plan(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of a case in the memory it asks for, on the CPU, zeros for out and LSE: nothing is computed."""
+    canonical = _values(replace(case, dropout_p=0.0), dtype, 0)
+    canonical["out"] = torch.zeros_like(canonical["dout"])
+    lead = canonical["q"].shape[:-2]
+    rows = (case.heads, *lead) if case.varlen else (lead[0], case.heads, lead[1])
+    canonical["lse"] = torch.zeros(rows, dtype=lse_dtype(dtype))
+    return _arguments(case, canonical, torch.device("cpu"))
+
+
 @lru_cache(maxsize=4)  # tests that follow one another differ in backend, layout or determinism
 def _draw(case: Case, dtype: torch.dtype, seed: int) -> Draw:
     canonical = _values(case, dtype, seed)

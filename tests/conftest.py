@@ -1,4 +1,4 @@
-"""Skips without a GPU, room on it, hypothesis profiles, thread limits."""
+"""Skips without a GPU, room on it, hypothesis profiles, thread limits, the summary of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import ctypes
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from kit.summary import Summary, take_ratios
 from kit.turnstile import Turnstile
 
 _HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
@@ -30,6 +32,34 @@ if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(option, AT_MOST)
 
 KEPT_BYTES = 2**29  # of GPU memory, by a worker between tests
+
+
+SUMMARY = Summary()
+STARTED = time.monotonic()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        take_ratios(item)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    SUMMARY.add(report)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if lines := SUMMARY.table():
+        terminalreporter.section("largest error over its limit")
+        terminalreporter.write("\n".join(lines) + "\n")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = os.environ.get("FLASHBWD_TEST_SUMMARY")
+    if path and not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist reports to its starter
+        SUMMARY.write(Path(path), time.monotonic() - STARTED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

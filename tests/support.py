@@ -8,6 +8,8 @@ import pytest
 import torch
 from kit import cases, inputs
 from kit.inputs import Inputs
+from kit.summary import DECLARED
+from kit.support_matrix import declared_refusals
 from torch import Tensor
 
 import flashbwd
@@ -38,21 +40,40 @@ Target = tuple[str, str, torch.dtype]
 
 def arguments_of(x: Inputs, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of attention_backward for the inputs of a case; ``changes`` replace or add some."""
-    arguments = dict(x.arguments)
-    if (state := x.rng_state()) is not None:
-        arguments["rng_state"] = flashbwd.RngState(*state)
-    return arguments | changes
+    return with_rng_state(x.case, x.arguments) | changes
 
 
-def run(x: Inputs, backend: str = "auto", **changes: Any) -> flashbwd.AttentionGrads:
-    """attention_backward of a case on a forced backend."""
-    with flashbwd.use_backend(backend):
-        return flashbwd.attention_backward(**arguments_of(x, **changes))
+def with_rng_state(case: cases.Case, arguments: dict[str, Any]) -> dict[str, Any]:
+    if case.dropout_p == 0:
+        return dict(arguments)
+    return arguments | {"rng_state": flashbwd.RngState(case.rng_seed, case.rng_offset, case.rng_layout)}
 
 
-def refusal(x: Inputs, backend: str, **changes: Any) -> str | None:
-    """Why a backend does not take a case, in its words; None where it does."""
+def run(x: Inputs, backend: str = "auto", *, poison: bool = True, **changes: Any) -> flashbwd.AttentionGrads:
+    """attention_backward of a case on a forced backend, which writes to memory that holds NaN.
+
+    Without ``poison`` the operator allocates its outputs.
+    """
     arguments = arguments_of(x, **changes)
+    with flashbwd.use_backend(backend):
+        return flashbwd.attention_backward(**(with_nan_outputs(arguments) if poison else arguments))
+
+
+def with_nan_outputs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """With outputs full of NaN where none are given: such as the operator would allocate.
+
+    dbias and dsink cannot be given. The allocator has blocks of their sizes at hand that hold NaN.
+    """
+    for name in ("attn_bias", "sink"):
+        if arguments.get(name) is not None:
+            torch.full_like(arguments[name], torch.nan)  # freed at once
+    outputs = {gradient: arguments[source] for gradient, source in (("dq", "q"), ("dk", "k"), ("dv", "v"))}
+    poisoned = {name: torch.full_like(x, torch.nan) for name, x in outputs.items() if arguments.get(name) is None}
+    return arguments | poisoned
+
+
+def refusal_of(arguments: dict[str, Any], backend: str) -> str | None:
+    """Why a backend does not take a call, in its words; None where it does."""
     flashbwd.plan_attention_backward(**arguments)  # raises where the case itself is wrong
     try:
         with flashbwd.use_backend(backend):
@@ -62,10 +83,37 @@ def refusal(x: Inputs, backend: str, **changes: Any) -> str | None:
     return None
 
 
-def skip_where_refused(x: Inputs, backend: str, **changes: Any) -> None:
-    """Skip the running test where a kernel family says that it does not take the case."""
-    if (reason := refusal(x, backend, **changes)) is not None:
-        pytest.skip(reason)
+def as_declared(reason: str | None, expected: list[str], backend: str) -> str | None:
+    """``reason``, a refusal or None, if that is what was expected; fails the running test otherwise."""
+    if reason is None and expected:
+        pytest.fail(f"{backend} runs what the support matrix says it refuses: {' or '.join(expected)}")
+    if reason is not None and not any(words in reason for words in expected):
+        pytest.fail(f"{backend} refuses what the support matrix says it runs, or for another reason: {reason}")
+    return reason
+
+
+def declared_refusal(arguments: dict[str, Any], backend: str, need_dbias: bool = True) -> str | None:
+    """Why a backend refuses a call, None where it takes it; the running test fails where the support matrix differs."""
+    device = arguments["q"].device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    expected = declared_refusals(arguments, backend, capability, need_dbias)
+    return as_declared(refusal_of(arguments, backend), expected, backend)
+
+
+def refusal(x: Inputs, backend: str, **changes: Any) -> str | None:
+    """The same for a case."""
+    return declared_refusal(arguments_of(x, **changes), backend)
+
+
+def skip_where_refused(x: Inputs, backend: str, need_dbias: bool = True, **changes: Any) -> None:
+    """Skip the running test where a backend refuses the case as the support matrix says; fail it where they differ."""
+    skip_where_arguments_refused(arguments_of(x, **changes), backend, need_dbias)
+
+
+def skip_where_arguments_refused(arguments: dict[str, Any], backend: str, need_dbias: bool = True) -> None:
+    """The same for the arguments of a call."""
+    if (reason := declared_refusal(arguments, backend, need_dbias)) is not None:
+        pytest.skip(DECLARED + reason)
 
 
 def skip_without_kernels(target: Target) -> None:
@@ -86,7 +134,8 @@ def run_copies(case: cases.Case, target: Target, copies: int, heads: bool = Fals
     device, backend, dtype = target
     x = inputs.build(case, dtype, device)
     skip_where_refused(x, backend)
-    grads = run(x, backend, **{name: repeated(x.arguments[name], copies, heads) for name in MAIN})
+    tensors: dict[str, Any] = {name: repeated(x.arguments[name], copies, heads) for name in MAIN}
+    grads = run(x, backend, **tensors)
     dim = 2 if heads else 0
     dq, dk, dv = (grad.unflatten(dim, (copies, -1)).movedim(dim, 0) for grad in grads[:3])
     for at in {0, 1, copies // 2, copies - 2, copies - 1}:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit import cases, inputs
-from support import skip_where_refused
+from support import MAIN, skip_where_refused, with_nan_outputs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,6 +34,11 @@ def main(x: inputs.Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, dout
 
 
+def backward(*tensors: Tensor, **options: Any) -> flashbwd.AttentionGrads:
+    """attention_backward into memory that holds NaN."""
+    return flashbwd.attention_backward(**with_nan_outputs(dict(zip(MAIN, tensors, strict=True)) | options))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_cpu_flash_forward(causal: bool, dtype: torch.dtype) -> None:
@@ -43,7 +48,7 @@ def test_the_cpu_flash_forward(causal: bool, dtype: torch.dtype) -> None:
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal
     )
     out, lse = out.transpose(1, 2), lse.to(inputs.lse_dtype(dtype))
-    x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=x.case.causal))
+    x.check(*backward(dout, q, k, v, out, lse, causal=x.case.causal))
 
 
 @pytest.mark.gpu
@@ -55,7 +60,7 @@ def test_the_flash_forward(seqlen_k: int, causal: bool, backend: str) -> None:
     q, k, v, dout = main(x)
     out, lse, _, _, _ = aten._flash_attention_forward(q, k, v, None, None, 75, seqlen_k, 0.0, causal, False)
     with flashbwd.use_backend(backend):
-        x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=causal))
+        x.check(*backward(dout, q, k, v, out, lse, causal=causal))
 
 
 @pytest.mark.gpu
@@ -67,7 +72,7 @@ def test_the_flash_forward_of_packed_sequences(backend: str) -> None:
     lengths = {name: x.arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
     out, lse, _, _, _ = aten._flash_attention_forward(q, k, v, *lengths.values(), 0.0, True, False)
     with flashbwd.use_backend(backend):
-        x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=True, **lengths))
+        x.check(*backward(dout, q, k, v, out, lse, causal=True, **lengths))
 
 
 @pytest.mark.gpu
@@ -84,7 +89,7 @@ def test_the_memory_efficient_forward(bias: str | None, mask_type: int, backend:
     )
     assert lse.shape[-1] == 96  # roundup(75, 32)
     with flashbwd.use_backend(backend):
-        x.check(*flashbwd.attention_backward(dout, q, k, v, out, lse, causal=causal, attn_bias=attn_bias))
+        x.check(*backward(dout, q, k, v, out, lse, causal=causal, attn_bias=attn_bias))
 
 
 @pytest.mark.gpu
@@ -97,7 +102,7 @@ def test_the_cudnn_forward(causal: bool, backend: str) -> None:
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False
     )
     with flashbwd.use_backend(backend):
-        x.check(*flashbwd.attention_backward(dout, q, k, v, out.transpose(1, 2), lse, causal=x.case.causal))
+        x.check(*backward(dout, q, k, v, out.transpose(1, 2), lse, causal=x.case.causal))
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ from flashbwd.bench import (
     block_peers,
     cases,
     decoding_peers,
+    errors,
     machine,
     measure,
     norm_peers,
@@ -39,7 +40,7 @@ from flashbwd.bench import (
     results,
     runner,
 )
-from flashbwd.bench.cases import AttentionCase, Bar, NormCase
+from flashbwd.bench.cases import TOLERANCES, AttentionCase, Bar, NormCase
 from flashbwd.bench.measure import Settings
 
 CPU = torch.device("cpu")
@@ -469,32 +470,56 @@ def test_oracle_of_slices_agrees_with_the_test_kit(case):
     whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, causal=case.causal, window_size=window, **scores)
     grads = (whole.dq, whole.dk, whole.dv) if x.bias is None else (whole.dq, whole.dk, whole.dv, whole.dbias)
     prepared = peers.Prepared(lambda: grads)
-    errors = runner.attention_errors(case, x, prepared, grads)
-    assert max(errors.values()) < 1e-12
-    for n, name in enumerate(errors):
+    found = errors.attention_errors(case, x, prepared, grads)
+    assert max(found.values()) < 1e-12
+    for n, name in enumerate(found):
         spoilt = [g.clone() for g in grads]
         spoilt[n].view(-1)[-1] += 1e-3
-        assert runner.attention_errors(case, x, prepared, spoilt)[name] > 1e-7
+        assert errors.attention_errors(case, x, prepared, spoilt)[name] > 1e-7
 
 
-def test_varlen_slices_are_the_longest_and_the_shortest():
+def test_varlen_slices_are_the_longest_the_shortest_and_the_last():
     case = replace(TINY, batch=3, seqlen=9, lengths=(9, 1, 4), causal=True)
     x = attention_peers.make_inputs(replace(case, dtype="fp64"), CPU, 0)
     whole = kit_oracle.attention(
         x.q, x.k, x.v, x.dout, causal=True, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens
     )
     grads = (whole.dq, whole.dk, whole.dv)
-    assert runner._attention_slices(case) == [(0, 3), (1, 0)]
-    assert max(runner.attention_errors(case, x, peers.Prepared(lambda: grads), grads).values()) < 1e-12
+    assert errors._attention_slices(case) == [(0, 3), (1, 0), (2, 2)]
+    assert max(errors.attention_errors(case, x, peers.Prepared(lambda: grads), grads).values()) < 1e-12
+
+
+@pytest.mark.parametrize("case", [TINY, replace(TINY, batch=5, heads_kv=2), replace(TINY, bias_batch=1)])
+def test_slices_are_of_several_heads_and_sequences(case):
+    slices = errors._attention_slices(case)
+    assert {0, case.batch - 1} <= {b for b, _ in slices}
+    assert {0, case.heads_kv - 1} <= {kv for _, kv in slices}
+    assert len(set(slices)) == len(slices)
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_zeros_for_the_last_rows_of_any_slice_are_wrong(name, at):
+    case = replace(TINY, batch=2, seqlen=2048, head_dim=32, head_dim_v=32, causal=True, dtype="bf16")
+    x = attention_peers.make_inputs(case, CPU, 0)
+    wide = [t.float() for t in (x.q, x.k, x.v, x.dout)]
+    grads = kit_oracle.attention(*wide, causal=True, dtype=torch.float32)
+    rounded = {of: getattr(grads, of).bfloat16() for of in ("dq", "dk", "dv")}
+    prepared = peers.Prepared(lambda: tuple(rounded.values()))
+    limit = TOLERANCES["bf16"]
+    assert max(errors.attention_errors(case, x, prepared, list(rounded.values())).values()) < limit / 4
+    b, head = (0, 0) if at == "first" else (1, -1)
+    rounded[name][b, -140:, head] = 0  # the norm of the whole slice does not show it
+    assert errors.attention_errors(case, x, prepared, list(rounded.values()))[name] > limit
 
 
 def test_nan_anywhere_is_an_error():
     x = attention_peers.make_inputs(TINY, CPU, 0)
     grads = attention_peers.torch_cpu_flash(TINY, x).backward()
     grads[1][0, 3, 0, 0] = torch.nan  # type: ignore[index]
-    errors = runner.attention_errors(TINY, x, peers.Prepared(lambda: grads), grads)
-    assert math.isnan(errors["dk"])
-    assert errors["dq"] < 1e-5
+    found = errors.attention_errors(TINY, x, peers.Prepared(lambda: grads), grads)
+    assert math.isnan(found["dk"])
+    assert found["dq"] < 1e-5
 
 
 def test_dropout_mask_is_read_off_a_forward():
@@ -523,8 +548,8 @@ def test_dropout_reaches_the_oracle():
         p = torch.softmax(torch.einsum("bshd,bthd->bhst", x.q, x.k) / 4, -1) * torch.stack(masks)
         return torch.einsum("bhst,bthd->bshd", p, v)
 
-    errors = runner.attention_errors(case, x, peers.Prepared(lambda: grads, forward=forward), grads)
-    assert max(errors.values()) < 1e-12
+    found = errors.attention_errors(case, x, peers.Prepared(lambda: grads, forward=forward), grads)
+    assert max(found.values()) < 1e-12
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -801,9 +826,9 @@ def test_block_peers_take_the_same_step_again_and_again(case):
     x = block_peers.make_inputs(case, CPU, 0)
     step = block_peers.eager(case, x).backward
     for grads in (step(), step()):
-        errors = runner.block_errors(x, grads)
-        assert len(errors) == 1 + len(list(x.block.parameters()))
-        assert max(errors.values()) < 1e-5
+        found = errors.block_errors(x, grads)
+        assert len(found) == 1 + len(list(x.block.parameters()))
+        assert max(found.values()) < 1e-5
 
 
 @pytest.mark.parametrize(("asked", "slot_ms"), [(20.0, 1000.0), (1500.0, 1500.0)])

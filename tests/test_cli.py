@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from kit import summary
 
 import flashbwd
 from flashbwd import __main__ as cli
@@ -252,7 +253,9 @@ def test_gpu_run_without_libraries_runs_nothing_else(gpu_run, monkeypatch, tmp_p
     [
         (0, "== 20 passed, 3 deselected in 4.20s ==", ("passed", "20 passed, 3 deselected")),
         (1, "FAILED tests/x.py\n2 failed, 18 passed in 4.20s", ("FAILED", "2 failed, 18 passed")),
-        (5, "no tests ran", ("passed", "no tests ran")),
+        (0, "968 skipped in 4.20s", ("FAILED", "968 skipped")),
+        (0, "1 passed, 968 skipped in 4.20s", ("passed", "1 passed, 968 skipped")),
+        (5, "no tests ran", ("FAILED", "no tests ran")),
         (2, "1 error in 0.5s", ("FAILED", "1 error")),
     ],
 )
@@ -264,6 +267,17 @@ def test_gpu_run_judges_pytest(gpu_run, status, output, outcome):
     ("status", "output", "outcome"),
     [
         (0, "9 passed in 4s\n========= ERROR SUMMARY: 0 errors", ("passed", "9 passed, ERROR SUMMARY: 0 errors")),
+        (0, "90 skipped in 4s\n========= ERROR SUMMARY: 0 errors", ("FAILED", "90 skipped, ERROR SUMMARY: 0 errors")),
+        (
+            0,
+            "SKIPPED [1] tests/x.py:3: refused as declared: it needs 9.0\n1 passed, 1 skipped in 4s",
+            ("passed", "1 passed, 1 skipped"),
+        ),
+        (
+            0,
+            "SKIPPED [1] tests/x.py:3: it takes no softcap\n1 passed, 1 skipped in 4s",
+            ("FAILED", "1 passed, 1 skipped, SKIPPED [1] tests/x.py:3: it takes no softcap"),
+        ),
         (86, "9 passed in 4s\n========= ERROR SUMMARY: 2 errors", ("FAILED", "9 passed, ERROR SUMMARY: 2 errors")),
     ],
 )
@@ -274,6 +288,10 @@ def test_gpu_run_judges_the_sanitizer(gpu_run, status, output, outcome):
 @pytest.mark.parametrize(("status", "word"), [(0, "passed"), (3, "left"), (1, "FAILED")])
 def test_gpu_run_judges_the_benchmark(gpu_run, status, word):
     assert gpu_run.by_bench(status, "x\nbars: 3 reached\nwritten: y") == (word, "bars: 3 reached")
+
+
+def test_gpu_run_knows_declared_refusals_as_the_tests_write_them(gpu_run):
+    assert gpu_run.REFUSED_AS_DECLARED == summary.DECLARED
 
 
 def test_gpu_run_wants_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):

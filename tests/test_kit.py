@@ -11,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import cases, dropout, inputs, oracle, tolerance
+from support import run
 from torch import Tensor
+
+import flashbwd
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
 
@@ -217,6 +220,56 @@ def test_the_rule_refuses_nan_wrong_shapes_and_a_float64_error() -> None:
         tolerance.assert_close(expected.T, expected, [expected], "dk")
     with pytest.raises(AssertionError, match="dk: error"):
         tolerance.assert_close(expected + 1e-9, expected, [], "dk")
+
+
+@pytest.mark.parametrize("name", ["layout_every_other_row", "varlen_seqused", "bias_bhqk"])
+def test_calls_are_given_outputs_full_of_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs.build(cases.BY_NAME[name], torch.bfloat16)
+    given: dict[str, Tensor] = {}
+
+    def writes_nothing(**arguments: Tensor) -> flashbwd.AttentionGrads:
+        given.update(arguments)
+        return flashbwd.AttentionGrads(arguments["dq"], arguments["dk"], arguments["dv"], x.reference.dbias, None)
+
+    monkeypatch.setattr(flashbwd, "attention_backward", writes_nothing)
+    grads = run(x)
+    for gradient, source in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+        assert given[gradient].isnan().all()
+        assert given[gradient].stride() == torch.empty_like(x.arguments[source]).stride()
+    with pytest.raises(AssertionError, match="dq: error nan"):
+        x.check(*grads)
+
+
+@pytest.mark.parametrize("gradient", ["dq", "dk", "dv", "dbias"])
+def test_each_block_of_64_rows_of_each_head_has_a_limit_of_its_own(gradient: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(2, 3, 150, 8, generator=generator, dtype=torch.float64)  # batches, heads, rows
+    expected[:, :2] *= 1000
+    expected[:, 2, :128] *= 1000
+    if gradient != "dbias":
+        expected = expected.transpose(1, 2)
+    blocks = tolerance.Blocks(gradient, expected, torch.bfloat16)
+    limits = blocks.limits(blocks.errors([expected.bfloat16()]))
+    assert limits.shape == (2, 3, 3)
+    blocks.check(expected.bfloat16(), limits)
+    row = (1, 2, 149) if gradient == "dbias" else (1, 149, 2)
+    off = expected.clone()
+    off[row] = 0  # less than a rounding of the others' values
+    with pytest.raises(
+        AssertionError, match=rf"{gradient}: error .* at \({row[0]}, {row[1]}, {row[2]}, \d\) .* 1 of 18"
+    ):
+        blocks.check(off, limits)
+    off[row] = torch.nan
+    with pytest.raises(AssertionError, match="8 elements are NaN"):
+        blocks.check(off, limits)
+
+
+def test_limits_shrink_with_the_values_of_a_block() -> None:
+    expected = torch.randn(1, 64, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for scale in (1.0, 2.0**-12):
+        blocks = tolerance.Blocks("dq", scale * expected, torch.bfloat16)
+        (limit,) = blocks.limits(blocks.errors([(scale * expected).bfloat16()])).flatten().tolist()
+        assert 0.002 < limit / (scale * float(expected.abs().max())) < 0.05
 
 
 @pytest.mark.parametrize("rms", [False, True])

@@ -15,6 +15,7 @@ import torch
 from kit import cases, decoding, inputs
 from kit.cases import Case
 from kit.decoding import Shape
+from support import run, skip_where_refused
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
@@ -81,15 +82,8 @@ ATTENTION = [
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention_kernels(case: Case, backend: str) -> None:
     x = inputs.build(case, torch.bfloat16, "cuda")
-    arguments = dict(x.arguments)
-    if (state := x.rng_state()) is not None:
-        arguments["rng_state"] = flashbwd.RngState(*state)
-    with flashbwd.use_backend(backend):
-        try:
-            flashbwd.plan_attention_backward(**arguments)
-        except ValueError as refusal:
-            pytest.skip(str(refusal))
-        x.check(*flashbwd.attention_backward(**arguments))
+    skip_where_refused(x, backend)
+    x.check(*run(x, backend))
 
 
 @pytest.mark.parametrize("rms", [False, True])

@@ -5,6 +5,7 @@
 ========== ==============================================================================
 cases      what is measured: shapes, features, the bars each must reach
 oracle     float64 gradients of the naive formula, on slices
+errors     of each peer's gradients, against it: the largest over blocks of rows
 peers      who is measured on attention (PyTorch's kernels, flex_attention, this library)
 norm_peers likewise, on LayerNorm and RMSNorm; decoding_peers, on short-query decoding
 measure    how: interleaved rounds, CUDA events or graphs, memory, ceilings

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flashbwd.bench import ahead, attention_peers, block_peers, decoding_peers, machine, measure, norm_peers, oracle
+from flashbwd.bench import ahead, attention_peers, block_peers, decoding_peers, errors, machine, measure, norm_peers
 from flashbwd.bench.cases import (
     ANY_PEER,
     BLOCK_SLOT_MS,
@@ -31,115 +30,6 @@ from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
 
 SEED = 20
-NORM_ROWS_CHECKED = 256
-
-# ---- correctness ---------------------------------------------------------------------------------
-
-
-def _attention_slices(case: AttentionCase) -> list[tuple[int, int]]:
-    """(sequence, key head) pairs whose gradients are compared: the longest and the shortest, another head for each."""
-    if case.lengths:
-        longest = max(range(case.batch), key=lambda b: case.lengths[b])  # type: ignore[index]
-        shortest = min(range(case.batch), key=lambda b: case.lengths[b])  # type: ignore[index]
-        return [(longest, case.heads_kv - 1), (shortest, 0)]
-    if case.bias_batch and case.bias_batch < case.batch:  # the bias gradient sums over all sequences
-        return [(b, case.heads_kv - 1) for b in range(case.batch)]
-    return [(case.batch - 1, case.heads_kv - 1)]
-
-
-def attention_errors(
-    case: AttentionCase, x: attention_peers.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
-) -> dict[str, float]:
-    """Relative error of dq, dk, dv (and dbias) against float64 on slices; NaN if anything anywhere is not finite."""
-    names = ["dq", "dk", "dv", "dbias"][: len(grads)]
-    expected: dict[str, list[Tensor]] = {name: [] for name in names}
-    actual: dict[str, list[Tensor]] = {name: [] for name in names}
-    group = case.heads // case.heads_kv
-    starts = [0, *torch.tensor(case.lengths).cumsum(0).tolist()] if case.lengths else []
-    bias_sum: Tensor | None = None
-    for b, kv in _attention_slices(case):
-        where: Any = slice(starts[b], starts[b + 1]) if case.lengths else b
-        heads = slice(kv * group, (kv + 1) * group)
-        keep = bias = None
-        if case.dropout_p > 0 and prepared.forward is not None:
-            with prepared.scope():
-                keep = attention_peers.dropout_mask(case, x, prepared.forward, b)[:, heads].transpose(0, 1)
-        if x.bias is not None:
-            bias = x.bias[min(b, x.bias.shape[0] - 1), heads]
-        dq, dk, dv, dbias = oracle.attention_slice(
-            x.q[where][:, heads],
-            x.k[where][:, kv],
-            x.v[where][:, kv],
-            x.dout[where][:, heads],
-            causal=case.causal,
-            window=case.window,
-            softcap=case.softcap,
-            slopes=None if x.alibi_slopes is None else x.alibi_slopes[heads],
-            bias=bias,
-            keep=keep,
-            dropout_p=case.dropout_p,
-        )
-        for name, reference in (("dq", dq), ("dk", dk), ("dv", dv)):
-            grad = grads[names.index(name)]
-            assert grad is not None
-            expected[name].append(reference)
-            actual[name].append(grad[where][:, heads if name == "dq" else kv])
-        if dbias is not None:
-            bias_sum = dbias if bias_sum is None else bias_sum + dbias
-    if bias_sum is not None:
-        b, kv = _attention_slices(case)[-1]
-        dbias = grads[3]
-        assert dbias is not None
-        expected["dbias"].append(bias_sum)
-        actual["dbias"].append(dbias[min(b, dbias.shape[0] - 1), kv * group : (kv + 1) * group])
-    return _worst_errors(names, expected, actual, grads)
-
-
-def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
-    """Relative error of dx (on rows spread over all), dgamma and dbeta against float64."""
-    rows = torch.linspace(0, case.rows - 1, min(case.rows, NORM_ROWS_CHECKED), device=x.x.device).long()
-    references = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=case.rms, rows=rows)
-    names = ["dx", "dgamma"] + ([] if case.rms else ["dbeta"])
-    expected = {name: [ref] for name, ref in zip(names, references, strict=False) if ref is not None}
-    actual = {name: [g[rows] if name == "dx" else g] for name, g in zip(names, grads, strict=False) if g is not None}
-    return _worst_errors(names, expected, actual, grads)
-
-
-def decoding_errors(
-    case: DecodingCase, x: decoding_peers.DecodingInputs, outputs: Sequence[Tensor | None]
-) -> dict[str, float]:
-    """Relative error of the last batch's output, or of its gradients, against float64."""
-    names = ["dq", "dk", "dv"] if case.backward else ["out"]
-    expected = {name: [tensor] for name, tensor in zip(names, decoding_peers.expected(case, x), strict=True)}
-    actual = {name: [tensor[-1]] for name, tensor in zip(names, outputs, strict=True) if tensor is not None}
-    return _worst_errors(names, expected, actual, outputs)
-
-
-def block_errors(x: block_peers.BlockInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
-    """Relative error of dx and of every parameter's gradient against float32."""
-    names = ["dx", *(name for name, _ in x.block.named_parameters())]
-    return _worst_errors(
-        names,
-        {name: [expected] for name, expected in zip(names, x.expected, strict=True)},
-        {name: [grad] for name, grad in zip(names, grads, strict=True) if grad is not None},
-        grads,
-    )
-
-
-def _worst_errors(
-    names: Sequence[str],
-    expected: dict[str, list[Tensor]],
-    actual: dict[str, list[Tensor]],
-    grads: Sequence[Tensor | None],
-) -> dict[str, float]:
-    finite = {name: bool(torch.isfinite(g).all()) for name, g in zip(names, grads, strict=False) if g is not None}
-    return {
-        name: max(oracle.relative_error(a, e) for a, e in zip(actual[name], expected[name], strict=True))
-        if finite[name]
-        else float("nan")
-        for name in names
-    }
-
 
 # ---- one case ------------------------------------------------------------------------------------
 
@@ -254,23 +144,23 @@ def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> Pe
     """The result of a peer before it is timed: right or wrong, work and memory."""
     with prepared.scope():
         grads = prepared.backward()
-    errors: dict[str, float] = {}
+    found: dict[str, float] = {}
     if grads and prepared.checked:
         if isinstance(case, AttentionCase):
-            errors = attention_errors(case, x, prepared, grads)
+            found = errors.attention_errors(case, x, prepared, grads)
         elif isinstance(case, DecodingCase):
-            errors = decoding_errors(case, x, grads)
+            found = errors.decoding_errors(case, x, grads)
         elif isinstance(case, BlockCase):
-            errors = block_errors(x, grads)
+            found = errors.block_errors(x, grads)
         else:
-            errors = norm_errors(case, x, grads)
-    bad = {name: error for name, error in errors.items() if not error <= TOLERANCES[case.dtype]}
+            found = errors.norm_errors(case, x, grads)
+    bad = {name: error for name, error in found.items() if not error <= TOLERANCES[case.dtype]}
     del grads
     return PeerResult(
         WRONG if bad else OK,
         ", ".join(f"{name} is off by {error:.2e}" for name, error in bad.items()),
         work=case.work if prepared.work is None else prepared.work,
-        errors=errors,
+        errors=found,
         extra_bytes=measure.extra_bytes(prepared, device),
         workspace_bytes=prepared.workspace_bytes,
         plan=prepared.plan,

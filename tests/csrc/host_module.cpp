@@ -69,7 +69,11 @@ void bind_problem(py::module_& m) {
       .value("kFloat16", DType::kFloat16)
       .value("kBFloat16", DType::kBFloat16)
       .value("kFloat32", DType::kFloat32)
-      .value("kFloat64", DType::kFloat64);
+      .value("kFloat64", DType::kFloat64)
+      .value("kInt32", DType::kInt32)
+      .value("kInt64", DType::kInt64)
+      .value("kUInt64", DType::kUInt64)
+      .value("kUInt8", DType::kUInt8);
   py::class_<AttentionProblem>(m, "AttentionProblem")
       .def(py::init<>())
       .def_readwrite("dtype", &AttentionProblem::dtype)
@@ -105,6 +109,54 @@ void bind_problem(py::module_& m) {
       .def_readwrite("window_left", &AttentionProblem::window_left)
       .def_readwrite("window_right", &AttentionProblem::window_right)
       .def_readwrite("has_seqused", &AttentionProblem::has_seqused);
+}
+
+// Of a tensor on the first GPU, wherever its memory is: nothing is read.
+TensorDesc on_gpu(int64_t address, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                  DType dtype) {
+  TensorDesc view = view_of(address, sizes, strides, dtype);
+  view.device.type = DeviceType::kCUDA;
+  view.defined = true;
+  return view;
+}
+
+void bind_arguments(py::module_& m) {
+  m.def("on_gpu", &on_gpu);
+  py::class_<AttentionArguments>(m, "AttentionArguments")
+      .def(py::init<>())
+      .def_readwrite("dout", &AttentionArguments::dout)
+      .def_readwrite("q", &AttentionArguments::q)
+      .def_readwrite("k", &AttentionArguments::k)
+      .def_readwrite("v", &AttentionArguments::v)
+      .def_readwrite("out", &AttentionArguments::out)
+      .def_readwrite("softmax_lse", &AttentionArguments::softmax_lse)
+      .def_readwrite("attn_bias", &AttentionArguments::attn_bias)
+      .def_readwrite("alibi_slopes", &AttentionArguments::alibi_slopes)
+      .def_readwrite("sink", &AttentionArguments::sink)
+      .def_readwrite("dlse", &AttentionArguments::dlse)
+      .def_readwrite("rng_seed", &AttentionArguments::rng_seed)
+      .def_readwrite("rng_offset", &AttentionArguments::rng_offset)
+      .def_readwrite("cu_seqlens_q", &AttentionArguments::cu_seqlens_q)
+      .def_readwrite("cu_seqlens_k", &AttentionArguments::cu_seqlens_k)
+      .def_readwrite("seqused_q", &AttentionArguments::seqused_q)
+      .def_readwrite("seqused_k", &AttentionArguments::seqused_k)
+      .def_readwrite("softmax_scale", &AttentionArguments::softmax_scale)
+      .def_readwrite("causal", &AttentionArguments::causal)
+      .def_readwrite("window_left", &AttentionArguments::window_left)
+      .def_readwrite("window_right", &AttentionArguments::window_right)
+      .def_readwrite("softcap", &AttentionArguments::softcap)
+      .def_readwrite("dropout_p", &AttentionArguments::dropout_p)
+      .def_readwrite("rng_layout", &AttentionArguments::rng_layout)
+      .def_readwrite("max_seqlen_q", &AttentionArguments::max_seqlen_q)
+      .def_readwrite("max_seqlen_k", &AttentionArguments::max_seqlen_k)
+      .def_readwrite("need_dbias", &AttentionArguments::need_dbias)
+      .def_readwrite("deterministic", &AttentionArguments::deterministic)
+      .def_readwrite("backend", &AttentionArguments::backend)
+      .def_readwrite("allow_tf32", &AttentionArguments::allow_tf32)
+      .def_readwrite("dq", &AttentionArguments::dq)
+      .def_readwrite("dk", &AttentionArguments::dk)
+      .def_readwrite("dv", &AttentionArguments::dv)
+      .def_readwrite("workspace", &AttentionArguments::workspace);
 }
 
 void bind_workspace(py::module_& m) {
@@ -191,6 +243,10 @@ void bind_plan(py::module_& m) {
         return py::make_tuple(tile.shared_bytes() + sm80::kAlignmentBytes, tile.threads());
       },
       "Of a plan of this family: bytes of shared memory and threads of a CTA, and whether its tile has every feature.");
+  m.def("plan_of_arguments", [](AttentionArguments arguments, const DeviceInfo& device) {
+    arguments.plan_only = true;
+    return to_json(plan_attention(check_attention(arguments), device));
+  });
   m.def("plan_attention", [](AttentionProblem problem, const DeviceInfo& device) {
     problem.device.type = DeviceType::kCUDA;
     return plan_attention(problem, device);
@@ -356,6 +412,7 @@ void bind_decoding(py::module_& m) {
 PYBIND11_MODULE(flashbwd_host_tests, m) {
   m.doc() = "Host arithmetic of flashbwd: plans, workspace and schedule.";
   flashbwd::bind_problem(m);
+  flashbwd::bind_arguments(m);
   flashbwd::bind_workspace(m);
   flashbwd::bind_plan(m);
   flashbwd::bind_visibility(m);

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flashbwd import _ops
 
 BUILT = Path(__file__).resolve().parent.parent / "_built"
 NAME = "flashbwd_host_tests"
@@ -54,6 +62,35 @@ def dense_problem(host: ModuleType, **changes: Any) -> Any:
 def device_info(host: ModuleType, **values: Any) -> Any:
     """A GPU that need not be there."""
     return _with(host.DeviceInfo(), values)
+
+
+_DTYPES = {"float16": "kFloat16", "bfloat16": "kBFloat16", "float32": "kFloat32", "float64": "kFloat64"}
+_DTYPES |= {"int32": "kInt32", "int64": "kInt64", "uint64": "kUInt64", "uint8": "kUInt8"}
+
+
+@contextmanager
+def planned_for(device: Any) -> Iterator[None]:
+    """Within, ``plan_attention_backward`` plans for a GPU that need not be there (a ``device_info``), as on which it
+    treats every tensor."""
+    host = load_host()
+    call = _ops.call
+
+    def described(tensor: Tensor) -> Any:
+        dtype = getattr(host.DType, _DTYPES[str(tensor.dtype).removeprefix("torch.")])
+        return host.on_gpu(tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), dtype)
+
+    def call_here(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        if operator is not torch.ops.flashbwd.plan_attention_backward:
+            return call(operator, *args, **kwargs)
+        dout, *others = args
+        args = (dout if dout.stride(-1) == 1 else dout.contiguous(), *others)  # as the operator does
+        given = dict(zip(("dout", "q", "k", "v", "out", "softmax_lse"), args, strict=True)) | kwargs
+        del given["plan_device"]
+        values = {n: described(v) if isinstance(v, Tensor) else v for n, v in given.items() if v is not None}
+        return host.plan_of_arguments(_with(host.AttentionArguments(), values), device)
+
+    with mock.patch.object(_ops, "call", call_here):
+        yield
 
 
 def _with(target: Any, values: dict[str, Any]) -> Any:

@@ -1,0 +1,136 @@
+"""Errors of the gradients that a peer computes, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashbwd.bench import attention_peers, block_peers, decoding_peers, norm_peers, oracle
+from flashbwd.bench.cases import AttentionCase, DecodingCase, NormCase
+from flashbwd.bench.peers import Prepared
+
+NORM_ROWS_CHECKED = 256
+
+
+def _attention_slices(case: AttentionCase) -> list[tuple[int, int]]:
+    """(sequence, key head) pairs whose gradients are compared, all rows of each: the first, the middle and the last.
+
+    Of packed sequences the longest, the shortest and the last one; where sequences share the gradient of a bias, all.
+    """
+    first, middle, last = 0, case.heads_kv // 2, case.heads_kv - 1
+    if case.lengths:
+        longest = max(range(case.batch), key=lambda b: case.lengths[b])  # type: ignore[index]
+        shortest = min(range(case.batch), key=lambda b: case.lengths[b])  # type: ignore[index]
+        pairs = [(longest, last), (shortest, first), (case.batch - 1, middle)]
+    elif case.bias_batch and case.bias_batch < case.batch:  # the bias gradient sums over all sequences
+        pairs = [(b, kv) for kv in (first, last) for b in range(case.batch)]
+    else:
+        pairs = [(0, first), (case.batch // 2, middle), (case.batch - 1, last)]
+    return list(dict.fromkeys(pairs))
+
+
+def _slice_of(case: AttentionCase, b: int) -> Any:
+    """Where the rows of a sequence are."""
+    if not case.lengths:
+        return b
+    start = sum(case.lengths[:b])
+    return slice(start, start + case.lengths[b])
+
+
+def attention_errors(
+    case: AttentionCase, x: attention_peers.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
+) -> dict[str, float]:
+    """Relative error of dq, dk, dv (and dbias) against float64 on slices; NaN if anything anywhere is not finite.
+
+    The largest over blocks of rows.
+    """
+    names = ["dq", "dk", "dv", "dbias"][: len(grads)]
+    expected: dict[str, list[Tensor]] = {name: [] for name in names}
+    actual: dict[str, list[Tensor]] = {name: [] for name in names}
+    group = case.heads // case.heads_kv
+    bias_sums: dict[tuple[int, int], Tensor] = {}  # by the bias's own batch and the key head
+    masks: dict[int, Tensor] = {}
+    for b, kv in _attention_slices(case):
+        where = _slice_of(case, b)
+        heads = slice(kv * group, (kv + 1) * group)
+        bias_b = 0 if x.bias is None else min(b, x.bias.shape[0] - 1)
+        if case.dropout_p > 0 and prepared.forward is not None and b not in masks:
+            with prepared.scope():
+                masks = {b: attention_peers.dropout_mask(case, x, prepared.forward, b)}
+        dq, dk, dv, dbias = oracle.attention_slice(
+            x.q[where][:, heads],
+            x.k[where][:, kv],
+            x.v[where][:, kv],
+            x.dout[where][:, heads],
+            causal=case.causal,
+            window=case.window,
+            softcap=case.softcap,
+            slopes=None if x.alibi_slopes is None else x.alibi_slopes[heads],
+            bias=None if x.bias is None else x.bias[bias_b, heads],
+            keep=masks[b][:, heads].transpose(0, 1) if b in masks else None,
+            dropout_p=case.dropout_p,
+        )
+        for name, reference in (("dq", dq), ("dk", dk), ("dv", dv)):
+            grad = grads[names.index(name)]
+            assert grad is not None
+            expected[name].append(reference)
+            actual[name].append(grad[where][:, heads if name == "dq" else kv])
+        if dbias is not None:
+            earlier = bias_sums.get((bias_b, kv))
+            bias_sums[bias_b, kv] = dbias if earlier is None else earlier + dbias
+    for (bias_b, kv), bias_sum in bias_sums.items():
+        dbias = grads[3]
+        assert dbias is not None
+        expected["dbias"].append(bias_sum.transpose(0, 1))
+        actual["dbias"].append(dbias[bias_b, kv * group : (kv + 1) * group].transpose(0, 1))
+    return _worst_errors(names, expected, actual, grads, oracle.CHECKED_ROWS)
+
+
+def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
+    """Relative error of dx (on rows spread over all), dgamma and dbeta against float64."""
+    rows = torch.linspace(0, case.rows - 1, min(case.rows, NORM_ROWS_CHECKED), device=x.x.device).long()
+    references = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=case.rms, rows=rows)
+    names = ["dx", "dgamma"] + ([] if case.rms else ["dbeta"])
+    expected = {name: [ref] for name, ref in zip(names, references, strict=False) if ref is not None}
+    actual = {name: [g[rows] if name == "dx" else g] for name, g in zip(names, grads, strict=False) if g is not None}
+    return _worst_errors(names, expected, actual, grads)
+
+
+def decoding_errors(
+    case: DecodingCase, x: decoding_peers.DecodingInputs, outputs: Sequence[Tensor | None]
+) -> dict[str, float]:
+    """Relative error of the last batch's output, or of its gradients, against float64."""
+    names = ["dq", "dk", "dv"] if case.backward else ["out"]
+    expected = {name: [tensor] for name, tensor in zip(names, decoding_peers.expected(case, x), strict=True)}
+    actual = {name: [tensor[-1]] for name, tensor in zip(names, outputs, strict=True) if tensor is not None}
+    return _worst_errors(names, expected, actual, outputs)
+
+
+def block_errors(x: block_peers.BlockInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
+    """Relative error of dx and of every parameter's gradient against float32."""
+    names = ["dx", *(name for name, _ in x.block.named_parameters())]
+    return _worst_errors(
+        names,
+        {name: [expected] for name, expected in zip(names, x.expected, strict=True)},
+        {name: [grad] for name, grad in zip(names, grads, strict=True) if grad is not None},
+        grads,
+    )
+
+
+def _worst_errors(
+    names: Sequence[str],
+    expected: dict[str, list[Tensor]],
+    actual: dict[str, list[Tensor]],
+    grads: Sequence[Tensor | None],
+    rows: int | None = None,
+) -> dict[str, float]:
+    finite = {name: bool(torch.isfinite(g).all()) for name, g in zip(names, grads, strict=False) if g is not None}
+    return {
+        name: max(oracle.relative_error(a, e, rows) for a, e in zip(actual[name], expected[name], strict=True))
+        if finite[name]
+        else float("nan")
+        for name in names
+    }

@@ -1,0 +1,86 @@
+"""What a run of the tests found: counts, refusals, other skips, and the largest error over its limit.
+
+``FLASHBWD_TEST_SUMMARY`` names a file that gets it as JSON; benchmarks/gpu_run.py adds such files up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import tolerance
+
+DECLARED = "refused as declared: "  # how the skip of a case begins that a backend refuses, and is expected to
+PROPERTY = "error_over_limit"
+
+Ratios = dict[str, dict[str, float]]  # "sm90 bfloat16" -> gradient -> largest error over its limit
+
+
+def target_of(item: pytest.Item) -> str:
+    """ "backend dtype" of a test, as far as its parameters say."""
+    callspec = getattr(item, "callspec", None)
+    parameters = callspec.params if callspec else {}
+    device, backend, dtype = parameters.get("target", ("", parameters.get("backend", "auto"), parameters.get("dtype")))
+    words = ["cpu" if device == "cpu" else "", backend, str(dtype or "").removeprefix("torch.")]
+    return " ".join(word for word in words if word)
+
+
+def take_ratios(item: pytest.Item) -> None:
+    """Attach what the comparisons of a test recorded to its report."""
+    worst: dict[str, float] = {}
+    for gradient, ratio in tolerance.RATIOS:
+        worst[gradient] = max(worst.get(gradient, 0.0), ratio)
+    tolerance.RATIOS.clear()
+    if worst:
+        item.user_properties.append((PROPERTY, {"target": target_of(item), "worst": worst}))
+
+
+class Summary:
+    """Collects reports of tests; under pytest-xdist the process that starts the workers gets them all."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.skips: Counter[str] = Counter()
+        self.ratios: Ratios = {}
+
+    def add(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome if report.when == "call" or report.skipped else "error"] += 1
+        if report.skipped and isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            if reason.startswith(DECLARED):
+                self.refusals[reason.removeprefix(DECLARED)] += 1
+            else:
+                self.skips[reason] += 1
+        if report.when == "call":
+            for name, found in report.user_properties:
+                if name == PROPERTY and isinstance(found, dict):
+                    of_target = self.ratios.setdefault(found["target"], {})
+                    for gradient, ratio in found["worst"].items():
+                        of_target[gradient] = max(of_target.get(gradient, 0.0), ratio)
+
+    def table(self) -> list[str]:
+        """Largest error over its limit by backend, dtype and gradient."""
+        gradients = list(tolerance.GRADIENTS)
+        width = max([len(target) for target in self.ratios], default=0)
+        lines = [" ".join([" " * width, *(f"{gradient:>6}" for gradient in gradients)])]
+        for target, worst in sorted(self.ratios.items()):
+            cells = (f"{worst[gradient]:6.3f}" if gradient in worst else "     -" for gradient in gradients)
+            lines.append(" ".join([f"{target:{width}}", *cells]))
+        return lines if self.ratios else []
+
+    def write(self, path: Path, seconds: float) -> None:
+        found: dict[str, Any] = {
+            "counts": dict(self.counts),
+            "refusals": dict(self.refusals),
+            "skips": dict(self.skips),
+            "seconds": round(seconds, 1),
+            "error_over_limit": self.ratios,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")

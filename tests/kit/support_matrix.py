@@ -1,0 +1,94 @@
+"""What each backend must run and what it must refuse, with the reason: docs/features.md as a table.
+
+Written down by itself: a test fails where a backend refuses a call that is not refused here, where it takes one that
+is, and where it gives another reason.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Capability = tuple[int, int]
+
+COPIED = ("q", "k", "v", "out", "dout")  # by the sm90 kernels, in pieces of 16 bytes
+WIDEST_SM90 = 256  # head dimension
+WIDEST_SM90_BIAS_GRADIENT = 192
+EFFICIENT32_NUMBERS = 2**32
+
+CAPABILITY = "it needs compute capability "
+NOT_BUILT = "this build holds no "
+DTYPE = "it takes float16"
+EMPTY = "nothing to launch for an empty batch"
+SOFTCAP_AND_BIAS_GRADIENT = "it does not take the gradient of attn_bias behind a softcap"
+WIDE_BIAS_GRADIENT = "it does not take the gradient of attn_bias at head dimensions above 192"
+HEAD_DIMENSION = "it holds no tile for head dimensions"
+ALIGNMENT = "pointers and strides that are multiples of 16 bytes"
+NUMBERS_AGAIN = "it does not take 32-bit numbers of dropout that begin again"
+
+
+def built(family: str) -> bool:
+    """FLASHBWD_FAMILIES, which the build takes, says which families a test run expects too."""
+    families = os.environ.get("FLASHBWD_FAMILIES")
+    return not families or f"attention_{family}" in families.replace(",", " ").split()
+
+
+def declared_refusals(
+    arguments: dict[str, Any], backend: str, capability: Capability | None, need_dbias: bool = True
+) -> list[str]:
+    """Reasons for which ``backend`` refuses a call of attention_backward, in parts of its words; none: it must run.
+
+    ``capability``: of the GPU that the call is for; None for a CPU.
+    """
+    if backend in ("auto", "reference"):
+        return []
+    if capability is None:
+        return ["q is on the CPU"]
+    if not built(backend):
+        return [NOT_BUILT]
+    q, v = arguments["q"], arguments["v"]
+    reasons = []
+    lengths = arguments.get("cu_seqlens_q")
+    if (q.shape[0] if lengths is None else len(lengths) - 1) == 0 or q.shape[-2] == 0:
+        reasons.append(EMPTY)
+    if backend == "sm80":
+        if capability < (8, 0):
+            reasons.append(CAPABILITY + "8.0")
+        if q.dtype == torch.float64:
+            reasons.append(DTYPE)
+        return reasons
+    assert backend == "sm90", backend
+    if capability != (9, 0):
+        reasons.append(CAPABILITY + "9.0")
+    if q.dtype.itemsize != 2:
+        reasons.append(DTYPE)
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > WIDEST_SM90:
+        reasons.append(HEAD_DIMENSION)
+    if arguments.get("attn_bias") is not None and need_dbias:
+        if arguments.get("softcap", 0.0) > 0:
+            reasons.append(SOFTCAP_AND_BIAS_GRADIENT)
+        if widest > WIDEST_SM90_BIAS_GRADIENT:
+            reasons.append(WIDE_BIAS_GRADIENT)
+    if not all(_in_pieces_of_16_bytes(arguments[name]) for name in COPIED):
+        reasons.append(ALIGNMENT)
+    if _numbers_of_dropout(arguments) > EFFICIENT32_NUMBERS:
+        reasons.append(NUMBERS_AGAIN)
+    return reasons
+
+
+def _in_pieces_of_16_bytes(x: Tensor) -> bool:
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return all(place % 16 == 0 for place in [x.data_ptr(), *(stride * x.element_size() for stride in strides)])
+
+
+def _numbers_of_dropout(arguments: dict[str, Any]) -> int:
+    """Elements of a (batch, head) that 32-bit numbers count; 0 where nothing counts them."""
+    state = arguments.get("rng_state")
+    if arguments.get("dropout_p", 0.0) == 0 or state is None or state[2] != "efficient32":
+        return 0
+    longest = [arguments.get(f"max_seqlen_{x}") or arguments[x].shape[1] for x in "qk"]
+    return longest[0] * longest[1]

@@ -23,7 +23,6 @@ from flashbwd.bench.cases import (
     BlockCase,
     Case,
     DecodingCase,
-    NormCase,
 )
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError

@@ -591,6 +591,7 @@ def test_only_deterministic_plans_are_cooperative_and_a_plan_names_the_one_way_t
 
 
 def test_both_kinds_of_deterministic_launch_are_planned(host: ModuleType) -> None:
-    sizes = {"head_dim": 128, "head_dim_v": 128, "deterministic": True}
-    assert plan_of(host, **square(2, 8192), **sizes).cooperative
-    assert not plan_of(host, **square(2, 8192), **sizes, window_right=0).cooperative
+    sizes = square(2, 8192) | {"heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128}
+    full, causal = ({"window_left": -1, "window_right": right, "deterministic": True} for right in (-1, 0))
+    assert plan_of(host, **sizes, **full).cooperative
+    assert not plan_of(host, **sizes, **causal).cooperative

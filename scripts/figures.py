@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flashbwd.bench import cases, results
+from flashbwd.bench import cases, report, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
 from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
 
@@ -261,11 +261,11 @@ def runs() -> str:
     lines = []
     for suite, stems in FILES.items():
         for stem in stems:
-            report = results.load(RESULTS / f"{stem}.json")
-            rounds, slot_ms = report.settings["rounds"], report.settings["slot_ms"]
+            run = results.load(RESULTS / f"{stem}.json")
             lines.append(
-                f"- {suite}: `benchmarks/results/{stem}.md`, commit {(report.machine['commit'] or '')[:9]}, torch "
-                f"{report.machine['torch']}, {rounds} rounds or more, slots of at least {slot_ms:g} ms"
+                f"- {suite}, {run.machine['device']}: `benchmarks/results/{stem}.md`, commit "
+                f"{(run.machine['commit'] or '')[:9]}, torch {run.machine['torch']}, {run.settings['rounds']} rounds or "
+                f"more, {report.slots(run)}"
             )
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flashbwd.bench import cases, report, results
+from flashbwd.bench import cases, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
 from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
 
@@ -261,11 +261,15 @@ def runs() -> str:
     lines = []
     for suite, stems in FILES.items():
         for stem in stems:
-            run = results.load(RESULTS / f"{stem}.json")
+            written = RESULTS / f"{stem}.md"  # by the run, and says what its slots were
+            run = results.load(written.with_suffix(".json"))
+            commit, torch = (run.machine["commit"] or "")[:9], run.machine["torch"]
+            how = re.search(r"^\d+ (?:or more )?interleaved rounds.*?(?=; a rate)", written.read_text(), re.MULTILINE)
+            if how is None:
+                raise ValueError(f"flashbwd: {written.name} does not say how long its slots are")
             lines.append(
-                f"- {suite}, {run.machine['device']}: `benchmarks/results/{stem}.md`, commit "
-                f"{(run.machine['commit'] or '')[:9]}, torch {run.machine['torch']}, {run.settings['rounds']} rounds or "
-                f"more, {report.slots(run)}"
+                f"- {suite}, {run.machine['device']}: `benchmarks/results/{stem}.md`, commit {commit}, torch {torch}, "
+                + how[0]
             )
     return "\n".join(lines)
 

@@ -337,7 +337,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
 # ---- pages ----------------------------------------------------------------------------------------
 
 UNITS = r"(?:ms|us|ns|TFLOP/s|GB/s|MB/s|MiB|GiB|J|W|MHz|s)"
-MEASURED = re.compile(rf"\b\d+\.\d\d+\b|\b\d[\d.]* {UNITS}\b|\b\d+\.\d+ times\b|\b\d+(?:\.\d+)? %|\b\d\.\d to \d")
+MEASURED = re.compile(
+    rf"\b\d+\.\d\d+\b|\b\d[\d.]* {UNITS}\b|\b\d+(?:\.\d+)? times (?:as|faster)\b|\b\d+(?:\.\d+)? %|\b\d\.\d to \d"
+)
 VERSIONS = re.compile(r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver)[ =<>(]*[\d.]+(?:(?: to|,)\s[\d.]+)*")
 
 

@@ -7,7 +7,8 @@
 Libraries that are in place are used as they are; missing ones are built first. Stages are made of steps.
 ``OUT/state.json`` remembers the steps that ended, so that with ``--resume`` a run goes on where another was cut off (by
 ``--budget-s``, which holds for each stage, or from outside). Results of other sources or libraries are not taken over.
-``OUT/flashbwd-gpu.tar.gz`` holds logs, test reports, results and plots.
+``OUT/flashbwd-gpu.tar.gz`` holds logs, test reports, results and plots; ``OUT/acceptance`` the record of tests and
+sanitizer, to be committed to ``benchmarks/acceptance``, which ``scripts/check_release.py`` reads.
 
 Exit status: 0 all passed, 1 something failed, 3 nothing failed but steps are left.
 """
@@ -58,6 +59,10 @@ class Outcome:
     detail: str = ""
 
 
+def file_name(title: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", title.replace(": ", "-", 1))
+
+
 @dataclass(frozen=True)
 class Step:
     """One command. ``judge`` turns its exit status and output into an outcome's status and detail."""
@@ -74,7 +79,7 @@ class Step:
 
     @property
     def log_name(self) -> str:
-        return re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{self.stage}-{self.name}") + ".log"
+        return file_name(self.title) + ".log"
 
 
 # ---- judges ---------------------------------------------------------------------------------------
@@ -253,6 +258,7 @@ def run(step: Step, out: Path, seconds: float) -> Outcome:
         return Outcome(FAILED, 0.0, f"{command[0]} is not on the PATH")
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **step.environment, "PYTHONPATH": search}
+    environment["FLASHBWD_TEST_SUMMARY"] = str(out / "summaries" / f"{file_name(step.title)}.json")
     log = out / "logs" / step.log_name
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -397,6 +403,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         state.belongs_to(identity())
         for stage in stages:
             run_stage(stage, state, out, options)
+        from flashbwd.bench import acceptance
+
+        files = {title: file_name(title) for title in state.outcomes}
+        acceptance.write(out, options.select, {t: asdict(o) for t, o in state.outcomes.items()}, files)
     stages = ["build", *stages]
     outcomes = {title: o for title, o in state.outcomes.items() if title.split(":")[0] in stages}
     archive = pack(out)

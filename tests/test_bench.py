@@ -497,9 +497,9 @@ def test_slices_are_of_several_heads_and_sequences(case):
     assert len(set(slices)) == len(slices)
 
 
-@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize(("name", "rows"), [("dq", 3), ("dk", 20), ("dv", 20)])
 @pytest.mark.parametrize("at", ["first", "last"])
-def test_zeros_for_the_last_rows_of_any_slice_are_wrong(name, at):
+def test_zeros_for_the_last_rows_of_any_slice_are_wrong(name, rows, at):
     case = replace(TINY, batch=2, seqlen=2048, head_dim=32, head_dim_v=32, causal=True, dtype="bf16")
     x = attention_peers.make_inputs(case, CPU, 0)
     wide = [t.float() for t in (x.q, x.k, x.v, x.dout)]
@@ -509,7 +509,7 @@ def test_zeros_for_the_last_rows_of_any_slice_are_wrong(name, at):
     limit = TOLERANCES["bf16"]
     assert max(errors.attention_errors(case, x, prepared, list(rounded.values())).values()) < limit / 4
     b, head = (0, 0) if at == "first" else (1, -1)
-    rounded[name][b, -140:, head] = 0  # the norm of the whole slice does not show it
+    rounded[name][b, -rows:, head] = 0  # the norm of the whole slice does not show it
     assert errors.attention_errors(case, x, prepared, list(rounded.values()))[name] > limit
 
 

@@ -16,7 +16,7 @@ from kit import summary
 
 import flashbwd
 from flashbwd import __main__ as cli
-from flashbwd.bench import cases, machine, measure, results, runner
+from flashbwd.bench import acceptance, cases, machine, measure, results, runner
 from flashbwd.bench.cases import AttentionCase, NormCase
 from flashbwd.bench.measure import Settings
 
@@ -288,6 +288,34 @@ def test_gpu_run_judges_the_sanitizer(gpu_run, status, output, outcome):
 @pytest.mark.parametrize(("status", "word"), [(0, "passed"), (3, "left"), (1, "FAILED")])
 def test_gpu_run_judges_the_benchmark(gpu_run, status, word):
     assert gpu_run.by_bench(status, "x\nbars: 3 reached\nwritten: y") == (word, "bars: 3 reached")
+
+
+def _session(gpu_run, name: str, stage: str, passed: int):
+    """A step that writes what a test session would."""
+    found = {"counts": {"passed": passed, "skipped": 1}, "refusals": {"it needs 9.0": 1}, "skips": {}}
+    found["error_over_limit"] = {"sm90 bfloat16": {"dq": passed / 10}}
+    code = "import json, os, pathlib; path = pathlib.Path(os.environ['FLASHBWD_TEST_SUMMARY'])\n"
+    code += f"path.parent.mkdir(exist_ok=True); path.write_text(json.dumps({found!r}))"
+    return _python(gpu_run, name, code, stage)
+
+
+def test_gpu_run_records_tests_and_sanitizer_for_a_release(gpu_run, monkeypatch, tmp_path):
+    tools = [_session(gpu_run, f"{tool}, 1 of 1", "sanitizer", 2) for tool in acceptance.SANITIZER_TOOLS]
+    steps = [_session(gpu_run, f"tests/{name}", "tests", n) for name, n in (("a", 3), ("b", 5))]
+    _steps(gpu_run, monkeypatch, *steps, *tools)
+    assert gpu_run.main([str(tmp_path), "--stage", "tests"]) == 0
+    assert gpu_run.main([str(tmp_path), "--stage", "sanitizer", "--resume"]) == 0
+    (found,) = acceptance.load(tmp_path / "acceptance").values()
+    tests = found["stages"]["tests"]
+    assert (tests["counts"], tests["refusals"]) == ({"passed": 8, "skipped": 2}, {"it needs 9.0": 2})
+    assert tests["error_over_limit"] == {"sm90 bfloat16": {"dq": 0.5}}
+    assert found["stages"]["sanitizer"]["counts"]["passed"] == 8
+    sources = machine.kernel_sources_hash()
+    assert found["machine"]["kernel_sources"] == sources
+    assert acceptance.problems(found, sources) == ["it was not taken on a GPU"]
+    found["machine"]["kind"] = "cuda"
+    assert acceptance.problems(found, sources) == []
+    assert acceptance.problems(found, "other") == ["its kernel sources are not those of csrc"]
 
 
 def test_gpu_run_knows_declared_refusals_as_the_tests_write_them(gpu_run):

@@ -240,6 +240,43 @@ def test_calls_are_given_outputs_full_of_nan(name: str, monkeypatch: pytest.Monk
         x.check(*grads)
 
 
+SIXTEEN_BIT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def rounded_as_a_kernel(x: inputs.Inputs) -> dict[str, Tensor | None]:
+    """The gradients in fp32, but for P and dS, which are rounded once to the precision of the inputs."""
+    main = [x.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse")]
+    options = inputs.forward_arguments(x.canonical)
+    result = oracle.attention_from_statistics(*main, **options, dtype=torch.float32, operands=x.dtype)
+    found = {name: getattr(result, name) for name in GRADIENTS}
+    return {name: None if g is None else g if name == "dsink" else g.to(x.dtype) for name, g in found.items()}
+
+
+@SIXTEEN_BIT
+@pytest.mark.parametrize("case", cases.with_prefix("many_", "few_", "heads_", "bias_", "varlen_", "sink"), ids=str)
+def test_a_kernel_s_roundings_keep_to_the_limits(case: cases.Case, dtype: torch.dtype) -> None:
+    x = inputs.build(case, dtype)
+    x.check(**rounded_as_a_kernel(x))
+
+
+@SIXTEEN_BIT
+@pytest.mark.parametrize("name", ["bias_one_sign_heads", "bias_one_sign_group", "bias_one_sign_batches"])
+def test_a_bias_gradient_rounded_between_sharers_is_refused(name: str, dtype: torch.dtype) -> None:
+    x = inputs.build(cases.BY_NAME[name], dtype)
+    main = [x.canonical[of] for of in ("q", "k", "v", "dout", "out", "lse")]
+    shape = (x.case.batch, x.case.heads, x.case.seqlen_q, x.case.seqlen_k)
+    options = inputs.forward_arguments(x.canonical) | {"attn_bias": x.canonical["attn_bias"].expand(shape)}
+    shares = oracle.attention_from_statistics(*main, **options, dtype=torch.float32).dbias
+    dim = 0 if shape[0] > 1 else 1
+    total = torch.zeros_like(shares.select(dim, 0), dtype=dtype)
+    for share in shares.unbind(dim):
+        total = (total.float() + share).to(dtype)
+    grads = rounded_as_a_kernel(x)
+    x.check(**grads)
+    with pytest.raises(AssertionError, match="dbias: error"):
+        x.check(**grads | {"dbias": total.unsqueeze(dim)})
+
+
 @pytest.mark.parametrize("gradient", ["dq", "dk", "dv", "dbias"])
 def test_each_block_of_64_rows_of_each_head_has_a_limit_of_its_own(gradient: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ measure    how: interleaved rounds, CUDA events or graphs, memory, ceilings
 machine    where: GPU or CPU, driver, versions, commit, hash of the kernel sources
 results    what came out: records, JSON, bars, comparison with an earlier file
 report     Markdown tables and plots
+acceptance the record of GPU tests and compute-sanitizer that a release needs
 runner     the loop over cases, with a time budget and resumption
 ========== ==============================================================================
 

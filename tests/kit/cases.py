@@ -59,6 +59,7 @@ class Case:
     alibi: str | None = None  # "heads": (H,), "batch": (B, H)
     sink: str | None = None  # "finite", "minus_inf": -inf for head 0
     dlse: bool = False
+    one_sign: bool = False  # of every product in dq, dk, dv and dbias, by a large dlse: their sums only grow
     dropout_p: float = 0.0
     rng_layout: str = "flash"
     rng_seed: int = 0x1234_5678_9ABC_DEF
@@ -262,6 +263,17 @@ def _score_features() -> list[Case]:
         replace(tiles, name="bias_tiles_padded_shared", head_dim=128, seqlen_k=135, bias="1hqk", bias_layout="padded"),
         replace(tiles, name="bias_tiles_expanded", head_dim=128, bias_layout="expanded", window_size=(30, 20)),
         replace(base, name="bias_tiles_shared_by_many", batch=33, bias="11qk", seqlen_q=40, seqlen_k=40),
+    ]
+    # Many heads, sequences, queries or keys add to each element: a sum that is rounded between them shows.
+    many = Case("many", 1, 128, 128, 72, 136, 64, 64, softmax_scale=0.02, dlse=True, one_sign=True)
+    cases += [
+        replace(many, name="bias_one_sign_heads", bias="11qk"),
+        replace(many, name="bias_one_sign_heads_deterministic", bias="11qk", deterministic=True),
+        replace(many, name="bias_one_sign_group", bias="11qk", heads_kv=1, head_dim=128),
+        replace(many, name="bias_one_sign_batches", bias="1hqk", batch=128, heads=1, heads_kv=1),
+        replace(many, name="bias_one_sign_float32", bias="11qk", bias_float32=True, head_dim=128),
+        replace(many, name="bias_one_sign_rows", bias="1h1k", batch=2, heads=2, heads_kv=2, seqlen_q=2000),
+        replace(many, name="bias_one_sign_columns", bias="1hq1", batch=2, heads=2, heads_kv=2, seqlen_k=2000),
     ]
     cases.append(replace(base, name="bias_hides_rows", bias="bhqk", bias_hides_rows=True, dlse=True))
     cases.append(replace(cases[-1], name="bias_hides_rows_sink", sink="finite"))

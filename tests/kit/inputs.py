@@ -12,6 +12,7 @@ from torch import Tensor
 from . import dropout, oracle, tolerance
 from .cases import Case
 
+_DLSE_OF_ONE_SIGN = 64.0  # beyond |dp - delta|
 _A_HANDFUL = 1024  # elements
 
 
@@ -202,7 +203,7 @@ def _values(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
             max_seqlen_q=case.max_seqlen_q,
             max_seqlen_k=case.max_seqlen_k,
         )
-    return {
+    found: dict[str, Any] = {
         "q": normal(*lead_q, case.heads, case.head_dim),
         "k": normal(*lead_k, case.heads_kv, case.head_dim),
         "v": normal(*lead_k, case.heads_kv, case.head_dim_v),
@@ -222,6 +223,10 @@ def _values(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
         "seqused_q": int32(case.seqused_q),
         "seqused_k": int32(case.seqused_k),
     }
+    if case.one_sign:
+        found |= {name: found[name].abs() for name in ("q", "k", "dout")}
+        found["dlse"] = torch.full_like(found["dlse"], _DLSE_OF_ONE_SIGN)
+    return found
 
 
 def _bias(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:

@@ -131,7 +131,7 @@ def attention(
         return x.detach().to(dtype).clone().requires_grad_()
 
     ql, kl, vl = leaf(q), leaf(k), leaf(v)
-    bias = None if attn_bias is None else leaf(attn_bias)
+    bias_leaves: list[tuple[int, Tensor]] = []  # one for each sequence: their gradients are summed in fp32 at least
     logit = None if sink is None else leaf(sink)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
     rows = (q.shape[-2], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
@@ -160,8 +160,10 @@ def attention(
         if softcap > 0:
             s = softcap * torch.tanh(s / softcap)
         seen = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device).expand(heads, seqlen_q, seqlen_k)
-        if bias is not None:
-            mine = _bias_of(bias, b, seqlen_q, seqlen_k, heads)
+        if attn_bias is not None:
+            at = b if attn_bias.shape[0] > 1 else 0
+            bias_leaves.append((at, leaf(attn_bias[at : at + 1])))
+            mine = _bias_of(bias_leaves[-1][1], 0, seqlen_q, seqlen_k, heads)
             s = s + mine
             seen = seen & (mine.detach() != -torch.inf)
         if alibi_slopes is not None:
@@ -188,12 +190,16 @@ def attention(
         lse[at_rows] = torch.where(blind, lse[at_rows], row_lse.detach())
         empty[at_rows] = blind
 
-    wanted = [x for x in (ql, kl, vl, bias, logit) if x is not None]
+    wanted = [x for x in (ql, kl, vl, logit) if x is not None] + [x for _, x in bias_leaves]
     grads = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if outputs else [None] * len(wanted)
     found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
-    dsink = None if logit is None else found.pop()
-    dbias = None if bias is None else found.pop()
-    dq, dk, dv = found
+    dq, dk, dv, *rest = found
+    dsink = None if logit is None else rest.pop(0)
+    dbias = None if attn_bias is None else torch.zeros(attn_bias.shape, dtype=_wide(dtype), device=q.device)
+    if dbias is not None:
+        for (at, _), grad in zip(bias_leaves, rest, strict=True):
+            dbias[at] += grad[0]
+        dbias = dbias.to(dtype)
     return AttentionResult(out, lse, empty, dq, dk, dv, dbias, dsink)
 
 
@@ -220,17 +226,19 @@ def attention_from_statistics(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    operands: torch.dtype | None = None,
 ) -> AttentionResult:
     """The gradients written out, from an ``out`` and ``lse`` that are given (rounded, or of more keys than k holds).
 
-    Shapes as in attention(). The sink counts only in dsink: it is inside ``lse`` already.
+    Shapes as in attention(). The sink counts only in dsink: it is inside ``lse`` already. ``operands``: what P and dS
+    are rounded to before the products of dq, dk and dv, as kernels do.
     """
     varlen = cu_seqlens_q is not None
     heads, heads_kv = q.shape[-2], k.shape[-2]
     group = heads // heads_kv
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
-    dbias = None if attn_bias is None else torch.zeros(attn_bias.shape, dtype=dtype, device=q.device)
+    dbias = None if attn_bias is None else torch.zeros(attn_bias.shape, dtype=_wide(dtype), device=q.device)
     dsink = None if sink is None else torch.zeros(heads, dtype=dtype, device=q.device)
     empty = torch.ones(lse.shape, dtype=torch.bool, device=q.device)
 
@@ -275,14 +283,20 @@ def attention_from_statistics(
             if dlse is not None:  # the LSE of a row without keys is the sink
                 keyless = dlse[at_rows].to(dtype).masked_fill(~blind, 0.0).sum(dim=-1)
                 dsink += keyless.masked_fill(sink == -torch.inf, 0.0)
-        dvs = (p * z).transpose(1, 2) @ dos  # (H, seqlen_k, Dv)
-        ds = ds * (1 - t * t)
+        ds, pz = ds * (1 - t * t), p * z
+        if operands is not None:
+            ds, pz = ds.to(operands).to(dtype), pz.to(operands).to(dtype)
+        dvs = pz.transpose(1, 2) @ dos  # (H, seqlen_k, Dv)
         dq[at_q] = (scale * ds @ ks).transpose(0, 1)
         dks = scale * ds.transpose(1, 2) @ qs
         dk[at_k] = dks.reshape(heads_kv, group, seqlen_k, -1).sum(dim=1).transpose(0, 1)
         dv[at_k] = dvs.reshape(heads_kv, group, seqlen_k, -1).sum(dim=1).transpose(0, 1)
         empty[at_rows] = blind
-    return AttentionResult(out, lse, empty, dq, dk, dv, dbias, dsink)
+    return AttentionResult(out, lse, empty, dq, dk, dv, None if dbias is None else dbias.to(dtype), dsink)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _add_reduced(into: Tensor, ds: Tensor) -> None:

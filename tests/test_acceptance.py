@@ -1,0 +1,56 @@
+"""What a release requires of a record of GPU tests and sanitizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flashbwd.bench import acceptance, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _record(**changes) -> dict:
+    steps = {stage: {f"{stage}: x": {"status": "passed", "seconds": 1.0}} for stage in acceptance.STAGES}
+    steps["sanitizer"] = {f"sanitizer: {t}": {"status": "passed", "seconds": 1.0} for t in acceptance.SANITIZER_TOOLS}
+    outcomes = steps["tests"] | steps["sanitizer"]
+    session = {"counts": {"passed": 9}, "refusals": {}, "skips": {}, "error_over_limit": {}}
+    outcomes |= changes.get("outcomes", {})
+    summaries = {title: session | changes.get("session", {}) for title in outcomes}
+    of = {"kind": "cuda", "kernel_sources": machine.kernel_sources_hash()}
+    return acceptance.record(of, changes.get("select", ""), outcomes, summaries)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"select": "sm90"}, 'only tests that match "sm90" ran'),
+        ({"session": {"counts": {"skipped": 968}}}, "no test of the stage tests passed"),
+        ({"session": {"counts": {"passed": 9, "failed": 1}}}, "tests: 1 failed"),
+        ({"outcomes": {"tests: y": {"status": "left", "seconds": 0.0}}}, "tests: y: left"),
+    ],
+)
+def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp_path, capsys):
+    check = _script("check_release")
+    (tmp_path / "good.json").write_text(json.dumps(_record()))
+    assert check.main([str(tmp_path)]) == 0
+    (tmp_path / "good.json").write_text(json.dumps(_record(**changes)))
+    assert check.main([str(tmp_path)]) == 1
+    assert problem in capsys.readouterr().out
+
+
+def test_a_release_needs_a_record_at_all(tmp_path):
+    assert _script("check_release").main([str(tmp_path)]) == 1
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

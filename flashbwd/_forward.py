@@ -79,7 +79,14 @@ def _has_cudnn_plan(call: Mapping[str, Any]) -> bool:
     """
     tensors = [call[name] for name in ("q", "k", "v")]
     layout = [(tuple(x.shape), x.stride()) for x in tensors]
-    key = (threading.get_ident(), tensors[0].device, tensors[0].dtype, call["causal"], call["softmax_scale"], *layout)
+    key = (
+        threading.get_ident(),
+        tensors[0].device,
+        tensors[0].dtype,
+        call["causal"],
+        call.get("softmax_scale"),
+        *layout,
+    )
     if key not in _cudnn_plans:
         if torch.cuda.is_current_stream_capturing():
             return False

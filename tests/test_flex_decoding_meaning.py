@@ -18,7 +18,7 @@ from hypothesis import settings
 from kit import decoding as kit
 from kit.decoding import Shape
 from kit.emission import HostMods, compiler
-from kit.expressions import Expression, expressions
+from kit.expressions import AsOnCuda, Expression, expressions
 from torch import Tensor
 
 import flashbwd
@@ -147,8 +147,9 @@ SCORES = torch.randn(len(POINTS), generator=torch.Generator().manual_seed(1)) * 
 def at_all_points(score_mod: Any, mask_mod: Any, scores: Tensor, points: Tensor) -> Tensor:
     """Scores after both functions, which PyTorch evaluates over all indices at once, as it does for a block mask."""
     index = points.unbind(1)
-    values = scores if score_mod is None else score_mod(scores, *index).float()
-    seen = torch.ones((), dtype=torch.bool) if mask_mod is None else mask_mod(*index)
+    with AsOnCuda():
+        values = scores if score_mod is None else score_mod(scores, *index).float()
+        seen = torch.ones((), dtype=torch.bool) if mask_mod is None else mask_mod(*index)
     return torch.where(seen, values, -INF).expand(len(points))
 
 

@@ -254,6 +254,13 @@ class Emitter:
 
     def _op_div(self, node: Any) -> None:
         mode = node.kwargs.get("rounding_mode")
+        number = node.args[1]
+        if mode is None and self.dtype(node) != torch.float64 and isinstance(number, (int, float)) and number != 0:
+            # By a number, PyTorch's CUDA kernel multiplies by the reciprocal, which may differ in the last bit.
+            reciprocal = (torch.ones(()) / torch.tensor(float(number), dtype=torch.float32)).item()
+            a = self.cast(node.args[0], self.dtype(node), False)
+            self._define(node, f"times({a}, static_cast<float>({literal(reciprocal)}))")
+            return
         a, b = (self.cast(value, self.dtype(node), mode is not None) for value in node.args[:2])
         if mode == "trunc" and self.dtype(node) in ROUNDED:
             a, b = f"{ROUNDED[self.dtype(node)]}({a} / {b})", "1.f"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kit.mods import Mod
 
@@ -100,6 +101,19 @@ def _templates(text: str) -> list[str]:
 
 UNARY, WITH_NUMBER, BINARY, LAST = (_templates(t) for t in (_UNARY, _WITH_NUMBER, _BINARY, _LAST))
 INTEGER_POWERS = _templates(_INTEGER_POWERS)
+
+
+class AsOnCuda(TorchFunctionMode):
+    """Divides by a Python number as PyTorch's CUDA kernels do: they multiply by the reciprocal in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        quotient = getattr(func, "__name__", "") in ("__truediv__", "div", "divide", "true_divide")
+        if quotient and not kwargs and isinstance(args[1], (int, float)) and args[1] != 0:
+            x = func(args[0], 1)  # in the type of the quotient
+            if x.dtype != torch.float64:
+                reciprocal = torch.ones(()) / torch.tensor(float(args[1]), dtype=torch.float32)
+                return (x.float() * reciprocal).to(x.dtype)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -204,7 +218,8 @@ class Expressions:
         return template.replace("{d}", str(self.random.choice(DTYPES)))
 
     def _value(self, text: str) -> Tensor:
-        return torch.cat([eval(text, dict(NAMES), inputs) for inputs in self.vectors])
+        with AsOnCuda():
+            return torch.cat([eval(text, dict(NAMES), inputs) for inputs in self.vectors])
 
 
 def _takes_sign_of_nan(template: str, x: Tensor, y: Tensor) -> bool:

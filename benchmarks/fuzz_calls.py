@@ -27,6 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BACKEND_DTYPES = {"sm90": ("bf16", "fp16"), "sm80": ("bf16", "fp16", "fp32"), "reference": ("fp32", "bf16")}
 # How far one rounding moves a number of this type; products of fp32 may lose as much as TF32 does.
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-11}
+SUBNORMAL = {"bf16": 0.0, "fp16": 2.0**-24, "fp32": 0.0}  # how far one moves a number below those of full precision
 MOST_SCORES = 6 << 20  # of a call: the reference keeps a dozen float64 matrices of them
 MOST_DROPPED = 400_000  # of a call with dropout, whose mask is drawn on the host
 MOST_ELEMENTS = 8 << 20  # of queries and keys of all query heads
@@ -262,8 +263,9 @@ def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
         # fp32 sums, and one rounding of P and dS to the type of the inputs.
         scores = s.abs().masked_fill(s == -torch.inf, 0.0) + given.double().masked_fill(blind, 0.0).abs()[..., None]
         size = p * (dp.abs() + products.abs().sum(-1)[..., None] + dlse.abs()[..., None])
-        ds_error = eps * ds.abs() + small * (1.0 + scores) * size
-        p_error = (eps + small * (1.0 + scores)) * p * z
+        tiny = SUBNORMAL[call.dtype] * seen
+        ds_error = eps * ds.abs() + small * (1.0 + scores) * size + tiny
+        p_error = (eps + small * (1.0 + scores)) * p * z + tiny
         if "bias" in x:
             _add_bias(expected["bias"], b, ds)
             _add_bias(spread["bias"], b, ds_error)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from kit import decoding as kit
 from kit.decoding import Shape
 from kit.emission import HostMods, compiler
 from kit.expressions import AsOnCuda, Expression, expressions
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
 from flashbwd.mods.captures import CannotEmitError, Captures, Slots
@@ -145,7 +145,7 @@ SCORES = torch.randn(len(POINTS), generator=torch.Generator().manual_seed(1)) * 
 
 
 def at_all_points(score_mod: Any, mask_mod: Any, scores: Tensor, points: Tensor) -> Tensor:
-    """Scores after both functions, which PyTorch evaluates over all indices at once, as it does for a block mask."""
+    """Scores after both functions, which PyTorch evaluates over all int32 indices at once."""
     index = points.unbind(1)
     with AsOnCuda():
         values = scores if score_mod is None else score_mod(scores, *index).float()
@@ -181,6 +181,13 @@ def test_a_case_once_misread_means_what_pytorch_computes(
         torch.testing.assert_close(host.run(form, SCORES, POINTS.T), want, rtol=1e-6, atol=1e-6)
 
 
+def all_blocks(mask_mod: Any) -> BlockMask:
+    """All 4 blocks of 128 keys, each to be masked. create_block_mask would evaluate the mask over int64 indices."""
+    count, blocks = torch.full((1, 1, 1), 4), torch.arange(4).view(1, 1, 1, 4)
+    lists = (x.to("cuda", torch.int32) for x in (count, blocks))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 128), mask_mod=mask_mod, seq_lengths=(3, 512))
+
+
 GPU_CASES = [("score", name) for name in score_cases()] + [("mask", name) for name in mask_cases()]
 
 
@@ -191,7 +198,7 @@ def test_a_case_once_misread_means_what_pytorch_computes_on_a_gpu(kind: str, nam
     tensors = shape.tensors(torch.float32, "cuda")
     score_mod = score_cases("cuda")[name] if kind == "score" else None
     mask_mod = mask_cases("cuda")[name] if kind == "mask" else None
-    block_mask = None if mask_mod is None else kit.block_mask(mask_mod, shape, "cuda", 128)
+    block_mask = None if mask_mod is None else all_blocks(mask_mod)
     out = flashbwd.flex_decoding(*tensors, score_mod, block_mask)
     size = (1, 4, 3, 512)
     points = torch.cartesian_prod(*(torch.arange(n) for n in size)).int()

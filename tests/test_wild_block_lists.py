@@ -22,10 +22,12 @@ def everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, counts: int, indices: list[int]) -> Tensor:
-    lists = torch.tensor(indices, dtype=torch.int32, device=q.device).view(1, 1, 1, -1)
-    count = torch.tensor([[[counts]]], dtype=torch.int32, device=q.device)
+    lists = torch.arange(len(indices), dtype=torch.int32, device=q.device).view(1, 1, 1, -1)
+    count = torch.full((1, 1, 1), len(indices), dtype=torch.int32, device=q.device)
     mask = BlockMask.from_kv_blocks(count, lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=everything, seq_lengths=(1, KEYS))
-    mask.kv_num_blocks, mask.kv_indices = count, lists
+    # PyTorch makes other lists of these when it makes the mask, and asserts on the device that they name blocks.
+    mask.kv_num_blocks = torch.full_like(count, counts)
+    mask.kv_indices = torch.tensor(indices, dtype=torch.int32, device=q.device).view_as(lists)
     return flashbwd.flex_decoding(q, k, v, block_mask=mask)
 
 

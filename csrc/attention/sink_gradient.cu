@@ -40,6 +40,7 @@ __device__ float lse_gradient(const AttentionBackwardParams& p, const Sequence& 
 
 // dsink = -sum of exp(sink - lse) * delta over the rows of all sequences: one CTA per head, the same order every time.
 // The LSE of a row without a visible key is the sink itself, whatever the caller wrote there: the row adds its dlse.
+// A sink of -inf is no logit, and gets 0.
 __global__ void __launch_bounds__(kThreads)
     sink_kernel(const __grid_constant__ AttentionBackwardParams p, const __grid_constant__ RowStatistics statistics) {
   constexpr float kLog2E = 1.44269504088896340736f;
@@ -50,13 +51,13 @@ __global__ void __launch_bounds__(kThreads)
     const Sequence sequence = load_sequence(p, batch);
     const Visibility visibility = visibility_of(p, sequence);
     const int64_t first = statistics.index(batch, head, sequence.begin_q);
-    for (int32_t row = threadIdx.x; row < sequence.seqlen_q; row += kThreads) {
-      const float lse = statistics.lse_log2[first + row], share = exp2f(sink - lse);
-      const bool may_be_hidden = share > 0.f || lse == INFINITY;
-      if (!sees_a_key(visibility, row) || (may_be_hidden && hidden_by_bias(p, visibility, batch, head, row))) {
-        if (sink > -INFINITY) sum += lse_gradient(p, sequence, batch, head, row);
-      } else if (share > 0.f) {
-        sum -= share * statistics.delta[first + row];
+    for (int32_t row = threadIdx.x; row < sequence.seqlen_q && sink > -INFINITY; row += kThreads) {
+      const float lse = statistics.lse_log2[first + row];
+      // The preprocess leaves +inf where a row sees no key, or has an LSE from which nothing follows.
+      if (lse == INFINITY || hidden_by_bias(p, visibility, batch, head, row)) {
+        sum += lse_gradient(p, sequence, batch, head, row);
+      } else {
+        sum -= exp2f(sink - lse) * statistics.delta[first + row];
       }
     }
   }

@@ -1,10 +1,9 @@
 """A modification as a graph of aten operators on scalars.
 
 The function runs once, on 0-d CPU tensors of the right dtypes that stand for its arguments, under a mode that writes
-down every operator. Types are promoted as where PyTorch evaluates the function over all indices at once, as it does to
-make a block mask: what depends on an argument has dimensions there, and a captured number has none. Nothing of it
-touches a captured tensor's memory or the GPU, and nothing of PyTorch's compiler is imported, which alone would take
-half a second.
+down every operator. Types are promoted as where PyTorch evaluates the function over broadcast int32 indices: what
+depends on an argument has dimensions there, and a captured number has none. Nothing of it touches a captured tensor's
+memory or the GPU, and nothing of PyTorch's compiler is imported, which alone would take half a second.
 """
 
 from __future__ import annotations

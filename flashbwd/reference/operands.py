@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece
-from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operand
+from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operand, sees_nothing
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,13 @@ class Strip:
             return chunk.of_queries(span.queries(tensor))[:, :, here]
 
         def statistics(tensor: Tensor) -> Tensor:  # (batches, query heads, rows, 1)
-            return chunk.of_plane(span.statistics(tensor))[:, :, here, None].to(dtype)
+            return chunk.of_plane(span.statistics(tensor))[:, :, here, None]
 
         q, dout, out = heads(call.q), heads(call.dout), heads(call.out)
         lse = statistics(call.lse)
-        # A row without a visible key has an infinite LSE, or under a bias of the least finite numbers one whose last
-        # bit is worth more than 1; a finite one as large as can be keeps infinities out of the product.
-        blind = lse.isinf() | (lse <= -2 / torch.finfo(call.lse.dtype).eps)
-        lse = (lse * LOG2E).masked_fill_(blind, torch.finfo(dtype).max / 4)
+        blind = sees_nothing(lse)
+        # A finite LSE as large as can be keeps infinities out of the product.
+        lse = (lse.to(dtype) * LOG2E).masked_fill_(blind, torch.finfo(dtype).max / 4)
         # dp - delta cancels: in fp32 the rounding of this sum would be half of the error of ds.
         delta = (dout.to(torch.float64) * out).sum(-1, keepdim=True).to(dtype)
         if call.dlse is not None:

@@ -23,6 +23,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def sees_nothing(lse: Tensor) -> Tensor:
+    """Where an LSE is that of a row without a visible key: infinite, or so low that its last bit is worth more than 1.
+
+    The second is what a forward returns where a mask of the least finite numbers hides every key.
+    """
+    return lse.isinf() | (lse <= -2 / torch.finfo(lse.dtype).eps)
+
+
 def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor | float | None = None) -> Tensor:
     """A contiguous (batches, heads, rows, dim [+ 1]) copy, scaled, with one more column where given.
 

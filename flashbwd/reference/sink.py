@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashbwd.reference.blocks import Band
 from flashbwd.reference.operands import Call
-from flashbwd.reference.scores import AdditiveTerms
+from flashbwd.reference.scores import AdditiveTerms, sees_nothing
 from flashbwd.reference.spans import Span
 
 BLOCK = 1024  # queries and keys of the bias that are looked at together
@@ -27,7 +27,8 @@ def keyless_sink_gradient(call: Call, spans: Iterable[Span]) -> Tensor:
         return total
     for span in spans:
         rows = span.statistics(call.dlse).to(call.dtype)  # (batches, H, sq)
-        total += rows.masked_fill(~_keyless_rows(call, span), 0.0).sum((0, 2))
+        keyless = _keyless_rows(call, span) | sees_nothing(span.statistics(call.lse))
+        total += rows.masked_fill(~keyless, 0.0).sum((0, 2))
     return total.masked_fill_(call.sink == -torch.inf, 0.0)
 
 

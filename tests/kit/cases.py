@@ -281,6 +281,7 @@ def _score_features() -> list[Case]:
     least = replace(base, bias_hides_rows=True, bias_floor=LEAST, empty_lse=LEAST)
     cases += [
         replace(least, name="bias_least", bias="bhqk", head_dim=64, dlse=True),
+        replace(least, name="bias_least_sink", bias="bhqk", head_dim=64, dlse=True, sink="finite"),
         replace(least, name="bias_least_shared", bias="1hqk", head_dim=128, seqlen_q=200, seqlen_k=136),
         replace(least, name="bias_least_of_keys", bias="b11k", head_dim=64, seqlen_q=200, seqlen_k=136),
         replace(least, name="bias_least_softcap", bias="bhqk", softcap=2.0, causal=True),

@@ -151,7 +151,7 @@ def attention(
         if seqlen_q == 0 or seqlen_k == 0:
             if logit is not None and dlse is not None:
                 outputs.append(logit[:, None].expand(heads, seqlen_q))
-                grad_outputs.append(dlse[at_rows].to(dtype))
+                grad_outputs.append(dlse[at_rows].to(dtype).masked_fill((logit.detach() == -torch.inf)[:, None], 0.0))
             continue
         qs = ql[at_q].transpose(0, 1)  # (H, seqlen_q, D)
         ks = kl[at_k].transpose(0, 1).repeat_interleave(heads // heads_kv, dim=0)  # (H, seqlen_k, D)

@@ -4,7 +4,8 @@ Usage: figures.py [--check]
 
 A page holds its figures between "<!-- figures: NAME -->" and "<!-- end of figures -->"; BLOCKS says what stands
 there. A row's heading is made from the cases that it selects, so it cannot claim more or less than was counted.
-Outside of such blocks, README.md and docs/*.md may hold no measured figure (docs/kernels/ may: they name their runs).
+Outside of such blocks, README.md and docs/*.md may hold no measured figure (docs/kernels/ and docs/lab/ may: they name
+their runs).
 """
 
 from __future__ import annotations
@@ -343,6 +344,9 @@ MEASURED = re.compile(
 VERSIONS = re.compile(r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver)[ =<>(]*[\d.]+(?:(?: to|,)\s[\d.]+)*")
 
 
+EXPERIMENTS = {"kernels", "lab"}  # folders of docs whose pages name the runs of their figures
+
+
 def loose_figures(text: str) -> list[str]:
     """Measured figures that no block holds."""
     prose = VERSIONS.sub("", re.sub(r"`[^`\n]*`|^```.*?^```|^    .*?$", "", MARKER.sub("", text), flags=re.M | re.S))
@@ -363,7 +367,7 @@ def rendered(text: str) -> str:
 def problems_of(page: Path, text: str) -> list[str]:
     name = str(page.relative_to(ROOT))
     diff = list(difflib.unified_diff(text.splitlines(), rendered(text).splitlines(), name, "results", n=0, lineterm=""))
-    if page.parent.name != "kernels":
+    if page.parent.name not in EXPERIMENTS:
         diff += [f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text)]
     return diff
 

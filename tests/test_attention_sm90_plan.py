@@ -26,7 +26,9 @@ def plan_of(host: ModuleType, changed: dict[str, Any] | None = None, **changes: 
 
 
 def given(host: ModuleType, changes: dict[str, Any]) -> dict[str, Any]:
-    """With the layout's name as what it names, and dropout where there is a layout."""
+    """With names of enumerators as what they name, and dropout where there is a layout."""
+    if (dtype := changes.get("bias_dtype")) is not None:
+        changes = changes | {"bias_dtype": getattr(host.DType, dtype)}
     if (layout := changes.get("dropout_layout")) is None:
         return changes
     return changes | {"dropout_p": 0.1, "dropout_layout": getattr(host.DropoutLayout, layout)}
@@ -202,6 +204,15 @@ def test_softcap_alibi_and_a_bias_of_keys_keep_128_keys_a_cta(
     assert (plan.block_m, plan.block_n) == tile
 
 
+SHARED_FLOAT32_BIAS = {
+    "head_dim": 64,
+    "has_bias": True,
+    "need_dbias": True,
+    "bias_dtype": "kFloat32",
+    "bias_broadcast_batch": True,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -212,6 +223,9 @@ def test_softcap_alibi_and_a_bias_of_keys_keep_128_keys_a_cta(
         ({"head_dim": 64, "has_sink": True}, ""),
         ({"head_dim": 192, "has_bias": True, "need_dbias": True}, ""),
         ({"head_dim": 128, "has_bias": True}, "with attn_bias at head dimensions up to 128"),
+        ({"head_dim": 128, "has_bias": True, "need_dbias": True, "bias_dtype": "kFloat32"}, ""),
+        ({"head_dim": 128, "has_bias": True, "bias_dtype": "kFloat32"}, "with attn_bias at head dimensions up to 128"),
+        (SHARED_FLOAT32_BIAS, "with attn_bias at head dimensions up to 128"),
         ({"head_dim": 32, "has_bias": True, "need_dbias": True, "bias_has_rows": True}, ""),
         ({"head_dim": 128, "has_bias": True, "bias_has_rows": True, "softcap": 30.0}, "with attn_bias at head"),
         ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, ""),

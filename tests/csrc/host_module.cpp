@@ -82,6 +82,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("dropout_layout", &AttentionProblem::dropout_layout)
       .def_readwrite("has_bias", &AttentionProblem::has_bias)
       .def_readwrite("need_dbias", &AttentionProblem::need_dbias)
+      .def_readwrite("bias_dtype", &AttentionProblem::bias_dtype)
       .def_readwrite("bias_broadcast_batch", &AttentionProblem::bias_broadcast_batch)
       .def_readwrite("bias_broadcast_head", &AttentionProblem::bias_broadcast_head)
       .def_readwrite("bias_broadcast_row", &AttentionProblem::bias_broadcast_row)

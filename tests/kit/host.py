@@ -45,6 +45,7 @@ def dense_problem(host: ModuleType, **changes: Any) -> Any:
     """A dense bfloat16 problem of two batches and grouped heads, with changes to its fields."""
     values = {
         "dtype": host.DType.kBFloat16,
+        "bias_dtype": host.DType.kBFloat16,
         "batch": 2,
         "heads": 6,
         "heads_kv": 3,

@@ -129,8 +129,10 @@ std::string slower(const AttentionProblem& problem) {
   }
   if (!has_features(problem) || feature_of(problem) != Feature::kNone || head_dim > 128) return "";
   if (problem.has_bias) {
-    return "sm80 is faster with attn_bias at head dimensions up to 128, unless the copy engine brings it, alone or "
-           "with PyTorch's memory-efficient dropout";
+    const bool shared = problem.bias_broadcast_batch || problem.bias_broadcast_head;
+    if (problem.need_dbias && problem.bias_dtype == DType::kFloat32 && !shared) return "";
+    return "sm80 is faster with attn_bias at head dimensions up to 128, unless TMA loads the bias, alone or with "
+           "PyTorch's memory-efficient dropout, or its gradient is float32 for each batch and head";
   }
   return "sm80 is faster with softcap and dropout at this head dimension";
 }

@@ -15,7 +15,7 @@ import torch
 
 import flashbwd
 from flashbwd import _ops
-from flashbwd.bench import attention_peers, cases, machine, report, results, runner
+from flashbwd.bench import attention_peers, cases, contenders, machine, report, results, runner
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer
 
@@ -117,10 +117,10 @@ def _machine_lines(where: machine.Machine) -> str:
 
 def _peers_to_check(case: cases.Case, device: torch.device) -> list[Peer]:
     """PyTorch's peers and this library as it chooses for itself."""
-    peers = [peer for peer in runner.peers_of(case, device) if peer.name.startswith("torch")]
+    peers = [peer for peer in contenders.peers_of(case, device) if peer.name.startswith("torch")]
     if isinstance(case, cases.AttentionCase):
         return [*peers, Peer("flashbwd", attention_peers.ours("auto"), devices=(device.type,))]
-    return [*peers, *(peer for peer in runner.peers_of(case, device) if peer.ours)]
+    return [*peers, *(peer for peer in contenders.peers_of(case, device) if peer.ours)]
 
 
 def _row(result: results.CaseResult) -> list[str]:

@@ -28,6 +28,7 @@ from flashbwd.bench import (
     attention_peers,
     block_peers,
     cases,
+    contenders,
     decoding_peers,
     errors,
     machine,
@@ -556,7 +557,7 @@ def test_dropout_reaches_the_oracle():
 @pytest.mark.parametrize("peer", ["torch native", "flashbwd"])
 def test_norm_peers_are_right(peer, rms):
     case = NormCase("t", 48, 700, "fp32", rms=rms, compiled=False)
-    found = runner.run_case(case, CPU, FAST, runner.peers_of(case, CPU, [peer]))
+    found = runner.run_case(case, CPU, FAST, contenders.peers_of(case, CPU, [peer]))
     assert found.peers[peer].status == results.OK, found.peers[peer].reason
     assert set(found.peers[peer].errors) == ({"dx", "dgamma"} if rms else {"dx", "dgamma", "dbeta"})
 
@@ -592,7 +593,7 @@ SMALL = [
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_every_cpu_peer_is_right_or_says_why_not(case):
-    found = runner.run_case(case, CPU, FAST, runner.peers_of(case, CPU))
+    found = runner.run_case(case, CPU, FAST, contenders.peers_of(case, CPU))
     for name, peer in found.peers.items():
         assert peer.status in (results.OK, results.UNSUPPORTED), f"{name}: {peer.reason}"
         assert peer.timed == (peer.status == results.OK)
@@ -744,7 +745,7 @@ def test_rounds_are_enough_for_every_place_in_the_order(count, rounds):
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_attention_peers_time_no_forward(case):
     x = attention_peers.make_inputs(case, CPU, 0)
-    for peer in runner.peers_of(case, CPU):
+    for peer in contenders.peers_of(case, CPU):
         with contextlib.suppress(peers.UnsupportedCaseError):
             assert forwards_of(peer.prepare(case, x)) == [], peer.name
 
@@ -754,7 +755,7 @@ def test_attention_peers_time_no_forward(case):
 def test_norm_peers_time_no_forward(rms, form):
     case = NormCase("t", 48, 70, "fp32", rms=rms, form=form, compiled=False)
     x = norm_peers.make_inputs(case, CPU, 0)
-    for peer in runner.peers_of(case, CPU, ["torch native", "flashbwd"]):
+    for peer in contenders.peers_of(case, CPU, ["torch native", "flashbwd"]):
         with contextlib.suppress(peers.UnsupportedCaseError):
             assert forwards_of(peer.prepare(case, x)) == [], peer.name
 
@@ -762,7 +763,7 @@ def test_norm_peers_time_no_forward(rms, form):
 def test_backwards_of_decoding_time_no_forward():
     case = cases.DecodingCase("t", 2, 4, 2, 2, 100, 16, dtype="fp32", backward=True, compiled=False)
     x = decoding_peers.make_inputs(case, CPU, 0)
-    for peer in runner.peers_of(case, CPU):
+    for peer in contenders.peers_of(case, CPU):
         assert forwards_of(peer.prepare(case, x)) == [], peer.name
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashbwd.bench import cases, machine, measure, runner
+from flashbwd.bench import cases, contenders, machine, measure, runner
 from flashbwd.bench.measure import Settings, Timer
 from flashbwd.bench.peers import Prepared
 
@@ -118,7 +118,7 @@ def test_short_slots_are_cool_and_long_ones_have_a_settled_clock(gpu):
 
 def test_settled_clocks_are_measured_for_the_peers_that_bars_compare():
     case = next(c for c in cases.ATTENTION_CASES if c.table == "main")
-    names = [peer.name for peer in runner.peers_of(case, GPU)]
+    names = [peer.name for peer in contenders.peers_of(case, GPU)]
     wanted = {cases.SM90, cases.CUDNN, cases.CUDNN_HEADS_FIRST, cases.SM80, cases.FLASH, cases.SM90 + " deterministic"}
     assert set(runner.sustained_peers(case, names)) == wanted
     anyone = replace(case, bars=(cases.Bar(cases.SM90, cases.ANY_PEER, 1.0),))

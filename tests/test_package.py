@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +30,25 @@ def test_importing_starts_no_cuda_and_no_compiler() -> None:
     heavy = "[m for m in ('torch._inductor.codecache', 'matplotlib', 'transformers') if m in sys.modules]"
     before = f"import sys, torch; before = {heavy}"
     assert python(f"{before}; import flashbwd; print(torch.cuda.is_initialized(), {heavy} == before)") == "False True"
+
+
+def test_modules_form_no_import_circle() -> None:
+    """Imports within functions count too: they hide a circle, and do not break it."""
+    root = Path(flashbwd.__file__).parent
+    paths = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in root.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in paths.items()}
+    imports = {name: set(_imported(tree, set(modules))) - {name} for name, tree in modules.items()}
+    graphlib.TopologicalSorter(imports).prepare()  # CycleError names the modules
+
+
+def _imported(tree: ast.Module, modules: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules else str(node.module)
 
 
 def test_importing_changes_no_setting_of_torch() -> None:

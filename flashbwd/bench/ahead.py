@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flashbwd.bench import machine
 from flashbwd.bench.cases import Case, suite
+from flashbwd.bench.contenders import SEED, make_inputs, peers_of
 from flashbwd.bench.peers import Peer
 
 Work = Sequence[tuple[Case, Peer]]
@@ -52,13 +54,11 @@ def compile_ahead(
 def main() -> None:
     from torch._inductor import config
 
-    from flashbwd.bench import machine, runner
-
     _, name, peer_name = sys.argv
     device = machine.default_device()
     (case,) = (case for case in suite("all", device.type) if f"{case.table}: {case.name}" == name)
-    (peer,) = (peer for peer in runner.peers_of(case, device) if peer.name == peer_name)
-    inputs = runner.make_inputs(case, device, runner.SEED)
+    (peer,) = (peer for peer in peers_of(case, device) if peer.name == peer_name)
+    inputs = make_inputs(case, device, SEED)
     with config.patch(fx_graph_cache=False, autotune_local_cache=False):
         prepared = peer.prepare(case, inputs)
         with prepared.scope():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashbwd.bench import ahead, attention_peers, block_peers, decoding_peers, errors, machine, measure, norm_peers
+from flashbwd.bench import ahead, errors, machine, measure
 from flashbwd.bench.cases import (
     ANY_PEER,
     BLOCK_SLOT_MS,
@@ -24,32 +24,12 @@ from flashbwd.bench.cases import (
     Case,
     DecodingCase,
 )
+from flashbwd.bench.contenders import SEED, make_inputs, peers_of
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
 
-SEED = 20
-
 # ---- one case ------------------------------------------------------------------------------------
-
-
-def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list[Peer]:
-    """The peers measured on a case: those of its device, deterministic and compiled ones where it asks for them."""
-    table = norm_peers.NORM_PEERS
-    if isinstance(case, AttentionCase):
-        table = attention_peers.ATTENTION_PEERS
-    elif isinstance(case, DecodingCase):
-        table = decoding_peers.DECODING_PEERS
-    elif isinstance(case, BlockCase):
-        table = block_peers.BLOCK_PEERS
-    return [
-        peer
-        for peer in table
-        if device.type in peer.devices
-        and (not only or any(part in peer.name for part in only))
-        and (case.compiled or not peer.compiled)
-        and (not peer.deterministic or (isinstance(case, AttentionCase) and case.deterministic))
-    ]
 
 
 class DeviceLostError(RuntimeError):
@@ -58,16 +38,6 @@ class DeviceLostError(RuntimeError):
     def __init__(self, message: str, result: CaseResult) -> None:
         super().__init__(message)
         self.result = result
-
-
-def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
-    if isinstance(case, AttentionCase):
-        return attention_peers.make_inputs(case, device, seed)
-    if isinstance(case, DecodingCase):
-        return decoding_peers.make_inputs(case, device, seed)
-    if isinstance(case, BlockCase):
-        return block_peers.make_inputs(case, device, seed)
-    return norm_peers.make_inputs(case, device, seed)
 
 
 def run_case(

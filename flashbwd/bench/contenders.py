@@ -1,0 +1,43 @@
+"""Which peers run a case, and the inputs that all of them are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashbwd.bench import attention_peers, block_peers, decoding_peers, norm_peers
+from flashbwd.bench.cases import AttentionCase, BlockCase, Case, DecodingCase
+from flashbwd.bench.peers import Peer
+
+SEED = 20
+
+
+def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list[Peer]:
+    """The peers measured on a case: those of its device, deterministic and compiled ones where it asks for them."""
+    table = norm_peers.NORM_PEERS
+    if isinstance(case, AttentionCase):
+        table = attention_peers.ATTENTION_PEERS
+    elif isinstance(case, DecodingCase):
+        table = decoding_peers.DECODING_PEERS
+    elif isinstance(case, BlockCase):
+        table = block_peers.BLOCK_PEERS
+    return [
+        peer
+        for peer in table
+        if device.type in peer.devices
+        and (not only or any(part in peer.name for part in only))
+        and (case.compiled or not peer.compiled)
+        and (not peer.deterministic or (isinstance(case, AttentionCase) and case.deterministic))
+    ]
+
+
+def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
+    if isinstance(case, AttentionCase):
+        return attention_peers.make_inputs(case, device, seed)
+    if isinstance(case, DecodingCase):
+        return decoding_peers.make_inputs(case, device, seed)
+    if isinstance(case, BlockCase):
+        return block_peers.make_inputs(case, device, seed)
+    return norm_peers.make_inputs(case, device, seed)

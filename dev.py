@@ -5,7 +5,7 @@ python3 dev.py test [ARGS]    runs the tests; ARGS go to pytest, and with option
 python3 dev.py setup          makes the environment and builds, no more
 
 A torch >= 2.10 that this python can import is used as it is; otherwise one is installed from PyPI. Needs Python 3.10
-or newer and g++. FLASHBWD_CUDA=0 leaves out the kernels and the CUDA compiler.
+or newer and g++. CUDA kernels are compiled for the GPUs of this machine; FLASHBWD_CUDA=1 compiles them without a GPU.
 """
 
 from __future__ import annotations

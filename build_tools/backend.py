@@ -1,7 +1,7 @@
 """PEP 517 backend: setuptools, plus the requirements of the build that was asked for.
 
-`FLASHBWD_CUDA=0` needs no CUDA compiler, and a machine with a usable CUDA toolkit or its own CUTLASS needs no copy
-of them, so the list cannot stand in pyproject.toml.
+A build without kernels needs no CUDA compiler, and a machine with a usable CUDA toolkit or its own CUTLASS needs no
+copy of them, so the list cannot stand in pyproject.toml.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from build_tools.toolchain import (
     find_cutlass,
     find_ninja,
     find_torch,
+    named_architectures,
+    names_from_env,
 )
 
 OUT = Path("build/native")  # relative to ROOT, where ninja runs
@@ -80,20 +82,16 @@ def cxx() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def _names_from_env(variable: str) -> list[str]:
-    return [name for name in re.split(r"[,;\s]+", os.environ.get(variable, "")) if name]
-
-
 def chosen_architectures(offered: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets of a family that serve the GPUs TORCH_CUDA_ARCH_LIST names; all of them where it names none."""
-    wanted = _names_from_env("TORCH_CUDA_ARCH_LIST")
+    """The targets of a family that serve the GPUs to compile for (``named_architectures``)."""
+    wanted = named_architectures()
     if not wanted:
         return offered
     chosen = set()
     for name in wanted:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
         if match is None:
-            raise BuildError(f"TORCH_CUDA_ARCH_LIST: {name!r} is no architecture such as 8.0, 9.0a or 9.0+PTX")
+            raise BuildError(f"FLASHBWD_CUDA_ARCHS: {name!r} is no architecture such as 8.0, 9.0a or 9.0+PTX")
         gpu = (int(match.group(1)), int(match.group(2)))
         native = []
         for target in offered:
@@ -125,7 +123,7 @@ def machine_targets(targets: tuple[str, ...]) -> set[str]:
 
 def chosen_families() -> dict[str, tuple[str, ...]]:
     """The kernel families of this build that have sources, and the architectures of each."""
-    wanted = _names_from_env("FLASHBWD_FAMILIES") or list(FAMILIES)
+    wanted = names_from_env("FLASHBWD_FAMILIES") or list(FAMILIES)
     if unknown := [name for name in wanted if name not in FAMILIES]:
         raise BuildError(f"FLASHBWD_FAMILIES: no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
     families = {}
@@ -152,10 +150,10 @@ def cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
     portable = chosen_architectures(PORTABLE)
     if not portable:
         raise BuildError(
-            f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']} names no GPU that flashbwd has kernels for: "
-            "they start at 8.0. For a build without kernels set FLASHBWD_CUDA=0"
+            f"flashbwd has no kernels for the GPUs {', '.join(named_architectures())}: they start at 8.0. Name others "
+            "with FLASHBWD_CUDA_ARCHS, or set FLASHBWD_CUDA=0 for a build without kernels"
         )
-    head_dims = [int(number) for number in _names_from_env("FLASHBWD_HEAD_DIMS")]
+    head_dims = [int(number) for number in names_from_env("FLASHBWD_HEAD_DIMS")]
     units = []
     for source in _sources("csrc/**/*.cu"):
         owner = next((name for name, (folder, _) in FAMILIES.items() if source.is_relative_to(folder)), None)
@@ -170,7 +168,7 @@ def cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
 
 def _head_dim_macro() -> list[str]:
     """FLASHBWD_BUILT_HEAD_DIMS=64,128 in a build that does not hold all of them."""
-    head_dims = _names_from_env("FLASHBWD_HEAD_DIMS")
+    head_dims = names_from_env("FLASHBWD_HEAD_DIMS")
     return [f"-DFLASHBWD_BUILT_HEAD_DIMS={','.join(head_dims)}"] if head_dims else []
 
 
@@ -185,7 +183,12 @@ class NativeBuild:
             raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or name another with CXX")
         print(f"flashbwd: torch {self.torch.version} (CUDA {self.torch.cuda}) in {self.torch.root}")
         if not cuda_wanted():
-            print("flashbwd: FLASHBWD_CUDA=0: library for the CPU only")
+            why = (
+                "FLASHBWD_CUDA=0"
+                if os.environ.get("FLASHBWD_CUDA")
+                else "no GPU of compute capability 8.0 or later here"
+            )
+            print(f"flashbwd: {why}: library for the CPU only; FLASHBWD_CUDA=1 compiles the kernels too")
         elif self.torch.cuda is None:
             print("flashbwd: this torch has no CUDA: library for the CPU only")
         else:

@@ -1,7 +1,9 @@
-"""Finds torch, ninja, CUTLASS and a CUDA toolkit. Imports nothing heavy, never touches a GPU."""
+"""Finds torch, ninja, CUTLASS, a CUDA toolkit and this machine's GPUs. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
 import os
 import re
@@ -14,14 +16,54 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CUDA = Path("/usr/local/cuda")
+OLDEST_GPU = (8, 0)  # that has kernels
 
 
 class BuildError(RuntimeError):
     """The build cannot go on; the message says what to do."""
 
 
+@functools.lru_cache
+def gpus() -> tuple[tuple[int, int], ...]:
+    """Compute capabilities of this machine's GPUs, as NVIDIA's driver tells them; none without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count, device, value = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    found = []
+    for ordinal in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        capability = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            capability.append(value.value)
+        found.append((capability[0], capability[1]))
+    return tuple(found)
+
+
+def names_from_env(variable: str) -> list[str]:
+    return [name for name in re.split(r"[,;\s]+", os.environ.get(variable, "")) if name]
+
+
+def _asked_architectures() -> list[str]:
+    return names_from_env("FLASHBWD_CUDA_ARCHS") or names_from_env("TORCH_CUDA_ARCH_LIST")
+
+
+def named_architectures() -> list[str]:
+    """The GPUs to compile for: those of the environment variables, else this machine's. Empty: all that there are."""
+    if asked := _asked_architectures():
+        return [] if asked == ["all"] else asked
+    return sorted({f"{major}.{minor}" for major, minor in gpus()})
+
+
 def cuda_wanted() -> bool:
-    return os.environ.get("FLASHBWD_CUDA", "1").lower() not in ("0", "off", "false", "no")
+    """Whether this build has kernels: as FLASHBWD_CUDA says, else where GPUs are named or this machine has one."""
+    if asked := os.environ.get("FLASHBWD_CUDA", "").lower():
+        return asked not in ("0", "off", "false", "no")
+    return bool(_asked_architectures()) or any(gpu >= OLDEST_GPU for gpu in gpus())
 
 
 def _package_dir(name: str) -> Path | None:

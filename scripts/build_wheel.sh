@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # The sdist, and the wheel built from what the sdist holds, in dist/. Run in an environment that has the build
-# requirements (requirements/build.txt, requirements/cuda.txt) and the dev extra.
+# requirements (requirements/build.txt, requirements/cuda.txt) and the dev extra. The wheel has all kernels, whatever
+# GPU this machine has.
 set -euo pipefail
+export FLASHBWD_CUDA_ARCHS=all
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 

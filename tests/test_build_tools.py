@@ -16,16 +16,69 @@ from build_tools.compile_unit import parse_ptxas  # noqa: E402
 SM90 = native.FAMILIES["attention_sm90"][1]
 
 
+SWITCHES = (
+    "FLASHBWD_CUDA",
+    "FLASHBWD_CUDA_ARCHS",
+    "FLASHBWD_FAMILIES",
+    "FLASHBWD_CUTLASS_PATH",
+    "TORCH_CUDA_ARCH_LIST",
+    "MAX_JOBS",
+)
+
+
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FLASHBWD_CUDA", "FLASHBWD_FAMILIES", "FLASHBWD_CUTLASS_PATH", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS"):
+    """A machine without a GPU, and no variable that the build reads."""
+    for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(toolchain, "gpus", lambda: ())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "switches", "portable"),
+    [
+        ((), {}, None),
+        (((7, 5),), {}, None),
+        (((9, 0),), {}, ("9.0",)),
+        (((8, 6), (9, 0), (9, 0)), {}, ("8.0", "9.0")),
+        (((7, 5), (8, 0)), {}, ("8.0",)),
+        (((12, 0),), {}, ("9.0+PTX",)),
+        (((9, 0),), {"FLASHBWD_CUDA": "0"}, None),
+        ((), {"FLASHBWD_CUDA": "1"}, native.PORTABLE),
+        (((9, 0),), {"FLASHBWD_CUDA": "1"}, ("9.0",)),
+        (((9, 0),), {"FLASHBWD_CUDA_ARCHS": "all"}, native.PORTABLE),
+        ((), {"FLASHBWD_CUDA_ARCHS": "8.0"}, ("8.0",)),
+        ((), {"TORCH_CUDA_ARCH_LIST": "8.0"}, ("8.0",)),
+        (((9, 0),), {"FLASHBWD_CUDA_ARCHS": "8.0", "TORCH_CUDA_ARCH_LIST": "9.0"}, ("8.0",)),
+        ((), {"FLASHBWD_CUDA": "0", "FLASHBWD_CUDA_ARCHS": "all"}, None),
+    ],
+)
+def test_kernels_are_compiled_for_the_gpus_that_are_here_or_named(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[tuple[int, int], ...],
+    switches: dict[str, str],
+    portable: tuple[str, ...] | None,
+) -> None:
+    monkeypatch.setattr(toolchain, "gpus", lambda: gpus)
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    assert toolchain.cuda_wanted() == (portable is not None)
+    if portable is not None:
+        assert native.chosen_architectures(native.PORTABLE) == portable
+
+
+def test_gpus_without_kernels_are_refused_where_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "gpus", lambda: ((7, 5),))
+    monkeypatch.setenv("FLASHBWD_CUDA", "1")
+    with pytest.raises(toolchain.BuildError, match=r"no kernels for the GPUs 7\.5: they start at 8.0"):
+        native.cuda_units({})
 
 
 @pytest.mark.parametrize(
     ("arch_list", "portable", "sm90"),
     [
         ("", native.PORTABLE, SM90),
+        ("all", native.PORTABLE, SM90),
         ("8.0", ("8.0",), ()),
         ("8.6 8.9", ("8.0",), ()),
         ("9.0", ("9.0",), SM90),
@@ -38,13 +91,13 @@ def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arch_list_selects_targets(
     monkeypatch: pytest.MonkeyPatch, arch_list: str, portable: tuple[str, ...], sm90: tuple[str, ...]
 ) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", arch_list)
+    monkeypatch.setenv("FLASHBWD_CUDA_ARCHS", arch_list)
     assert native.chosen_architectures(native.PORTABLE) == portable
     assert native.chosen_architectures(SM90) == sm90
 
 
 def test_arch_list_of_no_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    monkeypatch.setenv("FLASHBWD_CUDA_ARCHS", "Hopper")
     with pytest.raises(toolchain.BuildError, match="'Hopper' is no architecture"):
         native.chosen_architectures(native.PORTABLE)
 
@@ -137,6 +190,8 @@ def test_compiler_is_required_only_for_cuda_and_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
+    assert not any(line.startswith("nvidia") for line in requirements.build_requirements())  # no GPU here
+    monkeypatch.setenv("FLASHBWD_CUDA", "1")
     assert any(line.startswith("nvidia-cuda-nvcc") for line in requirements.build_requirements())
     cpu_torch = toolchain.Torch(tmp_path, "2.13.0+cpu", None)
     assert not any(line.startswith("nvidia") for line in requirements.build_requirements(cpu_torch))
@@ -169,6 +224,7 @@ ptxas info    : Used 168 registers
 
 
 def test_cutlass_of_this_machine_is_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHBWD_CUDA", "1")
     monkeypatch.setattr(requirements, "cutlass_is_used", lambda: True)
     monkeypatch.setattr(toolchain, "ROOT", tmp_path)
     assert any(line.startswith("nvidia-cutlass") for line in requirements.build_requirements())

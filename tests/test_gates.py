@@ -27,7 +27,8 @@ FAMILIES_ON = [
 
 @pytest.fixture(autouse=True)
 def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FLASHBWD_FAMILIES", "FLASHBWD_HEAD_DIMS", "TORCH_CUDA_ARCH_LIST"):
+    monkeypatch.setenv("FLASHBWD_CUDA_ARCHS", "all")
+    for name in ("FLASHBWD_FAMILIES", "FLASHBWD_HEAD_DIMS"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Tiles of the reference's flex decoding: they cover every pair that a block list lets see, once, and no key in vain."""
+"""Tiles of the reference flex decoding: they hold every pair that a block list lets see, once, and no key in vain."""
 
 from __future__ import annotations
 

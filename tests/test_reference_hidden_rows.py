@@ -1,4 +1,4 @@
-"""Rows that a bias hides from all keys: the reference backend sees that in the bias, not in the LSE that came with it."""
+"""Rows that a bias hides from all keys: the reference backend sees that in the bias, whatever the LSE says."""
 
 from __future__ import annotations
 

@@ -64,8 +64,13 @@ _FORWARD = (REFERENCE, "-k", f"test_forward and {_FAST}")
 _NORM_FILES = ("tests/test_layer_norm_from_output.py", "tests/test_dropout_add_norm.py")
 _NORMS = (*_NORM_FILES, REFERENCE, "-k", "norm or cpu")
 _DECODING = (*(f"tests/test_flex_decoding{name}.py" for name in ("_tiles", "_autograd", "")),)
-_EMIT = ("tests/test_flex_decoding_emission.py", "tests/test_flex_decoding_derivative.py")
-_KEYS = ("tests/test_flex_decoding_keys.py", "tests/test_flex_decoding_compiler.py")
+_EMIT = tuple(f"tests/test_flex_decoding_{name}.py" for name in ("slots", "emission", "derivative"))
+_RECOGNITION = ("tests/test_flex_decoding_values.py", "tests/test_flex_decoding_ordinary.py")
+_KEYS = (
+    "tests/test_flex_decoding_slots.py",
+    "tests/test_flex_decoding_keys.py",
+    "tests/test_flex_decoding_compiler.py",
+)
 _SLOW_PEERS = "peer cpu_peers compile drawn plots goes_on blocks of_a_block side_by_side first-d last-d"
 _BENCH = ("tests/test_bench.py", "-k", " and ".join(f"not {name}" for name in _SLOW_PEERS.split()))
 _GATES = ("tests/test_gates.py",)
@@ -85,10 +90,9 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "mods": {
         **{f"flashbwd/mods/{name}.py": _EMIT for name in ("derivative", "emit", "operators", "row")},
-        **{f"flashbwd/mods/{name}.py": _KEYS for name in ("handle", "kernels", "nvrtc")},
-        "flashbwd/mods/captures.py": ("tests/test_flex_decoding_slots.py", *_KEYS),
-        "flashbwd/mods/ordinary.py": ("tests/test_flex_decoding_ordinary.py",),
-        "flashbwd/mods/values.py": ("tests/test_flex_decoding_ordinary.py",),
+        **{f"flashbwd/mods/{name}.py": _KEYS for name in ("captures", "kernels", "nvrtc")},
+        "flashbwd/mods/handle.py": ("tests/test_compile_mods.py",),
+        **{f"flashbwd/mods/{name}.py": _RECOGNITION for name in ("ordinary", "values")},
         "flashbwd/mods/trace.py": ("tests/test_flex_decoding_emission.py", *_KEYS),
     },
     "bench": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
+import operator as python_operators
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbwd.mods import captures
+from flashbwd.mods import captures, kernels, nvrtc, operators
 from flashbwd.mods.captures import CannotEmitError, Captures, FixedMod, Recent, Slots
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
@@ -67,7 +67,14 @@ def test_tensors_of_another_device_are_refused() -> None:
         slots_of().of(torch.zeros(1, device="meta"), "score_mod")
 
 
-@pytest.mark.parametrize(("name", "limit"), [("kMaxDims", captures.MAX_DIMS), ("kMaxCaptured", captures.MAX_CAPTURED)])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("kMaxDims", captures.MAX_DIMS),
+        ("kMaxCaptured", captures.MAX_CAPTURED),
+        ("kModRowBytes", operators.ROW_BYTES),
+    ],
+)
 def test_limits_are_those_of_the_kernels(name: str, limit: int) -> None:
     found = re.search(rf"constexpr int {name} = (\d+);", (CSRC / "decoding" / "params.h").read_text())
     assert found is not None
@@ -134,8 +141,8 @@ def test_functions_of_pytorch_and_math_have_a_key(function: Any) -> None:
 
 
 def test_a_function_of_another_module_has_no_key_whatever_its_name() -> None:
-    assert operator.neg.__name__ == torch.neg.__name__
-    assert Captures(operator.neg).key is None
+    assert python_operators.neg.__name__ == torch.neg.__name__
+    assert Captures(python_operators.neg).key is None
 
 
 def test_minus_zero_is_another_constant() -> None:
@@ -150,3 +157,21 @@ def test_the_number_of_recent_entries_is_bounded_and_reading_renews_one() -> Non
     assert recent.get("a") == "A"
     recent.put("c", "C")
     assert [recent.get(key) for key in "abc"] == ["A", None, "C"]
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+def test_a_kernel_is_compiled_for_the_threads_of_its_warps(warps: int) -> None:
+    source = kernels.kernel_source("", kernels.Tile(64, 16, warps, torch.bfloat16, True, 0))
+    assert f"__launch_bounds__({32 * warps}, 1)" in source
+    assert f"split_kv<64, 16, {warps}," in source
+
+
+def test_a_source_that_does_not_compile_leaves_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise nvrtc.CompilationError("no NVRTC here")
+
+    monkeypatch.setattr(nvrtc, "kernel_of", fails)
+    modification = kernels.Modification(torch.ops.flashbwd.decoding_modification([], []), "source")
+    with pytest.raises(kernels.NoKernelError, match="no NVRTC here"):
+        kernels._build(modification, "source", kernels.Tile(64, 16, 4, torch.bfloat16, True, 0))
+    assert modification.tiles == set()

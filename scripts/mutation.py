@@ -72,7 +72,12 @@ _KEYS = (
     "tests/test_flex_decoding_compiler.py",
 )
 _SLOW_PEERS = "peer cpu_peers compile drawn plots goes_on blocks of_a_block side_by_side first-d last-d"
-_BENCH = ("tests/test_bench.py", "-k", " and ".join(f"not {name}" for name in _SLOW_PEERS.split()))
+_BENCH = (
+    "tests/test_bench_errors.py",
+    "tests/test_bench.py",
+    "-k",
+    " and ".join(f"not {name}" for name in _SLOW_PEERS.split()),
+)
 _GATES = ("tests/test_gates.py",)
 
 # Group -> module -> arguments of pytest that select the tests which own the module. Modules that run on a GPU only
@@ -106,7 +111,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "scripts/figures.py": ("tests/test_figures.py",),
     },
 }
-FUNCTIONS_ONLY = {"flashbwd/bench/cases.py"}  # the rest of them is tables
+METHODS_ONLY = {"flashbwd/bench/cases.py"}  # the rest is the table of what is measured
 
 
 @dataclass(frozen=True)
@@ -179,9 +184,9 @@ def places_of(source: str) -> dict[Place, list[tuple[str, int]]]:
     return dict(sorted(found.items()))
 
 
-def in_a_function(source: str, place: Place) -> bool:
-    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
-    return any(function.lineno < place[0] <= (function.end_lineno or 0) for function in functions)
+def in_a_class(source: str, place: Place) -> bool:
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    return any(node.lineno <= place[0] <= (node.end_lineno or 0) for node in classes)
 
 
 def mutant_of(group: str, module: str, source: str, place: Place, operator: str, occurrence: int) -> Mutant | None:
@@ -202,7 +207,7 @@ def mutants_of(group: str, modules: Iterable[str], chance: random.Random, sample
         (module, place, options)
         for module, text in sources.items()
         for place, options in places_of(text).items()
-        if module not in FUNCTIONS_ONLY or in_a_function(text, place)
+        if module not in METHODS_ONLY or in_a_class(text, place)
     ]
     if sample is not None:
         chance.shuffle(places)

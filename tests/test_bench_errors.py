@@ -1,0 +1,156 @@
+"""Arithmetic of the benchmarks: relative errors, the gradients that they are taken of, and bytes of inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle
+from flashbwd.bench.cases import AttentionCase, BlockCase, DecodingCase, NormCase
+
+CPU = torch.device("cpu")
+ATTENTION = AttentionCase("t", 2, 24, 4, 2, 16, 8)
+
+
+# ---- relative errors --------------------------------------------------------------------------------
+
+
+def test_an_error_is_the_norm_of_the_difference_over_the_norm_of_the_reference() -> None:
+    reference = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    off = torch.tensor([[0.0, 0.3], [-0.4, 0.0]])
+    assert oracle.relative_error(reference + off, reference) == pytest.approx(0.1, rel=1e-6)
+
+
+def test_an_error_of_rows_is_that_of_the_worst_block() -> None:
+    reference = torch.ones(6, 1) * torch.tensor([100.0, 100.0, 1.0, 1.0, 10.0, 10.0])[:, None]
+    value = reference.clone()
+    value[2:4] += 0.5
+    value[4:] += 1.0
+    assert oracle.relative_error(value, reference, rows=2) == pytest.approx(0.5)
+    assert oracle.relative_error(value, reference, rows=4) == pytest.approx(1 / 10)
+
+
+def test_a_block_of_zeros_counts_as_a_millionth_of_the_largest() -> None:
+    reference = torch.tensor([[2.0], [0.0]])
+    assert oracle.relative_error(torch.tensor([[2.0], [1e-6]]), reference, rows=1) == pytest.approx(0.5)
+
+
+def test_where_all_of_the_reference_is_zero_the_error_is_the_norm_itself() -> None:
+    assert oracle.relative_error(torch.tensor([[3.0], [4.0]]), torch.zeros(2, 1)) == 5.0
+
+
+def test_an_error_with_nan_is_nan() -> None:
+    assert math.isnan(oracle.relative_error(torch.tensor([[torch.nan]]), torch.ones(1, 1)))
+
+
+# ---- gradients --------------------------------------------------------------------------------------
+
+
+def made_worse(tensors: list[Tensor], number: int, by: float) -> list[Tensor]:
+    """One of the tensors times 1 + ``by``."""
+    return [t * (1 + by) if i == number else t for i, t in enumerate(tensors)]
+
+
+def norm_gradients(case: NormCase, x: Any) -> list[Tensor]:
+    leaves = [t.double().requires_grad_() for t in (x.x, x.gamma, x.beta)]
+    centred = leaves[0] if case.rms else leaves[0] - leaves[0].mean(-1, keepdim=True)
+    z = centred / (centred.square().mean(-1, keepdim=True) + norm_peers.EPS).sqrt() * leaves[1]
+    z = z if case.rms else z + leaves[2]
+    return list(torch.autograd.grad(z, leaves[: 2 if case.rms else 3], x.dz.double()))
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+@pytest.mark.parametrize("rms", [False, True])
+def test_a_wrong_gradient_of_a_norm_has_its_error_under_its_name(rms: bool, wrong: int) -> None:
+    case = NormCase("t", 20, 300, "fp64", rms=rms)
+    x = norm_peers.make_inputs(case, CPU, 0)
+    names = ["dx", "dgamma"] if rms else ["dx", "dgamma", "dbeta"]
+    found = errors.norm_errors(case, x, made_worse(norm_gradients(case, x), wrong, 0.25))
+    assert list(found) == names
+    for i, name in enumerate(names):
+        assert found[name] == pytest.approx(0.25 if i == wrong else 0.0, abs=1e-9)
+
+
+def test_the_rows_of_a_norm_that_are_compared_reach_from_the_first_to_the_last() -> None:
+    case = NormCase("t", 20, 3000, "fp64")
+    x = norm_peers.make_inputs(case, CPU, 0)
+    for row in (0, -1):
+        dx, *rest = norm_gradients(case, x)
+        dx[row] += 1
+        assert errors.norm_errors(case, x, [dx, *rest])["dx"] > 0.01
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_wrong_gradient_of_decoding_has_its_error_under_its_name(wrong: int) -> None:
+    case = DecodingCase("t", 2, 4, 2, 3, 40, 16, "fp32", backward=True)
+    x = decoding_peers.make_inputs(case, CPU, 0)
+    leaves = [t.detach().double().requires_grad_() for t in (x.q, x.k, x.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, enable_gqa=True)
+    grads = list(torch.autograd.grad(out, leaves, x.dout.double()))
+    found = errors.decoding_errors(case, x, made_worse(grads, wrong, 0.25))
+    assert found == pytest.approx({n: 0.25 if i == wrong else 0.0 for i, n in enumerate(("dq", "dk", "dv"))}, abs=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, -1])
+def test_a_wrong_gradient_of_a_block_has_its_error_under_the_parameters_name(wrong: int) -> None:
+    x = block_peers.make_inputs(BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48, dtype="fp32"), CPU, 0)
+    names = ["dx", *dict(x.block.named_parameters())]
+    found = errors.block_errors(x, made_worse(list(x.expected), wrong % len(names), 0.25))
+    assert found == pytest.approx({name: 0.25 if name == names[wrong] else 0.0 for name in names}, abs=1e-6)
+
+
+# ---- work and bytes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "elements"),
+    [
+        ({}, 2 * 24 * (4 * (16 + 8 + 8) + 2 * (16 + 8))),  # q, out and dout; k and v
+        ({"bias_batch": 1}, 2 * 24 * (4 * (16 + 8 + 8) + 2 * (16 + 8)) + 4 * 24 * 24),
+        ({"bias_batch": 2}, 2 * 24 * (4 * (16 + 8 + 8) + 2 * (16 + 8)) + 2 * 4 * 24 * 24),
+        ({"lengths": (24, 5)}, 29 * (4 * (16 + 8 + 8) + 2 * (16 + 8))),
+    ],
+)
+def test_inputs_of_attention_are_all_its_tensors(changes: dict[str, Any], elements: int) -> None:
+    assert replace(ATTENTION, **changes).input_bytes == 2 * elements
+    assert replace(ATTENTION, dtype="fp32", **changes).input_bytes == 4 * elements
+
+
+def test_inputs_of_a_norm_are_x_and_dz() -> None:
+    case = NormCase("t", 48, 70)
+    x = norm_peers.make_inputs(case, CPU, 0)
+    assert case.input_bytes == x.x.nbytes + x.dz.nbytes
+
+
+@pytest.mark.parametrize(("backward", "tensors"), [(False, "qkv"), (True, "qkvkv")])
+def test_bytes_of_decoding_are_queries_keys_and_values(backward: bool, tensors: str) -> None:
+    case = DecodingCase("t", 3, 4, 2, 5, 40, 16, backward=backward)
+    x = decoding_peers.make_inputs(case, CPU, 0)
+    assert case.input_bytes == sum(getattr(x, name).nbytes for name in tensors)
+    assert case.work == sum(getattr(x, name).nbytes for name in tensors if name != "q")
+
+
+def test_inputs_of_a_block_are_x_and_the_gradient_of_its_result() -> None:
+    case = BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48)
+    x = block_peers.make_inputs(case, CPU, 0)
+    assert case.input_bytes == x.x.nbytes + x.dout.nbytes
+
+
+@pytest.mark.parametrize(("form", "passes"), [("", 3), ("output", 3), ("dropout", 5)])
+def test_work_of_a_norm_is_that_of_its_form(form: str, passes: int) -> None:
+    assert NormCase("t", 48, 70, form=form).work == passes * 48 * 70 * 2
+
+
+@pytest.mark.parametrize(("shape", "products"), [("gpt", 2), ("llama", 3)])
+def test_work_of_a_block_is_three_passes_over_weights_and_seven_over_half_of_the_pairs(
+    shape: str, products: int
+) -> None:
+    case = BlockCase("t", shape, 2, 8, 32, 4, 2, 48)
+    weights = 32 * 32 + 2 * 32 * 16 + 32 * 32 + products * 32 * 48  # q; k and v of 2 heads of 4; output; MLP
+    pairs = 2 * 8 * 8 / 2
+    assert case.work == 3 * 2 * 16 * weights + 7 * 2 * pairs * 32

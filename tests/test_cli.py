@@ -214,14 +214,22 @@ def test_gpu_run_reports_and_packs(gpu_run, monkeypatch, tmp_path, capsys):
     assert "flashbwd-gpu/logs/check-good.log" in names
 
 
+def test_gpu_run_stops_a_step_whose_time_is_up(gpu_run, tmp_path):
+    endless = _python(gpu_run, "endless", "import time; time.sleep(1000)")
+    outcome = gpu_run.run(endless, tmp_path, 0.5)
+    assert (outcome.status, outcome.detail) == (gpu_run.LEFT, "stopped after 0 s")
+
+
 def test_gpu_run_resumes_what_is_left(gpu_run, monkeypatch, tmp_path):
     mark = tmp_path / "ran"
     first = _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')")
-    slow = _python(gpu_run, "slow", "import time; time.sleep(60)")
-    _steps(gpu_run, monkeypatch, first, slow)
+    second = _python(gpu_run, "second", "pass")
+    _steps(gpu_run, monkeypatch, first, second)
     out = tmp_path / "out"
-    assert gpu_run.main([str(out), "--stage", "check", "--budget-s", "2"]) == gpu_run.INCOMPLETE
-    _steps(gpu_run, monkeypatch, first, _python(gpu_run, "slow", "pass"))
+    with monkeypatch.context() as patch:
+        run, left = gpu_run.run, gpu_run.Outcome(gpu_run.LEFT)
+        patch.setattr(gpu_run, "run", lambda step, *rest: left if step is second else run(step, *rest))
+        assert gpu_run.main([str(out), "--stage", "check"]) == gpu_run.INCOMPLETE
     assert gpu_run.main([str(out), "--stage", "check", "--resume"]) == 0
     assert mark.read_text() == "1"
     assert gpu_run.main([str(out), "--stage", "check"]) == 0

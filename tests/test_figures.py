@@ -144,6 +144,11 @@ def test_the_row_of_groups_takes_every_size_of_a_group_but_one():
     assert [bool(row.where["group"](size)) for size in (1, 2, 4, 8)] == [False, True, True, True]
 
 
+def test_the_row_of_several_queries_takes_two_and_more():
+    (row,) = (row for row in figures.SUMMARY if row.heading == "decoding, {seqlen_q} queries")
+    assert [bool(row.where["seqlen_q"](queries)) for queries in (1, 2, 16)] == [False, True, True]
+
+
 def test_a_table_of_every_case_leaves_out_cases_that_this_library_did_not_run(monkeypatch):
     one, two, three = copy.deepcopy(figures.measured("layer_norm")[:3])
     del one.peers[figures.cases.NORM]

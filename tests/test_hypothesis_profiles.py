@@ -35,7 +35,8 @@ def examples(folder: Path, profile: str | None, *options: str) -> tuple[list[str
     """Of a property under a profile, in the order of the run; and what pytest printed."""
     folder.mkdir()
     (folder / "test_it.py").write_text(PROPERTY)
-    environment = {name: value for name, value in os.environ.items() if name != "HYPOTHESIS_PROFILE"}
+    outer = ("HYPOTHESIS_PROFILE", "FLASHBWD_TEST_SUMMARY")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
     environment |= {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     environment |= {} if profile is None else {"HYPOTHESIS_PROFILE": profile}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "--rootdir", str(folder), "-q", *options, "test_it.py"]

@@ -55,15 +55,18 @@ PRELOADED = ("torch", "torch.utils.flop_counter", "torch.nn.attention.flex_atten
 
 REFERENCE = "tests/test_reference.py"
 _SLOW_CASES = (
-    "obey random norm wide_ many_b many_h few_ bias_tiles tiles_ _tiles] seqlen_ head_dim efficient32 40x70 one_sign "
-    "bias_shared of_keys long forked capture heads_are_few score_matrix only_matrix"
+    "obey random norm wide_ many_b many_h few_keys bias_tiles tiles_ _tiles] seqlen_ head_dim efficient32 40x70 "
+    "one_sign bias_shared of_keys long forked capture score_matrix only_matrix"
 )
 _FAST = " and ".join(f"not {name}" for name in _SLOW_CASES.split())
-_ATTENTION = ("tests/test_reference_hidden_rows.py", "tests/test_reference_products.py", REFERENCE, "-k", _FAST)
-_FORWARD = (REFERENCE, "-k", f"test_forward and {_FAST}")
+_ATTENTION = (*(f"tests/test_reference{name}.py" for name in ("_cuts", "_hidden_rows", "_products", "")), "-k", _FAST)
+_FORWARD = ("tests/test_reference_cuts.py", REFERENCE, "-k", f"(test_forward or lengths or neither) and {_FAST}")
 _NORM_FILES = ("tests/test_layer_norm_from_output.py", "tests/test_dropout_add_norm.py")
-_NORMS = (*_NORM_FILES, REFERENCE, "-k", "norm or cpu")
-_DECODING = (*(f"tests/test_flex_decoding{name}.py" for name in ("_tiles", "_autograd", "")),)
+_NORMS = ("tests/test_reference_cuts.py", *_NORM_FILES, REFERENCE, "-k", "norm or cpu")
+_DECODING = (
+    *(f"tests/test_flex_decoding{name}.py" for name in ("_tiles", "_autograd", "")),
+    "tests/test_reference_cuts.py",
+)
 _EMIT = tuple(f"tests/test_flex_decoding_{name}.py" for name in ("slots", "emission", "derivative"))
 _RECOGNITION = ("tests/test_flex_decoding_values.py", "tests/test_flex_decoding_ordinary.py")
 _KEYS = (

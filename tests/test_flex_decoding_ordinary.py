@@ -79,6 +79,7 @@ MORE_SCORES: dict[str, Any] = {
     "distance_taken_away": lambda s, b, h, q, k: s - (q - k),
     "minus_a_slope": lambda s, b, h, q, k: s + -SLOPES[h] * (k - q),
     "softcap_then_mask": lambda s, b, h, q, k: torch.where(k < 9, 30 * torch.tanh(s / 30), -INF),
+    "constant_of_a_tensor": lambda s, b, h, q, k: s + torch.full((), 0.5) * (k - q),
     "masked_twice": lambda s, b, h, q, k: torch.where(k < 9, torch.where(q >= k, s, -INF), -INF),
 }
 MORE_MASKS: dict[str, Any] = {
@@ -251,6 +252,19 @@ def test_a_score_mod_and_a_mask_together() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_ordinary_is_not_taken_for_it(name: str) -> None:
     assert recognise(*traces(*OTHERS[name])) is None
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "kind"),
+    [("alibi", None, 1), (None, "window", 2), ("identity", "window", 2), ("alibi", "window", 3)],
+)
+def test_the_first_argument_says_whether_there_is_a_score_and_a_mask(
+    score: str | None, mask: str | None, kind: int
+) -> None:
+    traced = traces(score and SCORES[score], mask and MASKS[mask])
+    found = recognise(*traced)
+    assert found is not None
+    assert encode(found, Slots(traced[2], "cpu"))[0][0] == kind
 
 
 def test_arguments_have_a_place_for_everything() -> None:

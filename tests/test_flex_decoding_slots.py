@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashbwd.mods import captures, kernels, nvrtc, operators
 from flashbwd.mods.captures import CannotEmitError, Captures, FixedMod, Recent, Slots
+from flashbwd.mods.row import Row
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
@@ -175,3 +176,27 @@ def test_a_source_that_does_not_compile_leaves_no_kernel(monkeypatch: pytest.Mon
     with pytest.raises(kernels.NoKernelError, match="no NVRTC here"):
         kernels._build(modification, "source", kernels.Tile(64, 16, 4, torch.bfloat16, True, 0))
     assert modification.tiles == set()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "taken"),
+    [
+        ([torch.float32] * 5, "0123"),
+        ([torch.float64, torch.float64, torch.float32], "01"),
+        ([torch.float64, torch.int32, torch.float64, torch.int32], "013"),
+        ([torch.bfloat16] * 5, "0123"),  # held as float
+        ([torch.bool] * 17, "0123456789101112131415"),
+    ],
+)
+def test_a_row_takes_values_while_they_fit_into_its_bytes(dtypes: list[torch.dtype], taken: str) -> None:
+    row = Row()
+    fields = row.take("score", ["work"], {str(i): dtype for i, dtype in enumerate(dtypes)})
+    assert "".join(fields) == taken
+    assert all(f"score_{i};" in row.text() for i in fields)
+
+
+def test_a_row_of_two_functions_shares_its_bytes() -> None:
+    row = Row()
+    assert row.text() == ""
+    assert list(row.take("score", [], {"a": torch.float64})) == ["a"]
+    assert list(row.take("mask", [], {"b": torch.float32, "c": torch.float64, "d": torch.float32})) == ["b", "d"]

@@ -96,6 +96,8 @@ def conditions() -> dict[str, Mod]:
         "wide_casts": lambda s, b, h, q, k: (s.double() / 7 + s.long() + s.bool()).float(),
         "halves": lambda s, b, h, q, k: (s.half() * 1.1 + k.half() / 3).float() + s.bfloat16() * 1.7,
         "constants": lambda s, b, h, q, k: s + torch.tensor(2.5) + torch.full((), 3.0) + torch.ones(()),
+        "constants_new": lambda s, b, h, q, k: s.new_ones(()) + s * s.new_zeros(()) + torch.ones_like(s) * 2,
+        "nan_to_num_of_integers": lambda s, b, h, q, k: s + torch.nan_to_num(k - 20, 3.0, 4.0, 5.0),
         "constants_like": lambda s, b, h, q, k: torch.zeros_like(s) + s.new_tensor(0.5) + s.new_full((), 2),
     }
 

@@ -74,13 +74,12 @@ _KEYS = (
     "tests/test_flex_decoding_keys.py",
     "tests/test_flex_decoding_compiler.py",
 )
-_SLOW_PEERS = "peer cpu_peers compile drawn plots goes_on blocks of_a_block side_by_side first-d last-d"
-_BENCH = (
-    "tests/test_bench_errors.py",
-    "tests/test_bench.py",
-    "-k",
-    " and ".join(f"not {name}" for name in _SLOW_PEERS.split()),
+_SLOW_PEERS = (
+    "cpu_peer peers_are gpu_peers peer_that block_peers norm_peers attention_peers wrong_peer compile drawn plots "
+    "goes_on slots_of_blocks report_of_blocks side_by_side first-d last-d"
 )
+_SLOW = " and ".join(f"not {name}" for name in _SLOW_PEERS.split())
+_BENCH = ("tests/test_bench_errors.py", "tests/test_bench.py", "-k", _SLOW)
 _GATES = ("tests/test_gates.py",)
 
 # Group -> module -> arguments of pytest that select the tests which own the module. Modules that run on a GPU only

@@ -55,6 +55,15 @@ def test_one_good_record_among_others_is_enough(tmp_path, capsys):
     assert capsys.readouterr().out == 'good.json: accepted\npart.json: only tests that match "sm90" ran\n'
 
 
+def test_a_record_is_named_by_its_device_and_its_kernel_sources(monkeypatch, tmp_path):
+    machine_of_run = {"device": "NVIDIA H100 (80 GB)", "kernel_sources": "0123456789abcdef", "kind": "cuda"}
+    described = type("Machine", (), {"as_dict": lambda self: machine_of_run})()
+    monkeypatch.setattr(machine, "describe", lambda device: described)
+    outcomes = {"tests: x": {"status": "passed", "seconds": 1.0}}
+    acceptance.write(tmp_path, "", outcomes, {"tests: x": "tests-x"}, seed=7)
+    assert list(acceptance.load(tmp_path / "acceptance")) == ["nvidia-h100-80-gb-0123456789ab.json"]
+
+
 def test_records_are_read_from_the_tree_where_no_folder_is_named(monkeypatch, tmp_path):
     check = _script("check_release")
     (tmp_path / "benchmarks" / "acceptance").mkdir(parents=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle
+from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, results
 from flashbwd.bench.cases import AttentionCase, BlockCase, DecodingCase, NormCase
 
 CPU = torch.device("cpu")
@@ -102,6 +103,95 @@ def test_a_wrong_gradient_of_a_block_has_its_error_under_the_parameters_name(wro
     names = ["dx", *dict(x.block.named_parameters())]
     found = errors.block_errors(x, made_worse(list(x.expected), wrong % len(names), 0.25))
     assert found == pytest.approx({name: 0.25 if name == names[wrong] else 0.0 for name in names}, abs=1e-6)
+
+
+# ---- blocks of rows ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls_of_autograd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of autograd, while float64 scores may have 64 elements at once."""
+    rows: list[int] = []
+    grad = torch.autograd.grad
+
+    def counted(outputs: Tensor, *arguments: Any) -> Any:
+        rows.append(outputs.shape[0])
+        return grad(outputs, *arguments)
+
+    monkeypatch.setattr(oracle, "_BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    return rows
+
+
+def test_gradients_of_attention_do_not_depend_on_the_rows_that_are_taken_at_once(calls_of_autograd: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(10, 2, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(16, 8, generator=generator) for _ in range(2))
+    found = oracle.attention_slice(q, k, v, dout, causal=True)
+    assert calls_of_autograd == [4, 4, 2] * 2
+    leaves = [t.double().requires_grad_() for t in (q.transpose(0, 1), k, v)]
+    mask = torch.ones(10, 16, dtype=torch.bool).tril(6)
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout.double().transpose(0, 1))
+    for got, want in zip(found, (dq.transpose(0, 1), dk, dv), strict=False):
+        torch.testing.assert_close(got, want)
+
+
+def test_gradients_of_a_norm_do_not_depend_on_the_rows_that_are_taken_at_once(calls_of_autograd: list[int]) -> None:
+    case = NormCase("t", 16, 30, "fp64")
+    x = norm_peers.make_inputs(case, CPU, 0)
+    rows = torch.arange(30)
+    found = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=False, rows=rows)
+    assert calls_of_autograd == [30, *[4] * 7, 2]
+    for got, want in zip(found, norm_gradients(case, x), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# ---- names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "bf16 B2 S24 H4:2 D16/8 full"),
+        ({"heads_kv": 4, "head_dim_v": 16, "causal": True}, "bf16 B2 S24 H4 D16 causal"),
+        ({"window": 5, "alibi": True, "softcap": 30.0}, "bf16 B2 S24 H4:2 D16/8 window 5 softcap 30 ALiBi"),
+        ({"lengths": (24, 5), "bias_batch": 2}, "bf16 B2 T29 varlen H4:2 D16/8 full bias"),
+        ({"bias_batch": 1, "dropout_p": 0.1}, "bf16 B2 S24 H4:2 D16/8 full shared bias dropout 0.1"),
+        ({"dropout_p": 0.1, "dropout_layout": "efficient"}, "bf16 B2 S24 H4:2 D16/8 full efficient dropout 0.1"),
+    ],
+)
+def test_the_name_of_a_case_says_what_is_not_plain(changes: dict[str, Any], name: str) -> None:
+    assert replace(ATTENTION, **changes).name == name
+
+
+@pytest.mark.parametrize(("heads_kv", "shown"), [(4, "H4"), (2, "H4:2")])
+def test_the_name_of_a_training_step_has_its_heads(heads_kv: int, shown: str) -> None:
+    assert BlockCase("t", "gpt", 2, 8, 32, 4, heads_kv, 48).name == f"gpt block bf16 B2 S8 width 32 {shown}"
+
+
+# ---- result files -----------------------------------------------------------------------------------
+
+
+def test_committed_result_files_are_of_the_schema_that_is_read() -> None:
+    paths = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))
+    assert results.load(paths[0]).results
+
+
+def test_a_peer_that_did_not_run_has_done_no_work() -> None:
+    assert results.PeerResult(results.FAILED).work == 0
+
+
+def test_a_case_that_only_the_new_run_has_hides_no_later_one() -> None:
+    def report(*names: str) -> results.Report:
+        peers = {"a": results.PeerResult(results.OK, times_ms=[1.0], work=1e9)}
+        found = [results.CaseResult(name, "t", "TFLOP/s", 0.1, {}, peers, [], {}) for name in names]
+        return results.Report("attention", "2026-01-01", {}, {}, found)
+
+    assert [change.case for change in results.compare(report("x", "y"), report("new", "x", "other", "y"))] == [
+        "t: x",
+        "t: y",
+    ]
 
 
 # ---- work and bytes ---------------------------------------------------------------------------------

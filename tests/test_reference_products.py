@@ -13,7 +13,15 @@ CASES = [
     case
     for case in cases.with_prefix(
         *("heads_", "mask_40x70_True", "softmax_scale", "softcap", "alibi", "sink", "dlse", "bias_1", "bias_softcap"),
-        *("empty_rows", "dropout_flash_bias_softcap", "dropout_efficient64_small", "varlen_", "dense_seqused"),
+        *(
+            "empty_rows",
+            "bias_one_sign_b",
+            "bias_one_sign_rows",
+            "dropout_flash_bias_softcap",
+            "dropout_efficient64_small",
+            "varlen_",
+            "dense_seqused",
+        ),
     )
     if case.bias_floor != cases.LEAST
 ]

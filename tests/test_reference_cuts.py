@@ -11,7 +11,8 @@ from kit.decoding import Shape
 
 import flashbwd
 from flashbwd import reference
-from flashbwd.reference.blocks import Cut, TileSize, cut_into_pieces
+from flashbwd.reference.bias_gradient import BiasGradient
+from flashbwd.reference.blocks import Chunk, Cut, TileSize, cut_into_pieces
 from flashbwd.reference.spans import Span
 
 LENGTHS = st.integers(1, 600)
@@ -31,8 +32,8 @@ def test_one_chunk_of_all_heads_has_blocks_that_fit_as_far_as_they_can_be_cut(
     cut = Cut.whole(tile, span(batches, sq, sk), heads, group)
     assert (cut.batches, cut.heads_kv) == (batches, heads)
     rows, keys = min(max(256 // group, 1), sq), min(256, sk)
-    assert min(rows, FEWEST // 2) <= cut.block_q <= rows
-    assert min(keys, FEWEST // 2) <= cut.block_k <= keys
+    assert min(rows, FEWEST // 2 + 1) <= cut.block_q <= rows
+    assert min(keys, FEWEST // 2 + 1) <= cut.block_k <= keys
     scores = batches * heads * group * cut.block_q * cut.block_k
     assert scores <= elements or max(cut.block_q, cut.block_k) <= FEWEST
 
@@ -73,6 +74,18 @@ def test_one_head_is_cut_into_as_many_parts_as_there_are_threads_and_blocks(
     x = torch.zeros(1, 256 * blocks, 1, 8)
     pieces, _ = cut_into_pieces([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
     assert [(piece.part, piece.parts) for piece in pieces] == [(part, parts) for part in range(parts)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_of_a_shared_bias_adds_up_in_fp32(dtype: torch.dtype) -> None:
+    """Of 1000 rows, one per tile: in bf16 the sum would stay at 256."""
+    dbias = torch.full((1, 1, 1, 3), torch.nan, dtype=dtype)
+    all_rows, chunk = span(1, 1000, 3), Chunk(0, 1, 0, 1, 1)
+    gradient = BiasGradient(dbias, (1, 1, 1000, 3), [all_rows], torch.float32)
+    for row in range(1000):
+        gradient.add(torch.ones(1, 1, 1, 3), all_rows, chunk, (row, row + 1), (0, 3))
+    gradient.finish()
+    assert dbias.flatten().tolist() == [1000.0] * 3
 
 
 @pytest.mark.parametrize("given_one", ["max_seqlen_q", "max_seqlen_k"])

@@ -116,6 +116,16 @@ def test_without_more_arguments_a_norm_is_a_layer_norm_and_nothing_is_dropped() 
     torch.testing.assert_close(from_output, reference.layer_norm_backward(dz, h, mu, rs)[0])
 
 
+def test_without_a_mask_of_outputs_every_gradient_of_a_norm_is_computed() -> None:
+    x, dz, gamma = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
+    _, h, mu, rs = reference.dropout_add_norm_forward(x, x, gamma)
+    found = reference.dropout_add_norm_backward(dz, h, mu, rs, gamma)
+    assert [gradient is not None for gradient in found] == [True] * 4
+    assert [g is not None for g in reference.norm_backward_from_output(dz, h, rs, gamma, gamma)] == [True] * 3
+    assert [g is not None for g in reference.layer_norm_backward(dz, x, mu, rs, gamma)] == [True] * 3
+    assert [g is not None for g in reference.rms_norm_backward(dz, x, rs, gamma)] == [True] * 2
+
+
 def test_keys_that_a_head_does_not_see_do_not_matter_to_it_where_the_batch_shares_them() -> None:
     shape = Shape(batch=2, batch_kv=1, heads=2, heads_kv=2, seqlen_q=1, seqlen_k=40)
     q, k, v = shape.tensors(torch.float64, "cpu")

@@ -97,7 +97,8 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "mods": {
         **{f"flashbwd/mods/{name}.py": _EMIT for name in ("derivative", "emit", "operators", "row")},
-        **{f"flashbwd/mods/{name}.py": _KEYS for name in ("captures", "kernels", "nvrtc")},
+        **{f"flashbwd/mods/{name}.py": _KEYS for name in ("captures", "kernels")},
+        "flashbwd/mods/nvrtc.py": ("tests/test_disk_cache.py", *_KEYS),
         "flashbwd/mods/handle.py": ("tests/test_compile_mods.py",),
         **{f"flashbwd/mods/{name}.py": _RECOGNITION for name in ("ordinary", "values")},
         "flashbwd/mods/trace.py": ("tests/test_flex_decoding_emission.py", *_KEYS),

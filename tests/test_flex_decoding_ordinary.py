@@ -11,7 +11,7 @@ from kit.decoding import Shape
 from torch import Tensor
 
 import flashbwd
-from flashbwd.mods import nvrtc
+from flashbwd.mods import nvrtc, ordinary
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.ordinary import Ordinary, encode, recognise
 from flashbwd.mods.trace import Trace, trace
@@ -72,6 +72,7 @@ SCORES, MASKS = scores(), masks()
 MORE_SCORES: dict[str, Any] = {
     "rates_added": lambda s, b, h, q, k: s + (k - q) * torch.exp2(h * 0.5 + (h * -0.25 - 1.0)),
     "rates_subtracted": lambda s, b, h, q, k: s + (k - q) * torch.exp2(h * 0.5 - (h * 0.25 + 2.0)),
+    "rate_of_a_head_as_float": lambda s, b, h, q, k: s + (k - q) * torch.exp2((h + 1).float() * -0.5),
     "slope_divided": lambda s, b, h, q, k: s + SLOPES[h] / 2 * (k - q) / 4,
     "slope_times_two_numbers": lambda s, b, h, q, k: s + SLOPES[h] * ((k - q) * 0.5) * 3,
     "distance_as_float": lambda s, b, h, q, k: s + (k - q).float() * 0.5,
@@ -241,6 +242,14 @@ def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
     for g, w in zip(grads, torch.autograd.grad(want, exact, dout.double()), strict=True):
         limit = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
         assert float((g.double() - w).abs().max()) <= limit * float(w.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("value", "taken"),
+    [(2.0**-60, True), (-(2.0**60), True), (0.0, True), (-INF, True), (2.0**-61, False), (2.0**61, False)],
+)
+def test_numbers_whose_products_stay_normal_are_taken(value: float, taken: bool) -> None:
+    assert ordinary._is_of(value, torch.float32) is taken
 
 
 def test_a_score_mod_and_a_mask_together() -> None:

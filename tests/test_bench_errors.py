@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +180,7 @@ def test_committed_result_files_are_of_the_schema_that_is_read() -> None:
     assert results.load(paths[0]).results
 
 
-def test_a_peer_that_did_not_run_has_done_no_work() -> None:
+def test_what_did_not_run_has_done_no_work() -> None:
     assert results.PeerResult(results.FAILED).work == 0
 
 
@@ -192,6 +194,60 @@ def test_a_case_that_only_the_new_run_has_hides_no_later_one() -> None:
         "t: x",
         "t: y",
     ]
+
+
+@pytest.mark.parametrize(("unit", "rate"), [("TFLOP/s", 6.0), ("GB/s", 6000.0)])
+def test_a_rate_is_work_over_time_in_the_unit_of_the_case(unit: str, rate: float) -> None:
+    found = {"a": results.PeerResult(results.OK, times_ms=[1.0], work=6e9)}
+    assert results.CaseResult("x", "t", unit, 0.1, {}, found, [], {}).rate("a") == rate
+
+
+@pytest.mark.parametrize("earlier", [None, results.PeerResult(results.FAILED)])
+def test_without_a_time_of_the_fastest_of_the_others_in_both_runs_a_change_is_absolute(
+    earlier: results.PeerResult | None,
+) -> None:
+    def report(ms: float, other: results.PeerResult | None) -> results.Report:
+        found = {"flashbwd": results.PeerResult(results.OK, times_ms=[ms], work=1e9)}
+        if other is not None:
+            found["torch"] = other
+        case = results.CaseResult("x", "t", "TFLOP/s", 0.1, {}, found, [], {})
+        return results.Report("attention", "2026-01-01", {}, {}, [case])
+
+    timed = results.PeerResult(results.OK, times_ms=[1.0], work=1e9)
+    (change,) = results.compare(report(2.0, earlier), report(1.0, timed))
+    assert (change.peer, change.change, change.relative) == ("flashbwd", 2.0, None)
+
+
+# ---- defaults ---------------------------------------------------------------------------------------
+
+
+def test_a_plain_case_has_no_feature_and_no_variant() -> None:
+    assert not (ATTENTION.causal or ATTENTION.alibi or ATTENTION.deterministic or ATTENTION.compiled)
+    assert (ATTENTION.dropout_p, ATTENTION.softcap, ATTENTION.bars) == (0.0, 0.0, ())
+    norm = NormCase("t", 48, 70)
+    assert (norm.rms, norm.form, norm.compiled) == (False, "", True)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_without_more_arguments_the_oracle_has_no_mask_and_scales_nothing(kept: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(10, 1, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(16, 8, generator=generator) for _ in range(2))
+    keep = torch.ones(1, 10, 16, dtype=torch.bool) if kept else None
+    leaves = [t.double().requires_grad_() for t in (q[:, 0], k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout[:, 0].double())
+    for got, want in zip(oracle.attention_slice(q, k, v, dout, keep=keep), (dq[:, None], dk, dv), strict=False):
+        torch.testing.assert_close(got, want)
+
+
+def test_no_mask_of_dropout_is_asked_for_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors.attention_peers, "dropout_mask", lambda *_: pytest.fail("asked for"))
+    case = replace(ATTENTION, dtype="fp32")
+    x = errors.attention_peers.make_inputs(case, CPU, 0)
+    prepared: Any = SimpleNamespace(forward=lambda: None, scope=contextlib.nullcontext)
+    found = errors.attention_errors(case, x, prepared, [torch.zeros_like(t) for t in (x.q, x.k, x.v)])
+    assert found == {"dq": 1.0, "dk": 1.0, "dv": 1.0}
 
 
 # ---- work and bytes ---------------------------------------------------------------------------------

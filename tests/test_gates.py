@@ -110,7 +110,7 @@ def test_an_update_from_a_build_that_is_as_the_budget_says_changes_no_byte(repor
     written = tmp_path / "budget.json"
     committed = check_budget.BUDGET.read_text()
     monkeypatch.setattr(check_budget, "BUDGET", written)
-    check_budget.update(report, BUDGET["calibration_seconds"])
+    check_budget.update(report[::-1], BUDGET["calibration_seconds"])  # units may end in any order
     assert written.read_text() == committed
 
 
@@ -164,6 +164,32 @@ def test_a_unit_that_grows_alone_is_over_its_budget(report, cached):
     (found,) = problems(report)
     assert found.startswith(f"{SM80_UNIT}: ")
     assert "CPU seconds to compile" in found
+
+
+@pytest.mark.parametrize(("seconds", "fails"), [(35.0, False), (35.1, True)])
+def test_a_unit_may_take_twice_its_seconds_and_15_more(seconds, fails):
+    allowed = {"cpu_seconds": 10.0, "kernels": {}, "registers": {}, "spilled_bytes": {}}
+    assert bool(check_budget.compare("a.cu", allowed | {"cpu_seconds": seconds}, allowed, 1.0)) is fails
+
+
+def test_registers_on_a_gpu_that_the_budget_lacks_are_over_none():
+    allowed = {"cpu_seconds": 10.0, "kernels": {}, "registers": {}, "spilled_bytes": {}}
+    (problem,) = check_budget.compare("a.cu", allowed | {"registers": {"sm_80": 32}}, allowed, 1.0)
+    assert problem == "a.cu: 32 registers on sm_80, the budget says 0"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calibration", "fails"),
+    [(2400.0, 1.0, False), (2401.0, 1.0, True), (2400.0, 0.5, False), (4800.0, 2.0, False), (4801.0, 2.0, True)],
+)
+def test_all_units_may_take_40_minutes_and_more_on_a_slower_machine_alone(seconds, calibration, fails):
+    assert bool(check_budget.total_problems([{"cpu_seconds": seconds}], 1.0, calibration)) is fails
+
+
+def test_a_compiler_that_fails_ends_the_calibration(monkeypatch):
+    monkeypatch.setattr(native, "cxx", lambda: "false")
+    with pytest.raises(check_budget.subprocess.CalledProcessError):
+        check_budget.calibration_seconds()
 
 
 def test_the_calibration_takes_the_compiler_some_time():

@@ -105,7 +105,12 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "bench": {
         **{f"flashbwd/bench/{name}.py": _BENCH for name in ("cases", "errors", "oracle", "results")},
-        "flashbwd/bench/acceptance.py": ("tests/test_acceptance.py",),
+        "flashbwd/bench/acceptance.py": (
+            "tests/test_acceptance.py",
+            "tests/test_cli.py",
+            "-k",
+            "acceptance or records",
+        ),
     },
     "gates": {
         "scripts/audit.py": ("tests/test_audit.py", *_GATES),

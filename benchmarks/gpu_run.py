@@ -3,12 +3,16 @@
     python benchmarks/gpu_run.py OUT                          all stages, one after the other
     python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without what an earlier run finished
     python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  of tests those that match, with as many processes
+    python benchmarks/gpu_run.py OUT --stage tests --seed 7   property tests with the examples of an earlier run
 
 Libraries that are in place are used as they are; missing ones are built first. Stages are made of steps.
 ``OUT/state.json`` remembers the steps that ended, so that with ``--resume`` a run goes on where another was cut off (by
 ``--budget-s``, which holds for each stage, or from outside). Results of other sources or libraries are not taken over.
 ``OUT/flashbwd-gpu.tar.gz`` holds logs, test reports, results and plots; ``OUT/acceptance`` the record of tests and
 sanitizer, to be committed to ``benchmarks/acceptance``, which ``scripts/check_release.py`` reads.
+
+The property tests of the stage ``tests`` draw their examples from a seed that is new in every run. The run prints it,
+and ``OUT/state.json`` and the record hold it. A resumed run keeps the seed.
 
 Exit status: 0 all passed, 1 something failed, 3 nothing failed but steps are left.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -47,6 +52,7 @@ TO_FINISH_A_CASE_S = 45.0  # the benchmark stops by itself so long before it wou
 SANITIZER_FOUND = 86  # exit status by which compute-sanitizer says that it found something
 REFUSED_AS_DECLARED = "refused as declared: "  # how the tests begin the reason of a skip that they expect
 TESTS_OF_A_STEP = 500  # at least
+PROPERTY_PROFILE = "random"  # of hypothesis, in tests/conftest.py
 TOOLS_AT_ONCE = 3  # a step of the sanitizer stage is one tool over a share of the tests
 
 
@@ -164,7 +170,7 @@ class Selection:
         return f"{name}, {self.select}" if self.select else name
 
 
-def test_steps(out: Path, jobs: int, select: str) -> Iterator[Step]:
+def test_steps(out: Path, jobs: int, select: str, seed: int) -> Iterator[Step]:
     """The files with tests that need a GPU, some to a step: workers take seconds to start."""
     selection = Selection("gpu", select)
     counts = Counter(test.split("::")[0] for test in selection.tests())
@@ -182,9 +188,10 @@ def test_steps(out: Path, jobs: int, select: str) -> Iterator[Step]:
         name = files[0] if len(files) == 1 else f"{files[0]} to {Path(files[-1]).name}"
         report = out / "reports" / f"{Path(files[0]).stem}.xml"
         command = [sys.executable, "-m", "pytest", *selection.arguments, "-q", f"--junitxml={report}", *files]
+        command.append(f"--hypothesis-seed={seed}")
         if jobs > 1:
             command += ["-n", str(jobs), "--dist", "worksteal"]
-        yield Step("tests", selection.title(name), command, by_pytest)
+        yield Step("tests", selection.title(name), command, by_pytest, {"HYPOTHESIS_PROFILE": PROPERTY_PROFILE})
 
 
 def sanitizer_steps(jobs: int, select: str) -> Iterator[Step]:
@@ -238,7 +245,7 @@ def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Ste
     if stage == "check":
         return check_steps(out)
     if stage == "tests":
-        return test_steps(out, options.jobs, options.select)
+        return test_steps(out, options.jobs, options.select, options.seed)
     if stage == "sanitizer":
         return sanitizer_steps(options.jobs, options.select)
     if stage == "fuzz":
@@ -309,10 +316,12 @@ class State:
         self.lock = threading.Lock()
         self.outcomes: dict[str, Outcome] = {}
         self.identity: dict[str, object] | None = None
+        self.seed: int | None = None
         if resume and path.exists():
             data = json.loads(path.read_text())
             self.outcomes = {title: Outcome(**outcome) for title, outcome in data["outcomes"].items()}
             self.identity = data["identity"]
+            self.seed = data.get("seed")
 
     def belongs_to(self, now: dict[str, object]) -> None:
         """Forget outcomes of other sources or libraries."""
@@ -333,7 +342,9 @@ class State:
     def save(self) -> None:
         outcomes = {title: asdict(outcome) for title, outcome in self.outcomes.items()}
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps({"identity": self.identity, "outcomes": outcomes}, indent=1) + "\n")
+        part.write_text(
+            json.dumps({"identity": self.identity, "seed": self.seed, "outcomes": outcomes}, indent=1) + "\n"
+        )
         os.replace(part, self.path)
 
 
@@ -389,6 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="pytest workers (default 6)")
     parser.add_argument("--fuzz-calls", type=int, default=20_000, help="of each kernel family (default 20000)")
+    parser.add_argument("--seed", type=int, help="of the property tests (default: drawn; resumed: the earlier run's)")
     parser.add_argument("--select", default="", help="only tests that match, as pytest's -k")
     options = parser.parse_args(arguments)
     if not has_gpu():
@@ -397,6 +409,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     state = State(out / "state.json", options.resume)
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(2**32) if state.seed is None else state.seed
+    elif state.seed not in (None, options.seed):
+        parser.error(f"the run to resume has seed {state.seed}: its record can't hold tests of another")
+    state.seed = options.seed
+    print(f"property tests: seed {options.seed}; --stage tests --seed {options.seed} repeats them", flush=True)
     stages = options.stage or list(STAGES)
     run_stage("build", state, out, options)
     if all((ROOT / "flashbwd" / library).exists() for library in LIBRARIES):
@@ -406,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from flashbwd.bench import acceptance
 
         files = {title: file_name(title) for title in state.outcomes}
-        acceptance.write(out, options.select, {t: asdict(o) for t, o in state.outcomes.items()}, files)
+        acceptance.write(out, options.select, {t: asdict(o) for t, o in state.outcomes.items()}, files, options.seed)
     stages = ["build", *stages]
     outcomes = {title: o for title, o in state.outcomes.items() if title.split(":")[0] in stages}
     archive = pack(out)

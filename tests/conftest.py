@@ -1,14 +1,16 @@
-"""Skips without a GPU, room on it, hypothesis profiles, thread limits, the summary of a run."""
+"""Skips without a GPU, room on it, hypothesis profiles and seeds, thread limits, the summary of a run."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import random
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,11 @@ from kit.turnstile import Turnstile
 
 _HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=_HEALTH)
+settings.register_profile("random", max_examples=60, deadline=None, suppress_health_check=_HEALTH)
 settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=_HEALTH)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
+SEED = "--hypothesis-seed"
 
 # Workers of pytest-xdist share the cores: one thread for each, and for the processes that it starts, unless
 # OMP_NUM_THREADS says otherwise.
@@ -38,6 +43,21 @@ SUMMARY = Summary()
 STARTED = time.monotonic()
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads the option
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed of a run whose examples are random, so that pytest can print it."""
+    if settings.get_profile(PROFILE).derandomize or config.getoption(SEED) is not None:
+        return
+    drawn = str(random.SystemRandom().randrange(2**32))
+    config.option.hypothesis_seed = getattr(config, "workerinput", {}).get(SEED, drawn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the seed to a worker of pytest-xdist."""
+    node.workerinput[SEED] = node.config.getoption(SEED)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
@@ -50,7 +70,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     SUMMARY.add(report)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not settings.get_profile(PROFILE).derandomize:
+        seed = config.getoption(SEED)
+        terminalreporter.write_line(f"property tests: repeat with HYPOTHESIS_PROFILE={PROFILE} and {SEED}={seed}")
     if lines := SUMMARY.table():
         terminalreporter.section("largest error over its limit")
         terminalreporter.write("\n".join(lines) + "\n")

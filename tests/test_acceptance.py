@@ -22,7 +22,7 @@ def _record(**changes) -> dict:
     outcomes |= changes.get("outcomes", {})
     summaries = {title: session | changes.get("session", {}) for title in outcomes}
     of = {"kind": "cuda", "kernel_sources": machine.kernel_sources_hash()}
-    return acceptance.record(of, changes.get("select", ""), outcomes, summaries)
+    return acceptance.record(of, changes.get("select", ""), outcomes, summaries, seed=7)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,33 @@ def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp
     assert problem in capsys.readouterr().out
 
 
-def test_a_release_needs_a_record_at_all(tmp_path):
+def test_a_release_needs_a_record_at_all(tmp_path, capsys):
     assert _script("check_release").main([str(tmp_path)]) == 1
+    assert f"no record in {tmp_path} is of these kernel sources" in capsys.readouterr().out
+
+
+def test_one_good_record_among_others_is_enough(tmp_path, capsys):
+    (tmp_path / "good.json").write_text(json.dumps(_record()))
+    (tmp_path / "part.json").write_text(json.dumps(_record(select="sm90")))
+    assert _script("check_release").main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == 'good.json: accepted\npart.json: only tests that match "sm90" ran\n'
+
+
+def test_a_record_is_named_by_its_device_and_its_kernel_sources(monkeypatch, tmp_path):
+    machine_of_run = {"device": "NVIDIA H100 (80 GB)", "kernel_sources": "0123456789abcdef", "kind": "cuda"}
+    described = type("Machine", (), {"as_dict": lambda self: machine_of_run})()
+    monkeypatch.setattr(machine, "describe", lambda device: described)
+    outcomes = {"tests: x": {"status": "passed", "seconds": 1.0}}
+    acceptance.write(tmp_path, "", outcomes, {"tests: x": "tests-x"}, seed=7)
+    assert list(acceptance.load(tmp_path / "acceptance")) == ["nvidia-h100-80-gb-0123456789ab.json"]
+
+
+def test_records_are_read_from_the_tree_where_no_folder_is_named(monkeypatch, tmp_path):
+    check = _script("check_release")
+    (tmp_path / "benchmarks" / "acceptance").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "acceptance" / "good.json").write_text(json.dumps(_record()))
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert check.main([]) == 0
 
 
 def _script(name: str) -> ModuleType:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import re
 import subprocess
 import sys
 import tarfile
@@ -211,14 +214,22 @@ def test_gpu_run_reports_and_packs(gpu_run, monkeypatch, tmp_path, capsys):
     assert "flashbwd-gpu/logs/check-good.log" in names
 
 
+def test_gpu_run_stops_a_step_whose_time_is_up(gpu_run, tmp_path):
+    endless = _python(gpu_run, "endless", "import time; time.sleep(1000)")
+    outcome = gpu_run.run(endless, tmp_path, 0.5)
+    assert (outcome.status, outcome.detail) == (gpu_run.LEFT, "stopped after 0 s")
+
+
 def test_gpu_run_resumes_what_is_left(gpu_run, monkeypatch, tmp_path):
     mark = tmp_path / "ran"
     first = _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')")
-    slow = _python(gpu_run, "slow", "import time; time.sleep(60)")
-    _steps(gpu_run, monkeypatch, first, slow)
+    second = _python(gpu_run, "second", "pass")
+    _steps(gpu_run, monkeypatch, first, second)
     out = tmp_path / "out"
-    assert gpu_run.main([str(out), "--stage", "check", "--budget-s", "2"]) == gpu_run.INCOMPLETE
-    _steps(gpu_run, monkeypatch, first, _python(gpu_run, "slow", "pass"))
+    with monkeypatch.context() as patch:
+        run, left = gpu_run.run, gpu_run.Outcome(gpu_run.LEFT)
+        patch.setattr(gpu_run, "run", lambda step, *rest: left if step is second else run(step, *rest))
+        assert gpu_run.main([str(out), "--stage", "check"]) == gpu_run.INCOMPLETE
     assert gpu_run.main([str(out), "--stage", "check", "--resume"]) == 0
     assert mark.read_text() == "1"
     assert gpu_run.main([str(out), "--stage", "check"]) == 0
@@ -365,11 +376,63 @@ def test_gpu_run_tests_every_file_once(gpu_run, monkeypatch, tmp_path):
     files = {f"tests/test_{n}.py": count for n, count in enumerate((3, 700, 1, 450, 60, 2))}
     tests = [f"{file}::test_y[{n}]" for file, count in files.items() for n in range(count)]
     monkeypatch.setattr(gpu_run.Selection, "tests", lambda self: tests if self.marks == "gpu" else [])
-    steps = list(gpu_run.test_steps(tmp_path, 4, ""))
+    steps = list(gpu_run.test_steps(tmp_path, 4, "", seed=7))
     of_a_step = [[word for word in step.command if word in files] for step in steps]
     assert [file for found in of_a_step for file in found] == list(files)
     assert all(sum(files[file] for file in found) >= gpu_run.TESTS_OF_A_STEP for found in of_a_step[:-1])
     assert len({word for step in steps for word in step.command if "--junitxml" in word}) == len(steps) == 3
+
+
+def test_gpu_run_gives_every_step_of_tests_the_seed(gpu_run, monkeypatch, tmp_path):
+    tests = [f"tests/test_{n}.py::test_y[{i}]" for n in "ab" for i in range(600)]
+    monkeypatch.setattr(gpu_run.Selection, "tests", lambda self: tests)
+    steps = list(gpu_run.test_steps(tmp_path, 4, "", seed=7))
+    assert len(steps) == 2
+    assert all("--hypothesis-seed=7" in step.command for step in steps)
+    assert all(step.environment == {"HYPOTHESIS_PROFILE": "random"} for step in steps)
+
+
+def _seeds(gpu_run, monkeypatch, out: Path, *arguments: str) -> tuple[int, int, int]:
+    """Of a run of the stage tests: what its steps get, what its record holds, and what it prints."""
+    got = []
+
+    def steps_of(stage, out, options):
+        got.append(options.seed)
+        return [_session(gpu_run, "tests/a", "tests", 3)] if stage == "tests" else []
+
+    said = io.StringIO()
+    monkeypatch.setattr(gpu_run, "steps_of", steps_of)
+    with contextlib.redirect_stdout(said):
+        assert gpu_run.main([str(out), "--stage", "tests", *arguments]) == 0
+    (record,) = acceptance.load(out / "acceptance").values()
+    printed = re.search(r"--seed (\d+) repeats", said.getvalue())
+    assert printed is not None
+    return got[-1], record["seed"], int(printed[1])
+
+
+def test_gpu_run_prints_and_records_the_seed_that_its_tests_get(gpu_run, monkeypatch, tmp_path):
+    assert len(set(_seeds(gpu_run, monkeypatch, tmp_path))) == 1
+
+
+def test_gpu_run_draws_a_seed_for_each_run(gpu_run, monkeypatch, tmp_path):
+    first, second = (_seeds(gpu_run, monkeypatch, tmp_path / name)[0] for name in "ab")
+    assert first != second
+
+
+def test_gpu_run_keeps_the_seed_of_the_run_that_it_resumes(gpu_run, monkeypatch, tmp_path):
+    first = _seeds(gpu_run, monkeypatch, tmp_path)
+    assert _seeds(gpu_run, monkeypatch, tmp_path, "--resume") == first
+
+
+def test_gpu_run_takes_a_given_seed(gpu_run, monkeypatch, tmp_path):
+    assert _seeds(gpu_run, monkeypatch, tmp_path, "--seed", "11") == (11, 11, 11)
+
+
+def test_gpu_run_resumes_with_no_other_seed(gpu_run, monkeypatch, tmp_path, capsys):
+    _seeds(gpu_run, monkeypatch, tmp_path, "--seed", "11")
+    with pytest.raises(SystemExit):
+        gpu_run.main([str(tmp_path), "--stage", "tests", "--resume", "--seed", "12"])
+    assert "the run to resume has seed 11" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stage", ["tests", "sanitizer"])

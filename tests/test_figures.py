@@ -125,3 +125,100 @@ def test_every_missed_bar_is_listed():
     ]
     assert len(missed) > 10
     assert all(line in page for line in missed)
+
+
+def test_a_case_without_a_property_that_is_asked_for_does_not_match():
+    result = figures.measured("layer_norm")[0]
+    assert "softcap" not in result.case
+    assert not figures.matches(result, {"softcap": lambda softcap: True})
+
+
+@pytest.mark.parametrize(("wanted", "has"), [(4096, True), (4095, False), ({4096, 1}, True), ({1}, False)])
+def test_a_case_matches_one_value_or_one_of_a_set(wanted, has):
+    result = next(r for r in figures.measured("attention") if r.case["seqlen"] == 4096)
+    assert figures.matches(result, {"seqlen": wanted}) is has
+
+
+def test_the_row_of_groups_takes_every_size_of_a_group_but_one():
+    (row,) = (row for row in figures.SUMMARY if row.heading == "sm90, {group} query heads per KV head")
+    assert [bool(row.where["group"](size)) for size in (1, 2, 4, 8)] == [False, True, True, True]
+
+
+def test_the_row_of_several_queries_takes_two_and_more():
+    (row,) = (row for row in figures.SUMMARY if row.heading == "decoding, {seqlen_q} queries")
+    assert [bool(row.where["seqlen_q"](queries)) for queries in (1, 2, 16)] == [False, True, True]
+
+
+def test_a_table_of_every_case_leaves_out_cases_that_this_library_did_not_run(monkeypatch):
+    one, two, three = copy.deepcopy(figures.measured("layer_norm")[:3])
+    del one.peers[figures.cases.NORM]
+    two.peers[figures.cases.NORM].times_ms = []
+    monkeypatch.setattr(figures, "measured", lambda suite: (one, two, three))
+    _, _, *rows = figures.every_case("layer_norm", figures.cases.NORM, ["torch native"]).splitlines()
+    assert [row.split(" |")[0] for row in rows] == [f"| {three.name}"]
+
+
+def test_a_peer_that_did_not_run_a_case_has_no_rate_and_no_ratio(monkeypatch):
+    (one,) = copy.deepcopy(figures.measured("layer_norm")[:1])
+    del one.peers["torch native"]
+    monkeypatch.setattr(figures, "measured", lambda suite: (one,))
+    _, _, row = figures.every_case("layer_norm", figures.cases.NORM, ["torch native"]).splitlines()
+    assert re.fullmatch(rf"\| {re.escape(one.name)} \| - \| \S+ \| - \| - \|", row)
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([3], "3"),
+        ([2, 1, 2], "1 and 2"),
+        ([3, 1, 2], "1, 2 and 3"),
+        ([4, 3, 1, 2], "1 to 4"),
+        ([0.5, 30.0], "0.5 and 30"),
+    ],
+)
+def test_values_of_a_heading_stand_for_themselves_up_to_three(values, shown):
+    assert figures.extent(values) == shown
+
+
+@pytest.mark.parametrize(("medians", "shown"), [([1.234, 1.231], "1.23"), ([2.0, 1.5, 1.75], "1.50 to 2.00")])
+def test_a_span_has_two_ends_where_they_differ(medians, shown):
+    assert figures.span(medians) == shown
+
+
+@pytest.fixture
+def page(monkeypatch, tmp_path) -> Path:
+    """A page whose block is not that of the result files, the only page."""
+    path = tmp_path / "docs" / "page.md"
+    path.parent.mkdir()
+    path.write_text("<!-- figures: two -->\nold\n<!-- end of figures -->\n")
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "PAGES", [path])
+    monkeypatch.setitem(figures.BLOCKS, "two", lambda: "new")
+    return path
+
+
+def test_without_check_the_blocks_are_written(page, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    figures.main()
+    assert page.read_text() == "<!-- figures: two -->\n\nnew\n\n<!-- end of figures -->\n"
+
+
+def test_the_check_names_what_differs_and_writes_nothing(page, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
+    before = page.read_text()
+    with pytest.raises(SystemExit, match=r"-old\n\+\n\+new"):
+        figures.main()
+    assert page.read_text() == before
+
+
+def test_the_check_passes_what_was_written(page, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    figures.main()
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
+    figures.main()
+
+
+def test_a_page_of_a_kernel_may_hold_figures_that_name_their_run(page, monkeypatch):
+    text = "It takes 5 us.\n"
+    kernels = page.parent / "kernels" / "page.md"
+    assert [len(figures.problems_of(path, text)) for path in (page, kernels)] == [1, 0]

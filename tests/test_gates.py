@@ -107,6 +107,14 @@ def test_an_update_from_an_incomplete_build_writes_nothing(report, monkeypatch, 
     assert not (tmp_path / "budget.json").exists()
 
 
+def test_an_update_from_a_build_that_is_as_the_budget_says_changes_no_byte(report, monkeypatch, tmp_path):
+    written = tmp_path / "budget.json"
+    committed = check_budget.BUDGET.read_text()
+    monkeypatch.setattr(check_budget, "BUDGET", written)
+    check_budget.update(report[::-1], BUDGET["calibration_seconds"])  # units may end in any order
+    assert written.read_text() == committed
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_one_kernel_less_on_one_gpu_fails(report, target):
     kernels = unit(report)["kernels"]
@@ -159,8 +167,72 @@ def test_a_unit_that_grows_alone_is_over_its_budget(report, cached):
     assert "CPU seconds to compile" in found
 
 
+@pytest.mark.parametrize(("seconds", "fails"), [(35.0, False), (35.1, True)])
+def test_a_unit_may_take_twice_its_seconds_and_15_more(seconds, fails):
+    allowed = {"cpu_seconds": 10.0, "kernels": {}, "registers": {}, "spilled_bytes": {}}
+    assert bool(check_budget.compare("a.cu", allowed | {"cpu_seconds": seconds}, allowed, 1.0)) is fails
+
+
+def test_registers_on_a_gpu_that_the_budget_lacks_are_over_none():
+    allowed = {"cpu_seconds": 10.0, "kernels": {}, "registers": {}, "spilled_bytes": {}}
+    (problem,) = check_budget.compare("a.cu", allowed | {"registers": {"sm_80": 32}}, allowed, 1.0)
+    assert problem == "a.cu: 32 registers on sm_80, the budget says 0"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calibration", "fails"),
+    [(2400.0, 1.0, False), (2401.0, 1.0, True), (2400.0, 0.5, False), (4800.0, 2.0, False), (4801.0, 2.0, True)],
+)
+def test_all_units_may_take_40_minutes_and_more_on_a_slower_machine_alone(seconds, calibration, fails):
+    assert bool(check_budget.total_problems([{"cpu_seconds": seconds}], 1.0, calibration)) is fails
+
+
+def test_a_compiler_that_fails_ends_the_calibration(monkeypatch):
+    monkeypatch.setattr(native, "cxx", lambda: "false")
+    with pytest.raises(check_budget.subprocess.CalledProcessError):
+        check_budget.calibration_seconds()
+
+
 def test_the_calibration_takes_the_compiler_some_time():
     assert check_budget.calibration_seconds() > 0
+
+
+@pytest.fixture
+def built(report, monkeypatch, tmp_path) -> Path:
+    """The report and the budget as files that main reads; gives the budget's."""
+    for name, text in (("REPORT", json.dumps(report)), ("BUDGET", check_budget.BUDGET.read_text())):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(check_budget, name, tmp_path / name)
+    monkeypatch.setattr(check_budget, "calibration_seconds", lambda: BUDGET["calibration_seconds"])
+    monkeypatch.setattr(sys, "argv", ["check_budget.py"])
+    return tmp_path / "BUDGET"
+
+
+def test_the_check_shows_every_unit_and_passes_within_the_budget(built, capsys):
+    check_budget.main()
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert BUDGET["units"].keys() <= shown.keys()
+    row = BUDGET["units"][SM80_UNIT]
+    use = f"sm_80 {row['kernels']['sm_80']}/{row['registers']['sm_80']}/{row['spilled_bytes']['sm_80']}"
+    assert use in shown[SM80_UNIT]
+
+
+def test_the_check_fails_beyond_the_budget_and_writes_nothing(built, capsys):
+    smaller = copy.deepcopy(BUDGET)
+    smaller["units"][SM80_UNIT]["registers"]["sm_80"] -= 1
+    built.write_text(json.dumps(smaller))
+    with pytest.raises(SystemExit, match="registers on sm_80, the budget says"):
+        check_budget.main()
+    assert json.loads(built.read_text()) == smaller
+
+
+def test_an_update_writes_the_budget_of_the_build(built, monkeypatch):
+    smaller = copy.deepcopy(BUDGET)
+    smaller["units"][SM80_UNIT]["registers"]["sm_80"] -= 1
+    built.write_text(json.dumps(smaller))
+    monkeypatch.setattr(sys, "argv", ["check_budget.py", "--update"])
+    check_budget.main()
+    assert json.loads(built.read_text()) == BUDGET
 
 
 # ---- .ci/run ----

@@ -20,7 +20,7 @@ SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 Json = dict[str, Any]
 
 
-def record(here: Json, select: str, outcomes: dict[str, Json], summaries: dict[str, Json]) -> Json:
+def record(here: Json, select: str, outcomes: dict[str, Json], summaries: dict[str, Json], seed: int) -> Json:
     """One run.
 
     Parameters
@@ -33,8 +33,15 @@ def record(here: Json, select: str, outcomes: dict[str, Json], summaries: dict[s
         ``status`` and ``seconds`` of each step, by "stage: name".
     summaries
         What the test session of each step wrote (tests/kit/summary.py), by the same titles.
+    seed
+        Of the examples of the property tests.
     """
-    return {"machine": here, "select": select, "stages": {s: _stage(s, outcomes, summaries) for s in STAGES}}
+    return {
+        "machine": here,
+        "select": select,
+        "seed": seed,
+        "stages": {s: _stage(s, outcomes, summaries) for s in STAGES},
+    }
 
 
 def _stage(stage: str, outcomes: dict[str, Json], summaries: dict[str, Json]) -> Json:
@@ -63,7 +70,7 @@ def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def write(out: Path, select: str, outcomes: dict[str, Json], files: dict[str, str]) -> None:
+def write(out: Path, select: str, outcomes: dict[str, Json], files: dict[str, str], seed: int) -> None:
     """The record of the steps in ``outcomes``, whose summaries are ``files`` of ``out``/summaries, if any ran tests."""
     outcomes = {title: outcome for title, outcome in outcomes.items() if title.split(":")[0] in STAGES}
     if not outcomes:
@@ -74,7 +81,7 @@ def write(out: Path, select: str, outcomes: dict[str, Json], files: dict[str, st
     device = re.sub(r"[^a-z0-9]+", "-", here["device"].lower()).strip("-")
     path = out / "acceptance" / f"{device}-{(here['kernel_sources'] or 'unknown')[:12]}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record(here, select, outcomes, summaries), indent=1) + "\n")
+    path.write_text(json.dumps(record(here, select, outcomes, summaries, seed), indent=1) + "\n")
 
 
 def problems(found: Json, kernel_sources: str | None) -> list[str]:

@@ -44,6 +44,8 @@ def arithmetic() -> dict[str, Mod]:
         "alpha": lambda s, b, h, q, k: torch.add(s, k, alpha=3) - torch.sub(s, q, alpha=2),
         "clamp": lambda s, b, h, q, k: s.clamp(-1, 2) + s.clamp(min=0) + s.clamp(max=k) + s.clamp_min(0.5),
         "powers": lambda s, b, h, q, k: s**2 + s**3 + s.abs() ** 0.5 + (s + 9) ** -1 + (s + 9) ** -0.5,
+        "first_power": lambda s, b, h, q, k: s**1,
+        "numbers_left_out": lambda s, b, h, q, k: torch.ops.aten.hardtanh(s) + torch.ops.aten.elu(s),
         "other_powers": lambda s, b, h, q, k: s.abs() ** 1.7 + torch.pow(s.abs(), k % 3),
         "powers_of_two": lambda s, b, h, q, k: 2**s + 2.0**-h,
         "powers_of_integers": lambda s, b, h, q, k: s + k**2 + (q - 3) ** 3 + 2**q,
@@ -94,6 +96,8 @@ def conditions() -> dict[str, Mod]:
         "wide_casts": lambda s, b, h, q, k: (s.double() / 7 + s.long() + s.bool()).float(),
         "halves": lambda s, b, h, q, k: (s.half() * 1.1 + k.half() / 3).float() + s.bfloat16() * 1.7,
         "constants": lambda s, b, h, q, k: s + torch.tensor(2.5) + torch.full((), 3.0) + torch.ones(()),
+        "constants_new": lambda s, b, h, q, k: s.new_ones(()) + s * s.new_zeros(()) + torch.ones_like(s) * 2,
+        "nan_to_num_of_integers": lambda s, b, h, q, k: s + torch.nan_to_num(k - 20, 3.0, 4.0, 5.0),
         "constants_like": lambda s, b, h, q, k: torch.zeros_like(s) + s.new_tensor(0.5) + s.new_full((), 2),
     }
 

@@ -1,0 +1,302 @@
+"""Arithmetic of the benchmarks: relative errors, the gradients that they are taken of, and bytes of inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, results
+from flashbwd.bench.cases import AttentionCase, BlockCase, DecodingCase, NormCase
+
+CPU = torch.device("cpu")
+ATTENTION = AttentionCase("t", 2, 24, 4, 2, 16, 8)
+
+
+# ---- relative errors --------------------------------------------------------------------------------
+
+
+def test_an_error_is_the_norm_of_the_difference_over_the_norm_of_the_reference() -> None:
+    reference = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    off = torch.tensor([[0.0, 0.3], [-0.4, 0.0]])
+    assert oracle.relative_error(reference + off, reference) == pytest.approx(0.1, rel=1e-6)
+
+
+def test_an_error_of_rows_is_that_of_the_worst_block() -> None:
+    reference = torch.ones(6, 1) * torch.tensor([100.0, 100.0, 1.0, 1.0, 10.0, 10.0])[:, None]
+    value = reference.clone()
+    value[2:4] += 0.5
+    value[4:] += 1.0
+    assert oracle.relative_error(value, reference, rows=2) == pytest.approx(0.5)
+    assert oracle.relative_error(value, reference, rows=4) == pytest.approx(1 / 10)
+
+
+def test_a_block_of_zeros_counts_as_a_millionth_of_the_largest() -> None:
+    reference = torch.tensor([[2.0], [0.0]])
+    assert oracle.relative_error(torch.tensor([[2.0], [1e-6]]), reference, rows=1) == pytest.approx(0.5)
+
+
+def test_where_all_of_the_reference_is_zero_the_error_is_the_norm_itself() -> None:
+    assert oracle.relative_error(torch.tensor([[3.0], [4.0]]), torch.zeros(2, 1)) == 5.0
+
+
+def test_an_error_with_nan_is_nan() -> None:
+    assert math.isnan(oracle.relative_error(torch.tensor([[torch.nan]]), torch.ones(1, 1)))
+
+
+# ---- gradients --------------------------------------------------------------------------------------
+
+
+def made_worse(tensors: list[Tensor], number: int, by: float) -> list[Tensor]:
+    """One of the tensors times 1 + ``by``."""
+    return [t * (1 + by) if i == number else t for i, t in enumerate(tensors)]
+
+
+def norm_gradients(case: NormCase, x: Any) -> list[Tensor]:
+    leaves = [t.double().requires_grad_() for t in (x.x, x.gamma, x.beta)]
+    centred = leaves[0] if case.rms else leaves[0] - leaves[0].mean(-1, keepdim=True)
+    z = centred / (centred.square().mean(-1, keepdim=True) + norm_peers.EPS).sqrt() * leaves[1]
+    z = z if case.rms else z + leaves[2]
+    return list(torch.autograd.grad(z, leaves[: 2 if case.rms else 3], x.dz.double()))
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+@pytest.mark.parametrize("rms", [False, True])
+def test_a_wrong_gradient_of_a_norm_has_its_error_under_its_name(rms: bool, wrong: int) -> None:
+    case = NormCase("t", 20, 300, "fp64", rms=rms)
+    x = norm_peers.make_inputs(case, CPU, 0)
+    names = ["dx", "dgamma"] if rms else ["dx", "dgamma", "dbeta"]
+    found = errors.norm_errors(case, x, made_worse(norm_gradients(case, x), wrong, 0.25))
+    assert list(found) == names
+    for i, name in enumerate(names):
+        assert found[name] == pytest.approx(0.25 if i == wrong else 0.0, abs=1e-9)
+
+
+def test_the_rows_of_a_norm_that_are_compared_reach_from_the_first_to_the_last() -> None:
+    case = NormCase("t", 20, 3000, "fp64")
+    x = norm_peers.make_inputs(case, CPU, 0)
+    for row in (0, -1):
+        dx, *rest = norm_gradients(case, x)
+        dx[row] += 1
+        assert errors.norm_errors(case, x, [dx, *rest])["dx"] > 0.01
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_wrong_gradient_of_decoding_has_its_error_under_its_name(wrong: int) -> None:
+    case = DecodingCase("t", 2, 4, 2, 3, 40, 16, "fp32", backward=True)
+    x = decoding_peers.make_inputs(case, CPU, 0)
+    leaves = [t.detach().double().requires_grad_() for t in (x.q, x.k, x.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, enable_gqa=True)
+    grads = list(torch.autograd.grad(out, leaves, x.dout.double()))
+    found = errors.decoding_errors(case, x, made_worse(grads, wrong, 0.25))
+    assert found == pytest.approx({n: 0.25 if i == wrong else 0.0 for i, n in enumerate(("dq", "dk", "dv"))}, abs=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, -1])
+def test_a_wrong_gradient_of_a_block_has_its_error_under_the_parameters_name(wrong: int) -> None:
+    x = block_peers.make_inputs(BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48, dtype="fp32"), CPU, 0)
+    names = ["dx", *dict(x.block.named_parameters())]
+    found = errors.block_errors(x, made_worse(list(x.expected), wrong % len(names), 0.25))
+    assert found == pytest.approx({name: 0.25 if name == names[wrong] else 0.0 for name in names}, abs=1e-6)
+
+
+# ---- blocks of rows ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls_of_autograd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of autograd, while float64 scores may have 64 elements at once."""
+    rows: list[int] = []
+    grad = torch.autograd.grad
+
+    def counted(outputs: Tensor, *arguments: Any) -> Any:
+        rows.append(outputs.shape[0])
+        return grad(outputs, *arguments)
+
+    monkeypatch.setattr(oracle, "_BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    return rows
+
+
+def test_gradients_of_attention_do_not_depend_on_the_rows_that_are_taken_at_once(calls_of_autograd: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(10, 2, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(16, 8, generator=generator) for _ in range(2))
+    found = oracle.attention_slice(q, k, v, dout, causal=True)
+    assert calls_of_autograd == [4, 4, 2] * 2
+    leaves = [t.double().requires_grad_() for t in (q.transpose(0, 1), k, v)]
+    mask = torch.ones(10, 16, dtype=torch.bool).tril(6)
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout.double().transpose(0, 1))
+    for got, want in zip(found, (dq.transpose(0, 1), dk, dv), strict=False):
+        torch.testing.assert_close(got, want)
+
+
+def test_gradients_of_a_norm_do_not_depend_on_the_rows_that_are_taken_at_once(calls_of_autograd: list[int]) -> None:
+    case = NormCase("t", 16, 30, "fp64")
+    x = norm_peers.make_inputs(case, CPU, 0)
+    rows = torch.arange(30)
+    found = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=False, rows=rows)
+    assert calls_of_autograd == [30, *[4] * 7, 2]
+    for got, want in zip(found, norm_gradients(case, x), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# ---- names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "bf16 B2 S24 H4:2 D16/8 full"),
+        ({"heads_kv": 4, "head_dim_v": 16, "causal": True}, "bf16 B2 S24 H4 D16 causal"),
+        ({"window": 5, "alibi": True, "softcap": 30.0}, "bf16 B2 S24 H4:2 D16/8 window 5 softcap 30 ALiBi"),
+        ({"lengths": (24, 5), "bias_batch": 2}, "bf16 B2 T29 varlen H4:2 D16/8 full bias"),
+        ({"bias_batch": 1, "dropout_p": 0.1}, "bf16 B2 S24 H4:2 D16/8 full shared bias dropout 0.1"),
+        ({"dropout_p": 0.1, "dropout_layout": "efficient"}, "bf16 B2 S24 H4:2 D16/8 full efficient dropout 0.1"),
+    ],
+)
+def test_the_name_of_a_case_says_what_is_not_plain(changes: dict[str, Any], name: str) -> None:
+    assert replace(ATTENTION, **changes).name == name
+
+
+@pytest.mark.parametrize(("heads_kv", "shown"), [(4, "H4"), (2, "H4:2")])
+def test_the_name_of_a_training_step_has_its_heads(heads_kv: int, shown: str) -> None:
+    assert BlockCase("t", "gpt", 2, 8, 32, 4, heads_kv, 48).name == f"gpt block bf16 B2 S8 width 32 {shown}"
+
+
+# ---- result files -----------------------------------------------------------------------------------
+
+
+def test_committed_result_files_are_of_the_schema_that_is_read() -> None:
+    paths = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))
+    assert results.load(paths[0]).results
+
+
+def test_what_did_not_run_has_done_no_work() -> None:
+    assert results.PeerResult(results.FAILED).work == 0
+
+
+def test_a_case_that_only_the_new_run_has_hides_no_later_one() -> None:
+    def report(*names: str) -> results.Report:
+        peers = {"a": results.PeerResult(results.OK, times_ms=[1.0], work=1e9)}
+        found = [results.CaseResult(name, "t", "TFLOP/s", 0.1, {}, peers, [], {}) for name in names]
+        return results.Report("attention", "2026-01-01", {}, {}, found)
+
+    assert [change.case for change in results.compare(report("x", "y"), report("new", "x", "other", "y"))] == [
+        "t: x",
+        "t: y",
+    ]
+
+
+@pytest.mark.parametrize(("unit", "rate"), [("TFLOP/s", 6.0), ("GB/s", 6000.0)])
+def test_a_rate_is_work_over_time_in_the_unit_of_the_case(unit: str, rate: float) -> None:
+    found = {"a": results.PeerResult(results.OK, times_ms=[1.0], work=6e9)}
+    assert results.CaseResult("x", "t", unit, 0.1, {}, found, [], {}).rate("a") == rate
+
+
+@pytest.mark.parametrize("earlier", [None, results.PeerResult(results.FAILED)])
+def test_without_a_time_of_the_fastest_of_the_others_in_both_runs_a_change_is_absolute(
+    earlier: results.PeerResult | None,
+) -> None:
+    def report(ms: float, other: results.PeerResult | None) -> results.Report:
+        found = {"flashbwd": results.PeerResult(results.OK, times_ms=[ms], work=1e9)}
+        if other is not None:
+            found["torch"] = other
+        case = results.CaseResult("x", "t", "TFLOP/s", 0.1, {}, found, [], {})
+        return results.Report("attention", "2026-01-01", {}, {}, [case])
+
+    timed = results.PeerResult(results.OK, times_ms=[1.0], work=1e9)
+    (change,) = results.compare(report(2.0, earlier), report(1.0, timed))
+    assert (change.peer, change.change, change.relative) == ("flashbwd", 2.0, None)
+
+
+# ---- defaults ---------------------------------------------------------------------------------------
+
+
+def test_a_plain_case_has_no_feature_and_no_variant() -> None:
+    assert not (ATTENTION.causal or ATTENTION.alibi or ATTENTION.deterministic or ATTENTION.compiled)
+    assert (ATTENTION.dropout_p, ATTENTION.softcap, ATTENTION.bars) == (0.0, 0.0, ())
+    norm = NormCase("t", 48, 70)
+    assert (norm.rms, norm.form, norm.compiled) == (False, "", True)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_without_more_arguments_the_oracle_has_no_mask_and_scales_nothing(kept: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(10, 1, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(16, 8, generator=generator) for _ in range(2))
+    keep = torch.ones(1, 10, 16, dtype=torch.bool) if kept else None
+    leaves = [t.double().requires_grad_() for t in (q[:, 0], k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout[:, 0].double())
+    for got, want in zip(oracle.attention_slice(q, k, v, dout, keep=keep), (dq[:, None], dk, dv), strict=False):
+        torch.testing.assert_close(got, want)
+
+
+def test_no_mask_of_dropout_is_asked_for_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors.attention_peers, "dropout_mask", lambda *_: pytest.fail("asked for"))
+    case = replace(ATTENTION, dtype="fp32")
+    x = errors.attention_peers.make_inputs(case, CPU, 0)
+    prepared: Any = SimpleNamespace(forward=lambda: None, scope=contextlib.nullcontext)
+    found = errors.attention_errors(case, x, prepared, [torch.zeros_like(t) for t in (x.q, x.k, x.v)])
+    assert found == {"dq": 1.0, "dk": 1.0, "dv": 1.0}
+
+
+# ---- work and bytes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "elements"),
+    [
+        ({}, 2 * 24 * (4 * (16 + 8 + 8) + 2 * (16 + 8))),  # q, out and dout; k and v
+        ({"bias_batch": 1}, 2 * 24 * (4 * (16 + 8 + 8) + 2 * (16 + 8)) + 4 * 24 * 24),
+        ({"bias_batch": 2}, 2 * 24 * (4 * (16 + 8 + 8) + 2 * (16 + 8)) + 2 * 4 * 24 * 24),
+        ({"lengths": (24, 5)}, 29 * (4 * (16 + 8 + 8) + 2 * (16 + 8))),
+    ],
+)
+def test_inputs_of_attention_are_all_its_tensors(changes: dict[str, Any], elements: int) -> None:
+    assert replace(ATTENTION, **changes).input_bytes == 2 * elements
+    assert replace(ATTENTION, dtype="fp32", **changes).input_bytes == 4 * elements
+
+
+def test_inputs_of_a_norm_are_x_and_dz() -> None:
+    case = NormCase("t", 48, 70)
+    x = norm_peers.make_inputs(case, CPU, 0)
+    assert case.input_bytes == x.x.nbytes + x.dz.nbytes
+
+
+@pytest.mark.parametrize(("backward", "tensors"), [(False, "qkv"), (True, "qkvkv")])
+def test_bytes_of_decoding_are_queries_keys_and_values(backward: bool, tensors: str) -> None:
+    case = DecodingCase("t", 3, 4, 2, 5, 40, 16, backward=backward)
+    x = decoding_peers.make_inputs(case, CPU, 0)
+    assert case.input_bytes == sum(getattr(x, name).nbytes for name in tensors)
+    assert case.work == sum(getattr(x, name).nbytes for name in tensors if name != "q")
+
+
+def test_inputs_of_a_block_are_x_and_the_gradient_of_its_result() -> None:
+    case = BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48)
+    x = block_peers.make_inputs(case, CPU, 0)
+    assert case.input_bytes == x.x.nbytes + x.dout.nbytes
+
+
+@pytest.mark.parametrize(("form", "passes"), [("", 3), ("output", 3), ("dropout", 5)])
+def test_work_of_a_norm_is_that_of_its_form(form: str, passes: int) -> None:
+    assert NormCase("t", 48, 70, form=form).work == passes * 48 * 70 * 2
+
+
+@pytest.mark.parametrize(("shape", "products"), [("gpt", 2), ("llama", 3)])
+def test_work_of_a_block_is_three_passes_over_weights_and_seven_over_half_of_the_pairs(
+    shape: str, products: int
+) -> None:
+    case = BlockCase("t", shape, 2, 8, 32, 4, 2, 48)
+    weights = 32 * 32 + 2 * 32 * 16 + 32 * 32 + products * 32 * 48  # q; k and v of 2 heads of 4; output; MLP
+    pairs = 2 * 8 * 8 / 2
+    assert case.work == 3 * 2 * 16 * weights + 7 * 2 * pairs * 32

@@ -1,0 +1,90 @@
+"""Tiles of the reference flex decoding: they hold every pair that a block list lets see, once, and no key in vain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashbwd.reference import decoding
+from flashbwd.reference.decoding import ABSENT, FULL, PARTIAL, DecodingCall
+
+BLOCK = (4, 8)
+
+
+class Mask:
+    BLOCK_SIZE = BLOCK
+
+
+def tiles_of(states: Tensor | None, queries: int, keys: int, splits: int | None = None) -> list[decoding._Tile]:
+    call = DecodingCall(None, None if states is None else Mask(), 1.0, splits=splits)
+    q = torch.zeros(1, 2, queries, 4)
+    return [tile for row in decoding._tiles(call, states, q, keys) for tile in row]
+
+
+def states_of(rows: list[list[int]]) -> Tensor:
+    """Of one head."""
+    return torch.tensor(rows, dtype=torch.uint8)[None, None]
+
+
+@pytest.fixture(params=[4, 8, 512], ids="{} queries per tile".format)
+def rows_of_a_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(decoding, "_QUERIES", request.param)
+    return int(request.param)
+
+
+LISTS = st.lists(st.lists(st.sampled_from([ABSENT, PARTIAL, FULL]), min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+@given(LISTS, st.integers(0, 3), st.integers(0, 7))
+def test_a_key_is_in_one_tile_if_a_row_of_the_tile_sees_it_and_in_none_otherwise(
+    rows_of_a_tile: int, rows: list[list[int]], fewer_queries: int, fewer_keys: int
+) -> None:
+    queries, keys = len(rows) * BLOCK[0] - fewer_queries, 3 * BLOCK[1] - fewer_keys
+    found = tiles_of(states_of(rows), queries, keys)
+    for q0 in range(0, queries, rows_of_a_tile):
+        q1 = min(q0 + rows_of_a_tile, queries)
+        here = [tile for tile in found if (tile.q0, tile.q1) == (q0, q1)]
+        blocks = rows[q0 // BLOCK[0] : -(-q1 // BLOCK[0])]
+        for key in range(keys):
+            seen = {row[key // BLOCK[1]] for row in blocks}
+            masked = [tile.masked for tile in here if tile.k0 <= key < tile.k1]
+            assert masked == ([] if seen == {ABSENT} else [seen != {FULL}])
+    assert all(tile.k0 < tile.k1 <= keys for tile in found)
+
+
+def test_neighbours_of_one_kind_share_a_tile() -> None:
+    found = tiles_of(states_of([[FULL, FULL, PARTIAL, ABSENT, PARTIAL, PARTIAL]]), 4, 48)
+    assert [(tile.k0, tile.k1, tile.masked) for tile in found] == [(0, 16, False), (16, 24, True), (32, 48, True)]
+
+
+def test_a_block_is_left_out_only_if_every_head_and_sequence_lacks_it() -> None:
+    states = torch.full((2, 2, 1, 3), ABSENT, dtype=torch.uint8)
+    states[1, 0, 0, 1] = FULL
+    assert [(tile.k0, tile.k1, tile.masked) for tile in tiles_of(states, 4, 24)] == [(8, 16, True)]
+
+
+def test_lists_that_cannot_be_read_at_once_leave_all_keys_in() -> None:
+    states = states_of([[ABSENT, FULL, ABSENT]]).to("meta")
+    assert [(tile.k0, tile.k1, tile.masked) for tile in tiles_of(states, 4, 24)] == [(0, 24, True)]
+
+
+def test_without_a_mask_all_keys_are_visible() -> None:
+    assert [(tile.k0, tile.k1, tile.masked) for tile in tiles_of(None, 4, 24)] == [(0, 24, False)]
+
+
+@pytest.mark.parametrize(("splits", "most"), [(1, 24), (2, 12), (5, 5), (24, 1)])
+def test_splits_bound_the_keys_of_a_tile(splits: int, most: int) -> None:
+    found = tiles_of(None, 4, 24, splits)
+    assert [tile.k0 for tile in found] == list(range(0, 24, most))
+    assert [tile.k1 for tile in found] == [*range(most, 24, most), 24]
+
+
+@pytest.mark.parametrize(("scores", "most"), [(2 * 4 * 500, 500), (2 * 4 * 20, decoding._FEWEST_KEYS)])
+def test_a_tile_has_as_many_scores_as_are_allowed_but_no_fewer_keys_than_the_least(
+    scores: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_SCORES", scores)
+    assert {tile.k1 - tile.k0 for tile in tiles_of(None, 4, 6 * most)} == {most}

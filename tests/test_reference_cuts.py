@@ -1,0 +1,138 @@
+"""How the reference backend cuts a call into chunks and blocks, and what it takes where arguments are left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import decoding as kit
+from kit.decoding import Shape
+
+import flashbwd
+from flashbwd import reference
+from flashbwd.reference.bias_gradient import BiasGradient
+from flashbwd.reference.blocks import Chunk, Cut, TileSize, cut_into_pieces
+from flashbwd.reference.spans import Span
+
+LENGTHS = st.integers(1, 600)
+FEWEST = 16  # rows, or keys, below which a block is not cut
+GROUPS = st.sampled_from([1, 2, 8, 64])
+
+
+def span(batches: int, sq: int, sk: int) -> Span:
+    return Span(0, batches, sq, sk, packed=False)
+
+
+@given(st.integers(1, 5), LENGTHS, LENGTHS, st.integers(1, 4), GROUPS, st.sampled_from([2**10, 2**14, 2**20]))
+def test_one_chunk_of_all_heads_has_blocks_that_fit_as_far_as_they_can_be_cut(
+    batches: int, sq: int, sk: int, heads: int, group: int, elements: int
+) -> None:
+    tile = TileSize(256, 256, elements, 8192)
+    cut = Cut.whole(tile, span(batches, sq, sk), heads, group)
+    assert (cut.batches, cut.heads_kv) == (batches, heads)
+    rows, keys = min(max(256 // group, 1), sq), min(256, sk)
+    assert min(rows, FEWEST // 2 + 1) <= cut.block_q <= rows
+    assert min(keys, FEWEST // 2 + 1) <= cut.block_k <= keys
+    scores = batches * heads * group * cut.block_q * cut.block_k
+    assert scores <= elements or max(cut.block_q, cut.block_k) <= FEWEST
+
+
+@given(st.integers(1, 5), LENGTHS, LENGTHS, st.integers(1, 4), GROUPS, st.integers(1, 9))
+def test_chunks_hold_no_more_than_is_allowed_but_one_head_at_least(
+    batches: int, sq: int, sk: int, heads: int, group: int, most: int
+) -> None:
+    tile = TileSize(64, 32, 2**14, 1000)
+    cut = Cut.of(tile, span(batches, sq, sk), heads, group, most)
+    items = cut.batches * cut.heads_kv
+    assert 1 <= cut.heads_kv <= heads
+    assert 1 <= cut.batches <= batches
+    assert cut.batches == 1 or cut.heads_kv == heads
+    assert items == 1 or items * group * cut.block_q * cut.block_k <= tile.elements
+    assert items == 1 or items * sk <= tile.held
+    assert items <= most
+
+
+@pytest.mark.parametrize(
+    ("shared_sums", "device", "threads"), [(False, "cpu", 3), (True, "cpu", 1), (False, "meta", 1), (True, "meta", 1)]
+)
+def test_pieces_run_side_by_side_on_a_cpu_unless_they_add_to_the_same_elements(
+    shared_sums: bool, device: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = torch.zeros(1, 70, 1, 8, device=device)
+    pieces, found = cut_into_pieces([span(1, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
+    assert found == threads
+    assert {piece.parts for piece in pieces} == {1}  # of one block of queries
+
+
+@pytest.mark.parametrize(("blocks", "parts"), [(1, 1), (2, 2), (9, 3)])
+def test_one_head_is_cut_into_as_many_parts_as_there_are_threads_and_blocks(
+    blocks: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = torch.zeros(1, 256 * blocks, 1, 8)
+    pieces, _ = cut_into_pieces([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
+    assert [(piece.part, piece.parts) for piece in pieces] == [(part, parts) for part in range(parts)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_of_a_shared_bias_adds_up_in_fp32(dtype: torch.dtype) -> None:
+    """Of 1000 rows, one per tile: in bf16 the sum would stay at 256."""
+    dbias = torch.full((1, 1, 1, 3), torch.nan, dtype=dtype)
+    all_rows, chunk = span(1, 1000, 3), Chunk(0, 1, 0, 1, 1)
+    gradient = BiasGradient(dbias, (1, 1, 1000, 3), [all_rows], torch.float32)
+    for row in range(1000):
+        gradient.add(torch.ones(1, 1, 1, 3), all_rows, chunk, (row, row + 1), (0, 3))
+    gradient.finish()
+    assert dbias.flatten().tolist() == [1000.0] * 3
+
+
+@pytest.mark.parametrize("given_one", ["max_seqlen_q", "max_seqlen_k"])
+def test_packed_sequences_need_both_longest_lengths(given_one: str) -> None:
+    x, starts = torch.zeros(5, 1, 8), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens need max_seqlen_q and max_seqlen_k"):
+        reference.attention_forward(x, x, x, cu_seqlens_q=starts, cu_seqlens_k=starts, **{given_one: 5})
+
+
+@pytest.mark.parametrize("given_one", ["max_seqlen_q", "max_seqlen_k"])
+def test_dense_sequences_need_neither(given_one: str) -> None:
+    q, k = torch.randn(1, 5, 1, 8), torch.randn(1, 7, 1, 8)
+    for got, want in zip(
+        reference.attention_forward(q, k, k, **{given_one: 5 if given_one[-1] == "q" else 7}),
+        reference.attention_forward(q, k, k),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
+
+
+def test_without_more_arguments_a_norm_is_a_layer_norm_and_nothing_is_dropped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual, dz = (torch.randn(3, 20, generator=generator, dtype=torch.float64) for _ in range(3))
+    z, h, mu, rs = reference.dropout_add_norm_forward(x, residual)
+    assert torch.equal(h, x + residual)
+    torch.testing.assert_close(z, torch.nn.functional.layer_norm(h, (20,)))
+    from_output = reference.norm_backward_from_output(dz, z, rs)[0]
+    torch.testing.assert_close(from_output, reference.layer_norm_backward(dz, h, mu, rs)[0])
+
+
+def test_without_a_mask_of_outputs_every_gradient_of_a_norm_is_computed() -> None:
+    x, dz, gamma = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
+    _, h, mu, rs = reference.dropout_add_norm_forward(x, x, gamma)
+    found = reference.dropout_add_norm_backward(dz, h, mu, rs, gamma)
+    assert [gradient is not None for gradient in found] == [True] * 4
+    assert [g is not None for g in reference.norm_backward_from_output(dz, h, rs, gamma, gamma)] == [True] * 3
+    assert [g is not None for g in reference.layer_norm_backward(dz, x, mu, rs, gamma)] == [True] * 3
+    assert [g is not None for g in reference.rms_norm_backward(dz, x, rs, gamma)] == [True] * 2
+
+
+def test_keys_that_a_head_does_not_see_do_not_matter_to_it_where_the_batch_shares_them() -> None:
+    shape = Shape(batch=2, batch_kv=1, heads=2, heads_kv=2, seqlen_q=1, seqlen_k=40)
+    q, k, v = shape.tensors(torch.float64, "cpu")
+    mask = kit.block_mask(lambda b, h, q, k: k >= 10 * (h + 1), shape, "cpu", 8)
+    clean = flashbwd.flex_decoding(q, k, v, None, mask, enable_gqa=True)
+    dirty_k, dirty_v = k.clone(), v.clone()
+    for tensor in (dirty_k, dirty_v):
+        tensor[:, 0, 8:10] = torch.nan  # head 0 sees them in no sequence
+        tensor[:, 1, 16:20] = torch.nan  # head 0 sees its own keys there, head 1 does not
+    assert torch.equal(flashbwd.flex_decoding(q, dirty_k, dirty_v, None, mask, enable_gqa=True), clean)

@@ -57,7 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         help='only cases whose "table: name" contains one of these, comma-separated',
     )
     add("--peers", default="", metavar="NAMES", help="only peers whose names contain one of these, comma-separated")
-    add("--rounds", type=int, help="interleaved rounds, at least 5 (default 7), rounded up to a multiple of the peers")
+    add(
+        "--rounds",
+        type=int,
+        help="interleaved rounds, at least 5 (default 7), rounded up to a multiple of the number of peers",
+    )
     add("--slot-ms", type=float, help="minimum duration of one peer's slot in a round, in milliseconds (default 30)")
     add("--budget-s", type=float, default=float("inf"), help="start no new case after this many seconds")
     add("--resume", action="store_true", help="continue the newest unfinished file in --out")

@@ -250,7 +250,8 @@ def attention_backward(
     For each batch and query head, with ``c = 1`` unless softcap is used::
 
         s     = scale * q @ k.T                       # scale = softmax_scale
-        s, c  = softcap * tanh(s / softcap), 1 - tanh(s / softcap)**2       # with softcap only
+        c     = 1 - tanh(s / softcap)**2              # with softcap only
+        s     = softcap * tanh(s / softcap)           # with softcap only
         p     = exp(s + bias + alibi - lse)           # 0 where masked
         z     = 1 / (1 - dropout_p) where dropout kept the element, else 0
         delta = rowsum(dout * out) - dlse
@@ -289,8 +290,8 @@ def attention_backward(
         Added to the scores. Shape (B, H, Sq, Sk), or (B, H, max_seqlen_q, max_seqlen_k) for packed inputs; any
         dimension may be 1. q's dtype or float32. Passing it requests dbias.
     alibi_slopes : Tensor, (H,) or (B, H), float32, optional
-        Adds ``-slope * |i + off - j|`` to the score of query i and key j, with ``off = Sk - Sq`` (0 for
-        ``"top_left"``). The slopes get no gradient.
+        Adds ``-slope * |i + off - j|`` to the score of query i and key j, with ``off = Sk - Sq`` of its
+        sequence (0 for ``"top_left"``). The slopes get no gradient.
     sink : Tensor, (H,), optional
         One unscaled logit per query head that ``softmax_lse`` already includes. Passing it requests dsink. If the keys
         are split over several calls, pass it in only one of them.
@@ -306,7 +307,7 @@ def attention_backward(
     seqused_q, seqused_k : Tensor, (B,), int32, optional
         Number of rows in use in each sequence. The rows after them get zero gradients.
     max_seqlen_q, max_seqlen_k : int, optional
-        Length of the longest packed sequence.
+        Upper bound of the lengths of packed sequences, as passed to the forward.
     deterministic : bool
         Require gradients that are bitwise identical from run to run; a call that cannot provide them raises. Implied by
         ``torch.use_deterministic_algorithms(True)``.

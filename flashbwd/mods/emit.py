@@ -112,7 +112,7 @@ class Emitter:
         source = self.dtype(value)
         text = self.value(value)
         if dtype == torch.uint8 and source.is_floating_point:
-            text = f"static_cast<long long>({text})"  # so that a negative number wraps around
+            text = f"static_cast<long long>({text})"  # a negative number must wrap around, as in PyTorch
         text = f"static_cast<{c_type(dtype)}>({text})"
         rounds = dtype in ROUNDED and source != dtype and isinstance(value, fx.Node)
         return f"{ROUNDED[dtype]}({text})" if rounds else text

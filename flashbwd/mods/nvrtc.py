@@ -73,7 +73,7 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise CompilationError(f"{name} is neither on the library path nor beside PyTorch")
+    raise CompilationError(f"{name} is neither on the library path nor in PyTorch's installation")
 
 
 def nvrtc_version() -> tuple[int, int]:

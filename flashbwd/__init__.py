@@ -1,4 +1,4 @@
-"""Attention backward, and the LayerNorm backward beside it, as fast, complete and readable CUDA kernels for PyTorch."""
+"""CUDA kernels for PyTorch: attention backward, LayerNorm and RMSNorm, and flex decoding."""
 
 from __future__ import annotations
 

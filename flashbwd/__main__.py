@@ -1,7 +1,7 @@
-"""``python -m flashbwd``: what is this machine, are the gradients right on it, how fast are they.
+"""``python -m flashbwd``: describe this machine, check gradients on it and time them.
 
-``python -m flashbwd bench`` measures a suite beside PyTorch's kernels and writes JSON, a Markdown table and plots.
-Both end with status 1 if a gradient is wrong.
+``python -m flashbwd bench`` compares the speed of a suite of cases with PyTorch's kernels and writes JSON, a Markdown
+table and plots. Both exit with status 1 if a gradient is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer
 
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
-PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # of a GPU: before a short slot; of a slot with a settled clock
+PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # GPU only: idle time before a short slot; length of a slot with a settled clock
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,16 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flashbwd",
-        description="Without a command: describe this machine, say which backend a few real shapes get and why, check "
-        "their gradients against float64 and time them beside PyTorch's. Status 1 if a gradient is wrong.",
+        description="Without a command: describe this machine, show which backend a few real shapes use and why, check "
+        "their gradients against float64 and compare their speed with PyTorch's. Exit status 1 if a gradient is wrong.",
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
     bench_parser = commands.add_parser(
         "bench",
-        help="measure a suite beside PyTorch's kernels; writes JSON, a Markdown table and plots",
-        description="Measure a suite beside PyTorch's kernels on this machine's GPU, or on its CPU without one. "
-        "Every gradient is checked. Status 1 if one of flashbwd is wrong, 3 if the run ended early: --budget-s, or a "
-        "GPU left unusable.",
+        help="compare a suite of cases with PyTorch's kernels; writes JSON, a Markdown table and plots",
+        description="Compare a suite of cases with PyTorch's kernels on this machine's GPU, or on the CPU if it has no "
+        "GPU. Every gradient is checked. Exit status 1 if a gradient of flashbwd is wrong, 3 if the run ended early: "
+        "because of --budget-s, or because the GPU became unusable.",
     )
     add = bench_parser.add_argument
     add("--suite", choices=("attention", "layer_norm", "decoding", "block", "all"), default="all")
@@ -57,10 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         help='only cases whose "table: name" contains one of these, comma-separated',
     )
     add("--peers", default="", metavar="NAMES", help="only peers whose names contain one of these, comma-separated")
-    add("--rounds", type=int, help="interleaved rounds, 5 or more (default 7), made a multiple of the peers of a case")
-    add("--slot-ms", type=float, help="milliseconds that one peer's slot of a round lasts at least (default 30)")
-    add("--budget-s", type=float, default=float("inf"), help="begin no case after so many seconds")
-    add("--resume", action="store_true", help="go on with the newest unfinished file in --out")
+    add(
+        "--rounds",
+        type=int,
+        help="interleaved rounds, at least 5 (default 7), rounded up to a multiple of the number of peers",
+    )
+    add("--slot-ms", type=float, help="minimum duration of one peer's slot in a round, in milliseconds (default 30)")
+    add("--budget-s", type=float, default=float("inf"), help="start no new case after this many seconds")
+    add("--resume", action="store_true", help="continue the newest unfinished file in --out")
     return parser
 
 
@@ -88,7 +92,7 @@ def check() -> int:
     header = ["", "gradient of", "backend", "worst error", "ms", "PyTorch ms", "speedup", "gradients"]
     print(report.table(header, rows))
     print("\nerror: ||g - ref|| / ||ref|| against float64; speedup: median over rounds (least-greatest)")
-    for title, lines in (("backends", plans), ("why no other", refusals)):
+    for title, lines in (("backends", plans), ("why the other backends were not chosen", refusals)):
         print(f"\n{title}:")
         for line, numbers in lines.items():
             print(f"  {line} (case {', '.join(numbers)})")
@@ -116,7 +120,7 @@ def _machine_lines(where: machine.Machine) -> str:
 
 
 def _peers_to_check(case: cases.Case, device: torch.device) -> list[Peer]:
-    """PyTorch's peers and this library as it chooses for itself."""
+    """Return PyTorch's peers, and this library with the backend that it chooses itself."""
     peers = [peer for peer in contenders.peers_of(case, device) if peer.name.startswith("torch")]
     if isinstance(case, cases.AttentionCase):
         return [*peers, Peer("flashbwd", attention_peers.ours("auto"), devices=(device.type,))]
@@ -142,7 +146,7 @@ def _row(result: results.CaseResult) -> list[str]:
 
 
 def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
-    """Both figures, cool and with a settled clock, are those of a GPU and of a run that is not quick."""
+    """Measure both short slots on a cool GPU and long slots with a settled clock, unless on a CPU or with --quick."""
     rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
     slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
     if device.type != "cuda" or options.quick:
@@ -182,7 +186,7 @@ def bench(options: argparse.Namespace) -> int:
             progress=sys.stderr.isatty(),
         )
     except runner.DeviceLostError as lost:
-        print(f"{lost}\n{path} has what was measured; --resume goes on with the next case", file=sys.stderr)
+        print(f"{lost}\n{path} has the results so far; --resume continues with the next case", file=sys.stderr)
         return STOPPED_EARLY
     path.with_suffix(".md").write_text(report.markdown(found, earlier))
     images = report.plots(found, path.with_suffix(""))
@@ -202,7 +206,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def default_directory() -> Path:
-    """benchmarks/results of a source tree; beside an installed package's user, the current folder."""
+    """Return benchmarks/results in a source tree; for an installed package, flashbwd-results in the current folder."""
     results_of_tree = machine.SOURCE_TREE / "benchmarks" / "results"
     return results_of_tree if (machine.SOURCE_TREE / "csrc").is_dir() else Path("flashbwd-results")
 

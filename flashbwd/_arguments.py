@@ -1,8 +1,9 @@
-"""Errors about the types of arguments, which name the argument as the public functions do.
+"""Errors about the types of arguments, in terms of the public argument names.
 
-Shapes, dtypes, devices and ranges are checked in C++ (``csrc``). What has no such type does not reach C++: PyTorch
-refuses it at the operator's schema, in words about the operator. :func:`misfit` says the same about the argument, and
-is asked only after a call failed. Python checks what it reads itself, and what a schema would silently convert.
+Shapes, dtypes, devices and ranges are checked in C++ (``csrc``). An argument of a wrong Python type does not get there:
+PyTorch rejects it against the operator's schema, with a message about the operator. After such a failure
+:func:`misfit` writes a message about the argument. Python itself checks only the arguments that it reads, and those
+that a schema would convert silently.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Arguments of operators that public functions take in another form.
+# Operator arguments whose name differs in the public functions.
 _PUBLIC = {
     "window_left": "window_size[0]",
     "window_right": "window_size[1]",
@@ -25,7 +26,7 @@ _PUBLIC = {
 _MOST_FLOAT = 2**1023
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _MOST_DIMS = 8  # TensorDesc::kMaxDims in csrc/common/types.h
-# By the name of a schema's type: Python's types, and both in words.
+# For each schema type: the accepted Python types, and their description.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "Tensor": ((Tensor,), "a tensor"),
     "float": (_NUMBERS, "a number in the range of float64"),
@@ -37,7 +38,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def came(value: Any) -> str:
-    """A value in an error: itself where it is short, else its type."""
+    """Format a value for an error message: the value itself if it is short, else its type."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (type(None), int, float, str)):
@@ -47,14 +48,14 @@ def came(value: Any) -> str:
 
 
 def tensor(name: str, value: Any) -> Tensor:
-    """The argument, which is a tensor."""
+    """Return the argument, or raise if it is not a tensor."""
     if not isinstance(value, Tensor):
         raise ValueError(f"flashbwd: {name} is {came(value)}, expected a tensor")
     return value
 
 
 def number(name: str, value: Any) -> float:
-    """The argument, which is a number: a schema takes a tensor for one, and waits for it."""
+    """Return the argument, or raise if it is not a number. A schema would also accept a tensor, and synchronise."""
     if not isinstance(value, float) and not _is_number(value):
         raise ValueError(f"flashbwd: {name} is {came(value)}, expected {_TYPES['float'][1]}")
     number: float = value
@@ -68,14 +69,14 @@ def _is_number(value: Any) -> bool:
 
 
 def flag(name: str, value: Any) -> bool:
-    """The argument, which is a bool: a schema takes any number for one, and None too."""
+    """Return the argument, or raise if it is not a bool. A schema would also accept numbers and None."""
     if value is True or value is False:
         return value
     raise ValueError(f"flashbwd: {name} is {came(value)}, expected a bool")
 
 
 def flags(name: str, value: Any, meaning: Sequence[str]) -> Sequence[bool]:
-    """The argument, which is a tuple of one bool for each meaning."""
+    """Return the argument, or raise if it is not a tuple with one bool for each entry of ``meaning``."""
     if isinstance(value, (tuple, list)) and len(value) == len(meaning):
         for i, item in enumerate(value):
             if item is not True and item is not False:
@@ -86,7 +87,7 @@ def flags(name: str, value: Any, meaning: Sequence[str]) -> Sequence[bool]:
 
 
 def rng_words(state: Any) -> tuple[Tensor, Tensor, Any]:
-    """Seed and offset of an RngState as tensors of one 64-bit integer, and its layout as it came."""
+    """Return seed and offset of an RngState as one-element 64-bit tensors, and its layout unchecked."""
     if not isinstance(state, (tuple, list)) or len(state) != 3:
         found = f"has {len(state)} elements" if isinstance(state, (tuple, list)) else f"is {came(state)}"
         raise ValueError(f"flashbwd: rng_state {found}, expected RngState(seed, offset, layout)")
@@ -108,18 +109,18 @@ def _word(name: str, value: Any) -> Tensor:
     return torch.tensor(value - 2**64 if value >= 2**63 else value, dtype=torch.int64)
 
 
-# How PyTorch's errors about an argument of another type than the schema's begin, and C++'s about a tensor that is none
-# or has too many dimensions.
+# The first words of PyTorch's error for an argument that does not fit the schema, and of the C++ error for an undefined
+# tensor or one with too many dimensions.
 _ABOUT_TYPES = ("Expected a value of type", "flashbwd: a tensor ")
 
 
 def is_about_types(error: Exception) -> bool:
-    """Whether a call failed before its operator saw the arguments, and not because of what they hold."""
+    """Return whether a call failed because of argument types, before the operator checked the values."""
     return isinstance(error, NotImplementedError) or any(words in str(error) for words in _ABOUT_TYPES)
 
 
 def misfit(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first argument of a call that its operator's schema does not take; None if all fit."""
+    """Describe the first argument that does not fit the operator's schema; None if all of them do."""
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
     for argument in schema.arguments:
         kind = str(argument.type)
@@ -136,7 +137,7 @@ def misfit(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str |
 
 
 def check_devices(main: str, given: Mapping[str, Any]) -> None:
-    """Tensors of a call are on the device of the main one, as C++ checks it where there is memory behind them."""
+    """Raise if a tensor is not on the main tensor's device. For fake tensors, which the C++ checks do not see."""
     device = given[main].device
     for name, value in given.items():
         if isinstance(value, Tensor) and value.device != device and name not in ("rng_seed", "rng_offset"):
@@ -144,7 +145,7 @@ def check_devices(main: str, given: Mapping[str, Any]) -> None:
 
 
 def _inner(kind: str) -> tuple[str, str]:
-    """ "Optional" or "List" and the type inside; "" and the type itself where it is neither."""
+    """Split a schema type into "Optional" or "List" and its inner type. A plain type gives "" and itself."""
     wrapped = re.fullmatch(r"(Optional|List)\[(.*)\]", kind)
     return (wrapped[1], wrapped[2]) if wrapped else ("", kind)
 

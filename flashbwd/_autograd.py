@@ -1,8 +1,7 @@
-"""What every operator does beyond reverse mode: forward mode is refused, and torch.func transforms are served.
+"""Autograd kernels that raise for forward mode and support torch.func transforms.
 
-PyTorch gives an operator a zero tangent where its autograd kernel does not look at tangents, and refuses to transform a
-rule whose context is set up inside its forward. Both are decided here, in the one kernel that each operator has for
-autograd.
+If an operator's autograd kernel ignores tangents, PyTorch silently takes its tangent to be zero. Nor can torch.func
+transform the rule that ``torch.library.register_autograd`` registers. The kernel here handles both for every operator.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Rule = Callable[..., Any]
 
 
 class OperatorLibrary(torch.library.Library):
-    """A library whose autograd kernels refuse tangents, however they are registered."""
+    """A library whose autograd kernels raise if an input has a tangent, whichever method registered the kernel."""
 
     def __init__(self, namespace: str) -> None:
         super().__init__(namespace, "FRAGMENT")
@@ -32,12 +31,12 @@ class OperatorLibrary(torch.library.Library):
         super().impl(op_name, fn, dispatch_key, **options)
 
     def register_autograd(self, name: str, backward: Rule, setup_context: Rule | None = None) -> None:
-        """As :func:`torch.library.register_autograd`, for torch.func too."""
+        """As :func:`torch.library.register_autograd`, but also for torch.func."""
         self._transformed[name] = _transformed(self._overload(name), backward, setup_context)
         torch.library.register_autograd(f"{self.ns}::{name}", backward, setup_context=setup_context, lib=self)
 
     def refuse_derivatives(self, name: str) -> None:
-        """An operator without a derivative; results of such an operator must not pass for constants."""
+        """Make differentiating an operator an error. Without this, autograd would treat its results as constants."""
         operator = self._overload(name)
         schema = operator._schema
         if not schema.is_mutable and not any("Tensor" in str(result.type) for result in schema.returns):
@@ -63,7 +62,7 @@ class OperatorLibrary(torch.library.Library):
 
 
 def refuse_double_backward(name: str) -> Rule:
-    """An autograd rule for an operator that is itself a gradient and has none of its own."""
+    """Return an autograd rule that raises, for an operator that computes gradients."""
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(f"flashbwd: {name} has no gradient: double backward is not supported")
@@ -72,12 +71,12 @@ def refuse_double_backward(name: str) -> Rule:
 
 
 def transforms_are_active() -> bool:
-    """Whether tensors may have tangents or be those of a torch.func transform."""
+    """Return whether forward mode or a torch.func transform is active."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 class _Refused(torch.autograd.function._SingleLevelFunction):
-    """Results of an operator without a gradient, as functions of what it read."""
+    """Connects the results of an operator to its inputs, so that differentiating them raises."""
 
     @staticmethod
     def forward(ctx: Any, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +96,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _kernel(operator: Any, rule: Rule, transformed: type[torch.autograd.Function] | None) -> Rule:
-    """The autograd kernel of an operator around its rule for reverse mode."""
+    """Wrap an operator's reverse-mode rule in the autograd kernel that also handles tangents and transforms."""
     schema = operator._schema
     name = schema.name.partition("::")[2]
 
@@ -115,19 +114,22 @@ def _kernel(operator: Any, rule: Rule, transformed: type[torch.autograd.Function
 
 
 def _in_order(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments of a call in the order of the schema, with those that the dispatcher left out as defaults."""
+    """Return all arguments in schema order. The dispatcher omits arguments that have their default values."""
     rest = schema.arguments[len(args) :]
     return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
 
 
 def _transformed(operator: Any, backward: Rule, setup_context: Rule | None) -> type[torch.autograd.Function]:
-    """The rule at one level of torch.func, whose other levels see the operator below. vmap calls it for each sample."""
+    """Return the rule as a Function for one torch.func level. Its forward calls the operator at the levels below.
+
+    vmap calls the operator once per sample.
+    """
     schema = operator._schema
     positional = sum(not argument.kwarg_only for argument in schema.arguments)
     names = [argument.name for argument in schema.arguments[positional:]]
 
     def forward(ctx: Any, *inputs: Any) -> Any:
-        # PyTorch runs a forward without gradients; the levels below may want theirs.
+        # PyTorch disables gradients inside a forward, but the levels below may need them.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             results = operator(*inputs[:positional], **dict(zip(names, inputs[positional:], strict=True)))
         if setup_context is not None:

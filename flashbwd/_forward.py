@@ -1,7 +1,7 @@
-"""The operator behind :func:`flashbwd.attention`: its forward, and its gradient by ``attention_backward``.
+"""The operator behind :func:`flashbwd.attention`: its forward, and its gradient through ``attention_backward``.
 
-The forward is PyTorch's own where it has one for the case, else the reference's. This is the one place (with override
-fallbacks and benchmark peers) that may call other people's attention kernels.
+The forward is PyTorch's own if PyTorch supports the case, else the reference. Apart from override fallbacks and
+benchmark peers, only this module may call attention kernels of other libraries.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _aten = torch.ops.aten
 
 
 def choose(call: Mapping[str, Any]) -> str:
-    """Name of the forward that serves a case.
+    """Choose the forward: "torch_cpu", "torch_cudnn", "torch_flash", "torch_efficient" or "reference".
 
-    ``"torch_cpu"``, ``"torch_cudnn"``, ``"torch_flash"``, ``"torch_efficient"`` or ``"reference"``. With dropout it is
-    decided from metadata alone, so that the backward can ask again which mask was drawn.
+    With dropout the choice depends on metadata alone, so that the backward can repeat it to find the mask's layout.
     """
     q, k, v, causal, bias = (call[name] for name in ("q", "k", "v", "causal", "attn_bias"))
     if call["softcap"] > 0.0 or call["alibi_slopes"] is not None or q.numel() == 0 or k.numel() == 0:
@@ -53,7 +52,7 @@ def choose(call: Mapping[str, Any]) -> str:
 
 
 def _fits_cudnn(call: Mapping[str, Any], same_length: bool) -> bool:
-    """Where PyTorch would take cuDNN first; it is not asked for determinism there."""
+    """Return whether cuDNN supports the call and is PyTorch's first choice. Not used for deterministic calls."""
     q, k = call["q"], call["k"]
     return (
         q.shape[-1] <= 128
@@ -72,10 +71,10 @@ _cudnn_plans: set[tuple[Any, ...]] = set()
 
 
 def _has_cudnn_plan(call: Mapping[str, Any]) -> bool:
-    """Whether cuDNN has planned such a call, or may do so now.
+    """Return whether cuDNN already has a plan for such a call, or may create one now.
 
-    Its first call creates a handle and a plan, which a CUDA graph capture forbids. PyTorch keeps both per thread, and
-    the plans per shape, so this record grows no faster than PyTorch's own.
+    The first call creates a handle and a plan, which CUDA graph capture forbids. PyTorch caches handles per thread and
+    plans per thread and shape, so this set grows no faster than PyTorch's own cache.
     """
     tensors = [call[name] for name in ("q", "k", "v")]
     layout = [(tuple(x.shape), x.stride()) for x in tensors]
@@ -95,7 +94,10 @@ def _has_cudnn_plan(call: Mapping[str, Any]) -> bool:
 
 
 def _fits_efficient(call: Mapping[str, Any]) -> bool:
-    """No grouped heads; no rows before the first key, whose LSE it writes as 0."""
+    """Return whether PyTorch's memory-efficient forward supports the call.
+
+    It has no GQA, and it writes an LSE of 0 for bottom-right causal rows that see no key.
+    """
     q, k, v, bias = (call[name] for name in ("q", "k", "v", "attn_bias"))
     return (
         q.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -108,7 +110,7 @@ def _fits_efficient(call: Mapping[str, Any]) -> bool:
 
 
 def dropout_layout(forward: str) -> str:
-    """Numbering of the dropout mask that a forward draws."""
+    """Return the :class:`~flashbwd.RngState` layout of the dropout mask that a forward draws."""
     return "flash" if forward == "torch_flash" else "efficient64"
 
 
@@ -131,7 +133,7 @@ def run(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the chosen forward; returns out, softmax_lse and rng = (seed, offset), empty without dropout."""
+    """Run the chosen forward. Returns out, softmax_lse and rng = (seed, offset); rng is empty without dropout."""
     no_rng = q.new_empty(0, dtype=torch.int64)
     if forward == "reference":
         rng = no_rng
@@ -172,7 +174,7 @@ def run(
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             *heads_first, None, True, 0.0, causal != "none", scale=softmax_scale
         )
-        out, lse = out.transpose(1, 2), lse.view(lse.shape[:3])  # (B, H, Sq, 1), without the 1 in newer versions
+        out, lse = out.transpose(1, 2), lse.view(lse.shape[:3])  # older PyTorch: (B, H, Sq, 1)
     elif forward == "torch_efficient":
         mask = ("none", "top_left", "bottom_right").index(causal)
         bias = None if attn_bias is None else _aligned(attn_bias).expand(q.shape[0], q.shape[2], q.shape[1], -1)
@@ -203,10 +205,10 @@ def run(
 
 
 def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Queries and a scale that give the same scores, with a scale that is positive in float32.
+    """Return queries and a scale that give the same scores, such that the scale is a positive float32 number.
 
-    PyTorch's forwards mask scores with -inf before they scale them, so a negative scale would turn the mask into +inf,
-    and a zero into NaN. They also take the row maximum before they scale, which a negative scale makes the minimum.
+    PyTorch's forwards mask scores with -inf before they scale them, so a negative scale would turn the mask into +inf
+    and a zero scale into NaN. They also take the row maximum of unscaled scores, which is wrong for a negative scale.
     """
     if scale < 0.0:
         q, scale = q.neg(), -scale
@@ -216,7 +218,7 @@ def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """A bias whose rows begin at multiples of 16 elements, as the memory-efficient forward reads them."""
+    """Pad the rows of a bias to multiples of 16 elements, which the memory-efficient forward requires."""
     columns = bias.shape[-1]
     return torch.nn.functional.pad(bias, (0, -columns % 16))[..., :columns]
 
@@ -226,9 +228,9 @@ def _statistics_dtype(q: Tensor) -> torch.dtype:
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """A softmax with one more logit a head: ``lse' = logaddexp(lse, sink)`` and ``out' = out * exp(lse - lse')``.
+    """Add one logit per head to the softmax: ``lse' = logaddexp(lse, sink)``, ``out' = out * exp(lse - lse')``.
 
-    FlashAttention-2 writes +inf as the LSE of a row without a visible key; its output is 0 and stays so.
+    FlashAttention-2 writes an LSE of +inf for a row that sees no key. The output of such a row stays 0.
     """
     lse = torch.where(lse == torch.inf, -torch.inf, lse)
     with_sink = torch.logaddexp(lse, sink[:, None])  # (B, H, Sq) or (H, total_q)
@@ -264,7 +266,7 @@ def _attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-# Dropout draws from the generator: no compiler may run the forward again for the backward.
+# The tag keeps compilers from recomputing the forward in the backward, where the generator would draw another mask.
 torch.library.define("flashbwd::attention", _SCHEMA, lib=_ops.library, tags=(torch.Tag.nondeterministic_seeded,))
 torch.library.impl("flashbwd::attention", "CompositeExplicitAutograd", lib=_ops.library)(_attention)
 
@@ -329,6 +331,6 @@ _ops.library.register_autograd("attention", _attention_grads, _save_for_backward
 
 @register_flop_formula(torch.ops.flashbwd.attention)
 def _attention_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two matrix products over the visible pairs: ``pairs * (2 D + 2 Dv)``."""
+    """Floating-point operations of two matrix products over the visible pairs: ``pairs * (2 D + 2 Dv)``."""
     bound = dict(zip(_INPUTS, shapes, strict=True))
     return _ops.pairs_of_call(bound) * 2 * (bound["q"][-1] + bound["v"][-1])

@@ -1,7 +1,7 @@
-"""The operators of this package: loading the libraries and telling PyTorch what each operator means.
+"""Loads the C++ libraries and registers what PyTorch needs in Python for each operator.
 
-Schemas, checks, plans and CPU/CUDA implementations are C++ (``csrc/api``). What lives here is what PyTorch wants in
-Python: shapes for fake tensors, the autograd rules, FLOP formulas, and the reference backend's implementation.
+Schemas, checks, plans and CPU/CUDA implementations are C++ (``csrc/api``). Registered here are the shapes for fake
+tensors, the autograd rules, the FLOP formulas and the implementation of the reference backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashbwd._autograd import OperatorLibrary
 
 _PACKAGE = Path(__file__).parent
 
-#: Libraries of this installation that were loaded, and why the others were not.
+#: The libraries that were loaded, and for each of the others the reason why it was not.
 loaded: list[str] = []
 not_loaded: dict[str, str] = {}
 
@@ -46,7 +46,7 @@ def _load_libraries() -> None:
     if torch.version.cuda is None:
         not_loaded["_C_cuda"] = "this PyTorch was built without CUDA"
         return
-    _load("_C_cuda")  # after _C, whose symbols it uses
+    _load("_C_cuda")  # after _C, because it uses symbols of _C
 
 
 _load_libraries()
@@ -56,22 +56,22 @@ _last_refusal.restype = ctypes.c_char_p
 library = OperatorLibrary("flashbwd")
 
 
-# The C++ operators call the reference through PyTorch's C interface, which turns whatever it raises into a plain
-# RuntimeError. What it was is kept here for call() to raise.
+# The C++ operators call the reference through PyTorch's C interface, which turns every exception into a plain
+# RuntimeError. The original exception is kept here, and call() raises it.
 _failure = threading.local()
 
 
 def tf32_allowed() -> bool:
-    """Whether PyTorch's own products of float32 matrices may be rounded to TF32 on CUDA devices."""
+    """Return whether PyTorch's own float32 matrix products may use TF32 on CUDA devices."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-# torch.compiler.assume_constant_result does this, but imports the compiler.
+# torch.compiler.assume_constant_result sets the same attribute, but imports the compiler.
 tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
-    """Register what an operator's C++ half calls where there is no kernel."""
+    """Register the reference implementation that a C++ operator calls if it has no kernel for a call."""
 
     def keep_error(*args: Any) -> Any:
         try:
@@ -85,7 +85,7 @@ def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
 
 
 def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator; what its reference raised comes out as it was, and bad arguments as ValueError."""
+    """Call an operator. Raises ValueError for bad arguments, and exceptions of its reference unchanged."""
     try:
         return operator(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as caught:
@@ -102,7 +102,7 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the shapes of an operator's results, whose tensors have to be on the device of `main`."""
+    """Register a fake implementation. It also checks that all tensors are on the device of argument `main`."""
     names = [argument.name for argument in getattr(torch.ops.flashbwd, name).default._schema.arguments]
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callab
 
 
 def output_mask_for(x: Tensor, mask: Sequence[bool]) -> list[bool]:
-    """The gradients to ask an operator for: of a DTensor, which knows a call by its tensors alone, always all."""
+    """Return the operator's output mask: all gradients for a DTensor, whose cache key does not contain the mask."""
     return [True] * len(mask) if type(x) is not Tensor and hasattr(x, "placements") else list(mask)
 
 
@@ -129,12 +129,12 @@ _ARGUMENTS = [argument.name for argument in _SCHEMA.arguments]
 
 
 def _bind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those left at their defaults."""
+    """Return the arguments of a call by name, without those that have their default values."""
     return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
 
 
 def _optional_gradients(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """dbias and dsink, empty where not asked for."""
+    """Return fake dbias and dsink; a gradient that was not requested is empty."""
     q, sink = call["q"], call.get("sink")
     bias = call.get("attn_bias") if call.get("need_dbias", True) else None
     dbias = q.new_empty(0) if bias is None else torch.empty_like(bias)
@@ -159,10 +159,10 @@ def _attention_backward_reference_fake(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse_derivatives() -> None:
-    """Of the operators in C++, all of which are gradients or lie below an operator with a rule.
+    """Make differentiating the C++ operators an error: they compute gradients or run below an operator with a rule.
 
-    Those of flex decoding take numbers that :func:`flashbwd.flex_decoding` made, which looks at tangents itself: a loop
-    that decodes would pay for an autograd kernel at each step.
+    The flex decoding operators are left out, because an autograd kernel would slow down each call in a decoding loop.
+    :func:`flashbwd.flex_decoding` handles gradients and tangents itself.
     """
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
@@ -174,16 +174,16 @@ _refuse_derivatives()
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: str, window: tuple[int, int]) -> int:
-    """Number of (query, key) pairs that the mask leaves, for one head of one sequence."""
+    """Return the number of visible (query, key) pairs of one head of one sequence."""
     offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = window[0], 0 if causal != "none" else window[1]
     if left < 0 and right < 0:
         return seqlen_q * seqlen_k
 
     def keys_up_to(bound_from_diagonal: int, rows: int) -> int:
-        """Sum over rows i of clamp(i + bound + 1, 0, seqlen_k): the keys j <= i + bound."""
-        first = min(max(-bound_from_diagonal, 0), rows)  # rows before it see no key
-        full = min(max(seqlen_k - bound_from_diagonal - 1, first), rows)  # rows from it on see all of them
+        """Count the pairs with j <= i + bound: the sum over rows i of clamp(i + bound + 1, 0, seqlen_k)."""
+        first = min(max(-bound_from_diagonal, 0), rows)  # rows [0, first) see no key
+        full = min(max(seqlen_k - bound_from_diagonal - 1, first), rows)  # rows [full, rows) see all keys
         count = full - first
         return count * (2 * bound_from_diagonal + first + full + 1) // 2 + (rows - full) * seqlen_k
 
@@ -193,9 +193,10 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, causal: str, window: tuple[int, 
 
 
 def pairs_of_call(call: Mapping[str, Any]) -> int:
-    """(query, key) pairs over all batches and heads that a call leaves visible; its tensors are given as shapes.
+    """Return the number of visible (query, key) pairs of a call, over all batches and heads.
 
-    Packed sequences of unknown lengths count as ``max_seqlen`` long, as many as their rows allow.
+    ``call`` has shapes in place of tensors, so the lengths of packed sequences are unknown. They are assumed to be
+    ``max_seqlen_q`` and ``max_seqlen_k``, for as many sequences as the rows of q can fill.
     """
     q, k = call["q"], call["k"]
     mask = (call.get("causal", "none"), (call.get("window_left", -1), call.get("window_right", -1)))

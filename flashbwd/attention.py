@@ -1,4 +1,4 @@
-"""Attention: its backward, the plan of a backward, and a differentiable form."""
+"""Attention backward, its execution plan, and a differentiable attention function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class AttentionGrads(NamedTuple):
-    """Gradients of an attention call; ``None`` where not asked for."""
+    """Gradients of an attention call. ``dbias`` and ``dsink`` are ``None`` if the call had no bias or no sink."""
 
     dq: Tensor
     dk: Tensor
@@ -36,15 +36,16 @@ class AttentionGrads(NamedTuple):
 
 
 class RngState(NamedTuple):
-    """Where a forward's dropout mask comes from.
+    """Random number generator state from which a forward drew its dropout mask.
 
     Attributes
     ----------
     seed, offset : int or Tensor
-        Philox seed and offset of the forward; tensors have one element, int64 or uint64, on the CPU or beside q.
+        Philox seed and offset. A tensor has one element, int64 or uint64, on the CPU or on q's device.
     layout : {"flash", "efficient32", "efficient64"}
-        Which forward numbered the elements: FlashAttention-2 (PyTorch's flash too), or PyTorch's memory-efficient
-        kernel in its 32-bit (torch <= 2.11) or 64-bit numbering. docs/numerics.md defines all three.
+        How the forward assigned random numbers to elements: ``"flash"`` for FlashAttention-2 and PyTorch's flash
+        attention; ``"efficient32"`` (torch <= 2.11) or ``"efficient64"`` for PyTorch's memory-efficient attention,
+        which numbers elements in 32 or 64 bits. docs/numerics.md defines all three.
     """
 
     seed: int | Tensor
@@ -54,31 +55,33 @@ class RngState(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How an attention backward runs on a device.
+    """How an attention backward will run on a device.
 
     Attributes
     ----------
     backend : str
         ``"sm90"``, ``"sm80"`` or ``"reference"``.
     tile : tuple of int or None
-        (queries, keys) a thread block works on; ``None`` for the reference.
+        Tile size as (queries, keys); ``None`` for the reference backend.
     schedule : str
-        How the work is laid out, in words.
+        Human-readable description of how tiles are scheduled and how dq is accumulated.
     workspace_bytes : int
-        Least size of a ``workspace`` tensor given to :func:`attention_backward`.
+        Minimum size in bytes of a ``workspace`` tensor passed to :func:`attention_backward`.
     deterministic : bool
-        Whether two runs on GPUs of one model and SM count agree bitwise.
+        True if runs on GPUs with the same model and SM count give bitwise identical gradients.
     cooperative : bool
-        Whether the kernel is launched cooperatively, with all of its thread blocks resident at once. A context with
-        fewer SMs than the device (a green context) refuses such a launch. Only deterministic plans ask for it.
+        True if the kernel needs a cooperative launch, with all CTAs resident at once. Such a launch fails in a context
+        with fewer SMs than the device (a green context). Only deterministic plans need it.
     sm_count : int
-        Multiprocessors of the device that was planned for; 0 on a CPU.
+        Number of SMs of the device that the plan is for; 0 on a CPU.
     splits : int
-        Thread blocks that share the work on one block of keys, where any do.
-    accumulator_bytes, nsplits : int
-        Size of the fp32 dq accumulator in the workspace, and its slots (dense modes).
+        Number of CTAs that share one key block, for the key blocks that are shared; 1 if none is.
+    accumulator_bytes : int
+        Size in bytes of the fp32 dq accumulator, which is part of the workspace.
+    nsplits : int
+        Number of fp32 copies of each dq row in the accumulator; 0 if the kernel writes dq directly.
     reasons : Mapping[str, str]
-        For each backend that was not chosen, why.
+        For each backend that was not chosen, the reason.
     """
 
     backend: str
@@ -99,13 +102,13 @@ _backend = "auto"
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Force a backend within a ``with`` block; a call that it cannot run raises with the reason.
+    """Force a backend inside a ``with`` block. A call that it cannot run raises ``ValueError`` with the reason.
 
     Parameters
     ----------
     name : {"auto", "sm90", "sm80", "reference"}
-        Holds for the whole process, not for one thread. :func:`attention` keeps, for its backward, the backend that
-        was in force when its forward ran.
+        Applies to the whole process, not only to the current thread. The backward of :func:`attention` uses the
+        backend that was set when its forward ran.
     """
     if not isinstance(name, str):
         raise ValueError(f"flashbwd: backend is {_arguments.came(name)}, expected a string")
@@ -120,7 +123,7 @@ def use_backend(name: str) -> Iterator[None]:
 def _set_backend(name: str) -> None:
     global _backend
     _backend = name
-    torch.ops.flashbwd.force_backend(name)  # for the overrides, which are C++
+    torch.ops.flashbwd.force_backend(name)  # read by the operator overrides in C++
 
 
 def _causal_name(causal: bool | str) -> str:
@@ -140,7 +143,7 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _sink_logits(q: Tensor, sink: Tensor | None) -> Tensor | None:
-    """Sink logits as the operators take them: fp32, or fp64 for fp64 inputs."""
+    """Convert sink logits to the dtype that the operators expect: float64 for float64 inputs, else float32."""
     if sink is None:
         return None
     if not _arguments.tensor("sink", sink).is_floating_point():
@@ -150,7 +153,7 @@ def _sink_logits(q: Tensor, sink: Tensor | None) -> Tensor | None:
 
 
 def _default_scale(q: Tensor) -> float:
-    """1 for a q without a head dimension, which the operator refuses."""
+    """Return ``D ** -0.5``, or 1 if q has no head dimension; the operator then reports the error."""
     return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
 
 
@@ -179,7 +182,7 @@ def _options(
     max_seqlen_k: int | None,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """The public arguments as the operators name them."""
+    """Translate the public arguments to those of the operators."""
     _arguments.tensor("q", q)
     seed = offset = None
     layout = ""
@@ -242,76 +245,89 @@ def attention_backward(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
 ) -> AttentionGrads:
-    """Gradients of softmax attention with respect to its inputs.
+    """Compute the gradients of softmax attention with respect to its inputs.
 
-    With ``scale = softmax_scale``, for each batch and head, ``s = scale * q @ k.T``, optionally capped
-    (``softcap * tanh(s / softcap)``), plus bias and ALiBi, masked; ``p = exp(s - lse)``; ``z`` the dropout factor::
+    For each batch and query head, with ``c = 1`` unless softcap is used::
 
+        s     = scale * q @ k.T                       # scale = softmax_scale
+        c     = 1 - tanh(s / softcap)**2              # with softcap only
+        s     = softcap * tanh(s / softcap)           # with softcap only
+        p     = exp(s + bias + alibi - lse)           # 0 where masked
+        z     = 1 / (1 - dropout_p) where dropout kept the element, else 0
         delta = rowsum(dout * out) - dlse
-        ds    = p * ((dout @ v.T) * z - delta)
+        ds    = p * (z * (dout @ v.T) - delta)
+        dq    = scale * (c * ds) @ k
+        dk    = scale * (c * ds).T @ q                # summed over the query heads of a KV head, like dv
         dv    = (p * z).T @ dout
-        dbias = ds
+        dbias = ds                                    # summed over the dimensions that the bias broadcasts
         dsink = -sum over batch and rows of exp(sink - lse) * delta
-        dq, dk = scale * c * ds @ k, scale * (c * ds).T @ q     # c = 1 - tanh(s / softcap)**2 with softcap, else 1
 
-    (Dao et al., "FlashAttention", 2022, section B.2, extended by bias, cap, sink and LSE gradient.)
+    (Dao et al., "FlashAttention", 2022, section B.2, extended by bias, softcap, sink and the gradient of the LSE.)
 
     Parameters
     ----------
     dout, out : Tensor, (B, Sq, H, Dv) or packed (total_q, H, Dv)
-        Gradient of the output, and the output of the forward.
+        Gradient of the forward's output, and the output itself. dout may have any strides.
     q : Tensor, (B, Sq, H, D) or (total_q, H, D)
-        float16, bfloat16, float32 or float64; k, v, out and dout have the same dtype. The last dimension is
-        contiguous (dout's need not be), every other stride is free.
+        float16, bfloat16, float32 or float64; k, v, out and dout must have the same dtype. The last dimension of q, k,
+        v and out must be contiguous; all other strides are free.
     k : Tensor, (B, Sk, Hkv, D) or (total_k, Hkv, D)
-        ``H % Hkv == 0``: query head h reads KV head ``h // (H // Hkv)``.
+        H must be a multiple of Hkv. Query head h reads KV head ``h // (H // Hkv)``.
     v : Tensor, (B, Sk, Hkv, Dv) or (total_k, Hkv, Dv)
     softmax_lse : Tensor, float32 (float64 for float64 inputs)
-        Natural-log LSE that the forward gave: (B, H, Sq), (B, H, Sq, 1), (B, H, roundup(Sq, 32)); packed (H, total_q)
-        or (B, H, roundup(max_seqlen_q, 32)). Never recomputed.
+        Natural-log LSE from the forward: (B, H, Sq), (B, H, Sq, 1) or (B, H, roundup(Sq, 32)); for packed inputs
+        (H, total_q) or (B, H, roundup(max_seqlen_q, 32)). It is used as given and never recomputed.
     softmax_scale : float, optional
         Default ``D ** -0.5``.
     causal : bool or "top_left"
-        True aligns the diagonal with the last query and key (FlashAttention >= 2.1); ``"top_left"`` with the first
-        (``is_causal`` of PyTorch).
+        True aligns the diagonal with the last query and the last key (FlashAttention >= 2.1). ``"top_left"`` aligns it
+        with the first query and the first key (PyTorch's ``is_causal``).
     window_size : (int, int)
-        Keys visible left and right of the diagonal; -1 is unbounded. Causal forces right to 0.
+        Number of visible keys to the left and right of the diagonal; -1 is unbounded. Causal masking sets right to 0.
     softcap : float
-        0 is none.
+        0 disables it.
     attn_bias : Tensor, optional
-        Each dimension is that of (B, H, Sq, Sk), or of (B, H, max_seqlen_q, max_seqlen_k) when packed, or 1; q's dtype
-        or float32. Its gradient is computed with its shape and dtype.
+        Added to the scores. Shape (B, H, Sq, Sk), or (B, H, max_seqlen_q, max_seqlen_k) for packed inputs; any
+        dimension may be 1. q's dtype or float32. Passing it requests dbias.
     alibi_slopes : Tensor, (H,) or (B, H), float32, optional
-        Adds ``-slope * |i + off - j|``, ``off = Sk - Sq`` (0 for ``"top_left"``). No gradient.
+        Adds ``-slope * |i + off - j|`` to the score of query i and key j, with ``off = Sk - Sq`` of its
+        sequence (0 for ``"top_left"``). The slopes get no gradient.
     sink : Tensor, (H,), optional
-        Raw logits that are already inside ``softmax_lse``; asks for dsink. Pass it in one call only when the keys are
-        split over several calls.
+        One unscaled logit per query head that ``softmax_lse`` already includes. Passing it requests dsink. If the keys
+        are split over several calls, pass it in only one of them.
     dlse : Tensor, optional
-        Gradient of ``softmax_lse``, in one of its shapes.
+        Gradient with respect to ``softmax_lse``, in any shape that is allowed there.
     dropout_p : float
-        In [0, 1).
+        Dropout probability of the forward, in [0, 1). Above 0 it requires ``rng_state``.
     rng_state : RngState, optional
-        The forward's Philox state; the mask is drawn again bit for bit.
+        Philox state of the forward. The backward regenerates exactly the same mask from it.
     cu_seqlens_q, cu_seqlens_k : Tensor, (B + 1,), int32, optional
-        First rows of packed sequences. ``max_seqlen_q`` and ``max_seqlen_k`` are needed with them.
+        Cumulative sequence lengths of packed inputs, as in FlashAttention. Pass both or neither; they require
+        ``max_seqlen_q`` and ``max_seqlen_k``.
     seqused_q, seqused_k : Tensor, (B,), int32, optional
-        Logical lengths; rows beyond get zero gradients.
+        Number of rows in use in each sequence. The rows after them get zero gradients.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Upper bound of the lengths of packed sequences, as passed to the forward.
     deterministic : bool
-        Bitwise equal results run to run, or an error; ``torch.use_deterministic_algorithms(True)`` implies it.
+        Require gradients that are bitwise identical from run to run; a call that cannot provide them raises. Implied by
+        ``torch.use_deterministic_algorithms(True)``.
     workspace : Tensor, (bytes,), uint8, optional
-        Scratch of at least ``plan_attention_backward(...).workspace_bytes``, 256-byte aligned; allocated by default.
+        Scratch memory: at least ``plan_attention_backward(...).workspace_bytes`` bytes, 256-byte aligned. Allocated
+        internally by default.
     dq, dk, dv : Tensor, optional
-        Where to write; the inputs' dtype or float32. May hold anything before.
+        Output tensors, with the inputs' dtype, or float32 for 16-bit inputs. Their old contents are overwritten.
 
     Returns
     -------
     AttentionGrads
-        dq, dk, dv with the strides of ``empty_like`` of their inputs; dbias and dsink where asked for.
+        dq, dk and dv: the tensors that were passed in, or new ones with the strides of ``torch.empty_like`` of q, k and
+        v. dbias and dsink: shape and dtype of ``attn_bias`` and ``sink``, or ``None`` without them.
 
     Raises
     ------
     ValueError
-        For bad arguments, before anything runs; the message names the argument, what was expected and what came.
+        If an argument is invalid, or the backend forced by :func:`use_backend` cannot run the call. The message names
+        the argument, its value and what was expected. No kernel has been launched then.
     """
     options = _options(
         q,
@@ -379,15 +395,15 @@ def plan_attention_backward(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Plan:
-    """What :func:`attention_backward` would do with the same arguments, without doing it.
+    """Describe what :func:`attention_backward` would do with the same arguments, without running it.
 
     Parameters
     ----------
     dout, q, k, v, out, softmax_lse, workspace, dq, dk, dv, **options
-        As for :func:`attention_backward`. Meta tensors do. With ``cu_seqlens`` on the CPU the sizes are exact; from a
-        GPU they are upper bounds, as nothing is read back.
+        As for :func:`attention_backward`. Meta tensors suffice, because contents are not read. The exception is
+        ``cu_seqlens`` on the CPU: with it the sizes are exact, and with ``cu_seqlens`` on a GPU they are upper bounds.
     device : torch.device or str, optional
-        What meta tensors are planned for: the current CUDA device if there is one, else the CPU.
+        Device to plan for if the tensors are meta tensors. Default: the current CUDA device, or the CPU without one.
 
     Returns
     -------
@@ -396,7 +412,9 @@ def plan_attention_backward(
     Raises
     ------
     ValueError
-        As :func:`attention_backward`, and for a forced backend that cannot run the call.
+        As :func:`attention_backward`.
+    TypeError
+        For an option that :func:`attention_backward` does not have.
     """
     defaults: dict[str, Any] = dict(_PLAN_DEFAULTS)
     unknown = sorted(set(options) - set(defaults))
@@ -464,10 +482,11 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Differentiable softmax attention: the best forward PyTorch has for the case, then this library's backward.
+    """Differentiable softmax attention: PyTorch's forward where it supports the case, and this library's backward.
 
-    Under ``torch.autocast`` q, k and v are cast as for PyTorch's own attention. Gradients flow to q, k, v, attn_bias,
-    sink, and through the returned LSE. Differentiating twice raises.
+    Cases without a forward in PyTorch use the reference forward. Under ``torch.autocast`` q, k and v are cast as in
+    PyTorch's own attention. Gradients flow to q, k, v, attn_bias and sink, and also from the returned LSE. Double
+    backward raises ``RuntimeError``.
 
     Parameters
     ----------
@@ -475,25 +494,29 @@ def attention(
     k : Tensor, (B, Sk, Hkv, D) or (total_k, Hkv, D)
     v : Tensor, (B, Sk, Hkv, Dv) or (total_k, Hkv, Dv)
     softmax_scale, causal, window_size, softcap, attn_bias, alibi_slopes, sink
-        As for :func:`attention_backward`. sink adds one logit a head to the softmax, and no value.
+        As for :func:`attention_backward`. ``sink`` adds one logit per query head to the softmax denominator; it has no
+        value row.
     dropout_p : float
-        Probability of dropping an attention weight, in [0, 1), drawn from PyTorch's generator of q's device.
+        Probability of dropping an attention weight, in [0, 1). The mask is drawn from PyTorch's generator of q's
+        device.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        For packed sequences.
+        For packed sequences, as for :func:`attention_backward`.
     deterministic : bool
-        Of the backward; ``torch.use_deterministic_algorithms(True)`` implies it.
+        Require a deterministic backward. Implied by ``torch.use_deterministic_algorithms(True)``.
     return_lse : bool
-        Return also the natural-log LSE, float32 (float64 for float64 inputs), (B, H, Sq) or (H, total_q).
+        Also return the natural-log LSE: float32 (float64 for float64 inputs), (B, H, Sq) or (H, total_q).
 
     Returns
     -------
-    Tensor or (Tensor, Tensor)
-        out, (B, Sq, H, Dv) or (total_q, H, Dv) contiguous; a row that sees no key is 0 (its LSE -inf or +inf).
+    out : Tensor, (B, Sq, H, Dv) or (total_q, H, Dv)
+        Contiguous, in q's dtype. A row that sees no key is 0.
+    softmax_lse : Tensor, (B, H, Sq) or (H, total_q)
+        Only with ``return_lse``. Without a sink, a row that sees no key has -inf or +inf.
 
     Raises
     ------
     ValueError
-        For bad arguments, with a message that names the argument, what was expected and what came.
+        If an argument is invalid. The message names the argument, its value and what was expected.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _arguments.tensor(name, tensor)

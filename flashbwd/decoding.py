@@ -1,4 +1,4 @@
-"""Attention of short queries over long keys, with Python modifications of the scores and block-sparse masks."""
+"""Flex decoding: attention of few queries over many keys, with a Python score_mod and a block-sparse mask."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["flex_decoding"]
 _ACTING: dict[str, type] = {"SPLIT_KV": int, "PRESCALE_QK": bool, "ROWS_GUARANTEED_SAFE": bool}
 _NO_OPTIONS: dict[str, Any] = {}
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
-# PyTorch's keys for tuning its own kernels, each also with fwd_ or bwd_ before it: hints, which change nothing here.
+# PyTorch's tuning keys for its own kernels, also with the prefix fwd_ or bwd_. They are accepted and ignored.
 _HINTS = frozenset(
     {
         *("num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"),
@@ -60,53 +60,54 @@ def flex_decoding(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """``softmax(mask(score_mod(scale * q @ k.T))) @ v``, meant for a few queries over a long cache of keys and values.
+    """Compute ``softmax(mask(score_mod(scale * q @ k.T))) @ v`` for a few queries over a long KV cache.
 
-    The meaning is that of ``torch.nn.attention.flex_attention.flex_attention``, for any number of queries.
-    Differentiable in query, key, value, in the returned lse, and in every tensor that ``score_mod`` captures; those
-    gradients are not differentiable again.
+    The result is that of ``torch.nn.attention.flex_attention.flex_attention``, for any number of queries. Gradients
+    flow to query, key, value and every tensor that ``score_mod`` captures, and also from the returned lse. Double
+    backward is not supported.
 
     Parameters
     ----------
     query : Tensor, (B, H, Sq, D)
         float16, bfloat16, float32 or float64. Any strides.
     key, value : Tensor, (B or 1, Hkv, Sk, D) and (B or 1, Hkv, Sk, Dv)
-        query's dtype. A batch of 1 serves all queries.
+        Same dtype as query; Dv may differ from D. A batch size of 1 is broadcast over the batch of query.
     score_mod : callable, optional
-        ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors: the scaled score in float32 (float64 for float64
-        inputs), and int32 indices; ``h`` is the query head. It may read captured tensors, and index them.
+        ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors. ``score`` is the scaled score in float32 (float64 for
+        float64 inputs), the indices are int32, and ``h`` is the query head. It may read and index captured tensors.
     block_mask : BlockMask, optional
-        Made by PyTorch's ``create_block_mask`` for this Sq and Sk, or by hand. Its block lists choose the blocks of
-        keys; its ``mask_mod`` is asked in partial blocks only. Lists per batch and per query head are fine with
-        grouped heads.
+        From PyTorch's ``create_block_mask`` for this Sq and Sk, or built by hand. Its block lists select the key
+        blocks; its ``mask_mod`` is evaluated in partial blocks only. With GQA the lists may differ between the query
+        heads of a KV head.
     scale : float, optional
         Default ``D ** -0.5``.
     enable_gqa : bool
-        Allow H to be a multiple of Hkv; query head h then reads key head ``h // (H / Hkv)``.
+        Allow H to be a multiple of Hkv. Query head h then reads KV head ``h // (H // Hkv)``.
     return_lse : bool
         Also return the natural log-sum-exp of each row, as ``(out, lse)``.
     kernel_options : mapping, optional
-        PyTorch's keys. ``SPLIT_KV`` (parts of the keys at least), ``PRESCALE_QK`` (scale q instead of the scores) and
-        ``ROWS_GUARANTEED_SAFE`` (no row is fully masked) act; keys that tune PyTorch's kernels are accepted as hints.
+        Options of PyTorch's ``flex_attention``. These have an effect: ``SPLIT_KV`` (minimum number of KV splits),
+        ``PRESCALE_QK`` (scale q instead of the scores) and ``ROWS_GUARANTEED_SAFE`` (no row is fully masked). Tuning
+        options of PyTorch's kernels are accepted and ignored.
     return_aux : AuxRequest, optional
-        PyTorch's newer request: ``(out, AuxOutput(lse, max_scores))`` with ``None`` for what was not asked for.
-        ``max_scores`` has no gradient.
+        Return ``(out, AuxOutput(lse, max_scores))``, with ``None`` for a field that was not requested. Not together
+        with ``return_lse``. ``max_scores`` has no gradient.
 
     Returns
     -------
     out : Tensor, (B, H, Sq, Dv)
-        query's dtype, and its order of strides. 0 in a row that sees no key.
+        query's dtype and order of strides. 0 in a row that sees no key.
     lse, max_scores : Tensor, (B, H, Sq)
-        float32 (float64 for float64 inputs); -inf in a row that sees no key. On a GPU they lie behind ``out``, in its
-        storage.
+        float32 (float64 for float64 inputs). -inf in a row that sees no key. On a GPU they share one storage with
+        ``out``.
 
     Raises
     ------
     ValueError
-        For bad arguments; the message names the argument, what was expected and what came.
+        If an argument is invalid. The message names the argument, its value and what was expected.
     RuntimeError
-        When a modification fails, reads a value back from the device or branches on one; on a GPU also when it calls
-        an operator that the kernel has no code for. The message names the modification and the operator.
+        If ``score_mod`` or ``mask_mod`` raises, reads a value back from the device or branches on one; on a GPU also if
+        it calls an operator that has no CUDA implementation here. The message names the function and the operator.
     """
     if type(query) is not Tensor and hasattr(query, "placements"):
         rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
@@ -231,7 +232,7 @@ def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
                 f"with (1 or {query.shape[0]}, 1 or {query.shape[1]})"
             )
     lengths = (query.shape[2], key.shape[2])
-    if min(mask.BLOCK_SIZE) >= 1 << 30:  # PyTorch's mask of everything, whose lengths mean nothing
+    if min(mask.BLOCK_SIZE) >= 1 << 30:  # PyTorch's mask that hides nothing; it fits every length
         return
     if tuple(mask.shape[-2:]) != lengths:
         raise ValueError(
@@ -240,7 +241,7 @@ def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
 
 
 def _acting_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that change something here; refuses what PyTorch has no key for."""
+    """Return the options that have an effect here. A key that PyTorch does not know raises ``ValueError``."""
     options = {}
     for key, value in given.items():
         name = key if key in _ACTING else key.removeprefix("fwd_").removeprefix("bwd_")
@@ -268,9 +269,9 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling():  # the compiler differentiates what it traces
+    if torch.compiler.is_compiling():  # the compiler derives the gradients of the traced graph
         return _forward(call, query, key, value)[:3]
-    if not torch.is_grad_enabled() or transforms_are_active():  # which differentiate the reference's operators
+    if not torch.is_grad_enabled() or transforms_are_active():  # transforms differentiate the reference
         return _forward(call, query, key, value)[:3]
     captured = []
     if query.numel() and key.numel():
@@ -283,7 +284,7 @@ def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tu
 def _forward(
     call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, exact: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, lse, largest score; and the output in the accumulation dtype, for certain only with ``exact``."""
+    """Return out, lse, max_scores and out again; with ``exact`` the last one is in the accumulation dtype."""
     shape = query.shape[:3]
     if query.numel() == 0 or key.numel() == 0:
         statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
@@ -301,13 +302,13 @@ def _forward(
                 out, lse, largest, *rest = results or run_kernel(call, query, key, value, exact)
                 return out, lse, largest, rest[0] if rest else out
             except NoKernelError as reason:
-                _warn_once(f"flashbwd: flex_decoding runs on its slow reference: {reason}")
+                _warn_once(f"flashbwd: flex_decoding falls back to its slow reference: {reason}")
         out, lse, largest = decoding_forward(call, query, key, value)
     return shaped_like_query(query, value.shape[3]).copy_(out), lse, largest, out
 
 
 def _exact(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast has acted on the arguments; inside, products stay in the accumulation dtype."""
+    """Disable autocast, which has cast the arguments already, so that products keep the accumulation dtype."""
     if device.type not in _AUTOCAST:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -320,7 +321,7 @@ def _backward(
         try:
             return run_backward(call, query, key, value, *rest)
         except NoKernelError as reason:
-            _warn_once(f"flashbwd: the gradient of flex_decoding runs on its slow reference: {reason}")
+            _warn_once(f"flashbwd: the gradient of flex_decoding falls back to its slow reference: {reason}")
     with _exact(query.device):
         return decoding_backward(call, query, key, value, *rest)
 
@@ -334,7 +335,7 @@ implement(_forward, _backward)
 
 
 class _FlexDecoding(torch.autograd.Function):
-    """Forward and its gradient. Captured tensors are inputs so that autograd sees them."""
+    """Flex decoding with its backward. Captured tensors are inputs, so that autograd tracks them."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The block of transformers that drop out, add to the residual stream and normalise, and its gradient."""
+"""Fused dropout, residual add and LayerNorm or RMSNorm, with its gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _LAYOUT = "efficient64"
 
 
 class DropoutAddNormGrads(NamedTuple):
-    """Gradients of a norm of ``residual + dropout(x)``; ``None`` where not asked for. ``dbeta`` is LayerNorm's."""
+    """Gradients of a norm of ``residual + dropout(x)``. A gradient that was not requested is ``None``.
+
+    ``dbeta`` is always ``None`` for RMSNorm.
+    """
 
     dx: Tensor | None
     dresidual: Tensor | None
@@ -45,49 +48,51 @@ def dropout_add_layer_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool, bool] = (True, True, True, True),
 ) -> DropoutAddNormGrads:
-    """Gradients of ``z = gamma * xhat + beta``, xhat the normalised rows of ``h = residual + dropout(x)``.
+    """Compute the gradients of ``z = layer_norm(h)`` with ``h = residual + dropout(x)``.
 
-    ::
+    In one pass over h and dz, with the formulas of :func:`layer_norm_backward` for the norm::
 
-        dh        = layer_norm_backward(dz, h, ...) + dresidual        # the gradient of the residual
-        dx        = keep * dh / (1 - dropout_p)
-        dgamma, dbeta as in layer_norm_backward
+        dh = (dx of layer_norm_backward at h) + dresidual       # returned as the gradient of the residual
+        dx = keep * dh / (1 - dropout_p)
 
-    One pass over h and dz. Bitwise deterministic.
+    Results are bitwise deterministic.
 
     Parameters
     ----------
     dz : Tensor, (..., N)
-        Gradient of z, in x's dtype.
+        Gradient of z, in x's dtype: float16, bfloat16, float32 or float64.
     h : Tensor, (..., N)
-        What was normalised: dz's dtype or float32.
+        Input of the norm, in dz's dtype or float32.
     mu, rs : Tensor, (rows,) or (..., 1)
-        Mean and reciprocal standard deviation of each row of h.
+        Mean and reciprocal standard deviation of each row of h, from the forward: float32 (float64 if h is float64),
+        float16 or bfloat16.
     gamma : Tensor, (N,), optional
         dz's dtype or float32.
     dresidual : Tensor, (..., N), optional
-        h's dtype: the gradient that reaches h past the norm.
+        Gradient that reaches h through the residual connection, in h's dtype.
     dropout_p : float
-        In [0, 1). Above 0 it needs ``rng_state`` or ``keep``.
+        Dropout probability of the forward, in [0, 1). Above 0 it requires ``rng_state`` or ``keep``.
     rng_state : RngState, optional
-        What the forward drew its mask from, with layout "efficient64": element n of x, counted row by row, is kept as
-        element n of one head's probabilities would be (docs/numerics.md).
+        Philox state of the forward, with layout "efficient64". Element n of x in row-major order uses the random number
+        that this layout assigns to element n of the first head's probabilities (docs/numerics.md).
     keep : Tensor of bool, (..., N), optional
-        The mask itself, True where x was kept.
+        The dropout mask, True where x was kept.
     zero_centered_gamma : bool
-        The forward multiplied by ``1 + gamma``.
+        True if the forward multiplied by ``1 + gamma``.
     output_mask : (bool, bool, bool, bool)
         Which of dx, dresidual, dgamma, dbeta to compute.
 
     Returns
     -------
     DropoutAddNormGrads
-        dx with dz's dtype, dresidual with h's; dgamma and dbeta (N,) in gamma's dtype, dz's without gamma.
+        dx in dz's dtype, dresidual in h's dtype. dgamma and dbeta are (N,) in gamma's dtype, or in dz's dtype without
+        gamma.
 
     Raises
     ------
     ValueError
-        For bad arguments, before anything runs; the message names the argument, what was expected and what came.
+        If an argument is invalid. The message names the argument, its value and what was expected. No kernel has been
+        launched then.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dresidual", "dgamma", "dbeta"))
     _arguments.tensor("mu", mu)
@@ -108,7 +113,10 @@ def dropout_add_rms_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> DropoutAddNormGrads:
-    """As :func:`dropout_add_layer_norm_backward` with RMSNorm, which has neither mean nor beta."""
+    """Compute the gradients of ``rms_norm(residual + dropout(x))``, as :func:`dropout_add_layer_norm_backward` does.
+
+    RMSNorm has no mean and no beta, so there is no ``mu``, and ``dbeta`` is ``None``.
+    """
     asked = _arguments.flags("output_mask", output_mask, ("dx", "dresidual", "dgamma"))
     rng, mask = _rng_tensor(rng_state, h), (asked[0], asked[1], asked[2], False)
     return _backward(dz, h, None, rs, gamma, dresidual, keep, rng, dropout_p, zero_centered_gamma, mask)
@@ -125,30 +133,32 @@ def dropout_add_layer_norm(
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm of ``h = residual + dropout(x)``, differentiable in x, residual, gamma and beta.
+    """Compute LayerNorm of ``h = residual + dropout(x)``, differentiable in x, residual, gamma and beta.
 
     Parameters
     ----------
     x : Tensor, (..., N)
         float16, bfloat16, float32 or float64.
     residual : Tensor, (..., N)
-        x's dtype, or float32 beside a 16-bit x.
+        x's dtype, or float32 if x is 16-bit.
     gamma, beta : Tensor, (N,), optional
-        x's dtype or float32, both the same.
+        x's dtype or float32. Both have the same dtype.
     dropout_p : float
-        Probability of dropping, in [0, 1); 0 when not training.
+        Probability of dropping an element of x, in [0, 1). Pass 0 outside training.
     keep : Tensor of bool, (..., N), optional
-        Which elements of x to keep. By default they are drawn from PyTorch's generator of x's device, and drawn again
-        in the backward: no mask is stored.
+        Dropout mask, True for the elements of x to keep. By default the mask is drawn from PyTorch's generator of x's
+        device; the backward regenerates it, so no mask is stored.
     eps : float
         Added to the variance.
     zero_centered_gamma : bool
-        Multiply by ``1 + gamma``.
+        Multiply by ``1 + gamma`` instead of gamma.
 
     Returns
     -------
-    (z, h)
-        z, the norm, in x's dtype; h, the residual stream, in residual's.
+    z : Tensor, (..., N)
+        ``layer_norm(h)`` in x's dtype.
+    h : Tensor, (..., N)
+        ``residual + dropout(x)``, the new residual stream, in residual's dtype.
     """
     return _forward(x, residual, gamma, beta, keep, 0, dropout_p, eps, zero_centered_gamma)
 
@@ -163,7 +173,10 @@ def dropout_add_rms_norm(
     eps: float | None = None,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`dropout_add_layer_norm` with RMSNorm; ``eps`` is by default that of :func:`rms_norm`."""
+    """Compute RMSNorm of ``h = residual + dropout(x)``, as :func:`dropout_add_layer_norm` does for LayerNorm.
+
+    The default ``eps`` is that of :func:`flashbwd.rms_norm`.
+    """
     eps = default_eps(_arguments.tensor("x", x).dtype) if eps is None else eps
     return _forward(x, residual, gamma, None, keep, 1, dropout_p, eps, zero_centered_gamma)
 
@@ -211,7 +224,7 @@ def _asked(gamma: Tensor | None, mu: Tensor | None, mask: Any) -> tuple[bool, ..
 
 
 def _rng_tensor(state: RngState | None, h: Tensor) -> Tensor | None:
-    """Seed and offset as one int64 tensor beside h."""
+    """Return seed and offset as one int64 tensor of two elements on h's device."""
     if state is None:
         return None
     *given, layout = _arguments.rng_words(state)
@@ -222,12 +235,12 @@ def _rng_tensor(state: RngState | None, h: Tensor) -> Tensor | None:
     for word in given:
         word = (word.view(torch.int64) if word.dtype == torch.uint64 else word).reshape(())
         if word.is_cpu and not h.is_cpu:
-            # The value travels as a kernel argument: a CUDA graph capture allows no copy from pageable memory.
+            # Adding passes the value as a kernel argument. A CUDA graph capture allows no copy from pageable memory.
             word = torch.zeros((), dtype=torch.int64, device=h.device) + word
         words.append(word.to(h.device))
     seed, offset = words
     side_by_side = offset.storage_offset() == seed.storage_offset() + 1
-    if seed._base is not None and seed._base is offset._base and side_by_side:  # parts of one tensor: no copy
+    if seed._base is not None and seed._base is offset._base and side_by_side:  # adjacent in one tensor: no copy
         return seed.as_strided((2,), (1,))
     return torch.stack(words)
 
@@ -303,7 +316,7 @@ def _dropout_add_norm(
     zero_centered_gamma: bool,
 ) -> tuple[Tensor, ...]:
     rng = None
-    if _draws(keep, dropout_p):  # an offset that four divides: blocks of the generator begin where vectors do
+    if _draws(keep, dropout_p):  # offset % 4 == 0 aligns Philox blocks of four with vectors
         rng = torch.randint(2**62, (2,), device=x.device).bitwise_and_(-4)
     results = _ops.call(
         torch.ops.flashbwd.dropout_add_norm_forward,
@@ -325,8 +338,8 @@ def _draws(keep: Tensor | None, dropout_p: float) -> bool:
     return keep is None and 0.0 < dropout_p < 1.0
 
 
-# Dropout draws from the generator: no compiler may run the forward again for the backward. DTensor knows a call by its
-# tensors and by the arguments from the first integer on: rms comes before all that decides what the results are.
+# The tag keeps compilers from recomputing the forward in the backward, where the generator would draw another mask.
+# rms is an int and the first option: DTensor's cache key has the tensors and all arguments from the first int on.
 torch.library.define(
     "flashbwd::dropout_add_norm",
     "(Tensor x, Tensor residual, Tensor? gamma, Tensor? beta, Tensor? keep, int rms, float dropout_p, float eps, "
@@ -373,7 +386,7 @@ def _grads(ctx: Any, dz: Tensor | None, dh: Tensor | None, *_: Tensor | None) ->
     h, gamma, keep, mu, rs, rng = ctx.saved_tensors
     dz = torch.zeros_like(h, dtype=ctx.x_dtype) if dz is None else dz
     need_dx, need_dresidual, need_dgamma, need_dbeta = ctx.needs_input_grad[:4]
-    # Where nothing was dropped, x and the residual have one gradient.
+    # Without dropout, x and the residual have the same gradient.
     shared = need_dx and keep is None and ctx.dropout_p == 0.0 and h.dtype == ctx.x_dtype
     dx, dresidual, dgamma, dbeta = _backward(
         dz,

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: their backward, differentiable forms, and drop-in modules."""
+"""LayerNorm and RMSNorm: backward functions, differentiable functions, and drop-in modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class LayerNormGrads(NamedTuple):
-    """Gradients of a LayerNorm; ``None`` where not asked for."""
+    """Gradients of a LayerNorm. A gradient that was not requested is ``None``."""
 
     dx: Tensor | None
     dgamma: Tensor | None
@@ -34,7 +34,7 @@ class LayerNormGrads(NamedTuple):
 
 
 class RMSNormGrads(NamedTuple):
-    """Gradients of an RMSNorm; ``None`` where not asked for."""
+    """Gradients of an RMSNorm. A gradient that was not requested is ``None``."""
 
     dx: Tensor | None
     dgamma: Tensor | None
@@ -51,46 +51,48 @@ def layer_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> LayerNormGrads:
-    """Gradients of ``z = gamma * xhat + beta`` with ``xhat = (x - mu) * rs``, the rows of x normalised.
+    """Compute the gradients of LayerNorm, ``z = gamma * xhat + beta`` with ``xhat = (x - mu) * rs``.
 
-    ::
+    Means are over a row::
 
         dy     = gamma * dz
         dx     = rs * (dy - mean(dy) - xhat * mean(dy * xhat)) + dresidual
         dgamma = sum over rows of dz * xhat
         dbeta  = sum over rows of dz
 
-    (Ba et al., "Layer Normalization", 2016, differentiated; means over a row.) Sums are float32, float64 for float64
-    inputs. Bitwise deterministic.
+    (Derivative of the definition in Ba et al., "Layer Normalization", 2016.) Sums are accumulated in float32, or in
+    float64 for float64 inputs. Results are bitwise deterministic.
 
     Parameters
     ----------
     dz : Tensor, (..., N)
-        Gradient of z: float16, bfloat16 or float32, not necessarily x's; float64 with a float64 x.
+        Gradient of z: float16, bfloat16 or float32, which may differ from x's dtype; float64 if x is float64.
     x : Tensor, (..., N)
-        Any number of rows, zero too, at any distance from each other.
+        Input of the forward: float16, bfloat16, float32 or float64. Any number of rows, including zero, with any row
+        stride.
     mu, rs : Tensor, (rows,) or (..., 1)
-        Mean and reciprocal standard deviation of each row as the forward gave them: float32 (float64 for a float64 x),
-        or 16-bit.
+        Mean and reciprocal standard deviation of each row, from the forward: float32 (float64 if x is float64), float16
+        or bfloat16.
     gamma : Tensor, (N,), optional
-        x's dtype or float32. Without it ``gamma = 1``, and dgamma is ``None``.
+        x's dtype or float32. Without it, gamma is 1 and dgamma is ``None``.
     dresidual : Tensor, (..., N), optional
-        x's dtype; added to dx: the gradient that reaches x past the normalisation.
+        Gradient that reaches x through the residual connection, in x's dtype. It is added to dx.
     zero_centered_gamma : bool
-        The forward multiplied by ``1 + gamma``.
+        True if the forward multiplied by ``1 + gamma``. Requires ``gamma``.
     output_mask : (bool, bool, bool)
         Which of dx, dgamma, dbeta to compute.
 
     Returns
     -------
     LayerNormGrads
-        dx with x's dtype and the strides of ``empty_like(x)``; dgamma and dbeta (N,) with gamma's dtype, x's without
-        gamma.
+        dx has x's dtype and the strides of ``torch.empty_like(x)``. dgamma and dbeta are (N,) in gamma's dtype, or in
+        x's dtype without gamma.
 
     Raises
     ------
     ValueError
-        For bad arguments, before anything runs; the message names the argument, what was expected and what came.
+        If an argument is invalid. The message names the argument, its value and what was expected. No kernel has been
+        launched then.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma", "dbeta"))
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
@@ -119,14 +121,17 @@ def rms_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool] = (True, True),
 ) -> RMSNormGrads:
-    """Gradients of ``z = gamma * xhat`` with ``xhat = x * rs``.
+    """Compute the gradients of RMSNorm, ``z = gamma * xhat`` with ``xhat = x * rs``.
 
-    As :func:`layer_norm_backward`, with neither mean nor beta::
+    ::
 
-        dx = rs * (dy - xhat * mean(dy * xhat)) + dresidual
+        dy     = gamma * dz
+        dx     = rs * (dy - xhat * mean(dy * xhat)) + dresidual
+        dgamma = sum over rows of dz * xhat
 
-    (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, differentiated.) ``rs`` is the reciprocal root
-    of ``mean(x**2) + eps``.
+    (Derivative of the definition in Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) ``rs`` is
+    ``1 / sqrt(mean(x**2) + eps)`` of each row. There is no mean and no beta; all else is as in
+    :func:`layer_norm_backward`.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
@@ -155,26 +160,33 @@ def layer_norm_backward_from_output(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> LayerNormGrads:
-    """:func:`layer_norm_backward` from the output z instead of x: ``xhat = (z - beta) / gamma``. x need not be kept.
+    """Compute the gradients of LayerNorm from its output z, so that the input x need not be kept.
 
-    Where the magnitude of gamma (of ``1 + gamma`` with `zero_centered_gamma`) is below 1e-5, 1e-5 with its sign divides
-    instead. z carries xhat with its own rounding: a 16-bit z gives less accurate gradients than x does where
-    gamma is small beside beta.
+    The formulas are those of :func:`layer_norm_backward` with ``xhat = (z - beta) / gamma``. A divisor (gamma, or
+    ``1 + gamma`` with ``zero_centered_gamma``) with a magnitude below 1e-5 is replaced by 1e-5 with the same sign. xhat
+    inherits the rounding error of z. Gradients from a 16-bit z are therefore less accurate than those from x for
+    columns in which gamma is small compared with beta.
 
     Parameters
     ----------
     dz, z : Tensor, (..., N)
-        The norm's output and its gradient, of one dtype.
+        Gradient of the norm's output, and the output itself, with the same dtype.
     rs : Tensor, (rows,) or (..., 1)
         Reciprocal standard deviation of each row of x.
     gamma, beta : Tensor, (N,), optional
-        z's dtype or float32, both the same.
+        z's dtype or float32. Both have the same dtype.
     dresidual, zero_centered_gamma, output_mask
         As in :func:`layer_norm_backward`.
 
     Returns
     -------
     LayerNormGrads
+        As from :func:`layer_norm_backward`, with z in place of x.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma", "dbeta"))
     return LayerNormGrads(
@@ -192,7 +204,7 @@ def rms_norm_backward_from_output(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool] = (True, True),
 ) -> RMSNormGrads:
-    """:func:`rms_norm_backward` from the output z instead of x, as :func:`layer_norm_backward_from_output`."""
+    """Compute the gradients of RMSNorm from its output z; see :func:`layer_norm_backward_from_output`."""
     dx_and_dgamma = _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
     mask = (dx_and_dgamma[0], dx_and_dgamma[1], False)
     dx, dgamma, _ = _backward_from_output(dz, z, rs, gamma, None, dresidual, zero_centered_gamma, True, mask)
@@ -243,19 +255,19 @@ def layer_norm(
     x : Tensor, (..., N)
         float16, bfloat16, float32 or float64.
     gamma, beta : Tensor, (N,), optional
-        x's dtype or float32, both the same.
+        x's dtype or float32. Both have the same dtype.
     eps : float
         Added to the variance.
     zero_centered_gamma : bool
-        Multiply by ``1 + gamma``.
+        Multiply by ``1 + gamma`` instead of gamma.
     memory_efficient : bool
-        Keep the output for the backward instead of x: see :func:`layer_norm_backward_from_output`.
+        Save the output instead of x for the backward, which then uses :func:`layer_norm_backward_from_output`.
 
     Returns
     -------
     Tensor, (..., N)
-        ``gamma * (x - mean) / sqrt(var + eps) + beta`` in x's dtype, computed in float32 (float64 for float64). CUDA
-        autocast runs it in float32, as PyTorch's.
+        ``gamma * (x - mean) / sqrt(var + eps) + beta`` in x's dtype, computed in float32 (float64 for float64 inputs).
+        CUDA autocast casts the inputs to float32, as it does for PyTorch's ``layer_norm``.
     """
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
     _arguments.flag("memory_efficient", memory_efficient)
@@ -264,7 +276,7 @@ def layer_norm(
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """What PyTorch adds to the mean square of rows of a dtype: the resolution of what it calculates in."""
+    """Return PyTorch's default eps of RMSNorm: the machine epsilon of the dtype in which it computes."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
@@ -285,16 +297,17 @@ def rms_norm(
     gamma : Tensor, (N,), optional
         x's dtype or float32.
     eps : float, optional
-        Added to the mean square; by default ``torch.finfo(torch.float32).eps`` (of float64 for float64), as in PyTorch.
+        Added to the mean square. Default as in PyTorch: ``torch.finfo(torch.float32).eps``, or that of float64 for
+        float64 inputs.
     zero_centered_gamma : bool
-        Multiply by ``1 + gamma``.
+        Multiply by ``1 + gamma`` instead of gamma.
     memory_efficient : bool
-        Keep the output for the backward instead of x: see :func:`rms_norm_backward_from_output`.
+        Save the output instead of x for the backward, which then uses :func:`rms_norm_backward_from_output`.
 
     Returns
     -------
     Tensor, (..., N)
-        ``gamma * x / sqrt(mean(x**2) + eps)`` in x's dtype, computed in float32 (float64 for float64).
+        ``gamma * x / sqrt(mean(x**2) + eps)`` in x's dtype, computed in float32 (float64 for float64 inputs).
     """
     eps = default_eps(_arguments.tensor("x", x).dtype) if eps is None else eps
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
@@ -304,7 +317,7 @@ def rms_norm(
 
 
 def _flat_normalised(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
-    """x with the dimensions that are normalised together as one."""
+    """Merge the normalised dimensions of x into one."""
     dims = len(normalized_shape)
     if tuple(_arguments.tensor("x", x).shape[x.dim() - dims :]) != tuple(normalized_shape):
         raise ValueError(
@@ -314,7 +327,7 @@ def _flat_normalised(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
 
 
 class LayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` with the gradients of this library; same arguments, same state."""
+    """``torch.nn.LayerNorm`` computed by this library, with the same arguments and the same state dict."""
 
     def forward(self, x: Tensor) -> Tensor:
         gamma = None if self.weight is None else self.weight.flatten()
@@ -323,7 +336,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` with the gradients of this library; same arguments, same state."""
+    """``torch.nn.RMSNorm`` computed by this library, with the same arguments and the same state dict."""
 
     def forward(self, x: Tensor) -> Tensor:
         gamma = None if self.weight is None else self.weight.flatten()
@@ -399,7 +412,7 @@ def _rms_norm_backward_reference_fake(
 
 
 def _fake_grads(x: Tensor, gamma: Tensor | None, mask: list[bool], beta: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Fakes of dx, dgamma and, for a mask of three, dbeta; empty where not asked for."""
+    """Return fake dx, dgamma and, if the mask has three entries, dbeta. Gradients not requested are empty."""
     parameter = next(t for t in (gamma, beta, x) if t is not None)
     present = (mask[0], mask[1] and gamma is not None, *mask[2:])
     shapes = [torch.empty_like(x)] + [parameter.new_empty(x.shape[-1]) for _ in present[1:]]
@@ -572,5 +585,5 @@ def _rms_norm_grads(ctx: Any, dz: Tensor | None, *_: Tensor | None) -> tuple[Ten
 _ops.library.register_autograd("layer_norm", _layer_norm_grads, _save_layer_norm)
 _ops.library.register_autograd("rms_norm", _rms_norm_grads, _save_rms_norm)
 
-# PyTorch's list for CUDA autocast has layer_norm, not rms_norm; that for the CPU has neither.
+# As in PyTorch: its CUDA autocast casts layer_norm to float32 but not rms_norm; its CPU autocast casts neither.
 torch.library.register_autocast("flashbwd::layer_norm", "cuda", torch.float32, lib=_ops.library)

@@ -1,8 +1,8 @@
-"""The dropout masks of PyTorch's and FlashAttention's forwards, regenerated with integer tensor operators.
+"""Regenerates the dropout masks of PyTorch's and FlashAttention's forwards with integer tensor operators.
 
 Philox4x32 is a counter-based generator: a block of four 32-bit words is a pure function of a 128-bit counter and a
-64-bit key, so any tile of a mask can be computed on its own. Words are held in int64 tensors, which have every
-operation needed on CPU and CUDA; products wrap modulo 2**64, as unsigned ones would.
+64-bit key, so any tile of a mask can be computed independently. Words are stored in int64 tensors, because PyTorch's
+unsigned dtypes lack many operators; int64 products wrap modulo 2**64, as unsigned products do.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -26,7 +26,7 @@ Word = Any  # an int or an int64 tensor
 
 
 def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], rounds: int) -> list[Word]:
-    """Four 32-bit words for each counter.
+    """Compute four 32-bit random words for each counter.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], r
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         high0, high1 = product0 >> 32, product1 >> 32
-        high0 &= _MASK32  # in place for tensors: allocating anew costs more than the arithmetic
+        high0 &= _MASK32  # in place: allocating new tensors would cost more than the arithmetic
         high0 ^= c3
         high0 ^= k1
         high1 &= _MASK32
@@ -59,9 +59,10 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], r
 
 
 def as_word64(value: Word, device: torch.device) -> Word:
-    """A 64-bit seed or offset as a Python int in [-2**63, 2**63), or as a 0-d int64 tensor where it is on `device`.
+    """Convert a 64-bit seed or offset to an int in [-2**63, 2**63), or to a 0-d int64 tensor if it is on `device`.
 
-    A tensor on the GPU stays there: reading it would wait for the stream, and a captured graph replays with others.
+    A tensor on the GPU is not read: that would synchronise, and a captured CUDA graph must use the values that the
+    tensor has at replay.
     """
     if isinstance(value, Tensor):
         value = value.detach().reshape(())
@@ -78,7 +79,7 @@ def _float32(value: float) -> float:
 
 
 def keep_scale(layout: str, dropout_p: float, dtype: torch.dtype) -> float:
-    """The factor on kept probabilities, 1 / (1 - p); PyTorch's memory-efficient forward rounds it to `dtype`."""
+    """Return the factor on kept probabilities, 1 / (1 - p). PyTorch's memory-efficient forward rounds it to `dtype`."""
     scale = 1.0 / (1.0 - dropout_p)
     return scale if layout == "flash" else float(torch.tensor(scale, dtype=dtype).item())
 
@@ -96,18 +97,18 @@ def keep_mask(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Tensor:
-    """One tile of a forward's dropout mask.
+    """Compute one tile of a forward's dropout mask.
 
     Parameters
     ----------
     layout : which forward drew the mask: ``"flash"`` (FlashAttention-2), ``"efficient32"`` or ``"efficient64"``
-        (PyTorch's memory-efficient forward, which numbers elements in 32 or in 64 bits)
+        (PyTorch's memory-efficient forward with 32-bit or 64-bit element numbers)
     seed, offset : ints, or 0-d int64 tensors on the device of `batch_heads` (see `as_word64`)
     dropout_p : probability of dropping, in [0, 1)
     batch_heads : (n,) int64, ``b * H + h`` with H the number of query heads
     rows, cols : half-open ranges of queries and keys, counted within the sequence
     seqlen_k : keys of this sequence
-    max_seqlen_q, max_seqlen_k : sizes of the whole problem (the sequence's own ones when it is dense)
+    max_seqlen_q, max_seqlen_k : lengths of the longest sequences of the call (for dense inputs, Sq and Sk)
 
     Returns
     -------
@@ -124,7 +125,7 @@ def keep_mask(
         plane = plane & _MASK32
     first = torch.arange(rows[0], rows[1], device=batch_heads.device)[:, None] * seqlen_k  # (rows, 1)
     crosses = wraps and (rows[0] * seqlen_k) >> 32 != (rows[1] * seqlen_k) >> 32
-    if crosses:  # the number jumps back by 2**32 within this tile: each element asks for its own block
+    if crosses:  # numbers wrap around within this tile, so each element computes its own block
         within = (first + torch.arange(cols[0], cols[1], device=batch_heads.device)) & _MASK32  # (rows, cols)
         number = offset + plane[:, None, None] + within  # (n, rows, cols)
         kept = _efficient_blocks(key, number >> 2, dropout_p)  # (n, rows, cols, 4)
@@ -140,13 +141,13 @@ def keep_mask(
 
 
 def keep_elements(seed: Word, offset: Word, dropout_p: float, first: int, count: int, device: torch.device) -> Tensor:
-    """Elements `first` to `first + count` of a mask that PyTorch's memory-efficient numbering counts in one row.
+    """Compute elements `first` to `first + count` of a one-dimensional mask with the "efficient64" layout.
 
     Parameters
     ----------
     seed, offset : ints, or 0-d int64 tensors on `device` (see `as_word64`)
     dropout_p : probability of dropping, in [0, 1)
-    first, count : range of elements; the first of all is number `offset`
+    first, count : range of elements; element 0 of the mask uses random number `offset`
 
     Returns
     -------
@@ -160,7 +161,7 @@ def keep_elements(seed: Word, offset: Word, dropout_p: float, first: int, count:
 
 
 def _efficient_blocks(key: tuple[Word, Word], block: Tensor, dropout_p: float) -> Tensor:
-    """What is kept of the blocks numbered by a 62-bit counter, subsequence 0: four elements each, in a new last dim."""
+    """Return which elements are kept, (..., 4), for blocks given by a 62-bit Philox counter in subsequence 0."""
     words = philox4x32((block & _MASK32, (block >> 32) & 0x3FFFFFFF, 0, 0), key, 10)
     threshold = _float32(dropout_p)
     return torch.stack([word.to(torch.float32).mul_(2.0**-32).add_(2.0**-33) > threshold for word in words], -1)
@@ -174,7 +175,7 @@ def _flash_tile(
     rows: tuple[int, int],
     cols: tuple[int, int],
 ) -> Tensor:
-    """FlashAttention-2's numbering: one call for each lane of a 16 x 32 block, a byte for each element."""
+    """Compute a tile of FlashAttention-2's mask: one Philox call per lane of a 16 x 32 block, one byte per element."""
     device = batch_heads.device
     row0, col0 = rows[0] // 16, cols[0] // 32
     block_rows = torch.arange(row0, (rows[1] + 15) // 16, device=device)[:, None, None]  # (R, 1, 1)

@@ -193,7 +193,7 @@ def test_a_function_of_other_parameters_is_refused(score_mod: Any, mask_mod: Any
     ("change", "message"),
     [
         ({"table": None}, "table is a NoneType, expected a tensor"),
-        ({"bias": torch.zeros(1)}, "bias is no tensor of these functions, expected table, length"),
+        ({"bias": torch.zeros(1)}, "bias is not a tensor of these functions, expected table, length"),
         ({"length": ...}, "length is missing, expected tensors table, length"),
     ],
 )

@@ -1,13 +1,17 @@
-"""Python modifications of attention scores as CUDA: what they are made of, their source, and its compilation.
+"""Compiles Python modifications of attention scores (score_mod and mask_mod) to CUDA kernels.
 
-captures   when two functions do the same: a key of what they are made of, and the tensors they capture
-handle     compile_mods: functions that read objects, whose tensors are named arguments
-trace      a function as a graph of operators on scalars
-ordinary   what every build has kernels for (causal, window, softcap, ALiBi), recognised by what it computes
-emit       any other, as CUDA C++
-nvrtc      compilation with the NVRTC that ships with PyTorch, a cache on disk, loading
-derivative the derivative of a score_mod, for the backward kernel
-kernels    from the two modifications of a call to a kernel that is ready to launch
-run        launching it
-backward   its gradients: from the modifications to a launch
+captures   a key that is equal for functions that compute the same, and the tensors that a function captures
+handle     compile_mods: functions that may read any object and take their tensors as named arguments
+trace      traces a function to a graph of operators on scalars
+ordinary   recognises built-in modifications (causal, window, softcap, ALiBi), which need no compilation
+values     the symbolic values with which ordinary evaluates a graph
+operators  the C++ expression of each operator
+emit       writes any other graph as CUDA C++
+row        subexpressions that a kernel computes once per query row
+derivative writes the derivative of a score_mod, for the backward kernel
+nvrtc      compiles with the NVRTC that ships with PyTorch, caches on disk, loads kernels
+kernels    finds or makes the kernel for the two modifications of a call
+run        launches the forward kernel
+backward   finds or makes the backward kernel, and launches it
+in_graph   flex decoding inside torch.compile
 """

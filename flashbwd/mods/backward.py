@@ -1,4 +1,4 @@
-"""Gradients of flex decoding by the backward kernel: launching it, compiled first where no build has it."""
+"""Launches the backward kernel of flex decoding, after compiling it if it is not built in."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class _Tile:
 
 @dataclass(eq=False)
 class _Gradient:
-    """Source of the modifications and their derivative; ``places`` as in :func:`emit_gradient`."""
+    """CUDA source of the modifications and their derivative. ``places`` is that of :func:`emit_gradient`."""
 
     source: str
     places: dict[int, int]
 
 
-# By the key of the functions and the tensors that get a gradient; with the positions of the tensors that it takes.
+# Key of the functions and positions of the tensors with a gradient -> source, and positions of the captured tensors.
 _known: Recent[tuple[_Gradient, list[int]]] = Recent(256)
 
 
@@ -54,19 +54,19 @@ def run_backward(
     dlse: Tensor | None,
     captured: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of query, key, value and the captured tensors of a call that the forward kernel takes.
+    """Compute the gradients of query, key, value and the captured tensors of a call that the forward kernel supports.
 
-    ``out`` is in float32, not rounded to query's dtype. Gradients of captured tensors are added up atomically, in
-    float32 (float64 for float64).
+    ``out`` is the float32 output, not rounded to query's dtype. Gradients of captured tensors are accumulated with
+    atomics in float32 (float64 for float64 tensors).
 
     Raises
     ------
     NoKernelError
-        When the modifications, or their derivative, have no CUDA; or when captured tensors need a gradient and
+        If the modifications or their derivative cannot be compiled, or if captured tensors need a gradient while
         ``torch.use_deterministic_algorithms`` is on.
     """
     if captured and torch.are_deterministic_algorithms_enabled():
-        raise NoKernelError("gradients of captured tensors are added atomically, and deterministic ones were asked for")
+        raise NoKernelError("gradients of captured tensors are added atomically, but determinism was requested")
     dout = query.new_zeros(out.shape) if dout is None else dout
     dout, query, key, value = (_rows_contiguous(tensor) for tensor in (dout, query, key, value))
     head_dim, aligned, shared_bytes = torch.ops.flashbwd.decoding_backward_tile(dout, query, key, value)
@@ -123,7 +123,7 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 def _gradient_of(
     score_mod: Mod | None, mask_mod: Mod | None, differentiable: Sequence[Tensor]
 ) -> tuple[_Gradient, list[Tensor]]:
-    """What was made of the modifications, and the tensors that they capture now."""
+    """Return source and derivative of the modifications, and the tensors that they capture in this call."""
     captures = Captures(score_mod, mask_mod)
     chosen = tuple(captures.position(tensor) for tensor in differentiable)
     key = None if captures.key is None or None in chosen else (captures.key, chosen)
@@ -145,7 +145,7 @@ def _gradient_of(
 
 
 def backward_source(mod: str, head_dim: int, dtype: torch.dtype, aligned: bool) -> str:
-    """All of the CUDA that is compiled, without a header."""
+    """Return the complete CUDA source of a backward kernel. It includes no header."""
     source = torch.ops.flashbwd.decoding_backward_source() + mod
     source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
     arguments = f"{head_dim}, {c_element(dtype)}, {str(aligned).lower()}, flashbwd::Mod"

@@ -1,9 +1,8 @@
-"""When two Python functions do the same: a key of what they are made of, and the tensors that they capture.
+"""Keys for Python functions: functions with equal keys compute the same with the tensors that they capture.
 
-A function has a key only if everything that it can read is known to stay as it is: its code, immutable constants,
-tensors of the same dtype, shape, strides and device, plain functions of which the same holds, and tuples of these. A
-function that reaches anything else (an object, a class, a method, a list, a module other than torch and math) has no
-key, and every call traces it again.
+A function has a key only if it reads nothing but its code, immutable constants, tensors (the key holds their dtype,
+shape, strides and device), plain functions that have a key, and tuples of these. A function that can reach anything
+else (an object, a class, a method, a list, a module other than torch and math) has no key: it is traced at every call.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch import Tensor, nn
 _CONSTANTS = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device})
 _MODULES = (torch, nn.functional, math)
 _TENSORS = (Tensor, nn.Parameter)
-_DEEPEST = 8  # functions and tuples inside each other
+_DEEPEST = 8  # nesting depth of functions and tuples
 
-# Attributes of these modules and of tensors that depend on nothing but the arguments.
+# Functions of these modules and attributes of tensors whose results depend only on the arguments.
 _ATTRIBUTES = frozenset(
     """
     abs absolute acos acosh add arange asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
@@ -52,15 +51,15 @@ _Value = TypeVar("_Value")
 
 
 class CannotEmitError(Exception):
-    """There is no CUDA for this modification; the message names what is in the way."""
+    """This modification cannot be compiled to CUDA. The message names the operator or capture that prevents it."""
 
 
 class _NotProvableError(Exception):
-    """A function reads something whose state a key cannot hold."""
+    """A function can read something that may change without a change of its key."""
 
 
 class Recent(Generic[_Value]):
-    """A dictionary of the ``most`` entries that were used last. Threads may share it."""
+    """A thread-safe LRU cache of at most ``most`` entries."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -86,15 +85,16 @@ class Recent(Generic[_Value]):
 
 
 class FixedMod:
-    """A modification whose tensors are given beside it, and which is trusted to read nothing else that changes.
+    """A modification with explicit tensors. The caller guarantees that nothing else that it reads changes.
 
     Attributes
     ----------
     identity : object
-        Two of equal identity do the same with their tensors. Hashable.
+        Hashable. Modifications with equal identities compute the same with their tensors.
     function : callable
-        ``function(arguments, tensors)``, with the arguments of a modification as a tuple.
+        ``function(arguments, tensors)``. ``arguments`` is the tuple of the modification's arguments.
     tensors : sequence of Tensor
+        Passed to ``function``.
     """
 
     __slots__ = ("function", "identity", "tensors")
@@ -110,23 +110,23 @@ class FixedMod:
 
 
 class Captures:
-    """Key and tensors of one or several functions.
+    """Key and captured tensors of one or several functions.
 
-    Two functions with equal keys do the same with their tensors, taken in order. The key has of each tensor its dtype,
-    shape, strides and device, and which earlier one it is the same object as; never its values.
+    Functions with equal keys compute the same if given each other's tensors, in order. Of a tensor the key holds dtype,
+    shape, strides and device, or the position of the same tensor object earlier in the list. It never holds values.
 
     Attributes
     ----------
     key : tuple, optional
-        None for functions that must be traced again at each call.
+        None if the functions must be traced at each call.
     tensors : list of Tensor
-        Empty when there is no key.
+        Empty if there is no key.
     """
 
     __slots__ = ("key", "tensors")
 
     def __init__(self, *functions: Any) -> None:
-        # A Python float times an integer tensor has the default dtype.
+        # The default dtype is part of the key: it is the dtype of a Python float times an integer tensor.
         key: list[Any] = [torch.get_default_dtype()]
         self.tensors: list[Tensor] = []
         self.key: tuple[Any, ...] | None = None
@@ -143,12 +143,12 @@ class Captures:
 
 
 class Slots:
-    """Captured tensors of a kernel, in the order in which it is given them.
+    """The captured tensors that are passed to a kernel, one per slot.
 
     Attributes
     ----------
     sources : list
-        For each slot, the position of its tensor in ``captures.tensors``; or the tensor itself if it is not there.
+        For each slot, the position of its tensor in ``captures.tensors``, or the tensor itself if it is not in there.
     """
 
     def __init__(self, captures: Captures, device: str = "cuda") -> None:
@@ -157,12 +157,12 @@ class Slots:
         self.sources: list[int | Tensor] = []
 
     def of(self, tensor: Tensor, owner: str) -> int:
-        """The slot of ``tensor``, a new one when it has none. ``owner`` is the function, for errors.
+        """Return the slot of ``tensor``, after adding one if necessary. ``owner`` names the function in errors.
 
         Raises
         ------
         CannotEmitError
-            If the kernel cannot take the tensor.
+            If the tensor cannot be passed to a kernel.
         """
         if tensor.device.type != self.device:
             raise CannotEmitError(f"{owner} captures a tensor on {tensor.device}")
@@ -179,7 +179,7 @@ class Slots:
         return len(self.sources) - 1
 
     def positions(self) -> list[int] | None:
-        """``sources`` if all of them are positions."""
+        """Return ``sources`` if all of them are positions, else None."""
         positions = [source for source in self.sources if isinstance(source, int)]
         return positions if len(positions) == len(self.sources) else None
 
@@ -195,7 +195,7 @@ def _position(tensor: Tensor, tensors: list[Tensor]) -> int | None:
 
 
 def _value(value: Any, key: list[Any], tensors: list[Tensor], depth: int) -> None:
-    """Appends what ``value`` is to ``key``, in a form that no other value has."""
+    """Append a description of ``value`` to ``key`` that no different value has."""
     kind = type(value)
     if kind in _TENSORS:
         _tensor(value, key, tensors)
@@ -269,8 +269,11 @@ def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Code:
-    """A code object, kept alive so that its id names it, and all names that it looks up: global variables, builtins,
-    attributes and imports, which :func:`_function` has to know whichever of them they are."""
+    """A code object and all names that it looks up: global variables, builtins, attributes and imports.
+
+    The object keeps the code alive, so that its id stays unique. :func:`_function` must know every name, because a code
+    object does not tell which kind a name is.
+    """
 
     code: types.CodeType
     names: tuple[str, ...]

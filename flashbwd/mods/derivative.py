@@ -1,7 +1,7 @@
-"""The derivative of a traced score_mod as CUDA: the graph walked backwards, an operator's rule at a time.
+"""Writes the derivative of a traced score_mod as CUDA, in reverse mode with one rule per operator.
 
-At ties and edges the rules are those of PyTorch's autograd: maximum and minimum share a gradient between equal
-arguments, clamp passes it at its bounds, abs has none at 0.
+At points without a unique derivative the rules follow PyTorch's autograd: maximum and minimum divide the gradient
+equally between equal arguments, clamp passes it on at its bounds, and the gradient of abs at 0 is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashbwd.mods.emit import MASK_PARAMETERS, SCORE_PARAMETERS, Emitter, struc
 from flashbwd.mods.operators import c_type
 from flashbwd.mods.trace import Trace
 
-# For each argument in order: {g} is the gradient of the result {r}, {0} and {1} are the arguments, {T} is their type.
+# One expression per argument. {g}: gradient of the result, {r}: result, {0} and {1}: arguments, {T}: their C++ type.
 _RULES = {
     "neg": ("-{g}",),
     "abs": ("({0} > 0 ? {g} : {0} < 0 ? -{g} : 0)",),
@@ -63,24 +63,24 @@ _PASSES = frozenset({"alias", "clone", "contiguous", "view", "expand", "squeeze"
 
 
 class Derivative:
-    """Emits behind the lines of an emitter, whose values it uses.
+    """Appends the derivative to the lines of an emitter, and uses the values that they compute.
 
     Parameters
     ----------
     emitter : Emitter
-        Of ``score_mod``, after its ``forward``.
+        Emitter of ``score_mod``, after a call of its ``forward``.
     captured : list of Tensor
-        Those that get a gradient too.
+        Captured tensors that get a gradient.
     """
 
     def __init__(self, emitter: Emitter, captured: list[Tensor]) -> None:
         self.emitter = emitter
         self.captured = captured
         self.gradients: dict[fx.Node, list[str]] = {}
-        self.slots: dict[int, int] = {}  # position in ``captured`` to that among the kernel's captured tensors
+        self.slots: dict[int, int] = {}  # position in ``captured`` -> slot among the kernel's captured tensors
 
     def run(self, output: Any, gradient: str) -> str:
-        """``gradient`` of ``output`` through all operators; the gradient of the score."""
+        """Propagate ``gradient`` of ``output`` back through all operators. Returns the gradient of the score."""
         nodes = list(self.emitter.trace.graph.nodes)
         score = nodes[0]
         active = {score} | {node for node in nodes if self._captured(node) is not None}
@@ -118,7 +118,7 @@ class Derivative:
             self.gradients.setdefault(node, []).append(f"static_cast<{self._type(node)}>({expression})")
 
     def _store(self, node: Any, gradient: str) -> None:
-        """Adds to an element of a captured tensor's gradient, which is contiguous."""
+        """Write an atomic add to one element of a captured tensor's gradient. The gradient is contiguous."""
         slot, indices = self.emitter.captured[node]
         whole = node
         while whole.op != "get_attr":
@@ -152,14 +152,14 @@ class Derivative:
                 if not isinstance(value, fx.Node) or value not in active:
                     continue
                 if position >= len(rules):
-                    raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
+                    raise CannotEmitError(f"score_mod calls {node.target}, whose derivative has no CUDA implementation")
                 self._add(
                     value,
                     active,
                     rules[position].format(*values, g=gradient, r=self.emitter.value(node), T=c_type(dtype)),
                 )
         else:
-            raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
+            raise CannotEmitError(f"score_mod calls {node.target}, whose derivative has no CUDA implementation")
 
     def _sum(self, node: Any, gradient: str, active: set[Any], sign: str) -> None:
         alpha = self.emitter.cast(node.kwargs.get("alpha", 1), self.emitter.dtype(node))
@@ -195,7 +195,9 @@ class Derivative:
 
     def _op_gelu(self, node: Any, gradient: str, active: set[Any]) -> None:
         if node.kwargs.get("approximate", "none") != "none":
-            raise CannotEmitError("score_mod calls gelu of tanh, whose derivative there is no CUDA for")
+            raise CannotEmitError(
+                "score_mod calls gelu with approximate='tanh', whose derivative has no CUDA implementation"
+            )
         x = self.emitter.cast(node.args[0], self.emitter.dtype(node))
         kind = c_type(self.emitter.dtype(node))
         root = f"{kind}({math.sqrt(0.5)!r})"
@@ -214,7 +216,7 @@ class Derivative:
 
     def _clamp(self, node: Any, gradient: str, active: set[Any], least: Any, most: Any) -> None:
         if any(isinstance(bound, fx.Node) and bound in active for bound in (least, most)):
-            raise CannotEmitError(f"score_mod calls {node.target}, whose derivative there is no CUDA for")
+            raise CannotEmitError(f"score_mod calls {node.target}, whose derivative has no CUDA implementation")
         dtype = self.emitter.dtype(node)
         value = self.emitter.cast(node.args[0], dtype)
         inside = ["true"]
@@ -228,7 +230,7 @@ class Derivative:
 def emit_gradient(
     score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]
 ) -> tuple[str, dict[int, int]]:
-    """As :func:`~flashbwd.mods.emit.emit`, for the backward kernel.
+    """Return the source of ``struct Mod`` for the backward kernel, as :func:`~flashbwd.mods.emit.emit` does.
 
     Parameters
     ----------
@@ -239,7 +241,7 @@ def emit_gradient(
     -------
     source : str
     places : dict
-        For each of ``differentiable`` that the score depends on: its place in ``slots``.
+        For the position of each tensor in ``differentiable`` on which the score depends: its slot in ``slots``.
     """
     score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
     places: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""A traced modification as a CUDA C++ function of scalars."""
+"""Writes a traced modification as a CUDA C++ function of scalars."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MASK_PARAMETERS = SCORE_PARAMETERS[1:]
 
 
 class Emitter:
-    """Writes one function; ``slots`` takes the captured tensors of all functions of a kernel."""
+    """Writes the body of one function. ``slots`` is shared by all functions of a kernel."""
 
     def __init__(self, name: str, trace: Trace, slots: Slots) -> None:
         self.name = name
         self.trace = trace
         self.slots = slots
         self.lines: list[str] = []
-        self.defined: list[fx.Node] = []  # what each of the lines computes
+        self.defined: list[fx.Node] = []  # the node that each of the lines computes
         self.names: dict[fx.Node, str] = {}
-        # Captured tensors and parts of them: the slot, and what each dimension is indexed with, None where it is open.
+        # Captured tensors and parts of them: slot, and for each dimension its index, or None if not indexed yet.
         self.captured: dict[fx.Node, tuple[int, list[str | None]]] = {}
 
     def run(self, parameters: list[str], result: torch.dtype, row: Row | None = None) -> str:
@@ -51,7 +51,7 @@ class Emitter:
         return "\n    ".join([*self.lines, f"return {value};"])
 
     def forward(self, parameters: list[str]) -> Any:
-        """Emits all but the return; its value is that of the node that this returns."""
+        """Write everything but the return statement. Returns the node whose value the function returns."""
         inputs = iter(parameters)
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
@@ -67,7 +67,7 @@ class Emitter:
         raise CannotEmitError(f"{self.name} has a {node.op} of {node.target}")
 
     def move_to_row(self, row: Row) -> None:
-        """Gives ``row`` what depends on captured tensors but on neither score nor key: it is worked out once a row."""
+        """Move values that depend on captured tensors, but not on score or key, to ``row``: computed once per row."""
         per_key: set[fx.Node] = set()
         of_captured = set(self.captured)
         wanted: dict[str, fx.Node] = {}
@@ -101,21 +101,24 @@ class Emitter:
         return literal(value)
 
     def cast(self, value: Any, dtype: torch.dtype, round_number: bool = True) -> str:
-        """``value`` in C++ in the type of ``dtype``, as PyTorch converts it. PyTorch does not round the numbers
-        in sums, products, quotients and activations of 16-bit values; it rounds those of other operators."""
+        """Return the C++ expression of ``value`` converted to ``dtype`` as PyTorch does.
+
+        In operators on 16-bit tensors, PyTorch rounds Python numbers to 16 bits, except in sums, products, quotients
+        and activations. ``round_number=False`` is for these.
+        """
         if not isinstance(value, fx.Node) and dtype.is_floating_point:
             rounds = round_number and dtype in ROUNDED
             value = torch.tensor(float(value), dtype=dtype).item() if rounds else float(value)
         source = self.dtype(value)
         text = self.value(value)
         if dtype == torch.uint8 and source.is_floating_point:
-            text = f"static_cast<long long>({text})"  # so that a negative number wraps around
+            text = f"static_cast<long long>({text})"  # a negative number must wrap around, as in PyTorch
         text = f"static_cast<{c_type(dtype)}>({text})"
         rounds = dtype in ROUNDED and source != dtype and isinstance(value, fx.Node)
         return f"{ROUNDED[dtype]}({text})" if rounds else text
 
     def _common(self, *values: Any) -> torch.dtype:
-        """The type in which PyTorch compares: numbers count only by their category."""
+        """Return the dtype in which PyTorch compares. Of a Python number only the category counts."""
         nodes = [self.dtype(value) for value in values if isinstance(value, fx.Node)]
         dtype = nodes[0]
         for other in nodes[1:]:
@@ -141,13 +144,13 @@ class Emitter:
     def _capture(self, node: Any) -> None:
         tensor = self.trace.tensors[str(node.target)]
         made = self.slots.captures.position(tensor) is None
-        if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant that the function made
+        if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant made by the function
             self.names[node] = literal(tensor.item())
             return
         self.captured[node] = (self.slots.of(tensor, self.name), [None] * tensor.dim())
 
     def _load(self, node: Any) -> None:
-        """The element of a captured tensor that ``node`` has indexed in every dimension."""
+        """Load the element of a captured tensor that ``node`` selects; every dimension must have an index."""
         slot, indices = self.captured[node]
         terms = []
         for dim, index in enumerate(indices):
@@ -163,9 +166,9 @@ class Emitter:
         self._define(node, f"{function}(p.captured[{slot}].data, {' + '.join(terms) or '0'})", False)
 
     def _choose(self, node: Any, source: Any, chosen: dict[int, Any]) -> None:
-        """``node`` is ``source`` with some of its open dimensions indexed."""
+        """Record that ``node`` is ``source`` with indices for some of the dimensions not indexed yet."""
         if source not in self.captured:
-            raise CannotEmitError(f"{self.name} indexes a tensor that it made itself")
+            raise CannotEmitError(f"{self.name} indexes a tensor that it created, which has no CUDA implementation")
         slot, indices = self.captured[source]
         open_dims = [dim for dim, index in enumerate(indices) if index is None]
         indices = list(indices)
@@ -220,10 +223,10 @@ class Emitter:
 
     def _refuse(self, node: Any) -> NoReturn:
         options = f" with {', '.join(node.kwargs)}" if node.kwargs else ""
-        raise CannotEmitError(f"{self.name} calls {node.target}{options}, which there is no CUDA for")
+        raise CannotEmitError(f"{self.name} calls {node.target}{options}, which has no CUDA implementation")
 
     def _format(self, node: Any, expression: str, values: Any, round_numbers: bool = True) -> str:
-        """``expression`` of values in the type of the result."""
+        """Fill the values, converted to the dtype of the result, into ``expression``."""
         return expression.format(*(self.cast(value, self.dtype(node), round_numbers) for value in values))
 
     def _comparison(self, node: Any, sign: str) -> None:
@@ -249,14 +252,14 @@ class Emitter:
     def _op_rsub(self, node: Any) -> None:
         a, b = (self.cast(value, self.dtype(node), False) for value in node.args[:2])
         if len(node.args) > 2 or node.kwargs.get("alpha", 1) != 1:
-            raise CannotEmitError(f"{self.name} calls {node.target} with alpha, which there is no CUDA for")
+            raise CannotEmitError(f"{self.name} calls {node.target} with alpha, which has no CUDA implementation")
         self._define(node, f"minus({b}, {a})")
 
     def _op_div(self, node: Any) -> None:
         mode = node.kwargs.get("rounding_mode")
         number = node.args[1]
         if mode is None and self.dtype(node) != torch.float64 and isinstance(number, (int, float)) and number != 0:
-            # By a number, PyTorch's CUDA kernel multiplies by the reciprocal, which may differ in the last bit.
+            # To divide by a number, PyTorch's CUDA kernel multiplies by its reciprocal: the last bit may differ.
             reciprocal = (torch.ones(()) / torch.tensor(float(number), dtype=torch.float32)).item()
             a = self.cast(node.args[0], self.dtype(node), False)
             self._define(node, f"times({a}, static_cast<float>({literal(reciprocal)}))")
@@ -365,19 +368,19 @@ class Emitter:
 
 
 def c_element(dtype: torch.dtype) -> str:
-    """The kernels' name of the dtype of query, key and value."""
+    """Return the C++ name of the dtype of query, key and value in the kernels."""
     return {torch.float16: "flashbwd::Half", torch.bfloat16: "flashbwd::BFloat16", torch.float32: "flashbwd::Float"}[
         dtype
     ]
 
 
 def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:
-    """``struct Mod`` for the kernel. Its captured tensors get their places in ``slots``.
+    """Return the source of ``struct Mod`` for the forward kernel, and add its captured tensors to ``slots``.
 
     Raises
     ------
     CannotEmitError
-        Names the operator or capture that has no CUDA.
+        If an operator or a capture has no CUDA implementation. The message names it.
     """
     score_body, mask_body = "return score;", "return true;"
     row = Row()
@@ -389,7 +392,7 @@ def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:
 
 
 def struct_of(has_score: bool, has_mask: bool, params: str, score: str, mask: str, more: str) -> str:
-    """``struct Mod`` with the bodies of its functions, after what there is ``more``."""
+    """Return ``struct Mod`` with the given function bodies, and with ``more`` before these functions."""
     return f"""{torch.ops.flashbwd.decoding_mod_functions()}
 namespace flashbwd {{
 struct Mod : AnyMod {{

@@ -1,4 +1,4 @@
-"""An explicit handle for modifications that read objects, whose tensors are named arguments."""
+"""``compile_mods``: a score_mod or mask_mod that may read any object and takes its tensors as named arguments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _INDICES = {"score_mod": 5, "mask_mod": 4}
 
 
 class Mods(NamedTuple):
-    """Modifications with their tensors, ready for one or more calls; ``None`` for one that was not given."""
+    """Modifications bound to their tensors, for one or more calls. ``None`` for a modification that was not given."""
 
     score_mod: Mod | None
     mask_mod: Mod | None
 
 
 class CompiledMods:
-    """What :func:`compile_mods` returns. Called with the tensors by name, it returns :class:`Mods`.
+    """Handle returned by :func:`compile_mods`. Calling it with the tensors as keyword arguments returns :class:`Mods`.
 
     Attributes
     ----------
     tensor_names : tuple of str
-        The tensors that a call expects.
+        Names of the tensors that a call requires.
     """
 
     def __init__(self, score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor] | None) -> None:
@@ -42,7 +42,7 @@ class CompiledMods:
                 raise ValueError(f"flashbwd: {name} is missing, expected tensors {self._expected()}")
         for name, tensor in tensors.items():
             if name not in self.tensor_names:
-                raise ValueError(f"flashbwd: {name} is no tensor of these functions, expected {self._expected()}")
+                raise ValueError(f"flashbwd: {name} is not a tensor of these functions, expected {self._expected()}")
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"flashbwd: {name} is a {type(tensor).__name__}, expected a tensor")
         return Mods(
@@ -55,7 +55,7 @@ class CompiledMods:
 
 
 class _Function:
-    """A function of indices and tensors. It is the identity of the modifications made of it."""
+    """A user function of indices and tensors. Modifications bound to the same ``_Function`` share their kernels."""
 
     def __init__(self, owner: str, function: Callable[..., Tensor]) -> None:
         if not callable(function):
@@ -71,7 +71,7 @@ def _fixed(function: _Function, tensors: Mapping[str, Tensor]) -> FixedMod:
     return FixedMod(function, function, [tensors[name] for name in function.names])
 
 
-# PyTorch counts the parameters of a modification to tell which of the two it is.
+# PyTorch tells a score_mod from a mask_mod by the number of its parameters.
 
 
 def _score_mod(fixed: FixedMod) -> Mod:
@@ -83,7 +83,7 @@ def _mask_mod(fixed: FixedMod) -> Mod:
 
 
 def _tensor_names(owner: str, function: Callable[..., Tensor]) -> tuple[str, ...]:
-    """The parameters after the score and the indices."""
+    """Return the names of the parameters after the score and the indices."""
     parameters = list(inspect.signature(function).parameters.values())
     indices, tensors = parameters[: _INDICES[owner]], parameters[_INDICES[owner] :]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -101,11 +101,11 @@ def _tensor_names(owner: str, function: Callable[..., Tensor]) -> tuple[str, ...
 def compile_mods(
     score_mod: Callable[..., Tensor] | None = None, mask_mod: Callable[..., Tensor] | None = None
 ) -> CompiledMods:
-    """A handle on modifications for ``flex_decoding`` that are traced once, whatever they read.
+    """Create a handle on modifications for ``flex_decoding`` that are traced only once, whatever they read.
 
-    ``flex_decoding`` recognises plain functions of numbers and tensors from one call to the next. It traces a function
-    that reads an object, a method or a list at every call, because the object may have changed. With a handle, the
-    caller promises that nothing but the named tensors changes::
+    ``flex_decoding`` reuses the trace of a function that reads only numbers, tensors and plain functions. It traces a
+    function that reads anything else (an object, a method, a list) at every call, because the object may have changed.
+    With a handle the caller promises that only the named tensors change::
 
         def biased(score, b, h, q_idx, kv_idx, *, table):
             return score + layer.gain * table[h, kv_idx]
@@ -118,28 +118,30 @@ def compile_mods(
     ----------
     score_mod : callable, optional
         ``(score, b, h, q_idx, kv_idx, *, tensors) -> score`` on 0-d tensors, as for ``flex_decoding``. Every parameter
-        after the indices is a tensor, which a call gives by its name: any shape of up to five dimensions, any dtype but
-        complex, on query's device. It may require a gradient.
+        after the indices is a tensor that is passed by name when the handle is called. It has at most five dimensions,
+        any dtype except complex, and query's device. It may require a gradient.
     mask_mod : callable, optional
-        ``(b, h, q_idx, kv_idx, *, tensors) -> bool``, likewise. A name that both functions have is one tensor.
+        ``(b, h, q_idx, kv_idx, *, tensors) -> bool``. Its tensors are passed in the same way. If both functions have a
+        parameter of the same name, both get the same tensor.
 
     Returns
     -------
     CompiledMods
-        Called with the tensors by name, it returns a named tuple ``(score_mod, mask_mod)``. ``score_mod`` is for
-        ``flex_decoding``, ``mask_mod`` for ``create_block_mask``, or for the ``mask_mod`` of a ``BlockMask`` that is at
-        hand. Both are ordinary functions of scalars, on every backend, with gradients and inside ``torch.compile``.
+        Calling it with the tensors as keyword arguments returns a named tuple ``(score_mod, mask_mod)``. Pass
+        ``score_mod`` to ``flex_decoding``. Pass ``mask_mod`` to ``create_block_mask``, or set it as the ``mask_mod`` of
+        an existing ``BlockMask``. Both work on every backend, with gradients and inside ``torch.compile``.
 
     Raises
     ------
     ValueError
-        For a function without parameters for the indices, with ``*args``, ``**kwargs`` or a default for a tensor; and,
-        when the handle is called, for a missing or unknown name and for a value that is no tensor.
+        If a function lacks the parameters for the indices, or has ``*args``, ``**kwargs`` or a default for a tensor.
+        When the handle is called: if a name is missing or unknown, or a value is not a tensor.
 
     Notes
     -----
-    A GPU reads everything but the named tensors once for each dtype, shape, stride and device of those, at the first
-    call: numbers, attributes and the results of Python code become part of the kernel. If any of it changes, make a new
-    handle. A function that reads a tensor on the GPU which is not a named argument raises ``RuntimeError``.
+    On a GPU, numbers, attributes and results of Python code become constants of the compiled kernel. They are read at
+    the first call with each combination of dtypes, shapes, strides and devices of the named tensors. If any of them
+    changes, make a new handle. A function that reads a GPU tensor other than its named arguments raises
+    ``RuntimeError`` in ``flex_decoding``.
     """
     return CompiledMods(score_mod, mask_mod)

@@ -1,9 +1,9 @@
-"""Flex decoding inside torch.compile: one operator in the graph, which has the modifications as text.
+"""Flex decoding inside torch.compile: one operator in the graph, with the modifications as Python source text.
 
-PyTorch's compiler knows how to trace the functions of its own flex_attention to graphs. The same way of tracing is
-registered for an operator of ours that takes functions; it hands the Python text of their graphs, and the tensors that
-they captured, to an ordinary operator, whose implementation is what runs without a compiler. Text, unlike a number of a
-table, still means the same in another process that finds the compiled graph in a cache.
+PyTorch's compiler can trace the functions that are passed to its own flex_attention. The same tracing is registered for
+a higher-order operator of this library. It passes the source text of the traced graphs, and the tensors that they
+capture, to a normal operator, which runs the code that is used without a compiler. The modifications are text, because
+a compiled graph may be cached on disk and loaded by another process, in which a number in a table would mean nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flashbwd._ops import library
 from flashbwd.mods.captures import FixedMod
 from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, accumulator
 
-Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, largest score, and out in the accumulation dtype
+Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, max_scores, and out in the accumulation dtype
 Forward = Callable[[DecodingCall, Tensor, Tensor, Tensor, bool], Results]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, list[Tensor]]]
 
 _NAME = "flashbwd_flex_decoding"
-_ROUNDED = (torch.float16, torch.bfloat16)  # whose output is not in the accumulation dtype
+_ROUNDED = (torch.float16, torch.bfloat16)  # dtypes whose output is rounded from the accumulation dtype
 _KNOWN_NAMES = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan, "NoneType": type(None)}
 
 
@@ -36,7 +36,7 @@ _KNOWN_NAMES = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": 
 
 
 class _FlexDecoding(HigherOrderOperator):
-    """What the compiler sees called; its functions become graphs before it is."""
+    """The higher-order operator in the traced program. The compiler replaces its functions by graphs."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -78,9 +78,9 @@ _flex_decoding: Callable[..., Results] = _FlexDecoding()
 
 
 def compiler_traces_functions() -> bool:
-    """Tells PyTorch's compiler how the operator's functions are traced; whether this PyTorch has a way for it.
+    """Register how PyTorch's compiler traces the operator's functions. Returns False if this PyTorch cannot do it.
 
-    The compiler calls this while it compiles, so that nothing of it is imported before.
+    The compiler calls this function while it traces, so the compiler is not imported before it is used.
     """
     try:
         from torch._dynamo.variables import higher_order_ops as known
@@ -91,12 +91,12 @@ def compiler_traces_functions() -> bool:
     return True
 
 
-# torch.compiler.assume_constant_result does this, but imports the compiler.
+# torch.compiler.assume_constant_result sets the same attribute, but imports the compiler.
 compiler_traces_functions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attend_in_graph(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> Results:
-    """For the compiler to trace."""
+    """Call the higher-order operator. The compiler traces this function."""
     mask = call.block_mask
     blocks: tuple[Any, ...] = (None, None, None, None, 1, 1, None)
     if mask is not None:
@@ -118,16 +118,18 @@ def _unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tenso
 
 
 def _tensors(captures: Sequence[Any], like: Tensor) -> list[Tensor]:
-    """Python numbers that the compiler does not hold to be constant become tensors."""
+    """Convert captured Python numbers, which the compiler treats as dynamic, to tensors."""
     return [c if isinstance(c, Tensor) else torch.full((), c, device=like.device) for c in captures]
 
 
 def _text(name: str, graph_module: fx.GraphModule) -> str:
-    """Python of a graph, which needs nothing but the names that it imports; as JSON, since the compiler writes strings
-    into comments of its own code, where they may hold no line break."""
+    """Return the Python source of a graph, with the imports that it needs, as JSON.
+
+    JSON has no line breaks: the compiler writes string arguments into comments of the code that it generates.
+    """
     for node in graph_module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            raise RuntimeError(f"flashbwd: {name} uses {node.target}, which has no place in a compiled graph")
+            raise RuntimeError(f"flashbwd: {name} uses {node.target}, which is not supported inside torch.compile")
     code = graph_module.graph.python_code("self")
     imports = [
         f"import {value.__name__} as {name}"
@@ -151,7 +153,7 @@ def _function_of(text: str) -> Callable[..., Tensor]:
 
 
 def _bound(text: str, captures: Sequence[Tensor]) -> Mod:
-    """The text says all that the function does; so it is what the kernels made for it are known by."""
+    """Return the function of a text. The text is its identity, because it determines what the function computes."""
     function = _function_of(text)
     return FixedMod(text, lambda arguments, tensors: function(None, *arguments, *tensors), captures)
 
@@ -188,7 +190,7 @@ def _call_of(
 
 
 def shaped_like_query(query: Tensor, head_dim: int) -> Tensor:
-    """(B, H, Sq, head_dim) in query's dtype and with query's order of dimensions in memory, the last innermost."""
+    """Return an empty (B, H, Sq, head_dim) tensor with query's dtype and memory order, the last dimension innermost."""
     strides = query.stride()
     order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
     sizes = (*query.shape[:3], head_dim)
@@ -199,24 +201,27 @@ _excluded_at_import = torch._C._dispatch_tls_local_exclude_set()
 
 
 def _as_outside() -> AbstractContextManager[None]:
-    """The dispatcher as outside of an operator, where vmap and autograd work: the reference asks both."""
+    """Reset the dispatcher to its state outside of an operator, because the reference uses vmap and autograd."""
     included = torch._C._dispatch_tls_local_include_set()
     guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, _excluded_at_import)
     return guard
 
 
 def apart(tensor: Tensor, *others: Tensor) -> Tensor:
-    """A copy if the tensor lies in the storage of one of the others, for no operator of a graph may return both. Output
-    and statistics of the kernels are parts of one allocation."""
+    """Return the tensor, or a copy if it shares its storage with one of the others.
+
+    Results of an operator in a graph must not share storage, but the kernels put out, lse and max_scores into one
+    allocation.
+    """
     storages = [other.untyped_storage()._cdata for other in others]
     return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
 
 
 def implement(forward: Forward, backward: Backward) -> None:
-    """Defines the operators by what runs without a compiler."""
+    """Define the operators. ``forward`` and ``backward`` are the functions that run without a compiler."""
 
     def exact_size(query: Tensor, value: Tensor, exact: bool) -> tuple[int, ...]:
-        """None where the rounded output has all there is, or nobody asks."""
+        """Return the shape of the unrounded output: empty if it is not requested, or equal to the rounded one."""
         return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
 
     def run_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:

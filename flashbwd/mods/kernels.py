@@ -1,4 +1,4 @@
-"""From the modifications of a call to kernels that are ready to launch."""
+"""Finds or makes the forward kernel for the modifications of a call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = "flashbwd_decoding"
 
 @dataclass(frozen=True)
 class Tile:
-    """What a kernel is compiled for."""
+    """Tile sizes, dtype, alignment and device for which a kernel is compiled."""
 
     head_dim: int
     rows: int
@@ -34,16 +34,16 @@ class Tile:
 
 @dataclass(eq=False)
 class Modification:
-    """What two functions compute.
+    """A pair of score_mod and mask_mod, identified by what they compute.
 
     Attributes
     ----------
     number : int
-        Of the operator's own record, which has the compiled kernels. The record is dropped with this object.
+        Identifies the C++ record that holds the compiled kernels. The record is deleted together with this object.
     source : str, optional
-        None for a built-in one, whose kernels every build holds.
+        CUDA source; None for a built-in modification, whose kernels are part of the library.
     tiles : set of Tile
-        That kernels were compiled for.
+        Tiles for which a kernel has been compiled.
     """
 
     number: int
@@ -52,19 +52,19 @@ class Modification:
 
 
 class NoKernelError(Exception):
-    """No kernel can be compiled on this machine; the message says why."""
+    """No kernel can be made for a call on this machine. The message gives the reason."""
 
 
 _MOST = 1024
-# By the key of the functions: what they compute, and which of their tensors the kernel takes.
+# Key of the functions -> their modification, and the positions of the captured tensors that the kernel takes.
 _known: Recent[tuple[Modification, list[int]]] = Recent(_MOST)
-# By what is computed: the source, or the numbers of a built-in modification.
+# Source, or parameters of a built-in modification -> modification.
 _modifications: Recent[Modification] = Recent(_MOST)
 _lock = threading.Lock()
 
 
 def known_modification(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]] | None:
-    """What these functions are known to compute, and the tensors that the kernel takes; None if they must be traced."""
+    """Return the modification and the tensors that its kernel takes; None if the functions must be traced first."""
     captures = Captures(score_mod, mask_mod)
     known = None if captures.key is None else _known.get(captures.key)
     if known is None:
@@ -74,23 +74,23 @@ def known_modification(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Mod
 
 
 def modification_of(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]]:
-    """As :func:`known_modification`; traces functions that are not known.
+    """As :func:`known_modification`, but trace functions that are not known yet.
 
     Raises
     ------
     RuntimeError
-        For functions that the kernel has no code for; the message names what it is.
+        If a function cannot be compiled to CUDA. The message names the operator or capture that prevents it.
     """
     return known_modification(score_mod, mask_mod) or _trace(score_mod, mask_mod)
 
 
 def compiled_modification(score_mod: Mod | None, mask_mod: Mod | None, tile: Tile) -> tuple[Modification, list[Tensor]]:
-    """As :func:`modification_of`, with a kernel for ``tile``: compiled only when its source is in no cache.
+    """As :func:`modification_of`, and make sure that there is a kernel for ``tile``, from a cache or by compiling it.
 
     Raises
     ------
     NoKernelError
-        Without a working NVRTC.
+        If NVRTC is missing or fails.
     """
     found = modification_of(score_mod, mask_mod)
     modification = found[0]
@@ -126,8 +126,8 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, l
 
 
 def _same_modification(source: str | None, integers: list[int], floats: list[float]) -> Modification:
-    """The record of what is computed, a new one where there is none."""
-    key = source, tuple(integers), tuple(map(repr, floats))  # repr tells -0.0 from 0.0, and finds NaN again
+    """Return the modification with this source or these parameters; make it if there is none."""
+    key = source, tuple(integers), tuple(map(repr, floats))  # repr: -0.0 differs from 0.0, NaN equals NaN
     with _lock:
         known = _modifications.get(key)
         if known is None:
@@ -139,7 +139,7 @@ def _same_modification(source: str | None, integers: list[int], floats: list[flo
 
 
 def kernel_source(mod: str, tile: Tile) -> str:
-    """All of the CUDA that is compiled, without a header."""
+    """Return the complete CUDA source of a kernel. It includes no header."""
     source = torch.ops.flashbwd.decoding_source() + mod
     source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
     sizes = f"{tile.head_dim}, {tile.rows}, {tile.warps}"
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__({tile.warps * 32}, 1)
 
 
 def shared_bytes(tile: Tile) -> int:
-    """As csrc/decoding/params.h has it."""
+    """Return the dynamic shared memory of a kernel in bytes, from csrc/decoding/params.h."""
     return torch.ops.flashbwd.decoding_shared_bytes(tile.head_dim, tile.rows, tile.warps, tile.dtype.itemsize)
 
 

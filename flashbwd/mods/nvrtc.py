@@ -1,4 +1,4 @@
-"""CUDA source to machine code with the NVRTC that ships with PyTorch, a cache of it on disk, and loading it."""
+"""Compiles CUDA source with the NVRTC that ships with PyTorch, caches the result on disk, and loads kernels."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class CompilationError(Exception):
-    """NVRTC is missing or refuses the source; the message has its log."""
+    """NVRTC is missing or rejects the source. The message contains its log."""
 
 
 def cache_folder() -> Path | None:
-    """``FLASHBWD_CACHE_DIR``, else ``flashbwd`` in the user's cache folder.
+    """Return ``FLASHBWD_CACHE_DIR``, or ``flashbwd`` in the user's cache folder by default.
 
-    None, with one warning, where there is no such folder that belongs to the user and that nobody else can write to:
-    a kernel from there would be somebody else's code.
+    Returns None, with one warning, unless the folder belongs to the user and no other user can write to it: another
+    user could otherwise place a kernel there that this process would run.
     """
     try:
         given = os.environ.get("FLASHBWD_CACHE_DIR")
@@ -73,7 +73,7 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise CompilationError(f"{name} is neither on the library path nor beside PyTorch")
+    raise CompilationError(f"{name} is neither on the library path nor in PyTorch's installation")
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -83,7 +83,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def compile_source(source: str, options: Sequence[str]) -> bytes:
-    """A cubin. ``options`` name a real architecture."""
+    """Compile to a cubin. ``options`` must name a real architecture (sm_XY)."""
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
 
@@ -110,10 +110,10 @@ def compile_source(source: str, options: Sequence[str]) -> bytes:
 
 
 def cubin_of(source: str, options: Sequence[str]) -> bytes:
-    """As :func:`compile_source`, from the cache on disk if there is a whole entry.
+    """As :func:`compile_source`, but read the cubin from the disk cache if there is an intact entry.
 
-    An entry begins with the SHA-256 of the rest. It is written under another name and then renamed, so that processes
-    that share the folder see all of an entry or nothing.
+    An entry starts with the SHA-256 of the rest. It is written under a temporary name and then renamed, so that
+    processes that share the folder see a complete entry or none.
     """
     folder = cache_folder()
     if folder is None:
@@ -127,13 +127,13 @@ def cubin_of(source: str, options: Sequence[str]) -> bytes:
     except OSError:
         pass
     cubin = compile_source(source, options)
-    with contextlib.suppress(OSError):  # a read-only or full disk: compiled again next time
+    with contextlib.suppress(OSError):  # read-only or full disk: the source is compiled again next time
         _write(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
 def _write(path: Path, entry: bytes) -> None:
-    """Writes all of the file or none of it, and leaves no other file behind."""
+    """Write the file atomically, and leave no temporary file behind."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}.", delete=False) as file:
         try:
             file.write(entry)
@@ -144,18 +144,19 @@ def _write(path: Path, entry: bytes) -> None:
             raise
 
 
-_loaded: dict[tuple[bytes, str, int], int] = {}  # one entry per loaded kernel: no kernel is ever unloaded
+_loaded: dict[tuple[bytes, str, int], int] = {}  # never shrinks, because kernels are never unloaded
 _lock = threading.Lock()
 
 
 def kernel_of(source: str, name: str, shared_bytes: int, device: int) -> int:
-    """The CUkernel ``name`` of a source on a device, compiled and loaded once.
+    """Return the CUkernel ``name`` of a source on a device. It is compiled and loaded at the first call.
 
-    It stays loaded until the process ends, since captured CUDA graphs may hold it.
+    The kernel stays loaded until the process ends, because captured CUDA graphs may use it.
 
     Raises
     ------
     CompilationError
+        If NVRTC is missing or rejects the source, or the driver cannot load the kernel.
     """
     key = hashlib.sha256(source.encode()).digest(), name, device
     with _lock:
@@ -172,7 +173,7 @@ def options_for(capability: tuple[int, int]) -> list[str]:
 
 
 def load_kernel(cubin: bytes, name: str, shared_bytes: int) -> int:
-    """A CUkernel of a library that stays loaded, allowed ``shared_bytes`` of dynamic shared memory."""
+    """Load a cubin and return its CUkernel ``name``, with a limit of ``shared_bytes`` of dynamic shared memory."""
     cuda = ctypes.CDLL("libcuda.so.1")
     library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     device = ctypes.c_int(torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""The operators that a modification may call, as C++ of csrc/decoding/mod_functions.cuh."""
+"""The operators that a modification may call, as C++ expressions that use csrc/decoding/mod_functions.cuh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from flashbwd.mods.captures import CannotEmitError
 
-# 16-bit floats are computed with as floats and rounded after each operation, as PyTorch does.
+# 16-bit floats are computed in float and rounded after each operation, as in PyTorch.
 C_TYPES = {
     torch.bool: "bool",
     torch.int8: "signed char",
@@ -66,8 +66,8 @@ UNARY = {
     "sign": "({0} > 0) - ({0} < 0)",
     "sgn": "({0} > 0) - ({0} < 0)",
 }
-ROUNDINGS = frozenset({"floor", "ceil", "trunc", "round"})  # of an integer: itself
-# Computed in the type of the result.
+ROUNDINGS = frozenset({"floor", "ceil", "trunc", "round"})  # an integer stays as it is
+# The operands are converted to the dtype of the result.
 BINARY = {
     "mul": "times({0}, {1})",
     "maximum": "maximum_of({0}, {1})",
@@ -97,7 +97,7 @@ BINARY = {
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGICAL = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
 SAME = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "contiguous"}
-# Operators with numbers after the value, and what those are when left out: computed in the type of the result.
+# Operators with numeric options after the value, and the defaults of the options; in the dtype of the result.
 WITH_NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
     "softplus": ("softplus({0}, {1}, {2})", (1.0, 20.0)),
     "elu": ("elu({0}, {1}, {2}, {3})", (1.0, 1.0, 1.0)),
@@ -127,4 +127,4 @@ def literal(value: Any) -> str:
         if math.isinf(value):
             return "-FLASHBWD_INFINITY" if value < 0 else "FLASHBWD_INFINITY"
         return repr(value)
-    raise CannotEmitError(f"a constant of type {type(value).__name__} has no CUDA")
+    raise CannotEmitError(f"a constant of type {type(value).__name__} has no CUDA implementation")

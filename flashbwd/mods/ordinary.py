@@ -1,18 +1,19 @@
-"""Modifications that every build has kernels for, recognised by what they compute.
+"""Recognises built-in modifications, for which every build has kernels, by what they compute.
 
-A traced function is evaluated over a few kinds of values: sums of indices, conditions on the key index, functions of
-the head, and the score itself. A function that computes
+A traced function is evaluated symbolically with a few kinds of values: sums of indices, conditions on the key index,
+functions of the head, and the score itself. A function is built in, however it is written, if it computes
 
     score = cap * tanh(score / cap)                    softcap
     score = score + slope(h) * (+-k + q * n + c)       ALiBi, relative position
-    visible where +-k + q * n + c >= 0, and ...        causal, window, lengths, as mask or as -inf
+    visible where +-k + q * n + c >= 0, and ...        causal, window, lengths; as a mask or as a score of -inf
 
-with c of numbers and of captured integers (0-d, or one per batch or head) is passed to the kernel as arguments, however
-it was written. The kernel's half is csrc/decoding/ordinary.cuh.
+Here c is a sum of numbers and captured integers (0-d, or one per batch or head). The coefficients are passed to the
+kernel as arguments (csrc/decoding/ordinary.cuh).
 
-A function is recognised only if the kernel provably computes what PyTorch does for every value of the captured tensors.
-PyTorch's integers wrap around, so a sum that may do so is kept apart from what is moved to its side of a comparison
-(``Bound``), and every value must have the dtype of its kind: a cast that may change a value is not recognised.
+A function is recognised only if the kernel provably computes what PyTorch computes, for all values of the captured
+tensors. PyTorch's integers wrap around. A sum that may wrap around is therefore stored separately from terms that were
+moved across a comparison (``Bound``). Every value must have the dtype of its kind, so a function with a cast that may
+change a value is not recognised.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ from flashbwd.mods.values import (
     Value,
 )
 
-MAX_TERMS = 2  # captured integers of a sum
+MAX_TERMS = 2  # captured integers per sum
 MAX_BOUNDS = 4
 
 _BITS = {torch.int32: 32, torch.int64: 64}
 
 
 class NotOrdinaryError(Exception):
-    """The function is none of those above."""
+    """The function is not a built-in modification."""
 
 
 @dataclass(frozen=True)
 class Ordinary:
-    """What two functions do: ``score`` to the score, and where the mask, if there is one, lets it be seen."""
+    """A built-in modification: what happens to the score, and the bounds of the visible keys if there is a mask."""
 
     score: Score
     mask: Bounds | None
 
 
 def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Ordinary | None:
-    """None for functions that are not ordinary. ``captures`` are theirs."""
+    """Return the built-in modification that two traces compute, or None. ``captures`` is that of both functions."""
     try:
         value = Score() if score is None else _evaluate(score, captures)
         visible = None if mask is None else _evaluate(mask, captures)
@@ -68,7 +69,7 @@ def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Or
         return None
     if not isinstance(value, Score) or value.stage or not isinstance(visible, (Bounds, type(None))):
         return None
-    if visible is not None and value.bounds.all:  # the mask does not count in full blocks, what the score is does
+    if visible is not None and value.bounds.all:  # full blocks ignore the mask, but not a score of -inf
         return None
     if value.bias is not None and not _fits_bias(value.bias.sum):
         return None
@@ -80,19 +81,19 @@ def _fits(total: Sum) -> bool:
 
 
 def _fits_bias(total: Sum) -> bool:
-    """Whether the kernel, which adds up a bias in 32 bits, has every value of the sum."""
+    """Return whether 32 bits, in which the kernel adds up a bias, hold every value of the sum."""
     return _fits(total) and (total.bits == 32 or (not total.terms and replace(total, bits=32).is_exact))
 
 
 def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
-    """The integers and floats of ``OrdinaryMod`` (csrc/decoding/params.h), in the order of its members.
+    """Return the integers and floats of ``OrdinaryMod`` (csrc/decoding/params.h) in the order of its members.
 
-    Captured tensors get their places in ``slots``.
+    Adds the captured tensors to ``slots``.
 
     Raises
     ------
     CannotEmitError
-        For a tensor that kernels cannot be given.
+        If a captured tensor cannot be passed to a kernel.
     """
 
     def slot_of(captured: Captured) -> int:
@@ -125,7 +126,7 @@ def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
 
 
 def _evaluate(trace: Trace, captures: Captures) -> Value:
-    """The value that a traced function returns."""
+    """Return the symbolic value of a traced function."""
     values: dict[fx.Node, Value] = {}
     arguments: list[Value] = [Sum(b=1), Sum(h=1), Sum(q=1), Sum(k=1)]
     placeholders = [node for node in trace.graph.nodes if node.op == "placeholder"]
@@ -145,7 +146,7 @@ def _evaluate(trace: Trace, captures: Captures) -> Value:
 
 def _tensor(tensor: Tensor, captures: Captures) -> Value:
     if tensor.dim() == 0 and tensor.device.type == "cpu" and captures.position(tensor) is None:
-        return tensor.item()  # a constant that the function made
+        return tensor.item()  # a constant made by the function
     if tensor.dim() == 0 and tensor.dtype in _BITS:
         return Sum(terms=((Captured(tensor, ""), 1),), bits=_BITS[tensor.dtype])
     return tensor
@@ -165,7 +166,7 @@ def _operator(node: Any, values: dict[fx.Node, Value]) -> Value:
     sums = [values[n] for n in node.all_input_nodes if isinstance(values[n], Sum)]
     if not dtype.is_floating_point:
         bits = max((_BITS.get(dtype, 0), *(total.bits for total in sums)), default=0)
-        if any(total.bits < bits and not total.is_exact for total in sums):  # widened after it may have wrapped around
+        if any(total.bits < bits and not total.is_exact for total in sums):  # widened after a possible wrap-around
             raise NotOrdinaryError
     value = rule(*fx.node.map_aggregate(node.args, lambda a: values[a] if isinstance(a, fx.Node) else a))
     if isinstance(value, Sum) and name == "_to_copy":
@@ -176,7 +177,7 @@ def _operator(node: Any, values: dict[fx.Node, Value]) -> Value:
 
 
 def _is_of(value: Value, dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` is that of the kind of a value: a value of another one has been rounded, or cut off."""
+    """Return whether a value of this kind has dtype ``dtype``. Any other dtype would have rounded or truncated it."""
     if isinstance(value, (Sum, Distance)) or _is_int(value):
         return dtype in _BITS and not (_is_int(value) and abs(value) > FAR)
     if isinstance(value, (Bounds, bool)):
@@ -191,13 +192,13 @@ def _is_of(value: Value, dtype: torch.dtype) -> bool:
 def _cast_sum(total: Sum, dtype: torch.dtype) -> Value:
     if dtype == torch.float32:
         return Bias(OfHead(), total)
-    # Fewer bits are those of the whole sum: wrapping around at 64 bits first changes none of the lower 32.
+    # Narrowing is exact: the lower 32 bits of a sum do not depend on whether it wraps around at 64 bits.
     bits = _BITS.get(dtype)
     return None if bits is None else replace(total, bits=bits)
 
 
 def _constant(value: Any) -> Value:
-    """A number that a function fills a tensor with; a mask of True has no bounds."""
+    """Return the value of a tensor that is filled with one number. A mask of True is a condition without bounds."""
     if isinstance(value, bool):
         return Bounds() if value else None
     return value if _is_of(value, torch.int32 if isinstance(value, int) else torch.float32) else None
@@ -327,7 +328,7 @@ def _absolute(value: Value) -> Value:
 
 
 def _at_least(a: Value, b: Value, slack: int = 0) -> Value:
-    """a >= b + slack"""
+    """Return the condition a >= b + slack, or None if it is not a supported bound."""
     if isinstance(b, Distance) and (left := _as_sum(a)) is not None:
         return _both(_at_least(left, b.sum, slack), _at_least(left, b.sum * -1, slack))
     left, right = _as_sum(a), _as_sum(b)
@@ -397,4 +398,4 @@ _FILLS: dict[str, Callable[[Any], Any]] = {
     "scalar_tensor": lambda node: node.args[0],
     "new_ones": lambda node: 1,
 }
-_KEYWORDS_MEAN_NOTHING = frozenset({"_to_copy", "clone"})  # but for the dtype, which is that of the result
+_KEYWORDS_MEAN_NOTHING = frozenset({"_to_copy", "clone"})  # except the dtype, which is taken from the result

@@ -1,4 +1,4 @@
-"""What a modification works out once for a row of queries."""
+"""Values that a modification computes once per query row instead of once per score."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from flashbwd.mods.operators import ROUNDED, ROW_BYTES, c_type
 
 
 class Row:
-    """What modifications work out once for a row of queries, as a struct of C++."""
+    """Collects the per-row values of all modifications of a kernel and writes them as a C++ struct."""
 
     def __init__(self) -> None:
         self._fields: dict[str, torch.dtype] = {}
         self._lines: list[str] = []
 
     def take(self, function: str, lines: list[str], values: dict[str, torch.dtype]) -> dict[str, str]:
-        """Makes fields of the ``values`` of a function that ``lines`` work out, as long as there is room.
+        """Make fields of ``values``, which ``lines`` compute, while the struct stays within ``ROW_BYTES``.
 
-        Returns the names of the fields.
+        Returns the field name of each value that became a field.
         """
         taken = {}
         for name, dtype in values.items():
@@ -30,10 +30,10 @@ class Row:
         return taken
 
     def text(self) -> str:
-        """Empty when there is nothing to work out."""
+        """Return the struct definition, or an empty string if there are no fields."""
         if not self._fields:
             return ""
-        by_size = sorted(self._fields.items(), key=lambda field: -_bytes_of(field[1]))  # no padding between
+        by_size = sorted(self._fields.items(), key=lambda field: -_bytes_of(field[1]))  # so that there is no padding
         fields = "\n    ".join(f"{c_type(dtype)} {name};" for name, dtype in by_size)
         lines = "\n      ".join(self._lines)
         return f"""  static constexpr bool kHasRow = true;

@@ -1,4 +1,4 @@
-"""Launching the decoding kernel: at once where all is ready, else after what the call needs has been made."""
+"""Launches the forward kernel of flex decoding: at once if the kernel is ready, else after making it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
 from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, block_states
 
-_CHUNK = 16  # keys that a warp takes at a time
-_decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # without a function of Python around it
+_CHUNK = 16  # keys per warp and iteration; blocks of a list must be a multiple of it
+_decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # the C++ callable without a Python wrapper
 
-# enable_gqa, splits (0: as many as serve best), need_lse, need_max_scores, need_exact_out
+# enable_gqa, splits (0: chosen by the plan), need_lse, need_max_scores, need_exact_out
 Wanted = tuple[bool, int, bool, bool, bool]
 _NO_MASK = (1, 1, 0, 0)
 
@@ -30,10 +30,10 @@ def run_at_once(
     scale: float | None,
     wanted: Wanted,
 ) -> list[Tensor]:
-    """Output and the statistics that are wanted; nothing where a call is not one of those that can be launched as is.
+    """Launch a call that needs no preparation. Returns out and the requested statistics, or [] for any other call.
 
-    It takes no decisions: the operator refuses all but ordinary CUDA tensors whose checks pass, and what has no kernel
-    yet. The warm calls of a decoding loop go no further than this.
+    This is the fast path of a decoding loop. The operator itself returns nothing unless all tensors are plain CUDA
+    tensors that pass the checks and the kernel already exists; errors are left to the slow path.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
         return []
@@ -50,7 +50,7 @@ def run_at_once(
             return []
         if known is None:
             return []
-        modification, captured = known  # held until the operator returns, so that its record is not dropped
+        modification, captured = known  # keeps the C++ record alive until the operator returns
         number = modification.number
         if block_mask is not None:
             lists = _mask_lists(block_mask)
@@ -65,14 +65,15 @@ def run_at_once(
 
 
 def _mask_lists(mask: Any) -> list[Tensor]:
-    """Counts and indices of the partial blocks, and of the full ones where there are any."""
+    """Return counts and indices of the partial blocks and, if the mask has them, of the full blocks."""
     lists = [mask.kv_num_blocks, mask.kv_indices]
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
     return lists
 
 
-# Under autocast the arguments have yet to be cast. Told to the dispatcher, this costs a call without autocast nothing.
+# Under autocast the fast path returns [], because the arguments must be cast first. As a dispatcher rule this costs
+# calls without autocast nothing.
 library.impl("decoding_forward", lambda *_: [], "AutocastCUDA")
 
 
@@ -82,7 +83,7 @@ def _device_refusal(device: int) -> str:
 
 
 def kernel_refusal(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Why the kernel does not take these tensors, even prepared; empty when it does."""
+    """Return the reason why no kernel supports these tensors; empty if a kernel does."""
     if not query.is_cuda:
         return "query is not on a CUDA device"
     if type(query) not in (Tensor, nn.Parameter):
@@ -96,13 +97,14 @@ def kernel_refusal(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, exact: bool) -> list[Tensor]:
-    """Output, lse and largest score of a call that has passed every check, and that :func:`kernel_refusal` lets pass;
-    with ``exact`` also the output before it was rounded to 16 bits.
+    """Launch a call that has passed all checks and :func:`kernel_refusal`; compile its kernel first if necessary.
+
+    Returns out, lse and max_scores; with ``exact`` also out before it is rounded to 16 bits.
 
     Raises
     ------
     NoKernelError
-        When the modifications have no kernel.
+        If no kernel can be made for the modifications.
     """
     block_mask = call.block_mask
     group = query.shape[1] // key.shape[1]
@@ -128,7 +130,10 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, ex
 
 
 def _lists(mask: BlockMask, group: int, seqlen_k: int) -> list[Tensor]:
-    """The mask's lists, where all rows of a key head share them, in blocks that the kernel's chunks divide."""
+    """Return the mask's block lists if the kernel can read them directly, else [].
+
+    It can if all rows of a KV head share one list, and key blocks are a multiple of ``_CHUNK`` keys.
+    """
     lists = _mask_lists(mask)
     shared = all((t.shape[1] == 1 or group == 1) and t.shape[2] == 1 and t.dtype == torch.int32 for t in lists)
     kv_block: int = mask.BLOCK_SIZE[1]

@@ -1,9 +1,9 @@
-"""A modification as a graph of aten operators on scalars.
+"""Traces a modification to a graph of aten operators on scalars.
 
-The function runs once, on 0-d CPU tensors of the right dtypes that stand for its arguments, under a mode that writes
-down every operator. Types are promoted as where PyTorch evaluates the function over broadcast int32 indices: what
-depends on an argument has dimensions there, and a captured number has none. Nothing of it touches a captured tensor's
-memory or the GPU, and nothing of PyTorch's compiler is imported, which alone would take half a second.
+The function runs once under a dispatch mode that records every operator. Its arguments are 0-d CPU tensors with the
+right dtypes (stand-ins). Types are promoted as when PyTorch evaluates the function on broadcast int32 indices: there, a
+value that depends on an argument has dimensions, and a captured number has none. Tracing does not read captured tensors
+or use the GPU. It does not import PyTorch's compiler, because that alone would take half a second.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ aten = torch.ops.aten
 
 _READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero})
 _HOST_METHODS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr})
-# Operators that choose from a captured tensor; every other would take it as a whole.
+# Operators that select a part of a captured tensor. Any other operator would need the whole tensor.
 _CHOOSES = frozenset({aten.index, aten.select, aten.detach, aten.alias})
 
-# PyTorch raises an error where these divide an integer by 0, which stand-ins of indices are.
+# Operators that raise if they divide an integer by 0, which is the value of the stand-ins for indices.
 _DIVISIONS = frozenset({aten.floor_divide, aten.remainder, aten.fmod, aten.div})
 
 
 @dataclass
 class Trace:
-    """What a function does.
+    """The operators that a function calls.
 
     Attributes
     ----------
     graph : fx.Graph
-        ``placeholder`` nodes are the arguments, ``get_attr`` nodes name a tensor of ``tensors``; ``meta["val"]`` of a
-        node is a CPU tensor of its result's dtype and number of dimensions.
+        ``placeholder`` nodes are the arguments. ``get_attr`` nodes name a tensor in ``tensors``. ``meta["val"]`` of a
+        node is a CPU tensor with the dtype and the number of dimensions of its result.
     tensors : dict of str to Tensor
-        Captured, and constants that the function made.
+        Captured tensors, and constants made by the function.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -55,9 +55,11 @@ def trace(name: str, mod: Mod, with_score: bool) -> Trace:
     Raises
     ------
     CannotEmitError
-        When the function reads a value back, or hands a captured tensor to an operator as a whole.
+        If the function reads a value back from the device, or passes a whole captured tensor to an operator.
     RuntimeError
-        With ``name``, when the function itself fails.
+        If the function raises, or does not return a tensor. The message contains ``name``.
+    ValueError
+        If the result has the wrong dtype.
     """
     recorder = _Recorder(name)
     names = ["score", "b", "h", "q_idx", "kv_idx"] if with_score else ["b", "h", "q_idx", "kv_idx"]
@@ -84,7 +86,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 class _NoHost(TorchFunctionMode):
-    """Refuses what would hand a stand-in's value to the host without an operator that the recorder sees."""
+    """Raises for methods that would read the value of a stand-in on the host without calling an operator."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -102,13 +104,13 @@ class _Recorder(TorchDispatchMode):
         self.name = name
         self.trace = Trace()
         self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[Tensor] = []  # so that an id stays a name
-        self.captured: set[fx.Node] = set()  # captured tensors and parts of them that have dimensions left
+        self.alive: list[Tensor] = []  # keeps ids unique
+        self.captured: set[fx.Node] = set()  # captured tensors, and parts of them that are not 0-d yet
         self.varying: set[int] = set()  # ids of tensors that depend on an argument
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import PyTorch's compiler to say that it has no part in this
+        return False  # True would import PyTorch's compiler
 
     def argument(self, name: str, dtype: torch.dtype) -> Tensor:
         value = torch.zeros((), dtype=dtype)
@@ -160,10 +162,10 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _promoted(self, func: Any, args: Any) -> list[Any]:
-        """The operands, with captured numbers cast to the type of those that depend on an argument.
+        """Return the operands, with captured numbers cast to the dtype of the operands that depend on an argument.
 
-        A tensor without dimensions gives way to one with dimensions, unless it is of a higher kind: an int64 number
-        beside int32 indices is an int32, and wraps around where that cannot hold it.
+        In PyTorch's type promotion a tensor with dimensions takes precedence over a 0-d tensor of the same category.
+        So an int64 number combined with int32 indices becomes int32, and wraps around if it does not fit.
         """
         operands = list(args)
         if func.overloadpacket in _CHOOSES or func.overloadpacket is aten._to_copy:
@@ -187,7 +189,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _chosen(func: Any, source: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Stands for a part of a captured tensor, of which ``source`` has the shape and no memory."""
+    """Return a stand-in for a part of a captured tensor. ``source`` has the tensor's shape, but not its memory."""
     if func is not aten.index.Tensor:
         return func(source, *arguments[1:])
     indices = [*arguments[1], *[None] * (source.dim() - len(arguments[1]))]

@@ -1,4 +1,4 @@
-"""The kinds of values over which :mod:`~flashbwd.mods.ordinary` evaluates a traced function."""
+"""The kinds of symbolic values with which :mod:`~flashbwd.mods.ordinary` evaluates a traced function."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FAR = 2**29  # no index, and no constant of a sum, is beyond
+FAR = 2**29  # upper limit for the magnitude of indices and of constants in a sum
 
 
 @dataclass(frozen=True)
 class Captured:
-    """An element of a captured tensor: its only one, or that of the batch or head. ``index`` is "", "b" or "h"."""
+    """One element of a captured tensor: of a 0-d tensor (``index`` ""), or selected by batch ("b") or head ("h")."""
 
-    tensor: Tensor  # equal and hashed by identity
+    tensor: Tensor  # compared and hashed by identity
     index: str
 
     def __eq__(self, other: object) -> bool:
@@ -27,7 +27,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Sum:
-    """Integer weights of the indices and of captured integers, and a constant, which PyTorch adds up in ``bits``."""
+    """A weighted sum of indices, captured integers and a constant, which PyTorch computes in ``bits`` bits."""
 
     b: int = 0
     h: int = 0
@@ -58,7 +58,10 @@ class Sum:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it never wraps around: a captured integer as it is, or indices and a constant that stay small."""
+        """Whether the sum cannot wrap around.
+
+        True for one captured integer with weight 1, and for indices with a constant if no value reaches the limit.
+        """
         if self.terms:
             term = self.terms[0][0]
             alone = len(self.terms) == 1 and self == Sum(terms=((term, 1),), bits=self.bits)
@@ -67,13 +70,13 @@ class Sum:
         return largest < 2 ** (self.bits - 1)
 
     def is_index(self, name: str) -> bool:
-        """Whether it is the index of the batch ("b") or the head ("h")."""
+        """Return whether the sum is just the batch index ("b") or the head index ("h")."""
         return self == Sum(b=int(name == "b"), h=int(name == "h"), bits=self.bits)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """``k * kv_idx + sign * sum + q * q_idx + constant >= 0``, where only ``sum`` may wrap around."""
+    """The condition ``k * kv_idx + sign * sum + q * q_idx + constant >= 0``, in which only ``sum`` may wrap around."""
 
     k: int = 0
     sign: int = 1
@@ -84,21 +87,21 @@ class Bound:
 
 @dataclass(frozen=True)
 class Distance:
-    """``abs`` of a sum."""
+    """Absolute value of a sum."""
 
     sum: Sum
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """All of the bounds hold."""
+    """The condition that all of the bounds hold."""
 
     all: tuple[Bound, ...] = ()
 
 
 @dataclass(frozen=True)
 class OfHead:
-    """``factor * captured[h] * exp2(rate * h + start)``; without a captured tensor that is 1."""
+    """``factor * captured[h] * exp2(rate * h + start)``. Without a captured tensor, ``captured[h]`` is 1."""
 
     factor: float = 1.0
     captured: Captured | None = None
@@ -124,10 +127,10 @@ class Bias:
 
 @dataclass(frozen=True)
 class Score:
-    """The score after ``softcap`` (0: none), ``bias`` and ``bounds``; ``stage`` tells what of a softcap is done."""
+    """The score after ``softcap`` (0: none), ``bias`` and ``bounds``. ``stage`` is the progress of a softcap."""
 
     softcap: float = 0.0
-    stage: str = ""  # "divided" by softcap, then "tanh" of it, then ""
+    stage: str = ""  # "divided" by softcap, then "tanh", then "" (complete)
     bias: Bias | None = None
     bounds: Bounds = field(default_factory=Bounds)
 
@@ -136,4 +139,4 @@ class Score:
         return self == Score()
 
 
-Value = Any  # of the above, a Python number, or None for a value of no kind
+Value = Any  # one of the classes above, a Python number, or None if unsupported

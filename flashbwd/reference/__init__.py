@@ -1,7 +1,7 @@
-"""The reference backend: the library's mathematics, blockwise, in matrix products and elementwise operators of torch.
+"""The reference backend: blockwise implementations with matrix products and elementwise operators of PyTorch.
 
-It serves CPUs, and GPUs and cases without a kernel. No function here calls an attention or normalisation kernel of
-PyTorch or of anyone else, and none holds a tensor of (Sq, Sk): memory is O(S * block).
+It runs on CPUs, and on GPUs for cases without a kernel. No function here calls an attention or normalisation kernel of
+PyTorch or another library. None allocates an (Sq, Sk) tensor: memory is O(S * block).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reference of ``flashbwd::attention_backward``."""
+"""Reference implementation of ``flashbwd::attention_backward``."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def attention_backward(
 ) -> None:
     """Write the gradients of an attention call into dq, dk, dv, dbias and dsink.
 
-    Arguments are those of :func:`flashbwd.attention_backward`, already checked. The outputs may hold anything before;
-    every element is written, zeros outside the logical lengths and where no query sees a key. dq, dk and dv have any
-    strides and the inputs' dtype or float32; dbias has the shape of attn_bias; dsink is (H,).
+    Arguments are those of :func:`flashbwd.attention_backward`, already checked. Every element of the outputs is
+    written, whatever they hold: rows beyond ``seqused`` and keys that no query sees get zeros. dq, dk and dv have any
+    strides, and the inputs' dtype or float32. dbias has the shape of attn_bias. dsink is (H,).
 
-    Dense calls do not wait for the GPU. Packed ones read cu_seqlens on the host, and raise RuntimeError when a CUDA
-    graph is being captured. Results are the same bit for bit from run to run on one machine with one thread count.
+    Dense calls without ``seqused`` do not synchronise with the GPU. Calls with ``cu_seqlens`` or ``seqused`` read the
+    lengths on the host, and raise RuntimeError while a CUDA graph is captured. Results are bitwise identical from run
+    to run on one machine with one thread count.
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dtype = accumulation_dtype(q.dtype)
@@ -105,7 +106,7 @@ def attention_backward(
 
 
 def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:
-    """Write dk and dv of heads whose queries were spread over several pieces, which follow one another."""
+    """Sum and write dk and dv of heads whose queries are split over several pieces. Such pieces are adjacent."""
     first = None
     for piece, key_side in zip(pieces, key_sides, strict=True):
         if key_side is None:
@@ -119,10 +120,10 @@ def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:
 
 
 def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor]:
-    """Some queries of a few heads. Rows of a tile are the queries of all heads of a group, one after another.
+    """Compute the gradients of one piece. The rows of a tile are the queries of all query heads of a KV head.
 
-    Returns dk and dv if they are only a part, and else writes them; and for dsink the sums over this piece's rows,
-    (query heads,), zeros if nobody asked.
+    Writes dq. Writes dk and dv if the piece has all queries of its heads, else returns them as partial sums. Also
+    returns the piece's sum for dsink, (query heads,), which is zero if dsink was not requested.
     """
     span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
     key_side = KeySide(call, piece)

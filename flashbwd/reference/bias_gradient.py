@@ -13,16 +13,16 @@ from flashbwd.reference.spans import Span
 class BiasGradient:
     """Sums score gradients into the shape of the bias.
 
-    Where each element gets its whole sum from one tile it is written once, in its dtype. Otherwise tiles add up in the
-    accumulation dtype. To be of the first kind, a dense bias that only broadcasts over batch or heads has all heads
-    worked on in one chunk.
+    If each element of dbias gets its complete sum from one tile, it is written once, in its own dtype. Otherwise tiles
+    are summed in the accumulation dtype. For a dense bias that broadcasts only over batch or heads, ``one_chunk`` asks
+    for all heads in one chunk, which makes the first case possible.
     """
 
     def __init__(self, dbias: Tensor, full: tuple[int, int, int, int], spans: list[Span], dtype: torch.dtype) -> None:
         self._dbias = dbias
         summed = [size != all_of for size, all_of in zip(dbias.shape, full, strict=True)]
         self.one_chunk = (summed[0] or summed[1]) and not (summed[2] or summed[3]) and len(spans) == 1
-        self.shared = any(summed[:3])  # several sequences, heads or queries add to one element
+        self.shared = any(summed[:3])  # several sequences, heads or queries contribute to one element
         self._once = self.one_chunk or not any(summed)
         dbias.zero_()
         self._total = dbias if self._once or dbias.dtype == dtype else torch.zeros_like(dbias, dtype=dtype)

@@ -1,4 +1,4 @@
-"""How the work is cut: which heads go together, how big a tile is, and what the mask leaves of it."""
+"""Partitions the work: chunks of heads, blocks of queries and keys, and the visible part of a tile."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from flashbwd.reference.spans import Span, narrow_broadcast
 
 @dataclass(frozen=True)
 class TileSize:
-    """Limits of what one thread, or one stream, works on at a time.
+    """Limits for the work that one thread, or one CUDA stream, does at a time.
 
     Attributes
     ----------
     rows, keys : int
-        Of a tile: queries of all heads of a group together, and keys.
+        Size of a tile: queries (counted over all query heads of a KV head) and keys.
     elements : int
-        Of the tiles, of several heads, that one operator call takes.
+        Total elements of the tiles, of several heads, that one operator call processes.
     held : int
-        Keys of several heads whose operands and gradients are held, unless a single head has more.
+        Number of keys, over several heads, whose operands and gradients are in memory at a time. A single head with
+        more keys may exceed it.
     """
 
     rows: int
@@ -32,7 +33,7 @@ class TileSize:
     held: int
 
 
-# docs/kernels/reference.md has the measurements.
+# See docs/kernels/reference.md for the measurements.
 _CPU_TILE = TileSize(256, 256, 4 * 256 * 256, 8192)  # for one thread
 _CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256, 32768)  # for all threads
 _CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024, 131072)
@@ -40,16 +41,16 @@ _CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024, 131072)
 
 @dataclass(frozen=True)
 class Cut:
-    """Sizes of the blocks of one span."""
+    """Block and chunk sizes for one span."""
 
     block_q: int
     block_k: int
-    batches: int  # sequences and KV heads of one chunk
-    heads_kv: int
+    batches: int  # sequences per chunk
+    heads_kv: int  # KV heads per chunk
 
     @staticmethod
     def of(tile: TileSize, span: Span, heads_kv: int, group: int, most_items: int) -> Cut:
-        """Cut into chunks of at most `most_items` pairs of a sequence and a KV head."""
+        """Choose sizes such that a chunk has at most `most_items` (sequence, KV head) pairs."""
         block_q = min(max(tile.rows // group, 1), span.sq)
         block_k = min(tile.keys, span.sk)
         items = max(min(tile.elements // (block_q * group * block_k), tile.held // span.sk, most_items), 1)
@@ -59,7 +60,7 @@ class Cut:
 
     @staticmethod
     def whole(tile: TileSize, span: Span, heads_kv: int, group: int) -> Cut:
-        """One chunk of all heads, with smaller blocks to make up for it."""
+        """Choose sizes such that one chunk has all heads. Its blocks are smaller, to stay within the limits."""
         block_q, block_k = min(max(tile.rows // group, 1), span.sq), min(tile.keys, span.sk)
         while span.batches * heads_kv * block_q * group * block_k > tile.elements and max(block_q, block_k) > 16:
             if block_q * group >= block_k and block_q > 16:
@@ -71,13 +72,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The sequences and heads that are worked on together: half-open ranges within a span."""
+    """Sequences and heads that are processed together, as ranges within a span."""
 
     batch0: int
     batches: int
-    head0: int  # of KV heads
-    heads: int
-    group: int  # query heads a KV head
+    head0: int  # first KV head
+    heads: int  # KV heads
+    group: int  # query heads per KV head
 
     @property
     def items(self) -> int:
@@ -89,20 +90,20 @@ class Chunk:
 
     @property
     def query_range(self) -> slice:
-        """Query heads, among all."""
+        """The chunk's query heads as a slice of all query heads."""
         return slice(self.head0 * self.group, self.head0 * self.group + self.query_heads)
 
     def of_queries(self, tensor: Tensor) -> Tensor:
-        """(batches, query heads, rows, dim) of (batches, rows, H, dim)."""
+        """Return the chunk's (batches, query heads, rows, dim) of a (batches, rows, H, dim) tensor."""
         tensor = tensor.narrow(0, self.batch0, self.batches)
         return tensor.narrow(2, self.head0 * self.group, self.query_heads).transpose(1, 2)
 
     def of_keys(self, tensor: Tensor) -> Tensor:
-        """(batches, KV heads, rows, dim) of (batches, rows, Hkv, dim)."""
+        """Return the chunk's (batches, KV heads, rows, dim) of a (batches, rows, Hkv, dim) tensor."""
         return tensor.narrow(0, self.batch0, self.batches).narrow(2, self.head0, self.heads).transpose(1, 2)
 
     def of_plane(self, tensor: Tensor) -> Tensor:
-        """The chunk's part of a tensor whose first dimensions broadcast to (batches, query heads)."""
+        """Return the chunk's part of a tensor whose first two dimensions broadcast to (batches, query heads)."""
         ranges = ((self.batch0, self.batches), (self.head0 * self.group, self.query_heads))
         return narrow_broadcast(tensor, ranges)
 
@@ -114,7 +115,7 @@ def chunks(batches: int, heads_kv: int, group: int, cut: Cut) -> Iterator[Chunk]
 
 @dataclass(frozen=True)
 class Band:
-    """The visible keys of one sequence: j in [i + offset - left, i + offset + right], None being unbounded."""
+    """The visible keys j of query i: j in [i + offset - left, i + offset + right]. None is unbounded."""
 
     sq: int
     sk: int
@@ -129,7 +130,7 @@ class Band:
         return Band(sq, sk, offset, None if window_left < 0 else window_left, None if right < 0 else right)
 
     def rows(self) -> tuple[int, int]:
-        """Half-open range of the queries that see a key."""
+        """Return the half-open range of the queries that see a key."""
         if self.sk == 0:
             return 0, 0
         first = 0 if self.right is None else max(0, -(self.offset + self.right))
@@ -137,19 +138,19 @@ class Band:
         return (first, last) if first < last else (0, 0)
 
     def keys(self, rows: tuple[int, int]) -> tuple[int, int]:
-        """Half-open range of the keys that queries of a non-empty range see."""
+        """Return the half-open range of the keys that a non-empty range of queries sees."""
         first = 0 if self.left is None else max(0, rows[0] + self.offset - self.left)
         last = self.sk if self.right is None else min(self.sk, rows[1] + self.offset + self.right)
         return first, last
 
     def tiles(self, rows: tuple[int, int], block_k: int) -> Iterator[tuple[int, int]]:
-        """Ranges of keys, of at most `block_k`, that cover what the rows see."""
+        """Yield ranges of at most `block_k` keys that cover all keys that the rows see."""
         first, last = self.keys(rows)
         for start in range(first, last, block_k):
             yield start, min(start + block_k, last)
 
     def cuts(self, rows: tuple[int, int], cols: tuple[int, int]) -> tuple[int | None, int | None]:
-        """Diagonals that bound the visible part of a tile below and above; None where the tile does not reach them.
+        """Return the lower and upper diagonal of the visible part of a tile; None for one that does not cross the tile.
 
         Element (r, c) of the tile is visible iff lower <= c - r <= upper.
         """
@@ -162,7 +163,7 @@ class Band:
         return lower, upper
 
     def hidden(self, rows: tuple[int, int], cols: tuple[int, int], device: torch.device) -> Tensor | None:
-        """(rows, cols) bool, True where masked; None if nothing is."""
+        """Return a (rows, cols) bool tensor, True where masked; None if the whole tile is visible."""
         lower, upper = self.cuts(rows, cols)
         if lower is None and upper is None:
             return None
@@ -175,7 +176,7 @@ class Band:
         return hidden
 
     def zero_hidden_(self, tile: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> None:
-        """Write zeros where a (..., rows, cols) tile is masked, whatever is there."""
+        """Zero the masked elements of a (..., rows, cols) tile, including infinities and NaN."""
         lower, upper = self.cuts(rows, cols)
         if upper is not None:
             tile.tril_(upper)
@@ -185,7 +186,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Piece:
-    """Work that stands alone: every `parts`-th block of queries of a few heads of a span, from number `part` on."""
+    """A unit of work for one thread: of one chunk, the query blocks `part`, `part + parts`, `part + 2 * parts`, ..."""
 
     span: Span
     band: Band
@@ -195,7 +196,7 @@ class Piece:
     parts: int
 
     def strips(self) -> Iterator[tuple[int, int]]:
-        """Ranges of queries."""
+        """Yield the query ranges of the piece's blocks."""
         first, last = self.band.rows()
         step = self.cut.block_q
         for row in range(first + self.part * step, last, self.parts * step):
@@ -212,11 +213,11 @@ def cut_into_pieces(
     shared_sums: bool = False,
     one_chunk: bool = False,
 ) -> tuple[list[Piece], int]:
-    """The pieces of a call that see any keys, and on how many CPU threads to run them side by side.
+    """Return the pieces of a call in which any key is visible, and the number of CPU threads to run them on.
 
-    The threads get heads of their own, and where heads are too few, blocks of queries of their own. With
-    `shared_sums`, when heads add to the same elements, pieces come one after the other and the threads share each
-    operator. `one_chunk` asks for all heads of a span in one piece.
+    Each thread gets different heads or, if there are fewer heads than threads, different query blocks. With
+    `shared_sums`, heads add to the same elements. Pieces then run one after another, and each operator uses all
+    threads. `one_chunk` requests all heads of a span in one piece.
     """
     heads_kv = k.shape[-2]
     group = q.shape[-2] // max(heads_kv, 1)

@@ -1,7 +1,7 @@
-"""Attention with Python modifications of the scores, blockwise over the keys: what flex decoding means.
+"""Reference implementation of flex decoding, blockwise over the keys.
 
-Modifications are vectorised by ``torch.vmap``. Which keys a row sees comes from the block lists of a BlockMask, as in
-the kernels: a full block is visible, a partial one asks ``mask_mod``, a block in neither list does not exist.
+Modifications are vectorised with ``torch.vmap``. As in the kernels, the block lists of a BlockMask determine which keys
+are visible: a full block is, a partial one where ``mask_mod`` is True, and a block in neither list is hidden.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Mod = Callable[..., Tensor]
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # states of a block of the mask
 
-_QUERIES = 512  # rows of scores at a time
-_SCORES = 2**20  # elements of a block of scores, unless the fewest keys already make more
+_QUERIES = 512  # query rows per tile
+_SCORES = 2**20  # maximum elements per tile of scores, unless _FEWEST_KEYS keys are already more
 _FEWEST_KEYS = 128
 
 
 @dataclass(frozen=True)
 class DecodingCall:
-    """A call without its tensors.
+    """The arguments of a call, except query, key and value.
 
     Attributes
     ----------
@@ -36,11 +36,11 @@ class DecodingCall:
     block_mask : BlockMask, optional
     scale : float
     prescale : bool
-        Scale q before the product, not the product.
+        Scale q before the matrix product instead of the scores.
     rows_safe : bool
         The caller guarantees that every row sees a key.
     splits : int, optional
-        Parts of the keys that are reduced on their own at least.
+        Minimum number of KV splits that are reduced separately.
     """
 
     score_mod: Mod | None
@@ -53,7 +53,7 @@ class DecodingCall:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What a BlockMask says of the keys, for where there is none."""
+    """The fields of a BlockMask that are used here. The operator of a compiled graph makes it."""
 
     kv_num_blocks: Tensor
     kv_indices: Tensor
@@ -65,7 +65,7 @@ class Blocks:
 
 
 class GatherByIndex(TorchFunctionMode):
-    """Makes ``tensor[i, j]`` with 0-d index tensors a gather, not a view at an offset read back from the device."""
+    """Makes ``tensor[i, j]`` with 0-d index tensors a gather. PyTorch would read the indices back to make a view."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,12 +91,12 @@ def _as_index(entry: Any, like: Tensor) -> Tensor | None:
 
 
 class _Recorder(GatherByIndex):
-    """Collects the tensors that a function takes from its surroundings and that require a gradient."""
+    """Collects the captured tensors of a function that require a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.captured: dict[int, Tensor] = {}
-        self._made: dict[int, Tensor] = {}  # kept alive, so that an id stays a name
+        self._made: dict[int, Tensor] = {}  # keeps results alive, so that ids stay unique
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -112,7 +112,7 @@ class _Recorder(GatherByIndex):
 
 
 def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """The tensors that ``score_mod`` captures and that require a gradient: found by one call on scalars."""
+    """Find the tensors that ``score_mod`` captures and that require a gradient, by calling it once on scalars."""
     if score_mod is None:
         return []
     score = torch.zeros((), device=device, dtype=dtype)
@@ -123,7 +123,7 @@ def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.d
 
 
 def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
-    """Call a modification; what goes wrong inside is reported with its name."""
+    """Call a modification. An exception inside it is raised again with the name of the modification."""
     if torch.compiler.is_compiling():
         return mod(*args)
     try:
@@ -133,7 +133,7 @@ def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
 
 
 def vectorised(mod: Mod, with_score: bool) -> Mod:
-    """A function of scalars as one of (B, H, Sq, n) scores, (B,), (H,), (Sq,) and (n,) indices."""
+    """Vectorise a function of scalars to (B, H, Sq, n) scores and (B,), (H,), (Sq,) and (n,) indices."""
     score = (0,) if with_score else ()
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mod = torch.vmap(mod, in_dims=(*score, *dims))
@@ -148,7 +148,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def block_states(block_mask: Any, seqlen_k: int) -> Tensor:
-    """ABSENT, PARTIAL or FULL for each block, (B or 1, H or 1, query blocks, key blocks)."""
+    """Return ABSENT, PARTIAL or FULL for each block: (B or 1, H or 1, query blocks, key blocks)."""
     blocks = -(-seqlen_k // block_mask.BLOCK_SIZE[1])
     states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, blocks) * PARTIAL
     if block_mask.full_kv_num_blocks is None:
@@ -157,7 +157,7 @@ def block_states(block_mask: Any, seqlen_k: int) -> Tensor:
 
 
 def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
-    """1 for each block in a list of (..., columns) indices of which the first ``counts`` count, else 0."""
+    """Return 1 for each block among the first ``counts`` entries of its (..., columns) index list, else 0."""
     column = torch.arange(indices.shape[-1], device=indices.device)
     index = torch.where(column < counts.unsqueeze(-1), indices, blocks).clamp(0, blocks).long()
     listed = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.uint8, device=indices.device)
@@ -166,7 +166,7 @@ def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries [q0, q1) and keys [k0, k1); ``masked`` when some of the pairs may be invisible."""
+    """Queries [q0, q1) and keys [k0, k1). ``masked`` is True if some of the pairs may be hidden."""
 
     q0: int
     q1: int
@@ -176,7 +176,7 @@ class _Tile:
 
 
 def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) -> Iterator[list[_Tile]]:
-    """The tiles of each block of queries. Where the lists can be read at once, keys that no row sees are left out."""
+    """Yield the tiles of each query block, without key blocks that no row sees if the block lists are on the CPU."""
     B, H, Sq, _ = q.shape
     for q0 in range(0, Sq, _QUERIES):
         q1 = min(q0 + _QUERIES, Sq)
@@ -201,7 +201,7 @@ def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) 
 def _visible_ranges(
     states: Tensor, block_size: Sequence[int], q0: int, q1: int, seqlen_k: int
 ) -> list[tuple[int, int, bool]]:
-    """Maximal runs of key blocks of one kind that some row of [q0, q1) has."""
+    """Return (start, end, masked) for the key blocks that some row of [q0, q1) sees, with equal neighbours merged."""
     rows = states[:, :, q0 // block_size[0] : (q1 - 1) // block_size[0] + 1].flatten(0, 2)
     ranges: list[tuple[int, int, bool]] = []
     for block, (least, most) in enumerate(zip(rows.amin(0).tolist(), rows.amax(0).tolist(), strict=True)):
@@ -220,7 +220,7 @@ def _visible_ranges(
 
 
 class _Operands:
-    """q, k, v and the mods of a call, a tile at a time."""
+    """Provides q, k, v, scores and masks of a call, one tile at a time."""
 
     def __init__(self, call: DecodingCall, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.call = call
@@ -236,18 +236,18 @@ class _Operands:
         return _tiles(self.call, self.states, self.q, self.k.shape[2])
 
     def queries(self, tile: _Tile) -> Tensor:
-        """(B, Hkv, group * rows, D)"""
+        """Return the queries of a tile, (B, Hkv, group * rows, D)."""
         return self.fold(self.q[:, :, tile.q0 : tile.q1].to(self.dtype))
 
     def fold(self, rows: Tensor) -> Tensor:
-        """(B, H, rows, D) with the heads of a group behind each other in the rows."""
+        """Reshape (B, H, rows, D) to (B, Hkv, group * rows, D)."""
         return rows.unflatten(1, (-1, self.group)).flatten(2, 3)
 
     def unfold(self, rows: Tensor) -> Tensor:
         return rows.unflatten(2, (self.group, -1)).flatten(1, 2)
 
     def keys(self, source: Tensor, tile: _Tile, visible: Tensor | None) -> Tensor:
-        """(B or 1, Hkv, n, D) of k or v, with zeros where no row of the tile looks: what lies there does not matter."""
+        """Return (B or 1, Hkv, n, D) of k or v. Keys that no row of the tile sees are zeroed: they may hold NaN."""
         keys = source[:, :, tile.k0 : tile.k1].to(self.dtype)
         if visible is None:
             return keys
@@ -257,7 +257,7 @@ class _Operands:
         return torch.where(seen.unsqueeze(-1), keys, 0.0)
 
     def visible(self, tile: _Tile) -> Tensor | None:
-        """Which pairs take part, (B, H, rows, n); None for all."""
+        """Return the visible pairs of a tile, (B, H, rows, n); None if all are visible."""
         if self.states is None or self.mask_mod is None or not tile.masked:
             return None
         b, h, q, k = self.index
@@ -271,7 +271,7 @@ class _Operands:
         return (states == FULL) | ((states == PARTIAL) & asked)
 
     def raw_scores(self, tile: _Tile, visible: Tensor | None) -> Tensor:
-        """(B, H, rows, n): scale * q @ k.T"""
+        """Return scale * q @ k.T, (B, H, rows, n)."""
         q, k = self.queries(tile), self.keys(self.k, tile, visible)
         scale = self.call.scale
         scores = (q * scale) @ k.mT if self.call.prescale else (q @ k.mT) * scale
@@ -296,7 +296,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def decoding_forward(call: DecodingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (B, H, Sq, Dv), natural log-sum-exp and largest score of each row, both (B, H, Sq).
+    """Compute out, (B, H, Sq, Dv), and the natural log-sum-exp and maximum score of each row, (B, H, Sq).
 
     Parameters
     ----------
@@ -307,7 +307,8 @@ def decoding_forward(call: DecodingCall, q: Tensor, k: Tensor, v: Tensor) -> tup
     Returns
     -------
     out, lse, max_scores : Tensor
-        In the accumulation dtype: float32, float64 for float64. A row that sees no key has out 0, lse and max -inf.
+        In the accumulation dtype: float32, or float64 for float64 inputs. A row that sees no key has out 0, and lse
+        and max_scores -inf.
     """
     x = _Operands(call, q, k, v)
     parts = [_attend(x, tiles) for tiles in x.tiles()]
@@ -316,7 +317,7 @@ def decoding_forward(call: DecodingCall, q: Tensor, k: Tensor, v: Tensor) -> tup
 
 
 def _attend(x: _Operands, tiles: list[_Tile]) -> tuple[Tensor, Tensor, Tensor]:
-    """One block of queries over its keys, with a running maximum and sum."""
+    """Compute one query block with an online softmax over its key tiles."""
     B, H = x.q.shape[:2]
     rows = tiles[0].q1 - tiles[0].q0 if tiles else x.q.shape[2]
     largest = x.q.new_full((B, H, rows, 1), -torch.inf, dtype=x.dtype)
@@ -328,7 +329,7 @@ def _attend(x: _Operands, tiles: list[_Tile]) -> tuple[Tensor, Tensor, Tensor]:
         if visible is not None:
             scores = torch.where(visible, scores, -torch.inf)
         before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
-        # A row with no key so far: exp(-inf - 0) = 0, where exp(-inf - -inf) would be NaN.
+        # For a row without a visible key so far, exp(-inf - 0) = 0, but exp(-inf - -inf) would be NaN.
         base = largest.masked_fill(largest == -torch.inf, 0.0)
         p = torch.exp(scores - base)
         shrink = torch.exp(before - base)
@@ -349,12 +350,14 @@ def decoding_backward(
     dlse: Tensor | None,
     captured: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and the captured tensors, from the forward's own out and lse; in the accumulation dtype.
+    """Compute the gradients of q, k and v in the accumulation dtype, and of the captured tensors in their own dtypes.
 
     ::
 
         p  = exp(score_mod(s) - lse);  dp = dout @ v.T
         ds = vjp of score_mod at s applied to p * (dp - rowsum(dout * out) + dlse)
+
+    ``out`` and ``lse`` are those of the forward.
     """
     x = _Operands(call, q, k, v)
     dq, dk, dv = (torch.zeros_like(t, dtype=x.dtype) for t in (q, k, v))
@@ -364,7 +367,7 @@ def decoding_backward(
         delta = delta + (dout.to(x.dtype) * out.to(x.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(x.dtype)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row with no key: p = exp(-inf) = 0
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # for a row without a key, p = exp(-inf) = 0
     for tile in (tile for tiles in x.tiles() for tile in tiles):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         visible = x.visible(tile)
@@ -386,7 +389,7 @@ def decoding_backward(
             ds = torch.where(visible, ds, 0.0)
         ds, dtile = _through_mod(modified, raw, ds, captured)
         if visible is not None:
-            ds = torch.where(visible, ds, 0.0)  # a derivative that is infinite where nobody looks: 0 * inf
+            ds = torch.where(visible, ds, 0.0)  # the derivative may be infinite at hidden scores: 0 * inf = NaN
         for total, part in zip(dcaptured, dtile, strict=True):
             if part is not None:
                 total += part
@@ -399,15 +402,15 @@ def decoding_backward(
 def _through_mod(
     modified: Tensor, raw: Tensor, ds: Tensor, captured: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of the unmodified scores and of what the modification captured."""
+    """Return the gradients of the unmodified scores and of the captured tensors."""
     if not raw.requires_grad:
         return ds, []
-    if not modified.requires_grad:  # the modification ignores the score and all else
+    if not modified.requires_grad:  # the result depends on neither the score nor a captured tensor
         return torch.zeros_like(ds), [None] * len(captured)
     grad, *rest = torch.autograd.grad(modified, [raw, *captured], ds, allow_unused=True)
     return torch.zeros_like(ds) if grad is None else grad, list(rest)
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Adds a gradient of every batch to one that may be shared by all."""
+    """Add a gradient with the full batch to a total that may have a batch size of 1."""
     total += part.sum(0, keepdim=True) if total.shape[0] < part.shape[0] else part

@@ -1,4 +1,4 @@
-"""A blockwise attention forward, for the cases that PyTorch has none for."""
+"""A blockwise attention forward, for cases that PyTorch's forwards do not support."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention with a running maximum over blocks of keys.
+    """Compute softmax attention with an online softmax over key blocks.
 
-    Arguments are those of :func:`flashbwd.attention_backward`, already checked; ``causal`` is ``"none"``,
-    ``"bottom_right"`` or ``"top_left"``; the dropout mask is the one that `rng_layout` numbers.
+    Arguments are those of :func:`flashbwd.attention_backward`, already checked, except that ``causal`` is ``"none"``,
+    ``"bottom_right"`` or ``"top_left"``, and the window and the RNG state are split into their parts.
 
     Returns
     -------
     out : Tensor, (B, Sq, H, Dv) or (total_q, H, Dv), q's dtype, contiguous
         0 in rows that see no key.
     softmax_lse : Tensor, (B, H, Sq) or (H, total_q), float32 (float64 for float64 inputs)
-        Natural logarithm, sink included. A row that sees no key has the sink, or -inf without one.
+        Natural logarithm, including the sink. A row that sees no key has the sink logit, or -inf without a sink.
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dtype = accumulation_dtype(q.dtype)
@@ -89,7 +89,7 @@ def _piece_forward(
     sink: Tensor | None,
     dropout: Dropout | None,
 ) -> None:
-    """All queries of a few heads; shapes as in the backward."""
+    """Compute the query blocks of one piece. Shapes are as in the backward."""
     span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
     dtype, items = lse.dtype, chunk.items
     key0, key1 = band.keys(band.rows())
@@ -128,8 +128,8 @@ def _piece_forward(
                 p.view_as(by_head).mul_(dropout.keep(span, chunk, rows, cols, s.device)).mul_(dropout.scale)
             weighted.mul_(fade).baddbmm_(p, values[:, here])
             highest = now
-        row_lse = (highest / LOG2E + total.log()).view(*by_row, 1)  # -inf + -inf in rows without a key
-        # Dividing by 1 where the total is 0 keeps such rows at 0.
+        row_lse = (highest / LOG2E + total.log()).view(*by_row, 1)  # -inf + -inf for rows without a key
+        # Rows with a total of 0 are divided by 1, so that they stay 0.
         weighted.div_(total.masked_fill(total == 0.0, 1.0))
         result = weighted.view(*by_row, -1)
         if sink is not None:

@@ -1,4 +1,4 @@
-"""References of the LayerNorm and RMSNorm operators, from elementwise operators and reductions, in chunks of rows."""
+"""Reference LayerNorm and RMSNorm operators: elementwise operators and reductions on chunks of rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flashbwd.reference.workers import run_all
 
 T = TypeVar("T")
 
-#: Magnitude by which an output is divided at least to give xhat.
+#: Minimum magnitude of the divisor that gives xhat from the output.
 LEAST_GAMMA = 1e-5
 
-# Elements of a chunk: the handful of temporaries stay in a CPU's cache, or are worth a GPU's launch.
+# Elements per chunk: on a CPU the temporaries stay in cache, on a GPU a chunk is large enough to hide launch overhead.
 _CPU_CHUNK = 1 << 18
 _CUDA_CHUNK = 1 << 24
 
@@ -33,7 +33,7 @@ def layer_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``z = (x - mu) * rs * gamma + beta`` with respect to x, gamma and beta.
+    """Compute the gradients of ``z = (x - mu) * rs * gamma + beta`` with respect to x, gamma and beta.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def layer_norm_backward(
     mu, rs : Tensor, (rows,) or (..., 1)
         Mean and reciprocal standard deviation of each row, any floating dtype.
     gamma : Tensor, (N,), optional
-        1 where absent. With `zero_centered_gamma` the factor is ``1 + gamma``.
+        1 by default. With `zero_centered_gamma` the factor is ``1 + gamma``.
     dresidual : Tensor, optional
         Added to dx.
     output_mask : (bool, bool, bool)
@@ -50,8 +50,8 @@ def layer_norm_backward(
     Returns
     -------
     dx, dgamma, dbeta
-        dx like x; dgamma and dbeta (N,) in gamma's dtype (x's without gamma). None where not asked for, and dgamma
-        where there is no gamma.
+        dx like x; dgamma and dbeta (N,) in gamma's dtype (x's without gamma). A gradient that was not requested is
+        None, and so is dgamma without gamma.
     """
     normalise = _from_input(x, mu, rs)
     return _norm_backward(dz, x, normalise, rs, gamma, dresidual, zero_centered_gamma, output_mask, True)
@@ -66,7 +66,7 @@ def rms_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``z = x * rs * gamma`` with respect to x and gamma; otherwise as :func:`layer_norm_backward`."""
+    """Compute the gradients of ``z = x * rs * gamma`` with respect to x and gamma; see :func:`layer_norm_backward`."""
     mask = (output_mask[0], output_mask[1], False)
     normalise = _from_input(x, None, rs)
     return _norm_backward(dz, x, normalise, rs, gamma, dresidual, zero_centered_gamma, mask, False)[:2]
@@ -83,9 +83,9 @@ def norm_backward_from_output(
     rms: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`layer_norm_backward` (:func:`rms_norm_backward`), from ``xhat = (z - beta) / gamma``.
+    """As :func:`layer_norm_backward` (:func:`rms_norm_backward` with `rms`), with ``xhat = (z - beta) / gamma``.
 
-    Where the magnitude of the factor is below `LEAST_GAMMA`, that divides, with the factor's sign.
+    A divisor with a magnitude below `LEAST_GAMMA` is replaced by `LEAST_GAMMA` with the same sign.
     """
     dtype = accumulation_dtype(z.dtype)
     factor = _factor(gamma, zero_centered_gamma, dtype)
@@ -113,10 +113,10 @@ def dropout_add_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool, bool] = (True, True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of a norm of ``h = residual + dropout(x)`` with respect to x, residual, gamma and beta.
+    """Compute the gradients of a norm of ``h = residual + dropout(x)`` with respect to x, residual, gamma and beta.
 
-    ``dresidual`` is the gradient that reaches h past the norm; without ``mu`` the norm is RMSNorm. For the mask see
-    :func:`dropout_add_norm_forward`.
+    ``dresidual`` is the gradient that reaches h through the residual connection. Without ``mu`` the norm is RMSNorm.
+    :func:`dropout_add_norm_forward` describes ``keep`` and ``rng``.
     """
     need_dx, need_dresidual, *parameters = output_mask
     mask = (need_dx or need_dresidual, parameters[0], parameters[1])
@@ -132,7 +132,7 @@ def dropout_add_norm_backward(
 
 
 def _dropped(x: Tensor, keep: Tensor | None, rng: Tensor | None, dropout_p: float) -> Tensor:
-    """x / (1 - p) where it is kept, and 0 elsewhere."""
+    """Return x / (1 - p) for kept elements and 0 for dropped ones."""
     if keep is None and dropout_p > 0.0:
         assert rng is not None
         seed, offset = (as_word64(word, x.device) for word in rng)
@@ -141,7 +141,7 @@ def _dropped(x: Tensor, keep: Tensor | None, rng: Tensor | None, dropout_p: floa
 
 
 def _from_input(x: Tensor, mu: Tensor | None, rs: Tensor) -> Callable[[Tensor, slice, Tensor], None]:
-    """How rows of x become those of xhat, by their statistics."""
+    """Return a function that normalises rows of x with the given statistics."""
     dtype = accumulation_dtype(x.dtype)
 
     def normalise(rows: Tensor, index: slice, out: Tensor) -> None:
@@ -166,8 +166,10 @@ def _norm_backward(
     centred: bool,
     parameter_like: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """``normalise(rows of x, their index, out)`` writes those of xhat. Without gamma, dbeta has ``parameter_like``'s
-    dtype, or x's."""
+    """Compute dx, dgamma and dbeta. ``normalise(rows of x, their index, out)`` writes the rows of xhat to ``out``.
+
+    Without gamma, dbeta has the dtype of ``parameter_like``, or of x.
+    """
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         dtype = accumulation_dtype(x.dtype)
         columns = x.shape[-1]
@@ -191,7 +193,7 @@ def _norm_backward(
                     dbeta += dz_rows.sum(0, dtype=dtype)
                 if all_dx is None:
                     continue
-                torch.mul(dz_rows, rs_rows, out=rows_dx)  # rs * dz, then rs * dy, then less the means
+                torch.mul(dz_rows, rs_rows, out=rows_dx)  # becomes rs * dy, then the means are subtracted
                 if factor is not None:
                     rows_dx.mul_(factor)
                     product.mul_(factor)
@@ -218,14 +220,14 @@ def layer_norm_forward(
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm over the last dimension: z like x, and mu, rs (..., 1) in float32 (float64 for float64 x)."""
+    """Compute LayerNorm over the last dimension: z like x; mu and rs (..., 1) in float32 (float64 for float64 x)."""
     return _norm_forward(x, gamma, beta, eps, zero_centered_gamma, centred=True)
 
 
 def rms_norm_forward(
     x: Tensor, gamma: Tensor | None = None, eps: float = 1e-5, zero_centered_gamma: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension: z like x, and rs (..., 1) in float32 (float64 for float64 x)."""
+    """Compute RMSNorm over the last dimension: z like x; rs (..., 1) in float32 (float64 for float64 x)."""
     z, _, rs = _norm_forward(x, gamma, None, eps, zero_centered_gamma, centred=False)
     return z, rs
 
@@ -242,10 +244,11 @@ def dropout_add_norm_forward(
     zero_centered_gamma: bool = False,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """LayerNorm (RMSNorm) of ``h = residual + dropout(x)``: z in x's dtype, h like residual, mu and rs (..., 1).
+    """Compute LayerNorm (or RMSNorm) of ``h = residual + dropout(x)``.
 
-    What is kept is given, or drawn with ``rng``, an int64 tensor of seed and offset: element n of x, counted row by row
-    from ``offset`` on, by Philox in PyTorch's memory-efficient numbering. mu is empty for RMSNorm.
+    Returns z in x's dtype, h like residual, and mu and rs (..., 1); mu is empty for RMSNorm. The mask is ``keep`` if it
+    is given. Otherwise ``rng`` is an int64 tensor of seed and offset, and element n of x, in row-major order, uses
+    Philox number ``offset + n`` of the "efficient64" layout.
     """
     with torch.no_grad():
         h = torch.empty_like(residual)
@@ -263,7 +266,7 @@ def _norm_forward(
     centred: bool,
     like: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z is as ``like``, or as x."""
+    """Return z, mu and rs. z has the dtype and strides of ``like``, by default of x."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         dtype = accumulation_dtype(x.dtype)
         z = torch.empty_like(x if like is None else like)
@@ -302,7 +305,7 @@ def _factor(gamma: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Te
 
 
 def _run_on_chunks(x: Tensor, work: Callable[[Sequence[slice]], T]) -> list[T]:
-    """Call `work` with chunks of rows, consecutive ones on each CPU thread; at least once, if with none."""
+    """Call `work` with lists of row chunks, consecutive ones per CPU thread. Without rows: one empty list."""
     rows, columns = x.shape[:-1].numel(), x.shape[-1]
     on_cpu = x.device.type == "cpu"
     step = max((_CPU_CHUNK if on_cpu else _CUDA_CHUNK) // max(columns, 1), 1)
@@ -314,17 +317,17 @@ def _run_on_chunks(x: Tensor, work: Callable[[Sequence[slice]], T]) -> list[T]:
 
 
 def _scratch(count: int, chunks: Sequence[slice], columns: int, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Memory that every chunk uses again: fresh pages would cost as much as the arithmetic."""
+    """Allocate buffers that all chunks reuse: faulting in new pages would cost as much as the arithmetic."""
     rows = chunks[0].stop - chunks[0].start if chunks else 0
     return [x.new_empty(rows, columns, dtype=dtype) for _ in range(count)]
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """(rows, N): a view where strides allow one, else a copy."""
+    """Reshape to (rows, N): a view if the strides allow it, else a copy."""
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def _finish(tensor: Tensor, rows: Tensor) -> None:
-    """Copy back what :func:`_as_rows` could not view."""
+    """Copy the rows back to the tensor if :func:`_as_rows` had to make a copy."""
     if rows.data_ptr() != tensor.data_ptr():
         tensor.copy_(rows.view_as(tensor))

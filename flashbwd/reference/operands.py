@@ -1,6 +1,6 @@
-"""What the tiles of a backward work on: a block of queries, blocks of keys with their accumulators, scratch.
+"""Operands of the backward's tiles: a block of queries, blocks of keys with their accumulators, and scratch memory.
 
-Views are made once and kept: a tile is ten operators of some 50 us, of which making views anew would take a third.
+Views are cached: a tile runs ten operators of about 50 us, and creating its views takes a third of that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operan
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call."""
+    """The arguments of one backward call."""
 
     dout: Tensor
     q: Tensor
@@ -42,10 +42,10 @@ class Call:
 
     @functools.cached_property
     def narrow(self) -> torch.dtype | None:
-        """The dtype of the three products that give dq, dk and dv, where that is not the accumulation dtype.
+        """The dtype of the three products that give dq, dk and dv, or None for the accumulation dtype.
 
-        A CPU that multiplies bfloat16 does so four times as fast as fp32. Its products come out rounded, which the
-        sums over blocks of 16-bit gradients can bear, as those are rounded themselves; scores cannot.
+        A CPU with bfloat16 instructions multiplies bfloat16 four times as fast as fp32, but rounds the products. That
+        is accurate enough for sums of gradients that are rounded to bfloat16 anyway, but not for scores.
         """
         gradients = (self.dq.dtype, self.dk.dtype, self.dv.dtype)
         if self.q.device.type != "cpu" or {self.q.dtype, *gradients} != {torch.bfloat16}:
@@ -59,13 +59,13 @@ class Call:
 
     @property
     def scale_in_product(self) -> float:
-        """What the queries carry into their products with the keys: with softcap, the argument of tanh comes out."""
+        """The factor on q before its product with k. The product is a score in units of ln 2, or tanh's argument."""
         return self.scale / self.softcap if self.softcap else self.scale * LOG2E
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A block of queries; rows are (query heads of the group, queries)."""
+    """A block of queries. Its rows are (query heads of a KV head, queries)."""
 
     q: Tensor  # (items, rows, D + 1), times scale_in_product; the column is -lse, absent with softcap
     q_factor: Tensor  # (items, rows, D), for dk
@@ -76,7 +76,7 @@ class Strip:
 
     @staticmethod
     def of(call: Call, piece: Piece, rows: tuple[int, int], dead: Tensor | None) -> Strip:
-        """Copies of the rows; `dead` ones bring zeros, whatever they hold."""
+        """Copy the rows of a piece. `dead` rows become zeros, even if they hold NaN."""
         dtype, span, chunk = call.dtype, piece.span, piece.chunk
         here = slice(*rows)
 
@@ -89,9 +89,9 @@ class Strip:
         q, dout, out = heads(call.q), heads(call.dout), heads(call.out)
         lse = statistics(call.lse)
         blind = sees_nothing(lse)
-        # A finite LSE as large as can be keeps infinities out of the product.
+        # A huge but finite LSE gives p = 0 without an infinity in the matrix product.
         lse = (lse.to(dtype) * LOG2E).masked_fill_(blind, torch.finfo(dtype).max / 4)
-        # dp - delta cancels: in fp32 the rounding of this sum would be half of the error of ds.
+        # dp - delta cancels. With an fp32 sum, its rounding would be half of the error of ds.
         delta = (dout.to(torch.float64) * out).sum(-1, keepdim=True).to(dtype)
         if call.dlse is not None:
             delta = delta.sub_(statistics(call.dlse))
@@ -109,14 +109,14 @@ class Strip:
         return Strip(*(x.reshape(chunk.items, -1, x.shape[-1]) for x in parts))
 
     def sink_share(self, sink: Tensor, batches: int) -> Tensor:
-        """(query heads,): sum of exp(sink - lse) * delta over batches and the rows that see a key."""
+        """Sum exp(sink - lse) * delta over batches and the rows that see a key: (query heads,)."""
         lse, delta = (rows.view(batches, len(sink), -1) for rows in (self.lse, self.delta))
         return (torch.exp2(sink.to(lse.dtype)[:, None] * LOG2E - lse) * delta).sum((0, 2))
 
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """A block of keys, and where its gradients add up."""
+    """A block of keys, and the accumulators of its gradients."""
 
     k_factor: Tensor  # (items, keys, D), for dq
     k_transposed: Tensor  # (items, D + 1, keys); the row is ones, absent with softcap
@@ -140,7 +140,7 @@ class KeySide:
         self._blocks: dict[tuple[int, int], KeyBlock] = {}
 
     def _seen(self, tensor: Tensor) -> Tensor:
-        """(batches, KV heads, keys, dim)."""
+        """Return the keys that the piece sees, (batches, KV heads, keys, dim)."""
         return self._piece.chunk.of_keys(self._piece.span.keys(tensor))[:, :, self._first : self._last]
 
     def block(self, cols: tuple[int, int]) -> KeyBlock:
@@ -151,15 +151,15 @@ class KeySide:
         return self._blocks[cols]
 
     def add(self, other: KeySide) -> None:
-        """Add the gradients that other queries gave the same keys."""
+        """Add the gradients of the same keys from other queries."""
         self._dk.add_(other._dk)
         self._dv.add_(other._dv)
 
     def write(self) -> None:
-        """Hand the gradients over."""
+        """Scale dk and write dk and dv to the outputs."""
         if self._call.narrow is not None:
             self._dk.mul_(self._call.scale)
-        else:  # the queries carried more, or less, than the scale
+        else:  # q already had scale_in_product as a factor
             self._dk.mul_(self._call.softcap or 1.0 / LOG2E)
         for total, gradient in ((self._dk, self._call.dk), (self._dv, self._call.dv)):
             target = self._seen(gradient)
@@ -168,21 +168,21 @@ class KeySide:
 
 @dataclass(frozen=True)
 class Tile:
-    """Scratch of one shape, (items, rows, keys)."""
+    """Scratch memory for one tile shape, (items, rows, keys)."""
 
     p: Tensor
     p_by_head: Tensor  # (batches, query heads, queries, keys)
     ds: Tensor
     ds_by_head: Tensor
     capped: Tensor  # tanh; empty without softcap
-    p_factor: Tensor  # p itself, or its narrow copy
+    p_factor: Tensor  # p itself, or a copy in the narrow dtype
     ds_factor: Tensor
     p_factor_transposed: Tensor
     ds_factor_transposed: Tensor
-    products: tuple[Tensor, Tensor, Tensor] | None  # narrow parts of dv, dk and dq
+    products: tuple[Tensor, Tensor, Tensor] | None  # products for dv, dk and dq in the narrow dtype
 
     def add_products(self, strip: Strip, keys: KeyBlock, dq: Tensor) -> None:
-        """Add what the finished tile gives to dv, dk and dq."""
+        """Add the contributions of a finished tile to dv, dk and dq."""
         if self.products is None:
             keys.dv.baddbmm_(self.p_factor_transposed, strip.dout_factor)
             keys.dk.baddbmm_(self.ds_factor_transposed, strip.q_factor)
@@ -197,7 +197,7 @@ class Tile:
 
 
 class Scratch:
-    """The tiles of a piece, all in the same memory."""
+    """The tile shapes of a piece, which all use the same memory."""
 
     def __init__(self, call: Call, piece: Piece) -> None:
         self._call, self._chunk = call, piece.chunk

@@ -1,7 +1,7 @@
-"""What the tiles of the forward and of the backward have in common: operands, additive terms, dropout, dead rows.
+"""Operands, additive terms, dropout and fully masked rows, for the tiles of both forward and backward.
 
-Scores are in units of ln 2, so that probabilities are powers of 2: ``torch.exp2`` takes a quarter of the time that
-``torch.exp`` takes on a CPU, and a hundredth where results underflow.
+Scores are in units of ln 2, so that probabilities are powers of 2. On a CPU, ``torch.exp2`` takes a quarter of the time
+of ``torch.exp``, and a hundredth for results that underflow.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sees_nothing(lse: Tensor) -> Tensor:
-    """Where an LSE is that of a row without a visible key: infinite, or so low that its last bit is worth more than 1.
+    """Return a mask of rows without a visible key: their LSE is infinite, or so low that its last bit exceeds 1.
 
-    The second is what a forward returns where a mask of the least finite numbers hides every key.
+    A forward returns such a low LSE if an additive mask of the lowest finite number hides every key.
     """
     return lse.isinf() | (lse <= -2 / torch.finfo(lse.dtype).eps)
 
 
 def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor | float | None = None) -> Tensor:
-    """A contiguous (batches, heads, rows, dim [+ 1]) copy, scaled, with one more column where given.
+    """Return a scaled, contiguous (batches, heads, rows, dim [+ 1]) copy, with an extra column if it is given.
 
-    A column of ones on one side of a product and a column of row terms on the other add the terms within the product,
-    which saves a pass over the tile.
+    A column of ones in one operand and a column of row terms in the other make the matrix product add the terms, which
+    saves a pass over the tile.
     """
     dim = rows.shape[-1]
     if column is None:
         copy = rows.new_empty(rows.shape, dtype=dtype)
     else:
-        # Leading dimensions of 16 bytes keep the vectorised kernels of cuBLAS; a CPU's products do not mind.
+        # cuBLAS needs leading dimensions that are multiples of 16 bytes for its vectorised kernels; CPUs do not.
         width = dim + 1 if rows.device.type == "cpu" else -(-(dim + 1) // 4) * 4
         copy = rows.new_empty((*rows.shape[:-1], width), dtype=dtype)
         copy[..., dim + 1 :] = 0.0
@@ -55,7 +55,7 @@ def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor
 
 @dataclass(frozen=True)
 class AdditiveTerms:
-    """Bias and ALiBi of one chunk."""
+    """Bias and ALiBi terms of one chunk."""
 
     bias: Tensor | None  # broadcasts to (batches, query heads, sq, sk)
     minus_slopes: Tensor | None  # (batches or 1, query heads, 1, 1), in units of ln 2
@@ -81,7 +81,10 @@ class AdditiveTerms:
             tile.addcmul_(distance, self.minus_slopes)
 
     def dead_rows(self, rows: tuple[int, int], block_k: int) -> Tensor | None:
-        """(batches or 1, heads or 1, rows, 1) bool: rows whose bias is -inf at every visible key. None without bias."""
+        """Return which rows have a bias of -inf at every visible key; None without bias.
+
+        The shape is (batches or 1, heads or 1, rows, 1).
+        """
         if self.bias is None:
             return None
         alive = None
@@ -97,14 +100,14 @@ class AdditiveTerms:
 
 
 def bias_tile(plane: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-    """Part of a tensor that broadcasts to (batches, heads, sq, sk)."""
+    """Return one tile of a tensor that broadcasts to (batches, heads, sq, sk)."""
     whole = ((0, plane.shape[0]), (0, plane.shape[1]))
     return narrow_broadcast(plane, (*whole, (rows[0], rows[1] - rows[0]), (cols[0], cols[1] - cols[0])))
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """The dropout of a call: which forward's mask, and the factor on what is kept."""
+    """The dropout of a call: layout and Philox state of the mask, and the factor on kept probabilities."""
 
     layout: str
     seed: philox.Word
@@ -143,7 +146,7 @@ class Dropout:
     def keep(
         self, span: Span, chunk: Chunk, rows: tuple[int, int], cols: tuple[int, int], device: torch.device
     ) -> Tensor:
-        """(batches, query heads, rows, cols) bool."""
+        """Return one tile of the mask, (batches, query heads, rows, cols) bool, True where kept."""
         first = span.batch0 + chunk.batch0
         batches = arange((first, first + chunk.batches), device)
         head0 = chunk.head0 * chunk.group

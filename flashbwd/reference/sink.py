@@ -12,14 +12,14 @@ from flashbwd.reference.operands import Call
 from flashbwd.reference.scores import AdditiveTerms, sees_nothing
 from flashbwd.reference.spans import Span
 
-BLOCK = 1024  # queries and keys of the bias that are looked at together
+BLOCK = 1024  # queries and keys per tile of the bias
 
 
 def keyless_sink_gradient(call: Call, spans: Iterable[Span]) -> Tensor:
-    """(H,): the sum of dlse over the rows that see no key.
+    """Return the sum of dlse over the rows that see no key, (H,).
 
-    With a sink, the LSE of such a row is the sink itself, so the sink receives the row's dlse. A sink of -inf is no
-    logit, and gets 0.
+    With a sink, the LSE of such a row is the sink logit itself, so the row's dlse is a gradient of the sink. A sink of
+    -inf gets 0.
     """
     assert call.sink is not None
     total = torch.zeros(len(call.sink), dtype=call.dtype, device=call.q.device)
@@ -33,7 +33,7 @@ def keyless_sink_gradient(call: Call, spans: Iterable[Span]) -> Tensor:
 
 
 def _keyless_rows(call: Call, span: Span) -> Tensor:
-    """(batches or 1, H or 1, sq) bool: the mask hides every key, or the bias is -inf at every key that it leaves."""
+    """Return rows in which every key is masked or has a bias of -inf: (batches or 1, H or 1, sq) bool."""
     band = Band.of(span.sq, span.sk, call.causal, *call.window)
     first, last = band.rows()
     terms = AdditiveTerms(None if call.bias is None else span.plane(call.bias), None, band)

@@ -1,4 +1,4 @@
-"""Dense batches and packed sequences seen alike: spans of sequences that share lengths and are worked on together."""
+"""Spans: a common view of dense batches and packed sequences, as sequences of equal lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """`batches` sequences from `batch0` on, each of `sq` queries and `sk` keys (logical lengths)."""
+    """`batches` sequences, the first of which is `batch0`, with `sq` queries and `sk` keys each (rows in use)."""
 
     batch0: int
     batches: int
@@ -23,11 +23,11 @@ class Span:
     k0: int = 0
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """(batches, sq, heads, dim) of a dense or packed tensor of query rows."""
+        """Return the span's (batches, sq, heads, dim) of a dense or packed tensor of query rows."""
         return self._take(tensor, self.q0, self.sq)
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """(batches, sk, heads, dim) of a dense or packed tensor of key rows."""
+        """Return the span's (batches, sk, heads, dim) of a dense or packed tensor of key rows."""
         return self._take(tensor, self.k0, self.sk)
 
     def _take(self, tensor: Tensor, first: int, length: int) -> Tensor:
@@ -36,7 +36,7 @@ class Span:
         return tensor.narrow(0, self.batch0, self.batches).narrow(1, 0, length)
 
     def statistics(self, tensor: Tensor) -> Tensor:
-        """(batches, heads, sq) of row statistics in any of the accepted forms.
+        """Return the span's (batches, heads, sq) of an LSE-like tensor in any accepted shape.
 
         Dense: (B, H, Sq), (B, H, Sq, 1) or (B, H, roundup(Sq, 32)). Packed: (H, total_q) or
         (B, H, roundup(max_seqlen_q, 32)).
@@ -48,16 +48,16 @@ class Span:
         return tensor.narrow(0, self.batch0, self.batches).narrow(2, 0, self.sq)
 
     def plane(self, tensor: Tensor) -> Tensor:
-        """The span's part of a tensor that broadcasts to (B, heads, queries, keys); dimensions of 1 stay."""
+        """Return the span's part of a tensor that broadcasts to (B, heads, queries, keys); dimensions of 1 are kept."""
         return narrow_broadcast(tensor, ((self.batch0, self.batches), (0, tensor.shape[1]), (0, self.sq), (0, self.sk)))
 
     def batch_rows(self, tensor: Tensor) -> Tensor:
-        """(batches or 1, H) of a tensor of (H,) or (B, H)."""
+        """Return the span's (batches or 1, H) of a tensor of shape (H,) or (B, H)."""
         return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.narrow(0, self.batch0, self.batches)
 
 
 def narrow_broadcast(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Narrow every dimension to its (first, length), except those of size 1, which broadcast."""
+    """Narrow every dimension to its (first, length), except dimensions of size 1, which broadcast."""
     for dim, (first, length) in enumerate(ranges):
         if tensor.shape[dim] != 1:
             tensor = tensor.narrow(dim, first, length)
@@ -72,7 +72,7 @@ def split_spans(
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
 ) -> list[Span]:
-    """Spans of a call: one for a dense batch, one a sequence where lengths differ."""
+    """Return the spans of a call: one for a dense batch, or one per sequence with cu_seqlens or seqused."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
         if seqused_q is None and seqused_k is None:

@@ -1,8 +1,8 @@
-"""Independent pieces of work spread over CPU threads that run torch's operators single-threaded.
+"""Runs independent tasks on CPU threads, in which PyTorch's operators are single-threaded.
 
-An operator that splits itself over threads ends at a barrier. A tile takes eight operators of some 50 us, and where one
-thread is late (a busy machine, a core that is shared) all wait, eight times a tile. Threads that each work through
-their own heads meet once, at the end: docs/kernels/reference.md has the measurements.
+An operator that uses several threads ends with a barrier. A tile runs eight operators of about 50 us, so one slow
+thread (on a busy machine or a shared core) would delay all threads eight times per tile. Threads that process their own
+heads synchronise only once, at the end. See docs/kernels/reference.md for the measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _pool_lock = threading.Lock()
 
 
 def _forget_pool() -> None:
-    """A forked child has none of its parent's threads."""
+    """Discard the pool after a fork: the child process does not have the threads of its parent."""
     global _pool, _pool_lock
     _pool, _pool_lock = None, threading.Lock()
 
@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 def run_all(tasks: Sequence[Callable[[], T]], threads: int) -> list[T]:
-    """Call every task, on `threads` CPU threads if more than one; results are in the order of the tasks."""
+    """Call all tasks, on up to `threads` CPU threads. Results are in the order of the tasks."""
     threads = min(threads, len(tasks))
     if threads <= 1:
         return [task() for task in tasks]
@@ -41,7 +41,7 @@ def run_all(tasks: Sequence[Callable[[], T]], threads: int) -> list[T]:
     left = deque(enumerate(tasks))
 
     def work() -> None:
-        with torch.inference_mode() if inference else torch.no_grad():  # both are settings of a thread
+        with torch.inference_mode() if inference else torch.no_grad():  # both modes are per thread
             while True:
                 try:
                     index, task = left.popleft()
@@ -64,22 +64,22 @@ def _pool_of(threads: int) -> ThreadPoolExecutor:
 
 
 def _start(threads: int) -> ThreadPoolExecutor:
-    """Threads in which torch's operators use no further threads.
+    """Start threads in which PyTorch's operators use no further threads.
 
-    ``torch.set_num_threads`` sets the number of the calling thread, and what threads that appear later begin with. So
-    every worker sets its own to 1, and when all have, the second is put back.
+    ``torch.set_num_threads`` sets the thread count of the calling thread, and the default for threads that start later.
+    Every worker therefore sets its own count to 1. After all workers have done so, the caller restores the default.
     """
     before = torch.get_num_threads()
     begun = threading.Barrier(threads)
 
     def begin() -> None:
-        torch.get_num_threads()  # at its first question a thread takes over the common number: not after the next line
+        torch.get_num_threads()  # the first call copies the default, which must not happen after the next line
         torch.set_num_threads(1)
         begun.wait()
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="flashbwd", initializer=begin)
     for _ in range(threads):
-        pool.submit(int)  # starts a worker: none is idle before all have begun
+        pool.submit(int)  # starts one worker each: no worker is idle before all have started
     pool.submit(int).result()
     torch.set_num_threads(before)
     return pool

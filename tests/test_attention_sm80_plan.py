@@ -47,7 +47,7 @@ def test_refuses_double_precision(host: ModuleType) -> None:
     ("device", "words"),
     [
         ({"cc_major": 7, "cc_minor": 5}, "it needs compute capability 8.0, the device has 7.5"),
-        ({"smem_per_block": 64 * 1024}, "in 65536 bytes of shared memory a block"),
+        ({"smem_per_block": 64 * 1024}, "in 65536 bytes of shared memory per block"),
         ({"usable": False, "why_not": "the driver is old"}, "the driver is old"),
         ({"has_attention_sm80": False}, "this build holds no sm80 attention kernels"),
     ],

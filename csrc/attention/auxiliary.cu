@@ -17,7 +17,7 @@ bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes) {
          view.seq_stride * element_bytes % bytes == 0 && view.head_stride * element_bytes % bytes == 0;
 }
 
-// Threads a row, a power of two up to a warp, where each takes `columns_each` of `columns` at a time.
+// log2 of the number of threads per row: a power of two, at most a warp. Each thread covers `columns_each` columns.
 int32_t lanes_log2(int64_t columns, int64_t columns_each) {
   int32_t log2 = 0;
   while (log2 < 5 && (columns_each << log2) < columns) ++log2;
@@ -74,7 +74,8 @@ RowStatistics row_statistics(const AttentionBackwardParams& params, const Worksp
                              params.total_q);
 }
 
-// Of preprocess_ahead_kernel: each of kAheadRows lanes finishes a row.
+// For preprocess_ahead_kernel: at least kAheadRows threads per row, because each of the first kAheadRows lanes finishes
+// one row.
 int32_t ahead_lanes_log2(const AttentionBackwardParams& params) {
   static_assert(kAheadRows == 8, "three bits of a lane");
   return std::max(lanes_log2(params.head_dim_v, 16 / size_of(params.dtype)), 3);
@@ -92,7 +93,7 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
   arguments.statistics = statistics;
   arguments.lanes_log2 = lanes_log2(params.head_dim_v, 16 / size_of(params.dtype));
   const int64_t rows = (kPreprocessThreads >> arguments.lanes_log2) * kPreprocessRows;
-  // One CTA at least, for the tables.
+  // At least one CTA, which fills the tables.
   arguments.row_blocks =
       static_cast<uint32_t>(std::max<int64_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows), 1));
   arguments.vectors =

@@ -13,7 +13,7 @@
 namespace flashbwd {
 namespace {
 
-// The gradient of a broadcast bias from scratch: sums over what is broadcast, in a fixed order.
+// Threads of the kernels below, which sum the gradient of a broadcast bias from scratch in a fixed order.
 constexpr int kReduceThreads = 256;
 
 struct Extents {
@@ -23,14 +23,14 @@ struct Extents {
 
 struct ReduceArguments {
   BiasGradient source;
-  Extents summed;  // 1 where the source is summed already, or where the bias is not broadcast
+  Extents summed;  // 1 if the main kernel has already summed this dimension, or if the bias is not broadcast over it
   BiasView dbias;
   Extents out;
-  Visibility visibility;             // of a source in tiles
-  int32_t block_m = 0, block_n = 0;  // likewise; 0: all of it is written
+  Visibility visibility;             // of a tiled source
+  int32_t block_m = 0, block_n = 0;  // of a tiled source; 0: every element has been written
 };
 
-// One element of dbias by 32 lanes, or by one thread where there are few terms.
+// Sums one element of dbias with 32 lanes, or with one thread if there are few terms.
 __device__ __forceinline__ float sum_terms(const ReduceArguments& a, int64_t first, int32_t lane, int32_t lanes) {
   const Extents& n = a.summed;
   float sum = 0.f;
@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kReduceThreads)
                           col * a.source.col_stride;
     float sum = sum_terms(a, first, static_cast<int32_t>(thread % lanes), lanes);
     for (int32_t distance = lanes / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);  // lanes is 1 or 32: whole warps work on one element
+      // lanes is 1 or 32, so each warp works on one element or each lane on its own
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
     if (thread % lanes != 0) continue;
     const int64_t place =
@@ -98,12 +99,12 @@ __device__ __forceinline__ void store_columns(const BiasView& view, int64_t plac
   }
 }
 
-// Whole planes (seqlen_q, seqlen_k), of which batch and heads are summed: four columns of a row a thread. `vectors`:
-// all rows and planes start on 16 bytes, those of dbias on four elements.
+// Sums whole (seqlen_q, seqlen_k) planes over batch and heads; each thread sums four columns of a row. `vectors`:
+// source rows start at multiples of 16 bytes, dbias rows at multiples of four elements.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     sum_planes_kernel(const __grid_constant__ ReduceArguments a, bool vectors) {
-  const uint32_t rows = static_cast<uint32_t>(a.out.batch) * a.out.head * a.out.row;  // plans take less than 2^31
+  const uint32_t rows = static_cast<uint32_t>(a.out.batch) * a.out.head * a.out.row;  // the plan limits this to 2^31
   for (uint32_t i = blockIdx.x; i < rows; i += gridDim.x) {
     const uint32_t plane = i / a.out.row, row = i - plane * a.out.row;
     const uint32_t batch = plane / a.out.head, head = plane - batch * a.out.head;
@@ -154,10 +155,10 @@ cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t confi
   }
 }
 
-// Of 16-bit tiles, a warp has 256 columns of a row, eight a lane.
+// For tiles of 16-bit elements: a warp covers 256 columns of a row, eight per lane.
 constexpr int32_t kTileColumns = 32 * kTiledColumns;
 
-// Sums of `terms` planes of a source in tiles, a plane of dbias. `vectors`: rows of dbias begin on 16 bytes.
+// Sums `terms` planes of a tiled source to one plane of dbias. `vectors`: dbias rows start at multiples of 16 bytes.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     sum_tiles_kernel(const __grid_constant__ ReduceArguments a, int32_t terms, int64_t term_stride, bool vectors) {
@@ -207,7 +208,7 @@ struct ZeroArguments {
   int32_t block_m = 0, block_n = 0;
 };
 
-// Zeros in elements [first, last) of a row, by a warp.
+// Zeroes elements [first, last) of a row. Called by one warp.
 __device__ __forceinline__ void zero_columns(const BiasGradient& g, int64_t row, int32_t first, int32_t last,
                                              int32_t lane) {
   if (g.col_stride != 1) {
@@ -219,7 +220,7 @@ __device__ __forceinline__ void zero_columns(const BiasGradient& g, int64_t row,
   const auto bytes = static_cast<int32_t>(size_of(g.dtype));
   uint8_t* const begin = static_cast<uint8_t*>(g.data) + (row + first) * bytes;
   uint8_t* const end = static_cast<uint8_t*>(g.data) + (row + last) * bytes;
-  const auto zero_scalars = [&](uint8_t* from, uint8_t* to) {  // at most one per lane
+  const auto zero_scalars = [&](uint8_t* from, uint8_t* to) {  // at most one element per lane
     uint8_t* const place = from + lane * bytes;
     if (place >= to) return;
     if (bytes == 4) {
@@ -240,7 +241,8 @@ __device__ __forceinline__ void zero_columns(const BiasGradient& g, int64_t row,
   zero_scalars(tail, end);
 }
 
-// Zeros in the tiles of (batch, heads, seqlen_q, seqlen_k) that have no visible element: one row of a plane per warp.
+// Zeroes the tiles of (batch, heads, seqlen_q, seqlen_k) without a visible element. Each warp zeroes one row of a
+// plane.
 __global__ void __launch_bounds__(kReduceThreads) zero_unseen_kernel(const __grid_constant__ ZeroArguments a) {
   const AttentionBackwardParams& p = a.params;
   const BiasGradient& g = a.gradient;
@@ -259,7 +261,7 @@ __global__ void __launch_bounds__(kReduceThreads) zero_unseen_kernel(const __gri
 }
 
 cudaLaunchConfig_t config_of_warps(int64_t warps, void* stream) {
-  constexpr int64_t kCtas = 2048;  // more than run at once
+  constexpr int64_t kCtas = 2048;  // more than the GPU runs at once
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::min(ceil_div(warps, int64_t{kReduceThreads / 32}), kCtas)));
   config.blockDim = dim3(kReduceThreads);
@@ -273,7 +275,7 @@ cudaError_t launch_sum_tiles(const ReduceArguments& a, int64_t heads_of_call, vo
   const bool vectors = a.out.col % kTiledColumns == 0 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0 &&
                        d.batch_stride % kTiledColumns == 0 && d.head_stride % kTiledColumns == 0 &&
                        d.row_stride % kTiledColumns == 0;
-  // Planes of all heads, then those of the next batch: terms are equally far from one another.
+  // The terms are all heads of one or all batches, or one head of all batches. Either way their distance is constant.
   const int64_t stride = a.out.head == 1 ? a.source.head_stride : a.source.head_stride * heads_of_call;
   const int64_t warps = int64_t{a.out.batch} * a.out.head * a.out.row * ceil_div(a.out.col, kTileColumns);
   return launch_kernel(config_of_warps(warps, stream), sum_tiles_kernel<T>, a, a.summed.batch * a.summed.head, stride,
@@ -329,7 +331,7 @@ BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientS
 const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& gradient,
                                       const BiasGradientScratch& scratch, int32_t block_m, int32_t block_n,
                                       void* stream) {
-  // The sums over planes in tiles leave out what no query sees.
+  // sum_tiles_kernel skips tiles without a visible element, so they need no zeros.
   if (gradient.mode != BiasGradientMode::kStore || (scratch.in_tiles() && scratch.elements > 0)) return nullptr;
   const bool dense = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr && p.seqused_k == nullptr;
   if (dense && visibility_of_call(p).full()) return nullptr;

@@ -14,26 +14,27 @@ constexpr int kThreads = 1024;
 
 struct BoundLengths {
   const int32_t* given;  // (sequences + 1,)
-  int32_t* bounded;      // likewise
+  int32_t* bounded;      // (sequences + 1,)
   int32_t rows;
 };
 
-// CTA 0 has cu_seqlens_q, CTA 1 cu_seqlens_k. Each element becomes the maximum of all up to it, clamped to [0, rows].
+// CTA 0 copies cu_seqlens_q, CTA 1 cu_seqlens_k: each element becomes the running maximum, clamped to [0, rows].
 __global__ void __launch_bounds__(kThreads)
     bound_lengths_kernel(const BoundLengths q, const BoundLengths k, int32_t sequences) {
   const BoundLengths& lengths = blockIdx.x == 0 ? q : k;
   __shared__ int32_t warp_maxima[kThreads / 32];
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int32_t before = 0;  // maximum of the elements before this round's
+  int32_t before = 0;  // maximum of the elements of earlier iterations
   for (int32_t first = 0; first <= sequences; first += kThreads) {
     const int32_t i = first + threadIdx.x;
     int32_t value = 0 < i && i <= sequences ? min(max(lengths.given[i], 0), lengths.rows) : 0;
 #pragma unroll
     for (int32_t distance = 1; distance < 32; distance *= 2) {
-      value = max(value, __shfl_up_sync(0xffffffffu, value, distance));  // lanes without a source get their own
+      // the first `distance` lanes get their own value
+      value = max(value, __shfl_up_sync(0xffffffffu, value, distance));
     }
     if (lane == 31) warp_maxima[warp] = value;
-    __syncthreads();  // every warp's maximum is there
+    __syncthreads();  // every warp has written its maximum
     value = max(value, before);
     for (int32_t w = 0; w < kThreads / 32; ++w) {
       if (w < warp) value = max(value, warp_maxima[w]);

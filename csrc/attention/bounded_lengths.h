@@ -1,6 +1,6 @@
-// Lengths of packed sequences that kernels can count on. cu_seqlens lies on the GPU, so the host cannot check it, and a
-// captured graph replays with whatever it holds then. Kernels wait for counts that follow from it, and index tensors by
-// it, so no kernel reads the caller's own.
+// Copies of cu_seqlens that are safe for kernels to index with. cu_seqlens is on the GPU: the host cannot check it, and
+// a CUDA graph replays with its current contents. Kernels wait for counts and compute addresses derived from it, so no
+// kernel reads the caller's array.
 #pragma once
 
 #include "params.h"
@@ -8,10 +8,9 @@
 
 namespace flashbwd {
 
-// Points `params` at copies of cu_seqlens_q and cu_seqlens_k in the workspace, and launches on `stream` what writes
-// them: element 0 is 0, and no element is below the one before it or above the number of rows. Contents that keep the
-// caller's promise are copied as they are. load_sequence (sequence.cuh) cuts each sequence to max_seqlen_q and
-// max_seqlen_k. Does nothing for dense inputs. Returns null or a message.
+// Launches a kernel on `stream` that copies cu_seqlens_q and cu_seqlens_k to the workspace, and points `params` at the
+// copies. Element 0 of a copy is 0; elements never decrease and never exceed the number of rows. Valid contents are
+// unchanged. Does nothing for dense inputs. Returns null or a message.
 const char* launch_bound_lengths(AttentionBackwardParams* params, const WorkspaceLayout& workspace, void* stream);
 
 }  // namespace flashbwd

@@ -1,5 +1,5 @@
-// After the main kernel, or as its heads finish: dq = softmax_scale * the sum of the accumulator's slots in index
-// order, in dq's own dtype.
+// The dq postprocess: dq = softmax_scale * the sum of the accumulator's slots in index order, converted to dq's dtype.
+// It runs after the main kernel, or overlaps it and waits head by head (HeadsFinished).
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 namespace flashbwd {
 
 constexpr int kConvertThreads = 256;
-constexpr int kConvertRows = 2;     // of a thread, read at the same time
-constexpr int kConvertColumns = 8;  // of a thread: 32 bytes of the accumulator, 16 of a 16-bit dq
+constexpr int kConvertRows = 2;     // per thread, loaded at the same time
+constexpr int kConvertColumns = 8;  // per thread: 32 bytes of the accumulator, 16 bytes of a 16-bit dq
 
 template <typename T>
 __device__ __forceinline__ void store_columns(T* destination, const float (&values)[kConvertColumns]) {
@@ -30,14 +30,14 @@ __device__ __forceinline__ void store_columns(T* destination, const float (&valu
   }
 }
 
-// How the threads of a CTA lie over rows and columns.
+// The arrangement of a CTA's threads over rows and columns.
 struct RowThreads {
-  int32_t lanes_log2 = 0;  // threads a row
-  bool vectors = false;    // kConvertColumns columns of the result can be written at once
+  int32_t lanes_log2 = 0;  // log2 of the threads per row
+  bool vectors = false;    // kConvertColumns columns of the result can be stored at once
 
   __device__ int32_t lanes() const { return 1 << lanes_log2; }
   __device__ int32_t lane() const { return threadIdx.x & (lanes() - 1); }
-  __device__ int32_t rows_abreast() const { return kConvertThreads >> lanes_log2; }  // from a thread's row to its next
+  __device__ int32_t rows_abreast() const { return kConvertThreads >> lanes_log2; }  // from row to row
   __device__ int32_t first_row(uint32_t row_block) const {
     return row_block * rows_abreast() * kConvertRows + (threadIdx.x >> lanes_log2);
   }
@@ -48,11 +48,11 @@ struct SlotRows {
   int64_t slot_stride;
   int64_t row_stride;  // a multiple of 4
   int32_t slots;
-  bool parted = false;  // see parted_place
+  bool parted = false;  // rows are permuted, see parted_place in schedule.h
 };
 
-// This thread's rows of the result: scale * the sum over the slots, 0 where not `live`. `rows` of them exist from its
-// first one on.
+// Writes this thread's rows of the result: scale * the sum over the slots, or 0 for rows that are not `live`. `rows`
+// rows exist, counted from the thread's first one.
 template <typename T>
 __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotRows& in, float scale,
                                           const bool (&live)[kConvertRows], T* out, int64_t out_row_stride,
@@ -101,11 +101,11 @@ struct ConvertArguments {
   AttentionBackwardParams params;
   WorkspaceLayout workspace;
   HeadsFinished finished;
-  uint32_t row_blocks = 0;  // CTAs a (batch, head)
+  uint32_t row_blocks = 0;  // CTAs per (batch, head)
   RowThreads threads;
 };
 
-// By one thread: all key blocks have been added to this head.
+// Called by one thread: waits until all key blocks of this head have been added.
 inline __device__ void wait_for_head(const ConvertArguments& a, const Sequence& sequence, int32_t batch, int32_t head) {
   const AttentionBackwardParams& p = a.params;
   const int32_t* count = a.finished.counts + int64_t{batch} * p.heads_kv + head / (p.heads / p.heads_kv);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
   const Sequence sequence = load_sequence(p, batch);
   if (a.finished.counts != nullptr) {
     if (threadIdx.x == 0) wait_for_head(a, sequence, batch, head);
-    __syncthreads();  // thread 0 has seen it
+    __syncthreads();  // thread 0 has waited for the head
   }
   const Visibility visibility = visibility_of(p, sequence);
   const int32_t first_row = a.threads.first_row(row_block);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
   const int64_t slot_stride = sequence.rows_q * w.row_stride;
   T* dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
           (sequence.begin_q + first_row) * p.dq.seq_stride;
-  // What no key block sees, nobody may have written.
+  // No key block writes the accumulator rows of a query that sees no key, so they may hold anything.
   bool live[kConvertRows];
 #pragma unroll
   for (int r = 0; r < kConvertRows; ++r) {
@@ -150,18 +150,18 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
 
   sum_slots(a.threads, SlotRows{slots, slot_stride, w.row_stride, nsplits, w.dq_parted}, p.softmax_scale, live, dq,
             p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
-  // Launches behind this one wait for it alone: it must not end before the main kernel.
+  // A later launch waits only for this kernel, so this kernel must not end before the main kernel.
   if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_for_launch_before();
 }
 
 struct PartialSumsArguments {
-  HeadsView sums, gradient;  // of sums the heads are heads * slots
+  HeadsView sums, gradient;  // `sums` has heads * slots heads
   int32_t heads = 0, slots = 0, rows = 0, columns = 0;
-  uint32_t row_blocks = 0;  // CTAs a (batch, head)
+  uint32_t row_blocks = 0;  // CTAs per (batch, head)
   RowThreads threads;
 };
 
-// A gradient from slots of one sum each, in index order.
+// Sums the slots of a gradient in index order.
 template <typename T>
 __global__ void __launch_bounds__(kConvertThreads)
     add_partial_sums_kernel(const __grid_constant__ PartialSumsArguments a) {

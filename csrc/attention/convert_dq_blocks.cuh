@@ -1,4 +1,4 @@
-// convert_dq for an accumulator whose rows lie in blocks (dq_block_offset in schedule.h).
+// The dq postprocess for an accumulator in MMA fragment order (dq_block_offset in schedule.h).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace flashbwd {
 
-// Eight columns of a row of one slot. `rows`: the eight rows that hold it; `whole`: they lie in blocks.
+// Adds eight columns of a row of one slot to `sums`. `rows` points at the eight rows that contain it. `whole`: these
+// rows are stored in 8 x 8 blocks; otherwise, at the end of a sequence, as plain rows.
 __device__ __forceinline__ void add_row_of_blocks(const float* rows, int32_t row, int32_t column, int64_t row_stride,
                                                   bool whole, float (&sums)[kConvertColumns]) {
   const float* const first = rows + (whole ? dq_block_offset(row, column) : row * row_stride + column);
@@ -19,7 +20,7 @@ __device__ __forceinline__ void add_row_of_blocks(const float* rows, int32_t row
   for (int i = 0; i < kConvertColumns; ++i) sums[i] += whole ? as_blocks[i] : as_rows[i];
 }
 
-// A thread has eight columns of a row at a time, eight neighbours those of the eight rows of a block.
+// A thread converts eight columns of one row at a time. Eight neighbouring threads convert the eight rows of a block.
 template <typename T>
 __global__ void __launch_bounds__(kConvertThreads)
     convert_dq_blocks_kernel(const __grid_constant__ ConvertArguments a) {
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kConvertThreads)
                             dq_row_offset(head, 0, first_row, nsplits, sequence.rows_q, w.row_stride);
   const int64_t slot_stride = sequence.rows_q * w.row_stride;
   const bool whole = first_row + kDqBlock <= sequence.rows_q;
-  // What no key block sees, nobody may have written.
+  // No key block writes the accumulator rows of a query that sees no key, so they may hold anything.
   const int32_t slots = sees_a_key(visibility_of(p, sequence), row) ? nsplits : 0;
   T* const dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
                 (sequence.begin_q + row) * p.dq.seq_stride;

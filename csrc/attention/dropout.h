@@ -1,4 +1,4 @@
-// Numbers of a forward's dropout that kernels are given.
+// Scale and threshold with which kernels reproduce the dropout of a forward pass.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 
 namespace flashbwd {
 
-// What kept probabilities are multiplied by. PyTorch's memory-efficient forward rounds it to the type of its inputs.
+// The scale of the probabilities that dropout keeps. PyTorch's memory-efficient forward rounds it to the input dtype.
 inline float dropout_scale(const AttentionBackwardParams& p) {
   const double scale = 1.0 / (1.0 - p.dropout_p);
   if (p.dropout_layout == DropoutLayout::kFlash || p.dtype == DType::kFloat32) return static_cast<float>(scale);
@@ -19,13 +19,13 @@ inline float dropout_scale(const AttentionBackwardParams& p) {
   return __half2float(__float2half(static_cast<float>(scale)));
 }
 
-// FlashAttention-2 keeps what has drawn a byte up to this one.
+// FlashAttention-2 keeps an element if its random byte is at most this threshold.
 inline uint32_t flash_threshold(float dropout_p) {
   return static_cast<uint32_t>(std::floor(double{1.f - dropout_p} * 255.0));
 }
 
-// PyTorch's memory-efficient forward keeps a 32-bit word x iff fl32(fl32(x) * 2^-32 + 2^-33) > p, which grows with x:
-// the first that it keeps.
+// PyTorch's memory-efficient forward keeps an element with random 32-bit word x iff fl32(fl32(x) * 2^-32 + 2^-33) > p.
+// The left side grows with x, so this function returns the smallest x that is kept.
 inline uint32_t efficient_threshold(float dropout_p) {
   uint32_t first = 0;
   for (uint32_t bit = uint32_t{1} << 31; bit != 0; bit >>= 1) {

@@ -1,5 +1,5 @@
-// What an attention kernel family offers. The host half (refusal, plan) is compiled into _C and tested without a
-// GPU; the launcher is installed by _C_cuda when it loads.
+// The interface of an attention kernel family. The host half (refusal, plan) is compiled into _C and tested without a
+// GPU. _C_cuda installs the launcher when it is loaded.
 #pragma once
 
 #include <string>
@@ -12,17 +12,17 @@
 namespace flashbwd {
 
 struct AttentionFamily {
-  const char* name;  // "sm90", "sm80": also the name of the backend in a Plan
-  // Empty when the family takes the problem on this device, else the reason in words.
+  const char* name;  // "sm90", "sm80"; also the backend's name in a Plan
+  // Returns an empty string if the family supports the problem on this device, otherwise the reason why not.
   std::string (*refusal)(const AttentionProblem&, const DeviceInfo&);
-  // Fills tile, schedule, workspace layout. Called only where refusal() is empty.
+  // Fills in the tile, the schedule and the workspace layout. Called only if refusal() is empty.
   void (*plan)(const AttentionProblem&, const DeviceInfo&, AttentionPlan*);
-  // Null, or: empty where the family is the faster one, else in words why one behind it goes first if it takes the
-  // problem. Called only where refusal() is empty.
+  // Optional. Returns an empty string if no other family is faster. Otherwise returns the reason why a later family is
+  // faster: that family is used if it supports the problem. Called only if refusal() is empty.
   std::string (*slower)(const AttentionProblem&) = nullptr;
 };
 
-// Launches on `stream`; returns null, or a message that lives until the next call on this thread.
+// Launches on `stream`. Returns null, or a message that stays valid until the next call on this thread.
 using AttentionLauncher = const char* (*)(const AttentionBackwardParams&, const AttentionPlan&, void* stream);
 
 }  // namespace flashbwd

@@ -5,7 +5,7 @@
 namespace flashbwd {
 namespace {
 
-// (batch, seq, head, dim), or (total, head, dim) when packed.
+// (batch, seq, head, dim), or (total, head, dim) if packed.
 HeadsView heads_view(const TensorDesc& t) {
   HeadsView view;
   view.data = t.data;
@@ -16,7 +16,7 @@ HeadsView heads_view(const TensorDesc& t) {
   return view;
 }
 
-// (batch, head, seq), (batch, head, seq, 1), or (head, total) when packed.
+// (batch, head, seq), (batch, head, seq, 1), or (head, total) if packed.
 RowsView rows_view(const TensorDesc& t) {
   RowsView view;
   if (!t) return view;

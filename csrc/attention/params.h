@@ -1,4 +1,4 @@
-// What an attention-backward kernel is given: pointers, strides and numbers, nothing of torch.
+// The arguments of an attention backward kernel: pointers, strides and scalars. No torch types.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace flashbwd {
 
-// A (batch, seq, head, dim) view with dim contiguous. Strides count elements and are 64-bit. For packed variable
-// lengths the batch stride is 0 and cu_seqlens gives the first row of a sequence.
+// A (batch, seq, head, dim) view whose last dimension is contiguous. Strides are 64-bit and count elements. With packed
+// variable lengths the batch stride is 0 and cu_seqlens gives the first row of each sequence.
 struct HeadsView {
   void* data = nullptr;
   int64_t batch_stride = 0;
@@ -17,8 +17,8 @@ struct HeadsView {
   int64_t head_stride = 0;
 };
 
-// A (batch, head, seq) view of fp32 row statistics. Packed variable lengths: batch stride 0, rows from cu_seqlens
-// ("packed_rows"), or one padded row block a sequence (the "(B, H, roundup(max_seqlen_q, 32))" form).
+// A (batch, head, seq) view of fp32 values, one per query row. With packed variable lengths it is (heads, total_q) with
+// batch stride 0 and rows indexed by cu_seqlens (packed_rows), or one padded block per sequence.
 struct RowsView {
   void* data = nullptr;
   int64_t batch_stride = 0;
@@ -27,7 +27,7 @@ struct RowsView {
   bool packed_rows = false;
 };
 
-// A (batch, head, row, column) view; a broadcast dimension has stride 0.
+// A (batch, head, row, column) view. A broadcast dimension has stride 0.
 struct BiasView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -39,23 +39,24 @@ struct BiasView {
 
 enum class CausalAlignment : int32_t { kNone, kBottomRight, kTopLeft };
 
-// Which forward drew the dropout mask; see docs/numerics.md for the numberings.
+// The forward pass that drew the dropout mask. docs/numerics.md describes how each of them numbers the elements.
 enum class DropoutLayout : int32_t { kNone, kFlash, kEfficient32, kEfficient64 };
 
 struct PhiloxArguments {
-  // On the GPU when the pointers are set (CUDA graphs replay with other values), else by value.
+  // With pointers, the values are read on the GPU when the kernel runs, so that a CUDA graph can replay with other
+  // values.
   const uint64_t* seed_ptr = nullptr;
   const uint64_t* offset_ptr = nullptr;
   uint64_t seed = 0;
   uint64_t offset = 0;
 
-  // On the GPU.
+  // Device code only.
   FLASHBWD_HOST_DEVICE uint64_t current_seed() const { return seed_ptr != nullptr ? *seed_ptr : seed; }
   FLASHBWD_HOST_DEVICE uint64_t current_offset() const { return offset_ptr != nullptr ? *offset_ptr : offset; }
 };
 
 struct AttentionBackwardParams {
-  // Sizes. seqlen_* are the maxima (the sizes themselves when dense); total_* are the rows of packed inputs.
+  // seqlen_* are the longest lengths (the lengths themselves when dense); total_* are the rows of packed inputs.
   int32_t batch = 0;
   int32_t heads = 0;
   int32_t heads_kv = 0;
@@ -67,15 +68,15 @@ struct AttentionBackwardParams {
   int64_t total_k = 0;
 
   DType dtype = DType::kBFloat16;     // of q, k, v, out, dout
-  DType dq_dtype = DType::kBFloat16;  // of the gradients: `dtype`, or fp32 where the caller gave fp32
+  DType dq_dtype = DType::kBFloat16;  // of the gradients: `dtype`, or fp32 if the caller passed fp32 outputs
   DType dk_dtype = DType::kBFloat16;
   DType dv_dtype = DType::kBFloat16;
 
   HeadsView q, k, v, out, dout;
   HeadsView dq, dk, dv;
-  RowsView lse, dlse;  // dlse.data is null when there is none
+  RowsView lse, dlse;  // dlse.data is null if the caller passed none
 
-  // (batch + 1,) and (batch,) int32 on the GPU; null when dense / unused.
+  // cu_seqlens: (batch + 1,), seqused: (batch,), int32 on the GPU; null if dense or not given.
   const int32_t* cu_seqlens_q = nullptr;
   const int32_t* cu_seqlens_k = nullptr;
   const int32_t* seqused_q = nullptr;
@@ -83,24 +84,24 @@ struct AttentionBackwardParams {
 
   float softmax_scale = 1.f;
   float softcap = 0.f;                              // 0: none
-  CausalAlignment causal = CausalAlignment::kNone;  // which diagonal `window_*` are measured from
-  int32_t window_left = -1;                         // -1: unbounded. Causal has already made window_right 0.
+  CausalAlignment causal = CausalAlignment::kNone;  // the diagonal from which `window_*` count
+  int32_t window_left = -1;                         // -1: unbounded. A causal mask has window_right 0.
   int32_t window_right = -1;
 
-  BiasView bias;   // data null: none
-  BiasView dbias;  // data null: not asked for; same shape and dtype as bias
+  BiasView bias;   // data is null if there is no bias
+  BiasView dbias;  // data is null if not requested; same shape and dtype as bias
   const float* alibi_slopes = nullptr;
-  int64_t alibi_batch_stride = 0;  // 0: one slope a head for all batches
+  int64_t alibi_batch_stride = 0;  // 0: all batches use the same slope per head
   const float* sink = nullptr;     // (heads,)
-  float* dsink = nullptr;          // (heads,) fp32, written, not added to
+  float* dsink = nullptr;          // (heads,) fp32; overwritten, not accumulated
 
   float dropout_p = 0.f;
   DropoutLayout dropout_layout = DropoutLayout::kNone;
   PhiloxArguments philox;
 
   bool deterministic = false;
-  bool tf32 = false;          // products of fp32 may be rounded to TF32
-  void* workspace = nullptr;  // at least the plan's workspace_bytes, 256-byte aligned
+  bool tf32 = false;          // fp32 matrix products may round their operands to TF32
+  void* workspace = nullptr;  // at least workspace_bytes of the plan, aligned to 256 bytes
 };
 
 }  // namespace flashbwd

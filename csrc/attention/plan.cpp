@@ -50,7 +50,7 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
   plan.sm_count = device.sm_count;
   const bool any = problem.backend == "auto";
   const AttentionFamily* chosen = nullptr;
-  const AttentionFamily* spare = nullptr;  // taken if no faster one takes it
+  const AttentionFamily* spare = nullptr;  // supports the problem but expects a later family to be faster
   bool known = any || problem.backend == kReference;
   for (const Candidate& candidate : kCandidates) {
     const bool forced = problem.backend == candidate.name;
@@ -59,7 +59,7 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
     if (chosen != nullptr) {
       reason = std::string(chosen->name) + " is preferred";
     } else if (!any && !forced) {
-      reason = "backend " + problem.backend + " was asked for";
+      reason = "backend " + problem.backend + " was requested";
     } else {
       reason = refusal_of(candidate, problem, device);
       if (reason.empty()) {

@@ -1,4 +1,4 @@
-// Which backend runs an attention backward, how, and with how much scratch.
+// Which backend runs an attention backward, with which schedule, and how much scratch memory it needs.
 #pragma once
 
 #include <cstdint>
@@ -14,26 +14,26 @@ namespace flashbwd {
 
 struct AttentionPlan {
   std::string backend;   // "sm90", "sm80", "reference"
-  int32_t block_m = 0;   // tile: queries; 0 for the reference
-  int32_t block_n = 0;   // tile: keys
-  int32_t splits = 1;    // CTAs that share the work on one block of keys, where any do
-  int32_t config = 0;    // the family's own row number in its config table
-  std::string schedule;  // in words: "one CTA a key block", ...
+  int32_t block_m = 0;   // queries per tile; 0 for the reference
+  int32_t block_n = 0;   // keys per tile
+  int32_t splits = 1;    // CTAs that share one block of keys
+  int32_t config = 0;    // row of the family's config table
+  std::string schedule;  // in words: "one CTA per key block", ...
   bool deterministic = false;
-  bool cooperative = false;  // the launch needs all of its CTAs resident at once, which not every context grants
-  int32_t sm_count = 0;      // of the device planned for; slots of persistent plans depend on it
+  bool cooperative = false;  // cooperative launch: all CTAs must be resident at once, which not every context allows
+  int32_t sm_count = 0;      // of the device that the plan is for; the slots of persistent plans depend on it
   WorkspaceLayout workspace;
-  std::vector<std::pair<std::string, std::string>> refusals;  // backend not chosen -> why
-  std::string refusal;                                        // why the backend that was forced cannot run this
+  std::vector<std::pair<std::string, std::string>> refusals;  // for each backend not chosen, the reason
+  std::string refusal;                                        // why the requested backend cannot run this problem
 };
 
-// Where a backend was forced and refuses, the plan holds its reason and nothing that could run.
+// If `refusal` is not empty, the requested backend cannot run the problem, and the plan must not be run.
 AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceInfo& device);
 
-// Throws that reason as std::invalid_argument.
+// Throws `refusal` as std::invalid_argument.
 AttentionPlan plan_attention(const AttentionProblem& problem, const DeviceInfo& device);
 
-// As JSON, for the Python Plan.
+// JSON for the Python class Plan.
 std::string to_json(const AttentionPlan& plan);
 
 }  // namespace flashbwd

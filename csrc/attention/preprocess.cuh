@@ -1,5 +1,5 @@
-// Before the main kernel: row statistics (see row_statistics.h), the tables and zeros of the workspace, zeros in the
-// gradients of rows that belong to no sequence.
+// The preprocess, which runs before the main kernel: computes the row statistics (row_statistics.h), fills the tables
+// and zeroes parts of the workspace, and zeroes the gradients of rows that belong to no sequence.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,21 @@
 namespace flashbwd {
 
 constexpr int kPreprocessThreads = 256;
-constexpr int kPreprocessRows = 2;  // of a thread, read at the same time; 1 and 4 are slower on an H100
-constexpr int kAheadThreads = 512;  // that read, see preprocess_ahead_kernel
-constexpr int kAheadRows = 8;       // of a thread
+constexpr int kPreprocessRows = 2;  // per thread, loaded at the same time; 1 and 4 are slower on an H100
+constexpr int kAheadThreads = 512;  // per CTA of preprocess_ahead_kernel
+constexpr int kAheadRows = 8;       // per thread of preprocess_ahead_kernel
 
 struct PreprocessArguments {
   AttentionBackwardParams params;
   WorkspaceInit workspace;
   RowStatistics statistics;
   RowsReady ready;
-  uint32_t row_blocks = 0;  // CTAs a (batch, head)
-  int32_t lanes_log2 = 0;   // threads a row
-  bool vectors = false;     // rows of out and dout can be read 16 bytes at a time
+  uint32_t row_blocks = 0;  // CTAs per (batch, head)
+  int32_t lanes_log2 = 0;   // log2 of the threads per row
+  bool vectors = false;     // rows of out and dout can be loaded 16 bytes at a time
 };
 
-// Rows [first, last) of packed gradients belong to no sequence: zeros. By all threads of the grid.
+// Zeroes rows [first, last) of a packed gradient, which belong to no sequence. Called by all threads of the grid.
 inline __device__ void zero_rows(const HeadsView& view, DType dtype, int32_t heads, int32_t columns, int64_t first,
                                  int64_t last) {
   const int64_t elements = (last - first) * heads * columns;
@@ -48,7 +48,7 @@ inline __device__ void zero_rows(const HeadsView& view, DType dtype, int32_t hea
   }
 }
 
-// Parts of rowsum(a * b) for `rows` of kPreprocessRows rows, `row_stride_*` elements apart, by the lanes of a row.
+// Adds this lane's part of rowsum(a * b) for kPreprocessRows rows that are `row_stride_*` elements apart.
 template <typename T>
 __device__ __forceinline__ void dot_rows(float (&sums)[kPreprocessRows], const T* a, int64_t row_stride_a, const T* b,
                                          int64_t row_stride_b, const bool (&live)[kPreprocessRows], int32_t columns,
@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const AttentionBackwardParams& p = a.params;
   let_launch_behind_begin();
 
-  // Heads first: in (batch, seq, head, dim) memory those of a row are neighbours, and DRAM likes to be read so.
+  // Consecutive CTAs process consecutive heads of the same rows. These are adjacent in (batch, seq, head, dim) memory,
+  // which makes the DRAM accesses more sequential.
   const uint32_t batch_rows = blockIdx.x / p.heads;
   const int32_t head = static_cast<int32_t>(blockIdx.x - batch_rows * p.heads);
   const int32_t batch = static_cast<int32_t>(batch_rows / a.row_blocks);
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const Visibility visibility = visibility_of(p, sequence);
   const int32_t lanes = 1 << a.lanes_log2;
   const int32_t lane = threadIdx.x & (lanes - 1);
-  const int32_t rows_abreast = kPreprocessThreads >> a.lanes_log2;  // from one row of a thread to its next
+  const int32_t rows_abreast = kPreprocessThreads >> a.lanes_log2;  // the distance between rows of one thread
   const int32_t first_row = row_block * rows_abreast * kPreprocessRows + (threadIdx.x >> a.lanes_log2);
 
   bool live[kPreprocessRows];
@@ -145,11 +146,11 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   init_workspace<kPreprocessThreads>(a.workspace, blockIdx.x, gridDim.x, warp_sums);
 }
 
-// What a CTA of preprocess_ahead_kernel takes at a time. Blocks come in the order in which the main kernel wants them:
-// lists of heads, in each the same rows of all heads.
+// One unit of work of preprocess_ahead_kernel: a block of rows of one head. The order is the one in which the main
+// kernel needs them: heads_abreast heads at a time, and within these, each block of rows of all heads.
 struct AheadBlock {
-  int32_t batch, head, first_row;  // first_row: of the thread
-  int64_t flag;                    // number of its flag
+  int32_t batch, head, first_row;  // first_row: this thread's first row
+  int64_t flag;                    // index of its flag
 
   __device__ __forceinline__ AheadBlock(const PreprocessArguments& a, uint32_t block) {
     const uint32_t all_heads = a.params.batch * a.params.heads, of_list = a.ready.heads_abreast * a.row_blocks;
@@ -163,7 +164,7 @@ struct AheadBlock {
   }
 };
 
-// Zeros where not `live`, without a branch.
+// Loads 16 bytes if `live`, otherwise returns zeros. Uses a predicate instead of a branch.
 __device__ __forceinline__ uint4 load_vector_if(bool live, const void* place) {
   uint4 v;
   asm volatile(
@@ -174,8 +175,8 @@ __device__ __forceinline__ uint4 load_vector_if(bool live, const void* place) {
   return v;
 }
 
-// A thread's part of a block: one vector of each of its rows, and lse of the row that it finishes, which is number
-// lane % kAheadRows.
+// A thread's part of a block: one 16-byte vector of each of its rows, and the LSE of the row that it finishes, which is
+// its row number lane % kAheadRows.
 template <typename T>
 struct AheadRows {
   const PreprocessArguments& a;
@@ -184,16 +185,16 @@ struct AheadRows {
   const int32_t abreast = kAheadThreads >> a.lanes_log2;
   uint4 out[kAheadRows], dout[kAheadRows];
   float lse = INFINITY;
-  // Of the block that is on its way.
+  // Source of the block that is being prefetched.
   const T *out_row, *dout_row;
   int32_t row, live_begin, live_end;
 
   __device__ explicit AheadRows(const PreprocessArguments& arguments) : a(arguments) {}
 
-  // The loads of rows 0, 1, ... follow.
+  // Prepares the loads of a block. load(0), load(1), ... then issue them in this order.
   __device__ __forceinline__ void begin(const AheadBlock& block) {
     const Visibility v = visibility_of(p, load_sequence(p, block.batch));
-    const bool any = v.lo < v.hi && v.seqlen_k > 0;  // see sees_a_key
+    const bool any = v.lo < v.hi && v.seqlen_k > 0;  // as in sees_a_key
     const int32_t column = lane * static_cast<int32_t>(16 / sizeof(T));
     live_begin = max(0, 1 - v.hi);
     live_end = any ? min(v.seqlen_q, v.seqlen_k - v.lo) : 0;
@@ -219,7 +220,7 @@ struct AheadRows {
     dout_row += abreast * p.dout.seq_stride;
   }
 
-  // This thread's part of delta of row r.
+  // This thread's part of delta of its row r.
   __device__ __forceinline__ float product(int r) const {
     const T* const ea = reinterpret_cast<const T*>(&out[r]);
     const T* const eb = reinterpret_cast<const T*>(&dout[r]);
@@ -229,7 +230,8 @@ struct AheadRows {
     return sum;
   }
 
-  // Sums over the lanes of a row, of row number lane % kAheadRows: in each exchange a lane keeps half of the rows.
+  // Sums over the lanes of a row. The lane gets the sum of row lane % kAheadRows: in each exchange it keeps half of its
+  // rows and sends the other half.
   __device__ __forceinline__ float sum_lanes(float (&sums)[kAheadRows]) const {
 #pragma unroll
     for (int half = kAheadRows / 2; half > 0; half /= 2) {
@@ -262,12 +264,12 @@ struct AheadRows {
   }
 };
 
-// What CTA blockIdx.x takes: of the first blocks every gridDim.x-th, then, if it is one of those that go on, of the
-// others every ctas-th.
-struct AheadWalk {
+// The blocks of CTA blockIdx.x: every gridDim.x-th of the first blocks. CTAs below `ctas` then continue with every
+// ctas-th of the remaining blocks.
+struct AheadIterations {
   uint32_t first_blocks, ctas, blocks;
 
-  __device__ explicit AheadWalk(const PreprocessArguments& a)
+  __device__ explicit AheadIterations(const PreprocessArguments& a)
       : ctas(a.ready.ctas), blocks(a.params.batch * a.params.heads * a.row_blocks) {
     first_blocks = min(static_cast<uint32_t>(a.ready.first_blocks), blocks);
   }
@@ -282,35 +284,36 @@ struct AheadWalk {
   }
 };
 
-// Dense, rows of whole 16-byte vectors, kAheadRows threads a row at least. By few CTAs, on as many multiprocessors,
-// while the main kernel begins on the others: so each has to do much. The next rows are on their way while these are
-// added up.
+// For dense inputs whose rows consist of whole 16-byte vectors; at least kAheadRows threads per row. Few CTAs run, one
+// per SM, while the main kernel starts on the other SMs. To keep these CTAs busy, the loads of the next block are in
+// flight while the current block is summed.
 template <typename T>
 __global__ void __launch_bounds__(kAheadThreads, 1)
     preprocess_ahead_kernel(const __grid_constant__ PreprocessArguments a) {
-  const AheadWalk walk(a);
-  // A flag is lowered by the CTA that raises it.
+  const AheadIterations iterations(a);
+  // Each flag is cleared by the CTA that will set it.
   const auto lower = [&](uint32_t begin, uint32_t end, uint32_t stride) {
     for (uint32_t block = begin + threadIdx.x * stride; block < end; block += stride * kAheadThreads) {
       a.ready.flags[AheadBlock(a, block).flag] = 0;
     }
   };
-  lower(blockIdx.x, walk.first_blocks, gridDim.x);
-  lower(walk.begin_others(), walk.blocks, walk.ctas);
+  lower(blockIdx.x, iterations.first_blocks, gridDim.x);
+  lower(iterations.begin_others(), iterations.blocks, iterations.ctas);
   __shared__ int64_t warp_sums[kAheadThreads / 32];
   init_workspace<kAheadThreads>(a.workspace, blockIdx.x, gridDim.x, warp_sums);
   __threadfence();
-  __syncthreads();  // what is written so far is seen by the launch behind
+  __syncthreads();  // all writes so far are visible to the next launch
   let_launch_behind_begin();
-  if (walk.begin() >= walk.blocks) return;
+  if (iterations.begin() >= iterations.blocks) return;
   AheadRows<T> rows(a);
-  rows.begin(AheadBlock(a, walk.begin()));
+  rows.begin(AheadBlock(a, iterations.begin()));
 #pragma unroll
   for (int r = 0; r < kAheadRows; ++r) rows.load(r);
 #pragma unroll 1
-  for (uint32_t block = walk.begin(); block < walk.blocks; block = walk.next(block)) {
+  for (uint32_t block = iterations.begin(); block < iterations.blocks; block = iterations.next(block)) {
     const float lse = rows.lse;
-    rows.begin(AheadBlock(a, min(walk.next(block), walk.blocks - 1)));  // behind the last one nobody reads
+    // after the last block the prefetched rows are not used
+    rows.begin(AheadBlock(a, min(iterations.next(block), iterations.blocks - 1)));
     float sums[kAheadRows];
 #pragma unroll
     for (int r = 0; r < kAheadRows; ++r) {
@@ -319,7 +322,7 @@ __global__ void __launch_bounds__(kAheadThreads, 1)
     }
     const AheadBlock here(a, block);
     rows.store(here, rows.sum_lanes(sums), lse);
-    __syncthreads();  // the statistics are written
+    __syncthreads();  // all threads have written their statistics
     if (threadIdx.x == 0) {
       __threadfence();
       store_release(a.ready.flags + here.flag, kRowsReady);

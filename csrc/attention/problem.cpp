@@ -20,8 +20,8 @@ int64_t round_up_32(int64_t n) { return (n + 31) / 32 * 32; }
 
 DType statistics_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
-// Parts of a message are made before check() is called: where they are strings, refuse() is called instead, on a
-// condition, so that a call that is right does not pay for them.
+// check() evaluates the parts of its message even if the condition holds. Where a part is an expensive string, the code
+// below tests the condition itself and calls refuse(), so that valid calls do not pay for the message.
 
 void check_shape(const char* name, const TensorDesc& tensor, std::initializer_list<int64_t> expected) {
   TensorDesc like;
@@ -53,8 +53,8 @@ void check_not_expanded(const char* name, const TensorDesc& tensor) {
   }
 }
 
-// int32, one-dimensional, dense in memory, on q's device (a plan reads them from the CPU too: its sizes are exact
-// then).
+// cu_seqlens and seqused: int32, one-dimensional, contiguous, on q's device. A plan also accepts them on the CPU, which
+// makes its sizes exact.
 void check_lengths(const char* name, const TensorDesc& tensor, int64_t size, const char* size_in_words,
                    const AttentionArguments& a) {
   check_dtype(name, tensor, DType::kInt32, "");
@@ -65,7 +65,7 @@ void check_lengths(const char* name, const TensorDesc& tensor, int64_t size, con
   if (!(a.plan_only && tensor.device.type == DeviceType::kCPU)) check_device(name, tensor, a.q.device);
 }
 
-// Lengths of the sequences where the host can read them.
+// The length of each sequence. Empty if the tensor is not on the CPU.
 std::vector<int64_t> read_cu_seqlens(const char* name, const TensorDesc& tensor, int64_t total, int64_t longest) {
   std::vector<int64_t> lengths;
   if (tensor.device.type != DeviceType::kCPU) return lengths;
@@ -185,7 +185,7 @@ void check_rows(const char* name, const TensorDesc& tensor, const AttentionProbl
          shape({p.batch, p.heads, p.seqlen_q, 1}), " or ", shape({p.batch, p.heads, round_up_32(p.seqlen_q)}));
 }
 
-// `lengths` is empty where the host does not know them.
+// `lengths` is empty if the host does not know them.
 void check_seqused(const char* name, const TensorDesc& tensor, const std::vector<int64_t>& lengths) {
   if (!tensor || tensor.device.type != DeviceType::kCPU) return;
   const auto* values = static_cast<const int32_t*>(tensor.data);
@@ -197,7 +197,6 @@ void check_seqused(const char* name, const TensorDesc& tensor, const std::vector
 
 void check_sequences(const AttentionArguments& a, AttentionProblem* p) {
   if (p->varlen) {
-    // A plan may be asked with cu_seqlens on the CPU, which makes its sizes exact; to run, they lie beside q.
     check_lengths("cu_seqlens_q", a.cu_seqlens_q, p->batch + 1, "batch + 1", a);
     check_lengths("cu_seqlens_k", a.cu_seqlens_k, p->batch + 1, "one more than the sequences of cu_seqlens_q", a);
     p->seqlens_q = read_cu_seqlens("cu_seqlens_q", a.cu_seqlens_q, p->total_q, p->seqlen_q);

@@ -1,4 +1,4 @@
-// The arguments of attention_backward as plain data, the one table of checks on them, and what they amount to.
+// The arguments of attention_backward as plain data, and the checks that turn them into an AttentionProblem.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace flashbwd {
 
-// The operator's arguments, before any check. Names are those of the public function, so that messages are too.
+// The operator's arguments before any check. The names are those of the public function, because messages quote them.
 struct AttentionArguments {
   TensorDesc dout, q, k, v, out, softmax_lse;
   TensorDesc attn_bias, alibi_slopes, sink, dlse;
@@ -27,13 +27,13 @@ struct AttentionArguments {
   std::optional<int64_t> max_seqlen_q, max_seqlen_k;
   bool need_dbias = true;
   bool deterministic = false;
-  std::string backend = "auto";      // or the name of a backend, which is then taken or refused with the reason
-  bool allow_tf32 = false;           // products of float32 may be rounded to TF32
-  TensorDesc dq, dk, dv, workspace;  // given by the caller, or undefined
-  bool plan_only = false;            // nothing will run: lengths may lie on the CPU beside tensors that do not
+  std::string backend = "auto";      // or a backend's name; the plan then uses this backend or reports why it cannot
+  bool allow_tf32 = false;           // matrix products of float32 inputs may round their operands to TF32
+  TensorDesc dq, dk, dv, workspace;  // passed by the caller, or undefined
+  bool plan_only = false;            // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
 };
 
-// A checked problem: everything that plans and launchers ask about it.
+// A checked problem: all that plans and launchers need to know about a call.
 struct AttentionProblem {
   DType dtype = DType::kFloat32;
   Device device;
@@ -47,7 +47,7 @@ struct AttentionProblem {
   int64_t seqlen_k = 0;
   int64_t total_q = 0;  // batch * seqlen_q when dense
   int64_t total_k = 0;
-  // Physical lengths of each sequence where they are known on the host (CPU cu_seqlens); empty otherwise.
+  // Physical length of each sequence if cu_seqlens is on the CPU, otherwise empty.
   std::vector<int64_t> seqlens_q, seqlens_k;
   double softmax_scale = 1.0;
   CausalAlignment causal = CausalAlignment::kNone;
@@ -61,27 +61,27 @@ struct AttentionProblem {
   DType bias_dtype = DType::kFloat32;
   bool bias_broadcast_batch = false, bias_broadcast_head = false, bias_broadcast_row = false,
        bias_broadcast_col = false;
-  bool bias_has_rows = false;  // of its own for each query, of q's dtype, adjacent keys, 16-byte aligned
-  bool bias_of_keys = false;   // the same for all queries
+  bool bias_has_rows = false;  // 16-byte aligned rows of q's dtype, contiguous keys, not broadcast over queries or keys
+  bool bias_of_keys = false;   // every query has the same bias
   bool has_alibi = false;
   bool has_sink = false;
   bool has_dlse = false;
   bool has_seqused = false;
   bool deterministic = false;
-  bool tf32 = false;        // float32 inputs whose products may be rounded to TF32
-  bool aligned_16 = false;  // every pointer and stride of q, k, v, out, dout is a multiple of 16 bytes
+  bool tf32 = false;        // float32 inputs, and matrix products may round their operands to TF32
+  bool aligned_16 = false;  // every pointer and stride of q, k, v, out and dout is a multiple of 16 bytes
   DType dq_dtype = DType::kFloat32, dk_dtype = DType::kFloat32, dv_dtype = DType::kFloat32;
   std::string backend = "auto";
 };
 
-// Throws std::invalid_argument whose message names the argument, what was expected and what came.
+// Throws std::invalid_argument. Its message names the argument, its value and what was expected.
 AttentionProblem check_attention(const AttentionArguments& arguments);
 
-// The same checks on what a forward is given: `arguments` hold no out, dout, softmax_lse or rng_state.
+// Applies the same checks to the arguments of a forward pass. `arguments` has no out, dout, softmax_lse or rng_state.
 void check_attention_forward(AttentionArguments arguments);
 
-// The parameters of a launch. `arguments` hold every output: dq, dk, dv and the workspace; dbias and dsink are
-// undefined where not asked for. Philox seeds on the CPU are read here, those on the GPU are passed as pointers.
+// The parameters of a launch. `arguments` has all outputs (dq, dk, dv) and the workspace. dbias and dsink are undefined
+// if not requested. Philox seeds on the CPU are read here; seeds on the GPU are passed as pointers.
 AttentionBackwardParams make_params(const AttentionArguments& arguments, const AttentionProblem& problem,
                                     const TensorDesc& dbias, const TensorDesc& dsink);
 

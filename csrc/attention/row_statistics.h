@@ -1,6 +1,6 @@
-// Where the two fp32 numbers of a query row lie that every kernel family reads: lse * log2(e) and
-// delta = rowsum(dout * out) - dlse. The rows of each (sequence, head) are padded to a multiple of kRowPadding, so that
-// a tile of rows is one aligned copy; padding holds lse = +inf (probability 0) and delta = 0, as do empty rows.
+// The layout of the two fp32 values per query row that every kernel family reads: lse * log2(e), and delta =
+// rowsum(dout * out) - dlse. The rows of each (sequence, head) are padded to a multiple of kRowPadding, so that one
+// aligned copy loads a tile. Padding rows and rows without a visible key have lse = +inf (probability 0) and delta = 0.
 #pragma once
 
 #include <cmath>
@@ -12,9 +12,8 @@ namespace flashbwd {
 
 constexpr int64_t kRowPadding = 128;
 
-// Nothing follows from such an LSE, whose row counts as one that sees no key: it is infinite, or so low that its last
-// bit is worth more than 1, so that exp(s - lse) is wrong by more than a factor of e. Masks of the least finite number
-// of a type leave such rows; times log2(e) their LSE may overflow. NaN goes its way.
+// True if a row with this LSE gets no gradient, as if it saw no key: the LSE is infinite, or so low (from masks with
+// the lowest finite value) that rounding makes exp(s - lse) wrong by more than a factor of e. NaN returns false.
 FLASHBWD_HOST_DEVICE inline bool sees_nothing(float lse) {
   return lse == INFINITY || lse <= -16777216.f;  // -2^24
 }
@@ -29,12 +28,12 @@ struct RowStatistics {
     return (rows + kRowPadding - 1) / kRowPadding * kRowPadding;
   }
 
-  // Rows of one array, all heads and sequences.
+  // Rows of one array, over all heads and sequences.
   static constexpr int64_t rows(bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t total_q) {
     return varlen ? heads * padded(total_q + batch * kRowPadding) : batch * heads * padded(seqlen_q);
   }
 
-  // `storage` holds 2 * rows(...) floats.
+  // `storage` has 2 * rows(...) floats.
   static RowStatistics make(float* storage, bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q,
                             int64_t total_q) {
     RowStatistics statistics;

@@ -1,4 +1,4 @@
-// Elements of a type known at run time: the gradient of a bias has the bias's own.
+// Stores an element whose dtype is known only at run time. The gradient of a bias has the bias's dtype.
 #pragma once
 
 #include <cuda_bf16.h>

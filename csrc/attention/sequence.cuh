@@ -1,6 +1,6 @@
-// One sequence of the batch as a kernel sees it. Lengths that break the caller's promise are cut to what the host was
-// told, from which it has sized grids, semaphores and the workspace: results are then wrong, but every kernel ends and
-// stays inside the tensors. Beginnings are bounded too, see bounded_lengths.h.
+// The lengths and the position of one sequence of the batch. Lengths that exceed the limits passed to the host are
+// clamped to them, because the host sized grids, semaphores and workspace by these limits. The results are then wrong,
+// but every kernel ends and stays inside the tensors. bounded_lengths.h bounds the first rows.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 namespace flashbwd {
 
 struct Sequence {
-  int32_t rows_q = 0;  // physical: what gradients must be written for
+  int32_t rows_q = 0;  // physical length: the rows whose gradients must be written
   int32_t rows_k = 0;
-  int32_t seqlen_q = 0;  // logical: what takes part
+  int32_t seqlen_q = 0;  // logical length: the rows that take part in the attention
   int32_t seqlen_k = 0;
   int64_t begin_q = 0;  // first row in packed tensors; 0 when dense
   int64_t begin_k = 0;

@@ -17,7 +17,7 @@ __device__ float bias_value(const BiasView& bias, int64_t index) {
   return to_float(static_cast<const __half*>(bias.data)[index]);
 }
 
-// Every key that a row sees has a bias of -inf. Found at the first key for any other row.
+// True if every key that the row sees has a bias of -inf. For other rows the loop usually ends at the first key.
 __device__ bool hidden_by_bias(const AttentionBackwardParams& p, const Visibility& visibility, int32_t batch,
                                int32_t head, int32_t row) {
   if (p.bias.data == nullptr) return false;
@@ -29,7 +29,7 @@ __device__ bool hidden_by_bias(const AttentionBackwardParams& p, const Visibilit
   return true;
 }
 
-// What the LSE of a row receives as its gradient.
+// The incoming gradient of the row's LSE.
 __device__ float lse_gradient(const AttentionBackwardParams& p, const Sequence& sequence, int32_t batch, int32_t head,
                               int32_t row) {
   if (p.dlse.data == nullptr) return 0.f;
@@ -38,9 +38,8 @@ __device__ float lse_gradient(const AttentionBackwardParams& p, const Sequence& 
       p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + place * p.dlse.seq_stride];
 }
 
-// dsink = -sum of exp(sink - lse) * delta over the rows of all sequences: one CTA per head, the same order every time.
-// The LSE of a row without a visible key is the sink itself, whatever the caller wrote there: the row adds its dlse.
-// A sink of -inf is no logit, and gets 0.
+// dsink = -sum of exp(sink - lse) * delta over the rows of all sequences, summed by one CTA per head in a fixed order.
+// A row without a visible key has lse = sink, whatever the caller wrote there: it adds its dlse. A sink of -inf gets 0.
 __global__ void __launch_bounds__(kThreads)
     sink_kernel(const __grid_constant__ AttentionBackwardParams p, const __grid_constant__ RowStatistics statistics) {
   constexpr float kLog2E = 1.44269504088896340736f;
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = statistics.index(batch, head, sequence.begin_q);
     for (int32_t row = threadIdx.x; row < sequence.seqlen_q && sink > -INFINITY; row += kThreads) {
       const float lse = statistics.lse_log2[first + row];
-      // The preprocess leaves +inf where a row sees no key, or has an LSE from which nothing follows.
+      // The preprocess wrote +inf if the row sees no key, or if sees_nothing() is true for its LSE.
       if (lse == INFINITY || hidden_by_bias(p, visibility, batch, head, row)) {
         sum += lse_gradient(p, sequence, batch, head, row);
       } else {
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   __shared__ float warp_sums[kThreads / 32];
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
-  __syncthreads();  // every warp's sum is there
+  __syncthreads();  // every warp has written its sum
   if (threadIdx.x == 0) {
     sum = 0.f;
     for (int warp = 0; warp < kThreads / 32; ++warp) sum += warp_sums[warp];

@@ -1,4 +1,4 @@
-// The gradient of the sink from row statistics.
+// The gradient of the attention sink, computed from the row statistics.
 #pragma once
 
 #include "params.h"
@@ -6,7 +6,7 @@
 
 namespace flashbwd {
 
-// After launch_preprocess, on the same stream. Launches nothing where no sink was given; null or a message.
+// Runs after launch_preprocess on the same stream. Does nothing if there is no sink. Returns null or a message.
 const char* launch_sink_gradient(const AttentionBackwardParams& params, const RowStatistics& statistics, void* stream);
 
 }  // namespace flashbwd

@@ -25,7 +25,7 @@ int64_t multiply(int64_t a, int64_t b) {
 
 int64_t round_up_checked(int64_t a, int64_t b) { return add(a, b - 1) / b * b; }
 
-// Hands out aligned regions from the start of the buffer. A region of no bytes takes none, not even alignment.
+// Allocates aligned regions one after the other. An empty region takes no space, not even for alignment.
 class Regions {
  public:
   int64_t take(int64_t bytes, int64_t alignment) {
@@ -57,11 +57,11 @@ void check_request(const AttentionProblem& problem, const WorkspaceRequest& requ
   }
   if (request.dq_mode == DqMode::kPersistentSlots) {
     require_at_least("sm_count", request.sm_count, 1);
-    check(!problem.varlen, "workspace request has persistent dq slots, which dense inputs only can have");
+    check(!problem.varlen, "workspace request has persistent dq slots, which only dense inputs can have");
   }
 }
 
-// Slots of every sequence; with an offsets table, the most that a sequence can have.
+// Slots per sequence; with an offsets table, the largest number that a sequence can have.
 int64_t uniform_splits(const AttentionProblem& problem, const WorkspaceRequest& request) {
   int64_t splits = 1;
   if (request.dq_mode == DqMode::kDirect) splits = 0;
@@ -79,12 +79,8 @@ int64_t uniform_splits(const AttentionProblem& problem, const WorkspaceRequest& 
 
 // Accumulator rows of all sequences, for one head.
 //
-// With the lengths of each sequence on the host: the exact sum of nsplits_i * seqlen_q_i. Without them, every
-// seqlen_k_i <= max_seqlen_k gives nsplits_i <= ceil(max_seqlen_k / block_n), as ceil ascends, so
-//   sum_i nsplits_i * seqlen_q_i <= ceil(max_seqlen_k / block_n) * sum_i seqlen_q_i
-//                                <= ceil(max_seqlen_k / block_n) * total_q,
-// with equality when all sequences have the same number of key blocks and no row of q lies outside of them. For one
-// slot a sequence the bound is total_q, which is what is allocated: rows of q that belong to no sequence stay unused.
+// If the host knows the lengths: the exact sum of nsplits_i * seqlen_q_i. Otherwise an upper bound: seqlen_k_i <=
+// max_seqlen_k implies nsplits_i <= ceil(max_seqlen_k / block_n) = splits, so the sum is at most splits * total_q.
 int64_t accumulator_rows(const AttentionProblem& problem, const WorkspaceRequest& request, int64_t splits) {
   const auto batch = static_cast<size_t>(problem.batch);
   const bool known = problem.seqlens_q.size() == batch && problem.seqlens_k.size() == batch;
@@ -97,9 +93,8 @@ int64_t accumulator_rows(const AttentionProblem& problem, const WorkspaceRequest
   return rows;
 }
 
-// Split slots are stored, not added into: zeros are needed only where a key block leaves rows of its slot alone.
-// Without mask and with all lengths physical it writes every row; a sequence without keys has no slots and one without
-// queries no rows. Workers of a persistent schedule may not meet in every slot, so all of those start at zero.
+// Key blocks store to split slots, so zeros are needed only if a key block leaves some rows of its slot unwritten: with
+// a mask, or with logical lengths. In the persistent schedule a worker may skip whole slots, so all of them are zeroed.
 bool needs_zeros(const AttentionProblem& problem, const WorkspaceRequest& request) {
   switch (request.dq_mode) {
     case DqMode::kDirect:
@@ -130,7 +125,7 @@ WorkspaceLayout plan_workspace(const AttentionProblem& problem, const WorkspaceR
     if (layout.has_offsets) {
       layout.offsets_offset = regions.take(multiply(add(problem.batch, 1), sizeof(int64_t)), kTableAlignment);
     }
-    layout.row_stride = round_up_checked(problem.head_dim, 4);  // dq_row_stride, checked
+    layout.row_stride = round_up_checked(problem.head_dim, 4);  // dq_row_stride with an overflow check
     layout.dq_parted = request.dq_parted;
     layout.dq_blocks = request.dq_blocks && layout.row_stride % kDqBlock == 0;
     const int64_t rows = multiply(problem.heads, accumulator_rows(problem, request, layout.nsplits));

@@ -1,7 +1,6 @@
-// What a launch has to put into the workspace before its main kernel runs: the tables, zeros in the accumulator where
-// the plan wants them, zeros in the semaphores. A kernel family calls init_workspace from its preprocess kernel, so
-// none of this is a launch of its own; nothing is read back to the host, and a CUDA graph replays it with the
-// cu_seqlens of that moment.
+// Initializes the workspace before the main kernel: fills the tables, and zeroes the accumulator (if the plan wants it)
+// and the semaphores. The preprocess kernel calls init_workspace, so this needs no launch of its own. Nothing is read
+// back to the host, so a CUDA graph replays it with the current cu_seqlens.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +12,13 @@
 namespace flashbwd {
 
 struct WorkspaceInit {
-  int32_t* nsplits = nullptr;       // (tables,); null: no accumulator
+  int32_t* nsplits = nullptr;       // (tables,); null: there is no accumulator
   int64_t* offsets = nullptr;       // (tables + 1,) elements; null: every sequence has `uniform_splits` slots
-  uint4* accumulator = nullptr;     // null: not to be zeroed
+  uint4* accumulator = nullptr;     // null: not zeroed
   uint4* semaphores = nullptr;      // null: none
-  int64_t accumulator_vectors = 0;  // 16-byte vectors in use; with offsets: known to the device alone
+  int64_t accumulator_vectors = 0;  // 16-byte vectors to zero; with offsets, only the device knows the number
   int64_t semaphore_vectors = 0;
-  const int32_t* cu_seqlens_q = nullptr;  // (tables + 1,), read with offsets only, as is the next
+  const int32_t* cu_seqlens_q = nullptr;  // (tables + 1,); only with offsets, as is cu_seqlens_k
   const int32_t* cu_seqlens_k = nullptr;
   int32_t tables = 0;
   int32_t uniform_splits = 0;
@@ -29,7 +28,7 @@ struct WorkspaceInit {
   int32_t row_stride = 0;  // floats
 };
 
-// Host: of one launch.
+// Host only.
 inline WorkspaceInit workspace_init(const AttentionBackwardParams& params, const WorkspaceLayout& layout) {
   auto* base = static_cast<uint8_t*>(params.workspace);
   WorkspaceInit init;
@@ -62,7 +61,7 @@ struct SequenceSlots {
   int64_t elements = 0;  // of the accumulator
 };
 
-// With offsets. Nothing for b >= tables.
+// Only with offsets. Returns zeros for b >= tables.
 __device__ inline SequenceSlots sequence_slots(const WorkspaceInit& init, int64_t b) {
   if (b >= init.tables) return {};
   const int64_t seqlen_q = int64_t{init.cu_seqlens_q[b + 1]} - init.cu_seqlens_q[b];
@@ -76,7 +75,7 @@ struct ScanResult {
   int64_t total = 0;      // sum over the block
 };
 
-// By all kThreads threads of the block. warp_sums: (kThreads / 32,) in shared memory, reusable on return.
+// Called by all kThreads threads of the block. warp_sums: (kThreads / 32,) in shared memory, reusable after the call.
 template <int kThreads>
 __device__ inline ScanResult block_scan(int64_t value, int64_t* warp_sums) {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
@@ -86,7 +85,7 @@ __device__ inline ScanResult block_scan(int64_t value, int64_t* warp_sums) {
     if (lane >= distance) value += before;
   }
   if (lane == 31) warp_sums[warp] = value;
-  __syncthreads();  // every warp's sum is there
+  __syncthreads();  // every warp has written its sum
   ScanResult result{value, 0};
   for (int w = 0; w < kThreads / 32; ++w) {
     if (w < warp) result.inclusive += warp_sums[w];
@@ -96,7 +95,7 @@ __device__ inline ScanResult block_scan(int64_t value, int64_t* warp_sums) {
   return result;
 }
 
-// By one block: nsplits and offsets of all sequences, kThreads of them at a time.
+// Called by one block: writes nsplits and offsets of all sequences, kThreads sequences at a time.
 template <int kThreads>
 __device__ inline void fill_tables(const WorkspaceInit& init, int64_t* warp_sums) {
   if (init.offsets == nullptr) {
@@ -104,7 +103,8 @@ __device__ inline void fill_tables(const WorkspaceInit& init, int64_t* warp_sums
     return;
   }
   int64_t elements_before = 0;
-  for (int64_t first = 0; first < init.tables; first += kThreads) {  // as often for every thread: block_scan waits
+  // all threads iterate equally often, because block_scan is a barrier
+  for (int64_t first = 0; first < init.tables; first += kThreads) {
     const int64_t b = first + threadIdx.x;
     const SequenceSlots slots = sequence_slots(init, b);
     const ScanResult scan = block_scan<kThreads>(slots.elements, warp_sums);
@@ -117,8 +117,8 @@ __device__ inline void fill_tables(const WorkspaceInit& init, int64_t* warp_sums
   if (threadIdx.x == 0) init.offsets[0] = 0;
 }
 
-// 16-byte vectors of the accumulator that are in use. With offsets each block adds them up for itself, for the table
-// may not be there yet.
+// The number of 16-byte vectors of the accumulator that are in use. With offsets, each block computes it from
+// cu_seqlens, because the offsets table may not be written yet.
 template <int kThreads>
 __device__ inline int64_t vectors_in_use(const WorkspaceInit& init, int64_t* warp_sums) {
   if (init.offsets == nullptr) return init.accumulator_vectors;
@@ -127,15 +127,14 @@ __device__ inline int64_t vectors_in_use(const WorkspaceInit& init, int64_t* war
   return block_scan<kThreads>(elements, warp_sums).total / 4;
 }
 
-// Called by every block of the preprocess kernel with its linear number, 0 <= block < num_blocks, by all kThreads
-// threads together; a launch has one block at least. warp_sums: (kThreads / 32,) in shared memory. What it writes is
-// there for the next kernel, not for other blocks of this one.
+// Called by all kThreads threads of every block of the preprocess kernel; `block` is its linear index, num_blocks >= 1.
+// warp_sums: (kThreads / 32,) in shared memory. Only the next kernel may read what this writes, not other blocks.
 template <int kThreads>
 __device__ inline void init_workspace(const WorkspaceInit& init, int64_t block, int64_t num_blocks,
                                       int64_t* warp_sums) {
-  // Blocks that zero: several for each SM of any GPU, yet few enough that each may read all of cu_seqlens.
+  // Blocks that zero: several per SM on any GPU, but few enough that each can read all of cu_seqlens.
   constexpr int64_t kZeroBlocks = 1024;
-  // The last block fills the tables: where there are many, it is none of those that zero.
+  // The last block fills the tables. In a large grid it is not one of the blocks that zero.
   if (init.nsplits != nullptr && block == num_blocks - 1) fill_tables<kThreads>(init, warp_sums);
   const int64_t zero_blocks = at_most(num_blocks, kZeroBlocks);
   if (block >= zero_blocks) return;

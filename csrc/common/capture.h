@@ -1,4 +1,4 @@
-// Preparing a kernel while a CUDA graph is being captured.
+// Allows kernels to be loaded while a CUDA graph is being captured.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,8 +6,8 @@
 namespace flashbwd {
 
 // While any thread captures in CUDA's default mode, a call that may wait for the GPU (cudaMalloc, loading a module)
-// fails in every thread and invalidates the capture. The calling thread may make such calls within this scope: the
-// library's first calls load kernels and query the device, and none of that touches the captured stream.
+// fails in every thread and invalidates the capture. In this scope, the calling thread may make such calls. The
+// library's first calls load kernels and query the device, which does not touch the captured stream.
 class AllowedInCapture {
  public:
   AllowedInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -1,4 +1,4 @@
-// One way to refuse bad input: "flashbwd: " and a sentence that names the argument, what was expected and what came.
+// Errors for bad input: "flashbwd: " and a sentence that names the argument, its value and what was expected.
 #pragma once
 
 #include <sstream>
@@ -7,8 +7,8 @@
 
 namespace flashbwd {
 
-// The last message of refuse() on this thread. From torch 2.15 on a C++ exception reaches Python as a RuntimeError of
-// whatever kind it was; this tells Python which of them were refusals.
+// The last message of refuse() on this thread. From torch 2.15 on, every C++ exception reaches Python as a
+// RuntimeError; Python compares the message with this one to recognize an invalid argument.
 inline thread_local std::string last_refusal;
 
 template <typename... Parts>

@@ -1,4 +1,4 @@
-// Hopper's own instructions, one function each: mbarriers, bulk and tensor copies, named barriers, register budgets.
+// Hopper instructions, one function each: mbarriers, bulk and tensor copies (TMA), named barriers, register budgets.
 #pragma once
 
 #include <cuda.h>
@@ -11,13 +11,13 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// ---- mbarriers. `phase` is the parity of the phase waited for; a fresh barrier has completed parity 1. ----
+// ---- mbarriers. `phase` is the parity of the phase to wait for; parity 1 of a new barrier counts as completed. ----
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals));
 }
 
-// Makes initialised barriers visible to the copy engine. Follow with a CTA barrier for the other threads.
+// Makes initialized barriers visible to TMA. The caller then needs a CTA barrier for the other threads.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase)
       : "memory");
 }
 
-// Whether the phase is there.
+// Whether the phase has completed.
 __device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t phase) {
   uint32_t done;
   asm volatile(
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t phase)
   return done != 0;
 }
 
-// ---- Clusters. An address of this CTA's shared memory is also one of the same place in another CTA's. ----
+// ---- Clusters. An address in this CTA's shared memory also names the same offset in another CTA's. ----
 
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t address_in_cta(const void* smem, uint32_t ra
   return address;
 }
 
-// A barrier of all threads of all CTAs: what they did to shared memory before they arrived is seen behind the wait.
+// A barrier of all threads of the cluster. Writes to shared memory before the arrival are visible after the wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// To `destination` of another CTA, whose `barrier` is told the four bytes.
+// Stores to `destination` in another CTA; its `barrier` receives the four bytes.
 __device__ __forceinline__ void store_to_cta(int32_t* destination, uint64_t* barrier, uint32_t rank, int32_t value) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
                    address_in_cta(destination, rank)),
@@ -90,13 +90,13 @@ __device__ __forceinline__ void store_to_cta(int32_t* destination, uint64_t* bar
                : "memory");
 }
 
-// What this thread has read is read; what it has written is not yet seen by the other CTA. A release to the cluster
-// would be a fence of the whole GPU.
+// Arrives at another CTA's barrier. This thread's earlier reads are complete, but its earlier writes are not yet
+// visible to the other CTA: a release at cluster scope would compile to a GPU-wide fence.
 __device__ __forceinline__ void mbarrier_arrive_in_cta(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cta(barrier, rank)) : "memory");
 }
 
-// From this CTA's shared memory to `destination` of another's, whose `barrier` is told the bytes.
+// Copies from this CTA's shared memory to `destination` in another CTA; its `barrier` receives the bytes.
 __device__ __forceinline__ void bulk_copy_to_cta(void* destination, uint64_t* barrier, uint32_t rank,
                                                  const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -105,7 +105,7 @@ __device__ __forceinline__ void bulk_copy_to_cta(void* destination, uint64_t* ba
                : "memory");
 }
 
-// ---- The copy engine ----
+// ---- TMA ----
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
@@ -120,7 +120,8 @@ __device__ __forceinline__ void tensor_load_3d(const CUtensorMap* map, uint64_t*
       : "memory");
 }
 
-// By a warp: what L2 has of these numbers is never written to memory, and they are lost.
+// Called by a warp. Discards the L2 lines that lie entirely within these numbers: they are not written back to memory,
+// and their values are lost.
 __device__ __forceinline__ void discard_lines(const float* numbers, int32_t count, int32_t lane) {
   constexpr uintptr_t kLine = 128;
   const uintptr_t first = reinterpret_cast<uintptr_t>(numbers), end = first + count * sizeof(float);
@@ -129,7 +130,7 @@ __device__ __forceinline__ void discard_lines(const float* numbers, int32_t coun
   }
 }
 
-// Into L2.
+// Prefetches to L2.
 __device__ __forceinline__ void tensor_prefetch_3d(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2) {
   asm volatile(
       "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(reinterpret_cast<uint64_t>(map)),
@@ -146,7 +147,7 @@ __device__ __forceinline__ void tensor_load_4d(const CUtensorMap* map, uint64_t*
       : "memory");
 }
 
-// How long L2 keeps what a copy brings or stores, as createpolicy.fractional encodes it for all of an access.
+// L2 eviction priorities, encoded as createpolicy.fractional does for a fraction of 1.
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
 constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
@@ -201,25 +202,25 @@ __device__ __forceinline__ void tensor_store_4d(const CUtensorMap* map, const vo
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Shared memory of all but the last kPending groups may be reused.
+// Waits until the shared memory of all but the last kPending groups may be reused.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// All but the last kPending groups have reached global memory.
+// Waits until all but the last kPending groups have been written to global memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Ordinary stores to shared memory before it are seen by wgmma and the copy engine after it.
+// Makes earlier normal stores to shared memory visible to later wgmma and TMA instructions.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same between ordinary accesses to global memory and those of the copy engine.
+// Orders normal accesses to global memory and those of TMA.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- Named barriers among `threads` threads; barrier 0 is __syncthreads. ----
+// ---- Named barriers of `threads` threads; barrier 0 is __syncthreads. ----
 
 __device__ __forceinline__ void named_barrier_sync(uint32_t barrier, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -241,9 +242,9 @@ __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// ---- Small conveniences ----
+// ---- Miscellaneous ----
 
-// True for one thread of those lanes of a warp, always the same one. They are here together, all others are not.
+// True for one of the lanes in the mask kLanes, always the same one. Exactly these lanes must call it, converged.
 template <uint32_t kLanes>
 __device__ __forceinline__ bool elect_of() {
   uint32_t elected;
@@ -258,29 +259,29 @@ __device__ __forceinline__ bool elect_of() {
   return elected != 0;
 }
 
-// True for one thread of a warp that is together. The compiler knows that no other follows, and takes the operands of a
-// copy as they are; behind `lane == 0` it makes a loop over the lanes of each copy.
+// True for one thread of a converged warp. The compiler then knows that a single thread remains, and uses a copy's
+// operands directly; after `if (lane == 0)` it would emit a loop over the lanes around each copy.
 __device__ __forceinline__ bool elect_one() { return elect_of<~0u>(); }
 
-// The same behind `lane == 0`: true.
+// Always true. Inside `if (lane == 0)`, it tells the compiler that a single thread remains.
 __device__ __forceinline__ bool is_alone() { return elect_of<1>(); }
 
-// threadIdx.x, read again: no register holds it, or what follows from it, since it was read before.
+// Rereads threadIdx.x, so that the compiler keeps neither it nor values derived from it in registers.
 __device__ __forceinline__ int32_t read_thread() {
   int32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Four 8 x 8 matrices of 16-bit elements from fragments to shared memory; lane l gives the row address of row l % 8 of
-// matrix l / 8.
+// Stores four 8 x 8 matrices of 16-bit elements from fragments to shared memory. Lane l passes the address of row l % 8
+// of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
                "r"(m2), "r"(m3)
                : "memory");
 }
 
-// The same of transposed matrices: fragments of tiles whose rows lie as columns.
+// The same with transposed matrices.
 __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2,
                                                            uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
@@ -288,7 +289,7 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uin
                : "memory");
 }
 
-// The other way, into registers.
+// Loads such matrices into fragments.
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t& m0, uint32_t& m1, uint32_t& m2,
                                                uint32_t& m3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,4 +1,4 @@
-// One way to launch a kernel: its own error comes back, and none stays behind for another launch to be blamed for.
+// Launches kernels so that an error is reported by the launch that caused it, and by no other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,9 @@
 
 namespace flashbwd {
 
-// cudaLaunchKernelEx returns what is wrong with this launch (or with the device for good); cudaGetLastError after a
-// <<<>>> would also return what an earlier call left. A failed launch leaves its error in the runtime: it is cleared.
+// cudaLaunchKernelEx returns the error of this launch (or an unrecoverable one of the device); cudaGetLastError after a
+// <<<>>> would also return errors of earlier calls. A failed launch leaves its error in the runtime, so it is cleared
+// here.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), Arguments&&... arguments) {
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
@@ -16,8 +17,8 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t& config, void (*kernel)(Param
   return error;
 }
 
-// Compute capability 9.0 and later: the kernel may begin while the launch before it on the stream still runs. It calls
-// wait_for_launch_before() (launch_overlap.cuh) before it touches anything of that launch.
+// Compute capability 9.0 and later: the kernel may start before the previous launch on the stream has finished
+// (programmatic dependent launch). It must call wait_for_launch_before() before it uses data of that launch.
 inline cudaLaunchAttribute overlap_with_launch_before() {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -25,8 +26,8 @@ inline cudaLaunchAttribute overlap_with_launch_before() {
   return attribute;
 }
 
-// All CTAs of the kernel run at the same time, whatever else holds the GPU: it begins when there is room for all. An
-// error where there never is.
+// Cooperative launch: all CTAs of the kernel run at the same time. The launch waits until there is room for all of
+// them, and fails if there never is.
 inline cudaLaunchAttribute begin_together() {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative;

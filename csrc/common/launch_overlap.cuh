@@ -1,17 +1,18 @@
-// Device side of launches that overlap (overlap_with_launch_before in launch.h). Before compute capability 9.0 there is
-// nothing to do: launches follow one another.
+// The device side of programmatic dependent launch (overlap_with_launch_before in launch.h). Before compute capability
+// 9.0 these functions do nothing, because launches do not overlap.
 #pragma once
 
 namespace flashbwd {
 
-// Returns when the launch before has ended and all that it wrote is visible. At once if this launch overlaps nothing.
+// Waits until the previous launch has finished and its writes are visible. Returns at once if the launches do not
+// overlap.
 __device__ __forceinline__ void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The launch behind may begin as soon as every CTA of this one has come here or ended.
+// Allows the next launch to start once every CTA of this one has called this function or exited.
 __device__ __forceinline__ void let_launch_behind_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

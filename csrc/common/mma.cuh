@@ -1,9 +1,8 @@
-// Warp-level matrix products on tiles in shared memory, with instructions that compute capability 8.0 has.
+// Warp-level matrix products on tiles in shared memory, for compute capability 8.0 and later.
 //
-// One interface for 16-bit elements (m16n8k16) and for fp32 (m16n8k8 in TF32: three products that keep fp32 precision,
-// or one that does not):
-// 32 bytes of the summed dimension a step, and the same addresses for both. Rows lie in 16-byte pieces that are
-// permuted within the row, so that the eight rows of a fragment meet in different banks.
+// 16-bit elements (m16n8k16) and fp32 (m16n8k8 in TF32, with three products to keep fp32 precision or with one) have
+// the same interface and addresses: a step covers 32 bytes of the summed dimension. The 16-byte pieces of each row are
+// swizzled, so that the eight rows of a fragment are in different banks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,9 +15,9 @@
 
 namespace flashbwd {
 
-// Where the 16-byte pieces of a row lie. Rows of whole 128-byte lines: eight places; rows of an odd number of 64-byte
-// halves already alternate between two groups of banks: four places. kWords: elements of 32 bits, which are also read
-// one by one, eight columns of four consecutive rows at a time: two neighbouring pieces of these rows meet in no bank.
+// The swizzle of the 16-byte pieces of a row: an XOR over eight pieces, or over four if the row is an odd number of
+// 64-byte halves (such rows alternate between two groups of banks anyway). kWords: elements of 32 bits, which are also
+// loaded singly, eight columns of four consecutive rows at a time, without bank conflicts.
 template <int kRowBytes, bool kWords = false>
 struct PieceSwizzle {
   static_assert(kRowBytes % 64 == 0, "rows are a multiple of 64 bytes");
@@ -61,12 +60,13 @@ __device__ __forceinline__ void store_shared_pair(uint32_t address, float x, flo
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// Waits for `threads` threads, whole warps, at one of the sixteen barriers of a CTA; 0 is that of __syncthreads.
+// Waits for `threads` threads (whole warps) at one of the 16 named barriers of a CTA; barrier 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int32_t barrier, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Copies the first `bytes` (0 to 16) of a 16-byte piece and fills the rest with zeros. Both addresses 16-byte aligned.
+// Copies the first `bytes` (0 to 16) of a 16-byte piece and fills the rest with zeros. Both addresses are 16-byte
+// aligned.
 __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source, int32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
@@ -76,8 +76,8 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A lane's place in an operand of a tile: `row` and the low bit of `piece` differ by lane, the rest is constant.
-// kPieces: that the warp reads from first_piece on.
+// A lane's address in an operand tile. `row` and the low bit of `piece` depend on the lane, the rest does not. kPieces:
+// the number of pieces per row that the warp reads, from first_piece on.
 template <int kRowBytes, int kPieces, bool kWords = false>
 struct LaneAddress {
   uint32_t row_base;
@@ -85,7 +85,7 @@ struct LaneAddress {
 
   __device__ __forceinline__ LaneAddress(uint32_t tile, uint32_t row, uint32_t low_piece, uint32_t first_piece)
       : row_base(tile + row * kRowBytes), piece(low_piece ^ PieceSwizzle<kRowBytes, kWords>::key(row)) {
-    // The key changes places within eight pieces: what lies above is an offset.
+    // The swizzle permutes groups of eight pieces, so higher bits of the piece are a plain offset.
     if constexpr (kPieces % 8 == 0) {
       row_base += first_piece * 16;
     } else if constexpr (8 % kPieces == 0) {
@@ -95,7 +95,7 @@ struct LaneAddress {
       first = first_piece;
     }
   }
-  // `row` a multiple of 8, `even_piece` even.
+  // `row` must be a multiple of 8, `even_piece` even.
   __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t even_piece) const {
     const uint32_t from = 8 % kPieces == 0 || kPieces % 8 == 0 ? even_piece : first + even_piece;
     return row_base + row * kRowBytes + ((piece ^ from % 8) << 4) + from / 8 * 128;
@@ -105,13 +105,13 @@ struct LaneAddress {
   uint32_t first;
 };
 
-// Fragments of one step. Tiles are named by their memory: rows x columns, columns contiguous.
+// Fragments of one step. Tiles are described by their layout in memory: (rows, columns), columns contiguous.
 template <typename T>
 struct Mma {
   static_assert(sizeof(T) == 2);
-  using Scores = Mma;  // the products that make the scores
+  using Scores = Mma;  // the products for s
   static constexpr int kChain = 0;
-  static constexpr int kStep = 16;  // elements of the summed dimension
+  static constexpr int kStep = 16;  // elements of the summed dimension per step
   struct A {
     uint32_t r[4];  // (16, 16)
   };
@@ -119,7 +119,7 @@ struct Mma {
     uint32_t r[4];  // (16, 16): two n-tiles of 8
   };
 
-  // Operand A, rows are m, columns are summed: 16 rows from `row`, one of kSteps steps from first_step on.
+  // Operand A with rows as m and columns summed: 16 rows from `row`, one of kSteps steps from first_step on.
   template <int kRowBytes, int kSteps>
   struct RowsA : LaneAddress<kRowBytes, kSteps * 2> {
     __device__ explicit RowsA(uint32_t tile, int32_t lane, int32_t first_row, int32_t first_step = 0)
@@ -131,7 +131,7 @@ struct Mma {
     }
   };
 
-  // Operand B, rows are n, columns are summed: 16 rows from `row`.
+  // Operand B with rows as n and columns summed: 16 rows from `row`.
   template <int kRowBytes>
   struct RowsB : LaneAddress<kRowBytes, kRowBytes / 16> {
     __device__ explicit RowsB(uint32_t tile, int32_t lane, int32_t first_row)
@@ -143,7 +143,7 @@ struct Mma {
     }
   };
 
-  // Operand A, rows are summed, columns are m: 16 columns from first_column + column, of kColumns.
+  // Operand A with rows summed and columns as m: 16 columns from first_column + column, of kColumns.
   template <int kRowBytes, int kColumns>
   struct ColumnsA : LaneAddress<kRowBytes, kColumns / 8> {
     __device__ explicit ColumnsA(uint32_t tile, int32_t lane, int32_t first_column)
@@ -155,7 +155,7 @@ struct Mma {
     }
   };
 
-  // Operand B, rows are summed, columns are n: 16 columns. kHeld: the other operand is a Held one.
+  // Operand B with rows summed and columns as n: 16 columns. kHeld: the other operand is a Held.
   template <int kRowBytes, int kColumns, bool kHeld>
   struct ColumnsB : LaneAddress<kRowBytes, kColumns / 8> {
     __device__ explicit ColumnsB(uint32_t tile, int32_t lane, int32_t first_column)
@@ -172,7 +172,7 @@ struct Mma {
                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
     Atom::fma(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b0, b1, c[0], c[1], c[2], c[3]);
   }
-  // c: the n-tiles of `b`, two of each.
+  // `c` has two n-tiles for each element of `b`.
   template <int kPairs>
   static __device__ __forceinline__ void multiply(float (*c)[4], const A& a, const B (&b)[kPairs]) {
 #pragma unroll
@@ -182,7 +182,7 @@ struct Mma {
     }
   }
 
-  // An accumulator of (16, kStep) as operand A of a later product, rounded to T.
+  // A (16, kStep) accumulator, rounded to T, as operand A of a later product.
   static constexpr int kHeldTiles = kStep / 8;  // n-tiles of the accumulator
   struct Held {
     uint32_t r[4];
@@ -194,7 +194,7 @@ struct Mma {
   static __device__ __forceinline__ A operand(const Held& held) {
     return {{held.r[0], held.r[1], held.r[2], held.r[3]}};
   }
-  // To rows `row` to row + 15, columns from `column` of a tile.
+  // Stores to rows `row` to row + 15 of a tile, columns from `column` on.
   template <int kRowBytes>
   static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
                                                const Held& held) {
@@ -207,11 +207,11 @@ struct Mma {
   }
 };
 
-// Products of fp32 numbers as those of TF32 ones: x = big + small, and three of the four products; or x = big and one.
+// fp32 products from TF32 ones. Split: x = big + small, and three of the four products. Not split: x is rounded.
 enum class Fp32Products {
   kOne,
-  kThree,           // as exact as it can be: big is x rounded, and fp32 additions collect the steps
-  kThreeAsCutlass,  // as PyTorch's forward makes its scores: big is x truncated, and additions collect chains of steps
+  kThree,           // most accurate: big is x rounded, and fp32 additions sum the steps
+  kThreeAsCutlass,  // as PyTorch's forward computes scores: big is x truncated, and fp32 additions sum chains of steps
 };
 
 template <Fp32Products kProducts>
@@ -220,8 +220,8 @@ struct MmaFp32 {
   static constexpr bool kSplit = kProducts != Fp32Products::kOne;
   static constexpr bool kChained = kProducts == Fp32Products::kThreeAsCutlass;
   static constexpr int kStep = 8;
-  static constexpr int kChain = kChained ? 4 : 0;                            // steps that the tensor core adds up
-  static constexpr bool ends_chain(int step) { return step % kChain == 0; }  // the first one is a chain by itself
+  static constexpr int kChain = kChained ? 4 : 0;                            // steps that the tensor core chains
+  static constexpr bool ends_chain(int step) { return step % kChain == 0; }  // the first step is a chain of its own
   struct A {
     uint32_t big[4], small[kSplit ? 4 : 1];
   };
@@ -229,9 +229,9 @@ struct MmaFp32 {
     uint32_t big[4], small[kSplit ? 4 : 1];
   };
 
-  // big: x rounded to TF32 (cvt.rna is four instructions on compute capability 9.0). small: what that left, exactly; of
-  // it the tensor core ignores what is below TF32, an error of 2^-22 of x with the sign of neither. Where big is
-  // truncated, small has the sign of x and is rounded.
+  // kThree: big is x rounded to TF32 (two integer instructions; cvt.rna takes four on 9.0). small is the exact
+  // remainder; the tensor core ignores its lowest bits, an unbiased error of 2^-22 of x. kThreeAsCutlass truncates big,
+  // so small always has the sign of x, and is rounded.
   template <typename Operand>
   static __device__ __forceinline__ void split(Operand& operand, int i, uint32_t bits) {
     if constexpr (kChained) {
@@ -251,7 +251,7 @@ struct MmaFp32 {
         : LaneAddress<kRowBytes, kSteps * 2, true>(tile, first_row + lane % 16, lane / 16, first_step * 2) {}
     __device__ __forceinline__ A load(int row, int step) const {
       uint32_t r[4];
-      load_matrix_x4(r, this->at(row, step * 2));  // an 8 x 8 matrix of 16 bits is one of 8 x 4 words
+      load_matrix_x4(r, this->at(row, step * 2));  // an 8 x 8 matrix of 16-bit elements is an 8 x 4 matrix of words
       A a;
 #pragma unroll
       for (int i = 0; i < 4; ++i) split(a, i, r[i]);
@@ -273,16 +273,16 @@ struct MmaFp32 {
     }
   };
 
-  // Summed rows are read word by word: matrices of words cannot be transposed on the way. A lane's word of the first
-  // step and column; the key changes bits 4 to 6 of an address alone, so that other columns within 32 are exclusive
-  // ors, and all else is an offset. `column` shares no bit below 32 with the lane's first one.
+  // Operands whose rows are summed are loaded word by word, because ldmatrix cannot transpose 32-bit elements. `first`
+  // is the lane's word at step 0 and column 0. The swizzle changes only bits 4 to 6 of an address, so a column below 32
+  // is an XOR, and all else is an offset. `column` must share no bit below 32 with the lane's first column.
   template <int kRowBytes>
   struct WordAddress {
     static_assert(kRowBytes % 128 == 0, "whole lines");
     uint32_t first;
     __device__ __forceinline__ WordAddress(uint32_t tile, uint32_t row, uint32_t column)
         : first(tile + PieceSwizzle<kRowBytes, true>::offset(row, column / 4) + column % 4 * 4) {}
-    // kRow more rows: 4 from one of the first four of eight, or 1 from an even one.
+    // The word kRow rows further. kRow = 4: the lane's row is one of the first four of eight; kRow = 1: it is even.
     template <int kRow>
     __device__ __forceinline__ uint32_t word(int step, int column) const {
       static_assert(kRow == 0 || kRow == 1 || kRow == 4);
@@ -306,7 +306,7 @@ struct MmaFp32 {
     }
   };
 
-  // A Held operand has the columns 2 t and 2 t + 1 of its accumulator where others have t and t + 4.
+  // In a Held operand, lane t of a quad has columns 2 t and 2 t + 1 of the accumulator, instead of t and t + 4.
   template <int kRowBytes, int kColumns, bool kHeld>
   struct ColumnsB : WordAddress<kRowBytes> {
     static constexpr int kOther = kHeld ? 1 : 4;
@@ -322,8 +322,8 @@ struct MmaFp32 {
     }
   };
 
-  // c: the n-tiles of `b`, two of each. Tile by tile and product by product, as a product waits for the one before it
-  // of the same tile.
+  // `c` has two n-tiles for each element of `b`. A product must wait for the previous one on the same n-tile, so
+  // consecutive products use different n-tiles.
   template <int kPairs>
   static __device__ __forceinline__ void multiply(float (*c)[4], const A& a, const B (&b)[kPairs]) {
     const auto products = [&](float (*sum)[4], const uint32_t (&x)[4], auto part) {
@@ -335,7 +335,7 @@ struct MmaFp32 {
       }
     };
     const auto big = [](const B& pair) { return pair.big; };
-    // The tensor core truncates its sums.
+    // The tensor core truncates its sums, so kThree starts each step at zero and adds it to `c` in fp32.
     if constexpr (kChained) {
       products(c, a.big, [](const B& pair) { return pair.small; });
       products(c, a.small, big);

@@ -1,4 +1,4 @@
-// 16-bit types as kernels see them: pairs packed from and unpacked to fp32.
+// Conversions between fp32 and 16-bit types, for single values and packed pairs.
 #pragma once
 
 #include <cuda_bf16.h>

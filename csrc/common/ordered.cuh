@@ -1,18 +1,18 @@
-// Counts and flags in global memory by which CTAs of one GPU wait for one another.
+// Counters and flags in global memory with which CTAs of one GPU wait for each other.
 #pragma once
 
 #include <cstdint>
 
 namespace flashbwd {
 
-// What was written before the value by whoever released it, this thread sees from here on.
+// Acquire: this thread sees all writes that precede the matching release.
 __device__ __forceinline__ int32_t load_acquire(const int32_t* pointer) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
   return value;
 }
 
-// Returns before the answer is there.
+// The thread does not stall until it uses the value.
 __device__ __forceinline__ int32_t load_relaxed(const int32_t* pointer) {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
@@ -23,7 +23,7 @@ __device__ __forceinline__ void add_relaxed(int32_t* pointer, int32_t value) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
-// Relaxed loads before it acquire, relaxed adds behind it release.
+// Earlier relaxed loads become acquire loads, and later relaxed adds release earlier writes.
 __device__ __forceinline__ void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ void store_release(int32_t* pointer, int32_t value) {

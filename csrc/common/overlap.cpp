@@ -5,7 +5,7 @@
 namespace flashbwd {
 namespace {
 
-// step * n bytes, for every integer n from lowest to highest.
+// The values step * n, in bytes, for every integer n from lowest to highest.
 struct Term {
   int64_t step;
   int64_t lowest, highest;
@@ -13,14 +13,14 @@ struct Term {
 
 int64_t floor_divide(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 
-// Looks for one value of each term such that they add up to 0: the distance between two bytes that are the same.
+// Searches for one value of each term such that they sum to 0, that is, for two bytes with the same address.
 //
-// Terms with one step are one term. Small terms whose values leave no gap are one interval [lowest_, highest_], so
-// that dense tensors need no search. What is left is searched from the largest step on; the intervals of the smaller
-// terms bound each n to a few values, since strides nest in all but contrived views.
+// Terms with equal steps are merged. Small terms whose values leave no gap are merged into one interval [lowest_,
+// highest_], so dense tensors need no search. The other terms are searched from the largest step down. The range of the
+// smaller terms leaves few values of n to try, because strides nest in all but contrived views.
 class ZeroSum {
  public:
-  // Any byte of an element of a_bytes, against any byte of an element of b_bytes that lies `distance` behind it.
+  // Compares any byte of an element of a_bytes with any byte of an element of b_bytes that starts `distance` later.
   ZeroSum(int64_t distance, int64_t a_bytes, int64_t b_bytes)
       : lowest_(distance - (a_bytes - 1)), highest_(distance + (b_bytes - 1)) {}
 
@@ -60,7 +60,7 @@ class ZeroSum {
   static constexpr int kMostTerms = 2 * TensorDesc::kMaxDims;
   static constexpr int kMostSteps = 1 << 16;  // about a millisecond; views of one packed buffer need fewer than 3^4
 
-  // Whether the first `terms` terms and the interval can add up to -sum.
+  // Whether the first `terms` terms and the interval can sum to -sum.
   bool search(int terms, int64_t sum) {
     if (sum + below_[terms].lowest > 0 || sum + below_[terms].highest < 0) return false;
     if (terms == 0) return true;
@@ -69,14 +69,14 @@ class ZeroSum {
     const int64_t first = std::max(term.lowest, -floor_divide(sum + rest.highest, term.step));
     const int64_t last = std::min(term.highest, floor_divide(-sum - rest.lowest, term.step));
     for (int64_t n = first; n <= last; ++n) {
-      if (++steps_ > kMostSteps) return true;  // not shown to be apart
+      if (++steps_ > kMostSteps) return true;  // too many steps: assume that they overlap
       if (search(terms - 1, sum + term.step * n)) return true;
     }
     return false;
   }
 
   std::array<Term, kMostTerms> terms_;
-  std::array<Interval, kMostTerms + 1> below_;  // what the first i terms and the interval add up to
+  std::array<Interval, kMostTerms + 1> below_;  // range of the sum of the first i terms and the interval
   int count_ = 0;
   int steps_ = 0;
   int64_t lowest_, highest_;
@@ -109,7 +109,8 @@ bool share_memory(const TensorDesc& a, const TensorDesc& b) {
 bool elements_overlap(const TensorDesc& tensor) {
   if (tensor.numel() == 0) return false;
   const int64_t bytes = size_of(tensor.dtype);
-  // Two elements differ first in some dimension: there by at least 1, in those after it by anything.
+  // Consider the first dimension in which two elements differ: their distance there is at least 1, and it is arbitrary
+  // in later dimensions.
   for (int first = 0; first < tensor.dim; ++first) {
     const int64_t most = tensor.sizes[first] - 1;
     if (most == 0) continue;

@@ -1,17 +1,19 @@
-// The dropout masks of the forwards whose gradients are computed, drawn again. docs/numerics.md has the numberings.
+// Redraws the dropout masks of the supported forward passes. docs/numerics.md describes how they number the elements.
 #pragma once
 
 #include <cstdint>
 
 namespace flashbwd {
 
-// A number that is the same in all lanes, in a way that tells the compiler: what follows from it takes no registers.
+// Returns x, which must be equal in all lanes. The reduction tells the compiler that it is, so that values derived from
+// x go to uniform registers.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_or_sync(0xffffffffu, x); }
 __device__ __forceinline__ uint64_t uniform(uint64_t x) {
   return uint64_t{uniform(static_cast<uint32_t>(x >> 32))} << 32 | uniform(static_cast<uint32_t>(x));
 }
 
-// The product's 64 bits. nvcc 13.0 adds 0 to the upper half of one written in C++, a quarter of Philox's instructions.
+// The 64-bit product. For the C++ expression, nvcc 13.0 also adds 0 to the upper half: a quarter of Philox's
+// instructions.
 __device__ __forceinline__ uint64_t multiply_wide(uint32_t a, uint32_t b) {
   uint64_t product;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
@@ -28,7 +30,7 @@ __device__ __forceinline__ uint4 philox_round(const uint4& c, uint32_t k0, uint3
                     static_cast<uint32_t>(first >> 32) ^ c.w ^ k1, static_cast<uint32_t>(first));
 }
 
-// What is added to a key from round to round.
+// Increments of the key from round to round.
 constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
 
 template <int kRounds, bool kZeros = false>
@@ -45,8 +47,8 @@ __device__ __forceinline__ uint4 philox4x32(uint64_t seed, uint64_t counter_low,
   return c;
 }
 
-// PyTorch's memory-efficient forward: element n of the mask is word n % 4 of draw n / 4, kept from a threshold on
-// (efficient_threshold in attention/dropout.h).
+// PyTorch's memory-efficient forward: element n of the mask is word n % 4 of call n / 4. Words from a threshold on are
+// kept (efficient_threshold in attention/dropout.h).
 __device__ __forceinline__ uint4 efficient_words(uint64_t seed, uint64_t draw) {
   return philox4x32<10, true>(seed, draw, 0, 0);
 }
@@ -55,9 +57,9 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, uint32_t index) 
   return index & 2 ? high : low;
 }
 
-// FlashAttention-2: 16 bytes for queries {i, i ^ 8} and keys {j, j ^ 1, j ^ 8, j ^ 16, ...} of a block of 16 queries
-// and 32 keys. Query i, key j has byte j / 16 % 2 * 8 + j / 8 % 2 * 4 + i / 8 % 2 * 2 + j % 2, which is kept up to a
-// threshold (flash_threshold in attention/dropout.h).
+// FlashAttention-2: the 16 bytes of queries {i, i ^ 8} and keys {j, j ^ 1, j ^ 8, j ^ 16, ...} in a block of 16 queries
+// and 32 keys. Query i and key j have byte j / 16 % 2 * 8 + j / 8 % 2 * 4 + i / 8 % 2 * 2 + j % 2. Bytes up to a
+// threshold are kept (flash_threshold in attention/dropout.h).
 __device__ __forceinline__ uint4 flash_bytes(uint64_t seed, uint64_t head_offset, uint32_t i, uint32_t j) {
   return philox4x32<7>(seed, head_offset + i % 8 * 4 + j % 8 / 2, i / 16, j / 32);
 }

@@ -1,12 +1,12 @@
-// Can kernels of this build run on the current device?
+// Tests whether the current device can run this build's kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace flashbwd {
 
-// cudaSuccess, or why not: no driver, a driver older than the binary, no machine code for the device. Launches nothing.
-// `capability`: what the code that would run was compiled for, 80 for 8.0.
+// Returns cudaSuccess, or the reason why not: no driver, a driver older than the binary, or no code for the device.
+// Launches nothing. `capability`: what the selected code was compiled for, for example 80 for 8.0.
 cudaError_t probe_current_device(int* capability);
 
 }  // namespace flashbwd

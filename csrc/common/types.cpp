@@ -56,7 +56,7 @@ bool strides_without_gaps(const TensorDesc& tensor, std::array<int64_t, TensorDe
   int64_t before = 0;
   bool gaps = false;
   for (int n = 0; n < tensor.dim; ++n) {
-    int next = -1;  // the dimension with the smallest stride above the one before
+    int next = -1;  // the dimension with the smallest stride larger than `before`
     for (int dim = 0; dim < tensor.dim; ++dim) {
       const int64_t stride = tensor.strides[dim];
       if (stride > before && (next < 0 || stride < tensor.strides[next])) next = dim;

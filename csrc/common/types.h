@@ -1,4 +1,4 @@
-// Plain descriptions of tensors and devices: what host logic works on instead of torch types.
+// Plain descriptions of tensors and devices, which host code uses instead of torch types.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ constexpr int64_t size_of(DType dtype) {
 
 constexpr bool is_16bit(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 
-const char* name_of(DType dtype);  // "float16", as torch prints it without the prefix
+const char* name_of(DType dtype);  // "float16": torch's name without the prefix
 
 enum class DeviceType : int32_t { kCPU, kCUDA, kMeta, kOther };
 
@@ -40,7 +40,7 @@ struct Device {
 
 std::string name_of(Device device);  // "cuda:0"
 
-// A tensor seen from host logic. Sizes and strides count elements. Undefined when `defined` is false.
+// A tensor's metadata. Sizes and strides count elements. If `defined` is false, there is no tensor.
 struct TensorDesc {
   static constexpr int kMaxDims = 8;
   void* data = nullptr;
@@ -61,24 +61,25 @@ struct TensorDesc {
 
 std::string shape_of(const TensorDesc& tensor);  // "(2, 3, 4)"
 
-// The strides that torch.empty_like gives a tensor of these sizes and strides: its own where it has no gaps, else those
-// of its dimensions in their order in memory, without gaps. False where that order is not plain: equal strides, or 0.
+// The strides that torch.empty_like gives a tensor of these sizes and strides: the same if it is dense, otherwise dense
+// ones with the dimensions in the same order in memory. Returns false if strides are equal or 0, so that the order is
+// unclear.
 bool strides_without_gaps(const TensorDesc& tensor, std::array<int64_t, TensorDesc::kMaxDims>* strides);
 
-// What the plan needs to know about the GPU. `usable` is false, with the reason in words, when kernels of this
-// build cannot run there (no driver, driver too old, no device).
+// What a plan needs to know about the GPU. If this build's kernels cannot run there (no driver, driver too old, no
+// device), `usable` is false and `why_not` gives the reason.
 struct DeviceInfo {
   bool usable = false;
   int32_t index = 0;
   std::string why_not = "there is no CUDA device";
-  // Of the device, or what its code was compiled for where that is less: code for 8.0 that the driver compiles for
-  // a 9.0 has none of what 9.0 brought.
+  // Compute capability of the device, or of the code that it runs if that is lower: 8.0 code compiled by the driver for
+  // a 9.0 device cannot use 9.0 instructions.
   int32_t cc_major = 0;
   int32_t cc_minor = 0;
   int32_t sm_count = 0;
-  int64_t smem_per_block = 0;  // largest dynamic shared memory a block may ask for, bytes
+  int64_t smem_per_block = 0;  // largest dynamic shared memory that a block may request, in bytes
   int64_t l2_bytes = 0;
-  // Kernel families that this build holds.
+  // The kernel families in this build.
   bool has_attention_sm90 = false;
   bool has_attention_sm80 = false;
 };

@@ -1,9 +1,9 @@
-// Warpgroup matrix products over tiles in shared memory with the 128-byte swizzle, or that of 64 bytes.
+// Warpgroup matrix products on tiles in shared memory with the 128-byte or the 64-byte swizzle.
 //
-// A tile of `rows` rows lies in chunks of 64 columns (128 bytes of 16-bit elements): row r of a chunk is 128 bytes, its
-// 16-byte piece p at place p ^ (r % 8); chunks follow each other. This is what a tensor copy with a 64-column box and
-// SWIZZLE_128B leaves behind, a chunk a copy. Chunks start 1024-byte aligned. Or in chunks of 32 columns (64 bytes,
-// piece p at place p ^ (r / 2 % 4), SWIZZLE_64B).
+// A tile is stored in chunks, column blocks that are one swizzle atom wide: 64 columns of 16-bit elements
+// (SWIZZLE_128B) or 32 columns (SWIZZLE_64B). In a chunk, each row is 128 (64) bytes, and its 16-byte piece p is at
+// position p ^ (r % 8) (p ^ (r / 2 % 4)). Chunks follow each other, 1024-byte aligned. A TMA copy with a box one chunk
+// wide writes this layout.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@ using cute::SM90::GMMA::ScaleOut;
 constexpr int kChunkColumns = 64;
 constexpr int kChunkRowBytes = 128;
 
-// The place of 16-byte piece `piece` of a row within the row.
+// The position of 16-byte piece `piece` within its row.
 template <int kRowBytes = kChunkRowBytes>
 __device__ __forceinline__ int32_t swizzled(int32_t piece, int32_t row) {
   static_assert(kRowBytes == 128 || kRowBytes == 64, "a swizzle that tensor copies have");
@@ -42,22 +42,22 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, int leadin
   return descriptor.desc_;
 }
 
-// An operand whose product dimension runs along the columns of its tile (K-major); the rows are its M or N.
+// An operand whose K dimension is along the columns of its tile (K-major); the rows are its M or N.
 template <int kChunkBytes, int kRowBytes = kChunkRowBytes>
 struct AlongColumns {
   static constexpr Major kMajor = Major::K;
-  static constexpr int kChunkSteps = kRowBytes / 32;  // of 16 columns
+  static constexpr int kChunkSteps = kRowBytes / 32;  // of 16 columns each
   static constexpr int step_bytes(int k) { return k / kChunkSteps * kChunkBytes + k % kChunkSteps * 32; }
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     return smem_descriptor<kRowBytes>(address, 16);
   }
 };
 
-// An operand whose product dimension runs down the rows of its tile (MN-major); the columns are its M or N.
+// An operand whose K dimension is along the rows of its tile (MN-major); the columns are its M or N.
 template <int kChunkBytes, int kRowBytes = kChunkRowBytes>
 struct AlongRows {
   static constexpr Major kMajor = Major::MN;
-  static constexpr int step_bytes(int k) { return k * 16 * kRowBytes; }  // 16 rows a step
+  static constexpr int step_bytes(int k) { return k * 16 * kRowBytes; }  // 16 rows per step
   static constexpr int column_bytes(int column) { return column / (kRowBytes / 2) * kChunkBytes; }
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     return smem_descriptor<kRowBytes>(address, kChunkBytes);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void issue(float (&d)[kRegisters], uint64_t a, uint64
   Atom::fma(a, b, d[I]..., scale);
 }
 
-// On the accumulator's registers from kFirst on.
+// Uses the accumulator's registers from kFirst on.
 template <typename Atom, int kFirst, int kRegisters, int... I>
 __device__ __forceinline__ void issue(float (&d)[kRegisters], const uint32_t* a, uint64_t b, ScaleOut scale,
                                       std::integer_sequence<int, I...>) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void issue(float (&d)[kRegisters], const uint32_t* a,
 
 }  // namespace detail
 
-// Keeps the compiler from moving accesses to accumulators across the issue or the wait of the products on them.
+// Keeps the compiler from moving accesses to the accumulator across the issue of a product or the wait for it.
 template <int kRegisters>
 __device__ __forceinline__ void fence_registers(float (&d)[kRegisters]) {
 #pragma unroll
@@ -141,14 +141,14 @@ __device__ __forceinline__ void fence_registers(uint32_t (&d)[kRegisters]) {
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// The compiler computes what depends on it here and now, instead of once for all in registers that it then spills.
+// Forces the compiler to compute what depends on `address` here, instead of hoisting it into registers that then spill.
 __device__ __forceinline__ uint32_t not_hoisted(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
 
-// d (64 x N, N = 2 * kRegisters) = or += A B^T over kSteps * 16, with -A where kSignA says so; A and B in shared
-// memory. One committed group.
+// d (64 x N, N = 2 * kRegisters) = or += A B^T over kSteps * 16, or with -A depending on kSignA. A and B are in shared
+// memory. Commits one group.
 template <typename T, int kSteps, bool kAccumulate, typename OperandA, typename OperandB, ScaleIn kSignA = ScaleIn::One,
           int kRegisters>
 __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t address_a, uint32_t address_b) {
@@ -166,8 +166,8 @@ __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t address
   cute::warpgroup_commit_batch();
 }
 
-// The same with the first kRegisterSteps of A in registers: four a step, in the order of the 16-bit fragment of a 64 x
-// 16 tile. None: `a` is not read.
+// The same, with the first kRegisterSteps steps of A in registers: four registers per step, in the order of the 16-bit
+// fragment of a 64 x 16 tile. If kRegisterSteps is 0, `a` is not read.
 template <typename T, int kSteps, int kRegisterSteps, bool kAccumulate, typename OperandA, typename OperandB,
           ScaleIn kSignA = ScaleIn::One, int kRegisters, int kRegistersA>
 __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kRegistersA], uint32_t address_a,
@@ -193,8 +193,8 @@ __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kR
   cute::warpgroup_commit_batch();
 }
 
-// The same with all of A in registers. N = 256 is cut in two: one instruction on 128 accumulator registers does not
-// compile in a block of 512 threads.
+// The same with all of A in registers. N = 256 is split in two, because one instruction with 128 accumulator registers
+// does not compile in a CTA of 512 threads.
 template <typename T, bool kAccumulate, typename OperandB, int kRegisters, int kRegistersA>
 __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kRegistersA], uint32_t address_b) {
   constexpr int kParts = kRegisters > 96 ? 2 : 1;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void product(float (&d)[kRegisters], uint32_t (&a)[kR
   cute::warpgroup_commit_batch();
 }
 
-// All but the last kPending groups of products are complete.
+// Waits until all but the last kPending groups of products are complete.
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
   cute::warpgroup_wait<kPending>();

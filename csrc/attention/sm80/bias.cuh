@@ -1,9 +1,9 @@
 // The bias of a tile of scores, and its gradient.
 //
-// A bias of the operands' own 16-bit type whose rows can be copied 16 bytes at a time goes through the part of the p or
-// ds tile that its warp will write anyway: each block of 8 queries and 8 keys lies where the warp puts that block of
-// p^T or ds^T later, so no other warp is waited for. Any other bias is loaded element by element; of one that is the
-// same for all queries, as padding masks are, a thread loads an element for each of its keys.
+// A 16-bit bias whose rows can be copied 16 bytes at a time goes through the part of the p or ds tile that the same
+// warp writes later, so a warp waits for no other warp: each 8 x 8 block of the bias uses the place of that block of
+// p^T or ds^T. Any other bias is loaded element by element, or once per key if all queries have the same bias (padding
+// masks).
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,12 @@
 
 namespace flashbwd::sm80 {
 
-// Where a head comes among those that share its bias, in the order of jobs, and which plane of the gradient they share.
-struct BiasTurn {
+// The position of a head in the order in which heads that share a bias add to its gradient (the order of the work
+// tiles), and the plane of the gradient that they share.
+struct BiasOrder {
   int32_t number, plane;
 
-  __device__ __forceinline__ BiasTurn(const KernelParams& params, const Work& work, int32_t head) {
+  __device__ __forceinline__ BiasOrder(const KernelParams& params, const WorkTile& work, int32_t head) {
     const AttentionBackwardParams& p = params.attention;
     const bool batches = params.bias_gradient.batch_stride == 0, heads = params.bias_gradient.head_stride == 0;
     const int32_t of_group = head - work.head_kv * work.heads_per_kv;
@@ -31,7 +32,7 @@ struct BiasTurn {
       plane = work.batch;
     }
   }
-  __device__ __forceinline__ int32_t tile(const KernelParams& params, const Work& work, int32_t query_block) const {
+  __device__ __forceinline__ int32_t tile(const KernelParams& params, const WorkTile& work, int32_t query_block) const {
     return (plane * params.key_blocks + work.key_block) * params.query_blocks + query_block;
   }
 };
@@ -43,26 +44,26 @@ struct Bias {
   using Accumulator = typename Place::Accumulator;
   using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
   static constexpr bool kPieces = sizeof(T) == 2;
-  static constexpr int kOctets = 2 * Traits::kKeyTiles;                     // of keys of a warp
-  static constexpr int kVectors = Traits::kKeyTiles * Traits::kScoreTiles;  // of 16 bytes, of a thread's elements
+  static constexpr int kOctets = 2 * Traits::kKeyTiles;                     // 8-key blocks of a warp
+  static constexpr int kVectors = Traits::kKeyTiles * Traits::kScoreTiles;  // 16-byte vectors of a thread's elements
   using Sums = float4[kVectors];
-  // What registers allow: sums of a shared bias before they are needed, what follows from the lane kept.
+  // What the registers allow: loading the sums of a shared bias early; keeping values derived from the lane.
   static constexpr bool kLoadsSumsEarly = Traits::kExtras == Extras::kSharedBias && Traits::kScoreTiles <= 4;
   static constexpr bool kKeepsLane = Traits::kExtras != Extras::kSharedBias;
 
-  // In either tile: the warp's first key, and its first 8 queries.
+  // In the p and ds tiles: the warp's first key, and the 16-byte piece of its first 8 queries.
   static __device__ __forceinline__ int32_t warp_row() { return Traits::warp_n() * Traits::kKeyTiles * 16; }
   static __device__ __forceinline__ int32_t warp_piece() { return Traits::warp_s() * Traits::kScoreTiles; }
 
-  // The compiler keeps nothing that follows from it from step to step, where registers are few.
+  // Rereads the lane, so that the compiler keeps no value derived from it in a register across steps.
   static __device__ __forceinline__ int32_t lane_again() {
     int32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
   }
 
-  // Starts copies into the warp's part of the tile, which nobody reads any more.
-  static __device__ __forceinline__ void load(const KernelParams& params, const Work& work, int32_t head,
+  // Starts the copies of the bias to the warp's part of the tile, which no thread reads any more.
+  static __device__ __forceinline__ void load(const KernelParams& params, const WorkTile& work, int32_t head,
                                               int32_t query_block, uint8_t* tile) {
     if constexpr (kPieces) {
       if (Traits::kExtras == Extras::kAll && !params.bias_pieces) return;
@@ -73,7 +74,7 @@ struct Bias {
       const int32_t bytes = max(min(work.visibility.seqlen_k - j, 8), 0) * 2;
       const T* const plane = static_cast<const T*>(b.data) + work.batch * b.batch_stride + head * b.head_stride;
       const T* source = plane + (bytes > 0 ? i0 * b.row_stride + j : 0);
-      constexpr int kRows = 32 / kOctets;  // that a warp copies at once
+      constexpr int kRows = 32 / kOctets;  // rows that a warp copies at once
 #pragma unroll
       for (int first = 0; first < Traits::kScoreTiles * 8; first += kRows) {
         const bool exists = bytes > 0 && i0 + first < work.visibility.seqlen_q;
@@ -85,9 +86,9 @@ struct Bias {
     }
   }
 
-  // s = scale * s + log2(e) * bias. kPending: groups of copies that were started after load().
+  // s = scale * s + log2(e) * bias. kPending: groups of copies started after load().
   template <int kPending>
-  static __device__ __forceinline__ void add(const KernelParams& params, const Work& work, int32_t head,
+  static __device__ __forceinline__ void add(const KernelParams& params, const WorkTile& work, int32_t head,
                                              int32_t query_block, const uint8_t* tile, float scale, Accumulator& s) {
     if constexpr (kPieces) {
       if (params.bias_pieces) {
@@ -105,16 +106,17 @@ struct Bias {
     }
   }
 
-  // Through the ds tile, after the warp has written its part: 16 bytes of a row of the gradient a thread.
-  static __device__ __forceinline__ void store_pieces(const KernelParams& params, const Work& work, int32_t head,
+  // Stores the gradient from the ds tile after the warp has written its part: 16 bytes of a row per thread.
+  static __device__ __forceinline__ void store_pieces(const KernelParams& params, const WorkTile& work, int32_t head,
                                                       int32_t query_block, const uint8_t* ds) {
     if constexpr (kPieces) {
       const BiasGradient& g = params.bias_gradient;
       const AttentionBackwardParams& p = params.attention;
-      constexpr int kGroups = kOctets;    // of four lanes' octets: 4 of a row of queries, or 2 of each of two
-      constexpr int kSpan = 4 / kGroups;  // tiles of queries at once
+      // 8-key blocks per row of queries: 4, or 2, so that four lanes store one row or two
+      constexpr int kGroups = kOctets;
+      constexpr int kSpan = 4 / kGroups;  // 8-query tiles stored at once
       const int32_t lane = kKeepsLane ? Traits::lane() : lane_again();
-      // Lane 4 q + a gets keys 8 (a % kGroups) ... + 7 of query q: two of them from each matrix.
+      // Lane 4 q + a gets keys 8 (a % kGroups) to 8 (a % kGroups) + 7 of query q: two of them from each 8 x 8 matrix.
       const int32_t from_a = lane % 8 / 2, key = from_a % kGroups * 8 + lane / 8 * 2 + lane % 2;
       const int32_t to_a = lane % 4;
       const int32_t i0 = query_block * Traits::kBlockM + (warp_piece() + to_a / kGroups) * 8 + lane / 4;
@@ -127,12 +129,12 @@ struct Bias {
       };
       __syncwarp();  // the warp has written its part of ds
       if ((query_block + 1) * Traits::kBlockM <= p.seqlen_q && (work.key_block + 1) * Traits::kBlockN <= p.seqlen_k) {
-        alignas(16) uint32_t pieces[Traits::kScoreTiles / kSpan][4];  // all of them on their way at once
+        alignas(16) uint32_t pieces[Traits::kScoreTiles / kSpan][4];  // all loads before the first store
 #pragma unroll
         for (int i = 0; i < Traits::kScoreTiles / kSpan; ++i) load_piece(pieces[i], i * kSpan);
 #pragma unroll
         for (int i = 0; i < Traits::kScoreTiles / kSpan; ++i, place += kSpan * 8 * g.row_stride) {
-          // An assignment of a uint4 is compiled to four stores here.
+          // The compiler would split an assignment of a uint4 into four stores here.
           __stcg(reinterpret_cast<uint4*>(place), make_uint4(pieces[i][0], pieces[i][1], pieces[i][2], pieces[i][3]));
         }
         return;
@@ -156,9 +158,10 @@ struct Bias {
     }
   }
 
-  // Calls write(place, ds) with every element of the tile that lies in `rows` and `columns` of the gradient.
+  // Calls write(place, ds) for each element of the tile within the first `rows` rows and `columns` columns of the
+  // gradient.
   template <typename Out, typename Write>
-  static __device__ __forceinline__ void write_elements(const KernelParams& params, const Work& work, int32_t head,
+  static __device__ __forceinline__ void write_elements(const KernelParams& params, const WorkTile& work, int32_t head,
                                                         int32_t query_block, int32_t rows, int32_t columns,
                                                         const Accumulator& ds, const Write& write) {
     const BiasGradient& g = params.bias_gradient;
@@ -178,8 +181,8 @@ struct Bias {
     });
   }
 
-  // A slot for the queries of this warp: sums over them, which no other warp adds to.
-  static __device__ __forceinline__ void add_key_sums(const KernelParams& params, const Work& work, int32_t head,
+  // Sums ds over this warp's queries, and adds to its slot, to which no other warp adds.
+  static __device__ __forceinline__ void add_key_sums(const KernelParams& params, const WorkTile& work, int32_t head,
                                                       const Accumulator& ds) {
     const BiasGradient& g = params.bias_gradient;
     const int32_t j0 = Place::first_key(work);
@@ -196,8 +199,8 @@ struct Bias {
     });
   }
 
-  // A slot for the keys of this warp: sums over them.
-  static __device__ __forceinline__ void store_row_sums(const KernelParams& params, const Work& work, int32_t head,
+  // Sums ds over this warp's keys, and stores to the slot of these keys.
+  static __device__ __forceinline__ void store_row_sums(const KernelParams& params, const WorkTile& work, int32_t head,
                                                         int32_t query_block, const Accumulator& ds) {
     const BiasGradient& g = params.bias_gradient;
     const int32_t i0 = Place::first_query(query_block);
@@ -218,7 +221,8 @@ struct Bias {
     }
   }
 
-  // s to probabilities, 2^(scale * s + log2(e) * bias - lse), of a bias in pieces. `lse`: (kBlockM,) times log2(e).
+  // s becomes the probabilities 2^(scale * s + log2(e) * bias - lse), for a bias in 16-byte pieces. `lse`: (kBlockM,)
+  // times log2(e).
   template <int kPending>
   static __device__ __forceinline__ void probabilities(const uint8_t* tile, const float* lse, float scale,
                                                        Accumulator& s) {
@@ -229,8 +233,8 @@ struct Bias {
     });
   }
 
-  // Adds ds to the fp32 gradient of a bias that is broadcast over batch or heads, col_stride 1.
-  static __device__ __forceinline__ void add_gradient(const KernelParams& params, const Work& work, int32_t head,
+  // Adds ds to the fp32 gradient of a bias that is broadcast over batch or heads, with col_stride 1.
+  static __device__ __forceinline__ void add_gradient(const KernelParams& params, const WorkTile& work, int32_t head,
                                                       int32_t query_block, const Accumulator& ds) {
     const BiasGradient& g = params.bias_gradient;
     const int32_t i0 = Place::first_query(query_block), j0 = Place::first_key(work);
@@ -248,35 +252,37 @@ struct Bias {
     });
   }
 
-  // Waits for the sums of those that share the bias and come before this head.
-  static __device__ __forceinline__ void wait_for_turn(const KernelParams& params, const BiasTurn& turn, int32_t tile) {
+  // Waits until all heads that share the bias and come before this one have added to the tile.
+  static __device__ __forceinline__ void wait_for_semaphore(const KernelParams& params, const BiasOrder& order,
+                                                            int32_t tile) {
     if (lane_again() == 0) {
-      while (load_acquire(params.bias_turns.counters + tile) != turn.number) {
+      while (load_acquire(params.ordered_bias_sums.counters + tile) != order.number) {
       }
     }
-    __syncwarp();  // lane 0 has seen that the sums are there
+    __syncwarp();  // lane 0 has waited for the semaphore
   }
 
-  // Where registers allow it, these sums, some time before add_in_turn. `sums`: zeros.
-  static __device__ __forceinline__ void load_sums(const KernelParams& params, const Work& work, int32_t head,
+  // Loads the sums of these heads some time before add_in_order needs them, if registers allow it. `sums`: zero on
+  // entry.
+  static __device__ __forceinline__ void load_sums(const KernelParams& params, const WorkTile& work, int32_t head,
                                                    int32_t query_block, Sums& sums) {
-    const BiasTurn turn(params, work, head);
-    if (!kLoadsSumsEarly || turn.number == 0) return;
-    const int32_t tile = turn.tile(params, work, query_block);
-    wait_for_turn(params, turn, tile);
+    const BiasOrder order(params, work, head);
+    if (!kLoadsSumsEarly || order.number == 0) return;
+    const int32_t tile = order.tile(params, work, query_block);
+    wait_for_semaphore(params, order, tile);
     const float4* const place = sums_of_tile(params, tile);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) sums[i] = __ldcg(place + i * Traits::kThreads);
   }
 
-  // Adds ds to them: each thread loads and stores its own registers, 16 bytes at a time. The last one stores the
-  // gradient, through its part of the ds tile.
-  static __device__ __forceinline__ void add_in_turn(const KernelParams& params, const Work& work, int32_t head,
-                                                     int32_t query_block, uint8_t* ds_tile, const Accumulator& ds,
-                                                     const Sums& sums) {
-    const BiasTurn turn(params, work, head);
-    const int32_t tile = turn.tile(params, work, query_block);
-    if (!kLoadsSumsEarly && turn.number > 0) wait_for_turn(params, turn, tile);
+  // Adds ds to the sums. Each thread loads and stores its own registers as 16-byte vectors. The last head stores the
+  // gradient instead, through this warp's part of the ds tile.
+  static __device__ __forceinline__ void add_in_order(const KernelParams& params, const WorkTile& work, int32_t head,
+                                                      int32_t query_block, uint8_t* ds_tile, const Accumulator& ds,
+                                                      const Sums& sums) {
+    const BiasOrder order(params, work, head);
+    const int32_t tile = order.tile(params, work, query_block);
+    if (!kLoadsSumsEarly && order.number > 0) wait_for_semaphore(params, order, tile);
     const int32_t lane = lane_again();
     float4* const place = sums_of_tile(params, tile);
     const auto sum_of = [&](int i, int mt, int nt) {
@@ -284,12 +290,12 @@ struct Bias {
       const float* const x = ds[mt][nt];
       return make_float4(sum.x + x[0], sum.y + x[1], sum.z + x[2], sum.w + x[3]);
     };
-    if (!kLoadsSumsEarly && turn.number == 0) {
+    if (!kLoadsSumsEarly && order.number == 0) {
       for_each_vector([&](int i, int mt, int nt) {
         const float* const x = ds[mt][nt];
         __stcg(place + i * Traits::kThreads, make_float4(x[0], x[1], x[2], x[3]));
       });
-    } else if (turn.number + 1 < params.bias_turns.sharers) {
+    } else if (order.number + 1 < params.ordered_bias_sums.sharers) {
       for_each_vector([&](int i, int mt, int nt) { __stcg(place + i * Traits::kThreads, sum_of(i, mt, nt)); });
     } else {
       for_each_vector([&](int i, int mt, int nt) {
@@ -302,15 +308,15 @@ struct Bias {
                           pack2<T>(sum.z, sum.w));
       });
       store_pieces(params, work, head, query_block, ds_tile);
-      __syncwarp();  // all lanes have read: the part is free again
+      __syncwarp();  // all lanes have read their part of the tile, so it may be overwritten
     }
   }
 
-  // By one thread, once all have added.
-  static __device__ __forceinline__ void pass_on(const KernelParams& params, const Work& work, int32_t head,
+  // Called by one thread after all threads have added.
+  static __device__ __forceinline__ void release(const KernelParams& params, const WorkTile& work, int32_t head,
                                                  int32_t query_block) {
-    const BiasTurn turn(params, work, head);
-    store_release(params.bias_turns.counters + turn.tile(params, work, query_block), turn.number + 1);
+    const BiasOrder order(params, work, head);
+    store_release(params.ordered_bias_sums.counters + order.tile(params, work, query_block), order.number + 1);
   }
 
  private:
@@ -323,39 +329,39 @@ struct Bias {
     }
   }
   static __device__ __forceinline__ float4* sums_of_tile(const KernelParams& params, int32_t tile) {
-    return reinterpret_cast<float4*>(params.bias_turns.sums) + int64_t{tile} * (Traits::kBlockM * Traits::kBlockN / 4) +
-           threadIdx.x;
+    return reinterpret_cast<float4*>(params.ordered_bias_sums.sums) +
+           int64_t{tile} * (Traits::kBlockM * Traits::kBlockN / 4) + threadIdx.x;
   }
 
-  // Calls f(two elements of s, the tile of queries that they are in, their bias).
+  // Calls f(two elements of s, their 8-query tile, their bias).
   template <int kPending, typename F>
   static __device__ __forceinline__ void for_each_piece(const uint8_t* tile, Accumulator& s, const F& f) {
     copy_async_wait<kPending>();
-    __syncwarp();  // the copies of all lanes are there
+    __syncwarp();  // the copies of all lanes are complete
     const LaneAddress<Traits::kScoreRowBytes, Traits::kScoreTiles> blocks(
         smem_address(tile), warp_row() + Traits::lane() % 16, Traits::lane() / 16, warp_piece());
 #pragma unroll
     for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
-        uint32_t r[4];  // tile nt: the two octets of mt; then tile nt + 1
+        uint32_t r[4];  // tile nt: the two 8-key blocks of mt; then tile nt + 1
         load_matrix_x4_trans(r, blocks.at(mt * 16, nt));
 #pragma unroll
         for (int k = 0; k < 4; ++k) f(s[mt][nt + k / 2] + k % 2 * 2, nt + k / 2, unpack2<T>(r[k]));
       }
     }
-    __syncwarp();  // all lanes have read: the part is free again
+    __syncwarp();  // all lanes have read their part of the tile, so it may be overwritten
   }
 
   template <typename Element>
-  static __device__ __forceinline__ void add_elements(const KernelParams& params, const Work& work, int32_t head,
+  static __device__ __forceinline__ void add_elements(const KernelParams& params, const WorkTile& work, int32_t head,
                                                       int32_t query_block, float scale, Accumulator& s) {
     const BiasView& b = params.attention.bias;
     const int32_t i0 = Place::first_query(query_block), j0 = Place::first_key(work);
     const int32_t rows = work.visibility.seqlen_q - i0, columns = work.visibility.seqlen_k - j0;
     const Element* row = static_cast<const Element*>(b.data) + work.batch * b.batch_stride + head * b.head_stride +
                          i0 * b.row_stride + j0 * b.col_stride;
-    if (sizeof(T) == 2 && b.row_stride == 0) {  // with fp32 it spills
+    if (sizeof(T) == 2 && b.row_stride == 0) {  // for fp32 this would spill registers
       float of_keys[kOctets];
       for_each_octet([&](int mt, int h) {
         const int key = mt * 16 + h * 8;
@@ -380,7 +386,8 @@ struct Bias {
     });
   }
 
-  // Pointers walk from place to place below: 64-bit strides of all elements would take more registers than there are.
+  // The loops below advance pointers from element to element. Computing all 64-bit offsets would need too many
+  // registers.
   template <typename F>
   static __device__ __forceinline__ void for_each_row(const F& f) {
 #pragma unroll

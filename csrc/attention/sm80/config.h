@@ -1,22 +1,22 @@
-// Tiles of the sm_80 attention kernel, by element size, head dimension and shared memory. Host code includes this too:
-// no CUDA here.
+// The tile table of the sm_80 attention kernel, by element size, head dimension and shared memory. Host code includes
+// this file: no CUDA here.
 #pragma once
 
 #include <cstdint>
 
 namespace flashbwd::sm80 {
 
-// Two forms. Narrow: rows of q, k, v and dout lie in shared memory whole, dk and dv stay in registers. Wide: both are
-// worked on in blocks of columns, dk and dv lie in global memory between query tiles; any head dimension.
+// Narrow tiles keep whole rows of q, k, v and dout in shared memory, and dk and dv in registers. Wide tiles support all
+// head dimensions: they process blocks of columns and keep dk and dv in global memory between query tiles.
 struct Tile {
   int32_t element_bytes;
-  int32_t head_dim;  // of q, k and v in shared memory: smaller ones are padded with zeros. Wide: a name for builds only
+  int32_t head_dim;  // columns in shared memory, padded with zeros. Wide: only a name, for partial builds
   int32_t block_m;   // queries
   int32_t block_n;   // keys
   int32_t warps_n;   // warps along the keys of s, dk and dv
-  int32_t warps_s;   // warps that share 16 or 32 keys: they split the queries of s and the columns of dk and dv
-  int32_t warps_q;   // warps along the queries of dq; the others split its columns
-  int32_t stages;    // of q and dout; wide: of pieces
+  int32_t warps_s;   // warps that share 16 or 32 keys; they split the queries of s and the columns of dk and dv
+  int32_t warps_q;   // warps along the queries of dq; the remaining factor of warps() splits its columns
+  int32_t stages;    // of q and dout; wide: pieces in shared memory
   bool wide = false;
 
   constexpr int32_t warps() const { return warps_n * warps_s; }
@@ -24,15 +24,15 @@ struct Tile {
   constexpr int32_t row_bytes() const { return head_dim * element_bytes; }
   constexpr int32_t score_bytes() const { return block_m * block_n * element_bytes; }
 
-  // Wide: what one piece of the stream of tiles holds. Scores take 128 bytes of each row of keys and queries at a time;
-  // dv, dk and dq as many rows of dout, q and k as the tile has keys, gradient_columns of each.
-  constexpr int32_t gradient_columns() const { return 64 * warps_s; }  // 64 of each warp
+  // Wide: the size of one piece. For s and dp, a piece holds 128 bytes of each row of keys and queries. For dv, dk and
+  // dq, it holds gradient_columns of block_n rows of dout, q or k.
+  constexpr int32_t gradient_columns() const { return 64 * warps_s; }  // 64 per warp
   constexpr int32_t piece_bytes() const {
     const int32_t scores = (block_m + block_n) * 128, rows = block_n * gradient_columns() * element_bytes;
     return scores > rows ? scores : rows;
   }
 
-  // k, v; stages of q, dout, lse and delta; ds, and p where warps exchange it. Wide: pieces, lse, delta, ds, p.
+  // k, v; stages of q, dout, lse and delta; ds; p if warps exchange it. Wide: pieces, lse, delta, ds, p.
   constexpr int32_t shared_bytes() const {
     if (wide) return stages * piece_bytes() + 2 * block_m * 4 + 2 * score_bytes();
     return 2 * block_n * row_bytes() + stages * (2 * block_m * row_bytes() + 2 * block_m * 4) +
@@ -40,19 +40,19 @@ struct Tile {
   }
 };
 
-// What a kernel does beside plain attention, or how.
+// The variant of a kernel: the features it supports, or how it schedules plain attention.
 enum class Extras : int32_t {
   kNone,
-  kLoadsAhead,   // nothing; see has_loads_ahead
-  kWholeHeads,   // nothing, by CTAs that take whole heads
-  kBias,         // a bias in 16-byte pieces, its gradient likewise or added in fp32, nothing else
+  kLoadsAhead,   // plain attention; see has_loads_ahead
+  kWholeHeads,   // plain attention; a CTA processes all key blocks of a head, see has_whole_heads
+  kBias,         // only a bias, in 16-byte pieces; its gradient is stored likewise or added in fp32
   kAll,          // bias, ALiBi, softcap, dropout
-  kSharedBias,   // as kBias, but heads that share a bias add to its gradient, in turn or in any order
-  kFirstStores,  // nothing, but the first key block of a query tile stores dq; see has_first_stores
+  kSharedBias,   // as kBias, but heads that share a bias add to its gradient, in a fixed order or in any order
+  kFirstStores,  // plain attention; the first key block of a query tile stores dq, see has_first_stores
 };
 
-// Registers a thread at the widest point, accumulators alone: dk and dv of its keys and columns, s and dp of its keys
-// and queries. In the order of preference for each element size and head dimension: the first that fits the device.
+// The comments give the accumulator registers per thread, dk and dv + s and dp, and the shared memory. For each element
+// size and head dimension the rows are in order of preference; tile_for returns the first that fits the device.
 constexpr Tile kTiles[] = {
     {2, 64, 128, 128, 4, 2, 4, 2},  // 64 + 128 registers, 162 KB
     {2, 64, 64, 128, 8, 1, 2, 2},   // 64 + 64 registers, 81 KB
@@ -70,47 +70,48 @@ constexpr Tile kTiles[] = {
     {4, 128, 32, 32, 2, 2, 1, 1},   // 64 + 16 registers, 72 KB
     {4, 256, 32, 64, 4, 2, 2, 1},   // 128 + 16 registers, 208 KB
     {4, 256, 32, 32, 2, 2, 1, 1},   // 128 + 16 registers, 136 KB
-    // Wide: s and dp, then old and new of dv or dk, then dq.
+    // Wide: registers for s and dp; for the old and new values of dv or dk; for dq.
     {2, 512, 256, 64, 2, 4, 4, 2, true},  // 128, 128, 64 registers, 146 KB
     {2, 512, 128, 64, 2, 2, 2, 2, true},  // 128, 128, 64 registers, 81 KB
     {4, 512, 64, 64, 4, 2, 4, 2, true},   // 32, 64, 16 registers, 97 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
-// Tiles that have a kernel with a bias alone.
+// Tiles that have a kBias kernel.
 constexpr bool has_bias_kernel(const Tile& tile) { return tile.element_bytes == 2 && tile.head_dim <= 128; }
 
-// Tiles that have a kernel whose CTAs take whole heads (see whole_heads in layout.h).
+// Tiles that have a kWholeHeads kernel. whole_heads in layout.h decides when it is used.
 constexpr bool has_whole_heads(const Tile& tile) {
   return tile.element_bytes == 2 && tile.head_dim <= 128 && tile.stages > 1 && tile.warps_s > 1;
 }
 
-// The same ones have a kernel with a shared bias alone.
+// Tiles that have a kSharedBias kernel.
 constexpr bool has_shared_bias_kernel(const Tile& tile) { return has_whole_heads(tile); }
 
-// Whether the kernel with a bias alone adds to a shared gradient, in any order: it has a register left for that.
+// Whether the kBias kernel can add to a shared gradient in any order. At head dimension 64, the kernel of the large
+// tile has no register left for this, and kSharedBias is used.
 constexpr bool bias_kernel_adds(const Tile& tile) { return !has_shared_bias_kernel(tile) || tile.head_dim > 64; }
 
-// The same ones have a kernel that loads the first tiles of the next job under the last step of this one, where there
-// is room for its keys; of those that take whole heads, at head dimension 64.
+// Tiles that have a kLoadsAhead kernel. It loads the first tiles of the next work tile during the last step of the
+// current one, which needs shared memory for a second k and v. At head dimension 64 the kWholeHeads kernels do so too.
 constexpr bool has_loads_ahead(const Tile& tile) { return has_whole_heads(tile); }
 constexpr bool loads_ahead(const Tile& tile, Extras extras) {
   return extras == Extras::kLoadsAhead || (extras == Extras::kWholeHeads && tile.head_dim == 64);
 }
 constexpr int32_t keys_bytes(const Tile& tile) { return 2 * tile.block_n * tile.row_bytes(); }
 
-// Tiles that have a kernel in which the first key block of a query tile stores dq (see first_stores in layout.h).
+// Tiles that have a kFirstStores kernel. first_stores in layout.h decides when it is used.
 constexpr bool has_first_stores(const Tile& tile) {
   return tile.element_bytes == 2 && tile.head_dim == 256 && tile.block_m == 128;
 }
 
-// Kernels of one stage whose last step of a job loads the first tiles of the next one where its own were, as it is done
-// with them, all but k.
+// Whether a kernel with one stage loads the first q, dout and v of the next work tile during the last step of the
+// current one, each as soon as its buffer is free.
 constexpr bool refills(const Tile& tile, Extras extras) {
   return tile.stages == 1 && tile.element_bytes == 2 && (extras == Extras::kNone || extras == Extras::kFirstStores);
 }
 
-// Whether a partial build (FLASHBWD_HEAD_DIMS) holds a head dimension.
+// Whether a partial build (FLASHBWD_HEAD_DIMS) includes a head dimension.
 constexpr bool is_built(int32_t head_dim) {
 #ifdef FLASHBWD_BUILT_HEAD_DIMS
   constexpr int32_t kBuilt[] = {FLASHBWD_BUILT_HEAD_DIMS};
@@ -123,10 +124,10 @@ constexpr bool is_built(int32_t head_dim) {
 #endif
 }
 
-// Beside what a tile counts: a little state, and tiles start 1024-byte aligned.
+// Shared memory beyond Tile::shared_bytes(): a little state, and the alignment of tiles to 1024 bytes.
 constexpr int32_t kAlignmentBytes = 1024;
 
-// Row of kTiles, or -1.
+// Returns a row of kTiles, or -1 if none fits.
 constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim_v, int64_t shared_bytes) {
   const int64_t wider = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (int i = 0; i < kNumTiles; ++i) {

@@ -1,4 +1,4 @@
-// A tile of dq from registers into fp32 sums in global memory, or as a gradient.
+// Adds a tile of dq from registers to the fp32 accumulator in global memory, or stores it as the gradient.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace flashbwd::sm80 {
 
-// No result to wait for.
+// A reduction without a result, so that the thread does not wait for it.
 __device__ __forceinline__ void add_to_global(float* place, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(place), "f"(value) : "memory");
 }
@@ -22,20 +22,20 @@ __device__ __forceinline__ void put_to_global(float* place, float value) {
   }
 }
 
-// In blocks (see dq_block_offset) an instruction adds to 128 consecutive bytes; where there are no whole blocks,
-// element by element.
+// Adds tiles of dq to the accumulator. In whole 8 x 8 blocks (dq_block_offset in schedule.h), an instruction of a warp
+// adds to 128 consecutive bytes. At the ends of rows and sequences, each element is added on its own.
 template <typename Traits>
 struct DqRows {
   using Tile = float[Traits::kQueryTiles][Traits::kColumnTiles][4];
-  static constexpr int kParts = Traits::kQueryTiles * 2;  // of the tile: 8 rows a warp each
+  static constexpr int kParts = Traits::kQueryTiles * 2;  // groups of 8 rows of the warp's tile
 
-  float* blocks;  // this lane's place in the first block of the warp
+  float* blocks;  // this lane's element of the warp's first block
   int64_t row_stride;
-  int32_t rows;     // from the warp's first one on, to the end of the sequence
-  int32_t columns;  // from the warp's first one on
+  int32_t rows;     // from the warp's first row to the end of the sequence
+  int32_t columns;  // from the warp's first column to the head dimension
   bool in_blocks;
 
-  __device__ __forceinline__ DqRows(const KernelParams& params, const Work& work, int32_t head, int32_t query_block)
+  __device__ __forceinline__ DqRows(const KernelParams& params, const WorkTile& work, int32_t head, int32_t query_block)
       : row_stride(params.dq_row_stride), in_blocks(params.dq_blocks) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t row = query_block * Traits::kBlockM + Traits::warp_q() * Traits::kQueryTiles * 16;
@@ -47,7 +47,8 @@ struct DqRows {
     columns = p.head_dim - column;
   }
 
-  // `column`: of dq, of the tile's first one; a multiple of kDqBlock. kStores: as if there were zeros.
+  // `column`: the first column of `dq`, relative to the tile; a multiple of kDqBlock. kStores: stores instead of
+  // adding.
   template <bool kStores = false>
   __device__ __forceinline__ void add(const Tile& dq, int32_t column = 0) const {
     if (in_blocks && kParts * kDqBlock <= rows && column + Traits::kColumnTiles * kDqBlock <= columns) {
@@ -76,7 +77,7 @@ struct DqRows {
   }
 
  private:
-  // No row or column of the tile is past the end.
+  // For tiles that end neither past the last row nor past the last column.
   template <bool kStores>
   __device__ __forceinline__ void add_whole(const Tile& dq, int32_t column) const {
     float* place = blocks + column * kDqBlock;
@@ -109,8 +110,8 @@ struct DqRows {
   }
 };
 
-// Of a CTA that takes whole heads. A thread loads and stores its own registers alone, as 16-byte vectors: the first key
-// block of a tile finds nothing there, the last one writes the gradient.
+// dq of a CTA with whole heads. Each thread loads and stores only its own registers, as 16-byte vectors. The first key
+// block of a tile loads nothing; the last one writes the gradient.
 template <typename Traits>
 struct DqTile {
   using Tile = typename DqRows<Traits>::Tile;
@@ -119,7 +120,8 @@ struct DqTile {
   float4* place;
   bool first, last;
 
-  __device__ __forceinline__ DqTile(const KernelParams& params, const Work& work, int32_t head, int32_t query_block) {
+  __device__ __forceinline__ DqTile(const KernelParams& params, const WorkTile& work, int32_t head,
+                                    int32_t query_block) {
     constexpr int kTileFloats = Traits::kBlockM * Traits::kHeadDim;
     const int32_t head_of_cta = static_cast<int32_t>(blockIdx.x) * work.heads_per_kv + head % work.heads_per_kv;
     float* const tile = params.dq_tiles + (int64_t{head_of_cta} * params.query_blocks + query_block) * kTileFloats;
@@ -129,7 +131,7 @@ struct DqTile {
     last = work.key_block + 1 == seen.end;
   }
 
-  // dq: zeros.
+  // dq must be zero on entry.
   __device__ __forceinline__ void load(Tile& dq) const {
     if (first) return;
 #pragma unroll
@@ -142,8 +144,8 @@ struct DqTile {
       to[3] = sum.w;
     }
   }
-  __device__ __forceinline__ void store(const KernelParams& params, const Work& work, int32_t head, int32_t query_block,
-                                        Tile& dq) const {
+  __device__ __forceinline__ void store(const KernelParams& params, const WorkTile& work, int32_t head,
+                                        int32_t query_block, Tile& dq) const {
     if (!last) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {

@@ -1,4 +1,4 @@
-// The dropout mask of a thread's scores, drawn again: lanes share what one call of the generator gives several of them.
+// Redraws the dropout mask for a thread's scores. Lanes share the results of a Philox call that covers several of them.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace flashbwd::sm80 {
 
-// A bit an element. A word for each of the two queries of a tile; in it the eight keys of an octet, at most four octets
-// a thread, are one bit.
+// One bit per element. A thread has two queries per 8-query tile, with a word each, and one key per octet (8 keys). The
+// bit within the word is given by the query tile and the octet.
 template <typename Traits>
 struct DropoutMask {
   using Place = ScorePlace<Traits>;
   static constexpr int kOctets = 2 * Traits::kKeyTiles;
   static_assert(Traits::kScoreTiles <= 8 && kOctets <= 4, "32 bits a word");
-  static constexpr uint32_t kEveryTile = 0x11111111u;  // the first octet of each
+  static constexpr uint32_t kEveryTile = 0x11111111u;  // the bits of octet 0 in every tile
 
   uint32_t words[2] = {};
 
@@ -24,7 +24,7 @@ struct DropoutMask {
     return (words[e % 2] & 1u << bit(nt, mt * 2 + e / 2)) != 0;
   }
 
-  __device__ __forceinline__ void draw(const KernelParams& params, const Work& work, int32_t head,
+  __device__ __forceinline__ void draw(const KernelParams& params, const WorkTile& work, int32_t head,
                                        int32_t query_block) {
     const AttentionBackwardParams& p = params.attention;
     const uint64_t seed = p.philox.current_seed(), offset = p.philox.current_offset();
@@ -47,12 +47,12 @@ struct DropoutMask {
   }
 
  private:
-  // Of PyTorch's memory-efficient forward: element (i, j) of a plane.
+  // The numbering of PyTorch's memory-efficient forward: number(i, j) is the number of element (i, j) of a plane.
   struct Numbering {
     uint64_t seed;
     uint64_t first;
     uint32_t keys;
-    uint32_t threshold;  // words from it on are kept
+    uint32_t threshold;  // words from this one on are kept
     bool wraps;
     __device__ __forceinline__ uint64_t number(int32_t i, int32_t j) const {
       const uint64_t within = static_cast<uint64_t>(i) * keys + j;
@@ -60,12 +60,14 @@ struct DropoutMask {
     }
   };
 
-  // A call has 16 queries of two parities of keys: the lane of even keys draws the even query and the lane of odd keys,
-  // its neighbour by 4, the odd one, each for both. Bytes up to `threshold` are kept.
+  // A call covers queries i and i + 8 and keys of both parities. Two lanes with neighbouring keys (lanes l and l ^ 4)
+  // share the calls: the one with the even key draws the even query, the other the odd query, and they exchange the
+  // bits that the other one needs. Bytes up to `threshold` are kept.
   __device__ __forceinline__ void draw_flash(uint64_t seed, uint64_t offset, int32_t query, int32_t key,
                                              uint32_t threshold) {
     const bool odd = key % 2 != 0;
-    const uint32_t no_borrow = 0x01000100u + threshold * 0x00010001u;  // bit 8 stays where byte <= threshold
+    // bit 8 survives the subtraction iff byte <= threshold
+    const uint32_t no_borrow = 0x01000100u + threshold * 0x00010001u;
     uint32_t even_keys = 0, odd_keys = 0;
 #pragma unroll 2
     for (int pair = 0; pair < Traits::kScoreTiles / 2; ++pair) {
@@ -74,7 +76,7 @@ struct DropoutMask {
       const uint32_t of_octets[4] = {upper ? bytes.z : bytes.x, upper ? bytes.w : bytes.y, bytes.z, bytes.w};
 #pragma unroll
       for (int octet = 0; octet < kOctets; ++octet) {
-        // Bytes: key parity, then which eight of the 16 queries.
+        // Bit 0 of a byte's index is the parity of the key, bit 1 selects the 8 of the 16 queries.
         const uint32_t even = no_borrow - (of_octets[octet] & 0x00ff00ffu);
         const uint32_t uneven = no_borrow - (of_octets[octet] >> 8 & 0x00ff00ffu);
         even_keys |= (even >> 8 & 0x00010001u) << (pair * 4 + octet);
@@ -87,13 +89,13 @@ struct DropoutMask {
     words[1] = odd ? own : received;
   }
 
-  // Four keys in a row are one call, and four lanes have them: lane a of these draws octet a for all, or with two
-  // octets octet a % 2 of query a / 2.
+  // A call covers four consecutive keys, which belong to four lanes. Each of them draws for all four: lane a draws
+  // octet a, or with two octets, octet a % 2 of query a / 2.
   __device__ __forceinline__ void draw_efficient(const Numbering& n, int32_t query, int32_t key) {
-    constexpr int kCalls = kOctets == 4 ? 2 : 1;  // of a lane for a tile
+    constexpr int kCalls = kOctets == 4 ? 2 : 1;  // per lane and tile
     const int32_t lane = Traits::lane(), a = lane / 4 % 4;
     const int32_t first = key - lane / 4 % 4 + (kOctets == 4 ? a : a % 2) * 8;
-    uint32_t drawn[kCalls] = {};  // bit(nt, key of the four)
+    uint32_t drawn[kCalls] = {};  // bit(nt, i): key i of the four
 #pragma unroll 1
     for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// dk and dv from accumulators to global memory; zeros in the gradient of the bias where no tile was walked.
+// Stores dk and dv from registers, and zeroes the bias gradient of query tiles that the query loop skipped.
 #pragma once
 
 #include "mainloop.cuh"
@@ -11,15 +11,15 @@ struct Epilogue {
   using T = typename Traits::T;
   using Gradient = typename Mainloop<Traits>::Gradient;
 
-  static __device__ __forceinline__ void store(const KernelParams& params, const Work& work, const Gradient& dk,
+  static __device__ __forceinline__ void store(const KernelParams& params, const WorkTile& work, const Gradient& dk,
                                                const Gradient& dv) {
     const int32_t first_column = Traits::warp_s() * Traits::kGradientTiles * 8;
     store_one<16>(params.dv, work, first_column, dv);
     store_one<16>(params.dk, work, first_column, dk);
   }
 
-  // Query tiles that this key block does not see.
-  static __device__ void zero_bias_gradient(const KernelParams& params, const Work& work) {
+  // Zeroes the stored bias gradient of this key block in query tiles that do not see it.
+  static __device__ void zero_bias_gradient(const KernelParams& params, const WorkTile& work) {
     const BiasGradient& g = params.bias_gradient;
     const AttentionBackwardParams& p = params.attention;
     if (g.mode != BiasGradientMode::kStore) return;
@@ -30,13 +30,14 @@ struct Epilogue {
     constexpr int kPieces = Traits::kBlockN / 8;
     for (int32_t head = 0; head < work.heads_per_kv; ++head) {
       if constexpr (Traits::kExtras == Extras::kSharedBias) {
-        if (BiasTurn(params, work, work.head_kv * work.heads_per_kv + head).number > 0) continue;
+        if (BiasOrder(params, work, work.head_kv * work.heads_per_kv + head).number > 0) continue;
       }
       const int64_t plane = work.batch * g.batch_stride + (work.head_kv * work.heads_per_kv + head) * g.head_stride;
       for (int32_t i = threadIdx.x; i < p.seqlen_q * kPieces; i += Traits::kThreads) {
         const int32_t row = i / kPieces, column = i % kPieces * 8, columns = min(keys - column, 8);
         if (row >= seen_from && row < seen_to) {
-          i += (seen_to - row - 1) / (Traits::kThreads / kPieces) * Traits::kThreads;  // to the last such row
+          // skip to this thread's last row that is seen
+          i += (seen_to - row - 1) / (Traits::kThreads / kPieces) * Traits::kThreads;
           continue;
         }
         const int64_t place = plane + row * g.row_stride + (first_key + column) * g.col_stride;
@@ -51,10 +52,10 @@ struct Epilogue {
     }
   }
 
-  // The columns of this warp: pairs of tiles, kPairColumns apart, from first_column on.
+  // Stores this warp's columns: pairs of 8-column tiles, kPairColumns apart, from first_column on.
   template <int kPairColumns>
-  static __device__ __forceinline__ void store_one(const GradientTarget& target, const Work& work, int32_t first_column,
-                                                   const Gradient& gradient) {
+  static __device__ __forceinline__ void store_one(const GradientTarget& target, const WorkTile& work,
+                                                   int32_t first_column, const Gradient& gradient) {
     if (work.part >= 0) {
       store_part<kPairColumns>(target, work, first_column, gradient);
       return;
@@ -69,9 +70,9 @@ struct Epilogue {
   }
 
  private:
-  // A part has places for all rows of a key block, and columns in pairs.
+  // Stores to the partial sums of a split work tile, which have all kBlockN rows and an even number of columns.
   template <int kPairColumns>
-  static __device__ __forceinline__ void store_part(const GradientTarget& target, const Work& work,
+  static __device__ __forceinline__ void store_part(const GradientTarget& target, const WorkTile& work,
                                                     int32_t first_column, const Gradient& gradient) {
     const int64_t row_stride = target.part_row_stride;
     const int32_t row = Traits::warp_n() * Traits::kKeyTiles * 16 + Traits::lane() / 4;

@@ -1,5 +1,5 @@
-// Scores with bias, ALiBi, softcap and dropout, each a pass over the tile of its own: what a call does not use costs a
-// branch a tile. Or with a bias alone, in as few instructions as that takes.
+// Scores with bias, ALiBi, softcap and dropout. Each feature is a separate pass over the tile, so that an unused
+// feature costs only one branch per tile. The kernels with only a bias have a shorter path of their own.
 #pragma once
 
 #include <cstdint>
@@ -30,25 +30,27 @@ struct Features {
   static constexpr bool kAll = Traits::kExtras == Extras::kAll;
 
   const KernelParams& params;
-  const Work& work;
-  DropoutMask<Traits> mask;  // of the tile that was started
+  const WorkTile& work;
+  DropoutMask<Traits> mask;  // of the current tile
 
-  __device__ __forceinline__ Features(const KernelParams& params, const Work& work) : params(params), work(work) {}
+  __device__ __forceinline__ Features(const KernelParams& params, const WorkTile& work) : params(params), work(work) {}
 
-  // Starts the copies of a tile's bias to where nobody reads any more. A group of copies in any case.
+  // Starts the copies of a tile's bias to memory that no thread reads any more. Commits a group even if there is no
+  // bias.
   __device__ __forceinline__ void load_bias(int32_t head, int32_t query_block, uint8_t* tile) const {
     if (!kAll || params.attention.bias.data != nullptr) Bias<Traits>::load(params, work, head, query_block, tile);
     copy_async_commit();
   }
-  // The dropout mask of a tile, before apply().
+  // Draws the dropout mask of a tile. Called before apply().
   __device__ __forceinline__ void draw_mask(int32_t head, int32_t query_block) {
     if constexpr (kAll) {
       if (params.attention.dropout_p > 0.f) mask.draw(params, work, head, query_block);
     }
   }
 
-  // s and dp from the products: on return s holds the probabilities for dv and dp their gradients for dk and dq. `lse`:
-  // (kBlockM,) times log2(e), `delta`: (kBlockM,), of the tile's queries. kPending: groups of copies after load_bias().
+  // On entry s and dp are the products; on return s has the probabilities for dv, and dp their gradients for dk and dq.
+  // `lse`: (kBlockM,) times log2(e), `delta`: (kBlockM,), of the tile's queries. kPending: groups of copies after
+  // load_bias().
   template <int kPending>
   __device__ __forceinline__ void apply(int32_t head, int32_t query_block, const float* lse, const float* delta,
                                         const uint8_t* bias, uint8_t* ds, Accumulator& s, Accumulator& dp) {
@@ -66,26 +68,26 @@ struct Features {
     }
   }
 
-  // Of a shared bias: what those before this head have added, for add_gradient. `sums`: zeros.
+  // For a shared bias: loads the sums of the heads before this one, for add_gradient. `sums`: zero on entry.
   using Sums = typename Bias<Traits>::Sums;
   __device__ __forceinline__ void load_sums(int32_t head, int32_t query_block, Sums& sums) const {
     if (!adds_in_any_order()) Bias<Traits>::load_sums(params, work, head, query_block, sums);
   }
-  // Adds ds to them. `tile`: of ds, where this warp has not written yet.
+  // Adds ds to the shared gradient. `tile`: the ds tile, which this warp has not written yet.
   __device__ __forceinline__ void add_gradient(int32_t head, int32_t query_block, uint8_t* tile, const Accumulator& ds,
                                                const Sums& sums) const {
     if (adds_in_any_order()) {
       Bias<Traits>::add_gradient(params, work, head, query_block, ds);
     } else {
-      Bias<Traits>::add_in_turn(params, work, head, query_block, tile, ds, sums);
+      Bias<Traits>::add_in_order(params, work, head, query_block, tile, ds, sums);
     }
   }
-  // The turn, once all threads have added.
-  __device__ __forceinline__ void pass_on(int32_t head, int32_t query_block) const {
-    if (threadIdx.x == 0 && !adds_in_any_order()) Bias<Traits>::pass_on(params, work, head, query_block);
+  // Releases the semaphore of the tile after all threads have added.
+  __device__ __forceinline__ void release(int32_t head, int32_t query_block) const {
+    if (threadIdx.x == 0 && !adds_in_any_order()) Bias<Traits>::release(params, work, head, query_block);
   }
 
-  // After ds of the tile has been stored by this warp.
+  // Called after this warp has stored ds of the tile.
   __device__ __forceinline__ void finish_tile(int32_t head, int32_t query_block, const uint8_t* ds) const {
     if (params.bias_gradient_pieces) Bias<Traits>::store_pieces(params, work, head, query_block, ds);
   }
@@ -98,7 +100,7 @@ struct Features {
   __device__ __forceinline__ void apply_all(int32_t head, int32_t query_block, const float* lse, const float* delta,
                                             const uint8_t* bias, uint8_t* ds, Accumulator& s, Accumulator& dp) {
     const AttentionBackwardParams& p = params.attention;
-    float scale = p.softmax_scale * kLog2E;  // from s to powers of two
+    float scale = p.softmax_scale * kLog2E;  // converts s to exponents of 2
     if (p.softcap > 0.f) {
       cap(ds, s);
       scale = 1.f;
@@ -125,7 +127,7 @@ struct Features {
     if (p.softcap > 0.f) multiply_by_cap_factor(ds, dp);
   }
 
-  // dp to the gradients of the scores.
+  // dp becomes ds.
   static __device__ __forceinline__ void finish_with_bias(const float* delta, const Accumulator& s, Accumulator& dp) {
     bool finite = true;
 #pragma unroll
@@ -139,7 +141,7 @@ struct Features {
       }
     }
     if (finite) return;
-    // A row that its bias hides has probabilities of 0 and a delta that may be anything.
+    // If the bias hides a whole row, its probabilities are 0 and its delta may have any value.
     Place::for_each([&](int mt, int nt, int e) {
       if (!(s[mt][nt][e] > 0.f)) dp[mt][nt][e] = 0.f;
     });
@@ -149,7 +151,8 @@ struct Features {
     return *reinterpret_cast<const float2*>(rows + Place::first_column() + nt * 8);
   }
 
-  // s to powers of two. The factor 1 - tanh^2 that is due to ds waits, rounded to T, where this thread will write ds.
+  // s becomes the capped score times log2(e). The factor 1 - tanh^2 of ds is stored, rounded to T, where this thread
+  // will write ds.
   __device__ __forceinline__ void cap(uint8_t* ds, Accumulator& s) const {
     const float softcap = params.attention.softcap;
     const float to_cap = params.attention.softmax_scale / softcap, from_cap = softcap * kLog2E;
@@ -169,7 +172,7 @@ struct Features {
     });
   }
 
-  // Calls f(mt, nt, h) for every two elements of neighbouring queries.
+  // Calls f(mt, nt, h) for each pair of elements with neighbouring queries.
   template <typename F>
   static __device__ __forceinline__ void for_each_pair(const F& f) {
     Place::for_each([&](int mt, int nt, int e) {
@@ -222,7 +225,7 @@ struct Features {
           const float p = exponential<T>(fmaf(s[mt][nt][e], scale, -of_query(row_lse, e)));
           const float z = !kDropout ? 1.f : mask.keeps(mt, nt, e) ? params.dropout_scale : 0.f;
           const float ds = p * fmaf(dp[mt][nt][e], z, -of_query(row_delta, e));
-          // A row that its bias hides has probabilities of 0 and a delta that may be anything.
+          // If the bias hides a whole row, its probabilities are 0 and its delta may have any value.
           dp[mt][nt][e] = p > 0.f ? ds : 0.f;
           s[mt][nt][e] = kDropout ? p * z : p;
         }
@@ -237,7 +240,7 @@ struct Features {
       case BiasGradientMode::kNone:
         break;
       case BiasGradientMode::kStore:
-        if (params.bias_gradient_pieces) break;  // finish_tile
+        if (params.bias_gradient_pieces) break;  // finish_tile stores it
         if (g.dtype == DType::kFloat32) {
           Bias<Traits>::template write_elements<float>(params, work, head, query_block, p.seqlen_q, p.seqlen_k, ds,
                                                        [](float* place, float x) { *place = x; });

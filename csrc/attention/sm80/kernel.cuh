@@ -1,4 +1,4 @@
-// CTAs that stay, each with a block of keys of one KV head at a time.
+// The kernel for narrow tiles: persistent CTAs, each of which processes one key block of one KV head at a time.
 #pragma once
 
 #include "epilogue.cuh"
@@ -11,33 +11,33 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
   if (threadIdx.x == 0) {
-    smem.work = Work();
+    smem.work = WorkTile();
     smem.first_stage = smem.keys_offset = 0;
     smem.first_add = FirstAdd();
-    for (SplitBarrier* barrier : {&smem.landed, &smem.scores_there, &smem.done}) barrier->init(Traits::kThreads);
+    for (SplitBarrier* barrier : {&smem.tiles_loaded, &smem.scores_stored, &smem.done}) barrier->init(Traits::kThreads);
   }
-  __syncthreads();  // thread 0 has written that there is nothing to do before the first job
+  __syncthreads();  // thread 0 has initialized the state: the first iteration of the loop has no work tile
   float dk[Traits::kKeyTiles][Traits::kGradientTiles][4];
   float dv[Traits::kKeyTiles][Traits::kGradientTiles][4];
 #pragma unroll 1
   for (;;) {
     Mainloop<Traits>::run(params, smem, dk, dv);
     const bool ahead = Mainloop<Traits>::loads_ahead(params, smem), loaded = ahead && !Traits::kRefills;
-    if (!loaded) __syncthreads();  // thread 0 has written the next job; everybody is done with the tiles of this one
+    if (!loaded) __syncthreads();  // thread 0 has written next_work; all threads are done with the tiles of this one
     const bool more = smem.next_work.exists;
     if (more && !loaded) Mainloop<Traits>::start_next(params, smem, ahead);
-    if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.pass_on();  // of the last step
+    if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.release();  // for the last step
     if (smem.work.exists) {
       Epilogue<Traits>::store(params, smem.work, dk, dv);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);
     }
     if (!more) return;
-    __syncthreads();  // everybody is done with this job and has read where the first tiles of the next one lie
+    __syncthreads();  // all threads are done with smem.work, and have read the buffer offsets of the next work tile
     if (threadIdx.x == 0) {
-      Mainloop<Traits>::change_places(smem, loaded);
+      Mainloop<Traits>::switch_buffers(smem, loaded);
       smem.work = smem.next_work;
     }
-    __syncthreads();  // thread 0 has written it
+    __syncthreads();  // thread 0 has written smem.work
   }
 }
 

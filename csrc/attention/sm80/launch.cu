@@ -1,4 +1,4 @@
-// Host side of a run: row statistics and zeros, the kernel, conversion of dq, the gradient of the bias, what is left.
+// The launches of one call: preprocess, main kernel, sums of split work tiles, dq postprocess, bias and sink gradients.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -49,7 +49,7 @@ CallSizes sizes_of(const AttentionBackwardParams& p) {
   return sizes;
 }
 
-// Of a CTA, at most; 0 where that cannot be asked.
+// The largest dynamic shared memory of a CTA; 0 if the query fails.
 int32_t shared_bytes_of_device() {
   int device = 0, bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
@@ -57,7 +57,7 @@ int32_t shared_bytes_of_device() {
   return bytes;
 }
 
-// 16-bit rows that can be copied 16 bytes at a time; a broadcast dimension has stride 0.
+// Whether 16-bit rows can be accessed 16 bytes at a time. A broadcast dimension has stride 0.
 bool in_pieces(void* data, DType dtype, DType wanted, int64_t batch_stride, int64_t head_stride, int64_t row_stride,
                int64_t col_stride) {
   return data != nullptr && dtype == wanted && is_16bit(dtype) && col_stride == 1 &&
@@ -75,8 +75,8 @@ GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t colum
           is_16bit(dtype) && columns % 8 == 0 && aligned(view, 2, 16)};
 }
 
-// dk and dv of shared jobs as the sums of their parts.
-const char* launch_sum_parts(const KernelParams& params, const SharedJobs& shared, const Tile& tile, void* stream) {
+// Sums dk and dv of split work tiles over their CTAs.
+const char* launch_sum_parts(const KernelParams& params, const SplitTiles& shared, const Tile& tile, void* stream) {
   const auto vectors = [](const GradientTarget& target) {
     return aligned(target.view, size_of(target.dtype), 4 * size_of(target.dtype));
   };
@@ -89,16 +89,16 @@ const char* launch_sum_parts(const KernelParams& params, const SharedJobs& share
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// KV heads whose jobs are one list, longest first: as many as L2 holds, and at least those that make two rounds of
-// jobs, as shorter lists would end with their long walks one by one.
-int64_t heads_of_list(const AttentionBackwardParams& p, const KernelParams& params) {
-  constexpr int64_t kL2Bytes = 24 << 20;  // of 40 MB (8.0) and more; small caches hold few heads in any order
+// KV heads per head swizzle group. Within a group, key blocks run in LPT order. A group has as many heads as fit in L2,
+// but at least enough for two waves: in shorter groups the long work tiles would run alone at the end of each group.
+int64_t heads_per_swizzle(const AttentionBackwardParams& p, const KernelParams& params) {
+  constexpr int64_t kL2Bytes = 24 << 20;  // of an A100's 40 MB; a small L2 holds few heads in any order
   const int64_t all = int64_t{p.batch} * p.heads_kv;
   const int64_t in_l2 =
       heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, size_of(p.dtype), p.heads / p.heads_kv);
   const int64_t two_rounds = 2 * params.workers / std::max(params.key_blocks, 1);
   if (two_rounds <= in_l2 || two_rounds >= all) return std::min(std::max(in_l2, two_rounds), all);
-  // No short last list, if few heads less do.
+  // Prefer slightly smaller groups of equal size to a short last group.
   for (int64_t heads = two_rounds; heads > two_rounds * 3 / 4 && heads > in_l2; --heads) {
     if (all % heads == 0) return heads;
   }
@@ -117,17 +117,17 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.dq_row_stride = workspace.row_stride;
   params.dq_blocks = workspace.dq_blocks;
   params.splits = sizes.shared.splits;
-  params.whole_jobs = job_count(sizes, tile) - sizes.shared.count;
-  params.jobs = params.whole_jobs + sizes.shared.parts();
-  params.packed_jobs = packed_jobs(sizes);
+  params.unsplit_work_tiles = count_work_tiles(sizes, tile) - sizes.shared.count;
+  params.num_work_tiles = params.unsplit_work_tiles + sizes.shared.parts();
+  params.packed_work_tiles = packed_work_tiles(sizes);
   params.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
   params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
   params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
-  params.head_group = sizes.whole_heads ? 1 : static_cast<int32_t>(heads_of_list(p, params));
-  // Equally long walks: no more heads than are in work at a time.
-  if (sizes.first_stores) params.head_group = std::max(params.workers / std::max(params.key_blocks, 1), 1);
-  // They read the same bias, and add to the same gradient, while it is in L2.
-  params.batches_abreast = !params.packed_jobs && p.bias.data != nullptr && p.bias.batch_stride == 0;
+  params.swizzle_heads = sizes.whole_heads ? 1 : static_cast<int32_t>(heads_per_swizzle(p, params));
+  // All work tiles take equally long, so a group needs no more heads than run at the same time.
+  if (sizes.first_stores) params.swizzle_heads = std::max(params.workers / std::max(params.key_blocks, 1), 1);
+  // Batches that share a bias read it, and add to its gradient, while it is in L2.
+  params.swizzle_batches = !params.packed_work_tiles && p.bias.data != nullptr && p.bias.batch_stride == 0;
   params.q_aligned = aligned(p.q, bytes, 16);
   params.k_aligned = aligned(p.k, bytes, 16);
   params.v_aligned = aligned(p.v, bytes, 16);
@@ -135,10 +135,10 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
 
   uint8_t* const zeroed = base + workspace.semaphore_offset;
   const ZeroedRegion region = zeroed_region(sizes, tile);
-  params.jobs_taken = reinterpret_cast<int32_t*>(zeroed);
+  params.work_tile_counter = reinterpret_cast<int32_t*>(zeroed);
   if (p.deterministic && !sizes.whole_heads) {
-    params.turns = reinterpret_cast<int32_t*>(zeroed + region.turns_offset);
-    params.turns_of_head = region.turns_of_head;
+    params.dq_semaphores = reinterpret_cast<int32_t*>(zeroed + region.dq_semaphores_offset);
+    params.semaphores_per_head = region.semaphores_per_head;
   }
   if (sizes.first_stores) {
     params.stored = reinterpret_cast<int32_t*>(zeroed + region.stored_offset);
@@ -157,7 +157,7 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial + places.parts_dv_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
-  const bool capped = p.softcap > 0.f;  // a factor of the cap then lies where pieces go, and ds has been through it
+  const bool capped = p.softcap > 0.f;  // with softcap, its factor is stored where pieces would be, and ds includes it
   const BiasView& b = p.bias;
   params.bias_pieces = !capped && b.row_stride != 0 &&
                        in_pieces(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
@@ -165,10 +165,10 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.bias_gradient_pieces =
       !capped && g.mode == BiasGradientMode::kStore &&
       in_pieces(g.data, g.dtype, p.dtype, g.batch_stride, g.head_stride, g.row_stride, g.col_stride);
-  if (sizes.bias_in_turn) {
-    params.bias_turns = {reinterpret_cast<float*>(partial + places.bias_sums_offset),
-                         reinterpret_cast<int32_t*>(zeroed + region.bias_turns_offset),
-                         static_cast<int32_t>(bias_sharers(sizes))};
+  if (sizes.ordered_bias_gradient) {
+    params.ordered_bias_sums = {reinterpret_cast<float*>(partial + places.bias_sums_offset),
+                                reinterpret_cast<int32_t*>(zeroed + region.bias_semaphores_offset),
+                                static_cast<int32_t>(bias_sharers(sizes))};
   }
   if (p.dropout_p > 0.f) {
     params.dropout_scale = dropout_scale(p);
@@ -184,7 +184,7 @@ Extras extras_of(const KernelParams& params, const Tile& tile) {
   if (params.dq_tiles != nullptr) return Extras::kWholeHeads;
   if (params.stored != nullptr) return Extras::kFirstStores;
   if (p.bias.data == nullptr) return others ? Extras::kAll : params.loads_ahead ? Extras::kLoadsAhead : Extras::kNone;
-  if (params.bias_turns.sums != nullptr) return Extras::kSharedBias;
+  if (params.ordered_bias_sums.sums != nullptr) return Extras::kSharedBias;
   const BiasGradient& g = params.bias_gradient;
   const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_pieces ||
                         (g.mode == BiasGradientMode::kAdd && g.col_stride == 1);
@@ -192,7 +192,7 @@ Extras extras_of(const KernelParams& params, const Tile& tile) {
   return g.mode == BiasGradientMode::kAdd && !bias_kernel_adds(tile) ? Extras::kSharedBias : Extras::kBias;
 }
 
-// Of the tiles for elements of T.
+// Finds row tile_index among the tiles with elements of T.
 template <typename T, int kTileIndex = 0>
 const char* dispatch(int tile_index, const KernelParams& params, Extras extras, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
@@ -227,24 +227,24 @@ const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan,
   if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
   CallSizes sizes = sizes_of(p);
   sizes.whole_heads = plan.workspace.dq_mode == DqMode::kDirect;
-  if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, plan.sm_count);
+  if (!sizes.whole_heads) sizes.shared = split_tiles(sizes, tile, plan.sm_count);
   sizes.first_stores = plan.workspace.dq_mode == DqMode::kAtomic && !plan.workspace.zero_accumulator;
-  sizes.bias_in_turn = bias_in_turn(sizes, tile);
+  sizes.ordered_bias_gradient = ordered_bias_gradient(sizes, tile);
   KernelParams params = make_params(p, plan, sizes);
   BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  if (sizes.bias_in_turn && !(params.bias_pieces && params.bias_gradient_pieces)) {
-    // In any order, into zeros, where the sums would have been.
-    sizes.bias_in_turn = false;
+  if (sizes.ordered_bias_gradient && !(params.bias_pieces && params.bias_gradient_pieces)) {
+    // Falls back to adding in any order, to zeros, in the scratch of the ordered sums.
+    sizes.ordered_bias_gradient = false;
     scratch = bias_gradient_of(sizes, tile);
-    params.bias_gradient = bias_gradient(p, scratch, params.bias_turns.sums);
+    params.bias_gradient = bias_gradient(p, scratch, params.ordered_bias_sums.sums);
     params.bias_gradient_pieces = false;
-    params.bias_turns = {};
+    params.ordered_bias_sums = {};
     const cudaError_t error = cudaMemsetAsync(params.bias_gradient.data, 0, scratch.elements * sizeof(float),
                                               static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
   if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream)) return error;
-  if (params.jobs > 0) {
+  if (params.num_work_tiles > 0) {
     if (const char* error = launch_main(p, plan.config, params, stream)) return error;
   }
   if (sizes.shared.count > 0) {

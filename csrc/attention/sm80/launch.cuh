@@ -49,7 +49,7 @@ const char* launch_variant(const KernelParams& params, void* stream) {
   return launch_products<T, kTileIndex, kExtras, Mma<T>>(params, stream);
 }
 
-// Of rows kFirst and on.
+// Finds row tile_index of kTiles, searching from row kFirst on.
 template <typename T, int kHeadDim, int kFirst>
 const char* launch_row(int tile_index, const KernelParams& params, Extras extras, void* stream) {
   if constexpr (kFirst == kNumTiles) {

@@ -1,4 +1,5 @@
-// From parameters to a launch. launch() is defined in launch.cuh and instantiated a (head dimension, dtype) a file.
+// Launches the main kernel. launch() is defined in launch.cuh; each (head dimension, dtype) is instantiated in its own
+// file.
 #pragma once
 
 #include "../plan.h"
@@ -7,8 +8,8 @@
 
 namespace flashbwd::sm80 {
 
-// Launches the kernel for row tile_index of kTiles, one of head dimension kHeadDim and elements of T, on `stream`;
-// returns null or a message.
+// Launches the kernel for row tile_index of kTiles, which must have head dimension kHeadDim and elements of type T, on
+// `stream`. Returns null or a message.
 template <typename T, int kHeadDim>
 const char* launch(int tile_index, const KernelParams& params, Extras extras, void* stream);
 

@@ -1,4 +1,4 @@
-// Tiles of rows from global to shared memory.
+// Copies tiles of rows from global to shared memory.
 #pragma once
 
 #include <cstdint>
@@ -8,37 +8,38 @@
 
 namespace flashbwd::sm80 {
 
-// Where the next query tile comes from.
+// The source of the next query tile.
 template <typename T>
 struct Source {
   const T* q;
   const T* dout;
   const float* lse;
   const float* delta;
-  int32_t rows;  // that exist, from the first of the tile
+  int32_t rows;  // rows that exist, from the first row of the tile
   bool exists;
 };
 
-// Rows of one head, from the first row of a sequence.
+// A pointer to rows of one head, from `first_row` on.
 template <typename T>
 __device__ __forceinline__ T* head_rows(const HeadsView& view, int32_t batch, int32_t head, int64_t first_row) {
   return static_cast<T*>(view.data) + batch * view.batch_stride + head * view.head_stride + first_row * view.seq_stride;
 }
 
-// kRows rows of which `rows` exist, each of `columns` elements; zeros elsewhere. Not `aligned`: element by element.
+// Copies kRows rows of which `rows` exist and have `columns` elements. Zeros fill the rest. If not `aligned`, the copy
+// is element by element.
 template <typename Traits, int kRows, typename T>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_t stride, int32_t rows, int32_t columns,
                                           bool aligned) {
   using Swizzle = PieceSwizzle<Traits::kRowBytes, sizeof(T) == 4>;
-  constexpr int kPieces = Traits::kRowBytes / 16;  // a row
-  constexpr int kElements = 16 / sizeof(T);        // a piece
-  // Pieces of a row that threads copy at once: all, or as many as change places among themselves.
+  constexpr int kPieces = Traits::kRowBytes / 16;  // per row
+  constexpr int kElements = 16 / sizeof(T);        // per piece
+  // Pieces of a row that threads copy at once: all, or as many as the swizzle permutes among themselves.
   constexpr int kGroup = Traits::kThreads % kPieces == 0 ? kPieces : kPieces % 8 == 0 ? 8 : 4;
   constexpr int kGroupBytes = kGroup * 16, kGroupElements = kGroup * kElements;
   constexpr int kPassRows = Traits::kThreads / kGroup;  // rows that all threads copy at once
   static_assert(kPieces % kGroup == 0 && kRows % kPassRows == 0, "a thread has one piece of each group, of some rows");
   const int32_t piece = threadIdx.x % kGroup, first_row = threadIdx.x / kGroup;
-  // Rows eight apart have their pieces in the same order.
+  // The swizzle repeats every eight rows.
   const auto place = [&](int row) {
     return kPassRows % 8 == 0 ? smem_address(tile) + Swizzle::offset(first_row, piece) + row * Traits::kRowBytes
                               : smem_address(tile) + Swizzle::offset(first_row + row, piece);

@@ -1,8 +1,8 @@
-// The walk of one CTA over the query tiles of its key block.
+// The query loop of one CTA for its key block.
 //
-// s^T = k q^T and dp^T = v dout^T are computed transposed, so that p^T and ds^T of a warp are already operand A of
-// dv += p^T dout and dk += ds^T q, which stay in registers; ds^T goes through shared memory for dq = ds k, which is
-// added to fp32 rows in global memory. docs/kernels/attention_sm80.md draws a step.
+// s^T = k q^T and dp^T = v dout^T are computed transposed, so that a warp's p^T and ds^T are already operand A of `dv
+// += p^T dout` and `dk += ds^T q`. dv and dk stay in registers. ds^T goes through shared memory for `dq = ds k`, which
+// is added to an fp32 accumulator in global memory. docs/kernels/attention_sm80.md draws one step.
 #pragma once
 
 #include <cstdint>
@@ -40,13 +40,13 @@ struct Traits {
   static constexpr bool kLoadsAhead = loads_ahead(kTile, kExtras);
   static constexpr bool kRefills = refills(kTile, kExtras);
   static constexpr bool kFirstStores = kExtras == Extras::kFirstStores;
-  static constexpr bool kExchange = kWarpsS > 1;  // p and ds of a warp's keys come from several warps
+  static constexpr bool kExchange = kWarpsS > 1;  // several warps share keys and exchange p and ds
 
   static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
   static constexpr int kScoreTiles = kBlockM / kWarpsS / 8;      // of s: 8 queries each
   static constexpr int kGradientTiles = kHeadDim / kWarpsS / 8;  // of dk, dv: 8 columns each
   static constexpr int kQueryTiles = kBlockM / kWarpsQ / 16;     // of dq: 16 queries each
-  // Each of some columns of dq: dk, dv and dq of all columns may be too many registers.
+  // dq is computed in passes over its columns if dk, dv and dq of all columns would need too many registers.
   static constexpr int kDqPasses = (2 * kBlockN + kBlockM) * kHeadDim / kThreads >= 192 ? 2 : 1;
   static constexpr int kColumnTiles = kHeadDim / kWarpsD / 8 / kDqPasses;  // of dq: 8 columns each
   static_assert(kTile.element_bytes == sizeof(T), "the tile is for elements of another size");
@@ -72,18 +72,18 @@ struct Traits {
     alignas(1024) uint8_t p[kExchange ? kBlockN * kScoreRowBytes : 16];  // (kBlockN, kBlockM)
     alignas(16) float lse[kStages][kBlockM];
     alignas(16) float delta[kStages][kBlockM];
-    // Read from here where they are needed: registers are for accumulators.
-    Work work, next_work;
-    Step steps[2];  // this step and the next one, in turn
+    // State that threads read from shared memory when they need it, to keep registers free for accumulators.
+    WorkTile work, next_work;
+    Step steps[2];  // the current step and the next one, alternating
     Source<T> source;
-    FirstAdd first_add;  // of this step
-    // Two stages: the steps of all jobs before this one, modulo 2, which is the stage of its first step.
+    FirstAdd first_add;  // of the current step
+    // Two stages: the stage of the work tile's first step, that is the number of earlier steps modulo 2.
     int32_t first_stage;
-    // Where the first tiles of a job are loaded before the one before it ends: how far from k and v its own lie, 0 or
-    // sizeof(SharedStorage).
+    // kLoadsAhead: the byte offset of this work tile's keys and values from `k` and `v`, 0 or sizeof(SharedStorage).
     int32_t keys_offset;
-    // Two stages, once a step each: its tiles are there; ds of all warps is; everybody is done with the step.
-    SplitBarrier landed, scores_there, done;
+    // Two stages, each completes once per step when all threads have arrived: the step's tiles are loaded; ds (and p)
+    // of all warps are stored; all threads are done with the step's tiles and ds.
+    SplitBarrier tiles_loaded, scores_stored, done;
   };
 };
 
@@ -98,21 +98,21 @@ struct Mainloop {
   using ScoreWork = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
   static constexpr int kHeadSteps = Traits::kHeadDim / M::kStep;    // of s and dp
   static constexpr int kQuerySteps = Traits::kBlockM / M::kStep;    // of dk and dv
-  static constexpr int kWarpSteps = kQuerySteps / Traits::kWarpsS;  // those of a warp's own queries
+  static constexpr int kWarpSteps = kQuerySteps / Traits::kWarpsS;  // of a warp's own queries
   using Held = typename M::Held[Traits::kKeyTiles][kWarpSteps];
-  // Steps in flight, of s and dp and of the others: fragments of fp32 are twice as large, and their products take
-  // twelve times as long.
+  // Unrolling of the products for s and dp, and of the others. Fragments of fp32 are twice as large, and their products
+  // take twelve times as long.
   static constexpr int kUnrollKeys = sizeof(T) == 2 ? 16 : 2;
   static constexpr int kUnroll = Traits::kTile.head_dim <= 128 || sizeof(T) == 2 ? kUnrollKeys : 1;
-  // Operands of dq at a time: the three products of a tile of fp32 wait for each other.
+  // Operands of dq loaded at a time. The three products of an fp32 tile depend on each other, so more tiles interleave.
   static constexpr int kDqPairs = sizeof(T) == 4 && Traits::kColumnTiles % 4 == 0 ? 2 : 1;
 
-  // Whether a warp takes its own part of p and ds from registers; those of fp32 are too many.
+  // Whether a warp keeps its own part of p and ds in registers as an operand. For fp32 this takes too many registers.
   static constexpr bool kHoldsOwn = sizeof(T) == 2;
 
-  // The next job that exists, or none, by one thread.
-  static __device__ __forceinline__ void take_job(const KernelParams& params, SharedStorage& smem) {
-    Work& work = smem.next_work;
+  // Called by one thread: writes the next nonempty work tile, or none, to next_work, and the source of its first tiles.
+  static __device__ __forceinline__ void fetch_work_tile(const KernelParams& params, SharedStorage& smem) {
+    WorkTile& work = smem.next_work;
     smem.source.exists = false;
     if (Traits::kWholeHeads && smem.work.exists && smem.work.key_block + 1 < params.key_blocks) {
       work = smem.work;
@@ -121,34 +121,33 @@ struct Mainloop {
       return;
     }
     do {
-      // In order: nobody waits for a job that has not been taken before its own.
-      auto index = static_cast<uint32_t>(atomicAdd(params.jobs_taken, 1));
+      // Taken in increasing order, so no CTA waits for a work tile that has not been taken yet.
+      auto index = static_cast<uint32_t>(atomicAdd(params.work_tile_counter, 1));
       if constexpr (Traits::kWholeHeads) index *= params.key_blocks;
-      if (index >= params.jobs) {
+      if (index >= params.num_work_tiles) {
         work.exists = false;
         return;
       }
-      work = Work(params, index, Traits::kBlockM, Traits::kBlockN);
+      work = WorkTile(params, index, Traits::kBlockM, Traits::kBlockN);
     } while (!work.exists);
     if (work.steps() > 0) set_source(params, smem, work, Step(work));
   }
 
-  // Whether the first tiles of the next job are loaded under the last step of this one.
+  // Whether the first tiles of the next work tile are loaded during the last step of this one.
   static __device__ __forceinline__ bool loads_ahead(const KernelParams& params, const SharedStorage& smem) {
     return (Traits::kRefills || (Traits::kLoadsAhead && params.loads_ahead)) && smem.work.steps() > 0 &&
            smem.source.exists;
   }
-  // From this job's stages, and places of its keys if the next one's have been loaded, to those of the next one, by one
-  // thread.
-  static __device__ __forceinline__ void change_places(SharedStorage& smem, bool loaded) {
+  // Called by one thread: switches to the next work tile's stage and, if `loaded`, to its k and v buffers.
+  static __device__ __forceinline__ void switch_buffers(SharedStorage& smem, bool loaded) {
     smem.first_stage = next_stage(smem);
     if (loaded) smem.keys_offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
   }
 
-  // Starts the copies of the first tiles of the next job, or of what the last step of this one has not loaded.
-  // Everybody is done with those of this one.
+  // Starts the copies of the first tiles of the next work tile, except those that the last step has already started.
+  // Requires that all threads are done with the tiles of the current one.
   static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem, bool refilled) {
-    const Work& work = smem.next_work;
+    const WorkTile& work = smem.next_work;
     if (work.steps() == 0) return;
     const int32_t stage = Traits::kStages > 1 ? next_stage(smem) : 0;
     load_keys(params, smem, work, keys_offset(smem));
@@ -161,11 +160,11 @@ struct Mainloop {
     if (threadIdx.x == 0) smem.steps[stage] = Step(work);
   }
 
-  // Zeroes dk and dv and adds all query tiles of the work to them, once their copies have been started. Takes the next
-  // job.
+  // Runs the query loop of smem.work, whose first copies have been started: sums dk and dv, starting at zero, and adds
+  // dq. Also fetches the next work tile.
   static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, Gradient& dk,
                                              Gradient& dv) {
-    const Work& work = smem.work;
+    const WorkTile& work = smem.work;
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
@@ -175,7 +174,7 @@ struct Mainloop {
       }
     }
     if (work.steps() == 0) {
-      if (threadIdx.x == 0) take_job(params, smem);
+      if (threadIdx.x == 0) fetch_work_tile(params, smem);
       return;
     }
 
@@ -184,10 +183,10 @@ struct Mainloop {
     if constexpr (Traits::kStages > 1) {
       if (threadIdx.x == 0) advance(params, smem, 0);
       copy_async_wait<0>();
-      smem.landed.arrive();
+      smem.tiles_loaded.arrive();
     }
 
-    // From shared memory each time where that is a register less.
+    // Plain attention rereads this from shared memory, which saves a register.
     const int32_t all_steps = work.steps();
     const auto steps = [&] { return Traits::kFeatures ? all_steps : work.steps(); };
 #pragma unroll 1
@@ -198,11 +197,12 @@ struct Mainloop {
       const Step& step = smem.steps[place % 2];
       const bool more = index + 1 < steps();
       if constexpr (Traits::kStages > 1) {
-        smem.landed.wait(phase);  // and all warps are done with p of the step before
+        smem.tiles_loaded.wait(phase);  // and all warps are done with p of the previous step
         if constexpr (!Traits::kExchange) smem.done.wait(phase ^ 1);
       } else {
         copy_async_wait<0>();
-        __syncthreads();  // this step's tiles and the next source are there; everybody is done with the step before
+        // this step's tiles and the next source are ready; all threads are done with the previous step
+        __syncthreads();
       }
       const int32_t query_block = step.query_block(work);
       uint8_t* const bias = Traits::kExchange ? smem.p : smem.ds;
@@ -210,7 +210,7 @@ struct Mainloop {
       if constexpr (Traits::kStages == 1) {
         if (threadIdx.x == 0) {
           if constexpr (Traits::kFirstStores) {
-            if (index > 0) smem.first_add.pass_on();
+            if (index > 0) smem.first_add.release();
             smem.first_add.find(params, work, step.head, query_block, Traits::kBlockM, Traits::kBlockN);
           }
           if (more) smem.steps[(place + 1) % 2] = Step(step, work);
@@ -222,7 +222,7 @@ struct Mainloop {
       ScoreTile s = {}, dp = {};
       multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
       if constexpr (Traits::kStages > 1) {
-        if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // with the step before
+        if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // all threads are done with the previous step
         start_copies(params, smem, place, more);
       }
       multiply_keys<M>(smem.v + keys_offset(smem), smem.dout[stage], dp);
@@ -235,7 +235,7 @@ struct Mainloop {
       Held p_held, ds_held;
       hold(s, p_held);
       if constexpr (Traits::kExtras == Extras::kSharedBias) {
-        // First what ends the use of p: sums of the gradient take registers.
+        // First the work that uses p: the sums of the bias gradient need its registers.
         store_scores(smem.p, p_held);
         typename ScoreWork::Sums sums = {};
         scores.load_sums(step.head, query_block, sums);
@@ -246,41 +246,41 @@ struct Mainloop {
       store_scores(smem.ds, ds_held);
       if constexpr (Traits::kExtras == Extras::kAll) scores.finish_tile(step.head, query_block, smem.ds);
       if constexpr (Traits::kExchange && Traits::kExtras != Extras::kSharedBias) store_scores(smem.p, p_held);
-      if constexpr (Traits::kStages > 1) smem.scores_there.arrive();
+      if constexpr (Traits::kStages > 1) smem.scores_stored.arrive();
       if constexpr (Traits::kExtras == Extras::kBias) scores.finish_tile(step.head, query_block, smem.ds);
       if constexpr (Traits::kExtras != Extras::kSharedBias) add_own(p_held, smem.dout[stage], dv);
       DqSums dq = {};
       if constexpr (Traits::kStages > 1) {
-        // Of dv and dk a warp needs no more than the warps of its keys have.
+        // dv and dk need p and ds only from the warps that share this warp's keys.
         if constexpr (Traits::kExchange) named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);
         add_others(smem.p, smem.dout[stage], dv);
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
         if (more) {
           copy_async_wait<0>();
-          smem.landed.arrive();
+          smem.tiles_loaded.arrive();
         }
-        // A register less than `phase`, but for the sums of a shared bias.
-        smem.scores_there.wait(Traits::kExtras == Extras::kSharedBias ? phase : (index + first_stage(smem)) % 2);
-        if constexpr (Traits::kExtras == Extras::kSharedBias) scores.pass_on(step.head, query_block);
+        // Recomputing the phase saves a register, except with the sums of a shared bias.
+        smem.scores_stored.wait(Traits::kExtras == Extras::kSharedBias ? phase : (index + first_stage(smem)) % 2);
+        if constexpr (Traits::kExtras == Extras::kSharedBias) scores.release(step.head, query_block);
         if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
         if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
-        // Its additions are on their way under the next products.
+        // Its reductions complete during the products of the next step.
         add_dq(params, smem, work, step.head, query_block, dq);
         smem.done.arrive();
       } else {
-        __syncthreads();  // ds (and p) of all warps are there; everybody is done with v
+        __syncthreads();  // ds (and p) of all warps are stored; all threads are done with v
         add_others(smem.p, smem.dout[stage], dv);
-        if constexpr (Traits::kExchange) __syncthreads();  // everybody is done with dout
+        if constexpr (Traits::kExchange) __syncthreads();  // all threads are done with dout
         if (Traits::kRefills && !more && smem.source.exists) load_values(params, smem, smem.next_work, 0);
         if (Traits::kRefills ? smem.source.exists : more) load_douts(params, smem, 0);
         add_own(ds_held, smem.q[stage], dk);
         add_others(smem.ds, smem.q[stage], dk);
         if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.wait();
-        __syncthreads();  // everybody is done with q, and may store or add dq
+        __syncthreads();  // all threads are done with q, and may store or add dq
         if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
         copy_async_commit();
-        add_dq(params, smem, work, step.head, query_block, dq);  // under the copies
+        add_dq(params, smem, work, step.head, query_block, dq);  // while the copies run
       }
     }
 #pragma unroll
@@ -297,7 +297,7 @@ struct Mainloop {
   static __device__ __forceinline__ int32_t first_stage(const SharedStorage& smem) {
     return Traits::kStages > 1 ? smem.first_stage : 0;
   }
-  // Of the next job.
+  // The stage of the first step of the next work tile.
   static __device__ __forceinline__ int32_t next_stage(const SharedStorage& smem) {
     return (smem.first_stage + smem.work.steps()) % 2;
   }
@@ -305,8 +305,8 @@ struct Mainloop {
     return Traits::kLoadsAhead ? smem.keys_offset : 0;
   }
 
-  // Two stages: of the tiles of the step after `place`, or with them of the next job. Everybody is done with those that
-  // were there.
+  // Two stages: starts the copies of the tiles of the step after `place`, or with kLoadsAhead those of the next work
+  // tile. Requires that all threads are done with the previous tiles of that stage.
   static __device__ __forceinline__ void start_copies(const KernelParams& params, SharedStorage& smem, int32_t place,
                                                       bool more) {
     const int32_t stage = (place + 1) % 2;
@@ -325,27 +325,27 @@ struct Mainloop {
     if (threadIdx.x == 0 && more) smem.steps[stage] = Step(smem.steps[place % 2], smem.work);
   }
 
-  // To `offset` from k,
-  static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                   int32_t offset) {
+  // Copies the keys of `work` to `offset` bytes after smem.k.
+  static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem,
+                                                   const WorkTile& work, int32_t offset) {
     load_key_rows(params.attention.k, params.attention.head_dim, params.k_aligned, work, smem.k + offset);
   }
-  // and from v.
-  static __device__ __forceinline__ void load_values(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                     int32_t offset) {
+  // Copies the values of `work` to `offset` bytes after smem.v.
+  static __device__ __forceinline__ void load_values(const KernelParams& params, SharedStorage& smem,
+                                                     const WorkTile& work, int32_t offset) {
     load_key_rows(params.attention.v, params.attention.head_dim_v, params.v_aligned, work, smem.v + offset);
   }
   static __device__ __forceinline__ void load_key_rows(const HeadsView& view, int32_t columns, bool aligned,
-                                                       const Work& work, uint8_t* tile) {
+                                                       const WorkTile& work, uint8_t* tile) {
     const int32_t first = work.key_block * Traits::kBlockN;
     load_tile<Traits, Traits::kBlockN>(
         tile, head_rows<const T>(view, work.batch, work.head_kv, work.sequence.begin_k + first), view.seq_stride,
         work.sequence.seqlen_k - first, columns, aligned);
   }
 
-  // The source of the tile at `step`, by one thread.
-  static __device__ __forceinline__ void set_source(const KernelParams& params, SharedStorage& smem, const Work& work,
-                                                    const Step& step) {
+  // Called by one thread: sets the source of the tiles of `step`.
+  static __device__ __forceinline__ void set_source(const KernelParams& params, SharedStorage& smem,
+                                                    const WorkTile& work, const Step& step) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t first = step.query_block(work) * Traits::kBlockM;
     const int64_t row = params.statistics.index(work.batch, step.head, work.sequence.begin_q) + first;
@@ -357,18 +357,18 @@ struct Mainloop {
     smem.source.exists = true;
   }
 
-  // From the tile at step `index` to the one after it or the first one of the next job, by one thread.
+  // Called by one thread: moves the source from step `index` to the next step, or to the next work tile's first step.
   static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, int32_t index) {
     if (index + 1 < smem.work.steps()) {
       advance_source(params, smem, smem.work, smem.steps[(index + first_stage(smem)) % 2]);
     } else {
-      take_job(params, smem);
+      fetch_work_tile(params, smem);
     }
   }
 
-  // Additions: heads and rows are steps of constant length.
+  // Heads and rows have constant strides, so additions suffice.
   static __device__ __forceinline__ void advance_source(const KernelParams& params, SharedStorage& smem,
-                                                        const Work& work, const Step& step) {
+                                                        const WorkTile& work, const Step& step) {
     const Step next(step, work);
     const int32_t heads = next.head - step.head;
     const int32_t rows = (next.query_block(work) - step.query_block(work)) * Traits::kBlockM;
@@ -386,7 +386,7 @@ struct Mainloop {
                                        params.attention.head_dim, params.q_aligned);
   }
 
-  // With lse and delta of the same rows.
+  // Also copies lse and delta of the same rows.
   static __device__ __forceinline__ void load_douts(const KernelParams& params, SharedStorage& smem, int32_t stage) {
     load_tile<Traits, Traits::kBlockM>(smem.dout[stage], smem.source.dout, params.attention.dout.seq_stride,
                                        smem.source.rows, params.attention.head_dim_v, params.dout_aligned);
@@ -400,7 +400,7 @@ struct Mainloop {
     }
   }
 
-  // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, this warp's part.
+  // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, the part of this warp.
   template <typename Products>
   static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c) {
     if constexpr (Products::kChain == 0) {
@@ -412,7 +412,7 @@ struct Mainloop {
     }
   }
 
-  // The same where the tensor core adds up several steps: `chain` holds what is not in c yet.
+  // The same if the tensor core chains several steps. `chain` has the sum of the steps that c does not include yet.
   template <typename Products>
   static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
                                                        ScoreTile& chain) {
@@ -421,7 +421,7 @@ struct Mainloop {
     });
   }
 
-  // With after_step(the number of the step), kInFlight steps at a time.
+  // Calls after_step(k) after each step of the head dimension. Unrolled kInFlight times.
   template <typename Products, int kInFlight, typename F>
   static __device__ __forceinline__ void add_products(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
                                                       const F& after_step) {
@@ -445,7 +445,7 @@ struct Mainloop {
     }
   }
 
-  // c += chain, which begins again.
+  // Adds `chain` to `c` and starts a new chain at zero.
   static __device__ __forceinline__ void end_chain(ScoreTile& chain, ScoreTile& c) {
     ScorePlace<Traits>::for_each([&](int mt, int nt, int e) {
       c[mt][nt][e] += chain[mt][nt][e];
@@ -473,7 +473,7 @@ struct Mainloop {
     }
   }
 
-  // c (keys, columns) += scores (keys, queries) * rows (kBlockM, kHeadDim): of the queries of this warp,
+  // c (keys, columns) += scores (keys, queries) * rows (kBlockM, kHeadDim), over this warp's own queries.
   static __device__ __forceinline__ void add_own(const Held& held, const uint8_t* rows, Gradient& c) {
     if constexpr (!kHoldsOwn) return;
     const auto columns_b = columns_of<true>(rows, Traits::kExchange ? Traits::warp_s() : 0);
@@ -486,7 +486,7 @@ struct Mainloop {
     }
   }
 
-  // and of those that other warps have put into shared memory, scores (kBlockN, kBlockM).
+  // The same over the queries of the other warps, which have stored their scores (kBlockN, kBlockM) in shared memory.
   static __device__ __forceinline__ void add_others(const uint8_t* scores, const uint8_t* rows, Gradient& c) {
     if constexpr (kHoldsOwn) {
 #pragma unroll
@@ -498,7 +498,7 @@ struct Mainloop {
     }
   }
 
-  // kSteps from the first query on of the warp that is number `part` of those that share the keys.
+  // kSteps steps, starting at the first query of warp `part` of those that share the keys.
   template <int kSteps>
   static __device__ __forceinline__ void add_steps(const uint8_t* scores, const uint8_t* rows, int32_t part,
                                                    Gradient& c) {
@@ -514,7 +514,7 @@ struct Mainloop {
     }
   }
 
-  // This warp's columns of the rows that belong to the queries of one of the warps that share its keys.
+  // Operand B: this warp's columns of the rows that belong to the queries of warp `part`.
   template <bool kHeld>
   static __device__ __forceinline__ auto columns_of(const uint8_t* rows, int32_t part) {
     return typename M::template ColumnsB<Traits::kRowBytes, Traits::kGradientTiles * 8, kHeld>(
@@ -534,8 +534,8 @@ struct Mainloop {
   }
 
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, kHeadDim), added to the accumulator in global memory.
-  // `dq`: zeros, or for whole heads the sums of earlier key blocks.
-  static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const Work& work,
+  // `dq` must be zero on entry; with whole heads it has the sum of the earlier key blocks.
+  static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const WorkTile& work,
                                                 int32_t head, int32_t query_block, DqSums& dq) {
     if constexpr (Traits::kWholeHeads) {
       multiply_dq(smem, 0, dq);
@@ -545,10 +545,12 @@ struct Mainloop {
     const DqRows<Traits> dq_rows(params, work, head, query_block);
     if constexpr (Traits::kDqPasses == 1) {
       multiply_dq(smem, 0, dq);
-      if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+      if (params.dq_semaphores != nullptr)
+        DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
       put_dq(smem, dq_rows, dq, 0);
     } else {
-      if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+      if (params.dq_semaphores != nullptr)
+        DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
       for (int32_t column = 0; column < Traits::kHeadDim; column += Traits::kHeadDim / Traits::kDqPasses) {
         DqSums dq = {};
@@ -556,7 +558,8 @@ struct Mainloop {
         put_dq(smem, dq_rows, dq, column);
       }
     }
-    if (params.turns != nullptr) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();
+    if (params.dq_semaphores != nullptr)
+      DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).release();
   }
 
   static __device__ __forceinline__ void put_dq(const SharedStorage& smem, const DqRows<Traits>& rows, const DqSums& dq,
@@ -568,7 +571,7 @@ struct Mainloop {
     }
   }
 
-  // Of one pass, `column` the first one of it.
+  // One pass over dq's columns, which starts at `column`.
   static __device__ __forceinline__ void multiply_dq(const SharedStorage& smem, int32_t column, DqSums& dq) {
     const int32_t lane = Bias<Traits>::kKeepsLane ? Traits::lane() : Bias<Traits>::lane_again();
     const typename M::template ColumnsA<Traits::kScoreRowBytes, Traits::kQueryTiles * 16> columns_a(

@@ -52,30 +52,31 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   const int tile_index = tile_of(problem, device);
   if (tile_index < 0) {
     return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v) +
-           " of " + name_of(problem.dtype) + " in " + number(device.smem_per_block) + " bytes of shared memory a block";
+           " of " + name_of(problem.dtype) + " in " + number(device.smem_per_block) +
+           " bytes of shared memory per block";
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const CallSizes sizes = sizes_of(problem);
   const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);
-  if (job_count(sizes, kTiles[tile_index]) > kMost || rows > kMost) {
+  if (count_work_tiles(sizes, kTiles[tile_index]) > kMost || rows > kMost) {
     return "batch * heads * rows is too large for one launch";
   }
   return "";
 }
 
 std::string schedule_of(const AttentionProblem& problem, const Tile& tile, const CallSizes& sizes) {
-  std::string schedule = tile.wide
-                             ? "persistent CTAs, a key block at a time, dk and dv in global memory by blocks of columns"
-                         : sizes.whole_heads ? "one CTA a head, its key blocks one after the other"
-                                             : "one CTA a key block";
+  std::string schedule =
+      tile.wide           ? "persistent CTAs, one key block at a time, dk and dv in global memory by blocks of columns"
+      : sizes.whole_heads ? "one CTA per KV head, its key blocks in order"
+                          : "one CTA per key block";
   if (sizes.shared.count > 0) {
-    schedule += ", queries of the last " + std::to_string(sizes.shared.count) + " shared by " +
+    schedule += ", queries of the last " + std::to_string(sizes.shared.count) + " split over " +
                 std::to_string(sizes.shared.splits) + " CTAs each";
   }
   if (sizes.whole_heads) {
-    schedule += ", dq summed by it";
+    schedule += ", dq accumulated by that CTA";
   } else if (sizes.first_stores) {
-    schedule += ", dq stored by the first key block, added by atomics of the others";
+    schedule += ", dq stored by the first key block, added by atomics from the others";
   } else {
     schedule += problem.deterministic ? ", dq added in order of the key blocks" : ", dq added by atomics";
   }
@@ -91,9 +92,9 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->deterministic = problem.deterministic;
   CallSizes sizes = sizes_of(problem);
   sizes.whole_heads = whole_heads(sizes, tile, device.sm_count, device.l2_bytes);
-  if (!sizes.whole_heads) sizes.shared = shared_jobs(sizes, tile, device.sm_count);
+  if (!sizes.whole_heads) sizes.shared = split_tiles(sizes, tile, device.sm_count);
   sizes.first_stores = first_stores(sizes, tile);
-  sizes.bias_in_turn = bias_in_turn(sizes, tile);
+  sizes.ordered_bias_gradient = ordered_bias_gradient(sizes, tile);
   plan->splits = sizes.shared.splits;
   plan->schedule = schedule_of(problem, tile, sizes);
   WorkspaceRequest request;

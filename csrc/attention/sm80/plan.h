@@ -1,14 +1,14 @@
-// The family as the rest of the library sees it. No CUDA here.
+// The interface of the sm_80 kernel family. No CUDA here.
 #pragma once
 
 #include "../family.h"
 
 namespace flashbwd::sm80 {
 
-// The host half: what the kernel takes and how it would run it.
+// The host half: which problems the family supports, and its plan.
 extern const AttentionFamily kFamily;
 
-// The device half, in _C_cuda alone: see AttentionLauncher.
+// The device half, an AttentionLauncher; only in _C_cuda.
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream);
 
 }  // namespace flashbwd::sm80

@@ -1,7 +1,7 @@
-// Between the products: scores and their gradients element by element, in registers.
+// The element-wise code between the matrix products: probabilities and ds, in registers.
 //
-// A warp holds s^T and dp^T of its keys and queries as MMA accumulators: element e of tile (mt, nt) is key
-// first_key + 16 mt + 8 (e / 2), query first_query + 8 nt + e % 2.
+// A warp has s^T and dp^T of its keys and queries as MMA accumulators. Element e of tile (mt, nt) is
+//   key first_key + 16 mt + 8 (e / 2), query first_query + 8 nt + e % 2.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace flashbwd::sm80 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// 2^x, as exactly as products of T are.
+// 2^x. For 16-bit T the approximate instruction is accurate enough.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (std::is_same_v<T, float>) {
@@ -26,28 +26,28 @@ __device__ __forceinline__ float exponential(float x) {
   }
 }
 
-// Where the elements of a thread lie.
+// The positions of a thread's elements.
 template <typename Traits>
 struct ScorePlace {
   static constexpr int kKeyTiles = Traits::kKeyTiles;
   static constexpr int kScoreTiles = Traits::kScoreTiles;
   using Accumulator = float[kKeyTiles][kScoreTiles][4];
 
-  static __device__ __forceinline__ int32_t first_key(const Work& work) {
+  static __device__ __forceinline__ int32_t first_key(const WorkTile& work) {
     return work.key_block * Traits::kBlockN + Traits::warp_n() * kKeyTiles * 16 + Traits::lane() / 4;
   }
-  // In the tile.
+  // Relative to the tile.
   static __device__ __forceinline__ int32_t first_column() {
     return Traits::warp_s() * kScoreTiles * 8 + Traits::lane() % 4 * 2;
   }
   static __device__ __forceinline__ int32_t first_query(int32_t query_block) {
     return query_block * Traits::kBlockM + first_column();
   }
-  // From the thread's first query or key.
+  // Relative to the thread's first query or key.
   static constexpr __device__ __forceinline__ int32_t query(int nt, int e) { return nt * 8 + e % 2; }
   static constexpr __device__ __forceinline__ int32_t key(int mt, int e) { return mt * 16 + e / 2 * 8; }
 
-  // Calls f(mt, nt, e) for every element, queries in the outer loop.
+  // Calls f(mt, nt, e) for every element, with queries in the outer loop.
   template <typename F>
   static __device__ __forceinline__ void for_each(const F& f) {
 #pragma unroll
@@ -60,8 +60,8 @@ struct ScorePlace {
     }
   }
 
-  // s = hidden where the pair is not visible.
-  static __device__ __forceinline__ void mask(const Work& work, int32_t query_block, float hidden, Accumulator& s) {
+  // Sets s = hidden for pairs that are not visible.
+  static __device__ __forceinline__ void mask(const WorkTile& work, int32_t query_block, float hidden, Accumulator& s) {
     const Visibility& v = work.visibility;
     const int32_t difference = first_key(work) - first_query(query_block);
     const int32_t keys = v.seqlen_k - first_key(work), queries = v.seqlen_q - first_query(query_block);
@@ -81,12 +81,12 @@ struct Scores {
   using Accumulator = typename Place::Accumulator;
 
   const KernelParams& params;
-  const Work& work;
+  const WorkTile& work;
 
-  __device__ __forceinline__ Scores(const KernelParams& params, const Work& work) : params(params), work(work) {}
+  __device__ __forceinline__ Scores(const KernelParams& params, const WorkTile& work) : params(params), work(work) {}
 
-  // s and dp from the products: on return s holds the probabilities for dv and dp their gradients for dk and dq. `lse`:
-  // (kBlockM,) times log2(e), `delta`: (kBlockM,), of the tile's queries.
+  // On entry s and dp are the products; on return s has the probabilities for dv, and dp their gradients for dk and dq.
+  // `lse`: (kBlockM,) times log2(e), `delta`: (kBlockM,), of the tile's queries.
   __device__ __forceinline__ void apply(int32_t query_block, const float* lse, const float* delta, Accumulator& s,
                                         Accumulator& dp) const {
     const float scale = params.attention.softmax_scale * kLog2E;
@@ -113,7 +113,7 @@ struct Scores {
   }
 
  private:
-  // Calls f(nt, the numbers of this thread's two queries).
+  // Calls f(nt, the values of this thread's two queries).
   template <typename F>
   static __device__ __forceinline__ void for_each_query_tile(const float* rows, const F& f) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// A barrier of all warps of a CTA in two parts: between arriving and waiting a warp does what needs nobody.
+// A barrier of all threads of a CTA with separate arrive and wait. Between the two, a warp does work that depends on no
+// other warp.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +11,18 @@ namespace flashbwd::sm80 {
 struct SplitBarrier {
   uint64_t state;
 
-  // By one thread, before a barrier of all.
+  // Called by one thread, before a barrier of all threads.
   __device__ __forceinline__ void init(uint32_t threads) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(&state)), "r"(threads) : "memory");
   }
-  // By every thread: racecheck takes an arrival for that of the thread alone. Whoever waits sees what it has written.
+  // Called by every thread, because compute-sanitizer's racecheck orders only the thread that arrives. A thread's
+  // earlier writes are visible to every thread after wait().
   __device__ __forceinline__ void arrive() {
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(smem_address(&state))
                  : "memory");
   }
-  // Until all threads have arrived for the phase of this parity: 0, 1, 0, ... Parity 1 of a fresh barrier is over.
+  // Waits until all threads have arrived for the phase of this parity. Phases have parity 0, 1, 0, ... A wait for
+  // parity 1 returns at once on a new barrier.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     asm volatile(
         "{\n"

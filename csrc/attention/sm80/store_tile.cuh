@@ -1,4 +1,4 @@
-// A tile of a gradient from the MMA accumulators of a warp to its rows in global memory.
+// Stores a tile of a gradient from a warp's MMA accumulators to rows in global memory.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace flashbwd::sm80 {
 
-// Row tiles are 16 rows each, column tiles 8 columns: in pairs, kPairColumns apart.
+// Row tiles have 16 rows. Column tiles have 8 columns and come in pairs, which are kPairColumns apart.
 template <typename T, int kRowTiles, int kColumnTiles, int kPairColumns = 16>
 struct StoreTile {
   using Tile = float[kRowTiles][kColumnTiles][4];
 
-  // `offset`: the element of column 0 of the lane's first row, lane / 4 from the warp's first one. `rows`: that exist
-  // from this row on.
+  // `offset`: element at column 0 of the lane's first row, which is row lane / 4 of the warp. `rows`: how many rows
+  // exist from this row on.
   static __device__ __forceinline__ void store(const GradientTarget& target, int64_t offset, int32_t rows,
                                                int32_t first_column, const Tile& tile) {
     if constexpr (sizeof(T) == 2) {
@@ -50,8 +50,8 @@ struct StoreTile {
   }
 
  private:
-  // Eight columns of a row at once: of four tiles (of the last two, where they make no four), a lane collects the one
-  // that is as far in as the lane in its four.
+  // Stores eight columns of a row per lane. The four lanes of a row transpose four column tiles, so that each lane has
+  // all columns of one tile. If only two tiles are left, only the first two of the lanes store.
   static __device__ __forceinline__ void store_pieces(const GradientTarget& target, int64_t offset, int32_t rows,
                                                       int32_t first_column, const Tile& tile) {
     const int32_t lane = threadIdx.x % 32;
@@ -72,14 +72,14 @@ struct StoreTile {
         const int32_t tile_column = nt / 2 * kPairColumns;
         const bool exists = nt + 4 <= kColumnTiles || lane % 4 < 2;
         if (row < rows && exists && column + tile_column < target.columns) {
-          // An assignment of a uint4 is often compiled to four stores.
+          // The compiler often splits an assignment of a uint4 into four stores.
           __stcg(reinterpret_cast<uint4*>(place + tile_column), make_uint4(words[0], words[1], words[2], words[3]));
         }
       }
     }
   }
 
-  // Word i of lane j goes to word j of lane i, of every four lanes.
+  // Transposes 4 x 4 words among each four lanes: word i of lane j goes to word j of lane i.
   static __device__ __forceinline__ void transpose_in_fours(uint32_t (&words)[4]) {
     const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
     const uint32_t a = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[2], 2);

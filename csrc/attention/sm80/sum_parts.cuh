@@ -1,4 +1,4 @@
-// After the main kernel, where CTAs shared key blocks: dk and dv as sums over the parts, in their order.
+// Runs after the main kernel if work tiles were split: sums dk and dv over the parts of each tile, in order.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 namespace flashbwd::sm80 {
 
 constexpr int kSumPartsThreads = 256;
-constexpr int kSumPartsRows = 16;  // of a CTA
+constexpr int kSumPartsRows = 16;  // per CTA
 
 struct SumPartsArguments {
   KernelParams params;
   int32_t block_n = 0;
-  bool dk_vectors = false, dv_vectors = false;  // four columns of the gradient can be written at once
+  bool dk_vectors = false, dv_vectors = false;  // four columns of the gradient can be stored at once
 };
 
 template <typename T>
@@ -34,15 +34,15 @@ __device__ __forceinline__ void store_columns(T* place, float4 value, int32_t le
   }
 }
 
-// Rows first_row and on of a key block: a thread sums four columns of one row at a time.
+// Sums kSumPartsRows rows of a key block, from first_row on. A thread sums four columns of one row at a time.
 __device__ __forceinline__ void sum_rows(const SumPartsArguments& a, const GradientTarget& target, bool vectors,
-                                         const Job& job, int32_t shared_job, int32_t first_row) {
+                                         const Job& job, int32_t split_tile, int32_t first_row) {
   const int32_t row_vectors = static_cast<int32_t>(target.part_row_stride / 4);
   const int32_t first_key = job.key_block * a.block_n;
   const int32_t rows = min(a.params.attention.seqlen_k - first_key - first_row, kSumPartsRows);
   const int64_t part_vectors = int64_t{a.block_n} * row_vectors;
   const float4* const source = reinterpret_cast<const float4*>(target.parts) +
-                               shared_job * int64_t{a.params.splits} * part_vectors + int64_t{first_row} * row_vectors;
+                               split_tile * int64_t{a.params.splits} * part_vectors + int64_t{first_row} * row_vectors;
   const int64_t first = job.batch * target.view.batch_stride + job.head * target.view.head_stride +
                         int64_t{first_key + first_row} * target.view.seq_stride;
   for (int32_t i = threadIdx.x; i < rows * row_vectors; i += kSumPartsThreads) {
@@ -66,13 +66,13 @@ __device__ __forceinline__ void sum_rows(const SumPartsArguments& a, const Gradi
   }
 }
 
-// blockIdx.x: of the shared jobs; blockIdx.y: which rows of its key block; blockIdx.z: dk or dv.
+// blockIdx.x: split work tile; blockIdx.y: group of rows of its key block; blockIdx.z: dk (0) or dv (1).
 __global__ void __launch_bounds__(kSumPartsThreads) sum_parts_kernel(const __grid_constant__ SumPartsArguments a) {
-  const auto shared_job = static_cast<int32_t>(blockIdx.x);
+  const auto split_tile = static_cast<int32_t>(blockIdx.x);
   const auto first_row = static_cast<int32_t>(blockIdx.y) * kSumPartsRows;
-  const Job job = key_block_job(a.params, static_cast<int32_t>(a.params.whole_jobs) + shared_job, a.block_n);
+  const Job job = work_tile_at(a.params, static_cast<int32_t>(a.params.unsplit_work_tiles) + split_tile, a.block_n);
   const bool is_dv = blockIdx.z != 0;
-  sum_rows(a, is_dv ? a.params.dv : a.params.dk, is_dv ? a.dv_vectors : a.dk_vectors, job, shared_job, first_row);
+  sum_rows(a, is_dv ? a.params.dv : a.params.dk, is_dv ? a.dv_vectors : a.dk_vectors, job, split_tile, first_row);
 }
 
 }  // namespace flashbwd::sm80

@@ -1,4 +1,4 @@
-// The wide form: CTAs that stay, each with a place in global memory for dk and dv of one key block at a time.
+// The kernel for wide tiles: persistent CTAs, each with global memory for dk and dv of its current key block.
 #pragma once
 
 #include "wide_mainloop.cuh"
@@ -12,17 +12,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) wide_kernel(const __grid_
 #pragma unroll 1
   for (;;) {
     if (threadIdx.x == 0) {
-      // In order: nobody waits for a job that has not been taken before its own.
-      smem.job = atomicAdd(params.jobs_taken, 1);
-      if (smem.job < params.jobs) smem.work = Work(params, smem.job, Traits::kBlockM, Traits::kBlockN);
+      // Taken in increasing order, so no CTA waits for a work tile that has not been taken yet.
+      smem.job = atomicAdd(params.work_tile_counter, 1);
+      if (smem.job < params.num_work_tiles) smem.work = WorkTile(params, smem.job, Traits::kBlockM, Traits::kBlockN);
     }
-    __syncthreads();  // thread 0 has written what there is to do
-    if (smem.job >= params.jobs) return;
+    __syncthreads();  // thread 0 has written the work tile
+    if (smem.job >= params.num_work_tiles) return;
     if (smem.work.exists) {
       WideMainloop<Traits>::run(params, smem, smem.work);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);
     }
-    __syncthreads();  // everybody is done with the job and its tiles
+    __syncthreads();  // all threads are done with the work tile and its buffers
   }
 }
 

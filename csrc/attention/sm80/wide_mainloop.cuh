@@ -1,8 +1,8 @@
-// The wide form: the walk of one CTA over the query tiles of a key block, for any head dimensions.
+// The query loop of one CTA for wide tiles, for any head dimensions.
 //
-// Scores are summed over blocks of columns in registers; p and ds of the whole tile go to shared memory; then dv, dk
-// and dq take shape one block of columns after the other. dk and dv lie in global memory between query tiles, each
-// thread's registers as 16-byte vectors: what a thread reads is what it wrote itself.
+// s and dp are summed over blocks of columns in registers. p and ds of the whole tile go to shared memory. Then dv, dk
+// and dq are computed one block of columns after the other. Between query tiles, dk and dv are in global memory, in the
+// order of the threads' registers as 16-byte vectors: a thread reads only what it wrote itself.
 #pragma once
 
 #include <cstdint>
@@ -21,17 +21,18 @@ struct WideMainloop : Mainloop<Traits> {
   using ScoreTile = typename Base::ScoreTile;
   using DqTile = typename DqRows<Traits>::Tile;
   static constexpr int kPartSteps = Traits::kPartRows / M::kStep;
-  static constexpr int kVectors = Traits::kKeyTiles * Traits::kGradientTiles;  // of a thread, a block of columns
+  // 16-byte vectors of a thread per block of columns
+  static constexpr int kVectors = Traits::kKeyTiles * Traits::kGradientTiles;
 
-  // dk or dv: where it is kept and where it goes.
+  // dk or dv: the partial sums between query tiles, and the gradient.
   struct Target {
-    float* kept;  // vectors of this thread; those of the next are 16 bytes further
+    float* kept;  // this thread's first vector; the next thread's is 16 bytes further
     const GradientTarget& gradient;
     float scale;
   };
 
-  // Writes dk and dv of the keys, adds dq of all query tiles.
-  static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, const Work& work) {
+  // Writes dk and dv of the key block, and adds dq of all query tiles.
+  static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t blocks_k = PieceCursor<Traits>::blocks_for_gradients(p.head_dim);
     const int32_t blocks_v = PieceCursor<Traits>::blocks_for_gradients(p.head_dim_v);
@@ -54,7 +55,7 @@ struct WideMainloop : Mainloop<Traits> {
       {
         ScoreTile s = {}, dp = {};
         multiply<typename M::Scores>(stream, p.head_dim, s);
-        // The first piece has been waited for: nobody reads p and ds any more.
+        // All threads have passed a barrier since the previous query tile, so no thread reads its p and ds any more.
         if constexpr (Traits::kFeatures) {
           scores.load_bias(step.head, query_block, smem.p);
           scores.draw_mask(step.head, query_block);
@@ -97,22 +98,21 @@ struct WideMainloop : Mainloop<Traits> {
     if constexpr (Products::kChain > 0) Base::end_chain(chain, c);
   }
 
-  static __device__ __forceinline__ void store_zeros(const Target& target, const Work& work, int32_t block) {
+  static __device__ __forceinline__ void store_zeros(const Target& target, const WorkTile& work, int32_t block) {
     const Gradient zeros = {};
     store(target, work, block, zeros);
   }
 
-  static __device__ __forceinline__ void store(const Target& target, const Work& work, int32_t block,
+  static __device__ __forceinline__ void store(const Target& target, const WorkTile& work, int32_t block,
                                                const Gradient& gradient) {
     Epilogue<Traits>::template store_one<Traits::kPairColumns>(
         target.gradient, work, block * Traits::kGradientColumns + Traits::warp_s() * 16, gradient);
   }
 
-  // dk or dv of all columns: what is kept of the query tiles before plus scores (keys, queries) * rows (queries,
-  // columns).
+  // Adds scores (keys, queries) * rows (queries, columns) to dk or dv, over all columns.
   static __device__ __forceinline__ void add_gradient(PieceStream<Traits>& stream, const uint8_t* scores,
-                                                      const BlockRange& parts, const Target& target, const Work& work,
-                                                      bool first, bool last) {
+                                                      const BlockRange& parts, const Target& target,
+                                                      const WorkTile& work, bool first, bool last) {
     const int32_t columns = target.gradient.columns;
     const int32_t blocks = PieceCursor<Traits>::blocks_for_gradients(columns);
 #pragma unroll 1
@@ -120,7 +120,7 @@ struct WideMainloop : Mainloop<Traits> {
       const int32_t left = columns - block * Traits::kGradientColumns;
       const int32_t pairs = min((left + Traits::kPairColumns - 1) / Traits::kPairColumns, Traits::kPairs);
       auto* const kept = reinterpret_cast<float4*>(target.kept) + int64_t{block} * kVectors * Traits::kThreads;
-      float4 before[Traits::kKeyTiles][Traits::kGradientTiles];  // on its way while the products run
+      float4 before[Traits::kKeyTiles][Traits::kGradientTiles];  // loaded while the products run
       Gradient sum;
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
@@ -163,7 +163,8 @@ struct WideMainloop : Mainloop<Traits> {
     }
   }
 
-  // c (keys, columns) += scores (keys, queries of a part) * rows (kPartRows, columns); kWhole: all pairs of tiles.
+  // c (keys, columns) += scores (keys, queries of a part) * rows (kPartRows, columns). kWhole: all pairs of tiles
+  // exist.
   template <bool kWhole>
   static __device__ __forceinline__ void multiply_part(const uint8_t* scores, const uint8_t* rows, int32_t part,
                                                        int32_t pairs, Gradient& c) {
@@ -191,10 +192,10 @@ struct WideMainloop : Mainloop<Traits> {
   static __device__ __forceinline__ void add_dq(PieceStream<Traits>& stream, int32_t head, int32_t query_block) {
     const KernelParams& params = stream.params;
     const AttentionBackwardParams& p = params.attention;
-    const Work& work = stream.work;
+    const WorkTile& work = stream.work;
     const DqRows<Traits> dq_rows(params, work, head, query_block);
-    const bool in_turn = params.turns != nullptr;
-    if (in_turn) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+    const bool ordered = params.dq_semaphores != nullptr;
+    if (ordered) DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
     for (int32_t block = 0; block < p.head_dim; block += Traits::kGradientColumns) {
       const uint8_t* const keys = stream.acquire();
@@ -206,7 +207,7 @@ struct WideMainloop : Mainloop<Traits> {
         dq_rows.add(dq, block + column);
       }
     }
-    if (in_turn) Turn(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).pass_on();
+    if (ordered) DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).release();
   }
 
   static __device__ __forceinline__ void multiply_dq(const uint8_t* ds, const uint8_t* keys, int32_t column,

@@ -1,4 +1,4 @@
-// The wide form of the kernel: sizes, shared memory, and the stream of pieces of tiles that all of it is fed by.
+// Sizes and shared memory of wide tiles, and the stream of pieces from which all operands are read.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace flashbwd::sm80 {
 
-// Names are those of Traits, so that scores and products are the same code: there `head dim` is one piece of columns.
+// The names are those of Traits, so that both forms share the code for scores and products. kHeadDim is one piece here.
 template <typename T_, int kTileIndex, Extras kExtras_, typename M_ = Mma<T_>>
 struct WideTraits {
   using T = T_;
@@ -23,24 +23,25 @@ struct WideTraits {
   static constexpr int kWarpsD = kTile.warps() / kWarpsQ;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kElementBytes = sizeof(T);
-  static constexpr int kRowBytes = 128;  // of pieces for scores
+  static constexpr int kRowBytes = 128;  // of pieces for s and dp
   static constexpr int kHeadDim = kRowBytes / kElementBytes;
   static constexpr int kScoreRowBytes = kBlockM * kElementBytes;
   static constexpr bool kExchange = true;
   static constexpr int kPieces = kTile.stages;
 
-  static constexpr int kPartRows = kBlockN;  // of q, dout and k in pieces for gradients
+  static constexpr int kPartRows = kBlockN;  // rows of q, dout or k in pieces for dv, dk and dq
   static constexpr int kParts = kBlockM / kPartRows;
   static constexpr int kGradientColumns = kTile.gradient_columns();
   static constexpr int kGradientRowBytes = kGradientColumns * kElementBytes;
-  static constexpr int kDqStep = 64;  // columns of dq in registers
+  static constexpr int kDqStep = 64;  // columns of dq that are in registers at a time
 
   static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;               // of s, dk, dv: 16 keys each
   static constexpr int kScoreTiles = kBlockM / kWarpsS / 8;              // of s: 8 queries each
   static constexpr int kGradientTiles = kGradientColumns / kWarpsS / 8;  // of dk, dv: 8 columns each
   static constexpr int kQueryTiles = kBlockM / kWarpsQ / 16;             // of dq: 16 queries each
   static constexpr int kColumnTiles = kDqStep / kWarpsD / 8;             // of dq: 8 columns each
-  // Warps take pairs of tiles of dk and dv in turn, so that all have work where the last block of columns is not full.
+  // Warps alternate over pairs of tiles of dk and dv, so that all of them have work if the last column block is
+  // partial.
   static constexpr int kPairColumns = 16 * kWarpsS;
   static constexpr int kPairs = kGradientTiles / 2;
   static_assert(kTile.wide && kTile.element_bytes == sizeof(T), "the tile is for another form or element");
@@ -62,26 +63,27 @@ struct WideTraits {
     alignas(1024) uint8_t p[kBlockN * kScoreRowBytes];   // (kBlockN, kBlockM)
     alignas(16) float lse[kBlockM];
     alignas(16) float delta[kBlockM];
-    Work work;
+    WorkTile work;
     int32_t job;
   };
 };
 
-// What a query tile takes, in this order.
+// The phases of one query tile, in this order.
 enum class Phase : int32_t { kScores, kScoreGradients, kDv, kDk, kDq, kEnd };
 
-// Walks the pieces of all query tiles of a job. Every thread has its own copy: the loads run ahead of the products.
+// The position in the sequence of pieces of all query tiles of a work tile. Every thread has its own copy for the
+// loads, which run ahead of the products.
 template <typename Traits>
 struct PieceCursor {
   Step step;
   Phase phase = Phase::kScores;
-  int32_t block = 0;  // of columns
-  int32_t part = 0;   // of rows: kDv, kDk
+  int32_t block = 0;  // block of columns
+  int32_t part = 0;   // part of the rows; kDv and kDk only
 
-  __device__ __forceinline__ explicit PieceCursor(const Work& work) : step(work) {}
+  __device__ __forceinline__ explicit PieceCursor(const WorkTile& work) : step(work) {}
 
-  // Parts of a query tile that see a key of the block: the rest of p and ds is zeros.
-  static __device__ __forceinline__ BlockRange parts(const Work& work, int32_t query_block) {
+  // The parts of a query tile that see a key of the block. p and ds are zero in the other parts.
+  static __device__ __forceinline__ BlockRange parts(const WorkTile& work, int32_t query_block) {
     const BlockRange seen = query_blocks(work.visibility, work.key_block, Traits::kPartRows, Traits::kBlockN);
     const int32_t first = query_block * Traits::kParts;
     return {max(seen.begin - first, 0), min(seen.end - first, Traits::kParts)};
@@ -96,10 +98,10 @@ struct PieceCursor {
 
   __device__ __forceinline__ bool for_scores() const { return phase < Phase::kDv; }
   __device__ __forceinline__ bool by_parts() const { return phase == Phase::kDv || phase == Phase::kDk; }
-  // Of v and dout, else of q and k.
+  // Whether the piece is from v and dout, not from q and k.
   __device__ __forceinline__ bool of_values() const { return phase == Phase::kScoreGradients || phase == Phase::kDv; }
 
-  __device__ __forceinline__ void advance(const AttentionBackwardParams& p, const Work& work) {
+  __device__ __forceinline__ void advance(const AttentionBackwardParams& p, const WorkTile& work) {
     if (by_parts() && ++part < parts(work, step.query_block(work)).end) return;
     const int32_t columns = of_values() ? p.head_dim_v : p.head_dim;
     if (++block == (for_scores() ? blocks_for_scores(columns) : blocks_for_gradients(columns))) {
@@ -120,7 +122,7 @@ struct PieceRows {
   static constexpr int kRowBytes = kRowBytes_;
 };
 
-// The pieces in shared memory, in turn.
+// A ring buffer of pieces in shared memory.
 template <typename Traits>
 struct PieceStream {
   using T = typename Traits::T;
@@ -130,26 +132,27 @@ struct PieceStream {
 
   const KernelParams& params;
   SharedStorage& smem;
-  const Work& work;
-  PieceCursor<Traits> next;       // to be loaded
-  int32_t current = kPieces - 1;  // place of the piece that is worked on
+  const WorkTile& work;
+  PieceCursor<Traits> next;       // the next piece to load
+  int32_t current = kPieces - 1;  // index of the current piece
 
-  __device__ __forceinline__ PieceStream(const KernelParams& params, SharedStorage& smem, const Work& work)
+  __device__ __forceinline__ PieceStream(const KernelParams& params, SharedStorage& smem, const WorkTile& work)
       : params(params), smem(smem), work(work), next(work) {
     for (int32_t place = 0; place + 1 < kPieces; ++place) load(place);
   }
 
-  // The next piece. Everybody is done with the one before.
+  // Returns the next piece. All threads must be done with the previous one.
   __device__ __forceinline__ const uint8_t* acquire() {
     copy_async_wait<kPieces - 2>();
-    __syncthreads();  // this piece, p and ds of all warps are there; the piece before may be overwritten
+    __syncthreads();  // this piece is loaded, p and ds of all warps are stored; the previous piece may be overwritten
     load(current);
     current = current + 1 == kPieces ? 0 : current + 1;
     return smem.pieces[current];
   }
 
  private:
-  // Issues the copies of the next piece and advances. A group of copies in any case: waits count them.
+  // Starts the copies of the next piece and advances. Commits a group even if there is no piece, because waits count
+  // groups.
   __device__ __forceinline__ void load(int32_t place) {
     if (next.step.index < work.steps()) {
       if (next.for_scores()) {
@@ -186,8 +189,9 @@ struct PieceStream {
     if (next.phase == Phase::kScores && next.block == 0) load_statistics(first_query, queries);
   }
 
-  // lse and delta of the query tile. Those before are not needed any more: at most three pieces are ahead, and after
-  // the scores a query tile has as many. Past the end of the sequence zeros do: there q and dout are zeros too.
+  // Copies lse and delta of the query tile. At most three pieces are loaded ahead, and each query tile has at least
+  // three pieces after its scores, so the previous tile's values are no longer needed. Rows past the end of the
+  // sequence get zeros; their q and dout are zero too.
   __device__ __forceinline__ void load_statistics(int32_t first_query, int32_t queries) {
     constexpr int kVectors = Traits::kBlockM / 4;
     const int64_t first = params.statistics.index(work.batch, next.step.head, work.sequence.begin_q) + first_query;

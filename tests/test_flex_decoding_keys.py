@@ -139,6 +139,18 @@ def test_the_key_has_defaults() -> None:
     assert key_of(without) not in keys
 
 
+def test_the_key_has_the_names_of_keyword_defaults() -> None:
+    def mod(**defaults: Any) -> Any:
+        def of(s: Any, b: Any, h: Any, q: Any, k: Any, *, scale: float = 1.0, shift: float = 0.0) -> Any:
+            return s * scale + shift
+
+        of.__kwdefaults__ = defaults
+        return of
+
+    assert key_of(mod(scale=2.0, shift=3.0)) == key_of(mod(scale=2.0, shift=3.0))
+    assert key_of(mod(scale=2.0, shift=3.0)) != key_of(mod(shift=2.0, scale=3.0))
+
+
 def test_the_key_has_the_default_dtype() -> None:
     mod = lambda s, b, h, q, k: s + k * 1.0  # noqa: E731
     before = key_of(mod)

@@ -91,6 +91,14 @@ def test_tile_matches_a_scalar_reading_of_the_numbering(layout: str, p: float, s
     assert mask.tolist() == expected
 
 
+@pytest.mark.parametrize("first", [0, 6, 2**34 - 9])
+@pytest.mark.parametrize(("seed", "offset"), [(0, 0), (0x0123456789ABCDEF, 7), (5, 2**33 + 1)])
+def test_elements_match_a_scalar_reading_of_the_numbering(seed: int, offset: int, first: int) -> None:
+    kept = philox.keep_elements(seed, offset, 0.4, first, 50, torch.device("cpu"))
+    expected = [scalar_keep("efficient64", seed, offset, 0.4, 0, 0, n, 0, 0, 0) for n in range(first, first + 50)]
+    assert kept.tolist() == expected
+
+
 @pytest.mark.parametrize("layout", ["efficient32", "efficient64"])
 def test_numbers_beyond_32_bits_wrap_only_in_the_32_bit_numbering(layout: str) -> None:
     sk = 70001

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
@@ -116,6 +117,47 @@ def test_gradients_match_the_oracle_when_cut_into_many_tiles(case: cases.Case) -
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_gradients_obey_the_tolerance_rule(case: cases.Case, dtype: torch.dtype) -> None:
     check(case, dtype)
+
+
+ONE_SIGN = cases.Case(
+    "one_sign", 1, 2, 1, 520, 520, 16, 16, softmax_scale=0.02, dlse=True, one_sign=True
+)
+MANY_BLOCKS = [
+    ONE_SIGN,
+    replace(ONE_SIGN, name="one_sign_bias_of_keys", bias="1h1k"),
+    replace(ONE_SIGN, name="one_sign_bias_of_queries", bias="1hq1"),
+    replace(ONE_SIGN, name="one_sign_packed_bias", bias="1hqk", seqlens_q=(17,) * 128, seqlens_k=(19,) * 128),
+]
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", MANY_BLOCKS, ids=str)
+def test_sums_of_16_bit_gradients_are_not_rounded_between_blocks(case: cases.Case, dtype: torch.dtype) -> None:
+    check(case, dtype)
+
+
+def test_delta_keeps_what_an_fp32_sum_of_large_products_loses() -> None:
+    """All probabilities are 1 / 64, v is the identity and dout is 0 for key 0: its dk is -delta / 64."""
+    n, pairs = 64, 31
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randint(2**22, 2**24 - 1, (pairs,), generator=generator)
+    dout = torch.zeros(n)
+    dout[n - 2 * pairs :] = torch.cat([large, -large])[torch.randperm(2 * pairs, generator=generator)].float()
+    dout[-1] += 1.0
+    assert float(dout.double().sum()) == 1.0
+    case = cases.Case("cancels", batch=1, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=n, head_dim=1, head_dim_v=n)
+    changed = {
+        "q": torch.ones(1, 1, 1, 1),
+        "k": torch.zeros(1, n, 1, 1),
+        "v": torch.eye(n).view(1, n, 1, n),
+        "out": torch.full((1, 1, 1, n), 1.0 / n),
+        "dout": dout.view(1, 1, 1, n),
+        "softmax_lse": torch.full((1, 1, 1), math.log(n)),
+        "softmax_scale": 1.0,
+    }
+    grads = run_backward(inputs.build(case, torch.float32).arguments | changed)
+    assert float(grads["dk"][0, 0, 0, 0]) == pytest.approx(-1.0 / n**2, rel=1e-5)
 
 
 TILES = [blocks._CPU_SHARED_TILE, blocks.TileSize(5, 7, 70, 1000), blocks.TileSize(16, 16, 256, 64)]

@@ -119,9 +119,7 @@ def test_gradients_obey_the_tolerance_rule(case: cases.Case, dtype: torch.dtype)
     check(case, dtype)
 
 
-ONE_SIGN = cases.Case(
-    "one_sign", 1, 2, 1, 520, 520, 16, 16, softmax_scale=0.02, dlse=True, one_sign=True
-)
+ONE_SIGN = cases.Case("one_sign", 1, 2, 1, 520, 520, 16, 16, softmax_scale=0.02, dlse=True, one_sign=True)
 MANY_BLOCKS = [
     ONE_SIGN,
     replace(ONE_SIGN, name="one_sign_bias_of_keys", bias="1h1k"),

@@ -1,4 +1,4 @@
-// What the operators of flex decoding share.
+// Shared by the forward and backward operators of flex decoding.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace flashbwd {
 
-// Of a modification that Python has registered; of kind kNone for one that needs kernels compiled for it.
+// The built-in encoding of a registered modification; its kind is kNone if the modification has compiled kernels
+// instead.
 OrdinaryMod ordinary_modification(int64_t modification);
 
 }  // namespace flashbwd

@@ -1,4 +1,4 @@
-// The operators of flex decoding. Python has checked the arguments; these convert them to launch parameters and launch.
+// The operators of flex decoding: convert tensors that Python has checked to launch parameters, and launch.
 #include "decoding.h"
 
 #include <torch/csrc/stable/accelerator.h>

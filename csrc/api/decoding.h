@@ -7,8 +7,7 @@
 
 namespace flashbwd {
 
-// The built-in encoding of a registered modification; its kind is kNone if the modification has compiled kernels
-// instead.
+// The built-in encoding of a registered modification. Its kind is kNone if the modification needs compiled kernels.
 OrdinaryMod ordinary_modification(int64_t modification);
 
 }  // namespace flashbwd

@@ -1,5 +1,4 @@
-// The operators of the flex decoding backward. Python has prepared the tensors; these convert them to launch
-// parameters.
+// The operators of the flex decoding backward: convert tensors that Python prepared to launch parameters, and launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <vector>

@@ -1,7 +1,7 @@
 // PyTorch's C interface has no norm backward, so this calls the C++ functions, looked up by mangled name. The name
 // contains all parameter types, so a PyTorch with a different signature has no such symbol. The code relies on the
-// layouts of std types and c10::ArrayRef, and on at::Tensor being one owning pointer (an AtenTensorHandle points to
-// it).
+// layouts of std types and c10::ArrayRef, and on an AtenTensorHandle pointing to an at::Tensor that is one owning
+// pointer and nothing else.
 #include <dlfcn.h>
 
 #include <tuple>

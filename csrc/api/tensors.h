@@ -53,8 +53,7 @@ OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims
   return OwnedTensor(handle);
 }
 
-// A tensor at `offset_bytes` in the storage of `all`, whose own storage offset is 0. To autograd it is no view of
-// `all`.
+// A tensor at `offset_bytes` in the storage of `all`, whose storage offset is 0. For autograd it is not a view.
 template <size_t kDims>
 OwnedTensor part_of(AtenTensorHandle all, int64_t offset_bytes, const std::array<int64_t, kDims>& sizes,
                     const std::array<int64_t, kDims>& strides, DType dtype) {
@@ -70,8 +69,8 @@ Tensor new_like(const Tensor& tensor);
 // `tensor` if its last dimension is contiguous, else a copy. (The gradient of a sum is an expanded tensor.)
 Tensor with_contiguous_last_dim(const Tensor& tensor);
 
-// Reads an operator's arguments off a boxed stack, in the order of its schema. All of them must be read before
-// anything can throw: reading takes ownership.
+// Reads an operator's arguments from a boxed stack, in the order of its schema. Reading transfers ownership, so all
+// arguments must be read before anything can throw; otherwise the rest leaks.
 class ArgumentReader {
  public:
   explicit ArgumentReader(StableIValue* stack) : next_(stack) {}

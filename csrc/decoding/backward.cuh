@@ -10,7 +10,7 @@
 //     dQ += dS K                                            accumulated in the CTA's own slot of the workspace
 //
 // No two CTAs add to the same address, and each CTA adds in a fixed order, so dq, dk and dv are deterministic. Only the
-// gradients of captured tensors use atomics between CTAs. sum_slots.cuh sums the slots of dQ in order.
+// gradients of captured tensors are added atomically by many threads. sum_slots.cuh sums the slots of dQ in order.
 #pragma once
 
 #include "backward_params.h"
@@ -246,7 +246,8 @@ class Backward {
     __syncthreads();  // the copies of all threads have arrived
     const int key_group = warp % (kKeys / 16);
     const int first_column = warp / (kKeys / 16) * kColumns;
-    const bool owner = first_column == 0;  // of the warps that share these keys, the one that writes dS
+    // Of the warps that share these keys, only the owner writes dS and adds gradients of captured tensors.
+    const bool owner = first_column == 0;
 
     float tS[kRows / 8][4], tdP[kRows / 8][4];  // S^T and dP^T (16 keys, kRows)
 #pragma unroll

@@ -66,8 +66,7 @@ class Cursor {
   }
 
   __device__ void keep_and_read_ahead() {
-    // As unsigned, a negative index is very large: like any index that is too large, it is clamped to after the last
-    // key.
+    // As unsigned, a negative index is too large as well, and any index that is too large is clamped to seqlen_k.
     const unsigned long long key = static_cast<unsigned long long>(static_cast<unsigned>(block_)) * list_.kv_block;
     const int first = static_cast<int>(min(key, static_cast<unsigned long long>(list_.seqlen_k)));
     place_ = {first + inside_ * kKeys, min(first + list_.kv_block, list_.seqlen_k), entry_ >= list_.partial_blocks};

@@ -1,5 +1,4 @@
-// Combine kernel: reduces the slots of the partial results. One CTA per row; warp w takes slots w, w + kCombineWarps,
-// ...
+// Combine kernel: reduces the slots of the partial results. One CTA per row; its warps take the slots round-robin.
 #pragma once
 
 #include "meeting.cuh"

@@ -8,8 +8,7 @@
 
 namespace flashbwd {
 
-// True in the CTA that arrives last at its row tile. All threads call this after they have written their part of the
-// slot.
+// True in the last CTA of a row tile to arrive. All threads call this after they have written their part of the slot.
 __device__ inline bool arrives_last(const DecodingParams& p, unsigned char* shared) {
   int* const last = reinterpret_cast<int*>(shared);
   __threadfence();  // release: this thread's part of the slot is visible before the arrival below

@@ -1,5 +1,5 @@
-// Launches a prebuilt kernel or one compiled at run time through the driver API, which has less host overhead than the
-// runtime API.
+// Launches prebuilt kernels and kernels compiled at run time through the driver API, which has less host overhead than
+// the runtime API.
 #pragma once
 
 #include <cuda.h>

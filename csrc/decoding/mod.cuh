@@ -11,9 +11,8 @@ namespace flashbwd {
 // Defaults for the optional members of a modification.
 struct AnyMod {
   static constexpr bool kTotal = false;  // true: score_mod() and mask_mod() accept rows and keys past the end
-  // score_mod() has a parameter of this name; generated code elsewhere uses this one. If not null, sine() and cosine()
-  // use an approximation for small arguments and set *near to false if it is invalid. If null, results are always
-  // valid.
+  // score_mod() has a parameter of this name; generated code elsewhere uses this null pointer. If not null, sine() and
+  // cosine() always use an approximation for small arguments, and set *near to false if it is invalid.
   static constexpr bool* near = nullptr;
   static constexpr bool kHasRanges = false;  // true: sees_all(row, first, last) says whether a row sees a range of keys
   static constexpr bool kHasRow = false;     // true: Row is not empty

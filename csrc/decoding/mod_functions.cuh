@@ -132,8 +132,7 @@ __device__ __forceinline__ T remainder_of(T a, T b) {
   const T r = fmod_of(a, b);
   return r != 0 && (r < 0) != (b < 0) ? plus(r, b) : r;
 }
-// For floats, computes (a - remainder) / b as PyTorch does, since floor(a / b) is wrong if a / b rounds up to an
-// integer.
+// For floats, computes (a - remainder) / b like PyTorch: floor(a / b) is wrong if a / b rounds up to an integer.
 template <typename T>
 __device__ __forceinline__ T floor_divide(T a, T b) {
   if constexpr (IsFloating<T>::value) {
@@ -216,8 +215,7 @@ __device__ __forceinline__ double sigmoid(double x) { return 1 / (1 + exp(-x)); 
 __device__ __noinline__ float far_sine(float x) { return sinf(x); }
 __device__ __noinline__ float far_cosine(float x) { return cosf(x); }
 // sin(x) or cos(x). With x = n * pi + r (sin) or (n + 1/2) * pi + r (cos), the result is +-sin(r), a polynomial with an
-// error of at most 2.2 ulp for |x| <= 1e5. For larger |x|, sets *near to false, or if `near` is null calls sinf or
-// cosf.
+// error of at most 2.2 ulp for |x| <= 1e5. For larger |x|, sets *near to false, or calls sinf or cosf if near is null.
 template <bool kCosine>
 __device__ __forceinline__ float sine_or_cosine(float x, bool* near) {
   constexpr float kWhole = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low mantissa bits

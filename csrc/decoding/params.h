@@ -8,7 +8,7 @@ struct CapturedTensor {
   static constexpr int kMaxDims = 5;
   const void* data;
   long long strides[kMaxDims];  // elements
-  int sizes[kMaxDims];          // for negative indices
+  int sizes[kMaxDims];          // to wrap negative indices
 };
 
 // Built-in modifications (those that every build has kernels for), encoded as numbers. flashbwd/mods/ordinary.py fills
@@ -34,9 +34,10 @@ struct OrdinaryBound {
   OrdinarySum sum;
 };
 
-// Applied in this order: score = softcap * tanh(score / softcap) if softcap > 0; score += slope_of(h) * (bias_k *
-// kv_idx
-// + origin), whose sum wraps around at 32 bits; then the bounds, which hide the keys that violate one of them.
+// Applied in this order:
+//   score = softcap * tanh(score / softcap), if softcap > 0
+//   score += slope_of(h) * (bias_k * kv_idx + origin), whose sum wraps around at 32 bits
+//   the bounds, which hide the keys that violate one of them
 struct OrdinaryMod {
   enum Kind { kNone, kScore, kMask, kBoth };
   int kind;
@@ -49,8 +50,8 @@ struct OrdinaryMod {
   float slope, exp2_rate, exp2_start;  // slope_of(h) = slope * captured[h] * exp2(exp2_rate * h + exp2_start)
 };
 
-// The key blocks of each query block, as in PyTorch's BlockMask: counts (B or 1, H or 1, nq), indices (B or 1, H or 1,
-// nq, columns).
+// The key blocks of each query block, as in PyTorch's BlockMask: counts (B or 1, H or 1, nq) and indices (B or 1, H or
+// 1, nq, columns).
 struct BlockList {
   const int* counts;
   const int* indices;
@@ -67,14 +68,12 @@ struct DecodingParams {
   void* out;          // (B, H, Sq, Dv)
   float* lse;         // (B, H, Sq), contiguous, natural log; null: not needed
   float* max_scores;  // (B, H, Sq), contiguous, natural units; null: not needed
-  float*
-      exact_out;  // (B, H, Sq, Dv), contiguous: the float32 output before rounding, for the backward; null: not needed
+  float* exact_out;   // (B, H, Sq, Dv), contiguous: the unrounded output, for the backward; null: not needed
   // Partial results per slot: sums of exp2(s - max) * v, (slots, B * H * Sq, Dv rounded up to 2), and pairs (max, sum),
   // (slots, B * H * Sq, 2), with s and max in log2 units. slots = splits / cluster; unused if that is 1.
   float* partial_out;
   float* partial_stats;
   int* arrivals;  // (B * Hkv * row_tiles,): CTAs that have written their slot, 0 between calls; null: combine kernel
-                  // runs
   long long q_strides[3];  // batch, head, row, in elements; the last dimension is contiguous
   long long k_strides[3];  // batch stride 0 if all batches share K and V
   long long v_strides[3];

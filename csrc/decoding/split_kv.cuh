@@ -1,6 +1,6 @@
 // Split-KV attention for short queries. A CTA handles one KV head, one tile of the query rows that attend to it (GQA
 // packing: the rows of all query heads of the group, head by head) and one split of the keys. Each warp streams key
-// chunks through its own cp.async ring and keeps its own online softmax; warps synchronize only after the key loop.
+// chunks through its own cp.async ring and keeps its own online softmax; the key loop has no CTA barrier.
 //
 //   warp w:  chunks  w, w + kWarps, w + 2 kWarps ...      (K and V of 16 keys, or of 8 in float32; one ring stage)
 //            S = Q K^T -> scale, score_mod, mask -> online softmax -> O += P V
@@ -265,9 +265,8 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
             return Mod::score_mod(p, mod_rows[m][half], tS[m][i / 4][i % 4], b, head[m][half], query[m][half], key,
                                   near);
           };
-          // Evaluate all elements without branches if score_mod accepts any (row, key), or if all are visible. Fall
-          // back to one element at a time otherwise, or if the fast path of score_mod is invalid for an argument
-          // (`done`).
+          // Evaluate all elements without branches if score_mod accepts any (row, key) or if all are visible. If not,
+          // or if score_mod's fast path is invalid for an argument, evaluate only the visible elements, one by one.
           bool done = Mod::kTotal || !hidden;
           if (done) {
             float quick[kKeyTiles * 2];

@@ -66,8 +66,7 @@ struct BackwardArguments {
   int64_t branch_stride = 0;
   bool vector_branch = false;
   const float2* row_sums = nullptr;  // (rows,): sums of dy and of dy * xhat; null: this kernel computes them
-  // (workers, 2, partial_columns): partial dgamma and dbeta, shifted by the phase of the worker's rows; null: not
-  // needed
+  // (workers, 2, partial_columns): partial dgamma, dbeta, shifted by the phase of the worker's rows; null: not needed
   float* partial = nullptr;
   int64_t partial_columns = 0;
   int* progress = nullptr;  // LockStep: sum over all workers of the rounds begun, initially 0; null: no LockStep

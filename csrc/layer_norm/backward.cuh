@@ -54,8 +54,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   int64_t row =
       (static_cast<int64_t>(worker / a.schedule.period) * a.tile.groups + group) * a.schedule.period + residue;
 
-  // Shared memory: exchange | gamma, beta | mask and dresidual of one row | stages, each (planes, kMaxThreads) of 16
-  // bytes
+  // Shared memory: exchange | gamma, beta | mask, dresidual of one row | stages of (planes, kMaxThreads) 16-byte slots
   const uint32_t exchange_s = shared_address(smem);
   const uint32_t gamma_s = exchange_s + exchange_bytes(a.tile);
   const uint32_t own_gamma = keep(gamma_s + lane * static_cast<uint32_t>(parameter_stride(a.tile)));

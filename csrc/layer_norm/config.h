@@ -91,8 +91,8 @@ struct BackwardShape {
   int most_cluster = kMaxCluster;  // largest cluster size to try
 };
 
-// Sizes of the shared memory regions, in bytes: exchange, parameters (gamma and beta in fp32), prefetched mask and
-// dresidual, stages.
+// Sizes of the shared memory regions, in bytes: exchange, parameters (gamma and beta in fp32), then mask and dresidual
+// of one row, then the stages.
 //
 // Stride between the parameters of adjacent lanes: an odd multiple of 16 bytes avoids bank conflicts.
 constexpr int64_t parameter_stride(const BackwardTile& t) {
@@ -105,7 +105,7 @@ constexpr int kDrawnFromBytes = 96;
 constexpr int64_t exchange_bytes(const BackwardTile& t) {
   return int64_t{kBarrierBytes} * t.groups + int64_t{16} * t.groups * t.parts + kDrawnFromBytes;
 }
-// Per warp that sums columns: dgamma and dbeta of one block of columns.
+// For sum_columns(): partial dgamma and dbeta of one block of columns, for each warp.
 constexpr int64_t kColumnBytes = int64_t{kMaxThreads / kWarp} * 2 * columns_at_a_time(kMostElements) * 4;
 // For write_partial(): dgamma and dbeta of all threads, in the memory of the stages.
 constexpr int64_t reduce_bytes(const BackwardTile& t) {
@@ -229,9 +229,8 @@ constexpr int64_t rounds_of(const BackwardShape& shape, const BackwardTile& tile
 }
 
 // The tile for CTAs on all SMs in which at least kColumnThreads threads sum columns, if it at least halves the rounds
-// of `beside`, which leaves `column_ctas` SMs to column CTAs. Else not found(), since sharing an SM would then be
-// slower (bf16, 1024 rows: 19.0 instead of 17.0 us for 4096 columns; 3072 columns, which it halves, 12.9 instead
-// of 15.6 us).
+// of `beside`, which leaves `column_ctas` SMs to column CTAs. Else not found(): sharing an SM would be slower (1024
+// rows of bf16: 19.0 instead of 17.0 us at 4096 columns; at 3072, where it halves the rounds, 12.9 instead of 15.6 us).
 inline BackwardTile tile_with_columns(BackwardShape shape, const BackwardTile& beside, int column_ctas,
                                       const DeviceInfo& device) {
   shape.column_threads = kColumnThreads;
@@ -257,7 +256,7 @@ struct RowSchedule {
 };
 
 // Rounds by which a worker may be ahead of the mean of all workers. The limit in bytes does not apply to the form from
-// the output, to shifted rows of 16-bit elements, and to large clusters, where the mean covers few workers.
+// the output, to shifted rows in vectors of 8 elements, and to large clusters, where the mean covers few workers.
 inline double most_ahead(const BackwardShape& shape, const BackwardTile& tile) {
   const bool shared = shape.shifted && tile.elements == kMostElements;
   if (shape.from_output || shared || tile.chunks >= kLargeCluster) return kMostRoundsAhead;

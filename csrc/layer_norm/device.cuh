@@ -100,8 +100,8 @@ __device__ void store_floats(float* target, const float (&values)[kElements]) {
   }
 }
 
-// For xhat = (z - beta) / divisor, where z is the norm's output and the divisor is gamma with |gamma| raised to at
-// least kLeastGamma.
+// For xhat = (z - beta) / divisor, with z the norm's output and the divisor gamma, |gamma| clamped from below to
+// kLeastGamma.
 inline __device__ float inverse_of_divisor(float gamma) {
   constexpr float kMost = 1.f / kLeastGamma;
   float inverse;
@@ -221,8 +221,7 @@ inline __device__ void wait_copies(int pending) {
   }
 }
 
-// Sums over `width` adjacent lanes (a power of two), or over the warp if `width` is larger. Every lane gets the same
-// bits.
+// Sums over `width` adjacent lanes (a power of two), or over the warp if `width` is larger. All lanes get equal bits.
 inline __device__ float2 warp_sum(float2 s, int width) {
   if (width >= kWarp) {
 #pragma unroll

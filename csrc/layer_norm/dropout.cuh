@@ -37,8 +37,8 @@ __device__ uint4 kept_or_zero(uint4 values, uint32_t mask) {
   }
 }
 
-// The keys of all Philox rounds and the offset, in shared memory: loading the keys takes fewer instructions than
-// incrementing them.
+// The keys of all Philox rounds and the offset, in shared memory. Loading a key takes fewer instructions than computing
+// it from the previous one.
 struct DrawnFrom {
   static constexpr int kRounds = 10;
   uint32_t shared;  // (kRounds, 2) keys, then the offset: kDrawnFromBytes

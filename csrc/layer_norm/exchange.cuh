@@ -47,9 +47,8 @@ struct RowExchange {
       if (lane == 0) store_shared(own_slot + offset, sums);
       group_barrier(1 + group, tile.lanes);  // the warps of this group arrive and wait
     }
-    // Every warp adds the parts in the same order and gets the same bits. No warp overwrites this buffer too early:
-    // that happens two calls later, after every warp has sent its part of the next call, hence after it has read this
-    // one.
+    // Every warp adds the parts in the same order and gets the same bits. The buffer is overwritten two calls later,
+    // when all warps have sent their part of the next call, hence have read this one.
     sums = make_float2(0.f, 0.f);
     if (tile.parts <= kFewParts) {  // every lane reads all parts, which is faster than shuffles
 #pragma unroll

@@ -69,7 +69,7 @@ void check_x(const Named& x) {
   }
 }
 
-// gamma and beta have the dtype of the norm's input x or output, or are float32.
+// Requires gamma and beta to be (N,), in x's dtype or in float32 (only in float64 if x is float64).
 void check_parameter(const char* name, const TensorDesc& tensor, const Named& x) {
   if (!tensor) return;
   const int64_t columns = x.tensor.sizes[x.tensor.dim - 1];

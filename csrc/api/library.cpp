@@ -16,7 +16,7 @@ const CudaBackend* cuda_backend() { return has_cuda ? &installed : nullptr; }
 
 }  // namespace flashbwd
 
-// The message of the last failed check. Python turns a RuntimeError that contains it into a ValueError.
+// The message of the last failed check. Python turns an exception whose message starts with it into a ValueError.
 extern "C" __attribute__((visibility("default"))) const char* flashbwd_last_refusal() {
   return flashbwd::last_refusal.c_str();
 }

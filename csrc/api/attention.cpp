@@ -1,4 +1,4 @@
-// The attention operators: read the arguments, check, plan, allocate, launch.
+// The attention operators. Each reads its arguments, checks them, plans, allocates outputs and launches the kernels.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <memory>
@@ -16,7 +16,7 @@
 namespace flashbwd {
 namespace {
 
-// What the operators share, in the order of their schemas.
+// The arguments that the operators' schemas have in common, in order.
 #define FLASHBWD_ATTENTION_ARGUMENTS                                                                           \
   "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "                                \
   "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? dlse=None, "                  \
@@ -26,7 +26,7 @@ namespace {
   "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool need_dbias=True, bool deterministic=False, "     \
   "str backend='auto', bool allow_tf32=False"
 
-// (B, H, S, D) seen as (B, S, H, D), and back.
+// View of (B, H, S, D) as (B, S, H, D), or the reverse.
 Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }
 
 void swap_heads_and_rows(TensorDesc* tensor) {
@@ -99,7 +99,7 @@ void run_kernel(const AttentionCall& call, const AttentionProblem& problem, cons
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 
-// Runs a checked and planned call whose dq, dk, dv exist.
+// Runs a call that has been checked and planned. outputs.dq, dk and dv must be allocated.
 void run(AttentionCall& call, const AttentionProblem& problem, const AttentionPlan& plan, Outputs& outputs,
          bool heads_first = false) {
   std::unique_ptr<torch::stable::accelerator::DeviceGuard> guard;
@@ -132,7 +132,7 @@ void run(AttentionCall& call, const AttentionProblem& problem, const AttentionPl
   run_kernel(call, problem, plan, outputs);
 }
 
-// Operators return tensors, never none: what was not asked for is an empty one.
+// The schemas return Tensor, not Tensor?, so an output that was not requested is an empty tensor.
 Tensor or_empty(const std::optional<Tensor>& tensor, const AttentionCall& call) {
   return tensor.has_value() ? *tensor : new_empty(call.q, {0}, call.arguments.q.dtype);
 }
@@ -171,7 +171,7 @@ void attention_backward_out(StableIValue* stack, uint64_t, uint64_t) {
   stack[1] = boxed(or_empty(outputs.dsink, call));
 }
 
-// As PyTorch's memory-efficient backward allocates it: contiguous but for rows padded to 16 elements.
+// A bias gradient as PyTorch's memory-efficient backward allocates it: contiguous, with rows padded to 16 elements.
 Tensor empty_padded_rows(const Tensor& bias) {
   constexpr int64_t kAlignment = 16;
   const int64_t last = bias.dim() - 1;
@@ -189,7 +189,7 @@ std::string all_refusals(const AttentionPlan& plan) {
   return text;
 }
 
-// `plan_device` is the index of the CUDA device that meta tensors are planned for, or -1 for the CPU.
+// `plan_device`: the index of the CUDA device for which meta tensors are planned, or -1 for the CPU.
 void plan_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   AttentionCall call(reader);
@@ -212,7 +212,7 @@ void plan_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = boxed(to_json(plan_attention(problem, device_info(problem.device))));
 }
 
-// The checks of a backward on the inputs of a forward, whose out, dout and LSE are still to come.
+// Runs the backward's checks on the inputs of a forward, before out, dout and softmax_lse exist.
 void check_attention_inputs(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const Tensor q = reader.tensor();
@@ -290,7 +290,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, "
       "SymInt window_right, float softcap, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
       "bool deterministic, str backend) -> ()");
-  // Implemented in Python on torch operators; the operators above call it where the plan says so.
+  // Implemented in Python with torch operators; the operators above call it if the plan chose the reference backend.
   m.def(
       "attention_backward_reference(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
       "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, Tensor? dlse, Tensor? rng_seed, Tensor? rng_offset, "

@@ -1,4 +1,4 @@
-// One call of an attention backward: its tensors and options, from an operator's stack or from C++.
+// The tensors and options of one attention backward call, read from an operator's stack or set by C++ code.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@
 
 namespace flashbwd {
 
-// A call's tensors, which own what `arguments` point to.
+// Owns the tensors that `arguments` describes.
 struct AttentionCall {
   Tensor dout, q, k, v, out, softmax_lse;
   std::optional<Tensor> attn_bias, alibi_slopes, sink, dlse, rng_seed, rng_offset;
@@ -19,24 +19,23 @@ struct AttentionCall {
 
   AttentionCall(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse);
 
-  // In the order of the operators' schemas.
+  // Reads all arguments in the order of the operators' schemas.
   explicit AttentionCall(ArgumentReader& reader);
 
-  // Called once every argument has been read.
+  // Fills the descriptions in `arguments`. Call it after all arguments have been read, since it can throw.
   void describe_tensors();
 };
 
-// Results of a kernel, or why there is none.
+// The gradients, or the reason why there are none.
 struct AttentionGradients {
-  std::vector<Tensor> dq_dk_dv;
+  std::vector<Tensor> dq_dk_dv;  // empty if refused
   std::optional<Tensor> dbias;
-  std::string refusal;
+  std::string refusal;  // empty if the gradients were computed
 };
 
-// The backward by a kernel, or no gradients and a reason: nothing is raised but what a launch reports. A forced
-// reference backend counts as a kernel.
-// `heads_first`: q, k, v, out and dout are (B, H, S, D). `contiguous_grads`: dq, dk and dv are contiguous, dbias but
-// for padded rows.
+// Runs the backward on a kernel, or returns the reason why no kernel supports the call. Throws only for launch errors.
+// The reference runs only if arguments.backend forces it. `heads_first`: q, k, v, out and dout are (B, H, S, D).
+// `contiguous_grads`: allocates contiguous dq, dk and dv, and dbias contiguous except for padded rows.
 AttentionGradients attention_backward_or_refusal(AttentionCall& call, bool heads_first, bool contiguous_grads);
 
 }  // namespace flashbwd

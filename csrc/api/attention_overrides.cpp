@@ -1,4 +1,4 @@
-// PyTorch's attention backwards, as calls of this library's.
+// Overrides of PyTorch's attention backward operators, implemented with this library's kernels.
 #include "attention_call.h"
 #include "overrides.h"
 #include "pytorch_kernels.h"
@@ -8,7 +8,7 @@ namespace {
 
 using MaybeTensor = std::optional<Tensor>;
 
-// Options of every call: what PyTorch's operators do not say themselves.
+// Sets the options that all overrides share and that are not arguments of PyTorch's operators.
 void set_options(AttentionArguments* a, std::optional<double> scale, const char* causal) {
   a->softmax_scale = scale;
   a->causal = causal;
@@ -17,7 +17,8 @@ void set_options(AttentionArguments* a, std::optional<double> scale, const char*
   a->backend = forced_backend();
 }
 
-// Where no more than a warning is asked for, PyTorch's attention stays as fast as it is and warns. So does this.
+// With use_deterministic_algorithms(True, warn_only=True), PyTorch's attention keeps its non-deterministic algorithm
+// and warns. This does the same, with PyTorch's message.
 void warn_where_asked(const char* forward) {
   if (deterministic_algorithms() != Determinism::kWarnOnly) return;
   const std::string message = std::string(forward) +
@@ -91,8 +92,8 @@ const char* efficient_rng_layout() { return aoti_torch_abi_version() >> 48 <= 0x
 
 constexpr const char* kEfficientMasks[] = {"none", "top_left", "bottom_right"};  // by custom_mask_type
 
-// _efficient_attention_backward: (B, S, H, D), or (1, total, H, D) with cu_seqlens; contiguous results. A window of w
-// sees the query's own key and the w - 1 before it, on the diagonal of the causal mask that it comes with.
+// _efficient_attention_backward: (B, S, H, D), or (1, total, H, D) with cu_seqlens; contiguous results. With a window
+// of w, a query sees the key on the diagonal of its causal mask and the w - 1 keys before that.
 Attempt efficient_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                      const MaybeTensor& bias, const Tensor& out, const MaybeTensor& cu_seqlens_q,
                                      const MaybeTensor& cu_seqlens_k, const int64_t& max_q, const int64_t& max_k,
@@ -131,7 +132,7 @@ Attempt efficient_attention_backward(const Tensor& dout, const Tensor& q, const 
   if (packed) {
     for (Tensor& grad : found.results) grad = torch::stable::unsqueeze(grad, 0);
   }
-  if (found.results.size() == 3) found.results.emplace_back();  // no gradient of a bias
+  if (found.results.size() == 3) found.results.emplace_back();  // dbias: an undefined tensor
   return found;
 }
 

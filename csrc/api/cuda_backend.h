@@ -1,5 +1,5 @@
-// The socket between the two libraries: _C holds schemas, checks and plans and loads anywhere; _C_cuda, loaded where
-// torch has CUDA, plugs its kernels in here.
+// The interface between the two libraries. _C has the schemas, checks and plans, and loads anywhere. _C_cuda has the
+// kernels, is loaded if torch has CUDA, and registers its entry points here.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@ struct CudaBackend {
   DeviceInfo (*device_info)(int device_index) = nullptr;
   int (*current_device)() = nullptr;
   void* (*current_stream)(int device_index) = nullptr;
-  // Memory for work on the current device's current stream, from PyTorch's caching allocator.
+  // Allocates from PyTorch's caching allocator, for use on the current device's current stream.
   void* (*allocate)(size_t bytes) = nullptr;
   void (*release)(void* memory) = nullptr;
   StreamMemory (*stream_memory)(int device_index, void* stream) = nullptr;
-  // Launchers by family; null when the build holds none.
+  // Launchers of the kernel families; null if the build does not include the family.
   AttentionLauncher attention_sm90 = nullptr;
   AttentionLauncher attention_sm80 = nullptr;
   const char* (*layer_norm_backward)(const LayerNormBackwardParams&, const DeviceInfo&, void* stream) = nullptr;
@@ -32,7 +32,7 @@ struct CudaBackend {
                                    const DeviceInfo&, void* stream) = nullptr;
 };
 
-// Null until _C_cuda has loaded.
+// Null until _C_cuda has been loaded.
 const CudaBackend* cuda_backend();
 
 }  // namespace flashbwd

@@ -1,4 +1,4 @@
-// _C_cuda: what this build's kernels are, plugged into _C when the library loads.
+// _C_cuda: registers this build's kernels with _C when the library is loaded.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
@@ -54,11 +54,11 @@ DeviceInfo query_device(int index) {
   info.l2_bytes = attribute(cudaDevAttrL2CacheSize);
   info.usable = error == cudaSuccess;
   info.why_not = info.usable ? "" : why_not(error);
-  cudaGetLastError();  // a failed probe is an answer, not an error to be met later
+  cudaGetLastError();  // clear the error of a failed probe, so that no later call reports it
   return info;
 }
 
-// Properties of a device do not change while a process runs: asked once.
+// Cached, since device properties do not change.
 DeviceInfo device_info(int index) {
   static std::mutex mutex;
   static std::map<int, DeviceInfo> known;
@@ -97,7 +97,8 @@ void* allocate(size_t bytes) {
 
 void release(void* memory) { aoti_torch_cuda_caching_allocator_raw_delete(memory); }
 
-// A first call loads kernels, sets their attributes and finds the driver's encoder of tensor maps.
+// The first call loads kernels, sets their attributes and looks up the encoder of tensor maps. CUDA rejects that
+// during stream capture without AllowedInCapture.
 template <AttentionLauncher kLaunch>
 const char* launch_in_capture_too(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
   const AllowedInCapture allowed;

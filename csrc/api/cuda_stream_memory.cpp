@@ -11,7 +11,7 @@
 namespace flashbwd {
 namespace {
 
-// Not of PyTorch's allocator: it belongs to no pool that could end before the stream does.
+// Uses cudaMalloc rather than PyTorch's allocator, whose memory pools may be destroyed before the stream.
 StreamMemory allocate(cudaStream_t stream) {
   constexpr size_t kArrivalBytes = sizeof(int) * StreamMemory::kArrivals;
   constexpr size_t kScratchBytes = sizeof(float) * StreamMemory::kScratch;
@@ -20,7 +20,7 @@ StreamMemory allocate(cudaStream_t stream) {
   cudaError_t error = cudaMalloc(&memory, kArrivalBytes + kScratchBytes);
   if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, kArrivalBytes, stream);
   if (error != cudaSuccess) {
-    cudaGetLastError();  // without it, a call takes memory of its own
+    cudaGetLastError();  // clear the error: the call then allocates its own memory
     return {};
   }
   return {static_cast<int*>(memory), reinterpret_cast<float*>(static_cast<char*>(memory) + kArrivalBytes)};
@@ -32,8 +32,8 @@ StreamMemory stream_memory(int device, void* stream) {
   static std::mutex mutex;
   static std::map<std::pair<int, void*>, StreamMemory> known;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (cuda_stream == cudaStreamPerThread) return {};  // one name for many streams
-  // The default stream cannot be captured.
+  if (cuda_stream == cudaStreamPerThread) return {};  // one handle for a different stream in each thread
+  // No check for the default stream, which cannot be captured.
   if (cuda_stream != nullptr) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(cuda_stream, &status) != cudaSuccess) {

@@ -1,11 +1,12 @@
-// Memory that the calls on one stream share, one after the other.
+// Device memory that all calls on one stream share; stream order serializes its use.
 #pragma once
 
 #include "../decoding/launch.h"
 
 namespace flashbwd {
 
-// Null pointers while the stream is being captured, since a graph may run beside other work, or without memory.
+// Returns null pointers while the stream is being captured (a graph may later run concurrently with the stream), for
+// the per-thread default stream, or if the allocation fails.
 StreamMemory stream_memory(int device, void* stream);
 
 }  // namespace flashbwd

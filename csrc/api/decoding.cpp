@@ -1,4 +1,4 @@
-// The operators of flex decoding: what Python has checked, as parameters of a launch.
+// The operators of flex decoding: convert tensors that Python has checked to launch parameters, and launch.
 #include "decoding.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -21,8 +21,9 @@
 namespace flashbwd {
 namespace {
 
-// The modifications of a call: numbers for the kernels that every build holds, or kernels compiled for them, one a
-// tile, dtype and device. Python makes one, fills it, and passes its number; number 0 is no modification.
+// The score_mod and mask_mod of a call: either a built-in modification, encoded as numbers for the prebuilt kernels, or
+// kernels compiled at run time per tile, dtype, alignment and device. Python registers a modification, adds kernels and
+// passes its id; id 0 means no modification.
 struct Modification {
   struct Kernel {
     DecodingTile tile;
@@ -41,7 +42,7 @@ std::unordered_map<int64_t, Modification> modifications;
 int64_t next_modification = 1;
 
 struct ChosenKernel {
-  bool found = false;  // else Python has yet to compile it
+  bool found = false;  // false: Python has not compiled the kernel yet
   void* compiled = nullptr;
   OrdinaryMod ordinary = {};
 };
@@ -72,7 +73,7 @@ OrdinaryMod ordinary_modification(int64_t modification) {
 
 namespace {
 
-// Sizes (B, H, Sq, head_dim) with q's order of dimensions in memory, the last innermost.
+// Sizes (B, H, Sq, head_dim), and dense strides in the same dimension order as q's, with the last dimension innermost.
 struct OutputShape {
   std::array<int64_t, 4> sizes, strides;
 };
@@ -90,8 +91,8 @@ OutputShape output_shape(const TensorDesc& q, int64_t head_dim) {
   return shape;
 }
 
-// The output and as many statistics (B, H, Sq), all in one storage, the output first: an allocation costs the host more
-// than a tensor.
+// The output, then `statistics` tensors (B, H, Sq) in float32. All share one storage, because an allocation has more
+// host overhead than a tensor.
 std::vector<OwnedTensor> output_and_statistics(AtenTensorHandle q, const OutputShape& out, DType dtype,
                                                int statistics) {
   std::vector<OwnedTensor> results;
@@ -120,11 +121,11 @@ void* data_of(const OwnedTensor& tensor) {
 }
 
 struct Plan {
-  DecodingTile tile;  // of head dimension 0: no kernel
+  DecodingTile tile;  // head_dim 0: no kernel supports the shape
   DecodingSplits splits;
 };
 
-// A decoding loop asks the same question at every step.
+// Caches the last plan, since a decoding loop repeats the same shape at every step.
 Plan plan_of(const DecodingShape& shape, const DeviceInfo& info, int64_t asked) {
   const std::array<int64_t, 10> question = {
       shape.batch,      shape.heads_kv,      shape.rows,    shape.seqlen_k,      shape.head_dim,
@@ -139,7 +140,7 @@ Plan plan_of(const DecodingShape& shape, const DeviceInfo& info, int64_t asked) 
   return answer;
 }
 
-// Memory of the caching allocator for the kernels of one call.
+// Scratch memory from the caching allocator for the kernels of one call.
 class Scratch {
  public:
   Scratch(const CudaBackend& cuda, int64_t floats)
@@ -156,8 +157,8 @@ class Scratch {
   void* data_;
 };
 
-// Whether the last block of each row tile may add up its slots: where that is as quick as a kernel of its own, which
-// spreads it over many blocks but costs a launch.
+// True if the last CTA of each row tile should reduce the slots (last-arriver finalization). The combine kernel uses
+// more CTAs but costs a launch, so it is used only for larger reductions.
 bool last_block_adds_up(const DecodingParams& p, DecodingTile tile, int64_t slots) {
   constexpr int64_t kMostFloats = 1 << 15, kMostWeights = 1 << 12;
   const int64_t rows = std::min<int64_t>(tile.rows, int64_t{p.group} * p.seqlen_q);
@@ -169,12 +170,12 @@ bool last_block_adds_up(const DecodingParams& p, DecodingTile tile, int64_t slot
 
 struct DecodingSettings {
   int64_t modification;
-  int64_t splits;  // 0: as many as serve best
+  int64_t splits;  // 0: chosen by the planner
   bool need_lse, need_max_scores, need_exact_out;
 };
 
-// Launches a call. out, the statistics that are needed, and the exact out where out is not; nothing for a call that no
-// kernel takes as it is.
+// Launches a call. Returns out, then lse and max_scores as requested, then the float32 out if it is requested and out
+// is rounded. Returns an empty vector if no kernel supports the call as it is.
 std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall& call,
                                           const DecodingSettings& settings, std::optional<double> scale) {
   const CudaBackend* cuda = cuda_backend();
@@ -263,7 +264,7 @@ void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
   if (made.prebuilt) {
     constexpr size_t kFloats = 4, kIntegers = sizeof(OrdinaryMod) / 4 - kFloats;
     STD_TORCH_CHECK(integers.size() == kIntegers && floats.size() == kFloats,
-                    "flashbwd: an ordinary modification has other members");
+                    "flashbwd: a built-in modification has the wrong number of integers or floats");
     std::array<int32_t, kIntegers> whole;
     std::copy(integers.begin(), integers.end(), whole.begin());
     std::array<float, kFloats> real;
@@ -283,7 +284,7 @@ void decoding_forget_modification(StableIValue* stack, uint64_t, uint64_t) {
   modifications.erase(modification);
 }
 
-// How many are registered: for tests.
+// The number of registered modifications, for tests.
 void decoding_modifications(StableIValue* stack, uint64_t, uint64_t) {
   const std::lock_guard<std::mutex> lock(modifications_mutex);
   stack[0] = boxed<int64_t>(static_cast<int64_t>(modifications.size()));
@@ -307,7 +308,7 @@ void decoding_add_kernel(StableIValue* stack, uint64_t, uint64_t) {
   modifications.at(modification).kernels.push_back(kernel);
 }
 
-// Why a device cannot run the kernels; empty when it can.
+// The reason why a device cannot run the kernels; empty if it can.
 void decoding_refusal(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const int64_t device = reader.read<int64_t>();

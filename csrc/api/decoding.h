@@ -1,4 +1,4 @@
-// What the operators of flex decoding share.
+// Shared by the forward and backward operators of flex decoding.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace flashbwd {
 
-// Of a modification that Python has registered; of kind kNone for one that needs kernels compiled for it.
+// The built-in encoding of a registered modification. Its kind is kNone if the modification needs compiled kernels.
 OrdinaryMod ordinary_modification(int64_t modification);
 
 }  // namespace flashbwd

@@ -1,4 +1,4 @@
-// The operators of flex decoding's gradients: what Python has prepared, as parameters of a launch.
+// The operators of the flex decoding backward: convert tensors that Python prepared to launch parameters, and launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <vector>
@@ -50,14 +50,14 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (const Tensor& tensor : captured) call.captured.push_back(describe(tensor));
   const CudaBackend* cuda = cuda_backend();
   check(cuda != nullptr && cuda->decoding_backward != nullptr, "this installation holds no decoding kernels");
-  check(kernel_takes(call), "the decoding kernel does not take these tensors");
+  check(kernel_takes(call), "the decoding kernel does not support these tensors");
   check(gradients.size() == gradient_slots.size(), "gradient_slots has ", gradient_slots.size(),
         " elements, expected one for each of the ", gradients.size(), " gradients");
   for (const int64_t slot : gradient_slots) {
     check(slot >= 0 && slot < static_cast<int64_t>(captured.size()), "gradient_slots holds ", slot,
           ", expected the number of one of the ", captured.size(), " captured tensors");
   }
-  check(describe(out).dtype == DType::kFloat32, "out is rounded, expected float32");
+  check(describe(out).dtype == DType::kFloat32, "out is not float32, expected the unrounded float32 output");
   const DecodingShape shape = shape_of(call);
   const int32_t head_dim = padded_head_dim(shape.head_dim, shape.head_dim_v);
   check(head_dim > 0, "query has head dimension ", shape.head_dim, ", expected at most 256 for the decoding kernel");

@@ -1,4 +1,4 @@
-// The LayerNorm and RMSNorm operators: schemas, and what they share.
+// The LayerNorm and RMSNorm operators: schemas and shared helpers.
 #include "layer_norm.h"
 
 #include "../common/check.h"
@@ -68,7 +68,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "Tensor? dresidual=None, Tensor? keep=None, Tensor? rng=None, *, float dropout_p=0.0, "
       "bool zero_centered_gamma=False, bool[4] output_mask=[True, True, True, True]) "
       "-> (Tensor dx, Tensor dresidual, Tensor dgamma, Tensor dbeta)");
-  // Below flashbwd::layer_norm and flashbwd::rms_norm, which have the gradients.
+  // The forward kernels, without autograd. flashbwd::layer_norm and flashbwd::rms_norm call them and add the gradients.
   m.def(
       "norm_forward(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool rms) "
       "-> (Tensor z, Tensor mu, Tensor rs)");
@@ -76,7 +76,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "dropout_add_norm_forward(Tensor x, Tensor residual, Tensor? gamma, Tensor? beta, Tensor? keep, Tensor? rng, "
       "float dropout_p, float eps, bool zero_centered_gamma, bool rms) "
       "-> (Tensor z, Tensor h, Tensor mu, Tensor rs)");
-  // Implemented in Python on torch operators; the operators above call them where there is no kernel.
+  // Implemented in Python with torch operators; the operators above call them if no kernel supports the call.
   m.def(
       "norm_forward_reference(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool rms) "
       "-> (Tensor z, Tensor mu, Tensor rs)");

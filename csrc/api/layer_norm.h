@@ -1,4 +1,4 @@
-// The LayerNorm and RMSNorm operators' implementations.
+// Boxed implementations of the LayerNorm and RMSNorm operators; layer_norm.cpp registers them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

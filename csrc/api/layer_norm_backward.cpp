@@ -1,4 +1,4 @@
-// The backwards of LayerNorm and RMSNorm: check, allocate, launch.
+// The LayerNorm and RMSNorm backward operators: check, allocate, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <stdexcept>
@@ -28,13 +28,13 @@ LayerNormBackwardParams checked(NormCall& call) {
   return check_layer_norm(a);
 }
 
-// Statistics as kernels take them: packed, in float32.
+// Converts statistics to the kernels' format: contiguous float32.
 Tensor as_statistics(const Tensor& tensor) {
   if (tensor.scalar_type() == ScalarType::Float) return packed(tensor);
   return torch::stable::to(packed(tensor), ScalarType::Float);
 }
 
-// A gradient as the kernel writes it.
+// A gradient's memory for the kernel: the gradient itself, or a contiguous copy if its rows are not equidistant.
 struct Target {
   std::optional<Rows> rows;
 
@@ -45,7 +45,7 @@ struct Target {
     *stride = rows->stride;
   }
 
-  // Copies back what has rows at several distances.
+  // Copies the gradient back if the kernel wrote a copy.
   void finish(std::optional<Tensor>* grad) const {
     if (rows.has_value() && rows->tensor.get() != (*grad)->get()) torch::stable::copy_(**grad, rows->tensor);
   }
@@ -55,7 +55,8 @@ NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const D
   const CudaBackend& cuda = *cuda_backend();
   const LayerNormArguments& a = call.arguments;
   const torch::stable::accelerator::DeviceGuard guard(a.x.device.index);
-  // What the kernel calls dx is the gradient of what was normalised: of the residual too, where there is dropout.
+  // The kernel's dx is the gradient of the norm's input. In the dropout form that input is h = residual + dropout(x),
+  // so it is also the residual's gradient, and x's gradient is the kernel's dbranch.
   const bool dropout = a.form == NormForm::kDropout;
   NormGradients grads;
   if (a.need_dx) grads.dx = new_like(dropout ? call.dz : call.x);
@@ -107,7 +108,8 @@ NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const D
   return grads;
 }
 
-// What an operator's reference, called with `arguments`, gives for each of `results`; it keeps what was asked for.
+// Calls a reference operator with `arguments` and stores its outputs in `results`, as pairs (wanted, target); an output
+// that is not wanted is dropped.
 template <size_t kSize>
 void call_reference(const char* name, StableIValue (&arguments)[kSize],
                     std::initializer_list<std::pair<bool, std::optional<Tensor>*>> results) {
@@ -183,7 +185,7 @@ NormGradients run(NormCall& call) {
                                                                                   : run_reference(call);
 }
 
-// Operators return tensors, never none: what was not asked for is an empty one.
+// The schemas return Tensor, not Tensor?, so an output that was not requested is an empty tensor.
 void put(StableIValue* stack, const NormCall& call, std::initializer_list<const std::optional<Tensor>*> results) {
   for (const std::optional<Tensor>* result : results) {
     *stack++ = boxed(result->has_value() ? **result : new_empty(call.x, {0}, call.arguments.x.dtype));
@@ -242,7 +244,7 @@ void rms_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
   put(stack, call, {&grads.dx, &grads.dgamma});
 }
 
-// From z and beta, in the place of x and mu.
+// The backward from the norm's output: takes z and beta instead of x and mu.
 void norm_backward_from_output(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   NormCall call{reader.tensor(), reader.tensor(), {}, reader.tensor(), reader.optional_tensor(), {}, {}};
@@ -261,7 +263,7 @@ void norm_backward_from_output(StableIValue* stack, uint64_t, uint64_t) {
   put(stack, call, {&grads.dx, &grads.dgamma, &grads.dbeta});
 }
 
-// Of z = norm(h), h = residual + dropout(x).
+// The backward of z = norm(h), h = residual + dropout(x).
 void dropout_add_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   NormCall call{

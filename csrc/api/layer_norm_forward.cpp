@@ -1,4 +1,4 @@
-// The forwards of LayerNorm and RMSNorm: check, allocate, launch.
+// The LayerNorm and RMSNorm forward operators: check, allocate, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <vector>
@@ -11,14 +11,14 @@
 namespace flashbwd {
 namespace {
 
-// A call's tensors, which own what `arguments` point to.
+// Owns the tensors that `arguments` describes.
 struct ForwardCall {
   Tensor x;
   std::optional<Tensor> residual, gamma, beta;
   Dropout dropout;
   LayerNormForwardArguments arguments;
 
-  // Called once every argument has been read.
+  // Describes and checks the tensors. Call it after all arguments have been read, since it can throw.
   LayerNormForwardParams checked() {
     LayerNormForwardArguments& a = arguments;
     a.x = describe(x);
@@ -33,11 +33,12 @@ struct ForwardCall {
 
 struct Results {
   Tensor z;
-  std::optional<Tensor> h;  // where a residual was added
+  std::optional<Tensor> h;  // set if there is a residual
   Tensor mu, rs;
 };
 
-// Uninitialised statistics of x's rows, (..., 1): a dimension of x that is split over devices is one of theirs too.
+// Uninitialised statistics (..., 1) of x's rows. They keep x's leading dimensions, so that a sharding of x (DTensor)
+// applies to them too.
 Tensor new_statistics(const Tensor& x) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = 1;
@@ -92,7 +93,8 @@ bool has_kernel(const ForwardCall& call, const LayerNormForwardParams& params) {
 
 }  // namespace
 
-// z like x, mu and rs (..., 1) in float32; mu is empty for RMSNorm. By the kernel, where there is one.
+// Returns z like x, and mu and rs (..., 1) in float32; mu is empty for RMSNorm. Calls the reference if no kernel
+// supports the call.
 void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   ForwardCall call{reader.tensor(), std::nullopt, reader.optional_tensor(), reader.optional_tensor(), {}, {}};
@@ -115,7 +117,7 @@ void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 3; ++i) stack[i] = reference[i];
 }
 
-// As norm_forward, of h = residual + dropout(x), which is returned too.
+// Like norm_forward, but normalises h = residual + dropout(x) and returns it too.
 void dropout_add_norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   ForwardCall call{reader.tensor(),

@@ -1,4 +1,4 @@
-// The namespace of the operators, and the socket that _C_cuda plugs into.
+// The registration of the CUDA backend, through which _C_cuda adds its kernels (see cuda_backend.h).
 #include <torch/csrc/stable/library.h>
 
 #include "../common/check.h"
@@ -16,7 +16,7 @@ const CudaBackend* cuda_backend() { return has_cuda ? &installed : nullptr; }
 
 }  // namespace flashbwd
 
-// For Python, which turns an error with this message into a ValueError.
+// The message of the last failed check. Python turns an exception whose message starts with it into a ValueError.
 extern "C" __attribute__((visibility("default"))) const char* flashbwd_last_refusal() {
   return flashbwd::last_refusal.c_str();
 }

@@ -1,4 +1,4 @@
-// One call of a LayerNorm or RMSNorm backward: its tensors and options, from an operator's stack or from C++.
+// The tensors and options of one LayerNorm or RMSNorm backward call, read from an operator's stack or set by C++ code.
 #pragma once
 
 #include <optional>
@@ -10,51 +10,52 @@
 
 namespace flashbwd {
 
-// A tensor as kernels take it, and its row stride. Rows at several distances are copied.
+// A tensor with equidistant rows, as the kernels require, and its row stride in elements.
 struct Rows {
   Tensor tensor;
   int64_t stride;
 };
+// `tensor` itself if its rows are equidistant, else a contiguous copy.
 Rows with_one_row_stride(const Tensor& tensor);
 
-// `tensor` without gaps: itself, without asking the dispatcher, where it has none.
+// Like torch's contiguous(), but without a dispatcher call if `tensor` is contiguous already.
 Tensor packed(const Tensor& tensor);
 
-// The tensors of a dropout, which own what arguments and kernels point to.
+// Owns the tensors of a dropout that the arguments and the kernel parameters refer to.
 struct Dropout {
   std::optional<Tensor> keep, rng;
   std::optional<Rows> keep_rows = {};
 
-  // Adds the addresses to `params`.
+  // Writes the addresses to `params`.
   void place(DropoutParams* params);
 };
 
-// A call's tensors, which own what `arguments` point to.
+// Owns the tensors that `arguments` describes.
 struct NormCall {
-  Tensor dz, x;              // x: z or h in the forms that have it
-  std::optional<Tensor> mu;  // none: RMSNorm, or not needed
+  Tensor dz, x;              // x holds z or h in the other forms (see NormForm)
+  std::optional<Tensor> mu;  // nullopt: RMSNorm, or not needed
   Tensor rs;
   std::optional<Tensor> gamma, dresidual;
-  LayerNormArguments arguments;  // the options; tensors are described when they are checked
+  LayerNormArguments arguments;  // only the options; the tensors are described when the call is checked
   std::optional<Tensor> beta = {};
   Dropout dropout = {};
 };
 
-// Results, none where not asked for; or why no kernel computes them.
+// The gradients (nullopt if not requested), or the reason why no kernel computes them.
 struct NormGradients {
   std::optional<Tensor> dx, dgamma, dbeta;
   std::string refusal = {};
-  std::optional<Tensor> dresidual = {};  // where x was dropped out and added
+  std::optional<Tensor> dresidual = {};  // NormForm::kDropout only
 };
 
-// The backward by a kernel, or no gradients and a reason: nothing is raised but what a launch reports. With
-// `any_backend` the reference counts as a kernel.
+// Runs the backward on a kernel, or returns the reason why no kernel supports the call. Throws only for launch errors.
+// With `any_backend`, the reference runs if no kernel supports the call.
 NormGradients norm_backward_or_refusal(NormCall& call, bool any_backend);
 
-// A schema's bool[3] does not keep a caller of the operator from passing another number of flags.
+// Throws if the length of `mask` is wrong, which a schema's bool[3] does not prevent.
 void check_output_mask(const std::vector<bool>& mask, size_t gradients);
 
-// The device of a norm, and what its kernels need to know of it.
+// The properties of a device, or (in why_not) the reason why this installation has no kernels for it.
 DeviceInfo norm_device_info(Device device);
 
 }  // namespace flashbwd

@@ -1,4 +1,4 @@
-// PyTorch's LayerNorm and RMSNorm backwards, as calls of this library's.
+// Overrides of PyTorch's LayerNorm and RMSNorm backward operators, implemented with this library's kernels.
 #include <algorithm>
 
 #include "norm_call.h"
@@ -17,7 +17,7 @@ bool ends_with(const Tensor& x, const Shape& shape) {
   return std::equal(shape.begin(), shape.end(), x.sizes().end() - static_cast<int64_t>(shape.size()));
 }
 
-// x with its last `dims` dimensions, which are normalised together, as one.
+// x with its last `dims` dimensions, over which it is normalised, flattened to one.
 Tensor in_rows(const Tensor& x, size_t dims) {
   if (dims == 1) return x;
   Shape shape(x.sizes().begin(), x.sizes().end() - static_cast<int64_t>(dims));
@@ -42,7 +42,7 @@ Attempt run(const Tensor& dz, const Tensor& input, const Shape& normalized_shape
   check_output_mask(mask, mean.has_value() ? 3 : 2);
   if (!ends_with(input, normalized_shape)) return refused("x does not end with normalized_shape");
   const size_t dims = normalized_shape.size();
-  const Tensor x = packed(input);  // dx is contiguous, as PyTorch's
+  const Tensor x = packed(input);  // contiguous, so that dx is contiguous like PyTorch's
   NormCall call{in_rows(dz, dims), in_rows(x, dims), {}, flat(rstd, dims), {}, {}, {}};
   if (mean.has_value()) call.mu = flat(*mean, dims);
   if (is_given(weight)) call.gamma = flat(*weight, dims);
@@ -53,7 +53,7 @@ Attempt run(const Tensor& dz, const Tensor& input, const Shape& normalized_shape
   a.need_dbeta = mask.size() == 3 && mask[2] && is_given(bias);
   NormGradients grads = norm_backward_or_refusal(call, forced_backend() == "reference");
   if (!grads.refusal.empty()) return refused(std::move(grads.refusal));
-  std::vector<Tensor> results(mask.size());  // undefined ones
+  std::vector<Tensor> results(mask.size());  // undefined tensors
   if (grads.dx.has_value()) results[0] = dims == 1 ? *grads.dx : torch::stable::view(*grads.dx, x.sizes());
   if (grads.dgamma.has_value()) results[1] = like(*grads.dgamma, *weight);
   if (grads.dbeta.has_value()) results[2] = like(*grads.dbeta, *bias);

@@ -1,4 +1,4 @@
-// Overrides of PyTorch's operators: registered and taken back while a process runs, and counted.
+// Registers and unregisters overrides of PyTorch's operators at run time, and reports their statistics.
 #include "overrides.h"
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@
 namespace flashbwd {
 namespace {
 
-std::mutex mutex;  // of the names and handles below
+std::mutex mutex;  // guards `backend` and the `library` handles of the overrides
 std::string backend = "auto";
 
 Override& find(const std::string& name) {
@@ -21,7 +21,7 @@ Override& find(const std::string& name) {
   refuse("there is no override of ", name);
 }
 
-// Puts an override before what a dispatch key ("CUDA") has, which may be PyTorch's own kernel.
+// Registers an override for a dispatch key ("CUDA"). `over_pytorchs`: the implementation it replaces is PyTorch's own.
 void register_override(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const std::string name = reader.read<std::string>();
@@ -35,7 +35,7 @@ void register_override(StableIValue* stack, uint64_t, uint64_t) {
   TORCH_ERROR_CODE_CHECK(torch_library_impl(override.library, override.name, override.kernel, TORCH_ABI_VERSION));
 }
 
-// Gives the operator back what it had.
+// Removes an override, which restores the previous implementation.
 void unregister_override(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const std::string name = reader.read<std::string>();
@@ -44,7 +44,7 @@ void unregister_override(StableIValue* stack, uint64_t, uint64_t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_delete_library_object(std::exchange(override.library, nullptr)));
 }
 
-// Calls that a kernel of this library ran; then, a line each, calls handed on and the reason.
+// Returns the number of calls that this library ran; then one line "CALLS REASON" per reason for passing calls on.
 void override_stats(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const std::string name = reader.read<std::string>();
@@ -81,8 +81,8 @@ std::string forced_backend() {
   return backend;
 }
 
-// Two flags of at::globalContext(), which the stable ABI does not offer: looked up by name, once. Were a PyTorch not to
-// have them, every call would be deterministic.
+// Reads two flags of at::globalContext(), which the stable ABI does not expose, through symbols looked up once. If
+// PyTorch lacks a symbol, every call is deterministic.
 Determinism deterministic_algorithms() {
   using GlobalContext = const void* (*)();
   using Flag = bool (*)(const void*);

@@ -1,5 +1,5 @@
-// What the overrides of PyTorch's backward operators share: an override tries a kernel of this library, and hands the
-// call on, as it came, to what the dispatcher held before. What became of each call is counted.
+// Shared by the overrides of PyTorch's backward operators. An override tries a kernel of this library; if none supports
+// the call, it passes the call unchanged to the implementation that was registered before. It counts both outcomes.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,9 @@
 
 namespace flashbwd {
 
-using Results = std::vector<Tensor>;  // of an operator, undefined tensors where it gives none
+using Results = std::vector<Tensor>;  // an operator's outputs; an output that does not exist is an undefined tensor
 
-// What became of a call: results or a reason.
+// The outcome of a call: results, or the reason why it was refused.
 struct Attempt {
   Results results;
   std::string refusal;
@@ -28,16 +28,16 @@ struct Attempt {
 
 inline Attempt refused(std::string reason) { return {{}, std::move(reason)}; }
 
-// One operator of PyTorch's that can be overridden.
+// An operator of PyTorch that can be overridden.
 struct Override {
   const char* name;      // without aten::
-  const char* fallback;  // operator of this library with the same arguments that runs the kernel from before; in Python
+  const char* fallback;  // operator in Python, with the same arguments, that calls the previous implementation
   void (*kernel)(StableIValue*, uint64_t, uint64_t);
-  std::atomic<bool> over_pytorchs{false};  // the kernel from before is PyTorch's own for CUDA
-  TorchLibraryHandle library = nullptr;    // while it is registered
+  std::atomic<bool> over_pytorchs{false};  // the previous implementation is PyTorch's own CUDA kernel
+  TorchLibraryHandle library = nullptr;    // not null while the override is registered
   std::atomic<int64_t> hits{0};
-  std::mutex mutex{};                          // of the reasons
-  std::map<std::string, int64_t> fallbacks{};  // calls handed on, by the reason
+  std::mutex mutex{};                          // guards `fallbacks`
+  std::map<std::string, int64_t> fallbacks{};  // number of calls passed on, by reason
 };
 
 extern Override cudnn_attention_override;
@@ -49,7 +49,7 @@ extern Override rms_norm_override;
 // The backend that `flashbwd.use_backend` forces, or "auto".
 std::string forced_backend();
 
-// What torch.use_deterministic_algorithms() asked for.
+// The state of torch.use_deterministic_algorithms().
 enum class Determinism { kNotAsked, kWarnOnly, kAsked };
 Determinism deterministic_algorithms();
 
@@ -58,13 +58,13 @@ void count_fallback(Override& override, const std::string& reason);
 inline bool is_given(const Tensor& tensor) { return tensor.defined(); }
 inline bool is_given(const std::optional<Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// A tensor that autograd may leave undefined.
+// Converts a tensor that autograd may leave undefined to an optional.
 template <typename MaybeTensor>
 std::optional<Tensor> given(const MaybeTensor& tensor) {
   return is_given(tensor) ? std::optional<Tensor>(tensor) : std::nullopt;
 }
 
-// An output_mask, which has no more than 4 elements.
+// Boxes an output_mask, which has at most 4 elements.
 inline StableIValue boxed(const std::vector<bool>& values) {
   std::array<bool, 4> copy{};
   std::copy(values.begin(), values.end(), copy.begin());
@@ -73,8 +73,9 @@ inline StableIValue boxed(const std::vector<bool>& values) {
 
 inline constexpr char kNoGradient[] = "the output has no gradient";
 
-// Runs an override on an operator's stack, which `attempt` gets as C++ values. `pytorchs` is PyTorch's own kernel as a
-// function, which saves the way through Python; it gives nothing where it failed, and Python then meets the error.
+// Runs an override on an operator's stack; `attempt` receives the unboxed arguments. `pytorchs` calls PyTorch's own
+// kernel directly, which avoids the call through Python. If it returns nothing, the Python fallback runs, which then
+// raises PyTorch's error.
 template <typename... Arguments>
 void run_override(Override& override, Attempt (*attempt)(const Arguments&...), StableIValue* stack,
                   Results (*pytorchs)(const Arguments&...) = nullptr) {
@@ -93,7 +94,7 @@ void run_override(Override& override, Attempt (*attempt)(const Arguments&...), S
   };
   std::array<StableIValue, sizeof...(Arguments)> handed_on = std::apply(hand_on, arguments);
   call_operator(override.fallback, handed_on.data());
-  for (size_t i = 0; i < sizeof...(Arguments); ++i) stack[i] = handed_on[i];  // results lie first
+  for (size_t i = 0; i < sizeof...(Arguments); ++i) stack[i] = handed_on[i];  // the results come first
 }
 
 }  // namespace flashbwd

@@ -6,7 +6,7 @@
 namespace flashbwd::pytorch {
 namespace {
 
-// One of PyTorch's C functions, which a build without CUDA does not have.
+// Looks up a C function of PyTorch; null in a PyTorch without CUDA.
 template <typename Function>
 Function* find(const char* name) {
   static void* const torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -15,7 +15,7 @@ Function* find(const char* name) {
 
 #define FLASHBWD_FIND(name) find<decltype(name)>(#name)
 
-// As the C functions take them: a pointer to the value, null for none.
+// Converts an optional to the pointer that the C functions expect: null for nullopt.
 template <typename T>
 T* pointer(const std::optional<T>& value) {
   return value.has_value() ? const_cast<T*>(&*value) : nullptr;

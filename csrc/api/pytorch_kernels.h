@@ -1,5 +1,5 @@
-// PyTorch's own CUDA kernels of the backwards that have overrides, past the dispatcher and past those overrides. Their
-// results, or none where this PyTorch does not offer the kernel, or an attention kernel failed.
+// Direct calls of PyTorch's own CUDA backward kernels, bypassing the dispatcher and this library's overrides. They
+// return an empty vector if this PyTorch does not export the kernel, or if an attention kernel failed.
 #pragma once
 
 #include <optional>
@@ -31,7 +31,7 @@ std::vector<Tensor> efficient_attention_backward(
     const Tensor& philox_offset, const int64_t& mask, const bool& bias_has_gradient, const std::optional<double>& scale,
     const std::optional<int64_t>& num_splits_key, const std::optional<int64_t>& window_size, const bool& one_storage);
 
-// On the CPU too.
+// Also supports CPU tensors.
 std::vector<Tensor> layer_norm_backward(const Tensor& dz, const Tensor& x, const std::vector<int64_t>& normalized_shape,
                                         const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
                                         const std::optional<Tensor>& bias, const std::vector<bool>& mask);

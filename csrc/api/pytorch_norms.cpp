@@ -1,7 +1,7 @@
-// PyTorch's C functions leave the backwards of norms out. These are its C++ functions, found by their mangled names,
-// which spell out every type: a PyTorch with other types has no such function. What they take and return has the layout
-// of the standard library's types and of c10::ArrayRef; an at::Tensor, to which an AtenTensorHandle points, is one
-// pointer that owns.
+// PyTorch's C interface has no norm backward, so this calls the C++ functions, looked up by mangled name. The name
+// contains all parameter types, so a PyTorch with a different signature has no such symbol. The code relies on the
+// layouts of std types and c10::ArrayRef, and on an AtenTensorHandle pointing to an at::Tensor that is one owning
+// pointer and nothing else.
 #include <dlfcn.h>
 
 #include <tuple>
@@ -11,7 +11,7 @@
 namespace flashbwd::pytorch {
 namespace {
 
-// An at::Tensor in memory. Like it, it is not trivial to destroy, which decides how functions return it.
+// Same layout as at::Tensor. Its destructor is non-trivial too, since that determines how the ABI returns it.
 struct Slot {
   void* owned;
   ~Slot() {}
@@ -20,12 +20,12 @@ static_assert(sizeof(Slot) == sizeof(void*));
 
 Slot& slot_of(AtenTensorHandle handle) { return *reinterpret_cast<Slot*>(handle); }
 
-// Lent, not owned.
+// Borrowed: the caller keeps ownership.
 std::optional<Slot> slot_of(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? std::optional<Slot>(slot_of(tensor->get())) : std::nullopt;
 }
 
-// Takes over what a slot owns: an undefined tensor, which owns nothing, gets it.
+// Takes ownership of a slot's pointer by moving it into a new undefined tensor.
 Tensor tensor_of(const Slot& slot) {
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));

@@ -1,4 +1,4 @@
-// From the stable ABI's tensors to the plain descriptions that host logic works on, and back.
+// Conversions between tensors of PyTorch's stable ABI and the plain TensorDesc of the host logic, and boxed arguments.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -19,22 +19,22 @@ namespace flashbwd {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A tensor that one owns, as arguments of operators and their results are: Tensor, which can be shared, costs two
-// allocations more.
+// A uniquely owned tensor handle. Tensor has shared ownership, which costs two more allocations.
 struct DeleteTensor {
   void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
 };
 using OwnedTensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
-void describe(AtenTensorHandle tensor, TensorDesc& desc);  // which described nothing before
+// Fills a default-constructed `desc`. Throws if the tensor is undefined or has too many dimensions.
+void describe(AtenTensorHandle tensor, TensorDesc& desc);
 inline void describe(const Tensor& tensor, TensorDesc& desc) { describe(tensor.get(), desc); }
 inline void describe(const std::optional<Tensor>& tensor, TensorDesc& desc) {
   if (tensor.has_value()) describe(*tensor, desc);
 }
 TensorDesc describe(const Tensor& tensor);
-TensorDesc describe(const std::optional<Tensor>& tensor);  // undefined when there is none
+TensorDesc describe(const std::optional<Tensor>& tensor);  // undefined for nullopt
 
-// Of any dtype, those that are no DType too; the number of its ScalarType.
+// The number of the tensor's ScalarType, also for dtypes that DType does not have.
 int32_t dtype_number(AtenTensorHandle tensor);
 ScalarType scalar_type_of(DType dtype);
 
@@ -53,7 +53,7 @@ OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims
   return OwnedTensor(handle);
 }
 
-// A tensor in the storage of `all`, which begins where that does, from `offset_bytes` on. It is no view of `all`.
+// A tensor at `offset_bytes` in the storage of `all`, whose storage offset is 0. For autograd it is not a view.
 template <size_t kDims>
 OwnedTensor part_of(AtenTensorHandle all, int64_t offset_bytes, const std::array<int64_t, kDims>& sizes,
                     const std::array<int64_t, kDims>& strides, DType dtype) {
@@ -63,14 +63,14 @@ OwnedTensor part_of(AtenTensorHandle all, int64_t offset_bytes, const std::array
   return OwnedTensor(handle);
 }
 
-// As torch.empty_like, mostly without asking the dispatcher.
+// Like torch.empty_like, but without a dispatcher call if the strides determine the order of the dimensions.
 Tensor new_like(const Tensor& tensor);
 
-// `tensor`, or a copy whose last dimension is contiguous (gradients of sums come expanded).
+// `tensor` if its last dimension is contiguous, else a copy. (The gradient of a sum is an expanded tensor.)
 Tensor with_contiguous_last_dim(const Tensor& tensor);
 
-// Reads an operator's arguments off a boxed stack, in the order of its schema. All of them must be read before
-// anything can throw: reading takes ownership.
+// Reads an operator's arguments from a boxed stack, in the order of its schema. Reading transfers ownership, so all
+// arguments must be read before anything can throw; otherwise the rest leaks.
 class ArgumentReader {
  public:
   explicit ArgumentReader(StableIValue* stack) : next_(stack) {}
@@ -100,7 +100,7 @@ inline StableIValue boxed(std::vector<OwnedTensor> values) {
   return torch::stable::detail::from(tensors);
 }
 
-// Calls an operator of this namespace through the dispatcher, for its effect on the arguments.
+// Calls operator `name` through the dispatcher; its results replace the arguments on the stack.
 void call_operator(const char* name, StableIValue* stack);
 
 }  // namespace flashbwd

@@ -1,16 +1,16 @@
-// Gradients of few rows of queries and of all keys. A thread block has one key head and a share of its keys, a tile of
-// them at a time in shared memory; it walks the rows of all query heads (and batches) that share the head, 16 at a
-// time.
+// Backward of split-KV attention: few query rows, many keys. A CTA handles one KV head and one split of its keys. It
+// keeps one key tile at a time in shared memory and loops over the query rows that attend to it, 16 rows per iteration
+// (the rows of all heads of the group, and of all batches if they share K and V).
 //
-//   each warp has 16 keys of the tile (where a tile has fewer than 64, warps share them and split the columns):
+//   each warp owns 16 keys of the tile (if the tile has fewer than 64 keys, warps share keys and split the columns):
 //     S^T = K Q^T -> scale, score_mod, mask -> P^T = exp(S^T - lse)
-//     dP^T = V dO^T -> dS^T = P^T (dP^T - delta), through the derivative of score_mod
-//     dV += P^T dO, dK += dS^T Q                            in registers until the rows are done
-//   then dS meets in shared memory, and each warp has a quarter of the columns of
-//     dQ += dS K                                            into the block's own slot of the workspace
+//     dP^T = V dO^T -> dS^T = P^T (dP^T - delta), then the derivative of score_mod
+//     dV += P^T dO, dK += dS^T Q                            accumulated in registers over all rows
+//   then all warps exchange dS through shared memory, and each computes a quarter of the columns of
+//     dQ += dS K                                            accumulated in the CTA's own slot of the workspace
 //
-// No two blocks add to the same place, and each adds in one order: equal bits run to run. Only gradients of captured
-// tensors are added atomically. sum_slots.cuh sums the slots of dQ in order.
+// No two CTAs add to the same address, and each CTA adds in a fixed order, so dq, dk and dv are deterministic. Only the
+// gradients of captured tensors are added atomically by many threads. sum_slots.cuh sums the slots of dQ in order.
 #pragma once
 
 #include "backward_params.h"
@@ -34,7 +34,7 @@ struct NoModGradient {
   }
 };
 
-// One of the rows that share a key head, batch after batch, head after head of the group, query after query.
+// Row number `row` of those that share a KV head, ordered by (batch, head of the group, query).
 struct Row {
   int b, head, query, inside;
 
@@ -52,7 +52,7 @@ struct Row {
   __device__ long long offset(const long long (&strides)[3]) const {
     return b * strides[0] + head * strides[1] + query * strides[2];
   }
-  // Of the block of the mask that this row and `key` are in.
+  // State of the mask block that contains (this row, key): 0 empty, 1 partial, 2 full.
   __device__ int state(const DecodingBackwardParams& p, int key) const {
     return p.states[b * p.state_strides[0] + head * p.state_strides[1] + query / p.q_block * p.state_strides[2] +
                     key / p.kv_block];
@@ -66,8 +66,8 @@ class Backward {
   static constexpr int kRows = kBackwardRows;
   static constexpr int kKeys = backward_keys(kD, kBytes<T>);
   static constexpr int kThreads = kBackwardWarps * 32;
-  static constexpr int kColumns = kKeys * kD / (kBackwardWarps * 16);  // of dK and dV, a warp's
-  static constexpr int kDsStride = kKeys + 4;                          // of a row of dS: writing it meets no bank twice
+  static constexpr int kColumns = kKeys * kD / (kBackwardWarps * 16);  // columns of dK and dV per warp
+  static constexpr int kDsStride = kKeys + 4;  // row stride of dS; the padding avoids bank conflicts
   static constexpr int kRowSteps = kRows / kStep<T>;
   static constexpr int kTileBytes = kKeys * kD * kBytes<T>;
   static constexpr int kRowsBytes = kRows * kD * kBytes<T>;
@@ -94,8 +94,10 @@ class Backward {
     const int tiles = (p.seqlen_k + kKeys - 1) / kKeys;
     const int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.y / p.splits);
     const int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.y + 1) / p.splits);
-    const bool ahead = all_rows <= kRows;  // the next keys are under way meanwhile; more rows are work enough
-    listed = false;                        // with `ahead` the first turn does no more than begin
+    // With a single row tile, prefetch the next key tile while computing this one; more row tiles hide the latency by
+    // themselves. The prologue iteration (tile == begin - 1) then only starts the first load.
+    const bool ahead = all_rows <= kRows;
+    listed = false;
     for (int tile = begin - (ahead ? 1 : 0); tile < end; ++tile) {
       set_tile(tile);
       keys_loaded = false;
@@ -117,16 +119,16 @@ class Backward {
   const int all_rows;
   const uint32 shared_keys;            // (2, 2, kKeys, kD): K and V of two tiles
   const uint32 shared_q, shared_dout;  // (kRows, kD)
-  float* const dS;                     // (kRows, kKeys), scaled
+  float* const dS;                     // (kRows, kKeys), multiplied by the softmax scale; row stride kDsStride
   float* const lse_of_row;             // (kRows,), in log2 units
   float* const delta_of_row;           // (kRows,)
   Row* const rows_of_tile;             // (kRows,)
   int* const seen_key;                 // (kKeys,)
-  uint32 shared_k, shared_v;           // (kKeys, kD), of the tile worked on
+  uint32 shared_k, shared_v;           // (kKeys, kD), the current key tile
   int first_key, first_row = 0;
-  int rows_loaded = -1;  // first_row of what lies in Q and dO
+  int rows_loaded = -1;  // first_row of the rows in shared_q and shared_dout
   bool keys_loaded;
-  bool listed;                                       // whether some row sees the keys that load() last looked at
+  bool listed;                                       // true if a row sees the key tile that load() last checked
   float tdK[kColumns / 8][4], tdV[kColumns / 8][4];  // (16 keys, kColumns)
 
   __device__ Row row_at(int row) const { return Row(p, b_kv, head_kv, row); }
@@ -139,7 +141,7 @@ class Backward {
   __device__ void clear_slot() {
     const int columns = slot_columns();
     for (int i = threadIdx.x; i < all_rows * columns; i += kThreads) slot_of(row_at(i / columns))[i % columns] = 0.f;
-    __syncthreads();  // other threads add to it
+    __syncthreads();  // add_dq() of other threads adds to what this thread cleared
   }
 
   __device__ uint32 keys_at(int tile) const { return shared_keys + tile % 2 * 2 * kTileBytes; }
@@ -149,7 +151,7 @@ class Backward {
     shared_v = shared_k + kTileBytes;
   }
 
-  // Whether some of the rows lists some block of a tile's keys.
+  // True if the mask has a non-empty block for any row of the row tile and any key of key tile `tile`.
   __device__ bool any_visible(int tile) {
     if constexpr (!Mod::kHasMask) return true;
     const int first_key = tile * kKeys;
@@ -167,7 +169,7 @@ class Backward {
     const Storage* k = static_cast<const Storage*>(p.k) + b_kv * p.k_strides[0] + head_kv * p.k_strides[1];
     const Storage* v = static_cast<const Storage*>(p.v) + b_kv * p.v_strides[0] + head_kv * p.v_strides[1];
     const uint32 to_k = keys_at(tile), to_v = to_k + kTileBytes;
-    if (kAligned && kD <= 128 && (tile + 1) * kKeys <= p.seqlen_k) {  // registers at 256 do not hold it
+    if (kAligned && kD <= 128 && (tile + 1) * kKeys <= p.seqlen_k) {  // kD = 256 lacks the registers for load_rows
       const long long first = static_cast<long long>(tile) * kKeys;
       Tile::template load_rows<kThreads, kKeys>(to_k, threadIdx.x, k + first * p.k_strides[2], p.k_strides[2],
                                                 p.head_dim);
@@ -197,8 +199,8 @@ class Backward {
     rows_loaded = first_row;
   }
 
-  // What add_rows() needs; false where no row of the tile sees its keys. With `ahead` the keys are those that the call
-  // before began to load, and those of the next tile are begun.
+  // Loads what add_rows() needs; returns false if no row of the row tile sees the key tile. With `ahead`, this waits
+  // for the key tile that the previous call started to load, and starts to load the next one.
   __device__ bool load(int tile, int end, bool ahead) {
     const int wanted = ahead ? tile + 1 : tile;
     const bool any = wanted < end && any_visible(wanted);
@@ -216,8 +218,8 @@ class Backward {
     return ready;
   }
 
-  // lse, and delta = rowsum(dout * out) - dlse. Where one key has nearly all of a row's weight, dP - delta is a small
-  // difference, of which an out rounded to 16 bits would leave little.
+  // Loads lse and computes delta = rowsum(dout * out) - dlse. `out` is the unrounded float32 output: if one key holds
+  // nearly all of a row's weight, dP - delta cancels, and an out rounded to 16 bits would lose most of its digits.
   __device__ void load_statistics() {
     for (int i = warp; i < kRows; i += kBackwardWarps) {
       const Row row = row_at(first_row + i);
@@ -230,7 +232,7 @@ class Backward {
       for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
       if (lane == 0) {
         const float lse = p.lse[row.index(p)];
-        // A row that saw no key: exp2(s - inf) = 0.
+        // A row without keys gets lse = +inf, so that exp2(s - lse) is 0.
         lse_of_row[i] = row.inside && lse != -FLASHBWD_INFINITY ? lse * kLog2e : FLASHBWD_INFINITY;
         rows_of_tile[i] = row;
         delta_of_row[i] = delta - (p.dlse != nullptr ? p.dlse[row.index(p)] : 0.f);
@@ -238,12 +240,14 @@ class Backward {
     }
   }
 
-  // What the rows of this tile give the keys of this tile, and take from them. This thread's copies have arrived.
+  // Adds the contributions of the current row tile to dK and dV, and those of the key tile to dQ. This thread has
+  // waited for its own cp.async copies.
   __device__ void add_rows() {
-    __syncthreads();  // those of all threads have
+    __syncthreads();  // the copies of all threads have arrived
     const int key_group = warp % (kKeys / 16);
     const int first_column = warp / (kKeys / 16) * kColumns;
-    const bool owner = first_column == 0;  // of these keys: one of the warps that share them
+    // Of the warps that share these keys, only the owner writes dS and adds gradients of captured tensors.
+    const bool owner = first_column == 0;
 
     float tS[kRows / 8][4], tdP[kRows / 8][4];  // S^T and dP^T (16 keys, kRows)
 #pragma unroll
@@ -261,7 +265,7 @@ class Backward {
       multiply<T>(tdP[1], a, b[2], b[3]);
     }
 
-    // P^T takes the place of S^T, and dS^T that of dP^T.
+    // In place: P^T overwrites S^T, and dS^T overwrites dP^T.
     bool seen[2] = {false, false};
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
@@ -278,7 +282,7 @@ class Backward {
         }
       }
       float probability = 0.f, gradient = 0.f;
-      if constexpr (!Mod::kHasScoreMod && !Mod::kHasMask) {  // no branch: several are worked on side by side
+      if constexpr (!Mod::kHasScoreMod && !Mod::kHasMask) {  // branch-free, so that the compiler interleaves elements
         probability = visible ? exp2_approx(s * p.scale * kLog2e - lse_of_row[local_row]) : 0.f;
         gradient = visible ? probability * (ds - delta_of_row[local_row]) : 0.f;
       } else if (visible) {
@@ -313,20 +317,20 @@ class Backward {
       }
     }
     if constexpr (Mod::kHasMask) clear_unseen(seen, key_group, owner);
-    __syncthreads();  // dS is whole
+    __syncthreads();  // all warps have written dS
     add_dq();
-    __syncthreads();  // before dS, Q and dO are written again
+    __syncthreads();  // all warps have read dS, Q and dO; the next iteration overwrites them
   }
 
-  // Keys that no row of this tile sees may hold anything, and 0 * NaN is NaN: they are cleared before dS K, and read
-  // again for the next rows.
+  // Keys that no row of this tile sees may hold NaN or Inf, and 0 * NaN is NaN. Zero them before dS K; load() reads the
+  // key tile again for the next rows.
   __device__ void clear_unseen(const bool (&seen)[2], int key_group, bool owner) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32 lanes = __ballot_sync(0xffffffffu, seen[half]) >> (lane / 4 * 4) & 15u;
       if (owner && lane % 4 == 0) seen_key[key_group * 16 + half * 8 + lane / 4] = lanes != 0;
     }
-    __syncthreads();  // all warps have read K, and have said what they see
+    __syncthreads();  // all warps have read K and written seen_key
     bool cleared = false;
     for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
       if (seen_key[i / Tile::kPieces]) continue;
@@ -336,7 +340,7 @@ class Backward {
     if (__syncthreads_or(cleared)) keys_loaded = false;
   }
 
-  // dQ (kRows, this warp's quarter of kD) += dS K
+  // dQ (kRows, kD / 4 columns of this warp) += dS K
   __device__ void add_dq() {
     constexpr int kPairs = kD / 16 / kBackwardWarps;
     float tdQ[2 * kPairs][4];
@@ -344,7 +348,7 @@ class Backward {
     for (int i = 0; i < 8 * kPairs; ++i) tdQ[i / 4][i % 4] = 0.f;
 #pragma unroll 2
     for (int step = 0; step < kKeys / kStep<T>; ++step) {
-      float tiles[kStep<T> / 8][4];  // of dS: (16, 8 keys) each
+      float tiles[kStep<T> / 8][4];  // dS in mma accumulator tiles of (16, 8 keys)
 #pragma unroll
       for (int i = 0; i < kStep<T> / 4; ++i) {
         const float* from = dS + (i % 2 * 8 + lane / 4) * kDsStride + step * kStep<T> + i / 2 * 8 + lane % 4 * 2;
@@ -370,7 +374,7 @@ class Backward {
       for (int n = 0; n < 2 * kPairs; ++n) {
         const int column = warp * kPairs * 16 + n * 8 + lane % 4 * 2;
         if (column >= p.head_dim) continue;
-        atomicAdd(to + column, tdQ[n][half * 2]);  // no other thread adds there
+        atomicAdd(to + column, tdQ[n][half * 2]);  // the only thread that adds to this address: deterministic
         atomicAdd(to + column + 1, tdQ[n][half * 2 + 1]);
       }
     }

@@ -1,11 +1,12 @@
-// What the backward kernel of flex decoding is given beyond the forward's. No header but params.h may be included.
+// Parameters of the decoding backward kernel. NVRTC compiles this file too, so it may include no header but params.h.
 #pragma once
 
 #include "params.h"
 
 namespace flashbwd {
 
-// out is the forward's exact one, float32, lse the forward's; lists and partial results are not used.
+// `out` is the forward's unrounded float32 output (exact_out), and `lse` the forward's. The block lists and the partial
+// results of the base struct are unused.
 struct DecodingBackwardParams : DecodingParams {
   const void* dout;   // (B, H, Sq, Dv)
   const float* dlse;  // (B, H, Sq), contiguous; null: none
@@ -17,21 +18,22 @@ struct DecodingBackwardParams : DecodingParams {
   long long dq_strides[3];
   long long dk_strides[3];
   long long dv_strides[3];
-  int batch_kv;                   // 1 where all batches share the keys, else batch
-  void* gradients[kMaxCaptured];  // of captured tensors, contiguous, float32 (float64 for float64); null: none
+  int batch_kv;  // 1 if all batches share K and V, else batch
+  // Gradients of the captured tensors: contiguous, float32 (float64 for a float64 tensor); null: not needed.
+  void* gradients[kMaxCaptured];
 };
 
 constexpr int kBackwardRows = 16;
 constexpr int kBackwardWarps = 4;
 
-// Keys of a tile: a warp keeps 16 of them, and 128 columns of dK and dV, in registers; 64 of float32, whose products
-// need more.
+// Keys per tile. A warp accumulates dK and dV of 16 keys and 128 columns in registers, or 64 columns for float32, whose
+// split products need more registers.
 constexpr int backward_keys(int head_dim, int element_bytes) {
   const int columns = element_bytes == 4 ? 64 : 128;
   return head_dim <= columns ? 64 : 64 * columns / head_dim;
 }
 
-// K and V of two tiles, Q, dO, dS, lse, delta, the rows' places, and which keys are seen.
+// Dynamic shared memory: K and V of two tiles, Q, dO, dS, lse, delta, one `Row` per row, and seen_key.
 constexpr int backward_shared_bytes(int head_dim, int element_bytes) {
   const int keys = backward_keys(head_dim, element_bytes);
   return 2 * (2 * keys + kBackwardRows) * head_dim * element_bytes + kBackwardRows * (keys + 4) * 4 +

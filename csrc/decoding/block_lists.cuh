@@ -1,5 +1,5 @@
-// Which keys the rows of a tile walk. Lists lie on the GPU, so the host cannot check them: a count beyond the columns
-// of a list is cut to them, and a number that is no block's stands for a block without keys.
+// Which key chunks the rows of a tile visit. Block lists are device data that the host cannot check, so the kernel
+// clamps a count to the number of columns and treats an index out of range as a block without keys.
 #pragma once
 
 #include "params.h"
@@ -9,7 +9,8 @@
 
 namespace flashbwd {
 
-// The chunks, of kKeys keys each, that the rows of a tile walk: all keys, or those of their common block lists.
+// The chunks of kKeys keys that the rows of a tile visit: all chunks, or those of the blocks in their shared lists
+// (first the partial blocks, then the full ones).
 template <int kKeys>
 struct ChunkList {
   const int* partial = nullptr;
@@ -21,15 +22,15 @@ struct ChunkList {
   int total = 0;
 };
 
-// Where a chunk lies.
+// The keys of a chunk.
 struct Place {
   int first_key;
-  int end_key;  // of the block, or of all keys
-  int full;
+  int end_key;  // end of the chunk's block, or of all keys; the chunk may reach beyond it
+  int full;     // the chunk is in a full block, which needs no mask_mod
 };
 
-// The place of a chunk, and then of every kWarps-th after it. An entry of the list is read one chunk before it is
-// needed.
+// Visits chunk `start` and then every kWarps-th chunk. It reads each list entry one iteration before it is needed, to
+// hide the latency of the load.
 template <int kKeys, int kWarps>
 class Cursor {
  public:
@@ -57,14 +58,15 @@ class Cursor {
   const ChunkList<kKeys>& list_;
   const int end_;
   Place place_;
-  int entry_ = 0, inside_ = 0, block_ = 0;  // of the chunk after this one
+  // The next chunk: its entry in the lists, its chunk index within that block, and the block index that was read.
+  int entry_ = 0, inside_ = 0, block_ = 0;
 
   __device__ int read() const {
     return entry_ < list_.partial_blocks ? list_.partial[entry_] : list_.full[entry_ - list_.partial_blocks];
   }
 
   __device__ void keep_and_read_ahead() {
-    // A negative number is as large as can be, unsigned: it comes to lie after the last key, as too large ones do.
+    // As unsigned, a negative index is too large as well, and any index that is too large is clamped to seqlen_k.
     const unsigned long long key = static_cast<unsigned long long>(static_cast<unsigned>(block_)) * list_.kv_block;
     const int first = static_cast<int>(min(key, static_cast<unsigned long long>(list_.seqlen_k)));
     place_ = {first + inside_ * kKeys, min(first + list_.kv_block, list_.seqlen_k), entry_ >= list_.partial_blocks};
@@ -78,19 +80,19 @@ class Cursor {
   }
 };
 
-// Where a split's share of `total` begins; of two of them the larger is larger by one.
+// First chunk of split `split` of `total` chunks. The sizes of the splits differ by at most one.
 __device__ inline int begin_of_share(int total, int split, int splits) {
   const int least = total / splits;
   return least * split + min(split, total - least * splits);
 }
 
-// Whether the rows of a tile walk the blocks of their common lists; else all keys.
+// True if a tile visits only the blocks in its lists; false if it visits all keys.
 template <class Mod>
-__device__ bool walks_lists(const DecodingParams& p) {
+__device__ bool uses_block_lists(const DecodingParams& p) {
   return Mod::kHasMask && p.states == nullptr;
 }
 
-// A list of a row: where its number of blocks is, and where they are. Null when there is none.
+// One row of a BlockList: the address of its count and of its indices. Null if there is no list.
 struct ListOfRow {
   const int* count = nullptr;
   const int* indices = nullptr;
@@ -104,8 +106,8 @@ struct ListOfRow {
     indices = list.indices + b * list.index_strides[0] + h * list.index_strides[1] + q * list.index_strides[2];
   }
 
-  // Brings closer what is read first. Where a split begins is known when the numbers of blocks are: until then it is
-  // taken for a part of a list of all blocks.
+  // Prefetches the count and the first indices of a split. The split's first entry depends on the counts, which are not
+  // loaded yet, so this guesses it as if the list were full.
   __device__ void prefetch_first(const BlockList& list, int split, int splits) const {
     if (count == nullptr) return;
     prefetch(count);
@@ -119,11 +121,11 @@ __device__ ChunkList<kKeys> chunk_list(const DecodingParams& p, const ListOfRow&
   ChunkList<kKeys> list;
   list.seqlen_k = p.seqlen_k;
   list.total = (p.seqlen_k + kKeys - 1) / kKeys;
-  if (!walks_lists<Mod>(p)) return list;
+  if (!uses_block_lists<Mod>(p)) return list;
   list.partial = partial.indices;
   list.full = full.indices;
   list.partial_blocks = partial.blocks();
-  list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger one is block 0, and its products stay in 32 bits
+  list.kv_block = min(p.kv_block, p.seqlen_k);  // a larger block is only block 0; the clamp keeps products in 32 bits
   list.chunks_per_block = (list.kv_block + kKeys - 1) / kKeys;
   list.total = (list.partial_blocks + full.blocks()) * list.chunks_per_block;
   return list;

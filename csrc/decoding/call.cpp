@@ -5,7 +5,8 @@
 namespace flashbwd {
 namespace {
 
-constexpr int64_t kLargestBlock = 1 << 30;  // and larger: PyTorch's mask of everything, whose lengths mean nothing
+// A mask with blocks of at least this size is PyTorch's empty BlockMask (everything is visible); it fits any lengths.
+constexpr int64_t kLargestBlock = 1 << 30;
 
 bool rows_are_aligned(const TensorDesc& tensor) {
   const int64_t elements = 16 / size_of(tensor.dtype);
@@ -19,7 +20,7 @@ bool begins_like(const TensorDesc& list, const TensorDesc& q) {
   return (list.sizes[0] == 1 || list.sizes[0] == q.sizes[0]) && (list.sizes[1] == 1 || list.sizes[1] == q.sizes[1]);
 }
 
-// Whether counts and indices are lists that all rows of a key head share, of blocks that the kernel's chunks divide.
+// True if counts and indices are block lists in a format that the kernel reads and all rows of a KV head share them.
 bool takes_lists(const DecodingCall& call, const TensorDesc& counts, const TensorDesc& indices) {
   if (counts.dim != 3 || indices.dim != 4 || counts.dtype != DType::kInt32 || indices.dtype != DType::kInt32) {
     return false;

@@ -1,4 +1,5 @@
-// From the tensors of a call to the parameters of a launch, as they are: what Python has to prepare first is refused.
+// Converts the tensors of a decoding call to launch parameters, without copies. Rejects calls whose tensors Python has
+// to prepare first.
 #pragma once
 
 #include <array>
@@ -13,24 +14,25 @@ namespace flashbwd {
 
 struct DecodingCall {
   TensorDesc q, k, v;
-  // None; the states of all blocks; or counts and indices of the partial blocks, and perhaps of the full ones.
+  // Empty: no mask. One tensor: block states (B or 1, H or 1, nq, nk). Two or four: counts and indices of the partial
+  // blocks, then of the full blocks.
   std::vector<TensorDesc> mask;
-  // Queries and keys of a block, and the lengths that the mask was made for.
+  // (q_block, kv_block, seqlen_q, seqlen_k): the block sizes, and the lengths that the mask was made for.
   std::array<int64_t, 4> mask_shape{};
   std::vector<TensorDesc> captured;
   bool enable_gqa = false;
 };
 
-// Whether the kernels take these tensors, which must not be empty and whose rows must be contiguous.
+// True if the kernels support these tensors as they are. Among others: no tensor is empty and rows are contiguous.
 bool kernel_takes(const DecodingCall& call);
 
-// Whether the rows of q, k and v begin at multiples of 16 bytes and have such a length.
+// True if every row of q, k and v is 16-byte aligned and a multiple of 16 bytes long.
 bool rows_are_aligned(const DecodingCall& call);
 
-// What the planner is told of q, k and v.
+// The planner's view of q, k and v.
 DecodingShape shape_of(const DecodingCall& call);
 
-// Parameters of a call that kernel_takes(), but for its outputs, scale and splits.
+// Launch parameters of a call, except outputs, scale and splits. Requires kernel_takes(call).
 DecodingParams params_of(const DecodingCall& call, DecodingTile tile);
 
 }  // namespace flashbwd

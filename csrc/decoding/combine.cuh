@@ -1,4 +1,4 @@
-// Sums the slots of the partial results: one thread block a row, its warps taking turns at the slots.
+// Combine kernel: reduces the slots of the partial results. One CTA per row; its warps take the slots round-robin.
 #pragma once
 
 #include "meeting.cuh"
@@ -6,12 +6,12 @@
 namespace flashbwd {
 
 constexpr int kCombineWarps = 8;
-constexpr int kCombinePairs = 4;                                       // of a lane: head dimensions to 256
-constexpr int kCombineBytes = kCombineWarps * kCombinePairs * 32 * 8;  // of shared memory
+constexpr int kCombinePairs = 4;                                       // per lane, enough for head dimension 256
+constexpr int kCombineBytes = kCombineWarps * kCombinePairs * 32 * 8;  // dynamic shared memory
 
 template <class T>
 __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __grid_constant__ DecodingParams p) {
-  extern __shared__ float2 meeting[];  // (kCombineWarps, pairs)
+  extern __shared__ float2 merging[];  // (kCombineWarps, pairs)
   const long long row = blockIdx.x;
   const long long all_rows = gridDim.x;
   const int lane = threadIdx.x % 32;
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
   const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + row;
 
   wait_for_previous();
-  // Every warp finds the maximum and the sum of all slots: they are few.
-  const auto [largest, base, sum] = meet_slots(stats, slots, all_rows);
+  // Every warp reduces the statistics of all slots redundantly; there are few slots.
+  const auto [largest, base, sum] = reduce_slot_stats(stats, slots, all_rows);
 
   float2 total[kCombinePairs];
 #pragma unroll
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
   }
 #pragma unroll
   for (int i = 0; i < kCombinePairs; ++i) {
-    if (i * 32 + lane < pairs) meeting[warp * pairs + i * 32 + lane] = total[i];
+    if (i * 32 + lane < pairs) merging[warp * pairs + i * 32 + lane] = total[i];
   }
   __syncthreads();
   const float norm = sum > 0.f ? 1.f / sum : 0.f;
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
     float2 value = make_float2(0.f, 0.f);
 #pragma unroll
     for (int w = 0; w < kCombineWarps; ++w) {
-      value.x += meeting[w * pairs + pair].x;
-      value.y += meeting[w * pairs + pair].y;
+      value.x += merging[w * pairs + pair].x;
+      value.y += merging[w * pairs + pair].y;
     }
     store_pair<T>(out, pair, p.head_dim_v, value.x * norm, value.y * norm);
     store_exact(p, row, pair, value.x * norm, value.y * norm);

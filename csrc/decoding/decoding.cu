@@ -1,4 +1,4 @@
-// Launching the kernels: those that every build holds, and those compiled at run time.
+// Launchers of the prebuilt kernels and of kernels compiled at run time.
 #include "combine.cuh"
 #include "kernels.h"
 #include "launch.h"

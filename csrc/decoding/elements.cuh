@@ -1,10 +1,11 @@
-// The dtypes of the kernels: how they lie in shared memory, and how the tensor cores multiply them.
+// Dtype-specific parts of the kernels: shared memory layout and tensor core products.
 //
-// Rows lie in pieces of 16 bytes; piece c of row r is at r * pieces + (c ^ r % 8), so that no two rows of a matrix
-// share banks. A product has A (16, step) and B (step, 8), step = 32 bytes of elements: 16, or 8 for float32. What is
-// computed in fp32 and goes into a product (P, dS) is split into a part with the operand's precision and the rest of
-// it, so that a result has one rounding, its last; float32 operands, which TF32 would cut to 11 bits, are split
-// likewise.
+// Shared memory rows consist of 16-byte pieces. Piece c of row r is stored at r * pieces + (c ^ r % 8), the XOR swizzle
+// that makes ldmatrix free of bank conflicts. A product multiplies A (16, step) by B (step, 8), where step is 32 bytes
+// of elements: 16, or 8 for float32.
+//
+// Operands computed in fp32 (P and dS) are split into a high part in the operand's precision and a residual, so that
+// only the final result is rounded. float32 operands are split in the same way, since TF32 keeps only 11 bits.
 #pragma once
 
 #include "params.h"
@@ -36,12 +37,12 @@ constexpr bool kIsFloat = kSame<T, Float>;
 template <class T>
 constexpr int kBytes = sizeof(typename T::Storage);
 template <class T>
-constexpr int kStep = 32 / kBytes<T>;  // elements of a product's inner dimension
+constexpr int kStep = 32 / kBytes<T>;  // inner dimension of one mma, in elements
 
-// A tile of rows of kColumns elements.
+// A swizzled shared memory tile with rows of kColumns elements.
 template <class T, int kColumns>
 struct SharedTile {
-  static constexpr int kPieces = kColumns * kBytes<T> / 16;  // of a row
+  static constexpr int kPieces = kColumns * kBytes<T> / 16;  // per row
   static constexpr int kPieceElements = 16 / kBytes<T>;
   static constexpr int kSteps = kColumns / kStep<T>;
 
@@ -49,20 +50,21 @@ struct SharedTile {
     return static_cast<uint32>((row * kPieces + (piece ^ (row & 7))) * 16);
   }
 
-  // A, 16 rows from `row`, columns of `step`.
+  // Loads A: 16 rows from `row`, the columns of `step`.
   __device__ static __forceinline__ void load_a(uint32 (&a)[4], uint32 tile, int row, int step) {
     const int lane = threadIdx.x % 32;
     load_matrices(a, tile + at(row + lane % 16, step * 2 + lane / 16));
   }
 
-  // B, two of them, (columns of `step`) x (8 rows from `row`, and the next 8): b[0..1] and b[2..3].
+  // Loads two B operands from rows stored as (n, k): rows [row, row + 8) into b[0..1] and the next 8 into b[2..3], the
+  // columns of `step`.
   __device__ static __forceinline__ void load_b(uint32 (&b)[4], uint32 tile, int row, int step) {
     const int lane = threadIdx.x % 32;
     load_matrices(b, tile + at(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
   }
 
-  // B, two of them, (kStep rows from `row`) x (8 columns from 16 * pair, and the next 8). The inner dimension of a
-  // float32 product is in the order in which split_a() has it.
+  // Loads two B operands from rows stored as (k, n): kStep rows from `row`, columns [16 * pair, 16 * pair + 8) into
+  // b[0..1] and the next 8 into b[2..3]. For float32, k is permuted as in split_a().
   __device__ static __forceinline__ void load_b_rows(uint32 (&b)[4], uint32 tile, int row, int pair) {
     const int lane = threadIdx.x % 32;
     if constexpr (kIsFloat<T>) {
@@ -76,8 +78,8 @@ struct SharedTile {
     }
   }
 
-  // kRows aligned rows, which arrive later. A thread copies the same piece of some rows: its places, as at() has them,
-  // are one place with bits flipped and bytes added that are the same for all threads.
+  // Starts cp.async copies of kRows aligned rows. A thread copies the same piece of several rows, so its swizzled
+  // addresses differ only by an XOR and an offset that are compile-time constants.
   template <int kThreads, int kRows>
   __device__ static __forceinline__ void load_rows(uint32 tile, int thread, const typename T::Storage* source,
                                                    long long stride, int columns) {
@@ -94,7 +96,8 @@ struct SharedTile {
     }
   }
 
-  // One piece of a row of `columns` elements: zeros past the last, or all when not `inside`. Aligned ones arrive later.
+  // Loads one piece of a row of `columns` elements, with zeros past the end, or only zeros if not `inside`. Uses
+  // cp.async if kAligned, otherwise the copy is synchronous.
   template <bool kAligned>
   __device__ static __forceinline__ void load_piece(uint32 tile, int row, int piece, const typename T::Storage* source,
                                                     int columns, bool inside) {
@@ -107,7 +110,7 @@ struct SharedTile {
     }
   }
 
-  // The same, at once.
+  // The same, always synchronous.
   template <bool kAligned>
   __device__ static __forceinline__ void copy_piece(uint32 tile, int row, int piece, const typename T::Storage* source,
                                                     int columns, bool inside) {
@@ -132,7 +135,7 @@ struct SharedTile {
   }
 };
 
-// The A operand of a product in two parts.
+// An A operand, split into a high part and a residual.
 template <class T>
 struct SplitA {
   uint32 part[4], rest[4];
@@ -143,11 +146,11 @@ __device__ __forceinline__ void split_tf32(float x, uint32& part, uint32& rest) 
   rest = to_tf32(x - __uint_as_float(part));
 }
 
-// From the (16, kStep) accumulators of a product before: one tile of 8 columns, or two for 16-bit operands.
+// Splits the (16, kStep) accumulators of a previous product: one tile of 8 columns, or two for 16-bit operands.
 template <class T>
 __device__ __forceinline__ void split_a(SplitA<T>& a, const float (*tiles)[4]) {
   if constexpr (kIsFloat<T>) {
-    // Column 2c of the accumulators is row c of the inner dimension, column 2c + 1 row c + 4.
+    // Permutes k to match the accumulator layout: accumulator column 2c is k index c, column 2c + 1 is k index c + 4.
 #pragma unroll
     for (int i = 0; i < 4; ++i) split_tf32(tiles[0][i % 2 * 2 + i / 2], a.part[i], a.rest[i]);
   } else {
@@ -161,7 +164,7 @@ __device__ __forceinline__ void split_a(SplitA<T>& a, const float (*tiles)[4]) {
   }
 }
 
-// d (16, 8) += a b, with b as it lies in memory.
+// d (16, 8) += a b, with a split and b as loaded from memory.
 template <class T>
 __device__ __forceinline__ void multiply(float (&d)[4], const SplitA<T>& a, uint32 b0, uint32 b1) {
   if constexpr (kIsFloat<T>) {
@@ -177,7 +180,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const SplitA<T>& a, uint
   }
 }
 
-// d (16, 8) += a b, both as they lie in memory.
+// d (16, 8) += a b, both as loaded from memory.
 template <class T>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   if constexpr (kIsFloat<T>) {
@@ -190,8 +193,8 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], ui
   }
 }
 
-// Two neighbours of a row of `columns` elements, the second only where there is one; rows of an odd length are not
-// aligned to pairs.
+// Stores elements 2 * pair and 2 * pair + 1 of a row of `columns` elements; omits the second one past the end. Rows of
+// odd length are not aligned to pairs, so their elements are stored one by one.
 template <class T>
 __device__ __forceinline__ void store_pair(void* row, int pair, int columns, float low, float high) {
   typename T::Storage* const to = static_cast<typename T::Storage*>(row) + pair * 2;
@@ -213,7 +216,7 @@ __device__ __forceinline__ void store_pair(void* row, int pair, int columns, flo
   }
 }
 
-// Elements `column` (even) and the next of a row of 16-bit values, zeros past the last.
+// Loads elements `column` (even) and `column` + 1 of a row of 16-bit values, with zeros past the end.
 template <bool kAligned>
 __device__ __forceinline__ uint32 load_pair(const unsigned short* row, int column, int columns) {
   if (kAligned && column + 1 < columns) return *reinterpret_cast<const uint32*>(row + column);

@@ -1,4 +1,4 @@
-// All kernels of a dtype that every build holds: without a modification, and for the ordinary ones.
+// All prebuilt kernels of a dtype: without a modification, and for the built-in modifications.
 #pragma once
 
 #include "backward.cuh"

@@ -1,4 +1,4 @@
-// The kernels that every build holds, by dtype; one file of instantiations each.
+// The prebuilt kernels by dtype; instantiations/ has one file per dtype.
 #pragma once
 
 #include "backward_params.h"
@@ -8,7 +8,7 @@ namespace flashbwd {
 
 struct DecodingKernels {
   using Kernel = void (*)(DecodingParams);
-  Kernel (*split)(DecodingTile, bool aligned, int kind);  // of OrdinaryMod; null: no such tile
+  Kernel (*split)(DecodingTile, bool aligned, int kind);  // kind: OrdinaryMod::Kind; returns null if no kernel fits
   Kernel combine;
   using BackwardKernel = void (*)(DecodingBackwardParams);
   BackwardKernel (*backward)(int head_dim, bool aligned, int kind);

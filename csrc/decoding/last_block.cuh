@@ -1,5 +1,5 @@
-// Adding up the slots of the partial results without a kernel of its own: the thread block of a row tile that is the
-// last to write its slot adds up those of all.
+// Last-arriver finalization of the partial results, instead of the combine kernel: the last CTA of a row tile to write
+// its slot reduces the slots of that tile.
 #pragma once
 
 #include "meeting.cuh"
@@ -8,25 +8,26 @@
 
 namespace flashbwd {
 
-// Whether all other blocks of this row tile have written their slots. Every thread asks, having written its part.
+// True in the last CTA of a row tile to arrive. All threads call this after they have written their part of the slot.
 __device__ inline bool arrives_last(const DecodingParams& p, unsigned char* shared) {
   int* const last = reinterpret_cast<int*>(shared);
-  __threadfence();  // what this block wrote comes before its arrival
-  __syncthreads();  // ... of all threads, and nobody reads the meeting any more
+  __threadfence();  // release: this thread's part of the slot is visible before the arrival below
+  __syncthreads();  // all threads have passed the fence and finished reading `shared`
   if (threadIdx.x == 0) {
     *last = atomicAdd(p.arrivals + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
-    if (*last) p.arrivals[blockIdx.x] = 0;  // for the next call
+    if (*last) p.arrivals[blockIdx.x] = 0;  // reset for the next call
   }
   __syncthreads();
   const bool answer = *last;
-  __threadfence();  // what others wrote comes after their arrival
-  __syncthreads();  // the answer has been read
+  __threadfence();  // acquire: the slots of the other CTAs are read after their arrivals
+  __syncthreads();  // all threads have read `last`, whose memory is reused
   return answer;
 }
 
-// Rows [first_row, first_row + count) of a key head. `shared` becomes (count, slots) floats.
+// Reduces the slots of rows [first_row, first_row + count) of a KV head and writes the output. `shared` holds the
+// weights of the slots, (count, slots) floats.
 template <class T, int kWarps>
-__device__ void add_up_slots(const DecodingParams& p, unsigned char* shared, int b, int head_kv, int first_row,
+__device__ void reduce_slots(const DecodingParams& p, unsigned char* shared, int b, int head_kv, int first_row,
                              int count) {
   float* const weights = reinterpret_cast<float*>(shared);
   const int lane = threadIdx.x % 32;
@@ -38,7 +39,7 @@ __device__ void add_up_slots(const DecodingParams& p, unsigned char* shared, int
 
   for (int i = threadIdx.x / 32; i < count; i += kWarps) {
     const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + row0 + i;
-    const auto [largest, base, sum] = meet_slots(stats, slots, all_rows);
+    const auto [largest, base, sum] = reduce_slot_stats(stats, slots, all_rows);
     const float norm = sum > 0.f ? 1.f / sum : 0.f;
     for (int slot = lane; slot < slots; slot += 32)
       weights[i * slots + slot] = exp2_approx(stats[slot * all_rows].x - base) * norm;

@@ -1,4 +1,4 @@
-// Launches of flex decoding.
+// Launchers of the flex decoding kernels.
 #pragma once
 
 #include "../common/types.h"
@@ -7,21 +7,21 @@
 
 namespace flashbwd {
 
-// Of a stream: what its calls may use, one after the other.
+// Device memory that all calls on one stream share; stream order serializes its use.
 struct StreamMemory {
   static constexpr int64_t kArrivals = 1 << 14;
-  static constexpr int64_t kScratch = 1 << 21;  // what one wave of thread blocks writes at head dimension 256, and more
+  static constexpr int64_t kScratch = 1 << 21;  // floats; enough for one wave of CTAs at head dimension 256
   int* arrivals = nullptr;                      // zeros between calls
   float* scratch = nullptr;
 };
 
-// Runs the split kernel, `kernel` (a CUkernel compiled at run time) or, when null, the one of params.ordinary, and
-// with more than one slot of partial results and no arrivals the combine kernel. `aligned`: rows of q, k and v begin at
-// multiples of 16 bytes. Returns null or a message.
+// Launches the split-KV kernel: `kernel` (a CUkernel compiled at run time), or if null the prebuilt one for
+// params.ordinary. Then launches the combine kernel if there are several slots and params.arrivals is null. `aligned`:
+// rows_are_aligned() of q, k and v. Returns null, or an error message.
 const char* run_decoding(const DecodingParams& params, DecodingTile tile, DType dtype, bool aligned, void* kernel,
                          const DeviceInfo& info, void* stream);
 
-// Gradients of q, k and v: the backward kernel, as above, and the sum of its slots of dq.
+// Launches the backward kernel (`kernel` as above) and the kernel that sums the slots of dq.
 const char* run_decoding_backward(const DecodingBackwardParams& params, int head_dim, DType dtype, bool aligned,
                                   void* kernel, const DeviceInfo& info, void* stream);
 

@@ -1,5 +1,5 @@
-// Launching a kernel that the build holds, or one compiled at run time, with any parameters: by the driver, which costs
-// the host less than the runtime does.
+// Launches prebuilt kernels and kernels compiled at run time through the driver API, which has less host overhead than
+// the runtime API.
 #pragma once
 
 #include <cuda.h>
@@ -13,7 +13,7 @@
 
 namespace flashbwd {
 
-// Of blocks of `threads` threads and `bytes` of dynamic shared memory.
+// Launch configuration for CTAs of `threads` threads and `bytes` of dynamic shared memory.
 inline CUlaunchConfig config_of(dim3 grid, unsigned threads, unsigned bytes, void* stream) {
   CUlaunchConfig config = {};
   config.gridDimX = grid.x;
@@ -26,14 +26,14 @@ inline CUlaunchConfig config_of(dim3 grid, unsigned threads, unsigned bytes, voi
   return config;
 }
 
-// How a kernel is launched beside its grid.
+// Launch attributes other than the grid.
 struct LaunchForm {
   int device = 0;
   int cluster = 1;
-  bool overlaps = false;  // with the end of the launch before it, for which it waits
+  bool overlaps = false;  // programmatic dependent launch; the kernel itself must wait for the previous grid
 };
 
-// A function of the driver, without linking libcuda.
+// Looks up a driver API function, to avoid linking libcuda.
 template <typename Function>
 Function* driver_function(const char* name) {
   void* function = nullptr;
@@ -42,7 +42,7 @@ Function* driver_function(const char* name) {
   return error == cudaSuccess ? reinterpret_cast<Function*>(function) : nullptr;
 }
 
-// The driver launches nothing in a thread without a context, which a new one is until the runtime has given it one.
+// The driver API needs a current context. A new thread has none until the runtime API sets one.
 inline cudaError_t begin_context(int device) {
   static thread_local bool begun = false;
   if (begun) return cudaSuccess;
@@ -52,7 +52,7 @@ inline cudaError_t begin_context(int device) {
   return error;
 }
 
-// `kernel`: a CUfunction of the device, which is the current one, or a CUkernel.
+// `kernel`: a CUfunction of the current device, or a CUkernel.
 inline cudaError_t launch_any(const void* params, void* kernel, CUlaunchConfig config, LaunchForm form) {
   static const auto launch = driver_function<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx");
   if (launch == nullptr) return cudaErrorUnknown;
@@ -72,18 +72,18 @@ inline cudaError_t launch_any(const void* params, void* kernel, CUlaunchConfig c
   }
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult result = launch(&config, static_cast<CUfunction>(kernel), arguments, nullptr);
-  return result == CUDA_SUCCESS ? cudaSuccess : static_cast<cudaError_t>(result);  // the numbers are the same
+  return result == CUDA_SUCCESS ? cudaSuccess : static_cast<cudaError_t>(result);  // both enums have the same values
 }
 
-// What a launch has to know of a kernel of the build on a device.
+// What a launch needs to know about a prebuilt kernel on one device.
 struct Prebuilt {
   const void* kernel = nullptr;
   int device = -1;
   cudaFunction_t function = nullptr;
-  bool waits = false;  // for the launch before it: code for compute capability 8 that runs on 9 does not
+  bool waits = false;  // contains griddepcontrol.wait; code compiled for compute capability 8.x does not
 };
 
-// Finds a kernel and allows it its shared memory, once a device, which is the current one.
+// Looks up a kernel and raises its shared memory limit, once per kernel and device. The device must be the current one.
 inline cudaError_t find_prebuilt(const void* kernel, int shared_bytes, int device, Prebuilt& prebuilt) {
   static thread_local Prebuilt last;
   static std::mutex mutex;

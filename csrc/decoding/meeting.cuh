@@ -1,5 +1,5 @@
-// The end of a thread block: the softmaxes of its warps become one, then those of the blocks of its cluster, and that
-// is written: as the output, or as one slot of the partial results.
+// Epilogue of a CTA: merges the online softmax of its warps, then that of the CTAs of its cluster, and writes the
+// result, either as the final output or as one slot of the partial results.
 #pragma once
 
 #include "elements.cuh"
@@ -12,12 +12,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 
-// Of one row: what the slots of its partial results have in common, found by a warp.
-struct SlotsOfRow {
-  float largest, base, sum;  // base: 0 for a row without keys
+// Softmax statistics of one row over all slots of its partial results. One warp computes them.
+struct RowStats {
+  float largest, base, sum;  // base: `largest`, or 0 for a row without keys, where largest is -inf
 };
 
-__device__ inline SlotsOfRow meet_slots(const float2* stats, int slots, long long all_rows) {
+__device__ inline RowStats reduce_slot_stats(const float2* stats, int slots, long long all_rows) {
   const int lane = threadIdx.x % 32;
   float largest = -FLASHBWD_INFINITY;
   for (int slot = lane; slot < slots; slot += 32) largest = fmaxf(largest, stats[slot * all_rows].x);
@@ -39,18 +39,18 @@ __device__ inline void store_exact(const DecodingParams& p, long long row, int p
 }
 
 template <int kD, int kM, int kWarps>
-class Meeting {
+class SoftmaxMerge {
  public:
-  // `shared` becomes (kWarps, kM, kD) floats, (kWarps, kM) pairs of (max, sum), and two such pairs for each row.
-  __device__ explicit Meeting(unsigned char* shared)
+  // Layout of `shared`: (kWarps, kM, kD) floats, then (kWarps, kM) pairs (max, sum), then (2, kM) such pairs.
+  __device__ explicit SoftmaxMerge(unsigned char* shared)
       : out_(reinterpret_cast<float2*>(shared)),
         stats_(out_ + kWarps * kM * kD / 2),
         of_block_(stats_ + kWarps * kM),
         of_cluster_(of_block_ + kM) {}
 
-  // Each warp's accumulators, as mma has them in its lanes.
-  __device__ void bring(const float (&tO)[kM / 16][kD / 8][4], const float (&row_max)[kM / 16][2],
-                        const float (&row_sum)[kM / 16][2]) {
+  // Stores this warp's accumulators (in mma layout) and statistics to shared memory.
+  __device__ void store_warp(const float (&tO)[kM / 16][kD / 8][4], const float (&row_max)[kM / 16][2],
+                             const float (&row_sum)[kM / 16][2]) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
 #pragma unroll
@@ -80,24 +80,24 @@ class Meeting {
       of_block_[row_of_thread] =
           weigh(kWarps, row_of_thread, [&](int warp) { return stats_[warp * kM + row_of_thread]; });
     }
-    __syncthreads();  // the warps' weights are there
+    __syncthreads();  // the weights of all warps have been written
     for (int i = threadIdx.x; i < count * pairs; i += kWarps * 32) {
       const int row = i / pairs, pair = i % pairs;
       const float2 total = add(kWarps, row, [&](int warp) { return out_[at(warp * kM + row, pair)]; });
       if (p.cluster == 1) {
         write<T>(p, b, head_kv, first_row + row, pair, total, of_block_[row]);
       } else {
-        out_[at(row, pair)] = total;  // in the place of the first warp's, which only this thread reads
+        out_[at(row, pair)] = total;  // overwrites the value of warp 0, which only this thread reads
       }
     }
     if (p.cluster == 1) return;
-    cluster_barrier();  // every block's sums can be read
+    cluster_barrier();  // all CTAs of the cluster have written their sums
     if (row_of_thread < count) {
       of_cluster_[row_of_thread] = weigh(p.cluster, row_of_thread, [&](int block) {
         return load_cluster(shared_address(of_block_ + row_of_thread), block);
       });
     }
-    __syncthreads();  // the blocks' weights are there
+    __syncthreads();  // the weights of all CTAs have been written
     const int rank = blockIdx.y % p.cluster;
     const int share = (count * pairs + p.cluster - 1) / p.cluster;
     const int end = min(count * pairs, (rank + 1) * share);
@@ -107,20 +107,20 @@ class Meeting {
           add(p.cluster, row, [&](int block) { return load_cluster(shared_address(out_ + at(row, pair)), block); });
       write<T>(p, b, head_kv, first_row + row, pair, total, of_cluster_[row]);
     }
-    cluster_barrier();  // no block ends while another reads from it
+    cluster_barrier();  // no CTA may exit while another reads its shared memory
   }
 
  private:
   float2* out_;
   float2* stats_;
-  float2* of_block_;    // (max, sum) of a row
-  float2* of_cluster_;  // the same
+  float2* of_block_;    // (kM,): (max, sum) of each row over the CTA's warps
+  float2* of_cluster_;  // (kM,): the same over the cluster's CTAs
 
-  // Eight rows of a warp's lanes, four pairs each, meet all banks.
+  // XOR swizzle: the store of a warp (eight rows, four pairs each) has no bank conflicts.
   __device__ static int at(int row, int pair) { return row * (kD / 2) + (pair ^ row % 8 * 4); }
 
-  // (max, sum) of all parts, at most kWarps, of a row; what brings each to the common maximum takes the place of a
-  // warp's maximum.
+  // Returns (max, sum) of a row over `parts` parts, at most kWarps. Stores the factor that rescales each part to the
+  // common maximum over the maxima in stats_.
   template <class StatsOf>
   __device__ float2 weigh(int parts, int row, const StatsOf& stats_of) {
     float largest = -FLASHBWD_INFINITY;
@@ -138,7 +138,7 @@ class Meeting {
     return make_float2(largest, sum);
   }
 
-  // The sum of all parts' values, after weigh().
+  // Sum of the parts' values, weighted by the factors from weigh().
   template <class ValueOf>
   __device__ float2 add(int parts, int row, const ValueOf& value_of) const {
     float2 total = make_float2(0.f, 0.f);

@@ -1,4 +1,5 @@
-// What the kernels ask a modification: NoMod, one of ordinary.cuh, or one compiled at run time.
+// The interface between the forward kernel and a modification (score_mod and mask_mod). A modification is NoMod, a
+// built-in one (ordinary.cuh), or user code compiled at run time.
 #pragma once
 
 #include "params.h"
@@ -7,18 +8,19 @@
 
 namespace flashbwd {
 
-// What a modification has that needs no more.
+// Defaults for the optional members of a modification.
 struct AnyMod {
-  static constexpr bool kTotal = false;  // whether it may be asked about rows and keys past the last
-  // score_mod() may be quicker with a place for an answer: whether its result holds. Else it always does.
+  static constexpr bool kTotal = false;  // true: score_mod() and mask_mod() accept rows and keys past the end
+  // score_mod() has a parameter of this name; generated code elsewhere uses this null pointer. If not null, sine() and
+  // cosine() always use an approximation for small arguments, and set *near to false if it is invalid.
   static constexpr bool* near = nullptr;
-  static constexpr bool kHasRanges = false;  // whether sees_all() tells of a row that it sees all keys of a range
-  static constexpr bool kHasRow = false;
-  struct Row {  // what it works out once for a row
+  static constexpr bool kHasRanges = false;  // true: sees_all(row, first, last) says whether a row sees a range of keys
+  static constexpr bool kHasRow = false;     // true: Row is not empty
+  struct Row {                               // state computed once per query row
     Row() = default;
     __device__ Row(const DecodingParams&, int, int, int) {}
   };
-  // What is done to all scores of a chunk, before score_mod() is asked about each.
+  // Applied to all scores of a chunk before score_mod() is called per score.
   template <int kRowTiles, int kKeyTiles>
   __device__ static void all_scores(const DecodingParams&, float (&)[kRowTiles][kKeyTiles][4]) {}
 };

@@ -1,4 +1,4 @@
-// What an emitted modification is written in terms of, beside the operators of C++. No header: NVRTC compiles this too.
+// Device functions that generated modifications call. NVRTC compiles this file too, so it includes no header.
 #pragma once
 
 #include "ptx.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ float round_bfloat16(float x) {
   return float_of_bfloat16(static_cast<unsigned short>(pack_16bit<true>(x, 0.f)));
 }
 __device__ __forceinline__ long long wrap(long long i, int size) { return i < 0 ? i + size : i; }
-// ---- arithmetic as PyTorch's: integers wrap around, and no product is contracted with a sum ----
+// ---- arithmetic with PyTorch's semantics: integers wrap around, and a * b + c is not contracted to an FMA ----
 
 template <typename T>
 struct IsFloating {
@@ -37,7 +37,7 @@ template <>
 struct IsFloating<double> {
   static constexpr bool value = true;
 };
-// The type in which sums and products of integers wrap around: overflow of a signed one is undefined in C++.
+// The unsigned type for integer sums and products, since signed overflow is undefined behaviour in C++.
 template <typename T>
 struct Wrapping {
   using Type = unsigned int;
@@ -71,7 +71,7 @@ __device__ __forceinline__ T times(T a, T b) {
   using Type = typename Wrapping<T>::Type;
   return static_cast<T>(static_cast<Type>(a) * static_cast<Type>(b));
 }
-// Of floats, rounded once, as PyTorch's kernels add a product with `alpha`.
+// a + factor * b. Floats use one FMA, like PyTorch's add and sub kernels with `alpha`.
 template <typename T>
 __device__ __forceinline__ T plus_product(T a, T factor, T b) {
   if constexpr (IsFloating<T>::value) {
@@ -104,12 +104,12 @@ __device__ __forceinline__ bool sign_bit(T a) {
     return a < static_cast<T>(0);
   }
 }
-// Division by it may overflow.
+// Division by -1 overflows for the smallest integer, so the functions below treat it separately.
 template <typename T>
 __device__ __forceinline__ bool is_minus_one(T a) {
   return a < static_cast<T>(0) && a == static_cast<T>(-1);
 }
-// PyTorch raises an error on a CPU where an integer is divided by 0, and a GPU cannot: the result is 0 here.
+// An integer divided by 0 gives 0. (PyTorch raises an error on the CPU, which a GPU kernel cannot do.)
 template <typename T>
 __device__ __forceinline__ T trunc_divide(T a, T b) {
   if constexpr (IsFloating<T>::value) {
@@ -132,8 +132,7 @@ __device__ __forceinline__ T remainder_of(T a, T b) {
   const T r = fmod_of(a, b);
   return r != 0 && (r < 0) != (b < 0) ? plus(r, b) : r;
 }
-// Of floats: what is left of a without the remainder, divided by b. The quotient a / b may be rounded up to a whole
-// number.
+// For floats, computes (a - remainder) / b like PyTorch: floor(a / b) is wrong if a / b rounds up to an integer.
 template <typename T>
 __device__ __forceinline__ T floor_divide(T a, T b) {
   if constexpr (IsFloating<T>::value) {
@@ -150,7 +149,7 @@ __device__ __forceinline__ T floor_divide(T a, T b) {
     return r != 0 && (r < 0) != (b < 0) ? minus(q, static_cast<T>(1)) : q;
   }
 }
-// Of integers, with a negative exponent: 0, but for the bases 1 and -1.
+// An integer with a negative exponent gives 0, except for the bases 1 and -1.
 template <typename T>
 __device__ __forceinline__ T power(T a, T b) {
   if constexpr (IsFloating<T>::value) {
@@ -168,7 +167,7 @@ __device__ __forceinline__ T power(T a, T b) {
     return result;
   }
 }
-// Shifts by less than 0 or by all bits leave 0, or the sign.
+// A shift by a negative count or by at least the number of bits gives 0; shift_right gives -1 for a negative `a`.
 template <typename T>
 __device__ __forceinline__ T shift_left(T a, T by) {
   constexpr int kBits = 8 * sizeof(T);
@@ -204,7 +203,7 @@ template <typename T>
 __device__ __forceinline__ T hardswish(T x) {
   return x * minimum_of(maximum_of(x + 3, static_cast<T>(0)), static_cast<T>(6)) / 6;
 }
-// From the end that is nearer, as PyTorch computes it.
+// Interpolates from the nearer end, like PyTorch.
 template <typename T>
 __device__ __forceinline__ T lerp(T a, T b, T weight) {
   return absolute(weight) < static_cast<T>(0.5) ? a + weight * (b - a) : b - (b - a) * (1 - weight);
@@ -212,17 +211,17 @@ __device__ __forceinline__ T lerp(T a, T b, T weight) {
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + exp(-x)); }
 __device__ __forceinline__ double sigmoid(double x) { return 1 / (1 + exp(-x)); }
-// What the usual functions do for large arguments is long: it is called, not copied to where each score is worked on.
+// The argument reduction of sinf and cosf for large arguments is long, so it is not inlined into the score loop.
 __device__ __noinline__ float far_sine(float x) { return sinf(x); }
 __device__ __noinline__ float far_cosine(float x) { return cosf(x); }
-// sin(x), or cos(x): with x = n * pi + r, or (n + 1/2) * pi + r, that is sin(r) with a sign, a polynomial. Within 2.2
-// units in the last place. Where it does not serve, `near` becomes false; with none, the usual function is called.
+// sin(x) or cos(x). With x = n * pi + r (sin) or (n + 1/2) * pi + r (cos), the result is +-sin(r), a polynomial with an
+// error of at most 2.2 ulp for |x| <= 1e5. For larger |x|, sets *near to false, or calls sinf or cosf if near is null.
 template <bool kCosine>
 __device__ __forceinline__ float sine_or_cosine(float x, bool* near) {
-  constexpr float kWhole = 12582912.f;  // 1.5 * 2^23: a sum with it is whole, and its last bits count
+  constexpr float kWhole = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low mantissa bits
   const float n_bits = kCosine ? fmaf(x, 0.318309886f, -0.5f) + kWhole : fmaf(x, 0.318309886f, kWhole);
   const float n = n_bits - kWhole + (kCosine ? 0.5f : 0.f);
-  float r = fmaf(n, -3.14159203f, x);  // pi in three parts
+  float r = fmaf(n, -3.14159203f, x);  // Cody-Waite reduction: pi in three parts
   r = fmaf(n, -6.27832947e-7f, r);
   r = fmaf(n, -1.078060506e-14f, r);
   const float r2 = r * r;
@@ -231,7 +230,7 @@ __device__ __forceinline__ float sine_or_cosine(float x, bool* near) {
   sine = fmaf(sine, r2, -0.166666597f);
   sine = fmaf(sine * r2, r, r);
   const uint32 odd = __float_as_uint(n_bits) + (kCosine ? 1u : 0u);
-  sine = __uint_as_float(__float_as_uint(sine) + (odd << 31));  // turns the sign
+  sine = __uint_as_float(__float_as_uint(sine) + (odd << 31));  // flips the sign for odd n
   const bool far = fabsf(x) > 1e5f;
   if (near != nullptr) {
     *near &= !far;
@@ -244,7 +243,7 @@ __device__ __forceinline__ float sine(float x, bool* near) { return sine_or_cosi
 __device__ __forceinline__ float cosine(float x, bool* near) { return sine_or_cosine<true>(x, near); }
 __device__ __forceinline__ double sine(double x, bool*) { return sin(x); }
 __device__ __forceinline__ double cosine(double x, bool*) { return cos(x); }
-// fmax and fmin of C: of a number and NaN, the number.
+// C's fmax and fmin: if one argument is NaN, the result is the other one.
 template <typename T>
 __device__ __forceinline__ T fmax_of(T a, T b) {
   return b != b || a > b ? a : b;

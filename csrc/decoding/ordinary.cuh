@@ -1,4 +1,4 @@
-// The modifications that every build has kernels for, as arguments: OrdinaryMod of params.h, which
+// The built-in modifications, which every build has kernels for. They interpret OrdinaryMod (params.h), which
 // flashbwd/mods/ordinary.py fills.
 #pragma once
 
@@ -10,7 +10,8 @@
 
 namespace flashbwd {
 
-// The sum's bits: the additions of 64 bits wrap around, as those of 32 bits do after the last cast.
+// Evaluates a sum with wrap-around. Unsigned 64-bit arithmetic is exact modulo 2^64, hence also modulo 2^32 after the
+// final cast to int.
 __device__ inline long long sum_of(const DecodingParams& p, const OrdinarySum& sum, int b, int h, int q) {
   using Bits = unsigned long long;
   Bits total = static_cast<Bits>(sum.q) * static_cast<Bits>(q) + static_cast<Bits>(sum.constant);
@@ -27,7 +28,7 @@ __device__ inline long long sum_of(const DecodingParams& p, const OrdinarySum& s
   return sum.wide ? static_cast<long long>(total) : static_cast<int>(total);
 }
 
-// What k * kv_idx is compared with, as an int: beyond every key stays beyond every key.
+// sign * sum + q * q_idx + constant of a bound, saturated to int. Saturation keeps a limit beyond all keys beyond them.
 __device__ inline int limit_of(const DecodingParams& p, const OrdinaryBound& bound, int b, int h, int q) {
   constexpr long long kBeyond = 1ll << 40, kMost = 0x7fffffff;
   const long long sum = min(max(sum_of(p, bound.sum, b, h, q), -kBeyond), kBeyond);
@@ -35,7 +36,7 @@ __device__ inline int limit_of(const DecodingParams& p, const OrdinaryBound& bou
   return static_cast<int>(min(max(limit, -kMost), kMost));
 }
 
-// kMask: the bounds are a mask's; else they are where the score stays finite.
+// kMask: the bounds belong to mask_mod; otherwise score_mod sets the score to -inf where a bound is violated.
 template <bool kScore, bool kMask>
 struct OrdinaryKernelMod : AnyMod {
   static constexpr bool kTotal = true;
@@ -44,7 +45,7 @@ struct OrdinaryKernelMod : AnyMod {
   static constexpr bool kHasScoreMod = kScore;
   static constexpr bool kHasMask = kMask;
 
-  // The first and the last key that a row sees, and its bias: slope * (bias_k * k + origin).
+  // The first and the last key that a row sees, and the coefficients of its bias slope * (bias_k * k + origin).
   struct Row {
     int first, last;
     float slope;

@@ -1,4 +1,4 @@
-// The modifications of ordinary.cuh and their derivative, for the backward kernel.
+// The built-in modifications of ordinary.cuh and their derivatives, for the backward kernel.
 #pragma once
 
 #include "backward_params.h"
@@ -8,7 +8,7 @@
 
 namespace flashbwd {
 
-// kMask: the bounds are a mask's; else they are where the score stays finite.
+// kMask: the bounds belong to mask_mod; otherwise score_mod sets the score to -inf where a bound is violated.
 template <bool kMask>
 struct OrdinaryGradient {
   using Forward = OrdinaryKernelMod<true, kMask>;
@@ -26,7 +26,7 @@ struct OrdinaryGradient {
     return typename OrdinaryKernelMod<false, true>::Row(p, b, h, q).sees(k);
   }
 
-  // A score of -inf has the probability 0, and with it ds = 0.
+  // Only the softcap has a derivative other than 1. A score that a bound sets to -inf has probability 0, hence ds = 0.
   __device__ static float score_gradient(const DecodingBackwardParams& p, float score, int, int, int, int, float ds,
                                          bool) {
     const float cap = p.ordinary.softcap;

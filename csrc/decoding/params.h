@@ -1,4 +1,4 @@
-// What the decoding kernels are given. Compiled by nvcc, by g++ and, at run time, by NVRTC: no header may be included.
+// Parameters of the decoding kernels. nvcc, g++ and (at run time) NVRTC compile this file, so it may include no header.
 #pragma once
 
 namespace flashbwd {
@@ -8,36 +8,40 @@ struct CapturedTensor {
   static constexpr int kMaxDims = 5;
   const void* data;
   long long strides[kMaxDims];  // elements
-  int sizes[kMaxDims];          // for negative indices
+  int sizes[kMaxDims];          // to wrap negative indices
 };
 
-// Modifications that every build has kernels for, as numbers; the order of the members is flashbwd/mods/ordinary.py's.
-// slot: of a captured tensor of integers, `wide` when of 64 bits.
+// Built-in modifications (those that every build has kernels for), encoded as numbers. flashbwd/mods/ordinary.py fills
+// these structs in the order of their members.
+//
+// A term is weight * captured[slot], indexed by batch, head or not at all. `wide`: the tensor is int64, else int32.
 struct OrdinaryTerm {
   static constexpr int kBatch = 1, kHead = 2;
   int weight;  // 0: no term
   int slot, index, wide;
 };
 
-// q * q_idx + constant + terms. It wraps around as PyTorch's integers do: at 32 bits, or at 64 if `wide`.
+// q * q_idx + constant + terms. Wraps around like PyTorch's integers: at 32 bits, or at 64 bits if `wide`.
 struct OrdinarySum {
   int wide;
   int q, constant;
   OrdinaryTerm terms[2];
 };
 
-// k * kv_idx + sign * sum + q * q_idx + constant >= 0. Only `sum` wraps around.
+// The condition k * kv_idx + sign * sum + q * q_idx + constant >= 0. Only `sum` wraps around.
 struct OrdinaryBound {
   int k, sign, q, constant;
   OrdinarySum sum;
 };
 
-// score = softcap * tanh(score / softcap), with softcap > 0; score += slope_of(h) * (bias_k * kv_idx + origin), where
-// the sum wraps around at 32 bits; the bounds.
+// Applied in this order:
+//   score = softcap * tanh(score / softcap), if softcap > 0
+//   score += slope_of(h) * (bias_k * kv_idx + origin), whose sum wraps around at 32 bits
+//   the bounds, which hide the keys that violate one of them
 struct OrdinaryMod {
   enum Kind { kNone, kScore, kMask, kBoth };
   int kind;
-  int slope_slot;  // of a captured tensor of floats, one a head, that is a factor of the slope; -1 for none
+  int slope_slot;  // slot of a captured float tensor (H,) that is a factor of the slope; -1: none
   int bias_k;      // 1 or -1
   OrdinarySum origin;
   int bound_count;
@@ -46,42 +50,44 @@ struct OrdinaryMod {
   float slope, exp2_rate, exp2_start;  // slope_of(h) = slope * captured[h] * exp2(exp2_rate * h + exp2_start)
 };
 
-// A list of key blocks for each block of queries: counts (B or 1, H or 1, nq), indices (B or 1, H or 1, nq, columns).
+// The key blocks of each query block, as in PyTorch's BlockMask: counts (B or 1, H or 1, nq) and indices (B or 1, H or
+// 1, nq, columns).
 struct BlockList {
   const int* counts;
   const int* indices;
   long long count_strides[3];  // batch, head, query block; 0 where broadcast
-  long long index_strides[3];  // the column's stride is 1
+  long long index_strides[3];  // batch, head, query block; the last dimension has stride 1
   int columns;
 };
 
 struct DecodingParams {
   static constexpr int kMaxCaptured = 16;
-  const void* q;  // (B, H, Sq, D)
-  const void* k;  // (B, Hkv, Sk, D)
-  const void* v;  // (B, Hkv, Sk, Dv)
-  void* out;      // (B, H, Sq, Dv)
-  float* lse;     // (B, H, Sq), contiguous, as is max_scores; null where not needed
-  float* max_scores;
-  float* exact_out;  // (B, H, Sq, Dv), contiguous: out before its last rounding, which gradients need; null: not needed
-  // Of each slot: sums of exp2(s - max) * v, (slots, B * H * Sq, Dv rounded up to 2), and (max, sum) pairs,
-  // (slots, B * H * Sq, 2), both in log2 units. Not used with one slot.
+  const void* q;      // (B, H, Sq, D)
+  const void* k;      // (B, Hkv, Sk, D)
+  const void* v;      // (B, Hkv, Sk, Dv)
+  void* out;          // (B, H, Sq, Dv)
+  float* lse;         // (B, H, Sq), contiguous, natural log; null: not needed
+  float* max_scores;  // (B, H, Sq), contiguous, natural units; null: not needed
+  float* exact_out;   // (B, H, Sq, Dv), contiguous: the unrounded output, for the backward; null: not needed
+  // Partial results per slot: sums of exp2(s - max) * v, (slots, B * H * Sq, Dv rounded up to 2), and pairs (max, sum),
+  // (slots, B * H * Sq, 2), with s and max in log2 units. slots = splits / cluster; unused if that is 1.
   float* partial_out;
   float* partial_stats;
-  int* arrivals;  // of each row tile, blocks that have written their slot, 0 between calls; null: a kernel adds up
+  int* arrivals;  // (B * Hkv * row_tiles,): CTAs that have written their slot, 0 between calls; null: combine kernel
   long long q_strides[3];  // batch, head, row, in elements; the last dimension is contiguous
-  long long k_strides[3];  // batch stride 0 where one batch serves all
+  long long k_strides[3];  // batch stride 0 if all batches share K and V
   long long v_strides[3];
   long long out_strides[3];
   int batch, heads, heads_kv, group;  // group = heads / heads_kv
   int seqlen_q, seqlen_k, head_dim, head_dim_v;
   int splits;
-  int cluster;    // splits that add up their results in one cluster of thread blocks; slots = splits / cluster
-  int row_tiles;  // tiles that hold the group * seqlen_q rows of a key head
+  int cluster;    // cluster size; the splits of a cluster merge their results over DSMEM into one slot
+  int row_tiles;  // tiles for the group * seqlen_q rows of a KV head
   float scale;
-  // The mask. `states` null: every row of a tile has the lists of its first row, and they are walked. Else
-  // (B or 1, H or 1, nq, nk) bytes: 0 no block, 1 partial, 2 full; all blocks are walked.
-  BlockList partial, full;  // counts null: none
+  // The block mask. If `states` is null, the rows of a tile share the block lists of its first row, and the kernel
+  // visits only the listed blocks. Else `states` is (B or 1, H or 1, nq, nk): 0 empty, 1 partial, 2 full; the kernel
+  // visits all blocks.
+  BlockList partial, full;  // counts null: no such list
   const unsigned char* states;
   long long state_strides[3];
   int q_block, kv_block;
@@ -89,35 +95,35 @@ struct DecodingParams {
   OrdinaryMod ordinary;
 };
 
-// Keys of a stage: the length of one product of the tensor cores, 16, or 8 for float32.
+// Keys per ring stage (a chunk): the inner dimension of one mma, 16, or 8 for float32.
 constexpr int keys_of(int element_bytes) { return 32 / element_bytes; }
 
-// Stages of a warp's ring. 4 warps take 96 KiB, so that two thread blocks share a multiprocessor of 228 KiB; 128 KiB at
-// 256.
+// Stages of a warp's ring. The rings of 4 warps take 96 KiB up to head dimension 128, so that two CTAs fit into the 228
+// KiB of an SM, and 128 KiB at 256.
 constexpr int stages_of(int head_dim) { return head_dim <= 64 ? 6 : head_dim <= 128 ? 3 : 2; }
 constexpr int stage_bytes(int head_dim) { return 2 * 32 * head_dim; }  // K and V
-// The stages, and of each the place of its keys, 12 bytes.
+// The stages, and 12 bytes per stage for its `Place`.
 constexpr int ring_bytes(int head_dim, int warps) {
   const int stages = warps * stages_of(head_dim);
   return stages * stage_bytes(head_dim) + (stages * 12 + 127) / 128 * 128;
 }
 
-// Q lies in shared memory where registers would not hold it beside the output.
+// True if Q is kept in shared memory because registers cannot hold it beside the output accumulators.
 constexpr bool q_in_shared(int head_dim, int rows, int element_bytes) {
   return rows > 16 || head_dim > 128 || element_bytes == 4;
 }
 
-// What a modification works out for a row lies there too, at most 16 bytes, where registers would not hold it.
+// The same for the per-row state of a modification (Mod::Row), which takes at most kModRowBytes.
 constexpr int kModRowBytes = 16;
 constexpr bool mod_rows_in_shared(int head_dim, int rows) { return rows * head_dim > 2048; }
 
-// The ring, Q and the modification's rows, or the meeting of the warps where that needs more.
+// Dynamic shared memory: the rings, Q and the per-row states during the key loop; the merge of the warps reuses it.
 constexpr int shared_bytes(int head_dim, int rows, int warps, int element_bytes) {
   const int q_bytes = q_in_shared(head_dim, rows, element_bytes) ? rows * head_dim * element_bytes : 0;
   const int mod_bytes = mod_rows_in_shared(head_dim, rows) ? rows * kModRowBytes : 0;
   const int streaming = ring_bytes(head_dim, warps) + q_bytes + mod_bytes;
-  const int meeting = warps * rows * (head_dim + 2) * 4 + rows * 16;
-  return streaming > meeting ? streaming : meeting;
+  const int merging = warps * rows * (head_dim + 2) * 4 + rows * 16;
+  return streaming > merging ? streaming : merging;
 }
 
 }  // namespace flashbwd

@@ -7,9 +7,9 @@
 namespace flashbwd {
 namespace {
 
-constexpr int64_t kOverhead = 16;         // what starting and ending a thread block costs, in chunks
-constexpr int64_t kBackwardOverhead = 2;  // the same of the backward kernel, in tiles
-constexpr int64_t kBackwardBlocks = 2;    // on a multiprocessor, by registers
+constexpr int64_t kOverhead = 16;         // prologue and epilogue of a CTA, in units of the time of one chunk
+constexpr int64_t kBackwardOverhead = 2;  // the same for the backward kernel, in units of the time of one key tile
+constexpr int64_t kBackwardBlocks = 2;    // CTAs per SM of the backward kernel, limited by registers
 constexpr int64_t kMostSplits = 512;
 constexpr int64_t kMostSlotBytes = int64_t{1} << 30;
 
@@ -19,14 +19,14 @@ int64_t units_of(const DecodingShape& shape, DecodingTile tile) {
   return shape.batch * shape.heads_kv * row_tiles(shape, tile);
 }
 
-// Blocks of 8 warps, one a multiprocessor: their splits when they all run at once and leave few multiprocessors idle;
-// else 0, and blocks of 4 warps are dealt out two a multiprocessor.
+// Number of splits for CTAs of 8 warps, one per SM, if a single wave of them occupies at least 90 % of the SMs. Else 0:
+// CTAs of 4 warps, two per SM, are better.
 int64_t splits_of_one_wave(int64_t units, const DeviceInfo& info) {
   const int64_t splits = info.sm_count / units;
   return units * splits * 10 >= info.sm_count * int64_t{9} ? splits : 0;
 }
 
-// Splits for the least waves of thread blocks times what a block takes: its share of the chunks, and `overhead`.
+// The number of splits that minimizes waves * (chunks per CTA + overhead). `slots`: CTAs that run concurrently.
 int64_t splits_of_least_time(int64_t units, int64_t chunks, int64_t overhead, int64_t slots, int64_t most) {
   int64_t best = 1, best_time = INT64_MAX;
   for (int64_t splits = 1; splits <= most; ++splits) {
@@ -54,7 +54,8 @@ DecodingTile decoding_tile(const DecodingShape& shape, const DeviceInfo& info) {
   DecodingTile tile;
   tile.head_dim = padded_head_dim(shape.head_dim, shape.head_dim_v);
   if (tile.head_dim == 0) return {};
-  // A lane keeps rows * head_dim / 32 / 4 floats of the output and half as many registers of Q: at most 128 + 64.
+  // Registers per lane: rows * head_dim / 32 floats for the output accumulators, and half as many for Q if registers
+  // hold it. This limits rows * head_dim to 4096.
   tile.rows = shape.rows <= 16 || tile.head_dim == 256 || shape.element_bytes == 4 ? 16 : 32;
   tile.warps = 4;
   const auto fits = [&] {
@@ -80,7 +81,7 @@ DecodingSplits decoding_splits(const DecodingShape& shape, DecodingTile tile, co
     best.splits = static_cast<int32_t>(std::min(splits_of_one_wave(units, info), most));
   }
   if (asked > 0 || tile.warps == 8) {
-    // Two splits add up in a cluster. Larger clusters leave multiprocessors idle that do not fit: 15 to 40 % slower.
+    // Two splits merge in a cluster. Larger clusters leave SMs idle that do not fit: measured 15 to 40 % slower.
     if (has_clusters(info) && best.splits == 2) best.cluster = 2;
     return best;
   }

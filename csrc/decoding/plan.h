@@ -1,4 +1,4 @@
-// Host decisions of flex decoding: the tile, and how many parts the keys are split into.
+// Host-side planning of flex decoding: the tile, and the number of splits of the keys (Flash-Decoding).
 #pragma once
 
 #include <cstdint>
@@ -7,26 +7,26 @@
 
 namespace flashbwd {
 
-// What a call is to the planner.
+// The properties of a call that the planner uses.
 struct DecodingShape {
   int64_t batch = 0, heads_kv = 0;
-  int64_t rows = 0;  // that share a key head: heads of a group times queries
+  int64_t rows = 0;  // query rows per KV head: query heads of the group * seqlen_q
   int64_t seqlen_k = 0;
   int64_t head_dim = 0, head_dim_v = 0;
   int64_t element_bytes = 2;
 };
 
 struct DecodingTile {
-  int32_t head_dim = 0;  // both head dimensions padded: 64, 128 or 256; 0 when no kernel takes them
-  int32_t rows = 0;      // of one thread block: 16 or 32
-  int32_t warps = 0;     // 4; 8 where one wave of blocks fills the chip; 2 where shared memory is short
+  int32_t head_dim = 0;  // both head dimensions, padded to 64, 128 or 256; 0: no kernel supports them
+  int32_t rows = 0;      // query rows per CTA: 16 or 32
+  int32_t warps = 0;     // per CTA: 4; 8 if one wave of CTAs fills the GPU; 2 if shared memory is too small for 4
 
   bool operator==(const DecodingTile& other) const {
     return head_dim == other.head_dim && rows == other.rows && warps == other.warps;
   }
 };
 
-// 64, 128 or 256; 0 above.
+// The larger head dimension, rounded up to 64, 128 or 256; 0 if it is above 256.
 int32_t padded_head_dim(int64_t head_dim, int64_t head_dim_v);
 
 DecodingTile decoding_tile(const DecodingShape& shape, const DeviceInfo& info);
@@ -36,11 +36,11 @@ struct DecodingSplits {
   int32_t cluster = 1;  // divides splits
 };
 
-// `asked`: splits that the caller wants, 0 for as many as serve best.
+// `asked`: the number of splits that the caller wants; 0: chosen by the planner.
 DecodingSplits decoding_splits(const DecodingShape& shape, DecodingTile tile, const DeviceInfo& info, int64_t asked);
 
-// Thread blocks that share the keys of a head in the backward kernel; each has a slot of dq. `batch_kv` is 1 where all
-// batches share the keys.
+// Splits of the keys in the backward kernel; each split has its own slot of dq. `batch_kv` is 1 if all batches share K
+// and V, else the batch size.
 int32_t decoding_backward_splits(const DecodingShape& shape, int64_t batch_kv, int32_t head_dim,
                                  const DeviceInfo& info);
 

@@ -1,4 +1,4 @@
-// The instructions of sm_80 that the decoding kernels are made of. No header: NVRTC compiles this too.
+// PTX wrappers of the decoding kernels. NVRTC compiles this file too, so it includes no header.
 #pragma once
 
 #ifdef __CUDACC__
@@ -11,20 +11,20 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory, zeros after the first `bytes`.
+// Copies 16 bytes from global to shared memory; the bytes after the first `bytes` become zero.
 __device__ __forceinline__ void copy_async_16(uint32 shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }
 
-// To be kept in the L2 while keys and values stream through it.
+// Prefetches into L2 with evict_last, so that streaming K and V do not evict the line.
 __device__ __forceinline__ void prefetch(const void* global) {
   asm volatile("prefetch.global.L2::evict_last [%0];\n" ::"l"(global));
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n"); }
 
-// Until at most kPending of the committed groups of this thread are under way.
+// Waits until at most kPending of this thread's cp.async groups are outstanding.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32 (&r)[4], uint32 
                : "memory");
 }
 
-// d (16, 8) += a (16, 16) @ b (16, 8), fp32 sums of 16-bit products.
+// d (16, 8) += a (16, 16) @ b (16, 8), 16-bit operands, fp32 accumulation.
 template <bool kBFloat16>
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   if constexpr (kBFloat16) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_shared(uint32 shared, const uint32 (&words
                : "memory");
 }
 
-// Two floats as one register of 16-bit values, `low` in the low half.
+// Rounds two floats to 16 bits and packs them into one register, `low` in the low half.
 template <bool kBFloat16>
 __device__ __forceinline__ uint32 pack_16bit(float low, float high) {
   uint32 packed;
@@ -101,8 +101,8 @@ __device__ __forceinline__ uint32 pack_16bit(float low, float high) {
   return packed;
 }
 
-// Programmatic dependent launch: the next kernel of the stream may start when every block said so or ended, and waits
-// for this one's results where it says so itself. Nothing before sm_90.
+// Programmatic dependent launch: the next kernel on the stream may start once every CTA has called this or exited. That
+// kernel must call wait_for_previous() before it reads this one's results. Before sm_90, both do nothing.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
@@ -115,7 +115,7 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// Clusters of thread blocks, from sm_90 on.
+// Before sm_90 there are no clusters and these do nothing.
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -125,7 +125,7 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// Two floats at address `shared` of the thread block with this rank in the cluster.
+// Loads two floats from address `shared` in the shared memory of the cluster's CTA `rank`.
 __device__ __forceinline__ float2 load_cluster(uint32 shared, int rank) {
   float2 x = make_float2(0.f, 0.f);
 #if __CUDA_ARCH__ >= 900
@@ -142,7 +142,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Relative error below 1e-6, at a fifth of the cost of tanhf: the series, or 1 - 2 / (exp(2 |x|) + 1).
+// tanh: Taylor series near 0, else 1 - 2 / (exp(2 |x|) + 1). Relative error below 1e-6; costs a fifth of tanhf.
 __device__ __forceinline__ float tanh_of(float x) {
   constexpr float kTwoLog2e = 2.8853900817779268f;
   const float x2 = x * x;

@@ -1,4 +1,4 @@
-// The stages of shared memory through which a warp streams keys and values, a few keys a stage.
+// A warp's own cp.async ring in shared memory: each stage holds K and V of one chunk of keys.
 #pragma once
 
 #include "block_lists.cuh"
@@ -30,11 +30,11 @@ class Ring {
   __device__ uint32 keys(int stage) const { return stages_ + stage * kStageBytes; }
   __device__ uint32 values(int stage) const { return keys(stage) + kStageBytes / 2; }
 
-  // What wait() waited for.
+  // The keys in a stage; valid after wait().
   __device__ Place place(int stage) const { return places_[stage]; }
 
-  // Begins to load the keys of a chunk, those before its end, if there are any to load. All lanes are done with the
-  // stage.
+  // Starts to load the keys of a chunk up to place.end_key; with `any` false, only commits an empty cp.async group. All
+  // lanes must have finished reading the stage.
   __device__ __forceinline__ void load(bool any, const Place& place, int stage) {
     if (any && lane_ == 0) places_[stage] = place;
     if (kWholeRows && any && place.first_key + kKeys <= place.end_key) {
@@ -57,13 +57,15 @@ class Ring {
     copy_async_commit();
   }
 
-  // Until the oldest of kStages - 1 loads has arrived for all lanes, which are done with the stage before.
+  // Waits until the oldest of the kStages - 1 outstanding loads has arrived for all lanes. The __syncwarp() also
+  // ensures that all lanes have finished reading the previous stage, which the next load() overwrites.
   __device__ __forceinline__ void wait() {
     copy_async_wait<kStages - 2>();
     __syncwarp();
   }
 
-  // Values that no row sees may hold anything, and 0 * NaN is NaN: bit i of `seen` keeps key i.
+  // Zeroes the values of keys that no row sees: they may be NaN or Inf, and 0 * NaN is NaN. Keeps key i if bit i of
+  // `seen` is set.
   __device__ void clear_unseen_values(int stage, uint32 seen) {
 #pragma unroll
     for (int key = 0; key < kKeys; ++key) {
@@ -74,12 +76,12 @@ class Ring {
     __syncwarp();
   }
 
-  // Before the shared memory is used for something else.
+  // Waits for this lane's copies, before the shared memory is reused.
   __device__ void end() { copy_async_wait<0>(); }
 
  private:
-  static constexpr int kCopies = kKeys * Tile::kPieces / 32;  // of a lane, for K or V of a stage
-  // All chunks but a list's last go the short way.
+  static constexpr int kCopies = kKeys * Tile::kPieces / 32;  // copies per lane for K (or V) of a stage
+  // Chunks without keys past the end use the cheaper load_rows().
   static constexpr bool kWholeRows = kAligned && Tile::kPieces <= 32;
 
   const DecodingParams& p_;

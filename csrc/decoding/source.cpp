@@ -1,7 +1,8 @@
-// The kernel's own text, for the compiler of modifications.
+// Embeds the kernels' source text, from which NVRTC compiles kernels with user modifications.
 #include "source.h"
 
-// Empty for a C++ compiler; included so that a change of a file embedded below rebuilds this one.
+// These headers are (almost) empty for a host compiler. Including them makes this file depend on the files embedded
+// below, so that a change rebuilds it.
 #include "backward.cuh"
 #include "backward_params.h"
 #include "block_lists.cuh"

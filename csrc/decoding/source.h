@@ -4,11 +4,13 @@
 
 namespace flashbwd {
 
-// The files that the forward kernel is made of, one after the other, with their #include and #pragma lines.
+// Source text of the forward kernel for NVRTC: its files concatenated. The caller removes #include and #pragma lines.
 std::string decoding_source();
-std::string decoding_mod_functions();  // what emitted modifications are written in terms of
 
-// Those of the backward kernel.
+// Source text of the functions that generated modifications call.
+std::string decoding_mod_functions();
+
+// Source text of the backward kernel; format as in decoding_source().
 std::string decoding_backward_source();
 
 }  // namespace flashbwd

@@ -1,12 +1,12 @@
-// Split-KV attention for few rows. A thread block has one key head, one tile of the rows of its query heads (the heads
-// of the group one after the other), and a share of the keys. Each warp streams a few keys at a time through a ring of
-// its own in shared memory and keeps a softmax of its own: no barrier between warps until the keys are done.
+// Split-KV attention for short queries. A CTA handles one KV head, one tile of the query rows that attend to it (GQA
+// packing: the rows of all query heads of the group, head by head) and one split of the keys. Each warp streams key
+// chunks through its own cp.async ring and keeps its own online softmax; the key loop has no CTA barrier.
 //
-//   warp w:  chunks  w, w + kWarps, w + 2 kWarps ...      (16 keys, 8 of float32: K and V of one stage)
+//   warp w:  chunks  w, w + kWarps, w + 2 kWarps ...      (K and V of 16 keys, or of 8 in float32; one ring stage)
 //            S = Q K^T -> scale, score_mod, mask -> online softmax -> O += P V
-//   then:    the warps' (max, sum, O) meet (meeting.cuh)
+//   then:    merge the (max, sum, O) of all warps (meeting.cuh)
 //
-// Compiled by nvcc for no modification and by NVRTC with a user's; docs/kernels/flex_decoding.md has the measurements.
+// nvcc compiles this for the built-in modifications, NVRTC for a user's. Results: docs/kernels/flex_decoding.md.
 #pragma once
 
 #include "block_lists.cuh"
@@ -20,8 +20,8 @@
 
 namespace flashbwd {
 
-// kD: head dimensions padded, 64, 128 or 256. kM: rows of the tile, a multiple of 16. kAligned: the rows of q, k and v
-// begin at multiples of 16 bytes.
+// kD: both head dimensions, padded to 64, 128 or 256. kM: query rows per tile, a multiple of 16. kAligned: every row of
+// q, k and v is 16-byte aligned and a multiple of 16 bytes long.
 template <int kD, int kM, int kWarps, class T, bool kAligned, class Mod>
 __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   using Storage = typename T::Storage;
@@ -44,7 +44,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   const int first_head = head_kv * p.group + first_row / p.seqlen_q;
   Ring<kD, kWarps, T, kAligned> ring(p, shared, b, head_kv);
   ListOfRow partial, full;
-  if (walks_lists<Mod>(p)) {
+  if (uses_block_lists<Mod>(p)) {
     const int q = first_row % p.seqlen_q / p.q_block;
     partial = {p.partial, b, first_head, q};
     full = {p.full, b, first_head, q};
@@ -62,11 +62,11 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     ahead.advance();
   }
 
-  launch_dependents();  // the combine kernel, or the next call's: they wait before they read
+  launch_dependents();  // the next kernel (combine, or the next call) still waits for this grid before it reads
 
-  // Rows of this lane: for each 16-row tile, lane / 4 and lane / 4 + 8.
+  // In each 16-row tile, this lane holds rows lane / 4 and lane / 4 + 8 (the mma accumulator layout).
   int head[kRowTiles][2], query[kRowTiles][2];
-  float tO[kRowTiles][kD / 8][4];  // (kM, kD), 8 columns each
+  float tO[kRowTiles][kD / 8][4];  // (kM, kD) in mma tiles of (16, 8)
   float row_max[kRowTiles][2], row_sum[kRowTiles][2];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -78,7 +78,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + m * 16 + half * 8 + lane / 4;
-      const int inside = row < rows ? row : first_row;  // rows past the last repeat the first and are not written
+      const int inside = row < rows ? row : first_row;  // rows past the end repeat the first row; they are not stored
       head[m][half] = head_kv * p.group + inside / p.seqlen_q;
       query[m][half] = inside % p.seqlen_q;
       row_max[m][half] = -FLASHBWD_INFINITY;
@@ -92,7 +92,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   const auto q_row = [&](int b, int head, int query) {
     return static_cast<const Storage*>(p.q) + b * p.q_strides[0] + head * p.q_strides[1] + query * p.q_strides[2];
   };
-  // What the modification works out for the rows. It may have to read for that: at the same time as Q is read.
+  // Per-row state of the modification. Its constructor may load from global memory, so it overlaps with loading Q.
   using ModRow = typename Mod::Row;
   constexpr bool kModRowsInShared = Mod::kHasRow && mod_rows_in_shared(kD, kM);
   static_assert(!kModRowsInShared || (kQInShared && sizeof(ModRow) <= kModRowBytes && kM <= 32));
@@ -109,10 +109,10 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
         Tile::template copy_piece<kAligned>(shared_q, row, i % Tile::kPieces, source, p.head_dim, true);
       }
     } else if (lane < kM) {
-      const int local = first_row + lane < rows ? first_row + lane : first_row;  // as above
+      const int local = first_row + lane < rows ? first_row + lane : first_row;  // past the end: repeat the first row
       shared_mod_rows[lane] = {p, b, head_kv * p.group + local / p.seqlen_q, local % p.seqlen_q};
     }
-    __syncthreads();  // every warp reads all of Q and of the rows
+    __syncthreads();  // every warp reads all of Q and all per-row states
   } else {
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
@@ -136,7 +136,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     ahead.advance();
     const uint32 stage_k = ring.keys(stage), stage_v = ring.values(stage);
 
-    // S (kM, kKeys): tiles of 8 keys
+    // S (kM, kKeys), in mma tiles of 8 keys
     float tS[kRowTiles][kKeyTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -148,7 +148,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
     for (int step = 0; step < Tile::kSteps; ++step) {
       if constexpr (kKeyTiles == 2) {
         Tile::load_b(tK, stage_k, 0, step);
-      } else if (step % 2 == 0) {  // 8 keys, two steps
+      } else if (step % 2 == 0) {  // one ldmatrix.x4 loads 8 keys for two steps
         load_matrices(tK, stage_k + Tile::at(lane % 8, step * 2 + lane / 8));
       }
 #pragma unroll
@@ -164,11 +164,11 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       }
     }
 
-    // Which scores are visible: bit i of visible[m] for element i of tS[m].
+    // Bit i of visible[m] is set if element i of tS[m] is not masked out.
     constexpr uint32 kAll = (1u << kKeyTiles * 4) - 1;
     bool masked = Mod::kHasMask && (p.states != nullptr || !c.full);
     if constexpr (Mod::kHasMask && Mod::kHasRanges) {
-      // Most chunks of a partial block are seen whole, and need none of the code for those that are not.
+      // Most chunks of a partial block are fully visible; they skip the per-element mask below.
       if (masked && p.states == nullptr) {
         bool whole = true;
 #pragma unroll
@@ -190,7 +190,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       }
     }
     if (hidden) {
-      uint32 seen = 0;  // a bit for each of this lane's keys
+      uint32 seen = 0;  // one bit per key of this lane: set if any of the lane's rows sees the key
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         if constexpr (kModRowsInShared && !Mod::kHasScoreMod) {
@@ -244,7 +244,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       }
     }
 
-    // Scores in log2 units, -inf where not visible.
+    // Scores in log2 units; -inf where masked out.
     const auto scale_scores = [&](float factor) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -265,8 +265,8 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
             return Mod::score_mod(p, mod_rows[m][half], tS[m][i / 4][i % 4], b, head[m][half], query[m][half], key,
                                   near);
           };
-          // Side by side; one after the other where each has to be asked whether it is visible, or the quick way does
-          // not serve.
+          // Evaluate all elements without branches if score_mod accepts any (row, key) or if all are visible. If not,
+          // or if score_mod's fast path is invalid for an argument, evaluate only the visible elements, one by one.
           bool done = Mod::kTotal || !hidden;
           if (done) {
             float quick[kKeyTiles * 2];
@@ -298,7 +298,7 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
       }
     }
 
-    // Online softmax; the four lanes of a row share its maximum, each has its own part of the sum.
+    // Online softmax. The four lanes of a row share the row maximum; each lane keeps a partial row sum.
     SplitA<T> tP[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -352,12 +352,12 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   }
 
   ring.end();
-  __syncthreads();  // all warps are done with their rings
-  Meeting<kD, kM, kWarps> meeting(shared);
-  meeting.bring(tO, row_max, row_sum);
-  meeting.template finish<T>(p, b, head_kv, first_row);
+  __syncthreads();  // all warps have finished reading their rings; the merge reuses this shared memory
+  SoftmaxMerge<kD, kM, kWarps> merging(shared);
+  merging.store_warp(tO, row_max, row_sum);
+  merging.template finish<T>(p, b, head_kv, first_row);
   if (p.arrivals != nullptr && arrives_last(p, shared))
-    add_up_slots<T, kWarps>(p, shared, b, head_kv, first_row, min(kM, rows - first_row));
+    reduce_slots<T, kWarps>(p, shared, b, head_kv, first_row, min(kM, rows - first_row));
 }
 
 }  // namespace flashbwd

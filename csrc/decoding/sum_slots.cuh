@@ -1,4 +1,4 @@
-// dq: the sum of its slots, in their order.
+// dq: the sum of the splits' slots, always in the same order (deterministic).
 #pragma once
 
 #include "backward_params.h"
@@ -8,7 +8,7 @@ namespace flashbwd {
 
 constexpr int kSumThreads = 128;
 
-// One thread a pair of columns.
+// One thread per pair of columns.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(const __grid_constant__ DecodingBackwardParams p) {
   const int pairs = (p.head_dim + 1) / 2;

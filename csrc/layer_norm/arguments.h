@@ -1,4 +1,4 @@
-// What the kernels are given.
+// Arguments of the backward kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,15 +11,15 @@
 
 namespace flashbwd::layer_norm {
 
-// A dropout mask: given, or drawn again.
+// A dropout mask: given, or regenerated from seed and offset.
 struct Dropout {
-  bool drops = false;             // otherwise all is kept
-  const uint8_t* keep = nullptr;  // (rows, columns); null: drawn
-  int64_t keep_stride = 0;        // from row to row
-  bool vector_keep = false;
-  const int64_t* rng = nullptr;  // seed and offset
-  uint32_t keep_from = 0;        // a drawn word from which on its element is kept
-  float scale = 1.f;             // of what is kept
+  bool drops = false;             // false: all elements are kept
+  const uint8_t* keep = nullptr;  // (rows, columns); null: regenerated
+  int64_t keep_stride = 0;        // row stride
+  bool vector_keep = false;       // the mask's rows are aligned like x's, which allows vector loads
+  const int64_t* rng = nullptr;   // (2,): seed and offset
+  uint32_t keep_from = 0;         // an element is kept if its Philox word is at least this
+  float scale = 1.f;              // of the kept elements: 1 / (1 - p)
 };
 
 inline Dropout dropout_of(const DropoutParams& p) {
@@ -33,11 +33,11 @@ inline Dropout dropout_of(const DropoutParams& p) {
   return d;
 }
 
-// What a backward is given and gives.
+// Compile-time variants of the backward kernel.
 enum class Form {
-  kPlain,    // x; dx
-  kDropout,  // x = residual + dropout(branch): dx, and the gradient of the branch
-  kOutput,   // the norm's output in the place of x; dx
+  kPlain,    // from x; writes dx
+  kDropout,  // from x = residual + dropout(branch); writes dx (the residual's gradient) and the branch's gradient
+  kOutput,   // from the norm's output z instead of x; writes dx
 };
 
 struct BackwardArguments {
@@ -49,28 +49,29 @@ struct BackwardArguments {
   const void* x = nullptr;
   const void* dz = nullptr;
   const void* residual = nullptr;
-  bool centred = false;       // LayerNorm
+  bool centred = false;       // LayerNorm; else RMSNorm
   const float* mu = nullptr;  // (rows,); null: not needed
-  const float* rs = nullptr;
+  const float* rs = nullptr;  // (rows,)
   const void* gamma = nullptr;
-  const void* beta = nullptr;  // of Form::kOutput
+  const void* beta = nullptr;  // Form::kOutput only
   void* dx = nullptr;
-  int64_t x_stride = 0, dz_stride = 0, residual_stride = 0, dx_stride = 0;  // elements from row to row
+  int64_t x_stride = 0, dz_stride = 0, residual_stride = 0, dx_stride = 0;  // row strides, in elements
+  // True if a tensor's rows have the same phase (see phase.h) as x's, which allows 16-byte accesses.
   bool vector_x = false, vector_dz = false, vector_residual = false, vector_dx = false;
-  bool all_vectors = false;  // x and dz
+  bool all_vectors = false;  // vector_x && vector_dz
   bool zero_centered = false;
   DType gamma_dtype = DType::kFloat32;
   Dropout dropout;
-  void* branch = nullptr;  // of dz's dtype: the gradient of what was dropped; null: not asked for
+  void* branch = nullptr;  // gradient of the branch, dz's dtype; null: not needed
   int64_t branch_stride = 0;
   bool vector_branch = false;
-  const float2* row_sums = nullptr;  // (rows,) of the means below; null: computed here
-  // (workers, 2, partial_columns): dgamma, dbeta, shifted by the rows' phase; null: not asked for
+  const float2* row_sums = nullptr;  // (rows,): sums of dy and of dy * xhat; null: this kernel computes them
+  // (workers, 2, partial_columns): partial dgamma, dbeta, shifted by the phase of the worker's rows; null: not needed
   float* partial = nullptr;
   int64_t partial_columns = 0;
-  int* progress = nullptr;  // rounds that all workers have begun, from zero; null: workers do not wait for each other
-  void* dgamma = nullptr;   // of gamma_dtype, of CTAs that sum columns
-  void* dbeta = nullptr;
+  int* progress = nullptr;  // LockStep: sum over all workers of the rounds begun, initially 0; null: no LockStep
+  void* dgamma = nullptr;   // (columns,), gamma_dtype, written only by threads that sum columns
+  void* dbeta = nullptr;    // the same
 };
 
 }  // namespace flashbwd::layer_norm

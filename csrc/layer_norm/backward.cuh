@@ -1,9 +1,10 @@
-// LayerNorm and RMSNorm backward: one pass over x and dz writes dx and leaves fp32 partial sums of dgamma and dbeta.
+// LayerNorm and RMSNorm backward: one pass over x and dz writes dx and fp32 partial sums of dgamma and dbeta.
 //
-// Every thread copies its own columns of the rows to come into its own slots of shared memory (cp.async, `stages` rows
-// deep) and reads nobody else's: loads need no barrier. A row is read from there twice, for its sums and for dx. It
-// costs one exchange of two sums, among the lanes of a warp, the warps of a group, and the CTAs of a cluster where rows
-// are wide.
+// Persistent CTAs; `groups` rows per CTA at a time. cp.async prefetches rows into a ring of `stages` stages:
+//   fetch row + stages - 1 -> wait for row -> row sums of dy and dy * xhat -> exchange -> dx, dgamma += , dbeta +=
+// Each thread copies only its own columns into its own slots of shared memory and reads only those, so loads need no
+// barrier. The only communication per row is the exchange of the two sums among the lanes of a warp, the warps of a
+// group, and for wide rows the CTAs of a cluster.
 #pragma once
 
 #include "arguments.h"
@@ -17,14 +18,14 @@
 
 namespace flashbwd::layer_norm {
 
-// What one CTA of a worker does.
+// The work of a CTA that computes dx. A worker is one CTA, or all CTAs that share a row.
 template <Form kForm, typename TX, typename TDZ>
 __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* smem) {
   constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));
   constexpr int kVectors = max_vectors_of(sizeof(TX), sizeof(TDZ));
   using PlaneX = Plane<TX, kElements>;
   using PlaneDz = Plane<TDZ, kElements>;
-  // A thread's slots of a stage: x and dz of each vector side by side.
+  // A thread's slots in a stage: for each vector, x followed by dz.
   constexpr int kDzOffset = PlaneX::kSlots * kSlotStride;
   constexpr int kPairStride = (PlaneX::kSlots + PlaneDz::kSlots) * kSlotStride;
 
@@ -36,32 +37,32 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   const int residue = worker % a.schedule.period;
   const int phase = (a.schedule.phase_base + residue * a.schedule.phase_step) % kElements;
 
-  // This thread's vectors: lane, lane + lanes, ... of the chunk. Those inside the row number `mine`.
+  // This thread owns vectors lane, lane + lanes, ... of the CTA's chunk of the row; `mine` of them are inside the row.
   const int row_vectors = (a.columns + phase + kElements - 1) / kElements;
   const int chunk_start = rank * a.tile.chunk_vectors;
   const int inside = min(a.tile.chunk_vectors, row_vectors - chunk_start);
   const int mine = inside <= lane ? 0 : (inside - lane + lanes - 1) / lanes;
-  const int column0 = (chunk_start + lane) * kElements - phase;  // of vector 0; the next is lanes * kElements on
+  const int column0 = (chunk_start + lane) * kElements - phase;  // first column of vector 0
   const int column_step = lanes * kElements;
-  const int head = column0 < 0 ? phase : 0;  // elements of vector 0 that belong to the row before
+  const int head = column0 < 0 ? phase : 0;  // elements of vector 0 that belong to the previous row
   const int tail = min(kElements, a.columns - (column0 + (mine - 1) * column_step));  // elements of the last vector
-  const int whole = tail == kElements ? mine : mine - 1;                              // vectors that end within the row
+  const int whole = tail == kElements ? mine : mine - 1;                              // vectors that end inside the row
   const auto count_of = [&](int v) { return v < whole ? kElements : tail; };
 
-  // Its rows: from `row` on, every row_step rows. Rows from a.rows on are none.
+  // This group's rows: row, row + row_step, ... Indices of at least a.rows are skipped.
   const int64_t row_step = static_cast<int64_t>(a.schedule.workers) * a.tile.groups;
   int64_t row =
       (static_cast<int64_t>(worker / a.schedule.period) * a.tile.groups + group) * a.schedule.period + residue;
 
-  // Shared memory: what is exchanged | gamma | a row ahead: mask, dresidual | stages (planes, kMaxThreads) of 16 bytes.
+  // Shared memory: exchange | gamma, beta | mask, dresidual of one row | stages of (planes, kMaxThreads) 16-byte slots
   const uint32_t exchange_s = shared_address(smem);
   const uint32_t gamma_s = exchange_s + exchange_bytes(a.tile);
   const uint32_t own_gamma = keep(gamma_s + lane * static_cast<uint32_t>(parameter_stride(a.tile)));
   const uint32_t own_slots = keep(exchange_s + a.tile.stages_offset + 16 * threadIdx.x);
   const int stage_bytes = kSlotStride * a.tile.planes;
   const int stages = a.tile.stages;
-  // dresidual and a given mask are needed at the end of a row's turn only: one row of each is under way, into slots
-  // before the stages, from the turn before on.
+  // dresidual and a given mask are needed only at the end of an iteration, so they have a single stage of their own,
+  // which the previous iteration prefetches.
   constexpr int kResidualBytes = kVectors * PlaneX::kSlots * kSlotStride;
   const auto residual_slots = [&](int v) { return own_slots - kResidualBytes + v * PlaneX::kSlots * kSlotStride; };
   const auto keep_slots = [&](int v) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       const uint32_t slots = own_slots + to_stage * stage_bytes;
       const TX* fetch_x = static_cast<const TX*>(a.x) + fetch_row * a.x_stride + column0;
       const TDZ* fetch_dz = static_cast<const TDZ*>(a.dz) + fetch_row * a.dz_stride + column0;
-      // Of the first row's head and the last row's tail, 16 bytes are not all the tensor's: those come by elements.
+      // The 16 bytes around the first row's head and the last row's tail may exceed the tensor: load them by elements.
       const bool framed = fetch_row > 0 && fetch_row + 1 < a.rows;
       const int together = a.all_vectors && (framed || head == 0) ? whole : 0;
       const TX* next_x = fetch_x;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     commit_copies();
   };
   const auto whole_vector = [&](int v) { return v < whole && (v > 0 || head == 0); };
-  // What a row needs last.
+  // Prefetches dresidual and the given mask of a row.
   const auto fetch_ahead = [&](int64_t of_row) {
     if (of_row < a.rows) {
       const TX* residual = static_cast<const TX*>(a.residual) + of_row * a.residual_stride + column0;
@@ -142,8 +143,8 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
 
   const bool all_stored =
       head == 0 && whole == mine && (a.dx == nullptr || a.vector_dx) && (a.branch == nullptr || a.vector_branch);
-  // What becomes of vector v of a row: bit v, dx leaves by 16 bytes; bit kBranch + v, the branch's gradient does; then
-  // what there is at all. One register, where each argument would cost several instructions a vector.
+  // Flags of the epilogue in one register, which saves several instructions per vector. Bit v: store vector v of dx
+  // with 16-byte stores; bit kBranch + v: the same for the branch gradient; then which tensors exist.
   constexpr int kBranch = 4;
   constexpr uint32_t kHasDx = 1u << 8, kHasBranch = 1u << 9, kHasResidual = 1u << 10, kHasMask = 1u << 11,
                      kRest = 1u << 12;
@@ -152,9 +153,9 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       keep((a.vector_dx ? whole_bits : 0) | (a.vector_branch ? whole_bits << kBranch : 0) |
            (a.dx != nullptr ? kHasDx : 0) | (a.branch != nullptr ? kHasBranch : 0) |
            (a.residual != nullptr ? kHasResidual : 0) | (mask_given ? kHasMask : 0) | (all_stored ? 0 : kRest));
-  const int under_way = (any_ahead ? 2 : 1) * (stages - 1);  // groups of copies behind those of a row
+  const int under_way = (any_ahead ? 2 : 1) * (stages - 1);  // cp.async groups committed after those of the current row
 
-  // Statistics are loaded a row ahead.
+  // Statistics are loaded one iteration ahead.
   float next_mu = 0.f;
   float next_rs = 0.f;
   const auto load_statistics = [&](int64_t of_row) {
@@ -176,13 +177,13 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   } else {
     stage_parameters<__half, kElements>(a, chunk_start * kElements - phase, gamma_s);
   }
-  // Behind the statistics and gamma, which a first row needs as well.
+  // These fetches come after the statistics and gamma, which the first row needs too.
 #pragma unroll 1
   for (int s = 1; s < stages - 1; ++s) {
     fetch(s, row + s * row_step);
     if (any_ahead) fetch_ahead(a.rows);
   }
-  // All wait for these; where CTAs share rows, for the mbarriers of the other CTAs too.
+  // All threads wait for the staged parameters, and in a cluster also for the mbarriers of the other CTAs.
   if (kHasClusters && a.tile.cluster) {
     if (threadIdx.x == 0) exchange.init(a.tile.groups);
     cluster_barrier();
@@ -190,13 +191,13 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     group_barrier(0, a.tile.threads());
   }
 
-  // Parameter `which` of vector v: gamma, and in Form::kOutput beta.
+  // Reads parameter `which` of vector v: 0 is gamma, 1 is beta (Form::kOutput only).
   const auto read_parameter = [&](int which, int v, float (&values)[kElements]) {
     const uint32_t planes = own_gamma + which * a.tile.vectors * 4 * kElements + v * 4 * kElements;
 #pragma unroll
     for (int q = 0; q < kElements / 4; ++q) unpack<float>(load_shared_16(planes + 16 * q), &values[4 * q]);
   };
-  // What stands in for x, vector v, less what does not scale with xhat: mu, or from the output beta.
+  // Subtracts the offset from vector v, so that the result is proportional to xhat: x - mu, or z - beta for kOutput.
   constexpr bool kFromOutput = kForm == Form::kOutput;
   const auto centre = [&](int v, float mu, float (&x)[kElements]) {
     if constexpr (kFromOutput) {
@@ -209,7 +210,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       for (int e = 0; e < kElements; ++e) x[e] -= mu;
     }
   };
-  // What a drawn mask keeps of this thread's elements of a row: bit mask_bit(v * kElements + e).
+  // Regenerates the dropout mask of this thread's elements of a row: bit mask_bit(v * kElements + e) is set if kept.
   const auto draw = [&](int64_t of_row, int vectors) {
     uint32_t kept = 0;
     if constexpr (kForm == Form::kDropout) {
@@ -222,12 +223,12 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   };
   const bool sums_here = a.row_sums == nullptr && (a.dx != nullptr || a.branch != nullptr);
 
-  float dgamma[kVectors][kElements] = {};  // (kVectors, kElements): this thread's columns, over its rows
+  float dgamma[kVectors][kElements] = {};  // (kVectors, kElements): this thread's columns, summed over its rows
   float dbeta[kVectors][kElements] = {};
   int stage = 0;
 #pragma unroll 1
   for (int left = a.schedule.rounds; left > 0; --left) {
-    fetch(stage == 0 ? stages - 1 : stage - 1, row + (stages - 1) * row_step);  // where the row before was
+    fetch(stage == 0 ? stages - 1 : stage - 1, row + (stages - 1) * row_step);  // into the stage of the previous row
     const int here = row < a.rows ? mine : 0;
     const uint32_t kept = draw(row, here);
     wait_copies(under_way);
@@ -240,7 +241,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       if (a.vector_dz) PlaneDz::clear_head(slots + kDzOffset, head);
     }
 
-    float2 sums = make_float2(0.f, 0.f);  // of dy and of dy * xhat
+    float2 sums = make_float2(0.f, 0.f);  // (sum of dy, sum of dy * xhat)
     if (sums_here) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -266,10 +267,10 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     } else if (a.row_sums != nullptr && row < a.rows) {
       sums = a.row_sums[row];
     }
-    const float mean_dy = !a.centred ? 0.f : sums.x * a.inverse_columns * rs;  // both times rs
+    const float mean_dy = !a.centred ? 0.f : sums.x * a.inverse_columns * rs;  // both means are multiplied by rs
     const float mean_dy_xhat = sums.y * a.inverse_columns * rs;
 
-    if (any_ahead) wait_copies(1);  // all but what this turn has fetched
+    if (any_ahead) wait_copies(1);  // all but the fetch of this iteration
     TX* next_dx = static_cast<TX*>(a.dx) + row * a.dx_stride + column0;
     TDZ* next_branch = static_cast<TDZ*>(a.branch) + row * a.branch_stride + column0;
 #pragma unroll
@@ -287,7 +288,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
           dbeta[v][e] += dz[e];
           x[e] = fmaf(gamma[e] * dz[e], rs, -fmaf(xhat, mean_dy_xhat, mean_dy));
         }
-        if (ends & kHasResidual) {  // what reaches dx past the norm
+        if (ends & kHasResidual) {  // dx += dresidual
           PlaneX::read(residual_slots(v), dz);
 #pragma unroll
           for (int e = 0; e < kElements; ++e) x[e] += dz[e];
@@ -322,7 +323,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       next_dx = keep(next_dx + column_step);
       next_branch = keep(next_branch + column_step);
     }
-    // What is left of dx: by elements, from the slots that x and dz came in.
+    // Vectors without 16-byte stores: write them by elements from the slots of x and dz, where put() left them.
 #pragma unroll 1
     for (int v = 0; v < here && ends & kRest; ++v) {
       const int skip = v == 0 ? head : 0;
@@ -348,7 +349,8 @@ template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
   extern __shared__ __align__(128) char smem[];
   const int row_ctas = a.schedule.workers * a.tile.chunks;
-  if constexpr (kForm == Form::kPlain) {  // threads behind the tile's sum columns, or CTAs behind those of rows
+  // Threads after the tile's threads, or CTAs after the row CTAs, compute dgamma and dbeta by columns.
+  if constexpr (kForm == Form::kPlain) {
     if (a.tile.sums_columns && threadIdx.x >= a.tile.threads()) {
       sum_columns<TX, TDZ>(a, reinterpret_cast<float*>(smem + a.tile.columns_offset), a.tile.threads(), 0);
       return;

@@ -1,4 +1,4 @@
-// dgamma and dbeta of few rows, without partial sums.
+// dgamma and dbeta by columns, without partial sums, for few rows.
 #pragma once
 
 #include "arguments.h"
@@ -6,7 +6,7 @@
 
 namespace flashbwd::layer_norm {
 
-// A vector of kElements elements from an aligned address.
+// A vector of kElements elements, loaded from an aligned address.
 template <typename T, int kElements>
 struct Loaded {
   static constexpr int kSlots = kElements * static_cast<int>(sizeof(T)) / 16;
@@ -22,15 +22,15 @@ struct Loaded {
   }
 };
 
-// What a CTA's threads from `first_thread` on sum, of CTAs from `first_cta` on: in turn, blocks of columns over all
-// rows. They read x and dz once more, while others compute dx, and mostly from L2. `parts`: shared memory, (warps, 2,
-// kColumnLanes * kElements).
+// Executed by threads >= first_thread of CTAs >= first_cta, which take blocks of columns round-robin and sum each over
+// all rows. They read x and dz a second time, mostly from L2, while other threads compute dx. `parts`: shared memory,
+// (warps, 2, kColumnLanes * kElements).
 template <typename TX, typename TDZ>
 __device__ void sum_columns(const BackwardArguments& a, float* parts, int first_thread, int first_cta) {
   constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));
   constexpr int kColumns = columns_at_a_time(kElements);
-  constexpr int kLoads = sizeof(TX) == sizeof(TDZ) ? 8 : 4;  // rows a thread has in flight: 64 or 48 registers
-  constexpr int kBarrier = 15;                               // groups of rows have those from 1 on
+  constexpr int kLoads = sizeof(TX) == sizeof(TDZ) ? 8 : 4;  // outstanding rows per thread: 64 or 48 registers
+  constexpr int kBarrier = 15;                               // the row groups use named barriers from 1 upwards
   const int thread = threadIdx.x - first_thread;
   const int threads = blockDim.x - first_thread;
   const int lane = thread % kColumnLanes;
@@ -83,8 +83,8 @@ __device__ void sum_columns(const BackwardArguments& a, float* parts, int first_
       store_floats(own, dgamma);
       store_floats(own + kColumns, dbeta);
     }
-    group_barrier(kBarrier, threads);  // all parts are there
-    constexpr int kAdders = 4;         // threads a column
+    group_barrier(kBarrier, threads);  // all warps that sum columns have written their part
+    constexpr int kAdders = 4;         // threads per column
     for (int i = thread / kAdders; i < 2 * kColumns; i += threads / kAdders) {
       double sum = 0.;
 #pragma unroll 4
@@ -97,7 +97,7 @@ __device__ void sum_columns(const BackwardArguments& a, float* parts, int first_
         store_float(target, a.gamma_dtype, of_column, static_cast<float>(sum));
       }
     }
-    group_barrier(kBarrier, threads);  // the parts have been read
+    group_barrier(kBarrier, threads);  // the parts have been read; the next block overwrites them
   }
 }
 

@@ -1,8 +1,8 @@
-// How a LayerNorm backward is cut into CTAs: host arithmetic, no GPU.
+// Tile and schedule of the LayerNorm backward: host arithmetic, no GPU.
 //
-// A row of x is a sequence of vectors of `elements` elements (16 bytes of the narrower of x and dz). A CTA holds
-// `groups` rows at a time, `lanes` threads a row, each thread the same `vectors` columns of every row it meets, so
-// that dgamma and dbeta stay in its registers from the CTA's first row to its last.
+// A row of x is a sequence of vectors of `elements` elements (16 bytes of the narrower of x and dz). A CTA processes
+// `groups` rows at a time with `lanes` threads per row. A thread has the same `vectors` vectors of columns in every
+// row, so dgamma and dbeta stay in its registers until the CTA's last row.
 #pragma once
 
 #include <algorithm>
@@ -14,62 +14,62 @@
 namespace flashbwd::layer_norm {
 
 constexpr int kMaxThreads =
-    512;                       // 128 registers each: up to 64 for the sums, the rest for one vector of x, dz and gamma
-constexpr int kMinStages = 2;  // rows in flight, the one in use included
+    512;  // 128 registers each: up to 64 for dgamma and dbeta, the rest for a vector of x, dz, gamma
+constexpr int kMinStages = 2;  // stages of the cp.async ring, including the one in use
 constexpr int kMaxStages = 4;
 constexpr int kMaxCluster = 16;
 constexpr int kWarp = 32;
 constexpr int kRowSumsThreads = 512;
-// Rows a CTA holds at a time at least: while the threads of one wait for each other, those of the others go on. A mask
-// costs as many instructions to draw as all the rest. Measured on an H100: 2 to 8 %.
+// Minimum number of rows per CTA at a time: while one group waits for its exchange, another one computes. Drawing a
+// dropout mask doubles the instruction count, so it needs more groups. Gain on an H100: 2 to 8 %.
 constexpr int kFewestGroups = 2;
 constexpr int kFewestGroupsDrawing = 3;
-// See LockStep: from how many rounds a worker on, and how far ahead of the mean a worker may be, in rounds and in bytes
-// of x and dz for each of its CTAs. Two rounds from the output, where eight workers share vectors of 16-bit rows, and
-// in large clusters, whose mean is that of few workers. Measured on an H100: 1 to 4 % either way.
+// Limits of LockStep: the minimum number of rounds per worker for which it is used, and how far a worker may be ahead
+// of the mean of all workers, in rounds and in bytes of x and dz per CTA. most_ahead() says when only the limit in
+// rounds applies. Effect on an H100: 1 to 4 %.
 constexpr int64_t kFewestInStep = 32;
 constexpr double kMostRoundsAhead = 2.0;
 constexpr double kMostBytesAhead = 96 * 1024;
 constexpr int kLargeCluster = 8;
-// Columns are summed beside dx where x and dz take at most this share of L2.
+// dgamma and dbeta are summed by columns, concurrently with dx, if x and dz take at most this share of L2.
 constexpr double kColumnSumsShare = 0.4;
-constexpr int kColumnLanes = 4;       // threads side by side: 64 bytes of a row, or two of them
-constexpr int kColumnThreads = 128;   // of a CTA, at least
-constexpr float kLeastGamma = 1e-5f;  // magnitude by which outputs are divided to give xhat
+constexpr int kColumnLanes = 4;       // adjacent threads per row, one vector each: 64 bytes of the narrower of x and dz
+constexpr int kColumnThreads = 128;   // minimum number of threads per CTA that sum columns
+constexpr float kLeastGamma = 1e-5f;  // lower limit of |gamma| where xhat = (z - beta) / gamma
 constexpr int kSlotStride =
-    16 * kMaxThreads;  // bytes from one of a thread's slots to the next: a constant saves registers
-// Of where slots begin: asynchronous copies that straddle sectors of shared memory cost up to a tenth of the bandwidth.
+    16 * kMaxThreads;  // bytes between consecutive slots of a thread: a constant saves registers
+// Alignment of the slots. cp.async copies that straddle shared memory sectors lose up to a tenth of the bandwidth.
 constexpr int kSlotAlignment = 128;
 
 constexpr int elements_of(int64_t x_bytes, int64_t dz_bytes) {
   return 16 / static_cast<int>(x_bytes < dz_bytes ? x_bytes : dz_bytes);
 }
 
-constexpr int kMostElements = 8;  // of a vector
-// Columns that a CTA sums at a time.
+constexpr int kMostElements = 8;  // per vector
+// Columns per block of the column sums (see sum_columns).
 constexpr int columns_at_a_time(int elements) { return kColumnLanes * elements; }
 
-// Vectors a thread: 32 columns where x and dz are 16-bit, 16 where one of them is fp32 and a stage is wider.
+// Maximum number of vectors per thread: 32 columns if x and dz are both 16-bit, 16 columns if either is fp32.
 constexpr int max_vectors_of(int64_t x_bytes, int64_t dz_bytes) { return x_bytes == dz_bytes ? 4 : 2; }
 
 struct BackwardTile {
-  int elements = 0;           // of a vector
-  int lanes = 0;              // threads a row and CTA: a power of two up to 32, else a multiple of 32
-  int groups = 0;             // rows a CTA holds at a time
-  int vectors = 0;            // a thread
-  int chunks = 1;             // CTAs a row
-  int chunk_vectors = 0;      // vectors of a row in one CTA
-  int stages = 0;             // rows in flight, the one in use included
-  int planes = 0;             // 16-byte slots a thread and stage
-  int residual_planes = 0;    // of dresidual, of one row
-  int keep_bytes = 0;         // of a given dropout mask, of one row and thread
-  int keep_offset = 0;        // in shared memory
-  int parameters = 1;         // values a column in shared memory: gamma, or gamma and beta
-  int parts = 1;              // warps that share a row
-  bool sums_columns = false;  // the CTA's threads behind the tile's sum columns
-  int columns_offset = 0;     // of theirs in shared memory
-  bool cluster = false;       // the CTAs of a row exchange their sums; otherwise a kernel before has summed
-  int stages_offset = 0;      // in shared memory
+  int elements = 0;           // per vector
+  int lanes = 0;              // threads per row in a CTA: a power of two up to 32, else a multiple of 32
+  int groups = 0;             // rows per CTA at a time
+  int vectors = 0;            // per thread and row
+  int chunks = 1;             // CTAs per row
+  int chunk_vectors = 0;      // vectors per row in one CTA
+  int stages = 0;             // of the cp.async ring, including the one in use
+  int planes = 0;             // 16-byte slots per thread and stage
+  int residual_planes = 0;    // 16-byte slots per thread for dresidual
+  int keep_bytes = 0;         // bytes per thread for a given dropout mask
+  int keep_offset = 0;        // of the mask, in shared memory
+  int parameters = 1;         // values per column in shared memory: 1 (gamma), or 2 (gamma and beta)
+  int parts = 1;              // partial sums of a row in the exchange: one per warp that shares the row
+  bool sums_columns = false;  // the CTA's threads after the tile's threads compute dgamma and dbeta by columns
+  int columns_offset = 0;     // of their shared memory
+  bool cluster = false;   // the CTAs of a row exchange sums in a cluster; if chunks > 1 without, row_sums_kernel runs
+  int stages_offset = 0;  // of the ring, in shared memory
   int64_t smem_bytes = 0;
 
   constexpr int threads() const { return lanes * groups; }
@@ -79,39 +79,40 @@ struct BackwardTile {
 struct BackwardShape {
   int64_t rows = 0;
   int64_t columns = 0;
-  int64_t x_bytes = 2;  // of an element
+  int64_t x_bytes = 2;  // per element
   int64_t dz_bytes = 2;
-  bool from_output = false;
-  bool residual = false;           // dresidual is added
+  bool from_output = false;        // x is the norm's output z
+  bool residual = false;           // dresidual is added to dx
   bool keep = false;               // a dropout mask is given
-  bool draws = false;              // it is drawn
-  bool shifted = false;            // rows start off a vector's boundary
-  bool beside_columns = false;     // CTAs of as many threads sum columns
-  int column_threads = 0;          // of the CTA, that sum columns
-  int most_cluster = kMaxCluster;  // CTAs
+  bool draws = false;              // a dropout mask is regenerated from seed and offset
+  bool shifted = false;            // rows do not all start on a 16-byte boundary
+  bool beside_columns = false;     // other CTAs of the same grid, with as many threads, sum columns
+  int column_threads = 0;          // threads of each CTA that sum columns
+  int most_cluster = kMaxCluster;  // largest cluster size to try
 };
 
-// Regions of shared memory, in bytes: what the warps of a row exchange; gamma and beta in fp32; where the groups add
-// their sums; the stages.
-// Of a lane's parameters, from one lane to the next: an odd number of 16 bytes, which spreads lanes over the banks.
+// Sizes of the shared memory regions, in bytes: exchange, parameters (gamma and beta in fp32), then mask and dresidual
+// of one row, then the stages.
+//
+// Stride between the parameters of adjacent lanes: an odd multiple of 16 bytes avoids bank conflicts.
 constexpr int64_t parameter_stride(const BackwardTile& t) {
   return int64_t{16} * (t.parameters * t.vectors * t.elements / 4 | 1);
 }
 constexpr int64_t parameter_bytes(const BackwardTile& t) { return parameter_stride(t) * t.lanes; }
-// By group, two mbarriers and two rows' sums; then what a dropout mask is drawn from.
+// Per group: two mbarriers, and the partial sums of two rows. Then the Philox keys and offset of a drawn dropout mask.
 constexpr int kBarrierBytes = 16;
 constexpr int kDrawnFromBytes = 96;
 constexpr int64_t exchange_bytes(const BackwardTile& t) {
   return int64_t{kBarrierBytes} * t.groups + int64_t{16} * t.groups * t.parts + kDrawnFromBytes;
 }
-// Of the warps that sum columns: dgamma and dbeta of as many as they sum at a time.
+// For sum_columns(): partial dgamma and dbeta of one block of columns, for each warp.
 constexpr int64_t kColumnBytes = int64_t{kMaxThreads / kWarp} * 2 * columns_at_a_time(kMostElements) * 4;
-// All vectors of dgamma and dbeta, where the stages were.
+// For write_partial(): dgamma and dbeta of all threads, in the memory of the stages.
 constexpr int64_t reduce_bytes(const BackwardTile& t) {
   return t.groups == 1 ? 0 : int64_t{8} * t.vectors * t.elements * t.threads();
 }
 
-// Between the parameters and the stages: the next row's part of a given mask, then of dresidual.
+// Between the parameters and the stages: one row of a given mask, then one row of dresidual.
 constexpr int64_t ahead_bytes(const BackwardTile& t) {
   return int64_t{kMaxThreads} * t.keep_bytes + int64_t{kSlotStride} * t.residual_planes;
 }
@@ -132,7 +133,7 @@ inline int power_of_two_at_least(int64_t n) {
   return p;
 }
 
-// The tile for rows cut into `chunks` CTAs, `vectors` a thread; none (found() is false) where it does not fit.
+// The tile with `chunks` CTAs per row and up to `vectors` vectors per thread; found() is false if it does not fit.
 inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors, const DeviceInfo& device) {
   BackwardTile t;
   t.elements = elements_of(shape.x_bytes, shape.dz_bytes);
@@ -145,7 +146,7 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   t.chunks = chunks;
   t.cluster = chunks > 1 && chunks <= shape.most_cluster && device.cc_major >= 9;
   t.chunk_vectors = static_cast<int>(chunk_vectors);
-  // A row of at most a warp is spread over its lanes; one thread with all of a short row would not coalesce.
+  // A row of up to 32 vectors is spread over the lanes of a warp, one vector each, so that loads coalesce.
   const int64_t lanes = (chunk_vectors + vectors - 1) / vectors;
   t.lanes = chunk_vectors <= kWarp ? power_of_two_at_least(chunk_vectors)
                                    : static_cast<int>((lanes + kWarp - 1) / kWarp * kWarp);
@@ -158,7 +159,7 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   const int64_t most_vectors = max_vectors_of(shape.x_bytes, shape.dz_bytes);  // a constant offset in the kernel
   if (shape.residual) t.residual_planes = static_cast<int>(most_vectors * t.elements * shape.x_bytes / 16);
   if (shape.keep) t.keep_bytes = t.vectors * t.elements;
-  // As many rows a CTA as its threads allow, but no more than leave every SM a row.
+  // As many rows per CTA as its threads allow, but no more than leave a row for every SM.
   const int step = std::max(1, kWarp / t.lanes);
   const int64_t workers = std::max(1, device.sm_count / (t.cluster ? chunks : 1));
   const int64_t wanted = (shape.rows + workers - 1) / workers;
@@ -175,8 +176,8 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors,
   return {};
 }
 
-// The best way to share rows of `chunks` CTAs between threads: the one with most of x and dz in a CTA at a time, then
-// the one with most threads; where others sum columns, the other way round.
+// The best tile with `chunks` CTAs per row: the one that holds most of x and dz at a time, then the one with most
+// threads. If other CTAs sum columns (beside_columns), the number of threads counts first.
 inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const DeviceInfo& device) {
   BackwardTile best;
   for (int vectors = max_vectors_of(shape.x_bytes, shape.dz_bytes); vectors >= 1; --vectors) {
@@ -191,8 +192,8 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const Device
   return best;
 }
 
-// The fewest CTAs a row that hold kFewestGroups rows at a time where a row is so wide that its threads would else be
-// alone on an SM.
+// The tile with the fewest CTAs per row that fits. Splits wide rows further, until a CTA has room for kFewestGroups (or
+// kFewestGroupsDrawing) rows at a time, if the GPU has clusters and there is at least one row per SM.
 inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& device) {
   const int groups = shape.draws && shape.x_bytes + shape.dz_bytes == 4 ? kFewestGroupsDrawing : kFewestGroups;
   BackwardTile best;
@@ -206,9 +207,9 @@ inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& de
   return best;
 }
 
-// How many CTAs sum dgamma and dbeta by columns beside those that compute dx, rather than that these keep partial sums:
-// of so few rows that x and dz stay in L2 until they have been read twice, and no more columns than the SMs could take
-// at a time. 0 for more. No more CTAs than end together: the others compute dx.
+// The number of CTAs that sum dgamma and dbeta by columns, concurrently with those that compute dx. 0: the row CTAs
+// keep partial sums instead, because x and dz do not stay in L2 for a second read or there are more column blocks than
+// SMs. At most half of the SMs, and no more CTAs than the same maximum of blocks per CTA needs.
 constexpr int column_ctas(const BackwardShape& shape, const DeviceInfo& device) {
   const double bytes = static_cast<double>(shape.rows) * static_cast<double>(shape.columns) *
                        static_cast<double>(shape.x_bytes + shape.dz_bytes);
@@ -217,19 +218,19 @@ constexpr int column_ctas(const BackwardShape& shape, const DeviceInfo& device) 
   const int64_t blocks = (shape.columns + columns - 1) / columns;
   const int64_t most = device.sm_count / 2;
   if (blocks > device.sm_count || most == 0) return 0;
-  const int64_t turns = (blocks + most - 1) / most;  // of the CTA with most blocks
-  return static_cast<int>((blocks + turns - 1) / turns);
+  const int64_t blocks_per_cta = (blocks + most - 1) / most;  // maximum over the CTAs
+  return static_cast<int>((blocks + blocks_per_cta - 1) / blocks_per_cta);
 }
 
-// Rows that a CTA's groups meet one after the other, with a CTA an SM.
+// Iterations over the rows, with one CTA per SM.
 constexpr int64_t rounds_of(const BackwardShape& shape, const BackwardTile& tile, int sm_count) {
   const int64_t at_a_time = int64_t{tile.groups} * sm_count;
   return (shape.rows + at_a_time - 1) / at_a_time;
 }
 
-// The tile of CTAs of which kColumnThreads or more threads sum columns, on all SMs, where that halves the rounds of
-// `beside`, whose CTAs leave `column_ctas` SMs to others; else none. Where it does not, sharing an SM costs more than
-// it gives (1024 rows of 4096 columns of bf16: 19.0 us for 17.0; of 3072, 12.9 for 15.6).
+// The tile for CTAs on all SMs in which at least kColumnThreads threads sum columns, if it at least halves the rounds
+// of `beside`, which leaves `column_ctas` SMs to column CTAs. Else not found(): sharing an SM would be slower (1024
+// rows of bf16: 19.0 instead of 17.0 us at 4096 columns; at 3072, where it halves the rounds, 12.9 instead of 15.6 us).
 inline BackwardTile tile_with_columns(BackwardShape shape, const BackwardTile& beside, int column_ctas,
                                       const DeviceInfo& device) {
   shape.column_threads = kColumnThreads;
@@ -240,20 +241,22 @@ inline BackwardTile tile_with_columns(BackwardShape shape, const BackwardTile& b
   return halves ? tile : BackwardTile{};
 }
 
-// How rows are dealt out to workers (a CTA, or the CTAs of one row): in turn, `groups` at a time.
+// Static persistent schedule: rows are assigned round-robin to workers (a worker is one CTA, or the CTAs that share a
+// row), `groups` rows at a time.
 //
-// Rows of odd length start at changing offsets from a vector's boundary, but with a period: a worker takes the rows of
-// one residue only, so its columns never shift.
+// If the row stride is no multiple of a vector, the offset of a row from a 16-byte boundary is periodic in the row
+// index. A worker takes only rows with one residue modulo that period, so its columns never shift.
 struct RowSchedule {
   int workers = 1;  // a multiple of `period`
   int period = 1;
-  int phase_base = 0;  // of residue r: (phase_base + r * phase_step) % elements
+  int phase_base = 0;  // residue r has phase (phase_base + r * phase_step) % elements
   int phase_step = 0;
-  int rounds = 0;  // of `groups` rows, a worker
-  int ahead = 0;   // rounds by which a worker may be ahead of the mean, times workers; 0: any number
+  int rounds = 0;  // iterations per worker, of `groups` rows each
+  int ahead = 0;   // rounds by which a worker may be ahead of the mean, times `workers`; 0: unlimited
 };
 
-// Rounds by which a worker may be ahead of the mean of all.
+// Rounds by which a worker may be ahead of the mean of all workers. The limit in bytes does not apply to the form from
+// the output, to shifted rows in vectors of 8 elements, and to large clusters, where the mean covers few workers.
 inline double most_ahead(const BackwardShape& shape, const BackwardTile& tile) {
   const bool shared = shape.shifted && tile.elements == kMostElements;
   if (shape.from_output || shared || tile.chunks >= kLargeCluster) return kMostRoundsAhead;
@@ -262,7 +265,7 @@ inline double most_ahead(const BackwardShape& shape, const BackwardTile& tile) {
   return std::min(kMostRoundsAhead, kMostBytesAhead / bytes);
 }
 
-// `concurrent`: workers that run at once.
+// `concurrent`: the number of workers that are resident at the same time.
 inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile& tile, int concurrent, int phase_base,
                                  int phase_step) {
   RowSchedule s;
@@ -275,7 +278,7 @@ inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile&
   const int64_t round_rows = int64_t{s.workers} * tile.groups;
   const int64_t rounds = (shape.rows + round_rows - 1) / round_rows;
   s.rounds = static_cast<int>(rounds);
-  const bool counted = rounds * s.workers < int64_t{1} << 31;  // in 32 bits
+  const bool counted = rounds * s.workers < int64_t{1} << 31;  // LockStep counts in 32 bits
   if (rounds >= kFewestInStep && counted) s.ahead = static_cast<int>(most_ahead(shape, tile) * s.workers);
   return s;
 }

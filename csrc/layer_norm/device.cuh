@@ -1,4 +1,4 @@
-// What the LayerNorm kernels need of the GPU: conversions, asynchronous copies, sums, barriers.
+// Device helpers of the LayerNorm kernels: conversions, cp.async copies, warp sums, barriers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -54,7 +54,7 @@ inline __device__ void store_float(void* data, DType dtype, int64_t index, float
   }
 }
 
-// 16 bytes to 16 / sizeof(T) floats.
+// Converts 16 bytes to 16 / sizeof(T) floats.
 template <typename T>
 __device__ void unpack(const uint4& raw, float* values) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -91,7 +91,7 @@ __device__ uint4 pack(const float* values) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A vector's floats, 16 bytes at a time.
+// Stores a vector of floats with 16-byte stores.
 template <int kElements>
 __device__ void store_floats(float* target, const float (&values)[kElements]) {
 #pragma unroll
@@ -100,7 +100,8 @@ __device__ void store_floats(float* target, const float (&values)[kElements]) {
   }
 }
 
-// xhat = (z - beta) / divisor from the norm's output z: gamma, whose magnitude counts as kLeastGamma at least.
+// For xhat = (z - beta) / divisor, with z the norm's output and the divisor gamma, |gamma| clamped from below to
+// kLeastGamma.
 inline __device__ float inverse_of_divisor(float gamma) {
   constexpr float kMost = 1.f / kLeastGamma;
   float inverse;
@@ -115,7 +116,7 @@ inline __device__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes, or `bytes` of them and zeros for the rest. Both addresses are 16-byte aligned.
+// Copies 16 bytes; with `bytes`, copies the first `bytes` and zeroes the rest. Both addresses are 16-byte aligned.
 inline __device__ void copy_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(shared), "l"(global) : "memory");
 }
@@ -124,7 +125,7 @@ inline __device__ void copy_async_16(uint32_t shared, const void* global, int by
                : "memory");
 }
 
-// Copies 4 or 8 bytes, to which both addresses are aligned.
+// Copies 4 or 8 bytes; both addresses are aligned to kBytes.
 template <int kBytes>
 __device__ void copy_async(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(shared), "l"(global), "n"(kBytes) : "memory");
@@ -153,7 +154,7 @@ inline __device__ void store_shared_16(uint32_t shared, uint4 value) {
                : "memory");
 }
 
-// An ordinary load, which the compiler may move among others.
+// A plain load without asm volatile, which the compiler may reorder.
 inline __device__ uint4 load_shared_16(uint32_t shared) {
   return *static_cast<const uint4*>(__cvta_shared_to_generic(shared));
 }
@@ -185,12 +186,11 @@ __device__ T load_shared(uint32_t shared) {
   }
 }
 
-// The value, kept in a register from here on rather than worked out again where it is used.
+// Returns the value through an opaque asm, so that the compiler keeps it in a register instead of recomputing it.
 inline __device__ uint32_t keep(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-// A pointer likewise.
 template <typename T>
 __device__ T* keep(T* pointer) {
   asm volatile("" : "+l"(pointer));
@@ -198,7 +198,7 @@ __device__ T* keep(T* pointer) {
 }
 inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most `pending` of this thread's groups are under way.
+// Waits until at most `pending` of this thread's cp.async groups are outstanding.
 inline __device__ void wait_copies(int pending) {
   switch (pending) {
     case 1:
@@ -221,8 +221,7 @@ inline __device__ void wait_copies(int pending) {
   }
 }
 
-// Sums over `width` neighbouring lanes, a power of two, the whole warp where that is more; every lane gets the same
-// bits.
+// Sums over `width` adjacent lanes (a power of two), or over the warp if `width` is larger. All lanes get equal bits.
 inline __device__ float2 warp_sum(float2 s, int width) {
   if (width >= kWarp) {
 #pragma unroll
@@ -244,7 +243,7 @@ inline __device__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// threadIdx.x and blockIdx.x, read where this stands and not kept from before.
+// Read threadIdx.x and blockIdx.x again, so that no register holds them until here.
 inline __device__ int read_thread_index() {
   int index;
   asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
@@ -256,7 +255,7 @@ inline __device__ int read_block_index() {
   return index;
 }
 
-// A barrier of `threads` threads, a multiple of 32; barrier 0 is __syncthreads'.
+// Named barrier of `threads` threads, a multiple of 32. Barrier 0 is that of __syncthreads().
 inline __device__ void group_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -265,7 +264,7 @@ inline __device__ void group_barrier(int id, int threads) {
 
 constexpr bool kHasClusters = true;
 
-// Waits for the phase of `parity` to end; acquires what those that arrived have released.
+// Waits until the phase with this parity completes; has acquire semantics.
 inline __device__ void wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -278,20 +277,20 @@ inline __device__ void wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Arrives; the phase also waits for `bytes` that peers store.
+// Arrives on the mbarrier and adds `bytes` to the transaction bytes that its current phase expects.
 inline __device__ void arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// The same place in the shared memory of the cluster's CTA `rank`.
+// The address that corresponds to `shared` in the shared memory of the cluster's CTA `rank`.
 inline __device__ uint32_t peer_address(uint32_t shared, int rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
 
-// Stores into the cluster's CTA `rank` and reports the bytes to its barrier. An ordinary store and an arrival with
-// release semantics would wait for every store of this thread, dx included.
+// st.async to the cluster's CTA `rank`, which completes the bytes on that CTA's mbarrier. A plain store with a
+// releasing arrive would have to wait for all earlier stores of this thread, including those of dx.
 inline __device__ void store_to_peer(uint32_t shared, uint32_t barrier, int rank, float2 value) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];\n" ::"r"(
                    peer_address(shared, rank)),
@@ -299,7 +298,7 @@ inline __device__ void store_to_peer(uint32_t shared, uint32_t barrier, int rank
                : "memory");
 }
 
-// Every thread of the cluster arrives and waits; mbarriers set up before it are there after it.
+// All threads of the cluster arrive and wait. Afterwards, mbarriers initialized before it are visible to all CTAs.
 inline __device__ void cluster_barrier() {
   asm volatile(
       "fence.mbarrier_init.release.cluster;\n"
@@ -308,11 +307,12 @@ inline __device__ void cluster_barrier() {
           : "memory");
 }
 
-// Lets a kernel launched behind this one start as CTAs leave; it waits itself for what this one writes.
+// Programmatic dependent launch: the next kernel may start when all CTAs have called launch_dependents() or exited. It
+// calls wait_for_prerequisites() before it reads this kernel's results.
 inline __device__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
 inline __device__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 
-#else  // before sm_90 there are neither clusters nor dependent launches; the host asks for none
+#else  // before sm_90 there are neither clusters nor dependent launches; the host requests none
 
 constexpr bool kHasClusters = false;
 inline __device__ void wait(uint32_t, uint32_t) {}

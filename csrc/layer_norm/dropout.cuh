@@ -1,4 +1,4 @@
-// Which elements a dropout kept.
+// Dropout masks: loading a given mask, and regenerating one from the Philox state.
 #pragma once
 
 #include "../common/philox.cuh"
@@ -7,12 +7,14 @@
 
 namespace flashbwd::layer_norm {
 
-// A mask of up to 32 elements is one register: element e has bit mask_bit(e), which puts four neighbours, a quad, at
-// the same place of each byte. Shifted left by 7 - quad, the bytes have the signs of that quad's elements.
+// A mask of up to 32 elements is one register, in which element e has bit mask_bit(e): the four elements of a quad have
+// the same bit position in the four bytes. Shifted left by 7 - quad, the sign bits of the bytes are the quad's mask,
+// which prmt can replicate.
 constexpr int mask_bit(int e) { return 8 * (e % 4) + e / 4; }
 constexpr uint32_t kQuad = 0x01010101u;
 
-// The value of element e of a quad, or 0 where it was dropped. `signs`: the mask, shifted to that quad.
+// Returns `value`, or 0 if it was dropped. `signs`: the mask, shifted left for this quad. `selector`: the prmt selector
+// that replicates the sign of the element's byte.
 inline __device__ uint32_t kept_or_zero(uint32_t value, uint32_t signs, int selector) {
   uint32_t mask;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(signs), "r"(selector));
@@ -22,7 +24,7 @@ inline __device__ float kept_or_zero(float value, uint32_t signs, int e) {
   return __uint_as_float(kept_or_zero(__float_as_uint(value), signs, 0x8888 + 0x1111 * e));
 }
 
-// Of 16 bytes of T, what was dropped becomes 0. `mask`: shifted so that the first of them is element 0.
+// Zeroes the dropped elements among 16 bytes of T. `mask`: shifted right so that the first of them is element 0.
 template <typename T>
 __device__ uint4 kept_or_zero(uint4 values, uint32_t mask) {
   if constexpr (sizeof(T) == 4) {
@@ -35,14 +37,14 @@ __device__ uint4 kept_or_zero(uint4 values, uint32_t mask) {
   }
 }
 
-// The keys of Philox's rounds and the offset of a drawn mask, in shared memory: to read them from there costs fewer
-// instructions than to add them up.
+// The keys of all Philox rounds and the offset, in shared memory. Loading a key takes fewer instructions than computing
+// it from the previous one.
 struct DrawnFrom {
   static constexpr int kRounds = 10;
   uint32_t shared;  // (kRounds, 2) keys, then the offset: kDrawnFromBytes
   uint32_t keep_from;
 
-  // All threads take part; a barrier follows.
+  // Called by all threads of the CTA; the caller synchronizes them before the first read.
   __device__ void write(const int64_t* rng) const {
     const auto* words = reinterpret_cast<const uint32_t*>(rng);  // seed, offset
     for (int word = threadIdx.x; word < 2 * kRounds + 2; word += blockDim.x) {
@@ -56,8 +58,8 @@ struct DrawnFrom {
     return uint64_t{words.y} << 32 | words.x;
   }
 
-  // The masks of kBlocks blocks of four elements, from number `block` on, as quads 0, 1, ... kNear: their upper halves
-  // agree.
+  // The mask of kBlocks Philox blocks (four elements each) with counters block, block + 1, ..., as quads 0, 1, ...
+  // kNear: the counters have the same upper 32 bits.
   template <int kBlocks, bool kNear>
   __device__ uint32_t quads(uint32_t keys_s, uint64_t block) const {
     uint4 c[kBlocks];
@@ -85,19 +87,19 @@ struct DrawnFrom {
     return kept;
   }
 
-  // The mask of `vectors` times kElements elements, `step` apart, from number `first` on, as PyTorch's memory-efficient
-  // attention numbers its own: element n has word n % 4 of the block of counter n / 4. Blocks before the first may be
-  // those of negative numbers, which nobody uses.
+  // The mask of `vectors` vectors of kElements elements, the first elements of which are `first`, first + step, ... As
+  // in PyTorch's memory-efficient attention, element n uses word n % 4 of the Philox block with counter n / 4. Elements
+  // with negative n (before the first row) get an arbitrary mask, which is not used.
   template <int kElements>
   __device__ uint32_t mask(uint64_t first, int step, int vectors) const {
-    constexpr int kQuads = (kElements + 3) / 4;  // of a vector, which has a block more where blocks straddle vectors
+    constexpr int kQuads = (kElements + 3) / 4;  // per vector; one more block if a vector does not start at a block
     const uint64_t block = first >> 2;
     const uint32_t skip = first & 3;
     const uint32_t low = static_cast<uint32_t>(block);
     const uint32_t block_step = step / 4;
     const uint32_t keys_s = keep(shared);
     uint32_t kept = 0;
-    if (skip == 0 && low <= low + (vectors - 1) * block_step + kQuads) {  // all upper halves agree
+    if (skip == 0 && low <= low + (vectors - 1) * block_step + kQuads) {  // all counters have the same upper 32 bits
 #pragma unroll 1
       for (int v = 0; v < vectors; ++v) {
         kept |= quads<kQuads, true>(keys_s, block - low + (low + v * block_step)) << v * kQuads;
@@ -113,8 +115,8 @@ struct DrawnFrom {
   }
 };
 
-// The mask from keep[e], for kElements elements that lie as aligned words in global or shared memory. Bytes that are no
-// element's may hold anything.
+// The mask of kElements elements from their bools keep[e], read as aligned words from global or shared memory. Bytes
+// outside the row may hold any value.
 template <int kElements>
 __device__ uint32_t given_mask(const void* keep) {
   uint32_t mask = 0;
@@ -123,8 +125,8 @@ __device__ uint32_t given_mask(const void* keep) {
   return mask;
 }
 
-// Fetches kElements of these into shared memory, of which `skip` to `count` are wanted: asynchronously with `vector`,
-// where the others are the tensor's too, else one by one.
+// Copies the bools of elements [skip, count) of a vector to shared memory. With `vector`, one cp.async copies all
+// kElements bools, which must be inside the tensor; otherwise they are copied one by one.
 template <int kElements>
 __device__ void fill_mask(uint32_t shared, const uint8_t* keep, int skip, int count, bool vector) {
   if (vector) {
@@ -135,7 +137,7 @@ __device__ void fill_mask(uint32_t shared, const uint8_t* keep, int skip, int co
   for (int e = skip; e < count; ++e) store_shared(shared + e, keep[e]);
 }
 
-// The mask of elements `skip` to `count` alone, whose bytes are read one by one.
+// The mask of elements [skip, count), whose bools are read one by one.
 template <int kElements>
 __device__ uint32_t given_mask(const uint8_t* keep, int skip, int count) {
   uint32_t mask = 0;

@@ -1,4 +1,4 @@
-// How the threads that share a row add up.
+// Reduction of the row sums over the threads that share a row.
 #pragma once
 
 #include "config.h"
@@ -6,16 +6,16 @@
 
 namespace flashbwd::layer_norm {
 
-// The sums of a row over the lanes, warps and CTAs that share it. Shared memory, by address: for each group two
-// mbarriers, then for each group the parts of two rows, which take turns.
+// Sums a row over the lanes, warps and CTAs that share it. Shared memory: two mbarriers per group, then two buffers of
+// partial sums per group (double-buffered by call).
 struct RowExchange {
   static constexpr int kPartBytes = sizeof(float2);
   static constexpr int kFewParts = 4;
   uint32_t barriers;  // of this group
   uint32_t slots;     // (2, parts) float2 of this group, in each CTA of the row
-  uint32_t own_slot;  // this warp's part of the first
+  uint32_t own_slot;  // this warp's slot in the first buffer
   int group;
-  bool leads;  // the group
+  bool leads;  // this is the first thread of the group
 
   __device__ RowExchange(const BackwardTile& tile, uint32_t smem, int group, int rank)
       : barriers(smem + group * kBarrierBytes), group(group) {
@@ -25,31 +25,32 @@ struct RowExchange {
     leads = threadIdx.x == group * tile.lanes;
   }
 
-  // Thread 0 of a cluster's CTA, for all groups; all others find the barriers after the next barrier.
+  // Called by thread 0 of each CTA of a cluster, before a cluster barrier. Initializes the mbarriers of all groups.
   __device__ void init(int groups) const {
     for (int i = 0; i < 2 * groups; ++i) init_barrier(barriers + 8 * i, 1);
   }
 
-  // `turn`: how often it was called before.
-  __device__ float2 sum(const BackwardTile& tile, float2 sums, uint32_t turn) const {
+  // Returns the sum to all threads of the row. `call_index`: the number of previous calls.
+  __device__ float2 sum(const BackwardTile& tile, float2 sums, uint32_t call_index) const {
     sums = warp_sum(sums, tile.lanes);
     if (tile.parts == 1) return sums;
     const int lane = threadIdx.x % kWarp;
-    const uint32_t offset = turn % 2 * tile.parts * kPartBytes;
+    const uint32_t offset = call_index % 2 * tile.parts * kPartBytes;
     if (kHasClusters && tile.cluster) {
-      // Each part brings its bytes to the barrier of the CTA it goes to; one thread there says how many to expect.
-      const uint32_t barrier = barriers + turn % 2 * kBarrierBytes / 2;
+      // Each warp sends its part to every CTA of the row with st.async, which completes bytes on that CTA's mbarrier.
+      // The first thread of the group in each CTA is the only one to arrive; it sets the expected number of bytes.
+      const uint32_t barrier = barriers + call_index % 2 * kBarrierBytes / 2;
       if (leads) arrive_expecting(barrier, tile.parts * kPartBytes);
       if (lane < tile.chunks) store_to_peer(own_slot + offset, barrier, lane, sums);
-      wait(barrier, turn / 2 % 2);
+      wait(barrier, call_index / 2 % 2);
     } else {
       if (lane == 0) store_shared(own_slot + offset, sums);
       group_barrier(1 + group, tile.lanes);  // the warps of this group arrive and wait
     }
-    // Every warp adds the parts in the same order and gets the same bits. These slots are written again two turns
-    // later, which nobody reaches before all have sent the next row, after reading here.
+    // Every warp adds the parts in the same order and gets the same bits. The buffer is overwritten two calls later,
+    // when all warps have sent their part of the next call, hence have read this one.
     sums = make_float2(0.f, 0.f);
-    if (tile.parts <= kFewParts) {  // every lane reads them all: fewer steps than shuffles take
+    if (tile.parts <= kFewParts) {  // every lane reads all parts, which is faster than shuffles
 #pragma unroll
       for (int i = 0; i < kFewParts; ++i) {
         const float2 part =

@@ -1,32 +1,32 @@
-// dgamma and dbeta from the workers' partial sums, in the order of the workers.
+// Reduces the workers' partial sums to dgamma and dbeta, in a fixed order (deterministic).
 #pragma once
 
 #include "device.cuh"
 
 namespace flashbwd::layer_norm {
 
-constexpr int kFinalizeColumns = 32;  // a CTA: one 128-byte line a worker
-constexpr int kFinalizeRows = 16;     // threads that share a column
-constexpr int kFinalizeLoads = 9;     // a thread has in flight: 132 workers at once
+constexpr int kFinalizeColumns = 32;  // per CTA: one 128-byte line per worker
+constexpr int kFinalizeRows = 16;     // threads per column
+constexpr int kFinalizeLoads = 9;     // outstanding loads per thread: 16 * 9 covers the 132 workers of an H100 at once
 
 struct FinalizeArguments {
   const float* partial = nullptr;  // (workers, 2, partial_columns)
   int workers = 0;
   int64_t partial_columns = 0;
   int columns = 0;
-  int period = 1;  // worker w's are shifted by (phase_base + w % period * phase_step) % elements columns
+  int period = 1;  // worker w's sums are shifted by (phase_base + w % period * phase_step) % elements columns
   int phase_base = 0;
   int phase_step = 0;
   int elements = 1;
-  void* dgamma = nullptr;  // (columns,) of `dtype`; null: not asked for
+  void* dgamma = nullptr;  // (columns,) of `dtype`; null: not needed; the same holds for dbeta
   void* dbeta = nullptr;
   DType dtype = DType::kFloat32;
 };
 
-// Sums in double, so that a million rows cost no more precision than their partial sums have.
+// Sums in double, so that this step adds no error to that of the partial sums.
 //
-// Grid: (columns / 32, 2). Each thread adds every 16th worker's, then one warp adds those: enough CTAs and loads in
-// flight for a chip at N = 1024 already.
+// Grid: (columns / 32, 2). Each thread sums every 16th worker, then one warp sums the results. This gives enough CTAs
+// and outstanding loads to fill a GPU at N = 1024 already.
 __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
     finalize_kernel(const __grid_constant__ FinalizeArguments a) {
   __shared__ double sums[kFinalizeRows][kFinalizeColumns];
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
     for (int first = threadIdx.y; first < a.workers; first += kFinalizeRows * kFinalizeLoads) {
       float loaded[kFinalizeLoads] = {};
 #pragma unroll
-      for (int i = 0; i < kFinalizeLoads; ++i) {  // periods and vectors are powers of two
+      for (int i = 0; i < kFinalizeLoads; ++i) {  // `period` and `elements` are powers of two, hence the masks
         const int w = first + i * kFinalizeRows;
         const int phase = (a.phase_base + (w & (a.period - 1)) * a.phase_step) & (a.elements - 1);
         if (w < a.workers) loaded[i] = __ldcg(source + w * 2 * a.partial_columns + phase);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
     }
   }
   sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();  // all sums are there; the first row of threads reads them
+  __syncthreads();  // all threads have written their sum; the first row of threads reads them
   if (threadIdx.y > 0 || column >= a.columns) return;
   double parts[kFinalizeRows];
 #pragma unroll

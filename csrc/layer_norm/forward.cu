@@ -8,7 +8,7 @@ namespace flashbwd {
 namespace layer_norm {
 namespace {
 
-// Threads a row, each with up to `held` columns in registers, and rows a CTA.
+// Chooses threads per row, each with up to `held` columns in registers, and rows per CTA.
 BackwardTile forward_tile(int64_t columns, int elements, int held) {
   BackwardTile t;
   const int64_t vectors = (columns + elements - 1) / elements;

@@ -1,5 +1,5 @@
-// LayerNorm and RMSNorm forward: statistics and output from one read of x where a row fits in registers. Optionally of
-// h = residual + dropout(x), which is written too.
+// LayerNorm and RMSNorm forward. Reads x once if a row fits in registers. Optionally normalises h = residual +
+// dropout(x) instead of x, and writes h too.
 #pragma once
 
 #include "dropout.cuh"
@@ -8,15 +8,15 @@
 namespace flashbwd::layer_norm {
 
 constexpr int kForwardThreads = 512;
-constexpr int kForwardBytes = 64;  // of a row that a thread holds in registers; what is beyond is read again
+constexpr int kForwardBytes = 64;  // bytes of a row per thread in registers; the rest of the row is read again
 
-// Vectors a thread holds.
+// Vectors per thread in registers.
 constexpr int forward_vectors(int elements, int64_t held_bytes, bool add) {
   return elements > 1 ? kForwardBytes / static_cast<int>(elements * held_bytes) : (add ? 4 : 16);
 }
 
 struct ForwardArguments {
-  BackwardTile tile;  // lanes, groups and parts alone
+  BackwardTile tile;  // only lanes, groups and parts are set
   int64_t rows = 0;
   int columns = 0;
   float inverse_columns = 0.f;
@@ -35,14 +35,14 @@ struct ForwardArguments {
   int64_t z_stride = 0;
   const void* gamma = nullptr;
   const void* beta = nullptr;
-  // Row r starts (phase_base + r * phase_step) % kElements elements behind a boundary of 16 bytes, gamma and beta so
-  // many of theirs: where rows are shifted.
+  // Used if kShifted: row r starts (phase_base + r * phase_step) % kElements elements after a 16-byte boundary, gamma
+  // and beta start gamma_phase and beta_phase of their elements after one.
   int phase_base = 0, phase_step = 0, gamma_phase = 0, beta_phase = 0;
   float* mu = nullptr;  // (rows,)
   float* rs = nullptr;
 };
 
-// kElements neighbours as they lie in memory: 16 bytes or a multiple of that, or one.
+// kElements adjacent elements in registers, in their memory format: a multiple of 16 bytes, or a single element.
 template <typename T, int kElements>
 struct Vector {
   static constexpr int kSlots = kElements * static_cast<int>(sizeof(T)) / 16;
@@ -53,7 +53,7 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) slots[i] = *reinterpret_cast<const uint4*>(source + i * kPerSlot);
   }
-  // Elements `first` to `last`, the others are zeros.
+  // Loads elements [first, last) and zeroes the others.
   __device__ void load_part(const T* source, int first, int last) {
     float values[kElements];
 #pragma unroll
@@ -92,7 +92,7 @@ struct Vector<T, 1> {
   __device__ void write(const float (&values)[1]) { value = from_float<T>(values[0]); }
 };
 
-// kElements elements of gamma or beta from `column` on.
+// Loads kElements elements of gamma or beta, starting at `column`, from an aligned address.
 template <typename T, int kElements>
 __device__ void load_parameters(const void* data, DType dtype, int column, float (&values)[kElements]) {
   if (dtype == DType::kFloat32) {
@@ -106,8 +106,8 @@ __device__ void load_parameters(const void* data, DType dtype, int column, float
   }
 }
 
-// The same for any column, element `skew` behind a 16-byte boundary: from the 16 bytes that hold them, or one by one
-// where these are not all gamma's or beta's.
+// The same for an address `skew` elements after a 16-byte boundary: loads the enclosing 16-byte words and shifts them,
+// or loads the elements one by one if those words exceed gamma or beta.
 template <typename T, int kElements>
 __device__ void load_skewed(const T* data, int column, int columns, int skew, float (&values)[kElements]) {
   constexpr int kPerSlot = 16 / static_cast<int>(sizeof(T));
@@ -151,10 +151,10 @@ __device__ void load_skewed(const void* data, DType dtype, int column, int colum
   }
 }
 
-// T: x, z and, unless they are fp32, gamma and beta. TH: residual and h, where kAdd; T otherwise. kElements: of a
-// 16-byte access of T, or 1 where tensors are not aligned alike. kShifted: they are, but rows start or end off a
-// 16-byte boundary, or gamma or beta does: a row's vectors then lie on those boundaries, the first and the last in part
-// outside.
+// T: dtype of x, z and, unless they are fp32, of gamma and beta. TH: dtype of residual and h if kAdd, else T.
+// kElements: elements per 16-byte access of T, or 1 if the tensors' rows have different alignment.
+// kShifted: the rows have the same alignment, but rows, gamma or beta start or end off a 16-byte boundary. Vectors are
+// then aligned to those boundaries, and the first and the last of a row are partly outside it.
 template <typename T, typename TH, bool kAdd, int kElements, bool kShifted>
 __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments a) {
   using Held = Vector<TH, kElements>;
@@ -166,11 +166,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
   const int64_t row = static_cast<int64_t>(blockIdx.x) * a.tile.groups + group;
   RowExchange exchange(a.tile, shared_address(smem), group, 0);
 
-  // Vectors lane, lane + lanes, ... of the row: the first kVectors are held, the others read again in each pass.
+  // This thread owns vectors lane, lane + lanes, ... of the row. It keeps the first kVectors in registers and reads the
+  // others again in each pass.
   const int phase = kShifted ? static_cast<int>((a.phase_base + row * a.phase_step) % kElements) : 0;
   const int vectors = row < a.rows ? (a.columns + phase + kElements - 1) / kElements : 0;
   const auto column_of = [&](int vector) { return vector * kElements - phase; };
-  // Elements of a vector that lie in the row: all but for the first and the last.
+  // Elements [first_of, last_of) of a vector are inside the row: all of them, except in the first and the last vector.
   const auto first_of = [&](int column) { return kShifted ? max(0, -column) : 0; };
   const auto last_of = [&](int column) { return kShifted ? min(kElements, a.columns - column) : kElements; };
   const auto whole = [&](int column) { return !kShifted || (column >= 0 && column + kElements <= a.columns); };
@@ -196,9 +197,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
   const DrawnFrom drawn_from = {shared_address(drawn_from_smem), a.dropout.keep_from};
   if (kAdd && a.dropout.drops && a.dropout.keep == nullptr) {
     drawn_from.write(a.dropout.rng);
-    __syncthreads();  // all wait for what the first threads have written
+    __syncthreads();  // the Philox keys have been written
   }
-  // h of one vector, from x's and the residual's.
+  // Computes and stores one vector of h. `held`: the residual on entry, h on exit.
   const auto add = [&](int vector, const Vector<T, kElements>& branch, Held& held) {
     const int column = column_of(vector);
     float values[kElements], sum[kElements];

@@ -1,4 +1,4 @@
-// The arithmetic of a dropout mask that the host does once for all elements.
+// Converts a dropout probability to a threshold on Philox words, once per call on the host.
 #pragma once
 
 #include <cmath>
@@ -6,7 +6,8 @@
 
 namespace flashbwd::layer_norm {
 
-// The least drawn word x that is kept: fl(fl(x) * 2^-32 + 2^-33) > fl(p) in float32, which grows with x.
+// The smallest word x whose element is kept. curand_uniform's float32 value fl(fl(x) * 2^-32 + 2^-33) must exceed
+// fl(p); it is monotonic in x, so a binary search finds the threshold.
 inline uint32_t keep_from(double p) {
   const auto kept = [&](uint32_t x) {
     return std::fmaf(static_cast<float>(x), 0x1p-32f, 0x1p-33f) > static_cast<float>(p);

@@ -31,17 +31,18 @@ Variant variant_of(const LayerNormBackwardParams& p) {
   }
 }
 
-// Everything a launch needs but the workspace's address.
+// Everything a launch needs except the workspace's address.
 struct Launch {
   Variant kernels;
   BackwardArguments arguments;
   int ctas = 0;
-  int threads = 0;             // a CTA
-  bool needs_sums = false;     // of rows: not for dgamma and dbeta alone
-  bool sums_first = false;     // these come from a kernel of their own
-  int64_t partial_bytes = 0;   // in the workspace, first
-  int64_t progress_bytes = 0;  // then
-  int64_t sums_bytes = 0;      // then
+  int threads = 0;          // per CTA
+  bool needs_sums = false;  // dx or dbranch is needed, and with it the row sums
+  bool sums_first = false;  // row_sums_kernel computes the row sums first
+  // Regions of the workspace, in this order.
+  int64_t partial_bytes = 0;
+  int64_t progress_bytes = 0;
+  int64_t sums_bytes = 0;
 
   int64_t bytes() const { return partial_bytes + progress_bytes + sums_bytes; }
   const char* error = nullptr;
@@ -63,7 +64,7 @@ cudaLaunchConfig_t config_of(const BackwardTile& tile, int ctas, int threads, cu
   return config;
 }
 
-// Lets `kernel` use all the shared memory of the current device, and clusters of more than 8 CTAs.
+// Allows `kernel` to use all shared memory of the current device and clusters of more than 8 CTAs.
 cudaError_t prepare(const void* kernel, const DeviceInfo& device) {
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(device.smem_per_block));
@@ -73,8 +74,8 @@ cudaError_t prepare(const void* kernel, const DeviceInfo& device) {
   return status;
 }
 
-// Workers that run at once: what a persistent grid should have; none where the device has no such clusters. Also
-// prepares the kernel; asked of the driver once for each kernel, device and tile.
+// The number of workers that are resident at the same time, which is the size of the persistent grid; 0 if the device
+// does not support clusters of this size. Also prepares the kernel. Cached per kernel, device and tile.
 int concurrent_workers(const void* kernel, const BackwardTile& tile, const DeviceInfo& device, cudaError_t* status) {
   using Key = std::tuple<const void*, int, int, int, int64_t>;
   static std::mutex mutex;
@@ -94,7 +95,7 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
     const cudaLaunchConfig_t config = config_of(tile, workers * tile.chunks, tile.threads(), &attribute, nullptr);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
-      cudaGetLastError();  // the device has no clusters of this size
+      cudaGetLastError();  // clear the error: the device does not support clusters of this size
       clusters = 0;
     }
     workers = std::min(workers, clusters);
@@ -128,12 +129,12 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   shape.keep = p.dropout.keep != nullptr;
   shape.draws = p.dropout.keep == nullptr && p.dropout.p > 0.0;
   shape.shifted = !phase.none();
-  // The same whatever is asked for: what is left out changes no bit of the rest.
+  // The tile does not depend on which gradients are needed, so omitting one changes no bit of the others.
   const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
-  int of_columns = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
-  bool by_columns = of_columns > 0;  // in CTAs of their own, or within those of rows
+  int num_column_ctas = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
+  bool by_columns = num_column_ctas > 0;  // dgamma and dbeta by columns, in separate CTAs or inside the row CTAs
   DeviceInfo for_rows = device;
-  for_rows.sm_count -= of_columns;
+  for_rows.sm_count -= num_column_ctas;
   cudaError_t status = cudaSuccess;
   int concurrent = 0;
   for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
@@ -141,18 +142,18 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
     a.tile = choose_tile(shape, for_rows);
     if (by_columns && a.tile.chunks > 1) {
       by_columns = shape.beside_columns = false;
-      of_columns = 0;
+      num_column_ctas = 0;
       for_rows = device;
       a.tile = choose_tile(shape, device);
     }
     if (by_columns) {
-      if (const BackwardTile within = tile_with_columns(shape, a.tile, of_columns, device); within.found()) {
+      if (const BackwardTile within = tile_with_columns(shape, a.tile, num_column_ctas, device); within.found()) {
         a.tile = within;
-        of_columns = 0;
+        num_column_ctas = 0;
       }
     }
     if (!a.tile.found() || launch.kernels.backward == nullptr) {
-      launch.error = "this LayerNorm fits no kernel";
+      launch.error = "no LayerNorm kernel supports this problem";
       return launch;
     }
     concurrent = concurrent_workers(reinterpret_cast<const void*>(launch.kernels.backward), a.tile, device, &status);
@@ -165,13 +166,13 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
   if (!parameters) {
     by_columns = false;
-    of_columns = 0;
+    num_column_ctas = 0;
   }
-  a.schedule = schedule_rows(shape, a.tile, concurrent - of_columns, phase.base, phase.step);
+  a.schedule = schedule_rows(shape, a.tile, concurrent - num_column_ctas, phase.base, phase.step);
   if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
-  launch.ctas = a.schedule.workers * a.tile.chunks + of_columns;
+  launch.ctas = a.schedule.workers * a.tile.chunks + num_column_ctas;
   launch.threads = a.tile.threads();
-  if (by_columns && of_columns == 0) {
+  if (by_columns && num_column_ctas == 0) {
     const int columns = columns_at_a_time(elements);
     launch.ctas = std::max(launch.ctas, static_cast<int>((p.columns + columns - 1) / columns));
     launch.threads = kMaxThreads;
@@ -278,7 +279,7 @@ int64_t layer_norm_backward_workspace(const LayerNormBackwardParams& params, con
 
 const char* launch_layer_norm_backward(const LayerNormBackwardParams& params, const DeviceInfo& device, void* stream) {
   cudaError_t status = cudaSuccess;
-  if (params.rows == 0) {  // sums over no rows
+  if (params.rows == 0) {  // dgamma and dbeta are sums over no rows: the finalize kernel writes zeros
     if (params.dgamma == nullptr && params.dbeta == nullptr) return nullptr;
     status = layer_norm::launch_finalize(params, {}, 0, false, stream);
   } else {

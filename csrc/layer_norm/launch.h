@@ -1,4 +1,4 @@
-// Launchers of the LayerNorm kernels: parameters to grids.
+// Launchers of the LayerNorm and RMSNorm kernels.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,13 @@
 
 namespace flashbwd {
 
-// Launches on `stream`; returns null, or a message that lives until the next call on this thread.
+// Launches the backward on `stream`. Returns null, or an error message, which is a static string.
 const char* launch_layer_norm_backward(const LayerNormBackwardParams& params, const DeviceInfo& device, void* stream);
 
-// Bytes of scratch that the launch needs.
+// Size in bytes of the workspace that the launch needs.
 int64_t layer_norm_backward_workspace(const LayerNormBackwardParams& params, const DeviceInfo& device);
 
+// Launches the forward on `stream`. Returns null, or an error message.
 const char* launch_layer_norm_forward(const LayerNormForwardParams& params, void* stream);
 
 }  // namespace flashbwd

@@ -1,4 +1,4 @@
-// Workers that keep together.
+// Throttling of workers that run ahead of the others.
 #pragma once
 
 #include <climits>
@@ -7,23 +7,23 @@
 
 namespace flashbwd::layer_norm {
 
-// Holds back a worker that is ahead of the mean of all.
+// Makes a worker wait while it is too far ahead of the mean of all workers.
 //
-// SMs do not get equal shares of a saturated memory, and a kernel is as slow as its last worker. Held to the mean, fast
-// SMs leave the memory to slow ones. Only time depends on it: a worker that waits too long for others, which may not
-// run yet, waits no more.
+// SMs get unequal shares of a saturated memory, and the kernel ends with its slowest worker. Throttling fast SMs leaves
+// bandwidth to slow ones. Correctness and progress do not depend on it: after kMostPolls polls (the other workers may
+// not be resident) a worker stops throttling for good.
 //
-// How far all are is asked for a row before it is needed: an answer may take as long as half a row's turn.
+// A worker loads the progress counter one iteration before it needs it, since the load takes up to half an iteration.
 struct LockStep {
   static constexpr int kMostPolls = 1000;
   static constexpr int kFree = INT_MAX;
-  int begun;  // rounds of all workers, as of the row before
+  int begun;  // value of a.progress as loaded in the previous iteration; kFree: never wait again
 
-  // One lane of a group asks; the others wait for it where they exchange.
+  // Only one lane of each group in the row's first CTA waits here; the other threads wait for it in the exchange.
   __device__ LockStep(const BackwardArguments& a, bool first_of_group, int rank)
       : begun(a.progress != nullptr && rank == 0 && first_of_group ? 0 : kFree) {}
 
-  // `round`: of this worker, from 1 on.
+  // `round`: this worker's current round, starting at 1.
   __device__ void hold(const BackwardArguments& a, int round) {
     if (begun == kFree) return;
     const int least = a.schedule.workers * round - a.schedule.ahead;

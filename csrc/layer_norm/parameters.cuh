@@ -1,4 +1,4 @@
-// What a CTA needs of gamma and beta, in fp32 in shared memory.
+// Stages gamma and beta of a CTA's columns in shared memory, in fp32.
 #pragma once
 
 #include "arguments.h"
@@ -6,14 +6,14 @@
 
 namespace flashbwd::layer_norm {
 
-// gamma of a CTA's columns, 1 where there is none and 0 outside the row: for each lane (vectors, kElements / 4) of four
-// columns each. For rows given by their output, beta behind it. All threads of the tile take part.
+// Writes gamma (1 if there is none, 0 outside the row) as (lanes, vectors, kElements / 4) quads of four columns. If the
+// tile has two parameters (Form::kOutput), each lane's beta follows its gamma. Called by all threads of the tile.
 template <typename T, int kElements>
 __device__ void stage_parameters(const BackwardArguments& a, int first_column, uint32_t gamma_s) {
-  constexpr int kQuads = kElements / 4;  // of a vector
+  constexpr int kQuads = kElements / 4;  // per vector
   const T* gamma = static_cast<const T*>(a.gamma);
   const T* beta = static_cast<const T*>(a.beta);
-  const int quads = a.tile.vectors * kQuads;  // of a lane
+  const int quads = a.tile.vectors * kQuads;  // per lane
   const uint32_t stride = parameter_stride(a.tile);
 #pragma unroll 2
   for (int i = threadIdx.x; i < quads * a.tile.lanes; i += a.tile.threads()) {

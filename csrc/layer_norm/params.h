@@ -1,4 +1,4 @@
-// What LayerNorm and RMSNorm kernels are given.
+// Parameters of the LayerNorm and RMSNorm launchers, as plain structs.
 #pragma once
 
 #include <cstdint>
@@ -7,48 +7,45 @@
 
 namespace flashbwd {
 
-// What was dropped of a tensor of x's shape before it was added to another: a mask, or what to draw it from.
+// Dropout of the branch before the residual is added: a mask, or the Philox state that regenerates it.
 struct DropoutParams {
   double p = 0.0;
-  const uint8_t* keep = nullptr;  // bool; null: drawn, unless p is 0
+  const uint8_t* keep = nullptr;  // (rows, columns) bool; null: drawn from rng, unless p is 0
   int64_t keep_row_stride = 0;
-  const int64_t* rng = nullptr;  // seed and offset, on the device
+  const int64_t* rng = nullptr;  // (2,): seed and offset, in device memory
 };
 
-// A backward.
 struct LayerNormBackwardParams {
   int64_t rows = 0;
   int64_t columns = 0;               // N
-  DType x_dtype = DType::kBFloat16;  // of x and dx
+  DType x_dtype = DType::kBFloat16;  // of x, dresidual and dx
   DType dz_dtype = DType::kBFloat16;
-  DType gamma_dtype = DType::kFloat32;  // of gamma, dgamma, dbeta
-  const void* dz = nullptr;
-  int64_t dz_row_stride = 0;  // elements
+  DType gamma_dtype = DType::kFloat32;  // of gamma, beta, dgamma and dbeta
+  const void* dz = nullptr;             // (rows, columns), as are x, dresidual, dx and dbranch
+  int64_t dz_row_stride = 0;            // elements
   const void* x = nullptr;
   int64_t x_row_stride = 0;
-  bool from_output = false;   // x is the norm's output
-  bool centred = false;       // LayerNorm
-  const float* mu = nullptr;  // null: RMSNorm, or from the output
-  const float* rs = nullptr;
-  const void* gamma = nullptr;      // null: none (all ones)
-  const void* beta = nullptr;       // needed from the output alone; null: none
-  const void* dresidual = nullptr;  // x's dtype, added into dx; null: none
+  bool from_output = false;         // x is the norm's output z
+  bool centred = false;             // LayerNorm; else RMSNorm
+  const float* mu = nullptr;        // (rows,); null: RMSNorm, or from_output
+  const float* rs = nullptr;        // (rows,)
+  const void* gamma = nullptr;      // (columns,); null: all ones
+  const void* beta = nullptr;       // (columns,), used only if from_output; null: zeros
+  const void* dresidual = nullptr;  // added to dx; null: none
   int64_t dresidual_row_stride = 0;
-  void* dx = nullptr;  // null where not asked for, as are the next two
+  void* dx = nullptr;  // null: not needed; the same holds for dbranch, dgamma and dbeta
   int64_t dx_row_stride = 0;
-  bool of_sum = false;  // x = residual + dropout(branch)
-  // The branch's gradient, of dz's dtype; null where not asked for.
-  void* dbranch = nullptr;
+  bool of_sum = false;      // x = residual + dropout(branch)
+  void* dbranch = nullptr;  // gradient of the branch, dz's dtype
   int64_t dbranch_row_stride = 0;
   DropoutParams dropout;
   void* dgamma = nullptr;
   void* dbeta = nullptr;
   bool zero_centered_gamma = false;
-  void* workspace = nullptr;  // fp32 partial sums
+  void* workspace = nullptr;  // layer_norm_backward_workspace() bytes
   int64_t workspace_bytes = 0;
 };
 
-// A forward.
 struct LayerNormForwardParams {
   int64_t rows = 0;
   int64_t columns = 0;
@@ -57,7 +54,7 @@ struct LayerNormForwardParams {
   DType parameter_dtype = DType::kFloat32;  // of gamma and beta
   const void* x = nullptr;
   int64_t x_row_stride = 0;  // elements
-  // h = residual + dropout(x) is what is normalised, and written; null: x is.
+  // If residual is not null, h = residual + dropout(x) is normalised and written; else x is normalised.
   const void* residual = nullptr;
   int64_t residual_row_stride = 0;
   void* h = nullptr;
@@ -65,10 +62,10 @@ struct LayerNormForwardParams {
   DropoutParams dropout;
   void* z = nullptr;
   int64_t z_row_stride = 0;
-  const void* gamma = nullptr;  // null: none
-  const void* beta = nullptr;
-  float* mu = nullptr;  // (rows,), written; null: RMSNorm
-  float* rs = nullptr;
+  const void* gamma = nullptr;  // (columns,); null: all ones
+  const void* beta = nullptr;   // (columns,); null: zeros
+  float* mu = nullptr;          // (rows,), output; null: RMSNorm
+  float* rs = nullptr;          // (rows,), output
   double eps = 0.0;
   bool zero_centered_gamma = false;
 };

@@ -1,4 +1,4 @@
-// The sums of dgamma and dbeta over the rows of a worker, from registers to global memory.
+// Writes a worker's partial sums of dgamma and dbeta from registers to global memory.
 #pragma once
 
 #include "arguments.h"
@@ -6,9 +6,9 @@
 
 namespace flashbwd::layer_norm {
 
-// Adds this CTA's dgamma and dbeta up over its groups, in their order, into the worker's row of a.partial. `reduce_s`:
-// shared memory, (2, vectors, units, lanes, kElements). What it needs is worked out where it is: it would otherwise be
-// kept through the loop over the rows.
+// Sums this CTA's dgamma and dbeta over its groups, in a fixed order, and writes them to the worker's row of a.partial.
+// `reduce_s`: shared memory, (2, vectors, units, lanes, kElements). It recomputes its indices, so that they do not
+// occupy registers during the loop over the rows.
 template <int kVectors, int kElements>
 __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float (&dgamma)[kVectors][kElements],
                               float (&dbeta)[kVectors][kElements]) {
@@ -19,7 +19,7 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
   const int lane = thread - group * lanes;
   const int worker = block / a.tile.chunks;
   const int chunk_start = (block - worker * a.tile.chunks) * a.tile.chunk_vectors;
-  // (2, partial_columns), from this chunk's columns on
+  // (2, partial_columns), starting at this chunk's columns
   float* partial = a.partial + worker * 2 * a.partial_columns + chunk_start * kElements;
   if (a.tile.groups == 1) {
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
     }
     return;
   }
-  // Several groups a warp have one vector a thread (see tile_of); they add up in the warp's first lanes.
+  // If a warp holds several groups, each thread has a single vector (see tile_of); reduce them into the first lanes.
 #pragma unroll 1
   for (int offset = lanes; offset < kWarp; offset *= 2) {
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
   const int row_floats = lanes * kElements;
   const int plane_floats = units * row_floats;
   wait_copies(0);
-  __syncthreads();  // all have left the stages
+  __syncthreads();  // all threads have finished using the stages, whose memory is reused
   if (lanes >= kWarp || thread % kWarp < lanes) {
     float* own = reduce_s + unit * row_floats + lane * kElements;
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
       }
     }
   }
-  __syncthreads();  // all have written
+  __syncthreads();  // all threads have written their sums
   const int row_quads = row_floats / 4;
   for (int i = thread; i < 2 * a.tile.vectors * row_quads; i += blockDim.x) {  // four columns each
     const int plane = i / row_quads;
@@ -66,7 +66,7 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
     const int column = (second ? plane - a.tile.vectors : plane) * row_floats + 4 * quad;
     if (column >= a.tile.chunk_vectors * kElements) continue;
     const float* source = reduce_s + plane * plane_floats + 4 * quad;
-    double sum[4] = {};  // rounded once
+    double sum[4] = {};  // double: rounded to float only once
 #pragma unroll 4
     for (int u = 0; u < units; ++u) {
       const float4 part = *reinterpret_cast<const float4*>(source + u * row_floats);

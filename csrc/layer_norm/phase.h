@@ -1,4 +1,4 @@
-// Where rows start, relative to the boundaries of 16-byte accesses.
+// Alignment of rows relative to 16-byte boundaries.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace flashbwd::layer_norm {
 
-// Row r starts (base + r * step) % elements elements behind a boundary.
+// Row r starts (base + r * step) % elements elements after a vector boundary.
 struct Phase {
   int base = 0;
   int step = 0;

@@ -1,24 +1,25 @@
-// A thread's own slots of shared memory, where rows of one tensor arrive, and from where gradients leave.
+// A thread's own slots of shared memory: cp.async writes one tensor's rows there, and gradients that cannot be stored
+// with 16-byte stores are staged there.
 #pragma once
 
 #include "device.cuh"
 
 namespace flashbwd::layer_norm {
 
-// One tensor's part of a stage: fills and reads a thread's own slots.
+// One tensor's part of a stage. Slots are given by their address in the shared window.
 template <typename T, int kElements>
 struct Plane {
-  static constexpr int kSlots = kElements * static_cast<int>(sizeof(T)) / 16;  // a vector
+  static constexpr int kSlots = kElements * static_cast<int>(sizeof(T)) / 16;  // per vector
   static constexpr int kPerSlot = 16 / static_cast<int>(sizeof(T));
 
-  // Fetches a whole vector from an aligned address. Slots are given by their address in the shared window.
+  // Copies a whole vector from an aligned address, asynchronously.
   static __device__ void fill(uint32_t slots, const T* source) {
 #pragma unroll
     for (int h = 0; h < kSlots; ++h) copy_async_16(slots + h * kSlotStride, source + h * kPerSlot);
   }
 
-  // Fetches a vector of which elements `skip` to `count` are wanted; the others become zeros. With `vector` the
-  // address is that of 16 bytes, and elements before the row come along (see clear_head).
+  // Copies elements [skip, count) of a vector and zeroes the others. With `vector`, `source` is 16-byte aligned and the
+  // copy includes the elements before `skip`, which clear_head() zeroes later.
   static __device__ void fill_part(uint32_t slots, const T* source, int skip, int count, bool vector) {
 #pragma unroll 1
     for (int h = 0; h < kSlots; ++h) {
@@ -37,7 +38,7 @@ struct Plane {
     }
   }
 
-  // Clears the elements that belong to the row before.
+  // Zeroes the first `count` elements of a vector, which belong to the previous row.
   static __device__ void clear_head(uint32_t slots, int count) {
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
@@ -50,7 +51,7 @@ struct Plane {
     for (int h = 0; h < kSlots; ++h) unpack<T>(load_shared_16(slots + h * kSlotStride), &values[h * kPerSlot]);
   }
 
-  // A vector as it is written.
+  // A vector converted to T.
   struct Packed {
     uint4 slots[kSlots];
   };
@@ -62,7 +63,7 @@ struct Plane {
     return result;
   }
 
-  // Writes a whole vector to an aligned address.
+  // Stores a whole vector to an aligned global address.
   static __device__ void store(T* target, const Packed& vector) {
 #pragma unroll
     for (int h = 0; h < kSlots; ++h) store_streaming(target + h * kPerSlot, vector.slots[h]);
@@ -73,7 +74,7 @@ struct Plane {
     for (int h = 0; h < kSlots; ++h) store_shared_16(slots + h * kSlotStride, vector.slots[h]);
   }
 
-  // Writes elements `skip` to `count` of what was put into slots.
+  // Stores elements [skip, count) of a vector from its slots to global memory.
   static __device__ void store_part(uint32_t slots, T* target, int skip, int count) {
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {

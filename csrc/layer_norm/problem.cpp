@@ -15,14 +15,14 @@ bool same_shape(const TensorDesc& a, const TensorDesc& b) {
   return true;
 }
 
-// x, or what stands in its place, and its name.
+// The tensor passed as `x`, and its name in error messages: x, z or h.
 struct Named {
   const char* name;
   const TensorDesc& tensor;
 };
 
-// Parts of a message are made before check() is called: where they are strings, refuse() is called instead, on a
-// condition, so that a call that is right does not pay for them.
+// check() evaluates the parts of its message on every call. Where a part is a std::string, the code below tests the
+// condition itself and calls refuse(), so that a valid call does not build the string.
 
 void check_device(const char* name, const TensorDesc& tensor, const Named& x) {
   if (tensor.device == x.tensor.device) return;
@@ -36,7 +36,7 @@ void check_like(const char* name, const TensorDesc& tensor, const Named& x) {
   check_device(name, tensor, x);
 }
 
-// (rows,) or x's shape with 1 for N.
+// True if the shape is (rows,), or x's shape with the last dimension replaced by 1.
 bool has_statistics_shape(const TensorDesc& tensor, const TensorDesc& x, int64_t rows) {
   if (tensor.dim == 1 && tensor.sizes[0] == rows) return true;
   if (tensor.dim != x.dim || tensor.sizes[x.dim - 1] != 1) return false;
@@ -69,7 +69,7 @@ void check_x(const Named& x) {
   }
 }
 
-// gamma and beta have the dtype of the norm's input x or output, or are float32.
+// Requires gamma and beta to be (N,), in x's dtype or in float32 (only in float64 if x is float64).
 void check_parameter(const char* name, const TensorDesc& tensor, const Named& x) {
   if (!tensor) return;
   const int64_t columns = x.tensor.sizes[x.tensor.dim - 1];
@@ -91,7 +91,7 @@ void check_parameters(const TensorDesc& gamma, const TensorDesc& beta, bool zero
   check(gamma || !zero_centered_gamma, "zero_centered_gamma is set, expected a gamma with it");
 }
 
-// A tensor of the residual's dtype beside one of x's.
+// The residual (or h) has x's dtype, or is float32 if x is 16-bit.
 void check_residual_dtype(const char* name, const TensorDesc& residual, const Named& x) {
   check(residual.dtype == x.tensor.dtype || (residual.dtype == DType::kFloat32 && is_16bit(x.tensor.dtype)), name,
         " is ", name_of(residual.dtype), ", expected ", x.name, "'s ", name_of(x.tensor.dtype),
@@ -165,7 +165,7 @@ LayerNormBackwardParams check_layer_norm(const LayerNormArguments& a) {
     check_statistics("mu", a.mu, x, rows);
     check(a.mu.dtype == a.rs.dtype, "mu is ", name_of(a.mu.dtype), ", expected rs's ", name_of(a.rs.dtype));
   }
-  // Where h is float32 beside a 16-bit output, parameters may be of the output's dtype.
+  // If h is float32 and the output is 16-bit, gamma and beta may have the output's dtype.
   const bool mixed = a.form == NormForm::kDropout && a.dz.dtype != dtype;
   check_parameters(a.gamma, a.beta, a.zero_centered_gamma, mixed ? Named{"dz", a.dz} : x);
   if (a.dresidual) {
@@ -191,7 +191,7 @@ std::optional<int64_t> row_stride_of(const TensorDesc& tensor) {
   const int last = tensor.dim - 1;
   if (tensor.sizes[last] > 1 && tensor.strides[last] != 1) return std::nullopt;
   std::optional<int64_t> stride;
-  int64_t rows = 1;  // of the dimensions already merged, innermost first
+  int64_t rows = 1;  // product of the sizes of the dimensions visited so far, innermost first
   for (int i = last - 1; i >= 0; --i) {
     if (tensor.sizes[i] == 0) return 0;
     if (tensor.sizes[i] == 1) continue;
@@ -207,7 +207,7 @@ std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device place, con
   if (!device.usable) return device.why_not;
   if (device.cc_major < 8) return "the device is older than compute capability 8.0";
   if (x_dtype == DType::kFloat64) return "float64";
-  constexpr int64_t kMostColumns = int64_t{1} << 28;  // column numbers are 32-bit in the kernels
+  constexpr int64_t kMostColumns = int64_t{1} << 28;  // the kernels use 32-bit column indices
   if (columns > kMostColumns) return "rows of more than 2^28 elements";
   return "";
 }

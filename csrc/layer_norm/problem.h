@@ -1,4 +1,4 @@
-// The arguments of layer_norm_backward and rms_norm_backward as plain data, and the one table of checks on them.
+// The arguments of the norm operators as plain data, and the checks on them.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace flashbwd {
 
-// What stands in the place of x.
+// The tensor that a backward operator receives as `x`.
 enum class NormForm {
-  kInput,    // x, what was normalised
-  kOutput,   // z, what came of it
-  kDropout,  // h = residual + dropout(x), which was normalised: the gradients are those of x and of the residual
+  kInput,    // x, the input of the norm
+  kOutput,   // z, the output of the norm
+  kDropout,  // h = residual + dropout(x), the input of the norm; the gradients are those of x and of the residual
 };
 
 struct DropoutArguments {
@@ -26,37 +26,37 @@ struct DropoutArguments {
 struct LayerNormArguments {
   NormForm form = NormForm::kInput;
   TensorDesc dz, x, mu, rs, gamma, beta,
-      dresidual;  // x: z or h in the other forms; mu undefined: RMSNorm, or not needed
+      dresidual;  // x holds z or h in the other forms; mu is undefined for RMSNorm or if it is not needed
   DropoutArguments dropout;
   bool rms = false;
   bool zero_centered_gamma = false;
   bool need_dx = true;
-  bool need_dresidual = false;  // of Form::kDropout
-  bool need_dgamma = true;      // false too where there is no gamma
+  bool need_dresidual = false;  // NormForm::kDropout only
+  bool need_dgamma = true;      // also false if there is no gamma
   bool need_dbeta = true;
 };
 
-// Sizes and dtypes; tensors stay where they are. Throws std::invalid_argument whose message names the argument, what
-// was expected and what came.
+// Checks the arguments and returns params with sizes, dtypes and options; the caller sets the pointers and strides.
+// Throws std::invalid_argument with "NAME is VALUE, expected ...".
 LayerNormBackwardParams check_layer_norm(const LayerNormArguments& arguments);
 
 // The forward operators' arguments, before any check.
 struct LayerNormForwardArguments {
-  TensorDesc x, residual, gamma, beta;  // residual undefined: x is what is normalised
+  TensorDesc x, residual, gamma, beta;  // if residual is undefined, x is normalised, else residual + dropout(x)
   DropoutArguments dropout;
   bool rms = false;
   bool zero_centered_gamma = false;
   double eps = 0.0;
 };
 
-// As check_layer_norm.
+// Like check_layer_norm().
 LayerNormForwardParams check_layer_norm_forward(const LayerNormForwardArguments& arguments);
 
-// Elements from one row (..., N) to the next where the rows have one distance and contiguous elements, as kernels take
-// them; none otherwise.
+// The row stride, in elements, if the tensor (..., N) is a sequence of equidistant rows with contiguous elements, which
+// the kernels require; nullopt otherwise.
 std::optional<int64_t> row_stride_of(const TensorDesc& tensor);
 
-// Why no kernel takes rows of a dtype on a device; empty where one does.
+// The reason why no kernel supports rows of this dtype and length on the device; empty if a kernel does.
 std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device place, const DeviceInfo& device);
 
 }  // namespace flashbwd

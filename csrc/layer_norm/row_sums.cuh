@@ -1,12 +1,12 @@
-// The two means of a row that dx needs, for rows too wide to be held and GPUs without clusters: x and dz are then
-// read twice, here and by the backward kernel.
+// The two row sums that dx needs, for rows that are too wide for a CTA or cluster. x and dz are then read twice: here
+// and by the backward kernel.
 #pragma once
 
 #include "backward.cuh"
 
 namespace flashbwd::layer_norm {
 
-// Grid: CTAs that walk the rows. Writes sums (rows,): of dy, of dy * xhat.
+// Grid-stride loop over the rows. Writes row_sums (rows,): the sums of dy and of dy * xhat.
 template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kRowSumsThreads)
     row_sums_kernel(const __grid_constant__ BackwardArguments a, float2* row_sums) {
@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kRowSumsThreads)
     }
     sums = warp_sum(sums, kWarp);
     if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = sums;
-    __syncthreads();  // all parts are there
+    __syncthreads();  // all warps have written their part
     if (threadIdx.x < kWarp) {
       sums = threadIdx.x < kRowSumsThreads / kWarp ? parts[threadIdx.x] : make_float2(0.f, 0.f);
       sums = warp_sum(sums, kWarp);
       if (threadIdx.x == 0) row_sums[row] = sums;
     }
-    __syncthreads();  // the parts have been read
+    __syncthreads();  // warp 0 has read the parts; the next iteration overwrites them
   }
 }
 

@@ -1,4 +1,4 @@
-// The kernels by form and dtype, filled in instantiations/.
+// The kernels by form and dtype; instantiations/ defines them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,8 +19,8 @@ constexpr Variant kernels() {
   return {backward_kernel<kForm, TX, TDZ>, row_sums_kernel<kSums, TX, TDZ>};
 }
 
-// For x (or z, in Form::kOutput) of one dtype: by form and by dtype of dz; null functions where there is none. Dropout
-// takes x of dz's dtype or fp32, the output form z of dz's.
+// The kernels for one dtype of x (or z in Form::kOutput); null pointers if the combination is not supported.
+// Form::kDropout requires x in dz's dtype or in fp32, Form::kOutput requires z in dz's dtype.
 Variant variant_of_float16(Form form, DType dz_dtype);
 Variant variant_of_bfloat16(Form form, DType dz_dtype);
 Variant variant_of_float32(Form form, DType dz_dtype);

@@ -1,4 +1,4 @@
-// x in bfloat16, dz in each dtype.
+// Backward kernels for x in bfloat16 and dz in any dtype.
 #include "../variants.h"
 
 namespace flashbwd::layer_norm {

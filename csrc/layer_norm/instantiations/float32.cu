@@ -1,4 +1,4 @@
-// x in float32, dz in each dtype.
+// Backward kernels for x in float32 and dz in any dtype.
 #include "../variants.h"
 
 namespace flashbwd::layer_norm {

@@ -1,7 +1,7 @@
-"""PEP 517 backend: setuptools, plus the requirements of the build that was asked for.
+"""PEP 517 backend: setuptools with build requirements that depend on the build.
 
-`FLASHBWD_CUDA=0` needs no CUDA compiler, and a machine with a usable CUDA toolkit or its own CUTLASS needs no copy
-of them, so the list cannot stand in pyproject.toml.
+`FLASHBWD_CUDA=0` needs no CUDA compiler. A machine with a usable CUDA toolkit or its own CUTLASS needs no second copy.
+A fixed list in pyproject.toml could not express this.
 """
 
 from __future__ import annotations

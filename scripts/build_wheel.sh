@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The sdist, and the wheel built from what the sdist holds, in dist/. Run in an environment that has the build
-# requirements (requirements/build.txt, requirements/cuda.txt) and the dev extra.
+# Builds the sdist, and the wheel from the contents of the sdist, into dist/. Run it in an environment that has the
+# build requirements (requirements/build.txt, requirements/cuda.txt) and the dev extra.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -45,7 +45,7 @@ def test_arch_list_selects_targets(
 
 def test_arch_list_of_no_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
-    with pytest.raises(toolchain.BuildError, match="'Hopper' is no architecture"):
+    with pytest.raises(toolchain.BuildError, match="'Hopper' is not an architecture"):
         native.chosen_architectures(native.PORTABLE)
 
 

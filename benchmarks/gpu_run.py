@@ -1,16 +1,17 @@
-"""Everything that wants a GPU, in one script: tests, compute-sanitizer, random calls, benchmarks, and one archive.
+"""Runs everything that needs a GPU: tests, compute-sanitizer, random calls, benchmarks; packs the results.
 
     python benchmarks/gpu_run.py OUT                          all stages, one after the other
-    python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without what an earlier run finished
-    python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  of tests those that match, with as many processes
+    python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without the steps that an earlier run finished
+    python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  only the matching tests, in 15 processes
 
-Libraries that are in place are used as they are; missing ones are built first. Stages are made of steps.
-``OUT/state.json`` remembers the steps that ended, so that with ``--resume`` a run goes on where another was cut off (by
-``--budget-s``, which holds for each stage, or from outside). Results of other sources or libraries are not taken over.
-``OUT/flashbwd-gpu.tar.gz`` holds logs, test reports, results and plots; ``OUT/acceptance`` the record of tests and
-sanitizer, to be committed to ``benchmarks/acceptance``, which ``scripts/check_release.py`` reads.
+Existing libraries are used as they are; missing ones are built first. Each stage consists of steps. ``OUT/state.json``
+records the finished steps. With ``--resume``, a run continues where an earlier run was interrupted, for example by
+``--budget-s``, which applies to each stage. Outcomes of other sources or libraries are discarded.
 
-Exit status: 0 all passed, 1 something failed, 3 nothing failed but steps are left.
+``OUT/flashbwd-gpu.tar.gz`` contains logs, test reports, results and plots. ``OUT/acceptance`` contains the record of
+tests and sanitizer runs. Commit it to ``benchmarks/acceptance``, where ``scripts/check_release.py`` reads it.
+
+Exit status: 0 if everything passed, 1 if something failed, 3 if nothing failed but steps are left.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PASSED, FAILED, LEFT = "passed", "FAILED", "left"
 ARCHIVE = "flashbwd-gpu.tar.gz"
 INCOMPLETE = 3
-SHORTEST_STEP_S = 15.0  # no step is begun with less time left
-TO_FINISH_A_CASE_S = 45.0  # the benchmark stops by itself so long before it would be stopped
-SANITIZER_FOUND = 86  # exit status by which compute-sanitizer says that it found something
-REFUSED_AS_DECLARED = "refused as declared: "  # how the tests begin the reason of a skip that they expect
-TESTS_OF_A_STEP = 500  # at least
-TOOLS_AT_ONCE = 3  # a step of the sanitizer stage is one tool over a share of the tests
+SHORTEST_STEP_S = 15.0  # no step starts with less time left
+TO_FINISH_A_CASE_S = 45.0  # benchmarks and fuzzing stop by themselves this long before the step would be killed
+SANITIZER_FOUND = 86  # exit status of compute-sanitizer if it found an error
+REFUSED_AS_DECLARED = "refused as declared: "  # prefix of the reasons of expected skips (tests/kit/summary.py)
+TESTS_OF_A_STEP = 500  # minimum number of tests per step
+TOOLS_AT_ONCE = 3  # parallel sanitizer tools; each step runs one tool on a share of the tests
 
 
 @dataclass
 class Outcome:
-    """How a step ended: PASSED, FAILED, or LEFT where time ran out."""
+    """How a step ended: PASSED, FAILED, or LEFT if time ran out."""
 
     status: str
     seconds: float = 0.0
@@ -65,7 +66,7 @@ def file_name(title: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One command. ``judge`` turns its exit status and output into an outcome's status and detail."""
+    """One command. ``judge`` maps its exit status and output to the status and detail of an outcome."""
 
     stage: str
     name: str
@@ -95,19 +96,19 @@ def plain(status: int, output: str) -> tuple[str, str]:
 
 
 def pytest_summary(output: str) -> str:
-    """The counts that pytest ends with: "3 failed, 20 passed"."""
+    """The counts in the last line of pytest's output: "3 failed, 20 passed"."""
     found = re.findall(r"^(?:=+ )?(\d+ \w+.*) in [\d.]+s", output, re.MULTILINE)
     return found[-1] if found else last_line(output)
 
 
 def by_pytest(status: int, output: str) -> tuple[str, str]:
-    """Skipped tests alone are no success."""
+    """A step passes only if at least one test passed; skipped tests alone are not a success."""
     summary = pytest_summary(output)
     return (PASSED if status == 0 and re.search(r"\b[1-9]\d* passed", summary) else FAILED), summary
 
 
 def by_sanitizer(status: int, output: str) -> tuple[str, str]:
-    """Every test must run, but for those that a backend refuses as tests/kit/support_matrix.py declares."""
+    """Every test must run, except those that a backend refuses as declared in tests/kit/support_matrix.py."""
     found = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", output)
     verdict, summary = by_pytest(status, output)
     skips = [line for line in re.findall(r"^SKIPPED .*$", output, re.MULTILINE) if REFUSED_AS_DECLARED not in line]
@@ -123,7 +124,7 @@ def by_bench(status: int, output: str) -> tuple[str, str]:
 
 
 def build_steps() -> Iterator[Step]:
-    """Builds what is not there yet."""
+    """Steps that build missing libraries and test modules."""
     if not all((ROOT / "flashbwd" / library).exists() for library in LIBRARIES):
         yield Step("build", "libraries", [sys.executable, "setup.py", "build_ext", "--inplace"], plain)
     if not all((ROOT / "tests" / "_built" / module).exists() for module in TEST_MODULES):
@@ -138,7 +139,7 @@ def check_steps(out: Path) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Tests with these marks, of which ``select`` (pytest's -k) leaves some."""
+    """The tests with these marks that match ``select`` (pytest's -k)."""
 
     marks: str
     select: str
@@ -152,7 +153,7 @@ class Selection:
         return [sys.executable, "-m", "pytest", *self.arguments, "--collect-only", "-q", "tests"]
 
     def tests(self) -> list[str]:
-        """As pytest names them."""
+        """The tests by their pytest ids."""
         listed = subprocess.run(self.collection, cwd=ROOT, capture_output=True, text=True)
         return re.findall(r"^tests/[^:\s]+\.py::.*$", listed.stdout, re.MULTILINE)
 
@@ -165,7 +166,7 @@ class Selection:
 
 
 def test_steps(out: Path, jobs: int, select: str) -> Iterator[Step]:
-    """The files with tests that need a GPU, some to a step: workers take seconds to start."""
+    """Steps that run the test files that need a GPU, several files per step because workers start slowly."""
     selection = Selection("gpu", select)
     counts = Counter(test.split("::")[0] for test in selection.tests())
     if not counts:
@@ -188,12 +189,12 @@ def test_steps(out: Path, jobs: int, select: str) -> Iterator[Step]:
 
 
 def sanitizer_steps(jobs: int, select: str) -> Iterator[Step]:
-    """Each tool over the tests marked for it, in shares, for under a tool a test is slow on the CPU.
+    """Steps that run each tool on the tests marked for it, in shares, because the tools slow down the host.
 
-    PyTorch's memory cache is off, so that an access past a tensor leaves its allocation. initcheck has to see the
-    writes of every kernel, PyTorch's too; the others look at this library's kernels alone. initcheck does not see what
-    bulk copies write (a kernel of one ``cp.async.bulk`` to global memory shows it), which is how the sm90 kernel writes
-    its gradients: for it, tests with NaN in the workspace and the outputs stand in.
+    PyTorch's memory cache is off, so that an access past the end of a tensor leaves its allocation. initcheck must see
+    the writes of every kernel, also of PyTorch's; the other tools check only this library's kernels. initcheck does not
+    see TMA stores (a kernel with a single ``cp.async.bulk`` to global memory shows this), with which the sm90 kernel
+    writes its gradients. Tests with NaN in the workspace and the outputs replace it for sm90.
     """
     selection = Selection("gpu and sanitizer", select)
     tests = selection.tests()
@@ -220,7 +221,7 @@ def by_fuzz(status: int, output: str) -> tuple[str, str]:
 
 
 def fuzz_steps(out: Path, calls: int) -> Iterator[Step]:
-    """Random attention calls of each kernel family; fuzz.py watches over them itself."""
+    """Steps that run random attention calls of each kernel family; fuzz.py has its own watchdog."""
     for backend in ("sm90", "sm80"):
         command = [sys.executable, "benchmarks/fuzz.py", "--backend", backend, "--calls", str(calls)]
         yield Step("fuzz", backend, [*command, "--out", str(out / f"fuzz-{backend}.json")], by_fuzz)
@@ -250,7 +251,7 @@ def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Ste
 
 
 def run(step: Step, out: Path, seconds: float) -> Outcome:
-    """Run a step for at most ``seconds``; what it prints goes to its log."""
+    """Run a step for at most ``seconds``; its output goes to its log."""
     command = list(step.command)
     if step.stage in ("bench", "fuzz"):
         command += ["--budget-s", f"{max(1.0, seconds - TO_FINISH_A_CASE_S):.0f}"]
@@ -276,7 +277,7 @@ def run(step: Step, out: Path, seconds: float) -> Outcome:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a step and the processes it started."""
+    """End a step and the processes that it started."""
     for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 30)):
         try:
             os.killpg(process.pid, how)
@@ -294,7 +295,7 @@ def has_gpu() -> bool:
 
 
 def identity() -> dict[str, object]:
-    """What a result belongs to: other sources or libraries make it stale."""
+    """The sources and libraries of an outcome; outcomes of others are stale."""
     from flashbwd.bench import machine
 
     libraries = {path.name: machine.sha256([path]) for path in sorted(machine.PACKAGE.glob("*.so"))}
@@ -302,7 +303,7 @@ def identity() -> dict[str, object]:
 
 
 class State:
-    """Outcomes by step, kept in a file."""
+    """The outcomes by step, saved to a file."""
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path = path
@@ -315,7 +316,7 @@ class State:
             self.identity = data["identity"]
 
     def belongs_to(self, now: dict[str, object]) -> None:
-        """Forget outcomes of other sources or libraries."""
+        """Discard outcomes of other sources or libraries."""
         if self.identity not in (None, now):
             print("sources or libraries have changed: starting over", flush=True)
             self.outcomes = {title: o for title, o in self.outcomes.items() if title.startswith("build")}
@@ -338,7 +339,10 @@ class State:
 
 
 def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) -> None:
-    """Step by step; steps of the sanitizer stage, which leave the GPU idle most of the time, ``--jobs`` at once."""
+    """Run the steps of a stage one after the other; in the sanitizer stage, ``--jobs`` steps in parallel.
+
+    Steps of the sanitizer stage leave the GPU idle most of the time.
+    """
     deadline = time.monotonic() + options.budget_s
 
     def take(step: Step) -> None:
@@ -361,7 +365,7 @@ def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) 
         for ended in [pool.submit(take, step) for step in left]:
             ended.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # interrupted: those that are on their way are the last
+        pool.shutdown(cancel_futures=True)  # after an interrupt, only the running steps finish
 
 
 def pack(out: Path) -> Path:
@@ -384,11 +388,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for logs, results and the archive")
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage; may be repeated")
-    parser.add_argument("--resume", action="store_true", help="leave out steps that ended in an earlier run")
+    parser.add_argument("--resume", action="store_true", help="skip steps that ended in an earlier run")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for each stage (default 480)")
     parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="pytest workers (default 6)")
-    parser.add_argument("--fuzz-calls", type=int, default=20_000, help="of each kernel family (default 20000)")
+    parser.add_argument("--fuzz-calls", type=int, default=20_000, help="fuzz calls per kernel family (default 20000)")
     parser.add_argument("--select", default="", help="only tests that match, as pytest's -k")
     options = parser.parse_args(arguments)
     if not has_gpu():

@@ -1,8 +1,8 @@
-"""One command from a fresh clone to a result: makes the environment `.venv`, builds flashbwd in place, runs it.
+"""Sets up a fresh clone with one command: creates the environment `.venv`, builds flashbwd in place, and runs it.
 
 python3 dev.py demo [ARGS]    trains a small GPT with flashbwd's gradients and with PyTorch's: examples/train_gpt.py
-python3 dev.py test [ARGS]    runs the tests; ARGS go to pytest, and with options alone several workers share the tests
-python3 dev.py setup          makes the environment and builds, no more
+python3 dev.py test [ARGS]    runs the tests with pytest ARGS, in several workers unless ARGS name files
+python3 dev.py setup          only creates the environment and builds
 
 A torch >= 2.10 that this python can import is used as it is; otherwise one is installed from PyPI. Needs Python 3.10
 or newer and g++. CUDA kernels are compiled for the GPUs of this machine; FLASHBWD_CUDA=1 compiles them without a GPU.
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
-WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # of pytest-xdist
+WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # options of pytest-xdist
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
 
@@ -39,7 +39,7 @@ def output(*arguments: str) -> str:
 
 
 def make_environment() -> None:
-    """A virtual environment; it sees the packages of this python where they hold a usable torch."""
+    """Create a virtual environment, which sees the packages of this Python if these include a usable torch."""
     from build_tools.toolchain import BuildError, find_torch
 
     venv.create(ENV, with_pip=False, symlinks=True, clear=True)
@@ -59,7 +59,7 @@ def make_environment() -> None:
 
 
 def install() -> None:
-    """Builds in place; installs what the build, the tests and the demo import, when that has changed."""
+    """Build in place; install the requirements of the build, the tests and the demo if they have changed."""
     requirements = output("-m", "build_tools.requirements").split()
     stamp = ENV / "installed.txt"
     wanted = "\n".join([*requirements, (ROOT / "pyproject.toml").read_text()])

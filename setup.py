@@ -1,7 +1,7 @@
-"""Setuptools commands of flashbwd; what they compile is in build_tools/.
+"""Setuptools commands of flashbwd. build_tools/ defines what they compile.
 
-python setup.py build_ext --inplace     the libraries, into flashbwd/
-python setup.py build_test_modules      what only the tests load, into tests/_built/
+python setup.py build_ext --inplace     builds the libraries into flashbwd/
+python setup.py build_test_modules      builds the modules that only the tests load into tests/_built/
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from build_tools.toolchain import BuildError  # noqa: E402
 
 
 class BuildLibraries(build_ext):
-    """Builds the libraries with ninja; the Extension objects only tell setuptools that there are some."""
+    """Builds the libraries with ninja; the Extension objects only tell setuptools that there are extensions."""
 
     extensions: list[Extension]
 
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so"  # no Python in the name: the library is not a Python module
+        return fullname.replace(".", "/") + ".so"  # no Python version: the library is not a Python module
 
     def run(self) -> None:
         in_place = self.inplace
@@ -48,7 +48,7 @@ class BuildLibraries(build_ext):
         built = {f"flashbwd.{library.output.stem}": ROOT / library.output for library in libraries}
         for extension in self.extensions:
             target = Path(self.get_ext_fullpath(extension.name))
-            target.unlink(missing_ok=True)  # an older build's, where this one leaves the library out
+            target.unlink(missing_ok=True)  # an older build's library, which this build may not contain
             if extension.name in built:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(built[extension.name], target)
@@ -77,7 +77,7 @@ class BuildTestModules(Command):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """One wheel serves every Python: the libraries use none of its ABI but the stable part."""
+    """A wheel tagged for every Python: the libraries do not use Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

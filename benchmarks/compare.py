@@ -1,13 +1,14 @@
-"""Two or more builds of flashbwd, timed against one another on one device, case by case, in interleaved slots.
+"""Compares the speed of two or more builds of flashbwd on one device, case by case, in interleaved slots.
 
     python benchmarks/compare.py old=PATH new=PATH [more=PATH ...] [--suite attention] [--cases TEXT] [--peer TEXT]
 
-Each PATH is a folder that holds a built package `flashbwd`. A build has a process of its own, as two of them cannot be
-loaded into one; the processes stay alive and take turns on the device, one slot at a time. Each finds the case and
-makes the call by its own `flashbwd.bench`, so a case that a build does not know, or refuses, is left out and named.
+Each PATH is a folder that contains a built package `flashbwd`. Each build runs in its own process, because one process
+cannot load two builds. The processes stay alive and use the device alternately, one slot at a time. Each process finds
+the case and prepares the call with its own `flashbwd.bench`. A case that a build does not know or does not support is
+skipped and named.
 
-A ratio is the first build's time over another's, the median over rounds of the ratio within a round: above 1, the
-other build is faster. The table ends with geometric means. --out writes all times as JSON.
+A ratio is the time of the first build over that of another build: the median over rounds of the ratio within a round.
+If it is above 1, the other build is faster. The table ends with geometric means. --out writes all times as JSON.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from typing import Any
 CALLS_OF_A_GRAPH = 40  # at most
 
 
-# ---- one build, in a process of its own ----------------------------------------------------------
+# ---- one build, in its own process ---------------------------------------------------------------
 
 
 def serve() -> None:
-    """Answer requests, one JSON object per line of stdin, with one per line of stdout."""
+    """Answer requests: read one JSON object per line of stdin, write one per line of stdout."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr, so that it does not mix with the answers
     server = _Server()
     for line in sys.stdin:
         request = json.loads(line)
         try:
             answer = getattr(server, request.pop("do"))(**request)
-        except Exception as error:  # of the build under test: named in the table
+        except Exception as error:  # an error of the build under test; the table shows it
             answer = {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
@@ -51,7 +52,7 @@ class _Server:
         self.call: Any = None
 
     def cases(self, suite: str, text: str) -> dict[str, Any]:
-        """Names of the cases whose name contains the text."""
+        """The names of the cases that contain the text."""
         from flashbwd.bench import cases, machine
 
         self.device = machine.default_device()
@@ -60,7 +61,7 @@ class _Server:
         return {"names": list(self.found)}
 
     def prepare(self, name: str, peer: str, slot_ms: float) -> dict[str, Any]:
-        """Make the inputs, run the call once, and choose how many calls make a slot."""
+        """Create the inputs, run the call once, and choose the number of calls per slot."""
         import torch
 
         try:
@@ -83,7 +84,7 @@ class _Server:
         return {"plan": prepared.plan}
 
     def _use(self, prepared: Any, calls: int) -> None:
-        """A slot is replays of one CUDA graph where the call can be captured: then no time is the host's."""
+        """Use replays of a CUDA graph as a slot if the call can be captured, so that the time excludes the host."""
         import torch
 
         if self.device.type != "cuda" or not prepared.capturable:
@@ -130,7 +131,7 @@ class _Server:
 
 
 class Build:
-    """A build and the process that has loaded it."""
+    """A build and the process that loaded it."""
 
     def __init__(self, name: str, path: Path) -> None:
         if not (path / "flashbwd" / "__init__.py").is_file():
@@ -163,13 +164,13 @@ class Build:
 
 @dataclass
 class Row:
-    """Milliseconds of one call: for each build, a value per round."""
+    """Milliseconds of one call: one value per round for each build."""
 
     case: str
     times: dict[str, list[float]]
 
     def ratio(self, build: str) -> float:
-        """The first build's time over ``build``'s: the median over rounds."""
+        """The time of the first build over that of ``build``: the median over rounds."""
         first = next(iter(self.times.values()))
         return statistics.median(a / b for a, b in zip(first, self.times[build], strict=True))
 
@@ -183,7 +184,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def measure(builds: Sequence[Build], case: str, options: argparse.Namespace) -> Row | str:
-    """The times of one case, or why it is left out."""
+    """The times of one case, or the reason why it is skipped."""
     for build in builds:
         answer = build.ask("prepare", name=case, peer=options.peer, slot_ms=options.slot_ms)
         if "error" in answer:
@@ -194,13 +195,13 @@ def measure(builds: Sequence[Build], case: str, options: argparse.Namespace) -> 
             answer = build.ask("slot")
             if "error" in answer:
                 return f"{build.name}: {answer['error']}"
-            if turn > 0:  # the first round warms up
+            if turn > 0:  # the first round is warm-up
                 times[build.name].append(answer["ms"])
     return Row(case, times)
 
 
 def summary(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Geometric mean, least and greatest ratio of each table of cases, and of all cases."""
+    """Geometric mean, smallest and largest ratio of each table of cases, and of all cases."""
     lines = []
     groups = {table: [row for row in rows if row.table == table] for table in dict.fromkeys(row.table for row in rows)}
     for title, group in [*groups.items(), ("all", list(rows))]:
@@ -218,11 +219,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("builds", nargs="+", metavar="NAME=PATH")
     parser.add_argument("--suite", default="attention", choices=["attention", "layer_norm", "decoding", "block"])
     parser.add_argument("--cases", default="", metavar="TEXT", help="only cases whose name contains this")
-    parser.add_argument("--peer", default="flashbwd sm90", help="which of the library's rows, by its exact name")
+    parser.add_argument("--peer", default="flashbwd sm90", help="the peer of this library to time, by its exact name")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--slot-ms", type=float, default=12.0)
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="begin no case after so many seconds")
-    parser.add_argument("--out", type=Path, help="a JSON file of all times")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="start no case after this many seconds")
+    parser.add_argument("--out", type=Path, help="JSON file for all times")
     options = parser.parse_args(words)
     pairs = [word.partition("=") for word in options.builds]
     if len({name for name, _, _ in pairs}) < 2 or not all(name and path for name, _, path in pairs):

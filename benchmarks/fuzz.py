@@ -1,13 +1,13 @@
-"""Random attention-backward calls against float64, with a watchdog: a call that never ends is a failure with a name.
+"""Compares random attention-backward calls with float64, with a watchdog that reports calls that never end.
 
     python benchmarks/fuzz.py --backend sm90 --calls 20000 --out fuzz.json
-    python benchmarks/fuzz.py --backend sm90 --call 123456        one call again, and its arguments
+    python benchmarks/fuzz.py --backend sm90 --call 123456        repeat one call and print its arguments
 
-Worker processes share one device. Each says which call it begins and how the call ended; one that says nothing for
-``--patience-s`` is killed, and its call is run again alone to tell a hang from a busy device. Calls that a backend
-refuses are counted by reason, and do not count as calls.
+Worker processes share one device. Each worker reports when a call begins and how it ended. If a worker reports nothing
+for ``--patience-s`` seconds, it is killed, and its call runs again alone, to distinguish a hang from a busy device.
+Calls that a backend refuses are counted by reason, and do not count toward ``--calls``.
 
-Exit status: 0 if all calls ran and agree with float64; 1 if one hung, raised or was wrong, or if calls are left.
+Exit status: 0 if all calls ran and agree with float64; 1 if a call hung, raised or was wrong, or if calls are left.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = ("sm90", "sm80", "reference")
-STRIDE = 1 << 20  # between the first calls of two workers
-STARTUP_S = 60.0  # for a worker's imports, before patience counts
-MOST_FAILURES = 20  # after so many the run ends
-MEMORY_SHARE = 0.06  # of the device, for each worker; PyTorch frees its cache before it takes more
+STRIDE = 1 << 20  # difference between the first call numbers of two workers
+STARTUP_S = 60.0  # extra time for the imports of a worker
+MOST_FAILURES = 20  # the run ends after this number of failures
+MEMORY_SHARE = 0.06  # share of the device memory per worker; PyTorch frees its cache before it exceeds this
 
 
 @dataclass
 class Tally:
-    """What the workers have said."""
+    """The combined reports of the workers."""
 
     calls: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     worst: dict[str, float] = field(default_factory=dict)  # largest error over its limit, by dtype and gradient
     failures: list[dict[str, Any]] = field(default_factory=list)
-    slow: int = 0  # calls that ended when they ran again alone
+    slow: int = 0  # calls that exceeded the patience but finished when they ran alone
 
     def add(self, message: dict[str, Any]) -> None:
         if "refused" in message:
@@ -62,13 +62,13 @@ class Tally:
 @dataclass
 class Worker:
     process: subprocess.Popen[bytes]
-    number: int  # of the call that it began last
-    since: float
-    unread: bytes = b""  # a part of a line
+    number: int  # the last call that it began
+    since: float  # time of its last report
+    unread: bytes = b""  # an incomplete line
 
 
 class Watchdog:
-    """Keeps workers running until enough calls have ended. ``command`` plus a first number starts a worker."""
+    """Keeps workers running until enough calls have ended. ``command`` plus a first call number starts a worker."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Watchdog:
         self.workers.remove(worker)
 
     def hear(self, worker: Worker) -> None:
-        """What a worker has said, or its end."""
+        """Process the reports of a worker, or its end."""
         assert worker.process.stdout is not None
         heard = os.read(worker.process.stdout.fileno(), 1 << 16)
         worker.since = time.monotonic()
@@ -120,7 +120,7 @@ class Watchdog:
                 self.tally.add(message)
 
     def suspect(self, worker: Worker) -> None:
-        """A worker that has said nothing for too long: does its call end when it is alone?"""
+        """Handle a worker that has not reported for too long: check whether its call ends if it runs alone."""
         self.stop(worker)
         try:
             alone = [*self.command, str(worker.number), "one"]
@@ -128,7 +128,7 @@ class Watchdog:
             self.tally.slow += 1
         except subprocess.TimeoutExpired:
             self.tally.fail(worker.number, f"never ended, nor in {self.patience_s:.0f} s alone")
-        for other in self.workers:  # they were not heard meanwhile
+        for other in self.workers:  # their reports were not read in the meantime
             other.since = time.monotonic()
         self.start(worker.number + 1)
 
@@ -161,7 +161,7 @@ def say(**message: Any) -> None:
 
 
 def work(backend: str, first: int, one: bool) -> None:
-    """Calls from ``first`` on, for ever; or one."""
+    """Run calls from number ``first`` on until the process is killed, or only one call."""
     import fuzz_calls
     import torch
 
@@ -175,7 +175,7 @@ def work(backend: str, first: int, one: bool) -> None:
     before: dict[str, Any] | None = None
 
     def occupy(call: fuzz_calls.Call) -> None:
-        """Work on a second stream, to run beside the call."""
+        """Start work on a second stream that runs concurrently with the call."""
         if side is None or call.beside == "nothing":
             return
         with torch.cuda.stream(side), flashbwd.use_backend(backend):
@@ -234,13 +234,13 @@ def report(tally: Tally, backend: str, seed: int, seconds: float) -> dict[str, A
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=BACKENDS, required=True)
-    parser.add_argument("--calls", type=int, default=20_000, help="that have to end (default 20000)")
-    parser.add_argument("--seed", type=int, help="where the numbers of calls begin (default: drawn)")
+    parser.add_argument("--calls", type=int, default=20_000, help="number of calls that must finish (default 20000)")
+    parser.add_argument("--seed", type=int, help="number of the first call (default: random)")
     parser.add_argument("--workers", type=int, default=14, help="processes that share the device, at most 16")
-    parser.add_argument("--patience-s", type=float, default=20.0, help="for one call")
+    parser.add_argument("--patience-s", type=float, default=20.0, help="seconds for one call (default 20)")
     parser.add_argument("--budget-s", type=float, default=600.0)
-    parser.add_argument("--out", type=Path, help="a JSON summary")
-    parser.add_argument("--call", type=int, help="only this call, in this process; its arguments are printed")
+    parser.add_argument("--out", type=Path, help="JSON file for the summary")
+    parser.add_argument("--call", type=int, help="run only this call, in this process, and print its arguments")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.work:

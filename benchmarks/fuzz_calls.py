@@ -1,7 +1,7 @@
-"""Random attention-backward calls, and what float64 says of their gradients.
+"""Random attention-backward calls and their float64 gradients.
 
-A call is drawn from a number and is data, so that the number or the printed description brings it back. The reference
-evaluates the formulas of docs/numerics.md over whole score matrices; it shares no code with the library.
+A call is data that is drawn from a number, so the number or the printed description reproduces it. The reference
+evaluates the formulas of docs/numerics.md over whole score matrices and shares no code with the library.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import flashbwd  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BACKEND_DTYPES = {"sm90": ("bf16", "fp16"), "sm80": ("bf16", "fp16", "fp32"), "reference": ("fp32", "bf16")}
-# How far one rounding moves a number of this type; products of fp32 may lose as much as TF32 does.
+# Relative error of one rounding. The value for fp32 is that of TF32, because products of fp32 may use TF32.
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-11}
-SUBNORMAL = {"bf16": 0.0, "fp16": 2.0**-24, "fp32": 0.0}  # how far one moves a number below those of full precision
-MOST_SCORES = 6 << 20  # of a call: the reference keeps a dozen float64 matrices of them
-MOST_DROPPED = 400_000  # of a call with dropout, whose mask is drawn on the host
-MOST_ELEMENTS = 8 << 20  # of queries and keys of all query heads
+SUBNORMAL = {"bf16": 0.0, "fp16": 2.0**-24, "fp32": 0.0}  # absolute error of rounding a subnormal number
+MOST_SCORES = 6 << 20  # scores per call; the reference keeps a dozen float64 matrices of this size
+MOST_DROPPED = 400_000  # scores per call with dropout, whose mask is drawn on the host
+MOST_ELEMENTS = 8 << 20  # elements of the queries and keys of all query heads
 HEAD_DIMS = (1, 16, 32, 40, 48, 64, 64, 72, 80, 96, 104, 128, 128, 160, 192, 200, 256)
 CAUSAL: tuple[bool | str, ...] = (False, True, "top_left")
 EDGES = (0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 200, 255, 257, 300)
@@ -38,7 +38,7 @@ EDGES = (0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 200, 255, 257, 300)
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one call; lengths are those of each sequence, all alike where the call is dense."""
+    """Arguments of one call. Lengths are given per sequence; in a dense call they are all equal."""
 
     number: int
     dtype: str
@@ -53,7 +53,7 @@ class Call:
     causal: bool | str
     window: tuple[int, int]
     softcap: float
-    bias: str | None  # its dimensions of b, h, q, k that are not 1
+    bias: str | None  # the dimensions among b, h, q, k in which the bias does not broadcast
     bias_float32: bool
     hides_rows: bool
     alibi: bool
@@ -62,8 +62,8 @@ class Call:
     dropout: str | None
     deterministic: bool
     wide_dq: bool
-    interleaved: bool  # q, k and v are views of one buffer where their shapes allow it
-    beside: str  # what a second stream does: nothing, products, calls
+    interleaved: bool  # q, k and v are views of one buffer if their shapes allow it
+    beside: str  # concurrent work on a second stream: "nothing", "products" or "calls"
 
     @property
     def features(self) -> list[str]:
@@ -81,7 +81,7 @@ class Call:
 
 
 def draw(number: int, backend: str) -> Call:
-    """Call ``number`` of a backend."""
+    """The call with this number for a backend."""
     rng = random.Random(f"{backend} {number}")
 
     def one_in(n: int) -> bool:
@@ -139,7 +139,7 @@ def draw(number: int, backend: str) -> Call:
 
 @dataclass
 class Problem:
-    """Tensors of a call. ``bias`` has four dimensions, of which some are 1; rows of a packed call follow each other."""
+    """Arguments of a call, its float64 gradients, and the largest allowed error of each element."""
 
     call: Call
     arguments: dict[str, Any]
@@ -148,7 +148,7 @@ class Problem:
 
 
 def _sequences(call: Call) -> Iterator[tuple[int, slice, slice, int]]:
-    """(number, rows of q, rows of k, keys in use)."""
+    """Yields (index, rows of q, rows of k, number of keys in use) of each sequence."""
     first_q = first_k = 0
     for b, (rows_q, rows_k) in enumerate(zip(call.lengths_q, call.lengths_k, strict=True)):
         used = rows_k if call.used_k is None else call.used_k[b]
@@ -157,7 +157,7 @@ def _sequences(call: Call) -> Iterator[tuple[int, slice, slice, int]]:
 
 
 def visible(call: Call, rows: int, keys: int, device: torch.device) -> Tensor:
-    """(rows, keys) bool."""
+    """The visible pairs, (rows, keys) bool."""
     offset = 0 if call.causal == "top_left" else keys - rows
     distance = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None] - offset
     left, right = call.window
@@ -170,7 +170,7 @@ def visible(call: Call, rows: int, keys: int, device: torch.device) -> Tensor:
 
 
 def build(call: Call, device: torch.device) -> Problem:
-    """Inputs from the call's number, and the float64 gradients with how far from them a right result may be."""
+    """Draw the inputs from the call's number; compute the float64 gradients and the error limits."""
     generator = torch.Generator(device).manual_seed(call.number)
     dtype, batch = DTYPES[call.dtype], len(call.lengths_q)
     total_q, total_k = sum(call.lengths_q), sum(call.lengths_k)
@@ -253,14 +253,14 @@ def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
         out[rows] = ((p * z) @ v).transpose(0, 1).to(out.dtype)
         given = stat.float().masked_fill(blind, generator.choice([0.0, torch.inf, -torch.inf]))
         lse[:, rows] = given
-        # From here on the gradients that follow from what the call is given: out and lse as they are rounded.
+        # From here on, use out and lse as the call gets them, rounded to their dtypes.
         p = torch.exp(s - given.double().masked_fill(blind, 0.0)[..., None]).masked_fill(blind[..., None], 0.0)
         dlse = x["dlse"][:, rows].double() if call.dlse else torch.zeros_like(stat)
         products = dout * out[rows].double().transpose(0, 1)
         delta = (products.sum(-1) - dlse).masked_fill(blind, 0.0)
         dp = (dout @ v.mT) * z
         ds = p * (dp - delta[..., None])
-        # fp32 sums, and one rounding of P and dS to the type of the inputs.
+        # Error bounds: fp32 sums, and one rounding of P and dS to the dtype of the inputs.
         scores = s.abs().masked_fill(s == -torch.inf, 0.0) + given.double().masked_fill(blind, 0.0).abs()[..., None]
         size = p * (dp.abs() + products.abs().sum(-1)[..., None] + dlse.abs()[..., None])
         tiny = SUBNORMAL[call.dtype] * seen
@@ -275,7 +275,7 @@ def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
             expected["sink"] += from_rows.sum(-1)
             spread["sink"] += (small * (share * (products.abs().sum(-1) + dlse.abs()) + dlse.abs())).sum(-1)
         if t is not None:
-            # A kernel may keep the derivative of the cap in 16 bits; the house rule allows one rounding more, too.
+            # A kernel may keep the derivative of the softcap in 16 bits, which costs one more rounding.
             ds, ds_error = ds * (1 - t * t), (ds_error + eps * ds.abs()) * (1 - t * t) + small * ds.abs()
 
         def of_keys(gradient: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
 
 
 def _add_bias(total: Tensor, b: int, ds: Tensor) -> None:
-    """Add (H, n, keys) into a gradient of (B or 1, H or 1, Sq or 1, Sk or 1)."""
+    """Add ds (H, n, keys) to a gradient of shape (B or 1, H or 1, Sq or 1, Sk or 1)."""
     place = total[b if total.shape[0] > 1 else 0]
     for dim in range(3):
         if place.shape[dim] == 1:
@@ -305,7 +305,7 @@ def _add_bias(total: Tensor, b: int, ds: Tensor) -> None:
 
 
 def _arguments(call: Call, x: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of attention_backward, every output poisoned."""
+    """Keyword arguments of attention_backward; the output tensors are filled with NaN."""
     device, batch = x["q"].device, len(call.lengths_q)
     dense = {name: x[name] for name in ("dout", "q", "k", "v", "out")}
     lse, dlse = x["lse"], x.get("dlse")
@@ -338,7 +338,7 @@ def _arguments(call: Call, x: dict[str, Any]) -> dict[str, Any]:
 
 
 def worst(problem: Problem, gradients: Any) -> dict[str, float]:
-    """The largest error over its limit of each gradient; inf where one is NaN."""
+    """The largest ratio of error to limit of each gradient; inf if an element is NaN."""
     results = {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv, "bias": gradients.dbias}
     results["sink"] = gradients.dsink
     found = {}

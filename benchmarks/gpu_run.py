@@ -1,15 +1,13 @@
-"""Everything that wants a GPU, in one script: tests, compute-sanitizer, random calls, benchmarks, and one archive.
+"""Runs everything that needs a GPU: tests, compute-sanitizer, random calls, benchmarks; packs the results.
 
     python benchmarks/gpu_run.py OUT                          all stages, one after the other
     python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without what an earlier run finished
     python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  of tests those that match, with as many processes
     python benchmarks/gpu_run.py OUT --stage tests --seed 7   property tests with the examples of an earlier run
 
-Libraries that are in place are used as they are; missing ones are built first. Stages are made of steps.
-``OUT/state.json`` remembers the steps that ended, so that with ``--resume`` a run goes on where another was cut off (by
-``--budget-s``, which holds for each stage, or from outside). Results of other sources or libraries are not taken over.
-``OUT/flashbwd-gpu.tar.gz`` holds logs, test reports, results and plots; ``OUT/acceptance`` the record of tests and
-sanitizer, to be committed to ``benchmarks/acceptance``, which ``scripts/check_release.py`` reads.
+Existing libraries are used as they are; missing ones are built first. Each stage consists of steps. ``OUT/state.json``
+records the finished steps. With ``--resume``, a run continues where an earlier run was interrupted, for example by
+``--budget-s``, which applies to each stage. Outcomes of other sources or libraries are discarded.
 
 The property tests of the stage ``tests`` draw their examples from a seed that is new in every run. The run prints it,
 and ``OUT/state.json`` and the record hold it. A resumed run keeps the seed.
@@ -58,7 +56,7 @@ TOOLS_AT_ONCE = 3  # a step of the sanitizer stage is one tool over a share of t
 
 @dataclass
 class Outcome:
-    """How a step ended: PASSED, FAILED, or LEFT where time ran out."""
+    """How a step ended: PASSED, FAILED, or LEFT if time ran out."""
 
     status: str
     seconds: float = 0.0
@@ -71,7 +69,7 @@ def file_name(title: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One command. ``judge`` turns its exit status and output into an outcome's status and detail."""
+    """One command. ``judge`` maps its exit status and output to the status and detail of an outcome."""
 
     stage: str
     name: str
@@ -101,19 +99,19 @@ def plain(status: int, output: str) -> tuple[str, str]:
 
 
 def pytest_summary(output: str) -> str:
-    """The counts that pytest ends with: "3 failed, 20 passed"."""
+    """The counts in the last line of pytest's output: "3 failed, 20 passed"."""
     found = re.findall(r"^(?:=+ )?(\d+ \w+.*) in [\d.]+s", output, re.MULTILINE)
     return found[-1] if found else last_line(output)
 
 
 def by_pytest(status: int, output: str) -> tuple[str, str]:
-    """Skipped tests alone are no success."""
+    """A step passes only if at least one test passed; skipped tests alone are not a success."""
     summary = pytest_summary(output)
     return (PASSED if status == 0 and re.search(r"\b[1-9]\d* passed", summary) else FAILED), summary
 
 
 def by_sanitizer(status: int, output: str) -> tuple[str, str]:
-    """Every test must run, but for those that a backend refuses as tests/kit/support_matrix.py declares."""
+    """Every test must run, except those that a backend refuses as declared in tests/kit/support_matrix.py."""
     found = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", output)
     verdict, summary = by_pytest(status, output)
     skips = [line for line in re.findall(r"^SKIPPED .*$", output, re.MULTILINE) if REFUSED_AS_DECLARED not in line]
@@ -129,7 +127,7 @@ def by_bench(status: int, output: str) -> tuple[str, str]:
 
 
 def build_steps() -> Iterator[Step]:
-    """Builds what is not there yet."""
+    """Steps that build missing libraries and test modules."""
     if not all((ROOT / "flashbwd" / library).exists() for library in LIBRARIES):
         yield Step("build", "libraries", [sys.executable, "setup.py", "build_ext", "--inplace"], plain)
     if not all((ROOT / "tests" / "_built" / module).exists() for module in TEST_MODULES):
@@ -144,7 +142,7 @@ def check_steps(out: Path) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Tests with these marks, of which ``select`` (pytest's -k) leaves some."""
+    """The tests with these marks that match ``select`` (pytest's -k)."""
 
     marks: str
     select: str
@@ -158,7 +156,7 @@ class Selection:
         return [sys.executable, "-m", "pytest", *self.arguments, "--collect-only", "-q", "tests"]
 
     def tests(self) -> list[str]:
-        """As pytest names them."""
+        """The tests by their pytest ids."""
         listed = subprocess.run(self.collection, cwd=ROOT, capture_output=True, text=True)
         return re.findall(r"^tests/[^:\s]+\.py::.*$", listed.stdout, re.MULTILINE)
 
@@ -195,12 +193,12 @@ def test_steps(out: Path, jobs: int, select: str, seed: int) -> Iterator[Step]:
 
 
 def sanitizer_steps(jobs: int, select: str) -> Iterator[Step]:
-    """Each tool over the tests marked for it, in shares, for under a tool a test is slow on the CPU.
+    """Steps that run each tool on the tests marked for it, in shares, because the tools slow down the host.
 
-    PyTorch's memory cache is off, so that an access past a tensor leaves its allocation. initcheck has to see the
-    writes of every kernel, PyTorch's too; the others look at this library's kernels alone. initcheck does not see what
-    bulk copies write (a kernel of one ``cp.async.bulk`` to global memory shows it), which is how the sm90 kernel writes
-    its gradients: for it, tests with NaN in the workspace and the outputs stand in.
+    PyTorch's memory cache is off, so that an access past the end of a tensor leaves its allocation. initcheck must see
+    the writes of every kernel, also of PyTorch's; the other tools check only this library's kernels. initcheck does not
+    see TMA stores (a kernel with a single ``cp.async.bulk`` to global memory shows this), with which the sm90 kernel
+    writes its gradients. Tests with NaN in the workspace and the outputs replace it for sm90.
     """
     selection = Selection("gpu and sanitizer", select)
     tests = selection.tests()
@@ -227,7 +225,7 @@ def by_fuzz(status: int, output: str) -> tuple[str, str]:
 
 
 def fuzz_steps(out: Path, calls: int) -> Iterator[Step]:
-    """Random attention calls of each kernel family; fuzz.py watches over them itself."""
+    """Steps that run random attention calls of each kernel family; fuzz.py has its own watchdog."""
     for backend in ("sm90", "sm80"):
         command = [sys.executable, "benchmarks/fuzz.py", "--backend", backend, "--calls", str(calls)]
         yield Step("fuzz", backend, [*command, "--out", str(out / f"fuzz-{backend}.json")], by_fuzz)
@@ -257,7 +255,7 @@ def steps_of(stage: str, out: Path, options: argparse.Namespace) -> Iterator[Ste
 
 
 def run(step: Step, out: Path, seconds: float) -> Outcome:
-    """Run a step for at most ``seconds``; what it prints goes to its log."""
+    """Run a step for at most ``seconds``; its output goes to its log."""
     command = list(step.command)
     if step.stage in ("bench", "fuzz"):
         command += ["--budget-s", f"{max(1.0, seconds - TO_FINISH_A_CASE_S):.0f}"]
@@ -283,7 +281,7 @@ def run(step: Step, out: Path, seconds: float) -> Outcome:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a step and the processes it started."""
+    """End a step and the processes that it started."""
     for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 30)):
         try:
             os.killpg(process.pid, how)
@@ -301,7 +299,7 @@ def has_gpu() -> bool:
 
 
 def identity() -> dict[str, object]:
-    """What a result belongs to: other sources or libraries make it stale."""
+    """The sources and libraries of an outcome; outcomes of others are stale."""
     from flashbwd.bench import machine
 
     libraries = {path.name: machine.sha256([path]) for path in sorted(machine.PACKAGE.glob("*.so"))}
@@ -309,7 +307,7 @@ def identity() -> dict[str, object]:
 
 
 class State:
-    """Outcomes by step, kept in a file."""
+    """The outcomes by step, saved to a file."""
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path = path
@@ -324,7 +322,7 @@ class State:
             self.seed = data.get("seed")
 
     def belongs_to(self, now: dict[str, object]) -> None:
-        """Forget outcomes of other sources or libraries."""
+        """Discard outcomes of other sources or libraries."""
         if self.identity not in (None, now):
             print("sources or libraries have changed: starting over", flush=True)
             self.outcomes = {title: o for title, o in self.outcomes.items() if title.startswith("build")}
@@ -349,7 +347,10 @@ class State:
 
 
 def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) -> None:
-    """Step by step; steps of the sanitizer stage, which leave the GPU idle most of the time, ``--jobs`` at once."""
+    """Run the steps of a stage one after the other; in the sanitizer stage, ``--jobs`` steps in parallel.
+
+    Steps of the sanitizer stage leave the GPU idle most of the time.
+    """
     deadline = time.monotonic() + options.budget_s
 
     def take(step: Step) -> None:
@@ -372,7 +373,7 @@ def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) 
         for ended in [pool.submit(take, step) for step in left]:
             ended.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # interrupted: those that are on their way are the last
+        pool.shutdown(cancel_futures=True)  # after an interrupt, only the running steps finish
 
 
 def pack(out: Path) -> Path:
@@ -395,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for logs, results and the archive")
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage; may be repeated")
-    parser.add_argument("--resume", action="store_true", help="leave out steps that ended in an earlier run")
+    parser.add_argument("--resume", action="store_true", help="skip steps that ended in an earlier run")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for each stage (default 480)")
     parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="pytest workers (default 6)")

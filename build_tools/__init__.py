@@ -1,1 +1,1 @@
-"""The build: how sources become `flashbwd/_C.so` and `flashbwd/_C_cuda.so`."""
+"""The build of `flashbwd/_C.so` and `flashbwd/_C_cuda.so`."""

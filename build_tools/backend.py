@@ -1,4 +1,4 @@
-"""PEP 517 backend: setuptools, plus the requirements of the build that was asked for.
+"""PEP 517 backend: setuptools with build requirements that depend on the build.
 
 A build without kernels needs no CUDA compiler, and a machine with a usable CUDA toolkit or its own CUTLASS needs no
 copy of them, so the list cannot stand in pyproject.toml.

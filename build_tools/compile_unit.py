@@ -1,4 +1,4 @@
-"""Runs one compiler command and records what came of it: CPU seconds, warnings, registers and spills of every kernel.
+"""Runs one compiler command and records its CPU seconds and warnings, and the registers and spills of every kernel.
 
 Usage: compile_unit.py REPORT SOURCE COMMAND...
 """

@@ -1,7 +1,7 @@
-"""What is compiled, for which GPUs, with which flags; writes the ninja file and runs it.
+"""Decides what is compiled, for which GPUs and with which flags; writes the ninja file and runs ninja.
 
-Each source is a unit with its own architecture flags, which torch.utils.cpp_extension, whose flags belong to a whole
-extension, cannot give.
+Each source is a unit with its own architecture flags. torch.utils.cpp_extension cannot do this, because its flags apply
+to a whole extension.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from build_tools.toolchain import (
     names_from_env,
 )
 
-OUT = Path("build/native")  # relative to ROOT, where ninja runs
-TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10, the oldest that loads the result
+OUT = Path("build/native")  # relative to ROOT, in which ninja runs
+TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10, the oldest version that can load the libraries
 GB_PER_NVCC_JOB = 5
 
-# The GPUs each kernel family is compiled for. A portable family runs its 8.0 code on 8.6 and 8.9 and compiles its
-# PTX on newer GPUs; 9.0a code runs on 9.0 alone.
+# The GPU targets of each kernel family. The 8.0 code of a portable family also runs on 8.6 and 8.9, and newer GPUs
+# compile its PTX. 9.0a code runs only on 9.0.
 PORTABLE = ("8.0", "9.0", "9.0+PTX")
 FAMILIES = {
     "attention_sm90": ("csrc/attention/sm90", ("9.0a",)),
@@ -56,9 +56,9 @@ NVCC_FLAGS = [
     "--expt-relaxed-constexpr",
     "--compress-mode=size",
     "--threads=1",
-    "-diag-suppress=20012",  # nvcc on the defaulted constructors of CuTe
+    "-diag-suppress=20012",  # a warning about the defaulted constructors of CuTe
 ]
-# z,defs: a missing definition is an error here and not when a user imports the library.
+# z,defs makes a missing definition a link error; otherwise it would fail when a user imports the library.
 LINK_FLAGS = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-Wl,-O1", "-s"]
 EXPORTS = "-Wl,--version-script=build_tools/exports.map"
 
@@ -66,14 +66,14 @@ EXPORTS = "-Wl,--version-script=build_tools/exports.map"
 @dataclass(frozen=True)
 class Unit:
     source: Path
-    arch: tuple[str, ...] = ()  # of nvcc; none for C++
+    arch: tuple[str, ...] = ()  # GPU targets for nvcc; empty for C++
 
 
 @dataclass(frozen=True)
 class Library:
     output: Path
     units: list[Unit]
-    flags: list[str]  # of the preprocessor
+    flags: list[str]  # preprocessor flags
     link: list[str]
     needs: list[Path] = field(default_factory=list)  # libraries built before this one
 
@@ -117,7 +117,7 @@ def _gencode(targets: tuple[str, ...]) -> list[str]:
 
 
 def machine_targets(targets: tuple[str, ...]) -> set[str]:
-    """The GPUs that ``targets`` give machine code for, as the compiler names them: 9.0a is sm_90a, PTX is none."""
+    """The compiler's names of the GPUs for which ``targets`` produce machine code: sm_90a for 9.0a, none for PTX."""
     return {f"sm_{target.replace('.', '')}" for target in targets if not target.endswith("+PTX")}
 
 
@@ -136,7 +136,7 @@ def chosen_families() -> dict[str, tuple[str, ...]]:
 
 
 def _head_dim(source: Path) -> int | None:
-    """An instantiation names its head dimension: `d128_bf16.cu`."""
+    """The head dimension in the file name of an instantiation, such as `d128_bf16.cu`; None without one."""
     match = re.search(r"(?:^|_)d(\d+)(?:_|x|$)", source.stem)
     return int(match.group(1)) if match else None
 
@@ -146,7 +146,7 @@ def _sources(pattern: str) -> list[Path]:
 
 
 def cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
-    """The CUDA sources of ``families`` and those that all share."""
+    """The CUDA sources of ``families`` and those that belong to no family."""
     portable = chosen_architectures(PORTABLE)
     if not portable:
         raise BuildError(
@@ -173,7 +173,7 @@ def _head_dim_macro() -> list[str]:
 
 
 class NativeBuild:
-    """One build with the torch and the toolkit of this environment."""
+    """One build with the torch and the CUDA toolkit of this environment."""
 
     def __init__(self) -> None:
         self.torch: Torch = find_torch()
@@ -223,7 +223,7 @@ class NativeBuild:
         return [*torch, f"-L{self.toolkit.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
     def libraries(self) -> list[Library]:
-        """`_C`, and `_C_cuda` where there is a CUDA compiler and something for it to compile."""
+        """`_C`, and `_C_cuda` if there is a CUDA toolkit."""
         api = [Unit(path) for path in _sources("csrc/api/*.cpp")]
         host = [*_host_units(), *(unit for unit in api if not unit.source.name.startswith("cuda_"))]
         base = Library(
@@ -248,11 +248,11 @@ class NativeBuild:
         return [base, kernels]
 
     def test_modules(self) -> list[Library]:
-        """What only tests load: the host code for Python, and kernels that fail on purpose."""
+        """The modules that only tests load: Python bindings of the host code, and kernels that fail on purpose."""
         python = ["-isystem", sysconfig.get_paths()["include"], "-isystem", str(self.torch.include)]
         name = "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX")
         units = [Unit(Path("tests/csrc/host_module.cpp")), *_host_units()]
-        # Python's own symbols come from the interpreter.
+        # The interpreter provides Python's own symbols.
         modules = [Library(Path("tests/_built") / name, units, python, ["-Wl,-z,undefs"])]
         if self.toolkit:
             units = [Unit(Path("tests/csrc/fault_kernels.cu"), PORTABLE)]
@@ -261,7 +261,7 @@ class NativeBuild:
         return modules
 
     def build(self, libraries: list[Library], name: str) -> None:
-        """Compiles and links what is out of date. ninja shows the progress and the compilers' own messages."""
+        """Compile and link everything that is out of date. ninja prints the progress and the compilers' messages."""
         (ROOT / OUT).mkdir(parents=True, exist_ok=True)
         ninja_file = OUT / f"{name}.ninja"
         (ROOT / ninja_file).write_text(self._ninja(libraries, name))
@@ -278,7 +278,7 @@ class NativeBuild:
             raise BuildError("compilation failed: the compiler's messages are above, after the line FAILED")
 
     def write_report(self, libraries: list[Library]) -> Path:
-        """Merges what each unit cost into build/resource_usage.json."""
+        """Merge the reports of all units into build/resource_usage.json."""
         files = [ROOT / _report(unit, library) for library in libraries for unit in library.units]
         reports = [json.loads(file.read_text()) for file in files]
         path = ROOT / "build" / "resource_usage.json"
@@ -333,7 +333,7 @@ class NativeBuild:
 
 
 def _host_units() -> list[Unit]:
-    """The C++ that knows nothing of torch: plans, workspaces, schedules."""
+    """The C++ sources that do not depend on torch: plans, workspaces, schedules."""
     return [Unit(path) for path in _sources("csrc/**/*.cpp") if not path.is_relative_to("csrc/api")]
 
 
@@ -346,17 +346,20 @@ def _report(unit: Unit, library: Library) -> Path:
 
 
 def _one_value(flag: str) -> str:
-    """A flag whose value nvcc does not split at its commas."""
+    """A flag with escaped commas, because nvcc would split its value at them."""
     return flag.replace(",", r"\,")
 
 
 def _quote(flags: list[str]) -> str:
-    """Flags for a shell in a ninja file, where $ is written $$."""
+    """Flags quoted for a shell command in a ninja file, in which $ is written $$."""
     return shlex.join(flags).replace("$", "$$")
 
 
 def job_limits() -> tuple[int, int]:
-    """Jobs in all, and nvcc jobs among them: no more than cores, nor than free memory serves; MAX_JOBS bounds both."""
+    """The number of parallel jobs, and of nvcc jobs among them.
+
+    The first is MAX_JOBS if set, else the number of cores. The free memory also limits the second.
+    """
     cores = len(os.sched_getaffinity(0))
     if given := os.environ.get("MAX_JOBS"):
         cores = max(1, int(given))
@@ -364,7 +367,7 @@ def job_limits() -> tuple[int, int]:
 
 
 def _free_gigabytes() -> float:
-    """Available memory, or what is left of the container's limit when that is less."""
+    """Available memory, or the unused part of the container's limit if that is smaller."""
     meminfo = Path("/proc/meminfo").read_text()
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
     free = int(match.group(1)) * 1024 if match else 0
@@ -373,5 +376,5 @@ def _free_gigabytes() -> float:
         if limit != "max":
             free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     except OSError:
-        pass  # no cgroup v2 here
+        pass  # no cgroup v2 on this machine
     return free / 2**30

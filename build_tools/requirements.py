@@ -1,4 +1,7 @@
-"""What a build needs from pip, by what is built and what is there already. Needs the standard library alone."""
+"""The pip requirements of a build, which depend on what is built and on what is already installed.
+
+This module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def _read(name: str) -> list[str]:
 
 
 def build_requirements(torch: Torch | None = None) -> list[str]:
-    """The requirements of a build with `torch`, where one is installed, else with the one that they name."""
+    """The requirements of a build with the installed `torch`; with None, torch itself is one of them."""
     requirements = _read("build.txt")
     if cuda_wanted() and not (torch and torch.cuda is None):
         cuda = _read("cuda.txt")

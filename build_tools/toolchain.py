@@ -20,7 +20,7 @@ OLDEST_GPU = (8, 0)  # that has kernels
 
 
 class BuildError(RuntimeError):
-    """The build cannot go on; the message says what to do."""
+    """The build cannot continue; the message says what to do."""
 
 
 @functools.lru_cache
@@ -73,7 +73,7 @@ def _package_dir(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch whose headers and libraries the build uses, read without importing it."""
+    """The torch whose headers and libraries the build uses; found without importing it."""
 
     root: Path
     version: str
@@ -120,7 +120,7 @@ class CudaToolkit:
 
     @property
     def includes(self) -> list[Path]:
-        """The toolkit's headers; from CUDA 13 on libcu++ and CUB live in a folder of their own."""
+        """The toolkit's include folders. From CUDA 13 on, libcu++ and CUB have a separate folder."""
         return [path for path in (self.root / "include", self.root / "include" / "cccl") if path.is_dir()]
 
 
@@ -140,7 +140,7 @@ def _run(*command: str) -> str:
 
 
 def _root_of_nvcc(nvcc: str) -> Path | None:
-    """The toolkit an nvcc belongs to. It may be a wrapper script, so nvcc itself is asked."""
+    """The toolkit of an nvcc. The nvcc may be a wrapper script, so the function runs it instead of using its path."""
     match = re.search(r"^#\$ TOP=(.*)$", _run(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull), re.MULTILINE)
     return Path(match.group(1).strip()).resolve() if match else None
 
@@ -155,7 +155,7 @@ def _candidates() -> list[tuple[str, Path]]:
 
 
 def find_cuda_toolkit(cuda: str) -> tuple[CudaToolkit | None, list[str]]:
-    """The first usable toolkit of torch's CUDA major version `cuda`, and what was wrong with those before it."""
+    """The first usable toolkit with the CUDA major version of `cuda`, and why the earlier candidates were rejected."""
     rejected = []
     for source, root in _candidates():
         if not (root / "bin" / "nvcc").is_file():
@@ -177,7 +177,7 @@ def find_cuda_toolkit(cuda: str) -> tuple[CudaToolkit | None, list[str]]:
 
 
 def local_cutlass() -> Path | None:
-    """CUTLASS's include folder where this machine names one: FLASHBWD_CUTLASS_PATH, else third_party/cutlass."""
+    """The CUTLASS include folder of FLASHBWD_CUTLASS_PATH or else of third_party/cutlass; None without either."""
     given = os.environ.get("FLASHBWD_CUTLASS_PATH")
     root = Path(given).resolve() if given else ROOT / "third_party" / "cutlass"
     for folder in (root / "include", root):
@@ -189,7 +189,7 @@ def local_cutlass() -> Path | None:
 
 
 def find_cutlass() -> Path | None:
-    """CUTLASS's include folder: this machine's own, else that of pip's nvidia-cutlass."""
+    """The CUTLASS include folder: that of ``local_cutlass``, else that of pip's nvidia-cutlass."""
     if local := local_cutlass():
         return local
     package = _package_dir("cutlass_library")
@@ -203,7 +203,7 @@ def cutlass_is_used() -> bool:
 
 
 def find_ninja() -> str:
-    """The ninja of this environment, which need not be activated, else the one on PATH."""
+    """The ninja of this environment, even if the environment is not activated, else the one on PATH."""
     beside_python = Path(sys.executable).parent / "ninja"
     if beside_python.is_file():
         return str(beside_python)

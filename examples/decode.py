@@ -1,15 +1,15 @@
 """Generate text with a small model: a growing key-value cache, ALiBi and a document mask, one token at a time.
 
-Each step attends one query a sequence to all keys so far, through flashbwd's flex_decoding and, fed with the same
-tokens, through PyTorch's flex_attention. Both have to predict the same tokens (three in four of them in bf16, where
-near ties break either way); the exit status is 1 if they do not. Tokens per second of both are printed.
+In each step, one query per sequence attends to all keys so far, first with flashbwd's flex_decoding, then with
+PyTorch's flex_attention on the same tokens. Both must predict the same tokens; in bf16, three out of four, because near
+ties may break differently. Otherwise the exit status is 1. The script prints the tokens per second of both.
 
     python examples/decode.py                      # seconds on a CPU; on a GPU bf16 and a longer prompt
     python examples/decode.py --prompt 16384 --steps 256
 
-The weights are random, so the text is noise: what is shown is how a cache, a mask and a score modification go
-together. The cache holds several documents in a row. ALiBi's slopes, the documents' ids and the length of the cache are
-captured tensors, so that a step changes values and never code: nothing is compiled after the first.
+The weights are random, so the text is noise. The example shows how to combine a cache, a mask and a score modification.
+Each row of the cache holds several documents. The ALiBi slopes, the document ids and the length of the cache are
+captured tensors. A step changes only their values, so nothing is compiled after the first step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.functional import rms_norm
 
 import flashbwd
 
-BLOCK = 128  # keys of a block of the mask
+BLOCK = 128  # keys per block of the mask
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Config:
 
 
 class Cache:
-    """Keys and values of every layer, room for ``capacity`` tokens, and what the modifications capture."""
+    """Keys and values of every layer for up to ``capacity`` tokens, and the tensors that the modifications capture."""
 
     def __init__(self, config: Config, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (config.layers, config.batch, config.heads_kv, capacity, config.head_dim)
@@ -56,7 +56,7 @@ class Cache:
         self.blocks = torch.arange(capacity // BLOCK, device=device, dtype=torch.int32).view(1, 1, 1, -1)
 
     def mask(self) -> BlockMask:
-        """The blocks that hold a token so far; inside them, keys of the last token's document."""
+        """A mask of the blocks that are in use; within them, the keys of the last token's document are visible."""
         length, documents = self.length, self.documents
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Cache:
 
 
 class Model(nn.Module):
-    """A decoder of attention and gated layers with random weights; its norms and products are PyTorch's."""
+    """A decoder of attention layers with random weights; its norms and matrix products are PyTorch's."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Model(nn.Module):
         self.out = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.layers))
 
     def step(self, tokens: Tensor, cache: Cache, attend: Callable[..., Any]) -> Tensor:
-        """Puts ``tokens`` (B,) behind the cache; returns the most likely next ones."""
+        """Append ``tokens`` (B,) to the cache and return the most likely next tokens."""
         c = self.config
         position = cache.length.long().view(1)
         cache.length += 1
@@ -107,7 +107,7 @@ class Model(nn.Module):
 
 
 def filled_cache(config: Config, prompt: int, steps: int, device: torch.device, dtype: torch.dtype) -> Cache:
-    """A cache with ``prompt`` random tokens of three documents, the last of which goes on."""
+    """A cache with ``prompt`` random tokens of three documents; generation continues the last document."""
     capacity = -(-(prompt + steps) // BLOCK) * BLOCK
     cache = Cache(config, capacity, device, dtype)
     generator = torch.Generator(device).manual_seed(1)
@@ -124,9 +124,10 @@ def filled_cache(config: Config, prompt: int, steps: int, device: torch.device, 
 def generate(
     model: Model, cache: Cache, steps: int, attend: Callable[..., Any], fed: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """Tokens (B, steps) and tokens per second, the first step, which compiles, left out.
+    """Return tokens (B, steps) and tokens per second without the first step, which compiles.
 
-    ``fed`` (B, steps) goes in instead of what each step gave, so that one tie that breaks differently is one token.
+    If ``fed`` (B, steps) is given, its tokens are the inputs instead of the predicted ones. A tie that breaks
+    differently then changes only one token.
     """
     tokens = torch.arange(model.config.batch, device=cache.length.device)
     found: list[Tensor] = []
@@ -162,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     config = Config()
     model = Model(config).to(device, dtype).requires_grad_(False)
-    # On the CPU PyTorch's kernel for one query has no block mask; its eager form is what runs there.
+    # On the CPU, PyTorch's compiled kernel for one query does not support a block mask, so the eager form runs.
     peer = torch.compile(flex_attention) if on_gpu else flex_attention
     runs: dict[str, Callable[..., Any]] = {"flashbwd": flashbwd.flex_decoding, "PyTorch flex_attention": peer}
     tokens: dict[str, Tensor] = {}

@@ -7,10 +7,10 @@
     overrides   the same model under flashbwd.enable()
     flashbwd    attn_implementation="flashbwd", and norms swapped in place by flashbwd's
 
-All three start from the same random weights and see the same batches of the Python language reference, a token a byte.
-Their loss curves have to agree within the tolerance stated below, else the exit status is 1. Then the time of a step
-and peak memory are taken over a range of sequence lengths, the same number of tokens in each. Without a GPU there is
-nothing for the overrides to replace, and that run is left out.
+All three start from the same random weights and see the same batches of the Python language reference, one token per
+byte. Their loss curves must agree within the tolerance stated below; otherwise the exit status is 1. Then the script
+measures the time and the peak memory of a step over a range of sequence lengths, with the same number of tokens per
+batch. Without a GPU the overrides have nothing to replace, so that run is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flashbwd.integrations import transformers as integration
 
 # Largest allowed |loss - loss| of one step, in nats. Rounding differs between the runs and training amplifies it.
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-WARM_UP = 2  # steps of a timed run that do not count
+WARM_UP = 2  # rounds before the timed rounds
 ROUNDS = 5
 
 
@@ -50,9 +50,9 @@ class Config:
     heads: int
     heads_kv: int
     length: int
-    tokens: int  # of a batch
+    tokens: int  # tokens per batch
     steps: int
-    lengths: tuple[int, ...]  # of the ablation
+    lengths: tuple[int, ...]  # sequence lengths of the timed steps
     learning_rate: float = 3e-4
     seed: int = 0
 
@@ -113,7 +113,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(config.seed)
 
     def step(self, length: int) -> Tensor:
-        """One step on a batch of ``tokens`` tokens in sequences of ``length``; returns the loss."""
+        """Run one step on a batch of sequences of ``length`` tokens, ``config.tokens`` in all; return the loss."""
         count = max(1, self.config.tokens // length)
         starts = torch.randint(len(self.text) - length, (count, 1), generator=self.generator)
         ids = self.text[starts + torch.arange(length)].to(self.device)
@@ -136,7 +136,7 @@ def losses_of(trainer: Trainer, name: str) -> list[float]:
 
 
 def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, float | None]]:
-    """Milliseconds of a step, the median over interleaved rounds, and the most memory that one takes in MiB."""
+    """Milliseconds of a step (median over interleaved rounds) and the peak memory of a step in MiB."""
     cuda = next(iter(trainers.values())).device.type == "cuda"
     times: dict[str, list[float]] = {name: [] for name in trainers}
     peaks: dict[str, float | None] = dict.fromkeys(trainers)
@@ -147,7 +147,7 @@ def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, fl
             if cuda:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            resident = torch.cuda.memory_allocated() if cuda else 0  # the other models too
+            resident = torch.cuda.memory_allocated() if cuda else 0  # includes the other models
             start = time.perf_counter()
             trainer.step(length)
             if cuda:
@@ -159,7 +159,7 @@ def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, fl
 
 
 def table(ablation: dict[int, dict[str, dict[str, float | None]]]) -> str:
-    """A Markdown table of the ablation; ratios are PyTorch's time over the other's."""
+    """A Markdown table of the timed steps; the speed is PyTorch's time over that of the variant."""
     lines = ["| sequence length | gradients | ms a step | speed over torch | MiB of a step |", "|" + " --- |" * 5]
     for length, variants in ablation.items():
         stock = variants["torch"]["step_ms"] or 0.0
@@ -171,7 +171,7 @@ def table(ablation: dict[int, dict[str, dict[str, float | None]]]) -> str:
 
 
 def plot(path: Path, curves: dict[str, list[float]], ablation: dict[int, dict[str, dict[str, float | None]]]) -> None:
-    """Loss curves, and over the sequence length the time of a step and, where it is known, its memory."""
+    """Plot the loss curves, and the time and (if known) the memory of a step over the sequence length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ablation = {length: measure(trainers, length) for length in config.lengths}
     pairs = [pair for losses in curves.values() for pair in zip(losses, curves["torch"], strict=True)]
     loss_error = max(abs(a - b) for a, b in pairs)
-    agree = loss_error <= LOSS_TOLERANCE[dtype]  # written so that a NaN fails
+    agree = loss_error <= LOSS_TOLERANCE[dtype]  # false for NaN
     overridden = {name: stats._asdict() for name, stats in flashbwd.stats().items() if stats != (0, {})}
 
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,14 @@
-"""Train a small transformer over several devices, and on one: the gradients and the loss curves have to agree.
+"""Train a small transformer on several devices and on one device; gradients and loss curves must agree.
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel fsdp     # parameters sharded, batches split
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel tensor   # heads, columns and rows split
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel context  # sequences split: ring attention
 
-On GPUs the processes talk over NCCL, one GPU each, and train in bf16; without, over gloo and in fp32, on the CPU, where
-PyTorch has no context parallelism. Everything distributed is PyTorch's own: ``fully_shard``, ``parallelize_module``,
-``context_parallel``. What is shown is that flashbwd's operators go through it, and ring attention through flashbwd's
-kernels by ``flashbwd.enable()``. The exit status is 1 if a run disagrees with that of one device.
+With GPUs, each process uses one GPU, communicates over NCCL and trains in bf16. Without GPUs, the processes communicate
+over gloo and train in fp32 on the CPU, where PyTorch has no context parallelism. All distributed code is PyTorch's:
+``fully_shard``, ``parallelize_module``, ``context_parallel``. The example shows that flashbwd's operators work with it,
+and that ring attention uses flashbwd's kernels under ``flashbwd.enable()``. The exit status is 1 if the run disagrees
+with that on one device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torch.nn.functional import cross_entropy, silu
 import flashbwd
 from flashbwd.integrations import distributed
 
-# As in train_gpt.py: of one step's loss in nats, and of all gradients on the first batch (relative, 2-norms).
+# As in train_gpt.py: for the loss of one step in nats, and for all gradients on the first batch (relative, 2-norms).
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02}
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -62,7 +63,7 @@ class Config:
     seed: int = 0
 
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (B, S, H, D)
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and the result are (B, S, H, D)
 
 
 def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's function, which ``context_parallel`` replaces by a ring."""
+    """PyTorch's function, which ``context_parallel`` replaces with ring attention."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -113,7 +114,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next byte."""
+    """A model that predicts the next byte."""
 
     def __init__(self, config: Config, attention: Attention) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-# ---- what differs between the ways to train ----
+# ---- differences between the kinds of parallelism ----
 
 
 def shard_parameters(model: Transformer, mesh: DeviceMesh) -> None:
@@ -141,7 +142,7 @@ def shard_parameters(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def split_tensors(model: Transformer, mesh: DeviceMesh) -> None:
-    """Tensor parallelism: heads and hidden columns are split within a block, rows of the sequence between them."""
+    """Tensor parallelism: shard heads and hidden columns within a block, and the sequence between blocks."""
     distributed.register()
     gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
@@ -167,13 +168,13 @@ def part_of_batch(batch: list[Tensor], mesh: DeviceMesh) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Parallel:
-    """One way to train."""
+    """One kind of parallelism."""
 
     attention: Attention = our_attention
     distribute: Callable[[Transformer, DeviceMesh], None] = lambda model, mesh: None
     take_part: Callable[[list[Tensor], DeviceMesh], list[Tensor]] = lambda batch, mesh: batch
     split_sequences: bool = False
-    averages: bool = True  # the devices' losses are of different tokens
+    averages: bool = True  # the devices compute losses of different tokens, which are averaged
 
 
 PARALLEL = {
@@ -187,7 +188,7 @@ PARALLEL = {
 
 
 def draw(text: Tensor, config: Config, generator: torch.Generator) -> list[Tensor]:
-    """Bytes, those that follow them, and positions, each (B, S)."""
+    """Bytes, the bytes that follow them, and positions, each (B, S)."""
     starts = torch.randint(len(text) - config.context, (config.batch, 1), generator=generator)
     windows = text[starts + torch.arange(config.context + 1)]
     positions = torch.arange(config.context).repeat(config.batch, 1)
@@ -201,7 +202,7 @@ def whole(tensor: Tensor) -> Tensor:
 def train(
     text: Tensor, config: Config, device: torch.device, parallel: Parallel, mesh: DeviceMesh | None
 ) -> tuple[Tensor, list[float]]:
-    """All gradients of the first step as one vector, and the loss of every step; on one device without a mesh."""
+    """All gradients of the first step as one vector, and the loss of every step. Without a mesh: on one device."""
     torch.manual_seed(config.seed)
     model = Transformer(config, parallel.attention).to(device)
     if mesh is not None:
@@ -218,7 +219,7 @@ def train(
             if parallel.split_sequences:
                 ring = context_parallel(mesh, buffers=batch, buffer_seq_dims=[1] * len(batch))
         precision = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-        with ring:  # inside it, the batch holds this device's part
+        with ring:  # inside the context, the batch holds this device's part
             ids, targets, positions = batch
             with precision:
                 logits = model(ids, positions)
@@ -253,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     if kind == "cuda":
         device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.bfloat16
         torch.cuda.set_device(device)
-    # The default serves only the GPU on a machine that has one.
+    # PyTorch's default backend on a machine with a GPU serves only the GPU, but --device may be cpu.
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     mesh = init_device_mesh(kind, (int(os.environ.get("WORLD_SIZE", 1)),))
     text = torch.tensor(list("".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
@@ -268,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     gradient_error = ((gradient - one_gradient).norm() / one_gradient.norm()).item()
     loss_error = max(abs(a - b) for a, b in zip(losses, one_losses, strict=True))
-    # Written so that a NaN fails.
+    # Comparisons with NaN are false, so a NaN fails.
     agree = gradient_error <= GRADIENT_TOLERANCE[dtype] and loss_error <= LOSS_TOLERANCE[dtype]
     if mesh.get_rank() == 0:
         result = {
@@ -294,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, stats in overridden.items():
             print(f"{name}: {stats['hits']} calls by flashbwd's kernels, by PyTorch's {stats['fallbacks'] or 'none'}")
         print("the two runs agree" if agree else "FAILED: the two runs do not agree")
-    dist.barrier()  # none leaves while another still talks to it
+    dist.barrier()  # no process leaves while another one still communicates with it
     dist.destroy_process_group()
     return 0 if agree else 1
 
@@ -302,4 +303,4 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # threads of a process group that come back to Python while it ends would abort the process
+    os._exit(status)  # threads of the process group that return to Python during its shutdown would abort the process

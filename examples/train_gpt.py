@@ -1,12 +1,12 @@
 """Train a small character-level GPT on real text, once with flashbwd's gradients and once with PyTorch's.
 
-Both runs start from the same weights and see the same batches. They have to give the same gradients on the first batch
-and the same loss curve, within the tolerances stated below; the exit status is 1 if they do not.
+Both runs start from the same weights and see the same batches. Their gradients on the first batch and their loss curves
+must agree within the tolerances stated below; otherwise the exit status is 1.
 
     python examples/train_gpt.py                  # about a minute on four cores; on a GPU, bf16 and seconds
     python examples/train_gpt.py --steps 50 --out /tmp/gpt
 
-The text is the Python language reference that every CPython carries for `help()` (about 0.5 million characters).
+The text is the Python language reference that every CPython contains for `help()` (about 0.5 million characters).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Operators:
-    """The two operators under test, over (batch, seq, head, dim) heads and (..., width) rows."""
+    """The two operators under test: attention over (batch, seq, head, dim), LayerNorm over (..., width)."""
 
     name: str
     attention: Callable[[Tensor, Tensor, Tensor], Any]
@@ -136,7 +136,7 @@ def encode(text: str, characters: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Text:
-    """The corpus as token ids, one a character; every eighth topic is held out."""
+    """The corpus as token ids, one per character; every eighth topic is held out."""
 
     characters: str
     train: Tensor
@@ -173,7 +173,7 @@ def loss_of(model: GPT, batch: Tensor) -> Tensor:
 
 
 def build(text: Text, config: Config, operators: Operators, device: torch.device) -> GPT:
-    """Build the model: the same weights for the same seed, whatever the operators and the device."""
+    """Build the model. The weights depend only on the seed, not on the operators or the device."""
     torch.manual_seed(config.seed)
     return GPT(len(text.characters), config, operators).to(device)
 
@@ -234,7 +234,7 @@ def sample(model: GPT, text: Text, config: Config, device: torch.device, prompt:
 
 
 def describe_backend(config: Config, device: torch.device) -> dict[str, Any]:
-    """Say which backend computes the attention gradients of this model, and why not another."""
+    """Print which backend computes the attention gradients of this model, and why no other."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = (config.batch, config.context, config.heads, config.width // config.heads)
     q, k, v, out, dout = torch.zeros(5, *shape, device=device, dtype=dtype).unbind(0)
@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = zip(our_run["losses"], torch_run["losses"], strict=True)
     loss_error = max(abs(a - b) for a, b in pairs)
 
-    # Written so that a NaN fails.
+    # Comparisons with NaN are false, so a NaN fails.
     gradients_agree = gradient_error <= GRADIENT_TOLERANCE[dtype]
     curves_agree = loss_error <= LOSS_TOLERANCE[dtype]
     continuation = sample(model, text, config, device, "The ")

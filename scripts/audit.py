@@ -1,9 +1,10 @@
-"""Checks what the built libraries ask of the machine they will run on.
+"""Checks the dependencies, symbols and contents of the built libraries.
 
-Usage: audit.py WHEEL_OR_FOLDER    a wheel, or a folder that holds _C.so and perhaps _C_cuda.so
+Usage: audit.py WHEEL_OR_FOLDER    a wheel, or a folder that contains _C.so and perhaps _C_cuda.so
 
-Stable torch ABI only, nothing of Python's, no shared CUDA library but torch's, no symbol of ours beside flashbwd_*, and
-in _C_cuda, for each GPU that the build was asked for, code of every source and as many kernels as the budget says.
+The libraries may use only torch's stable ABI, no Python symbols, and no shared CUDA library except torch's. They may
+export only flashbwd_* symbols. For each GPU that the build targets, _C_cuda must contain code of every source and as
+many kernels as the budget states.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def cuobjdump() -> str:
 
 
 def expected_code(units: Iterable[Unit], budget: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
-    """Pieces of code (one for each source and GPU, PTX included) and kernels that a library of ``units`` holds."""
+    """Expected pieces of code (one per source and target, including PTX) and kernels of a library of ``units``."""
     pieces: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
     for unit in units:
@@ -80,7 +81,7 @@ def expected_code(units: Iterable[Unit], budget: dict[str, Any]) -> tuple[Counte
 
 
 def code_found(elf: str, ptx: str, symbols: str) -> tuple[Counter[str], Counter[str]]:
-    """The same, of cuobjdump's listings."""
+    """The actual pieces of code and kernels, from cuobjdump's listings."""
     pieces = Counter(re.findall(r"\.(sm_\w+)\.cubin", elf))
     pieces.update(name.replace("sm_", "compute_") for name in re.findall(r"\.(sm_\w+)\.ptx", ptx))
     kernels: Counter[str] = Counter()

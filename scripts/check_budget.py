@@ -1,13 +1,13 @@
-"""Holds the last build to the checked-in budget: kernels, registers, spills and CPU seconds of every unit.
+"""Checks the last build against the checked-in budget: kernels, registers, spills and CPU seconds of every unit.
 
-A compiler's warning, in any unit, is a failure too.
+A compiler warning in any unit is also a failure.
 
 Usage: check_budget.py [--update]
 
-Reads build/resource_usage.json, which every build writes. The sources and the families of build_tools/native.py, not
-the report, say which units there must be and on which GPUs each must have kernels; build_tools/budget.json says how
-many, with which registers and spills. --update writes the budget from the last build, which must be complete and must
-not have come out of a compiler cache (CCACHE_DISABLE=1).
+Reads build/resource_usage.json, which every build writes. The sources and the families in build_tools/native.py
+determine which units must exist and for which GPUs each must have kernels. build_tools/budget.json limits the number of
+kernels, their registers and spills, and the CPU seconds. --update writes the budget from the last build, which must be
+complete and must have run without a compiler cache (CCACHE_DISABLE=1).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ROOT = native.ROOT
 REPORT = ROOT / "build" / "resource_usage.json"
 BUDGET = ROOT / "build_tools" / "budget.json"
 TOTAL_CPU_SECONDS = 40 * 60  # on the machine that wrote the budget
-HOST_ONLY = {"csrc/decoding/decoding.cu"}  # launches what its instantiations hold
-# Units that are compiled side by side slow one another down, and a short unit's time is mostly start-up.
+HOST_ONLY = {"csrc/decoding/decoding.cu"}  # has no kernels; launches those of the instantiations
+# Units that compile in parallel slow one another down, and the time of a short unit is mostly start-up.
 SLACK_FACTOR, SLACK_SECONDS = 2.0, 15.0
 CALIBRATION = """
 #include <functional>
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def required_units() -> dict[str, set[str]]:
-    """Every CUDA source of the tree, with the GPUs for which it must hold kernels."""
+    """Every CUDA source of the tree, with the GPUs for which it must have kernels."""
     units = {}
     for path in sorted((ROOT / "csrc").rglob("*.cu")):
         source = path.relative_to(ROOT)
@@ -53,7 +53,7 @@ def required_units() -> dict[str, set[str]]:
 
 
 def row(unit: Row) -> Row:
-    """A unit's line of the table: kernels, the largest register count and all spilled bytes on each GPU."""
+    """The budget line of a unit: kernels, largest register count and total spilled bytes per GPU."""
     by_target: dict[str, list[Row]] = {}
     for kernel in unit["kernels"]:
         by_target.setdefault(kernel["arch"], []).append(kernel)
@@ -66,7 +66,7 @@ def row(unit: Row) -> Row:
 
 
 def missing(rows: dict[str, Row], required: dict[str, set[str]], where: str) -> list[str]:
-    """What ``where`` (the build, or the budget) lacks, or has beyond what the sources ask for."""
+    """Units and kernels that ``where`` (the build or the budget) lacks, or has without a source that requires them."""
     problems = [f"{source}: not in the {where}" for source in sorted(required.keys() - rows.keys())]
     problems += [f"{source}: in the {where}, but no source" for source in sorted(rows.keys() - required.keys())]
     for source in sorted(rows.keys() & required.keys()):
@@ -77,14 +77,14 @@ def missing(rows: dict[str, Row], required: dict[str, set[str]], where: str) -> 
 
 
 def slowness(rows: dict[str, Row], budget: dict[str, Row]) -> float:
-    """How many times the seconds of the table this machine takes for all units together, 1 at least."""
+    """The compile time of all units on this machine over that in the budget, at least 1."""
     shared = rows.keys() & budget.keys()
     allowed = sum(budget[source]["cpu_seconds"] for source in shared)
     return max(1.0, sum(rows[source]["cpu_seconds"] for source in shared) / max(allowed, 1.0))
 
 
 def compare(source: str, now: Row, allowed: Row, factor: float) -> list[str]:
-    """What of a unit is over its budget. ``factor`` is the slowness of this machine with all units."""
+    """The ways in which a unit exceeds its budget. ``factor`` is the result of ``slowness``."""
     problems = []
     for target, count in allowed["kernels"].items():
         if (built := now["kernels"].get(target, 0)) != count:
@@ -100,14 +100,14 @@ def compare(source: str, now: Row, allowed: Row, factor: float) -> list[str]:
 
 
 def total_problems(units: list[Row], then: float, now: float) -> list[str]:
-    """The total against its limit, which grows with the time that this machine takes for the calibration."""
+    """Compare the total with its limit, which is scaled by the calibration time ``now`` over the budget's, ``then``."""
     total, limit = sum(unit["cpu_seconds"] for unit in units), TOTAL_CPU_SECONDS * max(1.0, now / then)
     print(f"{len(units)} units, {total:.0f} CPU seconds of {limit:.0f} (a machine {now / then:.2f} times as slow)")
     return [f"{total:.0f} CPU seconds in all, the limit is {limit:.0f}"] if total > limit else []
 
 
 def check(units: list[Row], budget: Row, calibration: float) -> list[str]:
-    """Every reason why a build's report does not pass."""
+    """All reasons why the report of a build does not pass."""
     rows = {unit["source"]: row(unit) for unit in units if unit["source"].endswith(".cu")}
     table, required = budget["units"], required_units()
     problems = missing(rows, required, "build") + missing(table, required, "budget")
@@ -121,7 +121,7 @@ def check(units: list[Row], budget: Row, calibration: float) -> list[str]:
 
 
 def calibration_seconds() -> float:
-    """CPU seconds of the C++ compiler for a fixed program: how fast this machine compiles, whatever our sources are."""
+    """CPU seconds in which the C++ compiler compiles a fixed program: the speed of this machine."""
     command = [native.cxx(), "-std=c++17", "-O2", "-x", "c++", "-c", "-o", os.devnull, "-"]
     times = []
     for _ in range(3):

@@ -1,8 +1,8 @@
-"""Requires a committed record of GPU tests and compute-sanitizer whose kernel sources are those of csrc.
+"""Fails unless there is a record of GPU tests and compute-sanitizer runs on the current kernel sources in csrc.
 
 Usage: check_release.py [FOLDER]
 
-FOLDER is benchmarks/acceptance by default. A run of benchmarks/gpu_run.py leaves its record in OUT/acceptance/.
+FOLDER is benchmarks/acceptance by default. benchmarks/gpu_run.py writes such a record into OUT/acceptance/.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""A hook of mkdocs that completes the page on benchmarks: how they are measured, and the newest results of each suite
-on each machine with their plots, as they lie in benchmarks/: all of the newest one's commit."""
+"""An mkdocs hook that adds to the benchmark page the measuring rules of benchmarks/README.md and the newest results.
+
+The newest results of a suite on a machine are all result files of the commit of its newest file, with their plots.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ PLOTS = "images/results"
 
 
 def newest_results() -> list[Path]:
-    """Tables in benchmarks/results/, named by machine and suite, "quick" where it was cut short, date and time."""
+    """The tables of the newest results in benchmarks/results/, per machine and suite.
+
+    File names consist of machine, suite, "quick" for a --quick run, date and time.
+    """
     by_suite: dict[str, list[tuple[str, Path]]] = {}
     for path in (BENCHMARKS / "results").glob("*.md"):
         if match := re.fullmatch(r"(.+?)(?:-quick)?-(\d{8}-\d{6})", path.stem):

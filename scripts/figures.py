@@ -1,11 +1,11 @@
-"""Writes the figures of the README and the docs from the committed result files, or checks that they are those.
+"""Writes the figures of the README and the docs from the committed result files, or checks that they match.
 
 Usage: figures.py [--check]
 
-A page holds its figures between "<!-- figures: NAME -->" and "<!-- end of figures -->"; BLOCKS says what stands
-there. A row's heading is made from the cases that it selects, so it cannot claim more or less than was counted.
-Outside of such blocks, README.md and docs/*.md may hold no measured figure (docs/kernels/ and docs/lab/ may: they name
-their runs).
+A page has its figures between "<!-- figures: NAME -->" and "<!-- end of figures -->"; BLOCKS defines their contents.
+The heading of a row is generated from the cases that the row selects, so it cannot claim more or less than was counted.
+Outside of such blocks, README.md and docs/*.md may not contain measured figures. docs/kernels/ and docs/lab/ may,
+because they name their runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
-# The run that counts for each suite. Blocks were measured in three: of each case the newest counts.
+# The result files of each suite. Blocks were measured in three runs; the newest result of each case counts.
 H100 = "nvidia-h100-80gb-hbm3"
 FILES = {
     "attention": [f"{H100}-attention-20261123-101529"],
@@ -43,7 +43,7 @@ FILES = {
 
 @functools.lru_cache
 def measured(suite: str) -> tuple[CaseResult, ...]:
-    """The cases of a suite; of one that several files hold, the last file's."""
+    """The results of a suite. If several files have a case, the last file counts."""
     found: dict[str, CaseResult] = {}
     for stem in FILES[suite]:
         found.update(results.load(RESULTS / f"{stem}.json").by_name())
@@ -52,7 +52,7 @@ def measured(suite: str) -> tuple[CaseResult, ...]:
 
 # ---- selecting ------------------------------------------------------------------------------------
 
-# Of an attention case unless a row says otherwise; ``group`` is the number of query heads of a KV head.
+# Properties of an attention case unless a row overrides them; ``group`` is the number of query heads per KV head.
 PLAIN = {
     "window": None,
     "lengths": None,
@@ -76,7 +76,7 @@ def value(result: CaseResult, name: str) -> Any:
 
 
 def matches(result: CaseResult, where: dict[str, Any]) -> bool:
-    """Whether a case has what is asked for: one value, one of a set, or one for which a function is true."""
+    """Whether a case has the wanted properties. A wanted property is a value, a set of values, or a predicate."""
     for name, wanted in where.items():
         if name not in (*result.case, "group", "table", "name"):
             return False
@@ -90,7 +90,7 @@ def matches(result: CaseResult, where: dict[str, Any]) -> bool:
 class Row:
     """A line of a summary: every case of a suite that ``where`` selects and that both peers ran.
 
-    ``heading`` may name properties of the cases in braces, for which their values over the selected ones stand.
+    Names of properties in braces in ``heading`` are replaced by the values of that property in the selected cases.
     """
 
     heading: str
@@ -112,7 +112,7 @@ class Row:
         return chosen
 
     def cells(self, figures: Sequence[str] = (COOL,)) -> list[str]:
-        """The heading, the peer, and for each figure the least and greatest ratio, with the cases that have it."""
+        """The heading, the peer, the smallest and largest ratio of each figure, and the number of cases."""
         chosen = self.selected()
         heading = re.sub(r"{(\w+)}", lambda name: extent([value(r, name[1]) for r, _ in chosen]), self.heading)
         spans = []
@@ -124,7 +124,7 @@ class Row:
 
 
 def extent(values: Iterable[Any]) -> str:
-    """Up to three values each for itself, more as least to greatest."""
+    """Up to three values are listed; more are given as "smallest to largest"."""
     distinct = sorted(set(values))
     shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in distinct]
     if len(shown) > 3:
@@ -235,19 +235,19 @@ SUMMARY = [
 ]  # fmt: skip
 
 
-# In the order of the columns: where power binds, the clock that a long run has comes first.
+# In the order of the columns. The settled clock comes first, because it is the clock of a long run at the power limit.
 FIGURES = {SUSTAINED: "settled clock", COOL: "short slots", EAGER: "eager, with the host"}
 
 
 def summary() -> str:
-    """SUMMARY with a column for each figure that the runs hold."""
+    """SUMMARY as a table, with one column per figure that the runs contain."""
     held = [figure for figure in FIGURES if any(row.selected(figure) for row in SUMMARY)]
     names = ["speed, as a ratio"] if held == [COOL] else [FIGURES[figure] for figure in held]
     return table(["kernel and cases", "over", *names, "cases"], (row.cells(held) for row in SUMMARY))
 
 
 def missed() -> str:
-    """Every bar that was measured and missed, of the runs that count."""
+    """Every bar that was measured and missed in the runs of FILES."""
     rows = [
         [result.name, bar.ours, bar.over, str(result.verdict(bar).value), f"{bar.at_least:g}"]
         for suite in FILES
@@ -262,7 +262,7 @@ def runs() -> str:
     lines = []
     for suite, stems in FILES.items():
         for stem in stems:
-            written = RESULTS / f"{stem}.md"  # by the run, and says what its slots were
+            written = RESULTS / f"{stem}.md"  # written by the run; contains the slot lengths
             run = results.load(written.with_suffix(".json"))
             commit, torch = (run.machine["commit"] or "")[:9], run.machine["torch"]
             how = re.search(r"^\d+ (?:or more )?interleaved rounds.*?(?=; a rate)", written.read_text(), re.MULTILINE)
@@ -288,7 +288,7 @@ def times(suite: str) -> str:
 
 
 def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> str:
-    """One line a case: the rate of each peer, and the ratio over the first of ``others`` that ran it."""
+    """One line per case: the rate of each peer, and the ratio over the first of ``others`` that ran it."""
     rows = []
     for result in measured(suite):
         mine = result.peers.get(ours)
@@ -344,17 +344,17 @@ MEASURED = re.compile(
 VERSIONS = re.compile(r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver)[ =<>(]*[\d.]+(?:(?: to|,)\s[\d.]+)*")
 
 
-EXPERIMENTS = {"kernels", "lab"}  # folders of docs whose pages name the runs of their figures
+EXPERIMENTS = {"kernels", "lab"}  # folders of docs in which measured figures are allowed everywhere
 
 
 def loose_figures(text: str) -> list[str]:
-    """Measured figures that no block holds."""
+    """Measured figures outside of all blocks."""
     prose = VERSIONS.sub("", re.sub(r"`[^`\n]*`|^```.*?^```|^    .*?$", "", MARKER.sub("", text), flags=re.M | re.S))
     return MEASURED.findall(prose)
 
 
 def rendered(text: str) -> str:
-    """A page with the figures of the result files in it."""
+    """The text of a page with the figures of the result files."""
 
     def block(match: re.Match[str]) -> str:
         if match[2] not in BLOCKS:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints a python of the oldest version that pyproject.toml supports, or nothing where this machine can get none. Looks on
-# the PATH, among pyenv's and those of a CI runner's tool cache, and in Debian's packages when it may install some.
+# Prints the path of a Python of the oldest version that pyproject.toml supports, or nothing if none is available. Looks
+# on the PATH, in pyenv, in the tool cache of a CI runner and, if run as root, in Debian's packages.
 set -euo pipefail
 version=$(sed -n 's/^requires-python = ">=\(.*\)"$/\1/p' "$(dirname "$0")/../pyproject.toml")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: test_wheel.sh WHEEL TORCH_REQUIREMENT [tests [PYTEST_ARGUMENTS...]]
-# Installs a built wheel beside a torch (for example torch==2.10.0) in a fresh environment and checks it there; with
-# the word tests, runs the whole test suite against it too, for which g++ compiles what only the tests load.
+# Installs a built wheel and a torch (for example torch==2.10.0) in a fresh environment and checks it there. With
+# "tests", also runs the whole test suite against it; g++ then compiles the modules that only the tests load.
 # KEEP=1 keeps the environment.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -12,7 +12,7 @@ environment=$(mktemp -d)
 
 "${PYTHON:-python3}" -m venv "$environment"
 "$environment/bin/pip" install --quiet "$torch" "$wheel[test]"
-cd "$environment" # not the source tree: the installed package is what is tested
+cd "$environment" # outside of the source tree, so that Python imports the installed package
 bin/python "$root/scripts/smoke.py"
 if [ "$suite" = tests ]; then
     bin/pip install --quiet ninja "setuptools>=77"

@@ -26,17 +26,17 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 SEED = "--hypothesis-seed"
 
-# Workers of pytest-xdist share the cores: one thread for each, and for the processes that it starts, unless
-# OMP_NUM_THREADS says otherwise.
+# Workers of pytest-xdist share the cores, so each worker and each process that it starts uses one thread, unless
+# OMP_NUM_THREADS is set.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
-# Memory that is freed stays with the process: returned, and faulted in again, it cost two fifths of a reference.
+# Keep freed memory in the process: returning it and faulting it in again took two fifths of the reference's time.
 if platform.libc_ver()[0] == "glibc":
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, AT_MOST = -1, -3, 2**31 - 1
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(option, AT_MOST)
 
-KEPT_BYTES = 2**29  # of GPU memory, by a worker between tests
+KEPT_BYTES = 2**29  # GPU memory that a worker may keep cached between tests
 
 
 SUMMARY = Summary()
@@ -81,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("FLASHBWD_TEST_SUMMARY")
-    if path and not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist reports to its starter
+    if path and not hasattr(session.config, "workerinput"):  # pytest-xdist workers report to their parent
         SUMMARY.write(Path(path), time.monotonic() - STARTED)
 
 
@@ -102,7 +102,7 @@ def _deterministic_mode_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _room_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests that fill the GPU's memory run alone on it; workers give back what they keep of it when it is much."""
+    """Tests marked much_memory run alone on the GPU; workers free their cached memory if it is large."""
     if not (torch.cuda.is_available() and request.node.get_closest_marker("gpu")):
         yield
         return

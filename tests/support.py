@@ -1,4 +1,4 @@
-"""Running a case of the kit through flashbwd, on a device and a forced backend."""
+"""Runs cases of the kit through flashbwd, on a device and with a forced backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import flashbwd
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
 MAIN = ("dout", "q", "k", "v", "out", "softmax_lse")
 
-# (device, backend, dtype): all that a backend takes.
+# (device, backend, dtype): all dtypes that a backend supports.
 CPU_TARGETS = [
     pytest.param(("cpu", "reference", dtype), id=f"cpu-reference-{str(dtype).removeprefix('torch.')}")
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +39,7 @@ Target = tuple[str, str, torch.dtype]
 
 
 def arguments_of(x: Inputs, **changes: Any) -> dict[str, Any]:
-    """Keyword arguments of attention_backward for the inputs of a case; ``changes`` replace or add some."""
+    """Keyword arguments of attention_backward for the inputs of a case; ``changes`` replace or add arguments."""
     return with_rng_state(x.case, x.arguments) | changes
 
 
@@ -50,7 +50,7 @@ def with_rng_state(case: cases.Case, arguments: dict[str, Any]) -> dict[str, Any
 
 
 def run(x: Inputs, backend: str = "auto", *, poison: bool = True, **changes: Any) -> flashbwd.AttentionGrads:
-    """attention_backward of a case on a forced backend, which writes to memory that holds NaN.
+    """Run attention_backward of a case on a forced backend, with outputs that contain NaN before the call.
 
     Without ``poison`` the operator allocates its outputs.
     """
@@ -60,9 +60,10 @@ def run(x: Inputs, backend: str = "auto", *, poison: bool = True, **changes: Any
 
 
 def with_nan_outputs(arguments: dict[str, Any]) -> dict[str, Any]:
-    """With outputs full of NaN where none are given: such as the operator would allocate.
+    """``arguments`` with outputs full of NaN for dq, dk and dv if they are not given.
 
-    dbias and dsink cannot be given. The allocator has blocks of their sizes at hand that hold NaN.
+    dbias and dsink cannot be given. Instead, blocks of their sizes are filled with NaN and freed, so that the caching
+    allocator reuses them.
     """
     for name in ("attn_bias", "sink"):
         if arguments.get(name) is not None:
@@ -73,8 +74,8 @@ def with_nan_outputs(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal_of(arguments: dict[str, Any], backend: str) -> str | None:
-    """Why a backend does not take a call, in its words; None where it does."""
-    flashbwd.plan_attention_backward(**arguments)  # raises where the case itself is wrong
+    """The reason with which a backend refuses a call; None if it does not."""
+    flashbwd.plan_attention_backward(**arguments)  # raises if the case itself is wrong
     try:
         with flashbwd.use_backend(backend):
             flashbwd.plan_attention_backward(**arguments)
@@ -84,7 +85,7 @@ def refusal_of(arguments: dict[str, Any], backend: str) -> str | None:
 
 
 def as_declared(reason: str | None, expected: list[str], backend: str) -> str | None:
-    """``reason``, a refusal or None, if that is what was expected; fails the running test otherwise."""
+    """Return ``reason``, a refusal or None, if it is expected; otherwise fail the running test."""
     if reason is None and expected:
         pytest.fail(f"{backend} runs what the support matrix says it refuses: {' or '.join(expected)}")
     if reason is not None and not any(words in reason for words in expected):
@@ -93,7 +94,7 @@ def as_declared(reason: str | None, expected: list[str], backend: str) -> str | 
 
 
 def declared_refusal(arguments: dict[str, Any], backend: str, need_dbias: bool = True) -> str | None:
-    """Why a backend refuses a call, None where it takes it; the running test fails where the support matrix differs."""
+    """The reason with which a backend refuses a call, or None; fails the test if the support matrix disagrees."""
     device = arguments["q"].device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     expected = declared_refusals(arguments, backend, capability, need_dbias)
@@ -101,36 +102,36 @@ def declared_refusal(arguments: dict[str, Any], backend: str, need_dbias: bool =
 
 
 def refusal(x: Inputs, backend: str, **changes: Any) -> str | None:
-    """The same for a case."""
+    """``declared_refusal`` for a case."""
     return declared_refusal(arguments_of(x, **changes), backend)
 
 
 def skip_where_refused(x: Inputs, backend: str, need_dbias: bool = True, **changes: Any) -> None:
-    """Skip the running test where a backend refuses the case as the support matrix says; fail it where they differ."""
+    """Skip the running test if a backend refuses the case as the support matrix declares; fail it if they disagree."""
     skip_where_arguments_refused(arguments_of(x, **changes), backend, need_dbias)
 
 
 def skip_where_arguments_refused(arguments: dict[str, Any], backend: str, need_dbias: bool = True) -> None:
-    """The same for the arguments of a call."""
+    """``skip_where_refused`` for the arguments of a call."""
     if (reason := declared_refusal(arguments, backend, need_dbias)) is not None:
         pytest.skip(DECLARED + reason)
 
 
 def skip_without_kernels(target: Target) -> None:
-    """Skip the running test where a backend takes not even a plain case: another GPU, or a build without it."""
+    """Skip the running test if a backend does not even support a plain case: another GPU, or a build without it."""
     device, backend, dtype = target
     skip_where_refused(inputs.build(cases.BY_NAME["heads_4to2"], dtype, device), backend)
 
 
 def repeated(x: Tensor, times: int, heads: bool = False) -> Tensor:
-    """Copies of a dense input (1, S, H, D), or of its LSE (1, H, S), as a batch, or as so many times the heads."""
+    """``times`` copies of a dense input (1, S, H, D) or of its LSE (1, H, S), along the batch or the heads."""
     along = [1] * x.dim()
     along[{4: 2, 3: 1}[x.dim()] if heads else 0] = times
     return x.repeat(along)
 
 
 def run_copies(case: cases.Case, target: Target, copies: int, heads: bool = False) -> None:
-    """A dense case of batch 1, many times in one call, as a batch or as heads: the gradients of each equal its own."""
+    """Run copies of a dense case of batch 1 in one call, as a batch or as heads; check the gradients of each copy."""
     device, backend, dtype = target
     x = inputs.build(case, dtype, device)
     skip_where_refused(x, backend)
@@ -146,12 +147,12 @@ def run_copies(case: cases.Case, target: Target, copies: int, heads: bool = Fals
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:
-    """A copy of all the memory behind a tensor, gaps between its elements included."""
+    """A copy of the whole storage of a tensor, including gaps between its elements."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
 
 
 def workspace_of(size: int, device: torch.device | str, fill: int = 0xFF, offset: int = 0) -> Tensor:
-    """``size`` bytes, each ``fill`` (0xFF: NaN in every format), that start ``offset`` past a multiple of 256."""
+    """``size`` bytes with the value ``fill`` (0xFF: NaN in every format), ``offset`` bytes past a multiple of 256."""
     memory = torch.full((size + 512,), fill, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % 256 + offset
     return memory[start : start + size]

@@ -1,20 +1,27 @@
 """The benchmark harness: cases as data, peers as plug-ins, one process, one report.
 
-``python -m flashbwd bench`` runs it. The modules, in the order data flows through them:
+``python -m flashbwd bench`` runs it. The modules, in the order in which data flows through them:
 
-========== ==============================================================================
-cases      what is measured: shapes, features, the bars each must reach
-oracle     float64 gradients of the naive formula, on slices
-errors     of each peer's gradients, against it: the largest over blocks of rows
-peers      who is measured on attention (PyTorch's kernels, flex_attention, this library)
-norm_peers likewise, on LayerNorm and RMSNorm; decoding_peers, on short-query decoding
-measure    how: interleaved rounds, CUDA events or graphs, memory, ceilings
-machine    where: GPU or CPU, driver, versions, commit, hash of the kernel sources
-results    what came out: records, JSON, bars, comparison with an earlier file
-report     Markdown tables and plots
-acceptance the record of GPU tests and compute-sanitizer that a release needs
-runner     the loop over cases, with a time budget and resumption
-========== ==============================================================================
+=============== ===========================================================================
+cases           the cases: shapes, features, and the bars that each case must reach
+peers           the interface of a peer
+attention_peers attention peers: PyTorch's kernels, flex_attention, this library
+norm_peers      LayerNorm and RMSNorm peers
+decoding_peers  short-query decoding peers
+block_peers     training steps of whole transformer blocks
+contenders      which peers run a case, and their common inputs
+ahead           compiles slow peers in parallel processes before the measurement
+oracle          float64 gradients of the naive formula, on slices
+errors          error of each peer's gradients against the oracle
+measure         timing: interleaved rounds, CUDA events or graphs; memory, ceilings
+machine         GPU or CPU, driver, versions, commit, hash of the kernel sources
+results         records, JSON files, bars, comparison with an earlier file
+report          Markdown tables and plots
+acceptance      the record of GPU tests and compute-sanitizer that a release needs
+runner          the loop over cases, with a time budget and resumption
+host_time       host time of flex_decoding calls
+override_time   host time that the overrides of PyTorch's operators add
+=============== ===========================================================================
 
-Nothing here is imported by ``import flashbwd``.
+``import flashbwd`` imports none of these modules.
 """

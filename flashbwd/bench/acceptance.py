@@ -1,6 +1,6 @@
-"""The record of a run of the tests on a GPU: what passed and what was refused, of which sources, on which device.
+"""The record of a test run on a GPU: passed tests and refusals, the kernel sources, and the device.
 
-``benchmarks/gpu_run.py`` writes one; those in ``benchmarks/acceptance/`` are what ``scripts/check_release.py`` reads.
+``benchmarks/gpu_run.py`` writes such records. ``scripts/check_release.py`` reads those in ``benchmarks/acceptance/``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def record(here: Json, select: str, outcomes: dict[str, Json], summaries: dict[s
     here
         The machine, as flashbwd.bench.machine describes it, with the hash of the kernel sources.
     select
-        What chose among the tests; a whole run has none.
+        The pytest expression that selected tests; empty for a complete run.
     outcomes
         ``status`` and ``seconds`` of each step, by "stage: name".
     summaries
@@ -85,7 +85,7 @@ def write(out: Path, select: str, outcomes: dict[str, Json], files: dict[str, st
 
 
 def problems(found: Json, kernel_sources: str | None) -> list[str]:
-    """Why a record is not enough for a release of these kernel sources; empty if it is."""
+    """The reasons why a record does not qualify these kernel sources for a release; empty if it does."""
     wrong = []
     if kernel_sources is None or found["machine"]["kernel_sources"] != kernel_sources:
         wrong.append("its kernel sources are not those of csrc")
@@ -108,5 +108,5 @@ def problems(found: Json, kernel_sources: str | None) -> list[str]:
 
 
 def load(folder: Path) -> dict[str, Json]:
-    """Records by the names of their files."""
+    """The records in a folder, by file name."""
     return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}

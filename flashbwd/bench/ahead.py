@@ -1,7 +1,7 @@
-"""Compiles peers ahead, each in a process of its own, many at once: the process that measures finds on disk what would
-take it seconds for each shape.
+"""Compiles slow peers before the measurement, in parallel processes.
 
-It finds compiled kernels, nothing that was chosen by timing them: processes beside each other disturb that.
+The measuring process then finds the compiled kernels on disk instead of compiling for seconds per shape. Autotuning
+results are not kept, because parallel processes would disturb the timings behind them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ def compile_ahead(
     at_once: int | None = None,
     command: Callable[[Case, Peer], list[str]] = _command,
 ) -> None:
-    """Compile each peer for its case, ``at_once`` (a process for each CPU) side by side, until ``time.monotonic()`` is
-    ``until``. What fails does so again where it is measured, and says why."""
+    """Compile each peer for its case, at most ``at_once`` at a time (default: one per CPU).
+
+    Stops when ``time.monotonic()`` reaches ``until``. Errors are ignored here: a peer that fails does so again in the
+    measuring process, which reports the reason.
+    """
     at_once = at_once or os.cpu_count() or 1
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

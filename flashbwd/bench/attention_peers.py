@@ -1,4 +1,4 @@
-"""Who is measured on attention. To add a peer, write its ``prepare`` and a row of ``ATTENTION_PEERS``."""
+"""The peers of attention cases. To add a peer, write its ``prepare`` and add a row to ``ATTENTION_PEERS``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AttentionInputs:
 
 
 def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
-    """Random normal inputs; never zeros, which run faster than data."""
+    """Random normal inputs. Kernels run faster on zeros than on such data, so zeros would mislead."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -67,7 +67,7 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> Attenti
 
 
 def _slopes(heads: int, device: torch.device) -> Tensor:
-    """2^(-8 h / H), as Press et al. have them ("Train Short, Test Long", 2022)."""
+    """2^(-8 h / H), as in Press et al., "Train Short, Test Long", 2022."""
     return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=device))
 
 
@@ -82,7 +82,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _fold_groups(grad: Tensor, heads_kv: int) -> Tensor:
-    """(..., H, D) -> (..., Hkv, D): the sum over the query heads of a key head."""
+    """(..., H, D) -> (..., Hkv, D): the sum over the query heads of each KV head."""
     if grad.shape[-2] == heads_kv:
         return grad
     return grad.unflatten(-2, (heads_kv, -1)).sum(-2)
@@ -94,7 +94,7 @@ def _expand_groups(x: Tensor, heads: int) -> Tensor:
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's deterministic mode, without its filling of fresh memory, which would be timed too."""
+    """PyTorch's deterministic mode, without filling uninitialized memory, which the timing would include."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def _flash_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FlashAttention-2's out, lse, rng_state and the operator's unused tensor."""
+    """FlashAttention-2's out, lse and rng_state, and the operator's unused tensor."""
     refuse(x.bias is not None, "takes no bias")
     refuse(case.softcap > 0 or case.alibi, "PyTorch passes it neither softcap nor ALiBi")
     refuse(case.dtype not in ("bf16", "fp16"), "16-bit only")
@@ -142,7 +142,7 @@ def torch_flash_deterministic(case: AttentionCase, x: AttentionInputs) -> Prepar
 
 
 def _efficient_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Any, ...]:
-    """The memory-efficient kernel's k, v, bias as it takes them (heads expanded), then out, lse, seed, offset."""
+    """q, k, v and bias as the memory-efficient kernel takes them (heads expanded), then out, lse, seed, offset."""
     refuse(case.softcap > 0, "takes no softcap")
     torch.manual_seed(MASK_SEED)
     q, k, v = x.q, _expand_groups(x.k, case.heads), _expand_groups(v, case.heads)
@@ -180,7 +180,7 @@ def torch_efficient(case: AttentionCase, x: AttentionInputs) -> Prepared:
         out = _efficient_forward(case, x, other_v)[4]
         return out if x.cu_seqlens is None else out[0]
 
-    # Under capture the operator takes seed and offset for GPU memory; those of an eager forward are on the CPU.
+    # During a capture the operator expects seed and offset in GPU memory, but an eager forward returns them on the CPU.
     return Prepared(backward, forward=forward, capturable=case.dropout_p == 0)
 
 
@@ -214,7 +214,7 @@ def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def torch_cudnn_heads_first(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    """The same kernel with (B, H, S, D) in memory, which some shapes run faster in."""
+    """The same kernel with inputs stored as (B, H, S, D), which is faster for some shapes."""
     refuse(x.cu_seqlens is not None, "packed sequences have rows first")
     moved = {name: _heads_first(getattr(x, name)).contiguous().transpose(1, 2) for name in ("q", "k", "v", "dout")}
     return torch_cudnn(case, replace(x, **moved))
@@ -257,7 +257,7 @@ def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
     score_mod = score if case.softcap or case.alibi else None
     q, k, v = inputs = tuple(_heads_first(t).detach().requires_grad_() for t in (x.q, x.k, x.v))
     dout = _heads_first(x.dout)
-    with functorch_config.patch(donated_buffer=False):  # the graph is kept for many backwards
+    with functorch_config.patch(donated_buffer=False):  # the graph is reused by many backwards
         compiled: Callable[..., Any] = torch.compile(flex_attention)
         out = compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=case.heads != case.heads_kv)
         torch.autograd.grad(out, inputs, dout, retain_graph=True)
@@ -294,7 +294,8 @@ def torch_cpu_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    """Autograd of the plain formula, S^2 memory: what PyTorch has on the CPU for a window or a bias with gradient."""
+    """Autograd of the plain formula, with S^2 memory. PyTorch has no better backward on the CPU for a window or for a
+    bias with gradient."""
     refuse(x.bias is None and case.window is None, "measured where PyTorch has nothing better")
     refuse(case.softcap > 0 or case.alibi, "measured on masks and a bias")
     refuse(x.cu_seqlens is not None or case.dropout_p > 0, "measured without dropout and packed sequences")
@@ -324,7 +325,7 @@ def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, AttentionInputs], Prepared]:
-    """This library with a backend forced, or "auto". The forward is the one that ``flashbwd.attention`` chooses."""
+    """This library with a forced backend, or "auto". ``flashbwd.attention`` chooses the forward."""
 
     def prepare(case: AttentionCase, x: AttentionInputs) -> Prepared:
         options: dict[str, Any] = {"causal": case.causal}
@@ -381,12 +382,12 @@ def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, 
 def _forward_with_dropout(
     case: AttentionCase, x: AttentionInputs, v: Tensor
 ) -> tuple[Tensor, Tensor, flashbwd.RngState]:
-    """out, lse and rng_state of the forward that the case names."""
+    """out, lse and rng_state of the forward that the case names in ``dropout_layout``."""
     if case.dropout_layout == "flash":
         out, lse, rng_state, _ = _flash_forward(case, x, v)
         return out, lse, flashbwd.RngState(rng_state[0], rng_state[1], "flash")
     *_, out, lse, seed, offset = _efficient_forward(case, x, v)
-    # Below 2**32 elements of the mask both layouts of that forward are the same.
+    # "efficient32" and "efficient64" are the same for masks with fewer than 2**32 elements.
     return out, lse, flashbwd.RngState(seed, offset, "efficient64")
 
 
@@ -413,7 +414,10 @@ ATTENTION_PEERS: tuple[Peer, ...] = (
 
 
 def dropout_mask(case: AttentionCase, x: AttentionInputs, forward: Callable[[Tensor], Tensor], batch: int) -> Tensor:
-    """(S, H, S) bool: what a forward keeps, read off its outputs for the identity as v, a slice of keys at a time."""
+    """The dropout mask of a forward, (S, H, S) bool.
+
+    The mask shows in the forward's output if v is the identity matrix. Each call recovers the mask of Dv keys.
+    """
     keep = torch.empty(case.seqlen, case.heads, case.seqlen, dtype=torch.bool, device=x.q.device)
     for first in range(0, case.seqlen, case.head_dim_v):
         width = min(case.head_dim_v, case.seqlen - first)

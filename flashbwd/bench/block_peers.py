@@ -1,7 +1,7 @@
-"""A whole block of a transformer in training, with PyTorch's gradients and with this library's put in their place.
+"""Training steps of a whole transformer block, with PyTorch's gradients and with this library's.
 
-The model and its code are the same for all peers. Those of this library differ by ``flashbwd.enable()``, and compiled
-by the options that let Inductor take more of its kernels.
+All peers run the same model code. This library's peers also call ``flashbwd.enable()``, and its compiled peer uses the
+options of ``flashbwd.integrations.inductor``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashbwd.bench.peers import Peer, Prepared
 
 
 class Attention(nn.Module):
-    """Causal self-attention over (B, S, width); query heads share key heads in groups."""
+    """Causal self-attention over (B, S, width); groups of query heads share a KV head."""
 
     def __init__(self, case: BlockCase, bias: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """GPT-2's: LayerNorm before attention and before an MLP with GELU; biases everywhere."""
+    """A block of GPT-2: LayerNorm before attention and before an MLP with GELU; all layers have biases."""
 
     def __init__(self, case: BlockCase) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GPTBlock(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Llama's without its rotations: RMSNorm before attention and before a gated MLP; no biases."""
+    """A block of Llama without rotary embeddings: RMSNorm before attention and before a gated MLP; no biases."""
 
     def __init__(self, case: BlockCase) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ SHAPES: dict[str, type[nn.Module]] = {"gpt": GPTBlock, "llama": LlamaBlock}
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """A block with its parameters, x and the gradient of its result (B, S, width)."""
+    """A block with its parameters; x and the gradient of the block's output, (B, S, width)."""
 
     block: nn.Module
     x: Tensor
@@ -82,14 +82,14 @@ class BlockInputs:
 
     @functools.cached_property
     def expected(self) -> tuple[Tensor, ...]:
-        """Gradients of x and of the parameters in float32, by PyTorch."""
+        """Gradients of x and of the parameters that PyTorch computes in float32."""
         wide = copy.deepcopy(self.block).float()
         x = self.x.detach().float().requires_grad_()
         return torch.autograd.grad(wide(x), (x, *wide.parameters()), self.dout.float())
 
 
 def make_inputs(case: BlockCase, device: torch.device, seed: int) -> BlockInputs:
-    """Parameters as PyTorch initialises them, and random normal x and gradient."""
+    """A block with PyTorch's default initialisation, and random normal x and output gradient."""
     torch.manual_seed(seed)
     dtype = DTYPES[case.dtype]
     with device:
@@ -99,7 +99,7 @@ def make_inputs(case: BlockCase, device: torch.device, seed: int) -> BlockInputs
 
 
 def _step(call: Callable[[Tensor], Tensor], x: BlockInputs) -> Callable[[], tuple[Tensor | None, ...]]:
-    """Forward, backward and a step of AdamW, whose rate is 0 so that every step computes the same."""
+    """Forward, backward and an AdamW step. The learning rate is 0, so every step computes the same gradients."""
     parameters = list(x.block.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=x.x.is_cuda)
 
@@ -123,7 +123,7 @@ def compiled(case: BlockCase, x: BlockInputs, options: dict[str, Any] | None = N
 
 
 def compiled_with_options(case: BlockCase, x: BlockInputs) -> Prepared:
-    from flashbwd.integrations import inductor  # which takes long to import
+    from flashbwd.integrations import inductor  # slow to import, and not needed by the other peers
 
     return compiled(case, x, inductor.options())
 

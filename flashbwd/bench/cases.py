@@ -1,8 +1,8 @@
-"""What is measured: every case is data, with the work it does and the bars it must reach.
+"""The benchmark cases: every case is data, with its amount of work and the bars that it must reach.
 
-A *bar* says by how much one of this library's backends has to beat a peer (or an absolute rate) on that case, both
-timed in the same run. Bars were set on one H100 80GB HBM3 with torch 2.11 and cuDNN 9.19: the ratio of the fastest
-public kernel to PyTorch's cuDNN backward. A *goal* is a bar that may be missed.
+A *bar* is the speed that one of this library's backends must reach on a case, as a ratio over a peer in the same run or
+as an absolute rate. The bars over cuDNN are the ratios of the fastest public kernel to PyTorch's cuDNN backward,
+measured on one H100 80GB HBM3 with torch 2.11 and cuDNN 9.19. A *goal* is a bar that may be missed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 
-# Relative error ||g - ref|| / ||ref|| up to which a gradient counts as right. fp32 leaves room for TF32 products.
+# Largest relative error ||g - ref|| / ||ref|| of a correct gradient. The value for fp32 allows TF32 products.
 TOLERANCES: dict[str, float] = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-3, "fp64": 1e-9}
 
 SM90 = "flashbwd sm90"
@@ -31,7 +31,7 @@ NORM = "flashbwd"
 FLASH = "torch flash"
 EFFICIENT = "torch efficient"
 CUDNN = "torch cuDNN"
-CUDNN_HEADS_FIRST = "torch cuDNN, heads first"  # in memory, instead of rows first
+CUDNN_HEADS_FIRST = "torch cuDNN, heads first"  # inputs stored as (B, H, S, D) instead of (B, S, H, D)
 FLEX = "flex"
 CPU_FLASH = "torch CPU flash"
 COPY = "device copy"
@@ -43,7 +43,7 @@ TORCH_BLOCK_COMPILED = "torch compiled"
 BLOCK = "flashbwd eager"
 BLOCK_COMPILED = "flashbwd compiled"
 ANY_PEER = "fastest peer"
-VARIANTS = {CUDNN: (CUDNN, CUDNN_HEADS_FIRST)}  # of a peer; the fastest counts
+VARIANTS = {CUDNN: (CUDNN, CUDNN_HEADS_FIRST)}  # variants of a peer; the fastest one counts
 DETERMINISTIC = " deterministic"  # suffix of a peer's name
 
 
@@ -51,8 +51,8 @@ DETERMINISTIC = " deterministic"  # suffix of a peer's name
 class Bar:
     """``ours`` must run at ``at_least`` times the speed of ``over``.
 
-    ``over`` is a peer's name, ``ANY_PEER`` (the fastest that is not of this library), or the unit of an absolute
-    rate, "TFLOP/s" or "GB/s".
+    ``over`` is the name of a peer, ``ANY_PEER`` (the fastest peer that is not of this library), or the unit of an
+    absolute rate, "TFLOP/s" or "GB/s".
     """
 
     ours: str
@@ -63,7 +63,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention backward. ``window`` w lets a query see its own key and the w - 1 before it."""
+    """One attention backward. With ``window`` w, a query sees its own key and the w - 1 keys before it."""
 
     table: str
     batch: int
@@ -76,12 +76,12 @@ class AttentionCase:
     window: int | None = None
     dtype: str = "bf16"
     dropout_p: float = 0.0
-    dropout_layout: str = "flash"  # whose masks this library draws again, or "efficient"; peers have their own
+    dropout_layout: str = "flash"  # "flash" or "efficient": the forward whose mask this library regenerates
     softcap: float = 0.0
     alibi: bool = False
-    bias_batch: int | None = None  # attn_bias is (this, H, S, S): the batch, or 1; its gradient is computed
+    bias_batch: int | None = None  # attn_bias is (bias_batch, H, S, S), with the batch or 1; its gradient is computed
     lengths: tuple[int, ...] | None = None  # packed sequences; batch and seqlen are their number and maximum
-    deterministic: bool = False  # also measure the deterministic variants of peers that have one
+    deterministic: bool = False  # also measure the deterministic variants of the peers
     compiled: bool = False  # also measure peers that compile for the shape (seconds each)
     bars: tuple[Bar, ...] = ()
 
@@ -108,7 +108,7 @@ class AttentionCase:
 
     @property
     def pairs(self) -> float:
-        """Visible (query, key) pairs of one head; a causal mask counts as half of the square, as is usual."""
+        """Visible (query, key) pairs of one head. By convention, a causal mask counts as half of the square."""
         total = 0.0
         for s in self.lengths or (self.seqlen,) * self.batch:
             if self.window is not None:
@@ -120,7 +120,7 @@ class AttentionCase:
 
     @property
     def work(self) -> float:
-        """Floating-point operations: five products, three over D and two over Dv, 2 operations a multiply-add."""
+        """Floating-point operations: three products over D and two over Dv, with 2 operations per multiply-add."""
         return self.heads * self.pairs * (6 * self.head_dim + 4 * self.head_dim_v)
 
     @property
@@ -140,7 +140,8 @@ class AttentionCase:
 class NormCase:
     """One LayerNorm (or RMSNorm) backward over ``rows`` rows of ``columns``.
 
-    ``form`` "dropout" is that of dropout, residual addition and norm, "output" the one from the norm's output.
+    ``form`` "dropout" is the backward of dropout, residual addition and norm. "output" is the backward from the output
+    of the norm.
     """
 
     table: str
@@ -163,8 +164,8 @@ class NormCase:
 
     @property
     def work(self) -> float:
-        """Bytes that any implementation has to move: read x and dz, write dx. With dropout: read h, dz and the gradient
-        that reaches h past the norm, write those of x and the residual."""
+        """Bytes that every implementation has to move: read x and dz, write dx. With dropout: read h, dz and the
+        gradient of h from the residual connection, write dx and the gradient of the residual."""
         return (5.0 if self.form == "dropout" else 3.0) * self.rows * self.columns * DTYPES[self.dtype].itemsize
 
     @property
@@ -174,7 +175,7 @@ class NormCase:
 
 @dataclass(frozen=True)
 class DecodingCase:
-    """One short-query attention over a key-value cache: its forward, or its backward."""
+    """One short-query attention over a key-value cache: the forward or the backward."""
 
     table: str
     batch: int
@@ -202,7 +203,7 @@ class DecodingCase:
 
     @property
     def work(self) -> float:
-        """Bytes of keys and values read; in the backward also those of their gradients, written."""
+        """Bytes of the keys and values that are read; in the backward also of their gradients, which are written."""
         return (
             (4.0 if self.backward else 2.0)
             * self.batch
@@ -217,7 +218,7 @@ class DecodingCase:
         return int(self.work) + self.batch * self.heads * self.seqlen_q * self.head_dim * DTYPES[self.dtype].itemsize
 
 
-# Of slots of blocks, at least: a card at its power limit has settled on a clock only after some tenths of a second.
+# Minimum slot length of blocks. The clock of a card at its power limit needs some tenths of a second to settle.
 BLOCK_SLOT_MS = 1000.0
 
 
@@ -248,7 +249,8 @@ class BlockCase:
 
     @property
     def work(self) -> float:
-        """Operations of all matrix products: three passes over the weights, seven products over half of the pairs."""
+        """Operations of all matrix products: three products per weight matrix (forward, gradient of the input, gradient
+        of the weight), and seven attention products over half of the pairs."""
         tokens = self.batch * self.seqlen
         width_kv = self.width // self.heads * self.heads_kv
         products = {"gpt": 2, "llama": 3}[self.shape]
@@ -264,7 +266,7 @@ Case = AttentionCase | NormCase | DecodingCase | BlockCase
 
 
 def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: int = 8192) -> tuple[int, ...]:
-    """Sequence lengths that sum to ``total``, log-normal around ``typical``: many short ones, few very long."""
+    """Sequence lengths that sum to ``total``, log-normal around ``typical``: many short and a few very long ones."""
     law = random.Random(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -274,7 +276,7 @@ def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: 
 
 
 def packed(case: AttentionCase, total: int) -> AttentionCase:
-    """``case`` over ``total`` tokens of long-tailed sequences."""
+    """``case`` with packed sequences of long-tailed lengths, ``total`` tokens in all."""
     lengths = long_tailed_lengths(total)
     return replace(case, batch=len(lengths), seqlen=max(lengths), lengths=lengths)
 
@@ -328,7 +330,7 @@ def _main_table() -> Iterator[AttentionCase]:
 
 
 # ---- grouped heads -------------------------------------------------------------------------------
-# 4 query heads a key head: head dim, the least and the most that the fastest public kernel has over cuDNN
+# GQA with 4 query heads per KV head: head dim, smallest and largest ratio of the fastest public kernel over cuDNN
 
 GROUPED_BARS = ((64, 1.06, 1.25), (128, 1.00, 1.15))
 
@@ -352,7 +354,8 @@ def _grouped_table() -> Iterator[AttentionCase]:
                 )
 
 
-# ---- other shapes: B, S, H, Hkv, D, Dv, mask, dtype, cuDNN TFLOP/s (None: refuses), the fastest public kernel's
+# ---- other shapes: B, S, H, Hkv, D, Dv, mask, dtype, TFLOP/s of cuDNN (None: unsupported), of the fastest public
+# kernel
 
 OTHER_SHAPES: tuple[tuple[int, int, int, int, int, int, str, str, int | None, int], ...] = (
     (4, 4096, 16, 16, 32, 32, "full", "bf16", 232, 370),
@@ -381,7 +384,7 @@ OTHER_SHAPES: tuple[tuple[int, int, int, int, int, int, str, str, int | None, in
     (2, 8192, 16, 16, 64, 64, "causal", "fp16", 382, 485),
 )
 WINDOW_BARS = {256: 250.0, 1024: 500.0}  # TFLOP/s
-# Grouped heads in windows: B, S, H, Hkv, D, window.
+# GQA with windows: B, S, H, Hkv, D, window.
 GROUPED_WINDOWS = ((1, 16384, 16, 4, 128, 1024), (2, 8192, 32, 8, 128, 4096))
 
 
@@ -391,7 +394,7 @@ def _other_table() -> Iterator[AttentionCase]:
         bars: tuple[Bar, ...] = (Bar(SM90, "TFLOP/s", WINDOW_BARS[window]),) if window else ()
         if cudnn is not None:
             bars += (Bar(SM90, CUDNN, round(best / cudnn, 3)),)
-        # FlashAttention-2 wants equal head dims; where it refuses, the memory-efficient kernel is the yardstick.
+        # FlashAttention-2 requires equal head dims; for other shapes the bar is over the memory-efficient kernel.
         bars += (Bar(SM80, FLASH, 1.0) if dim == dim_v else Bar(SM80, EFFICIENT, 2.2),)
         yield AttentionCase(
             "other",
@@ -410,7 +413,7 @@ def _other_table() -> Iterator[AttentionCase]:
         )
 
 
-# ---- what few kernels offer: variable lengths, bias with gradient, softcap, ALiBi, dropout, D 512, fp32 ----
+# ---- features that few kernels support: packed, bias with gradient, softcap, ALiBi, dropout, D 512, fp32 ----
 
 
 def _feature_tables() -> Iterator[AttentionCase]:
@@ -526,7 +529,7 @@ def _decoding_cases() -> Iterator[DecodingCase]:
         if case.work > 128e6:
             bars += tuple(Bar(ours, "GB/s", 2800.0) for ours in (DECODING, *DECODING_FORMS))
         if index == 0:
-            # 1500 GB/s, and under 22 us replayed from a CUDA graph: the second is the stricter.
+            # The requirement is 1500 GB/s, and less than 22 us from a CUDA graph. The latter is stricter.
             bars += (Bar(DECODING, "GB/s", round(case.work / 22e-6 / 1e9)),)
         yield replace(case, bars=bars)
 
@@ -545,7 +548,7 @@ DECODING_BACKWARD_CASES: tuple[DecodingCase, ...] = tuple(
 )
 
 # ---- a whole block in training -------------------------------------------------------------------
-# GPT-2 medium; Llama 3.2 1B; Llama 3 8B: shape, width, heads, key heads, hidden columns
+# GPT-2 medium; Llama 3.2 1B; Llama 3 8B: shape, width, heads, KV heads, hidden columns
 
 BLOCK_SHAPES = (("gpt", 1024, 16, 16, 4096), ("llama", 2048, 32, 8, 8192), ("llama", 4096, 32, 8, 14336))
 
@@ -597,7 +600,7 @@ CPU_NORM_CASES: tuple[NormCase, ...] = (
     NormCase("cpu_norm", 4096, 4096, "fp32", rms=True, compiled=False),
 )
 
-# ---- a few real shapes, for `python -m flashbwd` -------------------------------------------------
+# ---- a few typical shapes, for `python -m flashbwd` ----------------------------------------------
 
 SMOKE_CASES: dict[str, tuple[Case, ...]] = {
     "cuda": (

@@ -1,4 +1,4 @@
-"""Who is measured on short-query decoding. To add a peer, write its ``prepare`` and a row of ``DECODING_PEERS``."""
+"""The peers of short-query decoding cases. To add a peer, write its ``prepare`` and a row of ``DECODING_PEERS``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_inputs(case: DecodingCase, device: torch.device, seed: int) -> Decoding
 
 
 def expected(case: DecodingCase, x: DecodingInputs) -> list[Tensor]:
-    """The last batch's output in float64, for all of its heads; or its dq, dk and dv."""
+    """The output of the last batch element in float64, for all heads; for a backward, its dq, dk and dv."""
     group = case.heads // case.heads_kv
     q, k, v = (t[-1].detach().double().requires_grad_(case.backward) for t in (x.q, x.k, x.v))
     parts = [(q[h] @ k[h // group].T * case.head_dim**-0.5).softmax(-1) @ v[h // group] for h in range(case.heads)]
@@ -59,8 +59,10 @@ def sdpa(case: DecodingCase, x: DecodingInputs) -> Prepared:
 
 
 def _flex(mode: str | None) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
-    """PyTorch's compiled flex_attention, given a mask that lists all keys: without one, torch 2.11 splits one block of
-    2**30 keys, so that the first split has all there are."""
+    """PyTorch's compiled flex_attention with a mask that lists all keys.
+
+    Without a mask, torch 2.11 splits one block of 2**30 keys, so the first split gets all existing keys.
+    """
 
     def prepare(case: DecodingCase, x: DecodingInputs) -> Prepared:
         refuse(case.backward and mode is not None, "the backward is measured as it is by default: tuning takes minutes")
@@ -104,7 +106,7 @@ def _ours(name: str) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
 
 
 def _causal(case: DecodingCase, x: DecodingInputs) -> Prepared:
-    """The last 8 keys are not there yet: full blocks, and a partial one."""
+    """This library with a causal mask that hides about the last 8 keys: full blocks and one partial block."""
     length, block = case.seqlen_k - 8, 128
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -129,10 +131,10 @@ def _causal(case: DecodingCase, x: DecodingInputs) -> Prepared:
 
 
 def _prepared(case: DecodingCase, x: DecodingInputs, attend: Callable[[], Any]) -> Prepared:
-    """The forward without gradients, or the backward of one that has run."""
+    """A peer that runs the forward without autograd or, for a backward case, the backward of a finished forward."""
     if case.backward:
         out = attend()
-        # Autograd runs on the stream of the forward, not on one that is captured.
+        # Autograd runs the backward on the stream of the forward, not on the captured stream.
         return Prepared(lambda: torch.autograd.grad(out, (x.q, x.k, x.v), x.dout, retain_graph=True), capturable=False)
 
     def call() -> tuple[Tensor | None, ...]:

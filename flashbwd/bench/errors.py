@@ -1,4 +1,4 @@
-"""Errors of the gradients that a peer computes, against float64."""
+"""Errors of a peer's gradients against float64."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ NORM_ROWS_CHECKED = 256
 
 
 def _attention_slices(case: AttentionCase) -> list[tuple[int, int]]:
-    """(sequence, key head) pairs whose gradients are compared, all rows of each: the first, the middle and the last.
+    """(sequence, KV head) pairs whose gradients are compared, with all their rows.
 
-    Of packed sequences the longest, the shortest and the last one; where sequences share the gradient of a bias, all.
+    Dense: the first, the middle and the last sequence. Packed: the longest, the shortest and the last sequence. If
+    sequences share the gradient of a bias: all sequences.
     """
     first, middle, last = 0, case.heads_kv // 2, case.heads_kv - 1
     if case.lengths:
@@ -33,7 +34,7 @@ def _attention_slices(case: AttentionCase) -> list[tuple[int, int]]:
 
 
 def _slice_of(case: AttentionCase, b: int) -> Any:
-    """Where the rows of a sequence are."""
+    """The index that selects the rows of sequence ``b``."""
     if not case.lengths:
         return b
     start = sum(case.lengths[:b])
@@ -43,15 +44,15 @@ def _slice_of(case: AttentionCase, b: int) -> Any:
 def attention_errors(
     case: AttentionCase, x: attention_peers.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
 ) -> dict[str, float]:
-    """Relative error of dq, dk, dv (and dbias) against float64 on slices; NaN if anything anywhere is not finite.
+    """Relative error of dq, dk, dv (and dbias) against float64 on slices, the largest over blocks of rows.
 
-    The largest over blocks of rows.
+    NaN if any element of a gradient is not finite, also outside of the slices.
     """
     names = ["dq", "dk", "dv", "dbias"][: len(grads)]
     expected: dict[str, list[Tensor]] = {name: [] for name in names}
     actual: dict[str, list[Tensor]] = {name: [] for name in names}
     group = case.heads // case.heads_kv
-    bias_sums: dict[tuple[int, int], Tensor] = {}  # by the bias's own batch and the key head
+    bias_sums: dict[tuple[int, int], Tensor] = {}  # by the batch index of the bias and the KV head
     masks: dict[int, Tensor] = {}
     for b, kv in _attention_slices(case):
         where = _slice_of(case, b)
@@ -90,7 +91,7 @@ def attention_errors(
 
 
 def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
-    """Relative error of dx (on rows spread over all), dgamma and dbeta against float64."""
+    """Relative error of dx (on evenly spaced rows), dgamma and dbeta against float64."""
     rows = torch.linspace(0, case.rows - 1, min(case.rows, NORM_ROWS_CHECKED), device=x.x.device).long()
     references = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=case.rms, rows=rows)
     names = ["dx", "dgamma"] + ([] if case.rms else ["dbeta"])
@@ -102,7 +103,7 @@ def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor
 def decoding_errors(
     case: DecodingCase, x: decoding_peers.DecodingInputs, outputs: Sequence[Tensor | None]
 ) -> dict[str, float]:
-    """Relative error of the last batch's output, or of its gradients, against float64."""
+    """Relative error of the output of the last batch element, or of its gradients, against float64."""
     names = ["dq", "dk", "dv"] if case.backward else ["out"]
     expected = {name: [tensor] for name, tensor in zip(names, decoding_peers.expected(case, x), strict=True)}
     actual = {name: [tensor[-1]] for name, tensor in zip(names, outputs, strict=True) if tensor is not None}

@@ -1,11 +1,12 @@
-"""What a call of flex_decoding costs the host: ``python -m flashbwd.bench.host_time`` on a machine with a GPU.
+"""Measures the host time of flex_decoding calls: ``python -m flashbwd.bench.host_time`` on a machine with a GPU.
 
-Warm calls are timed in bursts that begin with an idle GPU and are short enough for its queue to take them all, so that
-nobody waits for it. Machines differ, and others may keep one busy: the bursts of a row are spread over the run, and
-calls of PyTorch are rows beside them, an addition of two numbers on the GPU (an operator, an allocation and a launch)
-and SDPA. First calls are those of new processes, up to the finished result, with the inputs already made.
+Warm calls are timed in bursts. A burst starts with an idle GPU and is short enough to fit into its launch queue, so the
+host never waits for the GPU. Machines differ and may be busy, so the bursts of a row are spread over the run, and the
+table has two rows for comparison: PyTorch's addition of two numbers on the GPU (an operator, an allocation and a
+launch) and SDPA. A first call is the first of a new process; its time includes the GPU work, but not the creation of
+the inputs.
 
-``--warm`` leaves the first calls out, ``--only NAME`` prints the first call of one.
+``--warm`` skips the first calls. ``--only NAME`` prints the time of the first call of one row, in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ import flashbwd
 from flashbwd.bench.measure import host_bursts
 
 SEQLEN_K, PAGE = 8192, 128
-CALLS, BURSTS, PASSES = 150, 4, 10  # of a burst, of a pass, of a run
+CALLS, BURSTS, PASSES = 150, 4, 10  # calls per burst, bursts per pass, passes per run
 SDPA, ADDITION = "PyTorch's SDPA", "PyTorch's addition of two numbers"
 
 
 def modifications() -> dict[str, tuple[Any, ...]]:
-    """score_mod and mask_mod by name, and what else is asked for."""
+    """(score_mod, mask_mod, other options of flex_decoding) by row name."""
     slopes, offsets = torch.rand(2, 32, device="cuda")
     table = torch.rand(32, SEQLEN_K, device="cuda")
 
@@ -77,7 +78,7 @@ def modifications() -> dict[str, tuple[Any, ...]]:
 
 
 def call_of(name: str) -> Callable[[], Any]:
-    """One query a head, 32 heads over 8 of keys."""
+    """The call of a row: one query per head, 32 query heads and 8 KV heads."""
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = ((1, 32, 1, 128), (1, 8, SEQLEN_K, 128), (1, 8, SEQLEN_K, 128))
     q, k, v = (torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16) for size in sizes)
@@ -112,7 +113,7 @@ def copy_of(mask: BlockMask) -> BlockMask:
 
 @torch.no_grad()
 def warm_calls(names: Sequence[str]) -> dict[str, list[float]]:
-    """Microseconds of a call, of each burst."""
+    """Microseconds per call, one value per burst."""
     calls = {name: call_of(name) for name in names}
     for call in calls.values():
         host_bursts(call, 1, CALLS)
@@ -125,7 +126,7 @@ def warm_calls(names: Sequence[str]) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def first_call(name: str) -> float:
-    """Milliseconds; of this process, which must not have called before."""
+    """Milliseconds of the first call in this process, which must not have called flex_decoding before."""
     call = call_of(name)
     torch.cuda.synchronize()
     start = time.perf_counter()

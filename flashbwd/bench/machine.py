@@ -1,4 +1,4 @@
-"""Where a measurement was taken, and of which sources."""
+"""Describes the machine of a measurement, and the sources that were measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).resolve().parents[1]
-SOURCE_TREE = PACKAGE.parent  # of a checkout; site-packages for an installed wheel
+SOURCE_TREE = PACKAGE.parent  # the checkout; site-packages for an installed wheel
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Machine:
     threads: int
     driver: str | None
     torch: str
-    cuda: str | None  # that torch was built with
+    cuda: str | None  # the CUDA version that torch was built with
     cudnn: int | None
     python: str
     platform: str
-    commit: str | None  # with "-dirty" where the tree has changes
+    commit: str | None  # ends in "-dirty" if tracked files have changes
     kernel_sources: str | None  # SHA-256 of csrc/**
     libraries: dict[str, str]  # SHA-256 of each compiled library in use
 
@@ -78,9 +78,9 @@ def driver_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the source tree the package is imported from; None for an installed package.
+    """The commit of the source tree from which the package is imported; None for an installed package.
 
-    A copy of the tree without its history is told by the environment variable FLASHBWD_COMMIT.
+    The environment variable FLASHBWD_COMMIT takes precedence, for copies of the tree without git history.
     """
     if given := os.environ.get("FLASHBWD_COMMIT"):
         return given
@@ -94,7 +94,7 @@ def commit() -> str | None:
 
 
 def kernel_sources_hash() -> str | None:
-    """SHA-256 over csrc/**, names and contents; None for an installed package."""
+    """SHA-256 over the names and contents of csrc/**; None for an installed package."""
     root = SOURCE_TREE / "csrc"
     return sha256(path for path in sorted(root.rglob("*")) if path.is_file()) if root.is_dir() else None
 

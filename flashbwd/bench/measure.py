@@ -1,16 +1,15 @@
-"""How time and memory are taken.
+"""Measures time and memory.
 
-All peers of a case are timed in one process on the same inputs, interleaved: a round gives each of them one slot of
-many calls, in an order that lets each follow all others in turn: whoever comes behind a peer that has made the card hot
-gets its clock. There are as many rounds as it takes until each has had every place in that order. A figure is the
-median over rounds of (time of a slot / calls), a ratio the median over rounds of the ratio within the round, so that
-slow drifts of the clock cancel. Allocation and zeroing inside a call are part of it.
+All peers of a case are timed in one process on the same inputs, in interleaved rounds. A round gives each peer one slot
+of many calls. A peer that follows one which heated the card runs at a lower clock, so the order changes from round to
+round; see ``order``. A time is the median over rounds of (time of a slot / calls). A
+ratio is the median over rounds of the ratio within the round, so that slow drifts of the clock cancel. Allocation and
+zeroing inside a call count.
 
-On CUDA, slots are timed with events, from the end of a first call that is not counted: under it the host launches the
-rest, and it pays what the device pays once for coming from another peer's memory. Where a call is so short that
-launching it would be what is timed, a slot replays a CUDA graph of it; slots of eager calls, with what the host adds,
-and the time that the host spends on one call are reported beside it. Inputs that fit the cache together are
-multiplied: calls rotate among sets of them.
+On CUDA, slots are timed with events. The first call of a slot is not counted: while it runs, the host launches the
+others, and it absorbs the one-time cost of switching to another peer's memory. If a call is so short that launching it
+would dominate the time, a slot replays a CUDA graph of it. The time of eager calls, which includes the host, and the
+host time of one call are then reported as well. If all inputs fit into the cache, calls rotate among several sets.
 
 A card at its power limit lowers its clock over some tenths of a second, so there are two figures: cool (short slots,
 each after a pause) and sustained (long slots, of which the second half is timed).
@@ -33,16 +32,25 @@ from torch import Tensor
 
 from flashbwd.bench.peers import Prepared
 
-GRAPH_BELOW_MS = 0.15  # includes the host's part: a call of 50 us of device time often takes 100 us to launch
+GRAPH_BELOW_MS = 0.15  # includes host time: launching a call of 50 us of device time often takes 100 us
 FEWEST_ROUNDS = 5
-CPU_CACHE_BYTES = 2**25  # where the system does not say
+CPU_CACHE_BYTES = 2**25  # used if the system does not report the size
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: rounds at least; milliseconds that a slot lasts at least, and that a GPU rests before it.
+    """How long to measure.
 
-    ``sustained_ms`` is the length of the slots in whose second half the clock has settled; with 0 there are none.
+    Attributes
+    ----------
+    rounds
+        Minimum number of rounds.
+    slot_ms
+        Minimum length of a slot in milliseconds.
+    pause_ms
+        Time in milliseconds for which a GPU rests before each slot.
+    sustained_ms
+        Length in milliseconds of the slots with a settled clock, of which the second half is timed; 0 for none.
     """
 
     rounds: int = 7
@@ -55,17 +63,17 @@ class Settings:
             raise ValueError(f"flashbwd: rounds is {self.rounds}, expected at least {FEWEST_ROUNDS}")
 
     def rounds_of(self, peers: int) -> int:
-        """Rounds in which so many peers are interleaved: a multiple of their number, see ``order``."""
+        """Number of rounds for this number of peers, a multiple of it; see ``order``."""
         return math.ceil(self.rounds / max(peers, 1)) * max(peers, 1)
 
 
 @dataclass(frozen=True)
 class Timing:
-    times_ms: list[float]  # of one call, a value a round
+    times_ms: list[float]  # time of one call, one value per round
     method: str  # "events", "graph" or "clock"
-    host_us: float | None  # the host's time for one call, where calls are short
-    eager_ms: list[float] = field(default_factory=list)  # of one call without the graph, a value a round
-    sustained_ms: list[float] = field(default_factory=list)  # of one call with a settled clock, a value a round
+    host_us: float | None  # host time of one call, if calls are short
+    eager_ms: list[float] = field(default_factory=list)  # time of one call without the graph, one value per round
+    sustained_ms: list[float] = field(default_factory=list)  # time of one call with a settled clock, one per round
 
 
 class Timer:
@@ -86,7 +94,7 @@ class Timer:
             time.sleep(milliseconds / 1e3)
 
     def slot(self, calls: Iterator[Callable[[], Any]], repeats: int, lead: int = 1) -> float:
-        """Milliseconds for one of ``repeats`` calls; on CUDA after ``lead`` calls that are not counted."""
+        """Milliseconds per call over ``repeats`` calls; on CUDA after ``lead`` calls that are not counted."""
         if not self.cuda:
             start = time.perf_counter()
             for call in itertools.islice(calls, repeats):
@@ -104,7 +112,7 @@ class Timer:
         return first.elapsed_time(last) / repeats
 
     def host_us(self, call: Callable[[], Any]) -> float:
-        """Median microseconds until a call returns, the device idle before it."""
+        """Median microseconds until a call returns, if the device is idle before it."""
         times = []
         for _ in range(20):
             self.synchronize()
@@ -116,7 +124,7 @@ class Timer:
 
 
 def host_bursts(call: Callable[[], Any], bursts: int, calls: int) -> list[float]:
-    """Microseconds of the host for a call, in each of ``bursts`` of ``calls`` that find an idle GPU."""
+    """Host microseconds per call, one value per burst of ``calls`` calls; each burst starts with an idle GPU."""
     times = []
     for _ in range(bursts):
         torch.cuda.synchronize()
@@ -128,7 +136,7 @@ def host_bursts(call: Callable[[], Any], bursts: int, calls: int) -> list[float]
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of all of ``calls``, one after the other."""
+    """A CUDA graph that runs all ``calls`` in sequence."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -143,12 +151,12 @@ def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 
 
 class _Runner:
-    """One peer's calls, one for each set of inputs, and how a slot of them is timed."""
+    """The calls of one peer, one per set of inputs, and how a slot of them is timed."""
 
     def __init__(self, sets: Sequence[Prepared], method: str) -> None:
         self.scope = sets[0].scope
         self.backwards = [prepared.backward for prepared in sets]
-        self.calls: Iterator[Callable[[], Any]] = itertools.cycle(self.backwards)  # goes on from slot to slot
+        self.calls: Iterator[Callable[[], Any]] = itertools.cycle(self.backwards)  # continues across slots
         self.backwards_a_call = 1
         self.repeats = 1
         self.eager: Iterator[Callable[[], Any]] = itertools.cycle(self.backwards)
@@ -163,18 +171,18 @@ class _Runner:
             return timer.slot(self.calls, self.repeats) / self.backwards_a_call
 
     def eager_slot(self, timer: Timer) -> float:
-        """Milliseconds of one backward called without the graph, the host's time included."""
+        """Milliseconds of one backward called without the graph; includes the host's time."""
         with self.scope():
             return timer.slot(self.eager, self.eager_repeats)
 
     def sustained_slot(self, timer: Timer, slot_ms: float, call_ms: float) -> float:
-        """Milliseconds of one backward in the second half of a slot; in the first the clock settles."""
+        """Milliseconds of one backward in the second half of a slot; the clock settles in the first half."""
         repeats = repeats_for(slot_ms / 2, call_ms * self.backwards_a_call)
         with self.scope():
             return timer.slot(self.calls, repeats, lead=repeats) / self.backwards_a_call
 
     def use_graph(self, timer: Timer) -> None:
-        """Replay a CUDA graph of all sets from now on. What cannot be captured keeps its eager time."""
+        """Replay a CUDA graph of all sets from now on. A peer that cannot be captured is still timed eagerly."""
         with self.scope():
             self.host_us = timer.host_us(self.backwards[0])
             if not self.capturable:
@@ -194,16 +202,16 @@ def interleaved(
     tick: Callable[[], None] = lambda: None,
     sustained: Collection[str] = (),
 ) -> dict[str, Timing]:
-    """Time every peer, each given as one ``Prepared`` for each set of inputs; ``tick`` is called after each slot.
+    """Time every peer, each given as one ``Prepared`` per set of inputs; ``tick`` is called after each slot.
 
-    Peers named in ``sustained`` are timed with a settled clock too, where ``settings`` ask for it and calls are long.
+    Peers named in ``sustained`` are also timed with a settled clock, if ``settings`` request it and no call is short.
     """
     timer = Timer(device)
     runners = {name: _Runner(sets, "events" if timer.cuda else "clock") for name, sets in peers.items()}
     pilots = {}
     for name, runner in runners.items():
         with runner.scope():
-            runner.backwards[0]()  # warm-up: modules, handles, heuristics, the allocator's blocks
+            runner.backwards[0]()  # warm-up: loads modules, creates handles, runs heuristics, fills the allocator
         pilots[name] = runner.slot(timer)
     short = timer.cuda and min(pilots.values()) < GRAPH_BELOW_MS
     for name, runner in runners.items():
@@ -221,28 +229,29 @@ def interleaved(
             timings[name].eager_ms.append(runners[name].eager_slot(timer))
         tick()
     if timer.cuda and settings.sustained_ms > 0 and not short:
-        fewest = replace(settings, rounds=FEWEST_ROUNDS)  # each takes long
+        fewest = replace(settings, rounds=FEWEST_ROUNDS)  # these rounds are long
         for name in in_rounds([name for name in runners if name in sustained], fewest):
             timings[name].sustained_ms.append(runners[name].sustained_slot(timer, settings.sustained_ms, pilots[name]))
     return timings
 
 
 def repeats_for(slot_ms: float, call_ms: float) -> int:
-    """How many calls make a slot."""
+    """Number of calls that fill a slot."""
     return max(1, math.ceil(slot_ms / max(call_ms, 1e-3)))
 
 
 def in_rounds(names: Sequence[str], settings: Settings) -> Iterator[str]:
-    """Whose slot comes next, through all rounds."""
+    """The peers in the order of their slots, through all rounds."""
     for turn in range(settings.rounds_of(len(names)) if names else 0):
         yield from order(names, turn)
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: in ``len(names)`` rounds each comes first once and follows each of the others once.
+    """The order of the peers in round ``turn``.
 
-    An odd number of names takes twice as many rounds for it. (E. J. Williams, Experimental designs balanced for the
-    estimation of residual effects of treatments, 1949.)
+    In ``len(names)`` rounds each peer comes first once and follows each other peer once; for an odd number of peers, in
+    twice as many rounds. (E. J. Williams, Experimental designs balanced for the estimation of residual effects of
+    treatments, 1949.)
     """
     count = len(names)
     side = -1 if count % 2 and turn % 2 else 1
@@ -251,7 +260,7 @@ def order(names: Sequence[str], turn: int) -> list[str]:
 
 
 def extra_bytes(prepared: Prepared, device: torch.device) -> int | None:
-    """Peak memory that one call takes beyond its inputs and the gradients it returns; None on the CPU."""
+    """Peak memory of one call beyond its inputs and the gradients that it returns, in bytes; None on the CPU."""
     if device.type != "cuda":
         return None
     with prepared.scope():
@@ -266,7 +275,7 @@ def extra_bytes(prepared: Prepared, device: torch.device) -> int | None:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last cache before memory."""
+    """Size of the last-level cache in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     try:
@@ -277,12 +286,12 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def input_sets(input_bytes: int, device: torch.device) -> int:
-    """How many sets of inputs make a rotation miss the cache: three times its size, at most 64 sets."""
+    """Number of input sets that together are three times as large as the cache, so that calls miss it; at most 64."""
     return min(64, max(1, math.ceil(3 * cache_bytes(device) / max(input_bytes, 1))))
 
 
 def ceilings(device: torch.device, settings: Settings) -> dict[str, float]:
-    """The rates that nothing on this machine beats: a large matrix product (TFLOP/s) and a large copy (GB/s)."""
+    """Upper bounds of the rates on this machine: a large matrix product (TFLOP/s) and a large copy (GB/s)."""
     cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if cuda else (2048, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Who is measured on LayerNorm and RMSNorm. To add a peer, write its ``prepare`` and a row of ``NORM_PEERS``."""
+"""The peers of LayerNorm and RMSNorm cases. To add a peer, write its ``prepare`` and a row of ``NORM_PEERS``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError, refuse
 
 aten = torch.ops.aten
 EPS = 1e-5
-COPY_BYTES = {"cuda": 2**29, "cpu": 2**26}  # of one buffer: far over any cache
+COPY_BYTES = {"cuda": 2**29, "cpu": 2**26}  # size of one buffer, much larger than any cache
 
 
 @dataclass(frozen=True)
 class NormInputs:
-    """x, dz (rows, N); gamma, beta (N,); mu, rs (rows, 1), the statistics as PyTorch's forward saves them."""
+    """x, dz (rows, N); gamma, beta (N,); mu, rs (rows, 1), the row statistics that PyTorch's forward saves."""
 
     x: Tensor
     dz: Tensor
@@ -67,7 +67,7 @@ def _refuse_forms(case: NormCase) -> None:
 
 def torch_native(case: NormCase, x: NormInputs) -> Prepared:
     _refuse_forms(case)
-    if case.rms and not x.x.is_cuda:  # no fused operator there: autograd of the composite
+    if case.rms and not x.x.is_cuda:  # the CPU has no fused operator, so autograd runs the composite one
         inputs = x.x.detach().requires_grad_(), x.gamma.detach().requires_grad_()
         z = torch.nn.functional.rms_norm(inputs[0], [case.columns], inputs[1], EPS)
         return Prepared(lambda: (*torch.autograd.grad(z, inputs, x.dz, retain_graph=True), None))
@@ -101,7 +101,7 @@ def _copy_buffers(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def device_copy(case: NormCase, x: NormInputs) -> Prepared:
-    """The ceiling: a large copy, in bytes read and written."""
+    """The upper bound of the rate: a large copy, counted in bytes read plus bytes written."""
     source, target = _copy_buffers(x.x.device)
 
     def copy() -> tuple[Tensor | None, ...]:

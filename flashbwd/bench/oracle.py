@@ -1,7 +1,7 @@
 """Float64 gradients of the naive formulas, by autograd, for slices of a problem.
 
-They share no code with the library or with any peer. A slice is one sequence and one key head with all its query
-heads; queries are taken a block of rows at a time, which is exact because the loss is a sum over rows.
+This module shares no code with the library or with any peer. A slice is one sequence and one KV head with all its query
+heads. Queries are processed in blocks of rows, which is exact because the loss is a sum over rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2**23  # float64 scores held at once: 64 MB
-CHECKED_ROWS = 128  # of queries, or of keys, whose gradients have an error of their own
+CHECKED_ROWS = 128  # rows of queries or keys per error: the error of a gradient is the largest over such blocks
 
 
 def attention_slice(
@@ -27,7 +27,7 @@ def attention_slice(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients for one key head of one sequence.
+    """Gradients for one KV head of one sequence.
 
     Parameters
     ----------
@@ -36,14 +36,14 @@ def attention_slice(
     causal
         Key j is visible to query i iff j <= i + Sk - Sq.
     window
-        Of those keys, the last ``window`` only.
+        Only the last ``window`` of these keys are visible.
     softcap
-        0 is none.
+        0 means no softcap.
     slopes : (G,), optional
-        Of ALiBi: scores are less by the slope times the distance |i + Sk - Sq - j|.
+        ALiBi slopes: slope * |i + Sk - Sq - j| is subtracted from the scores.
     bias : (G, Sq, Sk), optional
     keep : (G, Sq, Sk) bool, optional
-        The dropout mask: what is not kept is dropped, what is kept is scaled by 1 / (1 - dropout_p).
+        The dropout mask. Kept elements are scaled by 1 / (1 - dropout_p), the others are zeroed.
 
     Returns
     -------
@@ -94,7 +94,7 @@ def attention_slice(
 def norm_gradients(
     dz: Tensor, x: Tensor, gamma: Tensor, *, eps: float, rms: bool, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """LayerNorm's (RMSNorm's) dx at the ``rows`` asked for, and dgamma and dbeta over all rows, in float64.
+    """dx of LayerNorm (or RMSNorm) at the given ``rows``, and dgamma and dbeta over all rows, in float64.
 
     x, dz : (R, N); gamma : (N,). dgamma and dbeta are summed over blocks of rows, so that memory stays bounded.
     """
@@ -122,10 +122,11 @@ def norm_gradients(
 
 
 def relative_error(value: Tensor, reference: Tensor, rows: int | None = None) -> float:
-    """``||value - reference|| / ||reference||`` in float64; NaN when anything is not finite.
+    """``||value - reference|| / ||reference||`` in float64; NaN if any element is not finite.
 
-    With ``rows``, the largest over blocks of so many along the first dimension, each for itself: under a causal mask
-    the last keys' share of the whole norm is next to nothing. A block's norm counts as at least 1e-6 of the largest.
+    With ``rows``, the error is computed for each block of ``rows`` along the first dimension, and the largest is
+    returned: under a causal mask the last keys contribute almost nothing to the norm of the whole tensor. The norm of a
+    block counts as at least 1e-6 of the largest block norm.
     """
     reference = reference.double()
     difference = value.double() - reference

@@ -1,8 +1,9 @@
-"""What overrides of PyTorch's backwards cost the host: ``python -m flashbwd.bench.override_time`` where there is a GPU.
+"""Measures the host time that the overrides of PyTorch's backwards add to a call.
 
-PyTorch's operators are timed as they are and overridden, in turns, and this library's operators on the same tensors.
-The tensors are small, and a burst of calls begins with an idle GPU, so that nobody waits for it. What a call takes
-depends on the machine and on who else uses it: PyTorch's LayerNorm backward of a few numbers on the CPU is timed too.
+Run ``python -m flashbwd.bench.override_time`` on a machine with a GPU. It times PyTorch's operators alternately with
+and without overrides, and this library's operators on the same tensors. The tensors are small and each burst of calls
+starts with an idle GPU, so the host never waits for it. The times depend on the machine and its load; as a yardstick,
+the script also times PyTorch's LayerNorm backward of a few rows on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 import flashbwd
 from flashbwd.bench.measure import host_bursts
 
-CALLS, BURSTS, ROUNDS = 40, 5, 15  # of a burst; of a round; rounds
+CALLS, BURSTS, ROUNDS = 40, 5, 15  # calls per burst, bursts per round, rounds
 
 
 class Call(NamedTuple):
@@ -26,7 +27,7 @@ class Call(NamedTuple):
 
     name: str
     pytorchs: Callable[[], Any]
-    ours: Callable[[], Any] | None = None  # the operator of this library, where a kernel takes the call
+    ours: Callable[[], Any] | None = None  # this library's operator, if a kernel of it supports the call
     backend: str = "auto"
 
 
@@ -91,12 +92,12 @@ def norm_calls() -> Iterator[Call]:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Of a call in the quickest burst."""
+    """Microseconds per call in the fastest burst."""
     return min(host_bursts(call, BURSTS, CALLS))
 
 
 def one_round(calls: list[Call], times: dict[tuple[str, str], list[float]]) -> set[str]:
-    """Times every call; names those that were handed on to PyTorch's kernel."""
+    """Time every call; return the names of those that fell back to PyTorch's kernel."""
     handed_on = set()
     for call in calls:
         times[call.name, "PyTorch's"].append(microseconds(call.pytorchs))
@@ -127,7 +128,7 @@ def main(rounds: int = ROUNDS) -> None:
     on_cpu = layer_norm_arguments(torch.float32, "cpu")
     layer_norm = torch.ops.aten.native_layer_norm_backward.default
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    handed_on = one_round(calls, defaultdict(list))  # warms up
+    handed_on = one_round(calls, defaultdict(list))  # warm-up
     host = []
     for _ in range(rounds):
         one_round(calls, times)

@@ -1,4 +1,4 @@
-"""What a peer is: something that turns a case and its inputs into one callable, the backward alone."""
+"""The interface of a peer, which turns a case and its inputs into a callable that runs only the backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashbwd.bench.cases import DETERMINISTIC
 
 
 class UnsupportedCaseError(Exception):
-    """The peer does not do this case; the message says why."""
+    """The peer does not support this case; the message gives the reason."""
 
 
 def refuse(condition: bool, reason: str) -> None:
@@ -23,28 +23,28 @@ def refuse(condition: bool, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A peer ready to be timed; its forward has run.
+    """A peer that is ready to be timed; its forward has already run.
 
     Attributes
     ----------
     backward
         Returns the gradients in the layout of the inputs: (dq, dk, dv[, dbias]), or (dx, dgamma, dbeta).
     forward
-        Repeats the forward with another v and the same dropout mask, so that the mask can be read off it.
+        Repeats the forward with another v and the same dropout mask, so that the mask can be recovered.
     scope
         Entered around every use of ``backward``.
     capturable
-        Whether a CUDA graph of ``backward`` does the same as ``backward``.
+        Whether a CUDA graph of ``backward`` computes the same as ``backward``.
     work
-        What one call does, where that is not the case's own work.
+        Work of one call (FLOPs or bytes), if it differs from the work of the case.
     plan
-        How it runs, in words.
+        The backend and its schedule, in words.
     refusals
-        For each backend that was not chosen, why.
+        For each backend that was not chosen, the reason.
     checked
-        Whether ``backward`` computes what the case's reference does; else it is only timed.
+        Whether to compare the gradients with the reference of the case. If false, the peer is only timed.
     workspace_bytes
-        The scratch it says it needs.
+        Size of the scratch memory according to the plan.
     """
 
     backward: Callable[[], tuple[Tensor | None, ...]]
@@ -65,8 +65,8 @@ class Peer:
     name: str
     prepare: Callable[[Any, Any], Prepared]
     devices: tuple[str, ...] = ("cuda",)
-    compiled: bool = False  # takes seconds to compile for each shape
-    ahead: bool = False  # so many that processes of their own do it for all cases before the first is measured
+    compiled: bool = False  # compiles for seconds per shape
+    ahead: bool = False  # separate processes compile it for all cases before the first measurement
 
     @property
     def ours(self) -> bool:

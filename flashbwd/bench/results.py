@@ -1,4 +1,4 @@
-"""What came out: records, their JSON file, the verdict on every bar, and the comparison of two files."""
+"""Results: records, their JSON file, the verdict on every bar, and the comparison of two files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flashbwd.bench.cases import ANY_PEER, COPY, VARIANTS, Bar
 
 SCHEMA = 1
 
-OK = "ok"  # right and timed
+OK = "ok"  # correct and timed
 WRONG = "wrong"  # timed, but a gradient differs from the reference
-UNSUPPORTED = "unsupported"  # the peer does not do the case
+UNSUPPORTED = "unsupported"  # the peer does not support the case
 FAILED = "failed"  # the peer raised
 
-# The figures of a peer: with pauses between short slots; with a settled clock; without a CUDA graph.
+# The three times of a peer: in short slots after pauses; with a settled clock; without a CUDA graph.
 COOL, SUSTAINED, EAGER = "times_ms", "sustained_ms", "eager_ms"
 
 
@@ -28,9 +28,9 @@ COOL, SUSTAINED, EAGER = "times_ms", "sustained_ms", "eager_ms"
 class PeerResult:
     """One peer on one case.
 
-    ``times_ms``, ``sustained_ms`` and ``eager_ms`` have a value a round, the last two where they were measured;
-    ``errors`` is ||g - ref|| / ||ref|| of each gradient on the slices checked; ``work`` is that of one call (FLOPs or
-    bytes).
+    ``times_ms``, ``sustained_ms`` and ``eager_ms`` have one value per round; the last two are empty if they were not
+    measured. ``errors`` is ||g - ref|| / ||ref|| of each gradient on the checked slices. ``work`` is the work of one
+    call in FLOPs or bytes.
     """
 
     status: str
@@ -70,7 +70,7 @@ class PeerResult:
 
 @dataclass
 class CaseResult:
-    """All peers on one case. ``ceilings`` are those of the process that measured it."""
+    """All peers on one case. ``ceilings`` are the upper bounds measured in the same process."""
 
     name: str
     table: str
@@ -88,7 +88,7 @@ class CaseResult:
         return statistics.median(self.peers[peer].rates(figure)) / scale
 
     def ratio(self, ours: str, over: str, figure: str = COOL) -> Ratio | None:
-        """Speed of one peer over the fastest right variant of another, round by round; None where either is missing."""
+        """Speed of one peer over the fastest correct variant of another, per round; None if either is missing."""
         a, others = self.peers.get(ours), [self.peers.get(name) for name in VARIANTS.get(over, (over,))]
         right = [peer for peer in others if peer is not None and peer.status == OK and peer.has(figure)]
         if a is None or not a.has(figure) or not right:
@@ -97,7 +97,7 @@ class CaseResult:
         return Ratio.of([x / y for x, y in zip(a.rates(figure), b.rates(figure), strict=True)])
 
     def fastest_peer(self) -> str | None:
-        """The fastest right peer that is not of this library."""
+        """The fastest peer with correct gradients that is not of this library."""
         others = [
             name
             for name, peer in self.peers.items()
@@ -106,7 +106,7 @@ class CaseResult:
         return max(others, key=self.rate, default=None)
 
     def verdict(self, bar: Bar) -> Verdict:
-        """Whether a bar is reached, with a settled clock where that was measured."""
+        """Whether a bar is reached, by the times with a settled clock if they were measured."""
         ours = self.peers.get(bar.ours)
         if ours is None or not ours.timed:
             return Verdict(bar, None, None)
@@ -123,7 +123,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median over rounds, with its least and greatest value."""
+    """A median over rounds, with the smallest and the largest value."""
 
     median: float
     least: float
@@ -141,7 +141,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a bar was reached; None where it could not be measured."""
+    """Whether a bar was reached; ``passed`` is None if it could not be measured."""
 
     bar: Bar
     value: Ratio | None
@@ -164,7 +164,7 @@ class Report:
         return {f"{result.table}: {result.name}": result for result in self.results}
 
     def wrong(self) -> list[str]:
-        """This library's gradients that are wrong or could not be computed."""
+        """The gradients of this library that are wrong or could not be computed."""
         return [
             f"{result.name}, {name}: {peer.status}, {peer.reason}"
             for result in self.results
@@ -173,7 +173,7 @@ class Report:
         ]
 
     def save(self, path: Path) -> None:
-        """Write the JSON file; a reader never sees half of it."""
+        """Write the JSON file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -186,7 +186,7 @@ def load(path: Path) -> Report:
     Raises
     ------
     ValueError
-        If it is not one, or of another schema.
+        If the file is not a result file, or has another schema.
     """
     try:
         data = json.loads(path.read_text())
@@ -211,9 +211,9 @@ def load(path: Path) -> Report:
 class Change:
     """One peer on one case in two runs.
 
-    ``change`` is the new rate over the old. ``relative`` is the same after dividing both by the rate, in the same
-    run, of the fastest peer that is not ours: what can be compared across days and cards. ``significant`` says that
-    the one reported moved by more than the spreads of both runs together.
+    ``change`` is the new rate over the old rate. ``relative`` is the same ratio after each rate is divided by that of
+    the fastest foreign peer in the same run, so it can be compared across days and cards. ``significant`` says whether
+    ``relative`` (or ``change`` if ``relative`` is None) differs from 1 by more than the spreads of both runs together.
     """
 
     case: str

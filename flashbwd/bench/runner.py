@@ -33,7 +33,7 @@ from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, P
 
 
 class DeviceLostError(RuntimeError):
-    """Nothing more can be measured in this process. ``result`` says what is known of the case that did it."""
+    """The device is unusable for this process. ``result`` has what is known of the case that caused it."""
 
     def __init__(self, message: str, result: CaseResult) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ def run_case(
 ) -> CaseResult:
     """Prepare, check and time each of ``peers`` on one case."""
     if isinstance(case, BlockCase):
-        slot_ms = max(settings.slot_ms, BLOCK_SLOT_MS)  # in which a clock settles
+        slot_ms = max(settings.slot_ms, BLOCK_SLOT_MS)  # long enough for the clock to settle
         settings = dataclasses.replace(settings, slot_ms=slot_ms, pause_ms=0.0, sustained_ms=0.0)
     sets = measure.input_sets(case.input_bytes, device)
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
@@ -68,7 +68,7 @@ def run_case(
     )
     ready: dict[str, list[Prepared]] = {}
     if any(peer.compiled for peer in peers):
-        torch.compiler.reset()  # else it falls back to eager after a few shapes
+        torch.compiler.reset()  # otherwise torch.compile falls back to eager after a few shapes
     for peer in peers:
         try:
             prepared = [peer.prepare(case, x) for x in inputs]
@@ -100,7 +100,10 @@ def run_case(
 
 
 def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that a bar of the case compares, where matrix products may bring a GPU to its power limit."""
+    """The peers among ``names`` that a bar of the case compares, if it is an attention case.
+
+    Only attention may bring a GPU to its power limit; blocks always have long slots.
+    """
     if not isinstance(case, AttentionCase):
         return []
     over = {variant for bar in case.bars for variant in VARIANTS.get(bar.over, (bar.over,))}
@@ -110,7 +113,7 @@ def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
 
 
 def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> PeerResult:
-    """The result of a peer before it is timed: right or wrong, work and memory."""
+    """The result of a peer before it is timed: correctness, work and memory."""
     with prepared.scope():
         grads = prepared.backward()
     found: dict[str, float] = {}
@@ -143,7 +146,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_broken(device: torch.device) -> bool:
-    """Whether an earlier error, an illegal access say, has left the device unusable for this process."""
+    """Whether an earlier error, such as an illegal access, made the device unusable for this process."""
     if device.type != "cuda":
         return False
     try:
@@ -163,7 +166,7 @@ def result_path(directory: Path, suite: str, device_name: str) -> Path:
 
 
 def unfinished(directory: Path, suite: str, now: machine.Machine, settings: Settings) -> Path | None:
-    """The newest incomplete file of the same suite, settings, machine and kernels, to go on with."""
+    """The newest incomplete result file of the same suite, settings, machine and kernels, which a run can resume."""
     for path in sorted(directory.glob("*.json"), reverse=True):
         try:
             report = load(path)
@@ -188,10 +191,10 @@ def run_suite(
     budget_s: float = float("inf"),
     progress: bool = True,
 ) -> Report:
-    """Measure ``cases``, saving to ``path`` after each, going on where an incomplete file at ``path`` stopped.
+    """Measure ``cases`` and save the report to ``path`` after each; resume an incomplete file at ``path``.
 
-    No case is begun after ``budget_s`` seconds; ``report.complete`` then stays False. Raises ``DeviceLostError`` when
-    a peer has broken the device.
+    No case starts after ``budget_s`` seconds; ``report.complete`` then stays False. Raises ``DeviceLostError`` if a
+    peer makes the device unusable.
     """
     deadline = time.monotonic() + budget_s
     report = load(path) if path.exists() else None
@@ -208,7 +211,7 @@ def run_suite(
     slots = sum(count * settings.rounds_of(count) for count in counts)
     work = [(case, peer) for case in left for peer in peers_of(case, device, only) if peer.ahead]
     if len(work) > 1:
-        in_order = sorted(work, key=lambda pair: pair[1].name, reverse=True)  # tuned ones, which take longer, first
+        in_order = sorted(work, key=lambda pair: pair[1].name, reverse=True)  # autotuned peers, the slowest, first
         ahead.compile_ahead(in_order, time.monotonic() + budget_s / 3)
     ceilings = measure.ceilings(device, settings) if left else {}
     with Progress(slots, progress) as bar:
@@ -220,13 +223,13 @@ def run_suite(
             try:
                 report.results.append(run_case(case, device, settings, peers, ceilings, bar.tick))
             except DeviceLostError as lost:
-                report.results.append(lost.result)  # so that a resumed run goes on behind it
+                report.results.append(lost.result)  # a resumed run then continues after this case
                 report.save(path)
                 raise
             bar.finish(len(peers) * settings.rounds_of(len(peers)))
             report.save(path)
             gc.collect()
-            if gc.get_freeze_count() == 0:  # above all a compiler's modules: 0.2 s of every later collection
+            if gc.get_freeze_count() == 0:  # mostly compiler modules, which cost 0.2 s in every later collection
                 gc.freeze()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -237,7 +240,7 @@ def run_suite(
 
 
 class Progress:
-    """A progress bar over timed slots: tqdm's where it is installed, else a line a case."""
+    """A progress bar over timed slots with tqdm; without tqdm, one line per case."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self.ticked = 0
@@ -270,6 +273,6 @@ class Progress:
             self.bar.update()
 
     def finish(self, expected: int) -> None:
-        """Count the slots of peers that turned out not to run."""
+        """Count the slots of peers that could not run."""
         if self.bar is not None:
             self.bar.update(expected - self.ticked)

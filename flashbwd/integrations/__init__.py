@@ -1,3 +1,3 @@
-"""What makes other people's code use the gradients of this library: PyTorch's own operators, and Transformers."""
+"""Integrations that let existing code use this library: PyTorch's operators, Inductor, DTensor and Transformers."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sharding rules: how DTensors that are split over devices go through the operators of this library.
+"""DTensor sharding rules of the operators of this library.
 
-Attention is computed for each batch and head by itself, a norm for each row: tensors split there are computed where
-they lie, without communication. Gradients of what all parts share (gamma, beta, a bias or sinks that broadcast) are
-partial sums. Whatever is split otherwise is gathered first.
+Attention is independent per batch and head, and a norm is independent per row. Tensors that are sharded along these
+dimensions are computed on their devices without communication. Gradients of replicated arguments (gamma, beta, a bias
+or sinks that broadcast) are partial sums. Tensors with any other sharding are gathered first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["register"]
 
-Call = Mapping[str, Any]  # an operator's arguments by name; tensors as their shapes and shardings
-Placements = Mapping[str, Any]  # of tensors by name; the others are replicated
+Call = Mapping[str, Any]  # an operator's arguments by name; tensors are given as specs with shape and placements
+Placements = Mapping[str, Any]  # placements of tensors by name; tensors that are not named are replicated
 Sharding = tuple[Sequence[Any], Placements]  # placements of the results, and of the arguments
 
-# A state of the generator, and a tensor of the forward: each part drew its own mask, which its backward draws again
-# where the part lies, wherever the gradient comes from.
+# Generator state -> tensor of the forward. Each device drew its own dropout mask, so the backward must keep the
+# sharding of that tensor, whatever the sharding of the incoming gradient.
 _MASKED = {"rng": "h", "rng_seed": "q"}
 
 
 @functools.cache
 def register() -> None:
-    """Tell DTensor how the operators of this library shard; a second call changes nothing.
+    """Register the sharding rules of this library's operators with DTensor; a second call has no effect.
 
     Needs a PyTorch with ``torch.distributed``.
     """
@@ -54,8 +54,8 @@ def register() -> None:
 def _acceptable(
     operator: torch._ops.OpOverload, rule: Callable[[Call], Iterator[Sharding]], *args: Any, **kwargs: Any
 ) -> list[tuple[list[Any], list[Any]]]:
-    """A rule's shardings, and everything replicated, as ``register_sharding`` wants them: a placement for each result
-    and for each argument in the order of the call, None for what is no tensor."""
+    """All shardings that a rule allows, and full replication, in the form that ``register_sharding`` requires: one
+    placement per result, and one per argument in the order of the call, None for arguments that are not tensors."""
     from torch.distributed.tensor import Replicate
 
     names = [argument.name for argument in operator._schema.arguments]
@@ -80,7 +80,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _attention(call: Call) -> Iterator[Sharding]:
-    """Results: out, softmax_lse, rng. Each part draws its own dropout mask."""
+    """Results: out, softmax_lse, rng. Each device draws its own dropout mask."""
     from torch.distributed.tensor import Replicate
 
     for placements in _attention_parts(call):
@@ -88,7 +88,7 @@ def _attention(call: Call) -> Iterator[Sharding]:
 
 
 def _attention_backward(call: Call) -> Iterator[Sharding]:
-    """Results: dq, dk, dv, dbias, dsink; the last two are empty where not asked for."""
+    """Results: dq, dk, dv, dbias, dsink; the last two are empty if they are not requested."""
     from torch.distributed.tensor import Partial, Replicate
 
     asked = {"attn_bias": call.get("need_dbias", True), "sink": True}
@@ -102,14 +102,14 @@ def _attention_backward(call: Call) -> Iterator[Sharding]:
 
 
 def _attention_parts(call: Call) -> Iterator[Placements]:
-    """Where the arguments of a forward or backward lie for parts of the batch, and for parts of the heads."""
+    """Placements of the arguments of a forward or backward that is sharded over the batch, or over the heads."""
     from torch.distributed.tensor import Replicate, Shard
 
     q, k, bias, slopes, lse = (call.get(name) for name in ("q", "k", "attn_bias", "alibi_slopes", "softmax_lse"))
     assert q is not None and k is not None
 
     def bias_by(dim: int) -> Any:
-        """A bias that broadcasts along a dimension is whole in each part of it."""
+        """A bias that broadcasts along a dimension is replicated if that dimension is sharded."""
         return Shard(dim) if bias is not None and bias.shape[dim] > 1 else Replicate()
 
     if q.ndim == 4:
@@ -120,7 +120,7 @@ def _attention_parts(call: Call) -> Iterator[Placements]:
     heads_dim = q.ndim - 2
     heads = Shard(heads_dim)
     parts = [size for size, place in zip(q.mesh.shape, q.placements, strict=True) if place.is_shard(heads_dim)]
-    if parts and k.shape[heads_dim] % math.prod(parts) == 0:  # every part has its query heads' own KV heads
+    if parts and k.shape[heads_dim] % math.prod(parts) == 0:  # every device has the KV heads of its query heads
         first = q.ndim == 3 and (lse is None or lse.ndim == 2)  # (H, total_q)
         yield (
             dict.fromkeys(("dout", "q", "k", "v", "out"), heads)
@@ -134,14 +134,17 @@ def _attention_parts(call: Call) -> Iterator[Placements]:
 
 
 def _norm(call: Call, results: str) -> Iterator[Sharding]:
-    """For any dimension but the last. Results: z like x, s statistics of the rows, p a parameter's gradient, and - what
-    each part has for itself."""
+    """Shardings over any dimension except the last.
+
+    ``results`` has one letter per result: z has the shape of x, s is a row statistic, p is the gradient of a parameter,
+    and - is a value that each device computes for itself.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     x = next(call[name] for name in ("x", "h", "z") if name in call)
     statistics = call.get("rs")
     tensors = ("x", "z", "h", "dz", "residual", "dresidual", "keep", "mu", "rs")
-    # Parts of statistics of all rows in one dimension are parts of x's first.
+    # Statistics of shape (rows,) can only be sharded together with the first dimension of x.
     dims = range(x.ndim - 1 if statistics is None or statistics.ndim == x.ndim else 1)
     for rows in map(Shard, dims):
         placed = {"z": rows, "s": rows, "p": Partial(), "-": Replicate()}
@@ -166,9 +169,10 @@ def decode_in_parts(
     score_mod: Mod | None,
     block_mask: BlockMask | None,
 ) -> Any:
-    """``function`` of each device's part of DTensors, of the modification and of the mask; its results as DTensors.
+    """Call ``function`` on each device's part of the DTensors, the modification and the mask; return DTensors.
 
-    Split as query is, where batch or heads come in equal parts, each over one dimension of the mesh at most.
+    The work is sharded as query is. Batch and heads each stay sharded over at most one mesh dimension, and only in
+    equal parts; any other sharding is gathered.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -215,7 +219,7 @@ def decode_in_parts(
 
 
 def _part_of_mod(mod: Mod | None, parts: Mapping[int, slice], of_mask: bool = False) -> Mod | None:
-    """A modification, which is told of batch and head in the whole."""
+    """The modification, called with global batch and head indices."""
     batch, head = (parts[dim].start if dim in parts else 0 for dim in range(2))
     if mod is None or (batch == 0 and head == 0):
         return mod

@@ -1,10 +1,12 @@
-"""Inductor: passes over its graphs that let kernels of this library write what Inductor's would add or copy.
+"""Passes over Inductor's graphs that fuse additions and copies into kernels of this library.
 
-A norm that begins a residual branch, ``x + f(norm(x))``: the kernels of this library add both parts of x's gradient and
-sum the gradients of the parameters in one pass over the rows. Where the normalised rows have several readers, whose
-gradients are to be added first, Inductor does that in its own kernel, and those norms stay its own.
+``NormsOfBranches`` replaces a norm at the start of a residual branch, ``x + f(norm(x))``. This library's backward adds
+both parts of x's gradient and sums the gradients of the parameters in one pass over the rows. If the output of the norm
+has several users, their gradients must be added first. Inductor does that in its own norm kernel, so the pass leaves
+these norms alone.
 
-Attention of one projection that is split into q, k and v: their gradients are written as parts of its gradient.
+``GradientsInOne`` handles attention whose q, k and v are parts of one projection. The kernels write dq, dk and dv
+directly into the gradient of the projection's output.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class _Pass(CustomGraphPass):
 
 
 class _RMSNormOfBranch(torch.autograd.Function):
-    """RMSNorm of x for the branch, and x."""
+    """Returns RMSNorm of x, for the branch, and x itself, so that the backward gets both parts of x's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +58,7 @@ class _RMSNormOfBranch(torch.autograd.Function):
 
 
 class _LayerNormOfBranch(torch.autograd.Function):
-    """LayerNorm of x for the branch, and x."""
+    """Returns LayerNorm of x, for the branch, and x itself, so that the backward gets both parts of x's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -89,7 +91,10 @@ _NORMS: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 class NormsOfBranches(_Pass):
-    """In a graph as Dynamo captures it: norms whose rows have one reader, and whose input is read again behind them."""
+    """Replaces norms whose output has one user and whose input a later node reads again.
+
+    Runs on the graph that Dynamo captures, before autograd.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
         place = {node: at for at, node in enumerate(graph.nodes)}
@@ -112,7 +117,7 @@ class NormsOfBranches(_Pass):
 
 
 def _is_ours(norm: Node) -> bool:
-    """Of a CUDA tensor over its last dimension, all in one dtype, with a gradient."""
+    """Whether the norm runs on CUDA over the last dimension, with all tensors in one dtype, and needs a gradient."""
     if len(norm.args) < 2 or not isinstance(norm.args[0], fx.Node) or "input" in norm.kwargs:
         return False
     nodes = [norm, *(a for a in (*norm.args, *norm.kwargs.values()) if isinstance(a, fx.Node))]
@@ -132,7 +137,10 @@ def _runs_on(device: torch.device) -> bool:
 
 
 class GradientsInOne(_Pass):
-    """In a graph behind autograd: dq, dk and dv of an attention without bias and dropout, joined to (B, S, columns)."""
+    """Replaces an attention backward whose dq, dk and dv are concatenated to (B, S, columns).
+
+    Runs on the graph after autograd. Attention with a bias or dropout is left alone.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
         for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
@@ -150,8 +158,11 @@ class GradientsInOne(_Pass):
 
 
 def _erase(graph: fx.Graph, node: Node, last: Node) -> None:
-    """A node that nobody reads, and then its inputs, up to the last one. PyTorch takes that for one that draws random
-    numbers, and would keep it."""
+    """Erase a node without users, and then each of its inputs that has no users left, up to and including ``last``.
+
+    PyTorch's own dead code elimination would keep ``last``, because it regards the operator as one that draws random
+    numbers.
+    """
     inputs = [] if node is last else node.all_input_nodes
     graph.erase_node(node)
     for read in inputs:
@@ -160,7 +171,7 @@ def _erase(graph: fx.Graph, node: Node, last: Node) -> None:
 
 
 def _attention_joined_by(cat: Node) -> Node | None:
-    """The backward after cuDNN whose dq, dk and dv, heads side by side, a node joins, and nobody else reads."""
+    """The cuDNN attention backward whose dq, dk and dv ``cat`` concatenates, if they have no other users; else None."""
     parts, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
     if not isinstance(parts, (list, tuple)) or len(parts) != 3 or dim not in (2, -1):
         return None
@@ -179,7 +190,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def _heads_side_by_side(part: Node) -> Node | None:
-    """The element of a tuple, (B, H, S, D), that a node gives as (B, S, H * D), and no other node reads."""
+    """The tuple element (B, H, S, D) that ``part`` views as (B, S, H * D), if it has no other users; else None."""
     if part.target not in _VIEWS or part.meta["val"].dim() != 3:
         return None
     permuted = part.args[0]
@@ -194,7 +205,7 @@ def _heads_side_by_side(part: Node) -> Node | None:
 def _attention_backward_in_one(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float | None, causal: bool
 ) -> Tensor:
-    """Tensors are (B, H, S, D), the gradient (B, S, columns): those of dq, of dk, of dv."""
+    """dq, dk and dv side by side in one tensor (B, S, columns); all arguments are (B, H, S, D)."""
     joined = _joined_like(q, k, v)
     parts = joined.split([t.shape[1] * t.shape[3] for t in (q, k, v)], dim=-1)
     dq, dk, dv = (part.unflatten(-1, (t.shape[1], t.shape[3])) for part, t in zip(parts, (q, k, v), strict=True))

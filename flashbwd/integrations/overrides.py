@@ -1,8 +1,8 @@
-"""Replacing the CUDA kernels of PyTorch's backward operators by this library's, and putting them back.
+"""Replaces the CUDA kernels of PyTorch's backward operators with this library's, and restores them.
 
-An override is C++: it tries a kernel of this library. Where there is none for the call, what the dispatcher held before
-runs with the arguments as they came, and the reason is counted. PyTorch's own kernels are called from C++, those of
-others from here.
+An override is implemented in C++ and first tries a kernel of this library. If none supports the call, the kernel that
+was registered before runs with the same arguments, and the override counts the reason. C++ calls PyTorch's own kernels;
+this module calls previous kernels that another library registered.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["OperatorStats", "Overrides", "disable", "enable", "stats"]
 
 
 class OperatorStats(NamedTuple):
-    """What became of the calls of one overridden operator.
+    """Counts of the calls of one overridden operator.
 
     Attributes
     ----------
     hits : int
         Calls that a kernel of this library ran.
     fallbacks : dict of str to int
-        Calls that PyTorch's own kernel ran, by the reason.
+        Calls that PyTorch's own kernel ran, by reason.
     """
 
     hits: int
@@ -39,7 +39,10 @@ class OperatorStats(NamedTuple):
 
 @functools.cache
 def _use_up_the_warning() -> None:
-    """PyTorch warns of the first kernel in a process that is replaced, and not through Python where C++ replaces it."""
+    """Trigger and suppress PyTorch's warning about the first kernel that a process replaces.
+
+    PyTorch warns only once. If C++ replaces the kernel, Python's warning filters do not apply.
+    """
     library = torch.library.Library("flashbwd", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
@@ -49,13 +52,16 @@ def _use_up_the_warning() -> None:
 
 
 def _is_pytorchs(operator: str, key: str) -> bool:
-    """Whether the kernel of a dispatch key is the one that PyTorch's generated code registered for it."""
+    """Whether PyTorch's generated code registered the operator's current kernel for a dispatch key."""
     kernels = torch._C._dispatch_dump(operator).splitlines()
     return any(re.match(rf"{key}: registered at \S*/Register{key}_\d+\.cpp:", line) for line in kernels)
 
 
 class _Override:
-    """One operator's replacement, whose kernel is C++ (``csrc/api``); what it falls back to, and the reasons."""
+    """The override of one operator: registration, the fallback to the previous kernel, and the counts.
+
+    Its kernel is C++ code in ``csrc/api``.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -73,7 +79,7 @@ class _Override:
         return OperatorStats(int(hits), {reason: int(count) for count, _, reason in calls})
 
     def _fall_back(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what the dispatcher held before; called by the C++ half where it cannot do so itself."""
+        """Run the kernel that was registered before; C++ calls this if it cannot call that kernel itself."""
         return self._original.call_boxed(self._keyset, *args, **kwargs)
 
     def register(self, key: str = "CUDA") -> None:
@@ -89,7 +95,7 @@ class _Override:
     def unregister(self) -> None:
         if self._key is not None:
             torch.ops.flashbwd.unregister_override(self.name)
-        self._key = None  # what was original stays, for a thread that is on its way to it
+        self._key = None  # _original stays valid, because another thread may be about to call it
 
 
 _ATTENTION = {
@@ -108,14 +114,14 @@ _held: set[Overrides] = set()
 
 
 class Overrides:
-    """Holds overrides in place: from :func:`enable` until :meth:`remove`, the end of a ``with`` block, or
+    """Keeps overrides active, from :func:`enable` until :meth:`remove`, the end of the ``with`` block, or
     :func:`disable`."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
 
     def remove(self) -> None:
-        """Let go; an operator gets PyTorch's kernel back when nothing else holds its override."""
+        """Release the overrides. An operator gets PyTorch's kernel back when no other ``Overrides`` object holds it."""
         with _lock:
             _held.discard(self)
             _register_what_is_held()
@@ -139,24 +145,25 @@ def _register_what_is_held() -> None:
 
 
 def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
-    """Let PyTorch compute its backwards with the kernels of this library, wherever they can.
+    """Make PyTorch's backward operators use the kernels of this library for every call that they support.
 
-    From here on the gradients of ``scaled_dot_product_attention`` (after PyTorch's cuDNN, flash and memory-efficient
-    forwards), of ``layer_norm`` and of ``rms_norm`` on CUDA come from this library, compiled graphs included, for the
-    whole process. Calls that no kernel takes run PyTorch's own; :func:`stats` tells how many, and why. Enabling what is
-    enabled changes nothing. Works on machines without a GPU, where none of these operators is called.
+    After this call, this library computes the CUDA gradients of ``scaled_dot_product_attention`` (after PyTorch's
+    cuDNN, flash and memory-efficient forwards), ``layer_norm`` and ``rms_norm`` in the whole process, also in compiled
+    graphs. If no kernel supports a call, PyTorch's own kernel runs; :func:`stats` counts these calls by reason.
+    Enabling an override that is already enabled has no effect. The function may be called on a machine without a GPU,
+    where none of these operators runs.
 
     Parameters
     ----------
     attention : bool
         Override the backwards of attention.
     norms : bool
-        Override the backwards of LayerNorm and RMSNorm. ``torch.compile`` with Inductor compiles its own.
+        Override the backwards of LayerNorm and RMSNorm. ``torch.compile`` with Inductor generates its own norms.
 
     Returns
     -------
     Overrides
-        A context manager whose end takes them back::
+        A context manager. The overrides end with its ``with`` block::
 
             with flashbwd.enable():
                 loss.backward()
@@ -171,14 +178,14 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
 
 
 def disable() -> None:
-    """Give PyTorch all its kernels back, whoever asked for the overrides."""
+    """Restore all of PyTorch's kernels, whichever code enabled the overrides."""
     with _lock:
         _held.clear()
         _register_what_is_held()
 
 
 def stats(*, reset: bool = False) -> dict[str, OperatorStats]:
-    """Calls of each overridden operator since the process began, or since the last ``reset``.
+    """Count the calls of each overridden operator since the process began, or since the last ``reset``.
 
     Parameters
     ----------
@@ -188,14 +195,14 @@ def stats(*, reset: bool = False) -> dict[str, OperatorStats]:
     Returns
     -------
     dict of str to OperatorStats
-        By the operator's name, ``"aten::..."``. What a CUDA graph replays was counted once, at its capture.
+        By the operator's name, ``"aten::..."``. A call in a CUDA graph is counted once, at capture.
     """
     _arguments.flag("reset", reset)
     return {f"aten::{name}": override.stats(reset=reset) for name, override in _ALL.items()}
 
 
 def _offer_to_torch() -> None:
-    """Register, not activate, under the name FLASHBWD where PyTorch keeps a list of such implementations."""
+    """Register FLASHBWD in PyTorch's list of attention implementations, without activating it."""
     try:
         from torch.nn.attention import register_flash_attention_impl
     except ImportError:  # before torch 2.11

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: an attention implementation, and norms with the gradients of this library.
+"""Integration with Hugging Face Transformers: an attention implementation, and norms with this library's gradients.
 
 Importing this module does not import transformers; :func:`register` does.
 """
@@ -18,28 +18,28 @@ from flashbwd.layer_norm import LayerNorm, RMSNorm, rms_norm
 
 __all__ = ["NAME", "attention_forward", "register", "swap_norms"]
 
-#: What models take as ``attn_implementation``.
+#: The value of ``attn_implementation`` that selects this library.
 NAME = "flashbwd"
 
 
 def register() -> None:
-    """Make ``attn_implementation="flashbwd"`` known to Transformers; a second call changes nothing.
+    """Register ``attn_implementation="flashbwd"`` with Transformers; a second call has no effect.
 
-    Models get padding masks as for FlashAttention: none where nothing is padded, else (batch, keys) of booleans.
+    Models then create padding masks as for FlashAttention: no mask if nothing is padded, else (batch, keys) booleans.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
     from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
-    # Transformers 5 takes every name with "flash" in it for a kernel that it has to download.
+    # Transformers 5 treats every name that contains "flash" as a kernel that it has to download.
     lookup = getattr(modeling_utils, "lazy_import_flash_attention", None)
     if lookup is not None and not isinstance(lookup, _LookupOfOthers):
         modeling_utils.lazy_import_flash_attention = _LookupOfOthers(lookup)
 
 
 class _LookupOfOthers:
-    """Transformers' search for a FlashAttention package, which there is none of for this implementation."""
+    """Transformers' search for a FlashAttention package; it finds none for this implementation."""
 
     def __init__(self, lookup: Callable[..., Any]) -> None:
         self._lookup = lookup
@@ -49,15 +49,15 @@ class _LookupOfOthers:
 
 
 class _Packing(NamedTuple):
-    """Where sequences lie among the rows of a flattened batch."""
+    """The positions of packed sequences in the rows of a flattened batch."""
 
-    rows: Tensor | None  # indices of the rows that count; None for all
+    rows: Tensor | None  # indices of the rows without padding; None means all rows
     cu_seqlens: Tensor
     max_seqlen: int
 
 
 class _OncePerTensor:
-    """Remembers a function's result for the tensor that it was called with last: all layers of a model pass one."""
+    """Caches a function's result for the last tensor argument, because all layers of a model pass the same tensor."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -74,21 +74,21 @@ class _OncePerTensor:
 
 
 def _packing(starts: Tensor, rows: Tensor | None) -> _Packing:
-    """From the first row of each sequence, and the number of rows last."""
+    """Build a ``_Packing`` from ``starts``: the first row of each sequence, then the total number of rows."""
     cu_seqlens = starts.to(torch.int32)
     return _Packing(rows, cu_seqlens, int(cu_seqlens.diff().max()))
 
 
 @_OncePerTensor
 def _unpadded(mask: Tensor, length: int) -> _Packing:
-    """The last ``length`` columns of a padding mask (batch, keys)."""
+    """Packing of the rows without padding, from the last ``length`` columns of a padding mask (batch, keys)."""
     kept = mask[:, -length:]
     return _packing(nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)), kept.flatten().nonzero().squeeze(1))
 
 
 @_OncePerTensor
 def _packed(position_ids: Tensor, batch: int) -> _Packing | None:
-    """Sequences that follow one another in each row of (batch, queries); None where each row is one."""
+    """Packing of the sequences in each row of (batch, queries) positions; None if every row is one sequence."""
     positions = position_ids.expand(batch, -1)
     follows = positions[:, 1:] - positions[:, :-1] == 1
     if bool(follows.all()):
@@ -122,25 +122,25 @@ def attention_forward(
     Parameters
     ----------
     module : nn.Module
-        The attention layer; ``module.is_causal`` counts where ``is_causal`` is not given.
+        The attention layer; ``module.is_causal`` is used if ``is_causal`` is not given.
     query, key, value : Tensor, (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
-        The last query attends to the last key: earlier keys may come from a cache.
+        The last query is aligned with the last key; earlier keys may come from a cache.
     attention_mask : Tensor, optional
-        (B, Sk), false or 0 for padding, on either side; or (B or 1, H or 1, Sq, Sk), booleans or a bias, which then
-        is all the mask there is.
+        (B, Sk), false or 0 for padding, on either side. Or (B or 1, H or 1, Sq, Sk), booleans or a bias; no causal
+        mask or window is applied in addition to it.
     dropout, scaling, sliding_window, softcap
-        As models pass them; a window counts the query's own key.
+        As models pass them. The size of a window includes the query's own key.
     s_aux : Tensor, (H,), optional
         Attention sinks.
     position_ids : Tensor, (B or 1, Sq), optional
-        Where it does not go up by one, another sequence begins.
+        A new sequence begins wherever the positions do not increase by one.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        Packed sequences, of a batch of one, without looking at ``position_ids``.
+        Packed sequences in a batch of one; ``position_ids`` is then ignored.
 
     Returns
     -------
     (Tensor, None)
-        (B, Sq, H, Dv), 0 in padded rows; no attention weights.
+        The output, (B, Sq, H, Dv), which is 0 in padded rows. Attention weights are not returned.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     batch, seqlen_q = query.shape[0], query.shape[2]
@@ -197,7 +197,7 @@ def _given(cu_seqlens: Tensor, max_seqlen: int | None) -> _Packing:
 
 
 def _flat(x: Tensor, packing: _Packing) -> Tensor:
-    """The rows that count of (B, S, H, D), one sequence after another."""
+    """The rows of (B, S, H, D) without padding, one sequence after another."""
     x = x.flatten(0, 1)
     return x if packing.rows is None else x.index_select(0, packing.rows)
 
@@ -213,16 +213,17 @@ def _as_bias(mask: Tensor, q: Tensor, seqlen_k: int) -> Tensor:
 
 
 def swap_norms(model: nn.Module) -> int:
-    """Give a model's LayerNorm and RMSNorm modules the gradients of this library, in place.
+    """Make a model's LayerNorm and RMSNorm modules use the gradients of this library, in place.
 
-    Swapped are ``nn.LayerNorm``, ``nn.RMSNorm``, and modules whose class is called ``...RMSNorm``, as Transformers'
-    models have, where :func:`flashbwd.rms_norm` gives what they give (with ``weight`` or ``1 + weight``) on random
-    rows. They stay instances of their classes, with the same parameters and hooks; the others stay as they were.
+    Swaps ``nn.LayerNorm``, ``nn.RMSNorm``, and modules of Transformers whose class is called ``...RMSNorm``. The latter
+    are swapped only if :func:`flashbwd.rms_norm` gives the same result on random rows, with ``weight`` or
+    ``1 + weight``. Swapped modules stay instances of their classes and keep their parameters and hooks. All other
+    modules stay unchanged.
 
     Returns
     -------
     int
-        How many modules were swapped.
+        Number of swapped modules.
     """
     swapped = 0
     for module in model.modules():
@@ -249,7 +250,7 @@ def _replacement(module: nn.Module) -> type[nn.Module] | None:
 
 
 class _LikeRMSNorm(nn.Module):
-    """What is put before a model's own class of RMSNorm."""
+    """Base class that precedes a model's own RMSNorm class in the method resolution order."""
 
     zero_centered_gamma: bool
     weight: Tensor
@@ -264,7 +265,7 @@ _like: dict[tuple[Any, bool], type[nn.Module]] = {}
 
 
 def _like_rms_norm(kind: type[nn.Module], zero_centered_gamma: bool) -> type[nn.Module]:
-    """A subclass that calculates with the operators of this library; one for each class."""
+    """The subclass of ``kind`` that computes with the operators of this library; created once per class."""
     key = (kind, zero_centered_gamma)
     if key not in _like:
         _like[key] = type(kind.__name__, (_LikeRMSNorm, kind), {"zero_centered_gamma": zero_centered_gamma})
@@ -273,12 +274,12 @@ def _like_rms_norm(kind: type[nn.Module], zero_centered_gamma: bool) -> type[nn.
 
 @torch.no_grad()
 def _agree(module: nn.Module, candidate: type[nn.Module]) -> bool:
-    """Whether a class gives what the module gives, but for rounding, with the module's own parameters."""
+    """Whether ``candidate`` computes the same as the module up to rounding, with the module's own parameters."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
         return False
     generator = torch.Generator().manual_seed(0)
-    x = 1e-2 * torch.randn(4, weight.numel(), generator=generator)  # small, so that eps counts
+    x = 1e-2 * torch.randn(4, weight.numel(), generator=generator)  # small, so that a different eps shows
     x = x.to(weight.device, weight.dtype)
     own_class = type(module)
     try:

@@ -45,9 +45,15 @@ def build_requirements(torch: Torch | None = None) -> list[str]:
     return [line for line in requirements if not (torch and line.startswith("torch"))]
 
 
+def environment_requirements(torch: Torch | None = None) -> list[str]:
+    """The same for `.venv`: without a torch, dev.py installs the one that cuda.txt names, with kernels or not."""
+    tested = [] if torch else [line for line in _read("cuda.txt") if line.startswith("torch")]
+    return list(dict.fromkeys([*build_requirements(torch), *tested]))
+
+
 if __name__ == "__main__":
     try:
         installed: Torch | None = find_torch()
     except BuildError:
         installed = None
-    print("\n".join(build_requirements(installed)))
+    print("\n".join(environment_requirements(installed)))

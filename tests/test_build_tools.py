@@ -201,6 +201,16 @@ def test_compiler_is_required_only_for_cuda_and_where_there_is_none(
     assert not any(line.startswith("nvidia") for line in requirements.build_requirements())
 
 
+def test_the_environment_has_one_torch_with_kernels_or_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = requirements.environment_requirements()
+    monkeypatch.setenv("FLASHBWD_CUDA", "1")
+    with_kernels = requirements.environment_requirements()
+    chosen = [line for line in without if line.startswith("torch")]
+    assert [line for line in with_kernels if line.startswith("torch")] == chosen
+    assert any("==" in line for line in chosen)
+    assert not any(line.startswith("torch") for line in requirements.environment_requirements(toolchain.find_torch()))
+
+
 def test_torch_is_not_required_twice() -> None:
     torch = toolchain.find_torch()
     assert not any(line.startswith("torch") for line in requirements.build_requirements(torch))

@@ -142,7 +142,11 @@ def _plain(text: str) -> str:
 
 
 def _support() -> list[str]:
-    tanh = re.search(r"^[^\n]* tanh_of\(.*?^}\n", (DECODING / "ptx.cuh").read_text(), re.DOTALL | re.MULTILINE)
+    tanh = re.search(
+        r"^__device__ __forceinline__ float tanh_of\(.*?^}\n",
+        (DECODING / "ptx.cuh").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     assert tanh is not None
     headers = [_plain((DECODING / name).read_text()) for name in ("params.h", "backward_params.h", "mod.cuh")]
     return [_PRELUDE, tanh.group(), "}", *headers, _plain(torch.ops.flashbwd.decoding_mod_functions())]

@@ -70,7 +70,7 @@ def install() -> None:
     if changed:
         editable = ("-m", "pip", "install", "--no-build-isolation", "-e")
         if not succeeds(*editable, ".[test]"):
-            print("without a network: going on with the packages that are here", flush=True)
+            print("pip failed, perhaps without a network: continuing with the installed packages", flush=True)
             run(*editable, ".", "--no-deps")
         stamp.write_text(wanted)
 

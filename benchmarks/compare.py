@@ -250,7 +250,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{'case':{width}}  " + "  ".join(f"{build.name + ' ms':>10}" for build in builds) + "  ratios")
         for case in known[0]:
             if time.monotonic() - begin > options.budget_s:
-                print(f"{case}: left out, the budget is spent")
+                print(f"{case}: left out: the time budget is used up")
                 continue
             row = measure(builds, case, options) if all(case in names for names in known) else "not known to all"
             if isinstance(row, str):

@@ -356,7 +356,7 @@ def run_stage(stage: str, state: State, out: Path, options: argparse.Namespace) 
     def take(step: Step) -> None:
         seconds = deadline - time.monotonic()
         if seconds < min(SHORTEST_STEP_S, options.budget_s / 2):
-            state.record(step.title, Outcome(LEFT, 0.0, "not begun: the stage's time is spent"))
+            state.record(step.title, Outcome(LEFT, 0.0, "not started: the time of the stage is used up"))
             return
         print(f"{step.title} ...", flush=True)
         outcome = run(step, out, seconds)

@@ -153,7 +153,7 @@ def main() -> None:
         )
         print(f"{unit['source']:60} {now['cpu_seconds']:6.1f}  {use}")
     if problems := check(units, json.loads(BUDGET.read_text()), calibration):
-        sys.exit("\n".join(problems) + "\nIf this is meant: python scripts/check_budget.py --update")
+        sys.exit("\n".join(problems) + "\nIf the change is intended: python scripts/check_budget.py --update")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     for name, problems in found.items():
         print(f"{name}: {'accepted' if not problems else '; '.join(problems)}")
     if not accepted:
-        print(f"no record in {folder} is of these kernel sources ({sources}) and complete")
+        print(f"no record in {folder} is complete and belongs to these kernel sources ({sources})")
     return 0 if accepted else 1
 
 

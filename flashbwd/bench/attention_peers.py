@@ -110,11 +110,11 @@ def deterministic_algorithms() -> Iterator[None]:
 
 def _flash_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """FlashAttention-2's out, lse and rng_state, and the operator's unused tensor."""
-    refuse(x.bias is not None, "takes no bias")
+    refuse(x.bias is not None, "does not support a bias")
     refuse(case.softcap > 0 or case.alibi, "PyTorch passes it neither softcap nor ALiBi")
-    refuse(case.dtype not in ("bf16", "fp16"), "16-bit only")
-    refuse(case.head_dim > 256, "head dim up to 256")
-    refuse(case.head_dim != case.head_dim_v, "wants equal head dims")
+    refuse(case.dtype not in ("bf16", "fp16"), "supports only 16-bit dtypes")
+    refuse(case.head_dim > 256, "supports head dims up to 256")
+    refuse(case.head_dim != case.head_dim_v, "requires equal head dims")
     torch.manual_seed(MASK_SEED)
     left, right = (case.window - 1, 0) if case.window else (None, None)
     out, lse, rng_state, unused, _ = aten._flash_attention_forward(
@@ -143,7 +143,7 @@ def torch_flash_deterministic(case: AttentionCase, x: AttentionInputs) -> Prepar
 
 def _efficient_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Any, ...]:
     """q, k, v and bias as the memory-efficient kernel takes them (heads expanded), then out, lse, seed, offset."""
-    refuse(case.softcap > 0, "takes no softcap")
+    refuse(case.softcap > 0, "does not support softcap")
     torch.manual_seed(MASK_SEED)
     q, k, v = x.q, _expand_groups(x.k, case.heads), _expand_groups(v, case.heads)
     if x.cu_seqlens is not None:
@@ -185,10 +185,10 @@ def torch_efficient(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    refuse(x.bias is not None, "gives no gradient of the bias")
+    refuse(x.bias is not None, "computes no gradient of the bias")
     refuse(case.softcap > 0 or case.alibi, "PyTorch passes it neither softcap nor ALiBi")
     refuse(case.window is not None, "PyTorch passes it no window")
-    refuse(case.dtype not in ("bf16", "fp16"), "16-bit only")
+    refuse(case.dtype not in ("bf16", "fp16"), "supports only 16-bit dtypes")
     if x.cu_seqlens is not None:
         return _torch_cudnn_varlen(case, x, x.cu_seqlens)
     q, k, dout = _heads_first(x.q), _heads_first(x.k), _heads_first(x.dout)
@@ -215,7 +215,7 @@ def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 def torch_cudnn_heads_first(case: AttentionCase, x: AttentionInputs) -> Prepared:
     """The same kernel with inputs stored as (B, H, S, D), which is faster for some shapes."""
-    refuse(x.cu_seqlens is not None, "packed sequences have rows first")
+    refuse(x.cu_seqlens is not None, "packed sequences are always stored with rows first")
     moved = {name: _heads_first(getattr(x, name)).contiguous().transpose(1, 2) for name in ("q", "k", "v", "dout")}
     return torch_cudnn(case, replace(x, **moved))
 
@@ -273,10 +273,10 @@ def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def torch_cpu_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    refuse(x.bias is not None, "gives no gradient of the bias")
-    refuse(case.softcap > 0 or case.alibi, "takes neither softcap nor ALiBi")
-    refuse(case.window is not None or x.cu_seqlens is not None, "takes neither a window nor packed sequences")
-    refuse(case.head_dim != case.head_dim_v or case.dropout_p > 0, "wants equal head dims and no dropout")
+    refuse(x.bias is not None, "computes no gradient of the bias")
+    refuse(case.softcap > 0 or case.alibi, "supports neither softcap nor ALiBi")
+    refuse(case.window is not None or x.cu_seqlens is not None, "supports neither a window nor packed sequences")
+    refuse(case.head_dim != case.head_dim_v or case.dropout_p > 0, "requires equal head dims and no dropout")
     k, v = (_heads_first(_expand_groups(t, case.heads)) for t in (x.k, x.v))
     q, dout = _heads_first(x.q), _heads_first(x.dout)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, case.causal)
@@ -294,8 +294,10 @@ def torch_cpu_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    """Autograd of the plain formula, with S^2 memory. PyTorch has no better backward on the CPU for a window or for a
-    bias with gradient."""
+    """Autograd of the plain formula, with S^2 memory.
+
+    On the CPU, PyTorch has no better backward for a window or for a bias with gradient.
+    """
     refuse(x.bias is None and case.window is None, "measured where PyTorch has nothing better")
     refuse(case.softcap > 0 or case.alibi, "measured on masks and a bias")
     refuse(x.cu_seqlens is not None or case.dropout_p > 0, "measured without dropout and packed sequences")
@@ -356,7 +358,7 @@ def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, 
         arguments = (x.dout, x.q, x.k, x.v, out, lse)
         if backend == "reference" and x.q.is_cuda:
             chosen = flashbwd.plan_attention_backward(*arguments, **options).backend
-            refuse(chosen != "reference", f"not needed: {chosen} takes it")
+            refuse(chosen != "reference", f"not needed: {chosen} supports the case")
         try:
             with flashbwd.use_backend(backend):
                 plan = flashbwd.plan_attention_backward(*arguments, **options)

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 figures += [f"{first_call_of_a_process(name, cache):.0f}" for _ in range(2)]
             print(f"| {name} | {' | '.join(figures)} |", flush=True)
     addition = min(timeit.repeat("x += 1", "x = 0", number=1_000_000, repeat=5))
-    print(f"\nan addition of Python: {addition * 1e3:.1f} ns")
+    print(f"\none addition in Python: {addition * 1e3:.1f} ns")
 
 
 if __name__ == "__main__":

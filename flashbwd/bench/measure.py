@@ -2,9 +2,8 @@
 
 All peers of a case are timed in one process on the same inputs, in interleaved rounds. A round gives each peer one slot
 of many calls. A peer that follows one which heated the card runs at a lower clock, so the order changes from round to
-round; see ``order``. A time is the median over rounds of (time of a slot / calls). A
-ratio is the median over rounds of the ratio within the round, so that slow drifts of the clock cancel. Allocation and
-zeroing inside a call count.
+round; see ``order``. A time is the median over rounds of (time of a slot / calls). A ratio is the median over rounds of
+the ratio within the round, so that slow drifts of the clock cancel. Allocation and zeroing inside a call count.
 
 On CUDA, slots are timed with events. The first call of a slot is not counted: while it runs, the host launches the
 others, and it absorbs the one-time cost of switching to another peer's memory. If a call is so short that launching it

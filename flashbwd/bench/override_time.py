@@ -60,7 +60,7 @@ def attention_calls() -> Iterator[Call]:
     yield Call(
         "attention after memory-efficient, fp32", lambda: backward(*efficient), lambda: ours(*ours_after_efficient)
     )
-    yield Call("the same, refused by the backend that is forced", lambda: backward(*efficient), backend="sm90")
+    yield Call("the same, with a forced backend that refuses it", lambda: backward(*efficient), backend="sm90")
 
 
 def layer_norm_arguments(dtype: torch.dtype, device: str) -> list[Any]:
@@ -133,7 +133,7 @@ def main(rounds: int = ROUNDS) -> None:
     for _ in range(rounds):
         one_round(calls, times)
         host.append(microseconds(lambda: layer_norm(*on_cpu)))
-    print("| us of the host's time | PyTorch's | this library's operator | overridden | where runs | it adds to that |")
+    print("| host time in us | PyTorch's | this library's operator | overridden | kernel that runs | override adds |")
     print("| --- | --- | --- | --- | --- | --- |")
     for call in calls:
         print(row_of(call, times, call.name in handed_on))

@@ -86,7 +86,7 @@ def run_case(
             timings = measure.interleaved(ready, device, settings, tick, sustained_peers(case, list(ready)))
         except Exception as error:
             for name in ready:
-                results[name] = PeerResult(FAILED, f"raised, or another did, while timed: {_first_line(error)}")
+                results[name] = PeerResult(FAILED, f"this or another peer raised while timed: {_first_line(error)}")
             if is_broken(device):
                 raise DeviceLostError(f"flashbwd: the GPU is unusable: {_first_line(error)}", found) from error
             raise

@@ -1,1 +1,4 @@
-"""What the tests share: cases, inputs, the float64 oracle and the tolerance rule. Nothing here uses flashbwd."""
+"""Code that the tests share: cases, inputs, the float64 oracle and the tolerance rule.
+
+The oracle, the inputs and the tolerance rule do not use flashbwd.
+"""

@@ -1,8 +1,8 @@
-"""Thread roles that wait for one another at mbarriers, run on the host in every order that chance finds.
+"""Simulates thread roles that synchronize with mbarriers, on the host and in random order.
 
-A role is a generator that yields each wait as (barrier, parity) and arrives by plain calls. A role that could go on may
-be left alone for as long as the simulation likes, as a warp may be on a GPU. So a wait that a barrier can outrun, by
-completing two phases, shows as a deadlock.
+A role is a generator that yields each wait as (barrier, parity) and arrives by plain calls. The simulation may delay a
+runnable role for any length of time, as a GPU may delay a warp. If a barrier can complete two phases before a waiting
+role sees the first, the wait never ends, and the simulation reports a deadlock.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Barrier:
-    """An mbarrier: a phase completes when ``count`` arrivals have come."""
+    """An mbarrier: a phase completes after ``count`` arrivals."""
 
     count: int = 1
-    phase: int = 0  # phases completed
+    phase: int = 0  # number of completed phases
     pending: int = field(default=0, init=False)
 
     def arrive(self) -> None:
@@ -27,7 +27,7 @@ class Barrier:
             self.phase += 1
 
     def is_complete(self, parity: int) -> bool:
-        """What ``mbarrier.try_wait.parity`` answers: the phase in progress has the other parity."""
+        """The result of ``mbarrier.try_wait.parity``: true if the current phase has the other parity."""
         return self.phase % 2 != parity % 2
 
 
@@ -35,7 +35,10 @@ Role = Generator[tuple[Barrier, int], None, None]
 
 
 def run(roles: Iterable[Role], rng: random.Random) -> bool:
-    """True if every role ends; False if those that are left wait for ever. A favoured role runs as far as it can."""
+    """Run all roles. True if every role ends; False if the remaining roles all wait forever (a deadlock).
+
+    Each turn runs a random role for one or two steps, or until it has to wait.
+    """
     waits: dict[Role, tuple[Barrier, int] | None] = dict.fromkeys(roles)
     while waits:
         able = [role for role, wait in waits.items() if wait is None or wait[0].is_complete(wait[1])]

@@ -10,27 +10,27 @@ Lengths = tuple[int, ...]
 
 LAYOUTS = (
     "contiguous",
-    "packed_qkv",  # q, k, v are views of one buffer (k, v alone where shapes forbid it)
-    "bhsd",  # (B, H, S, D) memory seen as (B, S, H, D)
-    "odd_strides",  # every row is followed by an odd number of unused elements
+    "packed_qkv",  # q, k, v are views of one buffer (only k and v if the shape of q does not fit)
+    "bhsd",  # stored as (B, H, S, D), viewed as (B, S, H, D)
+    "odd_strides",  # an odd number of unused elements follows every row
     "offset",  # contiguous, one element past an aligned address
     "every_other_row",  # x[:, ::2] of a buffer twice as long
 )
 DOUT_LAYOUTS = ("same", "expanded_scalar", "expanded_row")
 LSE_FORMS = ("rows", "rows1", "padded")  # (B, H, Sq) | (B, H, Sq, 1) | (B, H, roundup(Sq, 32))
-BIAS_LAYOUTS = ("contiguous", "padded", "expanded")  # rows that begin on 16 bytes; all batches share one
+BIAS_LAYOUTS = ("contiguous", "padded", "expanded")  # padded: rows start at 16 bytes; expanded: batches share memory
 RNG_LAYOUTS = ("flash", "efficient32", "efficient64")
-LEAST = -(2.0 - 2.0**-7) * 2.0**127  # the least finite bfloat16 number; -inf in float16
+LEAST = -(2.0 - 2.0**-7) * 2.0**127  # the lowest finite bfloat16 number; -inf in float16
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention_backward. ``seqlens_q`` set: packed variable lengths, else dense.
+    """One call of attention_backward. It is packed if ``seqlens_q`` is set, else dense.
 
-    ``seqlens_*`` are physical lengths, ``seqused_*`` logical ones. ``bias`` names the dimensions of (B, H, Sq, Sk) that
-    attn_bias has in full, "1" for a broadcast one: "bhqk", "1h1k"; ``bias_floor`` stands for -inf in it. ``empty_lse``
-    is what the forward wrote where a row sees no key. ``slack`` is how far max_seqlen_* exceed the longest sequence,
-    ``trailing`` how many rows follow the last sequence.
+    ``seqlens_*`` are physical lengths, ``seqused_*`` logical ones. ``bias`` gives the shape of attn_bias in (B, H, Sq,
+    Sk), with "1" for a broadcast dimension: "bhqk", "1h1k". ``bias_floor`` replaces -inf in the bias. ``empty_lse`` is
+    the LSE of rows that see no key. max_seqlen_* exceed the longest sequence by ``slack``. ``trailing`` rows follow the
+    last sequence.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Case:
     bias: str | None = None
     bias_float32: bool = False
     bias_layout: str = "contiguous"
-    bias_hides_rows: bool = False  # some rows of the bias (all of one batch) are -inf, some single entries too
+    bias_hides_rows: bool = False  # -inf in some rows of the bias, and in some single entries
     bias_floor: float = float("-inf")
     alibi: str | None = None  # "heads": (H,), "batch": (B, H)
-    sink: str | None = None  # "finite", "minus_inf": -inf for head 0
+    sink: str | None = None  # "finite", or "minus_inf" with -inf for head 0
     dlse: bool = False
-    one_sign: bool = False  # of every product in dq, dk, dv and dbias, by a large dlse: their sums only grow
+    one_sign: bool = False  # all terms of dq, dk, dv and dbias have one sign (by a large dlse), so sums only grow
     dropout_p: float = 0.0
     rng_layout: str = "flash"
     rng_seed: int = 0x1234_5678_9ABC_DEF
@@ -112,7 +112,7 @@ def _varlen(name: str, seqlens_q: Lengths, seqlens_k: Lengths | None = None, **c
 
 
 def _sizes() -> list[Case]:
-    """Lengths around the tiles (64, 128), primes, 1 and 0; head dimensions on and off multiples of 8."""
+    """Lengths around the tile sizes (64, 128), primes, 1 and 0; head dimensions that are multiples of 8 or not."""
     lengths = [(1, 1), (1, 67), (67, 1), (63, 64), (64, 65), (65, 63), (127, 128), (128, 129), (129, 127), (97, 131)]
     lengths += [(0, 5), (5, 0), (0, 0)]
     cases = [Case(f"seqlen_{q}x{k}", batch=1, seqlen_q=q, seqlen_k=k) for q, k in lengths]
@@ -126,7 +126,7 @@ def _sizes() -> list[Case]:
 
 
 def _wide() -> list[Case]:
-    """Head dimensions beyond any tile, with every feature and lengths that fill no tile."""
+    """Head dimensions larger than any tile, with every feature and lengths that do not fill a tile."""
     base = Case("base", batch=1, heads=2, heads_kv=1, seqlen_q=270, seqlen_k=140, head_dim=320, head_dim_v=320)
     dims = [(264, 264), (320, 320), (384, 384), (512, 512), (1024, 1024), (512, 64), (40, 520), (576, 512), (263, 257)]
     cases = [replace(base, name=f"wide_{d}x{dv}", head_dim=d, head_dim_v=dv) for d, dv in dims]
@@ -154,7 +154,7 @@ def _wide() -> list[Case]:
 
 
 def _few_key_blocks() -> list[Case]:
-    """Many queries for few keys: thread blocks share the work on a block of keys."""
+    """Many queries and few keys, so that several thread blocks share the work on a block of keys."""
     base = Case("base", batch=1, heads=2, heads_kv=1, seqlen_q=700, seqlen_k=60, head_dim=64, head_dim_v=64)
     return [
         replace(base, name="few_keys"),
@@ -168,7 +168,7 @@ def _few_key_blocks() -> list[Case]:
 
 
 def _many_key_blocks() -> list[Case]:
-    """More key blocks than a GPU has multiprocessors, in whole tiles and not."""
+    """More key blocks than a GPU has SMs, with full and partial tiles."""
     base = Case("base", batch=6, heads=12, heads_kv=12, seqlen_q=128, seqlen_k=256, head_dim=64, head_dim_v=64)
     return [
         replace(base, name="many_blocks"),
@@ -189,7 +189,7 @@ def _many_key_blocks() -> list[Case]:
 
 
 def _heads() -> list[Case]:
-    """Groups, and more heads than a GPU has in work at a time: kernels may order the first ones unlike the last."""
+    """Grouped heads, and more heads than a GPU processes at a time, whose order a schedule may vary."""
     pairs = [(4, 2), (6, 2), (3, 1), (8, 1), (5, 5)]
     many = Case("many_heads", heads=40, heads_kv=40, seqlen_q=200, seqlen_k=300, head_dim=64, head_dim_v=64)
     return [
@@ -238,7 +238,7 @@ def _score_features() -> list[Case]:
         cases.append(replace(base, name=f"bias_{bias}", bias=bias))
     cases.append(replace(base, name="bias_float32", bias="1hqk", bias_float32=True))
     cases.append(replace(base, name="bias_causal_skipped_tiles", bias="bhqk", seqlen_q=140, seqlen_k=150, causal=True))
-    # Several tiles, the last ones partly filled: heads that share an element add to its gradient in turn, if not many.
+    # Several tiles, the last ones partial. If only a few heads share a bias, they add to its gradient in a fixed order.
     shared = replace(base, heads=2, heads_kv=1, seqlen_q=520, seqlen_k=136, bias_hides_rows=True)
     cases += [
         replace(shared, name="bias_shared_by_batches", bias="1hqk"),
@@ -251,7 +251,7 @@ def _score_features() -> list[Case]:
         replace(shared, name="bias_shared_float32", bias="1hqk", bias_float32=True, head_dim=128),
         replace(shared, name="bias_shared_unseen", bias="11qk", head_dim=128, window_size=(30, 20), seqlen_k=648),
     ]
-    # What the copy engine brings and stores: a gradient as it is, or a plane for each of those that share it.
+    # Bias tiles that TMA loads and stores: the gradient itself, or one partial gradient per head that shares it.
     tiles = replace(base, seqlen_q=200, seqlen_k=328, bias="bhqk", bias_hides_rows=True)
     cases += [
         replace(tiles, name="bias_tiles", head_dim=64, causal=True),
@@ -264,7 +264,7 @@ def _score_features() -> list[Case]:
         replace(tiles, name="bias_tiles_expanded", head_dim=128, bias_layout="expanded", window_size=(30, 20)),
         replace(base, name="bias_tiles_shared_by_many", batch=33, bias="11qk", seqlen_q=40, seqlen_k=40),
     ]
-    # Many heads, sequences, queries or keys add to each element: a sum that is rounded between them shows.
+    # Many heads, sequences, queries or keys add to each element, so rounding of partial sums becomes visible.
     many = Case("many", 1, 128, 128, 72, 136, 64, 64, softmax_scale=0.02, dlse=True, one_sign=True)
     cases += [
         replace(many, name="bias_one_sign_heads", bias="11qk"),
@@ -277,7 +277,7 @@ def _score_features() -> list[Case]:
     ]
     cases.append(replace(base, name="bias_hides_rows", bias="bhqk", bias_hides_rows=True, dlse=True))
     cases.append(replace(cases[-1], name="bias_hides_rows_sink", sink="finite"))
-    # Masks of finite numbers: the forward writes the least one as the LSE of a row that they hide.
+    # Masks with finite numbers: the forward writes the lowest number as the LSE of a row that the mask hides.
     least = replace(base, bias_hides_rows=True, bias_floor=LEAST, empty_lse=LEAST)
     cases += [
         replace(least, name="bias_least", bias="bhqk", head_dim=64, dlse=True),
@@ -312,7 +312,7 @@ def _dropout() -> list[Case]:
                 seqused_k=(30, 5, 11),
             ),
         ]
-        # Several tiles; numbers of rows that are multiples of four, and that are not.
+        # Several tiles; offsets and row lengths that are multiples of four or not.
         tiles = replace(base, seqlen_q=200, seqlen_k=328, dropout_p=0.2, rng_offset=2**34 - 4)
         cases += [
             replace(tiles, name=f"{base.name}_tiles", head_dim=128, head_dim_v=96),
@@ -388,7 +388,7 @@ def named(*names: str) -> list[Case]:
 
 
 def with_prefix(*prefixes: str) -> list[Case]:
-    """All cases whose names begin with one of the prefixes."""
+    """All cases whose names start with one of the prefixes."""
     found = [case for case in CASES if case.name.startswith(prefixes)]
     assert found, f"no case begins with {prefixes}"
     return found

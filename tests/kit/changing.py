@@ -1,4 +1,4 @@
-"""Modifications that read what may change between two calls: objects, classes, helpers, shapes."""
+"""Modifications that read objects, classes, helper functions or shapes that may change between two calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ring(t: Tensor) -> Any:
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
-    # mods; a change; mods that compute the same as the first after it, from literals
+    # the modifications; a change; modifications with literals that compute what the first must compute after the change
     "class": (
         lambda: (None, sliding),
         lambda patch: patch.setattr(Config, "window", 32),

@@ -1,4 +1,4 @@
-"""Whether modifications can be compiled here."""
+"""A marker for tests that need NVRTC to compile modifications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flex decoding cases, and what they mean in float64: dense scores, dense masks, mods on broadcast index tensors."""
+"""Flex decoding cases and a float64 oracle with dense scores, dense masks and mods on broadcast index tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Shape:
 
 
 def score_mods(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, Mod]:
-    """Modifications by name. They read the same on 0-d tensors and on tensors that broadcast."""
+    """Modifications by name. They work on 0-d tensors and on tensors that broadcast."""
     generator = torch.Generator().manual_seed(7)
 
     def captured(*size: int) -> Tensor:
@@ -101,7 +101,10 @@ def block_mask(mod: Mod, shape: Shape, device: str = "cpu", block: int | tuple[i
 
 
 def mask_of_lengths(lengths: Tensor, seqlen_k: int) -> BlockMask:
-    """One query a sequence sees its first keys; ``lengths`` (batch,) may change later: no block is left out."""
+    """A mask for one query per sequence, which sees the first ``lengths[b]`` keys.
+
+    ``lengths`` (batch,) may change later, so the mask lists every block.
+    """
     batch, blocks = lengths.numel(), -(-seqlen_k // 128)
     indices = torch.arange(blocks, dtype=torch.int32, device=lengths.device)
     return BlockMask.from_kv_blocks(
@@ -134,7 +137,7 @@ def oracle(
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, of the whole score matrix in ``dtype``; -inf and 0 in rows that see no key."""
+    """Output and log-sum-exp, from the whole score matrix in ``dtype``; 0 and -inf in rows that see no key."""
     group = shape.heads // shape.heads_kv
     keys, values = (t.to(dtype).repeat_interleave(group, 1).expand(shape.batch, -1, -1, -1) for t in (k, v))
     scores = q.to(dtype) @ keys.mT * (shape.head_dim**-0.5 if scale is None else scale)

@@ -1,7 +1,9 @@
-"""The dropout masks of the forwards whose gradients flashbwd computes, one element at a time. Shares no code with it.
+"""The dropout masks of the forwards whose gradients flashbwd computes, element by element.
 
-Every mask element is a function of (seed, offset, b, h, i, j) alone. The functions here evaluate that function on
-arrays of indices in NumPy's 64-bit integers; no tiling, no shared draws.
+This module shares no code with flashbwd.
+
+Every mask element depends only on (seed, offset, b, h, i, j). The functions here evaluate it on arrays of indices, in
+NumPy's 64-bit integers, without tiling and without sharing random words between elements.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Sequence[np.ndarray], seed: int, rounds: int) -> list[np.ndarray]:
-    """Philox4x32 of four arrays of 32-bit words (as uint64), keyed by a 64-bit seed: four arrays of 32-bit words."""
+    """Philox4x32 of a counter of four arrays of 32-bit words (as uint64), with a 64-bit seed as key.
+
+    Returns four arrays of 32-bit words (as uint64).
+    """
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) & _WORD for word in counter)
     key = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
     for _ in range(rounds):
@@ -50,9 +55,10 @@ def keep_efficient(
     first_col: int = 0,
     row_stride: int | None = None,
 ) -> np.ndarray:
-    """(seqlen_q, seqlen_k) bool of PyTorch's memory-efficient forward; ``wide`` is its 64-bit numbering.
+    """The mask of PyTorch's memory-efficient forward, (seqlen_q, seqlen_k) bool; ``wide`` means 64-bit numbering.
 
-    ``first_row``, ``first_col`` and ``row_stride`` (the sequence's own Sk) let a corner of a huge mask be computed.
+    With ``first_row``, ``first_col`` and ``row_stride`` (the Sk of the sequence), only a part of a huge mask is
+    computed.
     """
     stride = seqlen_k if row_stride is None else row_stride
     i = np.arange(first_row, first_row + seqlen_q, dtype=np.uint64)[:, None]
@@ -74,7 +80,7 @@ def keep_efficient(
 def keep_flash(
     seed: int, offset: int, dropout_p: float, *, b: int, h: int, heads: int, seqlen_q: int, seqlen_k: int
 ) -> np.ndarray:
-    """(seqlen_q, seqlen_k) bool of FlashAttention-2's forward."""
+    """The mask of FlashAttention-2's forward, (seqlen_q, seqlen_k) bool."""
     i, j = np.broadcast_arrays(
         np.arange(seqlen_q, dtype=np.uint64)[:, None], np.arange(seqlen_k, dtype=np.uint64)[None, :]
     )
@@ -82,7 +88,7 @@ def keep_flash(
     lane = (r % 8) * 4 + (c % 8) // 2
     low = np.uint64((offset + (b * heads + h) * 32) & 0xFFFFFFFFFFFFFFFF) + lane.astype(np.uint64)
     words = philox4x32([low & _WORD, low >> np.uint64(32), i // np.uint64(16), j // np.uint64(32)], seed, rounds=7)
-    index = (c // 16) * 8 + ((c % 16) // 8) * 4 + (r // 8) * 2 + c % 2  # which of the call's 16 little-endian bytes
+    index = (c // 16) * 8 + ((c % 16) // 8) * 4 + (r // 8) * 2 + c % 2  # of 16 little-endian bytes
     word = np.take_along_axis(np.stack(words), (index // 4)[None], axis=0)[0]
     byte = (word >> (8 * (index % 4)).astype(np.uint64)) & np.uint64(0xFF)
     threshold = int(np.floor(float(np.float32(1.0) - np.float32(dropout_p)) * 255.0))
@@ -101,7 +107,7 @@ def keep_masks(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> list[Tensor]:
-    """One (H, seqlen_q, seqlen_k) bool tensor for each sequence, for layout flash, efficient32 or efficient64."""
+    """One (H, seqlen_q, seqlen_k) bool tensor per sequence, for layout "flash", "efficient32" or "efficient64"."""
 
     def head(b: int, h: int) -> np.ndarray:
         shape = {"seqlen_q": seqlens_q[b], "seqlen_k": seqlens_k[b]}
@@ -125,6 +131,6 @@ def keep_masks(
 
 
 def keep_scale(layout: str, dropout_p: float, dtype: torch.dtype) -> float:
-    """What kept weights are multiplied by: 1 / (1 - p), which the memory-efficient forward rounds to its dtype."""
+    """The factor of kept weights: 1 / (1 - p), which the memory-efficient forward rounds to its dtype."""
     scale = 1 / (1 - dropout_p)
     return scale if layout == "flash" else float(torch.tensor(scale, dtype=torch.float64).to(dtype))

@@ -1,7 +1,7 @@
-"""Emitted modifications, and the kernels' built-in ones, compiled for the host by a C++ compiler.
+"""Compiles emitted modifications, and the kernels' built-in ones, for the host with a C++ compiler.
 
-The functions of csrc/decoding/mod_functions.cuh and ordinary.cuh are compiled as they are, after the few instructions
-and declarations that only nvcc and NVRTC know.
+The functions of csrc/decoding/mod_functions.cuh and ordinary.cuh are compiled unchanged, after a prelude that defines
+the few intrinsics and declarations that only nvcc and NVRTC know.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
 }}
 """
 
-# all_scores() computes the softcap of a chunk of scores.
+# all_scores() applies the softcap to an array of scores.
 _ORDINARY = """
 template <bool kScore, bool kMask>
 float ordinary_score(const flashbwd::DecodingParams& p, float score, int b, int h, int q, int k) {
@@ -137,7 +137,7 @@ def compiler() -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Without directives: what they include is in the prelude."""
+    """``text`` without preprocessor directives; the prelude replaces the included headers."""
     return re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
 
 
@@ -153,14 +153,14 @@ def _support() -> list[str]:
 
 
 class HostMods:
-    """Functions that are added, compiled together, and then called by name.
+    """A collection of modifications that are compiled into one library and then called by name.
 
     Parameters
     ----------
     folder : Path
-        Where source and library are written.
+        Folder for the source and the library.
     options : tuple of str
-        Of the compiler.
+        Compiler options.
     """
 
     def __init__(self, folder: Path, options: tuple[str, ...] = ("-O1",)) -> None:
@@ -173,7 +173,7 @@ class HostMods:
         self.library: Any = None
 
     def add(self, name: str, score_mod: Any = None, mask_mod: Any = None) -> None:
-        """Adds what is emitted for two functions."""
+        """Add the code that is emitted for a score and a mask modification."""
         slots = self.slots[name] = Slots(Captures(score_mod, mask_mod), "cpu")
         score = None if score_mod is None else trace("score_mod", score_mod, True)
         mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
@@ -181,7 +181,7 @@ class HostMods:
         self.parts.append(_BODY.format(name=name, mod=f"{name}_mod", mod_mask="true" if mask_mod else "false"))
 
     def add_gradient(self, name: str, score_mod: Any, differentiable: Sequence[Tensor] = ()) -> None:
-        """Adds the emitted derivative with respect to the score, and to captured tensors."""
+        """Add the emitted derivative with respect to the score and to captured tensors."""
         slots = self.slots[name] = Slots(Captures(score_mod), "cpu")
         source, places = emit_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
         self.places[name] = {slot: differentiable[i] for i, slot in places.items()}
@@ -189,7 +189,7 @@ class HostMods:
         self.parts.append(_GRADIENT.format(name=name, mod=f"{name}_mod"))
 
     def add_ordinary(self, name: str, found: Ordinary, slots: Slots) -> None:
-        """Adds a built-in modification with its numbers."""
+        """Add a built-in modification with its parameters."""
         if not self.numbers:
             self.parts += [_plain((DECODING / "ordinary.cuh").read_text()), _ORDINARY]
         self.slots[name] = slots
@@ -200,7 +200,7 @@ class HostMods:
         self.parts.append(mod.replace("struct Mod", f"struct {name}_mod"))
 
     def compile(self) -> None:
-        name = f"mods_{next(_numbers)}"  # a library that was loaded keeps its name
+        name = f"mods_{next(_numbers)}"  # dlopen does not reload a name
         (self.folder / f"{name}.cpp").write_text("\n".join([*self.parts, _SIZES]))
         command = [compiler() or "c++", "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC", *self.options]
         subprocess.run([*command, "-o", f"{name}.so", f"{name}.cpp"], cwd=self.folder, check=True)
@@ -208,7 +208,7 @@ class HostMods:
         assert self.library.captured_bytes() == ctypes.sizeof(CapturedTensor)
 
     def run(self, name: str, scores: Tensor, indices: Tensor) -> Tensor:
-        """Results for (n,) scores and (4, n) indices. A derivative adds to ``grad`` of captured float32 tensors."""
+        """Results for (n,) scores and (4, n) indices. A derivative also sets ``grad`` of captured float32 tensors."""
         for slot, tensor in self.places.get(name, {}).items():
             tensor.grad = torch.zeros_like(tensor)
             self.library.set_gradient(slot, ctypes.c_void_p(tensor.grad.data_ptr()))

@@ -1,9 +1,9 @@
-"""Random expressions of the operators that can be emitted, with the values that PyTorch's eager operators give them.
+"""Random expressions of the operators that can be emitted, with their values from PyTorch's eager operators.
 
-An expression is text, so that a failure can be repeated. Operators are applied one after the other to earlier results,
-and PyTorch evaluates each of them at once, on vectors of extreme values: an application that PyTorch refuses is
-dropped. The vectors are too short for PyTorch's vector instructions, whose functions are other ones than the GPU's.
-Only Python numbers are constants, so that types are promoted on vectors as they are on scalars.
+An expression is text, so a failure can be repeated. The generator applies operators one after the other to earlier
+results. PyTorch evaluates each application immediately, on vectors of extreme values; an application that PyTorch
+refuses is discarded. The vectors are too short for PyTorch's SIMD functions, which differ from the GPU's functions. All
+constants are Python numbers, so that vectors have the same type promotion as scalars.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ FLOATS += [65504.0, 65520.0, -7e4, 16777217.0, 2147483648.0, -9.3e18, 1e30, -3.4
 INTEGER_CONSTANTS = (0, 1, 2, 3, -1, -2, -5, 7, 100, 255, 300, 2**31 - 1, -(2**31), 2**62, -(2**62))
 FLOAT_CONSTANTS = (0.0, -0.0, 0.5, 1.0, -1.0, 0.1, 2.5, -3.3, INF, -INF, NAN, 1e-45, 1e-10, 6.5e4, 1e20, 1e39)
 
-# Whether arithmetic rounds a number that 16 bits do not hold differs between PyTorch on a CPU and on a GPU; comparisons
-# and what fills with a number always do.
+# PyTorch's 16-bit arithmetic rounds a Python number to 16 bits only on one of CPU and GPU, so such arithmetic gets
+# constants that are exact in 16 bits. Comparisons and fills always round the number.
 EXACT_INTEGERS, EXACT_FLOATS = (0, 1, 2, -1, 3, 100), (0.0, -0.0, 0.5, 1.0, -2.5, INF, -INF, NAN)
 _ROUND_NUMBERS = (" < ", " <= ", " > ", " >= ", " == ", " != ", "fill", "full", "clamp")
 
-# Which zero the larger of 0.0 and -0.0 is differs between processors: 0 is added to extrema.
-# With {x}, {y} for values, {i} and {f} for integer and floating-point constants, {c} for either,
-# {n} for one that is not NaN, {d} for a dtype.
+# The sign of the maximum of 0.0 and -0.0 differs between processors, so the templates add 0 to extrema.
+# Placeholders: {x}, {y} for values, {i} and {f} for integer and floating-point constants, {c} for either,
+# {n} for a constant that is not NaN, {d} for a dtype.
 _UNARY = """
 -{x};torch.abs({x});torch.floor({x});torch.ceil({x});torch.trunc({x});torch.round({x});torch.frac({x});torch.sign({x})
 torch.sgn({x});torch.square({x});torch.relu({x}) + 0;torch.reciprocal({x});torch.isnan({x});torch.isinf({x})
@@ -80,7 +80,7 @@ torch.bitwise_right_shift({x}, {y});torch.logical_not({x}) + {y};torch.add({x}, 
 torch.sub({x}, {y}, alpha={i})
 """
 _INTEGER_POWERS = "{x} ** {y};{i} ** {y};{x} ** {i}"
-# What libraries round differently comes last, so that nothing magnifies the difference.
+# Functions that libraries round differently; they are applied last, so that no later operator magnifies the difference.
 _LAST = """
 torch.exp({x});torch.exp2({x});torch.expm1({x});torch.log({x});torch.log2({x});torch.log10({x});torch.log1p({x})
 torch.sqrt({x});torch.rsqrt({x});{x}.nan_to_num() ** 0.5;torch.sin({x});torch.cos({x});torch.tan({x});torch.asin({x})
@@ -104,12 +104,12 @@ INTEGER_POWERS = _templates(_INTEGER_POWERS)
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Divides by a Python number as PyTorch's CUDA kernels do: they multiply by the reciprocal in float32."""
+    """Divides by a Python number as PyTorch's CUDA kernels do, which multiply by the reciprocal in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         quotient = getattr(func, "__name__", "") in ("__truediv__", "div", "divide", "true_divide")
         if quotient and not kwargs and isinstance(args[1], (int, float)) and args[1] != 0:
-            x = func(args[0], 1)  # in the type of the quotient
+            x = func(args[0], 1)  # converts to the dtype of the quotient
             if x.dtype != torch.float64:
                 reciprocal = torch.ones(()) / torch.tensor(float(args[1]), dtype=torch.float32)
                 return (x.float() * reciprocal).to(x.dtype)
@@ -118,12 +118,12 @@ class AsOnCuda(TorchFunctionMode):
 
 @dataclass
 class Expression:
-    """``text`` of a function of (s, b, h, q, k), its value for the inputs, and whether it must have every bit."""
+    """The ``text`` of a function of (s, b, h, q, k), its value for the inputs, and whether every bit must match."""
 
     text: str
     value: Tensor
     exact: bool
-    dtype: torch.dtype  # in which the last operator rounds
+    dtype: torch.dtype  # dtype of the result of the last operator
 
     @property
     def function(self) -> Mod:
@@ -131,7 +131,7 @@ class Expression:
 
 
 class Expressions:
-    """Expressions made from a seed; ``vectors`` are the inputs on which they are evaluated, 7 of each at a time."""
+    """Expressions drawn from a seed; ``vectors`` are the inputs on which they are evaluated, 7 values at a time."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -182,7 +182,7 @@ class Expressions:
         text, value = self.random.choice(pool)
         dtype = self.random.choice(DTYPES)
         if value.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
-            # What a cast makes of a value that the type does not hold differs between processors.
+            # Casting a value that does not fit into the type gives different results on different processors.
             text = f"torch.nan_to_num({text}, 0.0, 99.0, -99.0).clamp(-100, 100)"
         text = f"({text}).to({dtype})"
         return text, self._value(text)
@@ -192,7 +192,7 @@ class Expressions:
         x, y = self.random.choice(recent), self.random.choice(recent)
         has_16_bits = any(value.dtype in (torch.float16, torch.bfloat16) for _, value in (x, y))
         if has_16_bits and "alpha=" in template:
-            return None  # rounded twice on a CPU, and once on a GPU
+            return None  # a CPU rounds twice, a GPU once
         if template in INTEGER_POWERS and any(value.is_floating_point() for _, value in (x, y)):
             return None
         parts = self._with_numbers(template, has_16_bits)
@@ -223,14 +223,17 @@ class Expressions:
 
 
 def _takes_sign_of_nan(template: str, x: Tensor, y: Tensor) -> bool:
-    """Which sign a NaN has differs between processors."""
+    """Whether the result depends on the sign of a NaN, which differs between processors."""
     if "signbit" in template:
         return bool(x.isnan().any())
     return "copysign({x}, {y})" in template and bool(y.isnan().any())
 
 
 def _divides_by_minus_one(template: str, x: Tensor, y: Tensor, parts: str) -> bool:
-    """PyTorch's truncated division of the least integer by -1 kills the process."""
+    """Whether the template divides integers by -1 with truncation.
+
+    PyTorch's truncated division of the lowest integer by -1 kills the process.
+    """
     if "trunc'" not in parts or x.is_floating_point() or y.is_floating_point():
         return False
     numbers = [torch.tensor(int(number)).to(x.dtype) for number in re.findall(r"\((-?\d+)\)", parts)]
@@ -238,7 +241,7 @@ def _divides_by_minus_one(template: str, x: Tensor, y: Tensor, parts: str) -> bo
 
 
 def expressions(seed: int, count: int) -> Iterator[tuple[Expressions, list[Expression]]]:
-    """Batches that share inputs, ``count`` expressions together."""
+    """Batches of expressions that share inputs, ``count`` expressions in all."""
     batch = 10
     for i in range(0, count, batch):
         maker = Expressions(seed * 1000 + i // batch)

@@ -1,4 +1,4 @@
-"""The library's host arithmetic, compiled for the tests."""
+"""Access to the library's host C++ code, which is compiled into a module for the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_host() -> ModuleType:
     Raises
     ------
     ImportError
-        When it has not been built for this Python, naming the command that builds it.
+        If the module was not built for this Python; the message gives the build command.
     """
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = BUILT / (NAME + suffix)
@@ -42,7 +42,7 @@ def load_host() -> ModuleType:
 
 
 def dense_problem(host: ModuleType, **changes: Any) -> Any:
-    """A dense bfloat16 problem of two batches and grouped heads, with changes to its fields."""
+    """A dense bfloat16 problem with batch size 2 and grouped heads; ``changes`` override its fields."""
     values = {
         "dtype": host.DType.kBFloat16,
         "bias_dtype": host.DType.kBFloat16,
@@ -61,7 +61,7 @@ def dense_problem(host: ModuleType, **changes: Any) -> Any:
 
 
 def device_info(host: ModuleType, **values: Any) -> Any:
-    """A GPU that need not be there."""
+    """A description of a GPU, which need not exist."""
     return _with(host.DeviceInfo(), values)
 
 
@@ -71,8 +71,10 @@ _DTYPES |= {"int32": "kInt32", "int64": "kInt64", "uint64": "kUInt64", "uint8": 
 
 @contextmanager
 def planned_for(device: Any) -> Iterator[None]:
-    """Within, ``plan_attention_backward`` plans for a GPU that need not be there (a ``device_info``), as on which it
-    treats every tensor."""
+    """Make ``plan_attention_backward`` plan for ``device``, a ``device_info`` of a GPU that need not exist.
+
+    Within the context, every tensor is treated as if it were on that GPU.
+    """
     host = load_host()
     call = _ops.call
 
@@ -84,7 +86,7 @@ def planned_for(device: Any) -> Iterator[None]:
         if operator is not torch.ops.flashbwd.plan_attention_backward:
             return call(operator, *args, **kwargs)
         dout, *others = args
-        args = (dout if dout.stride(-1) == 1 else dout.contiguous(), *others)  # as the operator does
+        args = (dout if dout.stride(-1) == 1 else dout.contiguous(), *others)  # the operator does the same
         given = dict(zip(("dout", "q", "k", "v", "out", "softmax_lse"), args, strict=True)) | kwargs
         del given["plan_device"]
         values = {n: described(v) if isinstance(v, Tensor) else v for n, v in given.items() if v is not None}

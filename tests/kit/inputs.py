@@ -1,4 +1,4 @@
-"""Tensors of a case: values, reference results, memory layouts, and NaN wherever nothing may be read."""
+"""Tensors of a case: values, reference results, memory layouts, and NaN in all memory that must not be read."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from . import dropout, oracle, tolerance
 from .cases import Case
 
-_DLSE_OF_ONE_SIGN = 64.0  # beyond |dp - delta|
-_A_HANDFUL = 1024  # elements
+_DLSE_OF_ONE_SIGN = 64.0  # larger than |dp - delta|
+_A_HANDFUL = 1024  # elements of a small block
 
 
 def forward_arguments(canonical: dict[str, Any]) -> dict[str, Any]:
-    """What oracle.attention takes besides q, k, v, dout."""
+    """The arguments of oracle.attention except q, k, v and dout."""
     return {name: x for name, x in canonical.items() if name not in ("q", "k", "v", "dout", "out", "lse")}
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a case holds, whatever its layout, and what comes of it. See Inputs."""
+    """The values of a case, independent of its layout, and the reference results. See Inputs."""
 
     canonical: dict[str, Any]
     reference: oracle.AttentionResult
 
     @cached_property
     def rounded(self) -> tuple[oracle.AttentionResult, ...]:
-        """The gradients by plain PyTorch in the precision of the inputs: by autograd, by the formulas written out."""
+        """Gradients by plain PyTorch in the inputs' precision: from autograd, and from the written-out formulas."""
         main = [self.canonical[name] for name in ("q", "k", "v", "dout")]
         dtype = self.canonical["q"].dtype
         by_autograd = oracle.attention(*main, **forward_arguments(self.canonical), dtype=dtype)
@@ -38,7 +38,7 @@ class Draw:
 
     @cached_property
     def naive(self) -> tuple[oracle.AttentionResult, ...]:
-        """These, and the formulas in float64, whose error is that of the given out and LSE: for the tolerance rule."""
+        """``rounded``, and the written-out formulas in float64, whose error comes only from the rounded out and LSE."""
         return (*self.rounded, self._written_out(torch.float64))
 
     def _written_out(self, dtype: torch.dtype) -> oracle.AttentionResult:
@@ -48,10 +48,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything one call takes. ``softmax_lse`` and ``dlse`` have the form the case asks for.
+    """The arguments of one call. ``softmax_lse`` and ``dlse`` have the form that the case requests.
 
-    ``reference`` holds the float64 results, on the CPU. ``canonical`` holds the same values as the arguments, on the
-    CPU, contiguous, with lse and dlse as (B, H, Sq) or (H, total_q), for the oracle.
+    ``reference`` holds the float64 results, on the CPU. ``canonical`` holds the values of the arguments for the oracle:
+    on the CPU, contiguous, with lse and dlse as (B, H, Sq) or (H, total_q).
     """
 
     case: Case
@@ -78,7 +78,7 @@ class Inputs:
         return (case.rng_seed, case.rng_offset, case.rng_layout) if case.dropout_p > 0 else None
 
     def check(self, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None) -> None:
-        """Assert that the gradients obey the tolerance rule, each absent exactly where the reference has none."""
+        """Assert that the gradients obey the tolerance rule, and that they are None exactly where the reference is."""
         for name, actual in {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsink": dsink}.items():
             expected = getattr(self.reference, name)
             if expected is None:
@@ -92,7 +92,7 @@ class Inputs:
                 self._check_blocks(name, actual.detach().double().cpu())
 
     def blocks(self, name: str) -> tolerance.Blocks:
-        """The rule for one gradient."""
+        """The tolerance rule for one gradient."""
         return tolerance.Blocks(name, getattr(self.reference, name), self.dtype, self.case.softcap > 0)
 
     def _check_blocks(self, name: str, actual: Tensor) -> None:
@@ -100,7 +100,7 @@ class Inputs:
         for naive in (
             lambda: self.draw.rounded,
             lambda: self.draw.naive,
-        ):  # the limit is no larger by fewer, and sooner
+        ):  # fewer results give a smaller limit, and take less time
             limits = blocks.limits(blocks.errors(getattr(result, name) for result in naive()))
             exceeded = blocks.exceeded(actual, limits)
             if not bool(exceeded.any()):
@@ -110,10 +110,10 @@ class Inputs:
         blocks.check(actual, limits)
 
     def _usual_limits(self, blocks: tolerance.Blocks) -> Tensor:
-        """Limits of blocks of a handful of elements, by other draws.
+        """Limits of blocks with few elements, from other random draws of the case.
 
-        In such a block the plain computations can be right by luck, all the more where a search looks for it; other
-        draws say how far off they usually are. No limit is beyond that of all blocks together.
+        In such a block the plain computations can be accurate by chance, and hypothesis finds such cases. Other draws
+        show their usual error. No limit exceeds the limit of the whole tensor.
         """
         name = blocks.gradient
         usual = torch.zeros((), dtype=torch.float64)
@@ -137,13 +137,13 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def build(case: Case, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-    """Draw the values of a case, compute its reference, and lay both out as the case asks, on ``device``."""
+    """Draw the values of a case, compute its reference, and lay out the arguments on ``device`` as requested."""
     drawn = _draw(replace(case, name="", layout="contiguous", lse_form="rows", deterministic=False), dtype, seed)
     return Inputs(case, dtype, seed, _arguments(case, drawn.canonical, torch.device(device)), drawn)
 
 
 def arguments_to_plan(case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a case in the memory it asks for, on the CPU, zeros for out and LSE: nothing is computed."""
+    """The arguments of a case in its layout, on the CPU, with zeros for out and LSE, so that nothing is computed."""
     canonical = _values(replace(case, dropout_p=0.0), dtype, 0)
     canonical["out"] = torch.zeros_like(canonical["dout"])
     lead = canonical["q"].shape[:-2]
@@ -152,14 +152,15 @@ def arguments_to_plan(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     return _arguments(case, canonical, torch.device("cpu"))
 
 
-@lru_cache(maxsize=4)  # tests that follow one another differ in backend, layout or determinism
+@lru_cache(maxsize=4)  # consecutive tests often differ only in backend, layout or determinism
 def _draw(case: Case, dtype: torch.dtype, seed: int) -> Draw:
     canonical = _values(case, dtype, seed)
     reference = oracle.attention(*(canonical[name] for name in ("q", "k", "v", "dout")), **forward_arguments(canonical))
     canonical["out"] = reference.out.to(dtype)
     canonical["lse"] = torch.where(reference.empty, case.empty_lse, reference.lse).to(lse_dtype(dtype))
     if canonical["dlse"] is not None:
-        # Only where nothing depends on it: with a sink, a row without keys has an LSE, which is the sink.
+        # NaN where nothing depends on dlse. With a sink, the LSE of a row without keys is the sink, so dlse counts
+        # there.
         canonical["dlse"] = torch.where(reference.lse == -torch.inf, torch.nan, canonical["dlse"])
     _poison(case, canonical)
     return Draw(canonical, reference)
@@ -253,7 +254,7 @@ def _poison(case: Case, canonical: dict[str, Any]) -> None:
         for name in names:
             if (x := canonical[name]) is None:
                 continue
-            rows = x.transpose(-1, -2) if name in ("lse", "dlse") else x  # rows first, or after the batch
+            rows = x.transpose(-1, -2) if name in ("lse", "dlse") else x  # (rows, H) or (B, Sq, H)
             start = 0
             for b, (n, used) in enumerate(zip(physical, logical, strict=True)):
                 if case.varlen:
@@ -262,7 +263,7 @@ def _poison(case: Case, canonical: dict[str, Any]) -> None:
                     rows[b, used:] = torch.nan
                 start += n
             if case.varlen:
-                rows[start:] = torch.nan  # what follows the last sequence
+                rows[start:] = torch.nan  # the rows after the last sequence
     bias = canonical["attn_bias"]
     if bias is None:
         return
@@ -308,7 +309,7 @@ def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> d
 
 
 def statistics_in_form(case: Case, rows: Tensor) -> Tensor:
-    """Row statistics, (B, H, Sq) or (H, total_q), in the form that the case asks for; what pads them is NaN."""
+    """Row statistics, (B, H, Sq) or (H, total_q), in the form that the case requests; padding is NaN."""
     if case.lse_form == "rows":
         return rows
     if case.lse_form == "rows1":
@@ -323,7 +324,7 @@ def statistics_in_form(case: Case, rows: Tensor) -> Tensor:
 
 
 def lay_out(layout: str, x: Tensor) -> Tensor:
-    """The values of x, (B, S, H, D) or (total, H, D) (or a row), as a view of memory that holds NaN in the gaps."""
+    """The values of x, (B, S, H, D) or (total, H, D) or one row, as a view of memory with NaN in the gaps."""
 
     def buffer(*shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
@@ -345,7 +346,7 @@ def lay_out(layout: str, x: Tensor) -> Tensor:
 
 
 def lay_out_bias(layout: str, x: Tensor) -> Tensor:
-    """The values of x, (B, H, Sq, Sk), as a view of memory that holds NaN in the gaps."""
+    """The values of x, (B, H, Sq, Sk), as a view of memory with NaN in the gaps."""
     if layout == "padded":
         columns = x.shape[-1]
         wide = torch.full((*x.shape[:-1], roundup(columns + 1, 16)), torch.nan, dtype=x.dtype, device=x.device)

@@ -1,9 +1,9 @@
-"""Long sequences: values whose gradients show the loss of any one tile, and a reference that needs no S^2 memory.
+"""Long sequences: values with which the loss of any tile is visible, and a reference that needs no S^2 memory.
 
-Under a causal mask ordinary values do not: row i spreads its weight over i + 1 keys, so what late rows add to the first
-keys is less than a rounding of what early rows add. Here dout grows with the row ("levelled"), so that each tile of the
-gradients weighs about the same. Values of "one_sign" make every product of dq, dk and dv positive, by a large gradient
-of the LSE: sums only grow, and rounding them between tiles shows.
+With random values under a causal mask, the loss of a tile can be invisible: row i spreads its weight over i + 1 keys,
+so late rows add less to the first keys than the rounding error of early rows. With "levelled" values dout grows with
+the row, so all tiles contribute about equally to the gradients. With "one_sign" values, a large gradient of the LSE
+makes all terms of dq, dk and dv positive, so sums only grow and rounding them between tiles becomes visible.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from . import tolerance
 
-_ELEMENTS = 2**23  # scores held at once
+_ELEMENTS = 2**23  # scores in memory at a time
 LEVEL = 64.0  # dout of row i is multiplied by (i + 1) / LEVEL
 DLSE = 64.0
 BLOCK_M, BLOCK_N = 64, 128
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Of two matrices, in their precision: 16-bit numbers are summed in fp32, and the sum is rounded once."""
+    """The product of two matrices in their dtype: 16-bit products are summed in fp32, and the sum is rounded once."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
 
@@ -58,7 +58,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a block of rows of one head has: ``p`` and ``ds`` (rows, keys), of the keys up to ``keys``."""
+    """Results of a block of rows of one head: ``p`` and ``ds`` are (rows, keys), for the first ``keys`` keys."""
 
     head: int
     rows: slice
@@ -79,7 +79,7 @@ class LongInputs:
     dlse: Tensor | None  # (1, H, S)
 
     def scores(self, dtype: torch.dtype, rows_at_once: int = 0) -> Iterator[Scores]:
-        """Blocks of rows of each head: matrices in ``dtype``, statistics of rows at least in fp32."""
+        """Yields blocks of rows of each head, with matrices in ``dtype`` and row statistics at least in fp32."""
         case = self.case
         step = rows_at_once or max(BLOCK_M, _ELEMENTS // case.seqlen)
         scale, wide = case.head_dim**-0.5, torch.promote_types(dtype, torch.float32)
@@ -105,7 +105,7 @@ class LongInputs:
                 yield Scores(head, rows, keys, p, ds, out, s.logsumexp(-1))
 
     def gradients(self, dtype: torch.dtype) -> Gradients:
-        """By products in ``dtype``, whose sums over blocks of rows are at least fp32."""
+        """Gradients from products in ``dtype``, whose sums over blocks of rows are at least fp32."""
         wide = torch.promote_types(dtype, torch.float32)
         out, dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (self.q, self.q, self.k, self.v))
         lse = torch.zeros(1, self.case.heads, self.case.seqlen, dtype=wide, device=out.device)
@@ -125,7 +125,7 @@ class LongInputs:
 
     @cached_property
     def plain(self) -> Gradients:
-        """What PyTorch makes of the formulas in the precision of the inputs."""
+        """The results of the formulas in PyTorch in the precision of the inputs."""
         return self.gradients(self.q.dtype)
 
     def blocks(self, name: str) -> tolerance.Blocks:
@@ -140,14 +140,14 @@ class LongInputs:
             self.blocks(name).check(actual.detach().double(), self.limits(name))
 
     def arguments(self) -> dict[str, object]:
-        """Of attention_backward, with out and LSE as a forward would have rounded them."""
+        """Arguments of attention_backward, with out and LSE rounded as a forward rounds them."""
         found: dict[str, object] = {"dout": self.dout, "q": self.q, "k": self.k, "v": self.v}
         found |= {"out": self.reference.out.to(self.q.dtype), "softmax_lse": self.reference.lse.float()}
         found["causal"] = self.case.causal
         return found | ({} if self.dlse is None else {"dlse": self.dlse})
 
 
-@lru_cache(maxsize=2)  # tests that follow one another differ in the backend and the precision
+@lru_cache(maxsize=2)  # consecutive tests often differ only in backend and precision
 def build(case: LongCase, dtype: torch.dtype, device: str = "cpu") -> LongInputs:
     generator = torch.Generator(device).manual_seed(0)
 
@@ -166,9 +166,9 @@ def build(case: LongCase, dtype: torch.dtype, device: str = "cpu") -> LongInputs
 
 
 def as_a_kernel(x: LongInputs, sums: torch.dtype = torch.float32, of: str = "dq") -> Gradients:
-    """The gradients as a kernel rounds them: P and dS once, to the precision of the inputs; sums over tiles in fp32.
+    """The gradients with a kernel's rounding: P and dS are rounded once to the inputs' dtype; sums over tiles are fp32.
 
-    ``sums``: what sums of the gradient ``of`` are rounded to between tiles: anything but float32 is a fault.
+    Between tiles, sums of the gradient ``of`` are rounded to ``sums``; any dtype except float32 simulates a fault.
     """
     dtype, scale = x.q.dtype, x.case.head_dim**-0.5
     dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v))

@@ -1,4 +1,4 @@
-"""Modifications by what they show of the operators that can be emitted: functions of scores in (-4, 4) and indices."""
+"""Modifications that exercise the operators that can be emitted: functions of scores in (-4, 4) and indices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 Mod = Callable[..., Tensor]
 INF, NAN = float("inf"), float("nan")
 
-SHAPE = (2, 4, 5, 40)  # of the indices b, h, q, k
+SHAPE = (2, 4, 5, 40)  # number of values of the indices b, h, q, k
 
 _F = nn.functional
 _UNARY = {
@@ -127,7 +127,7 @@ def captures(device: str) -> dict[str, Mod]:
 
 
 def captures_in_steps(device: str) -> dict[str, Mod]:
-    """Captured tensors indexed one dimension at a time: these read otherwise on index tensors that broadcast."""
+    """Captured tensors indexed one dimension at a time; on broadcast index tensors these mean something else."""
     bias = torch.randn(SHAPE, generator=torch.Generator().manual_seed(4)).to(device)
     return {
         "in_steps": lambda s, b, h, q, k: s + bias[b][h][q][k] + bias[1, 2][q, k] + bias[1][h, q, -k],

@@ -1,7 +1,7 @@
 """Reference values: float64 autograd of the naive formulas. Shares no code with the library.
 
-Attention is computed one sequence at a time with the whole score matrix in memory, in any dtype: float64 gives the
-reference values, the dtype of the inputs gives the error that a plain PyTorch computation makes (tolerance.py).
+Attention is computed one sequence at a time with the whole score matrix in memory, in any dtype. float64 gives the
+reference values. The dtype of the inputs gives the error of a plain PyTorch computation (tolerance.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Causal = bool | str
 class AttentionResult:
     """Forward values and gradients, in the shapes of the inputs.
 
-    ``out`` (B, Sq, H, Dv) or (total_q, H, Dv); ``lse`` (B, H, Sq) or (H, total_q), -inf where a row sees no key and
-    there is no sink; ``empty`` is true there, and in rows outside the logical lengths. Gradients of rows outside the
-    logical lengths are zero. ``dbias`` and ``dsink`` are None where there was no bias or sink.
+    ``out`` is (B, Sq, H, Dv) or (total_q, H, Dv). ``lse`` is (B, H, Sq) or (H, total_q), and -inf in rows that see no
+    key if there is no sink. ``empty`` is true in rows that see no key and in rows outside the logical lengths.
+    Gradients of rows outside the logical lengths are zero. ``dbias`` and ``dsink`` are None without a bias or sink.
     """
 
     out: Tensor
@@ -36,7 +36,7 @@ class AttentionResult:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Where one sequence lives: row ranges of its logical part in the queries and in the keys."""
+    """The row ranges of the logical part of one sequence in the queries and in the keys."""
 
     index: int
     q: slice
@@ -88,7 +88,7 @@ def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int, causal: Causal) -> 
 
 
 def _bias_of(attn_bias: Tensor, b: int, seqlen_q: int, seqlen_k: int, heads: int) -> Tensor:
-    """(H, seqlen_q, seqlen_k) part of a bias of any broadcast that belongs to sequence b."""
+    """The part of a bias that belongs to sequence b, expanded to (H, seqlen_q, seqlen_k)."""
     part = attn_bias[b if attn_bias.shape[0] > 1 else 0]
     part = part[:, : min(part.shape[1], seqlen_q) if part.shape[1] > 1 else 1]
     part = part[:, :, : min(part.shape[2], seqlen_k) if part.shape[2] > 1 else 1]
@@ -119,9 +119,9 @@ def attention(
 ) -> AttentionResult:
     """Forward and autograd gradients of the naive formula, all arithmetic in ``dtype``.
 
-    ``keep`` holds one (H, seqlen_q, seqlen_k) bool tensor a sequence (logical lengths), e.g. from dropout.keep_masks;
-    what is kept is multiplied by ``keep_scale``.
-    ``dlse`` has the shape of AttentionResult.lse. Everything outside the logical lengths may be NaN.
+    ``keep`` holds one (H, seqlen_q, seqlen_k) bool tensor per sequence (logical lengths), e.g. from dropout.keep_masks.
+    Kept weights are multiplied by ``keep_scale``. ``dlse`` has the shape of AttentionResult.lse. All values outside the
+    logical lengths may be NaN.
     """
     varlen = cu_seqlens_q is not None
     heads, heads_kv = q.shape[-2], k.shape[-2]
@@ -131,7 +131,7 @@ def attention(
         return x.detach().to(dtype).clone().requires_grad_()
 
     ql, kl, vl = leaf(q), leaf(k), leaf(v)
-    bias_leaves: list[tuple[int, Tensor]] = []  # one for each sequence: their gradients are summed in fp32 at least
+    bias_leaves: list[tuple[int, Tensor]] = []  # one per sequence, so that their gradients are summed at least in fp32
     logit = None if sink is None else leaf(sink)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
     rows = (q.shape[-2], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
@@ -171,7 +171,7 @@ def attention(
             s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)
         blind = ~seen.any(dim=-1)  # (H, seqlen_q): rows that see no key
         s = s.masked_fill(~seen, -torch.inf)
-        dead = blind  # rows without a finite score, through which no gradient may pass
+        dead = blind  # rows without a finite score, which must not pass on a gradient
         if logit is not None:
             s = torch.cat([s, logit[:, None, None].expand(heads, seqlen_q, 1)], dim=-1)
             dead = blind & (logit.detach() == -torch.inf)[:, None]
@@ -228,10 +228,10 @@ def attention_from_statistics(
     dtype: torch.dtype = torch.float64,
     operands: torch.dtype | None = None,
 ) -> AttentionResult:
-    """The gradients written out, from an ``out`` and ``lse`` that are given (rounded, or of more keys than k holds).
+    """The gradients from written-out formulas and a given ``out`` and ``lse`` (rounded, or of more keys than k has).
 
-    Shapes as in attention(). The sink counts only in dsink: it is inside ``lse`` already. ``operands``: what P and dS
-    are rounded to before the products of dq, dk and dv, as kernels do.
+    Shapes as in attention(). The sink is used only for dsink, because ``lse`` already includes it. P and dS are rounded
+    to ``operands`` before the products that give dq, dk and dv, as kernels do.
     """
     varlen = cu_seqlens_q is not None
     heads, heads_kv = q.shape[-2], k.shape[-2]
@@ -267,7 +267,7 @@ def attention_from_statistics(
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
             s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)
         blind = ~seen.any(dim=-1)
-        stat = lse[at_rows].masked_fill(blind, 0.0)  # (H, seqlen_q), in the precision it was given
+        stat = lse[at_rows].masked_fill(blind, 0.0)  # (H, seqlen_q), in its own dtype
         p = torch.exp(s - stat[..., None].to(torch.promote_types(dtype, stat.dtype))).to(dtype).masked_fill(~seen, 0.0)
         z = torch.ones_like(p) if keep is None else keep[b].to(q.device).to(dtype) * keep_scale
         delta = (dos * os_).sum(dim=-1)
@@ -300,7 +300,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_reduced(into: Tensor, ds: Tensor) -> None:
-    """Add ds (H, seqlen_q, seqlen_k), summed over the dimensions where ``into`` has size 1, to its leading part."""
+    """Add ds (H, seqlen_q, seqlen_k) to the leading part of ``into``, summed where ``into`` has size 1."""
     for dim in range(3):
         if into.shape[dim] == 1:
             ds = ds.sum(dim=dim, keepdim=True)
@@ -332,7 +332,7 @@ def layer_norm(
 ) -> NormResult:
     """LayerNorm (or RMSNorm) forward and autograd gradients, all arithmetic in ``dtype``.
 
-    dbeta is the gradient of a bias that is zero here; it is None for RMSNorm.
+    dbeta is the gradient of a bias of zeros; it is None for RMSNorm.
     """
     columns = x.shape[-1]
     xl = x.detach().to(dtype).clone().requires_grad_()

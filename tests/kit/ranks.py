@@ -1,4 +1,4 @@
-"""Processes of this machine that form a process group, and run a test's functions."""
+"""A process group of local processes that run the functions of a test."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def _work(rank: int, size: int, backend: str, store: str, pipe: Connection) -> N
 
 
 class Ranks:
-    """A process group of fresh processes; a context manager.
+    """A context manager that starts processes and joins them into a process group.
 
     Parameters
     ----------
     size : int
-        How many processes.
+        Number of processes.
     folder : Path
-        Where they find each other.
+        Folder of the file that the processes use to find each other.
     backend : str
-        ``"gloo"``; or ``"nccl"``, each on its own GPU.
+        ``"gloo"``, or ``"nccl"`` with one GPU per process.
     """
 
     def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
@@ -55,7 +55,7 @@ class Ranks:
             theirs.close()
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a module's function in every process; what is raised in one is raised here, with its traceback."""
+        """Call a module-level function in every process; raise here if one process raises, with its traceback."""
         for pipe in self._pipes:
             pipe.send((function, args))
         failures: list[str] = []

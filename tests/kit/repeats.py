@@ -1,4 +1,4 @@
-"""What runs again gives the same bits, or does not."""
+"""Counts the elements that differ between repeated runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 def differing_elements(
     run: Callable[[], Sequence[Tensor]], times: int = 1000, beside: Callable[[], object] | None = None
 ) -> int:
-    """How many elements differ from the first run's in so many more. Nothing waits for the device between them.
+    """Number of elements that differ from those of the first run, over ``times`` more runs without synchronization.
 
-    ``beside``: work for the GPU that begins with every run, on a stream of its own.
+    ``beside`` is GPU work that starts with every run on a second stream.
     """
     first = run()
     different = torch.zeros((), dtype=torch.int64, device=first[0].device)
     stream = torch.cuda.Stream() if beside else None
     if stream:
-        stream.wait_stream(torch.cuda.current_stream())  # for what `beside` reads
+        stream.wait_stream(torch.cuda.current_stream())  # `beside` may read results of earlier work
     for _ in range(times):
         if beside:
             with torch.cuda.stream(stream):
@@ -27,5 +27,5 @@ def differing_elements(
         for again, before in zip(run(), first, strict=True):
             different += torch.ne(again, before).sum()
     if stream:
-        torch.cuda.current_stream().wait_stream(stream)  # before what it reads is freed
+        torch.cuda.current_stream().wait_stream(stream)  # `beside` must end before its inputs are freed
     return int(different)

@@ -1,6 +1,6 @@
-"""What a run of the tests found: counts, refusals, other skips, and the largest error over its limit.
+"""The summary of a test run: counts, refusals, other skips, and the largest ratios of errors to their limits.
 
-``FLASHBWD_TEST_SUMMARY`` names a file that gets it as JSON; benchmarks/gpu_run.py adds such files up.
+``FLASHBWD_TEST_SUMMARY`` names a JSON file to which the summary is written; benchmarks/gpu_run.py adds up these files.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import pytest
 
 from . import tolerance
 
-DECLARED = "refused as declared: "  # how the skip of a case begins that a backend refuses, and is expected to
+DECLARED = "refused as declared: "  # prefix of the skip reason of a case that a backend is expected to refuse
 PROPERTY = "error_over_limit"
 
-Ratios = dict[str, dict[str, float]]  # "sm90 bfloat16" -> gradient -> largest error over its limit
+Ratios = dict[str, dict[str, float]]  # "sm90 bfloat16" -> gradient -> largest ratio of an error to its limit
 
 
 def target_of(item: pytest.Item) -> str:
-    """ "backend dtype" of a test, as far as its parameters say."""
+    """ "backend dtype" of a test, as far as its parameters contain them."""
     callspec = getattr(item, "callspec", None)
     parameters = callspec.params if callspec else {}
     device, backend, dtype = parameters.get("target", ("", parameters.get("backend", "auto"), parameters.get("dtype")))
@@ -30,7 +30,7 @@ def target_of(item: pytest.Item) -> str:
 
 
 def take_ratios(item: pytest.Item) -> None:
-    """Attach what the comparisons of a test recorded to its report."""
+    """Attach the ratios that the comparisons of a test recorded to the report of the test."""
     worst: dict[str, float] = {}
     for gradient, ratio in tolerance.RATIOS:
         worst[gradient] = max(worst.get(gradient, 0.0), ratio)
@@ -40,7 +40,7 @@ def take_ratios(item: pytest.Item) -> None:
 
 
 class Summary:
-    """Collects reports of tests; under pytest-xdist the process that starts the workers gets them all."""
+    """Collects test reports; under pytest-xdist, the process that starts the workers gets all reports."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class Summary:
                         of_target[gradient] = max(of_target.get(gradient, 0.0), ratio)
 
     def table(self) -> list[str]:
-        """Largest error over its limit by backend, dtype and gradient."""
+        """A table of the largest ratio of an error to its limit by backend, dtype and gradient."""
         gradients = list(tolerance.GRADIENTS)
         width = max([len(target) for target in self.ratios], default=0)
         lines = [" ".join([" " * width, *(f"{gradient:>6}" for gradient in gradients)])]

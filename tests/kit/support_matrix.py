@@ -1,7 +1,7 @@
-"""What each backend must run and what it must refuse, with the reason: docs/features.md as a table.
+"""The calls that each backend must run and those that it must refuse, with the reason; compare docs/features.md.
 
-Written down by itself: a test fails where a backend refuses a call that is not refused here, where it takes one that
-is, and where it gives another reason.
+The matrix is independent of the library. A test fails if a backend refuses a call that is not refused here, if it
+accepts a call that is refused here, or if it gives another reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 Capability = tuple[int, int]
 
-COPIED = ("q", "k", "v", "out", "dout")  # by the sm90 kernels, in pieces of 16 bytes
+COPIED = ("q", "k", "v", "out", "dout")  # the sm90 kernels load these in units of 16 bytes
 WIDEST_SM90 = 256  # head dimension
 WIDEST_SM90_BIAS_GRADIENT = 192
 EFFICIENT32_NUMBERS = 2**32
@@ -31,7 +31,7 @@ NUMBERS_AGAIN = "it does not take 32-bit numbers of dropout that begin again"
 
 
 def built(family: str) -> bool:
-    """FLASHBWD_FAMILIES, which the build takes, says which families a test run expects too."""
+    """Whether a test run expects this family; FLASHBWD_FAMILIES restricts the families as in the build."""
     families = os.environ.get("FLASHBWD_FAMILIES")
     return not families or f"attention_{family}" in families.replace(",", " ").split()
 
@@ -39,9 +39,9 @@ def built(family: str) -> bool:
 def declared_refusals(
     arguments: dict[str, Any], backend: str, capability: Capability | None, need_dbias: bool = True
 ) -> list[str]:
-    """Reasons for which ``backend`` refuses a call of attention_backward, in parts of its words; none: it must run.
+    """Reasons, as parts of the message, for which ``backend`` refuses a call; if empty, the call must run.
 
-    ``capability``: of the GPU that the call is for; None for a CPU.
+    ``capability`` is the compute capability of the GPU of the call; None for a CPU.
     """
     if backend in ("auto", "reference"):
         return []
@@ -86,7 +86,7 @@ def _in_pieces_of_16_bytes(x: Tensor) -> bool:
 
 
 def _numbers_of_dropout(arguments: dict[str, Any]) -> int:
-    """Elements of a (batch, head) that 32-bit numbers count; 0 where nothing counts them."""
+    """Mask elements per (batch, head) that "efficient32" numbers with 32 bits; 0 for other layouts."""
     state = arguments.get("rng_state")
     if arguments.get("dropout_p", 0.0) == 0 or state is None or state[2] != "efficient32":
         return 0

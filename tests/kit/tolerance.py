@@ -1,14 +1,14 @@
-"""How far a gradient may be from the float64 reference.
+"""The tolerance rule: the largest allowed difference of a gradient from the float64 reference.
 
-The rule is FlashAttention's: the largest error is at most twice (three times with softcap) that of a plain PyTorch
-computation in the same precision, plus twice what rounding a value near 0.3 in that precision costs. NaN never passes.
-What exact arithmetic makes of the given, rounded out and LSE counts as a plain computation too. To that come a few
-roundings of fp32, in which sums are accumulated.
+The rule is FlashAttention's. The largest error may be at most twice (with softcap three times) that of a plain PyTorch
+computation in the same precision, plus twice the error of rounding a value near 0.3 in that precision. Exact arithmetic
+on the given, rounded out and LSE also counts as a plain computation. A few roundings of fp32 are added, because sums
+are accumulated in fp32. NaN never passes.
 
-The rule holds for each block of 64 rows of each head by itself. One maximum over a whole gradient would hide errors:
-under a causal mask, the first rows of dq and the first keys of dk are so large that a limit made for them accepts zero
-for the last ones. In a block of small values the allowance for rounding is what a value near 0.3 times the largest of
-the block costs.
+The rule applies to each block of 64 rows of each head separately. A single maximum over a whole gradient would hide
+errors: under a causal mask, the first rows of dq and the first keys of dk are so large that a limit derived from them
+accepts zero for the last ones. In a block of small values, the rounding allowance is that of a value near 0.3 times the
+largest value of the block.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FLOAT64_RELATIVE = 1e-11  # the reference is float64 itself, so the rule has no
 _FLOAT32_ROUNDINGS = 32 * torch.finfo(torch.float32).eps
 _NEAR = 0.3
 
-# (gradient, largest error over its limit) of each comparison by blocks that passed; conftest.py takes them.
+# (gradient, largest ratio of error to limit) of each comparison by blocks that passed; conftest.py collects them.
 RATIOS: list[tuple[str, float]] = []
 
 
 def largest_error(expected: Tensor, results: Iterable[Tensor]) -> float:
-    """Largest absolute error of several results of one float64 reference."""
+    """Largest absolute error of several results against one float64 reference."""
     if expected.numel() == 0:
         return 0.0
     return max((float((x.double() - expected).abs().max()) for x in results), default=0.0)
@@ -39,7 +39,7 @@ def largest_error(expected: Tensor, results: Iterable[Tensor]) -> float:
 def bound(expected: Tensor, naive_error: float, dtype: torch.dtype, *, softcap: bool = False) -> float:
     """Largest allowed absolute error of a ``dtype`` result whose float64 reference is ``expected``.
 
-    ``naive_error`` is what plain PyTorch computations in ``dtype`` reach.
+    ``naive_error`` is the largest error of plain PyTorch computations in ``dtype``.
     """
     if expected.numel() == 0:
         return 0.0
@@ -51,10 +51,10 @@ def bound(expected: Tensor, naive_error: float, dtype: torch.dtype, *, softcap: 
 
 
 def in_blocks(x: Tensor, gradient: str) -> Tensor:
-    """The elements of a gradient as (..., elements): a block for each 64 rows of each head, the last one zero-padded.
+    """The elements of a gradient as (..., elements): one block per 64 rows of each head, the last one zero-padded.
 
-    Rows of dq, dk and dv (..., S, H, D) are sequence positions, packed or not, those of dbias (B, H, Sq, Sk) queries.
-    Any other gradient is one block.
+    Rows of dq, dk and dv (..., S, H, D) are sequence positions, packed or not. Rows of dbias (B, H, Sq, Sk) are
+    queries. Any other gradient is a single block.
     """
     if gradient in ("dq", "dk", "dv"):
         x = x.transpose(-3, -2)
@@ -68,7 +68,7 @@ def in_blocks(x: Tensor, gradient: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A gradient's reference, and the rule for each of its blocks."""
+    """The reference of a gradient, and the tolerance rule for each of its blocks."""
 
     gradient: str
     expected: Tensor  # float64
@@ -77,7 +77,7 @@ class Blocks:
 
     @property
     def size(self) -> int:
-        """Elements of a whole block."""
+        """Number of elements of a full block."""
         rows = min(BLOCK_ROWS, self.expected.shape[-3 if self.gradient != "dbias" else -2]) if self.has_rows else 1
         return rows * self.expected.shape[-1]
 
@@ -98,7 +98,7 @@ class Blocks:
         return reached
 
     def limits(self, naive_errors: Tensor) -> Tensor:
-        """Largest allowed absolute error in each block, given what plain computations reach there."""
+        """Largest allowed absolute error in each block, given the errors of plain computations in each block."""
         expected, largest = in_blocks(self.expected, self.gradient), self.largest()
         floor = float(self.expected.abs().max().clamp(min=1.0))
         if self.dtype == torch.float64:
@@ -112,11 +112,11 @@ class Blocks:
         return (3 if self.softcap else 2) * naive_errors + 2 * noise + _FLOAT32_ROUNDINGS * floor
 
     def exceeded(self, actual: Tensor, limits: Tensor) -> Tensor:
-        """Which blocks hold an error beyond their limit, or NaN."""
+        """Which blocks have an error that exceeds their limit, or NaN."""
         return ~(self.errors([actual]) <= limits)
 
     def check(self, actual: Tensor, limits: Tensor) -> None:
-        """Raise AssertionError, saying where the worst element is, unless every block keeps to its limit."""
+        """Raise AssertionError with the position of the worst element if the error of a block exceeds its limit."""
         if self.expected.numel() == 0:
             return
         assert bool(self.expected.isfinite().all()), (
@@ -136,7 +136,7 @@ class Blocks:
         self._raise(actual, inside.masked_fill(outside[:, None], 0.0), limit, f"{int(bad.sum())} of {bad.numel()}")
 
     def _raise(self, actual: Tensor, error: Tensor, limit: float, share: str) -> None:
-        """``error``: (blocks, elements), of the worst block alone."""
+        """``error`` is (blocks, elements), and zero outside of the worst block."""
         flat = torch.arange(self.expected.numel(), dtype=torch.float64, device=error.device).view(self.expected.shape)
         worst = int(torch.where(error.isnan(), torch.inf, error).argmax())
         at = int(in_blocks(flat, self.gradient).flatten()[worst])
@@ -149,7 +149,7 @@ class Blocks:
 
 
 def assert_within(actual: Tensor, expected: Tensor, limit: float, name: str) -> None:
-    """Raise AssertionError, saying where the worst element is, unless |actual - expected| <= limit everywhere."""
+    """Raise AssertionError with the position of the worst element unless |actual - expected| <= limit everywhere."""
     assert actual.shape == expected.shape, (
         f"{name} has shape {tuple(actual.shape)}, the reference {tuple(expected.shape)}"
     )
@@ -179,6 +179,6 @@ def assert_close(
     dtype: torch.dtype | None = None,
     softcap: bool = False,
 ) -> None:
-    """The rule, for one tensor. ``dtype`` is the precision of the computation (default: of ``actual``)."""
+    """Apply the rule to a whole tensor. ``dtype`` is the precision of the computation (default: of ``actual``)."""
     limit = bound(expected, largest_error(expected, naive), dtype or actual.dtype, softcap=softcap)
     assert_within(actual, expected, limit, name)

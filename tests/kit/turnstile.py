@@ -1,4 +1,4 @@
-"""Who may use a GPU beside whom, among processes that run tests side by side."""
+"""A lock that lets test processes share a GPU, or use it alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 
 class Turnstile:
-    """A room for many or for one. Who wants it alone holds the gate while it empties, so that nobody is overtaken.
+    """A fair reader-writer lock between processes.
 
-    Two lock files in ``folder``; a process that dies leaves no lock.
+    A process that wants exclusive access holds the gate while the room empties, so that later processes cannot overtake
+    it. The locks are two files in ``folder``; the lock of a process that dies is released.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp
 
 def test_a_release_needs_a_record_at_all(tmp_path, capsys):
     assert _script("check_release").main([str(tmp_path)]) == 1
-    assert f"no record in {tmp_path} is of these kernel sources" in capsys.readouterr().out
+    assert f"no record in {tmp_path} is complete and belongs to these kernel sources" in capsys.readouterr().out
 
 
 def test_one_good_record_among_others_is_enough(tmp_path, capsys):

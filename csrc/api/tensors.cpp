@@ -51,7 +51,7 @@ int32_t dtype_number(AtenTensorHandle tensor) {
 void describe(AtenTensorHandle tensor, TensorDesc& desc) {
   bool defined = false;  // PyTorch's dispatcher accepts None for a Tensor argument
   TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(tensor, &defined));
-  check(defined, "a required tensor is None, expected a Tensor");
+  check(defined, "a tensor is missing, expected all that are not optional");
   int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));

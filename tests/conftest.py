@@ -18,10 +18,13 @@ from hypothesis import HealthCheck, settings
 from kit.summary import Summary, take_ratios
 from kit.turnstile import Turnstile
 
+# derandomize is named in each: hypothesis fills what a profile leaves out from its own profile of CI, if CI is set.
 _HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=_HEALTH)
-settings.register_profile("random", max_examples=60, deadline=None, suppress_health_check=_HEALTH)
-settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=_HEALTH)
+settings.register_profile("random", max_examples=60, deadline=None, derandomize=False, suppress_health_check=_HEALTH)
+settings.register_profile(
+    "thorough", max_examples=2000, deadline=None, derandomize=False, suppress_health_check=_HEALTH
+)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 SEED = "--hypothesis-seed"

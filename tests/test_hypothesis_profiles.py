@@ -31,14 +31,15 @@ def test_seed_1(request):
 """
 
 
-def examples(folder: Path, profile: str | None, *options: str) -> tuple[list[str], str]:
-    """Of a property under a profile, in the order of the run; and what pytest printed."""
+def examples(folder: Path, profile: str | None, *options: str, ci: bool = False) -> tuple[list[str], str]:
+    """Of a property under a profile, in the order of the run, on a machine of CI or not; and what pytest printed."""
     folder.mkdir()
     (folder / "test_it.py").write_text(PROPERTY)
-    outer = ("HYPOTHESIS_PROFILE", "FLASHBWD_TEST_SUMMARY")
+    outer = ("HYPOTHESIS_PROFILE", "FLASHBWD_TEST_SUMMARY", "CI")
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     environment |= {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     environment |= {} if profile is None else {"HYPOTHESIS_PROFILE": profile}
+    environment |= {"CI": "true"} if ci else {}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "--rootdir", str(folder), "-q", *options, "test_it.py"]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -56,10 +57,11 @@ def test_without_a_profile_the_examples_are_the_same_in_every_run(tmp_path: Path
     assert first == second
 
 
-def test_a_random_run_has_new_examples_which_its_printed_seed_repeats(tmp_path: Path) -> None:
-    (first, said), (second, _) = (examples(tmp_path / name, "random") for name in "ab")
+@pytest.mark.parametrize("ci", [False, True])
+def test_a_random_run_has_new_examples_which_its_printed_seed_repeats(tmp_path: Path, ci: bool) -> None:
+    (first, said), (second, _) = (examples(tmp_path / name, "random", ci=ci) for name in "ab")
     assert first != second
-    assert examples(tmp_path / "c", "random", f"--hypothesis-seed={printed_seed(said)}")[0] == first
+    assert examples(tmp_path / "c", "random", f"--hypothesis-seed={printed_seed(said)}", ci=ci)[0] == first
 
 
 def test_a_thorough_run_has_many_examples_and_prints_its_seed(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ SHORTEST_STEP_S = 15.0  # no step is begun with less time left
 TO_FINISH_A_CASE_S = 45.0  # the benchmark stops by itself so long before it would be stopped
 SANITIZER_FOUND = 86  # exit status by which compute-sanitizer says that it found something
 REFUSED_AS_DECLARED = "refused as declared: "  # how the tests begin the reason of a skip that they expect
-TESTS_OF_A_STEP = 500  # at least
+TESTS_OF_A_STEP = 2000  # at least
 PROPERTY_PROFILE = "random"  # of hypothesis, in tests/conftest.py
 TOOLS_AT_ONCE = 3  # a step of the sanitizer stage is one tool over a share of the tests
 

@@ -50,6 +50,7 @@ TO_FINISH_A_CASE_S = 45.0  # the benchmark stops by itself so long before it wou
 SANITIZER_FOUND = 86  # exit status by which compute-sanitizer says that it found something
 REFUSED_AS_DECLARED = "refused as declared: "  # how the tests begin the reason of a skip that they expect
 TESTS_OF_A_STEP = 2000  # at least
+STACKS_AFTER_S = 90  # a test that runs longer, as in a hang, prints its stack
 PROPERTY_PROFILE = "random"  # of hypothesis, in tests/conftest.py
 TOOLS_AT_ONCE = 3  # a step of the sanitizer stage is one tool over a share of the tests
 
@@ -186,7 +187,7 @@ def test_steps(out: Path, jobs: int, select: str, seed: int) -> Iterator[Step]:
         name = files[0] if len(files) == 1 else f"{files[0]} to {Path(files[-1]).name}"
         report = out / "reports" / f"{Path(files[0]).stem}.xml"
         command = [sys.executable, "-m", "pytest", *selection.arguments, "-q", f"--junitxml={report}", *files]
-        command.append(f"--hypothesis-seed={seed}")
+        command += [f"--hypothesis-seed={seed}", "-o", f"faulthandler_timeout={STACKS_AFTER_S}"]
         if jobs > 1:
             command += ["-n", str(jobs), "--dist", "worksteal"]
         yield Step("tests", selection.title(name), command, by_pytest, {"HYPOTHESIS_PROFILE": PROPERTY_PROFILE})

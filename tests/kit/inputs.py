@@ -41,6 +41,20 @@ class Draw:
         """``rounded``, and the written-out formulas in float64, whose error comes only from the rounded out and LSE."""
         return (*self.rounded, self._written_out(torch.float64))
 
+    @cached_property
+    def reordered(self) -> tuple[oracle.AttentionResult, ...]:
+        """``naive``, and plain PyTorch with the head dimensions in other orders, whose sums round differently."""
+        others = []
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            order = {name: torch.randperm(self.canonical[name].shape[-1], generator=generator) for name in ("q", "v")}
+            of = {"q": order["q"], "k": order["q"], "v": order["v"], "dout": order["v"], "out": order["v"]}
+            shuffled = Draw({n: x[..., of[n]] if n in of else x for n, x in self.canonical.items()}, self.reference)
+            for result in shuffled.rounded:
+                back = {f"d{n}": getattr(result, f"d{n}")[..., of[n].argsort()] for n in ("q", "k", "v")}
+                others.append(replace(result, **back))
+        return (*self.naive, *others)
+
     def _written_out(self, dtype: torch.dtype) -> oracle.AttentionResult:
         given = [self.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse")]
         return oracle.attention_from_statistics(*given, **forward_arguments(self.canonical), dtype=dtype)
@@ -100,6 +114,7 @@ class Inputs:
         for naive in (
             lambda: self.draw.rounded,
             lambda: self.draw.naive,
+            lambda: self.draw.reordered,
         ):  # fewer results give a smaller limit, and take less time
             limits = blocks.limits(blocks.errors(getattr(result, name) for result in naive()))
             exceeded = blocks.exceeded(actual, limits)

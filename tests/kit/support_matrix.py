@@ -81,6 +81,8 @@ def declared_refusals(
 
 
 def _in_pieces_of_16_bytes(x: Tensor) -> bool:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.contiguous()  # as the operator does for an expanded dout
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     return all(place % 16 == 0 for place in [x.data_ptr(), *(stride * x.element_size() for stride in strides)])
 

@@ -373,6 +373,7 @@ def test_gpu_run_gives_each_tool_the_flags_that_let_it_find_something(gpu_run, m
 
 
 def test_gpu_run_tests_every_file_once(gpu_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_run, "TESTS_OF_A_STEP", 500)
     files = {f"tests/test_{n}.py": count for n, count in enumerate((3, 700, 1, 450, 60, 2))}
     tests = [f"{file}::test_y[{n}]" for file, count in files.items() for n in range(count)]
     monkeypatch.setattr(gpu_run.Selection, "tests", lambda self: tests if self.marks == "gpu" else [])
@@ -384,6 +385,7 @@ def test_gpu_run_tests_every_file_once(gpu_run, monkeypatch, tmp_path):
 
 
 def test_gpu_run_gives_every_step_of_tests_the_seed(gpu_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_run, "TESTS_OF_A_STEP", 500)
     tests = [f"tests/test_{n}.py::test_y[{i}]" for n in "ab" for i in range(600)]
     monkeypatch.setattr(gpu_run.Selection, "tests", lambda self: tests)
     steps = list(gpu_run.test_steps(tmp_path, 4, "", seed=7))

@@ -77,9 +77,7 @@ class Plan:
     splits : int
         Number of CTAs that share one key block, for the key blocks that are shared; 1 if none is.
     accumulator_bytes : int
-        Size in bytes of the fp32 dq accumulator, which is part of the workspace.
-    nsplits : int
-        Number of fp32 copies of each dq row in the accumulator; 0 if the kernel writes dq directly.
+        Size in bytes of the fp32 dq accumulator, which is part of the workspace; 0 if the kernel needs none.
     reasons : Mapping[str, str]
         For each backend that was not chosen, the reason.
     """
@@ -93,7 +91,6 @@ class Plan:
     sm_count: int
     splits: int
     accumulator_bytes: int
-    nsplits: int
     reasons: Mapping[str, str]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from kit.host import dense_problem, device_info, load_host
 
-COUNTER_BYTES = 8 * 4  # jobs and chores taken, what is finished of 2 * 3 KV heads, padded to 4 words
+COUNTER_BYTES = 8 * 4  # work tiles taken, and finished adds of 2 * 3 KV heads, padded to 4 words
 H100 = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
 
 
@@ -22,7 +21,9 @@ def host() -> ModuleType:
 
 def plan_of(host: ModuleType, changed: dict[str, Any] | None = None, **changes: Any) -> Any:
     gpu = device_info(host, **{**H100, "has_attention_sm90": True, **(changed or {})})
-    return host.plan_attention(dense_problem(host, **{"aligned_16": True, **changes}), gpu)
+    dtype = changes.get("dtype", host.DType.kBFloat16)
+    given = {"aligned_16": True, "dq_aligned_16": True, "dtype": dtype, "dq_dtype": dtype}
+    return host.plan_attention(dense_problem(host, **given | changes), gpu)
 
 
 def given(host: ModuleType, changes: dict[str, Any]) -> dict[str, Any]:
@@ -324,12 +325,10 @@ def test_bias_gradient_in_tiles_takes_a_plane_for_each_head_or_none(
 def test_first_add_to_a_tile_of_a_dense_accumulator_stores(host: ModuleType, dtype: str, deterministic: bool) -> None:
     plan = plan_of(host, dtype=getattr(host.DType, dtype), deterministic=deterministic)
     assert plan.deterministic is deterministic
-    assert plan.workspace.dq_mode == (host.DqMode.kOrdered if deterministic else host.DqMode.kAtomic)
     assert not plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
     semaphores = 2 * 6 * 5  # 300 queries are 5 blocks of 64
-    counters = (2 + 2 * 3 * 4 + 2) * 4  # counts of 4 key blocks of each KV head, padded
-    assert plan.workspace.semaphore_bytes == counters + semaphores * 4
+    assert plan.workspace.semaphore_bytes == COUNTER_BYTES + semaphores * 4
 
 
 def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
@@ -347,12 +346,12 @@ def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
 ) -> None:
     sizes = square(batch, rows)
     plan = plan_of(host, heads=32, heads_kv=heads_kv, window_right=0, **sizes)
-    assert plan.schedule.startswith("pairs") is pairs
-    assert ("query heads in 2 parts" in plan.schedule) is (splits == 2)
+    assert (plan.sm90.mirrored_pairs, plan.sm90.gqa_splits) == (pairs, splits)
+    assert ("query heads split over 2 CTAs" in plan.schedule) is (splits == 2)
     sums = splits * batch * heads_kv * rows * 2 * 128 * 4 if splits > 1 else 0
     assert plan.workspace.partial_bytes == sums
     ordered = plan_of(host, heads=32, heads_kv=heads_kv, window_right=0, deterministic=True, **sizes)
-    assert ordered.schedule.startswith("pairs of key blocks in waves") is pairs
+    assert ordered.schedule.startswith("mirrored pairs of key blocks, dealt statically in waves") is pairs
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -381,8 +380,8 @@ def test_key_blocks_of_short_causal_walks_in_many_rounds_are_no_pairs(
     sizes = square(batch, rows)
     sizes |= {"heads": 32, "heads_kv": heads_kv, "head_dim": head_dim, "head_dim_v": head_dim, "window_right": 0}
     plan = plan_of(host, **sizes, deterministic=deterministic)
-    assert plan.schedule.startswith("pairs") is pairs
-    assert ("in waves" in plan.schedule) is (pairs and deterministic)
+    assert plan.sm90.mirrored_pairs is pairs
+    assert (plan.sm90.dispatch == host.Dispatch.kStatic) is (pairs and deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -409,7 +408,7 @@ def test_wide_plans_take_a_semaphore_for_each_cta_and_query_block(host: ModuleTy
 def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: dict[str, Any], halves: bool) -> None:
     sizes = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 2048, "seqlen_k": 2048, "total_q": 4096, "total_k": 4096}
     plan = plan_of(host, **(sizes | changes))
-    assert ("half of the queries a warpgroup" in plan.schedule) is halves
+    assert ("half of the queries per warpgroup" in plan.schedule) is halves
 
 
 @pytest.mark.parametrize(
@@ -425,19 +424,20 @@ def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: di
         ({"rows": 8192, "window_left": 4096, "window_right": 0}, False, False),
         ({"rows": 16384, "window_left": 4096, "window_right": 0, "heads_kv": 2}, True, True),
         ({"rows": 512, "heads_kv": 2}, True, True),
-        ({"rows": 1024, "heads_kv": 2}, False, True),
-        ({"rows": 1025, "heads_kv": 2}, False, False),
-        ({"rows": 1025, "heads_kv": 2, "window_right": 0}, True, True),
-        ({"rows": 1026, "heads_kv": 2, "window_right": 0}, False, True),
+        ({"rows": 1365, "heads_kv": 2}, True, True),  # groups of 3 heads
+        ({"rows": 1366, "heads_kv": 2}, False, False),
+        ({"rows": 2731, "heads_kv": 2, "window_right": 0}, True, True),
+        ({"rows": 2732, "heads_kv": 2, "window_right": 0}, False, False),
         ({"rows": 512, "head_dim": 96, "head_dim_v": 96}, False, False),
         ({"rows": 512, "head_dim": 104, "head_dim_v": 72}, True, True),
         ({"rows": 512, "has_seqused": True}, False, False),
         ({"rows": 512, "varlen": True}, False, False),
         ({"rows": 512, "softcap": 5.0}, False, False),
         ({"rows": 512, "head_dim": 64, "head_dim_v": 64}, True, True),
-        ({"rows": 513, "head_dim": 64, "head_dim_v": 64}, False, False),
+        ({"rows": 1025, "head_dim": 64, "head_dim_v": 64}, False, True),
+        ({"rows": 2049, "head_dim": 64, "head_dim_v": 64}, False, False),
         ({"rows": 1025, "head_dim": 64, "head_dim_v": 40, "window_right": 0}, True, True),
-        ({"rows": 1026, "head_dim": 40, "head_dim_v": 64, "window_right": 0}, False, False),
+        ({"rows": 2050, "head_dim": 40, "head_dim_v": 64, "window_right": 0}, False, True),
         ({"rows": 16384, "head_dim": 64, "head_dim_v": 64, "window_left": 2048, "window_right": 0}, True, True),
         ({"rows": 16384, "head_dim": 64, "head_dim_v": 64, "window_left": 2048, "window_right": 1}, False, False),
         # groups of 3 heads
@@ -458,7 +458,7 @@ def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: di
     ],
     ids=str,
 )
-def test_the_last_to_add_writes_dq_in_short_walks_and_narrow_windows_at_head_dimensions_64_and_128(
+def test_the_last_add_writes_dq_in_short_loops_and_narrow_windows_of_head_dimensions_64_and_128(
     host: ModuleType, changes: dict[str, Any], ordinary: bool, in_order: bool
 ) -> None:
     rows = changes["rows"]
@@ -467,8 +467,9 @@ def test_the_last_to_add_writes_dq_in_short_walks_and_narrow_windows_at_head_dim
     sizes |= {name: value for name, value in changes.items() if name != "rows"}
     for deterministic, writes in ((False, ordinary), (True, in_order)):
         plan = plan_of(host, **sizes, deterministic=deterministic)
-        assert ("who is last writes it" in plan.schedule) is writes
-        assert deterministic or "waves" not in plan.schedule  # which not every context can launch
+        assert plan.sm90.last_add_writes_dq is writes
+        order = "kOrdered" if deterministic else "kLastArriver" if writes else "kUnordered"
+        assert plan.sm90.dq_order == getattr(host.DqOrder, order)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -504,64 +505,94 @@ def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rows", "changes", "apart"),
+    ("changes", "staggered"),
     [
-        (64, 8192, {}, True),  # 64 key blocks a head
-        (96, 8192, {}, True),
-        (128, 4096, {}, False),
-        (128, 2048, {"batch": 1, "heads": 8, "heads_kv": 8}, True),  # 128 jobs
-        (128, 2048, {"batch": 1, "heads": 9, "heads_kv": 9}, False),  # 144
-        (128, 8192, {"window_right": 0}, False),
-        (128, 8192, {"heads_kv": 8}, False),
-        (128, 8192, {"deterministic": True}, False),  # in waves, which say so
-        (128, 8192, {"has_seqused": True}, False),
-        (128, 2048, {"batch": 1, "heads": 16, "heads_kv": 16}, True),  # 256: two rounds, nearly full
-        # Adds take turns:
-        (128, 512, {"batch": 1, "heads": 8, "heads_kv": 8}, False),
-        (128, 1024, {"batch": 2}, False),  # 256
-        (128, 1024, {"batch": 1, "heads": 24, "heads_kv": 24}, False),  # 192
-        (128, 256, {"batch": 8}, False),  # 256, two key blocks a head
-        (64, 512, {"batch": 4}, False),  # 256
-        (64, 512, {"batch": 8}, False),  # 512
-        (128, 1024, {"seqlen_k": 8192, "total_k": 16 * 8192}, False),  # 64 key blocks a head
-        (160, 8192, {}, False),
-        (128, 8192, {"seqlen_q": 0, "total_q": 0}, False),
+        ({}, True),
+        ({"head_dim": 200, "head_dim_v": 256}, True),
+        ({"seqlen_q": 12288, "total_q": 2 * 12288}, True),  # 24 MB of q, dout and dq per head
+        ({"seqlen_q": 12289, "total_q": 2 * 12289}, False),
+        ({"head_dim": 192, "head_dim_v": 192}, False),
+        ({"head_dim": 128, "head_dim_v": 128}, False),
+        ({"window_right": 0}, False),
+        ({"heads_kv": 4}, False),
+        ({"deterministic": True}, False),
+        ({"has_seqused": True}, False),
+        ({"varlen": True}, False),
+        ({"softcap": 5.0}, False),
+        ({"seqlen_q": 0, "total_q": 0}, False),
     ],
+    ids=str,
 )
-def test_many_key_blocks_of_a_head_or_few_rounds_of_jobs_begin_at_query_blocks_of_their_own(
-    host: ModuleType, head_dim: int, rows: int, changes: dict[str, Any], apart: bool
+def test_default_full_masks_of_head_dimension_256_start_staggered(
+    host: ModuleType, changes: dict[str, Any], staggered: bool
 ) -> None:
-    sizes = square(16384 // rows, rows)
-    sizes |= {"heads": 16, "heads_kv": 16, "head_dim": head_dim, "head_dim_v": head_dim}
-    schedule = plan_of(host, **(sizes | changes)).schedule
-    assert ("each begins at a query block of its own" in schedule) is apart
+    sizes = square(2, 2048) | {"heads": 8, "heads_kv": 8, "head_dim": 256, "head_dim_v": 256}
+    plan = plan_of(host, **(sizes | changes))
+    assert plan.sm90.staggered is staggered
+    assert ("staggered start" in plan.schedule) is staggered
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rows", "changes", "jobs"),
+    ("changes", "ctas"),
     [
-        # 4096 key blocks: 31 rounds of 132 and 4. Multiprocessors that write row statistics meanwhile miss 30.
-        (64, 8192, {}, 34),
-        (64, 8192, {"deterministic": True}, 4),  # in waves, behind row statistics
-        (64, 4096, {}, 64),  # 4 and 59, as many of each of the 4 heads of a list
-        (64, 2048, {}, 0),  # 4 and 117: nearly a round
-        (128, 8192, {}, 84),  # 2048 key blocks: 68 and 15
-        (64, 1024, {"batch": 1, "heads": 12, "heads_kv": 12, "seqlen_k": 1500}, 12),  # of test_gpu_execution
-        (64, 8192, {"window_right": 0}, 0),
-        (64, 8192, {"heads_kv": 8}, 0),
-        (64, 8192, {"batch": 33, "total_q": 33 * 8192, "total_k": 33 * 8192}, 0),  # 512 rounds
+        ({}, 24),  # 2 / 11 of 132
+        ({"head_dim": 256, "head_dim_v": 256, "window_right": 0}, 12),
+        ({"head_dim": 256, "head_dim_v": 256}, 0),  # late CTAs would make one more wave
+        ({"batch": 1, "total_q": 8192, "total_k": 8192}, 24),  # exactly 32 MB of out and dout
+        ({"batch": 1, "seqlen_q": 8191, "total_q": 8191}, 0),
+        ({"heads_kv": 4}, 0),
+        ({"varlen": True}, 0),
+        ({"head_dim_v": 124}, 0),
+        ({"seqlen_k": 0, "total_k": 0}, 0),
     ],
+    ids=str,
 )
-def test_jobs_of_a_last_round_that_is_short_are_cut(
-    host: ModuleType, head_dim: int, rows: int, changes: dict[str, Any], jobs: int
+def test_large_calls_overlap_the_preprocess(host: ModuleType, changes: dict[str, Any], ctas: int) -> None:
+    sizes = square(2, 8192) | {"heads": 8, "heads_kv": 8, "head_dim": 128, "head_dim_v": 128}
+    assert plan_of(host, **(sizes | changes)).sm90.preprocess_ctas == ctas
+
+
+@hypothesis.given(
+    rows=st.tuples(st.integers(0, 3000), st.integers(0, 3000)),
+    batch=st.integers(1, 8),
+    heads=st.sampled_from([(1, 1), (7, 7), (16, 16), (16, 4), (32, 2), (6, 2), (132, 132)]),
+    head_dim=st.sampled_from([32, 64, 80, 96, 128, 192, 256]),
+    windows=st.sampled_from([(-1, -1), (-1, 0), (255, 0), (100, 100), (5, -1)]),
+    deterministic=st.booleans(),
+    varlen=st.booleans(),
+)
+def test_every_schedule_covers_its_work_and_groups_whole_heads(
+    rows: tuple[int, int],
+    batch: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    windows: tuple[int, int],
+    deterministic: bool,
+    varlen: bool,
 ) -> None:
-    sizes = square(16384 // rows, rows)
-    sizes |= {"heads": 2048 // head_dim, "heads_kv": 2048 // head_dim, "head_dim": head_dim, "head_dim_v": head_dim}
-    plan = plan_of(host, **(sizes | changes))
-    found = re.search(r"the last (\d+) in (\d+) parts", plan.schedule)
-    assert (int(found[1]) if found else 0) == jobs
-    parts = int(found[2]) if found else 0
-    assert plan.workspace.partial_bytes == parts * jobs * 128 * 2 * head_dim * 4
+    host = load_host()
+    sizes = {"batch": batch, "seqlen_q": rows[0], "seqlen_k": rows[1], "varlen": varlen}
+    sizes |= {"total_q": batch * rows[0], "total_k": batch * rows[1], "deterministic": deterministic}
+    sizes |= {"heads": heads[0], "heads_kv": heads[1], "head_dim": head_dim, "head_dim_v": head_dim}
+    plan = plan_of(host, **sizes, window_left=windows[0], window_right=windows[1])
+    schedule = plan.sm90
+    key_blocks = -(-rows[1] // plan.block_n)
+    assert (schedule.key_blocks, schedule.query_blocks) == (key_blocks, -(-rows[0] // plan.block_m))
+    assert schedule.tiles_per_head == (-(-key_blocks // 2) if schedule.mirrored_pairs else key_blocks)
+    heads_kv = heads[1] * schedule.gqa_splits
+    assert heads[0] // heads[1] % schedule.gqa_splits == 0
+    assert 1 <= schedule.heads_per_group <= heads_kv * (1 if varlen else batch)
+    if not varlen:
+        assert schedule.work_tiles == batch * heads_kv * schedule.tiles_per_head
+    assert schedule.ctas <= 132 and (schedule.ctas > 0) == (schedule.work_tiles > 0)
+    assert (schedule.dispatch == host.Dispatch.kStatic) == (deterministic and schedule.mirrored_pairs)
+    assert (schedule.dq_order == host.DqOrder.kOrdered) == deterministic
+    if schedule.reversed and not varlen:
+        # Whole groups of whole heads go in reverse order, the last group does not.
+        group = schedule.heads_per_group * schedule.tiles_per_head
+        assert group == 0 or schedule.work_tiles - schedule.reversed_tiles == group
+    if schedule.last_add_writes_dq:
+        assert schedule.dq_order != host.DqOrder.kUnordered and not varlen
 
 
 @pytest.mark.parametrize(("varlen", "rows", "flags"), [(False, 2 * 6 * 384, 2 * 6 * 4), (True, 6 * 896, 0)])
@@ -604,8 +635,8 @@ def test_only_deterministic_plans_are_cooperative_and_a_plan_names_the_one_way_t
     assert " or " not in plan.schedule
 
 
-def test_both_kinds_of_deterministic_launch_are_planned(host: ModuleType) -> None:
-    sizes = square(2, 8192) | {"heads": 16, "heads_kv": 16, "head_dim": 128, "head_dim_v": 128}
-    full, causal = ({"window_left": -1, "window_right": right, "deterministic": True} for right in (-1, 0))
-    assert plan_of(host, **sizes, **full).cooperative
-    assert not plan_of(host, **sizes, **causal).cooperative
+def test_only_mirrored_pairs_of_deterministic_calls_need_a_cooperative_launch(host: ModuleType) -> None:
+    sizes = square(2, 8192) | {"heads": 16, "head_dim": 128, "head_dim_v": 128, "deterministic": True}
+    assert plan_of(host, **sizes, heads_kv=4, window_right=0).cooperative
+    assert not plan_of(host, **sizes, heads_kv=4).cooperative
+    assert not plan_of(host, **sizes, heads_kv=16, window_right=0).cooperative

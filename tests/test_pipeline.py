@@ -65,7 +65,7 @@ class LargeHeadDimCta:
         ]
 
     def keys(self) -> Role:
-        """The warp that finds work tiles and loads k and v; between these it also converts finished dq."""
+        """The warp that finds work tiles and loads k and v."""
         for i, tile in enumerate(self.tiles):
             yield self.work_empty[i % SLOTS], i // SLOTS % 2 ^ 1
             yield self.work_wanted, (i + 1) % 2

@@ -32,7 +32,7 @@ ATTENTION = [
     replace(TILES, name="tiles_full_256", head_dim=256, head_dim_v=256, causal=False),
     replace(TILES, name="tiles_512", head_dim=512, head_dim_v=320, deterministic=True),
     replace(TILES, name="tiles_full", causal=False),
-    replace(TILES, name="tiles_chores", heads_kv=2, seqlen_q=600, causal=False),  # dq is converted between jobs
+    replace(TILES, name="tiles_long", heads_kv=2, seqlen_q=2100, causal=False),  # dq is converted after the kernel
     replace(TILES, name="tiles_dropout", dropout_p=0.2),
     replace(TILES, name="tiles_dropout_128", dropout_p=0.2, heads_kv=2, head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_dropout_alibi", dropout_p=0.2, alibi="heads"),
@@ -45,7 +45,7 @@ ATTENTION = [
     ),
     replace(TILES, name="tiles_window", window_size=(40, 20), causal=False),
     replace(TILES, name="tiles_deterministic", deterministic=True, head_dim=128, head_dim_v=128),
-    replace(TILES, name="tiles_turns", heads_kv=2, head_dim=128, head_dim_v=128),  # who is last writes dq
+    replace(TILES, name="tiles_turns", heads_kv=2, head_dim=128, head_dim_v=128),  # the last add writes dq
     replace(
         TILES, name="tiles_window_128", seqlen_q=400, window_size=(40, 20), causal=False, head_dim=128, head_dim_v=128
     ),

@@ -105,8 +105,8 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
     arguments.row_blocks =
         static_cast<uint32_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows_of_flag(params)));
     return params.dtype == DType::kFloat16
-               ? launch_ctas(preprocess_ahead_kernel<__half>, arguments, ready.first_ctas, kAheadThreads, false, stream)
-               : launch_ctas(preprocess_ahead_kernel<__nv_bfloat16>, arguments, ready.first_ctas, kAheadThreads, false,
+               ? launch_ctas(preprocess_ahead_kernel<__half>, arguments, ready.ctas, kAheadThreads, false, stream)
+               : launch_ctas(preprocess_ahead_kernel<__nv_bfloat16>, arguments, ready.ctas, kAheadThreads, false,
                              stream);
   }
   switch (params.dtype) {
@@ -144,30 +144,26 @@ const char* launch_convert_dq(const AttentionBackwardParams& params, const Works
   }
 }
 
-const char* launch_add_partial_sums(const AttentionBackwardParams& params, const AttentionBackwardParams& partial,
-                                    int32_t splits, void* stream) {
-  const auto add = [&](const HeadsView& sums, const HeadsView& gradient, DType dtype, int32_t columns) {
-    PartialSumsArguments arguments;
-    arguments.sums = sums;
-    arguments.gradient = gradient;
-    arguments.heads = params.heads_kv;
-    arguments.slots = splits;
-    arguments.rows = params.seqlen_k;
-    arguments.columns = columns;
-    arguments.threads = row_threads(columns, gradient, dtype);
-    arguments.row_blocks = convert_row_blocks(params.seqlen_k, arguments.threads);
-    const int64_t batch_heads = int64_t{params.batch} * params.heads_kv;
-    switch (dtype) {
-      case DType::kFloat16:
-        return launch(add_partial_sums_kernel<__half>, arguments, batch_heads, kConvertThreads, false, stream);
-      case DType::kBFloat16:
-        return launch(add_partial_sums_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, false, stream);
-      default:
-        return launch(add_partial_sums_kernel<float>, arguments, batch_heads, kConvertThreads, false, stream);
-    }
-  };
-  if (const char* error = add(partial.dk, params.dk, params.dk_dtype, params.head_dim)) return error;
-  return add(partial.dv, params.dv, params.dv_dtype, params.head_dim_v);
+const char* launch_add_partial_sums(const AttentionBackwardParams& params, const PartialSums& partial, int32_t splits,
+                                    void* stream) {
+  PartialSumsArguments arguments;
+  arguments.sums = partial.sums;
+  arguments.gradient = partial.gradient;
+  arguments.heads = params.heads_kv;
+  arguments.slots = splits;
+  arguments.rows = params.seqlen_k;
+  arguments.columns = partial.columns;
+  arguments.threads = row_threads(partial.columns, partial.gradient, partial.dtype);
+  arguments.row_blocks = convert_row_blocks(params.seqlen_k, arguments.threads);
+  const int64_t batch_heads = int64_t{params.batch} * params.heads_kv;
+  switch (partial.dtype) {
+    case DType::kFloat16:
+      return launch(add_partial_sums_kernel<__half>, arguments, batch_heads, kConvertThreads, false, stream);
+    case DType::kBFloat16:
+      return launch(add_partial_sums_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, false, stream);
+    default:
+      return launch(add_partial_sums_kernel<float>, arguments, batch_heads, kConvertThreads, false, stream);
+  }
 }
 
 }  // namespace flashbwd

@@ -19,13 +19,11 @@ struct HeadsFinished {
 // Compute capability 9.0 and later: the main kernel starts while the preprocess is still writing row statistics, and
 // waits for each block of rows that it needs.
 struct RowsReady {
-  // (batch * heads, flags_a_head); kRowsReady once the block of rows is written. null: no overlap
+  // (batch * heads, flags_per_head); kRowsReady once the block of rows is written. null: no overlap
   uint8_t* flags = nullptr;
-  int32_t flags_a_head = 0;   // stride between heads: a multiple of 4, at least the number of row blocks
-  int32_t heads_abreast = 1;  // query heads that the main kernel processes at the same time (head swizzle)
-  int32_t first_blocks = 0;   // row blocks that the whole grid writes before the main kernel takes over its SMs
-  int32_t first_ctas = 0;     // grid size; at least `ctas`
-  int32_t ctas = 0;           // CTAs that write the remaining row blocks while the main kernel runs, one per SM
+  int32_t flags_per_head = 0;   // a multiple of 4, at least the number of row blocks
+  int32_t heads_per_group = 1;  // query heads that the main kernel processes at the same time (L2 swizzle)
+  int32_t ctas = 0;             // grid size, one CTA per SM
 };
 constexpr uint32_t kRowsReady = 255;
 // Rows per flag.
@@ -37,10 +35,16 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
 const char* launch_convert_dq(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
                               const HeadsFinished& finished = {});
 
-// Dense inputs: dk and dv become the sums, in order, over the `splits` slots of `partial.dk` and `partial.dv`, (batch,
-// heads_kv, splits, seqlen_k, columns) fp32.
-const char* launch_add_partial_sums(const AttentionBackwardParams& params, const AttentionBackwardParams& partial,
-                                    int32_t splits, void* stream);
+// fp32 partial sums of dk or dv, (batch, heads_kv, splits, seqlen_k, columns), and the gradient that they add up to.
+struct PartialSums {
+  HeadsView sums, gradient;
+  DType dtype = DType::kBFloat16;  // of the gradient
+  int32_t columns = 0;
+};
+
+// Dense inputs: the gradient becomes the sum over the splits, in order.
+const char* launch_add_partial_sums(const AttentionBackwardParams& params, const PartialSums& partial, int32_t splits,
+                                    void* stream);
 
 // The row statistics of a plan. They occupy the delta region of the workspace.
 RowStatistics row_statistics(const AttentionBackwardParams& params, const WorkspaceLayout& workspace);

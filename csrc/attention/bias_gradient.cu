@@ -6,8 +6,8 @@
 #include "../common/launch.h"
 #include "../common/numeric.cuh"
 #include "bias_gradient.h"
+#include "index/visibility.h"
 #include "scalars.cuh"
-#include "schedule.h"
 #include "sequence.cuh"
 
 namespace flashbwd {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "index/visibility.h"
 #include "params.h"
-#include "schedule.h"
 
 namespace flashbwd {
 

@@ -1,4 +1,4 @@
-// The dq postprocess: dq = softmax_scale * the sum of the accumulator's slots in index order, converted to dq's dtype.
+// The dq postprocess: dq = softmax_scale * the accumulator, converted to dq's dtype.
 // It runs after the main kernel, or overlaps it and waits head by head (HeadsFinished).
 #pragma once
 
@@ -8,8 +8,8 @@
 #include "../common/numeric.cuh"
 #include "../common/ordered.cuh"
 #include "auxiliary.h"
+#include "index/dq_layout.h"
 #include "params.h"
-#include "schedule.h"
 #include "sequence.cuh"
 #include "workspace.h"
 
@@ -48,7 +48,7 @@ struct SlotRows {
   int64_t slot_stride;
   int64_t row_stride;  // a multiple of 4
   int32_t slots;
-  bool parted = false;  // rows are permuted, see parted_place in schedule.h
+  bool parted = false;  // rows are permuted, see parted_place in index/dq_layout.h
 };
 
 // Writes this thread's rows of the result: scale * the sum over the slots, or 0 for rows that are not `live`. `rows`
@@ -97,6 +97,13 @@ __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotR
   }
 }
 
+// The first element of sequence `batch` in the accumulator.
+__device__ __forceinline__ int64_t accumulator_begin(const AttentionBackwardParams& p, const Sequence& sequence,
+                                                     int32_t batch, int64_t row_stride) {
+  const int64_t first_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
+  return first_row * p.heads * row_stride;
+}
+
 struct ConvertArguments {
   AttentionBackwardParams params;
   WorkspaceLayout workspace;
@@ -132,13 +139,9 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
   const Visibility visibility = visibility_of(p, sequence);
   const int32_t first_row = a.threads.first_row(row_block);
 
-  const int32_t nsplits = reinterpret_cast<const int32_t*>(workspace + w.nsplits_offset)[w.tables > 1 ? batch : 0];
-  const int64_t first_slot_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
-  const int64_t first = w.has_offsets ? reinterpret_cast<const int64_t*>(workspace + w.offsets_offset)[batch]
-                                      : first_slot_row * p.heads * nsplits * w.row_stride;
-  const float* slots = reinterpret_cast<const float*>(workspace + w.accumulator_offset) + first +
-                       dq_row_offset(head, 0, first_row, nsplits, sequence.rows_q, w.row_stride);
-  const int64_t slot_stride = sequence.rows_q * w.row_stride;
+  const float* const accumulator = reinterpret_cast<const float*>(workspace + w.accumulator_offset) +
+                                   accumulator_begin(p, sequence, batch, w.row_stride) +
+                                   dq_row_offset(head, first_row, sequence.rows_q, w.row_stride);
   T* dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
           (sequence.begin_q + first_row) * p.dq.seq_stride;
   // No key block writes the accumulator rows of a query that sees no key, so they may hold anything.
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __gri
     live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_abreast());
   }
 
-  sum_slots(a.threads, SlotRows{slots, slot_stride, w.row_stride, nsplits, w.dq_parted}, p.softmax_scale, live, dq,
+  sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_parted}, p.softmax_scale, live, dq,
             p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
   // A later launch waits only for this kernel, so this kernel must not end before the main kernel.
   if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_for_launch_before();

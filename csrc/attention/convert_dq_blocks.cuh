@@ -1,4 +1,4 @@
-// The dq postprocess for an accumulator in MMA fragment order (dq_block_offset in schedule.h).
+// The dq postprocess for an accumulator in MMA fragment order (dq_block_offset in index/dq_layout.h).
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,17 @@
 
 namespace flashbwd {
 
-// Adds eight columns of a row of one slot to `sums`. `rows` points at the eight rows that contain it. `whole`: these
+// Loads eight columns of a row of the accumulator. `rows` points at the eight rows that contain it. `whole`: these
 // rows are stored in 8 x 8 blocks; otherwise, at the end of a sequence, as plain rows.
-__device__ __forceinline__ void add_row_of_blocks(const float* rows, int32_t row, int32_t column, int64_t row_stride,
-                                                  bool whole, float (&sums)[kConvertColumns]) {
+__device__ __forceinline__ void load_row_of_blocks(const float* rows, int32_t row, int32_t column, int64_t row_stride,
+                                                   bool whole, float (&sums)[kConvertColumns]) {
   const float* const first = rows + (whole ? dq_block_offset(row, column) : row * row_stride + column);
   const float* const second = rows + (whole ? dq_block_offset(row, column + 1) : row * row_stride + column + 4);
   const float4 a = __ldcg(reinterpret_cast<const float4*>(first)), b = __ldcg(reinterpret_cast<const float4*>(second));
   const float as_rows[kConvertColumns] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   const float as_blocks[kConvertColumns] = {a.x, b.x, a.y, b.y, a.z, b.z, a.w, b.w};
 #pragma unroll
-  for (int i = 0; i < kConvertColumns; ++i) sums[i] += whole ? as_blocks[i] : as_rows[i];
+  for (int i = 0; i < kConvertColumns; ++i) sums[i] = whole ? as_blocks[i] : as_rows[i];
 }
 
 // A thread converts eight columns of one row at a time. Eight neighbouring threads convert the eight rows of a block.
@@ -38,25 +38,19 @@ __global__ void __launch_bounds__(kConvertThreads)
   const int32_t row = first_row + threadIdx.x % kDqBlock;
   if (row >= sequence.rows_q) return;
 
-  const int32_t nsplits = reinterpret_cast<const int32_t*>(workspace + w.nsplits_offset)[w.tables > 1 ? batch : 0];
-  const int64_t first_slot_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
-  const int64_t first = w.has_offsets ? reinterpret_cast<const int64_t*>(workspace + w.offsets_offset)[batch]
-                                      : first_slot_row * p.heads * nsplits * w.row_stride;
-  const float* const rows = reinterpret_cast<const float*>(workspace + w.accumulator_offset) + first +
-                            dq_row_offset(head, 0, first_row, nsplits, sequence.rows_q, w.row_stride);
-  const int64_t slot_stride = sequence.rows_q * w.row_stride;
+  const float* const rows = reinterpret_cast<const float*>(workspace + w.accumulator_offset) +
+                            accumulator_begin(p, sequence, batch, w.row_stride) +
+                            dq_row_offset(head, first_row, sequence.rows_q, w.row_stride);
   const bool whole = first_row + kDqBlock <= sequence.rows_q;
   // No key block writes the accumulator rows of a query that sees no key, so they may hold anything.
-  const int32_t slots = sees_a_key(visibility_of(p, sequence), row) ? nsplits : 0;
+  const bool live = sees_a_key(visibility_of(p, sequence), row);
   T* const dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
                 (sequence.begin_q + row) * p.dq.seq_stride;
 
   const int32_t step = lanes * kConvertColumns;
   for (int32_t column = threadIdx.x / kDqBlock % lanes * kConvertColumns; column < p.head_dim; column += step) {
     float sums[kConvertColumns] = {};
-    for (int32_t slot = 0; slot < slots; ++slot) {
-      add_row_of_blocks(rows + slot * slot_stride, row - first_row, column, w.row_stride, whole, sums);
-    }
+    if (live) load_row_of_blocks(rows, row - first_row, column, w.row_stride, whole, sums);
 #pragma unroll
     for (int i = 0; i < kConvertColumns; ++i) sums[i] *= p.softmax_scale;
     if (a.threads.vectors && column + kConvertColumns <= p.head_dim) {

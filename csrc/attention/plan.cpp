@@ -111,7 +111,7 @@ std::string to_json(const AttentionPlan& plan) {
   json << ", \"splits\": " << plan.splits << ", \"schedule\": ";
   append_quoted(json, plan.schedule);
   json << ", \"workspace_bytes\": " << plan.workspace.bytes
-       << ", \"accumulator_bytes\": " << plan.workspace.accumulator_bytes << ", \"nsplits\": " << plan.workspace.nsplits
+       << ", \"accumulator_bytes\": " << plan.workspace.accumulator_bytes
        << ", \"deterministic\": " << (plan.deterministic ? "true" : "false")
        << ", \"cooperative\": " << (plan.cooperative ? "true" : "false") << ", \"sm_count\": " << plan.sm_count
        << ", \"refusals\": {";

@@ -8,6 +8,7 @@
 
 #include "../common/types.h"
 #include "problem.h"
+#include "sm90/layout.h"
 #include "workspace.h"
 
 namespace flashbwd {
@@ -21,8 +22,9 @@ struct AttentionPlan {
   std::string schedule;  // in words: "one CTA per key block", ...
   bool deterministic = false;
   bool cooperative = false;  // cooperative launch: all CTAs must be resident at once, which not every context allows
-  int32_t sm_count = 0;      // of the device that the plan is for; the slots of persistent plans depend on it
+  int32_t sm_count = 0;      // of the device that the plan is for
   WorkspaceLayout workspace;
+  sm90::KernelPlan sm90;                                      // if sm90 is the backend
   std::vector<std::pair<std::string, std::string>> refusals;  // for each backend not chosen, the reason
   std::string refusal;                                        // why the requested backend cannot run this problem
 };

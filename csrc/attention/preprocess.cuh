@@ -9,11 +9,11 @@
 #include "../common/numeric.cuh"
 #include "../common/ordered.cuh"
 #include "auxiliary.h"
+#include "index/arithmetic.h"
+#include "init_workspace.cuh"
 #include "params.h"
 #include "row_statistics.h"
-#include "schedule.h"
 #include "sequence.cuh"
-#include "workspace_tables.cuh"
 
 namespace flashbwd {
 
@@ -142,8 +142,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
     zero_rows(p.dk, p.dk_dtype, p.heads_kv, p.head_dim, p.cu_seqlens_k[p.batch], p.total_k);
     zero_rows(p.dv, p.dv_dtype, p.heads_kv, p.head_dim_v, p.cu_seqlens_k[p.batch], p.total_k);
   }
-  __shared__ int64_t warp_sums[kPreprocessThreads / 32];
-  init_workspace<kPreprocessThreads>(a.workspace, blockIdx.x, gridDim.x, warp_sums);
+  init_workspace<kPreprocessThreads>(a.workspace, blockIdx.x, gridDim.x);
 }
 
 // One unit of work of preprocess_ahead_kernel: a block of rows of one head. The order is the one in which the main
@@ -153,14 +152,14 @@ struct AheadBlock {
   int64_t flag;                    // index of its flag
 
   __device__ __forceinline__ AheadBlock(const PreprocessArguments& a, uint32_t block) {
-    const uint32_t all_heads = a.params.batch * a.params.heads, of_list = a.ready.heads_abreast * a.row_blocks;
-    const uint32_t list = block / of_list, first_head = list * a.ready.heads_abreast, within = block - list * of_list;
-    const uint32_t heads = min(static_cast<uint32_t>(a.ready.heads_abreast), all_heads - first_head);
+    const uint32_t all_heads = a.params.batch * a.params.heads, of_list = a.ready.heads_per_group * a.row_blocks;
+    const uint32_t list = block / of_list, first_head = list * a.ready.heads_per_group, within = block - list * of_list;
+    const uint32_t heads = min(static_cast<uint32_t>(a.ready.heads_per_group), all_heads - first_head);
     const uint32_t row_block = within / heads, batch_head = first_head + (within - row_block * heads);
     batch = static_cast<int32_t>(batch_head / a.params.heads);
     head = static_cast<int32_t>(batch_head) - batch * a.params.heads;
     first_row = row_block * ((kAheadThreads >> a.lanes_log2) * kAheadRows) + (threadIdx.x >> a.lanes_log2);
-    flag = int64_t{batch_head} * a.ready.flags_a_head + row_block;
+    flag = int64_t{batch_head} * a.ready.flags_per_head + row_block;
   }
 };
 
@@ -264,56 +263,31 @@ struct AheadRows {
   }
 };
 
-// The blocks of CTA blockIdx.x: every gridDim.x-th of the first blocks. CTAs below `ctas` then continue with every
-// ctas-th of the remaining blocks.
-struct AheadIterations {
-  uint32_t first_blocks, ctas, blocks;
-
-  __device__ explicit AheadIterations(const PreprocessArguments& a)
-      : ctas(a.ready.ctas), blocks(a.params.batch * a.params.heads * a.row_blocks) {
-    first_blocks = min(static_cast<uint32_t>(a.ready.first_blocks), blocks);
-  }
-
-  __device__ __forceinline__ uint32_t begin() const { return blockIdx.x < first_blocks ? blockIdx.x : begin_others(); }
-  __device__ __forceinline__ uint32_t begin_others() const {
-    return blockIdx.x < ctas ? first_blocks + blockIdx.x : blocks;
-  }
-  __device__ __forceinline__ uint32_t next(uint32_t block) const {
-    if (block >= first_blocks) return block + ctas;
-    return block + gridDim.x < first_blocks ? block + gridDim.x : begin_others();
-  }
-};
-
 // For dense inputs whose rows consist of whole 16-byte vectors; at least kAheadRows threads per row. Few CTAs run, one
 // per SM, while the main kernel starts on the other SMs. To keep these CTAs busy, the loads of the next block are in
 // flight while the current block is summed.
 template <typename T>
 __global__ void __launch_bounds__(kAheadThreads, 1)
     preprocess_ahead_kernel(const __grid_constant__ PreprocessArguments a) {
-  const AheadIterations iterations(a);
-  // Each flag is cleared by the CTA that will set it.
-  const auto lower = [&](uint32_t begin, uint32_t end, uint32_t stride) {
-    for (uint32_t block = begin + threadIdx.x * stride; block < end; block += stride * kAheadThreads) {
-      a.ready.flags[AheadBlock(a, block).flag] = 0;
-    }
-  };
-  lower(blockIdx.x, iterations.first_blocks, gridDim.x);
-  lower(iterations.begin_others(), iterations.blocks, iterations.ctas);
-  __shared__ int64_t warp_sums[kAheadThreads / 32];
-  init_workspace<kAheadThreads>(a.workspace, blockIdx.x, gridDim.x, warp_sums);
+  // CTA i writes row blocks i, i + gridDim.x, ... It clears the flags that it will set.
+  const uint32_t blocks = a.params.batch * a.params.heads * a.row_blocks;
+  for (uint32_t block = blockIdx.x + threadIdx.x * gridDim.x; block < blocks; block += gridDim.x * kAheadThreads) {
+    a.ready.flags[AheadBlock(a, block).flag] = 0;
+  }
+  init_workspace<kAheadThreads>(a.workspace, blockIdx.x, gridDim.x);
   __threadfence();
   __syncthreads();  // all writes so far are visible to the next launch
   let_launch_behind_begin();
-  if (iterations.begin() >= iterations.blocks) return;
+  if (blockIdx.x >= blocks) return;
   AheadRows<T> rows(a);
-  rows.begin(AheadBlock(a, iterations.begin()));
+  rows.begin(AheadBlock(a, blockIdx.x));
 #pragma unroll
   for (int r = 0; r < kAheadRows; ++r) rows.load(r);
 #pragma unroll 1
-  for (uint32_t block = iterations.begin(); block < iterations.blocks; block = iterations.next(block)) {
+  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
     const float lse = rows.lse;
     // after the last block the prefetched rows are not used
-    rows.begin(AheadBlock(a, min(iterations.next(block), iterations.blocks - 1)));
+    rows.begin(AheadBlock(a, min(block + gridDim.x, blocks - 1)));
     float sums[kAheadRows];
 #pragma unroll
     for (int r = 0; r < kAheadRows; ++r) {

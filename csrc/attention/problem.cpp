@@ -375,6 +375,7 @@ AttentionProblem check_attention(const AttentionArguments& a) {
   p.tf32 = a.allow_tf32 && p.dtype == DType::kFloat32;
   p.aligned_16 = true;
   for (const TensorDesc* t : {&a.q, &a.k, &a.v, &a.out, &a.dout}) p.aligned_16 = p.aligned_16 && aligned_16(*t);
+  p.dq_aligned_16 = a.dq ? aligned_16(a.dq) : p.head_dim * size_of(p.dtype) % 16 == 0;
   return p;
 }
 

@@ -68,8 +68,9 @@ struct AttentionProblem {
   bool has_dlse = false;
   bool has_seqused = false;
   bool deterministic = false;
-  bool tf32 = false;        // float32 inputs, and matrix products may round their operands to TF32
-  bool aligned_16 = false;  // every pointer and stride of q, k, v, out and dout is a multiple of 16 bytes
+  bool tf32 = false;           // float32 inputs, and matrix products may round their operands to TF32
+  bool aligned_16 = false;     // every pointer and stride of q, k, v, out and dout is a multiple of 16 bytes
+  bool dq_aligned_16 = false;  // the same for dq; a dq that the caller does not pass is allocated like q
   DType dq_dtype = DType::kFloat32, dk_dtype = DType::kFloat32, dv_dtype = DType::kFloat32;
   std::string backend = "auto";
 };

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
+#include "index/visibility.h"
 #include "params.h"
-#include "schedule.h"
 
 namespace flashbwd {
 

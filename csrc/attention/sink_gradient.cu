@@ -2,7 +2,7 @@
 
 #include "../common/launch.h"
 #include "../common/numeric.cuh"
-#include "schedule.h"
+#include "index/arithmetic.h"
 #include "sequence.cuh"
 #include "sink_gradient.h"
 

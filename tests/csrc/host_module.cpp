@@ -8,12 +8,15 @@
 #include <tuple>
 #include <vector>
 
+#include "../../csrc/attention/index/dq_layout.h"
+#include "../../csrc/attention/index/dq_order.h"
+#include "../../csrc/attention/index/query_loop.h"
+#include "../../csrc/attention/index/tile_order.h"
 #include "../../csrc/attention/params.h"
 #include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/problem.h"
-#include "../../csrc/attention/schedule.h"
 #include "../../csrc/attention/sm80/config.h"
-#include "../../csrc/attention/sm90/lists.h"
+#include "../../csrc/attention/sm90/schedule.h"
 #include "../../csrc/attention/workspace.h"
 #include "../../csrc/common/overlap.h"
 #include "../../csrc/decoding/params.h"
@@ -27,7 +30,7 @@ namespace flashbwd {
 namespace {
 
 std::tuple<int32_t, int32_t> pair_of(BlockRange range) { return {range.begin, range.end}; }
-std::tuple<int32_t, int32_t, int32_t> triple_of(Job job) { return {job.batch, job.head, job.key_block}; }
+std::tuple<int32_t, int32_t, int32_t> triple_of(WorkTileIndex job) { return {job.batch, job.head, job.key_block}; }
 
 std::optional<std::vector<int64_t>> strides_of_like(const std::vector<int64_t>& sizes,
                                                     const std::vector<int64_t>& strides) {
@@ -94,6 +97,8 @@ void bind_problem(py::module_& m) {
       .def_readwrite("deterministic", &AttentionProblem::deterministic)
       .def_readwrite("tf32", &AttentionProblem::tf32)
       .def_readwrite("aligned_16", &AttentionProblem::aligned_16)
+      .def_readwrite("dq_aligned_16", &AttentionProblem::dq_aligned_16)
+      .def_readwrite("dq_dtype", &AttentionProblem::dq_dtype)
       .def_readwrite("backend", &AttentionProblem::backend)
       .def_readwrite("varlen", &AttentionProblem::varlen)
       .def_readwrite("batch", &AttentionProblem::batch)
@@ -161,31 +166,17 @@ void bind_arguments(py::module_& m) {
 }
 
 void bind_workspace(py::module_& m) {
-  py::enum_<DqMode>(m, "DqMode")
-      .value("kDirect", DqMode::kDirect)
-      .value("kAtomic", DqMode::kAtomic)
-      .value("kSplitSlots", DqMode::kSplitSlots)
-      .value("kPersistentSlots", DqMode::kPersistentSlots)
-      .value("kOrdered", DqMode::kOrdered);
   py::class_<WorkspaceRequest>(m, "WorkspaceRequest")
       .def(py::init<>())
-      .def_readwrite("dq_mode", &WorkspaceRequest::dq_mode)
-      .def_readwrite("block_n", &WorkspaceRequest::block_n)
-      .def_readwrite("sm_count", &WorkspaceRequest::sm_count)
-      .def_readwrite("adds_into_zeros", &WorkspaceRequest::adds_into_zeros)
+      .def_readwrite("accumulator", &WorkspaceRequest::accumulator)
+      .def_readwrite("zero_accumulator", &WorkspaceRequest::zero_accumulator)
       .def_readwrite("dq_blocks", &WorkspaceRequest::dq_blocks)
       .def_readwrite("dq_parted", &WorkspaceRequest::dq_parted)
       .def_readwrite("semaphore_bytes", &WorkspaceRequest::semaphore_bytes)
       .def_readwrite("delta_rows", &WorkspaceRequest::delta_rows)
       .def_readwrite("partial_bytes", &WorkspaceRequest::partial_bytes);
   py::class_<WorkspaceLayout>(m, "WorkspaceLayout")
-      .def_readonly("dq_mode", &WorkspaceLayout::dq_mode)
-      .def_readonly("block_n", &WorkspaceLayout::block_n)
-      .def_readonly("tables", &WorkspaceLayout::tables)
-      .def_readonly("nsplits_offset", &WorkspaceLayout::nsplits_offset)
-      .def_readonly("has_offsets", &WorkspaceLayout::has_offsets)
-      .def_readonly("offsets_offset", &WorkspaceLayout::offsets_offset)
-      .def_readonly("nsplits", &WorkspaceLayout::nsplits)
+      .def_readonly("has_accumulator", &WorkspaceLayout::has_accumulator)
       .def_readonly("row_stride", &WorkspaceLayout::row_stride)
       .def_readonly("dq_blocks", &WorkspaceLayout::dq_blocks)
       .def_readonly("dq_parted", &WorkspaceLayout::dq_parted)
@@ -202,11 +193,6 @@ void bind_workspace(py::module_& m) {
       .def_readonly("lengths_bytes", &WorkspaceLayout::lengths_bytes)
       .def_readonly("bytes", &WorkspaceLayout::bytes);
   m.def("plan_workspace", &plan_workspace);
-  m.def("make_tables", [](const AttentionProblem& problem, const WorkspaceRequest& request,
-                          const std::vector<int64_t>& seqlens_q, const std::vector<int64_t>& seqlens_k) {
-    const WorkspaceTables tables = make_tables(problem, request, seqlens_q, seqlens_k);
-    return std::make_tuple(tables.nsplits, tables.dq_acc_offsets);
-  });
   m.def("dq_row_offset", &dq_row_offset);
   m.def("dq_block_offset", &dq_block_offset);
   m.def("parted_place", &parted_place);
@@ -236,6 +222,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("deterministic", &AttentionPlan::deterministic)
       .def_readonly("cooperative", &AttentionPlan::cooperative)
       .def_readonly("workspace", &AttentionPlan::workspace)
+      .def_property_readonly("sm90", [](const AttentionPlan& plan) { return plan.sm90.schedule; })
       .def_readonly("refusals", &AttentionPlan::refusals);
   m.def(
       "sm80_launch",
@@ -262,10 +249,6 @@ void bind_visibility(py::module_& m) {
       .def_readonly("hi", &Visibility::hi)
       .def("visible", &Visibility::visible)
       .def("full", &Visibility::full);
-  py::enum_<TileKind>(m, "TileKind")
-      .value("kEmpty", TileKind::kEmpty)
-      .value("kMasked", TileKind::kMasked)
-      .value("kInterior", TileKind::kInterior);
   m.def("make_visibility", &make_visibility);
   m.def("key_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
     return pair_of(key_blocks(v, block, block_m, block_n));
@@ -277,73 +260,71 @@ void bind_visibility(py::module_& m) {
   m.def("interior_query_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
     return pair_of(interior_query_blocks(v, block, block_m, block_n));
   });
-  m.def("tile_kind", &tile_kind);
 }
 
 void bind_order(py::module_& m) {
-  m.def("split_walk",
-        [](int32_t steps, int32_t split, int32_t num_splits) { return pair_of(split_walk(steps, split, num_splits)); });
-  m.def("heads_of_walk", &heads_of_walk);
-  py::class_<WalkPosition>(m, "WalkPosition")
-      .def(py::init<int32_t, int32_t, int32_t>())
-      .def("advance", &WalkPosition::advance)
-      .def_readonly("head", &WalkPosition::head)
-      .def_readonly("tile", &WalkPosition::tile);
-  m.def("split_count", &split_count);
-  m.def("ordered_group", &ordered_group);
-  m.def("ordered_query_block", &ordered_query_block);
-  m.def("ordered_turn", &ordered_turn);
-  m.def("ordered_turn_from_last", &ordered_turn_from_last);
-  py::class_<Abreast>(m, "Abreast")
-      .def_readonly("before", &Abreast::before)
-      .def_readwrite("place", &Abreast::place)
-      .def_readonly("size", &Abreast::size);
-  m.def("abreast_in_wave", &abreast_in_wave);
-  m.def("ring_of", &ring_of);
-  py::class_<Starts>(m, "Starts").def_static("of", &Starts::of).def("tile", &Starts::tile);
-  m.def("cyclic_turn", &cyclic_turn);
-  m.def("wide_waves", [](int32_t batch, int32_t heads, int32_t seqlen_q, int32_t seqlen_k, int32_t head_dim,
-                         bool deterministic, int32_t heads_of_list, int64_t workers) {
-    AttentionBackwardParams p;
-    p.batch = batch;
-    p.heads = p.heads_kv = heads;
-    p.seqlen_q = seqlen_q;
-    p.seqlen_k = seqlen_k;
-    p.head_dim = p.head_dim_v = head_dim;
-    p.deterministic = deterministic;
-    const sm90::Tile& tile = sm90::kTiles[sm90::tile_for(head_dim, head_dim, false, false)];
-    const sm90::WideWaves waves = sm90::wide_waves(p, tile, heads_of_list, ceil_div(seqlen_k, tile.block_n),
-                                                   ceil_div(seqlen_q, tile.block_m), workers);
-    return std::tuple(waves.jobs, waves.heads_of_list, sm90::steps_apart(tile));
+  m.def("split_query_loop", [](int32_t steps, int32_t split, int32_t num_splits) {
+    return pair_of(split_query_loop(steps, split, num_splits));
   });
-  m.def("begins_heads_apart", &begins_heads_apart);
+  m.def("heads_per_pass", &heads_per_pass);
+  py::class_<QueryLoopPosition>(m, "QueryLoopPosition")
+      .def(py::init<int32_t, int32_t, int32_t>())
+      .def("advance", &QueryLoopPosition::advance)
+      .def_readonly("head", &QueryLoopPosition::head)
+      .def_readonly("tile", &QueryLoopPosition::tile);
+  m.def("split_count", &split_count);
+  m.def("staggered_start", &staggered_start);
+  m.def("ordered_turn", &ordered_turn);
+  m.def("reversed_turn", &reversed_turn);
+  py::class_<PairsInWave>(m, "PairsInWave")
+      .def(py::init([](int32_t before, int32_t place, int32_t size) { return PairsInWave{before, place, size}; }))
+      .def_readonly("before", &PairsInWave::before)
+      .def_readonly("place", &PairsInWave::place)
+      .def_readonly("size", &PairsInWave::size);
+  m.def("pairs_in_wave", &pairs_in_wave);
   m.def("pair_turn", &pair_turn);
-  py::class_<PersistentSlots>(m, "PersistentSlots")
-      .def_readonly("jobs", &PersistentSlots::jobs)
-      .def_readonly("jobs_per_head", &PersistentSlots::jobs_per_head)
-      .def_readonly("jobs_per_worker", &PersistentSlots::jobs_per_worker)
-      .def("num_splits", &PersistentSlots::num_splits)
-      .def("first_job", &PersistentSlots::first_job)
-      .def("worker_of", &PersistentSlots::worker_of)
-      .def("slot_of", &PersistentSlots::slot_of)
-      .def("owner_of", &PersistentSlots::owner_of);
-  m.def("persistent_slots", &persistent_slots);
   m.def("heads_in_l2", &heads_in_l2);
   m.def("heads_abreast", &heads_abreast);
-  m.def("dense_job", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group) {
-    return triple_of(dense_job(index, batch, heads, num_key_blocks, head_group));
+  m.def("dense_work_tile", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group) {
+    return triple_of(dense_work_tile(index, batch, heads, num_key_blocks, head_group));
   });
-  m.def("dense_job_of_last_list", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks,
-                                     int64_t head_group, int64_t before_last) {
-    return triple_of(dense_job(index, batch, heads, num_key_blocks, head_group, before_last));
-  });
-  m.def("varlen_jobs", &varlen_jobs);
-  m.def("varlen_job", [](int64_t index, const std::vector<int32_t>& cu_seqlens_k, int32_t heads, int32_t block_n,
-                         int64_t head_group, int32_t list_blocks) {
+  m.def("varlen_work_tiles", &varlen_work_tiles);
+  m.def("varlen_work_tile", [](int64_t index, const std::vector<int32_t>& cu_seqlens_k, int32_t heads, int32_t block_n,
+                               int64_t head_group, int32_t list_blocks) {
     const auto batch = static_cast<int32_t>(cu_seqlens_k.size()) - 1;
     const auto heads_of_list = [&](int32_t blocks) { return at_least(head_group, list_blocks / at_least(blocks, 1)); };
-    return triple_of(varlen_job(index, cu_seqlens_k.data(), batch, heads, block_n, heads_of_list));
+    return triple_of(varlen_work_tile(index, cu_seqlens_k.data(), batch, heads, block_n, heads_of_list));
   });
+}
+
+void bind_sm90_schedule(py::module_& m) {
+  using sm90::Schedule;
+  py::enum_<sm90::Dispatch>(m, "Dispatch")
+      .value("kDynamic", sm90::Dispatch::kDynamic)
+      .value("kStatic", sm90::Dispatch::kStatic);
+  py::enum_<sm90::DqOrder>(m, "DqOrder")
+      .value("kUnordered", sm90::DqOrder::kUnordered)
+      .value("kLastArriver", sm90::DqOrder::kLastArriver)
+      .value("kOrdered", sm90::DqOrder::kOrdered);
+  py::class_<Schedule>(m, "Sm90Schedule")
+      .def_readonly("dispatch", &Schedule::dispatch)
+      .def_readonly("key_blocks", &Schedule::key_blocks)
+      .def_readonly("query_blocks", &Schedule::query_blocks)
+      .def_readonly("mirrored_pairs", &Schedule::mirrored_pairs)
+      .def_readonly("gqa_splits", &Schedule::gqa_splits)
+      .def_readonly("tiles_per_head", &Schedule::tiles_per_head)
+      .def_readonly("heads_per_group", &Schedule::heads_per_group)
+      .def_readonly("key_blocks_per_group", &Schedule::key_blocks_per_group)
+      .def_readonly("reversed", &Schedule::reversed)
+      .def_readonly("reversed_tiles", &Schedule::reversed_tiles)
+      .def_readonly("work_tiles", &Schedule::work_tiles)
+      .def_readonly("ctas", &Schedule::ctas)
+      .def_readonly("heads_outermost", &Schedule::heads_outermost)
+      .def_readonly("staggered", &Schedule::staggered)
+      .def_readonly("fetches_early", &Schedule::fetches_early)
+      .def_readonly("dq_order", &Schedule::dq_order)
+      .def_readonly("last_add_writes_dq", &Schedule::last_add_writes_dq)
+      .def_readonly("preprocess_ctas", &Schedule::preprocess_ctas);
 }
 
 void bind_layer_norm(py::module_& m) {
@@ -415,6 +396,7 @@ PYBIND11_MODULE(flashbwd_host_tests, m) {
   flashbwd::bind_problem(m);
   flashbwd::bind_arguments(m);
   flashbwd::bind_workspace(m);
+  flashbwd::bind_sm90_schedule(m);
   flashbwd::bind_plan(m);
   flashbwd::bind_visibility(m);
   flashbwd::bind_order(m);

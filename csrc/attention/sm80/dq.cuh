@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../index/dq_layout.h"
 #include "scheduler.cuh"
 #include "store_tile.cuh"
 
@@ -22,8 +23,8 @@ __device__ __forceinline__ void put_to_global(float* place, float value) {
   }
 }
 
-// Adds tiles of dq to the accumulator. In whole 8 x 8 blocks (dq_block_offset in schedule.h), an instruction of a warp
-// adds to 128 consecutive bytes. At the ends of rows and sequences, each element is added on its own.
+// Adds tiles of dq to the accumulator. In whole 8 x 8 blocks (dq_block_offset in index/dq_layout.h), an instruction of
+// a warp adds to 128 consecutive bytes. At the ends of rows and sequences, each element is added on its own.
 template <typename Traits>
 struct DqRows {
   using Tile = float[Traits::kQueryTiles][Traits::kColumnTiles][4];
@@ -42,7 +43,7 @@ struct DqRows {
     const int32_t column = Traits::warp_d() * Traits::kColumnTiles * 8;
     const int64_t first_row = p.cu_seqlens_q != nullptr ? work.sequence.begin_q : int64_t{work.batch} * p.seqlen_q;
     blocks = params.dq_accumulator + first_row * p.heads * row_stride +
-             dq_row_offset(head, 0, row, 1, work.sequence.rows_q, row_stride) + column * kDqBlock + Traits::lane();
+             dq_row_offset(head, row, work.sequence.rows_q, row_stride) + column * kDqBlock + Traits::lane();
     rows = work.sequence.rows_q - row;
     columns = p.head_dim - column;
   }

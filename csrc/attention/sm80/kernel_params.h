@@ -34,14 +34,14 @@ struct KernelParams {
   RowStatistics statistics;
   float* dq_accumulator = nullptr;  // one slot per sequence, see workspace.h
   int64_t dq_row_stride = 0;
-  bool dq_blocks = false;          // see dq_block_offset in schedule.h
+  bool dq_blocks = false;          // see dq_block_offset in index/dq_layout.h
   int64_t num_work_tiles = 0;      // number of work tiles; a split one counts once per CTA
   int64_t unsplit_work_tiles = 0;  // those before the split ones
   int32_t splits = 1;              // CTAs per split work tile
   bool packed_work_tiles = false;  // work tiles follow cu_seqlens_k; otherwise every sequence has `key_blocks`
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t query_blocks = 0;
-  int32_t swizzle_heads = 1;     // KV heads per head swizzle group, see dense_job
+  int32_t swizzle_heads = 1;     // KV heads per head swizzle group, see dense_work_tile
   bool swizzle_batches = false;  // a group has the same head of all batches, not all heads of a batch
   // Rows that can be copied 16 bytes at a time.
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;

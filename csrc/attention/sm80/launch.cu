@@ -226,9 +226,9 @@ const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan,
   AttentionBackwardParams p = given;
   if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
   CallSizes sizes = sizes_of(p);
-  sizes.whole_heads = plan.workspace.dq_mode == DqMode::kDirect;
+  sizes.whole_heads = !plan.workspace.has_accumulator;
   if (!sizes.whole_heads) sizes.shared = split_tiles(sizes, tile, plan.sm_count);
-  sizes.first_stores = plan.workspace.dq_mode == DqMode::kAtomic && !plan.workspace.zero_accumulator;
+  sizes.first_stores = plan.workspace.has_accumulator && !plan.deterministic && !plan.workspace.zero_accumulator;
   sizes.ordered_bias_gradient = ordered_bias_gradient(sizes, tile);
   KernelParams params = make_params(p, plan, sizes);
   BiasGradientScratch scratch = bias_gradient_of(sizes, tile);

@@ -4,7 +4,8 @@
 #include <cstdint>
 
 #include "../bias_gradient.h"
-#include "../schedule.h"
+#include "../index/query_loop.h"
+#include "../index/tile_order.h"
 #include "config.h"
 
 namespace flashbwd::sm80 {
@@ -118,7 +119,7 @@ inline bool packed_work_tiles(const CallSizes& sizes) { return sizes.packed_k &&
 
 // Number of key blocks over all KV heads.
 inline int64_t count_work_tiles(const CallSizes& sizes, const Tile& tile) {
-  if (packed_work_tiles(sizes)) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
+  if (packed_work_tiles(sizes)) return varlen_work_tiles(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
   return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
 }
 

@@ -98,10 +98,9 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->splits = sizes.shared.splits;
   plan->schedule = schedule_of(problem, tile, sizes);
   WorkspaceRequest request;
-  request.dq_mode = sizes.whole_heads ? DqMode::kDirect : problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
-  request.block_n = tile.block_n;
+  request.accumulator = !sizes.whole_heads;
   request.dq_blocks = true;
-  request.adds_into_zeros = !sizes.first_stores;
+  request.zero_accumulator = !sizes.first_stores;
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
   // lse * log2(e) and delta
   request.delta_rows =

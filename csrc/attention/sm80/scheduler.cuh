@@ -2,20 +2,22 @@
 #pragma once
 
 #include "../../common/ordered.cuh"
-#include "../schedule.h"
+#include "../index/dq_order.h"
+#include "../index/query_loop.h"
+#include "../index/tile_order.h"
 #include "../sequence.cuh"
 #include "kernel_params.h"
 
 namespace flashbwd::sm80 {
 
 // Maps key block `index` of the call to (batch, KV head, key block).
-__device__ __forceinline__ Job work_tile_at(const KernelParams& params, int32_t index, int32_t block_n) {
+__device__ __forceinline__ WorkTileIndex work_tile_at(const KernelParams& params, int32_t index, int32_t block_n) {
   const AttentionBackwardParams& p = params.attention;
   if (params.packed_work_tiles) {
-    return varlen_job(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n,
-                      [swizzle_heads = int64_t{params.swizzle_heads}](int32_t) { return swizzle_heads; });
+    return varlen_work_tile(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n,
+                            [swizzle_heads = int64_t{params.swizzle_heads}](int32_t) { return swizzle_heads; });
   }
-  const Job job = dense_job(index, p.batch, p.heads_kv, params.key_blocks, params.swizzle_heads);
+  const WorkTileIndex job = dense_work_tile(index, p.batch, p.heads_kv, params.key_blocks, params.swizzle_heads);
   if (!params.swizzle_batches) return job;
   const int32_t head = job.batch * p.heads_kv + job.head;
   return {head % p.batch, head / p.batch, job.key_block};
@@ -32,7 +34,7 @@ struct WorkTile {
   int32_t key_block = 0;
   int32_t part = -1;  // index among all parts of split work tiles; -1: not split
   int32_t heads_per_kv = 1;
-  int32_t heads_abreast = 1;  // query heads that the loop interleaves, see heads_of_walk
+  int32_t heads_abreast = 1;  // query heads that the loop interleaves, see heads_per_pass
   bool descending = false;    // the loop starts at the last query block
   bool exists = false;        // false: past the end of its sequence, nothing to load and nothing to write
 
@@ -49,12 +51,12 @@ struct WorkTile {
       split = part % splits;
       index = whole + part / splits;
     }
-    const Job job = work_tile_at(params, index, block_n);
+    const WorkTileIndex job = work_tile_at(params, index, block_n);
     if (job.batch < 0) return;
     batch = job.batch;
     head_kv = job.head;
     heads_per_kv = p.heads / p.heads_kv;
-    heads_abreast = heads_of_walk(heads_per_kv, splits);
+    heads_abreast = heads_per_pass(heads_per_kv, splits);
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
     set_key_block(job.key_block, block_m, block_n, split, splits);
@@ -71,7 +73,7 @@ struct WorkTile {
     key_block = block;
     query_range = query_blocks(visibility, block, block_m, block_n);
     interior = interior_query_blocks(visibility, block, block_m, block_n);
-    iterations = split_walk(query_range.size() * heads_per_kv, split, splits);
+    iterations = split_query_loop(query_range.size() * heads_per_kv, split, splits);
   }
 
   __device__ __forceinline__ int32_t steps() const { return iterations.size(); }
@@ -81,7 +83,7 @@ struct WorkTile {
 struct Step {
   int32_t index = 0;  // 0 to steps
   int32_t head = 0;   // query head
-  WalkPosition position;
+  QueryLoopPosition position;
 
   Step() = default;
   // The first step.
@@ -104,7 +106,8 @@ struct Step {
 };
 
 // The ordered semaphore of dq tile `query_block` of `head`: key blocks add in ascending order. A CTA waits only for
-// smaller key blocks of the same (batch, head), which were taken earlier; schedule.h shows why this cannot deadlock.
+// smaller key blocks of the same (batch, head), which were taken earlier; index/dq_order.h shows why this cannot
+// deadlock.
 struct DqSemaphore {
   int32_t* counter;
   int32_t number;
@@ -115,7 +118,7 @@ struct DqSemaphore {
     const int64_t first = p.cu_seqlens_q != nullptr ? first_block(work.sequence.begin_q, work.batch, block_m)
                                                     : int64_t{work.batch} * params.query_blocks;
     counter = params.dq_semaphores + head * params.semaphores_per_head + first + query_block;
-    number = ordered_turn(work.visibility, query_block, work.key_block, block_m, block_n, 1);
+    number = ordered_turn(work.visibility, query_block, work.key_block, block_m, block_n);
   }
   // Called by all threads.
   __device__ void wait() const {

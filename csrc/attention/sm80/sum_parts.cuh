@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_columns(T* place, float4 value, int32_t le
 
 // Sums kSumPartsRows rows of a key block, from first_row on. A thread sums four columns of one row at a time.
 __device__ __forceinline__ void sum_rows(const SumPartsArguments& a, const GradientTarget& target, bool vectors,
-                                         const Job& job, int32_t split_tile, int32_t first_row) {
+                                         const WorkTileIndex& job, int32_t split_tile, int32_t first_row) {
   const int32_t row_vectors = static_cast<int32_t>(target.part_row_stride / 4);
   const int32_t first_key = job.key_block * a.block_n;
   const int32_t rows = min(a.params.attention.seqlen_k - first_key - first_row, kSumPartsRows);
@@ -70,7 +70,8 @@ __device__ __forceinline__ void sum_rows(const SumPartsArguments& a, const Gradi
 __global__ void __launch_bounds__(kSumPartsThreads) sum_parts_kernel(const __grid_constant__ SumPartsArguments a) {
   const auto split_tile = static_cast<int32_t>(blockIdx.x);
   const auto first_row = static_cast<int32_t>(blockIdx.y) * kSumPartsRows;
-  const Job job = work_tile_at(a.params, static_cast<int32_t>(a.params.unsplit_work_tiles) + split_tile, a.block_n);
+  const WorkTileIndex job =
+      work_tile_at(a.params, static_cast<int32_t>(a.params.unsplit_work_tiles) + split_tile, a.block_n);
   const bool is_dv = blockIdx.z != 0;
   sum_rows(a, is_dv ? a.params.dv : a.params.dk, is_dv ? a.dv_vectors : a.dk_vectors, job, split_tile, first_row);
 }

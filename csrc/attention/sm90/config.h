@@ -15,14 +15,6 @@ constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// Words of the workspace's zeroed region: the counters of jobs and of chores taken, then a count for each of batch *
-// heads_kv heads, padded; then the semaphores of dq tiles.
-constexpr int64_t counter_words(int64_t counts) { return (2 + counts + 3) / 4 * 4; }
-
-// Of dq, converted at a time; in wide tiles by a warp alone.
-constexpr int kChoreRows = 128;
-constexpr int kWideChoreRows = 16;
-
 // Wide tiles: a producer warpgroup and one each for P and dv, for dS and dk, for dq. Registers sum to 512 a lane.
 constexpr int kWideThreads = 4 * kWarpgroupThreads;
 struct WideRegisters {
@@ -107,10 +99,6 @@ constexpr WideRegisters wide_registers(const Tile& tile, bool features) {
   return tile.head_dim_v == 192 && !features ? WideRegisters{40, 200, 200, 72} : WideRegisters{40, 192, 208, 72};
 }
 
-// Whether the kernel converts dq (chores.cuh, wide/conversion.cuh). 32 and 128 gain nothing by it, 80, 96 and 256 lose.
-constexpr bool has_chores(const Tile& tile) { return is_wide(tile) ? tile.head_dim <= 192 : tile.head_dim == 64; }
-constexpr int chore_rows(const Tile& tile) { return is_wide(tile) ? kWideChoreRows : kChoreRows; }
-
 // Whether who is last in turn to add to a dq tile may write dq instead, so that nothing is left to convert (turns.cuh).
 constexpr bool last_writes_dq(const Tile& tile) {
   return !is_wide(tile) && tile.feature == Feature::kNone && (tile.head_dim == 64 || tile.head_dim == 128);
@@ -126,32 +114,17 @@ constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile
 // head dimension 80, which either pads, 64 were 1 % faster.
 constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64 : 128; }
 
-// Jobs of a ring (schedule.h) come to a tile so many steps after one another: a turn takes longer than a step. In wide
-// tiles about 5 us, in the others about 3, and a step is the shorter the smaller head dimensions are.
-constexpr int steps_apart(const Tile& tile) {
-  if (is_wide(tile)) return 1023 / (tile.head_dim + tile.head_dim_v) + 1;
-  return tile.head_dim == 80 || tile.head_dim == 96 ? 3 : 2;
-}
-
-// Whether jobs without a mask begin at query blocks of their own in ordinary runs too. With one buffer of dq and one of
-// dout, key blocks that add to the same tile hold one another up: at head dimension 256 2 to 7 % at S = 512 to 16384.
-// 192 loses by it.
-constexpr bool spreads_jobs(const Tile& tile) { return is_wide(tile) && tile.dout_stages == 1; }
+// Whether key blocks of full masks start at query blocks of their own. With one stage of dout and one buffer of dq, key
+// blocks that add to the same dq tile at the same time delay one another: 2 to 5 % at head dimension 256.
+constexpr bool staggers_start(const Tile& tile) { return is_wide(tile) && tile.dout_stages == 1; }
 
 // Threads that add dq of a key block. In wide tiles two of a CTA, in turn a step each: one waits until its adds are
 // complete while the other adds.
 constexpr int kWideAdders = 2;
 constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * kWideAdders : kConsumerWarpgroups; }
 
-// Whether pairs of key blocks begin a query block with heads of their own in ordinary runs (Work::rotation), and sums
-// of dq are fetched into L2 for those that take turns (Work::fetches_sums), as measured.
-constexpr bool rotates_heads(const Tile& tile) { return !is_wide(tile) && tile.head_dim == 128; }
-
-// Steps before its last one that a CTA takes the next job: to find it takes as long as two. Measured at S = 512 and
-// 1024: 1 to 3 % faster with head dimensions 64 and 128. With 80 and 96 under a causal mask only, from S = 1024 on: 1
-// to 3 %; without one it is up to 5 % slower, in windows 2 %.
+// Iterations before its last one at which a CTA takes its next work tile: finding it takes as long as two iterations.
 constexpr int early_steps(const Tile& tile) { return !is_wide(tile) && tile.head_dim >= 64 ? 2 : 0; }
-constexpr bool early_under_a_diagonal_only(const Tile& tile) { return tile.head_dim == 80 || tile.head_dim == 96; }
 
 // Development builds may hold some of the head dimensions only.
 constexpr bool is_built(int32_t head_dim) {

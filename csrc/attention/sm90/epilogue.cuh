@@ -5,25 +5,9 @@
 
 namespace flashbwd::sm90 {
 
-struct Gradient {
-  HeadsView view;
-  DType dtype;
-  int32_t columns;
-  bool vectors;
-};
-
-inline __device__ Gradient dk_of(const KernelParams& params, bool is_part = false) {
-  if (is_part) return {params.parts_dk, DType::kFloat32, params.attention.head_dim, true};
-  return {params.attention.dk, params.attention.dk_dtype, params.attention.head_dim, params.dk_vectors};
-}
-inline __device__ Gradient dv_of(const KernelParams& params, bool is_part = false) {
-  if (is_part) return {params.parts_dv, DType::kFloat32, params.attention.head_dim_v, true};
-  return {params.attention.dv, params.attention.dv_dtype, params.attention.head_dim_v, params.dv_vectors};
-}
-
 // Element by element, from where a thread has them.
 template <typename Element, int kValues>
-__device__ void store_elements(Element* destination, const Gradient& gradient, int32_t rows,
+__device__ void store_elements(Element* destination, const KeyGradient& gradient, int32_t rows,
                                const float (&values)[kValues]) {
   const int32_t thread = threadIdx.x % kWarpgroupThreads;
   const int32_t row = thread / 32 * 16 + thread % 32 / 4;
@@ -38,15 +22,15 @@ __device__ void store_elements(Element* destination, const Gradient& gradient, i
 }
 
 // The staging buffer takes kStagingChunks chunks at a time.
-template <typename T, bool kRereadsThread, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
-__device__ void store_16bit(T* destination, const Gradient& gradient, int32_t rows, uint8_t* staging, uint32_t barrier,
-                            const float (&values)[kValues]) {
+template <typename T, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
+__device__ void store_16bit(T* destination, const KeyGradient& gradient, int32_t rows, uint8_t* staging,
+                            uint32_t barrier, const float (&values)[kValues]) {
   constexpr int kFirstColumn = kFirst * kChunkColumns;
   constexpr bool kIsLast = 2 * kValues - kFirstColumn <= kStagingChunks * kChunkColumns;
   constexpr int kColumns = kIsLast ? 2 * kValues - kFirstColumn : kStagingChunks * kChunkColumns;
   const int32_t thread = threadIdx.x % kWarpgroupThreads;
   named_barrier_sync(barrier, kWarpgroupThreads);  // what was staged before is read
-  stage_16bit<T, kRereadsThread, kChunkBytes, kFirst, kStagingChunks>(staging, values);
+  stage_16bit<T, kChunkBytes, kFirst, kStagingChunks>(staging, values);
   named_barrier_sync(barrier, kWarpgroupThreads);  // staged
 #pragma unroll 1
   for (int32_t i = thread; i < 64 * kColumns / 8; i += kWarpgroupThreads) {
@@ -68,38 +52,40 @@ __device__ void store_16bit(T* destination, const Gradient& gradient, int32_t ro
     }
   }
   if constexpr (!kIsLast) {
-    store_16bit<T, kRereadsThread, kChunkBytes, kStagingChunks, kFirst + kStagingChunks>(destination, gradient, rows,
-                                                                                         staging, barrier, values);
+    store_16bit<T, kChunkBytes, kStagingChunks, kFirst + kStagingChunks>(destination, gradient, rows, staging, barrier,
+                                                                         values);
   }
 }
 
 // 64 rows of a gradient, from row `part_row` of the key block on, by the warpgroup that has them as an accumulator of
 // (64, 2 * kValues). `staging`: kStagingChunks chunks of 64 columns, kChunkBytes apart, that this warpgroup alone may
 // write; or none.
-template <typename T, bool kRereadsThread, int kChunkBytes, int kStagingChunks, typename Work, int kValues>
-__device__ void store_gradient(const Gradient& gradient, const Work& work, int32_t part_row, uint8_t* staging,
+template <typename T, int kChunkBytes, int kStagingChunks, typename WorkTile, int kValues>
+__device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row, uint8_t* staging,
                                uint32_t barrier, const float (&values)[kValues]) {
   const int32_t first_row = work.first_key + part_row;
   const int32_t rows = work.sequence.rows_k - first_row;  // of the 64; may be negative
-  const int64_t first_element = work.batch * gradient.view.batch_stride + work.list * gradient.view.head_stride +
+  const int64_t first_element = work.batch * gradient.view.batch_stride +
+                                work.gradient_head * gradient.view.head_stride +
                                 (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
   if (gradient.dtype == DType::kFloat32) {
     store_elements(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);
   } else if constexpr (kStagingChunks == 0) {
     store_elements(static_cast<T*>(gradient.view.data) + first_element, gradient, rows, values);
   } else {
-    store_16bit<T, kRereadsThread, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first_element,
-                                                                gradient, rows, staging, barrier, values);
+    store_16bit<T, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first_element, gradient, rows,
+                                                staging, barrier, values);
   }
 }
 
 // Zeros in 64 rows of a gradient, from row `part_row` of the key block on: no query sees these keys. By one warpgroup.
 // It uses no shared memory and arrives at no barrier, so the work tile takes part in no pipeline.
-template <typename T, typename Work>
-__device__ void zero_gradient(const Gradient& gradient, const Work& work, int32_t part_row) {
+template <typename T, typename WorkTile>
+__device__ void zero_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row) {
   const int32_t first_row = work.first_key + part_row;
   const int32_t rows = min(64, work.sequence.rows_k - first_row);  // may be negative
-  const int64_t first_element = work.batch * gradient.view.batch_stride + work.list * gradient.view.head_stride +
+  const int64_t first_element = work.batch * gradient.view.batch_stride +
+                                work.gradient_head * gradient.view.head_stride +
                                 (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
   const int32_t warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -119,20 +105,20 @@ __device__ void zero_gradient(const Gradient& gradient, const Work& work, int32_
 template <typename Traits>
 struct Epilogue {
   using T = typename Traits::T;
-  using Work = typename Traits::Work;
+  using WorkTile = typename Traits::WorkTile;
   static constexpr int kHeadDim = Traits::kHeadDim;
 
-  static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const Work& work,
+  static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const WorkTile& work,
                                int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.gradient_scale;
     if constexpr (Traits::kDrops) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) dv[i] *= params.dropout_scale;
+      for (int i = 0; i < kHeadDim / 2; ++i) dv[i] *= params.features.dropout_scale;
     }
-    if (work.copies_dkdv) {
-      hand_over(smem, warpgroup, work.first_index + work.steps, dv);
-      hand_over(smem, warpgroup, work.first_index + work.steps + 1, dk);
+    if (work.tma_dkdv) {
+      hand_over(smem, warpgroup, work.first_index + work.iterations, dv);
+      hand_over(smem, warpgroup, work.first_index + work.iterations + 1, dk);
       return;
     }
     // The rows of ds that this warpgroup writes serve as its staging buffer, unless the next bias comes there.
@@ -144,16 +130,14 @@ struct Epilogue {
     if constexpr (Traits::kByQueries) {
       named_barrier_sync(kConsumersBarrier, kConsumerThreads);
     } else if constexpr (kStagingChunks > 0) {
-      const int32_t end = work.first_index + work.steps;
+      const int32_t end = work.first_index + work.iterations;
       for (int32_t index = end; index < end + 2; ++index) {
         signal_ds(warpgroup, index);
         wait_ds(warpgroup, index);
       }
     }
-    store_gradient<T, Traits::kRereadsThread, Traits::kDsChunkBytes, kStagingChunks>(
-        dv_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dv);
-    store_gradient<T, Traits::kRereadsThread, Traits::kDsChunkBytes, kStagingChunks>(
-        dk_of(params, work.is_part), work, warpgroup * 64, staging, barrier, dk);
+    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(params.dv, work, warpgroup * 64, staging, barrier, dv);
+    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(params.dk, work, warpgroup * 64, staging, barrier, dk);
     if constexpr (kStagingChunks > 0) {
       named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
     }
@@ -192,7 +176,7 @@ struct Epilogue {
                   "a gradient fits in a part of dq");
     const int32_t buffer = index % kStoreWarps;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-    stage_16bit<T, Traits::kRereadsThread, 64 * kChunkRowBytes, 0, Traits::kGradientChunks>(
+    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kGradientChunks>(
         reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]), values);
     named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
   }

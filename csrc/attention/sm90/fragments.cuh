@@ -6,7 +6,9 @@
 #include "../../common/hopper.cuh"
 #include "../../common/numeric.cuh"
 #include "../../common/wgmma.cuh"
-#include "../schedule.h"
+#include "../index/dq_layout.h"
+#include "../index/visibility.h"
+#include "config.h"
 
 namespace flashbwd::sm90 {
 
@@ -143,16 +145,14 @@ __device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], ui
   }
 }
 
-// dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys. kByXor: places are found by one
-// exclusive or each from the first one on.
-template <int kBlockN, bool kByXor, int kPairs>
+// dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys.
+template <int kBlockN, int kPairs>
 __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16)[kPairs], int32_t key, int32_t lane) {
   const int32_t row = key + lane % 16;
-  const uint32_t first = address + (row * kChunkRowBytes | (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
   for (int k = 0; k < kPairs / 4; ++k) {
     const int32_t piece = k % 4 * 2 + lane / 16;
-    const uint32_t in_chunk = kByXor ? first ^ k % 4 * 32 : address + row * kChunkRowBytes + ((piece ^ row % 8) * 16);
+    const uint32_t in_chunk = address + row * kChunkRowBytes + ((piece ^ row % 8) * 16);
     store_matrix_x4(in_chunk + k / 4 * (kBlockN * kChunkRowBytes), ds16[4 * k], ds16[4 * k + 1], ds16[4 * k + 2],
                     ds16[4 * k + 3]);
   }
@@ -205,15 +205,9 @@ __device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], float (*boxes
 
 // Of an accumulator the chunks of 64 columns from kFirst on, up to kChunks, as 16-bit numbers, kChunkBytes apart, as
 // the copy engine reads them.
-template <typename T, bool kRereadsThread, int kChunkBytes, int kFirst, int kChunks, int kValues>
+template <typename T, int kChunkBytes, int kFirst, int kChunks, int kValues>
 __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
-  const auto thread = [] {
-    if constexpr (kRereadsThread) {
-      return read_thread();
-    } else {
-      return threadIdx.x;
-    }
-  }();
+  const auto thread = read_thread();  // again: no register holds what follows from it over the main loop
   const int32_t lane = thread % 32;
   const int32_t row = thread % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll

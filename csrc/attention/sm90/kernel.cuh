@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "../../common/launch_overlap.cuh"
-#include "chores.cuh"
 #include "epilogue.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
@@ -22,15 +21,15 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   const int32_t lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    prefetch_tensor_map(&params.q);
-    prefetch_tensor_map(&params.k);
-    prefetch_tensor_map(&params.v);
-    prefetch_tensor_map(&params.dout);
-    prefetch_tensor_map(&params.dq_accumulator);
-    if constexpr (Traits::kBias) prefetch_tensor_map(&params.bias);
+    prefetch_tensor_map(&params.maps.q);
+    prefetch_tensor_map(&params.maps.k);
+    prefetch_tensor_map(&params.maps.v);
+    prefetch_tensor_map(&params.maps.dout);
+    prefetch_tensor_map(&params.maps.dq_accumulator);
+    if constexpr (Traits::kBias) prefetch_tensor_map(&params.maps.bias);
     Traits::init_barriers(smem);
   }
-  if (params.rows_ready == nullptr) wait_for_launch_before();
+  if (params.preprocess.words == nullptr) wait_for_launch_before();
   let_launch_behind_begin();
   if constexpr (Traits::kDrops) {
     const PhiloxArguments& philox = params.attention.philox;
@@ -44,13 +43,13 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   if (warpgroup == 0) {
     shrink_registers<kProducerRegisters>();
     if (warp == 0) {
-      if (lane == 0 && is_alone()) Producer::load_jobs(params, smem);
+      if (lane == 0 && is_alone()) Producer::load_tiles(params, smem);
     } else if (warp == 1) {
       Producer::template store_dq<0>(params, smem, lane);
     } else if (warp == 2) {
       Producer::template store_dq<1>(params, smem, lane);
     } else {
-      if (lane == 0) Producer::find_jobs(params, smem);
+      if (lane == 0) Producer::schedule_tiles(params, smem);
     }
   } else {
     grow_registers<kConsumerRegisters>();
@@ -58,15 +57,10 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
       constexpr int kDqColumns = decltype(dq_columns)::value;
       uint32_t last_turns = 0;
       if (Traits::kOrdersScores && warpgroup == 1) signal_scores(0);  // the other one is first
-      for (JobSlot slot;; slot.advance()) {
+      for (TileSlot slot;; slot.advance()) {
         mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-        const typename Traits::Work& work = smem.work[slot.index()];
-        if (work.exhausted) {
-          if constexpr (Traits::kChores) {
-            if (slot.jobs_before > 0) mbarrier_wait(&smem.chore_full, slot.jobs_before % 2 ^ 1);  // the ticket is ours
-          }
-          break;
-        }
+        const typename Traits::WorkTile& work = smem.work[slot.index()];
+        if (work.exhausted) break;
         float dk[Traits::kKeyParts][Traits::kHeadDim / 2];
         float dv[Traits::kKeyParts][Traits::kHeadDim / 2];
 #pragma unroll
@@ -74,10 +68,10 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 #pragma unroll
           for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[part][i] = dv[part][i] = 0.f;
         }
-        if (work.steps > 0) {
+        if (work.iterations > 0) {
           Mainloop<Traits, kDqColumns>::compute(params, smem, work, warpgroup - 1, last_turns, dk, dv);
         }
-        // Zeros where nobody looked.
+        // Key blocks that no query sees still store zero dk and dv.
         if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);
         Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk[0], dv[0]);
         mbarrier_arrive(&smem.work_empty[slot.index()]);
@@ -89,7 +83,6 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     } else {
       consume(std::integral_constant<int, Traits::kDqColumns>());
     }
-    if constexpr (Traits::kChores) finish_chores<Traits>(params, smem);
     wait_for_launch_before();  // launches behind this one wait for it alone
   }
 }

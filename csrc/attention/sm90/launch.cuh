@@ -35,13 +35,13 @@ const char* launch(const KernelParams& params, void* stream) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(params.ctas);
+    config.gridDim = dim3(params.schedule.ctas);
     config.blockDim = dim3(Kernel::kBlockThreads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attributes[] = {overlap_with_launch_before(), begin_together()};
     config.attrs = attributes;
-    config.numAttrs = params.cooperative ? 2 : 1;
+    config.numAttrs = params.schedule.dispatch == Dispatch::kStatic ? 2 : 1;
     error = launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -49,17 +49,16 @@ const char* launch(const KernelParams& params, void* stream) {
 
 template <typename T, int kTileIndex, bool kFeatures>
 const char* launch(const KernelParams& params, void* stream) {
-  if constexpr (last_writes_dq(kTiles[kTileIndex])) {
-    if (params.takes_turns && !params.by_heads) {
-      return launch<Kernel<T, kTileIndex, kFeatures, false, true>>(params, stream);
-    }
-    constexpr bool kAlways = by_heads_in_turn_only(kTiles[kTileIndex]);
-    if (params.by_heads && (kAlways || params.takes_turns)) {
+  constexpr Tile kTile = kTiles[kTileIndex];
+  const bool writes_dq = params.schedule.last_add_writes_dq, by_heads = params.schedule.heads_outermost;
+  if constexpr (last_writes_dq(kTile)) {
+    if (by_heads && (writes_dq || by_heads_in_turn_only(kTile))) {
       return launch<Kernel<T, kTileIndex, kFeatures, true, true>>(params, stream);
     }
+    if (writes_dq) return launch<Kernel<T, kTileIndex, kFeatures, false, true>>(params, stream);
   }
-  if constexpr (!by_heads_in_turn_only(kTiles[kTileIndex])) {
-    if (params.by_heads) return launch<Kernel<T, kTileIndex, kFeatures, true, false>>(params, stream);
+  if constexpr (!by_heads_in_turn_only(kTile)) {
+    if (by_heads) return launch<Kernel<T, kTileIndex, kFeatures, true, false>>(params, stream);
   }
   return launch<Kernel<T, kTileIndex, kFeatures, false, false>>(params, stream);
 }

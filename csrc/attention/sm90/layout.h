@@ -1,15 +1,15 @@
-// Sizes that the plan and the launcher must agree on. No CUDA here.
+// What the plan computes for the launcher: sizes and offsets in the workspace. No CUDA here.
 #pragma once
 
 #include <cstdint>
 
 #include "../bias_gradient.h"
-#include "../schedule.h"
+#include "../index/tile_order.h"
 #include "config.h"
+#include "schedule.h"
 
 namespace flashbwd::sm90 {
 
-// What both an AttentionProblem and AttentionBackwardParams say about a call.
 struct CallSizes {
   DType dtype = DType::kBFloat16;
   bool packed = false;
@@ -26,8 +26,8 @@ inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed; }
 
 inline bool has_semaphores(const CallSizes& sizes) { return sizes.deterministic || !adds_into_zeros(sizes); }
 
-// The zeroed region of the workspace: the counters of jobs and of chores taken and a count a head; a semaphore a part
-// of a dq tile; a bias gradient that is added into. Offsets are bytes from its start.
+// The zeroed region of the workspace: the counter of work tiles; the count of finished dq adds of each KV head; a
+// semaphore for each part of a dq tile; a bias gradient that is added into. Offsets are bytes from its start.
 struct ZeroedRegion {
   int64_t semaphore_offset = 0;
   int64_t bias_gradient_offset = 0;
@@ -61,10 +61,7 @@ inline int64_t bias_scratch_bytes(const CallSizes& sizes, const Tile& tile) {
 inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   ZeroedRegion region;
   constexpr int64_t kWordBytes = sizeof(int32_t);
-  region.bytes = region.semaphore_offset =
-      counter_words(sizes.batch * sizes.heads_kv *
-                    (sizes.packed || is_wide(tile) ? 1 : ceil_div(sizes.seqlen_k, tile.block_n))) *
-      kWordBytes;
+  region.bytes = region.semaphore_offset = round_up(1 + sizes.batch * sizes.heads_kv, 4) * kWordBytes;
   if (has_semaphores(sizes)) {
     region.bytes +=
         sizes.batch * sizes.heads * ceil_div(sizes.seqlen_q, tile.block_m) * semaphores_of_tile(tile) * kWordBytes;
@@ -77,9 +74,14 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   return region;
 }
 
-inline int64_t job_count(const CallSizes& sizes, const Tile& tile) {
-  if (sizes.packed) return varlen_jobs(sizes.total_k, sizes.batch, sizes.heads_kv, tile.block_n);
-  return sizes.batch * sizes.heads_kv * ceil_div(sizes.seqlen_k, tile.block_n);
-}
+// What the plan of a call carries to the launcher.
+struct KernelPlan {
+  Schedule schedule;
+  bool features = false;  // the tile's kernel with features runs
+  ZeroedRegion zeroed;
+  bool has_semaphores = false;
+  BiasGradientScratch bias_gradient;
+  int64_t partial_sums_offset = 0;  // bytes: partial dk and dv, after the scratch of the bias gradient
+};
 
 }  // namespace flashbwd::sm90

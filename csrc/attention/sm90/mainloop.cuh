@@ -54,7 +54,7 @@ struct Mainloop {
   static constexpr int kScoresUnderDp = kOwnQueries / (kScores && !kEarlyDv ? 4 : 2);
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
-  using Work = typename Traits::Work;
+  using WorkTile = typename Traits::WorkTile;
   static constexpr int kRowBytes = Traits::kRowBytes;
   using KeyColumns = AlongColumns<Traits::kKeyChunkBytes, kRowBytes>;
   using KeyRows = AlongRows<Traits::kKeyChunkBytes, kRowBytes>;
@@ -64,31 +64,27 @@ struct Mainloop {
   // Accumulators of a warpgroup, and their 16-bit numbers, of each 64 keys that it has; its part of dq.
   using Scores = float[kKeyParts][kOwnQueries / 2];
   using Operand = uint32_t[kKeyParts][kOwnQueries / 4];
-  using KeyGradient = float[kKeyParts][kHeadDim / 2];
+  using KeyAccumulators = float[kKeyParts][kHeadDim / 2];
   using Dq = float[kDqColumns / 2];  // (64 queries, kDqColumns)
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
   // last_turns: a bit for each buffer of dq, of the last turns so far.
-  static __device__ void compute(const KernelParams& params, SharedStorage& smem, const Work& work, int32_t warpgroup,
-                                 uint32_t& last_turns, KeyGradient& dk, KeyGradient& dv) {
-    Consumer consumer{params, smem, work, warpgroup, last_turns, Step(work, work.first_index)};
+  static __device__ void compute(const KernelParams& params, SharedStorage& smem, const WorkTile& work,
+                                 int32_t warpgroup, uint32_t& last_turns, KeyAccumulators& dk, KeyAccumulators& dv) {
+    Consumer consumer{params, smem, work, warpgroup, last_turns, QueryIterator(work, work.first_index)};
     wait_keys(params, smem, work);
     consumer.load_operands();
-    if constexpr (Traits::kAhead) {
-      consumer.run_ahead(dk, dv);
-    } else {
-      consumer.run(dk, dv);
-    }
+    consumer.run(dk, dv);
   }
 
  private:
   struct Consumer {
     const KernelParams& params;
     SharedStorage& smem;
-    const Work& work;
+    const WorkTile& work;
     int32_t warpgroup;
     uint32_t& last_turns;
-    Step step;
+    QueryIterator step;
     // Of work, what every step asks for: shared memory would answer too late.
     BlockRange interior = work.interior;
     int32_t last_step = step.end - 1;
@@ -98,7 +94,7 @@ struct Mainloop {
     float scale_log2 = params.attention.softmax_scale * kLog2E;
     // What dropout keeps is multiplied behind the loop, so delta is divided by it; with dP, where a bias has a
     // gradient.
-    float delta_factor = kDrops && !kBias ? 1.f / params.dropout_scale : 1.f;
+    float delta_factor = kDrops && !kBias ? 1.f / params.features.dropout_scale : 1.f;
 
     // Its first key and its first query, of a tile.
     int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
@@ -120,7 +116,7 @@ struct Mainloop {
     // registers do not allow dV so early, dV under the barrier, S and dK under the write of dq. The compiler follows no
     // accumulator that is read in the loop across its back edge, so a turn of the loop begins where nothing is in
     // flight: behind dS of one step. It ends with dS of the next.
-    __device__ __forceinline__ void run(KeyGradient& dk, KeyGradient& dv) {
+    __device__ __forceinline__ void run(KeyAccumulators& dk, KeyAccumulators& dv) {
       Operand p16, ds16;  // first operands of dV and dK
       Dq dq;
       {
@@ -174,71 +170,6 @@ struct Mainloop {
       }
     }
 
-    // The same products in another order: S of the next step in front of the store of dS, dK and dQ of a step in front
-    // of P of the next.
-    __device__ __forceinline__ void run_ahead(KeyGradient& dk, KeyGradient& dv) {
-      Operand p16, ds16;  // first operands of dV and dK
-      Dq dq;
-      Scores s;
-      wait_q();
-      issue_s(s);
-      wait_products<0>();
-      fence_registers(s[0]);
-      bool more = step_ahead<true>(s, p16, ds16, dq, dk, dv);
-#pragma unroll 1
-      while (more) more = step_ahead<false>(s, p16, ds16, dq, dk, dv);
-      arrive(&smem.v_empty);
-      issue_dk_dq(ds16, dq, dk, step.index);
-      wait_products<0>();
-      mbarrier_arrive(&smem.q_empty[QueryRing::stage(step.index)]);
-      arrive(&smem.k_empty);
-      write_dq(dq, step.index);
-#pragma unroll
-      for (int part = 0; part < kKeyParts; ++part) {
-        fence_registers(dk[part]);
-        fence_registers(dv[part]);
-      }
-    }
-
-    // From S of a step, complete, to its dS and S of the next; beside it dK and dQ of the step before. Nothing is in
-    // flight at entry nor at exit. False: this was the last step. Its S is then multiplied once more, for nobody, as a
-    // product must not be in a branch.
-    template <bool kFirst>
-    __device__ __forceinline__ bool step_ahead(Scores& s, Operand& p16, Operand& ds16, Dq& dq, KeyGradient& dk,
-                                               KeyGradient& dv) {
-      const int32_t index = step.index, before = index - 1, stage = DoutRing::stage(index);
-      const float* lse = &smem.lse_log2[QueryRing::stage(index)][pair];
-      const uint32_t dout = smem_address(smem.dout[stage]);
-      if constexpr (!kFirst) issue_dk_dq(ds16, dq, dk, before);
-      exponentiate<0, kBlockM / 4>(s[0], lse, scale_log2);
-      if constexpr (!kFirst) {
-        wait_products<0>();
-        mbarrier_arrive(&smem.q_empty[QueryRing::stage(before)]);
-        write_dq(dq, before);
-      }
-      wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
-      Scores dp;  // dP^T, then dS^T: (64 keys, kBlockM)
-      issue_dp<false, ScaleIn::One>(dp, dout);
-      exponentiate<kBlockM / 4, kBlockM / 2>(s[0], lse, scale_log2);
-      if (!interior.contains(step.query_block)) mask_scores(s);
-      wait_products<0>();
-      fence_registers(dp[0]);
-      const bool more = index < last_step;
-      if (more) step.advance(work);
-      const float* const delta = &smem.delta[stage][pair];
-      for_each_delta(delta, EarlyRows<0>(delta), [&](int i, float value) { dp[0][i] = s[0][i] * (dp[0][i] - value); });
-      pack<T>(p16[0], s[0]);
-      pack<T>(ds16[0], dp[0]);
-      wait_q();
-      issue_s(s);
-      issue_dv(p16, dv, stage);
-      hand_over_ds(ds16, index);
-      wait_products<0>();
-      fence_registers(s[0]);
-      mbarrier_arrive(&smem.dout_empty[stage]);
-      return more;
-    }
-
     // Into the buffer of step `index`. The other warpgroup waits for it in `multiply_dq`.
     __device__ __forceinline__ void hand_over_ds(const Operand& ds16, int32_t index) {
       const int32_t buffer = index % Traits::kDsBuffers;
@@ -247,18 +178,12 @@ struct Mainloop {
       } else {
 #pragma unroll
         for (int part = 0; part < kKeyParts; ++part) {
-          store_ds<kBlockN, Traits::kDsByXor>(smem_address(smem.ds[buffer][kByQueries ? warpgroup : 0]), ds16[part],
-                                              own_key + part * 64 + warp * 16, lane);
+          store_ds<kBlockN>(smem_address(smem.ds[buffer][kByQueries ? warpgroup : 0]), ds16[part],
+                            own_key + part * 64 + warp * 16, lane);
         }
       }
       fence_async_shared();
       if constexpr (!kByQueries) signal_ds(warpgroup, index);
-    }
-
-    // dK, which covers the wait for the others, and dQ of step `index`.
-    __device__ __forceinline__ void issue_dk_dq(Operand& ds16, Dq& dq, KeyGradient& dk, int32_t index) {
-      issue_dk(ds16, dk, QueryRing::stage(index));
-      multiply_dq(dq, index);
     }
 
     // When dS of the keys that it sums over is written.
@@ -293,15 +218,15 @@ struct Mainloop {
       }
     }
 
-    __device__ __forceinline__ void issue_dv(Operand& p16, KeyGradient& dv, int32_t stage) {
+    __device__ __forceinline__ void issue_dv(Operand& p16, KeyAccumulators& dv, int32_t stage) {
       multiply_rows(p16, dv, smem_address(smem.dout[stage]));
     }
 
-    __device__ __forceinline__ void issue_dk(Operand& ds16, KeyGradient& dk, int32_t stage) {
+    __device__ __forceinline__ void issue_dk(Operand& ds16, KeyAccumulators& dk, int32_t stage) {
       multiply_rows(ds16, dk, smem_address(smem.q[stage]));
     }
 
-    __device__ __forceinline__ void multiply_rows(Operand& a, KeyGradient& gradient, uint32_t queries) {
+    __device__ __forceinline__ void multiply_rows(Operand& a, KeyAccumulators& gradient, uint32_t queries) {
 #pragma unroll
       for (int part = 0; part < kKeyParts; ++part) {
         product<T, true, QueryRows>(gradient[part], a[part], queries + own_query * kRowBytes);
@@ -309,7 +234,8 @@ struct Mainloop {
     }
 
     // dQ of this step, behind the product that covers the wait for the other warpgroups.
-    __device__ __forceinline__ void issue_dq(Operand& p16, Operand& ds16, Dq& dq, KeyGradient& dk, KeyGradient& dv) {
+    __device__ __forceinline__ void issue_dq(Operand& p16, Operand& ds16, Dq& dq, KeyAccumulators& dk,
+                                             KeyAccumulators& dv) {
       if constexpr (kEarlyDv) {
         issue_dk(ds16, dk, QueryRing::stage(step.index));
       } else {
@@ -319,7 +245,7 @@ struct Mainloop {
     }
 
     // From S in flight to dS in registers and in shared memory; nothing is in flight at exit.
-    __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyGradient& dv) {
+    __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyAccumulators& dv) {
       const int32_t stage = DoutRing::stage(step.index);
       Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
       wait_queries<DoutRing>(params, work, step, smem.dout_full, smem.dout);
@@ -376,7 +302,7 @@ struct Mainloop {
           for (int i = 0; i < kOwnQueries / 2; ++i) dp[part][i] = s[part][i] * -dp[part][i];
         } else if constexpr (kDrops) {
           for_each_delta(delta, early_delta, [&](int i, float value) {
-            const float of_kept = kBias ? dp[part][i] * params.dropout_scale : dp[part][i];
+            const float of_kept = kBias ? dp[part][i] * params.features.dropout_scale : dp[part][i];
             dp[part][i] = fmaxf(s[part][i], 0.f) * of_kept - fabsf(s[part][i]) * (value * delta_factor);
           });
         } else {
@@ -403,9 +329,8 @@ struct Mainloop {
     // What dropout takes of this step.
     __device__ __forceinline__ void draw(uint32_t (&dropped)[kOwnQueries / 64]) const {
       const AttentionBackwardParams& p = params.attention;
-      const uint64_t plane =
-          uint64_t{static_cast<uint32_t>(work.batch)} * p.heads + step.template head_of<Traits::kRotatesHeads>(work);
-      const int32_t first_query = query_block() * kBlockM;
+      const uint64_t plane = uint64_t{static_cast<uint32_t>(work.batch)} * p.heads + step.head;
+      const int32_t first_query = step.query_block * kBlockM;
       if constexpr (Traits::kEfficientDropout) {
         const uint64_t seed = uniform(smem.philox.seed);
         const WordNumbering numbering(smem.philox.offset, plane, p.seqlen_q, p.seqlen_k,
@@ -414,7 +339,7 @@ struct Mainloop {
         for (int word = 0; word < kOwnQueries / 64; ++word) {
           dropped[word] =
               draw_dropped_words<true>(seed, numbering, first_query + word * 64, work.first_key + own_key + warp * 16,
-                                       params.dropout_threshold, lane);
+                                       params.features.dropout_threshold, lane);
         }
       } else {
         // It lies in this step's buffer of dS meanwhile: no product reads that (see above), and a warp writes its own
@@ -422,15 +347,9 @@ struct Mainloop {
         const int32_t first_key = own_key + warp / 2 * 32;  // of two warps, in the tile
         uint8_t* const places = smem.ds[step.index % Traits::kDsBuffers][0] + first_key * kChunkRowBytes;
         draw_dropped<16 * kChunkRowBytes>(
-            dropped, smem.philox, plane, first_query, work.first_key + first_key, params.dropout_threshold, warp % 2,
-            lane, places, [&] { named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads); });
+            dropped, smem.philox, plane, first_query, work.first_key + first_key, params.features.dropout_threshold,
+            warp % 2, lane, places, [&] { named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads); });
       }
-    }
-
-    // Where jobs go round, steps count on behind the last query block.
-    __device__ __forceinline__ int32_t query_block() const {
-      const bool wraps = !Work::kByHeads && step.query_block >= work.tiles.end;
-      return wraps ? step.query_block - work.tiles.size() : step.query_block;
     }
 
     // Where this thread's rows of a bias and of dS of step `index` lie, of its warp's 16 keys (bias.cuh).
@@ -440,10 +359,9 @@ struct Mainloop {
 
     // dS of this step, which the whole warpgroup has written, as the gradient of a bias.
     __device__ __forceinline__ void store_bias_gradient() const {
-      if (params.bias_gradient.mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
-        tensor_store_4d(&params.bias_gradient_map, smem.ds[step.index % Traits::kDsBuffers][warpgroup],
-                        work.first_key + own_key, query_block() * kBlockM,
-                        step.template head_of<Traits::kRotatesHeads>(work), work.batch, kEvictFirst);
+      if (params.features.bias_gradient.mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
+        tensor_store_4d(&params.maps.bias_gradient, smem.ds[step.index % Traits::kDsBuffers][warpgroup],
+                        work.first_key + own_key, step.query_block * kBlockM, step.head, work.batch, kEvictFirst);
         bulk_commit();
       }
     }
@@ -466,7 +384,7 @@ struct Mainloop {
 
     __device__ __forceinline__ ScoreFunction score_function() const {
       const AttentionBackwardParams& p = params.attention;
-      const int32_t head = step.template head_of<Traits::kRotatesHeads>(work);
+      const int32_t head = step.head;
       const int32_t key = work.first_key + own_row();
       float slope = 0.f, biases[2] = {};
       if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + head];
@@ -482,7 +400,7 @@ struct Mainloop {
       }
       const int32_t off = work.diagonal(p);
       return {p.softmax_scale, p.softcap, biases, slope,
-              static_cast<float>(query_block() * kBlockM + pair + off - key)};
+              static_cast<float>(step.query_block * kBlockM + pair + off - key)};
     }
 
     static __device__ __forceinline__ void fence_parts(Scores& values) {
@@ -559,11 +477,11 @@ struct Mainloop {
 #pragma unroll
       for (float& value : dq) value *= params.gradient_scale;
       __syncwarp();
-      stage_16bit<T, true, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
+      stage_16bit<T, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
     }
   };
 
-  static __device__ void wait_keys(const KernelParams& params, SharedStorage& smem, const Work& work) {
+  static __device__ void wait_keys(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
     mbarrier_wait(&smem.k_full, work.keys_phase);
     mbarrier_wait(&smem.v_full, work.keys_phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
@@ -574,8 +492,9 @@ struct Mainloop {
   }
 
   template <typename Ring>
-  static __device__ __forceinline__ void wait_queries(const KernelParams& params, const Work& work, const Step& step,
-                                                      uint64_t* full, uint8_t (*tiles)[Traits::kQueryBytes]) {
+  static __device__ __forceinline__ void wait_queries(const KernelParams& params, const WorkTile& work,
+                                                      const QueryIterator& step, uint64_t* full,
+                                                      uint8_t (*tiles)[Traits::kQueryBytes]) {
     const int32_t stage = Ring::stage(step.index);
     mbarrier_wait(&full[stage], Ring::phase(step.index));
     const int32_t valid = work.visibility.seqlen_q - step.query_block * kBlockM;

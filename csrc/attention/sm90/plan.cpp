@@ -5,21 +5,16 @@
 #include <limits>
 #include <string>
 
+#include "../index/tile_order.h"
 #include "../row_statistics.h"
-#include "../schedule.h"
 #include "config.h"
-#include "grouped.h"
 #include "layout.h"
-#include "lists.h"
+#include "schedule.h"
 
 namespace flashbwd::sm90 {
 namespace {
 
 constexpr int64_t kSharedMemoryBytes = 227 * 1024;
-
-bool has_features(const AttentionProblem& problem) {
-  return problem.has_bias || problem.has_alibi || problem.softcap > 0.0 || problem.dropout_p > 0.0;
-}
 
 // Whether warpgroups have half of the queries each. Measured at head dimension 32: 5 % faster with 8 steps of 128
 // queries a job, 4 to 9 % slower with 4.
@@ -68,6 +63,11 @@ int tile_of(const AttentionProblem& problem) {
   return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem), feature_of(problem));
 }
 
+int64_t most_work_tiles(const AttentionProblem& p, const Tile& tile) {
+  if (p.varlen) return varlen_work_tiles(p.total_k, p.batch, p.heads_kv, tile.block_n);
+  return p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
+}
+
 CallSizes sizes_of(const AttentionProblem& problem) {
   CallSizes sizes;
   sizes.dtype = problem.dtype;
@@ -113,14 +113,14 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);
-  if (job_count(sizes_of(problem), kTiles[tile_index]) > kMost / 2 || rows > kMost / 2 ||
+  if (most_work_tiles(problem, kTiles[tile_index]) > kMost / 2 || rows > kMost / 2 ||
       problem.heads * problem.total_q > kMost) {
     return "batch * heads * rows is too large for one launch";
   }
   return "";
 }
 
-// As measured: docs/kernels/attention_sm90.md, "Which family".
+// As measured: docs/lab/2026-11.md, "Which family takes a call with several features".
 std::string slower(const AttentionProblem& problem) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const bool draws_words = problem.dropout_p > 0.0 && problem.dropout_layout != DropoutLayout::kFlash;
@@ -137,102 +137,39 @@ std::string slower(const AttentionProblem& problem) {
   return "sm80 is faster with softcap and dropout at this head dimension";
 }
 
-// How the work of a call is cut and in which order it is done.
-struct Cut {
-  bool in_turn = false;  // takes_turns
-  GroupedSizes grouped_sizes;
-  GroupedJobs grouped;
-  LastRound last;
-  bool staggered = false;  // begins_apart
-  bool cooperative = false;
-};
-
-Cut cut_of(const AttentionProblem& problem, const Tile& tile, int64_t sm_count) {
-  Cut cut;
-  cut.in_turn = takes_turns(problem, tile);
-  AttentionProblem ordered = problem;  // as the launch cuts it into work tiles
-  ordered.deterministic = problem.deterministic || cut.in_turn;
-  cut.grouped_sizes = grouped_sizes(problem, problem.varlen, cut.in_turn, tile);
-  if (!is_wide(tile)) cut.grouped = grouped_jobs(cut.grouped_sizes, sm_count);
-  const int64_t key_blocks = ceil_div(problem.seqlen_k, tile.block_n);
-  const int64_t query_blocks = ceil_div(problem.seqlen_q, tile.block_m);
-  const int64_t of_list = cut.grouped.pairs ? ceil_div(key_blocks, 2) : key_blocks;
-  const int64_t lists = problem.heads_kv * cut.grouped.splits, workers = sm_count / tile.ctas;
-  const int64_t jobs = problem.varlen ? varlen_jobs(problem.total_k, problem.batch, lists, tile.block_n)
-                                      : problem.batch * lists * of_list;
-  const int32_t heads =
-      heads_of_a_list(ordered, tile, problem.varlen, cut.grouped.pairs, lists, of_list, query_blocks, workers);
-  if (is_wide(tile)) {
-    const bool waves =
-        !has_features(problem) && wide_waves(ordered, tile, heads, key_blocks, query_blocks, workers).jobs > 0;
-    cut.cooperative = problem.deterministic && waves;
-    return cut;
-  }
-  int32_t ahead = 0;
-  if (!problem.varlen) {
-    cut.last = last_round(problem, tile, heads, key_blocks, query_blocks, sm_count);
-    cut.staggered = begins_apart(problem, tile, key_blocks, sm_count);
-  }
-  const int64_t parts = jobs + int64_t{cut.last.jobs} * (cut.last.parts - 1);
-  if (!problem.varlen) {
-    ahead = overlapped_preprocess_ctas(ordered, tile, cut.grouped, has_features(problem), parts,
-                                       heads * (problem.heads / std::max<int64_t>(lists, 1)), key_blocks, query_blocks,
-                                       sm_count);
-  }
-  cut.cooperative =
-      deals_waves(problem, tile, cut.grouped.pairs, ahead > 0, jobs, key_blocks, std::min(parts, sm_count));
-  return cut;
-}
-
-std::string in_words(const Cut& cut, const Tile& tile, bool deterministic) {
-  std::string words = cut.grouped.pairs ? "pairs of key blocks" : "key blocks";
-  words += !cut.cooperative ? " from a counter" : is_wide(tile) ? " from a counter, a wave at a time" : " in waves";
-  if (tile.by_queries) words += ", half of the queries a warpgroup";
-  if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";
-  if (cut.staggered) words += ", each begins at a query block of its own";
-  if (cut.last.parts > 1) {
-    words += ", the last " + std::to_string(cut.last.jobs) + " in " + std::to_string(cut.last.parts) + " parts";
-  }
-  if (cut.grouped.splits > 1) words += ", query heads in " + std::to_string(cut.grouped.splits) + " parts";
-  words += deterministic ? ", dq added in order of the key blocks" : ", dq added by bulk reductions";
-  return words + (cut.in_turn ? ", who is last writes it" : "");
-}
-
 void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPlan* plan) {
   const int tile_index = tile_of(problem);
   const Tile& tile = kTiles[tile_index];
-  const Cut cut = cut_of(problem, tile, device.sm_count);
-  const LastRound& last = cut.last;
+  const CallSizes sizes = sizes_of(problem);
+  KernelPlan& kernel = plan->sm90;
+  kernel.schedule = choose_schedule(problem, tile, device.sm_count);
+  kernel.features = has_features(problem) || !has_kernel(tile, false);
+  kernel.zeroed = zeroed_region(sizes, tile);
+  kernel.has_semaphores = has_semaphores(sizes);
+  kernel.bias_gradient = bias_gradient_of(sizes, tile);
+
   plan->block_m = tile.block_m;
   plan->block_n = tile.block_n;
   plan->config = tile_index;
   plan->deterministic = problem.deterministic;
-  plan->cooperative = cut.cooperative;
+  plan->cooperative = kernel.schedule.dispatch == Dispatch::kStatic;
   plan->sm_count = device.sm_count;
-  plan->splits = cut.grouped.splits;
-  plan->schedule = in_words(cut, tile, problem.deterministic);
+  plan->splits = kernel.schedule.gqa_splits;
+  plan->schedule = in_words(kernel.schedule, tile);
+
   WorkspaceRequest request;
-  request.dq_mode = problem.deterministic ? DqMode::kOrdered : DqMode::kAtomic;
+  request.accumulator = true;
   request.dq_parted = true;
-  request.block_n = tile.block_n;
-  request.sm_count = device.sm_count;
-  const CallSizes sizes = sizes_of(problem);
-  request.adds_into_zeros = adds_into_zeros(sizes);
-  request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
-  request.partial_bytes = bias_scratch_bytes(sizes, tile);
-  if (cut.grouped.splits > 1) {
-    request.partial_bytes +=
-        cut.grouped.splits * partial_elements(cut.grouped_sizes) * static_cast<int64_t>(sizeof(float));
-  }
-  if (last.parts > 1) {
-    const int64_t columns = round_up(problem.head_dim, 4) + round_up(problem.head_dim_v, 4);
-    request.partial_bytes += last.parts * last.jobs * tile.block_n * columns * static_cast<int64_t>(sizeof(float));
-  }
-  // lse * log2(e) and delta
+  request.zero_accumulator = adds_into_zeros(sizes);
+  request.semaphore_bytes = kernel.zeroed.bytes;
+  const int64_t bias_bytes = bias_scratch_bytes(sizes, tile);
+  request.partial_bytes = bias_bytes + partial_elements(problem, kernel.schedule) * static_cast<int64_t>(sizeof(float));
+  // lse * log2(e), delta, and the flags of an overlapped preprocess
   request.delta_rows =
       2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q) +
       rows_ready_words(sizes);
   plan->workspace = plan_workspace(problem, request);
+  kernel.partial_sums_offset = plan->workspace.partial_offset + bias_bytes;
 }
 
 }  // namespace

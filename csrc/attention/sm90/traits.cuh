@@ -4,8 +4,9 @@
 #include "../../common/hopper.cuh"
 #include "../../common/wgmma.cuh"
 #include "config.h"
+#include "dq_semaphores.cuh"
 #include "dropout.cuh"
-#include "scheduler.cuh"
+#include "tile_scheduler.cuh"
 
 namespace flashbwd::sm90 {
 
@@ -23,27 +24,12 @@ constexpr int kStoreWarps = 2;  // of dq, each has a buffer and every other step
 constexpr int kDqFullThreads = kConsumerThreads + 32;
 constexpr int kDqEmptyThreads = kWarpgroupThreads + 32;
 
-// In shared memory; see chores.cuh.
-struct ChoreBoard {
-  int32_t ticket;  // this CTA's next chore; -1: to be taken
-  int32_t now;     // of the store warps, behind this job; -1: nothing
-  int32_t last;    // of the consumers, when no job is left; -1: nothing
-};
-
+// What a store warp keeps in shared memory: how many work tiles it has done, and how many last adds, which write dq.
 struct StoreWarpCounts {
-  uint32_t jobs, chores;  // done; where the last in turn writes dq, such turns
+  uint32_t tiles, last_adds;
 };
 
-// Of a step's adds into dq, see turns.cuh.
-struct Turn {
-  int32_t semaphore = -1;  // its number; -1: nobody waits for this one
-  int32_t number = 0;      // what the semaphore is when it comes
-  bool open = true;        // it has come
-  bool stores = false;     // it writes the tile instead of adding to it
-  bool is_last = false;    // nobody adds to the tile behind it
-};
-
-// kByHeads: see Step. kLastWritesDq_: adds take turns, and where the call permits it, the last one writes dq.
+// kByHeads: see QueryIterator. kLastWritesDq_: adds are counted, and if the schedule says so, the last one writes dq.
 template <typename T_, int kTileIndex, bool kByHeads, bool kLastWritesDq_>
 struct Traits {
   using T = T_;
@@ -62,8 +48,6 @@ struct Traits {
   // Pairs of lse that are read before S is waited for, and of delta before dP is: 1 % faster. More are slower.
   static constexpr int kEarlyLse = kBlockM > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
   static constexpr int kEarlyDelta = 2;
-  // S of the next step is multiplied before dS of this one is used, which takes registers.
-  static constexpr bool kAhead = kHeadDim == 32 && !kTile.by_queries;
   static constexpr bool kEfficientDropout = drops_as_efficient(kTile.feature);
   static constexpr bool kDrops = drops_as_flash(kTile.feature) || kEfficientDropout;
   static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias of keys
@@ -77,10 +61,6 @@ struct Traits {
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
-  // Threads read their number again where they stage a tile: no register holds what follows from it over the loop. 1 %
-  // faster, and without it some kernels spill; 0.5 % slower at 128 without features and turns.
-  static constexpr bool kRereadsThread = kHeadDim != 128 || kTile.feature != Feature::kNone || kLastWritesDq_;
-  static constexpr bool kDsByXor = kTile.feature == Feature::kNone;  // 0.5 % faster; ALiBi 2 % slower
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
   // A warpgroup has 64 keys and all queries of a step, or all keys and 64 queries.
@@ -96,7 +76,6 @@ struct Traits {
   // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
   static constexpr int kDqColumnParts = kGradientChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
-  static constexpr bool kChores = has_chores(kTile) && !kLastWritesDq_;
   // Of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
@@ -114,13 +93,12 @@ struct Traits {
   static_assert(kGradientChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
   static_assert(!kBias || kStages == kDsBuffers, "a bias is loaded with q");
 
-  static constexpr bool kRotatesHeads = rotates_heads(kTile);
   static constexpr int kEarlySteps = early_steps(kTile);
 
   static constexpr bool kLastWritesDq = kLastWritesDq_;
   static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a step's tile is four boxes of sums");
 
-  using Work = sm90::Work<kBlockM, kBlockN, steps_apart(kTile), false, kByHeads>;
+  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)
@@ -131,20 +109,18 @@ struct Traits {
     float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 a warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
-    Work work[2];            // this job and the next
-    JobCursor cursor;        // the scheduler's own
+    WorkTile work[2];  // this job and the next
+    SchedulerState scheduler;
     uint64_t work_full[2];   // the scheduler arrives
     uint64_t work_empty[2];  // every thread of the consumers and of the store warps arrives, and the loader
-    ChoreBoard chores;
     StoreWarpCounts store_warps[kStoreWarps];
-    uint64_t chore_full;                                 // the scheduler arrives: the chore behind this job is chosen
-    uint64_t sums_full[kStoreWarps];                     // store warps arrive with bytes: of a chore, or a last turn
+    uint64_t sums_full[kStoreWarps];                     // store warps arrive with bytes: sums for the last add
     uint64_t work_wanted;                                // the loader arrives: it has nothing more to load for this job
     uint64_t k_full, v_full;                             // producer arrives with bytes
     uint64_t k_empty, v_empty;                           // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
-    Turn turns[kStoreWarps];                             // where a store warp keeps its own, if it writes dq
+    DqTurn turns[kStoreWarps];                           // where a store warp keeps its own, if it writes dq
     PhiloxState philox;                                  // of kernels that drop
   };
 
@@ -154,9 +130,7 @@ struct Traits {
     mbarrier_init(&smem.k_empty, kConsumerThreads / 32);
     mbarrier_init(&smem.v_empty, kConsumerThreads / 32);
     mbarrier_init(&smem.work_wanted, 1);
-    mbarrier_init(&smem.chore_full, 1);
     for (uint64_t& barrier : smem.sums_full) mbarrier_init(&barrier, 1);
-    smem.chores.ticket = -1;
     for (StoreWarpCounts& counts : smem.store_warps) counts = {};
     for (int slot = 0; slot < 2; ++slot) {
       mbarrier_init(&smem.work_full[slot], 1);

@@ -4,7 +4,7 @@
 
 #include "../../scalars.cuh"
 #include "../kernel_params.h"
-#include "../scheduler.cuh"
+#include "../tile_scheduler.cuh"
 
 namespace flashbwd::sm90::wide {
 
@@ -14,7 +14,7 @@ struct BiasGradientWriter {
   static constexpr int kValues = Traits::kBlockM / 2;
 
   const KernelParams& params;
-  const typename Traits::Work& work;
+  const typename Traits::WorkTile& work;
   int32_t lane;
   int32_t group;  // of 16 keys, of those of the longest sequence: a slot of row sums
   int32_t j0;     // this thread's first key; the other is 8 further
@@ -22,7 +22,7 @@ struct BiasGradientWriter {
 
   // dS of a tile before the derivative of the softcap; i0: this thread's first query.
   __device__ __forceinline__ void add(const float (&ds)[kValues], int32_t head, int32_t i0) {
-    const BiasGradient& g = params.bias_gradient;
+    const BiasGradient& g = params.features.bias_gradient;
     const int64_t plane = work.batch * g.batch_stride + head * g.head_stride;
     switch (g.mode) {
       case BiasGradientMode::kNone:
@@ -53,7 +53,7 @@ struct BiasGradientWriter {
 
   // After the last tile of a head, or before one of another head.
   __device__ __forceinline__ void add_key_sums(int32_t head) {
-    const BiasGradient& g = params.bias_gradient;
+    const BiasGradient& g = params.features.bias_gradient;
     if (g.mode != BiasGradientMode::kKeySums) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -74,7 +74,7 @@ struct BiasGradientWriter {
 
   template <typename Element>
   __device__ __forceinline__ void store(const float (&ds)[kValues], int64_t plane, int32_t i0) const {
-    const BiasGradient& g = params.bias_gradient;
+    const BiasGradient& g = params.features.bias_gradient;
     Element* row = static_cast<Element*>(g.data) + plane + i0 * g.row_stride + j0 * g.col_stride;
     const int32_t queries = params.attention.seqlen_q - i0, keys = params.attention.seqlen_k - j0;
     const int64_t second_key = 8 * g.col_stride;
@@ -91,7 +91,7 @@ struct BiasGradientWriter {
   }
 
   __device__ __forceinline__ void store_row_sums(const float (&ds)[kValues], int64_t plane, int32_t i0) const {
-    const BiasGradient& g = params.bias_gradient;
+    const BiasGradient& g = params.features.bias_gradient;
 #pragma unroll
     for (int c = 0; c < kValues / 4; ++c) {
 #pragma unroll

@@ -42,7 +42,7 @@ struct ScoreTile {
   static_assert(kValues == 32, "dropout keeps a bit an element");
 
   const KernelParams& params;
-  const typename Traits::Work& work;
+  const typename Traits::WorkTile& work;
   int32_t head;
   int32_t i0, j0;
 
@@ -93,12 +93,13 @@ struct ScoreTile {
     const uint64_t plane = static_cast<uint64_t>(work.batch) * p.heads + head;
     const int32_t lane = threadIdx.x % 32, first_query = i0 - lane % 4 * 2, first_key = j0 - lane / 4;
     if (p.dropout_layout == DropoutLayout::kFlash) {
-      return draw_dropped_alone<!kFewRegisters>(seed, offset, plane, first_query, first_key, params.dropout_threshold,
-                                                lane);
+      return draw_dropped_alone<!kFewRegisters>(seed, offset, plane, first_query, first_key,
+                                                params.features.dropout_threshold, lane);
     }
     const WordNumbering numbering(offset, plane, p.seqlen_q, p.seqlen_k,
                                   p.dropout_layout == DropoutLayout::kEfficient32, work.visibility.seqlen_k);
-    return draw_dropped_words<!kFewRegisters>(seed, numbering, first_query, first_key, params.dropout_threshold, lane);
+    return draw_dropped_words<!kFewRegisters>(seed, numbering, first_query, first_key,
+                                              params.features.dropout_threshold, lane);
   }
 
  private:
@@ -190,7 +191,7 @@ struct ScoreTile {
         given = make_float4(encode_probability(given.x, kept(0)), encode_probability(given.y, kept(1)),
                             encode_probability(given.z, kept(2)), encode_probability(given.w, kept(3)));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[c + e] = kept(e) ? s[c + e] * params.dropout_scale : 0.f;
+        for (int e = 0; e < 4; ++e) s[c + e] = kept(e) ? s[c + e] * params.features.dropout_scale : 0.f;
       }
       if constexpr (kFewRegisters) {
         store_in_order(place, given);

@@ -11,35 +11,36 @@ namespace flashbwd::sm90::wide {
 // dv of a job, staged in the buffer of P when the warpgroup of dS has read the last of it.
 template <typename Traits>
 __device__ __forceinline__ void store_dv(const KernelParams& params, typename Traits::SharedStorage& smem,
-                                         const typename Traits::Work& work, const float (&dv)[Traits::kHeadDimV / 2]) {
+                                         const typename Traits::WorkTile& work,
+                                         const float (&dv)[Traits::kHeadDimV / 2]) {
   constexpr int kStagingChunks = sizeof(smem.p) / Traits::kKeyChunkBytes;
-  const int32_t next_index = work.first_index + work.steps;
+  const int32_t next_index = work.first_index + work.iterations;
   mbarrier_wait(&smem.p_empty[threadIdx.x % kWarpgroupThreads / 32], (next_index & 1) ^ 1);
-  store_gradient<typename Traits::T, false, Traits::kKeyChunkBytes, kStagingChunks>(
-      dv_of(params), work, 0, reinterpret_cast<uint8_t*>(smem.p), kProbabilityBarrier, dv);
+  store_gradient<typename Traits::T, Traits::kKeyChunkBytes, kStagingChunks>(
+      params.dv, work, 0, reinterpret_cast<uint8_t*>(smem.p), kProbabilityBarrier, dv);
   named_barrier_sync(kProbabilityBarrier, kWarpgroupThreads);  // the staged dv is read
 }
 
 // dk of a job, staged in v, which no product reads any more.
 template <typename Traits>
 __device__ __forceinline__ void store_dk(const KernelParams& params, typename Traits::SharedStorage& smem,
-                                         const typename Traits::Work& work, float (&dk)[Traits::kHeadDim / 2]) {
+                                         const typename Traits::WorkTile& work, float (&dk)[Traits::kHeadDim / 2]) {
 #pragma unroll
   for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
-  store_gradient<typename Traits::T, false, Traits::kKeyChunkBytes, Traits::kChunksV>(dk_of(params), work, 0, smem.v,
-                                                                                      kScoreGradientBarrier, dk);
+  store_gradient<typename Traits::T, Traits::kKeyChunkBytes, Traits::kChunksV>(params.dk, work, 0, smem.v,
+                                                                               kScoreGradientBarrier, dk);
   fence_async_shared();  // the copy engine writes there next
   mbarrier_arrive(&smem.v_empty);
 }
 
 // What a warpgroup does in each job, until none is left. Counts are in shared memory: registers are few.
-template <typename Traits, typename DoJob>
-__device__ __forceinline__ void for_each_job(typename Traits::SharedStorage& smem, DoJob do_job) {
-  for (JobSlot slot;;) {
+template <typename Traits, typename Visit>
+__device__ __forceinline__ void for_each_tile(typename Traits::SharedStorage& smem, Visit visit) {
+  for (TileSlot slot;;) {
     mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-    const typename Traits::Work& work = smem.work[slot.index()];
+    const typename Traits::WorkTile& work = smem.work[slot.index()];
     if (work.exhausted) break;
-    do_job(work);
+    visit(work);
     slot = work.slot;
     mbarrier_arrive(&smem.work_empty[slot.index()]);
     slot.advance();
@@ -51,7 +52,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     backward_kernel(const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(1024) uint8_t storage[];
   using SharedStorage = typename Traits::SharedStorage;
-  using Work = typename Traits::Work;
+  using WorkTile = typename Traits::WorkTile;
   using Producer = wide::Producer<Traits>;
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(storage);
   const int32_t warpgroup = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / kWarpgroupThreads, 0);
@@ -59,32 +60,32 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   const int32_t lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    prefetch_tensor_map(&params.q);
-    prefetch_tensor_map(&params.k);
-    prefetch_tensor_map(&params.v);
-    prefetch_tensor_map(&params.dout);
-    prefetch_tensor_map(&params.dq_accumulator);
+    prefetch_tensor_map(&params.maps.q);
+    prefetch_tensor_map(&params.maps.k);
+    prefetch_tensor_map(&params.maps.v);
+    prefetch_tensor_map(&params.maps.dout);
+    prefetch_tensor_map(&params.maps.dq_accumulator);
     Traits::init_barriers(smem);
   }
-  const int32_t rank = static_cast<int32_t>(rank_in_cluster());
-  if (params.rows_ready == nullptr) wait_for_launch_before();
+  if (params.preprocess.words == nullptr) wait_for_launch_before();
   let_launch_behind_begin();
   cluster_sync();  // the other CTA has its barriers
 
   if (warpgroup == 0) {
     shrink_registers<Traits::kRegisters.producer>();
+    const auto rank = static_cast<int32_t>(rank_in_cluster());
     if (warp == 0) {
       if (elect_one()) Producer::load_queries(params, smem);
     } else if (warp <= kWideAdders) {
       if (elect_one()) Producer::store_dq(params, smem, rank, warp - 1);
     } else {
-      Producer::find_jobs(params, smem, rank, lane);
+      Producer::schedule_tiles(params, smem, rank, lane);
     }
   } else if (warpgroup == 1) {
     grow_registers<Traits::kRegisters.probabilities>();
-    for_each_job<Traits>(smem, [&](const Work& work) {
-      if (work.steps == 0) {
-        zero_gradient<typename Traits::T>(dv_of(params), work, 0);
+    for_each_tile<Traits>(smem, [&](const WorkTile& work) {
+      if (work.iterations == 0) {
+        zero_gradient<typename Traits::T>(params.dv, work, 0);
         return;
       }
       float dv[Traits::kHeadDimV / 2];
@@ -95,9 +96,9 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     });
   } else if (warpgroup == 2) {
     grow_registers<Traits::kRegisters.score_gradients>();
-    for_each_job<Traits>(smem, [&](const Work& work) {
-      if (work.steps == 0) {
-        zero_gradient<typename Traits::T>(dk_of(params), work, 0);
+    for_each_tile<Traits>(smem, [&](const WorkTile& work) {
+      if (work.iterations == 0) {
+        zero_gradient<typename Traits::T>(params.dk, work, 0);
         return;
       }
       float dk[Traits::kHeadDim / 2];
@@ -108,13 +109,13 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     });
   } else {
     shrink_registers<Traits::kRegisters.dq>();
+    const auto rank = static_cast<int32_t>(rank_in_cluster());
     QueryGradients<Traits>::expect_first(smem);
     int32_t count = 0;  // of chunks of 64 columns
-    for_each_job<Traits>(smem, [&](const Work& work) {
-      if (work.steps > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
+    for_each_tile<Traits>(smem, [&](const WorkTile& work) {
+      if (work.iterations > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
     });
   }
-  if (warpgroup > 0) Converter<Traits>{params, smem.conversions[warp], lane}.finish();
   cluster_sync();            // the other CTA sends and arrives here no more
   wait_for_launch_before();  // launches behind this one wait for it alone
 }

@@ -27,27 +27,29 @@ __device__ __forceinline__ int32_t other_keys(int32_t rank) {
   return rank == 0 ? Traits::kBlockN : -Traits::kBlockN;
 }
 
-// As Step, but found anew where it is asked for, from what lies in shared memory: where registers are few.
-template <typename Work>
-struct Walk {
-  const Work& work;
+// A QueryIterator that holds only its index and computes the rest from shared memory on demand: for warpgroups with few
+// registers.
+template <typename WorkTile>
+struct SmallQueryIterator {
+  const WorkTile& work;
   int32_t index = work.first_index;
 
-  __device__ __forceinline__ void advance(const Work&) { ++index; }
+  __device__ __forceinline__ void advance(const WorkTile&) { ++index; }
   __device__ __forceinline__ int32_t head() const {
     const int32_t heads = work.end_head - work.first_head, steps = index - work.first_index;
-    if constexpr (Work::kByHeads) return work.first_head + steps / work.query_range.size();
+    if constexpr (WorkTile::kByHeads) return work.first_head + steps / work.query_range.size();
     return work.first_head + (heads == 1 ? 0 : steps % heads);
   }
   __device__ __forceinline__ int32_t query_block() const {
     const int32_t heads = work.end_head - work.first_head;
     int32_t blocks_before = index - work.first_index;
-    if constexpr (Work::kByHeads) {
+    if constexpr (WorkTile::kByHeads) {
       blocks_before %= work.query_range.size();
     } else if (heads != 1) {
       blocks_before /= heads;
     }
-    return work.descending ? work.query_range.end - 1 - blocks_before : work.query_range.begin + blocks_before;
+    const int32_t block = work.descending ? work.first_block - blocks_before : work.first_block + blocks_before;
+    return WorkTile::kStaggers && block >= work.query_range.end ? block - work.query_range.size() : block;
   }
 };
 
@@ -56,7 +58,7 @@ template <typename Traits>
 struct Consumer {
   using T = typename Traits::T;
   using SharedStorage = typename Traits::SharedStorage;
-  using Work = typename Traits::Work;
+  using WorkTile = typename Traits::WorkTile;
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
   using DsRing = Ring<Traits::kDsBuffers>;
@@ -64,32 +66,34 @@ struct Consumer {
   using KeyColumns = AlongColumns<Traits::kKeyChunkBytes>;
   using QueryColumns = AlongColumns<Traits::kQueryChunkBytes>;
   using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
-  static constexpr bool kWalks = Traits::kHeadDim > 192;
+  static constexpr bool kFewRegisters = Traits::kHeadDim > 192;
 
   const KernelParams& params;
   SharedStorage& smem;
-  const Work& work;
-  std::conditional_t<kWalks, Walk<Work>, Step> step{work, work.first_index};
-  int32_t last_step = work.first_index + work.steps - 1;
+  const WorkTile& work;
+  std::conditional_t<kFewRegisters, SmallQueryIterator<WorkTile>, QueryIterator> step{work, work.first_index};
   int32_t thread = threadIdx.x % kWarpgroupThreads;
   int32_t warp = thread / 32;
   int32_t lane = thread % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
 
   __device__ __forceinline__ int32_t query_block() const {
-    if constexpr (kWalks) {
+    if constexpr (kFewRegisters) {
       return step.query_block();
     } else {
       return step.query_block;
     }
   }
   __device__ __forceinline__ int32_t head() const {
-    if constexpr (kWalks) {
+    if constexpr (kFewRegisters) {
       return step.head();
     } else {
       return step.head;
     }
   }
+
+  // Read from shared memory each time, because registers are few.
+  __device__ __forceinline__ bool is_last() const { return step.index + 1 == work.first_index + work.iterations; }
 
   // Rows of this tile that belong to nobody: all of them are to be zero before a product reads them.
   __device__ bool is_poisoned(int32_t valid, int32_t rows) const { return params.rows_may_be_poisoned && valid < rows; }
@@ -110,8 +114,7 @@ struct Consumer {
 template <typename Traits>
 struct Probabilities : Consumer<Traits> {
   using Base = Consumer<Traits>;
-  using Base::params, Base::smem, Base::work, Base::step, Base::last_step, Base::thread, Base::warp, Base::lane,
-      Base::pair;
+  using Base::params, Base::smem, Base::work, Base::step, Base::thread, Base::warp, Base::lane, Base::pair;
   using typename Base::T;
   using QueryRing = typename Base::QueryRing;
   using DoutRing = typename Base::DoutRing;
@@ -142,7 +145,7 @@ struct Probabilities : Consumer<Traits> {
       pack<T>(p16, s);
     }
 #pragma unroll 1
-    while (step.index < last_step) {
+    while (!this->is_last()) {
       const int32_t stage = DoutRing::stage(step.index);
       float s[kBlockM / 2];
       this->wait_dout();
@@ -223,8 +226,7 @@ struct Probabilities : Consumer<Traits> {
 template <typename Traits>
 struct ScoreGradients : Consumer<Traits> {
   using Base = Consumer<Traits>;
-  using Base::params, Base::smem, Base::work, Base::step, Base::last_step, Base::thread, Base::warp, Base::lane,
-      Base::pair;
+  using Base::params, Base::smem, Base::work, Base::step, Base::thread, Base::warp, Base::lane, Base::pair;
   using typename Base::T;
   using QueryRing = typename Base::QueryRing;
   using DsRing = typename Base::DsRing;
@@ -255,7 +257,7 @@ struct ScoreGradients : Consumer<Traits> {
       store(ds16, dp);
     }
 #pragma unroll 1
-    while (step.index < last_step) {
+    while (!this->is_last()) {
       const int32_t index = step.index;
       float dp[kBlockM / 2];
       issue_dk(ds16, dk, index);
@@ -308,7 +310,7 @@ struct ScoreGradients : Consumer<Traits> {
   __device__ __forceinline__ float score_gradient(float p, float dp, float delta) const {
     if constexpr (Traits::kFeatures) {
       // A row that its bias hides has probabilities of 0 and a delta that may be anything.
-      return p != 0.f ? fabsf(p) * ((is_kept(p) ? dp * params.dropout_scale : 0.f) - delta) : 0.f;
+      return p != 0.f ? fabsf(p) * ((is_kept(p) ? dp * params.features.dropout_scale : 0.f) - delta) : 0.f;
     } else {
       return p * (dp - delta);
     }
@@ -318,14 +320,14 @@ struct ScoreGradients : Consumer<Traits> {
   __device__ __forceinline__ void store(uint32_t (&ds16)[kBlockM / 4], const float (&ds)[kBlockM / 2]) {
     if constexpr (Traits::kBiasGradient) {
       bias_gradient.add(ds, this->head(), this->query_block() * kBlockM + pair);
-      if (step.index == last_step || params.attention.heads != params.attention.heads_kv) {
+      if (this->is_last() || params.attention.heads != params.attention.heads_kv) {
         bias_gradient.add_key_sums(this->head());
       }
     }
     const int32_t buffer = DsRing::stage(step.index);
     pack<T>(ds16, ds);
     mbarrier_wait(&smem.ds_empty[buffer], DsRing::phase(step.index) ^ 1);
-    store_ds<Traits::kBlockN, false>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
+    store_ds<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
     fence_async_shared();
     arrive_warp(&smem.ds_full[buffer], lane);
     if (Traits::kPairs && elect_one()) {
@@ -351,7 +353,7 @@ struct QueryGradients {
 
   // `count`: of chunks of 64 columns, of all jobs.
   static __device__ void run(const KernelParams& params, typename Traits::SharedStorage& smem,
-                             const typename Traits::Work& work, int32_t rank, int32_t& count) {
+                             const typename Traits::WorkTile& work, int32_t rank, int32_t& count) {
     const int32_t thread = threadIdx.x % kWarpgroupThreads, warp = thread / 32, lane = thread % 32;
     const uint32_t k = smem_address(smem.k);
     const uint32_t k_other = smem_address(smem.k_other) - Traits::first_other_chunk(rank) * Traits::kKeyChunkBytes;
@@ -362,7 +364,7 @@ struct QueryGradients {
       scrub<Traits::kOtherChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
 #pragma unroll 1
-    for (Step step(work, work.first_index); step.index < step.end; step.advance_in(work)) {
+    for (QueryIterator step(work, work.first_index); step.index < step.end; step.advance(work)) {
       const int32_t buffer = DsRing::stage(step.index);
       const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
       mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(step.index));

@@ -4,8 +4,7 @@
 #include "../../../common/hopper.cuh"
 #include "../../../common/wgmma.cuh"
 #include "../config.h"
-#include "../scheduler.cuh"
-#include "conversion.cuh"
+#include "../tile_scheduler.cuh"
 
 namespace flashbwd::sm90::wide {
 
@@ -34,10 +33,8 @@ struct Traits {
   static constexpr int kDsBuffers = kHeadDim <= 192 ? 2 : 1;
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
-  static constexpr bool kRotatesHeads = false;
   static constexpr int kEarlySteps = early_steps(kTile);
   static constexpr bool kLastWritesDq = false;  // parts of a tile have turns of their own
-  static constexpr bool kChores = has_chores(kTile);
   static constexpr WideRegisters kRegisters = wide_registers(kTile, kFeatures);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
   static_assert(kCtas <= 2, "each has the dS of one other");
@@ -76,7 +73,7 @@ struct Traits {
   }
   static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }
 
-  using Work = sm90::Work<kBlockM, kTile.block_n, steps_apart(kTile), true, kByHeads>;
+  using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads && !kFeatures>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kChunks * kKeyChunkBytes];                     // (kBlockN, kHeadDim)
@@ -90,12 +87,11 @@ struct Traits {
     float4 p[kBlockM / 8][kWarpgroupThreads];                // as registers hold it, for the same thread of the other
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
-    Work work[2];                                      // this job and the next
-    JobCursor cursor;                                  // the scheduler's own
-    Conversion conversions[kWideThreads / 32];         // of each warp
-    int32_t job;                                       // in the CTA of rank 1: its number, from rank 0
-    uint64_t job_full;                                 // of rank 1: its scheduler arrives, rank 0 sends bytes
-    uint64_t job_empty;                                // of rank 0: the scheduler of rank 1 arrives
+    WorkTile work[2];  // this job and the next
+    SchedulerState scheduler;
+    int32_t tile;                                      // in the CTA of rank 1: index of the work tile, from rank 0
+    uint64_t tile_full;                                // of rank 1: its scheduler arrives, rank 0 sends bytes
+    uint64_t tile_empty;                               // of rank 0: the scheduler of rank 1 arrives
     uint64_t work_full[2];                             // the scheduler arrives
     uint64_t work_empty[2];                            // every thread that reads it arrives
     uint64_t work_wanted;                              // the loader arrives: it has nothing more to load for this job
@@ -116,9 +112,8 @@ struct Traits {
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {
-    for (Conversion& conversion : smem.conversions) conversion = {};
-    mbarrier_init(&smem.job_full, 1);
-    mbarrier_init(&smem.job_empty, 1);
+    mbarrier_init(&smem.tile_full, 1);
+    mbarrier_init(&smem.tile_empty, 1);
     for (int slot = 0; slot < 2; ++slot) {
       mbarrier_init(&smem.work_full[slot], 1);
       mbarrier_init(&smem.work_empty[slot], kWorkReaders);

@@ -1,0 +1,79 @@
+// The order in which key blocks add to a dq tile, if it is fixed or if the last add has a task of its own. Each dq tile
+// of a (batch, query head) has an ordered semaphore. An add waits until the semaphore equals its turn, adds, and sets
+// the semaphore to turn + 1.
+//
+// One CTA runs one work tile at a time. A dynamic scheduler hands out work tiles in the order of tile_order.h, so a
+// work tile may wait only for work tiles before it: of the tiles handed out and not finished, the first waits for no
+// other, so it ends, and by induction all end, whatever the number of CTAs. The tests simulate this with empty work
+// tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "arithmetic.h"
+#include "visibility.h"
+
+namespace flashbwd {
+
+// Ascending order: key blocks of a head are handed out in ascending order and add in ascending order. Returns how many
+// key blocks add to query tile m before key block n does, for a tile (m, n) with a visible pair.
+FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
+                                                    int32_t block_n) {
+  return n - key_blocks(v, m, block_m, block_n).begin;
+}
+
+// Reverse order: key blocks of a head are handed out from the last to the first and add in that order. Under a causal
+// mask each query loop then starts on its diagonal and ascends, so key blocks that start together are in different
+// tiles. In ascending order they would all wait for key block 0.
+FLASHBWD_HOST_DEVICE constexpr int32_t reversed_turn(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
+                                                     int32_t block_n) {
+  return key_blocks(v, m, block_m, block_n).end - 1 - n;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Mirrored pairs: causal load balancing
+//
+// With P pairs per head, pair p is key block num_key_blocks - P + p, from the last query block down, then key block
+// P - 1 - p, from its diagonal up. Together they have as many query blocks as any other pair. In a head with an odd
+// number of key blocks, pair 0 has no second part.
+//
+// Deterministic calls: a static scheduler deals work tile i to CTA i % ctas in a cooperative launch, so all CTAs run
+// from the start, and the work tiles i / ctas of all CTAs are a wave. Adds happen by wave; within a wave, first parts
+// come before second parts, each in ascending order of pairs. A first part waits only for first parts of pairs before
+// it and for earlier waves. A second part also waits for all first parts of its wave, which wait for no second part of
+// this wave. By induction all end.
+//
+// Otherwise a dynamic scheduler hands out pairs, all pairs of a head count as one wave, and only the first and the last
+// add of a tile have a place in the order. The first add belongs to a pair handed out before all others that see the
+// tile; the last add belongs to the last pair, and a wait for it is a wait for earlier pairs.
+
+// The pairs of a head that are in one wave.
+struct PairsInWave {
+  int32_t before = 0;  // pairs of the head in earlier waves
+  int32_t place = 0;   // of the pair in question among those of this wave
+  int32_t size = 1;    // pairs of the head in this wave
+};
+
+// Work tiles of the pair's head lie at index + i * stride, for all i that stay in [first, end).
+FLASHBWD_HOST_DEVICE constexpr PairsInWave pairs_in_wave(int32_t index, int32_t first, int32_t end, int32_t stride,
+                                                         int32_t ctas) {
+  const int32_t wave = index / ctas * ctas;
+  const int32_t place = (index - static_cast<int32_t>(at_least(first, wave))) / stride;
+  const int32_t after = (static_cast<int32_t>(at_most(end, int64_t{wave} + ctas)) - 1 - index) / stride;
+  return {(index - first) / stride - place, place, place + 1 + after};
+}
+
+// How many parts of pairs add to a dq tile before this part does. `seen` is the number of key blocks that the tile
+// sees, which are the first ones of the head.
+FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const PairsInWave& wave, bool second, int32_t seen,
+                                                 int32_t num_key_blocks) {
+  // The tile sees the first parts of pairs [0, end_first) and the second parts of pairs [first_second, pairs).
+  const int32_t pairs = (num_key_blocks + 1) / 2, pair = wave.before + wave.place;
+  const int32_t first_second = pairs - (seen < num_key_blocks / 2 ? seen : num_key_blocks / 2);
+  if (!second) return pair + (wave.before > first_second ? wave.before - first_second : 0);
+  const int32_t end_first = pairs - num_key_blocks + seen, last = wave.before + wave.size;
+  const int32_t firsts = end_first < last ? end_first : last;
+  return pair - first_second + (firsts > 0 ? firsts : 0);
+}
+
+}  // namespace flashbwd

@@ -1,0 +1,214 @@
+#include "schedule.h"
+
+#include <algorithm>
+
+#include "../index/query_loop.h"
+#include "../index/tile_order.h"
+#include "../index/visibility.h"
+
+namespace flashbwd::sm90 {
+namespace {
+
+// ---- the problem, in the terms of the cost model ----------------------------------------------------
+
+bool is_full(const AttentionProblem& p) { return p.window_left < 0 && p.window_right < 0; }
+bool is_causal(const AttentionProblem& p) { return p.window_left < 0 && p.window_right >= 0; }
+bool is_window(const AttentionProblem& p) { return p.window_left >= 0 && p.window_right >= 0; }
+bool is_gqa(const AttentionProblem& p) { return p.heads != p.heads_kv; }
+bool has_whole_sequences(const AttentionProblem& p) { return !p.varlen && !p.has_seqused; }
+
+int64_t window_size(const AttentionProblem& p) { return p.window_left + p.window_right; }
+
+// A window in which a key block sees less than half of the queries.
+bool is_narrow(const AttentionProblem& p, const Tile& tile) {
+  return is_window(p) && 2 * (window_size(p) + tile.block_n) <= p.seqlen_q;
+}
+
+// ---- dq ----------------------------------------------------------------------------------------------
+
+// The kernel writes dq with TMA in whole tiles, of which every row must have sums.
+bool can_write_dq(const AttentionProblem& p) {
+  if (!has_whole_sequences(p) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
+  if (p.dq_dtype != p.dtype || p.head_dim % 4 != 0 || !p.dq_aligned_16) return false;
+  const Visibility v = make_visibility(static_cast<int32_t>(p.seqlen_q), static_cast<int32_t>(p.seqlen_k),
+                                       p.window_left, p.window_right, p.causal);
+  return sees_a_key(v, 0) && sees_a_key(v, static_cast<int32_t>(p.seqlen_q) - 1);
+}
+
+// With it nothing is left to convert, but an iteration takes 1 to 2 % longer. It pays in short query loops, and in
+// narrow windows, whose sums leave L2 before a dq postprocess reads them.
+bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile) {
+  if (!last_writes_dq(tile) || !can_write_dq(p)) return false;
+  const int64_t seen = queries_seen(p), group = p.heads / p.heads_kv;
+  if (tile.head_dim == 128 && is_window(p) && (is_gqa(p) || is_narrow(p, tile))) return true;
+  if (is_narrow(p, tile)) return seen <= (is_gqa(p) ? 768 : 2048);
+  return is_gqa(p) ? seen * group <= 4096 : seen <= (p.deterministic ? 2048 : 1024);
+}
+
+// ---- GQA ---------------------------------------------------------------------------------------------
+
+// One work tile per key block of a KV head leaves few and long ones: with 32 query heads per KV head, 2 sequences of
+// 8192 are 128 work tiles for 132 SMs, and under a causal mask the longest takes 64 times the shortest. Chooses pairs
+// and splits such that the call takes the fewest iterations of an SM. An iteration takes about 2.2 us on an H100, in
+// which memory moves kBytesPerIteration.
+void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, Schedule* s) {
+  constexpr int64_t kBytesPerIteration = 6'600'000;
+  const int64_t group = p.heads / p.heads_kv;
+  if (group == 1 || s->key_blocks == 0) return;
+  int64_t longest_of_head = s->query_blocks;
+  if (is_window(p)) {
+    longest_of_head = std::min(longest_of_head, ceil_div(window_size(p) + tile.block_n, tile.block_m) + 1);
+  }
+  // In short query loops many key blocks do better than pairs, unless they make less than four waves.
+  const bool short_loop = group * p.seqlen_q <= (s->last_add_writes_dq && group <= 4 ? 8192 : 4096);
+  const int64_t unpaired_waves = p.varlen ? 0 : !short_loop ? INT32_MAX : tile.head_dim == 64 ? 0 : 4;
+  int64_t least = INT64_MAX;
+  const auto consider = [&](int64_t iterations, int32_t splits, bool pairs) {
+    if (iterations >= least) return;
+    least = iterations;
+    s->gqa_splits = splits;
+    s->mirrored_pairs = pairs;
+  };
+  for (int32_t splits = 1; splits <= (p.varlen ? 1 : 8) && group % splits == 0; splits *= 2) {
+    const int64_t heads = p.batch * p.heads_kv * splits, tiles = heads * s->key_blocks;
+    const int64_t longest = longest_of_head * (group / splits), shortest = longest / s->key_blocks;
+    // Partial dk and dv are written once and read once.
+    Schedule split;
+    split.gqa_splits = splits;
+    const int64_t sums = 2 * 4 * partial_elements(p, split) / kBytesPerIteration;
+    if (!is_causal(p)) {
+      consider(ceil_div(tiles, sm_count) * longest + sums, splits, false);
+      continue;
+    }
+    // In LPT order the last group ends ragged: in simulations by 0.6 of the longest work tile.
+    const int64_t mean = ceil_div(tiles * (longest + shortest) / 2, sm_count);
+    consider(std::max(longest, mean + longest * 6 / 10) + sums, splits, false);
+    if (tiles < unpaired_waves * sm_count) {
+      const int64_t pairs = heads * ceil_div(s->key_blocks, 2);
+      consider(ceil_div(pairs, sm_count) * (longest + shortest) + sums, splits, true);
+    }
+  }
+}
+
+// ---- the order of work tiles -------------------------------------------------------------------------
+
+// KV heads (times GQA splits) per group. By default as many as have all their work tiles running at the same time, with
+// q, dout and the dq accumulator in 32 of the 50 MB of L2. If adds to dq are ordered, key blocks of a head that run
+// side by side wait for one another; more heads per group put other work between them.
+int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int64_t workers, const Schedule& s) {
+  const auto heads_in = [&](int64_t megabytes) {
+    return heads_in_l2(megabytes << 20, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv);
+  };
+  const int64_t heads = p.heads_kv * s.gqa_splits, all = p.varlen ? heads : heads * p.batch;
+  int64_t group = std::min(heads_in(32), heads_abreast(workers, all, s.tiles_per_head));
+  if (s.reversed) {
+    // Above head dimension 128 long work tiles of a group run beside short ones of the next; small groups stay in L2.
+    if (tile.head_dim > 128) group = std::min(group, heads_in(2));
+    while (all % group != 0) --group;
+    return static_cast<int32_t>(group);
+  }
+  if (!s.counts_adds() || p.varlen) return static_cast<int32_t>(group);
+  // Neighbouring pairs of a head share its query blocks.
+  if (s.mirrored_pairs) return static_cast<int32_t>(std::min<int64_t>(2, all));
+  if (is_full(p)) {
+    if (2 * group <= heads_in(20)) group *= 2;
+  } else if (is_gqa(p)) {
+    group = std::max<int64_t>(group, 4);
+  } else {
+    // Shorter query loops need more heads. A quarter of the SMs leaves four key blocks per head to share L2.
+    group = std::max(group, std::min(1000 / std::max<int64_t>(s.query_blocks / 2, 1), workers / 4));
+  }
+  return static_cast<int32_t>(std::min(group, all));
+}
+
+// With a staggered start, the CTAs of a head read all of its q and dout, and add to all of its dq, at the same time. At
+// head dimension 256 and S 16384 these are 33 MB, and leave L2: 11 % slower.
+bool starts_staggered(const AttentionProblem& p, const Tile& tile, const Schedule& s) {
+  if (!staggers_start(tile) || s.counts_adds() || has_features(p) || s.query_blocks == 0) return false;
+  if (!is_full(p) || is_gqa(p) || !has_whole_sequences(p)) return false;
+  constexpr int64_t kMostBytes = 24 << 20;
+  return p.seqlen_q * (2 * (p.head_dim + p.head_dim_v) + 4 * p.head_dim) <= kMostBytes;
+}
+
+// ---- preprocess --------------------------------------------------------------------------------------
+
+// SMs for an overlapped preprocess: it pays from 32 MB of out and dout on, which take the whole device about 15 us. In
+// full masks of large head dimensions, CTAs that start late would make one more wave.
+int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int64_t sm_count, const Schedule& s) {
+  constexpr int64_t kBytes = 32 << 20;
+  if (p.varlen || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
+  if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
+  if (is_wide(tile) && (has_features(p) || is_full(p))) return 0;
+  return static_cast<int32_t>(sm_count * (is_wide(tile) ? 1 : 2) / 11);
+}
+
+}  // namespace
+
+bool has_features(const AttentionProblem& p) {
+  return p.has_bias || p.has_alibi || p.softcap > 0.0 || p.dropout_p > 0.0;
+}
+
+int64_t queries_seen(const AttentionProblem& p) {
+  if (is_window(p)) return std::min(p.seqlen_q, window_size(p));
+  return is_full(p) ? p.seqlen_q : p.seqlen_q / 2;
+}
+
+int64_t partial_elements(const AttentionProblem& p, const Schedule& s) {
+  if (s.gqa_splits == 1) return 0;
+  return s.gqa_splits * p.batch * p.heads_kv * p.seqlen_k * (round_up(p.head_dim, 4) + round_up(p.head_dim_v, 4));
+}
+
+Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm_count) {
+  const int64_t workers = sm_count / tile.ctas;
+  Schedule s;
+  s.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
+  s.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
+  s.heads_outermost = is_gqa(p) && is_window(p);
+  s.last_add_writes_dq = last_add_writes_dq(p, tile);
+  // At head dimension 128 the kernel with heads outermost always counts adds.
+  const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_in_turn_only(tile) && !p.varlen);
+  s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kLastArriver : DqOrder::kUnordered;
+  s.reversed = s.counts_adds() && is_causal(p) && !is_gqa(p);
+  if (!is_wide(tile)) choose_gqa(p, tile, sm_count, &s);
+  s.tiles_per_head = s.mirrored_pairs ? static_cast<int32_t>(ceil_div(s.key_blocks, 2)) : s.key_blocks;
+
+  const int64_t heads = p.heads_kv * s.gqa_splits;
+  s.work_tiles = static_cast<int32_t>(p.varlen ? varlen_work_tiles(p.total_k, p.batch, heads, tile.block_n)
+                                               : p.batch * heads * s.tiles_per_head);
+  s.ctas = static_cast<int32_t>(std::min<int64_t>(s.work_tiles, workers) * tile.ctas);
+  s.heads_per_group = choose_heads_per_group(p, tile, workers, s);
+  if (p.varlen && s.counts_adds() && !s.reversed) {
+    s.key_blocks_per_group =
+        static_cast<int32_t>(heads_in_l2(20 << 20, tile.block_n, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv));
+  }
+  if (s.reversed) {
+    // The last group goes in LPT order, so that it ends evenly.
+    const int64_t before_last = std::max<int64_t>(p.batch * heads - s.heads_per_group, 0);
+    s.reversed_tiles =
+        p.varlen ? s.work_tiles
+                 : static_cast<int32_t>(before_last / s.heads_per_group * s.heads_per_group) * s.tiles_per_head;
+  }
+  if (p.deterministic && s.mirrored_pairs) {
+    s.dispatch = Dispatch::kStatic;
+    s.ctas = static_cast<int32_t>(ceil_div(s.work_tiles, ceil_div(s.work_tiles, s.ctas)));  // waves of equal size
+  }
+  s.staggered = starts_staggered(p, tile, s);
+  constexpr int64_t kShortLoop = 8;  // iterations
+  s.fetches_early = early_steps(tile) > 0 && !(s.counts_adds() && queries_seen(p) < kShortLoop * tile.block_m);
+  s.preprocess_ctas = choose_preprocess_ctas(p, tile, sm_count, s);
+  return s;
+}
+
+std::string in_words(const Schedule& s, const Tile& tile) {
+  std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
+  words += s.dispatch == Dispatch::kStatic ? ", dealt statically in waves" : " from a counter";
+  if (tile.by_queries) words += ", half of the queries per warpgroup";
+  if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";
+  if (s.staggered) words += ", staggered start";
+  if (s.gqa_splits > 1) words += ", query heads split over " + std::to_string(s.gqa_splits) + " CTAs";
+  if (s.preprocess_ctas > 0) words += ", overlapped preprocess";
+  words += s.dq_order == DqOrder::kOrdered ? ", dq added in order of the key blocks" : ", dq added by TMA reductions";
+  return words + (s.last_add_writes_dq ? ", the last add writes dq" : "");
+}
+
+}  // namespace flashbwd::sm90

@@ -1,0 +1,219 @@
+// Which work tile a CTA computes next, and the query blocks that it visits. One thread, the scheduler, finds work tiles
+// and leaves them in shared memory, so that all roles of the CTA agree on what there is to do.
+#pragma once
+
+#include "../index/dq_order.h"
+#include "../index/query_loop.h"
+#include "../index/tile_order.h"
+#include "../sequence.cuh"
+#include "kernel_params.h"
+
+namespace flashbwd::sm90 {
+
+// The two places in shared memory for work tiles. Each role goes through them: it waits for a tile, works, and releases
+// the place.
+struct TileSlot {
+  uint32_t tiles_before = 0;
+  __device__ __forceinline__ uint32_t index() const { return tiles_before % 2; }
+  __device__ __forceinline__ uint32_t phase() const { return tiles_before / 2 % 2; }
+  __device__ __forceinline__ void advance() { ++tiles_before; }
+};
+
+// The scheduler's own state, in shared memory because the thread has few registers.
+struct SchedulerState {
+  TileSlot slot;                  // of the next work tile
+  int32_t tile = 0;               // its index in the order of the schedule
+  bool second = true;             // the second part of a mirrored pair
+  int32_t iterations_before = 0;  // of the work tiles before it
+  uint32_t taken = 0;             // large head dimensions: indices taken from the counter
+  uint32_t keys_phase = 0;        // of the barriers of k and v
+};
+
+// kByHeads_: heads are outermost in the query loop (Schedule::heads_outermost). kStaggers_: Schedule::staggered may
+// hold.
+template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_>
+struct WorkTile {
+  static constexpr int kKeys = kBlockN;
+  static constexpr bool kByHeads = kByHeads_;
+  static constexpr bool kStaggers = kStaggers_;
+
+  TileSlot slot;        // large head dimensions: where this lies
+  uint32_t keys_phase;  // of the barriers of k and v
+  Sequence sequence;
+  Visibility visibility;
+  BlockRange query_range;  // query blocks of each head
+  BlockRange interior;     // those of them that need no mask
+  int32_t first_block;     // of the query loop
+  int32_t past_block;      // after the last one of a head; a staggered loop continues at query_range.begin
+  int32_t iterations;      // query blocks of all heads
+  int32_t first_index;     // iterations of this CTA's work tiles before this one
+  int32_t batch;
+  int32_t head_kv;
+  int32_t gradient_head;  // head of dk and dv: head_kv, or with GQA splits head_kv * splits + split
+  int32_t first_head;     // query heads
+  int32_t end_head;
+  int32_t key_block;
+  int32_t first_key;
+  int32_t first_flag, last_flag;  // of the row statistics that it needs, see PreprocessFlags
+  PairsInWave pairs;              // mirrored pairs
+  bool descending;                // the query loop goes from the last query block to the first
+  bool reversed;                  // Schedule::reversed holds for this tile
+  bool second;                    // the second part of a mirrored pair
+  bool tma_dkdv;                  // TMA stores dk and dv: no row of the key block belongs to another sequence
+  bool exhausted;                 // no work tile is left
+  bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write
+
+  __device__ bool settled() const { return exhausted || exists; }
+
+  // The key that query 0 is aligned with.
+  __device__ __forceinline__ int32_t diagonal(const AttentionBackwardParams& params) const {
+    return params.causal == CausalAlignment::kTopLeft ? 0 : sequence.seqlen_k - sequence.seqlen_q;
+  }
+
+  // Later reads of members come from shared memory again: the thread has few registers.
+  static __device__ void forget_registers() { asm volatile("" ::: "memory"); }
+
+  __device__ void find(const KernelParams& params, const SchedulerState& state) {
+    const AttentionBackwardParams& p = params.attention;
+    const Schedule& schedule = params.schedule;
+    exhausted = state.tile >= schedule.work_tiles;
+    if (exhausted) return;
+    const int32_t heads_kv = p.heads_kv * schedule.gqa_splits;
+    const auto heads_per_group = [&](int32_t blocks) {
+      return at_least(schedule.heads_per_group, schedule.key_blocks_per_group / at_least(blocks, 1));
+    };
+    const WorkTileIndex tile =
+        p.cu_seqlens_k != nullptr
+            ? varlen_work_tile(state.tile, p.cu_seqlens_k, p.batch, heads_kv, kBlockN, heads_per_group)
+            : dense_work_tile(state.tile, p.batch, heads_kv, schedule.tiles_per_head, schedule.heads_per_group);
+    exists = tile.batch >= 0;
+    if (!exists) return;
+    batch = tile.batch;
+    gradient_head = tile.head;
+    find_key_block(params, state, tile.key_block);
+    forget_registers();
+    head_kv = gradient_head / schedule.gqa_splits;
+    const int32_t heads = p.heads / heads_kv;
+    first_head = gradient_head * heads;
+    end_head = first_head + heads;
+    first_key = key_block * kBlockN;
+    sequence = load_sequence(p, batch);
+    visibility = visibility_of(p, sequence);
+    forget_registers();
+    query_range = query_blocks(visibility, key_block, kBlockM, kBlockN);
+    forget_registers();
+    interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
+    iterations = query_range.size() * (end_head - first_head);
+    forget_registers();
+    first_flag = last_flag = (batch * p.heads + first_head) * params.preprocess.flags_per_head;
+    first_flag += query_range.begin * kBlockM >> params.preprocess.rows_log2;
+    last_flag += query_range.end * kBlockM - 1 >> params.preprocess.rows_log2;
+    forget_registers();
+    // Ordered adds need it, see index/dq_order.h. With GQA it keeps the key blocks of a head side by side.
+    descending = (schedule.counts_adds() || p.heads != p.heads_kv) && !second && !reversed && !visibility.full();
+    first_block = descending ? query_range.end - 1 : query_range.begin;
+    past_block = descending ? query_range.begin - 1 : query_range.end;
+    if (kStaggers && schedule.staggered) {
+      first_block = staggered_start(key_block, schedule.key_blocks, schedule.query_blocks);
+    }
+    forget_registers();
+    tma_dkdv = params.tma_dkdv && (p.cu_seqlens_k == nullptr || first_key + kBlockN <= sequence.rows_k);
+    // The middle one of an odd number of key blocks is its own partner, and done once.
+    exists = !(second && 2 * key_block + 1 == schedule.key_blocks) && first_key < sequence.rows_k;
+  }
+
+  // Narrows the tile to the keys of CTA `rank` of a cluster, kCtaKeys each. All CTAs visit the same query blocks.
+  template <int kCtaKeys>
+  __device__ void take_part(int32_t rank) {
+    key_block = key_block * (kBlockN / kCtaKeys) + rank;
+    first_key += rank * kCtaKeys;
+    interior = interior_query_blocks(visibility, key_block, kBlockM, kCtaKeys);
+  }
+
+ private:
+  // `number`: of the key block or pair among those of its head, in the order of the schedule.
+  __device__ void find_key_block(const KernelParams& params, const SchedulerState& state, int32_t number) {
+    const AttentionBackwardParams& p = params.attention;
+    const Schedule& schedule = params.schedule;
+    second = state.second;
+    reversed = schedule.reversed && state.tile < schedule.reversed_tiles;
+    key_block = number;
+    pairs = {0, number, schedule.tiles_per_head};
+    if (schedule.dispatch == Dispatch::kStatic) {
+      const int32_t heads = p.batch * p.heads_kv * schedule.gqa_splits;
+      const int32_t group_tiles = schedule.heads_per_group * schedule.tiles_per_head;
+      const int32_t first = state.tile / group_tiles * group_tiles;
+      const int32_t end = min(first + group_tiles, schedule.work_tiles);
+      const int32_t stride = min(schedule.heads_per_group, heads - state.tile / group_tiles * schedule.heads_per_group);
+      pairs = pairs_in_wave(state.tile, first, end, stride, schedule.ctas);
+    }
+    // Where pairs count adds, the pair in the middle comes first.
+    if (schedule.mirrored_pairs && schedule.counts_adds()) key_block = schedule.tiles_per_head - 1 - key_block;
+    if (reversed || (schedule.mirrored_pairs && !second)) {
+      const int32_t key_blocks =
+          p.cu_seqlens_k != nullptr ? work_tiles_of_sequence(p.cu_seqlens_k, batch, kBlockN) : schedule.key_blocks;
+      key_block = key_blocks - 1 - key_block;
+    }
+  }
+};
+
+// A position in the query loop of a work tile. Heads are innermost: the loop visits a query block for all heads, then
+// the next block. In windows heads are outermost (WorkTile::kByHeads): CTAs side by side are then in the same head, and
+// L2 holds what all of them need of it.
+struct QueryIterator {
+  int32_t index;  // counts on from work tile to work tile, as the pipelines do
+  int32_t end;    // index after the last iteration of this work tile
+  int32_t head;   // query head
+  int32_t query_block;
+
+  template <typename Tile>
+  __device__ QueryIterator(const Tile& tile, int32_t first_index)
+      : index(first_index),
+        end(first_index + tile.iterations),
+        head(tile.first_head),
+        query_block(tile.first_block),
+        first_head_(tile.first_head),
+        end_head_(tile.end_head),
+        stride_(tile.descending ? -1 : 1) {}
+
+  template <typename Tile>
+  __device__ void advance(const Tile& tile) {
+    advance(tile, stride_, first_head_, end_head_);
+  }
+
+  // For a thread with few registers: reads from shared memory what does not change.
+  template <typename Tile>
+  __device__ void advance_rereading(const Tile& tile) {
+    advance(tile, tile.descending ? -1 : 1, tile.first_head, tile.end_head);
+  }
+
+ private:
+  // References, so that only what is needed is read.
+  template <typename Tile>
+  __device__ __forceinline__ void advance(const Tile& tile, int32_t stride, const int32_t& first_head,
+                                          const int32_t& end_head) {
+    ++index;
+    if constexpr (Tile::kByHeads) {
+      query_block += stride;
+      if (query_block == tile.past_block) {
+        query_block = tile.first_block;
+        ++head;
+      }
+    } else if (++head == end_head) {
+      head = first_head;
+      query_block += stride;
+      if (Tile::kStaggers && query_block == tile.past_block) query_block = tile.query_range.begin;
+    }
+  }
+
+  int32_t first_head_, end_head_, stride_;
+};
+
+// Stage and parity of a pipeline of kStages buffers at iteration `index`.
+template <int kStages>
+struct Ring {
+  static __device__ __forceinline__ int32_t stage(int32_t index) { return index % kStages; }
+  static __device__ __forceinline__ uint32_t phase(int32_t index) { return index / kStages & 1; }
+};
+
+}  // namespace flashbwd::sm90

@@ -1,19 +1,19 @@
-// A bias with its gradient in the kernel of two consumer warpgroups. The tile of a step comes through the copy engine
-// to where dS of the step will lie, (queries, 64 keys) for each warpgroup, and each warp writes its dS where it has
-// read the bias. dS is then the first operand of dQ, and the gradient of the bias as the copy engine stores it.
+// A bias with its gradient, in the kernel of two consumer warpgroups. TMA loads the bias of an iteration to where dS of
+// that iteration will lie, (queries, 64 keys) per warpgroup, and each warp writes its dS where it has read the bias.
+// From there dS is the first operand of dQ, and TMA stores it as the gradient of the bias.
 #pragma once
 
 #include "fragments.cuh"
 
 namespace flashbwd::sm90 {
 
-// Where lane `lane` of warp `warp` of a warpgroup finds its row of the first 16 queries: of the matrices of 8 x 8 in
-// the order of a fragment (fragments.cuh), the two of its keys, then 8 queries further.
+// The address at which lane `lane` of warp `warp` finds its row of the first 16 queries. Matrices of 8 x 8 lie in the
+// order of a fragment (fragments.cuh): the two of the warp's keys, then those 8 queries further.
 __device__ __forceinline__ uint32_t score_tile_place(int32_t warp, int32_t lane) {
   const int32_t query = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
   return query * kChunkRowBytes + swizzled(piece, query) * 16;
 }
-constexpr int kScoreTileStep = 16 * kChunkRowBytes;  // to the next 16 queries
+constexpr int kScoreTileStep = 16 * kChunkRowBytes;  // bytes to the next 16 queries
 
 // S becomes P = exp(scale * S + bias - lse).
 template <typename T, int kValues, int kEarly>
@@ -33,7 +33,7 @@ __device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint
   }
 }
 
-// dS^T of one warp, to where it has read the bias.
+// Stores dS^T of one warp where it has read the bias.
 template <int kPairs>
 __device__ __forceinline__ void store_score_tile(uint32_t place, const uint32_t (&ds16)[kPairs]) {
 #pragma unroll

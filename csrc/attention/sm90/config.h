@@ -8,51 +8,56 @@ namespace flashbwd::sm90 {
 
 constexpr int kWarpgroupThreads = 128;
 
-// Two consumer warpgroups behind one producer warpgroup. 65536 registers over 3 warpgroups, in steps of 8:
-// 24 + 2 * 240 = 504 <= 512 a lane.
+// One producer warpgroup and two consumer warpgroups. 65536 registers for 3 warpgroups are 512 per lane, allocated in
+// steps of 8: 24 + 2 * 240 = 504.
 constexpr int kConsumerWarpgroups = 2;
 constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// Wide tiles: a producer warpgroup and one each for P and dv, for dS and dk, for dq. Registers sum to 512 a lane.
+// Large head dimensions: a producer warpgroup, and one each for P and dv, for dS and dk, and for dq. Their registers
+// sum to 512 per lane.
 constexpr int kWideThreads = 4 * kWarpgroupThreads;
 struct WideRegisters {
   int producer, probabilities, score_gradients, dq;
 };
 
-// What a kernel takes besides masks. Those of wide tiles with features take everything, in any combination.
+// What a kernel computes besides masks. The kernels with features in wide/ take every combination.
 enum class Feature : int8_t {
   kNone,
-  kFlashDropout,      // FlashAttention-2's (dropout.cuh)
-  kEfficientDropout,  // that of PyTorch's memory-efficient forward
-  kBias,              // with its gradient or without (bias.cuh)
-  kScores,            // softcap, ALiBi, a bias of keys without its gradient, in any combination (scores.cuh)
+  kFlashDropout,      // the mask of FlashAttention-2 (dropout.cuh)
+  kEfficientDropout,  // the mask of PyTorch's memory-efficient forward
+  kBias,              // with or without its gradient (bias.cuh)
+  kScores,            // softcap, ALiBi, a bias per key without its gradient, in any combination (scores.cuh)
   kShiftsAndFlashDropout,
-  kShiftsAndEfficientDropout,  // the latter two, and dropout
+  kShiftsAndEfficientDropout,  // ALiBi, a bias per key, and dropout
   kBiasAndEfficientDropout,
 };
 
 struct Tile {
-  int32_t head_dim;    // of q and k in shared memory: smaller ones are padded by the copy engine
-  int32_t head_dim_v;  // of v and dout, likewise
+  int32_t head_dim;    // of q and k in shared memory; TMA pads smaller ones with zeros
+  int32_t head_dim_v;  // of v and dout
   int32_t block_m;     // queries
-  int32_t block_n;     // keys of a job
+  int32_t block_n;     // keys of a work tile
   int32_t stages;      // of q
   int32_t dout_stages;
-  int32_t ctas = 1;         // of a cluster, which have the keys in equal parts
-  bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, instead of half of the keys
+  int32_t ctas = 1;         // per cluster; each has an equal part of the keys
+  bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, not half of the keys
   Feature feature = Feature::kNone;
 };
 
-// Of 128 keys a CTA (Traits): each of two consumer warpgroups has 64. dk and dv of those take (head_dim + head_dim_v) /
-// 2 registers a thread, or twice that where they have half of the queries each instead, s and dp block_m, dq 32 at
-// most. What is left of 240 decides block_m; shared memory (227 KB) then takes two stages of everything. It holds whole
-// chunks of columns (row_bytes), so 80 takes as much as 128. Of 64 keys a CTA (wide::Traits): dv in one warpgroup and
-// dk in another, half of their head dimension in registers a thread, s or dp 32. Shared memory decides the stages.
+// The tile table, with accumulator registers per thread (dk and dv + s and dp + dq) and shared memory beside each row.
+//
+// 128 keys per CTA (Traits): each of two consumer warpgroups has 64 keys. Their dk and dv take (head_dim + head_dim_v)
+// / 2 registers, or twice that with by_queries; s and dp take block_m; dq takes 32 at most. What is left of 240 decides
+// block_m. Shared memory (227 KB) then holds two stages of q and dout, in whole swizzle atoms of columns (row_bytes),
+// so head dimension 80 takes as much as 128.
+//
+// 64 keys per CTA (wide::Traits): dv lies in one warpgroup and dk in another, half of their head dimension in
+// registers, s or dp in 32. Shared memory decides the number of stages.
 constexpr Tile kTiles[] = {
     {32, 32, 128, 128, 4, 3, 1, true},  // 64 + 128 + 16 registers, 173 KB
-    {32, 32, 128, 128, 2, 2},           // 32 + 128 + 16 registers, 179 KB; short jobs
+    {32, 32, 128, 128, 2, 2},           // 32 + 128 + 16 registers, 179 KB; short query loops
     {64, 64, 128, 128, 2, 2},           // 64 + 128 + 32 registers, 227 KB
     {80, 80, 64, 128, 2, 2},            // 80 + 64 + 32 registers, 226 KB
     {96, 96, 64, 128, 2, 2},            // 96 + 64 + 32 registers, 194 KB
@@ -99,26 +104,26 @@ constexpr WideRegisters wide_registers(const Tile& tile, bool features) {
   return tile.head_dim_v == 192 && !features ? WideRegisters{40, 200, 200, 72} : WideRegisters{40, 192, 208, 72};
 }
 
-// Whether who is last in turn to add to a dq tile may write dq instead, so that nothing is left to convert (turns.cuh).
+// True if the tile has a kernel whose last add to a dq tile can write dq (dq_semaphores.cuh).
 constexpr bool last_writes_dq(const Tile& tile) {
   return !is_wide(tile) && tile.feature == Feature::kNone && (tile.head_dim == 64 || tile.head_dim == 128);
 }
 
-// Whether those kernels that go by heads (Step) are of that kind alone. At 64 wide windows gain nothing by it.
+// True if the kernel with heads outermost always counts adds.
 constexpr bool by_heads_in_turn_only(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
 
-// Of a dq tile: parts that are added, and in deterministic mode take turns, on their own.
+// Parts of a dq tile that are added independently of one another.
 constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile.ctas : 1; }
 
-// Bytes of a row of a chunk of q, k, v or dout in shared memory: of 64 columns, or of 32 where these leave no zeros. At
-// head dimension 80, which either pads, 64 were 1 % faster.
+// Bytes of a row of a swizzle atom of q, k, v or dout in shared memory: 64 columns, or 32 if these need no padding. At
+// head dimension 80, which both pad, 64 columns were 1 % faster.
 constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64 : 128; }
 
 // Whether key blocks of full masks start at query blocks of their own. With one stage of dout and one buffer of dq, key
 // blocks that add to the same dq tile at the same time delay one another: 2 to 5 % at head dimension 256.
 constexpr bool staggers_start(const Tile& tile) { return is_wide(tile) && tile.dout_stages == 1; }
 
-// Threads that add dq of a key block. In wide tiles two of a CTA, in turn a step each: one waits until its adds are
+// Threads that add dq of a work tile. Two per CTA take every other iteration each: one waits until its adds are
 // complete while the other adds.
 constexpr int kWideAdders = 2;
 constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * kWideAdders : kConsumerWarpgroups; }
@@ -126,7 +131,7 @@ constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * k
 // Iterations before its last one at which a CTA takes its next work tile: finding it takes as long as two iterations.
 constexpr int early_steps(const Tile& tile) { return !is_wide(tile) && tile.head_dim >= 64 ? 2 : 0; }
 
-// Development builds may hold some of the head dimensions only.
+// Development builds may hold only some head dimensions.
 constexpr bool is_built(int32_t head_dim) {
 #ifdef FLASHBWD_BUILT_HEAD_DIMS
   for (const int32_t built : {FLASHBWD_BUILT_HEAD_DIMS}) {
@@ -138,16 +143,18 @@ constexpr bool is_built(int32_t head_dim) {
 #endif
 }
 
-// Kernels that a tile has: without features, with them.
+// True if the tile has a kernel without features, or with them.
 constexpr bool has_kernel(const Tile& tile, bool features) {
   if (tile.feature != Feature::kNone) return features;
   return features ? is_wide(tile) && tile.head_dim == tile.head_dim_v : !is_wide(tile) || tile.head_dim > 128;
 }
 
-// Whether its kernel with features writes the gradient of a bias too: above that, dk leaves it no registers.
+// True if the kernel with features writes the gradient of a bias. Above head dimension 192, dk leaves no registers for
+// it.
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
-// Row of kTiles for these head dimensions, or -1. `by_queries`: whether a tile's may be so. `only`: the one feature.
+// Row of kTiles for these head dimensions, or -1. `by_queries`: a tile with Tile::by_queries will do. `only`: the
+// single feature of the call, if a tile is made for it.
 constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features, bool by_queries,
                        Feature only = Feature::kNone) {
   for (int i = 0; i < kNumTiles; ++i) {

@@ -1,8 +1,8 @@
 // The order of adds to a dq tile, by a semaphore for each part of the tile (Schedule::dq_order).
 //
-// kUnordered: the first key block to arrive stores, so that nobody needs zeros there; the others add once the store is
+// kUnordered: the first key block to arrive stores, so that no zeros are needed there; the others add once the store is
 // complete, in any order. The semaphore is 0, then 1 from the first arrival on, then 2 when the store is complete. A
-// key block arrives only when its dq is ready, so it waits for nobody before it stores.
+// key block arrives only when its dq is ready, so it waits for no other before it stores.
 //
 // kOrdered: the semaphore counts adds, and an add waits for its turn (index/dq_order.h).
 //
@@ -25,7 +25,7 @@ namespace flashbwd::sm90 {
 
 // A thread's place in the order of adds to the dq tile of an iteration.
 struct DqTurn {
-  int32_t semaphore = -1;  // index; -1: nobody waits for this add
+  int32_t semaphore = -1;  // index; -1: no other add waits for this one
   int32_t number = 0;      // value of the semaphore when the turn comes
   bool open = true;        // the turn has come
   bool stores = false;     // the tile is stored instead of added to

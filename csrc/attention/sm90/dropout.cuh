@@ -1,4 +1,4 @@
-// Dropout, drawn again by the warps that have the probabilities, 16 keys each.
+// Dropout masks, drawn again by the warps that hold the probabilities, 16 keys each.
 #pragma once
 
 #include "../../common/numeric.cuh"
@@ -6,13 +6,13 @@
 
 namespace flashbwd::sm90 {
 
-// Where the draws of a call begin, on the GPU.
+// Seed and offset of a call.
 struct PhiloxState {
   uint64_t seed, offset;
 };
 
-// Of each three bits the one of the table, which is the function of kA, kB and kC: one instruction. nvcc 13.0 makes up
-// to three of `bytes_above`.
+// A bitwise function of three words given by its truth table: one instruction. nvcc 13.0 makes up to three of
+// `bytes_above`.
 template <int kTable>
 __device__ __forceinline__ uint32_t logic3(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
@@ -21,35 +21,36 @@ __device__ __forceinline__ uint32_t logic3(uint32_t a, uint32_t b, uint32_t c) {
 }
 constexpr int kA = 0xf0, kB = 0xcc, kC = 0xaa;
 
-// Bit 7 of each byte: whether that of `bytes` is above the threshold, a byte. Other bits mean nothing.
+// Bit 7 of each byte says whether the byte of `bytes` is above the threshold, a byte. The other bits are undefined.
 __device__ __forceinline__ uint32_t bytes_above(uint32_t bytes, uint32_t threshold) {
   const uint32_t high = threshold & 0x80 ? ~0u : 0u;
-  const uint32_t below = (threshold | 0x80) * 0x01010101u - (bytes & 0x7f7f7f7fu);  // its lower bits are not above
+  const uint32_t below = (threshold | 0x80) * 0x01010101u - (bytes & 0x7f7f7f7fu);  // only bit 7 of each byte counts
   return logic3<(kA & ~kB | ~kC & (kA | ~kB)) & 0xff>(bytes, below, high);
 }
 
-// A bit a byte of two words of a draw, in each byte above those of the draws before.
+// One bit per byte of two words of a draw, placed above those of earlier draws in each byte.
 __device__ __forceinline__ uint32_t append(uint32_t taken, uint32_t first, uint32_t second, uint32_t threshold) {
   constexpr int kSelect = (kA & kC | kB & ~kC) & 0xff;
   const uint32_t two = logic3<kSelect>(bytes_above(first, threshold), bytes_above(second, threshold) >> 1, 0x80808080u);
   return logic3<kSelect>(two, taken >> 2, 0xc0c0c0c0u);
 }
 
-// FlashAttention-2: a draw has 16 bytes, word key / 8 % 4 and byte 2 (query / 8 % 2) + key % 2 in it, for lane 4 (query
-// % 8) + key % 8 / 2 of who draws a block of 16 queries and 32 keys. A warp here has half of these keys. What dropout
-// takes of them and of 64 queries is a word: value v of a lane's accumulator (fragments.cuh) is bit dropped_bit(v).
+// FlashAttention-2: a draw has 16 bytes, word key / 8 % 4 and in it byte 2 (query / 8 % 2) + key % 2, for lane 4 (query
+// % 8)
+// + key % 8 / 2 of the warp that draws a block of 16 queries and 32 keys. A warp here has half of these keys. The mask
+// of its keys and of 64 queries is one word: value v of a lane's accumulator (fragments.cuh) is bit dropped_bit(v).
 constexpr __host__ __device__ int dropped_bit(int v) { return v % 2 * 16 + v / 4 % 2 * 8 + v / 8 * 2 + 1 - v / 2 % 2; }
 constexpr __host__ __device__ int dropped_value(int bit) {
   return bit / 16 + (1 - bit % 2) * 2 + bit / 8 % 2 * 4 + bit / 2 % 4 * 8;
 }
 
-// Of the lanes that have drawn, this lane's own: of its first query of each 8, and of the second 4 lanes further.
+// Takes this lane's bits from the lanes that have drawn: first query of each 8, and second query 4 lanes further.
 __device__ __forceinline__ int32_t drawing_lane(int32_t lane) { return lane % 4 * 8 + lane / 8; }
 __device__ __forceinline__ uint32_t own_keys(uint32_t of_first, uint32_t of_second, int32_t lane) {
   return __byte_perm(of_first, of_second, lane / 4 % 2 == 0 ? 0x6420 : 0x7531);
 }
 
-// By a warp alone: half of each draw is for nobody. `first_key`: of the warp. kUnrolls: takes more registers.
+// Called by one warp; half of each draw is unused. `first_key`: of the warp. kUnrolls takes more registers.
 template <bool kUnrolls>
 __device__ __forceinline__ uint32_t draw_dropped_alone(uint64_t seed, uint64_t offset, uint64_t head,
                                                        int32_t first_query, int32_t first_key, uint32_t threshold,
@@ -65,16 +66,16 @@ __device__ __forceinline__ uint32_t draw_dropped_alone(uint64_t seed, uint64_t o
   return own_keys(__shfl_sync(0xffffffffu, taken, source), __shfl_sync(0xffffffffu, taken, source + 4), lane);
 }
 
-// By two warps, which have the two halves of the keys, a word each 64 queries: each draws half of the queries. Bits go
-// through shared memory to the lanes that want them: `places`, 256 bytes of each of the two, kPlacesApart bytes apart.
-// A warp's own may be written from `sync`, of both, on by itself alone, until it draws again.
+// Called by two warps, which have the two halves of the keys; one word per 64 queries. Each draws half of the queries
+// and passes bits through shared memory: `places`, 256 bytes of each warp, kPlacesApart bytes apart. From `sync` of
+// both warps on, each may write its own places until it draws again.
 template <int kPlacesApart, int kWords, typename Sync>
 __device__ __forceinline__ void draw_dropped(uint32_t (&dropped)[kWords], const PhiloxState& state, uint64_t head,
                                              int32_t first_query, int32_t first_key, uint32_t threshold, int32_t half,
                                              int32_t lane, uint8_t* places, Sync sync) {
   constexpr int kDraws = 2 * kWords;
   const uint64_t counter = state.offset + head * 32 + lane;
-  uint32_t taken[2] = {};  // of the keys of each
+  uint32_t taken[2] = {};  // of the keys of each warp
 #pragma unroll
   for (int draw = 0; draw < kDraws; ++draw) {
     const uint4 words = philox4x32<7>(state.seed, counter, first_query / 16 + half * kDraws + draw, first_key / 32);
@@ -99,13 +100,13 @@ __device__ __forceinline__ void draw_dropped(uint32_t (&dropped)[kWords], const 
   }
 }
 
-// PyTorch's memory-efficient forward: where the numbers of a (batch, head) begin (philox.cuh), for keys and queries
-// one after the other.
+// PyTorch's memory-efficient forward: where the element numbers of a (batch, head) begin (philox.cuh), for keys and
+// queries that follow one another.
 struct WordNumbering {
   uint64_t first;
   uint32_t keys;
 
-  // `keys` of the sequence, the others as the forward had them. Of 32 bits, where no number within a plane needs more.
+  // `keys` of the sequence; the others as the forward had them. 32 bits if no element number within a plane needs more.
   __device__ __forceinline__ WordNumbering(uint64_t offset, uint64_t plane, int32_t seqlen_q, int32_t seqlen_k,
                                            bool wraps, int32_t keys)
       : keys(keys) {
@@ -114,7 +115,7 @@ struct WordNumbering {
   }
 };
 
-// A bit below those of `kept`: whether a word is not below the threshold.
+// Shifts a bit into `kept`: set if a word is not below the threshold.
 __device__ __forceinline__ void append_kept(uint32_t& kept, uint32_t word, uint32_t threshold) {
   asm("{\n.reg .u32 difference, inverse;\nnot.b32 inverse, %0;\nsub.cc.u32 difference, %1, %2;\n"
       "subc.u32 %0, %0, inverse;\n}"
@@ -122,7 +123,7 @@ __device__ __forceinline__ void append_kept(uint32_t& kept, uint32_t word, uint3
       : "r"(word), "r"(threshold));
 }
 
-// Of the draws of `number` and behind it, the first word the lowest. Numbers begin again at 2^64, draws sooner.
+// Of the draw of `number` and the next, with the first word lowest. Numbers wrap at 2^64, draws earlier.
 template <int kDraws>
 __device__ __forceinline__ void draw_kept_words(uint32_t& kept, uint64_t seed, uint64_t number, uint32_t threshold) {
 #pragma unroll
@@ -135,8 +136,8 @@ __device__ __forceinline__ void draw_kept_words(uint32_t& kept, uint64_t seed, u
   }
 }
 
-// In each byte, of the bits of lanes 4 n + lane % 4, n from 0 to 7, which are rows: bit n of byte row is bit row of
-// byte n of what lane 4 n + lane % 4 had. Halves of the rows and columns are exchanged, then quarters, then eighths.
+// Transposes bits in each byte among lanes 4 n + lane % 4, n from 0 to 7: bit n of byte r becomes bit r of byte n of
+// lane 4 n + lane % 4. Exchanges halves of the rows and columns, then quarters, then eighths.
 __device__ __forceinline__ uint32_t transpose_bits(uint32_t rows, int32_t lane) {
 #pragma unroll
   for (int distance = 4; distance > 0; distance /= 2) {
@@ -148,9 +149,9 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t rows, int32_t lane) 
   return rows;
 }
 
-// The word of draw_dropped_alone, of PyTorch's memory-efficient forward. A draw has four keys of a query, which are in
-// four lanes. Each lane draws eight keys of four queries, for the eight lanes that have these keys and queries.
-// kUnrolls: takes more registers.
+// The word of draw_dropped_alone for PyTorch's memory-efficient forward. A draw has four keys of a query, which lie in
+// four lanes. Each lane draws eight keys of four queries for the eight lanes that have these keys and queries. kUnrolls
+// takes more registers.
 template <bool kUnrolls>
 __device__ __forceinline__ uint32_t draw_dropped_words(uint64_t seed, const WordNumbering& numbering,
                                                        int32_t first_query, int32_t first_key, uint32_t threshold,
@@ -177,7 +178,7 @@ __device__ __forceinline__ uint32_t draw_dropped_words(uint64_t seed, const Word
   return transpose_bits(~kept, lane);
 }
 
-// The sign of what dropout takes, which is 0 or positive, is set. Bits in their order are tested seven at a time.
+// Sets the sign of what dropout drops (0 or positive numbers). Bits are tested seven at a time.
 template <int kWords>
 __device__ __forceinline__ void mark_dropped(float (&p)[32 * kWords], const uint32_t (&dropped)[kWords]) {
 #pragma unroll

@@ -1,11 +1,11 @@
-// dk and dv of a consumer warpgroup from its accumulators to global memory.
+// Stores dk and dv of a consumer warpgroup from its accumulators to global memory.
 #pragma once
 
 #include "mainloop.cuh"
 
 namespace flashbwd::sm90 {
 
-// Element by element, from where a thread has them.
+// Stores element by element, from the registers of each thread.
 template <typename Element, int kValues>
 __device__ void store_elements(Element* destination, const KeyGradient& gradient, int32_t rows,
                                const float (&values)[kValues]) {
@@ -21,7 +21,7 @@ __device__ void store_elements(Element* destination, const KeyGradient& gradient
   }
 }
 
-// The staging buffer takes kStagingChunks chunks at a time.
+// Stores 16-bit rows through a staging buffer of kStagingChunks chunks.
 template <typename T, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
 __device__ void store_16bit(T* destination, const KeyGradient& gradient, int32_t rows, uint8_t* staging,
                             uint32_t barrier, const float (&values)[kValues]) {
@@ -29,7 +29,7 @@ __device__ void store_16bit(T* destination, const KeyGradient& gradient, int32_t
   constexpr bool kIsLast = 2 * kValues - kFirstColumn <= kStagingChunks * kChunkColumns;
   constexpr int kColumns = kIsLast ? 2 * kValues - kFirstColumn : kStagingChunks * kChunkColumns;
   const int32_t thread = threadIdx.x % kWarpgroupThreads;
-  named_barrier_sync(barrier, kWarpgroupThreads);  // what was staged before is read
+  named_barrier_sync(barrier, kWarpgroupThreads);  // the chunks staged before have been read
   stage_16bit<T, kChunkBytes, kFirst, kStagingChunks>(staging, values);
   named_barrier_sync(barrier, kWarpgroupThreads);  // staged
 #pragma unroll 1
@@ -57,14 +57,14 @@ __device__ void store_16bit(T* destination, const KeyGradient& gradient, int32_t
   }
 }
 
-// 64 rows of a gradient, from row `part_row` of the key block on, by the warpgroup that has them as an accumulator of
-// (64, 2 * kValues). `staging`: kStagingChunks chunks of 64 columns, kChunkBytes apart, that this warpgroup alone may
-// write; or none.
+// Stores 64 rows of a gradient, from row `part_row` of the key block on. Called by the warpgroup that has them as an
+// accumulator of (64, 2 * kValues). `staging`: kStagingChunks chunks of 64 columns, kChunkBytes apart, which only this
+// warpgroup may write; 0 for none.
 template <typename T, int kChunkBytes, int kStagingChunks, typename WorkTile, int kValues>
 __device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row, uint8_t* staging,
                                uint32_t barrier, const float (&values)[kValues]) {
   const int32_t first_row = work.first_key + part_row;
-  const int32_t rows = work.sequence.rows_k - first_row;  // of the 64; may be negative
+  const int32_t rows = work.sequence.rows_k - first_row;  // how many of the 64 exist; may be negative
   const int64_t first_element = work.batch * gradient.view.batch_stride +
                                 work.gradient_head * gradient.view.head_stride +
                                 (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
@@ -78,8 +78,9 @@ __device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work
   }
 }
 
-// Zeros in 64 rows of a gradient, from row `part_row` of the key block on: no query sees these keys. By one warpgroup.
-// It uses no shared memory and arrives at no barrier, so the work tile takes part in no pipeline.
+// Stores zeros in 64 rows of a gradient, from row `part_row` of the key block on, because no query sees these keys.
+// Called by one warpgroup. It uses no shared memory and arrives at no barrier, so the work tile takes part in no
+// pipeline.
 template <typename T, typename WorkTile>
 __device__ void zero_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row) {
   const int32_t first_row = work.first_key + part_row;
@@ -121,12 +122,12 @@ struct Epilogue {
       hand_over(smem, warpgroup, work.first_index + work.iterations + 1, dk);
       return;
     }
-    // The rows of ds that this warpgroup writes serve as its staging buffer, unless the next bias comes there.
+    // The warpgroup stages in its own rows of ds, unless the next bias is loaded there.
     constexpr int kStagingChunks = Traits::kBias ? 0 : Traits::kGradientChunks;
     uint8_t* staging = Traits::kByQueries ? smem.ds[0][warpgroup] : smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
-    // The last dQ of all warpgroups has read ds. They meet as in two more steps, which leaves these barriers in turn:
-    // synccheck objects to one barrier that they reach in code of their own.
+    // Wait until the last dQ of both warpgroups has read ds. They meet as in two more iterations, so that the barriers
+    // keep their order: synccheck objects to a barrier that is reached from different code.
     if constexpr (Traits::kByQueries) {
       named_barrier_sync(kConsumersBarrier, kConsumerThreads);
     } else if constexpr (kStagingChunks > 0) {
@@ -143,9 +144,9 @@ struct Epilogue {
     }
   }
 
-  // Warpgroups that have half of the queries each: the first part of both becomes the sum of 64 keys over all queries,
-  // of warpgroup 0 those of the first part, of warpgroup 1 those of the second. Each gives the other its sums of the
-  // other's keys, through its dS.
+  // With half of the queries per warpgroup: afterwards part 0 of warpgroup 0 is the sum of the first 64 keys over all
+  // queries, and part 0 of warpgroup 1 that of the other 64 keys. Each passes its sums of the other's keys through its
+  // dS.
   static __device__ void add_queries(typename Traits::SharedStorage& smem, int32_t warpgroup,
                                      float (&dk)[Traits::kKeyParts][kHeadDim / 2],
                                      float (&dv)[Traits::kKeyParts][kHeadDim / 2]) {
@@ -169,7 +170,7 @@ struct Epilogue {
   }
 
  private:
-  // To the store warp, in a buffer of dq, as if it were dq of one more step.
+  // Passes a gradient to the store warp in a buffer of dq, as if it were dq of one more iteration.
   static __device__ __forceinline__ void hand_over(typename Traits::SharedStorage& smem, int32_t warpgroup,
                                                    int32_t index, const float (&values)[kHeadDim / 2]) {
     static_assert(sizeof(smem.dq[0][0]) >= Traits::kGradientChunks * 64 * kChunkRowBytes,

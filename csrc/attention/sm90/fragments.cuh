@@ -1,6 +1,6 @@
-// What a warpgroup does with a tile in its registers between the products. S^T and dP^T are accumulators of
-// (64 keys, kBlockM queries): thread `lane` of warp w holds keys 16 w + lane / 4 and 8 further, queries 8 j + lane % 4
-// * 2 and the next of each 8, as values 4 j, 4 j + 1 of the first key and 4 j + 2, 4 j + 3 of the second.
+// Work on a tile in the registers of a warpgroup between the products. S^T and dP^T are accumulators of (64 keys,
+// kBlockM queries). Thread `lane` of warp w holds keys 16 w + lane / 4 and 8 further, and of each 8 queries j the pair
+// 8 j + lane % 4 * 2 and the next: values 4 j and 4 j + 1 of the first key, 4 j + 2 and 4 j + 3 of the second.
 #pragma once
 
 #include "../../common/hopper.cuh"
@@ -14,29 +14,27 @@ namespace flashbwd::sm90 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// 1 - tanh(x), to an error of some 1e-7. It is r: the derivative of tanh is r (2 - r).
+// r = 1 - tanh(x), with an error of about 1e-7. The derivative of tanh is r (2 - r).
 __device__ __forceinline__ float tanh_complement(float twice_x_log2) {
   return __fdividef(2.f, 1.f + exp2_approximate(twice_x_log2));
 }
 
-// Row statistics of the first 2 kPairs queries of a thread, read before they are needed. `rows` begins at the first
-// one.
+// Row statistics of the first 2 kPairs queries of a thread, loaded before they are needed. `rows` points at the first.
 template <int kPairs>
 struct EarlyRows {
-  float2 values[kPairs + 1];  // one more, for there may be none
+  float2 values[kPairs + 1];  // one more, because kPairs may be 0
 
   __device__ __forceinline__ explicit EarlyRows(const float* rows) {
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) values[j] = *reinterpret_cast<const float2*>(&rows[8 * j]);
   }
-  // The j-th pair of all.
+  // The j-th of all pairs.
   __device__ __forceinline__ float2 pair(const float* rows, int j) const {
     return j < kPairs ? values[j] : *reinterpret_cast<const float2*>(&rows[8 * j]);
   }
 };
 
-// S becomes P = exp(scale * S - lse), in the values from kBegin to kEnd. `lse_log2` begins at this thread's first
-// query.
+// S becomes P = exp(scale * S - lse) in values kBegin to kEnd. `lse_log2` points at this thread's first query.
 template <int kBegin, int kEnd, int kValues, int kEarly = 0>
 __device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2,
                                              const EarlyRows<kEarly>& early = EarlyRows<kEarly>(nullptr)) {
@@ -55,14 +53,14 @@ __device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* l
   exponentiate<0, kValues>(s, lse_log2, scale_log2);
 }
 
-// Bit n: the n-th column of a thread, 8 (n / 2) + n % 2, lies below `bound`, which is 128 at most.
+// Bit n is set if the thread's n-th column, 8 (n / 2) + n % 2, is below `bound`, which is at most 128.
 __device__ __forceinline__ uint32_t columns_below(int32_t bound) {
   const int32_t columns = bound / 8 * 2 + min(bound % 8, 2);
   return columns == 32 ? ~0u : (1u << columns) - 1;
 }
 
-// What a tile sees, as numbers of its own rows and columns, cut off where none is so far away: key first_key + r sees
-// columns c with diagonal_begin + r <= c < diagonal_end + r, if r < keys and c < queries.
+// The mask of a tile in terms of its own rows and columns, clamped if it is far away: key first_key + r sees columns c
+// with diagonal_begin + r <= c < diagonal_end + r, if r < keys and c < queries.
 struct TileVisibility {
   int32_t diagonal_begin, diagonal_end, keys, queries;
 
@@ -77,7 +75,7 @@ struct TileVisibility {
   }
 };
 
-// A bit for each column of a thread in kBlockM, from `column` on: whether it sees key `row`.
+// One bit for each of the thread's columns in kBlockM, from `column` on: set if it sees key `row`.
 template <int kBlockM>
 __device__ __forceinline__ uint32_t columns_that_see(const TileVisibility& tile, int32_t row, int32_t column) {
   static_assert(kBlockM <= 128, "a bit for each column of a thread");
@@ -86,8 +84,7 @@ __device__ __forceinline__ uint32_t columns_that_see(const TileVisibility& tile,
   return columns_below(min(end, kBlockM)) & ~columns_below(min(begin, kBlockM));
 }
 
-// Zero where key `row` of a tile (and row + 8) is invisible to the queries of an accumulator whose first column of this
-// thread is `column`.
+// Zeroes values for which key `row` of a tile (or row + 8) is invisible. `column` is the thread's first column.
 template <int kValues>
 __device__ __forceinline__ void mask(float (&p)[kValues], const TileVisibility& tile, int32_t row, int32_t column) {
   constexpr int kBlockM = 2 * kValues;
@@ -105,7 +102,7 @@ __device__ __forceinline__ void mask(float (&p)[kValues], const TileVisibility& 
   }
 }
 
-// The same of 16-bit pairs.
+// The same for pairs of 16-bit values.
 template <int kPairs>
 __device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const TileVisibility& tile, int32_t row,
                                            int32_t column) {
@@ -131,7 +128,8 @@ __device__ __forceinline__ void pack(uint32_t (&packed)[kValues / 2], const floa
   }
 }
 
-// The first kSteps of a first operand, from chunks of rows of kRowBytes: four registers a step of 16 columns.
+// Loads the first kSteps groups of 16 columns of a first operand from chunks with rows of kRowBytes: four registers
+// each.
 template <int kChunkBytes, int kSteps, int kRowBytes = kChunkRowBytes, int kRegisters>
 __device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], uint32_t address, int32_t warp,
                                              int32_t lane) {
@@ -145,7 +143,7 @@ __device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], ui
   }
 }
 
-// dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys.
+// Stores dS^T of one warp, 16 keys from `key` on, into chunks of 64 queries and kBlockN keys.
 template <int kBlockN, int kPairs>
 __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16)[kPairs], int32_t key, int32_t lane) {
   const int32_t row = key + lane % 16;
@@ -158,9 +156,9 @@ __device__ __forceinline__ void store_ds(uint32_t address, const uint32_t (&ds16
   }
 }
 
-// Where dq of one warp, 16 of 64 queries, lies in a box of 32 columns, swizzled as the copy engine reads it. A thread
-// has columns 8 j + lane % 4 * 2 and the next, j from 0 to 3, of row lane / 4 and 8 further. Where columns are parted
-// (parted_place), four rows of a store fall into four different sets of banks.
+// Places of dq of one warp (16 of 64 queries) in a box of 32 columns, swizzled as TMA expects. A thread has columns 8 j
+// + lane % 4 * 2 and the next, j from 0 to 3, of rows lane / 4 and lane / 4 + 8. With permuted columns (parted_place),
+// four rows of a store fall into four different sets of banks.
 struct DqPlaces {
   bool parted;
   uint32_t first;
@@ -170,13 +168,14 @@ struct DqPlaces {
     const int32_t row = warp * 16 + lane / 4, odd_piece = lane / 2 % 2;
     first = row * kChunkRowBytes + ((odd_piece * (parted ? 4 : 1)) ^ row % 8) * 16 + lane % 2 * 8;
   }
-  // 8 rows further it is kRowsFurther further.
+  // The place 8 rows further is kRowsFurther elements further.
   __device__ __forceinline__ float2* at(float* box, int32_t j) const {
     return reinterpret_cast<float2*>(reinterpret_cast<uint8_t*>(box) + (first ^ (j * (parted ? 16 : 32))));
   }
 };
 
-// dq of one warp x 2 kValues columns into boxes. `columns`: of the head dimension, from the first of these on.
+// Stores dq of one warp, 2 kValues columns, into boxes. `columns` of the head dimension are left from its first column
+// on.
 template <int kValues>
 __device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const float (&dq)[kValues], int32_t columns,
                                                int32_t warp, int32_t lane) {
@@ -188,7 +187,7 @@ __device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const fl
   }
 }
 
-// Adds what store_dq_boxes has put there, or the copy engine.
+// Adds to dq what store_dq_boxes or TMA has put into boxes.
 template <int kValues>
 __device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], float (*boxes)[64 * 32], int32_t columns,
                                              int32_t warp, int32_t lane) {
@@ -203,11 +202,11 @@ __device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], float (*boxes
   }
 }
 
-// Of an accumulator the chunks of 64 columns from kFirst on, up to kChunks, as 16-bit numbers, kChunkBytes apart, as
-// the copy engine reads them.
+// Stages up to kChunks chunks of 64 columns of an accumulator, from chunk kFirst on, as 16-bit values, kChunkBytes
+// apart, as TMA reads them.
 template <typename T, int kChunkBytes, int kFirst, int kChunks, int kValues>
 __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
-  const auto thread = read_thread();  // again: no register holds what follows from it over the main loop
+  const auto thread = read_thread();  // read again, so that no register holds it over the main loop
   const int32_t lane = thread % 32;
   const int32_t row = thread % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll
@@ -220,8 +219,8 @@ __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&valu
   }
 }
 
-// Rows from `valid` on of a tile become zero: they belong to another sequence, or to nobody, and 0 * NaN is NaN.
-// Called by kThreads threads, consecutive from a multiple of kThreads or all of the consumers; they meet at `barrier`.
+// Zeroes rows from `valid` on of a tile: they belong to another sequence or to none, and 0 * NaN is NaN. Called by
+// kThreads consecutive threads, which meet at `barrier`.
 template <int kChunks, int kChunkBytes, int kThreads, int kRowBytes = kChunkRowBytes>
 __device__ void scrub(uint8_t* tile, int32_t valid, uint32_t barrier) {
   constexpr int kRows = kChunkBytes / kRowBytes;

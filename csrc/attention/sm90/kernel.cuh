@@ -1,4 +1,4 @@
-// The attention-backward kernel for Hopper: CTAs that stay and take one key block after the other, roles by warp.
+// The attention backward kernel for Hopper: a persistent kernel with one role per warp or warpgroup.
 #pragma once
 
 #include <type_traits>
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     const auto consume = [&](auto dq_columns) {
       constexpr int kDqColumns = decltype(dq_columns)::value;
       uint32_t last_turns = 0;
-      if (Traits::kOrdersScores && warpgroup == 1) signal_scores(0);  // the other one is first
+      if (Traits::kOrdersScores && warpgroup == 1) signal_scores(0);  // warpgroup 0 may issue its first S
       for (TileSlot slot;; slot.advance()) {
         mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
         const typename Traits::WorkTile& work = smem.work[slot.index()];
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
         mbarrier_arrive(&smem.work_empty[slot.index()]);
       }
     };
-    // Products in flight must not be in a branch, so all of the warpgroup's loop is.
+    // ptxas serialises products that are outstanding across a branch, so the branch encloses the whole loop.
     if (Traits::kDqColumns != Traits::kLastDqColumns && warpgroup == kConsumerWarpgroups) {
       consume(std::integral_constant<int, Traits::kLastDqColumns>());
     } else {
       consume(std::integral_constant<int, Traits::kDqColumns>());
     }
-    wait_for_launch_before();  // launches behind this one wait for it alone
+    wait_for_launch_before();  // later launches wait for this one only
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace flashbwd::sm90 {
 
-// What differs between the two kernels: how they are cut, and how many threads they take.
+// The kernel function and its number of threads, for either kind of kernel.
 template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kLastWritesDq,
           bool kWide = is_wide(kTiles[kTileIndex])>
 struct Kernel {

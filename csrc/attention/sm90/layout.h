@@ -21,7 +21,7 @@ struct CallSizes {
   BiasBroadcast bias_broadcast;
 };
 
-// Packed: the rows behind a sequence's last tile are another head's, whose sums a store would overwrite.
+// Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite.
 inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed; }
 
 inline bool has_semaphores(const CallSizes& sizes) { return sizes.deterministic || !adds_into_zeros(sizes); }
@@ -34,8 +34,8 @@ struct ZeroedRegion {
   int64_t bytes = 0;
 };
 
-// Floats behind the row statistics that hold the flags of RowsReady: a byte for 128 rows or more, in whole words a
-// head. They are not zeroed with the rest: those who raise them lower them.
+// Floats after the row statistics for the flags of RowsReady: one byte per 128 rows or more, in whole words per head.
+// The preprocess clears the flags that it sets, so they are not zeroed with the rest.
 inline int64_t rows_ready_words(const CallSizes& sizes) {
   if (sizes.packed) return 0;
   return sizes.batch * sizes.heads * ceil_div(ceil_div(sizes.seqlen_q, 128), 4);
@@ -47,12 +47,12 @@ inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& 
     return tiled_bias_gradient_scratch(sizes.bias_broadcast, sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k,
                                        tile.block_m, tile.block_n);
   }
-  const int64_t key_groups = ceil_div(sizes.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys a warp
+  const int64_t key_groups = ceil_div(sizes.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys per warp
   return bias_gradient_scratch(sizes.bias_broadcast, sizes.deterministic, sizes.batch, sizes.heads, sizes.seqlen_q,
                                sizes.seqlen_k, 1, key_groups);
 }
 
-// What of it lies in the workspace's partial sums, in front of those of dk and dv.
+// Bytes of it in the region of partial sums, before those of dk and dv.
 inline int64_t bias_scratch_bytes(const CallSizes& sizes, const Tile& tile) {
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   return scratch.zeroed ? 0 : round_up(scratch.bytes(sizes.dtype), int64_t{256});

@@ -1,7 +1,7 @@
-// The consumer warpgroups. Each owns 64 keys: with S^T = K Q^T and dP^T = V dO^T its accumulators hold P^T and dS^T in
-// the order in which the products dV += P^T dO and dK += dS^T Q want their first operand: from registers. Only dQ = dS
-// K needs the keys of all warpgroups and takes dS through shared memory. Where dk and dv of all keys fit in the
-// registers of one warpgroup (Tile::by_queries), each has half of the queries instead, and dS of one is nobody else's.
+// The consumer warpgroups. Each owns 64 keys. With S^T = K Q^T and dP^T = V dO^T, its accumulators hold P^T and dS^T in
+// the register layout of a first operand, so dV += P^T dO and dK += dS^T Q read them from registers. Only dQ = dS K
+// needs the keys of both warpgroups, so dS goes through shared memory. With Tile::by_queries, dk and dv of all keys fit
+// in the registers of one warpgroup; each has half of the queries instead and needs only its own dS.
 #pragma once
 
 #include <algorithm>
@@ -14,27 +14,27 @@
 
 namespace flashbwd::sm90 {
 
-// This warpgroup's dS of step `index` is written.
+// Says that this warpgroup has written its dS of iteration `index`.
 inline __device__ void signal_ds(int32_t warpgroup, int32_t index) {
   named_barrier_arrive(kDsBarrier + 2 * (index % 2) + (warpgroup ^ 1), kConsumerThreads);
 }
 
-// That of the other warpgroup is.
+// Waits until the other warpgroup has written its dS.
 inline __device__ void wait_ds(int32_t warpgroup, int32_t index) {
   named_barrier_sync(kDsBarrier + 2 * (index % 2) + warpgroup, kConsumerThreads);
 }
 
-// This warpgroup's S of a step is issued.
+// Says that this warpgroup has issued its S of an iteration.
 inline __device__ void signal_scores(int32_t warpgroup) {
   named_barrier_arrive(kScoresBarrier + (warpgroup ^ 1), kConsumerThreads);
 }
 
-// That of the other warpgroup is: in warpgroup 1, of the step before.
+// Waits until the other warpgroup has issued its S; in warpgroup 1, that of the iteration before.
 inline __device__ void wait_scores(int32_t warpgroup) {
   named_barrier_sync(kScoresBarrier + warpgroup, kConsumerThreads);
 }
 
-// kDqColumns: of the part of dq of the warpgroup that calls.
+// kDqColumns: columns of the calling warpgroup's part of dq.
 template <typename Traits, int kDqColumns>
 struct Mainloop {
   using T = typename Traits::T;
@@ -50,7 +50,7 @@ struct Mainloop {
   static constexpr bool kScores = Traits::kScores;
   static constexpr int kKeyParts = Traits::kKeyParts;
   static constexpr int kOwnQueries = Traits::kOwnQueries;
-  // Values of a thread that become P while dP is multiplied.
+  // How many values of a thread become P while dP is multiplied.
   static constexpr int kScoresUnderDp = kOwnQueries / (kScores && !kEarlyDv ? 4 : 2);
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
@@ -61,14 +61,14 @@ struct Mainloop {
   using QueryColumns = AlongColumns<Traits::kQueryChunkBytes, kRowBytes>;
   using QueryRows = AlongRows<Traits::kQueryChunkBytes, kRowBytes>;
   using DsOperand = std::conditional_t<kBias, AlongColumns<Traits::kDsChunkBytes>, AlongRows<Traits::kDsChunkBytes>>;
-  // Accumulators of a warpgroup, and their 16-bit numbers, of each 64 keys that it has; its part of dq.
+  // Per 64 keys of a warpgroup: accumulators and their 16-bit copies. Then its part of dq.
   using Scores = float[kKeyParts][kOwnQueries / 2];
   using Operand = uint32_t[kKeyParts][kOwnQueries / 4];
   using KeyAccumulators = float[kKeyParts][kHeadDim / 2];
   using Dq = float[kDqColumns / 2];  // (64 queries, kDqColumns)
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
-  // last_turns: a bit for each buffer of dq, of the last turns so far.
+  // last_turns: a phase bit for each buffer of dq, flipped by each last add.
   static __device__ void compute(const KernelParams& params, SharedStorage& smem, const WorkTile& work,
                                  int32_t warpgroup, uint32_t& last_turns, KeyAccumulators& dk, KeyAccumulators& dv) {
     Consumer consumer{params, smem, work, warpgroup, last_turns, QueryIterator(work, work.first_index)};
@@ -85,21 +85,21 @@ struct Mainloop {
     int32_t warpgroup;
     uint32_t& last_turns;
     QueryIterator step;
-    // Of work, what every step asks for: shared memory would answer too late.
+    // Copied from work, because every iteration needs them and shared memory would answer too late.
     BlockRange interior = work.interior;
     int32_t last_step = step.end - 1;
     int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
     int32_t lane = threadIdx.x % 32;
     int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
     float scale_log2 = params.attention.softmax_scale * kLog2E;
-    // What dropout keeps is multiplied behind the loop, so delta is divided by it; with dP, where a bias has a
-    // gradient.
+    // The scale of dropout is multiplied after the loop, so delta is divided by it. With a bias gradient it is
+    // multiplied with dP instead.
     float delta_factor = kDrops && !kBias ? 1.f / params.features.dropout_scale : 1.f;
 
-    // Its first key and its first query, of a tile.
+    // First key and first query of this warpgroup within the tile.
     int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
 
-    // Operands of this warpgroup: its rows of k and v, and its part of dq.
+    // Operands of this warpgroup: its rows of k and v, and the columns of k for its part of dq.
     uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
     uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
     uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * KeyRows::column_bytes(64);
@@ -111,11 +111,11 @@ struct Mainloop {
       load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps, kRowBytes>(v_operand, v_rows, warp, lane);
     }
 
-    // A step's products are S and dP, then dV, dK and dQ. Something of them is always queued while the warps do
-    // arithmetic or wait: dP under P; dV under dS, dK under the barrier and the next S under the write of dq; or, where
-    // registers do not allow dV so early, dV under the barrier, S and dK under the write of dq. The compiler follows no
-    // accumulator that is read in the loop across its back edge, so a turn of the loop begins where nothing is in
-    // flight: behind dS of one step. It ends with dS of the next.
+    // The products of an iteration are S and dP, then dV, dK and dQ. One of them always runs while the warps compute or
+    // wait: dP under P, dV under dS, dK under the barrier, and the next S under the write of dq. If registers do not
+    // allow dV so early, dV runs under the barrier, and S and dK under the write of dq. ptxas cannot follow an
+    // accumulator that the loop reads across its back edge, so the loop body starts where no product is outstanding,
+    // after dS of one iteration, and ends with dS of the next.
     __device__ __forceinline__ void run(KeyAccumulators& dk, KeyAccumulators& dv) {
       Operand p16, ds16;  // first operands of dV and dK
       Dq dq;
@@ -130,7 +130,7 @@ struct Mainloop {
         const int32_t index = step.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
         issue_dq(p16, ds16, dq, dk, dv);
         if constexpr (kBias) store_bias_gradient();
-        wait_products<1>();  // the product in front of the barrier: its first operand leaves the registers
+        wait_products<1>();  // the product before the barrier, so that its first operand leaves the registers
         step.advance(work);
         Scores s;
         wait_q();
@@ -170,7 +170,7 @@ struct Mainloop {
       }
     }
 
-    // Into the buffer of step `index`. The other warpgroup waits for it in `multiply_dq`.
+    // Writes dS to the buffer of iteration `index`. The other warpgroup waits for it in `multiply_dq`.
     __device__ __forceinline__ void hand_over_ds(const Operand& ds16, int32_t index) {
       const int32_t buffer = index % Traits::kDsBuffers;
       if constexpr (kBias) {
@@ -186,7 +186,7 @@ struct Mainloop {
       if constexpr (!kByQueries) signal_ds(warpgroup, index);
     }
 
-    // When dS of the keys that it sums over is written.
+    // Issues dQ when dS of all keys that it sums over is written.
     __device__ __forceinline__ void multiply_dq(Dq& dq, int32_t index) {
       if constexpr (kByQueries) {
         named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);
@@ -197,7 +197,7 @@ struct Mainloop {
           dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_part, k_columns);
     }
 
-    // Not where the other warpgroup may be waiting for this one: they meet there to scrub.
+    // Both warpgroups may meet here to scrub, so the other one must not be waiting for this one elsewhere.
     __device__ __forceinline__ void wait_q() { wait_queries<QueryRing>(params, work, step, smem.q_full, smem.q); }
 
     __device__ __forceinline__ void issue_s(Scores& s) {
@@ -233,7 +233,7 @@ struct Mainloop {
       }
     }
 
-    // dQ of this step, behind the product that covers the wait for the other warpgroups.
+    // Issues dQ of this iteration after a product that covers the wait for the other warpgroup.
     __device__ __forceinline__ void issue_dq(Operand& p16, Operand& ds16, Dq& dq, KeyAccumulators& dk,
                                              KeyAccumulators& dv) {
       if constexpr (kEarlyDv) {
@@ -244,7 +244,7 @@ struct Mainloop {
       multiply_dq(dq, step.index);
     }
 
-    // From S in flight to dS in registers and in shared memory; nothing is in flight at exit.
+    // From an outstanding S to dS in registers and in shared memory. No product is outstanding at exit.
     __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyAccumulators& dv) {
       const int32_t stage = DoutRing::stage(step.index);
       Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
@@ -259,7 +259,7 @@ struct Mainloop {
       if constexpr (kDeltaFirst) {
         for_each_delta(delta, EarlyRows<0>(delta), [&](int i, float value) { dp[0][i] = value; });
       }
-      // dP queued behind S, without this wait, was 2 to 5 % slower.
+      // Issuing dP right after S, without this wait, was 2 to 5 % slower.
       wait_products<0>();
       fence_parts(s);
       const uint32_t dout = smem_address(smem.dout[stage]);
@@ -308,7 +308,7 @@ struct Mainloop {
         } else {
           const auto subtract = [&](int i, float value) { dp[part][i] = s[part][i] * (dp[part][i] - value); };
           for_each_delta<0, kScoresUnderDp>(delta, early_delta, subtract);
-          if constexpr (kScores) {  // the others: with all of them P and what it is multiplied by do not fit
+          if constexpr (kScores) {  // the rest, because registers do not hold all of P and dP
             function.template exponentiate<kScoresUnderDp, kOwnQueries / 2, T>(s[0], p16[0], lse, early_lse);
             for_each_delta<kScoresUnderDp>(delta, early_delta, subtract);
           }
@@ -320,13 +320,13 @@ struct Mainloop {
         if constexpr (!kEarlyDv) mask_pairs(p16);
         mask_pairs(ds16);
       }
-      // This buffer of dS was read two steps ago, by products that every warpgroup waited for before it arrived at the
-      // barrier of the last step; or one step ago by this one's, before it wrote dq.
+      // This buffer of dS was read two iterations ago, by products that both warpgroups waited for before they arrived
+      // at the last barrier of dS. With kByQueries, this warpgroup waited for them before it wrote dq.
       hand_over_ds(ds16, step.index);
       if constexpr (kEarlyDv) wait_products<0>();
     }
 
-    // What dropout takes of this step.
+    // Draws which probabilities of this iteration dropout drops.
     __device__ __forceinline__ void draw(uint32_t (&dropped)[kOwnQueries / 64]) const {
       const AttentionBackwardParams& p = params.attention;
       const uint64_t plane = uint64_t{static_cast<uint32_t>(work.batch)} * p.heads + step.head;
@@ -342,9 +342,9 @@ struct Mainloop {
                                        params.features.dropout_threshold, lane);
         }
       } else {
-        // It lies in this step's buffer of dS meanwhile: no product reads that (see above), and a warp writes its own
-        // rows of dS when it has read them.
-        const int32_t first_key = own_key + warp / 2 * 32;  // of two warps, in the tile
+        // The bits pass through this iteration's buffer of dS: no product reads it (see above), and a warp writes its
+        // rows of dS only after it has read the bits in them.
+        const int32_t first_key = own_key + warp / 2 * 32;  // of a pair of warps, within the tile
         uint8_t* const places = smem.ds[step.index % Traits::kDsBuffers][0] + first_key * kChunkRowBytes;
         draw_dropped<16 * kChunkRowBytes>(
             dropped, smem.philox, plane, first_query, work.first_key + first_key, params.features.dropout_threshold,
@@ -352,12 +352,12 @@ struct Mainloop {
       }
     }
 
-    // Where this thread's rows of a bias and of dS of step `index` lie, of its warp's 16 keys (bias.cuh).
+    // Shared memory address of this thread's part of the bias and of dS of iteration `index` (bias.cuh).
     __device__ __forceinline__ uint32_t bias_place(int32_t index) const {
       return smem_address(smem.ds[index % Traits::kDsBuffers][warpgroup]) + score_tile_place(warp, lane);
     }
 
-    // dS of this step, which the whole warpgroup has written, as the gradient of a bias.
+    // Stores dS of this iteration as the gradient of the bias. The whole warpgroup has written it.
     __device__ __forceinline__ void store_bias_gradient() const {
       if (params.features.bias_gradient.mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
         tensor_store_4d(&params.maps.bias_gradient, smem.ds[step.index % Traits::kDsBuffers][warpgroup],
@@ -375,11 +375,11 @@ struct Mainloop {
     __device__ __forceinline__ void mask_pairs(Operand& pairs) const {
       sm90::mask_pairs(pairs[0], tile_visibility(), own_row(), pair);
     }
-    // Of this step.
+    // The mask of this iteration's tile.
     __device__ __forceinline__ TileVisibility tile_visibility() const {
       return {work.visibility, work.first_key, step.query_block * kBlockM};
     }
-    // The first key of this thread, of the tile.
+    // The first key of this thread within the tile.
     __device__ __forceinline__ int32_t own_row() const { return own_key + warp * 16 + lane / 4; }
 
     __device__ __forceinline__ ScoreFunction score_function() const {
@@ -388,7 +388,7 @@ struct Mainloop {
       const int32_t key = work.first_key + own_row();
       float slope = 0.f, biases[2] = {};
       if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[work.batch * p.alibi_batch_stride + head];
-      if (p.bias.data != nullptr) {  // the same for all queries
+      if (p.bias.data != nullptr) {  // one number per key, the same for all queries
         const int64_t first = work.batch * p.bias.batch_stride + head * p.bias.head_stride;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -414,7 +414,8 @@ struct Mainloop {
       for (int part = 0; part < kKeyParts; ++part) pack<T, kPositive>(packed[part], values[part]);
     }
 
-    // visit(i, delta): of the query of an accumulator's value i. `rows` begins at this thread's first query.
+    // Calls visit(i, delta) for accumulator value i with delta of its query. `rows` points at this thread's first
+    // query.
     template <int kBegin = 0, int kEnd = kOwnQueries / 2, int kEarly, typename Visit>
     static __device__ __forceinline__ void for_each_delta(const float* rows, const EarlyRows<kEarly>& early,
                                                           Visit visit) {
@@ -426,21 +427,21 @@ struct Mainloop {
       }
     }
 
-    // This warp has read what the barrier guards.
+    // Says that this warp has read what the barrier guards.
     __device__ __forceinline__ void arrive(uint64_t* barrier) {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(barrier);
     }
 
-    // These stages of q and dout are read. Every thread says so for itself, for it has read row statistics.
+    // Releases these stages of q and dout. Every thread arrives, because each has read row statistics.
     __device__ __forceinline__ void release(int32_t stage, int32_t dout_stage) {
-      if constexpr (kBias) bulk_wait_read<0>();  // dS too, where the next bias comes
+      if constexpr (kBias) bulk_wait_read<0>();  // of dS, because the next bias is loaded there
       mbarrier_arrive(&smem.dout_empty[dout_stage]);
       mbarrier_arrive(&smem.q_empty[stage]);
     }
 
-    // The buffer of this step: whether its turn is the last of a tile, which decides what is written. Then the sums of
-    // the turns before are in the buffer. The answer comes under the products.
+    // Waits for the buffer of this iteration. Returns true if this is the last add to its tile: then the buffer holds
+    // the sums of the earlier adds. The answer arrives while products run.
     __device__ __forceinline__ bool wait_dq_buffer(int32_t index) {
       if constexpr (!Traits::kLastWritesDq) return false;
       const int32_t buffer = index % kStoreWarps;
@@ -450,12 +451,12 @@ struct Mainloop {
       return is_last;
     }
 
-    // Of the head dimension, from the first one of this warpgroup's part of dq on.
+    // Columns of the head dimension from the first one of this warpgroup's part of dq on.
     __device__ __forceinline__ int32_t dq_columns() const {
       return params.attention.head_dim - warpgroup % Traits::kDqColumnParts * 64;
     }
 
-    // Into the buffer of this step, when the store warp has let go of it.
+    // Writes dq to the buffer of this iteration when the store warp has released it.
     __device__ __forceinline__ void write_dq(Dq& dq, int32_t index, bool is_last = false) {
       fence_registers(dq);
       const int32_t buffer = index % kStoreWarps;
@@ -470,8 +471,8 @@ struct Mainloop {
       named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
     }
 
-    // With the sums of the turns before, in 16 bit: one chunk of 64 columns in the place of the first box. A warp
-    // writes over its own rows alone.
+    // Adds the sums of the earlier adds and writes dq in 16 bits: one chunk of 64 columns in place of the first box. A
+    // warp overwrites only its own rows.
     __device__ __forceinline__ void finish_dq(Dq& dq, float (*boxes)[64 * 32]) {
       add_dq_boxes(dq, boxes, dq_columns(), warp, lane);
 #pragma unroll

@@ -16,23 +16,22 @@ namespace {
 
 constexpr int64_t kSharedMemoryBytes = 227 * 1024;
 
-// Whether warpgroups have half of the queries each. Measured at head dimension 32: 5 % faster with 8 steps of 128
-// queries a job, 4 to 9 % slower with 4.
+// True if each warpgroup takes half of the queries. At head dimension 32 this is 5 % faster with 8 iterations of 128
+// queries per work tile, and 4 to 9 % slower with 4.
 bool splits_queries(const AttentionProblem& problem) { return queries_seen(problem) >= 1024; }
 
-// Whether head dimensions 80 and 96 take the tile of 128. Measured under a causal mask: at S = 256 and 512 4 to 6 %
-// faster, in order 13 %, at 1024 0 to 4 and 5 %; at 1536 5 % slower, with four query heads a KV head at 512 1 %.
-// Without a mask it is 3 to 7 % slower at 512, 13 to 15 % at 1024.
+// True if head dimensions 80 and 96 take the tile of 128. Under a causal mask it is 4 to 16 % faster at S 256 and 512,
+// 0 to 5 % at 1024, and 5 % slower at 1536. Without a mask it is slower.
 bool pads_to_128(const AttentionProblem& problem) {
-  constexpr int64_t kQueries = 512;  // of a key block, on average
+  constexpr int64_t kQueries = 512;  // per key block, on average
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const bool causal = problem.window_left < 0 && problem.window_right >= 0;
   const int64_t heads = problem.heads / std::max<int64_t>(problem.heads_kv, 1);
   return is_built(128) && 64 < head_dim && head_dim < 128 && causal && queries_seen(problem) * heads <= kQueries;
 }
 
-// Whether the copy engine can bring the bias and store its gradient. Those that share an element have a plane each, for
-// which many would take too much memory.
+// True if TMA can load the bias and store its gradient. Heads that share an element have a plane of the gradient each,
+// and many of them would take too much memory.
 bool can_copy_bias(const AttentionProblem& problem) {
   constexpr int64_t kMostSharers = 64;
   const int64_t sharers =
@@ -41,7 +40,7 @@ bool can_copy_bias(const AttentionProblem& problem) {
   return dense && problem.bias_has_rows && (!problem.need_dbias || sharers <= kMostSharers);
 }
 
-// The feature that has a kernel of its own, if the call has no others than that takes.
+// The feature with a kernel of its own, if the call has no feature that this kernel lacks.
 Feature feature_of(const AttentionProblem& problem) {
   const bool drops = problem.dropout_p > 0.0;
   const bool biases_keys = problem.has_bias && problem.bias_of_keys && !problem.need_dbias;

@@ -85,10 +85,10 @@ struct Producer {
                                                         work.head_kv, batch_k(params, work), 0);
   }
 
-  // q, dout and row statistics of one job, by one thread. `behind_first_q` is where k and v may come.
+  // One thread: loads q, dout and row statistics of a work tile. `after_first_q` is called when k and v may follow.
   template <typename LoadKeys>
   static __device__ __forceinline__ void load_queries(const KernelParams& params, SharedStorage& smem,
-                                                      const WorkTile& work, LoadKeys behind_first_q) {
+                                                      const WorkTile& work, LoadKeys after_first_q) {
     const int32_t batch_q = params.attention.cu_seqlens_q != nullptr ? 0 : work.batch;
     const int32_t first_index = work.first_index;
 
@@ -116,7 +116,7 @@ struct Producer {
       }
       bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,
                 &smem.q_full[stage]);
-      if (step.index == first_index) behind_first_q();
+      if (step.index == first_index) after_first_q();
       mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(step.index) ^ 1);
       load_tile<Traits::kChunksV, Traits::kQueryChunkBytes>(&params.maps.dout, &smem.dout_full[dout_stage],
                                                             smem.dout[dout_stage], query_row, head, batch_q,
@@ -126,10 +126,10 @@ struct Producer {
     }
   }
 
-  // One of kStoreWarps warps: it has one of the buffers of dq, and every other step.
+  // One of kStoreWarps warps: it has one of the buffers of dq and every other iteration.
   template <int kBuffer>
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t lane) {
-    // Counts are in shared memory: the warp has few registers.
+    // The counts lie in shared memory because the warp has few registers.
     StoreWarpCounts& counts = smem.store_warps[kBuffer];
     while (true) {
       {
@@ -175,7 +175,7 @@ struct Producer {
   static __device__ __forceinline__ void store_dq_of_tile(const KernelParams& params, SharedStorage& smem,
                                                           const WorkTile& work, int32_t lane) {
     DqTurn turn_of_lane;
-    DqTurn& turn = Traits::kLastWritesDq ? smem.turns[kBuffer] : turn_of_lane;  // few registers are left there
+    DqTurn& turn = Traits::kLastWritesDq ? smem.turns[kBuffer] : turn_of_lane;  // that kernel has no registers left
     if (Traits::kLastWritesDq && lane == 0) turn = DqTurn();
     const auto advance = [&](QueryIterator& it) {
       if constexpr (Traits::kLastWritesDq) {
@@ -200,7 +200,7 @@ struct Producer {
       }
       named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
       if (lane == 0) {
-        fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
+        fence_async_shared();  // TMA sees what the barrier has shown to this thread
         if (!Traits::kLastWritesDq && !params.schedule.counts_adds()) begin_turn(params, turn);
         if (is_alone()) {
           if (writes_dq) {
@@ -219,7 +219,7 @@ struct Producer {
       if (lane == 0) finish_turn(params, turn);
       return;
     }
-    // dv and dk come through the buffers of dq, as two more steps.
+    // dv and dk pass through the buffers of dq, as two more iterations.
     offer_buffer<kBuffer>(lane);
     if (lane == 0) finish_turn(params, turn);
     named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
@@ -235,7 +235,7 @@ struct Producer {
     __syncwarp();
   }
 
-  // By a store warp: consumers may write to its buffer when all that was in it has been read.
+  // Called by a store warp: offers its buffer to the consumers when TMA has read what was in it.
   template <int kBuffer>
   static __device__ __forceinline__ void offer_buffer(int32_t lane) {
     if (lane == 0) bulk_wait_read<0>();
@@ -246,8 +246,8 @@ struct Producer {
     }
   }
 
-  // The same for dq of a step, always in turn: returns when its turn has come. If it is the last one of a tile and
-  // writes dq, which is the result, the sums so far come into the buffer first.
+  // The same if adds are counted: returns when the turn of this iteration has come. If this is the last add to the tile
+  // and writes dq (the result is true), the sums so far are loaded into the buffer first.
   template <int kBuffer>
   static __device__ __forceinline__ bool offer_in_turn(const KernelParams& params, SharedStorage& smem,
                                                        const WorkTile& work, const QueryIterator& step, int32_t lane) {
@@ -276,7 +276,7 @@ struct Producer {
         await_turn(params, next);
         if (is_alone()) load_sums<kBuffer>(params, smem, work, step, true);
       }
-      turn.semaphore = -1;  // nobody waits for this one
+      turn.semaphore = -1;  // no other add waits for the last one
     }
     mbarrier_wait(&smem.sums_full[kBuffer], last_adds % 2);
     __syncwarp();
@@ -286,11 +286,11 @@ struct Producer {
     return true;
   }
 
-  // By one thread. Zeros, from past the tensor, where there are none yet.
+  // Called by one thread. `any`: there are sums; else TMA loads zeros from past the end of the tensor.
   template <int kBuffer>
   static __device__ __forceinline__ void load_sums(const KernelParams& params, SharedStorage& smem,
                                                    const WorkTile& work, const QueryIterator& step, bool any) {
-    fence_async_global();  // adds that are seen to be complete are so to the copy engine
+    fence_async_global();  // TMA sees the adds that are complete
     mbarrier_arrive_expect(&smem.sums_full[kBuffer], sizeof(smem.dq[kBuffer]));
     const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + step.head;
 #pragma unroll
@@ -302,7 +302,7 @@ struct Producer {
     }
   }
 
-  // By the warp: they are not worth a write to memory any more.
+  // Called by the warp: the sums need not be written to memory any more.
   static __device__ __forceinline__ void drop_sums(const KernelParams& params, const WorkTile& work,
                                                    const QueryIterator& step, int32_t lane) {
     const AttentionBackwardParams& p = params.attention;
@@ -370,7 +370,7 @@ struct Producer {
   static __device__ void load_tile(const CUtensorMap* map, uint64_t* barrier, uint8_t* smem, int32_t row, int32_t head,
                                    int32_t batch, uint32_t extra_bytes) {
     mbarrier_arrive_expect(barrier, kChunks * kChunkBytes + extra_bytes);
-#pragma unroll(kChunks <= 3 ? kChunks : 1)  // or the addresses do not fit in the registers of the producer
+#pragma unroll(kChunks <= 3 ? kChunks : 1)  // else the addresses do not fit in the registers of the producer
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, chunk * (row_bytes(Traits::kTile) / 2), row, head,
                      batch);

@@ -1,16 +1,16 @@
-// Softcap, ALiBi and a bias of keys in the kernel of two consumer warpgroups. Behind P, which is packed at once, only P
-// times the derivative of the softcap is wanted: it takes the place of S. ALiBi and the bias beside dropout too.
+// Softcap, ALiBi and a bias per key, in the kernel of two consumer warpgroups. P is packed at once; after that only P
+// times the derivative of the softcap is needed, which takes the place of S. ALiBi and the bias also go with dropout.
 #pragma once
 
 #include "fragments.cuh"
 
 namespace flashbwd::sm90 {
 
-// What the scores of a thread become in a step.
+// The function from scores to probabilities for a thread in one iteration.
 class ScoreFunction {
  public:
   ScoreFunction() = default;
-  // softcap, biases of the thread's two keys, slope: 0, there is none. distance: of its first query from its first key.
+  // A softcap, slope or bias of 0 means none. distance: of the thread's first query from its first key.
   __device__ __forceinline__ ScoreFunction(float softmax_scale, float softcap, const float (&biases)[2], float slope,
                                            float distance)
       : factor_((softcap > 0.f ? 2.f / softcap : 1.f) * softmax_scale * kLog2E),
@@ -19,7 +19,7 @@ class ScoreFunction {
         slope_(slope * kLog2E),
         distance_(distance) {}
 
-  // S becomes P. Without softcap, not masked.
+  // S becomes P. Without softcap and mask.
   template <int kValues, int kEarly>
   __device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2,
                                                const EarlyRows<kEarly>& early) const {
@@ -29,7 +29,7 @@ class ScoreFunction {
     }
   }
 
-  // S becomes P times the derivative, p16 becomes P, in the values from kBegin to kEnd. Not masked.
+  // S becomes P times the derivative, and p16 becomes P, in values kBegin to kEnd. Without mask.
   template <int kBegin, int kEnd, typename T, int kValues, int kEarly>
   __device__ __forceinline__ void exponentiate(float (&s)[kValues], uint32_t (&p16)[kValues / 2], const float* lse_log2,
                                                const EarlyRows<kEarly>& early) const {
@@ -41,7 +41,7 @@ class ScoreFunction {
   }
 
  private:
-  // What is taken away from score v of an accumulator. `lse`: of its pair of queries.
+  // The number that is subtracted from score v of an accumulator. `lse`: of its pair of queries.
   __device__ __forceinline__ float shift(int v, const float2& lse) const {
     const float distance = distance_ + static_cast<float>(v / 4 * 8 + v % 2 - v % 4 / 2 * 8);
     return (v % 2 == 0 ? lse.x : lse.y) + slope_ * fabsf(distance) - biases_[v % 4 / 2];
@@ -69,7 +69,7 @@ class ScoreFunction {
     }
   }
 
-  float factor_, softcap_, biases_[2], slope_, distance_;  // in units of log2, where they are scores
+  float factor_, softcap_, biases_[2], slope_, distance_;  // scores are in units of log2
 };
 
 }  // namespace flashbwd::sm90

@@ -1,4 +1,4 @@
-// What a tile and a type fix at compile time: sizes, shared memory, barriers.
+// Constants of a tile and a dtype: sizes, the layout of shared memory, barriers.
 #pragma once
 
 #include "../../common/hopper.cuh"
@@ -11,7 +11,7 @@
 namespace flashbwd::sm90 {
 
 enum NamedBarrier : uint32_t {
-  kConsumersBarrier = 1,  // all consumers: a tile is scrubbed, or dS of halves of the queries is exchanged
+  kConsumersBarrier = 1,  // all consumers: a tile is scrubbed, or halves of the queries exchange their sums
   kWarpgroupBarrier = 2,  // + warpgroup: its 128 threads
   kDqFullBarrier = 4,     // + buffer: all consumers arrive, its store warp waits
   kDqEmptyBarrier = 6,    // + 2 * buffer + warpgroup: the store warp arrives, a warpgroup waits
@@ -20,7 +20,7 @@ enum NamedBarrier : uint32_t {
 };
 
 constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
-constexpr int kStoreWarps = 2;  // of dq, each has a buffer and every other step
+constexpr int kStoreWarps = 2;  // each has a buffer of dq and every other iteration
 constexpr int kDqFullThreads = kConsumerThreads + 32;
 constexpr int kDqEmptyThreads = kWarpgroupThreads + 32;
 
@@ -40,50 +40,51 @@ struct Traits {
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;  // of q
   static constexpr int kDoutStages = kTile.dout_stages;
-  // dV as soon as P is there; where P and dS take half of the registers, behind dS instead.
+  // dV is issued as soon as P is ready. If P and dS take half of the registers, it is issued after dS.
   static constexpr bool kEarlyDv = kBlockM <= 64;
-  // Warpgroup 1 issues S of a step first, warpgroup 0 when it has, with 64 queries when dQ in front of that is done
-  // too: 3 % faster with 128 columns, 1 % with 64, slower with 80 and 96.
+  // Warpgroup 1 issues S of an iteration first, and warpgroup 0 after it; with 64 queries also after dQ of warpgroup 1.
+  // Faster at head dimensions 64 and 128, slower at 80 and 96.
   static constexpr bool kOrdersScores = kHeadDim == 64 || kHeadDim == 128;
-  // Pairs of lse that are read before S is waited for, and of delta before dP is: 1 % faster. More are slower.
+  // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower.
   static constexpr int kEarlyLse = kBlockM > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
   static constexpr int kEarlyDelta = 2;
   static constexpr bool kEfficientDropout = drops_as_efficient(kTile.feature);
   static constexpr bool kDrops = drops_as_flash(kTile.feature) || kEfficientDropout;
-  static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias of keys
+  static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias per key
   static constexpr bool kBias = copies_bias(kTile.feature);
   static constexpr bool kScores = kTile.feature == Feature::kScores;
-  // delta is in the accumulators of dP before the product, which is taken away from it, instead of 32 subtractions
-  // behind it. 2 % faster with 64 queries, 1 to 3 % slower with 128.
+  // The accumulators of dP start as delta, from which the product is subtracted; else 32 subtractions follow the
+  // product. 1 % faster with 64 queries, 1 to 3 % slower with 128.
   static constexpr bool kDeltaFirst = kBlockM <= 64 && !kDrops;
-  // Steps of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: what fits without
-  // a spill. At 128 one step of k makes calls 2 to 4 % faster; beside a bias it does not fit.
+  // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
+  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
-  // A warpgroup has 64 keys and all queries of a step, or all keys and 64 queries.
+  // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries.
   static constexpr bool kByQueries = kTile.by_queries;
-  static constexpr int kKeyParts = kByQueries ? kBlockN / 64 : 1;  // of 64 keys, that a warpgroup has
+  static constexpr int kKeyParts = kByQueries ? kBlockN / 64 : 1;  // parts of 64 keys of a warpgroup
   static constexpr int kOwnQueries = kByQueries ? 64 : kBlockM;
-  // Shared memory holds whole chunks; products stop at kHeadDim.
+  // Shared memory holds whole swizzle atoms ("chunks"); products stop at kHeadDim.
   static constexpr int kRowBytes = row_bytes(kTile);
   static constexpr int kChunks = ceil_div(kHeadDim, kRowBytes / 2);          // of q, k, v, dout
   static constexpr int kGradientChunks = ceil_div(kHeadDim, kChunkColumns);  // of dq, dk, dv: 64 columns
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
-  static constexpr int kDsBuffers = kByQueries ? 1 : 2;  // of its own dS, a warpgroup knows when it is read
-  // A dq tile is cut into parts of 64 rows and 64 columns, one a warpgroup: by rows or by columns.
+  static constexpr int kDsBuffers = kByQueries ? 1 : 2;  // with kByQueries a warpgroup knows when its own dS is read
+  // A dq tile consists of one part of 64 rows and 64 columns per warpgroup, side by side or on top of each other.
   static constexpr int kDqColumnParts = kGradientChunks;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
-  // Of the last warpgroup: what is left of the head dimension, in boxes of 32.
+  // Columns of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
   static constexpr int kChunksV = kChunks;
   static constexpr int kKeyChunkBytes = kBlockN * kRowBytes;    // of k or v
   static constexpr int kQueryChunkBytes = kBlockM * kRowBytes;  // of q or dout
-  // Of dS, transposed, 64 queries: (kBlockN, 64). Beside a bias 64 keys, as that lies in memory: (kBlockM, 64).
+  // A chunk of dS is transposed, (kBlockN keys, 64 queries); beside a bias it lies as the bias does, (kBlockM, 64
+  // keys).
   static constexpr int kDsChunkBytes = (kBias ? kBlockM : kBlockN) * kChunkRowBytes;
   static constexpr int kDsChunks = (kBias ? kBlockN : kBlockM) / 64;
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
@@ -105,23 +106,23 @@ struct Traits {
     uint8_t v[kKeyBytes];                                    // (kBlockN, kHeadDim)
     uint8_t q[kStages][kQueryBytes];                         // (kBlockM, kHeadDim)
     uint8_t dout[kDoutStages][kQueryBytes];                  // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kDsChunks][kDsChunkBytes];        // a bias too, of the step whose dS comes in its place
-    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 a warpgroup, two boxes of 32 columns
+    uint8_t ds[kDsBuffers][kDsChunks][kDsChunkBytes];        // before dS, the bias of the same iteration
+    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 per warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
-    WorkTile work[2];  // this job and the next
+    WorkTile work[2];  // this work tile and the next
     SchedulerState scheduler;
     uint64_t work_full[2];   // the scheduler arrives
     uint64_t work_empty[2];  // every thread of the consumers and of the store warps arrives, and the loader
     StoreWarpCounts store_warps[kStoreWarps];
     uint64_t sums_full[kStoreWarps];                     // store warps arrive with bytes: sums for the last add
-    uint64_t work_wanted;                                // the loader arrives: it has nothing more to load for this job
+    uint64_t work_wanted;                                // the loader arrives: the next work tile may be taken
     uint64_t k_full, v_full;                             // producer arrives with bytes
     uint64_t k_empty, v_empty;                           // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
-    DqTurn turns[kStoreWarps];                           // where a store warp keeps its own, if it writes dq
-    PhiloxState philox;                                  // of kernels that drop
+    DqTurn turns[kStoreWarps];                           // of the store warps, if the last add writes dq
+    PhiloxState philox;                                  // kernels with dropout
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {

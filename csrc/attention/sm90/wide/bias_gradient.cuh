@@ -1,5 +1,5 @@
-// The gradient of attn_bias from the tiles of dS, into dbias or its scratch (../../bias_gradient.h). Tiles that no work
-// tile visits hold zeros before the kernel starts.
+// Writes the gradient of attn_bias from tiles of dS into dbias or its scratch (../../bias_gradient.h). Tiles that no
+// work tile visits hold zeros before the kernel starts.
 #pragma once
 
 #include "../../scalars.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashbwd::sm90::wide {
 
-// Of the warpgroup that has dS.
+// Used by the warpgroup that has dS.
 template <typename Traits>
 struct BiasGradientWriter {
   static constexpr int kValues = Traits::kBlockM / 2;
@@ -16,11 +16,11 @@ struct BiasGradientWriter {
   const KernelParams& params;
   const typename Traits::WorkTile& work;
   int32_t lane;
-  int32_t group;  // of 16 keys, of those of the longest sequence: a slot of row sums
+  int32_t group;  // number of these 16 keys within the longest sequence: a slot of row sums
   int32_t j0;     // this thread's first key; the other is 8 further
   float key_sums[2] = {};
 
-  // dS of a tile before the derivative of the softcap; i0: this thread's first query.
+  // Adds dS of a tile before the derivative of the softcap. i0: this thread's first query.
   __device__ __forceinline__ void add(const float (&ds)[kValues], int32_t head, int32_t i0) {
     const BiasGradient& g = params.features.bias_gradient;
     const int64_t plane = work.batch * g.batch_stride + head * g.head_stride;
@@ -51,7 +51,7 @@ struct BiasGradientWriter {
     }
   }
 
-  // After the last tile of a head, or before one of another head.
+  // Called after the last tile of a head.
   __device__ __forceinline__ void add_key_sums(int32_t head) {
     const BiasGradient& g = params.features.bias_gradient;
     if (g.mode != BiasGradientMode::kKeySums) return;

@@ -1,6 +1,6 @@
-// Softcap, bias, ALiBi and dropout, for those kernels that take them: how P^T comes from S^T, and what of it the
-// warpgroup of dS is given. One pass over the tile for each feature that a call has: a loop that asks for all of them
-// in each element is so long that its instructions come from L2.
+// Softcap, bias, ALiBi and dropout: how P^T comes from S^T, and what the warpgroup of dS gets of it. Each feature of a
+// call is one pass over the tile: a loop that tests for all of them in each element is so long that its instructions
+// come from L2.
 #pragma once
 
 #include "../../../common/numeric.cuh"
@@ -11,12 +11,12 @@
 
 namespace flashbwd::sm90::wide {
 
-// What the warpgroup of dS is given of a probability p, in one number: p times the derivative of the softcap, its sign
-// set where dropout has taken it.
+// What the warpgroup of dS gets of a probability p, in one number: p times the derivative of the softcap, with the sign
+// set if dropout dropped it.
 __device__ __forceinline__ float encode_probability(float p, bool kept) { return kept ? p : -p; }
 __device__ __forceinline__ bool is_kept(float encoded) { return __float_as_int(encoded) >= 0; }
 
-// In the order of the program: else the compiler loads all of a tile ahead, into registers that are not there.
+// Loads in program order: otherwise the compiler loads a whole tile ahead, into registers that do not exist.
 __device__ __forceinline__ float4 load_in_order(const float4& place) {
   float4 value;
   asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -31,8 +31,8 @@ __device__ __forceinline__ void store_in_order(float4& place, const float4& valu
                : "memory");
 }
 
-// One tile of scores as a thread of a warpgroup holds it (fragments.cuh): value v is query i0 + 8 (v / 4) + v % 2, key
-// j0 + 8 (v % 4 / 2). Tiles begin at multiples of kBlockM and kBlockN.
+// A thread's part of a tile of scores (fragments.cuh): value v is query i0 + 8 (v / 4) + v % 2, key j0 + 8 (v % 4 / 2).
+// Tiles begin at multiples of kBlockM and kBlockN.
 template <typename Traits>
 struct ScoreTile {
   using T = typename Traits::T;
@@ -46,15 +46,15 @@ struct ScoreTile {
   int32_t head;
   int32_t i0, j0;
 
-  // What the product q k is added to: a bias that may come first, or zeros.
+  // Sets what the product q k is added to: a bias that may come first, or zeros.
   __device__ __forceinline__ void start(float (&s)[kValues]) const {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) s[v] = 0.f;
     if (bias_comes_first()) add_bias(s, 1.f / params.attention.softmax_scale);
   }
 
-  // S becomes P times what dropout multiplies it by, the first operand of dv; each four values of what the warpgroup of
-  // dS is given go to `exchange`, kWarpgroupThreads apart. `lse_log2` begins at this thread's first query.
+  // S becomes P times the factor of dropout, the first operand of dv. What the warpgroup of dS gets, four values each,
+  // goes to `exchange`, kWarpgroupThreads apart. `lse_log2` points at this thread's first query.
   __device__ __forceinline__ void probabilities(float (&s)[kValues], const float* lse_log2, uint32_t dropped,
                                                 float4* exchange) const {
     const AttentionBackwardParams& p = params.attention;
@@ -65,7 +65,7 @@ struct ScoreTile {
       to_log2 = kLog2E;
     }
     if (p.bias.data != nullptr && !bias_comes_first()) {
-      if (!capped) {  // a softmax_scale of 0
+      if (!capped) {  // with a softmax_scale of 0
 #pragma unroll
         for (int v = 0; v < kValues; ++v) s[v] = 0.f;
         to_log2 = kLog2E;
@@ -116,7 +116,7 @@ struct ScoreTile {
     }
   }
 
-  // As many loads are on their way at once as registers allow.
+  // As many loads are outstanding at once as registers allow.
   template <typename Element>
   __device__ __forceinline__ void add_bias_of(float (&s)[kValues], float factor) const {
     constexpr int kBatch = kFewRegisters ? 8 : kValues;
@@ -145,7 +145,7 @@ struct ScoreTile {
     }
   }
 
-  // S becomes softcap * tanh(scale * S / softcap). The derivative waits in `exchange`: registers are few.
+  // S becomes softcap * tanh(scale * S / softcap). The derivative waits in `exchange` because registers are few.
   __device__ __forceinline__ void cap(float (&s)[kValues], float4* exchange) const {
     const float softcap = params.attention.softcap, factor = params.attention.softmax_scale / softcap;
 #pragma unroll
@@ -173,7 +173,7 @@ struct ScoreTile {
     }
   }
 
-  // What the warpgroup of dS is given goes to `exchange`; S, the probabilities, is multiplied as dropout says.
+  // What the warpgroup of dS gets goes to `exchange`; S, the probabilities, is multiplied by the factor of dropout.
   template <bool kCapped>
   __device__ __forceinline__ void give(float (&s)[kValues], uint32_t dropped, float4* exchange) const {
     const bool drops = params.attention.dropout_p > 0.f;

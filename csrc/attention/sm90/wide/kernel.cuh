@@ -1,5 +1,5 @@
-// The kernel for head dimensions above 128 and for features: CTAs that stay and take one block of 64 keys after the
-// other, or clusters of two for blocks of 128, with a warpgroup for each of P, dS and dq.
+// The kernel for head dimensions above 128 and for calls with several features. A persistent CTA computes work tiles of
+// 64 keys, or a cluster of two CTAs tiles of 128 keys, with a warpgroup for each of P, dS and dq.
 #pragma once
 
 #include "../../../common/launch_overlap.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashbwd::sm90::wide {
 
-// dv of a job, staged in the buffer of P when the warpgroup of dS has read the last of it.
+// Stores dv of a work tile, staged in the buffer of P after the warpgroup of dS has read the last P.
 template <typename Traits>
 __device__ __forceinline__ void store_dv(const KernelParams& params, typename Traits::SharedStorage& smem,
                                          const typename Traits::WorkTile& work,
@@ -18,10 +18,10 @@ __device__ __forceinline__ void store_dv(const KernelParams& params, typename Tr
   mbarrier_wait(&smem.p_empty[threadIdx.x % kWarpgroupThreads / 32], (next_index & 1) ^ 1);
   store_gradient<typename Traits::T, Traits::kKeyChunkBytes, kStagingChunks>(
       params.dv, work, 0, reinterpret_cast<uint8_t*>(smem.p), kProbabilityBarrier, dv);
-  named_barrier_sync(kProbabilityBarrier, kWarpgroupThreads);  // the staged dv is read
+  named_barrier_sync(kProbabilityBarrier, kWarpgroupThreads);  // the staged dv has been read
 }
 
-// dk of a job, staged in v, which no product reads any more.
+// Stores dk of a work tile, staged in v, which no product reads any more.
 template <typename Traits>
 __device__ __forceinline__ void store_dk(const KernelParams& params, typename Traits::SharedStorage& smem,
                                          const typename Traits::WorkTile& work, float (&dk)[Traits::kHeadDim / 2]) {
@@ -29,11 +29,11 @@ __device__ __forceinline__ void store_dk(const KernelParams& params, typename Tr
   for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
   store_gradient<typename Traits::T, Traits::kKeyChunkBytes, Traits::kChunksV>(params.dk, work, 0, smem.v,
                                                                                kScoreGradientBarrier, dk);
-  fence_async_shared();  // the copy engine writes there next
+  fence_async_shared();  // TMA writes there next
   mbarrier_arrive(&smem.v_empty);
 }
 
-// What a warpgroup does in each job, until none is left. Counts are in shared memory: registers are few.
+// Calls `visit` for each work tile. Counts lie in shared memory because registers are few.
 template <typename Traits, typename Visit>
 __device__ __forceinline__ void for_each_tile(typename Traits::SharedStorage& smem, Visit visit) {
   for (TileSlot slot;;) {
@@ -69,7 +69,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   }
   if (params.preprocess.words == nullptr) wait_for_launch_before();
   let_launch_behind_begin();
-  cluster_sync();  // the other CTA has its barriers
+  cluster_sync();  // the other CTA has initialized its barriers
 
   if (warpgroup == 0) {
     shrink_registers<Traits::kRegisters.producer>();
@@ -117,7 +117,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     });
   }
   cluster_sync();            // the other CTA sends and arrives here no more
-  wait_for_launch_before();  // launches behind this one wait for it alone
+  wait_for_launch_before();  // later launches wait for this one only
 }
 
 }  // namespace flashbwd::sm90::wide

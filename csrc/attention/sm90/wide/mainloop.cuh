@@ -1,9 +1,9 @@
-// The three warpgroups that compute, each a stage of a pipeline over the query blocks of 64 keys:
+// The three consumer warpgroups, each a stage of a pipeline over the query blocks of 64 keys:
 //   P:  S^T = K Q^T, P^T = exp(S^T - lse), dv += P^T dout
 //   dS: dP^T = V dout^T, dS^T = P^T (dP^T - delta), dk += dS^T Q
 //   dq: dq = dS K, half of the columns over the keys of both CTAs of the cluster
-// P^T goes to the second through shared memory in fp32, from each thread to its twin; dS^T to the third as an operand,
-// and as a copy to the third of the other CTA.
+// P^T goes to the second through shared memory in fp32, from each thread to the thread of the same number. dS^T goes to
+// the third as an operand, and as a copy to the third of the other CTA.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 
 namespace flashbwd::sm90::wide {
 
-// By lane 0, for its warp: what the warp did before is seen by who waits.
+// Lane 0 arrives for its warp; waiters see what the warp did before.
 __device__ __forceinline__ void arrive_warp(uint64_t* barrier, int32_t lane) {
   __syncwarp();
   if (lane == 0) mbarrier_arrive(barrier);
 }
 
-// The first key of the other CTA of the cluster, from this one's.
+// The first key of the other CTA of the cluster, relative to this CTA's.
 template <typename Traits>
 __device__ __forceinline__ int32_t other_keys(int32_t rank) {
   return rank == 0 ? Traits::kBlockN : -Traits::kBlockN;
@@ -53,7 +53,7 @@ struct SmallQueryIterator {
   }
 };
 
-// What P and dS have in common.
+// What the warpgroups P and dS have in common.
 template <typename Traits>
 struct Consumer {
   using T = typename Traits::T;
@@ -95,12 +95,12 @@ struct Consumer {
   // Read from shared memory each time, because registers are few.
   __device__ __forceinline__ bool is_last() const { return step.index + 1 == work.first_index + work.iterations; }
 
-  // Rows of this tile that belong to nobody: all of them are to be zero before a product reads them.
+  // True if rows of this tile belong to no sequence, and must be zeroed before a product reads them.
   __device__ bool is_poisoned(int32_t valid, int32_t rows) const { return params.rows_may_be_poisoned && valid < rows; }
   __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
   __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - this->query_block() * kBlockM; }
 
-  // Both warpgroups of a step come here before either reads dout.
+  // Both warpgroups come here before either reads dout of an iteration.
   __device__ __forceinline__ void wait_dout() {
     const int32_t stage = DoutRing::stage(step.index);
     mbarrier_wait(&smem.dout_full[stage], DoutRing::phase(step.index));
@@ -121,11 +121,11 @@ struct Probabilities : Consumer<Traits> {
   static constexpr int kBlockM = Traits::kBlockM;
 
   static constexpr int kOperandRegisters = 4 * std::max(Traits::kKeySteps, 1);  // of k, see Traits::kKeySteps
-  // At 256 the operands in flight leave no registers for it.
+  // At head dimension 256 the outstanding operands leave no registers for it.
   static constexpr bool kMaskUnderS = Traits::kHeadDimV <= 192;
 
-  // dv: (kBlockN, kHeadDimV). A turn of the loop begins and ends where no product is in flight: the compiler follows
-  // none that is read in the loop across its back edge.
+  // dv: (kBlockN, kHeadDimV). The loop body starts and ends where no product is outstanding, because ptxas cannot
+  // follow an accumulator that the loop reads across its back edge.
   __device__ __forceinline__ void run(float (&dv)[Traits::kHeadDimV / 2]) {
     uint32_t p16[kBlockM / 4];  // first operand of dv
     uint32_t k_operand[kOperandRegisters];
@@ -197,7 +197,7 @@ struct Probabilities : Consumer<Traits> {
     product<T, true, typename Base::QueryRows>(dv, p16, smem_address(smem.dout[stage]));
   }
 
-  // From S, complete, to P here and in shared memory.
+  // From a complete S to P in registers and in shared memory.
   __device__ __forceinline__ void probabilities(float (&s)[kBlockM / 2], uint32_t dropped) {
     const int32_t stage = QueryRing::stage(step.index);
     fence_registers(s);
@@ -233,7 +233,7 @@ struct ScoreGradients : Consumer<Traits> {
   using DoutRing = typename Base::DoutRing;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kOperandRegisters = 4 * std::max(Traits::kValueSteps, 1);  // of v, see Traits::kValueSteps
-  // Of kernels that have it.
+  // Unused in kernels without a bias gradient.
   BiasGradientWriter<Traits> bias_gradient{Base::params, Base::work, Base::lane,
                                            Base::work.key_block * Traits::kWarps + Base::warp,
                                            Base::work.first_key + Base::warp * 16 + Base::lane / 4};
@@ -282,7 +282,7 @@ struct ScoreGradients : Consumer<Traits> {
                                          not_hoisted(smem_address(smem.dout[DoutRing::stage(step.index)])));
   }
 
-  // P of this step has come from q, which is complete and scrubbed.
+  // P of this iteration was computed from q, so q is complete and scrubbed.
   __device__ __forceinline__ void issue_dk(uint32_t (&ds16)[kBlockM / 4], float (&dk)[Traits::kHeadDim / 2],
                                            int32_t index) {
     mbarrier_wait(&smem.q_full[QueryRing::stage(index)], QueryRing::phase(index));
@@ -309,14 +309,14 @@ struct ScoreGradients : Consumer<Traits> {
 
   __device__ __forceinline__ float score_gradient(float p, float dp, float delta) const {
     if constexpr (Traits::kFeatures) {
-      // A row that its bias hides has probabilities of 0 and a delta that may be anything.
+      // A row that its bias hides has probabilities of 0 and any delta.
       return p != 0.f ? fabsf(p) * ((is_kept(p) ? dp * params.features.dropout_scale : 0.f) - delta) : 0.f;
     } else {
       return p * (dp - delta);
     }
   }
 
-  // Nothing is in flight.
+  // No product is outstanding.
   __device__ __forceinline__ void store(uint32_t (&ds16)[kBlockM / 4], const float (&ds)[kBlockM / 2]) {
     if constexpr (Traits::kBiasGradient) {
       bias_gradient.add(ds, this->head(), this->query_block() * kBlockM + pair);
@@ -344,14 +344,14 @@ struct QueryGradients {
   using DsRing = Ring<Traits::kDsBuffers>;
   using DqRing = Ring<Traits::kDqBuffers>;
 
-  // Before the first job.
+  // Called before the first work tile.
   static __device__ __forceinline__ void expect_first(typename Traits::SharedStorage& smem) {
     if (Traits::kPairs && threadIdx.x % kWarpgroupThreads == 0) {
       for (int buffer = 0; buffer < Traits::kDsBuffers; ++buffer) expect_ds(smem, buffer);
     }
   }
 
-  // `count`: of chunks of 64 columns, of all jobs.
+  // `count`: chunks of 64 columns so far, over all work tiles.
   static __device__ void run(const KernelParams& params, typename Traits::SharedStorage& smem,
                              const typename Traits::WorkTile& work, int32_t rank, int32_t& count) {
     const int32_t thread = threadIdx.x % kWarpgroupThreads, warp = thread / 32, lane = thread % 32;
@@ -409,7 +409,7 @@ struct QueryGradients {
     }
   }
 
-  // Behind the last product of a job.
+  // Called after the last product of a work tile.
   static __device__ __forceinline__ void release_keys(typename Traits::SharedStorage& smem, int32_t lane) {
     if (lane == 0) {
       mbarrier_arrive(&smem.k_empty);

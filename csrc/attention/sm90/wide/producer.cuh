@@ -48,11 +48,11 @@ struct Producer {
     }
   }
 
-  // One thread of kWideAdders: adds the dq tiles of every other step into the accumulator, and counts each job as
-  // finished.
+  // One of kWideAdders threads: adds the dq tiles of every other iteration to the accumulator, and counts each work
+  // tile as finished.
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t adder) {
-    int32_t count = 0;    // of chunks of 64 columns, of all adders
-    uint32_t phases = 0;  // of each buffer, of this adder
+    int32_t count = 0;    // chunks of 64 columns so far, of all adders
+    uint32_t phases = 0;  // a bit for each buffer, of this adder
     for (TileSlot slot;; slot.advance()) {
       mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
       const WorkTile& work = smem.work[slot.index()];
@@ -85,9 +85,9 @@ struct Producer {
     mbarrier_arrive(&smem.work_full[state.slot.index()]);
   }
 
-  // By the warp. The barriers of k and v complete a phase for each work tile with query blocks, and for no other:
-  // consumers finish a work tile without query blocks by themselves, so a barrier at which they also arrived could be
-  // two phases ahead of this warp, which would then wait for ever.
+  // Called by the warp. The barriers of k and v complete a phase for each work tile with query blocks, and for no
+  // other: consumers finish a work tile without query blocks by themselves, so a barrier at which they also arrived
+  // could be two phases ahead of this warp, which would then wait forever.
   static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem,
                                                    const WorkTile& work, int32_t rank) {
     if (work.iterations == 0 || !elect_one()) return;
@@ -119,7 +119,7 @@ struct Producer {
     return tile;
   }
 
-  // The other CTA's keys, in the columns of dq that this one adds.
+  // Loads the other CTA's keys, in the columns of dq that this CTA adds.
   static __device__ __forceinline__ void load_other_keys(const KernelParams& params, SharedStorage& smem,
                                                          const WorkTile& work, int32_t rank) {
     const bool packed = params.attention.cu_seqlens_k != nullptr;
@@ -158,7 +158,7 @@ struct Producer {
         const int32_t buffer = DqRing::stage(count);
         mbarrier_wait(&smem.dq_full[adder][buffer], phases >> buffer & 1);
         phases ^= 1u << buffer;
-        fence_async_shared();  // what the barrier has shown to this thread, the copy engine sees too
+        fence_async_shared();  // TMA sees what the barrier has shown to this thread
         if (chunk == chunks.begin && !params.schedule.counts_adds()) begin_turn(params, turn);
 #pragma unroll 1
         for (int32_t box = 0; box < 2; ++box) {

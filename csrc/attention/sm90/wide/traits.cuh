@@ -1,4 +1,4 @@
-// What a wide tile and a type fix at compile time: sizes, shared memory, barriers.
+// Constants of a tile for large head dimensions and a dtype: sizes, the layout of shared memory, barriers.
 #pragma once
 
 #include "../../../common/hopper.cuh"
@@ -25,16 +25,16 @@ struct Traits {
   static constexpr int kHeadDimV = kTile.head_dim_v;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kCtas = kTile.ctas;
-  static constexpr bool kPairs = kCtas == 2;             // else there is no other CTA, and nothing of it in use
+  static constexpr bool kPairs = kCtas == 2;             // else there is no other CTA, and its buffers are unused
   static constexpr int kBlockN = kTile.block_n / kCtas;  // keys of this CTA
   static constexpr int kStages = kTile.stages;           // of q
   static constexpr int kDoutStages = kTile.dout_stages;
-  // What is left of shared memory.
+  // As many buffers as shared memory leaves room for.
   static constexpr int kDsBuffers = kHeadDim <= 192 ? 2 : 1;
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr int kEarlySteps = early_steps(kTile);
-  static constexpr bool kLastWritesDq = false;  // parts of a tile have turns of their own
+  static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its part of a tile on its own
   static constexpr WideRegisters kRegisters = wide_registers(kTile, kFeatures);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
   static_assert(kCtas <= 2, "each has the dS of one other");
@@ -45,12 +45,12 @@ struct Traits {
   static constexpr int kKeyChunkBytes = kBlockN * kChunkRowBytes;    // 64 columns of k or v
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
   static constexpr int kStatisticBytes = kBlockM * 4;
-  static constexpr bool kBias = false;  // through the copy engine
+  static constexpr bool kBias = false;  // no bias through TMA
   static constexpr int kWarps = kWarpgroupThreads / 32;
 
-  // Steps of 16 columns of k and v, first operands of S and dP, that stay in the registers which a warpgroup has left.
-  // `outputs`: columns of dv or dk; s or dp and its 16-bit copy take 3 / 4 of a register a query. With 30 for the rest
-  // instead of 34 two registers spill, with 24 products are serialised (C7512).
+  // Groups of 16 columns of k and v, first operands of S and dP, that fit in the registers that a warpgroup has left.
+  // `outputs`: columns of dv or dk; s or dp and its 16-bit copy take 3 / 4 of a register per query. With 30 registers
+  // for the rest instead of 34, two registers spill; with 24, products are serialised (C7512).
   static constexpr int steps_in_registers(int registers, int columns, int outputs) {
     const int left = registers - outputs / 2 - 3 * kBlockM / 4 - 34;
     return kFeatures || left < 16 ? 0 : left / 4 < columns / 16 ? left / 4 : columns / 16;
@@ -58,13 +58,13 @@ struct Traits {
   static constexpr int kKeySteps = steps_in_registers(kRegisters.probabilities, kHeadDim, kHeadDimV);
   static constexpr int kValueSteps = steps_in_registers(kRegisters.score_gradients, kHeadDimV, kHeadDim);
 
-  // Three warpgroups, the thread that loads, those that add.
+  // Three warpgroups, the thread that loads, and the threads that add.
   static constexpr int kWorkReaders = 3 * kWarpgroupThreads + 1 + kWideAdders;
 
   static constexpr int kDsBytes = kBlockN * kChunkRowBytes;
 
-  // Of dq each CTA of two adds some chunks of columns, summed over the keys of both: all of `chunks_of`, in turn the
-  // smaller and the larger part of an odd number. It keeps those columns of the other's keys.
+  // Each CTA of a cluster adds some chunks of columns of dq, summed over the keys of both CTAs. Of an odd number, it
+  // adds the smaller and the larger part alternately. It keeps these columns of the other CTA's keys.
   static constexpr int kOtherChunks = (kChunks + 1) / 2;
   static __device__ BlockRange chunks_of(int32_t rank, int32_t query_block) {
     if constexpr (!kPairs) return {0, kChunks};
@@ -84,30 +84,30 @@ struct Traits {
     uint8_t ds[kDsBuffers][kDsBytes];                        // transposed, (kBlockN, kBlockM)
     uint8_t ds_other[kDsBuffers][kDsBytes];                  // the other CTA's
     float dq[kDqBuffers][2][64 * 32];                        // (kBlockM, 64 columns), two boxes of 32 columns
-    float4 p[kBlockM / 8][kWarpgroupThreads];                // as registers hold it, for the same thread of the other
+    float4 p[kBlockM / 8][kWarpgroupThreads];                // as registers hold it, for the thread of the same number
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
-    WorkTile work[2];  // this job and the next
+    WorkTile work[2];  // this work tile and the next
     SchedulerState scheduler;
     int32_t tile;                                      // in the CTA of rank 1: index of the work tile, from rank 0
     uint64_t tile_full;                                // of rank 1: its scheduler arrives, rank 0 sends bytes
     uint64_t tile_empty;                               // of rank 0: the scheduler of rank 1 arrives
     uint64_t work_full[2];                             // the scheduler arrives
     uint64_t work_empty[2];                            // every thread that reads it arrives
-    uint64_t work_wanted;                              // the loader arrives: it has nothing more to load for this job
+    uint64_t work_wanted;                              // the loader arrives: the next work tile may be taken
     uint64_t k_empty;                                  // every warp of P and of dq arrives
     uint64_t v_empty;                                  // every thread of dS, after dk has left its staging buffer
     uint64_t k_other_empty;                            // every warp of dq
     uint64_t k_full, v_full, k_other_full;             // producer arrives with bytes
     uint64_t q_full[kStages], dout_full[kDoutStages];  // producer arrives with bytes
-    // Who has read or written by ordinary instructions arrives by thread, for racecheck follows no warp; others by
-    // warp.
+    // Roles that read or write with ordinary instructions arrive by thread, because racecheck does not follow warps.
+    // Others arrive by warp.
     uint64_t q_empty[kStages];                 // every thread of P, every warp of dS
     uint64_t dout_empty[kDoutStages];          // every thread of dS, every warp of P
-    uint64_t p_full[kWarps], p_empty[kWarps];  // the threads of a warp of P arrive, of one of dS; the other waits
+    uint64_t p_full[kWarps], p_empty[kWarps];  // the threads of one warp of P arrive, or of dS; the other waits
     uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];  // every warp of dS arrives, every warp of dq of both CTAs
     uint64_t ds_other_full[kDsBuffers];                  // a thread of dq arrives, the other CTA sends bytes
-    uint64_t dq_full[kWideAdders][kDqBuffers];           // of those steps that an adder has: every warp of dq arrives
+    uint64_t dq_full[kWideAdders][kDqBuffers];           // per adder: every warp of dq arrives
     uint64_t dq_empty[kDqBuffers];                       // the thread that has added arrives
   };
 

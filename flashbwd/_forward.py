@@ -6,8 +6,8 @@ benchmark peers, only this module may call attention kernels of other libraries.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,77 +15,69 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flashbwd import _ops, reference
+from flashbwd.options import AttentionOptions
 
 _aten = torch.ops.aten
 
 
-def choose(call: Mapping[str, Any]) -> str:
+def choose(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Choose the forward: "torch_cpu", "torch_cudnn", "torch_flash", "torch_efficient" or "reference".
 
     With dropout the choice depends on metadata alone, so that the backward can repeat it to find the mask's layout.
     """
-    q, k, v, causal, bias = (call[name] for name in ("q", "k", "v", "causal", "attn_bias"))
-    if call["softcap"] > 0.0 or call["alibi_slopes"] is not None or q.numel() == 0 or k.numel() == 0:
+    causal, bias = options.causal, options.attn_bias
+    if options.softcap > 0.0 or options.alibi_slopes is not None or q.numel() == 0 or k.numel() == 0:
         return "reference"
-    varlen = call["cu_seqlens_q"] is not None
+    varlen = options.cu_seqlens_q is not None
     same_length = not varlen and q.shape[1] == k.shape[1]
-    windowed = call["window_left"] != -1 or call["window_right"] != -1
+    windowed = options.window != (-1, -1)
     plain = bias is None and q.shape[-1] == v.shape[-1]
     if q.device.type == "cpu":
         full_rows = not windowed and (causal != "bottom_right" or same_length)
-        if plain and full_rows and not varlen and call["dropout_p"] == 0.0 and q.shape[2] == k.shape[2]:
+        if plain and full_rows and not varlen and options.dropout_p == 0.0 and q.shape[2] == k.shape[2]:
             return "torch_cpu"
         return "reference"
     if not q.is_cuda:
         return "reference"
     half = q.dtype in (torch.float16, torch.bfloat16)
-    dense = not varlen and not windowed and call["dropout_p"] == 0.0
-    if plain and half and dense and _fits_cudnn(call, same_length):
+    dense = not varlen and not windowed and options.dropout_p == 0.0
+    if plain and half and dense and _fits_cudnn(q, k, v, options, same_length):
         return "torch_cudnn"
     bottom_right = causal != "top_left" or same_length
     fits_flash = half and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and bottom_right
     if plain and fits_flash and torch.backends.cuda.is_flash_attention_available():
         return "torch_flash"
-    if dense and _fits_efficient(call):
+    if dense and _fits_efficient(q, k, v, options):
         return "torch_efficient"
     return "reference"
 
 
-def _fits_cudnn(call: Mapping[str, Any], same_length: bool) -> bool:
+def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, same_length: bool) -> bool:
     """Return whether cuDNN supports the call and is PyTorch's first choice. Not used for deterministic calls."""
-    q, k = call["q"], call["k"]
     return (
         q.shape[-1] <= 128
         and q.shape[-1] % 8 == 0
         and q.shape[1] > 1
         and k.shape[1] > 1
-        and (call["causal"] != "bottom_right" or same_length)
-        and not call["deterministic"]
+        and (options.causal != "bottom_right" or same_length)
+        and not options.deterministic
         and torch.cuda.get_device_capability(q.device)[0] >= 9
         and (torch.backends.cudnn.version() or 0) >= 90000
-        and _has_cudnn_plan(call)
+        and _has_cudnn_plan(q, k, v, options)
     )
 
 
 _cudnn_plans: set[tuple[Any, ...]] = set()
 
 
-def _has_cudnn_plan(call: Mapping[str, Any]) -> bool:
+def _has_cudnn_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether cuDNN already has a plan for such a call, or may create one now.
 
     The first call creates a handle and a plan, which CUDA graph capture forbids. PyTorch caches handles per thread and
     plans per thread and shape, so this set grows no faster than PyTorch's own cache.
     """
-    tensors = [call[name] for name in ("q", "k", "v")]
-    layout = [(tuple(x.shape), x.stride()) for x in tensors]
-    key = (
-        threading.get_ident(),
-        tensors[0].device,
-        tensors[0].dtype,
-        call["causal"],
-        call.get("softmax_scale"),
-        *layout,
-    )
+    layout = [(tuple(x.shape), x.stride()) for x in (q, k, v)]
+    key = (threading.get_ident(), q.device, q.dtype, options.causal, options.softmax_scale, *layout)
     if key not in _cudnn_plans:
         if torch.cuda.is_current_stream_capturing():
             return False
@@ -93,18 +85,18 @@ def _has_cudnn_plan(call: Mapping[str, Any]) -> bool:
     return True
 
 
-def _fits_efficient(call: Mapping[str, Any]) -> bool:
+def _fits_efficient(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether PyTorch's memory-efficient forward supports the call.
 
     It has no GQA, and it writes an LSE of 0 for bottom-right causal rows that see no key.
     """
-    q, k, v, bias = (call[name] for name in ("q", "k", "v", "attn_bias"))
+    bias = options.attn_bias
     return (
         q.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and q.shape[2] == k.shape[2]
         and q.shape[-1] % 8 == 0
         and v.shape[-1] % 8 == 0
-        and (call["causal"] != "bottom_right" or k.shape[1] >= q.shape[1])
+        and (options.causal != "bottom_right" or k.shape[1] >= q.shape[1])
         and (bias is None or (bias.dtype == q.dtype and bias.shape[-1] == k.shape[1]))
     )
 
@@ -114,56 +106,20 @@ def dropout_layout(forward: str) -> str:
     return "flash" if forward == "torch_flash" else "efficient64"
 
 
-def run(
-    forward: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    causal: str,
-    window: tuple[int, int],
-    softcap: float,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    dropout_p: float,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def run(forward: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Run the chosen forward. Returns out, softmax_lse and rng = (seed, offset); rng is empty without dropout."""
     no_rng = q.new_empty(0, dtype=torch.int64)
     if forward == "reference":
         rng = no_rng
-        if dropout_p > 0.0:
+        if options.dropout_p > 0.0:
             rng = torch.randint(2**62, (2,), device=q.device)
             rng[1:].zero_()
-        out, lse = reference.attention_forward(
-            q,
-            k,
-            v,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_left=window[0],
-            window_right=window[1],
-            softcap=softcap,
-            attn_bias=attn_bias,
-            alibi_slopes=alibi_slopes,
-            sink=sink,
-            dropout_p=dropout_p,
-            rng_seed=rng[0] if dropout_p > 0.0 else None,
-            rng_offset=rng[1] if dropout_p > 0.0 else None,
-            rng_layout="efficient64" if dropout_p > 0.0 else "",
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-        )
-        return out, lse, rng
+            options = options._replace(rng_seed=rng[0], rng_offset=rng[1], rng_layout="efficient64")
+        return *reference.attention_forward(q, k, v, options), rng
+    causal, dropout_p, sink = options.causal, options.dropout_p, options.sink
+    assert options.softmax_scale is not None
     rng = no_rng
-    q, softmax_scale = _with_positive_scale(q, softmax_scale)
+    q, softmax_scale = _with_positive_scale(q, options.softmax_scale)
     if forward == "torch_cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal != "none", scale=softmax_scale
@@ -177,7 +133,8 @@ def run(
         out, lse = out.transpose(1, 2), lse.view(lse.shape[:3])  # older PyTorch: (B, H, Sq, 1)
     elif forward == "torch_efficient":
         mask = ("none", "top_left", "bottom_right").index(causal)
-        bias = None if attn_bias is None else _aligned(attn_bias).expand(q.shape[0], q.shape[2], q.shape[1], -1)
+        bias = options.attn_bias
+        bias = None if bias is None else _aligned(bias).expand(q.shape[0], q.shape[2], q.shape[1], -1)
         out, lse, *_ = _aten._efficient_attention_forward(
             q, k, v, bias, None, None, None, None, 0.0, mask, True, scale=softmax_scale
         )
@@ -187,16 +144,16 @@ def run(
             q,
             k,
             v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            q.shape[1] if max_seqlen_q is None else max_seqlen_q,
-            k.shape[1] if max_seqlen_k is None else max_seqlen_k,
+            options.cu_seqlens_q,
+            options.cu_seqlens_k,
+            q.shape[1] if options.max_seqlen_q is None else options.max_seqlen_q,
+            k.shape[1] if options.max_seqlen_k is None else options.max_seqlen_k,
             dropout_p,
             causal != "none",
             False,
             scale=softmax_scale,
-            window_size_left=None if window[0] < 0 else window[0],
-            window_size_right=None if window[1] < 0 else window[1],
+            window_size_left=None if options.window_left < 0 else options.window_left,
+            window_size_right=None if options.window_right < 0 else options.window_right,
         )
         rng = rng.view(torch.int64) if dropout_p > 0.0 else no_rng
     if sink is not None:
@@ -238,32 +195,31 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype), with_sink
 
 
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, SymInt window_right, float softcap, "
-    "float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str backend) "
-    "-> (Tensor out, Tensor softmax_lse, Tensor rng)"
+_CHECKED = torch.ops.flashbwd.check_attention_inputs.default._schema
+_RESULTS = "(Tensor out, Tensor softmax_lse, Tensor rng)"
+_SCHEMA = str(_CHECKED).removeprefix(_CHECKED.name).replace("-> ()", f"-> {_RESULTS}")
+#: The operator's arguments: q, k, v and the options of a forward. The tensors among these options are saved as tensors.
+INPUTS = [argument.name for argument in _CHECKED.arguments]
+OPTIONS = INPUTS[3:]
+_TENSORS = [argument.name for argument in _CHECKED.arguments[3:] if "Tensor" in str(argument.type)]
+
+
+# The position of each option in the operator's inputs, or in the defaults that follow them. An itemgetter takes a third
+# of the time of keyword arguments.
+_DEFAULTS = tuple(AttentionOptions())
+_in_order = operator.itemgetter(
+    *(INPUTS.index(name) if name in INPUTS else len(INPUTS) + i for i, name in enumerate(AttentionOptions._fields))
 )
-_INPUTS = [part.split("=")[0].split()[-1] for part in _SCHEMA[1 : _SCHEMA.index(")")].split(",")]
+
+
+def _options(inputs: tuple[Any, ...]) -> AttentionOptions:
+    return AttentionOptions._make(_in_order(inputs + _DEFAULTS))
 
 
 def _attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     _ops.call(torch.ops.flashbwd.check_attention_inputs, *inputs)
-    arguments = dict(zip(_INPUTS, inputs, strict=True))
-    forward = choose(arguments)
-    q, k, v = arguments["q"], arguments["k"], arguments["v"]
-    return run(
-        forward,
-        q,
-        k,
-        v,
-        window=(arguments["window_left"], arguments["window_right"]),
-        **{
-            name: arguments[name]
-            for name in _INPUTS
-            if name not in ("q", "k", "v", "window_left", "window_right", "deterministic", "backend")
-        },
-    )
+    call = (*inputs[:3], _options(inputs))
+    return run(choose(*call), *call)
 
 
 # The tag keeps compilers from recomputing the forward in the backward, where the generator would draw another mask.
@@ -272,56 +228,47 @@ torch.library.impl("flashbwd::attention", "CompositeExplicitAutograd", lib=_ops.
 
 
 @_ops.register_fake("attention", "q")
-def _attention_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = dict(zip(_INPUTS, inputs, strict=True))
-    q, v = arguments["q"], arguments["v"]
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
     lse = q.new_empty(rows, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return out, lse, q.new_empty(2 if arguments["dropout_p"] > 0.0 else 0, dtype=torch.int64)
+    with_dropout = options[OPTIONS.index("dropout_p")] > 0.0
+    return out, lse, q.new_empty(2 if with_dropout else 0, dtype=torch.int64)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    arguments = dict(zip(_INPUTS, inputs, strict=True))
+    q, k, v, options = *inputs[:3], _options(inputs)
     ctx.set_materialize_grads(False)
-    tensors = ("q", "k", "v", "attn_bias", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k")
-    ctx.save_for_backward(*(arguments[name] for name in tensors), *output)
-    ctx.layout = dropout_layout(choose(arguments)) if arguments["dropout_p"] > 0.0 else ""
-    ctx.options = {name: arguments[name] for name in _INPUTS if name not in tensors}
+    ctx.save_for_backward(q, k, v, *output, *(getattr(options, name) for name in _TENSORS))
+    layout = dropout_layout(choose(q, k, v, options)) if options.dropout_p > 0.0 else ""
+    without_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.options = options._replace(rng_layout=layout, **without_tensors)
     ctx.mark_non_differentiable(output[2])
 
 
 def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, attn_bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, out, softmax_lse, rng = ctx.saved_tensors
+    q, k, v, out, softmax_lse, rng, *tensors = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * len(_INPUTS)
-    with_dropout = ctx.options["dropout_p"] > 0.0
-    dq, dk, dv, dbias, dsink = _ops.call(
-        torch.ops.flashbwd.attention_backward,
-        torch.zeros_like(out) if dout is None else dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        attn_bias=attn_bias,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
+        return (None,) * len(INPUTS)
+    given = dict(zip(_TENSORS, tensors, strict=True))
+    need_dbias = given["attn_bias"] is not None and ctx.needs_input_grad[INPUTS.index("attn_bias")]
+    with_dropout = ctx.options.dropout_p > 0.0
+    options = ctx.options._replace(
+        **given,
         dlse=dlse,
         rng_seed=rng[0] if with_dropout else None,
         rng_offset=rng[1] if with_dropout else None,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        rng_layout=ctx.layout,
-        need_dbias=attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")],
-        **ctx.options,
-        allow_tf32=q.dtype == torch.float32 and _ops.tf32_allowed(),
+        need_dbias=need_dbias,
+        allow_tf32=_ops.allow_tf32(q),
     )
-    grads = dict.fromkeys(_INPUTS)
-    grads.update(q=dq, k=dk, v=dv)
-    if attn_bias is not None and ctx.needs_input_grad[_INPUTS.index("attn_bias")]:
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dbias, dsink = _ops.call(
+        torch.ops.flashbwd.attention_backward, dout, q, k, v, out, softmax_lse, *options
+    )
+    grads = dict.fromkeys(INPUTS) | {"q": dq, "k": dk, "v": dv}
+    if need_dbias:
         grads["attn_bias"] = dbias
-    if sink is not None:
+    if options.sink is not None:
         grads["sink"] = dsink
     return tuple(grads.values())
 
@@ -332,5 +279,5 @@ _ops.library.register_autograd("attention", _attention_grads, _save_for_backward
 @register_flop_formula(torch.ops.flashbwd.attention)
 def _attention_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Floating-point operations of two matrix products over the visible pairs: ``pairs * (2 D + 2 Dv)``."""
-    bound = dict(zip(_INPUTS, shapes, strict=True))
+    bound = dict(zip(INPUTS, shapes, strict=True))
     return _ops.pairs_of_call(bound) * 2 * (bound["q"][-1] + bound["v"][-1])

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flashbwd import _arguments, reference
 from flashbwd._autograd import OperatorLibrary
+from flashbwd.options import AttentionOptions
 
 _PACKAGE = Path(__file__).parent
 
@@ -68,6 +69,11 @@ def tf32_allowed() -> bool:
 
 # torch.compiler.assume_constant_result sets the same attribute, but imports the compiler.
 tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def allow_tf32(q: Tensor) -> bool:
+    """Return the option ``allow_tf32`` of an attention backward."""
+    return q.dtype == torch.float32 and tf32_allowed()
 
 
 def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
@@ -121,7 +127,16 @@ def output_mask_for(x: Tensor, mask: Sequence[bool]) -> list[bool]:
     return [True] * len(mask) if type(x) is not Tensor and hasattr(x, "placements") else list(mask)
 
 
-implement_reference("attention_backward_reference", reference.attention_backward)
+_REFERENCE = [argument.name for argument in torch.ops.flashbwd.attention_backward_reference.default._schema.arguments]
+
+
+def _attention_backward_reference(*args: Any) -> None:
+    """The first six arguments are tensors of the call, the last five are outputs, and those between are options."""
+    options = AttentionOptions(**dict(zip(_REFERENCE[6:-5], args[6:-5], strict=True)))
+    reference.attention_backward(*(*args[:6], options, *args[-5:]))
+
+
+implement_reference("attention_backward_reference", _attention_backward_reference)
 
 
 _SCHEMA = torch.ops.flashbwd.attention_backward.default._schema

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashbwd import _arguments, _forward, _ops  # noqa: F401  (_forward defines torch.ops.flashbwd.attention)
+from flashbwd import _arguments, _forward, _ops
 
 __all__ = [
     "AttentionGrads",
@@ -158,58 +158,17 @@ def _deterministic(asked: bool) -> bool:
     return _arguments.flag("deterministic", asked) or torch.are_deterministic_algorithms_enabled()
 
 
-def _options(
-    q: Tensor,
-    *,
-    softmax_scale: float | None,
-    causal: bool | str,
-    window_size: tuple[int, int],
-    softcap: float,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    dlse: Tensor | None,
-    dropout_p: float,
-    rng_state: RngState | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    deterministic: bool,
-) -> dict[str, Any]:
-    """Translate the public arguments to those of the operators."""
+def _options(q: Tensor, *, rng_state: RngState | None = None, **given: Any) -> dict[str, Any]:
+    """Translate the public options to those of the operators (:class:`flashbwd.options.AttentionOptions`)."""
     _arguments.tensor("q", q)
-    seed = offset = None
-    layout = ""
-    if rng_state is not None and _arguments.number("dropout_p", dropout_p) != 0.0:
-        seed, offset, layout = _arguments.rng_words(rng_state)
-    left, right = _window(window_size)
-    return {
-        "attn_bias": attn_bias,
-        "alibi_slopes": alibi_slopes,
-        "sink": _sink_logits(q, sink),
-        "dlse": dlse,
-        "rng_seed": seed,
-        "rng_offset": offset,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-        "softmax_scale": softmax_scale,
-        "causal": _causal_name(causal),
-        "window_left": left,
-        "window_right": right,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "rng_layout": layout,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "deterministic": _deterministic(deterministic),
-        "backend": _backend,
-        "allow_tf32": q.dtype == torch.float32 and _ops.tf32_allowed(),
-    }
+    if rng_state is not None and _arguments.number("dropout_p", given["dropout_p"]) != 0.0:
+        given["rng_seed"], given["rng_offset"], given["rng_layout"] = _arguments.rng_words(rng_state)
+    given["window_left"], given["window_right"] = _window(given.pop("window_size"))
+    given["sink"] = _sink_logits(q, given["sink"])
+    given["causal"] = _causal_name(given["causal"])
+    given["deterministic"] = _deterministic(given["deterministic"])
+    given["backend"] = _backend
+    return given
 
 
 def attention_backward(
@@ -346,6 +305,7 @@ def attention_backward(
         max_seqlen_k=max_seqlen_k,
         deterministic=deterministic,
     )
+    options["allow_tf32"] = _ops.allow_tf32(q)
     if workspace is None and dq is None and dk is None and dv is None:
         dq, dk, dv, dbias, dsink = _ops.call(
             torch.ops.flashbwd.attention_backward, dout, q, k, v, out, softmax_lse, **options
@@ -426,6 +386,7 @@ def plan_attention_backward(
         out,
         softmax_lse,
         **_options(q, **(defaults | options)),
+        allow_tf32=_ops.allow_tf32(q),
         dq=dq,
         dk=dk,
         dv=dv,
@@ -520,27 +481,23 @@ def attention(
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
-    left, right = _window(window_size)
     _arguments.flag("return_lse", return_lse)
-    out, lse, _ = _ops.call(
-        torch.ops.flashbwd.attention,
+    options = _options(
         q,
-        k,
-        v,
-        attn_bias,
-        alibi_slopes,
-        _sink_logits(q, sink),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        _default_scale(q) if softmax_scale is None else softmax_scale,
-        _causal_name(causal),
-        left,
-        right,
-        softcap,
-        dropout_p,
-        max_seqlen_q,
-        max_seqlen_k,
-        _deterministic(deterministic),
-        _backend,
+        softmax_scale=_default_scale(q) if softmax_scale is None else softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dropout_p=dropout_p,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic,
     )
+    forward_options = [options[name] for name in _forward.OPTIONS]
+    out, lse, _ = _ops.call(torch.ops.flashbwd.attention, q, k, v, *forward_options)
     return (out, lse) if return_lse else out

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashbwd
 from flashbwd import _forward
+from flashbwd.options import AttentionOptions
 
 aten = torch.ops.aten
 
@@ -193,7 +194,7 @@ FORWARDS = {
 @pytest.mark.parametrize(("name", "generation"), FORWARDS)
 def test_the_best_forward_is_chosen_for_a_gpu(name: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     imitate_gpu(generation, monkeypatch)
-    assert _forward.choose(call_on_gpu(ON_A_GPU[name])) == FORWARDS[name, generation]
+    assert _forward.choose(*call_on_gpu(ON_A_GPU[name])) == FORWARDS[name, generation]
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA forwards to choose from")
@@ -204,7 +205,7 @@ def test_a_graph_capture_takes_cudnn_only_where_it_has_its_plan(monkeypatch: pyt
 
     def chosen(capturing: bool, case: cases.Case) -> str:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        return _forward.choose(call_on_gpu(case))
+        return _forward.choose(*call_on_gpu(case))
 
     calls = [(True, DENSE), (False, DENSE), (True, DENSE), (True, longer), (False, longer), (True, longer)]
     expected = ["torch_flash", "torch_cudnn", "torch_cudnn", "torch_flash", "torch_cudnn", "torch_cudnn"]
@@ -221,8 +222,8 @@ def imitate_gpu(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
-def call_on_gpu(case: cases.Case) -> dict[str, Any]:
-    """The operator's arguments, with fake tensors on a GPU."""
+def call_on_gpu(case: cases.Case) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
+    """q, k, v and the options, with fake tensors on a GPU."""
     x = inputs.build(case, torch.bfloat16)
     causal = case.causal if isinstance(case.causal, str) else "bottom_right" if case.causal else "none"
     call = dict(x.arguments) | {"causal": causal, "deterministic": False, "dropout_p": 0.0}
@@ -231,7 +232,8 @@ def call_on_gpu(case: cases.Case) -> dict[str, Any]:
         for tensor in ("q", "k", "v", "attn_bias"):
             if (given := call[tensor]) is not None:
                 call[tensor] = torch.empty(given.shape, dtype=given.dtype, device="cuda")
-    return call
+    options = AttentionOptions(**{name: call[name] for name in _forward.OPTIONS if name in call})
+    return call["q"], call["k"], call["v"], options
 
 
 LEAVES = ("q", "k", "v", "attn_bias", "sink")

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import flashbwd
 from flashbwd import _forward, dropout_add_norm, reference
+from flashbwd.options import AttentionOptions
 from flashbwd.reference import norms
 
 # ---- without a GPU: which operators reach the device ----
@@ -65,9 +66,11 @@ has_fake_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="this PyTo
 def test_the_reference_forward_and_backward_copy_nothing_from_the_host(name: str, dropout_p: float) -> None:
     with FakeTensorMode(), RefuseTransfers():
         q, k, v = cuda(2, 40, 4, 16), cuda(2, 50, 2, 16), cuda(2, 50, 2, 16)
-        options = features(name) | {"dropout_p": dropout_p, "cu_seqlens_q": None, "cu_seqlens_k": None}
-        out, lse, rng = _forward.run("reference", q, k, v, window=(30, 0), **options)
-        bias, sink = options["attn_bias"], options["sink"]
+        options = AttentionOptions(**features(name), dropout_p=dropout_p, window_left=30, window_right=0)
+        out, lse, rng = _forward.run("reference", q, k, v, options)
+        if dropout_p:
+            options = options._replace(rng_seed=rng[0], rng_offset=rng[1], rng_layout="efficient64")
+        bias, sink = options.attn_bias, options.sink
         reference.attention_backward(
             out,
             q,
@@ -75,20 +78,12 @@ def test_the_reference_forward_and_backward_copy_nothing_from_the_host(name: str
             v,
             out,
             lse,
-            dlse=None,
-            rng_seed=rng[0] if dropout_p else None,
-            rng_offset=rng[1] if dropout_p else None,
-            rng_layout="efficient64" if dropout_p else "",
-            seqused_q=None,
-            seqused_k=None,
-            window_left=30,
-            window_right=0,
+            options,
             dq=torch.empty_like(q),
             dk=torch.empty_like(k),
             dv=torch.empty_like(v),
             dbias=None if bias is None else torch.empty_like(bias),
             dsink=None if sink is None else torch.empty_like(sink),
-            **options,
         )
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashbwd
 from flashbwd import reference
+from flashbwd.options import AttentionOptions
 from flashbwd.reference import blocks
 
 CAUSAL = {False: "none", True: "bottom_right", "top_left": "top_left"}
@@ -40,49 +41,30 @@ def poisoned_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.full_like(x, torch.nan, dtype=dtype or x.dtype)
 
 
+def options_of(arguments: dict[str, Any], rng_state: Any) -> AttentionOptions:
+    """The options of the reference, from the keywords of the public function."""
+    left, right = arguments["window_size"]
+    seed, offset, layout = rng_state or (None, None, "")
+    same = {name: arguments[name] for name in AttentionOptions._fields if name in arguments}
+    translated = {"causal": CAUSAL[arguments["causal"]], "window_left": left, "window_right": right}
+    return AttentionOptions(**same | translated, rng_seed=seed, rng_offset=offset, rng_layout=layout)
+
+
 def run_backward(arguments: dict[str, Any], rng_state: Any = None, **outputs: Tensor | None) -> dict[str, Any]:
     """Call with the keywords of the public function; outputs hold NaN before."""
     a = arguments
     q, k, v, bias, sink = a["q"], a["k"], a["v"], a["attn_bias"], a["sink"]
-    seed, offset, layout = rng_state or (None, None, "")
     varlen = a["cu_seqlens_q"] is not None
     inputs_of = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dsink": sink}
     grads: dict[str, Any] = {
         name: None if x is None else poisoned_like(x) for name, x in inputs_of.items() if name not in outputs
     }
     grads |= outputs
-    arguments_in_order = (
-        a["dout"],
-        q,
-        k,
-        v,
-        a["out"],
-        a["softmax_lse"],
-        bias,
-        a["alibi_slopes"],
-        sink,
-        a["dlse"],
-        seed,
-        offset,
-        a["cu_seqlens_q"],
-        a["cu_seqlens_k"],
-        a["seqused_q"],
-        a["seqused_k"],
-        q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"],
-        CAUSAL[a["causal"]],
-        *a["window_size"],
-        a["softcap"],
-        a["dropout_p"],
-        layout,
-        a["max_seqlen_q"] if varlen else q.shape[1],
-        a["max_seqlen_k"] if varlen else k.shape[1],
-        grads["dq"],
-        grads["dk"],
-        grads["dv"],
-        grads["dbias"],
-        grads["dsink"],
-    )
-    reference.attention_backward(*arguments_in_order)
+    lengths = (a["max_seqlen_q"], a["max_seqlen_k"]) if varlen else (q.shape[1], k.shape[1])
+    scale = q.shape[-1] ** -0.5 if a["softmax_scale"] is None else a["softmax_scale"]
+    options = options_of(a, rng_state)._replace(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1], softmax_scale=scale)
+    main = (a["dout"], q, k, v, a["out"], a["softmax_lse"])
+    reference.attention_backward(*main, options, *(grads[name] for name in inputs_of))
     return grads
 
 
@@ -180,23 +162,8 @@ def test_gradients_go_to_fp32_and_strided_outputs_of_16_bit_inputs(case: cases.C
 
 def forward_of(x: inputs.Inputs) -> tuple[Tensor, Tensor]:
     a = x.arguments
-    names = ["softcap", "attn_bias", "alibi_slopes", "sink", "dropout_p", "cu_seqlens_q", "cu_seqlens_k"]
-    names += ["seqused_q", "seqused_k", "softmax_scale"]
-    seed, offset, layout = x.rng_state() or (None, None, "")
-    return reference.attention_forward(
-        a["q"],
-        a["k"],
-        a["v"],
-        causal=CAUSAL[a["causal"]],
-        window_left=a["window_size"][0],
-        window_right=a["window_size"][1],
-        rng_seed=seed,
-        rng_offset=offset,
-        rng_layout=layout,
-        max_seqlen_q=a.get("max_seqlen_q"),
-        max_seqlen_k=a.get("max_seqlen_k"),
-        **{name: a[name] for name in names},
-    )
+    options = options_of(a, x.rng_state())
+    return reference.attention_forward(a["q"], a["k"], a["v"], options)
 
 
 # To a forward the least finite numbers are numbers: a row that has nothing else is the mean of the values.
@@ -396,7 +363,7 @@ def test_no_tensor_is_as_large_as_the_score_matrix(case: cases.Case) -> None:
 def test_forward_has_no_tensor_as_large_as_the_score_matrix() -> None:
     q = torch.randn(1, 2048, 2, 8)
     with Operators() as seen:
-        reference.attention_forward(q, q, q, causal="bottom_right", softcap=2.0)
+        reference.attention_forward(q, q, q, AttentionOptions(causal="bottom_right", softcap=2.0))
     assert 0 < seen.largest <= 2048 * 2048 // 2
 
 

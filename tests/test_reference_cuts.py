@@ -11,6 +11,7 @@ from kit.decoding import Shape
 
 import flashbwd
 from flashbwd import reference
+from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Chunk, Cut, TileSize, cut_into_pieces
 from flashbwd.reference.spans import Span
@@ -92,14 +93,15 @@ def test_the_gradient_of_a_shared_bias_adds_up_in_fp32(dtype: torch.dtype) -> No
 def test_packed_sequences_need_both_longest_lengths(given_one: str) -> None:
     x, starts = torch.zeros(5, 1, 8), torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="cu_seqlens need max_seqlen_q and max_seqlen_k"):
-        reference.attention_forward(x, x, x, cu_seqlens_q=starts, cu_seqlens_k=starts, **{given_one: 5})
+        options = AttentionOptions(cu_seqlens_q=starts, cu_seqlens_k=starts, **{given_one: 5})
+        reference.attention_forward(x, x, x, options)
 
 
 @pytest.mark.parametrize("given_one", ["max_seqlen_q", "max_seqlen_k"])
 def test_dense_sequences_need_neither(given_one: str) -> None:
     q, k = torch.randn(1, 5, 1, 8), torch.randn(1, 7, 1, 8)
     for got, want in zip(
-        reference.attention_forward(q, k, k, **{given_one: 5 if given_one[-1] == "q" else 7}),
+        reference.attention_forward(q, k, k, AttentionOptions(**{given_one: 5 if given_one[-1] == "q" else 7})),
         reference.attention_forward(q, k, k),
         strict=True,
     ):

@@ -16,16 +16,6 @@
 namespace flashbwd {
 namespace {
 
-// The arguments that the operators' schemas have in common, in order.
-#define FLASHBWD_ATTENTION_ARGUMENTS                                                                           \
-  "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "                                \
-  "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? dlse=None, "                  \
-  "Tensor? rng_seed=None, Tensor? rng_offset=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "     \
-  "Tensor? seqused_q=None, Tensor? seqused_k=None, float? softmax_scale=None, str causal='none', "             \
-  "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, float dropout_p=0.0, str rng_layout='', " \
-  "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool need_dbias=True, bool deterministic=False, "     \
-  "str backend='auto', bool allow_tf32=False"
-
 // View of (B, H, S, D) as (B, S, H, D), or the reverse.
 Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }
 
@@ -53,40 +43,19 @@ DeviceInfo device_info(Device device) {
 }
 
 void run_reference(const AttentionCall& call, const AttentionProblem& problem, const Outputs& outputs) {
-  const AttentionArguments& a = call.arguments;
-  StableIValue stack[] = {
-      boxed(call.dout),
-      boxed(call.q),
-      boxed(call.k),
-      boxed(call.v),
-      boxed(call.out),
-      boxed(call.softmax_lse),
-      boxed(call.attn_bias),
-      boxed(call.alibi_slopes),
-      boxed(call.sink),
-      boxed(call.dlse),
-      boxed(call.rng_seed),
-      boxed(call.rng_offset),
-      boxed(call.cu_seqlens_q),
-      boxed(call.cu_seqlens_k),
-      boxed(call.seqused_q),
-      boxed(call.seqused_k),
-      boxed(problem.softmax_scale),
-      boxed(a.causal),
-      boxed(problem.window_left),
-      boxed(problem.window_right),
-      boxed(problem.softcap),
-      boxed(problem.dropout_p),
-      boxed(a.rng_layout),
-      boxed(problem.seqlen_q),
-      boxed(problem.seqlen_k),
-      boxed(outputs.dq),
-      boxed(outputs.dk),
-      boxed(outputs.dv),
-      boxed(outputs.dbias),
-      boxed(outputs.dsink),
-  };
-  call_operator("flashbwd::attention_backward_reference", stack);
+  AttentionArguments checked = call.arguments;
+  checked.softmax_scale = problem.softmax_scale;
+  checked.window_left = problem.window_left;
+  checked.window_right = problem.window_right;
+  std::vector<StableIValue> stack;
+  for (const Tensor* tensor : {&call.dout, &call.q, &call.k, &call.v, &call.out, &call.softmax_lse}) {
+    stack.push_back(boxed(*tensor));
+  }
+  box_options(call, checked, stack);
+  for (const int64_t longest : {problem.seqlen_q, problem.seqlen_k}) stack.push_back(boxed(longest));
+  for (const Tensor* tensor : {&outputs.dq, &outputs.dk, &outputs.dv}) stack.push_back(boxed(*tensor));
+  for (const auto* tensor : {&outputs.dbias, &outputs.dsink}) stack.push_back(boxed(*tensor));
+  call_operator("flashbwd::attention_backward_reference", stack.data());
 }
 
 void run_kernel(const AttentionCall& call, const AttentionProblem& problem, const AttentionPlan& plan,
@@ -218,30 +187,13 @@ void check_attention_inputs(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor q = reader.tensor();
   const Tensor k = reader.tensor();
   const Tensor v = reader.tensor();
-  const auto attn_bias = reader.optional_tensor();
-  const auto alibi_slopes = reader.optional_tensor();
-  const auto sink = reader.optional_tensor();
-  const auto cu_seqlens_q = reader.optional_tensor();
-  const auto cu_seqlens_k = reader.optional_tensor();
+  AttentionTensors tensors;
   AttentionArguments a;
-  a.softmax_scale = reader.read<double>();
-  a.causal = reader.read<std::string>();
-  a.window_left = reader.read<int64_t>();
-  a.window_right = reader.read<int64_t>();
-  a.softcap = reader.read<double>();
-  a.dropout_p = reader.read<double>();
-  a.max_seqlen_q = reader.read<std::optional<int64_t>>();
-  a.max_seqlen_k = reader.read<std::optional<int64_t>>();
-  a.deterministic = reader.read<bool>();
-  a.backend = reader.read<std::string>();
+  read_options(reader, kOfForward, tensors, a);
   a.q = describe(q);
   a.k = describe(k);
   a.v = describe(v);
-  a.attn_bias = describe(attn_bias);
-  a.alibi_slopes = describe(alibi_slopes);
-  a.sink = describe(sink);
-  a.cu_seqlens_q = describe(cu_seqlens_q);
-  a.cu_seqlens_k = describe(cu_seqlens_k);
+  describe_options(tensors, a);
   check_attention_forward(a);
 }
 
@@ -278,26 +230,21 @@ AttentionGradients attention_backward_or_refusal(AttentionCall& call, bool heads
 }  // namespace flashbwd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
-  m.def("attention_backward(" FLASHBWD_ATTENTION_ARGUMENTS
-        ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
-  m.def(
-      "attention_backward_out(" FLASHBWD_ATTENTION_ARGUMENTS
-      ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? workspace=None) -> (Tensor dbias, Tensor dsink)");
-  m.def("plan_attention_backward(" FLASHBWD_ATTENTION_ARGUMENTS
-        ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
-  m.def(
-      "check_attention_inputs(Tensor q, Tensor k, Tensor v, Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softmax_scale, str causal, SymInt window_left, "
-      "SymInt window_right, float softcap, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-      "bool deterministic, str backend) -> ()");
+  const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
+  const std::string tensors = "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse";
+  const std::string backward = tensors + flashbwd::option_schema(flashbwd::kOfBackward);
+  define("attention_backward" + backward + ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
+  define("attention_backward_out" + backward +
+         ", *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? workspace=None) -> "
+         "(Tensor dbias, Tensor dsink)");
+  define("plan_attention_backward" + backward +
+         ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
+  define("check_attention_inputs(Tensor q, Tensor k, Tensor v" + flashbwd::option_schema(flashbwd::kOfForward) +
+         ") -> ()");
   // Implemented in Python with torch operators; the operators above call it if the plan chose the reference backend.
-  m.def(
-      "attention_backward_reference(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-      "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sink, Tensor? dlse, Tensor? rng_seed, Tensor? rng_offset, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, float softmax_scale, "
-      "str causal, SymInt window_left, SymInt window_right, float softcap, float dropout_p, str rng_layout, "
-      "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, "
-      "Tensor(e!)? dsink) -> ()");
+  define("attention_backward_reference" + tensors + flashbwd::option_schema(flashbwd::kOfReference) +
+         ", SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, "
+         "Tensor(e!)? dsink) -> ()");
 }
 
 #define FLASHBWD_IMPLEMENT(key)                                           \

@@ -1,8 +1,73 @@
 #include "attention_call.h"
 
+#include <type_traits>
 #include <utility>
 
 namespace flashbwd {
+namespace {
+
+bool has(unsigned operators, OptionOf of) { return of == kOfBackward || (operators & of) != 0; }
+
+// The type and the default of an option in a schema.
+struct Declared {
+  const char* type;
+  std::string value;
+};
+
+Declared declared(bool value) { return {"bool", value ? "True" : "False"}; }
+Declared declared(int64_t value) { return {"SymInt", std::to_string(value)}; }
+Declared declared(double value) { return {"float", std::to_string(value)}; }
+Declared declared(const std::string& value) { return {"str", "'" + value + "'"}; }
+Declared declared(const std::optional<int64_t>&) { return {"SymInt?", "None"}; }
+
+}  // namespace
+
+std::string option_schema(OptionOf of) {
+  std::string text;
+  const auto add = [&](const char* name, const Declared& option) {
+    text += std::string(", ") + option.type + " " + name;
+    if (of == kOfBackward) text += "=" + option.value;
+  };
+  for_each_tensor<>([&](const char* name, unsigned operators) {
+    if (has(operators, of)) add(name, {"Tensor?", "None"});
+  });
+  add("softmax_scale", {of == kOfBackward ? "float?" : "float", "None"});
+  for_each_scalar<AttentionArguments>([&](const char* name, unsigned operators, auto scalar) {
+    if (has(operators, of)) add(name, declared(AttentionArguments().*scalar));
+  });
+  return text;
+}
+
+void read_options(ArgumentReader& reader, OptionOf of, AttentionTensors& tensors, AttentionArguments& arguments) {
+  for_each_tensor<AttentionTensors>([&](const char*, unsigned operators, auto tensor) {
+    if (has(operators, of)) tensors.*tensor = reader.optional_tensor();
+  });
+  if (of == kOfBackward) {
+    arguments.softmax_scale = reader.read<std::optional<double>>();
+  } else {
+    arguments.softmax_scale = reader.read<double>();
+  }
+  for_each_scalar<AttentionArguments>([&](const char*, unsigned operators, auto scalar) {
+    auto& value = arguments.*scalar;
+    if (has(operators, of)) value = reader.read<std::decay_t<decltype(value)>>();
+  });
+}
+
+void describe_options(const AttentionTensors& tensors, AttentionArguments& arguments) {
+  for_each_tensor<AttentionTensors, AttentionArguments>(
+      [&](const char*, unsigned, auto tensor, auto desc) { describe(tensors.*tensor, arguments.*desc); });
+}
+
+void box_options(const AttentionTensors& tensors, const AttentionArguments& arguments,
+                 std::vector<StableIValue>& stack) {
+  for_each_tensor<AttentionTensors>([&](const char*, unsigned operators, auto tensor) {
+    if (has(operators, kOfReference)) stack.push_back(boxed(tensors.*tensor));
+  });
+  stack.push_back(boxed(arguments.softmax_scale.value()));
+  for_each_scalar<AttentionArguments>([&](const char*, unsigned operators, auto scalar) {
+    if (has(operators, kOfReference)) stack.push_back(boxed(arguments.*scalar));
+  });
+}
 
 AttentionCall::AttentionCall(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse)
     : dout(std::move(dout)),
@@ -18,31 +83,8 @@ AttentionCall::AttentionCall(ArgumentReader& reader)
       k(reader.tensor()),
       v(reader.tensor()),
       out(reader.tensor()),
-      softmax_lse(reader.tensor()),
-      attn_bias(reader.optional_tensor()),
-      alibi_slopes(reader.optional_tensor()),
-      sink(reader.optional_tensor()),
-      dlse(reader.optional_tensor()),
-      rng_seed(reader.optional_tensor()),
-      rng_offset(reader.optional_tensor()),
-      cu_seqlens_q(reader.optional_tensor()),
-      cu_seqlens_k(reader.optional_tensor()),
-      seqused_q(reader.optional_tensor()),
-      seqused_k(reader.optional_tensor()) {
-  AttentionArguments& a = arguments;
-  a.softmax_scale = reader.read<std::optional<double>>();
-  a.causal = reader.read<std::string>();
-  a.window_left = reader.read<int64_t>();
-  a.window_right = reader.read<int64_t>();
-  a.softcap = reader.read<double>();
-  a.dropout_p = reader.read<double>();
-  a.rng_layout = reader.read<std::string>();
-  a.max_seqlen_q = reader.read<std::optional<int64_t>>();
-  a.max_seqlen_k = reader.read<std::optional<int64_t>>();
-  a.need_dbias = reader.read<bool>();
-  a.deterministic = reader.read<bool>();
-  a.backend = reader.read<std::string>();
-  a.allow_tf32 = reader.read<bool>();
+      softmax_lse(reader.tensor()) {
+  read_options(reader, kOfBackward, *this, arguments);
 }
 
 void AttentionCall::describe_tensors() {
@@ -54,16 +96,7 @@ void AttentionCall::describe_tensors() {
   describe(v, a.v);
   describe(out, a.out);
   describe(softmax_lse, a.softmax_lse);
-  describe(attn_bias, a.attn_bias);
-  describe(alibi_slopes, a.alibi_slopes);
-  describe(sink, a.sink);
-  describe(dlse, a.dlse);
-  describe(rng_seed, a.rng_seed);
-  describe(rng_offset, a.rng_offset);
-  describe(cu_seqlens_q, a.cu_seqlens_q);
-  describe(cu_seqlens_k, a.cu_seqlens_k);
-  describe(seqused_q, a.seqused_q);
-  describe(seqused_k, a.seqused_k);
+  describe_options(*this, a);
 }
 
 }  // namespace flashbwd

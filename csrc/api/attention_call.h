@@ -10,11 +10,24 @@
 
 namespace flashbwd {
 
+using AttentionTensors = OptionalTensors<std::optional<Tensor>>;
+
+// The options of an operator as text of its schema. Only the backward has defaults.
+std::string option_schema(OptionOf of);
+
+// Reads the options of the backward or the forward.
+void read_options(ArgumentReader& reader, OptionOf of, AttentionTensors& tensors, AttentionArguments& arguments);
+
+// Fills the descriptions of the optional tensors. Call it after all arguments have been read, since it can throw.
+void describe_options(const AttentionTensors& tensors, AttentionArguments& arguments);
+
+// Appends the options of the reference to its boxed arguments.
+void box_options(const AttentionTensors& tensors, const AttentionArguments& arguments,
+                 std::vector<StableIValue>& stack);
+
 // Owns the tensors that `arguments` describes.
-struct AttentionCall {
+struct AttentionCall : AttentionTensors {
   Tensor dout, q, k, v, out, softmax_lse;
-  std::optional<Tensor> attn_bias, alibi_slopes, sink, dlse, rng_seed, rng_offset;
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
   AttentionArguments arguments;
 
   AttentionCall(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse);

@@ -11,12 +11,18 @@
 
 namespace flashbwd {
 
+// The tensors that a call may have. T is their type: TensorDesc here, a torch tensor in csrc/api.
+template <typename T>
+struct OptionalTensors {
+  T attn_bias, alibi_slopes, sink, dlse;
+  T rng_seed, rng_offset;
+  T cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+};
+
 // The operator's arguments before any check. The names are those of the public function, because messages quote them.
-struct AttentionArguments {
+// A new option is a member here or of OptionalTensors, and a line in for_each_tensor or for_each_scalar.
+struct AttentionArguments : OptionalTensors<TensorDesc> {
   TensorDesc dout, q, k, v, out, softmax_lse;
-  TensorDesc attn_bias, alibi_slopes, sink, dlse;
-  TensorDesc rng_seed, rng_offset;
-  TensorDesc cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
   std::optional<double> softmax_scale;
   std::string causal = "none";  // "none", "bottom_right", "top_left"
   int64_t window_left = -1;
@@ -32,6 +38,42 @@ struct AttentionArguments {
   TensorDesc dq, dk, dv, workspace;  // passed by the caller, or undefined
   bool plan_only = false;            // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
 };
+
+// The operators that have an option, besides the backward, which has all of them.
+enum OptionOf : unsigned { kOfBackward = 0, kOfForward = 1, kOfReference = 2 };
+
+// Calls visit(name, operators, pointer to member...) for each option, with one pointer for each of the given structs.
+// The order is that of the operators' schemas, which have softmax_scale between the tensors and the scalars. It is not
+// visited, because only the backward may omit it.
+template <typename... Structs, typename Visit>
+void for_each_tensor(Visit visit) {
+  visit("attn_bias", kOfForward | kOfReference, &Structs::attn_bias...);
+  visit("alibi_slopes", kOfForward | kOfReference, &Structs::alibi_slopes...);
+  visit("sink", kOfForward | kOfReference, &Structs::sink...);
+  visit("dlse", kOfReference, &Structs::dlse...);
+  visit("rng_seed", kOfReference, &Structs::rng_seed...);
+  visit("rng_offset", kOfReference, &Structs::rng_offset...);
+  visit("cu_seqlens_q", kOfForward | kOfReference, &Structs::cu_seqlens_q...);
+  visit("cu_seqlens_k", kOfForward | kOfReference, &Structs::cu_seqlens_k...);
+  visit("seqused_q", kOfReference, &Structs::seqused_q...);
+  visit("seqused_k", kOfReference, &Structs::seqused_k...);
+}
+
+template <typename... Structs, typename Visit>
+void for_each_scalar(Visit visit) {
+  visit("causal", kOfForward | kOfReference, &Structs::causal...);
+  visit("window_left", kOfForward | kOfReference, &Structs::window_left...);
+  visit("window_right", kOfForward | kOfReference, &Structs::window_right...);
+  visit("softcap", kOfForward | kOfReference, &Structs::softcap...);
+  visit("dropout_p", kOfForward | kOfReference, &Structs::dropout_p...);
+  visit("rng_layout", kOfReference, &Structs::rng_layout...);
+  visit("max_seqlen_q", kOfForward, &Structs::max_seqlen_q...);
+  visit("max_seqlen_k", kOfForward, &Structs::max_seqlen_k...);
+  visit("need_dbias", kOfBackward, &Structs::need_dbias...);
+  visit("deterministic", kOfForward, &Structs::deterministic...);
+  visit("backend", kOfForward, &Structs::backend...);
+  visit("allow_tf32", kOfBackward, &Structs::allow_tf32...);
+}
 
 // A checked problem: all that plans and launchers need to know about a call.
 struct AttentionProblem {

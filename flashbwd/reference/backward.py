@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece, cut_into_pieces
 from flashbwd.reference.operands import Call, KeySide, Scratch, Strip
@@ -23,25 +24,7 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    dlse: Tensor | None,
-    rng_seed: Tensor | None,
-    rng_offset: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    softmax_scale: float,
-    causal: str,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    rng_layout: str,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    options: AttentionOptions,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -50,7 +33,7 @@ def attention_backward(
 ) -> None:
     """Write the gradients of an attention call into dq, dk, dv, dbias and dsink.
 
-    Arguments are those of :func:`flashbwd.attention_backward`, already checked. Every element of the outputs is
+    The arguments are already checked; ``options`` holds the scale and the lengths. Every element of the outputs is
     written, whatever they hold: rows beyond ``seqused`` and keys that no query sees get zeros. dq, dk and dv have any
     strides, and the inputs' dtype or float32. dbias has the shape of attn_bias. dsink is (H,).
 
@@ -62,7 +45,9 @@ def attention_backward(
         dtype = accumulation_dtype(q.dtype)
         for gradient in (dq, dk, dv):
             gradient.zero_()
-        spans = split_spans(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        spans = split_spans(q, k, options)
+        max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
+        assert max_seqlen_q is not None and max_seqlen_k is not None
         full = (sum(span.batches for span in spans), q.shape[-2], max_seqlen_q, max_seqlen_k)
         call = Call(
             dout,
@@ -71,15 +56,8 @@ def attention_backward(
             v,
             out,
             softmax_lse,
-            attn_bias,
-            alibi_slopes,
-            sink,
-            dlse,
-            softmax_scale,
-            causal,
-            (window_left, window_right),
-            softcap,
-            Dropout.of(q, rng_layout, rng_seed, rng_offset, dropout_p, max_seqlen_q, max_seqlen_k),
+            options,
+            Dropout.of(q, options, max_seqlen_q, max_seqlen_k),
             dq,
             dk,
             dv,
@@ -89,8 +67,8 @@ def attention_backward(
             spans,
             q,
             k,
-            causal,
-            (window_left, window_right),
+            options.causal,
+            options.window,
             shared_sums=call.dbias is not None and call.dbias.shared,
             one_chunk=call.dbias is not None and call.dbias.one_chunk,
         )
@@ -125,26 +103,26 @@ def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor]:
     Writes dq. Writes dk and dv if the piece has all queries of its heads, else returns them as partial sums. Also
     returns the piece's sum for dsink, (query heads,), which is zero if dsink was not requested.
     """
-    span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
+    options, span, band, cut, chunk = call.options, piece.span, piece.band, piece.cut, piece.chunk
     key_side = KeySide(call, piece)
     scratch = Scratch(call, piece)
-    terms = AdditiveTerms.of(span, chunk, band, call.bias, call.slopes, call.dtype)
+    terms = AdditiveTerms.of(span, chunk, band, options.attn_bias, options.alibi_slopes, call.dtype)
     dq_heads = chunk.of_queries(span.queries(call.dq))
     sink_share = dq_heads.new_zeros(chunk.query_heads, dtype=call.dtype)
 
     for rows in piece.strips():
         strip = Strip.of(call, piece, rows, terms.dead_rows(rows, cut.block_k))
-        if call.sink is not None:
-            sink_share += strip.sink_share(call.sink[chunk.query_range], chunk.batches)
+        if options.sink is not None:
+            sink_share += strip.sink_share(options.sink[chunk.query_range], chunk.batches)
         dq = strip.q.new_zeros(strip.q_factor.shape)
         for cols in band.tiles(rows, cut.block_k):
             keys, tile = key_side.block(cols), scratch.tile(rows[1] - rows[0], cols[1] - cols[0])
             p, ds = tile.p, tile.ds
 
             torch.bmm(strip.q, keys.k_transposed, out=p)
-            if call.softcap:
+            if options.softcap:
                 torch.tanh(p, out=tile.capped)
-                torch.mul(tile.capped, call.softcap * LOG2E, out=p)
+                torch.mul(tile.capped, options.softcap * LOG2E, out=p)
                 p.sub_(strip.lse)
             terms.add_(tile.p_by_head, rows, cols)
             p.exp2_()
@@ -161,7 +139,7 @@ def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor]:
                 p.mul_(call.dropout.scale)
             if call.dbias is not None:
                 call.dbias.add(tile.ds_by_head, span, chunk, rows, cols)
-            if call.softcap:
+            if options.softcap:
                 ds.addcmul_(ds, tile.capped.square_(), value=-1.0)
 
             tile.add_products(strip, keys, dq)

@@ -7,40 +7,19 @@ import functools
 import torch
 from torch import Tensor
 
+from flashbwd.options import AttentionOptions
 from flashbwd.reference.blocks import Piece, cut_into_pieces
 from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, operand
 from flashbwd.reference.spans import split_spans
 from flashbwd.reference.workers import run_all
 
+_DEFAULTS = AttentionOptions()
 
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: str = "none",
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_seed: Tensor | int | None = None,
-    rng_offset: Tensor | int | None = None,
-    rng_layout: str = "",
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> tuple[Tensor, Tensor]:
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions = _DEFAULTS) -> tuple[Tensor, Tensor]:
     """Compute softmax attention with an online softmax over key blocks.
 
-    Arguments are those of :func:`flashbwd.attention_backward`, already checked, except that ``causal`` is ``"none"``,
-    ``"bottom_right"`` or ``"top_left"``, and the window and the RNG state are split into their parts.
+    The arguments are already checked. ``dlse`` and the options that choose a backward's algorithm have no effect.
 
     Returns
     -------
@@ -51,26 +30,29 @@ def attention_forward(
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dtype = accumulation_dtype(q.dtype)
-        packed = cu_seqlens_q is not None
+        packed = options.cu_seqlens_q is not None
+        max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
         if max_seqlen_q is None or max_seqlen_k is None:
             if packed:
                 raise ValueError("flashbwd: cu_seqlens need max_seqlen_q and max_seqlen_k, got None")
             max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        dropout = Dropout.of(q, rng_layout, rng_seed, rng_offset, dropout_p, max_seqlen_q, max_seqlen_k)
+        scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+        dropout = Dropout.of(q, options, max_seqlen_q, max_seqlen_k)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         rows_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = q.new_full(rows_shape, -torch.inf, dtype=dtype)
 
-        spans = split_spans(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        if sink is not None:
+        spans = split_spans(q, k, options)
+        if options.sink is not None:
             for span in spans:
-                span.statistics(lse).copy_(sink[:, None])
-        pieces, threads = cut_into_pieces(spans, q, k, causal, (window_left, window_right))
+                span.statistics(lse).copy_(options.sink[:, None])
+        pieces, threads = cut_into_pieces(spans, q, k, options.causal, options.window)
 
         def run(piece: Piece) -> None:
-            terms = AdditiveTerms.of(piece.span, piece.chunk, piece.band, attn_bias, alibi_slopes, dtype)
-            _piece_forward(q, k, v, out, lse, piece, terms, scale, softcap, sink, dropout)
+            terms = AdditiveTerms.of(
+                piece.span, piece.chunk, piece.band, options.attn_bias, options.alibi_slopes, dtype
+            )
+            _piece_forward(q, k, v, out, lse, piece, terms, scale, options.softcap, options.sink, dropout)
 
         run_all([functools.partial(run, piece) for piece in pieces], threads)
     return out, lse

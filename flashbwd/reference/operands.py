@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece
 from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operand, sees_nothing
@@ -26,14 +27,7 @@ class Call:
     v: Tensor
     out: Tensor
     lse: Tensor
-    bias: Tensor | None
-    slopes: Tensor | None
-    sink: Tensor | None
-    dlse: Tensor | None
-    scale: float
-    causal: str
-    window: tuple[int, int]
-    softcap: float
+    options: AttentionOptions
     dropout: Dropout | None
     dq: Tensor
     dk: Tensor
@@ -58,9 +52,14 @@ class Call:
         return accumulation_dtype(self.q.dtype)
 
     @property
+    def scale(self) -> float:
+        assert self.options.softmax_scale is not None
+        return self.options.softmax_scale
+
+    @property
     def scale_in_product(self) -> float:
         """The factor on q before its product with k. The product is a score in units of ln 2, or tanh's argument."""
-        return self.scale / self.softcap if self.softcap else self.scale * LOG2E
+        return self.scale / self.options.softcap if self.options.softcap else self.scale * LOG2E
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,15 @@ class Strip:
         lse = (lse.to(dtype) * LOG2E).masked_fill_(blind, torch.finfo(dtype).max / 4)
         # dp - delta cancels. With an fp32 sum, its rounding would be half of the error of ds.
         delta = (dout.to(torch.float64) * out).sum(-1, keepdim=True).to(dtype)
-        if call.dlse is not None:
-            delta = delta.sub_(statistics(call.dlse))
+        if call.options.dlse is not None:
+            delta = delta.sub_(statistics(call.options.dlse))
         delta = delta.masked_fill_(blind, 0.0)
         if dead is not None:
             q, dout = q.masked_fill(dead, 0.0), dout.masked_fill(dead, 0.0)
             lse, delta = lse.masked_fill(dead, torch.finfo(dtype).max / 4), delta.masked_fill(dead, 0.0)
 
         q_rows, dout_rows = q, dout
-        q = operand(q, dtype, call.scale_in_product, column=None if call.softcap else -lse)
+        q = operand(q, dtype, call.scale_in_product, column=None if call.options.softcap else -lse)
         dout = operand(dout, dtype, column=None if call.dropout else -delta)
         if call.narrow is None:
             q_rows, dout_rows = q[..., : q_rows.shape[-1]], dout[..., : dout_rows.shape[-1]]
@@ -132,7 +131,7 @@ class KeySide:
         self._call, self._piece = call, piece
         self._first, self._last = piece.band.keys(piece.band.rows())
         k, v = self._seen(call.k), self._seen(call.v)
-        self._k = operand(k, call.dtype, column=None if call.softcap else 1.0).flatten(0, 1)
+        self._k = operand(k, call.dtype, column=None if call.options.softcap else 1.0).flatten(0, 1)
         self._v = operand(v, call.dtype, column=None if call.dropout else 1.0).flatten(0, 1)
         self._k_factor = self._k[..., : k.shape[-1]] if call.narrow is None else k.contiguous().flatten(0, 1)
         self._dk = k.new_zeros(k.shape, dtype=call.dtype).flatten(0, 1)
@@ -160,7 +159,7 @@ class KeySide:
         if self._call.narrow is not None:
             self._dk.mul_(self._call.scale)
         else:  # q already had scale_in_product as a factor
-            self._dk.mul_(self._call.softcap or 1.0 / LOG2E)
+            self._dk.mul_(self._call.options.softcap or 1.0 / LOG2E)
         for total, gradient in ((self._dk, self._call.dk), (self._dv, self._call.dv)):
             target = self._seen(gradient)
             target.copy_(total.view(target.shape))
@@ -202,7 +201,7 @@ class Scratch:
     def __init__(self, call: Call, piece: Piece) -> None:
         self._call, self._chunk = call, piece.chunk
         size = piece.chunk.items * piece.chunk.group * piece.cut.block_q * piece.cut.block_k
-        self._buffers = [call.q.new_empty(size, dtype=call.dtype) for _ in range(3 if call.softcap else 2)]
+        self._buffers = [call.q.new_empty(size, dtype=call.dtype) for _ in range(3 if call.options.softcap else 2)]
         self._narrow = [] if call.narrow is None else [call.q.new_empty(size, dtype=call.narrow) for _ in range(2)]
         self._tiles: dict[tuple[int, int], Tile] = {}
 

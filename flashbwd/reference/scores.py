@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashbwd import philox
+from flashbwd.options import AttentionOptions
 from flashbwd.reference.blocks import Band, Chunk, arange
 from flashbwd.reference.spans import Span, narrow_broadcast
 
@@ -119,15 +120,8 @@ class Dropout:
     max_seqlen_k: int
 
     @staticmethod
-    def of(
-        q: Tensor,
-        layout: str,
-        seed: Tensor | int | None,
-        offset: Tensor | int | None,
-        p: float,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-    ) -> Dropout | None:
+    def of(q: Tensor, options: AttentionOptions, max_seqlen_q: int, max_seqlen_k: int) -> Dropout | None:
+        p, layout, seed, offset = options.dropout_p, options.rng_layout, options.rng_seed, options.rng_offset
         if p == 0.0:
             return None
         if seed is None or offset is None:

@@ -21,22 +21,24 @@ def keyless_sink_gradient(call: Call, spans: Iterable[Span]) -> Tensor:
     With a sink, the LSE of such a row is the sink logit itself, so the row's dlse is a gradient of the sink. A sink of
     -inf gets 0.
     """
-    assert call.sink is not None
-    total = torch.zeros(len(call.sink), dtype=call.dtype, device=call.q.device)
-    if call.dlse is None:
+    options = call.options
+    assert options.sink is not None
+    total = torch.zeros(len(options.sink), dtype=call.dtype, device=call.q.device)
+    if options.dlse is None:
         return total
     for span in spans:
-        rows = span.statistics(call.dlse).to(call.dtype)  # (batches, H, sq)
+        rows = span.statistics(options.dlse).to(call.dtype)  # (batches, H, sq)
         keyless = _keyless_rows(call, span) | sees_nothing(span.statistics(call.lse))
         total += rows.masked_fill(~keyless, 0.0).sum((0, 2))
-    return total.masked_fill_(call.sink == -torch.inf, 0.0)
+    return total.masked_fill_(options.sink == -torch.inf, 0.0)
 
 
 def _keyless_rows(call: Call, span: Span) -> Tensor:
     """Return rows in which every key is masked or has a bias of -inf: (batches or 1, H or 1, sq) bool."""
-    band = Band.of(span.sq, span.sk, call.causal, *call.window)
+    options = call.options
+    band = Band.of(span.sq, span.sk, options.causal, *options.window)
     first, last = band.rows()
-    terms = AdditiveTerms(None if call.bias is None else span.plane(call.bias), None, band)
+    terms = AdditiveTerms(None if options.attn_bias is None else span.plane(options.attn_bias), None, band)
     blocks = [(row, min(row + BLOCK, last)) for row in range(first, last, BLOCK)]
     hidden = [terms.dead_rows(block, BLOCK) for block in blocks]
     inside = [block.squeeze(-1) for block in hidden if block is not None]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashbwd.options import AttentionOptions
+
 
 @dataclass(frozen=True)
 class Span:
@@ -64,15 +66,10 @@ def narrow_broadcast(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tenso
     return tensor
 
 
-def split_spans(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-) -> list[Span]:
+def split_spans(q: Tensor, k: Tensor, options: AttentionOptions) -> list[Span]:
     """Return the spans of a call: one for a dense batch, or one per sequence with cu_seqlens or seqused."""
+    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
+    seqused_q, seqused_k = options.seqused_q, options.seqused_k
     if cu_seqlens_q is None or cu_seqlens_k is None:
         batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
         if seqused_q is None and seqused_k is None:

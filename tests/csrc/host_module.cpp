@@ -128,41 +128,22 @@ TensorDesc on_gpu(int64_t address, const std::vector<int64_t>& sizes, const std:
 
 void bind_arguments(py::module_& m) {
   m.def("on_gpu", &on_gpu);
-  py::class_<AttentionArguments>(m, "AttentionArguments")
-      .def(py::init<>())
+  py::class_<AttentionArguments> arguments(m, "AttentionArguments");
+  arguments.def(py::init<>())
       .def_readwrite("dout", &AttentionArguments::dout)
       .def_readwrite("q", &AttentionArguments::q)
       .def_readwrite("k", &AttentionArguments::k)
       .def_readwrite("v", &AttentionArguments::v)
       .def_readwrite("out", &AttentionArguments::out)
       .def_readwrite("softmax_lse", &AttentionArguments::softmax_lse)
-      .def_readwrite("attn_bias", &AttentionArguments::attn_bias)
-      .def_readwrite("alibi_slopes", &AttentionArguments::alibi_slopes)
-      .def_readwrite("sink", &AttentionArguments::sink)
-      .def_readwrite("dlse", &AttentionArguments::dlse)
-      .def_readwrite("rng_seed", &AttentionArguments::rng_seed)
-      .def_readwrite("rng_offset", &AttentionArguments::rng_offset)
-      .def_readwrite("cu_seqlens_q", &AttentionArguments::cu_seqlens_q)
-      .def_readwrite("cu_seqlens_k", &AttentionArguments::cu_seqlens_k)
-      .def_readwrite("seqused_q", &AttentionArguments::seqused_q)
-      .def_readwrite("seqused_k", &AttentionArguments::seqused_k)
       .def_readwrite("softmax_scale", &AttentionArguments::softmax_scale)
-      .def_readwrite("causal", &AttentionArguments::causal)
-      .def_readwrite("window_left", &AttentionArguments::window_left)
-      .def_readwrite("window_right", &AttentionArguments::window_right)
-      .def_readwrite("softcap", &AttentionArguments::softcap)
-      .def_readwrite("dropout_p", &AttentionArguments::dropout_p)
-      .def_readwrite("rng_layout", &AttentionArguments::rng_layout)
-      .def_readwrite("max_seqlen_q", &AttentionArguments::max_seqlen_q)
-      .def_readwrite("max_seqlen_k", &AttentionArguments::max_seqlen_k)
-      .def_readwrite("need_dbias", &AttentionArguments::need_dbias)
-      .def_readwrite("deterministic", &AttentionArguments::deterministic)
-      .def_readwrite("backend", &AttentionArguments::backend)
-      .def_readwrite("allow_tf32", &AttentionArguments::allow_tf32)
       .def_readwrite("dq", &AttentionArguments::dq)
       .def_readwrite("dk", &AttentionArguments::dk)
       .def_readwrite("dv", &AttentionArguments::dv)
       .def_readwrite("workspace", &AttentionArguments::workspace);
+  const auto bind = [&](const char* name, unsigned, auto member) { arguments.def_readwrite(name, member); };
+  for_each_tensor<AttentionArguments>(bind);
+  for_each_scalar<AttentionArguments>(bind);
 }
 
 void bind_workspace(py::module_& m) {

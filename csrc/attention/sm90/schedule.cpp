@@ -5,6 +5,7 @@
 #include "../index/query_loop.h"
 #include "../index/tile_order.h"
 #include "../index/visibility.h"
+#include "../problem.h"
 
 namespace flashbwd::sm90 {
 namespace {

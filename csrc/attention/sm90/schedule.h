@@ -10,8 +10,11 @@
 #include <string>
 
 #include "../../common/macros.h"
-#include "../problem.h"
 #include "config.h"
+
+namespace flashbwd {
+struct AttentionProblem;
+}
 
 namespace flashbwd::sm90 {
 

@@ -358,7 +358,7 @@ def plan_attention_backward(
     ----------
     dout, q, k, v, out, softmax_lse, workspace, dq, dk, dv, **options
         As for :func:`attention_backward`. Meta tensors suffice, because contents are not read. The exception is
-        ``cu_seqlens`` on the CPU: with it the sizes are exact, and with ``cu_seqlens`` on a GPU they are upper bounds.
+        ``cu_seqlens`` on the CPU, which is checked.
     device : torch.device or str, optional
         Device to plan for if the tensors are meta tensors. Default: the current CUDA device, or the CPU without one.
 

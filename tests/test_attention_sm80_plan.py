@@ -179,10 +179,10 @@ def test_every_head_dimension_has_a_launch_that_the_device_allows(
             assert threads * 255 <= 65536
 
 
-def test_ordinary_plan_adds_into_one_zeroed_slot(host: ModuleType) -> None:
+def test_a_default_plan_adds_into_a_zeroed_accumulator(host: ModuleType) -> None:
     plan = plan_of(host)
     assert not plan.deterministic
-    assert plan.workspace.dq_mode == host.DqMode.kAtomic
+    assert plan.workspace.has_accumulator
     assert plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
     assert plan.workspace.semaphore_bytes == 16  # jobs taken
@@ -219,7 +219,7 @@ def test_ctas_take_whole_heads_where_those_are_short_and_many(
 ) -> None:
     changes = {**SHORT, **changes}
     plan = plan_of(host, H100, **changes)
-    assert (plan.workspace.dq_mode == host.DqMode.kDirect) == taken
+    assert (not plan.workspace.has_accumulator) == taken
     assert ("its key blocks in order" in plan.schedule) == taken
     assert (plan.workspace.accumulator_bytes == 0) == taken
     if taken:
@@ -262,7 +262,7 @@ def test_first_key_block_stores_where_query_tiles_see_few(
 def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
     plan = plan_of(host, deterministic=True)
     assert plan.deterministic
-    assert plan.workspace.dq_mode == host.DqMode.kOrdered
+    assert plan.workspace.has_accumulator
     assert plan.workspace.semaphore_bytes == 16 + 2 * 6 * 5 * 4  # jobs taken; 300 queries are 5 blocks of 64; int32
 
 

@@ -22,9 +22,10 @@ struct WideRegisters {
   int producer, probabilities, score_gradients, dq;
 };
 
-// What a kernel computes besides masks. The kernels with features in wide/ take every combination.
+// What a kernel computes besides masks.
 enum class Feature : int8_t {
   kNone,
+  kAny,               // any combination: softcap, bias with its gradient, ALiBi, dropout (wide/)
   kFlashDropout,      // the mask of FlashAttention-2 (dropout.cuh)
   kEfficientDropout,  // the mask of PyTorch's memory-efficient forward
   kBias,              // with or without its gradient (bias.cuh)
@@ -62,7 +63,6 @@ constexpr Tile kTiles[] = {
     {80, 80, 64, 128, 2, 2},            // 80 + 64 + 32 registers, 226 KB
     {96, 96, 64, 128, 2, 2},            // 96 + 64 + 32 registers, 194 KB
     {128, 128, 64, 128, 2, 2},          // 128 + 64 + 32 registers, 226 KB
-    {128, 128, 64, 64, 2, 2},           // 64 + 32 registers, 186 KB; for features, smaller head dimensions too
     {192, 128, 64, 128, 2, 2, 2},       // 96 + 32 registers, 218 KB
     {192, 192, 64, 128, 2, 2, 2},       // 96 + 32 registers, 226 KB
     {256, 256, 64, 128, 2, 1, 2},       // 128 + 32 registers, 226 KB
@@ -81,6 +81,9 @@ constexpr Tile kTiles[] = {
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kShiftsAndEfficientDropout},
     {64, 64, 128, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
+    {128, 128, 64, 64, 2, 2, 1, false, Feature::kAny},    // 64 + 32 registers, 186 KB; smaller head dimensions too
+    {192, 192, 64, 128, 2, 2, 2, false, Feature::kAny},   // 96 + 32 registers, 226 KB
+    {256, 256, 64, 128, 2, 1, 2, false, Feature::kAny},   // 128 + 32 registers, 226 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
@@ -99,9 +102,10 @@ constexpr bool copies_bias(Feature feature) {
 }
 constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
 
-constexpr WideRegisters wide_registers(const Tile& tile, bool features) {
+constexpr WideRegisters wide_registers(const Tile& tile) {
   if (tile.head_dim > 192) return {32, 208, 208, 64};
-  return tile.head_dim_v == 192 && !features ? WideRegisters{40, 200, 200, 72} : WideRegisters{40, 192, 208, 72};
+  const bool plain = tile.feature == Feature::kNone;
+  return tile.head_dim_v == 192 && plain ? WideRegisters{40, 200, 200, 72} : WideRegisters{40, 192, 208, 72};
 }
 
 // True if the tile has a kernel whose last add to a dq tile can write dq (dq_semaphores.cuh).
@@ -121,7 +125,9 @@ constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64
 
 // Whether key blocks of full masks start at query blocks of their own. With one stage of dout and one buffer of dq, key
 // blocks that add to the same dq tile at the same time delay one another: 2 to 5 % at head dimension 256.
-constexpr bool staggers_start(const Tile& tile) { return is_wide(tile) && tile.dout_stages == 1; }
+constexpr bool staggers_start(const Tile& tile) {
+  return is_wide(tile) && tile.dout_stages == 1 && tile.feature == Feature::kNone;
+}
 
 // Threads that add dq of a work tile. Two per CTA take every other iteration each: one waits until its adds are
 // complete while the other adds.
@@ -143,26 +149,29 @@ constexpr bool is_built(int32_t head_dim) {
 #endif
 }
 
-// True if the tile has a kernel without features, or with them.
-constexpr bool has_kernel(const Tile& tile, bool features) {
-  if (tile.feature != Feature::kNone) return features;
-  return features ? is_wide(tile) && tile.head_dim == tile.head_dim_v : !is_wide(tile) || tile.head_dim > 128;
-}
-
 // True if the kernel with features writes the gradient of a bias. Above head dimension 192, dk leaves no registers for
 // it.
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
-// Row of kTiles for these head dimensions, or -1. `by_queries`: a tile with Tile::by_queries will do. `only`: the
-// single feature of the call, if a tile is made for it.
-constexpr int tile_for(int64_t head_dim, int64_t head_dim_v, bool features, bool by_queries,
-                       Feature only = Feature::kNone) {
+// The first row of kTiles that holds these head dimensions and computes this feature, or -1. `by_queries`: a tile with
+// Tile::by_queries will do. A feature without a tile of its own goes to a tile for any feature.
+constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, Feature feature, bool by_queries) {
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
     const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (by_queries || !tile.by_queries);
-    if (is_built(tile.head_dim) && has_kernel(tile, features) && holds && tile.feature == only) return i;
+    if (is_built(tile.head_dim) && holds && tile.feature == feature) return i;
   }
-  return only != Feature::kNone ? tile_for(head_dim, head_dim_v, features, by_queries) : -1;
+  const bool has_other = feature != Feature::kNone && feature != Feature::kAny;
+  return has_other ? find_tile(head_dim, head_dim_v, Feature::kAny, by_queries) : -1;
+}
+
+// The tiles by name, for instantiations. A name without a tile does not compile, because -1 is no index.
+constexpr int tile_of(int head_dim, Feature feature = Feature::kNone) {
+  return find_tile(head_dim, head_dim, feature, false);
+}
+constexpr int tile_by_queries(int head_dim) { return find_tile(head_dim, head_dim, Feature::kNone, true); }
+constexpr int tile_of_unequal(int head_dim, int head_dim_v) {
+  return find_tile(head_dim, head_dim_v, Feature::kNone, false);
 }
 
 }  // namespace flashbwd::sm90

@@ -141,33 +141,29 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     features.dropout_scale = dropout_scale(p);
     features.dropout_threshold =
         p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
-    if (tile.feature != Feature::kNone && !copies_bias(tile.feature)) params->gradient_scale *= features.dropout_scale;
+    if (!is_wide(tile) && !copies_bias(tile.feature)) params->gradient_scale *= features.dropout_scale;
   }
   encode_key_gradients(plan, params);
   return encode_maps(plan, params) ? nullptr : "sm90: the driver could not encode a tensor map";
 }
 
 template <typename T, int kTileIndex = 0>
-const char* dispatch(int tile_index, bool features, const KernelParams& params, void* stream) {
+const char* dispatch(int tile_index, const KernelParams& params, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
     return "sm90: no such tile";
   } else {
-    constexpr Tile kTile = kTiles[kTileIndex];
-    if constexpr (is_built(kTile.head_dim) && has_kernel(kTile, false)) {
-      if (tile_index == kTileIndex && !features) return launch<T, kTileIndex, false>(params, stream);
+    if constexpr (is_built(kTiles[kTileIndex].head_dim)) {
+      if (tile_index == kTileIndex) return launch<T, kTileIndex>(params, stream);
     }
-    if constexpr (is_built(kTile.head_dim) && has_kernel(kTile, true)) {
-      if (tile_index == kTileIndex && features) return launch<T, kTileIndex, true>(params, stream);
-    }
-    return dispatch<T, kTileIndex + 1>(tile_index, features, params, stream);
+    return dispatch<T, kTileIndex + 1>(tile_index, params, stream);
   }
 }
 
 const char* launch_kernel_of(const AttentionPlan& plan, const KernelParams& params, void* stream) {
   if (params.schedule.work_tiles == 0) return nullptr;
   return params.attention.dtype == DType::kBFloat16
-             ? dispatch<__nv_bfloat16>(plan.config, plan.sm90.features, params, stream)
-             : dispatch<__half>(plan.config, plan.sm90.features, params, stream);
+             ? dispatch<__nv_bfloat16>(plan.config, params, stream)
+             : dispatch<__half>(plan.config, params, stream);
 }
 
 const char* launch_dq_postprocess(const AttentionPlan& plan, const KernelParams& params, void* stream) {

@@ -10,19 +10,17 @@
 namespace flashbwd::sm90 {
 
 // The kernel function and its number of threads, for either kind of kernel.
-template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kLastWritesDq,
-          bool kWide = is_wide(kTiles[kTileIndex])>
+template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq, bool kWide = is_wide(kTiles[kTileIndex])>
 struct Kernel {
-  static_assert(kFeatures == (kTiles[kTileIndex].feature != Feature::kNone), "other features are of wide tiles");
   using Traits = sm90::Traits<T, kTileIndex, kByHeads, kLastWritesDq>;
   static constexpr auto kFunction = backward_kernel<Traits>;
   static constexpr int kBlockThreads = kThreads;
 };
 
-template <typename T, int kTileIndex, bool kFeatures, bool kByHeads, bool kLastWritesDq>
-struct Kernel<T, kTileIndex, kFeatures, kByHeads, kLastWritesDq, true> {
+template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq>
+struct Kernel<T, kTileIndex, kByHeads, kLastWritesDq, true> {
   static_assert(!kLastWritesDq, "parts of a tile have turns of their own");
-  using Traits = wide::Traits<T, kTileIndex, kFeatures, kByHeads>;
+  using Traits = wide::Traits<T, kTileIndex, kByHeads>;
   static constexpr auto kFunction = wide::backward_kernel<Traits>;
   static constexpr int kBlockThreads = kWideThreads;
 };
@@ -47,20 +45,20 @@ const char* launch(const KernelParams& params, void* stream) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <typename T, int kTileIndex, bool kFeatures>
+template <typename T, int kTileIndex>
 const char* launch(const KernelParams& params, void* stream) {
   constexpr Tile kTile = kTiles[kTileIndex];
   const bool writes_dq = params.schedule.last_add_writes_dq, by_heads = params.schedule.heads_outermost;
   if constexpr (last_writes_dq(kTile)) {
     if (by_heads && (writes_dq || by_heads_in_turn_only(kTile))) {
-      return launch<Kernel<T, kTileIndex, kFeatures, true, true>>(params, stream);
+      return launch<Kernel<T, kTileIndex, true, true>>(params, stream);
     }
-    if (writes_dq) return launch<Kernel<T, kTileIndex, kFeatures, false, true>>(params, stream);
+    if (writes_dq) return launch<Kernel<T, kTileIndex, false, true>>(params, stream);
   }
   if constexpr (!by_heads_in_turn_only(kTile)) {
-    if (by_heads) return launch<Kernel<T, kTileIndex, kFeatures, true, false>>(params, stream);
+    if (by_heads) return launch<Kernel<T, kTileIndex, true, false>>(params, stream);
   }
-  return launch<Kernel<T, kTileIndex, kFeatures, false, false>>(params, stream);
+  return launch<Kernel<T, kTileIndex, false, false>>(params, stream);
 }
 
 }  // namespace flashbwd::sm90

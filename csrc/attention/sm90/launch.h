@@ -6,7 +6,7 @@
 namespace flashbwd::sm90 {
 
 // Launches the kernel for row kTileIndex of kTiles on `stream`; returns null or a message.
-template <typename T, int kTileIndex, bool kFeatures>
+template <typename T, int kTileIndex>
 const char* launch(const KernelParams& params, void* stream);
 
 }  // namespace flashbwd::sm90

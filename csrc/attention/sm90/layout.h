@@ -77,7 +77,6 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
 // What the plan of a call carries to the launcher.
 struct KernelPlan {
   Schedule schedule;
-  bool features = false;  // the tile's kernel with features runs
   ZeroedRegion zeroed;
   bool has_semaphores = false;
   BiasGradientScratch bias_gradient;

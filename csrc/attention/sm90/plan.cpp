@@ -40,7 +40,7 @@ bool can_copy_bias(const AttentionProblem& problem) {
   return dense && problem.bias_has_rows && (!problem.need_dbias || sharers <= kMostSharers);
 }
 
-// The feature with a kernel of its own, if the call has no feature that this kernel lacks.
+// The feature whose kernel takes the call; kAny if no kernel is made for this combination.
 Feature feature_of(const AttentionProblem& problem) {
   const bool drops = problem.dropout_p > 0.0;
   const bool biases_keys = problem.has_bias && problem.bias_of_keys && !problem.need_dbias;
@@ -48,18 +48,18 @@ Feature feature_of(const AttentionProblem& problem) {
   const bool changes_scores = biases_keys || problem.has_alibi || problem.softcap > 0.0;
   const bool flash = problem.dropout_layout == DropoutLayout::kFlash;
   if (has_bias) {
-    if (changes_scores || (drops && flash) || !can_copy_bias(problem)) return Feature::kNone;
+    if (changes_scores || (drops && flash) || !can_copy_bias(problem)) return Feature::kAny;
     return drops ? Feature::kBiasAndEfficientDropout : Feature::kBias;
   }
   if (!drops) return changes_scores ? Feature::kScores : Feature::kNone;
-  if (problem.softcap > 0.0) return Feature::kNone;
+  if (problem.softcap > 0.0) return Feature::kAny;
   if (changes_scores) return flash ? Feature::kShiftsAndFlashDropout : Feature::kShiftsAndEfficientDropout;
   return flash ? Feature::kFlashDropout : Feature::kEfficientDropout;
 }
 
 int tile_of(const AttentionProblem& problem) {
   const int64_t head_dim = pads_to_128(problem) ? 128 : problem.head_dim;
-  return tile_for(head_dim, problem.head_dim_v, has_features(problem), splits_queries(problem), feature_of(problem));
+  return find_tile(head_dim, problem.head_dim_v, feature_of(problem), splits_queries(problem));
 }
 
 int64_t most_work_tiles(const AttentionProblem& p, const Tile& tile) {
@@ -126,7 +126,7 @@ std::string slower(const AttentionProblem& problem) {
   if (problem.has_bias && draws_words && 128 < head_dim && head_dim <= 192) {
     return "sm80 is faster with attn_bias and PyTorch's memory-efficient dropout at this head dimension";
   }
-  if (!has_features(problem) || feature_of(problem) != Feature::kNone || head_dim > 128) return "";
+  if (feature_of(problem) != Feature::kAny || head_dim > 128) return "";
   if (problem.has_bias) {
     const bool shared = problem.bias_broadcast_batch || problem.bias_broadcast_head;
     if (problem.need_dbias && problem.bias_dtype == DType::kFloat32 && !shared) return "";
@@ -142,7 +142,6 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   const CallSizes sizes = sizes_of(problem);
   KernelPlan& kernel = plan->sm90;
   kernel.schedule = choose_schedule(problem, tile, device.sm_count);
-  kernel.features = has_features(problem) || !has_kernel(tile, false);
   kernel.zeroed = zeroed_region(sizes, tile);
   kernel.has_semaphores = has_semaphores(sizes);
   kernel.bias_gradient = bias_gradient_of(sizes, tile);

@@ -125,7 +125,7 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
 // With a staggered start, the CTAs of a head read all of its q and dout, and add to all of its dq, at the same time. At
 // head dimension 256 and S 16384 these are 33 MB, and leave L2: 11 % slower.
 bool starts_staggered(const AttentionProblem& p, const Tile& tile, const Schedule& s) {
-  if (!staggers_start(tile) || s.counts_adds() || has_features(p) || s.query_blocks == 0) return false;
+  if (!staggers_start(tile) || s.counts_adds() || s.query_blocks == 0) return false;
   if (!is_full(p) || is_gqa(p) || !has_whole_sequences(p)) return false;
   constexpr int64_t kMostBytes = 24 << 20;
   return p.seqlen_q * (2 * (p.head_dim + p.head_dim_v) + 4 * p.head_dim) <= kMostBytes;
@@ -139,15 +139,11 @@ int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int6
   constexpr int64_t kBytes = 32 << 20;
   if (p.varlen || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
-  if (is_wide(tile) && (has_features(p) || is_full(p))) return 0;
+  if (is_wide(tile) && (tile.feature != Feature::kNone || is_full(p))) return 0;
   return static_cast<int32_t>(sm_count * (is_wide(tile) ? 1 : 2) / 11);
 }
 
 }  // namespace
-
-bool has_features(const AttentionProblem& p) {
-  return p.has_bias || p.has_alibi || p.softcap > 0.0 || p.dropout_p > 0.0;
-}
 
 int64_t queries_seen(const AttentionProblem& p) {
   if (is_window(p)) return std::min(p.seqlen_q, window_size(p));

@@ -68,9 +68,6 @@ int64_t partial_elements(const AttentionProblem& problem, const Schedule& schedu
 // Queries that a key block sees, on average.
 int64_t queries_seen(const AttentionProblem& problem);
 
-// True if the call has a bias, ALiBi, softcap or dropout.
-bool has_features(const AttentionProblem& problem);
-
 std::string in_words(const Schedule& schedule, const Tile& tile);
 
 }  // namespace flashbwd::sm90

@@ -1,11 +1,15 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 5, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 6, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 11, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 13, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 15, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 17, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 19, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 21, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 23, true>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__nv_bfloat16, tile_of(128)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kAny)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kFlashDropout)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kEfficientDropout)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kBias)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kScores)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kShiftsAndFlashDropout)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kShiftsAndEfficientDropout)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(128, Feature::kBiasAndEfficientDropout)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

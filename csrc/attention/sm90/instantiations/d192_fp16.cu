@@ -1,5 +1,9 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__half, 7, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 8, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 8, true>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__half, tile_of_unequal(192, 128)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(192)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(192, Feature::kAny)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

@@ -1,4 +1,8 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 9, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 9, true>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__nv_bfloat16, tile_of(256)>(const KernelParams&, void*);
+template const char* launch<__nv_bfloat16, tile_of(256, Feature::kAny)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

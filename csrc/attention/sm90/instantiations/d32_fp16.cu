@@ -1,4 +1,8 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__half, 0, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 1, false>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__half, tile_by_queries(32)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(32)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

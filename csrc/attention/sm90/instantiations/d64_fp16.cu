@@ -1,10 +1,14 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__half, 2, false>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 10, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 12, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 14, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 16, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 18, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 20, true>(const KernelParams&, void*);
-template const char* flashbwd::sm90::launch<__half, 22, true>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__half, tile_of(64)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kFlashDropout)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kEfficientDropout)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kBias)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kScores)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kShiftsAndFlashDropout)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kShiftsAndEfficientDropout)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kBiasAndEfficientDropout)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

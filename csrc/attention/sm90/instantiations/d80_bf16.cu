@@ -2,4 +2,8 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 3, false>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__nv_bfloat16, tile_of(80)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

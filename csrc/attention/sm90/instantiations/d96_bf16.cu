@@ -1,3 +1,7 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__nv_bfloat16, 4, false>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__nv_bfloat16, tile_of(96)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

@@ -1,3 +1,7 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm90::launch<__half, 4, false>(const KernelParams&, void*);
+namespace flashbwd::sm90 {
+
+template const char* launch<__half, tile_of(96)>(const KernelParams&, void*);
+
+}  // namespace flashbwd::sm90

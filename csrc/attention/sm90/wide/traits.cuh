@@ -15,11 +15,11 @@ enum NamedBarrier : uint32_t {
   kDqBarrier,               // the 128 threads of dq
 };
 
-template <typename T_, int kTileIndex, bool kFeatures_, bool kByHeads>
+template <typename T_, int kTileIndex, bool kByHeads>
 struct Traits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   using T = T_;
-  static constexpr bool kFeatures = kFeatures_;  // softcap, bias, ALiBi, dropout
+  static constexpr bool kFeatures = kTile.feature == Feature::kAny;  // softcap, bias, ALiBi, dropout
   static constexpr bool kBiasGradient = kFeatures && has_bias_gradient(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.head_dim_v;
@@ -35,7 +35,7 @@ struct Traits {
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr int kEarlySteps = early_steps(kTile);
   static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its part of a tile on its own
-  static constexpr WideRegisters kRegisters = wide_registers(kTile, kFeatures);
+  static constexpr WideRegisters kRegisters = wide_registers(kTile);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
   static_assert(kCtas <= 2, "each has the dS of one other");
   static_assert(kHeadDim % kChunkColumns == 0 && kHeadDimV % kChunkColumns == 0, "tiles are whole chunks");
@@ -73,7 +73,7 @@ struct Traits {
   }
   static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }
 
-  using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads && !kFeatures>;
+  using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kChunks * kKeyChunkBytes];                     // (kBlockN, kHeadDim)

@@ -105,6 +105,7 @@ __device__ void zero_gradient(const KeyGradient& gradient, const WorkTile& work,
 
 template <typename Traits>
 struct Epilogue {
+  using Mainloop = sm90::Mainloop<Traits, Traits::kDqColumns>;
   using T = typename Traits::T;
   using WorkTile = typename Traits::WorkTile;
   static constexpr int kHeadDim = Traits::kHeadDim;
@@ -133,8 +134,8 @@ struct Epilogue {
     } else if constexpr (kStagingChunks > 0) {
       const int32_t end = work.first_index + work.iterations;
       for (int32_t index = end; index < end + 2; ++index) {
-        signal_ds(warpgroup, index);
-        wait_ds(warpgroup, index);
+        Mainloop::signal_ds(warpgroup, index);
+        Mainloop::wait_ds(warpgroup, index);
       }
     }
     store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(params.dv, work, warpgroup * 64, staging, barrier, dv);

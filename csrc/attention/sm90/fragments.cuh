@@ -19,38 +19,37 @@ __device__ __forceinline__ float tanh_complement(float twice_x_log2) {
   return __fdividef(2.f, 1.f + exp2_approximate(twice_x_log2));
 }
 
-// Row statistics of the first 2 kPairs queries of a thread, loaded before they are needed. `rows` points at the first.
-template <int kPairs>
-struct EarlyRows {
-  float2 values[kPairs + 1];  // one more, because kPairs may be 0
+// Row statistics of a thread's queries in shared memory, a pair for each four values of an accumulator. `first` points
+// at its first query. The first kEarly pairs are loaded before they are needed.
+template <int kEarly>
+struct RowPairs {
+  const float* first;
+  float2 early[kEarly + 1];  // one more, because kEarly may be 0
 
-  __device__ __forceinline__ explicit EarlyRows(const float* rows) {
+  __device__ __forceinline__ explicit RowPairs(const float* first) : first(first) {
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) values[j] = *reinterpret_cast<const float2*>(&rows[8 * j]);
+    for (int j = 0; j < kEarly; ++j) early[j] = *reinterpret_cast<const float2*>(&first[8 * j]);
   }
-  // The j-th of all pairs.
-  __device__ __forceinline__ float2 pair(const float* rows, int j) const {
-    return j < kPairs ? values[j] : *reinterpret_cast<const float2*>(&rows[8 * j]);
+  __device__ __forceinline__ float2 operator[](int j) const {
+    return j < kEarly ? early[j] : *reinterpret_cast<const float2*>(&first[8 * j]);
   }
 };
 
-// S becomes P = exp(scale * S - lse) in values kBegin to kEnd. `lse_log2` points at this thread's first query.
-template <int kBegin, int kEnd, int kValues, int kEarly = 0>
-__device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2,
-                                             const EarlyRows<kEarly>& early = EarlyRows<kEarly>(nullptr)) {
+// Calls visit(i, row) for values kBegin to kEnd of an accumulator with the statistic of their query.
+template <int kBegin, int kEnd, int kEarly, typename Visit>
+__device__ __forceinline__ void for_each_row(const RowPairs<kEarly>& rows, Visit visit) {
 #pragma unroll
   for (int j = kBegin / 4; j < kEnd / 4; ++j) {
-    const float2 lse = early.pair(lse_log2, j);
-    s[4 * j + 0] = exp2_approximate(s[4 * j + 0] * scale_log2 - lse.x);
-    s[4 * j + 1] = exp2_approximate(s[4 * j + 1] * scale_log2 - lse.y);
-    s[4 * j + 2] = exp2_approximate(s[4 * j + 2] * scale_log2 - lse.x);
-    s[4 * j + 3] = exp2_approximate(s[4 * j + 3] * scale_log2 - lse.y);
+    const float2 pair = rows[j];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) visit(4 * j + i, i % 2 == 0 ? pair.x : pair.y);
   }
 }
 
-template <int kValues>
-__device__ __forceinline__ void exponentiate(float (&s)[kValues], const float* lse_log2, float scale_log2) {
-  exponentiate<0, kValues>(s, lse_log2, scale_log2);
+// S becomes P = exp(scale * S - lse).
+template <int kValues, int kEarly>
+__device__ __forceinline__ void exponentiate(float (&s)[kValues], const RowPairs<kEarly>& lse_log2, float scale_log2) {
+  for_each_row<0, kValues>(lse_log2, [&](int i, float lse) { s[i] = exp2_approximate(s[i] * scale_log2 - lse); });
 }
 
 // Bit n is set if the thread's n-th column, 8 (n / 2) + n % 2, is below `bound`, which is at most 128.

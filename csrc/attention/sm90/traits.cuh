@@ -5,7 +5,7 @@
 #include "../../common/wgmma.cuh"
 #include "config.h"
 #include "dq_semaphores.cuh"
-#include "dropout.cuh"
+#include "score_mod/dropout_mask.cuh"
 #include "tile_scheduler.cuh"
 
 namespace flashbwd::sm90 {
@@ -53,9 +53,6 @@ struct Traits {
   static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias per key
   static constexpr bool kBias = copies_bias(kTile.feature);
   static constexpr bool kScores = kTile.feature == Feature::kScores;
-  // The accumulators of dP start as delta, from which the product is subtracted; else 32 subtractions follow the
-  // product. 1 % faster with 64 queries, 1 to 3 % slower with 128.
-  static constexpr bool kDeltaFirst = kBlockM <= 64 && !kDrops;
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
   // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;

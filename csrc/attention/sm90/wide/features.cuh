@@ -5,9 +5,9 @@
 
 #include "../../../common/numeric.cuh"
 #include "../../../common/philox.cuh"
-#include "../dropout.cuh"
 #include "../fragments.cuh"
 #include "../kernel_params.h"
+#include "../score_mod/dropout_mask.cuh"
 
 namespace flashbwd::sm90::wide {
 
@@ -75,7 +75,7 @@ struct ScoreTile {
     if (p.alibi_slopes != nullptr) {
       exponentiate_with_alibi(s, lse_log2, to_log2);
     } else {
-      exponentiate(s, lse_log2, to_log2);
+      exponentiate(s, RowPairs<0>(lse_log2), to_log2);
     }
     if (!work.interior.contains(i0 / kBlockM)) mask(s, TileVisibility(work.visibility, j0, i0), 0, 0);
     if (capped) {

@@ -207,7 +207,7 @@ struct Probabilities : Consumer<Traits> {
       mbarrier_arrive(&smem.q_empty[stage]);
     } else {
       const BlockRange interior = work.interior;
-      exponentiate(s, &smem.lse_log2[stage][pair], params.attention.softmax_scale * kLog2E);
+      exponentiate(s, RowPairs<0>(&smem.lse_log2[stage][pair]), params.attention.softmax_scale * kLog2E);
       mbarrier_arrive(&smem.q_empty[stage]);
       if (!interior.contains(this->query_block())) {
         const TileVisibility tile(work.visibility, work.first_key, this->query_block() * kBlockM);

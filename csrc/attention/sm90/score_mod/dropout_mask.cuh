@@ -1,8 +1,8 @@
 // Dropout masks, drawn again by the warps that hold the probabilities, 16 keys each.
 #pragma once
 
-#include "../../common/numeric.cuh"
-#include "../../common/philox.cuh"
+#include "../../../common/numeric.cuh"
+#include "../../../common/philox.cuh"
 
 namespace flashbwd::sm90 {
 

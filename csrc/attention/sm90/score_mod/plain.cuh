@@ -1,0 +1,82 @@
+// What the main loop does to a tile of scores is a policy: one type per feature, composed by score_mod.cuh. This is the
+// policy without a feature, which the others extend. The main loop makes one object per iteration before S is complete
+// and then calls the members in the order below. `c` is the consumer warpgroup.
+#pragma once
+
+#include "../fragments.cuh"
+
+namespace flashbwd::sm90 {
+
+template <typename Traits>
+struct PlainScores {
+  static constexpr int kParts = Traits::kKeyParts, kValues = Traits::kOwnQueries / 2;  // per part of 64 keys
+  using T = typename Traits::T;
+  using Scores = float[kParts][kValues];
+  using Operand = uint32_t[kParts][kValues / 2];
+
+  // The accumulators of dP start as delta, from which the product is subtracted; else 32 subtractions follow the
+  // product. 1 % faster with 64 queries, 1 to 3 % slower with 128.
+  static constexpr bool kDeltaFirst = Traits::kBlockM <= 64;
+
+  template <typename Consumer>
+  __device__ __forceinline__ explicit PlainScores(const Consumer&) {}
+
+  // S becomes P, while dP is computed.
+  template <typename Consumer, typename Lse>
+  __device__ __forceinline__ void probabilities(const Consumer& c, Scores& s, Operand&, const Lse& lse) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) exponentiate(s[part], lse, c.scale_log2);
+    c.mask_scores(s);
+  }
+
+  // The first operand of dV.
+  template <typename Consumer>
+  __device__ __forceinline__ void pack_probabilities(const Consumer&, Operand& p16, const Scores& s) const {
+    pack_parts(p16, s);
+  }
+
+  // dP becomes dS = P * (dP - delta). With kDeltaFirst, dp holds delta - dP.
+  template <typename Consumer, typename Lse, typename Delta>
+  __device__ __forceinline__ void gradients(const Consumer&, Scores& s, Operand&, Scores& dp, const Lse&,
+                                            const Delta& delta) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if constexpr (kDeltaFirst) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) dp[part][i] = s[part][i] * -dp[part][i];
+      } else {
+        for_each_row<0, kValues>(delta, [&](int i, float row) { dp[part][i] = s[part][i] * (dp[part][i] - row); });
+      }
+    }
+  }
+
+  // The first operand of dK.
+  template <typename Consumer>
+  __device__ __forceinline__ void pack_gradients(const Consumer&, Operand& ds16, const Scores& ds) const {
+    pack_parts(ds16, ds);
+  }
+
+  // Writes dS to shared memory, from where dQ reads it.
+  template <typename Consumer>
+  static __device__ __forceinline__ void store_gradients(const Consumer& c, const Operand& ds16) {
+    auto& buffer = c.smem.ds[c.step.index % Traits::kDsBuffers][Traits::kByQueries ? c.warpgroup : 0];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      store_ds<Traits::kBlockN>(smem_address(buffer), ds16[part], c.own_key + part * 64 + c.warp * 16, c.lane);
+    }
+  }
+
+  // Called after dQ is issued, and before the next loads may overwrite what the iteration left in shared memory.
+  template <typename Consumer>
+  static __device__ __forceinline__ void store_bias_gradient(const Consumer&) {}
+  static __device__ __forceinline__ void release_gradients() {}
+
+ protected:
+  template <bool kPositive = false>
+  static __device__ __forceinline__ void pack_parts(Operand& packed, const Scores& values) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) pack<T, kPositive>(packed[part], values[part]);
+  }
+};
+
+}  // namespace flashbwd::sm90

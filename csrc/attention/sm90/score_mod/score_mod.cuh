@@ -1,0 +1,22 @@
+// The policy of a tile's feature.
+#pragma once
+
+#include <type_traits>
+
+#include "bias.cuh"
+#include "dropout.cuh"
+#include "scores.cuh"
+
+namespace flashbwd::sm90 {
+
+template <typename Traits>
+using ScoresWithoutDropout = std::conditional_t<
+    Traits::kBias, BiasScores<Traits>,
+    std::conditional_t<Traits::kShifts, ShiftedScores<Traits>,
+                       std::conditional_t<Traits::kScores, CappedScores<Traits>, PlainScores<Traits>>>>;
+
+template <typename Traits>
+using ScoreMod = std::conditional_t<Traits::kDrops, DroppedScores<Traits, ScoresWithoutDropout<Traits>>,
+                                    ScoresWithoutDropout<Traits>>;
+
+}  // namespace flashbwd::sm90

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../common/check.h"
+#include "index/arithmetic.h"
 #include "memory.h"
 #include "workspace.h"
 
@@ -15,8 +16,6 @@ namespace {
 using Named = std::pair<const char*, const TensorDesc*>;
 
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
-
-int64_t round_up_32(int64_t n) { return (n + 31) / 32 * 32; }
 
 DType statistics_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
@@ -160,12 +159,12 @@ void check_tensors(const AttentionArguments& a, AttentionProblem* p) {
 bool is_rows_shape(const TensorDesc& t, const AttentionProblem& p) {
   if (p.varlen) {
     if (t.dim == 2) return t.sizes[0] == p.heads && t.sizes[1] == p.total_q;
-    return t.dim == 3 && t.sizes[0] == p.batch && t.sizes[1] == p.heads && t.sizes[2] == round_up_32(p.seqlen_q);
+    return t.dim == 3 && t.sizes[0] == p.batch && t.sizes[1] == p.heads && t.sizes[2] == round_up(p.seqlen_q, 32);
   }
   const bool batch_heads = t.dim >= 3 && t.sizes[0] == p.batch && t.sizes[1] == p.heads;
   if (!batch_heads) return false;
   if (t.dim == 4) return t.sizes[2] == p.seqlen_q && t.sizes[3] == 1;
-  return t.dim == 3 && (t.sizes[2] == p.seqlen_q || t.sizes[2] == round_up_32(p.seqlen_q));
+  return t.dim == 3 && (t.sizes[2] == p.seqlen_q || t.sizes[2] == round_up(p.seqlen_q, 32));
 }
 
 void check_rows(const char* name, const TensorDesc& tensor, const AttentionProblem& p) {
@@ -179,10 +178,10 @@ void check_rows(const char* name, const TensorDesc& tensor, const AttentionProbl
   };
   if (p.varlen) {
     refuse(name, " has shape ", shape_of(tensor), ", expected ", shape({p.heads, p.total_q}), " or ",
-           shape({p.batch, p.heads, round_up_32(p.seqlen_q)}));
+           shape({p.batch, p.heads, round_up(p.seqlen_q, 32)}));
   }
   refuse(name, " has shape ", shape_of(tensor), ", expected ", shape({p.batch, p.heads, p.seqlen_q}), ", ",
-         shape({p.batch, p.heads, p.seqlen_q, 1}), " or ", shape({p.batch, p.heads, round_up_32(p.seqlen_q)}));
+         shape({p.batch, p.heads, p.seqlen_q, 1}), " or ", shape({p.batch, p.heads, round_up(p.seqlen_q, 32)}));
 }
 
 // `lengths` is empty if the host does not know them.

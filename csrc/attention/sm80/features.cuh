@@ -8,6 +8,7 @@
 #include "bias.cuh"
 #include "dq.cuh"
 #include "dropout.cuh"
+#include "ordered_bias.cuh"
 #include "scores.cuh"
 
 namespace flashbwd::sm80 {
@@ -69,9 +70,9 @@ struct Features {
   }
 
   // For a shared bias: loads the sums of the heads before this one, for add_gradient. `sums`: zero on entry.
-  using Sums = typename Bias<Traits>::Sums;
+  using Sums = typename OrderedBias<Traits>::Sums;
   __device__ __forceinline__ void load_sums(int32_t head, int32_t query_block, Sums& sums) const {
-    if (!adds_in_any_order()) Bias<Traits>::load_sums(params, work, head, query_block, sums);
+    if (!adds_in_any_order()) OrderedBias<Traits>::load_sums(params, work, head, query_block, sums);
   }
   // Adds ds to the shared gradient. `tile`: the ds tile, which this warp has not written yet.
   __device__ __forceinline__ void add_gradient(int32_t head, int32_t query_block, uint8_t* tile, const Accumulator& ds,
@@ -79,12 +80,12 @@ struct Features {
     if (adds_in_any_order()) {
       Bias<Traits>::add_gradient(params, work, head, query_block, ds);
     } else {
-      Bias<Traits>::add_in_order(params, work, head, query_block, tile, ds, sums);
+      OrderedBias<Traits>::add_in_order(params, work, head, query_block, tile, ds, sums);
     }
   }
   // Releases the semaphore of the tile after all threads have added.
   __device__ __forceinline__ void release(int32_t head, int32_t query_block) const {
-    if (threadIdx.x == 0 && !adds_in_any_order()) Bias<Traits>::release(params, work, head, query_block);
+    if (threadIdx.x == 0 && !adds_in_any_order()) OrderedBias<Traits>::release(params, work, head, query_block);
   }
 
   // Called after this warp has stored ds of the tile.

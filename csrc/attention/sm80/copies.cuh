@@ -1,0 +1,174 @@
+// The next work tile of a CTA, and the copies of its tiles to shared memory. Threads that compute also copy: one thread
+// finds the source of the next tiles, and all threads start the copies.
+#pragma once
+
+#include <cstdint>
+
+#include "loads.cuh"
+#include "traits.cuh"
+
+namespace flashbwd::sm80 {
+
+template <typename Traits>
+struct Copies {
+  using T = typename Traits::T;
+  using SharedStorage = typename Traits::SharedStorage;
+
+  // Called by one thread: writes the next nonempty work tile, or none, to next_work, and the source of its first tiles.
+  static __device__ __forceinline__ void fetch_work_tile(const KernelParams& params, SharedStorage& smem) {
+    WorkTile& work = smem.next_work;
+    smem.source.exists = false;
+    if (Traits::kWholeHeads && smem.work.exists && smem.work.key_block + 1 < params.key_blocks) {
+      work = smem.work;
+      work.set_key_block(work.key_block + 1, Traits::kBlockM, Traits::kBlockN, 0, 1);
+      if (work.steps() > 0) set_source(params, smem, work, Step(work));
+      return;
+    }
+    do {
+      // Taken in increasing order, so no CTA waits for a work tile that has not been taken yet.
+      auto index = static_cast<uint32_t>(atomicAdd(params.work_tile_counter, 1));
+      if constexpr (Traits::kWholeHeads) index *= params.key_blocks;
+      if (index >= params.num_work_tiles) {
+        work.exists = false;
+        return;
+      }
+      work = WorkTile(params, index, Traits::kBlockM, Traits::kBlockN);
+    } while (!work.exists);
+    if (work.steps() > 0) set_source(params, smem, work, Step(work));
+  }
+
+  // Whether the first tiles of the next work tile are loaded during the last step of this one.
+  static __device__ __forceinline__ bool loads_ahead(const KernelParams& params, const SharedStorage& smem) {
+    return (Traits::kRefills || (Traits::kLoadsAhead && params.loads_ahead)) && smem.work.steps() > 0 &&
+           smem.source.exists;
+  }
+  // Called by one thread: switches to the next work tile's stage and, if `loaded`, to its k and v buffers.
+  static __device__ __forceinline__ void switch_buffers(SharedStorage& smem, bool loaded) {
+    smem.first_stage = next_stage(smem);
+    if (loaded) smem.keys_offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
+  }
+
+  // Starts the copies of the first tiles of the next work tile, except those that the last step has already started.
+  // Requires that all threads are done with the tiles of the current one.
+  static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem, bool refilled) {
+    const WorkTile& work = smem.next_work;
+    if (work.steps() == 0) return;
+    const int32_t stage = Traits::kStages > 1 ? next_stage(smem) : 0;
+    load_keys(params, smem, work, keys_offset(smem));
+    if (!refilled) {
+      load_queries(params, smem, stage);
+      load_values(params, smem, work, keys_offset(smem));
+      load_douts(params, smem, stage);
+    }
+    copy_async_commit();
+    if (threadIdx.x == 0) smem.steps[stage] = Step(work);
+  }
+
+  static __device__ __forceinline__ int32_t first_stage(const SharedStorage& smem) {
+    return Traits::kStages > 1 ? smem.first_stage : 0;
+  }
+  // The stage of the first step of the next work tile.
+  static __device__ __forceinline__ int32_t next_stage(const SharedStorage& smem) {
+    return (smem.first_stage + smem.work.steps()) % 2;
+  }
+  static __device__ __forceinline__ int32_t keys_offset(const SharedStorage& smem) {
+    return Traits::kLoadsAhead ? smem.keys_offset : 0;
+  }
+
+  // Two stages: starts the copies of the tiles of the step after `place`, or with kLoadsAhead those of the next work
+  // tile. Requires that all threads are done with the previous tiles of that stage.
+  static __device__ __forceinline__ void start_copies(const KernelParams& params, SharedStorage& smem, int32_t place,
+                                                      bool more) {
+    const int32_t stage = (place + 1) % 2;
+    const bool ahead = Traits::kLoadsAhead && !more && loads_ahead(params, smem);
+    if (more || ahead) {
+      load_queries(params, smem, stage);
+      load_douts(params, smem, stage);
+    }
+    if (ahead) {
+      const int32_t offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
+      load_keys(params, smem, smem.next_work, offset);
+      load_values(params, smem, smem.next_work, offset);
+      if (threadIdx.x == 0) smem.steps[stage] = Step(smem.next_work);
+    }
+    copy_async_commit();
+    if (threadIdx.x == 0 && more) smem.steps[stage] = Step(smem.steps[place % 2], smem.work);
+  }
+
+  // Copies the keys of `work` to `offset` bytes after smem.k.
+  static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem,
+                                                   const WorkTile& work, int32_t offset) {
+    load_key_rows(params.attention.k, params.attention.head_dim, params.k_aligned, work, smem.k + offset);
+  }
+  // Copies the values of `work` to `offset` bytes after smem.v.
+  static __device__ __forceinline__ void load_values(const KernelParams& params, SharedStorage& smem,
+                                                     const WorkTile& work, int32_t offset) {
+    load_key_rows(params.attention.v, params.attention.head_dim_v, params.v_aligned, work, smem.v + offset);
+  }
+  static __device__ __forceinline__ void load_key_rows(const HeadsView& view, int32_t columns, bool aligned,
+                                                       const WorkTile& work, uint8_t* tile) {
+    const int32_t first = work.key_block * Traits::kBlockN;
+    load_tile<Traits, Traits::kBlockN>(
+        tile, head_rows<const T>(view, work.batch, work.head_kv, work.sequence.begin_k + first), view.seq_stride,
+        work.sequence.seqlen_k - first, columns, aligned);
+  }
+
+  // Called by one thread: sets the source of the tiles of `step`.
+  static __device__ __forceinline__ void set_source(const KernelParams& params, SharedStorage& smem,
+                                                    const WorkTile& work, const Step& step) {
+    const AttentionBackwardParams& p = params.attention;
+    const int32_t first = step.query_block(work) * Traits::kBlockM;
+    const int64_t row = params.statistics.index(work.batch, step.head, work.sequence.begin_q) + first;
+    smem.source.q = head_rows<const T>(p.q, work.batch, step.head, work.sequence.begin_q + first);
+    smem.source.dout = head_rows<const T>(p.dout, work.batch, step.head, work.sequence.begin_q + first);
+    smem.source.lse = params.statistics.lse_log2 + row;
+    smem.source.delta = params.statistics.delta + row;
+    smem.source.rows = work.sequence.seqlen_q - first;
+    smem.source.exists = true;
+  }
+
+  // Called by one thread: moves the source from step `index` to the next step, or to the next work tile's first step.
+  static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, int32_t index) {
+    if (index + 1 < smem.work.steps()) {
+      advance_source(params, smem, smem.work, smem.steps[(index + first_stage(smem)) % 2]);
+    } else {
+      fetch_work_tile(params, smem);
+    }
+  }
+
+  // Heads and rows have constant strides, so additions suffice.
+  static __device__ __forceinline__ void advance_source(const KernelParams& params, SharedStorage& smem,
+                                                        const WorkTile& work, const Step& step) {
+    const Step next(step, work);
+    const int32_t heads = next.head - step.head;
+    const int32_t rows = (next.query_block(work) - step.query_block(work)) * Traits::kBlockM;
+    const AttentionBackwardParams& p = params.attention;
+    smem.source.q += heads * p.q.head_stride + rows * p.q.seq_stride;
+    smem.source.dout += heads * p.dout.head_stride + rows * p.dout.seq_stride;
+    const int64_t statistics = heads * params.statistics.head_stride + rows;
+    smem.source.lse += statistics;
+    smem.source.delta += statistics;
+    smem.source.rows -= rows;
+  }
+
+  static __device__ __forceinline__ void load_queries(const KernelParams& params, SharedStorage& smem, int32_t stage) {
+    load_tile<Traits, Traits::kBlockM>(smem.q[stage], smem.source.q, params.attention.q.seq_stride, smem.source.rows,
+                                       params.attention.head_dim, params.q_aligned);
+  }
+
+  // Also copies lse and delta of the same rows.
+  static __device__ __forceinline__ void load_douts(const KernelParams& params, SharedStorage& smem, int32_t stage) {
+    load_tile<Traits, Traits::kBlockM>(smem.dout[stage], smem.source.dout, params.attention.dout.seq_stride,
+                                       smem.source.rows, params.attention.head_dim_v, params.dout_aligned);
+    constexpr int kPieces = Traits::kBlockM / 4;
+    static_assert(2 * kPieces <= Traits::kThreads, "a thread a piece");
+    if (threadIdx.x < 2 * kPieces) {
+      const bool is_delta = threadIdx.x >= kPieces;
+      const int32_t piece = threadIdx.x % kPieces * 4;
+      copy_async_16(smem_address((is_delta ? smem.delta : smem.lse)[stage] + piece),
+                    (is_delta ? smem.source.delta : smem.source.lse) + piece, 16);
+    }
+  }
+};
+
+}  // namespace flashbwd::sm80

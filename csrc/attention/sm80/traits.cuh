@@ -1,0 +1,85 @@
+// Constants of a tile and a dtype: the parts of each warp, and the layout of shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/mma.cuh"
+#include "config.h"
+#include "dq.cuh"
+#include "loads.cuh"
+#include "scheduler.cuh"
+#include "split_barrier.cuh"
+
+namespace flashbwd::sm80 {
+
+template <typename T_, int kTileIndex, Extras kExtras_, typename M_ = Mma<T_>>
+struct Traits {
+  using T = T_;
+  using M = M_;
+  static constexpr Tile kTile = kTiles[kTileIndex];
+  static constexpr Extras kExtras = kExtras_;
+  static constexpr bool kWholeHeads = kExtras == Extras::kWholeHeads;
+  static constexpr bool kBiasAlone = kExtras == Extras::kBias || kExtras == Extras::kSharedBias;
+  static constexpr bool kFeatures = kBiasAlone || kExtras == Extras::kAll;
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kWarpsN = kTile.warps_n;
+  static constexpr int kWarpsS = kTile.warps_s;
+  static constexpr int kWarpsQ = kTile.warps_q;
+  static constexpr int kWarpsD = kTile.warps() / kWarpsQ;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kRowBytes = kTile.row_bytes();
+  static constexpr int kScoreRowBytes = kBlockM * static_cast<int>(sizeof(T));
+  static constexpr bool kLoadsAhead = loads_ahead(kTile, kExtras);
+  static constexpr bool kRefills = refills(kTile, kExtras);
+  static constexpr bool kFirstStores = kExtras == Extras::kFirstStores;
+  static constexpr bool kExchange = kWarpsS > 1;  // several warps share keys and exchange p and ds
+
+  static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
+  static constexpr int kScoreTiles = kBlockM / kWarpsS / 8;      // of s: 8 queries each
+  static constexpr int kGradientTiles = kHeadDim / kWarpsS / 8;  // of dk, dv: 8 columns each
+  static constexpr int kQueryTiles = kBlockM / kWarpsQ / 16;     // of dq: 16 queries each
+  // dq is computed in passes over its columns if dk, dv and dq of all columns would need too many registers.
+  static constexpr int kDqPasses = (2 * kBlockN + kBlockM) * kHeadDim / kThreads >= 192 ? 2 : 1;
+  static constexpr int kColumnTiles = kHeadDim / kWarpsD / 8 / kDqPasses;  // of dq: 8 columns each
+  static_assert(kTile.element_bytes == sizeof(T), "the tile is for elements of another size");
+  static_assert(kKeyTiles * kWarpsN * 16 == kBlockN && kQueryTiles * kWarpsQ * 16 == kBlockM, "whole rows of tiles");
+  static_assert(kScoreTiles % 2 == 0 && kScoreTiles * kWarpsS * 8 == kBlockM, "queries in pairs of 8");
+  static_assert(kGradientTiles % 2 == 0 && kGradientTiles * kWarpsS * 8 == kHeadDim, "columns in pairs of 8");
+  static_assert(kColumnTiles % 2 == 0 && kColumnTiles * kWarpsD * 8 * kDqPasses == kHeadDim, "columns in pairs of 8");
+  static_assert(kRowPadding % kBlockM == 0, "the statistics of a tile are one aligned run");
+
+  static __device__ __forceinline__ int32_t lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int32_t warp() { return threadIdx.x / 32; }
+  static __device__ __forceinline__ int32_t warp_n() { return warp() / kWarpsS; }
+  static __device__ __forceinline__ int32_t warp_s() { return warp() % kWarpsS; }
+  static __device__ __forceinline__ int32_t warp_q() { return warp() / kWarpsD; }
+  static __device__ __forceinline__ int32_t warp_d() { return warp() % kWarpsD; }
+
+  struct SharedStorage {
+    alignas(1024) uint8_t k[kBlockN * kRowBytes];
+    alignas(1024) uint8_t v[kBlockN * kRowBytes];
+    alignas(1024) uint8_t q[kStages][kBlockM * kRowBytes];
+    alignas(1024) uint8_t dout[kStages][kBlockM * kRowBytes];
+    alignas(1024) uint8_t ds[kBlockN * kScoreRowBytes];                  // (kBlockN, kBlockM)
+    alignas(1024) uint8_t p[kExchange ? kBlockN * kScoreRowBytes : 16];  // (kBlockN, kBlockM)
+    alignas(16) float lse[kStages][kBlockM];
+    alignas(16) float delta[kStages][kBlockM];
+    // State that threads read from shared memory when they need it, to keep registers free for accumulators.
+    WorkTile work, next_work;
+    Step steps[2];  // the current step and the next one, alternating
+    Source<T> source;
+    FirstAdd first_add;  // of the current step
+    // Two stages: the stage of the work tile's first step, that is the number of earlier steps modulo 2.
+    int32_t first_stage;
+    // kLoadsAhead: the byte offset of this work tile's keys and values from `k` and `v`, 0 or sizeof(SharedStorage).
+    int32_t keys_offset;
+    // Two stages, each completes once per step when all threads have arrived: the step's tiles are loaded; ds (and p)
+    // of all warps are stored; all threads are done with the step's tiles and ds.
+    SplitBarrier tiles_loaded, scores_stored, done;
+  };
+};
+
+}  // namespace flashbwd::sm80

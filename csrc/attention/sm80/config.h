@@ -10,21 +10,21 @@ namespace flashbwd::sm80 {
 // head dimensions: they process blocks of columns and keep dk and dv in global memory between query tiles.
 struct Tile {
   int32_t element_bytes;
-  int32_t head_dim;  // columns in shared memory, padded with zeros. Wide: only a name, for partial builds
+  int32_t head_dim;  // columns in shared memory, padded with zeros. Large: only a name, for partial builds
   int32_t block_m;   // queries
   int32_t block_n;   // keys
   int32_t warps_n;   // warps along the keys of s, dk and dv
   int32_t warps_s;   // warps that share 16 or 32 keys; they split the queries of s and the columns of dk and dv
   int32_t warps_q;   // warps along the queries of dq; the remaining factor of warps() splits its columns
-  int32_t stages;    // of q and dout; wide: pieces in shared memory
-  bool wide = false;
+  int32_t stages;    // of q and dout; large: pieces in shared memory
+  bool large = false;
 
   constexpr int32_t warps() const { return warps_n * warps_s; }
   constexpr int32_t threads() const { return warps() * 32; }
   constexpr int32_t row_bytes() const { return head_dim * element_bytes; }
   constexpr int32_t score_bytes() const { return block_m * block_n * element_bytes; }
 
-  // Wide: the size of one piece. For s and dp, a piece holds 128 bytes of each row of keys and queries. For dv, dk and
+  // Large: the size of one piece. For s and dp, a piece holds 128 bytes of each row of keys and queries. For dv, dk and
   // dq, it holds gradient_columns of block_n rows of dout, q or k.
   constexpr int32_t gradient_columns() const { return 64 * warps_s; }  // 64 per warp
   constexpr int32_t piece_bytes() const {
@@ -32,9 +32,9 @@ struct Tile {
     return scores > rows ? scores : rows;
   }
 
-  // k, v; stages of q, dout, lse and delta; ds; p if warps exchange it. Wide: pieces, lse, delta, ds, p.
+  // k, v; stages of q, dout, lse and delta; ds; p if warps exchange it. Large: pieces, lse, delta, ds, p.
   constexpr int32_t shared_bytes() const {
-    if (wide) return stages * piece_bytes() + 2 * block_m * 4 + 2 * score_bytes();
+    if (large) return stages * piece_bytes() + 2 * block_m * 4 + 2 * score_bytes();
     return 2 * block_n * row_bytes() + stages * (2 * block_m * row_bytes() + 2 * block_m * 4) +
            score_bytes() * (warps_s > 1 ? 2 : 1);
   }
@@ -70,7 +70,7 @@ constexpr Tile kTiles[] = {
     {4, 128, 32, 32, 2, 2, 1, 1},   // 64 + 16 registers, 72 KB
     {4, 256, 32, 64, 4, 2, 2, 1},   // 128 + 16 registers, 208 KB
     {4, 256, 32, 32, 2, 2, 1, 1},   // 128 + 16 registers, 136 KB
-    // Wide: registers for s and dp; for the old and new values of dv or dk; for dq.
+    // Large: registers for s and dp; for the old and new values of dv or dk; for dq.
     {2, 512, 256, 64, 2, 4, 4, 2, true},  // 128, 128, 64 registers, 146 KB
     {2, 512, 128, 64, 2, 2, 2, 2, true},  // 128, 128, 64 registers, 81 KB
     {4, 512, 64, 64, 4, 2, 4, 2, true},   // 32, 64, 16 registers, 97 KB
@@ -132,7 +132,7 @@ constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim
   const int64_t wider = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
-    if (tile.element_bytes == element_bytes && (tile.wide || wider <= tile.head_dim) &&
+    if (tile.element_bytes == element_bytes && (tile.large || wider <= tile.head_dim) &&
         tile.shared_bytes() + kAlignmentBytes <= shared_bytes && is_built(tile.head_dim)) {
       return i;
     }

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "../bias_gradient.h"
 #include "../params.h"
-#include "../row_statistics.h"
+#include "../pre_post/bias_gradient.h"
+#include "../pre_post/row_statistics.h"
 
 namespace flashbwd::sm80 {
 
@@ -64,7 +64,7 @@ struct KernelParams {
   int32_t* stored = nullptr;
   int32_t stored_words = 0;  // per head
 
-  // Wide tiles: dk and dv of each CTA's current keys.
+  // Large head dimensions: dk and dv of each CTA's current keys.
   float* gradients = nullptr;
 
   BiasGradient bias_gradient;

@@ -7,10 +7,10 @@
 #include <cstdint>
 
 #include "../../common/launch.h"
-#include "../auxiliary.h"
-#include "../bounded_lengths.h"
 #include "../dropout.h"
-#include "../sink_gradient.h"
+#include "../pre_post/bounded_lengths.h"
+#include "../pre_post/launch.h"
+#include "../pre_post/sink_gradient.h"
 #include "config.h"
 #include "launch.h"
 #include "layout.h"
@@ -152,7 +152,7 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   }
   params.loads_ahead =
       has_loads_ahead(tile) && tile.shared_bytes() + kAlignmentBytes + keys_bytes(tile) <= shared_bytes_of_device();
-  if (tile.wide) params.gradients = reinterpret_cast<float*>(partial + places.gradients_offset);
+  if (tile.large) params.gradients = reinterpret_cast<float*>(partial + places.gradients_offset);
   params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, partial + places.parts_dk_offset);
   params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial + places.parts_dv_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
@@ -251,7 +251,7 @@ const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan,
     if (const char* error = launch_sum_parts(params, sizes.shared, tile, stream)) return error;
   }
   if (!sizes.whole_heads) {
-    if (const char* error = launch_convert_dq(p, plan.workspace, stream)) return error;
+    if (const char* error = launch_dq_postprocess(p, plan.workspace, stream)) return error;
   }
   if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.statistics, stream);

@@ -4,8 +4,8 @@
 
 #include "../../common/launch.h"
 #include "kernel.cuh"
+#include "large_head_dim_kernel.cuh"
 #include "launch.h"
-#include "wide_kernel.cuh"
 
 namespace flashbwd::sm80 {
 
@@ -26,11 +26,11 @@ inline const char* launch_workers(void (*kernel)(KernelParams), const KernelPara
 template <typename T, int kTileIndex, Extras kExtras, typename M>
 const char* launch_products(const KernelParams& params, void* stream) {
   constexpr Tile kTile = kTiles[kTileIndex];
-  if constexpr (kTile.wide) {
-    using Variant = WideTraits<T, kTileIndex, kExtras, M>;
+  if constexpr (kTile.large) {
+    using Variant = LargeTraits<T, kTileIndex, kExtras, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
-    return launch_workers(wide_kernel<Variant>, params, Variant::kThreads, kSharedBytes, stream);
+    return launch_workers(large_kernel<Variant>, params, Variant::kThreads, kSharedBytes, stream);
   } else {
     using Variant = Traits<T, kTileIndex, kExtras, M>;
     constexpr int kSharedBytes = sizeof(typename Variant::SharedStorage);

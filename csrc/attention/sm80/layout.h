@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "../bias_gradient.h"
 #include "../index/query_loop.h"
 #include "../index/tile_order.h"
+#include "../pre_post/bias_gradient.h"
 #include "config.h"
 
 namespace flashbwd::sm80 {
@@ -107,10 +107,10 @@ inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
   return region;
 }
 
-// Wide tiles: fp32 elements of dk and dv for one CTA's keys, in the order of its threads' registers.
+// Large head dimensions: fp32 elements of dk and dv for one CTA's keys, in the order of its threads' registers.
 inline int64_t gradient_floats(int64_t head_dim, int64_t head_dim_v, const Tile& tile) {
   const int64_t columns = tile.gradient_columns();
-  return tile.wide ? tile.block_n * (round_up(head_dim, columns) + round_up(head_dim_v, columns)) : 0;
+  return tile.large ? tile.block_n * (round_up(head_dim, columns) + round_up(head_dim_v, columns)) : 0;
 }
 
 // Whether work tiles follow cu_seqlens_k. A bias gradient is as wide as the longest sequence, so with one, every
@@ -194,9 +194,9 @@ inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t sm
 // Floats per row of dk or dv in the partial sums of a split work tile.
 inline int64_t part_row_stride(int64_t columns) { return round_up(columns, 4); }
 
-// The partial region of the workspace: fp32 bias gradient that needs no zeros; dk and dv of wide tiles; dq of whole
-// heads; dk and dv of split work tiles, (parts, block_n, row stride) each; ordered sums of a shared bias gradient,
-// (tiles, block_m * block_n).
+// The partial region of the workspace: fp32 bias gradient that needs no zeros; dk and dv of large head dimensions; dq
+// of whole heads; dk and dv of split work tiles, (parts, block_n, row stride) each; ordered sums of a shared bias
+// gradient, (tiles, block_m * block_n).
 struct PartialRegion {
   int64_t gradients_offset = 0;
   int64_t dq_tiles_offset = 0;

@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include "../row_statistics.h"
+#include "../pre_post/row_statistics.h"
 #include "config.h"
 #include "layout.h"
 
@@ -66,7 +66,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
 
 std::string schedule_of(const AttentionProblem& problem, const Tile& tile, const CallSizes& sizes) {
   std::string schedule =
-      tile.wide           ? "persistent CTAs, one key block at a time, dk and dv in global memory by blocks of columns"
+      tile.large          ? "persistent CTAs, one key block at a time, dk and dv in global memory by blocks of columns"
       : sizes.whole_heads ? "one CTA per KV head, its key blocks in order"
                           : "one CTA per key block";
   if (sizes.shared.count > 0) {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../row_statistics.h"
+#include "../pre_post/row_statistics.h"
 #include "scheduler.cuh"
 
 namespace flashbwd::sm80 {

@@ -17,15 +17,15 @@ constexpr int kConsumerRegisters = 240;
 
 // Large head dimensions: a producer warpgroup, and one each for P and dv, for dS and dk, and for dq. Their registers
 // sum to 512 per lane.
-constexpr int kWideThreads = 4 * kWarpgroupThreads;
-struct WideRegisters {
+constexpr int kLargeThreads = 4 * kWarpgroupThreads;
+struct RoleRegisters {
   int producer, probabilities, score_gradients, dq;
 };
 
 // What a kernel computes besides masks.
 enum class Feature : int8_t {
   kNone,
-  kAny,               // any combination: softcap, bias with its gradient, ALiBi, dropout (wide/)
+  kAny,               // any combination: softcap, bias with its gradient, ALiBi, dropout (large_head_dim/)
   kFlashDropout,      // the mask of FlashAttention-2 (dropout.cuh)
   kEfficientDropout,  // the mask of PyTorch's memory-efficient forward
   kBias,              // with or without its gradient (bias.cuh)
@@ -54,7 +54,7 @@ struct Tile {
 // block_m. Shared memory (227 KB) then holds two stages of q and dout, in whole swizzle atoms of columns (row_bytes),
 // so head dimension 80 takes as much as 128.
 //
-// 64 keys per CTA (wide::Traits): dv lies in one warpgroup and dk in another, half of their head dimension in
+// 64 keys per CTA (large_head_dim::Traits): dv lies in one warpgroup and dk in another, half of their head dimension in
 // registers, s or dp in 32. Shared memory decides the number of stages.
 constexpr Tile kTiles[] = {
     {32, 32, 128, 128, 4, 3, 1, true},  // 64 + 128 + 16 registers, 173 KB
@@ -81,9 +81,9 @@ constexpr Tile kTiles[] = {
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kShiftsAndEfficientDropout},
     {64, 64, 128, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
-    {128, 128, 64, 64, 2, 2, 1, false, Feature::kAny},    // 64 + 32 registers, 186 KB; smaller head dimensions too
-    {192, 192, 64, 128, 2, 2, 2, false, Feature::kAny},   // 96 + 32 registers, 226 KB
-    {256, 256, 64, 128, 2, 1, 2, false, Feature::kAny},   // 128 + 32 registers, 226 KB
+    {128, 128, 64, 64, 2, 2, 1, false, Feature::kAny},   // 64 + 32 registers, 186 KB; smaller head dimensions too
+    {192, 192, 64, 128, 2, 2, 2, false, Feature::kAny},  // 96 + 32 registers, 226 KB
+    {256, 256, 64, 128, 2, 1, 2, false, Feature::kAny},  // 128 + 32 registers, 226 KB
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 
@@ -100,24 +100,25 @@ constexpr bool drops_as_efficient(Feature feature) {
 constexpr bool copies_bias(Feature feature) {
   return feature == Feature::kBias || feature == Feature::kBiasAndEfficientDropout;
 }
-constexpr bool is_wide(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
+// True if the kernel in large_head_dim/ computes the tile.
+constexpr bool is_large(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
 
-constexpr WideRegisters wide_registers(const Tile& tile) {
+constexpr RoleRegisters role_registers(const Tile& tile) {
   if (tile.head_dim > 192) return {32, 208, 208, 64};
   const bool plain = tile.feature == Feature::kNone;
-  return tile.head_dim_v == 192 && plain ? WideRegisters{40, 200, 200, 72} : WideRegisters{40, 192, 208, 72};
+  return tile.head_dim_v == 192 && plain ? RoleRegisters{40, 200, 200, 72} : RoleRegisters{40, 192, 208, 72};
 }
 
 // True if the tile has a kernel whose last add to a dq tile can write dq (dq_semaphores.cuh).
 constexpr bool last_writes_dq(const Tile& tile) {
-  return !is_wide(tile) && tile.feature == Feature::kNone && (tile.head_dim == 64 || tile.head_dim == 128);
+  return !is_large(tile) && tile.feature == Feature::kNone && (tile.head_dim == 64 || tile.head_dim == 128);
 }
 
 // True if the kernel with heads outermost always counts adds.
 constexpr bool by_heads_in_turn_only(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
 
 // Parts of a dq tile that are added independently of one another.
-constexpr int semaphores_of_tile(const Tile& tile) { return is_wide(tile) ? tile.ctas : 1; }
+constexpr int semaphores_of_tile(const Tile& tile) { return is_large(tile) ? tile.ctas : 1; }
 
 // Bytes of a row of a swizzle atom of q, k, v or dout in shared memory: 64 columns, or 32 if these need no padding. At
 // head dimension 80, which both pad, 64 columns were 1 % faster.
@@ -126,16 +127,16 @@ constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64
 // Whether key blocks of full masks start at query blocks of their own. With one stage of dout and one buffer of dq, key
 // blocks that add to the same dq tile at the same time delay one another: 2 to 5 % at head dimension 256.
 constexpr bool staggers_start(const Tile& tile) {
-  return is_wide(tile) && tile.dout_stages == 1 && tile.feature == Feature::kNone;
+  return is_large(tile) && tile.dout_stages == 1 && tile.feature == Feature::kNone;
 }
 
 // Threads that add dq of a work tile. Two per CTA take every other iteration each: one waits until its adds are
 // complete while the other adds.
-constexpr int kWideAdders = 2;
-constexpr int dq_adders(const Tile& tile) { return is_wide(tile) ? tile.ctas * kWideAdders : kConsumerWarpgroups; }
+constexpr int kDqAdders = 2;
+constexpr int dq_adders(const Tile& tile) { return is_large(tile) ? tile.ctas * kDqAdders : kConsumerWarpgroups; }
 
 // Iterations before its last one at which a CTA takes its next work tile: finding it takes as long as two iterations.
-constexpr int early_steps(const Tile& tile) { return !is_wide(tile) && tile.head_dim >= 64 ? 2 : 0; }
+constexpr int early_steps(const Tile& tile) { return !is_large(tile) && tile.head_dim >= 64 ? 2 : 0; }
 
 // Development builds may hold only some head dimensions.
 constexpr bool is_built(int32_t head_dim) {

@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-#include "../bias_gradient.h"
 #include "../params.h"
-#include "../row_statistics.h"
+#include "../pre_post/bias_gradient.h"
+#include "../pre_post/row_statistics.h"
 #include "schedule.h"
 
 namespace flashbwd::sm90 {

@@ -6,16 +6,16 @@
 #include <cstdint>
 
 #include "../../common/hopper.cuh"
-#include "../auxiliary.h"
-#include "../bounded_lengths.h"
+#include "../../common/tensor_map.h"
 #include "../dropout.h"
 #include "../index/arithmetic.h"
-#include "../sink_gradient.h"
+#include "../pre_post/bounded_lengths.h"
+#include "../pre_post/launch.h"
+#include "../pre_post/sink_gradient.h"
 #include "config.h"
 #include "launch.h"
 #include "layout.h"
 #include "plan.h"
-#include "tensor_map.h"
 
 namespace flashbwd::sm90 {
 namespace {
@@ -29,6 +29,21 @@ bool begin_context() {
 bool rows_aligned(const HeadsView& view) {
   return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.batch_stride % 8 == 0 && view.seq_stride % 8 == 0 &&
          view.head_stride % 8 == 0;
+}
+
+// Rows, heads and batches of a 16-bit tensor.
+struct MapShape {
+  int64_t rows, heads, batch;
+};
+
+// A (columns, rows, heads, batch) map of a 16-bit tensor. An empty tensor has no address, so its map gets `fallback`.
+bool encode_heads(CUtensorMap* map, DType dtype, const HeadsView& view, void* fallback, int64_t columns,
+                  const MapShape& shape, int32_t box_rows, int32_t row_bytes = 128) {
+  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return encode_map(
+      map, type, view.data != nullptr ? view.data : fallback, columns,
+      {{shape.rows, view.seq_stride * 2}, {shape.heads, view.head_stride * 2}, {shape.batch, view.batch_stride * 2}},
+      row_bytes / 2, box_rows, row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 uint8_t* workspace_at(const AttentionBackwardParams& p, int64_t offset) {
@@ -92,7 +107,7 @@ bool encode_maps(const AttentionPlan& plan, KernelParams* params) {
                          {{slab_rows, workspace.row_stride * 4},
                           {packed_q ? 1 : int64_t{p.batch} * p.heads, slab_rows * workspace.row_stride * 4}},
                          32, 64);
-  params->tma_dkdv = !is_wide(tile) && params->dk.dtype == p.dtype && params->dv.dtype == p.dtype &&
+  params->tma_dkdv = !is_large(tile) && params->dk.dtype == p.dtype && params->dv.dtype == p.dtype &&
                      params->dk.vectors && params->dv.vectors;
   if (params->tma_dkdv) {
     done = done && encode_heads(&maps.dk, p.dtype, p.dk, fallback, p.head_dim, of_k, 64) &&
@@ -141,7 +156,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     features.dropout_scale = dropout_scale(p);
     features.dropout_threshold =
         p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
-    if (!is_wide(tile) && !copies_bias(tile.feature)) params->gradient_scale *= features.dropout_scale;
+    if (!is_large(tile) && !copies_bias(tile.feature)) params->gradient_scale *= features.dropout_scale;
   }
   encode_key_gradients(plan, params);
   return encode_maps(plan, params) ? nullptr : "sm90: the driver could not encode a tensor map";
@@ -161,19 +176,18 @@ const char* dispatch(int tile_index, const KernelParams& params, void* stream) {
 
 const char* launch_kernel_of(const AttentionPlan& plan, const KernelParams& params, void* stream) {
   if (params.schedule.work_tiles == 0) return nullptr;
-  return params.attention.dtype == DType::kBFloat16
-             ? dispatch<__nv_bfloat16>(plan.config, params, stream)
-             : dispatch<__half>(plan.config, params, stream);
+  return params.attention.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(plan.config, params, stream)
+                                                    : dispatch<__half>(plan.config, params, stream);
 }
 
-const char* launch_dq_postprocess(const AttentionPlan& plan, const KernelParams& params, void* stream) {
+const char* finish_dq(const AttentionPlan& plan, const KernelParams& params, void* stream) {
   AttentionBackwardParams p = params.attention;
   p.softmax_scale = params.gradient_scale;
-  if (params.schedule.work_tiles == 0) return launch_convert_dq(p, plan.workspace, stream);
+  if (params.schedule.work_tiles == 0) return launch_dq_postprocess(p, plan.workspace, stream);
   if (params.schedule.last_add_writes_dq) return nullptr;
   const Tile& tile = kTiles[plan.config];
   const int32_t adds = dq_adders(tile) * params.schedule.gqa_splits;
-  return launch_convert_dq(p, plan.workspace, stream, {params.dq.finished, adds, tile.block_n});
+  return launch_dq_postprocess(p, plan.workspace, stream, {params.dq.finished, adds, tile.block_n});
 }
 
 RowsReady rows_ready(const KernelParams& params) {
@@ -204,7 +218,7 @@ const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan,
     return error;
   }
   if (const char* error = launch_kernel_of(plan, params, stream)) return error;
-  if (const char* error = launch_dq_postprocess(plan, params, stream)) return error;
+  if (const char* error = finish_dq(plan, params, stream)) return error;
   if (params.schedule.gqa_splits > 1) {
     const PartialSums dk = {params.dk.view, p.dk, p.dk_dtype, p.head_dim};
     const PartialSums dv = {params.dv.view, p.dv, p.dv_dtype, p.head_dim_v};

@@ -4,13 +4,13 @@
 
 #include "../../common/launch.h"
 #include "kernel.cuh"
+#include "large_head_dim/kernel.cuh"
 #include "launch.h"
-#include "wide/kernel.cuh"
 
 namespace flashbwd::sm90 {
 
 // The kernel function and its number of threads, for either kind of kernel.
-template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq, bool kWide = is_wide(kTiles[kTileIndex])>
+template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq, bool kLarge = is_large(kTiles[kTileIndex])>
 struct Kernel {
   using Traits = sm90::Traits<T, kTileIndex, kByHeads, kLastWritesDq>;
   static constexpr auto kFunction = backward_kernel<Traits>;
@@ -20,9 +20,9 @@ struct Kernel {
 template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq>
 struct Kernel<T, kTileIndex, kByHeads, kLastWritesDq, true> {
   static_assert(!kLastWritesDq, "parts of a tile have turns of their own");
-  using Traits = wide::Traits<T, kTileIndex, kByHeads>;
-  static constexpr auto kFunction = wide::backward_kernel<Traits>;
-  static constexpr int kBlockThreads = kWideThreads;
+  using Traits = large_head_dim::Traits<T, kTileIndex, kByHeads>;
+  static constexpr auto kFunction = large_head_dim::backward_kernel<Traits>;
+  static constexpr int kBlockThreads = kLargeThreads;
 };
 
 template <typename Kernel>

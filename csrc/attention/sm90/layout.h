@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../bias_gradient.h"
 #include "../index/tile_order.h"
+#include "../pre_post/bias_gradient.h"
 #include "config.h"
 #include "schedule.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "../index/tile_order.h"
-#include "../row_statistics.h"
+#include "../pre_post/row_statistics.h"
 #include "config.h"
 #include "layout.h"
 #include "schedule.h"

@@ -34,7 +34,7 @@ template <typename T_, int kTileIndex, bool kByHeads, bool kLastWritesDq_>
 struct Traits {
   using T = T_;
   static constexpr Tile kTile = kTiles[kTileIndex];
-  static_assert(!is_wide(kTile) && kTile.head_dim == kTile.head_dim_v, "128 keys a CTA, one head dimension");
+  static_assert(!is_large(kTile) && kTile.head_dim == kTile.head_dim_v, "128 keys a CTA, one head dimension");
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;

@@ -1,7 +1,7 @@
 // The gradient of the attention sink, computed from the row statistics.
 #pragma once
 
-#include "params.h"
+#include "../params.h"
 #include "row_statistics.h"
 
 namespace flashbwd {

@@ -1,9 +1,9 @@
 #include <cuda_runtime.h>
 
-#include "../common/launch.h"
-#include "../common/numeric.cuh"
-#include "index/arithmetic.h"
-#include "sequence.cuh"
+#include "../../common/launch.h"
+#include "../../common/numeric.cuh"
+#include "../index/arithmetic.h"
+#include "../sequence.cuh"
 #include "sink_gradient.h"
 
 namespace flashbwd {

@@ -5,7 +5,7 @@
 
 #include "tensor_map.h"
 
-namespace flashbwd::sm90 {
+namespace flashbwd {
 namespace {
 
 // The driver's encoder, found at run time: the library does not link libcuda.
@@ -48,13 +48,4 @@ bool encode_map(CUtensorMap* map, CUtensorMapDataType type, void* data, int64_t 
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-bool encode_heads(CUtensorMap* map, DType dtype, const HeadsView& view, void* fallback, int64_t columns,
-                  const MapShape& shape, int32_t box_rows, int32_t row_bytes) {
-  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encode_map(
-      map, type, view.data != nullptr ? view.data : fallback, columns,
-      {{shape.rows, view.seq_stride * 2}, {shape.heads, view.head_stride * 2}, {shape.batch, view.batch_stride * 2}},
-      row_bytes / 2, box_rows, row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
-}
-
-}  // namespace flashbwd::sm90
+}  // namespace flashbwd

@@ -1,4 +1,4 @@
-// Sizes and shared memory of wide tiles, and the stream of pieces from which all operands are read.
+// Sizes and shared memory of large head dimensions, and the stream of pieces from which all operands are read.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace flashbwd::sm80 {
 
 // The names are those of Traits, so that both forms share the code for scores and products. kHeadDim is one piece here.
 template <typename T_, int kTileIndex, Extras kExtras_, typename M_ = Mma<T_>>
-struct WideTraits {
+struct LargeTraits {
   using T = T_;
   using M = M_;
   static constexpr Tile kTile = kTiles[kTileIndex];
@@ -44,7 +44,7 @@ struct WideTraits {
   // partial.
   static constexpr int kPairColumns = 16 * kWarpsS;
   static constexpr int kPairs = kGradientTiles / 2;
-  static_assert(kTile.wide && kTile.element_bytes == sizeof(T), "the tile is for another form or element");
+  static_assert(kTile.large && kTile.element_bytes == sizeof(T), "the tile is for another form or element");
   static_assert(kKeyTiles * kWarpsN * 16 == kBlockN && kQueryTiles * kWarpsQ * 16 == kBlockM, "whole rows of tiles");
   static_assert(kScoreTiles % 2 == 0 && kScoreTiles * kWarpsS * 8 == kBlockM, "queries in pairs of 8");
   static_assert(kColumnTiles % 2 == 0 && kColumnTiles * kWarpsD * 8 == kDqStep, "columns in pairs of 8");

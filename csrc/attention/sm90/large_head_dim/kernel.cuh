@@ -6,7 +6,7 @@
 #include "../epilogue.cuh"
 #include "producer.cuh"
 
-namespace flashbwd::sm90::wide {
+namespace flashbwd::sm90::large_head_dim {
 
 // Stores dv of a work tile, staged in the buffer of P after the warpgroup of dS has read the last P.
 template <typename Traits>
@@ -48,12 +48,12 @@ __device__ __forceinline__ void for_each_tile(typename Traits::SharedStorage& sm
 }
 
 template <typename Traits>
-__global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 1)
+__global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads, 1)
     backward_kernel(const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(1024) uint8_t storage[];
   using SharedStorage = typename Traits::SharedStorage;
   using WorkTile = typename Traits::WorkTile;
-  using Producer = wide::Producer<Traits>;
+  using Producer = large_head_dim::Producer<Traits>;
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(storage);
   const int32_t warpgroup = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / kWarpgroupThreads, 0);
   const int32_t warp = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / 32, 0);
@@ -76,7 +76,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
     const auto rank = static_cast<int32_t>(rank_in_cluster());
     if (warp == 0) {
       if (elect_one()) Producer::load_queries(params, smem);
-    } else if (warp <= kWideAdders) {
+    } else if (warp <= kDqAdders) {
       if (elect_one()) Producer::store_dq(params, smem, rank, warp - 1);
     } else {
       Producer::schedule_tiles(params, smem, rank, lane);
@@ -120,4 +120,4 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kWideThreads, 
   wait_for_launch_before();  // later launches wait for this one only
 }
 
-}  // namespace flashbwd::sm90::wide
+}  // namespace flashbwd::sm90::large_head_dim

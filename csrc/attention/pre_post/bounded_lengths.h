@@ -3,8 +3,8 @@
 // kernel reads the caller's array.
 #pragma once
 
-#include "params.h"
-#include "workspace.h"
+#include "../params.h"
+#include "../workspace.h"
 
 namespace flashbwd {
 

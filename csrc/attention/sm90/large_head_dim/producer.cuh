@@ -5,7 +5,7 @@
 #include "../producer.cuh"
 #include "mainloop.cuh"
 
-namespace flashbwd::sm90::wide {
+namespace flashbwd::sm90::large_head_dim {
 
 template <typename Traits>
 struct Producer {
@@ -48,7 +48,7 @@ struct Producer {
     }
   }
 
-  // One of kWideAdders threads: adds the dq tiles of every other iteration to the accumulator, and counts each work
+  // One of kDqAdders threads: adds the dq tiles of every other iteration to the accumulator, and counts each work
   // tile as finished.
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t adder) {
     int32_t count = 0;    // chunks of 64 columns so far, of all adders
@@ -141,7 +141,7 @@ struct Producer {
     DqTurn turn;
     for (QueryIterator step(work, work.first_index); step.index < step.end; step.advance(work)) {
       const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
-      if (step.index % kWideAdders != adder) {
+      if (step.index % kDqAdders != adder) {
         count += chunks.size();
         continue;
       }
@@ -179,4 +179,4 @@ struct Producer {
   }
 };
 
-}  // namespace flashbwd::sm90::wide
+}  // namespace flashbwd::sm90::large_head_dim

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <limits>
 
-#include "../common/launch.h"
-#include "auxiliary.h"
-#include "convert_dq.cuh"
-#include "convert_dq_blocks.cuh"
+#include "../../common/launch.h"
+#include "dq_postprocess.cuh"
+#include "dq_postprocess_blocks.cuh"
+#include "launch.h"
 #include "preprocess.cuh"
 
 namespace flashbwd {
@@ -29,7 +29,7 @@ RowThreads row_threads(int64_t columns, const HeadsView& result, DType dtype) {
 }
 
 uint32_t convert_row_blocks(int64_t rows, const RowThreads& threads) {
-  return static_cast<uint32_t>(ceil_div(rows, (kConvertThreads >> threads.lanes_log2) * kConvertRows));
+  return static_cast<uint32_t>(ceil_div(rows, (kDqPostprocessThreads >> threads.lanes_log2) * kConvertRows));
 }
 
 template <typename Arguments>
@@ -55,14 +55,15 @@ const char* launch(void (*kernel)(Arguments), const Arguments& arguments, int64_
   return launch_ctas(kernel, arguments, ctas, threads, overlaps, stream);
 }
 
-const char* launch_convert_dq_blocks(const ConvertArguments& arguments, int64_t batch_heads, void* stream) {
+const char* launch_dq_postprocess_blocks(const DqPostprocessArguments& arguments, int64_t batch_heads, void* stream) {
   switch (arguments.params.dq_dtype) {
     case DType::kFloat16:
-      return launch(convert_dq_blocks_kernel<__half>, arguments, batch_heads, kConvertThreads, false, stream);
+      return launch(dq_postprocess_blocks_kernel<__half>, arguments, batch_heads, kDqPostprocessThreads, false, stream);
     case DType::kBFloat16:
-      return launch(convert_dq_blocks_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, false, stream);
+      return launch(dq_postprocess_blocks_kernel<__nv_bfloat16>, arguments, batch_heads, kDqPostprocessThreads, false,
+                    stream);
     default:
-      return launch(convert_dq_blocks_kernel<float>, arguments, batch_heads, kConvertThreads, false, stream);
+      return launch(dq_postprocess_blocks_kernel<float>, arguments, batch_heads, kDqPostprocessThreads, false, stream);
   }
 }
 
@@ -119,9 +120,9 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
   }
 }
 
-const char* launch_convert_dq(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
-                              const HeadsFinished& finished) {
-  ConvertArguments arguments;
+const char* launch_dq_postprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
+                                  const HeadsFinished& finished) {
+  DqPostprocessArguments arguments;
   arguments.params = params;
   arguments.workspace = workspace;
   arguments.finished = finished;
@@ -129,18 +130,19 @@ const char* launch_convert_dq(const AttentionBackwardParams& params, const Works
   const int64_t batch_heads = int64_t{params.batch} * params.heads;
   if (workspace.dq_blocks) {
     arguments.row_blocks =
-        static_cast<uint32_t>(ceil_div(params.seqlen_q, kConvertThreads >> arguments.threads.lanes_log2));
-    return launch_convert_dq_blocks(arguments, batch_heads, stream);
+        static_cast<uint32_t>(ceil_div(params.seqlen_q, kDqPostprocessThreads >> arguments.threads.lanes_log2));
+    return launch_dq_postprocess_blocks(arguments, batch_heads, stream);
   }
   arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads);
   const bool overlaps = finished.counts != nullptr;
   switch (params.dq_dtype) {
     case DType::kFloat16:
-      return launch(convert_dq_kernel<__half>, arguments, batch_heads, kConvertThreads, overlaps, stream);
+      return launch(dq_postprocess_kernel<__half>, arguments, batch_heads, kDqPostprocessThreads, overlaps, stream);
     case DType::kBFloat16:
-      return launch(convert_dq_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, overlaps, stream);
+      return launch(dq_postprocess_kernel<__nv_bfloat16>, arguments, batch_heads, kDqPostprocessThreads, overlaps,
+                    stream);
     default:
-      return launch(convert_dq_kernel<float>, arguments, batch_heads, kConvertThreads, overlaps, stream);
+      return launch(dq_postprocess_kernel<float>, arguments, batch_heads, kDqPostprocessThreads, overlaps, stream);
   }
 }
 
@@ -158,11 +160,12 @@ const char* launch_add_partial_sums(const AttentionBackwardParams& params, const
   const int64_t batch_heads = int64_t{params.batch} * params.heads_kv;
   switch (partial.dtype) {
     case DType::kFloat16:
-      return launch(add_partial_sums_kernel<__half>, arguments, batch_heads, kConvertThreads, false, stream);
+      return launch(add_partial_sums_kernel<__half>, arguments, batch_heads, kDqPostprocessThreads, false, stream);
     case DType::kBFloat16:
-      return launch(add_partial_sums_kernel<__nv_bfloat16>, arguments, batch_heads, kConvertThreads, false, stream);
+      return launch(add_partial_sums_kernel<__nv_bfloat16>, arguments, batch_heads, kDqPostprocessThreads, false,
+                    stream);
     default:
-      return launch(add_partial_sums_kernel<float>, arguments, batch_heads, kConvertThreads, false, stream);
+      return launch(add_partial_sums_kernel<float>, arguments, batch_heads, kDqPostprocessThreads, false, stream);
   }
 }
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "../common/launch.h"
+#include "../../common/launch.h"
 #include "bounded_lengths.h"
 
 namespace flashbwd {

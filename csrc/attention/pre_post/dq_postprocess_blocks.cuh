@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "convert_dq.cuh"
+#include "dq_postprocess.cuh"
 
 namespace flashbwd {
 
@@ -22,8 +22,8 @@ __device__ __forceinline__ void load_row_of_blocks(const float* rows, int32_t ro
 
 // A thread converts eight columns of one row at a time. Eight neighbouring threads convert the eight rows of a block.
 template <typename T>
-__global__ void __launch_bounds__(kConvertThreads)
-    convert_dq_blocks_kernel(const __grid_constant__ ConvertArguments a) {
+__global__ void __launch_bounds__(kDqPostprocessThreads)
+    dq_postprocess_blocks_kernel(const __grid_constant__ DqPostprocessArguments a) {
   const AttentionBackwardParams& p = a.params;
   const WorkspaceLayout& w = a.workspace;
   const uint8_t* const workspace = static_cast<const uint8_t*>(p.workspace);

@@ -6,7 +6,7 @@
 #include "../kernel_params.h"
 #include "../tile_scheduler.cuh"
 
-namespace flashbwd::sm90::wide {
+namespace flashbwd::sm90::large_head_dim {
 
 // Used by the warpgroup that has dS.
 template <typename Traits>
@@ -108,4 +108,4 @@ struct BiasGradientWriter {
   }
 };
 
-}  // namespace flashbwd::sm90::wide
+}  // namespace flashbwd::sm90::large_head_dim

@@ -1,9 +1,9 @@
 // The launches before and after an attention main kernel. The kernel families share them.
 #pragma once
 
-#include "params.h"
+#include "../params.h"
+#include "../workspace.h"
 #include "row_statistics.h"
-#include "workspace.h"
 
 namespace flashbwd {
 
@@ -32,8 +32,8 @@ int32_t rows_of_flag(const AttentionBackwardParams& params);
 // Each function launches on `stream`, a cudaStream_t, and returns null or an error message.
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
                               const RowStatistics& statistics, void* stream, const RowsReady& ready = {});
-const char* launch_convert_dq(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
-                              const HeadsFinished& finished = {});
+const char* launch_dq_postprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
+                                  const HeadsFinished& finished = {});
 
 // fp32 partial sums of dk or dv, (batch, heads_kv, splits, seqlen_k, columns), and the gradient that they add up to.
 struct PartialSums {

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../common/launch.h"
-#include "../common/numeric.cuh"
+#include "../../common/launch.h"
+#include "../../common/numeric.cuh"
+#include "../index/visibility.h"
+#include "../scalars.cuh"
+#include "../sequence.cuh"
 #include "bias_gradient.h"
-#include "index/visibility.h"
-#include "scalars.cuh"
-#include "sequence.cuh"
 
 namespace flashbwd {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "index/visibility.h"
-#include "params.h"
+#include "../index/visibility.h"
+#include "../params.h"
 
 namespace flashbwd {
 

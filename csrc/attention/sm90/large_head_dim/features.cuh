@@ -9,7 +9,7 @@
 #include "../kernel_params.h"
 #include "../score_mod/dropout_mask.cuh"
 
-namespace flashbwd::sm90::wide {
+namespace flashbwd::sm90::large_head_dim {
 
 // What the warpgroup of dS gets of a probability p, in one number: p times the derivative of the softcap, with the sign
 // set if dropout dropped it.
@@ -202,4 +202,4 @@ struct ScoreTile {
   }
 };
 
-}  // namespace flashbwd::sm90::wide
+}  // namespace flashbwd::sm90::large_head_dim

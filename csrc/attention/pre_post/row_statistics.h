@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../common/macros.h"
+#include "../../common/macros.h"
 
 namespace flashbwd {
 

@@ -6,7 +6,7 @@
 #include "../config.h"
 #include "../tile_scheduler.cuh"
 
-namespace flashbwd::sm90::wide {
+namespace flashbwd::sm90::large_head_dim {
 
 enum NamedBarrier : uint32_t {
   kProbabilityBarrier = 1,  // the 128 threads of P and dv
@@ -35,7 +35,7 @@ struct Traits {
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr int kEarlySteps = early_steps(kTile);
   static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its part of a tile on its own
-  static constexpr WideRegisters kRegisters = wide_registers(kTile);
+  static constexpr RoleRegisters kRegisters = role_registers(kTile);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
   static_assert(kCtas <= 2, "each has the dS of one other");
   static_assert(kHeadDim % kChunkColumns == 0 && kHeadDimV % kChunkColumns == 0, "tiles are whole chunks");
@@ -59,7 +59,7 @@ struct Traits {
   static constexpr int kValueSteps = steps_in_registers(kRegisters.score_gradients, kHeadDimV, kHeadDim);
 
   // Three warpgroups, the thread that loads, and the threads that add.
-  static constexpr int kWorkReaders = 3 * kWarpgroupThreads + 1 + kWideAdders;
+  static constexpr int kWorkReaders = 3 * kWarpgroupThreads + 1 + kDqAdders;
 
   static constexpr int kDsBytes = kBlockN * kChunkRowBytes;
 
@@ -107,7 +107,7 @@ struct Traits {
     uint64_t p_full[kWarps], p_empty[kWarps];  // the threads of one warp of P arrive, or of dS; the other waits
     uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];  // every warp of dS arrives, every warp of dq of both CTAs
     uint64_t ds_other_full[kDsBuffers];                  // a thread of dq arrives, the other CTA sends bytes
-    uint64_t dq_full[kWideAdders][kDqBuffers];           // per adder: every warp of dq arrives
+    uint64_t dq_full[kDqAdders][kDqBuffers];             // per adder: every warp of dq arrives
     uint64_t dq_empty[kDqBuffers];                       // the thread that has added arrives
   };
 
@@ -150,4 +150,4 @@ struct Traits {
   }
 };
 
-}  // namespace flashbwd::sm90::wide
+}  // namespace flashbwd::sm90::large_head_dim

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "index/arithmetic.h"
-#include "params.h"
-#include "workspace.h"
+#include "../index/arithmetic.h"
+#include "../params.h"
+#include "../workspace.h"
 
 namespace flashbwd {
 

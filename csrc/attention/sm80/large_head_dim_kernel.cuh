@@ -1,12 +1,13 @@
-// The kernel for wide tiles: persistent CTAs, each with global memory for dk and dv of its current key block.
+// The kernel for large head dimensions: persistent CTAs, each with global memory for dk and dv of its current key
+// block.
 #pragma once
 
-#include "wide_mainloop.cuh"
+#include "large_head_dim_mainloop.cuh"
 
 namespace flashbwd::sm80 {
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) wide_kernel(const __grid_constant__ KernelParams params) {
+__global__ void __launch_bounds__(Traits::kThreads, 1) large_kernel(const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 #pragma unroll 1
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) wide_kernel(const __grid_
     __syncthreads();  // thread 0 has written the work tile
     if (smem.job >= params.num_work_tiles) return;
     if (smem.work.exists) {
-      WideMainloop<Traits>::run(params, smem, smem.work);
+      LargeMainloop<Traits>::run(params, smem, smem.work);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);
     }
     __syncthreads();  // all threads are done with the work tile and its buffers

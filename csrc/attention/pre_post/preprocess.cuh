@@ -5,15 +5,15 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../common/launch_overlap.cuh"
-#include "../common/numeric.cuh"
-#include "../common/ordered.cuh"
-#include "auxiliary.h"
-#include "index/arithmetic.h"
+#include "../../common/launch_overlap.cuh"
+#include "../../common/numeric.cuh"
+#include "../../common/ordered.cuh"
+#include "../index/arithmetic.h"
+#include "../params.h"
+#include "../sequence.cuh"
 #include "init_workspace.cuh"
-#include "params.h"
+#include "launch.h"
 #include "row_statistics.h"
-#include "sequence.cuh"
 
 namespace flashbwd {
 

@@ -1,4 +1,4 @@
-// The query loop of one CTA for wide tiles, for any head dimensions.
+// The query loop of one CTA for large head dimensions, for any head dimensions.
 //
 // s and dp are summed over blocks of columns in registers. p and ds of the whole tile go to shared memory. Then dv, dk
 // and dq are computed one block of columns after the other. Between query tiles, dk and dv are in global memory, in the
@@ -8,12 +8,12 @@
 #include <cstdint>
 
 #include "epilogue.cuh"
-#include "wide_traits.cuh"
+#include "large_head_dim_traits.cuh"
 
 namespace flashbwd::sm80 {
 
 template <typename Traits>
-struct WideMainloop : Mainloop<Traits> {
+struct LargeMainloop : Mainloop<Traits> {
   using Base = Mainloop<Traits>;
   using M = typename Base::M;
   using SharedStorage = typename Traits::SharedStorage;

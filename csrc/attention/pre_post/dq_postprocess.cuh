@@ -4,18 +4,18 @@
 
 #include <cstdint>
 
-#include "../common/launch_overlap.cuh"
-#include "../common/numeric.cuh"
-#include "../common/ordered.cuh"
-#include "auxiliary.h"
-#include "index/dq_layout.h"
-#include "params.h"
-#include "sequence.cuh"
-#include "workspace.h"
+#include "../../common/launch_overlap.cuh"
+#include "../../common/numeric.cuh"
+#include "../../common/ordered.cuh"
+#include "../index/dq_layout.h"
+#include "../params.h"
+#include "../sequence.cuh"
+#include "../workspace.h"
+#include "launch.h"
 
 namespace flashbwd {
 
-constexpr int kConvertThreads = 256;
+constexpr int kDqPostprocessThreads = 256;
 constexpr int kConvertRows = 2;     // per thread, loaded at the same time
 constexpr int kConvertColumns = 8;  // per thread: 32 bytes of the accumulator, 16 bytes of a 16-bit dq
 
@@ -37,7 +37,7 @@ struct RowThreads {
 
   __device__ int32_t lanes() const { return 1 << lanes_log2; }
   __device__ int32_t lane() const { return threadIdx.x & (lanes() - 1); }
-  __device__ int32_t rows_abreast() const { return kConvertThreads >> lanes_log2; }  // from row to row
+  __device__ int32_t rows_abreast() const { return kDqPostprocessThreads >> lanes_log2; }  // from row to row
   __device__ int32_t first_row(uint32_t row_block) const {
     return row_block * rows_abreast() * kConvertRows + (threadIdx.x >> lanes_log2);
   }
@@ -104,7 +104,7 @@ __device__ __forceinline__ int64_t accumulator_begin(const AttentionBackwardPara
   return first_row * p.heads * row_stride;
 }
 
-struct ConvertArguments {
+struct DqPostprocessArguments {
   AttentionBackwardParams params;
   WorkspaceLayout workspace;
   HeadsFinished finished;
@@ -113,7 +113,8 @@ struct ConvertArguments {
 };
 
 // Called by one thread: waits until all key blocks of this head have been added.
-inline __device__ void wait_for_head(const ConvertArguments& a, const Sequence& sequence, int32_t batch, int32_t head) {
+inline __device__ void wait_for_head(const DqPostprocessArguments& a, const Sequence& sequence, int32_t batch,
+                                     int32_t head) {
   const AttentionBackwardParams& p = a.params;
   const int32_t* count = a.finished.counts + int64_t{batch} * p.heads_kv + head / (p.heads / p.heads_kv);
   const auto all =
@@ -122,7 +123,8 @@ inline __device__ void wait_for_head(const ConvertArguments& a, const Sequence& 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kConvertThreads) convert_dq_kernel(const __grid_constant__ ConvertArguments a) {
+__global__ void __launch_bounds__(kDqPostprocessThreads)
+    dq_postprocess_kernel(const __grid_constant__ DqPostprocessArguments a) {
   const AttentionBackwardParams& p = a.params;
   const WorkspaceLayout& w = a.workspace;
   const uint8_t* const workspace = static_cast<const uint8_t*>(p.workspace);
@@ -166,7 +168,7 @@ struct PartialSumsArguments {
 
 // Sums the slots of a gradient in index order.
 template <typename T>
-__global__ void __launch_bounds__(kConvertThreads)
+__global__ void __launch_bounds__(kDqPostprocessThreads)
     add_partial_sums_kernel(const __grid_constant__ PartialSumsArguments a) {
   const uint32_t batch_head = blockIdx.x / a.row_blocks;
   const int32_t batch = static_cast<int32_t>(batch_head / a.heads);

@@ -111,18 +111,26 @@ def test_short_slots_are_cool_and_long_ones_have_a_settled_clock(gpu):
     timings = measure.interleaved(peers, GPU, Settings(6, 30.0, 50.0, 500.0), sustained="ab")
     for timing in timings.values():
         assert timing.times_ms == pytest.approx([1.0] * 6)
-    assert timings["a"].sustained_ms == timings["b"].sustained_ms == pytest.approx([2.0] * 6)
+    assert timings["a"].sustained_ms == timings["b"].sustained_ms == pytest.approx([2.0] * measure.SUSTAINED_ROUNDS)
     assert timings["c"].sustained_ms == []
     assert gpu.rests == [50.0] * 18  # before each short slot, and before no long one
 
 
 def test_settled_clocks_are_measured_for_the_peers_that_bars_compare():
-    case = next(c for c in cases.ATTENTION_CASES if c.table == "main")
+    case = next(c for c in cases.ATTENTION_CASES if c.table == "main" and c.seqlen == 4096)
     names = [peer.name for peer in contenders.peers_of(case, GPU)]
     wanted = {cases.SM90, cases.CUDNN, cases.CUDNN_HEADS_FIRST, cases.SM80, cases.FLASH, cases.SM90 + " deterministic"}
     assert set(runner.sustained_peers(case, names)) == wanted
     anyone = replace(case, bars=(cases.Bar(cases.SM90, cases.ANY_PEER, 1.0),))
     assert set(runner.sustained_peers(anyone, ["a", cases.SM80, cases.SM90])) == {"a", cases.SM90}
+
+
+def test_settled_clocks_are_measured_only_where_power_binds():
+    case = next(c for c in cases.ATTENTION_CASES if c.table == "main" and c.seqlen == 4096)
+    names = [peer.name for peer in contenders.peers_of(case, GPU)]
+    assert runner.sustained_peers(case, names)
+    assert runner.sustained_peers(replace(case, seqlen=2048), names) == []
+    assert runner.sustained_peers(replace(case, table="bias"), names) == []
 
 
 # ---- of which sources -----------------------------------------------------------------------------

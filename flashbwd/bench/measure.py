@@ -22,7 +22,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from flashbwd.bench.peers import Prepared
 
 GRAPH_BELOW_MS = 0.15  # includes host time: launching a call of 50 us of device time often takes 100 us
 FEWEST_ROUNDS = 5
+SUSTAINED_ROUNDS = 3  # of slots with a settled clock, which are long and vary little
 CPU_CACHE_BYTES = 2**25  # used if the system does not report the size
 
 
@@ -228,9 +229,11 @@ def interleaved(
             timings[name].eager_ms.append(runners[name].eager_slot(timer))
         tick()
     if timer.cuda and settings.sustained_ms > 0 and not short:
-        fewest = replace(settings, rounds=FEWEST_ROUNDS)  # these rounds are long
-        for name in in_rounds([name for name in runners if name in sustained], fewest):
-            timings[name].sustained_ms.append(runners[name].sustained_slot(timer, settings.sustained_ms, pilots[name]))
+        names = [name for name in runners if name in sustained]
+        for turn in range(SUSTAINED_ROUNDS):
+            for name in order(names, turn):
+                slot = runners[name].sustained_slot(timer, settings.sustained_ms, pilots[name])
+                timings[name].sustained_ms.append(slot)
     return timings
 
 

@@ -99,12 +99,16 @@ def run_case(
     return found
 
 
+POWER_LIMITED = ("main", "grouped")  # tables
+POWER_LIMITED_SEQLEN = 4096
+
+
 def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
     """The peers among ``names`` that a bar of the case compares, if it is an attention case.
 
-    Only attention may bring a GPU to its power limit; blocks always have long slots.
+    Only attention with long sequences brings a GPU to its power limit; blocks always have long slots.
     """
-    if not isinstance(case, AttentionCase):
+    if not isinstance(case, AttentionCase) or case.seqlen < POWER_LIMITED_SEQLEN or case.table not in POWER_LIMITED:
         return []
     over = {variant for bar in case.bars for variant in VARIANTS.get(bar.over, (bar.over,))}
     every = any(bar.over == ANY_PEER for bar in case.bars)

@@ -509,8 +509,7 @@ def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
     [
         ({}, True),
         ({"head_dim": 200, "head_dim_v": 256}, True),
-        ({"seqlen_q": 12288, "total_q": 2 * 12288}, True),  # 24 MB of q, dout and dq per head
-        ({"seqlen_q": 12289, "total_q": 2 * 12289}, False),
+        ({"seqlen_q": 16384, "total_q": 2 * 16384}, True),
         ({"head_dim": 192, "head_dim_v": 192}, False),
         ({"head_dim": 128, "head_dim_v": 128}, False),
         ({"window_right": 0}, False),
@@ -528,7 +527,7 @@ def test_default_full_masks_of_head_dimension_256_start_staggered(
 ) -> None:
     sizes = square(2, 2048) | {"heads": 8, "heads_kv": 8, "head_dim": 256, "head_dim_v": 256}
     plan = plan_of(host, **(sizes | changes))
-    assert plan.sm90.staggered is staggered
+    assert (plan.sm90.query_blocks_apart > 0) is staggered
     assert ("staggered start" in plan.schedule) is staggered
 
 

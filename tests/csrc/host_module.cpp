@@ -301,7 +301,7 @@ void bind_sm90_schedule(py::module_& m) {
       .def_readonly("work_tiles", &Schedule::work_tiles)
       .def_readonly("ctas", &Schedule::ctas)
       .def_readonly("heads_outermost", &Schedule::heads_outermost)
-      .def_readonly("staggered", &Schedule::staggered)
+      .def_readonly("query_blocks_apart", &Schedule::query_blocks_apart)
       .def_readonly("fetches_early", &Schedule::fetches_early)
       .def_readonly("dq_order", &Schedule::dq_order)
       .def_readonly("last_add_writes_dq", &Schedule::last_add_writes_dq)

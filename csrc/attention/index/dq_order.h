@@ -1,11 +1,11 @@
-// The order in which key blocks add to a dq tile, if it is fixed or if the last add has a task of its own. Each dq tile
-// of a (batch, query head) has an ordered semaphore. An add waits until the semaphore equals its turn, adds, and sets
-// the semaphore to turn + 1.
+// The order in which key blocks add to a dq tile. In deterministic calls each dq tile of a (batch, query head) has an
+// ordered semaphore: an add waits until the semaphore equals its turn, adds, and sets the semaphore to turn + 1. Where
+// the last add writes dq, only the first and the last add have a turn.
 //
-// One CTA runs one work tile at a time. A dynamic scheduler hands out work tiles in the order of tile_order.h, so a
-// work tile may wait only for work tiles before it: of the tiles handed out and not finished, the first waits for no
-// other, so it ends, and by induction all end, whatever the number of CTAs. The tests simulate this with empty work
-// tiles.
+// A dynamic scheduler hands out work tiles in the order of tile_order.h, and each role of a CTA takes its work tiles in
+// that order. So a work tile may wait only for work tiles handed out before it: of the tiles handed out and not
+// finished, the first waits for no other, so it ends, and by induction all end, whatever the number of CTAs. The tests
+// simulate this with empty work tiles.
 #pragma once
 
 #include <cstdint>

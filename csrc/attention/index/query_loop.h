@@ -53,12 +53,10 @@ struct QueryLoopPosition {
 };
 
 // Staggered start: the query block at which the loop of key block n begins, if all key blocks see all query blocks. Key
-// blocks that run side by side are consecutive; they start at query blocks far apart, so that they add to different dq
-// tiles.
-FLASHBWD_HOST_DEVICE constexpr int32_t staggered_start(int32_t n, int32_t num_key_blocks, int32_t num_query_blocks) {
-  constexpr int64_t kTurns = 5;  // n = num_key_blocks would have gone so often around all query blocks
-  const int64_t place = kTurns * n;
-  return static_cast<int32_t>((place * num_query_blocks / num_key_blocks + place / num_key_blocks) % num_query_blocks);
+// blocks that run side by side are consecutive, so they add to different dq tiles, and those that they read at one time
+// are a window of the head.
+FLASHBWD_HOST_DEVICE constexpr int32_t staggered_start(int32_t n, int32_t blocks_apart, int32_t num_query_blocks) {
+  return static_cast<int32_t>(int64_t{n} * blocks_apart % num_query_blocks);
 }
 
 // How many CTAs should share the loop of a key block. There are `work_tiles` key blocks with `mean` iterations on

@@ -2,8 +2,8 @@
 //
 // Heads are processed in groups whose queries fit in L2 together (a head swizzle). Within a group, key block 0 of all
 // heads comes first, then key block 1 of all heads, and so on. Under a causal mask key block 0 has the most queries, so
-// this is longest processing time first (LPT). The key blocks of one head are in ascending order, as ordered
-// accumulation requires, and far apart, so that neighbours rarely wait for one another.
+// this is longest processing time first (LPT). The key blocks of one head are far apart, so that neighbours rarely wait
+// for one another. A schedule may count key blocks from the last one (Schedule::reversed in sm90/schedule.h).
 #pragma once
 
 #include <cstdint>
@@ -47,17 +47,6 @@ FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_
   const Index within = index - group * width * num_key_blocks;
   const Index size = static_cast<Index>(at_most(width, all_heads - group * width));  // the last group may be smaller
   const Index head = group * width + within % size;
-  return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
-}
-
-// The same, but all heads from work tile `before_last` on are one group. `before_last` is the first tile of a head.
-template <typename Index>
-FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_t batch, int32_t heads,
-                                                             int32_t num_key_blocks, int64_t head_group,
-                                                             Index before_last) {
-  if (index < before_last) return dense_work_tile(index, batch, heads, num_key_blocks, head_group);
-  const Index heads_before = before_last / num_key_blocks, size = Index{batch} * heads - heads_before;
-  const Index within = index - before_last, head = heads_before + within % size;
   return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
 }
 

@@ -146,14 +146,15 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
 }
 
 // One unit of work of preprocess_ahead_kernel: a block of rows of one head. The order is the one in which the main
-// kernel needs them: heads_abreast heads at a time, and within these, each block of rows of all heads.
+// kernel needs them: heads_per_group heads at a time, and within these, each block of rows of all heads.
 struct AheadBlock {
   int32_t batch, head, first_row;  // first_row: this thread's first row
   int64_t flag;                    // index of its flag
 
   __device__ __forceinline__ AheadBlock(const PreprocessArguments& a, uint32_t block) {
-    const uint32_t all_heads = a.params.batch * a.params.heads, of_list = a.ready.heads_per_group * a.row_blocks;
-    const uint32_t list = block / of_list, first_head = list * a.ready.heads_per_group, within = block - list * of_list;
+    const uint32_t all_heads = a.params.batch * a.params.heads, of_group = a.ready.heads_per_group * a.row_blocks;
+    const uint32_t group = block / of_group, first_head = group * a.ready.heads_per_group,
+                   within = block - group * of_group;
     const uint32_t heads = min(static_cast<uint32_t>(a.ready.heads_per_group), all_heads - first_head);
     const uint32_t row_block = within / heads, batch_head = first_head + (within - row_block * heads);
     batch = static_cast<int32_t>(batch_head / a.params.heads);

@@ -60,8 +60,9 @@ struct WorkTile {
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
     set_key_block(job.key_block, block_m, block_n, split, splits);
-    // Deterministic: see ordered_query_block. With GQA and a causal mask, all key blocks then start at the same
-    // queries, so a group's queries, which L2 cannot hold, pass through it once.
+    // Ordered adds: ascending, key block n would start on its diagonal, a tile to which all lower key blocks add before
+    // it and come later. With GQA and a causal mask, all key blocks then start at the same queries, so a group's
+    // queries, which L2 cannot hold, pass through it once.
     descending = (params.dq_semaphores != nullptr || heads_per_kv > 1) && !visibility.full();
     // A stored bias gradient is as wide as the longest sequence.
     const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;

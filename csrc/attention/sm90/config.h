@@ -26,10 +26,10 @@ struct RoleRegisters {
 enum class Feature : int8_t {
   kNone,
   kAny,               // any combination: softcap, bias with its gradient, ALiBi, dropout (large_head_dim/)
-  kFlashDropout,      // the mask of FlashAttention-2 (dropout.cuh)
+  kFlashDropout,      // the mask of FlashAttention-2 (score_mod/dropout.cuh)
   kEfficientDropout,  // the mask of PyTorch's memory-efficient forward
-  kBias,              // with or without its gradient (bias.cuh)
-  kScores,            // softcap, ALiBi, a bias per key without its gradient, in any combination (scores.cuh)
+  kBias,              // with or without its gradient (score_mod/bias.cuh)
+  kScores,            // softcap, ALiBi, a bias per key without its gradient, in any combination (score_mod/scores.cuh)
   kShiftsAndFlashDropout,
   kShiftsAndEfficientDropout,  // ALiBi, a bias per key, and dropout
   kBiasAndEfficientDropout,
@@ -51,7 +51,7 @@ struct Tile {
 //
 // 128 keys per CTA (Traits): each of two consumer warpgroups has 64 keys. Their dk and dv take (head_dim + head_dim_v)
 // / 2 registers, or twice that with by_queries; s and dp take block_m; dq takes 32 at most. What is left of 240 decides
-// block_m. Shared memory (227 KB) then holds two stages of q and dout, in whole swizzle atoms of columns (row_bytes),
+// block_m. Shared memory (227 KB) decides the number of stages; tiles are whole swizzle atoms of columns (row_bytes),
 // so head dimension 80 takes as much as 128.
 //
 // 64 keys per CTA (large_head_dim::Traits): dv lies in one warpgroup and dk in another, half of their head dimension in
@@ -62,7 +62,7 @@ constexpr Tile kTiles[] = {
     {64, 64, 128, 128, 2, 2},           // 64 + 128 + 32 registers, 227 KB
     {80, 80, 64, 128, 2, 2},            // 80 + 64 + 32 registers, 226 KB
     {96, 96, 64, 128, 2, 2},            // 96 + 64 + 32 registers, 194 KB
-    {128, 128, 64, 128, 2, 2},          // 128 + 64 + 32 registers, 226 KB
+    {128, 128, 64, 128, 2, 2},          // 128 + 64 + 32 registers, 226 KB; a third stage of q would take 16 more
     {192, 128, 64, 128, 2, 2, 2},       // 96 + 32 registers, 218 KB
     {192, 192, 64, 128, 2, 2, 2},       // 96 + 32 registers, 226 KB
     {256, 256, 64, 128, 2, 1, 2},       // 128 + 32 registers, 226 KB
@@ -168,7 +168,8 @@ constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, Feature feature, b
 
 // The tiles by name, for instantiations. A name without a tile does not compile, because -1 is no index.
 constexpr int tile_of(int head_dim, Feature feature = Feature::kNone) {
-  return find_tile(head_dim, head_dim, feature, false);
+  const int tile = find_tile(head_dim, head_dim, feature, false);
+  return tile >= 0 && kTiles[tile].head_dim == head_dim && kTiles[tile].feature == feature ? tile : -1;
 }
 constexpr int tile_by_queries(int head_dim) { return find_tile(head_dim, head_dim, Feature::kNone, true); }
 constexpr int tile_of_unequal(int head_dim, int head_dim_v) {

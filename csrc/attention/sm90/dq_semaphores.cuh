@@ -40,7 +40,7 @@ __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const
   if (!WorkTile::kByHeads && params.schedule.mirrored_pairs) {  // heads are outermost in windows only
     return pair_turn(work.pairs, work.second, key_blocks.end, params.schedule.key_blocks);
   }
-  // reversed_turn or ordered_turn
+  // As reversed_turn and ordered_turn in index/dq_order.h, from bounds that the caller has.
   return work.reversed ? key_blocks.end - 1 - key_block : key_block - key_blocks.begin;
 }
 

@@ -34,8 +34,8 @@ struct DqParams {
   const float* accumulator = nullptr;
   int32_t row_stride = 0;       // floats
   bool starts_at_zero = false;  // the preprocess zeroes the accumulator, so the first add need not store
-  // (batch * heads, query blocks, parts of a tile), zero at the start (dq_order.cuh). Null: adds happen in any order,
-  // into zeros.
+  // (batch * heads, query blocks, parts of a tile), zero at the start (../index/dq_order.h). Null: adds happen in any
+  // order, into zeros.
   int32_t* semaphores = nullptr;
   int32_t* finished = nullptr;  // (batch, heads_kv), zero at the start: see HeadsFinished
 };

@@ -233,8 +233,8 @@ struct Mainloop {
     }
     fence_parts(dp);
     mod.gradients(*this, s, p16, dp, lse, delta);
-    if constexpr (!kEarlyDv) mod.pack_probabilities(*this, p16, s);
     mod.pack_gradients(*this, ds16, dp);
+    if constexpr (!kEarlyDv) mod.pack_probabilities(*this, p16, s);
     // This buffer of dS was read two iterations ago, by products that both warpgroups waited for before they arrived
     // at the last barrier of dS. With kByQueries, this warpgroup waited for them before it wrote dq.
     ScoreMod::store_gradients(*this, ds16);

@@ -122,13 +122,10 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   return static_cast<int32_t>(std::min(group, all));
 }
 
-// With a staggered start, the CTAs of a head read all of its q and dout, and add to all of its dq, at the same time. At
-// head dimension 256 and S 16384 these are 33 MB, and leave L2: 11 % slower.
-bool starts_staggered(const AttentionProblem& p, const Tile& tile, const Schedule& s) {
-  if (!staggers_start(tile) || s.counts_adds() || s.query_blocks == 0) return false;
-  if (!is_full(p) || is_gqa(p) || !has_whole_sequences(p)) return false;
-  constexpr int64_t kMostBytes = 24 << 20;
-  return p.seqlen_q * (2 * (p.head_dim + p.head_dim_v) + 4 * p.head_dim) <= kMostBytes;
+// The distance of a staggered start; 0 for none.
+int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, const Schedule& s) {
+  if (!staggers_start(tile) || s.counts_adds() || s.query_blocks == 0) return 0;
+  return is_full(p) && !is_gqa(p) && has_whole_sequences(p) ? 2 : 0;
 }
 
 // ---- preprocess --------------------------------------------------------------------------------------
@@ -162,7 +159,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   s.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
   s.heads_outermost = is_gqa(p) && is_window(p);
   s.last_add_writes_dq = last_add_writes_dq(p, tile);
-  // At head dimension 128 the kernel with heads outermost always counts adds.
+  // At head dimension 128 the kernel with heads outermost always counts adds, except for packed inputs.
   const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_in_turn_only(tile) && !p.varlen);
   s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kLastArriver : DqOrder::kUnordered;
   s.reversed = s.counts_adds() && is_causal(p) && !is_gqa(p);
@@ -189,7 +186,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
     s.dispatch = Dispatch::kStatic;
     s.ctas = static_cast<int32_t>(ceil_div(s.work_tiles, ceil_div(s.work_tiles, s.ctas)));  // waves of equal size
   }
-  s.staggered = starts_staggered(p, tile, s);
+  s.query_blocks_apart = choose_query_blocks_apart(p, tile, s);
   constexpr int64_t kShortLoop = 8;  // iterations
   s.fetches_early = early_steps(tile) > 0 && !(s.counts_adds() && queries_seen(p) < kShortLoop * tile.block_m);
   s.preprocess_ctas = choose_preprocess_ctas(p, tile, sm_count, s);
@@ -201,7 +198,7 @@ std::string in_words(const Schedule& s, const Tile& tile) {
   words += s.dispatch == Dispatch::kStatic ? ", dealt statically in waves" : " from a counter";
   if (tile.by_queries) words += ", half of the queries per warpgroup";
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";
-  if (s.staggered) words += ", staggered start";
+  if (s.query_blocks_apart > 0) words += ", staggered start";
   if (s.gqa_splits > 1) words += ", query heads split over " + std::to_string(s.gqa_splits) + " CTAs";
   if (s.preprocess_ctas > 0) words += ", overlapped preprocess";
   words += s.dq_order == DqOrder::kOrdered ? ", dq added in order of the key blocks" : ", dq added by TMA reductions";

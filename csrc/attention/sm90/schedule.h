@@ -24,8 +24,8 @@ enum class Dispatch : int8_t {
 };
 
 enum class DqOrder : int8_t {
-  kUnordered,    // the first add to a dq tile stores, the others add in any order
-  kLastArriver,  // the same, but the last add waits for all others, so that it can write dq
+  kUnordered,    // the first add to arrive stores, the others add in any order; packed inputs: all add into zeros
+  kLastArriver,  // the first and the last add have a turn, the others add in any order; the last can write dq
   kOrdered,      // adds happen in the order of index/dq_order.h: deterministic
 };
 
@@ -46,9 +46,9 @@ struct Schedule {
   int32_t ctas = 0;
 
   // The query loop
-  bool heads_outermost = false;  // all query blocks of a query head, then the next head; else heads are innermost
-  bool staggered = false;        // key block n starts at a query block of its own instead of the first one
-  bool fetches_early = false;    // a CTA takes its next work tile before it has loaded all of the current one
+  bool heads_outermost = false;    // all query blocks of a query head, then the next head; else heads are innermost
+  int32_t query_blocks_apart = 0;  // staggered start: key block n starts so many query blocks after key block n - 1
+  bool fetches_early = false;      // a CTA takes its next work tile before it has loaded all of the current one
 
   // dq
   DqOrder dq_order = DqOrder::kUnordered;

@@ -26,11 +26,14 @@ struct SchedulerState {
   bool second = true;             // the second part of a mirrored pair
   int32_t iterations_before = 0;  // of the work tiles before it
   uint32_t taken = 0;             // large head dimensions: indices taken from the counter
-  uint32_t keys_phase = 0;        // of the barriers of k and v
+  // Of the barriers of k and v, which complete a phase for each work tile with query blocks and for no other: consumers
+  // finish a work tile without query blocks by themselves, so a barrier at which they also arrived could be two phases
+  // ahead of the loader, which would then wait forever.
+  uint32_t keys_phase = 0;
 };
 
-// kByHeads_: heads are outermost in the query loop (Schedule::heads_outermost). kStaggers_: Schedule::staggered may
-// hold.
+// One key block, of a mirrored pair one of its two parts. kByHeads_: heads are outermost in the query loop
+// (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart).
 template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_>
 struct WorkTile {
   static constexpr int kKeys = kBlockN;
@@ -109,12 +112,13 @@ struct WorkTile {
     first_flag += query_range.begin * kBlockM >> params.preprocess.rows_log2;
     last_flag += query_range.end * kBlockM - 1 >> params.preprocess.rows_log2;
     forget_registers();
-    // Ordered adds need it, see index/dq_order.h. With GQA it keeps the key blocks of a head side by side.
+    // Ascending, key block n would start on its diagonal, a tile to which all lower key blocks add before it and come
+    // later. Descending, it comes to every tile after them. With GQA this keeps the key blocks of a head side by side.
     descending = (schedule.counts_adds() || p.heads != p.heads_kv) && !second && !reversed && !visibility.full();
     first_block = descending ? query_range.end - 1 : query_range.begin;
     past_block = descending ? query_range.begin - 1 : query_range.end;
-    if (kStaggers && schedule.staggered) {
-      first_block = staggered_start(key_block, schedule.key_blocks, schedule.query_blocks);
+    if (kStaggers && schedule.query_blocks_apart > 0) {
+      first_block = staggered_start(key_block, schedule.query_blocks_apart, schedule.query_blocks);
     }
     forget_registers();
     tma_dkdv = params.tma_dkdv && (p.cu_seqlens_k == nullptr || first_key + kBlockN <= sequence.rows_k);

@@ -1,5 +1,5 @@
-// Writes the gradient of attn_bias from tiles of dS into dbias or its scratch (../../bias_gradient.h). Tiles that no
-// work tile visits hold zeros before the kernel starts.
+// Writes the gradient of attn_bias from tiles of dS into dbias or its scratch (../../pre_post/bias_gradient.h). Tiles
+// that no work tile visits hold zeros before the kernel starts.
 #pragma once
 
 #include "../../scalars.cuh"

@@ -85,7 +85,7 @@ struct ScoreTile {
     }
   }
 
-  // Bits as in dropout.cuh.
+  // The bits are those of ../score_mod/dropout_mask.cuh.
   __device__ __forceinline__ uint32_t dropped() const {
     const AttentionBackwardParams& p = params.attention;
     if (p.dropout_p == 0.f) return 0;

@@ -85,9 +85,7 @@ struct Producer {
     mbarrier_arrive(&smem.work_full[state.slot.index()]);
   }
 
-  // Called by the warp. The barriers of k and v complete a phase for each work tile with query blocks, and for no
-  // other: consumers finish a work tile without query blocks by themselves, so a barrier at which they also arrived
-  // could be two phases ahead of this warp, which would then wait forever.
+  // Called by the warp. SchedulerState::keys_phase says why a work tile without query blocks loads nothing.
   static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem,
                                                    const WorkTile& work, int32_t rank) {
     if (work.iterations == 0 || !elect_one()) return;

@@ -1,5 +1,6 @@
 // Dropout after another policy: P is drawn again as the forward dropped it. A dropped probability has its sign set, so
-// dV sees 0 there and dS = P * (mask * dP - delta) still has P.
+// dV sees 0 there and dS = P * (mask * dP - delta) still has P. It composes with policies that replace `probabilities`
+// alone.
 #pragma once
 
 #include "../traits.cuh"

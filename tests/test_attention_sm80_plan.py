@@ -122,6 +122,34 @@ def test_wider_heads_keep_gradients_of_keys_in_global_memory(
     assert few.workspace.partial_bytes == 2 * floats * 4  # no more places than key blocks
 
 
+# Dense: 2 * 6 heads of rows padded to a multiple of 128. Packed: 6 heads of the rows and 128 for each of 2 sequences.
+@pytest.mark.parametrize(
+    ("seqlen_q", "dense_rows", "packed_rows"),
+    [(1, 2 * 6 * 128, 6 * 384), (64, 2 * 6 * 128, 6 * 384), (65, 2 * 6 * 128, 6 * 512), (300, 2 * 6 * 384, 6 * 896)],
+)
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
+def test_the_workspace_has_the_lse_and_delta_of_each_padded_row(
+    host: ModuleType, head_dim: int, seqlen_q: int, dense_rows: int, packed_rows: int
+) -> None:
+    for varlen, rows in ((False, dense_rows), (True, packed_rows)):
+        workspace = plan_of(host, varlen=varlen, seqlen_q=seqlen_q, head_dim=head_dim).workspace
+        assert workspace.delta_bytes == 2 * rows * 4
+        after = [getattr(workspace, f"{region}_offset") for region in ("partial", "lengths")]
+        assert all(offset == 0 or offset >= workspace.delta_offset + 2 * rows * 4 for offset in after)
+        assert workspace.bytes >= workspace.delta_offset + 2 * rows * 4
+
+
+@pytest.mark.parametrize("dtype", ["kBFloat16", "kFloat32"])
+def test_one_query_row_of_one_head_has_an_lse_and_a_delta(host: ModuleType, dtype: str) -> None:
+    sizes = {"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_q": 1, "dtype": getattr(host.DType, dtype)}
+    plan = plan_of(host, **sizes)
+    assert plan.backend == "sm80"
+    assert plan.workspace.delta_bytes == 2 * 128 * 4
+    # One padded row of head dimension 128 in the accumulator, before the statistics.
+    assert plan.workspace.accumulator_bytes == 128 * 4
+    assert plan.workspace.delta_offset >= plan.workspace.accumulator_offset + 128 * 4
+
+
 # 108 multiprocessors; tiles of 64 x 128, one CTA at a time each.
 @pytest.mark.parametrize(
     ("changes", "splits"),

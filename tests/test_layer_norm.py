@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -354,6 +356,42 @@ def test_inputs_are_not_written_to(device: str) -> None:
 def test_float64_is_exact_to_rounding() -> None:
     for rms in (False, True):
         run(Case(rows=33, columns=70, x=fp64, rms=rms, dresidual=True), "cpu")
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# The reference gives every CPU thread consecutive chunks of at least 2**18 elements, here of 4 rows. The row counts
+# leave a chunk that is not full, or fewer chunks for the last thread than for the others, or fewer chunks than threads.
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [7, 19, 29])
+def test_no_row_is_lost_when_cpu_threads_share_the_rows(rows: int, threads: int) -> None:
+    columns = 65536
+    with cpu_threads(threads):
+        for case in (Case(rows=rows, columns=columns, dresidual=True), Case(rows=rows, columns=columns, rms=True)):
+            run(case, "cpu")
+        x = torch.randn(rows, columns, dtype=fp64, generator=torch.Generator().manual_seed(rows))
+        gamma, beta = x[0] + 1, x[1]
+        z, mu, rs = torch.ops.flashbwd.layer_norm(x, gamma, beta, 1e-5, False)
+        rms_z, rms_rs = torch.ops.flashbwd.rms_norm(x, gamma, 1e-5, False)
+    mean = x.sum(-1, keepdim=True) / columns
+    want_rs = (((x - mean) ** 2).sum(-1, keepdim=True) / columns + 1e-5) ** -0.5
+    want_rms_rs = ((x**2).sum(-1, keepdim=True) / columns + 1e-5) ** -0.5
+    for got, want in (
+        (mu, mean),
+        (rs, want_rs),
+        (z, (x - mean) * want_rs * gamma + beta),
+        (rms_rs, want_rms_rs),
+        (rms_z, x * want_rms_rs * gamma),
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @given(

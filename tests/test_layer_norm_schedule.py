@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from kit.host import load_host
 
@@ -136,6 +137,44 @@ def test_how_far_ahead_of_the_others_a_worker_may_be() -> None:
         tile = host.choose_tile(problem, gpu)
         schedule = host.schedule_rows(problem, tile, 132 // tile.chunks, 0, columns % (16 // size))
         assert schedule.ahead == int(rounds * schedule.workers)
+
+
+# LockStep adds up the rounds that all workers begin in one int, and compares it with workers * round - ahead.
+@pytest.mark.parametrize(("columns", "x_bytes"), [(8, 2), (768, 2), (4096, 2), (8192, 4), (7919, 2)])
+def test_workers_keep_together_only_while_32_bits_count_the_rounds_of_all(columns: int, x_bytes: int) -> None:
+    shifted = columns % (16 // x_bytes) != 0
+    workers = 128
+    tile = host.choose_tile(shape(1, columns, x_bytes, x_bytes, shifted=shifted), device((9, 0), workers))
+    most = 2**31 // workers  # with this many rounds, the sum reaches 2**31
+    for rounds, counted in ((most - 1, True), (most, False), (most + 1, False), (2 * most, False), (2**30, False)):
+        for rows in (rounds * workers * tile.groups, (rounds - 1) * workers * tile.groups + 1):
+            problem = shape(rows, columns, x_bytes, x_bytes, shifted=shifted)
+            schedule = host.schedule_rows(problem, tile, workers, 0, columns % (16 // x_bytes))
+            assert (schedule.workers, schedule.rounds) == (workers, rounds)
+            assert (schedule.ahead > 0) == counted
+
+
+@given(
+    rows=st.one_of(st.integers(1, 2**24), st.integers(2**30, 2**42)),
+    columns=columns,
+    x_bytes=sizes,
+    sm_count=st.integers(1, 160),
+    output=st.booleans(),
+)
+def test_no_count_of_workers_that_keep_together_exceeds_32_bits(
+    rows: int, columns: int, x_bytes: int, sm_count: int, output: bool
+) -> None:
+    step = columns % (16 // x_bytes)
+    problem = shape(rows, columns, x_bytes, x_bytes, shifted=step != 0, from_output=output)
+    tile = host.choose_tile(problem, device((9, 0), sm_count))
+    rounds = -(-rows // (max(1, sm_count // tile.chunks) * tile.groups))
+    assume(rounds < 2**30)
+    schedule = host.schedule_rows(problem, tile, max(1, sm_count // tile.chunks), 0, step)
+    assert schedule.rounds >= 1
+    assert schedule.workers * schedule.rounds * tile.groups >= rows
+    assert 0 <= schedule.ahead <= 2 * schedule.workers
+    if schedule.ahead > 0:
+        assert schedule.workers * schedule.rounds < 2**31
 
 
 @given(rows=st.integers(1, 10**6), columns=columns, x_bytes=sizes, dz_bytes=sizes, sm_count=st.integers(1, 160))

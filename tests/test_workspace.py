@@ -234,3 +234,31 @@ def test_a_size_beyond_64_bits_raises() -> None:
 def test_a_request_of_negative_size_raises(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{field} {value}, expected at least 0"):
         host.plan_workspace(dense(1, 1, 8, 8, 8), request(**{field: value}))
+
+
+def padded_rows(lengths: list[int], heads: int, packed: bool) -> tuple[list[range], int]:
+    """The row statistics of each (sequence, head), padded to whole tiles of 128 rows, and the rows of one array."""
+    longest, total = max(lengths, default=0), sum(lengths)
+    statistics = host.RowStatistics(packed, len(lengths), heads, longest, total)
+    blocks = []
+    for b, length in enumerate(lengths):
+        begin = sum(lengths[:b]) if packed else 0
+        for head in range(heads):
+            first = statistics.index(b, head, begin)
+            blocks.append(range(first, first + -(-length // 128) * 128))
+    return blocks, statistics.delta_offset
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_row_statistics_are_padded_rows_that_neither_overlap_nor_leave_their_array(packed: bool) -> None:
+    rng = random.Random(8)
+    calls = [([1], 1), ([1] * 7, 1), ([1], 5), ([128, 1, 129, 0, 1], 3)]
+    calls += [([rng.choice(LENGTHS) for _ in range(rng.randrange(1, 9))], rng.randrange(1, 5)) for _ in range(100)]
+    for given, heads in calls:
+        lengths = given if packed else [given[0]] * len(given)
+        blocks, rows = padded_rows(lengths, heads, packed)
+        taken = [row for block in blocks for row in block]
+        assert len(taken) == len(set(taken)), "two (sequence, head) share a row"
+        assert all(0 <= row < rows for row in taken)
+        assert all(block.start % 128 == 0 for block in blocks)
+        assert rows % 128 == 0  # delta follows the LSE and is loaded by the same aligned copies

@@ -182,7 +182,7 @@ def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) 
         q1 = min(q0 + _QUERIES, Sq)
         most = max(_FEWEST_KEYS, _SCORES // (B * H * (q1 - q0)))
         if call.splits is not None:
-            most = min(most, -(-seqlen_k // call.splits))
+            most = min(most, max(seqlen_k // call.splits, 1))  # rounded down: no fewer parts than asked for
         ranges = [(0, seqlen_k, states is not None)]
         if (
             states is not None

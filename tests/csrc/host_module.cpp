@@ -15,6 +15,7 @@
 #include "../../csrc/attention/params.h"
 #include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/problem.h"
+#include "../../csrc/attention/row_statistics.h"
 #include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/sm90/schedule.h"
 #include "../../csrc/attention/workspace.h"
@@ -174,6 +175,12 @@ void bind_workspace(py::module_& m) {
       .def_readonly("lengths_bytes", &WorkspaceLayout::lengths_bytes)
       .def_readonly("bytes", &WorkspaceLayout::bytes);
   m.def("plan_workspace", &plan_workspace);
+  py::class_<RowStatistics>(m, "RowStatistics")
+      .def(py::init([](bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t total_q) {
+        return RowStatistics::make(nullptr, varlen, batch, heads, seqlen_q, total_q);
+      }))
+      .def_property_readonly("delta_offset", [](const RowStatistics& s) { return s.delta - s.lse_log2; })
+      .def("index", &RowStatistics::index);
   m.def("dq_row_offset", &dq_row_offset);
   m.def("dq_block_offset", &dq_block_offset);
   m.def("parted_place", &parted_place);

@@ -125,7 +125,7 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
 // The distance of a staggered start; 0 for none.
 int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, const Schedule& s) {
   if (!staggers_start(tile) || s.counts_adds() || s.query_blocks == 0) return 0;
-  return is_full(p) && !is_gqa(p) && has_whole_sequences(p) ? 2 : 0;
+  return is_full(p) && !is_gqa(p) && has_whole_sequences(p) ? 4 : 0;
 }
 
 // ---- preprocess --------------------------------------------------------------------------------------

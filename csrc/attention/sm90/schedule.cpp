@@ -134,7 +134,7 @@ int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, c
 // full masks of large head dimensions, CTAs that start late would make one more wave.
 int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int64_t sm_count, const Schedule& s) {
   constexpr int64_t kBytes = 32 << 20;
-  if (p.varlen || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
+  if (p.varlen || p.has_block_mask || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
   if (is_large(tile) && (tile.feature != Feature::kNone || is_full(p))) return 0;
   return static_cast<int32_t>(sm_count * (is_large(tile) ? 1 : 2) / 11);
@@ -163,7 +163,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_in_turn_only(tile) && !p.varlen);
   s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kLastArriver : DqOrder::kUnordered;
   s.reversed = s.counts_adds() && is_causal(p) && !is_gqa(p);
-  if (!is_large(tile)) choose_gqa(p, tile, sm_count, &s);
+  if (!is_large(tile) && !p.has_block_mask) choose_gqa(p, tile, sm_count, &s);
   s.tiles_per_head = s.mirrored_pairs ? static_cast<int32_t>(ceil_div(s.key_blocks, 2)) : s.key_blocks;
 
   const int64_t heads = p.heads_kv * s.gqa_splits;
@@ -195,6 +195,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
 
 std::string in_words(const Schedule& s, const Tile& tile) {
   std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
+  if (has_block_mask(tile.feature)) words += ", query loops of a block mask,";
   words += s.dispatch == Dispatch::kStatic ? ", dealt statically in waves" : " from a counter";
   if (tile.by_queries) words += ", half of the queries per warpgroup";
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";

@@ -2,6 +2,8 @@
 // and leaves them in shared memory, so that all roles of the CTA agree on what there is to do.
 #pragma once
 
+#include <type_traits>
+
 #include "../index/dq_order.h"
 #include "../index/query_loop.h"
 #include "../index/tile_order.h"
@@ -32,10 +34,25 @@ struct SchedulerState {
   uint32_t keys_phase = 0;
 };
 
+struct QueryIterator;
+struct ListIterator;
+
+// The query loop of a work tile with a block mask.
+template <bool kListed>
+struct ListedLoop {};
+
+template <>
+struct ListedLoop<true> {
+  const BlockEntry* entries;
+};
+
 // One key block, of a mirrored pair one of its two parts. kByHeads_: heads are outermost in the query loop
-// (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart).
-template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_>
-struct WorkTile {
+// (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a block mask lists
+// the query loop.
+template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_, bool kListed_ = false>
+struct WorkTile : ListedLoop<kListed_> {
+  static constexpr bool kListed = kListed_;
+  using Iterator = std::conditional_t<kListed, ListIterator, QueryIterator>;
   static constexpr int kKeys = kBlockN;
   static constexpr bool kByHeads = kByHeads_;
   static constexpr bool kStaggers = kStaggers_;
@@ -96,6 +113,7 @@ struct WorkTile {
     find_key_block(params, state, tile.key_block);
     forget_registers();
     head_kv = gradient_head / schedule.gqa_splits;
+    if constexpr (kListed) key_block = list_of(p, tile.key_block).key_block;
     const int32_t heads = p.heads / heads_kv;
     first_head = gradient_head * heads;
     end_head = first_head + heads;
@@ -107,6 +125,10 @@ struct WorkTile {
     forget_registers();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     iterations = query_range.size() * (end_head - first_head);
+    if constexpr (kListed) {
+      iterations = list_of(p, tile.key_block).entries;
+      this->entries = p.block_mask.entries + list_of(p, tile.key_block).first_entry;
+    }
     forget_registers();
     first_flag = last_flag = (batch * p.heads + first_head) * params.preprocess.flags_per_head;
     first_flag += query_range.begin * kBlockM >> params.preprocess.rows_log2;
@@ -135,6 +157,10 @@ struct WorkTile {
   }
 
  private:
+  __device__ const BlockList& list_of(const AttentionBackwardParams& p, int32_t number) const {
+    return p.block_mask.lists[batch * p.block_mask.batch_stride + head_kv * p.block_mask.head_stride + number];
+  }
+
   // `number`: of the key block or pair among those of its head, in the order of the schedule.
   __device__ void find_key_block(const KernelParams& params, const SchedulerState& state, int32_t number) {
     const AttentionBackwardParams& p = params.attention;
@@ -211,6 +237,37 @@ struct QueryIterator {
   }
 
   int32_t first_head_, end_head_, stride_;
+};
+
+// A position in the query loop of a work tile with a block mask, which says what to visit.
+struct ListIterator {
+  int32_t index;  // as in QueryIterator
+  int32_t end;
+  int32_t head;
+  int32_t query_block;
+  int32_t bits;         // BlockEntry::bits
+  int32_t adds_before;  // BlockEntry::adds_before
+
+  template <typename Tile>
+  __device__ ListIterator(const Tile& tile, int32_t first_index)
+      : index(first_index), end(first_index + tile.iterations) {
+    if (index < end) read(tile);
+  }
+
+  template <typename Tile>
+  __device__ void advance(const Tile& tile) {
+    if (++index < end) read(tile);
+  }
+
+ private:
+  template <typename Tile>
+  __device__ __forceinline__ void read(const Tile& tile) {
+    const int4 entry = __ldg(reinterpret_cast<const int4*>(tile.entries) + (index - tile.first_index));
+    query_block = entry.x;
+    head = tile.first_head + entry.y;
+    bits = entry.z;
+    adds_before = entry.w;
+  }
 };
 
 // Stage and parity of a pipeline of kStages buffers at iteration `index`.

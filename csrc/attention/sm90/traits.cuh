@@ -29,6 +29,15 @@ struct StoreWarpCounts {
   uint32_t tiles, last_adds;
 };
 
+// What the loader tells the consumers about the query blocks in the stages of q: `head` is the query head.
+template <int kStages>
+struct ListedStages {
+  BlockEntry entries[kStages];
+};
+
+template <>
+struct ListedStages<0> {};
+
 // kByHeads: see QueryIterator. kLastWritesDq_: adds are counted, and if the schedule says so, the last one writes dq.
 template <typename T_, int kTileIndex, bool kByHeads, bool kLastWritesDq_>
 struct Traits {
@@ -52,10 +61,12 @@ struct Traits {
   static constexpr bool kDrops = drops_as_flash(kTile.feature) || kEfficientDropout;
   static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias per key
   static constexpr bool kBias = copies_bias(kTile.feature);
-  static constexpr bool kScores = kTile.feature == Feature::kScores;
+  static constexpr bool kScores = changes_scores(kTile.feature);
+  static constexpr bool kBlockMask = has_block_mask(kTile.feature);
+  static constexpr int kBitWords = kBlockM / 64;  // of a consumer thread in a tile of a block mask
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
-  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
-  static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
+  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias or a block mask none fits.
+  static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias && !kBlockMask;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
@@ -96,7 +107,7 @@ struct Traits {
   static constexpr bool kLastWritesDq = kLastWritesDq_;
   static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a step's tile is four boxes of sums");
 
-  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false>;
+  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)
@@ -119,6 +130,7 @@ struct Traits {
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
     DqTurn turns[kStoreWarps];                           // of the store warps, if the last add writes dq
+    ListedStages<kBlockMask ? kStages : 0> listed;       // guarded by q_full and q_empty
     PhiloxState philox;                                  // kernels with dropout
   };
 

@@ -74,10 +74,10 @@ class ScoreFunction {
 template <typename Traits, typename Consumer>
 __device__ __forceinline__ ScoreFunction score_function(const Consumer& c) {
   const AttentionBackwardParams& p = c.params.attention;
-  const int32_t head = c.step.head, key = c.work.first_key + c.own_row();
+  const int32_t head = c.head(), key = c.work.first_key + c.own_row();
   float slope = 0.f, biases[2] = {};
   if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[c.work.batch * p.alibi_batch_stride + head];
-  if (p.bias.data != nullptr) {  // one number per key, the same for all queries
+  if (!Traits::kBlockMask && p.bias.data != nullptr) {  // one number per key, the same for all queries
     const int64_t first = c.work.batch * p.bias.batch_stride + head * p.bias.head_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ ScoreFunction score_function(const Consumer& c) {
                          : to_float(static_cast<const typename Traits::T*>(p.bias.data)[place]);
     }
   }
-  const int32_t distance = c.step.query_block * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
+  const int32_t distance = c.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
   return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance)};
 }
 
@@ -114,6 +114,8 @@ struct CappedScores : PlainScores<Traits> {
   using typename Base::Operand, typename Base::Scores, typename Base::T;
   static constexpr int kUnderDp = Base::kValues / (Traits::kEarlyDv ? 1 : 2);
   static constexpr bool kDeltaFirst = Base::kDeltaFirst;
+  // The bits of a block mask leave their registers early.
+  static constexpr bool kMasksEarly = Traits::kBlockMask && Traits::kEarlyDv;
 
   ScoreFunction function;
 
@@ -121,13 +123,17 @@ struct CappedScores : PlainScores<Traits> {
   __device__ __forceinline__ explicit CappedScores(const Consumer& c) : Base(c), function(score_function<Traits>(c)) {}
 
   template <typename Consumer, typename Lse>
-  __device__ __forceinline__ void probabilities(const Consumer&, Scores& s, Operand& p16, const Lse& lse) const {
+  __device__ __forceinline__ void probabilities(const Consumer& c, Scores& s, Operand& p16, const Lse& lse) const {
     function.template exponentiate<0, kUnderDp, T>(s[0], p16[0], lse);
+    if constexpr (kMasksEarly) {
+      c.mask_scores(s);
+      c.mask_pairs(p16);
+    }
   }
 
   template <typename Consumer>
   __device__ __forceinline__ void pack_probabilities(const Consumer& c, Operand& p16, const Scores&) const {
-    c.mask_pairs(p16);
+    if constexpr (!kMasksEarly) c.mask_pairs(p16);
   }
 
   template <typename Consumer, typename Lse, typename Delta>
@@ -146,7 +152,7 @@ struct CappedScores : PlainScores<Traits> {
   template <typename Consumer>
   __device__ __forceinline__ void pack_gradients(const Consumer& c, Operand& ds16, const Scores& ds) const {
     Base::pack_parts(ds16, ds);
-    c.mask_pairs(ds16);
+    if constexpr (!kMasksEarly) c.mask_pairs(ds16);
   }
 };
 

@@ -39,7 +39,7 @@ struct BiasView {
 
 // The query loops of all key blocks, as a block mask lists them. Lists are in the order in which work tiles are handed
 // out: list i of a (batch, KV head) is the i-th work tile.
-struct BlockList {
+struct KeyBlockList {
   int32_t key_block;
   int32_t first_entry;  // index of its first entry
   int32_t entries;      // how many; the query loop visits them in order
@@ -47,7 +47,7 @@ struct BlockList {
 };
 
 // One iteration of a query loop.
-struct BlockEntry {
+struct QueryBlockEntry {
   int32_t query_block;
   int32_t head;         // query head within those of the KV head
   int32_t bits;         // index of its tile of bits, or -1 if every pair of the tile is visible
@@ -56,8 +56,8 @@ struct BlockEntry {
 
 // A block mask. docs/kernels/attention_sm90_features.md describes the tiles of bits.
 struct BlockMaskView {
-  const BlockList* lists = nullptr;  // (batch or 1, heads_kv or 1, key blocks); null: no block mask
-  const BlockEntry* entries = nullptr;
+  const KeyBlockList* lists = nullptr;  // (batch or 1, heads_kv or 1, key blocks); null: no block mask
+  const QueryBlockEntry* entries = nullptr;
   const uint32_t* bits = nullptr;
   int64_t batch_stride = 0;  // in lists; 0: all batches share them
   int64_t head_stride = 0;
@@ -119,8 +119,8 @@ struct AttentionBackwardParams {
   const float* alibi_slopes = nullptr;
   int64_t alibi_batch_stride = 0;  // 0: all batches use the same slope per head
   BlockMaskView block_mask;
-  const float* sink = nullptr;     // (heads,)
-  float* dsink = nullptr;          // (heads,) fp32; overwritten, not accumulated
+  const float* sink = nullptr;  // (heads,)
+  float* dsink = nullptr;       // (heads,) fp32; overwritten, not accumulated
 
   float dropout_p = 0.f;
   DropoutLayout dropout_layout = DropoutLayout::kNone;

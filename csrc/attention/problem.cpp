@@ -327,9 +327,8 @@ void check_scalars(const AttentionArguments& a, AttentionProblem* p) {
 // The contents of the lists are on the GPU. The function that makes them checks them.
 void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
   if (!a.block_lists) return;
-  for (const auto& [name, tensor] : {Named{"block_lists", &a.block_lists},
-                                     {"block_entries", &a.block_entries},
-                                     {"block_bits", &a.block_bits}}) {
+  for (const auto& [name, tensor] :
+       {Named{"block_lists", &a.block_lists}, {"block_entries", &a.block_entries}, {"block_bits", &a.block_bits}}) {
     check_dtype(name, *tensor, DType::kInt32, "");
     check_device(name, *tensor, p->device);
     check(is_contiguous(*tensor), name, " has gaps between its elements, expected a contiguous tensor");

@@ -37,7 +37,7 @@ struct AttentionArguments : OptionalTensors<TensorDesc> {
   bool allow_tf32 = false;           // matrix products of float32 inputs may round their operands to TF32
   TensorDesc dq, dk, dv, workspace;  // passed by the caller, or undefined
   TensorDesc block_lists, block_entries, block_bits;  // of a block mask (params.h), or undefined
-  bool plan_only = false;            // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
+  bool plan_only = false;  // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
 };
 
 // The operators that have an option, besides the backward, which has all of them.

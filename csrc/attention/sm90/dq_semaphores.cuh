@@ -6,7 +6,7 @@
 //
 // kOrdered: the semaphore counts adds, and an add waits for its turn (index/dq_order.h).
 //
-// A block mask lists how many adds come before each add (BlockEntry::adds_before). All adds go into zeros.
+// A block mask lists how many adds come before each add (QueryBlockEntry::adds_before). All adds go into zeros.
 //
 // kLastArriver: the semaphore counts adds. The first add stores; the others wait for it, the last one for all.
 //

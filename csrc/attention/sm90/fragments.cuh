@@ -117,26 +117,19 @@ __device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const TileVisi
   }
 }
 
-// The same by a word of bits for each 32 values of the thread: those of key `row` from the lowest bit on, then those of
-// row + 8.
+// Bit of value i of kValues of a thread, in a tile of bits of a block mask: the values of key `row` from the lowest bit
+// on, then those of row + 8.
+template <int kValues>
+__device__ __forceinline__ bool bit_of_value(const uint32_t* bits, int i) {
+  const int bit = i % 4 / 2 * (kValues / 2) + i / 4 * 2 + i % 2;
+  return bits[bit / 32] >> bit % 32 & 1;
+}
+
+// Zeroes the values that a tile of bits hides.
 template <int kValues, int kWords>
 __device__ __forceinline__ void mask_by_bits(float (&p)[kValues], const uint32_t (&visible)[kWords]) {
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    const int bit = i % 4 / 2 * (kValues / 2) + i / 4 * 2 + i % 2;
-    p[i] = visible[bit / 32] >> bit % 32 & 1 ? p[i] : 0.f;
-  }
-}
-
-template <int kPairs, int kWords>
-__device__ __forceinline__ void mask_pairs_by_bits(uint32_t (&p)[kPairs], const uint32_t (&visible)[kWords]) {
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const int bit = i % 2 * kPairs + i / 2 * 2;
-    const uint32_t bits = visible[bit / 32] >> bit % 32;
-    if ((bits & 1) == 0) p[i] &= 0xffff0000u;
-    if ((bits & 2) == 0) p[i] &= 0x0000ffffu;
-  }
+  for (int i = 0; i < kValues; ++i) p[i] = bit_of_value<kValues>(visible, i) ? p[i] : 0.f;
 }
 
 // kPositive: negative values become 0.

@@ -22,8 +22,8 @@ struct CallSizes {
   BiasBroadcast bias_broadcast;
 };
 
-// Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite. With a block mask,
-// no key block may add to a tile.
+// Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite. With a block
+// mask, no key block may add to a tile.
 inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed || sizes.block_mask; }
 
 inline bool has_semaphores(const CallSizes& sizes) { return sizes.deterministic || !adds_into_zeros(sizes); }

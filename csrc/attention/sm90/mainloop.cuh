@@ -225,11 +225,11 @@ struct Mainloop {
   // From an outstanding S to dS in registers and in shared memory. No product is outstanding at exit.
   __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyAccumulators& dv) {
     const int32_t stage = DoutRing::stage(step.index);
-    load_bits();
     Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
     wait_queries<DoutRing>(smem.dout_full, smem.dout);
     const RowPairs<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(step.index)][own_query + pair]);
     const float* const first_delta = &smem.delta[stage][own_query + pair];
+    load_bits();
     const ScoreMod mod(*this);
     if constexpr (ScoreMod::kDeltaFirst) {
       for_each_row<0, kBlockM / 2>(RowPairs<0>(first_delta), [&](int i, float row) { dp[0][i] = row; });
@@ -273,11 +273,7 @@ struct Mainloop {
     }
   }
   __device__ __forceinline__ void mask_pairs(Operand& pairs) const {
-    if constexpr (Traits::kBlockMask) {
-      if (is_partial()) mask_pairs_by_bits(pairs[0], visible);
-    } else {
-      if (!is_interior()) sm90::mask_pairs(pairs[0], tile_visibility(), own_row(), pair);
-    }
+    if (!is_interior()) sm90::mask_pairs(pairs[0], tile_visibility(), own_row(), pair);
   }
   __device__ __forceinline__ bool is_interior() const { return interior.contains(query_block()); }
 
@@ -285,7 +281,7 @@ struct Mainloop {
   __device__ __forceinline__ bool is_partial() const {
     return Traits::kBitWords == 1 ? visible[0] != ~0u : (visible[0] & visible[Traits::kBitWords - 1]) != ~0u;
   }
-  __device__ __forceinline__ const BlockEntry& entry() const {
+  __device__ __forceinline__ const QueryBlockEntry& entry() const {
     return smem.listed.entries[QueryRing::stage(step.index)];
   }
   __device__ __forceinline__ void load_bits() {

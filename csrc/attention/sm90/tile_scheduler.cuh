@@ -43,7 +43,7 @@ struct ListedLoop {};
 
 template <>
 struct ListedLoop<true> {
-  const BlockEntry* entries;
+  const QueryBlockEntry* entries;
 };
 
 // One key block, of a mirrored pair one of its two parts. kByHeads_: heads are outermost in the query loop
@@ -157,7 +157,7 @@ struct WorkTile : ListedLoop<kListed_> {
   }
 
  private:
-  __device__ const BlockList& list_of(const AttentionBackwardParams& p, int32_t number) const {
+  __device__ const KeyBlockList& list_of(const AttentionBackwardParams& p, int32_t number) const {
     return p.block_mask.lists[batch * p.block_mask.batch_stride + head_kv * p.block_mask.head_stride + number];
   }
 
@@ -245,8 +245,8 @@ struct ListIterator {
   int32_t end;
   int32_t head;
   int32_t query_block;
-  int32_t bits;         // BlockEntry::bits
-  int32_t adds_before;  // BlockEntry::adds_before
+  int32_t bits;         // QueryBlockEntry::bits
+  int32_t adds_before;  // QueryBlockEntry::adds_before
 
   template <typename Tile>
   __device__ ListIterator(const Tile& tile, int32_t first_index)

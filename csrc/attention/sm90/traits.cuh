@@ -32,7 +32,7 @@ struct StoreWarpCounts {
 // What the loader tells the consumers about the query blocks in the stages of q: `head` is the query head.
 template <int kStages>
 struct ListedStages {
-  BlockEntry entries[kStages];
+  QueryBlockEntry entries[kStages];
 };
 
 template <>
@@ -65,8 +65,8 @@ struct Traits {
   static constexpr bool kBlockMask = has_block_mask(kTile.feature);
   static constexpr int kBitWords = kBlockM / 64;  // of a consumer thread in a tile of a block mask
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
-  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias or a block mask none fits.
-  static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias && !kBlockMask;
+  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
+  static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");

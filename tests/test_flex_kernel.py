@@ -75,11 +75,11 @@ class Problem:
     dlse: Tensor | None
     slopes: Tensor | None
     mask: Tensor  # (B, H, Sq, Sk)
-    lists: KernelLists
+    lists: list[KernelLists]  # by default, deterministic
 
     def run(self, *, deterministic: bool = False, **changes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         given = {"lse": self.lse, "softcap": self.case.softcap, "alibi_slopes": self.slopes, "dlse": self.dlse}
-        return kernel_backward(*self.tensors, lists=self.lists, deterministic=deterministic, **(given | changes))
+        return kernel_backward(*self.tensors, lists=self.lists[deterministic], deterministic=deterministic, **(given | changes))
 
 
 def forward(case: Case, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,8 @@ def build(case: Case) -> Problem:
         device="cuda",
         BLOCK_SIZE=case.block_size,
     )
-    lists = kernel_lists(key_block_lists(block_mask, sizes, kernel_tile(d, dv)), case.heads, case.heads_kv)
+    blocks = key_block_lists(block_mask, sizes, kernel_tile(d, dv))
+    lists = [kernel_lists(blocks, case.heads, case.heads_kv, deterministic=order) for order in (False, True)]
     out, lse = forward(case, mask, q.double(), k.double(), v.double(), slopes)
     dlse = torch.randn_like(lse).float() if case.dlse else None
     out = out.transpose(1, 2).to(case.dtype).transpose(1, 2)

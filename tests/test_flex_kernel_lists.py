@@ -64,21 +64,31 @@ CASES = [
 ]
 
 
-def lists_of(name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int) -> KernelLists:
+def lists_of(
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int, *, deterministic: bool
+) -> KernelLists:
     batch, heads, seqlen_q, seqlen_k = sizes
     by_batch, by_head = name == "by_batch", name == "by_head"
     block_mask = create_block_mask(
         MODS[name], batch if by_batch else None, heads if by_head else None, seqlen_q, seqlen_k, device="cpu"
     )
-    return kernel_lists(key_block_lists(block_mask, sizes, Tile(queries, KEYS)), heads, heads_kv)
+    return kernel_lists(
+        key_block_lists(block_mask, sizes, Tile(queries, KEYS)), heads, heads_kv, deterministic=deterministic
+    )
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("name", "sizes", "heads_kv", "queries"), CASES)
-def test_kernel_lists_hold_the_mask(name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int) -> None:
-    batch, heads, seqlen_q, seqlen_k = sizes
+def test_kernel_lists_hold_the_mask(
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int, deterministic: bool
+) -> None:
+    seqlen_q, seqlen_k = sizes[2:]
     b, h, i, j = (torch.arange(size).view([-1 if d == at else 1 for d in range(4)]) for at, size in enumerate(sizes))
     expected = MODS[name](b, h, i, j).expand(sizes)
-    found = mask_of(lists_of(name, sizes, heads_kv, queries), sizes, heads_kv, queries)
+    lists = lists_of(name, sizes, heads_kv, queries, deterministic=deterministic)
+    found = mask_of(lists, sizes, heads_kv, queries)
+    blocks = found.unflatten(2, (-1, queries)).flatten(3).any(-1)
+    assert lists.covers == bool(blocks.all())
     assert torch.equal(found[..., :seqlen_q, :seqlen_k], expected)
     assert not found[..., seqlen_q:, :].any()
     assert not found[..., seqlen_k:].any()
@@ -88,7 +98,7 @@ def test_kernel_lists_hold_the_mask(name: str, sizes: tuple[int, int, int, int],
 def test_adds_count_the_entries_of_earlier_work_tiles(
     name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int
 ) -> None:
-    lists = lists_of(name, sizes, heads_kv, queries)
+    lists = lists_of(name, sizes, heads_kv, queries, deterministic=True)
     for plane in lists.lists.flatten(0, 1).tolist():
         before: dict[tuple[int, int], int] = defaultdict(int)
         lengths = [count for _, _, count, _ in plane]

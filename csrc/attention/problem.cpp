@@ -348,6 +348,7 @@ void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
   check(p->window_left < 0 && p->window_right < 0,
         "block_lists came with a causal mask or a window, expected a block mask that holds them");
   p->has_block_mask = true;
+  p->block_mask_covers = a.block_mask_covers;
   p->block_bits_words = a.block_bits.sizes[0] > 0 ? a.block_bits.sizes[1] : 0;
 }
 

@@ -10,8 +10,11 @@ bits     (tiles, words) int32                        the mask of a tile in the o
 - List i of a (batch, KV head) is its i-th work tile. The longest come first, so that short ones fill the last wave.
 - ``adds`` is the number of entries with the same query block and head in the lists before this one. In deterministic
   mode an add to dq waits for exactly these adds, so a work tile waits only for work tiles that started before it.
-- Within a list, all query heads of a query block follow one another: they share the block's place in the loop, as the
-  heads of a KV head do without a block mask.
+- A list visits a query block for all query heads of the KV head and then the next block. If a key block sees few query
+  blocks, it visits all blocks of a head and then the next head: neighbouring work tiles then share what L2 holds.
+- Lists go from the first query block to the last. With GQA and in deterministic mode they go back: work tiles of a
+  causal mask then start at the same query block, and each comes to a dq tile after those that add to it before. The
+  other way, they would wait for one another from the first iteration on.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import Tensor
 from flashbwd.flex.lists import KeyBlockLists, Tile
 
 _CONSUMERS = (2, 4, 2, 8)  # keys of a tile: warpgroup, warp, half, row of eight lanes
+_FEW = 0.45  # share of the query blocks that a key block sees, below which heads are outermost
 _TILES_AT_ONCE = 4096  # bounds the memory in which bits are rearranged
 
 
@@ -33,6 +37,7 @@ class KernelLists(NamedTuple):
     lists: Tensor
     entries: Tensor
     bits: Tensor
+    covers: bool  # every query block of every head is in a list, so the kernel need not add dq into zeros
 
 
 def kernel_tile(head_dim: int, head_dim_v: int) -> Tile:
@@ -40,8 +45,8 @@ def kernel_tile(head_dim: int, head_dim_v: int) -> Tile:
     return Tile(queries=128 if max(head_dim, head_dim_v) <= 64 else 64, keys=128)
 
 
-def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int) -> KernelLists:
-    """Return the lists of a call with these numbers of heads. Needs ``lists.bits``."""
+def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int, *, deterministic: bool) -> KernelLists:
+    """Return the lists of a call with these numbers of heads. Needs ``lists.bits``. Reads a size back from the device."""
     if lists.bits is None:
         raise ValueError("lists have no bits, expected the bits of all partial tiles")
     group = heads // heads_kv
@@ -66,14 +71,18 @@ def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int) -> KernelLists
     plane = batch * planes + plane
     place = position.view(-1, lists.key_blocks)[plane, key_block]
 
-    by_list = (((plane * lists.key_blocks + place) * lists.query_blocks + query_block) * group + member).argsort()
-    entries = torch.stack(
-        [query_block, member, tile, _rank_by_place(plane, member, query_block, place, lists, group)], 1
-    )
+    descending = deterministic or group > 1
+    along = lists.query_blocks - 1 - query_block if descending else query_block
+    seen = owner.numel() / max(lengths.numel() * lists.query_blocks, 1)  # share of the query blocks, on average
+    within = member * lists.query_blocks + along if seen < _FEW else along * group + member
+    by_list = ((plane * lists.key_blocks + place) * lists.query_blocks * group + within).argsort()
+    adds, dq_tiles = _adds_before(plane, member, query_block, place, lists, group)
+    entries = torch.stack([query_block, member, tile, adds], 1)
     ordered = counts.gather(-1, order)
     ends = ordered.flatten().cumsum(0).view_as(ordered)
     rows = torch.stack([order, ends - ordered, ordered, torch.zeros_like(order)], -1)
-    return KernelLists(rows.int(), entries[by_list].int().contiguous(), registers_of_bits(lists.bits))
+    covers = dq_tiles == lists.batches * planes * group * lists.query_blocks
+    return KernelLists(rows.int(), entries[by_list].int().contiguous(), registers_of_bits(lists.bits), covers)
 
 
 def _unravel(index: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
@@ -84,10 +93,10 @@ def _unravel(index: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     return parts[::-1]
 
 
-def _rank_by_place(
+def _adds_before(
     plane: Tensor, member: Tensor, query_block: Tensor, place: Tensor, lists: KeyBlockLists, group: int
-) -> Tensor:
-    """Return, for each entry, how many entries of the same dq tile lie in earlier lists."""
+) -> tuple[Tensor, int]:
+    """Return, for each entry, how many entries of the same dq tile lie in earlier lists; and the number of dq tiles."""
     dq_tile = (plane * group + member) * lists.query_blocks + query_block
     by_tile = (dq_tile * lists.key_blocks + place).argsort()
     ordered = dq_tile[by_tile]
@@ -97,7 +106,7 @@ def _rank_by_place(
     first = number.masked_fill(~starts, 0).cummax(0).values if ordered.numel() else number
     rank = torch.empty_like(number)
     rank[by_tile] = number - first
-    return rank
+    return rank, int(starts.sum()) if ordered.numel() else 0
 
 
 def registers_of_bits(bits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
 //
 // kOrdered: the semaphore counts adds, and an add waits for its turn (index/dq_order.h).
 //
-// A block mask lists how many adds come before each add (QueryBlockEntry::adds_before). All adds go into zeros.
+// A block mask lists how many adds come before each add (QueryBlockEntry::adds_before).
 //
 // kLastArriver: the semaphore counts adds. The first add stores; the others wait for it, the last one for all.
 //
@@ -61,6 +61,7 @@ __device__ __forceinline__ void number_turn(const KernelParams& params, const ty
                                             int32_t query_block, DqTurn& turn, int32_t listed_adds = 0) {
   if constexpr (Traits::WorkTile::kListed) {
     turn.number = listed_adds;
+    turn.stores = turn.number == 0 && !params.dq.starts_at_zero;
     return;
   }
   const Visibility& v = work.visibility;

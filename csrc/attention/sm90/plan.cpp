@@ -79,7 +79,7 @@ CallSizes sizes_of(const AttentionProblem& problem) {
   sizes.seqlen_k = problem.seqlen_k;
   sizes.total_k = problem.total_k;
   sizes.deterministic = problem.deterministic;
-  sizes.block_mask = problem.has_block_mask;
+  sizes.may_skip_queries = problem.has_block_mask && !problem.block_mask_covers;
   sizes.bias_gradient = problem.need_dbias;
   sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
                           problem.bias_broadcast_col};

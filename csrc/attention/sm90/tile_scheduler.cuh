@@ -127,7 +127,12 @@ struct WorkTile : ListedLoop<kListed_> {
     iterations = query_range.size() * (end_head - first_head);
     if constexpr (kListed) {
       iterations = list_of(p, tile.key_block).entries;
-      this->entries = p.block_mask.entries + list_of(p, tile.key_block).first_entry;
+      const QueryBlockEntry* const entries = p.block_mask.entries + list_of(p, tile.key_block).first_entry;
+      this->entries = entries;
+      if (iterations > 0) {  // in either order; with one query head per KV head, which the flags below are for
+        const int32_t first = entries[0].query_block, last = entries[iterations - 1].query_block;
+        query_range = {min(first, last), max(first, last) + 1};
+      }
     }
     forget_registers();
     first_flag = last_flag = (batch * p.heads + first_head) * params.preprocess.flags_per_head;

@@ -79,7 +79,9 @@ class Problem:
 
     def run(self, *, deterministic: bool = False, **changes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         given = {"lse": self.lse, "softcap": self.case.softcap, "alibi_slopes": self.slopes, "dlse": self.dlse}
-        return kernel_backward(*self.tensors, lists=self.lists[deterministic], deterministic=deterministic, **(given | changes))
+        return kernel_backward(
+            *self.tensors, lists=self.lists[deterministic], deterministic=deterministic, **(given | changes)
+        )
 
 
 def forward(case: Case, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -287,8 +287,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   define("plan_attention_backward" + backward +
          ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
   // The query loops of a block mask (csrc/attention/params.h). For kernels only: no other backend takes it.
-  const std::string block_mask = tensors + ", Tensor block_lists, Tensor block_entries, Tensor block_bits, bool block_mask_covers" +
-                                 flashbwd::option_schema(flashbwd::kOfBackward);
+  const std::string block_mask =
+      tensors + ", Tensor block_lists, Tensor block_entries, Tensor block_bits, bool block_mask_covers" +
+      flashbwd::option_schema(flashbwd::kOfBackward);
   define("block_mask_attention_backward" + block_mask + ") -> (Tensor dq, Tensor dk, Tensor dv)");
   define("plan_block_mask_attention_backward" + block_mask + ", int plan_device=-1) -> str");
   define("check_attention_inputs(Tensor q, Tensor k, Tensor v" + flashbwd::option_schema(flashbwd::kOfForward) +

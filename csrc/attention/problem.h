@@ -37,7 +37,7 @@ struct AttentionArguments : OptionalTensors<TensorDesc> {
   bool allow_tf32 = false;           // matrix products of float32 inputs may round their operands to TF32
   TensorDesc dq, dk, dv, workspace;  // passed by the caller, or undefined
   TensorDesc block_lists, block_entries, block_bits;  // of a block mask (params.h), or undefined
-  bool block_mask_covers = false;                      // every query block of every head is in a list
+  bool block_mask_covers = false;                     // every query block of every head is in a list
   bool plan_only = false;  // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
 };
 

@@ -212,7 +212,7 @@ def longest_first(lists: KeyBlockLists, batch: int, heads: int, heads_kv: int, s
     group = heads // heads_kv
     per_head = lists.lengths().expand(batch, heads, -1)
     lengths = per_head.unflatten(1, (heads_kv, group)).sum(2).flatten(0, 1)  # (batch * heads_kv, key_blocks)
-    pairs, blocks = lengths.shape
+    pairs = lengths.shape[0]
     longest = lists.query_blocks * group + 1
     begins = torch.arange(pairs, device=lengths.device) // (section or max(pairs, 1))
     rank = begins.unsqueeze(1) * longest - lengths

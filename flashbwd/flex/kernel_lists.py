@@ -46,7 +46,13 @@ def kernel_tile(head_dim: int, head_dim_v: int) -> Tile:
 
 
 def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int, *, deterministic: bool) -> KernelLists:
-    """Return the lists of a call with these numbers of heads. Needs ``lists.bits``. Reads a size back from the device."""
+    """Return the lists of a call with these numbers of heads. Reads a size back from the device.
+
+    Raises
+    ------
+    ValueError
+        ``lists`` have no bits.
+    """
     if lists.bits is None:
         raise ValueError("lists have no bits, expected the bits of all partial tiles")
     group = heads // heads_kv

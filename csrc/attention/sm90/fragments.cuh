@@ -8,6 +8,7 @@
 #include "../../common/wgmma.cuh"
 #include "../index/dq_layout.h"
 #include "../index/visibility.h"
+#include "block_mask.cuh"
 #include "config.h"
 
 namespace flashbwd::sm90 {
@@ -115,21 +116,6 @@ __device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const TileVisi
       if ((visible >> (2 * i + 1) & 1) == 0) p[2 * i + half] &= 0x0000ffffu;
     }
   }
-}
-
-// Bit of value i of kValues of a thread, in a tile of bits of a block mask: the values of key `row` from the lowest bit
-// on, then those of row + 8.
-template <int kValues>
-__device__ __forceinline__ bool bit_of_value(const uint32_t* bits, int i) {
-  const int bit = i % 4 / 2 * (kValues / 2) + i / 4 * 2 + i % 2;
-  return bits[bit / 32] >> bit % 32 & 1;
-}
-
-// Zeroes the values that a tile of bits hides.
-template <int kValues, int kWords>
-__device__ __forceinline__ void mask_by_bits(float (&p)[kValues], const uint32_t (&visible)[kWords]) {
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) p[i] = bit_of_value<kValues>(visible, i) ? p[i] : 0.f;
 }
 
 // kPositive: negative values become 0.

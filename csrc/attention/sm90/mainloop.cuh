@@ -13,20 +13,6 @@
 
 namespace flashbwd::sm90 {
 
-// A consumer's position in the query loop of a work tile with a block mask. What it visits lies in the stage of q.
-struct ListedStep {
-  int32_t index, end;
-
-  template <typename Tile>
-  __device__ ListedStep(const Tile& tile, int32_t first_index)
-      : index(first_index), end(first_index + tile.iterations) {}
-
-  template <typename Tile>
-  __device__ void advance(const Tile&) {
-    ++index;
-  }
-};
-
 // One work tile in one consumer warpgroup. kDqColumns: columns of this warpgroup's part of dq.
 template <typename Traits, int kDqColumns>
 struct Mainloop {

@@ -8,6 +8,7 @@
 #include "../index/query_loop.h"
 #include "../index/tile_order.h"
 #include "../sequence.cuh"
+#include "block_mask.cuh"
 #include "kernel_params.h"
 
 namespace flashbwd::sm90 {
@@ -35,16 +36,6 @@ struct SchedulerState {
 };
 
 struct QueryIterator;
-struct ListIterator;
-
-// The query loop of a work tile with a block mask.
-template <bool kListed>
-struct ListedLoop {};
-
-template <>
-struct ListedLoop<true> {
-  const QueryBlockEntry* entries;
-};
 
 // One key block, of a mirrored pair one of its two parts. kByHeads_: heads are outermost in the query loop
 // (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a block mask lists
@@ -242,37 +233,6 @@ struct QueryIterator {
   }
 
   int32_t first_head_, end_head_, stride_;
-};
-
-// A position in the query loop of a work tile with a block mask, which says what to visit.
-struct ListIterator {
-  int32_t index;  // as in QueryIterator
-  int32_t end;
-  int32_t head;
-  int32_t query_block;
-  int32_t bits;         // QueryBlockEntry::bits
-  int32_t adds_before;  // QueryBlockEntry::adds_before
-
-  template <typename Tile>
-  __device__ ListIterator(const Tile& tile, int32_t first_index)
-      : index(first_index), end(first_index + tile.iterations) {
-    if (index < end) read(tile);
-  }
-
-  template <typename Tile>
-  __device__ void advance(const Tile& tile) {
-    if (++index < end) read(tile);
-  }
-
- private:
-  template <typename Tile>
-  __device__ __forceinline__ void read(const Tile& tile) {
-    const int4 entry = __ldg(reinterpret_cast<const int4*>(tile.entries) + (index - tile.first_index));
-    query_block = entry.x;
-    head = tile.first_head + entry.y;
-    bits = entry.z;
-    adds_before = entry.w;
-  }
 };
 
 // Stage and parity of a pipeline of kStages buffers at iteration `index`.

@@ -29,15 +29,6 @@ struct StoreWarpCounts {
   uint32_t tiles, last_adds;
 };
 
-// What the loader tells the consumers about the query blocks in the stages of q: `head` is the query head.
-template <int kStages>
-struct ListedStages {
-  QueryBlockEntry entries[kStages];
-};
-
-template <>
-struct ListedStages<0> {};
-
 // kByHeads: see QueryIterator. kLastWritesDq_: adds are counted, and if the schedule says so, the last one writes dq.
 template <typename T_, int kTileIndex, bool kByHeads, bool kLastWritesDq_>
 struct Traits {

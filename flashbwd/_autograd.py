@@ -131,9 +131,10 @@ def _rule(operator: Any, backward: Rule, setup_context: Rule | None) -> Rule:
     def backward_of_all(ctx: Any, *grads: Any) -> Any:
         return (*backward(ctx, *grads), None)  # the last input is the pair (keyset, kwargs)
 
+    # autograd.Function would look for torch.func transforms, which do not come here, in every argument.
     function: Any = type(
         f"Gradient_{operator._schema.name.partition('::')[2]}",
-        (torch.autograd.Function,),
+        (torch.autograd.function._SingleLevelFunction,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)},
     )
 

@@ -33,6 +33,7 @@ from flashbwd.layer_norm import (
     rms_norm_backward_from_output,
 )
 from flashbwd.mods.handle import compile_mods
+from flashbwd.self_attention import SelfAttention
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormGrads",
     "RngState",
+    "SelfAttention",
     "__version__",
     "attention",
     "attention_backward",

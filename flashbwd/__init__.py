@@ -31,6 +31,7 @@ from flashbwd.norm_backward import (
     rms_norm_backward,
     rms_norm_backward_from_output,
 )
+from flashbwd.self_attention import SelfAttention
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormGrads",
     "RngState",
+    "SelfAttention",
     "__version__",
     "attention",
     "attention_backward",

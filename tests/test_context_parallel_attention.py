@@ -100,6 +100,10 @@ def test_packed_documents_have_the_gradients_of_one_device(ranks: Ranks, case: s
     ranks.run(_packed, case, dtype)
 
 
+def test_16_bit_gradients_of_split_documents_are_within_tolerance(two: Ranks) -> None:
+    two.run(_packed, "documents on several devices", torch.bfloat16)
+
+
 def _dense(causal: bool, softcap: float, softmax_scale: float | None) -> None:
     tensors = inputs((2, 51), 2, torch.float64)
     split = distributed.split_context(mesh_of_all(), seqlen=51, causal=causal)

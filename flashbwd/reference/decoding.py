@@ -150,13 +150,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def block_states(block_mask: Any, seqlen_k: int) -> Tensor:
     """Return ABSENT, PARTIAL or FULL for each block: (B or 1, H or 1, query blocks, key blocks)."""
     blocks = -(-seqlen_k // block_mask.BLOCK_SIZE[1])
-    states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, blocks) * PARTIAL
+    states = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, blocks) * PARTIAL
     if block_mask.full_kv_num_blocks is None:
         return states
-    return states.maximum(_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks) * FULL)
+    return states.maximum(listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks) * FULL)
 
 
-def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
+def listed_blocks(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     """Return 1 for each block among the first ``counts`` entries of its (..., columns) index list, else 0."""
     column = torch.arange(indices.shape[-1], device=indices.device)
     index = torch.where(column < counts.unsqueeze(-1), indices, blocks).clamp(0, blocks).long()

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashbwd.bench import cases, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
 from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
+from scripts import scale_memory
 from scripts.loose_figures import loose_figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -329,6 +330,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "missed": missed,
     "runs": runs,
     "cpu": lambda: times("cpu"),
+    "scale-memory": lambda: table(scale_memory.HEADER, scale_memory.rows_of_table()),
     "blocks": lambda: table(
         ["training step", "over", "speed, as a ratio", "cases"],
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashbwd import _norm_operators  # noqa: F401 (it registers operators)
 from flashbwd.attention import (
     AttentionGrads,
     Plan,
@@ -27,19 +28,16 @@ from flashbwd.flex.attention import (
     plan_flex_attention_backward,
 )
 from flashbwd.integrations.overrides import OperatorStats, Overrides, disable, enable, stats
-from flashbwd.layer_norm import (
-    LayerNorm,
+from flashbwd.layer_norm import LayerNorm, RMSNorm, layer_norm, rms_norm
+from flashbwd.mods.handle import compile_mods
+from flashbwd.norm_backward import (
     LayerNormGrads,
-    RMSNorm,
     RMSNormGrads,
-    layer_norm,
     layer_norm_backward,
     layer_norm_backward_from_output,
-    rms_norm,
     rms_norm_backward,
     rms_norm_backward_from_output,
 )
-from flashbwd.mods.handle import compile_mods
 
 __version__ = "0.1.0"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flashbwd import _arguments, reference
-from flashbwd._autograd import OperatorLibrary
+from flashbwd._autograd import OperatorLibrary, may_be_refused
 from flashbwd.options import AttentionOptions
 
 _PACKAGE = Path(__file__).parent
@@ -107,6 +107,17 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """As :func:`call`, for an operator without a gradient. Skips its autograd kernel if that has nothing to refuse.
+
+    The autograd kernel is in Python, and takes longer than all the rest of a small call.
+    """
+    if torch.compiler.is_compiling() or may_be_refused(args, kwargs):
+        return call(operator, *args, **kwargs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return call(operator, *args, **kwargs)
+
+
 def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a fake implementation. It also checks that all tensors are on the device of argument `main`."""
     names = [argument.name for argument in getattr(torch.ops.flashbwd, name).default._schema.arguments]
@@ -177,11 +188,11 @@ def _refuse_derivatives() -> None:
     """Make differentiating the C++ operators an error: they compute gradients or run below an operator with a rule.
 
     The flex decoding operators are left out, because an autograd kernel would slow down each call in a decoding loop.
-    :func:`flashbwd.flex_decoding` handles gradients and tangents itself.
+    :func:`flashbwd.flex_decoding` handles gradients and tangents itself. The norms have a rule of their own.
     """
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
-        if namespace == "flashbwd" and not name.startswith("decoding_"):
+        if namespace == "flashbwd" and not name.startswith("decoding_") and name not in ("layer_norm", "rms_norm"):
             library.refuse_derivatives(name)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from kit import cases, inputs
-from support import MAIN, skip_where_refused, with_nan_outputs
+from support import backward, skip_where_refused
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -33,11 +32,6 @@ def on_gpu(case: cases.Case, backend: str, dtype: torch.dtype = torch.float16) -
 def main(x: inputs.Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, dout = (x.arguments[name] for name in ("q", "k", "v", "dout"))
     return q, k, v, dout
-
-
-def backward(*tensors: Tensor, **options: Any) -> flashbwd.AttentionGrads:
-    """attention_backward into memory that holds NaN."""
-    return flashbwd.attention_backward(**with_nan_outputs(dict(zip(MAIN, tensors, strict=True)) | options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -127,9 +121,8 @@ def test_a_forward_with_dropout(forward: str, backend: str) -> None:
             dout, q, k, v, None, out, None, None, 75, 75, lse, 0.25, seed, offset, 0, False
         )
     with flashbwd.use_backend(backend):
-        actual = flashbwd.attention_backward(
-            dout, q, k, v, out, lse, dropout_p=0.25, rng_state=flashbwd.RngState(seed, offset, forward)
-        )
+        state = flashbwd.RngState(seed, offset, forward)
+        actual = backward(dout, q, k, v, out, lse, dropout_p=0.25, rng_state=state)
     for name, a, e in zip(("dq", "dk", "dv"), actual[:3], expected, strict=True):
         torch.testing.assert_close(a, e, rtol=2e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
 

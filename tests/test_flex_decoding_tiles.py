@@ -72,7 +72,7 @@ def test_without_a_mask_all_keys_are_visible() -> None:
     assert [(tile.k0, tile.k1, tile.masked) for tile in tiles_of(None, 4, 24)] == [(0, 24, False)]
 
 
-@pytest.mark.parametrize(("splits", "most"), [(1, 24), (2, 12), (5, 5), (24, 1)])
+@pytest.mark.parametrize(("splits", "most"), [(1, 24), (2, 12), (5, 4), (24, 1), (60, 1)])
 def test_splits_bound_the_keys_of_a_tile(splits: int, most: int) -> None:
     found = tiles_of(None, 4, 24, splits)
     assert [tile.k0 for tile in found] == list(range(0, 24, most))

@@ -11,7 +11,7 @@ from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece, cut_into_pieces
 from flashbwd.reference.operands import Call, KeySide, Scratch, Strip
-from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype
+from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, without_autocast
 from flashbwd.reference.sink import keyless_sink_gradient
 from flashbwd.reference.spans import split_spans
 from flashbwd.reference.workers import run_all
@@ -41,7 +41,7 @@ def attention_backward(
     lengths on the host, and raise RuntimeError while a CUDA graph is captured. Results are bitwise identical from run
     to run on one machine with one thread count.
     """
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q.device):
         dtype = accumulation_dtype(q.dtype)
         for gradient in (dq, dk, dv):
             gradient.zero_()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashbwd.reference.spans import Span, narrow_broadcast
+from flashbwd.reference.spans import Span, narrow, narrow_broadcast
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class Chunk:
 
     def of_queries(self, tensor: Tensor) -> Tensor:
         """Return the chunk's (batches, query heads, rows, dim) of a (batches, rows, H, dim) tensor."""
-        tensor = tensor.narrow(0, self.batch0, self.batches)
-        return tensor.narrow(2, self.head0 * self.group, self.query_heads).transpose(1, 2)
+        tensor = narrow(tensor, 0, self.batch0, self.batches)
+        return narrow(tensor, 2, self.head0 * self.group, self.query_heads).transpose(1, 2)
 
     def of_keys(self, tensor: Tensor) -> Tensor:
         """Return the chunk's (batches, KV heads, rows, dim) of a (batches, rows, Hkv, dim) tensor."""
-        return tensor.narrow(0, self.batch0, self.batches).narrow(2, self.head0, self.heads).transpose(1, 2)
+        return narrow(narrow(tensor, 0, self.batch0, self.batches), 2, self.head0, self.heads).transpose(1, 2)
 
     def of_plane(self, tensor: Tensor) -> Tensor:
         """Return the chunk's part of a tensor whose first two dimensions broadcast to (batches, query heads)."""
@@ -224,6 +224,8 @@ def cut_into_pieces(
     items = sum(span.batches for span in spans) * heads_kv
     threads = 1 if shared_sums or q.device.type != "cpu" else torch.get_num_threads()
     tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if shared_sums else _CPU_TILE
+    scores = sum(span.batches * q.shape[-2] * span.sq * span.sk for span in spans)
+    threads = max(min(threads, scores // (tile.rows * tile.keys)), 1)  # starting a thread takes as long as a small tile
     pieces = []
     for span in spans:
         band = Band.of(span.sq, span.sk, causal, *window)

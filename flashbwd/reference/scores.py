@@ -6,6 +6,7 @@ of ``torch.exp``, and a hundredth for results that underflow.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -22,6 +23,13 @@ LOG2E = 1.0 / math.log(2.0)
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which operators keep the dtypes of their inputs."""
+    if torch.is_autocast_enabled(device.type):  # entering torch.autocast takes 20 us
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def sees_nothing(lse: Tensor) -> Tensor:
@@ -45,9 +53,13 @@ def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor
         # cuBLAS needs leading dimensions that are multiples of 16 bytes for its vectorised kernels; CPUs do not.
         width = dim + 1 if rows.device.type == "cpu" else -(-(dim + 1) // 4) * 4
         copy = rows.new_empty((*rows.shape[:-1], width), dtype=dtype)
-        copy[..., dim + 1 :] = 0.0
+        if width > dim + 1:
+            copy[..., dim + 1 :] = 0.0
         copy[..., dim : dim + 1] = column
     values = copy[..., :dim]
+    if scale != 1.0 and rows.dtype == dtype:
+        torch.mul(rows, scale, out=values)
+        return copy
     values.copy_(rows)
     if scale != 1.0:
         values.mul_(scale)

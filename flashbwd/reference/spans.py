@@ -34,8 +34,8 @@ class Span:
 
     def _take(self, tensor: Tensor, first: int, length: int) -> Tensor:
         if self.packed:
-            return tensor.narrow(0, first, length).unsqueeze(0)
-        return tensor.narrow(0, self.batch0, self.batches).narrow(1, 0, length)
+            return narrow(tensor, 0, first, length).unsqueeze(0)
+        return narrow(narrow(tensor, 0, self.batch0, self.batches), 1, 0, length)
 
     def statistics(self, tensor: Tensor) -> Tensor:
         """Return the span's (batches, heads, sq) of an LSE-like tensor in any accepted shape.
@@ -44,10 +44,10 @@ class Span:
         (B, H, roundup(max_seqlen_q, 32)).
         """
         if tensor.dim() == 2:
-            return tensor.narrow(1, self.q0, self.sq).unsqueeze(0)
+            return narrow(tensor, 1, self.q0, self.sq).unsqueeze(0)
         if tensor.dim() == 4:
             tensor = tensor.squeeze(3)
-        return tensor.narrow(0, self.batch0, self.batches).narrow(2, 0, self.sq)
+        return narrow(narrow(tensor, 0, self.batch0, self.batches), 2, 0, self.sq)
 
     def plane(self, tensor: Tensor) -> Tensor:
         """Return the span's part of a tensor that broadcasts to (B, heads, queries, keys); dimensions of 1 are kept."""
@@ -55,14 +55,19 @@ class Span:
 
     def batch_rows(self, tensor: Tensor) -> Tensor:
         """Return the span's (batches or 1, H) of a tensor of shape (H,) or (B, H)."""
-        return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.narrow(0, self.batch0, self.batches)
+        return tensor.unsqueeze(0) if tensor.dim() == 1 else narrow(tensor, 0, self.batch0, self.batches)
+
+
+def narrow(tensor: Tensor, dim: int, first: int, length: int) -> Tensor:
+    """As ``tensor.narrow``, but without an operator if the range is the whole dimension: each takes 1-2 us."""
+    return tensor if tensor.shape[dim] == length else tensor.narrow(dim, first, length)
 
 
 def narrow_broadcast(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Narrow every dimension to its (first, length), except dimensions of size 1, which broadcast."""
     for dim, (first, length) in enumerate(ranges):
         if tensor.shape[dim] != 1:
-            tensor = tensor.narrow(dim, first, length)
+            tensor = narrow(tensor, dim, first, length)
     return tensor
 
 

@@ -378,7 +378,9 @@ def problems_of(page: Path, text: str) -> list[str]:
     name = str(page.relative_to(ROOT))
     diff = list(difflib.unified_diff(text.splitlines(), rendered(text).splitlines(), name, "results", n=0, lineterm=""))
     if page.parent.name not in EXPERIMENTS:
-        diff += [f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text, MARKER)]
+        diff += [
+            f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text, MARKER)
+        ]
     return diff
 
 

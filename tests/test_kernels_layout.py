@@ -15,9 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # last: an installed package goes before the one of the tree
 
-from scripts import kernels_layout  # noqa: E402
-
 import flashbwd  # noqa: E402
+from scripts import kernels_layout  # noqa: E402
 
 FOLDER = Path(flashbwd.__file__).parent
 CUDA_VARIANT = "torch-stable-abi210-cu130-x86_64-linux"

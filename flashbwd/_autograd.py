@@ -52,8 +52,7 @@ class OperatorLibrary(torch.library.Library):
             wanted = [t for t in _tensors(args, kwargs) if t.requires_grad] if torch.is_grad_enabled() else []
             if not results or not wanted:
                 return results
-            with enable_single_level_autograd_function():
-                return _Refused.apply(name, *results, *wanted)[: len(results)]  # type: ignore[attr-defined]
+            return refuse_to_differentiate(name, results, wanted)
 
         self.impl(name, below_autograd, "Autograd", with_keyset=True)
 
@@ -70,6 +69,13 @@ def refuse_double_backward(name: str) -> Rule:
         raise RuntimeError(f"flashbwd: {name} has no gradient: double backward is not supported")
 
     return backward
+
+
+def refuse_to_differentiate(name: str, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients that ``name`` computed from ``inputs``, so that differentiating them raises."""
+    with enable_single_level_autograd_function():
+        refused: tuple[Tensor, ...] = _Refused.apply(name, *results, *inputs)  # type: ignore[attr-defined]
+    return refused[: len(results)]
 
 
 def transforms_are_active() -> bool:
@@ -131,9 +137,10 @@ def _rule(operator: Any, backward: Rule, setup_context: Rule | None) -> Rule:
     def backward_of_all(ctx: Any, *grads: Any) -> Any:
         return (*backward(ctx, *grads), None)  # the last input is the pair (keyset, kwargs)
 
+    # autograd.Function would look for torch.func transforms, which do not come here, in every argument.
     function: Any = type(
         f"Gradient_{operator._schema.name.partition('::')[2]}",
-        (torch.autograd.Function,),
+        (torch.autograd.function._SingleLevelFunction,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)},
     )
 

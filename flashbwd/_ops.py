@@ -73,7 +73,7 @@ tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def allow_tf32(q: Tensor) -> bool:
     """Return the option ``allow_tf32`` of an attention backward."""
-    return q.dtype == torch.float32 and tf32_allowed()
+    return q.dtype == torch.float32 and not q.is_cpu and tf32_allowed()
 
 
 def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
@@ -143,7 +143,7 @@ _REFERENCE = [argument.name for argument in torch.ops.flashbwd.attention_backwar
 
 def _attention_backward_reference(*args: Any) -> None:
     """The first six arguments are tensors of the call, the last five are outputs, and those between are options."""
-    options = AttentionOptions(**dict(zip(_REFERENCE[6:-5], args[6:-5], strict=True)))
+    options = AttentionOptions(*args[6:-5])
     reference.attention_backward(*(*args[:6], options, *args[-5:]))
 
 

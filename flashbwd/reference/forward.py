@@ -74,7 +74,7 @@ def _piece_forward(
     """Compute the query blocks of one piece. Shapes are as in the backward."""
     span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
     dtype, items = lse.dtype, chunk.items
-    key0, key1 = band.keys(band.rows())
+    key0, key1 = band.keys(band.rows)
     keys = operand(chunk.of_keys(span.keys(k))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, D)
     values = operand(chunk.of_keys(span.keys(v))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, Dv)
     tile = keys.new_empty(items * cut.block_q * chunk.group * cut.block_k)

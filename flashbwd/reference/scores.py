@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def sees_nothing(lse: Tensor) -> Tensor:
 
     A forward returns such a low LSE if an additive mask of the lowest finite number hides every key.
     """
-    return lse.isinf() | (lse <= -2 / torch.finfo(lse.dtype).eps)
+    return (lse <= -2 / torch.finfo(lse.dtype).eps) | (lse == torch.inf)
 
 
 def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor | float | None = None) -> Tensor:
@@ -54,9 +55,12 @@ def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor
         width = dim + 1 if rows.device.type == "cpu" else -(-(dim + 1) // 4) * 4
         copy = rows.new_empty((*rows.shape[:-1], width), dtype=dtype)
         if width > dim + 1:
-            copy[..., dim + 1 :] = 0.0
-        copy[..., dim : dim + 1] = column
-    values = copy[..., :dim]
+            copy.narrow(-1, dim + 1, width - dim - 1).zero_()
+        if isinstance(column, Tensor):
+            copy.narrow(-1, dim, 1).copy_(column)
+        else:
+            copy.narrow(-1, dim, 1).fill_(column)
+    values = copy if column is None else copy.narrow(-1, 0, dim)
     if scale != 1.0 and rows.dtype == dtype:
         torch.mul(rows, scale, out=values)
         return copy
@@ -66,8 +70,7 @@ def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor
     return copy
 
 
-@dataclass(frozen=True)
-class AdditiveTerms:
+class AdditiveTerms(NamedTuple):
     """Bias and ALiBi terms of one chunk."""
 
     bias: Tensor | None  # broadcasts to (batches, query heads, sq, sk)

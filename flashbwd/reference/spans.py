@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from flashbwd.options import AttentionOptions
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """`batches` sequences, the first of which is `batch0`, with `sq` queries and `sk` keys each (rows in use)."""
 
     batch0: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from kit.tolerance import Blocks
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flashbwd.flex.kernel import kernel_backward
+import flashbwd
+from flashbwd.flex.backends import KernelCall
 from flashbwd.flex.kernel_lists import KernelLists, kernel_lists, kernel_tile
 from flashbwd.flex.lists import key_block_lists
 
@@ -77,11 +79,21 @@ class Problem:
     mask: Tensor  # (B, H, Sq, Sk)
     lists: list[KernelLists]  # by default, deterministic
 
-    def run(self, *, deterministic: bool = False, **changes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        given = {"lse": self.lse, "softcap": self.case.softcap, "alibi_slopes": self.slopes, "dlse": self.dlse}
-        return kernel_backward(
-            *self.tensors, lists=self.lists[deterministic], deterministic=deterministic, **(given | changes)
+    def run(self, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        ops = torch.ops.flashbwd
+        options = {
+            "softmax_scale": self.case.head_dim**-0.5,
+            "softcap": self.case.softcap,
+            "alibi_slopes": self.slopes,
+            "deterministic": deterministic,
+        }
+        call = KernelCall(
+            ops.block_mask_attention_backward,
+            ops.plan_block_mask_attention_backward,
+            options,
+            self.lists[deterministic],
         )
+        return call.gradients(*self.tensors, self.lse, self.dlse)
 
 
 def forward(case: Case, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -252,17 +264,51 @@ def test_calls_are_captured_in_a_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def public_problem(case: Case) -> tuple[Problem, Any]:
+    """A problem and the BlockMask of its mask."""
+    p = build(case)
+    block_mask = create_block_mask(
+        mask_mod(case.mask, case), None, None, case.seqlen_q, case.seqlen_k, device="cuda", BLOCK_SIZE=case.block_size
+    )
+    return p, block_mask
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_public_function_runs_the_kernel_and_says_so(head_dim: int, softcap: float) -> None:
+    case = Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=head_dim, softcap=softcap)
+    p, block_mask = public_problem(case)
+    score_mod = (lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)) if softcap else None
+    dout, q, k, v, out = p.tensors
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": True}
+    plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+    assert plan.backend == "sm90"
+    assert "sm80" in plan.reasons
+    grads = flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+    check(p, grads[:3])
+
+
+def test_autograd_through_pytorchs_forward_agrees_with_the_plain_formula() -> None:
+    case = Case("prefix", seqlen_q=515, seqlen_k=515)
+    p, block_mask = public_problem(case)
+    dout, q, k, v, _ = p.tensors
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = flashbwd.flex_attention(*inputs, block_mask=block_mask, enable_gqa=True)
+    check(p, torch.autograd.grad(out, inputs, dout))
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "words"),
     [
-        ({"head_dim": 192}, "it takes a block mask up to head dimension 128, got 192 and 192"),
+        ({"head_dim": 192}, "head dimensions of at most 128"),
         ({"dtype": torch.float32}, "it takes float16 and bfloat16, got float32"),
     ],
 )
-def test_a_call_without_a_kernel_is_refused_in_words(change: dict[str, object], message: str) -> None:
-    p = build(Case("causal"))
-    p.case = replace(p.case, **change)
-    d = p.case.head_dim
-    p.tensors = [torch.zeros(*x.shape[:-1], d, device="cuda", dtype=p.case.dtype) for x in p.tensors]
-    with pytest.raises(ValueError, match=message):
-        p.run()
+def test_a_call_without_a_kernel_goes_to_the_reference_with_the_reason(change: dict[str, Any], words: str) -> None:
+    p, block_mask = public_problem(Case("causal", **change))
+    dout, q, k, v, out = p.tensors
+    options = {"block_mask": block_mask, "enable_gqa": True}
+    plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+    assert plan.backend == "reference"
+    assert words in plan.reasons["sm90"]
+    check(p, flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)[:3])

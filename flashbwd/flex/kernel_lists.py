@@ -40,8 +40,11 @@ class KernelLists(NamedTuple):
     covers: bool  # every query block of every head is in a list, so the kernel need not add dq into zeros
 
 
+MAX_HEAD_DIM = 128
+
+
 def kernel_tile(head_dim: int, head_dim_v: int) -> Tile:
-    """Return the tile of the sm90 kernel for these head dimensions, which are at most 128."""
+    """Return the tile of the sm90 kernel for these head dimensions, which are at most ``MAX_HEAD_DIM``."""
     return Tile(queries=128 if max(head_dim, head_dim_v) <= 64 else 64, keys=128)
 
 

@@ -46,6 +46,17 @@ def test_the_cpu_flash_forward(causal: bool, dtype: torch.dtype) -> None:
     x.check(*backward(dout, q, k, v, out, lse, causal=x.case.causal))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_on_a_cpu_give_the_output_of_repeated_heads(causal: bool) -> None:
+    q, k, v = (torch.randn(2, 33, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2, 2))
+    grouped = flashbwd.attention(q, k, v, causal=causal, return_lse=True)
+    repeated = flashbwd.attention(
+        q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2), causal=causal, return_lse=True
+    )
+    for actual, expected in zip(grouped, repeated, strict=True):
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])

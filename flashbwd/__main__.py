@@ -45,7 +45,12 @@ def _parser() -> argparse.ArgumentParser:
         "because of --budget-s, or because the GPU became unusable.",
     )
     add = bench_parser.add_argument
-    add("--suite", choices=("attention", "layer_norm", "decoding", "block", "all"), default="all")
+    add(
+        "--suite",
+        choices=("attention", "layer_norm", "decoding", "block", "scale", "all"),
+        default="all",
+        help="scale: attention split over all GPUs, or over two processes on the CPU; not part of all",
+    )
     add("--quick", action="store_true", help="fewer cases, 5 short rounds")
     add("--out", type=Path, help="folder for the results (default: benchmarks/results of a source tree, else here)")
     add("--compare", type=Path, metavar="FILE", help="an earlier result file to compare with")
@@ -81,6 +86,8 @@ def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
 
 def bench(options: argparse.Namespace) -> int:
     """Run a suite and write its report."""
+    if options.suite == "scale":
+        return bench_scale(options)
     device = machine.default_device()
     earlier = None if options.compare is None else results.load(options.compare)
     settings = settings_of(options, device)
@@ -128,6 +135,33 @@ def bench(options: argparse.Namespace) -> int:
     if found.wrong():
         return 1
     return 0 if found.complete else STOPPED_EARLY
+
+
+def bench_scale(options: argparse.Namespace) -> int:
+    """Run the suite of several devices and write its report."""
+    from flashbwd.bench import scale  # imports torch.distributed
+
+    where = machine.default_device()
+    name = machine.describe(where).device
+    directory = options.out or default_directory()
+    path = runner.result_path(directory, scale.SUITE + ("-quick" if options.quick else ""), name)
+    texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
+    if not scale.chosen_cases(options.quick, texts):
+        print(f"flashbwd: no case of suite {scale.SUITE} contains {options.cases!r}", file=sys.stderr)
+        return 2
+    try:
+        found = scale.run_suite(path, quick=options.quick, texts=texts)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return STOPPED_EARLY
+    tables = scale.efficiency_table(found.results)
+    path.with_suffix(".md").write_text(report.markdown(found) + "\n## Efficiency\n\n" + tables + "\n")
+    images = report.plots(found, path.with_suffix(""))
+    print("\n" + "\n\n".join(filter(None, [tables, report.bars(found.results), report.bar_summary(found)])))
+    print(f"written: {path}, {path.with_suffix('.md').name}, {len(images)} plots")
+    for line in found.wrong():
+        print(f"WRONG: {line}", file=sys.stderr)
+    return 1 if found.wrong() else 0
 
 
 def default_directory() -> Path:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashbwd.bench import cases, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
 from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
+from scripts import scale_memory
 from scripts.loose_figures import loose_figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,24 +32,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
-# The result files of each suite. Blocks were measured in three runs; the newest result of each case counts.
+# The newest complete run of each suite. benchmarks/results holds these and no others.
 H100 = "nvidia-h100-80gb-hbm3"
 FILES = {
-    "attention": [f"{H100}-attention-20261123-101529"],
-    "layer_norm": [f"{H100}-layer_norm-20261121-173447"],
-    "block": [f"{H100}-block-20261121-205230", f"{H100}-block-20261122-021849", f"{H100}-block-20261122-081027"],
-    "decoding": [f"{H100}-decoding-20261121-210638"],
-    "cpu": ["amd-epyc-all-20261121-015643"],
+    "attention": f"{H100}-attention-20261123-101529",
+    "layer_norm": f"{H100}-layer_norm-20261121-173447",
+    "block": f"{H100}-block-20261121-205230",
+    "decoding": f"{H100}-decoding-20261121-210638",
+    "cpu": "amd-epyc-all-20261121-015643",
 }
 
 
 @functools.lru_cache
 def measured(suite: str) -> tuple[CaseResult, ...]:
-    """The results of a suite. If several files have a case, the last file counts."""
-    found: dict[str, CaseResult] = {}
-    for stem in FILES[suite]:
-        found.update(results.load(RESULTS / f"{stem}.json").by_name())
-    return tuple(found.values())
+    """The results of a suite."""
+    return tuple(results.load(RESULTS / f"{FILES[suite]}.json").results)
 
 
 # ---- selecting ------------------------------------------------------------------------------------
@@ -286,18 +284,15 @@ def missed() -> str:
 
 def runs() -> str:
     lines = []
-    for suite, stems in FILES.items():
-        for stem in stems:
-            written = RESULTS / f"{stem}.md"  # written by the run; contains the slot lengths
-            run = results.load(written.with_suffix(".json"))
-            commit, torch = (run.machine["commit"] or "")[:9], run.machine["torch"]
-            how = re.search(r"^\d+ (?:or more )?interleaved rounds.*?(?=; a rate)", written.read_text(), re.MULTILINE)
-            if how is None:
-                raise ValueError(f"flashbwd: {written.name} does not say how long its slots are")
-            lines.append(
-                f"- {suite}, {run.machine['device']}: `benchmarks/results/{stem}.md`, commit {commit}, torch {torch}, "
-                + how[0]
-            )
+    for suite, stem in FILES.items():
+        written = RESULTS / f"{stem}.md"  # written by the run; contains the slot lengths
+        run = results.load(written.with_suffix(".json"))
+        commit, torch = (run.machine["commit"] or "")[:9], run.machine["torch"]
+        how = re.search(r"^\d+ (?:or more )?interleaved rounds.*?(?=; a rate)", written.read_text(), re.MULTILINE)
+        if how is None:
+            raise ValueError(f"flashbwd: {written.name} does not say how long its slots are")
+        file = f"`benchmarks/results/{stem}.md`"
+        lines.append(f"- {suite}, {run.machine['device']}: {file}, commit {commit}, torch {torch}, {how[0]}")
     return "\n".join(lines)
 
 
@@ -335,6 +330,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "missed": missed,
     "runs": runs,
     "cpu": lambda: times("cpu"),
+    "scale-memory": lambda: table(scale_memory.HEADER, scale_memory.rows_of_table()),
     "blocks": lambda: table(
         ["training step", "over", "speed, as a ratio", "cases"],
         (
@@ -382,7 +378,9 @@ def problems_of(page: Path, text: str) -> list[str]:
     name = str(page.relative_to(ROOT))
     diff = list(difflib.unified_diff(text.splitlines(), rendered(text).splitlines(), name, "results", n=0, lineterm=""))
     if page.parent.name not in EXPERIMENTS:
-        diff += [f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text, MARKER)]
+        diff += [
+            f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text, MARKER)
+        ]
     return diff
 
 

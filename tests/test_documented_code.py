@@ -167,6 +167,16 @@ def scores_of_the_keys_in_use(names: Names, printed: str) -> None:
     close(names["out"], scores.softmax(-1) @ values, 1e-4)
 
 
+def right_attention_of_packed_documents(names: Names, printed: str) -> None:
+    """The gathered output is that of one device, for the documents of the block."""
+    rows = names["hidden"].view(-1, 4, 16)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), names["cu_seqlens"].int())
+    want = oracle.attention(rows, rows, rows, torch.ones_like(rows), causal=True, **lengths)
+    close(names["whole"], want.out, 1e-5)
+    for name in ("dq", "dk", "dv"):
+        close(names[name[1]].grad, names["split"].take(getattr(want, name)), 1e-5)
+
+
 CHECKS: dict[str, Callable[[Names, str], None]] = {
     "README.md-0": right_gradients_of_the_layer,
     "README.md-1": right_gradient_in_a_window,
@@ -185,6 +195,7 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/tutorials/deterministic.md-0": equal_gradients,
     "docs/tutorials/packed_documents.md-0": packed_output_of_each_document,
     "docs/tutorials/transformers.md-0": losses_that_fall,
+    "docs/scale.md-0": right_attention_of_packed_documents,
     "docs/workspace.md-0": right_gradients_in_the_workspace,
 }
 NEEDED_PACKAGES = ("flash_attn", "transformers")

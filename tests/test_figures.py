@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # last: an installed package goes before the one of the tree
 
+from flashbwd.bench import results  # noqa: E402
 from scripts import figures  # noqa: E402
 
 README = ROOT / "README.md"
@@ -87,7 +88,7 @@ def raw_ratios(stem: str, ours: str, over: str) -> dict[str, float]:
 
 def test_a_row_has_the_least_and_the_greatest_of_its_heading():
     """The row of sm80 has D 96, full, the least of D 64 to 256."""
-    ratios = raw_ratios(figures.FILES["attention"][0], "flashbwd sm80", "torch flash")
+    ratios = raw_ratios(figures.FILES["attention"], "flashbwd sm80", "torch flash")
     plain = re.compile(r"(bf16|fp16) B\d+ S\d+ H\d+ D(64|80|96|112|128|160|192|256) (full|causal)")
     counted = [ratio for name, ratio in ratios.items() if plain.fullmatch(name)]
     assert f"{min(counted):.2f}" == f"{ratios['bf16 B4 S4096 H16 D96 full']:.2f}"
@@ -98,9 +99,7 @@ def test_a_row_has_the_least_and_the_greatest_of_its_heading():
 def test_a_row_of_blocks_has_every_model():
     over = ("torch eager", "flashbwd eager"), ("torch compiled", "flashbwd compiled")
     for how, (theirs, ours) in zip(("eager", "compiled"), over, strict=True):
-        ratios: dict[str, float] = {}
-        for stem in figures.FILES["block"]:
-            ratios.update(raw_ratios(stem, ours, theirs))
+        ratios = raw_ratios(figures.FILES["block"], ours, theirs)
         assert len(ratios) == 3
         shown = next(line for line in BENCHMARKS.read_text().splitlines() if f"{how} | PyTorch |" in line)
         assert f"| {min(ratios.values()):.2f} to {max(ratios.values()):.2f} | 3 |" in shown
@@ -142,6 +141,16 @@ def test_every_missed_bar_is_listed():
     ]
     assert len(missed) > 10
     assert all(line in page for line in missed)
+
+
+def test_the_committed_results_are_one_complete_run_per_suite_and_device():
+    files = sorted(path.stem for path in figures.RESULTS.glob("*.json"))
+    assert files == sorted(figures.FILES.values())
+    runs = [results.load(figures.RESULTS / f"{stem}.json") for stem in files]
+    assert all(run.complete for run in runs)
+    assert len({(run.suite, run.machine["device"]) for run in runs}) == len(runs)
+    extra = [path.name for path in figures.RESULTS.iterdir() if not path.name.startswith(tuple(files))]
+    assert extra == []
 
 
 def test_a_case_without_a_property_that_is_asked_for_does_not_match():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, Tile, key_block_lists
-from flashbwd.reference.decoding import mask_captures
+from flashbwd.reference.modifications import mask_captures
 
 __all__ = ["kept", "lists_of"]
 

@@ -19,7 +19,8 @@ from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kept, tensors_of
 from flashbwd.flex.modifications import captured_of, name_of
 from flashbwd.mods.in_graph import shaped_like_query
-from flashbwd.reference.decoding import DecodingCall, Mod, accumulator, decoding_backward, decoding_forward
+from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
+from flashbwd.reference.modifications import Mod, accumulator
 
 __all__ = [
     "FlexAttentionGrads",

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd.flex.kernel_lists import KernelLists, kernel_lists, kernel_tile
 from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, Tile, key_block_lists
-from flashbwd.reference.decoding import mask_captures
+from flashbwd.reference.modifications import mask_captures
 
 __all__ = ["kept", "kernel_lists_of", "lists_of"]
 

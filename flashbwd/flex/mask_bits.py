@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flashbwd.mods.captures import CannotEmitError
 from flashbwd.mods.trace import trace
-from flashbwd.reference.decoding import FULL, PARTIAL, GatherByIndex, Mod, run_mod
+from flashbwd.reference.decoding import FULL, PARTIAL
+from flashbwd.reference.modifications import GatherByIndex, Mod, run_mod
 
 if TYPE_CHECKING:
     from flashbwd.flex.lists import Tile

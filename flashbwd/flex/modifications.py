@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashbwd import _arguments
-from flashbwd.reference.decoding import CapturedTensors, Mod
+from flashbwd.reference.modifications import CapturedTensors, Mod
 
 __all__ = ["captured_of", "name_of"]
 

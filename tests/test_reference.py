@@ -117,6 +117,15 @@ def test_sums_of_16_bit_gradients_are_not_rounded_between_blocks(case: cases.Cas
     check(case, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dq_is_not_rounded_to_16_bits_between_blocks_of_keys(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many blocks that a 16-bit sum would stop growing: each block adds less than half of its last bit."""
+    set_tiles(monkeypatch, blocks.TileSize(8, 1, 2 * 8, 1000))
+    check(replace(ONE_SIGN, name="one_sign_many_keys", seqlen_q=8, seqlen_k=6000), dtype)
+
+
 def test_delta_keeps_what_an_fp32_sum_of_large_products_loses() -> None:
     """All probabilities are 1 / 64, v is the identity and dout is 0 for key 0: its dk is -delta / 64."""
     n, pairs = 64, 31

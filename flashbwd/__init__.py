@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashbwd import _dropout_add_norm_operators, _norm_operators  # noqa: F401 (they register operators)
 from flashbwd.attention import (
     AttentionGrads,
     Plan,
@@ -20,19 +21,16 @@ from flashbwd.dropout_add_norm import (
     dropout_add_rms_norm_backward,
 )
 from flashbwd.integrations.overrides import OperatorStats, Overrides, disable, enable, stats
-from flashbwd.layer_norm import (
-    LayerNorm,
+from flashbwd.layer_norm import LayerNorm, RMSNorm, layer_norm, rms_norm
+from flashbwd.mods.handle import compile_mods
+from flashbwd.norm_backward import (
     LayerNormGrads,
-    RMSNorm,
     RMSNormGrads,
-    layer_norm,
     layer_norm_backward,
     layer_norm_backward_from_output,
-    rms_norm,
     rms_norm_backward,
     rms_norm_backward_from_output,
 )
-from flashbwd.mods.handle import compile_mods
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ import torch
 
 import flashbwd
 from flashbwd import _ops
-from flashbwd.bench import attention_peers, cases, contenders, machine, report, results, runner
+from flashbwd.bench import attention_peers, cases, contenders, machine, report, results, runner, suites
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer
 
@@ -79,7 +79,7 @@ def check() -> int:
     rows, wrong = [], []
     plans: dict[str, list[str]] = {}
     refusals: dict[str, list[str]] = {}
-    for number, case in enumerate(cases.SMOKE_CASES[device.type], 1):
+    for number, case in enumerate(suites.SMOKE_CASES[device.type], 1):
         result = runner.run_case(case, device, settings, _peers_to_check(case, device))
         ours = result.peers["flashbwd"]
         rows.append([str(number), *_row(result)])
@@ -162,7 +162,7 @@ def bench(options: argparse.Namespace) -> int:
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     chosen = [
         case
-        for case in cases.suite(options.suite, device.type, options.quick)
+        for case in suites.suite(options.suite, device.type, options.quick)
         if any(text in f"{case.table}: {case.name}" for text in texts)
     ]
     if not chosen:

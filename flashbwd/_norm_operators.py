@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,24 +141,6 @@ def _rms_norm_backward_fake(
     return _fake_grads(x, gamma, output_mask)
 
 
-def _define(name: str, schema: str, forward: Callable[..., Any]) -> None:
-    torch.library.define(f"flashbwd::{name}", schema, lib=_ops.library)
-    torch.library.impl(f"flashbwd::{name}", "CompositeExplicitAutograd", lib=_ops.library)(forward)
-
-
-def _layer_norm(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _ops.call(torch.ops.flashbwd.norm_forward, x, gamma, beta, eps, zero_centered_gamma, False)
-
-
-def _rms_norm(
-    x: Tensor, gamma: Tensor | None, eps: float, zero_centered_gamma: bool, _: bool = False
-) -> tuple[Tensor, Tensor]:
-    z, _mu, rs = _ops.call(torch.ops.flashbwd.norm_forward, x, gamma, None, eps, zero_centered_gamma, True)
-    return z, rs
-
-
 def _norm_forward_reference(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, zero_centered_gamma: bool, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,18 +151,6 @@ def _norm_forward_reference(
 
 
 _ops.implement_reference("norm_forward_reference", _norm_forward_reference)
-_define(
-    "layer_norm",
-    "(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool memory_efficient=False) "
-    "-> (Tensor z, Tensor mu, Tensor rs)",
-    _layer_norm,
-)
-_define(
-    "rms_norm",
-    "(Tensor x, Tensor? gamma, float eps, bool zero_centered_gamma, bool memory_efficient=False) "
-    "-> (Tensor z, Tensor rs)",
-    _rms_norm,
-)
 
 
 def _statistics(x: Tensor) -> Tensor:

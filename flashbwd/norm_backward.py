@@ -90,19 +90,22 @@ def layer_norm_backward(
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma", "dbeta"))
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
-    grads = _ops.call(
+    dx, dgamma, dbeta = _ops.call_below_autograd(
         torch.ops.flashbwd.layer_norm_backward,
         dz,
         x,
         mu,
         rs,
         gamma,
-        dresidual=dresidual,
+        dresidual,
         zero_centered_gamma=zero_centered_gamma,
         output_mask=_ops.output_mask_for(x, output_mask),
     )
-    asked = (output_mask[0], output_mask[1] and gamma is not None, output_mask[2])
-    return LayerNormGrads(*(grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)))
+    return LayerNormGrads(
+        dx if output_mask[0] else None,
+        dgamma if output_mask[1] and gamma is not None else None,
+        dbeta if output_mask[2] else None,
+    )
 
 
 def rms_norm_backward(
@@ -129,18 +132,17 @@ def rms_norm_backward(
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
-    grads = _ops.call(
+    dx, dgamma = _ops.call_below_autograd(
         torch.ops.flashbwd.rms_norm_backward,
         dz,
         x,
         rs,
         gamma,
-        dresidual=dresidual,
+        dresidual,
         zero_centered_gamma=zero_centered_gamma,
         output_mask=_ops.output_mask_for(x, output_mask),
     )
-    asked = (output_mask[0], output_mask[1] and gamma is not None)
-    return RMSNormGrads(*(grad if wanted else None for grad, wanted in zip(grads, asked, strict=True)))
+    return RMSNormGrads(dx if output_mask[0] else None, dgamma if output_mask[1] and gamma is not None else None)
 
 
 def layer_norm_backward_from_output(
@@ -217,7 +219,7 @@ def _backward_from_output(
     output_mask: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
-    grads = _ops.call(
+    grads = _ops.call_below_autograd(
         torch.ops.flashbwd.norm_backward_from_output,
         dz,
         z,

@@ -122,6 +122,16 @@ def right_gradients_of_the_shards(names: Names, printed: str) -> None:
     close(names["q"].grad.full_tensor(), want, 1e-4)
 
 
+def right_attention_of_packed_documents(names: Names, printed: str) -> None:
+    """The gathered output is that of one device, for the documents of the block."""
+    rows = names["hidden"].view(-1, 4, 16)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), names["cu_seqlens"].int())
+    want = oracle.attention(rows, rows, rows, torch.ones_like(rows), causal=True, **lengths)
+    close(names["whole"], want.out, 1e-5)
+    for name in ("dq", "dk", "dv"):
+        close(names[name[1]].grad, names["split"].take(getattr(want, name)), 1e-5)
+
+
 CHECKS: dict[str, Callable[[Names, str], None]] = {
     "README.md-0": right_gradients,
     "README.md-1": right_gradient_of_the_model,
@@ -134,6 +144,7 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/integrations.md-1": right_gradients_of_the_compiled_model,
     "docs/integrations.md-2": right_gradients_of_the_shards,
     "docs/integrations.md-3": right_gradients_of_the_llama,
+    "docs/scale.md-0": right_attention_of_packed_documents,
     "docs/workspace.md-0": right_gradients_in_the_workspace,
 }
 NEEDED_PACKAGES = ("flash_attn", "transformers")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kit import decoding as kit
 from kit.decoding import Shape
+from kit.summary import NO_CASE
 from torch import Tensor
 
 import flashbwd
@@ -200,7 +201,7 @@ def test_the_kernels_of_every_build_compute_it_and_nothing_is_compiled(
     score: str | None, mask: str | None, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if score in ("causal", "inverse_causal", "windowed", "alibi_causal") and mask is not None:
-        pytest.skip("bounds in both functions are not built in")
+        pytest.skip(NO_CASE + "bounds in both functions are not built in")
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(nvrtc, "load_kernel", lambda *_: pytest.fail("loaded"))
     shape = Shape(B, H, 2, Sq, Sk, *dims)
@@ -224,7 +225,7 @@ def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
     score: str | None, mask: str | None, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if score == "alibi_causal" and mask is not None:
-        pytest.skip("bounds in both functions are not built in")
+        pytest.skip(NO_CASE + "bounds in both functions are not built in")
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(nvrtc, "load_kernel", lambda *_: pytest.fail("loaded"))
     shape = Shape(B, H, 2, Sq, Sk, *dims)

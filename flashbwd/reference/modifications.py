@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,19 +39,19 @@ def _as_index(entry: Any, like: Tensor) -> Tensor | None:
     return entry if isinstance(entry, Tensor) else None
 
 
-class _Recorder(GatherByIndex):
-    """Collects the captured tensors of a function that require a gradient."""
+class CapturedTensors(GatherByIndex):
+    """Collects the tensors that a function reads, except its arguments and what it computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.captured: dict[int, Tensor] = {}
-        self._made: dict[int, Tensor] = {}  # keeps results alive, so that ids stay unique
+        self._made = {id(tensor): tensor for tensor in arguments}  # keeps results alive, so that ids stay unique
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._made and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._made:
                 self.captured[id(leaf)] = leaf
         result = super().__torch_function__(func, types, args, kwargs)
         for leaf in tree_leaves(result):
@@ -64,11 +64,19 @@ def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.d
     """Find the tensors that ``score_mod`` captures and that require a gradient, by calling it once on scalars."""
     if score_mod is None:
         return []
-    score = torch.zeros((), device=device, dtype=dtype)
-    indices = torch.zeros(4, device=device, dtype=torch.int32).unbind()
-    with torch.enable_grad(), _Recorder() as recorder:
-        run_mod("score_mod", score_mod, score, *indices)
-    return list(recorder.captured.values())
+    arguments = [torch.zeros((), device=device, dtype=dtype)]
+    arguments += torch.zeros(4, device=device, dtype=torch.int32).unbind()
+    with torch.enable_grad(), CapturedTensors(arguments) as found:
+        run_mod("score_mod", score_mod, *arguments)
+    return [tensor for tensor in found.captured.values() if tensor.requires_grad]
+
+
+def mask_captures(mask_mod: Mod, device: torch.device) -> list[Tensor]:
+    """Find the tensors that ``mask_mod`` captures, by calling it once on scalars."""
+    arguments = torch.zeros(4, device=device, dtype=torch.int32).unbind()
+    with torch.no_grad(), CapturedTensors(arguments) as found:
+        run_mod("mask_mod", mask_mod, *arguments)
+    return list(found.captured.values())
 
 
 def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class Layout:
         if self.ring == "torch":
             return torch_attention
         split = distributed.split_context(self.mesh["context"], seqlen=config.context)
-        return functools.partial(distributed.context_parallel_attention, split=split)  # type: ignore[return-value]
+        return functools.partial(distributed.context_parallel_attention, split=split)
 
     def distribute(self, model: Transformer) -> None:
         if self.size("tensor") > 1:

@@ -174,6 +174,13 @@ def _attention_backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return *(torch.empty_like(call[name]) for name in ("q", "k", "v")), *_optional_gradients(call)
 
 
+@register_fake("block_mask_attention_backward", "q")
+def _block_mask_attention_backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 @register_fake("attention_backward_out", "q")
 def _attention_backward_out_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _optional_gradients(_bind(args, kwargs))

@@ -20,8 +20,8 @@ from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
-from flashbwd.reference.decoding import DecodingCall, accumulator, decoding_backward, decoding_forward
-from flashbwd.reference.modifications import Mod, captured_tensors
+from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
+from flashbwd.reference.modifications import Mod, accumulator, captured_tensors
 
 __all__ = ["flex_decoding"]
 

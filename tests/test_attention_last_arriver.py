@@ -19,7 +19,7 @@ SM90 = [target for target in GPU_TARGETS if "-sm90" in str(target.id)]
 WINDOWS = [(0, 0), (63, 0), (127, 0), (255, 0), (300, 0), (64, 64), (17, 90), (0, 40)]
 LENGTHS = [(1100, 1100), (1000, 1030), (1030, 1000), (897, 2000)]
 DENSE = Case("dense", batch=1, heads=2, heads_kv=2, head_dim=128, head_dim_v=128)
-# Head dimensions and lengths whose query loops are short with and without a mask; of 64 all of a step's 128 rows, and less.
+# Head dimensions and lengths with short query loops, with and without a mask.
 SHORT_LOOPS = [
     (head_dims, lengths)
     for of_tile, longest in (

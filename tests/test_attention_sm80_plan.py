@@ -291,9 +291,7 @@ def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None
     plan = plan_of(host, deterministic=True)
     assert plan.deterministic
     assert plan.workspace.has_accumulator
-    assert (
-        plan.workspace.semaphore_bytes == 16 + 2 * 6 * 5 * 4
-    )  # work tiles taken; 300 queries are 5 blocks of 64; int32
+    assert plan.workspace.semaphore_bytes == 16 + 2 * 6 * 5 * 4  # counter; 5 blocks of 64 queries; int32
 
 
 # Scratch for the gradient of a (2, 6, 300, 500) bias with some dimensions broadcast; tile 64 x 128, 4 groups of keys,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def test_16_bit_gradients_of_split_documents_are_within_tolerance(two: Ranks) ->
 def _dense(causal: bool, softcap: float, softmax_scale: float | None) -> None:
     tensors = inputs((2, 51), 2, torch.float64)
     split = distributed.split_context(mesh_of_all(), seqlen=51, causal=causal)
-    options = {"softcap": softcap, "softmax_scale": softmax_scale}
+    options: dict[str, Any] = {"softcap": softcap, "softmax_scale": softmax_scale}
     found = results(tensors, split, **options)
     assert_equal_to_the_oracle(found, tensors, causal=causal, **options)
 
@@ -127,9 +127,11 @@ def _equal_to_one_device() -> None:
     split = distributed.split_context(mesh_of_all(), cu_seqlens=cu_seqlens)
     found = results(tensors, split)
     *leaves, dout = (x.clone().requires_grad_() for x in tensors)
-    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
+    lengths: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
     lengths |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 71)
-    flashbwd.attention(*leaves, causal=True, **lengths).backward(dout)
+    out = flashbwd.attention(*leaves, causal=True, **lengths)
+    assert isinstance(out, Tensor)
+    out.backward(dout)
     for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):
         torch.testing.assert_close(found[name], leaf.grad, rtol=1e-12, atol=1e-12)
 
@@ -162,10 +164,12 @@ def _without_a_loss() -> None:
     for start, stop in split.chunks[0]:
         seen[start:stop] = 1.0
     want = oracle.attention(q, k, v, dout * seen[:, None, None], causal=True, **_one_document(64))
-    torch.testing.assert_close(split.gather(leaves[1].grad), want.dk)
+    dk = leaves[1].grad
+    assert dk is not None
+    torch.testing.assert_close(split.gather(dk), want.dk)
 
 
-def _one_document(length: int) -> dict[str, Tensor]:
+def _one_document(length: int) -> dict[str, Any]:
     return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, length], dtype=torch.int32))
 
 
@@ -197,7 +201,7 @@ MISFITS: dict[str, tuple[Callable[[list[Tensor], Any], Any], str]] = {
     "not a split": (lambda x, s: attend(x, 3), r"split is 3, expected a ContextSplit"),
     "softcap": (lambda x, s: attend(x, s, softcap=-1.0), r"softcap is -1"),
     "flag": (lambda x, s: attend(x, s, deterministic=1), r"deterministic is 1, expected a bool"),
-    "not a mesh": (lambda x, s: distributed.split_context(2, seqlen=4), r"mesh is 2, expected a DeviceMesh"),
+    "not a mesh": (lambda x, s: distributed.split_context(cast(Any, 2), seqlen=4), r"mesh is 2, expected a DeviceMesh"),
     "no length": (lambda x, s: distributed.split_context(s.mesh), r"seqlen and cu_seqlens: neither is given"),
     "both": (lambda x, s: distributed.split_context(s.mesh, seqlen=4, cu_seqlens=[0, 4]), r"both are given"),
     "length": (lambda x, s: distributed.split_context(s.mesh, seqlen=-4), r"seqlen is -4, expected an integer of at"),

@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_att
 
 from flashbwd import _arguments
 from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
-from flashbwd.flex import arguments
+from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kept, tensors_of
 from flashbwd.flex.modifications import captured_of, name_of
 from flashbwd.mods.in_graph import shaped_like_query
-from flashbwd.reference.decoding import DecodingCall, accumulator, decoding_backward, decoding_forward
-from flashbwd.reference.modifications import Mod
+from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
+from flashbwd.reference.modifications import Mod, accumulator
 
 __all__ = [
     "FlexAttentionGrads",
@@ -56,7 +56,7 @@ class FlexPlan:
     Attributes
     ----------
     backend : str
-        "reference".
+        "sm90", "sm80" or "reference".
     reasons : dict of str to str
         Why each of the other backends does not compute the call.
     workspace_bytes : int
@@ -151,7 +151,9 @@ def flex_attention(
     ):
         out, lse = _forward(call, kernel_options, query, key, value)
     else:
-        out, lse = _FlexAttention.apply(call, kernel_options, query, key, value, *captured)
+        out, lse = _FlexAttention.apply(
+            call, kernel_options, _requires_order(deterministic), query, key, value, *captured
+        )
     return (out, lse) if return_lse else out
 
 
@@ -207,7 +209,8 @@ def flex_attention_backward(
     _arguments.flag("deterministic", deterministic)
     call, captured = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
-    dq, dk, dv, found = _backward(call, query, key, value, out, lse, dout, dlse, captured)
+    order = _requires_order(deterministic)
+    dq, dk, dv, found = _backward(call, query, key, value, out, lse, dout, dlse, captured, order)
     names = [name_of(score_mod, tensor) or i for i, tensor in enumerate(captured)]
     return FlexAttentionGrads(dq, dk, dv, dict(zip(names, found, strict=True)))
 
@@ -236,10 +239,14 @@ def plan_flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
+    call, captured = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
-    reason = "this version has no FlexAttention kernel for it"
-    return FlexPlan("reference", {"sm90": reason, "sm80": reason})
+    order = _requires_order(deterministic)
+    try:
+        plan = backends.choose(call, query, key, value, captured, order).plan(query, key, value)
+    except backends.UnsupportedError as reason:
+        return FlexPlan("reference", {"sm90": str(reason), "sm80": str(reason)})
+    return FlexPlan(plan["backend"], plan["refusals"], plan["workspace_bytes"], deterministic=plan["deterministic"])
 
 
 # ---- the computation ----
@@ -305,6 +312,10 @@ def _pytorch_has_a_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype != torch.float64 and has_triton() and not transforms_are_active()
 
 
+def _requires_order(deterministic: bool) -> bool:
+    return deterministic or torch.are_deterministic_algorithms_enabled()
+
+
 def _backward(
     call: DecodingCall,
     query: Tensor,
@@ -315,12 +326,19 @@ def _backward(
     dout: Tensor | None,
     dlse: Tensor | None,
     captured: list[Tensor],
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     inputs = (query, key, value)
     if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
         dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs)
         return dq, dk, dv, [torch.zeros_like(tensor) for tensor in captured]
     detached = [tensor.detach() for tensor in inputs]
+    try:
+        kernel = backends.choose(call, *detached, captured, deterministic)
+        given = torch.zeros_like(out) if dout is None else dout.detach()
+        return *kernel.gradients(given, *detached, out.detach(), lse.detach(), dlse), []
+    except backends.UnsupportedError:
+        pass
     with torch.no_grad(), arguments.without_autocast(query.device):
         *grads, found = decoding_backward(call, *detached, out.detach(), lse.detach(), dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
@@ -335,13 +353,14 @@ class _FlexAttention(torch.autograd.Function):
         ctx: Any,
         call: DecodingCall,
         kernel_options: Mapping[str, Any] | None,
+        deterministic: bool,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
         out, lse = _forward(call, kernel_options, query, key, value)
-        ctx.call = call
+        ctx.call, ctx.deterministic = call, deterministic
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
         ctx.save_for_backward(query, key, value, out, lse, *captured)
@@ -351,9 +370,9 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        *grads, found = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured)
+        *grads, found = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic)
         grads += found
         if torch.is_grad_enabled():  # create_graph=True
             read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
             grads = refuse_to_differentiate("flex_attention_backward", grads, read)
-        return None, None, *grads
+        return None, None, None, *grads

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flashbwd.flex.kernel_lists import KernelLists, kernel_lists, kernel_tile
 from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, Tile, key_block_lists
 from flashbwd.reference.modifications import mask_captures
 
-__all__ = ["kept", "lists_of"]
+__all__ = ["kept", "kernel_lists_of", "lists_of"]
 
 _Value = TypeVar("_Value")
 
@@ -50,7 +51,28 @@ def lists_of(
 
     Python objects that ``mask_mod`` reads are assumed to stay as they were when the BlockMask was made.
     """
-    device = block_mask.kv_num_blocks.device
-    read = [*tensors_of(block_mask), *mask_captures(block_mask.mask_mod, device)]
     key = ("lists", sizes, tile or Tile(), limit, block_mask.mask_mod)
-    return kept(block_mask, key, read, lambda: key_block_lists(block_mask, sizes, tile, limit))
+    return kept(block_mask, key, _read_by(block_mask), lambda: key_block_lists(block_mask, sizes, tile, limit))
+
+
+def kernel_lists_of(
+    block_mask: BlockMask, query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+) -> KernelLists | None:
+    """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
+
+    None if the bits of the BlockMask would exceed the limit on memory.
+    """
+    batch, heads, seqlen_q, head_dim = query.shape
+    sizes, heads_kv = (batch, heads, seqlen_q, key.shape[2]), key.shape[1]
+    tile = kernel_tile(head_dim, value.shape[3])
+
+    def make() -> KernelLists | None:
+        lists = key_block_lists(block_mask, sizes, tile)
+        return None if lists.bits is None else kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
+
+    name = ("kernel lists", sizes, heads_kv, tile, deterministic, block_mask.mask_mod)
+    return kept(block_mask, name, _read_by(block_mask), make)
+
+
+def _read_by(block_mask: BlockMask) -> list[Tensor]:
+    return [*tensors_of(block_mask), *mask_captures(block_mask.mask_mod, block_mask.kv_num_blocks.device)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.reference.modifications import GatherByIndex, Mod, run_mod, vectorised
+from flashbwd.reference.modifications import GatherByIndex, Mod, accumulator, run_mod, vectorised
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # states of a block of the mask
 
@@ -61,10 +61,6 @@ class Blocks:
     BLOCK_SIZE: tuple[int, int]
     seq_lengths: tuple[int, int]
     mask_mod: Mod
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # ---- which keys ----

@@ -1,4 +1,4 @@
-"""Calls Python modifications of scores: vectorised, on scalars, and to find the tensors that they capture."""
+"""Calls score_mod and mask_mod: on scalars to find what they capture, and vectorised over index tensors."""
 
 from __future__ import annotations
 
@@ -95,3 +95,7 @@ def vectorised(mod: Mod, with_score: bool) -> Mod:
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mod = torch.vmap(mod, in_dims=(*score, *dims))
     return mod
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

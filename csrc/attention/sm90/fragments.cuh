@@ -8,6 +8,7 @@
 #include "../../common/wgmma.cuh"
 #include "../index/dq_layout.h"
 #include "../index/visibility.h"
+#include "block_mask.cuh"
 #include "config.h"
 
 namespace flashbwd::sm90 {

@@ -55,7 +55,7 @@ const char* launch(const KernelParams& params, void* stream) {
     }
     if (writes_dq) return launch<Kernel<T, kTileIndex, false, true>>(params, stream);
   }
-  if constexpr (!by_heads_in_turn_only(kTile)) {
+  if constexpr (!by_heads_in_turn_only(kTile) && !has_block_mask(kTile.feature)) {
     if (by_heads) return launch<Kernel<T, kTileIndex, true, false>>(params, stream);
   }
   return launch<Kernel<T, kTileIndex, false, false>>(params, stream);

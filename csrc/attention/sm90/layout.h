@@ -17,12 +17,14 @@ struct CallSizes {
   int64_t seqlen_q = 0, seqlen_k = 0;  // the longest when packed
   int64_t total_k = 0;
   bool deterministic = false;
+  bool may_skip_queries = false;  // a block mask may list no key block for a query block
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
 };
 
-// Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite.
-inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed; }
+// Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite. If a block mask
+// skips a tile, no key block adds to it.
+inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed || sizes.may_skip_queries; }
 
 inline bool has_semaphores(const CallSizes& sizes) { return sizes.deterministic || !adds_into_zeros(sizes); }
 

@@ -11,5 +11,7 @@ template const char* launch<__half, tile_of(128, Feature::kScores)>(const Kernel
 template const char* launch<__half, tile_of(128, Feature::kShiftsAndFlashDropout)>(const KernelParams&, void*);
 template const char* launch<__half, tile_of(128, Feature::kShiftsAndEfficientDropout)>(const KernelParams&, void*);
 template const char* launch<__half, tile_of(128, Feature::kBiasAndEfficientDropout)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(128, Feature::kBlockMask)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(128, Feature::kBlockMaskAndScores)>(const KernelParams&, void*);
 
 }  // namespace flashbwd::sm90

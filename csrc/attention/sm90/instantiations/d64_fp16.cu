@@ -10,5 +10,7 @@ template const char* launch<__half, tile_of(64, Feature::kScores)>(const KernelP
 template const char* launch<__half, tile_of(64, Feature::kShiftsAndFlashDropout)>(const KernelParams&, void*);
 template const char* launch<__half, tile_of(64, Feature::kShiftsAndEfficientDropout)>(const KernelParams&, void*);
 template const char* launch<__half, tile_of(64, Feature::kBiasAndEfficientDropout)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kBlockMask)>(const KernelParams&, void*);
+template const char* launch<__half, tile_of(64, Feature::kBlockMaskAndScores)>(const KernelParams&, void*);
 
 }  // namespace flashbwd::sm90

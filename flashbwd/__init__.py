@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashbwd import _norm_operators  # noqa: F401 (it registers operators)
+from flashbwd import _dropout_add_norm_operators, _norm_operators  # noqa: F401 (they register operators)
 from flashbwd.attention import (
     AttentionGrads,
     Plan,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flashbwd.bench import bug_report, cases, machine, report, results, runner
+from flashbwd.bench import bug_report, machine, report, results, runner, suites
 from flashbwd.bench.measure import Settings
 
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
@@ -94,7 +94,7 @@ def bench(options: argparse.Namespace) -> int:
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     chosen = [
         case
-        for case in cases.suite(options.suite, device.type, options.quick)
+        for case in suites.suite(options.suite, device.type, options.quick)
         if any(text in f"{case.table}: {case.name}" for text in texts)
     ]
     if not chosen:

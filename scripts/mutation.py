@@ -92,7 +92,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         },
         "flashbwd/reference/forward.py": _FORWARD,
         "flashbwd/reference/workers.py": ("tests/test_workers.py",),
-        "flashbwd/reference/decoding.py": _DECODING,
+        **{f"flashbwd/reference/{name}.py": _DECODING for name in ("decoding", "modifications")},
         "flashbwd/reference/norms.py": _NORMS,
     },
     "mods": {
@@ -119,7 +119,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "scripts/figures.py": ("tests/test_figures.py",),
     },
 }
-METHODS_ONLY = {"flashbwd/bench/cases.py"}  # the rest is the table of what is measured
+METHODS_ONLY = {"flashbwd/bench/cases.py"}  # the rest are names of peers
 
 
 @dataclass(frozen=True)

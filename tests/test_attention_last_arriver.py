@@ -19,8 +19,8 @@ SM90 = [target for target in GPU_TARGETS if "-sm90" in str(target.id)]
 WINDOWS = [(0, 0), (63, 0), (127, 0), (255, 0), (300, 0), (64, 64), (17, 90), (0, 40)]
 LENGTHS = [(1100, 1100), (1000, 1030), (1030, 1000), (897, 2000)]
 DENSE = Case("dense", batch=1, heads=2, heads_kv=2, head_dim=128, head_dim_v=128)
-# Head dimensions and lengths whose walks are short with and without a mask; of 64 all of a step's 128 rows, and less.
-SHORT_WALKS = [
+# Head dimensions and lengths with short query loops, with and without a mask.
+SHORT_LOOPS = [
     (head_dims, lengths)
     for of_tile, longest in (
         ([(128, 128), (104, 128), (100, 97)], (900, 700)),
@@ -72,8 +72,8 @@ def test_gradients_in_windows_agree_with_the_oracle(
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("head_dims", "lengths"), SHORT_WALKS, ids=str)
-def test_gradients_of_short_walks_agree_with_the_oracle(
+@pytest.mark.parametrize(("head_dims", "lengths"), SHORT_LOOPS, ids=str)
+def test_gradients_of_short_query_loops_agree_with_the_oracle(
     head_dims: tuple[int, int], lengths: tuple[int, int], case: Case, target: Target
 ) -> None:
     case = dataclasses.replace(case, head_dim=head_dims[0], head_dim_v=head_dims[1])
@@ -87,7 +87,7 @@ def test_gradients_of_short_walks_agree_with_the_oracle(
 @pytest.mark.parametrize(
     ("head_dim", "heads", "length"), [(64, 4, 1000), (64, 6, 300), (64, 16, 250), (128, 4, 500), (128, 9, 300)], ids=str
 )
-def test_gradients_of_short_walks_of_grouped_heads_agree_with_the_oracle(
+def test_gradients_of_short_query_loops_of_grouped_heads_agree_with_the_oracle(
     head_dim: int, heads: int, length: int, causal: bool, deterministic: bool, target: Target
 ) -> None:
     case = dataclasses.replace(DENSE, batch=3, heads=heads, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim)
@@ -137,7 +137,7 @@ def test_gradients_of_pairs_that_take_turns_agree_with_the_oracle(
 def test_heads_that_wait_for_their_turn_beside_others_agree_with_the_oracle(
     head_dim: int, mask: tuple[int, int], length: int, heads: int, deterministic: bool, target: Target
 ) -> None:
-    """More jobs than multiprocessors. Without a mask they nearly fill two rounds on an H100."""
+    """More work tiles than SMs. Without a mask they nearly fill two rounds on an H100."""
     causal = mask == (-1, 0)
     case = dataclasses.replace(DENSE, heads=1, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
     case = dataclasses.replace(case, seqlen_q=length, seqlen_k=length)

@@ -94,7 +94,7 @@ def test_fp32_on_little_shared_memory(host: ModuleType, head_dim: int, tile: tup
     assert (plan.block_m, plan.block_n) == tile
 
 
-# dk and dv of a block of 64 keys for each multiprocessor, in whole blocks of columns: 256 of them, or 128.
+# dk and dv of a block of 64 keys for each SM, in whole blocks of columns: 256 of them, or 128.
 @pytest.mark.parametrize(
     ("head_dims", "device", "dtype", "tile", "floats"),
     [
@@ -117,7 +117,7 @@ def test_wider_heads_keep_gradients_of_keys_in_global_memory(
     plan = plan_of(host, device, batch=200, **changes)
     assert (plan.block_m, plan.block_n) == tile
     assert plan.workspace.partial_bytes == A100["sm_count"] * floats * 4
-    assert plan.workspace.semaphore_bytes == 16  # jobs taken
+    assert plan.workspace.semaphore_bytes == 16  # work tiles taken
     few = plan_of(host, device, batch=1, heads=1, heads_kv=1, seqlen_q=64, seqlen_k=65, **changes)
     assert few.workspace.partial_bytes == 2 * floats * 4  # no more places than key blocks
 
@@ -150,11 +150,11 @@ def test_one_query_row_of_one_head_has_an_lse_and_a_delta(host: ModuleType, dtyp
     assert plan.workspace.delta_offset >= plan.workspace.accumulator_offset + 128 * 4
 
 
-# 108 multiprocessors; tiles of 64 x 128, one CTA at a time each.
+# 108 SMs; tiles of 64 x 128, one CTA at a time each.
 @pytest.mark.parametrize(
     ("changes", "splits"),
     [
-        ({}, 4),  # 24 jobs of 10 steps
+        ({}, 4),  # 24 work tiles of 10 steps
         ({"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 128}, 86),  # 256 steps, 3 each
         ({"batch": 1, "heads": 32, "heads_kv": 1, "seqlen_q": 2048, "seqlen_k": 2048}, 13),
         ({"batch": 1, "heads": 8, "heads_kv": 8, "seqlen_q": 8192, "seqlen_k": 512}, 3),
@@ -179,7 +179,7 @@ def test_ctas_share_what_whole_rounds_leave(host: ModuleType, left: int, splits:
     assert plan.splits == splits
     assert plan.workspace.partial_bytes == (left * splits * 128 * 256 * 4 if splits > 1 else 0)
     assert ("queries of the last" in plan.schedule) == (splits > 1)
-    # Of unequal walks the short ones come last.
+    # Short query loops come last.
     masked = plan_of(host, window_left=64, window_right=0, **sizes)
     assert (masked.splits, masked.workspace.partial_bytes) == (1, 0)
 
@@ -213,10 +213,10 @@ def test_a_default_plan_adds_into_a_zeroed_accumulator(host: ModuleType) -> None
     assert plan.workspace.has_accumulator
     assert plan.workspace.zero_accumulator
     assert plan.workspace.accumulator_bytes == 2 * 6 * 300 * 128 * 4
-    assert plan.workspace.semaphore_bytes == 16  # jobs taken
+    assert plan.workspace.semaphore_bytes == 16  # work tiles taken
 
 
-# 132 multiprocessors, 50 MB of L2; head dimension 64 has tiles of 128 x 128, 128 of 64 x 128.
+# 132 SMs, 50 MB of L2; head dimension 64 has tiles of 128 x 128, 128 of 64 x 128.
 H100 = {"cc_major": 9, "sm_count": 132, "smem_per_block": 227 * 1024, "l2_bytes": 50 << 20}
 SHORT = {"batch": 32, "heads": 16, "heads_kv": 16, "seqlen_q": 512, "seqlen_k": 512}
 
@@ -282,7 +282,7 @@ def test_first_key_block_stores_where_query_tiles_see_few(
     plan = plan_of(host, H100, **changes)
     assert plan.workspace.zero_accumulator != taken
     assert ("stored by the first key block" in plan.schedule) == taken
-    if taken:  # jobs taken; a bit for each tile of 128 queries, in words
+    if taken:  # work tiles taken; a bit for each tile of 128 queries, in words
         words = 32 * 16 * -(-changes["seqlen_q"] // (128 * 32))
         assert plan.workspace.semaphore_bytes == 16 + words * 4
 
@@ -291,7 +291,7 @@ def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None
     plan = plan_of(host, deterministic=True)
     assert plan.deterministic
     assert plan.workspace.has_accumulator
-    assert plan.workspace.semaphore_bytes == 16 + 2 * 6 * 5 * 4  # jobs taken; 300 queries are 5 blocks of 64; int32
+    assert plan.workspace.semaphore_bytes == 16 + 2 * 6 * 5 * 4  # counter; 5 blocks of 64 queries; int32
 
 
 # Scratch for the gradient of a (2, 6, 300, 500) bias with some dimensions broadcast; tile 64 x 128, 4 groups of keys,

@@ -66,7 +66,7 @@ def test_first_key_block_of_a_query_tile_stores(heads_kv: int, head_dim: int, se
 def test_no_accumulator_where_each_cta_has_whole_heads(
     heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, deterministic: bool, target: Target
 ) -> None:
-    """Two KV heads for each multiprocessor."""
+    """Two KV heads for each SM."""
     device, backend, dtype = target
     case = dataclasses.replace(
         DENSE, batch=1, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim

@@ -341,7 +341,7 @@ def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
     ("heads_kv", "splits", "pairs"), [(32, 1, False), (4, 1, True), (2, 1, True), (1, 2, True)], ids=str
 )
 @pytest.mark.parametrize(("batch", "rows"), [(16, 1024), (2, 8192)])
-def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
+def test_grouped_causal_heads_are_cut_into_a_work_tile_or_two_for_each_sm(
     host: ModuleType, batch: int, rows: int, heads_kv: int, splits: int, pairs: bool
 ) -> None:
     sizes = square(batch, rows)
@@ -374,7 +374,7 @@ def test_grouped_causal_heads_are_cut_into_a_job_or_two_for_each_multiprocessor(
     ],
     ids=str,
 )
-def test_key_blocks_of_short_causal_walks_in_many_rounds_are_no_pairs(
+def test_key_blocks_of_short_causal_query_loops_in_many_rounds_are_no_pairs(
     host: ModuleType, head_dim: int, heads_kv: int, rows: int, batch: int, pairs: bool, deterministic: bool
 ) -> None:
     sizes = square(batch, rows)
@@ -405,7 +405,9 @@ def test_wide_plans_take_a_semaphore_for_each_cta_and_query_block(host: ModuleTy
     ],
     ids=str,
 )
-def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: dict[str, Any], halves: bool) -> None:
+def test_warpgroups_of_long_work_tiles_halve_the_queries(
+    host: ModuleType, changes: dict[str, Any], halves: bool
+) -> None:
     sizes = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 2048, "seqlen_k": 2048, "total_q": 4096, "total_k": 4096}
     plan = plan_of(host, **(sizes | changes))
     assert ("half of the queries per warpgroup" in plan.schedule) is halves
@@ -481,14 +483,14 @@ def test_the_last_add_writes_dq_in_short_loops_and_narrow_windows_of_head_dimens
         ((64, 96), 100, (-1, 5), 128),
         ((80, 80), 1026, (-1, 0), 80),
         ((96, 88), 1026, (-1, 0), 96),
-        ((96, 96), 512, (-1, -1), 96),  # jobs of one length
+        ((96, 96), 512, (-1, -1), 96),  # work tiles of one length
         ((80, 80), 1024, (127, 0), 80),
         ((64, 64), 512, (-1, 0), 64),
         ((128, 96), 512, (-1, 0), 128),
         ((136, 96), 512, (-1, 0), 192),
     ],
 )
-def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
+def test_short_causal_work_tiles_of_80_and_96_columns_take_the_tile_of_128(
     host: ModuleType, head_dims: tuple[int, int], rows: int, window: tuple[int, int], tile: int, deterministic: bool
 ) -> None:
     sizes = {"seqlen_q": rows, "seqlen_k": rows, "total_q": 2 * rows, "total_k": 2 * rows}
@@ -499,7 +501,7 @@ def test_short_causal_jobs_of_80_and_96_columns_take_the_tile_of_128(
 
     own = config_of(tile, min(tile, 128), window_left=-1, window_right=-1)
     assert config_of(*head_dims) == own
-    # Two query heads a KV head make jobs of twice the steps.
+    # Two query heads per KV head make work tiles with twice the iterations.
     if rows == 1024 and tile == 128:
         assert config_of(*head_dims, heads_kv=3) != own
 

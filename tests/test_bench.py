@@ -25,6 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flashbwd.bench import (
     ahead,
+    attention_cases,
+    attention_inputs,
     attention_peers,
     block_peers,
     cases,
@@ -40,6 +42,7 @@ from flashbwd.bench import (
     report,
     results,
     runner,
+    suites,
 )
 from flashbwd.bench.cases import TOLERANCES, AttentionCase, Bar, NormCase
 from flashbwd.bench.measure import Settings
@@ -86,7 +89,7 @@ def _little_work(monkeypatch):
 
 
 def test_tables_have_every_row():
-    counts = Counter(case.table for case in cases.ATTENTION_CASES)
+    counts = Counter(case.table for case in attention_cases.ATTENTION_CASES)
     assert counts["main"] == 3 * 2 * 6
     assert counts["grouped"] == 2 * 2 * 2
     assert counts["grouped_window"] == 2
@@ -95,30 +98,30 @@ def test_tables_have_every_row():
     assert counts["varlen"] == 4
     assert counts["dropout"] == 10
     assert counts["wide"] == counts["fp32"] == 2
-    counts = Counter((case.table, case.dtype) for case in cases.NORM_CASES)
+    counts = Counter((case.table, case.dtype) for case in suites.NORM_CASES)
     assert counts["layer_norm", "bf16"] == counts["layer_norm", "fp32"] == 9
     assert counts["layer_norm_untuned", "bf16"] == counts["layer_norm_untuned", "fp32"] == 3
     assert counts["layer_norm_few_rows", "bf16"] == counts["layer_norm_few_rows", "fp32"] == 10
-    assert len(cases.DECODING_CASES) == 9
+    assert len(suites.DECODING_CASES) == 9
 
 
 def test_names_are_unique_within_a_table():
     for suite in (
-        cases.ATTENTION_CASES,
-        cases.NORM_CASES,
-        cases.DECODING_CASES,
-        cases.DECODING_BACKWARD_CASES,
-        cases.CPU_ATTENTION_CASES,
-        cases.CPU_NORM_CASES,
-        cases.CPU_DECODING_CASES,
-        *cases.SMOKE_CASES.values(),
+        attention_cases.ATTENTION_CASES,
+        suites.NORM_CASES,
+        suites.DECODING_CASES,
+        suites.DECODING_BACKWARD_CASES,
+        attention_cases.CPU_ATTENTION_CASES,
+        suites.CPU_NORM_CASES,
+        suites.CPU_DECODING_CASES,
+        *suites.SMOKE_CASES.values(),
     ):
         names = [(case.table, case.name) for case in suite]
         assert len(set(names)) == len(names)
 
 
 def test_main_table_has_constant_tokens_and_width():
-    for case in cases.ATTENTION_CASES:
+    for case in attention_cases.ATTENTION_CASES:
         if case.table == "main":
             assert case.batch * case.seqlen == 16384
             assert case.heads * case.head_dim == 2048
@@ -126,8 +129,8 @@ def test_main_table_has_constant_tokens_and_width():
 
 
 def test_every_gpu_case_has_a_bar():
-    decoding = (*cases.DECODING_CASES, *cases.DECODING_BACKWARD_CASES)
-    assert all(case.bars for case in (*cases.ATTENTION_CASES, *cases.NORM_CASES, *decoding))
+    decoding = (*suites.DECODING_CASES, *suites.DECODING_BACKWARD_CASES)
+    assert all(case.bars for case in (*attention_cases.ATTENTION_CASES, *suites.NORM_CASES, *decoding))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_every_gpu_case_has_a_bar():
 def test_bars_are_those_of_the_table(table, dim, causal, seqlen, over, at_least):
     (case,) = [
         c
-        for c in cases.ATTENTION_CASES
+        for c in attention_cases.ATTENTION_CASES
         if (c.table, c.head_dim, c.causal, c.seqlen) == (table, dim, causal, seqlen) and c.dtype == "bf16"
     ]
     assert Bar(cases.SM90, over, at_least) in case.bars
@@ -158,7 +161,7 @@ def test_bars_name_peers_that_exist():
     )
     names = {peer.name for table in tables for peer in table}
     names |= {"TFLOP/s", "GB/s", cases.ANY_PEER}
-    for case in (*cases.suite("all", "cuda"), *cases.suite("all", "cpu")):
+    for case in (*suites.suite("all", "cuda"), *suites.suite("all", "cpu")):
         for bar in case.bars:
             assert {bar.ours, bar.over} <= names
 
@@ -166,7 +169,7 @@ def test_bars_name_peers_that_exist():
 def test_quick_suites_are_parts_of_the_full_ones():
     for device in ("cuda", "cpu"):
         for name in ("attention", "layer_norm", "all"):
-            quick, full = cases.suite(name, device, quick=True), cases.suite(name, device)
+            quick, full = suites.suite(name, device, quick=True), suites.suite(name, device)
             assert 0 < len(quick) < len(full)
             assert set(quick) <= set(full)
 
@@ -182,7 +185,7 @@ def test_long_tailed_lengths():
 
 
 def test_flops_of_the_main_table():
-    for case in cases.ATTENTION_CASES:
+    for case in attention_cases.ATTENTION_CASES:
         if case.table == "main":
             flops = 10 * case.batch * case.heads * case.seqlen**2 * case.head_dim
             assert case.work == (flops / 2 if case.causal else flops)
@@ -211,7 +214,7 @@ def test_norm_bytes_are_three_passes():
 
 
 def test_decoding_bytes_are_keys_and_values():
-    assert cases.DECODING_CASES[0].work == 2 * 8 * 8192 * 128 * 2
+    assert suites.DECODING_CASES[0].work == 2 * 8 * 8192 * 128 * 2
 
 
 # ---- statistics, bars, comparison -----------------------------------------------------------------
@@ -465,7 +468,7 @@ def test_main_tables_are_drawn_as_lines(tmp_path):
     ids=lambda case: case.name,
 )
 def test_oracle_of_slices_agrees_with_the_test_kit(case):
-    x = attention_peers.make_inputs(replace(case, dtype="fp64"), CPU, 0)
+    x = attention_inputs.make_inputs(replace(case, dtype="fp64"), CPU, 0)
     window = (case.window - 1, 0) if case.window else (-1, -1)
     scores = {"attn_bias": x.bias, "softcap": case.softcap, "alibi_slopes": x.alibi_slopes}
     whole = kit_oracle.attention(x.q, x.k, x.v, x.dout, causal=case.causal, window_size=window, **scores)
@@ -481,7 +484,7 @@ def test_oracle_of_slices_agrees_with_the_test_kit(case):
 
 def test_varlen_slices_are_the_longest_the_shortest_and_the_last():
     case = replace(TINY, batch=3, seqlen=9, lengths=(9, 1, 4), causal=True)
-    x = attention_peers.make_inputs(replace(case, dtype="fp64"), CPU, 0)
+    x = attention_inputs.make_inputs(replace(case, dtype="fp64"), CPU, 0)
     whole = kit_oracle.attention(
         x.q, x.k, x.v, x.dout, causal=True, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens
     )
@@ -502,7 +505,7 @@ def test_slices_are_of_several_heads_and_sequences(case):
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_zeros_for_the_last_rows_of_any_slice_are_wrong(name, rows, at):
     case = replace(TINY, batch=2, seqlen=2048, head_dim=32, head_dim_v=32, causal=True, dtype="bf16")
-    x = attention_peers.make_inputs(case, CPU, 0)
+    x = attention_inputs.make_inputs(case, CPU, 0)
     wide = [t.float() for t in (x.q, x.k, x.v, x.dout)]
     grads = kit_oracle.attention(*wide, causal=True, dtype=torch.float32)
     rounded = {of: getattr(grads, of).bfloat16() for of in ("dq", "dk", "dv")}
@@ -515,7 +518,7 @@ def test_zeros_for_the_last_rows_of_any_slice_are_wrong(name, rows, at):
 
 
 def test_nan_anywhere_is_an_error():
-    x = attention_peers.make_inputs(TINY, CPU, 0)
+    x = attention_inputs.make_inputs(TINY, CPU, 0)
     grads = attention_peers.torch_cpu_flash(TINY, x).backward()
     grads[1][0, 3, 0, 0] = torch.nan  # type: ignore[index]
     found = errors.attention_errors(TINY, x, peers.Prepared(lambda: grads), grads)
@@ -525,20 +528,20 @@ def test_nan_anywhere_is_an_error():
 
 def test_dropout_mask_is_read_off_a_forward():
     case = replace(TINY, dropout_p=0.3, heads_kv=2)
-    x = attention_peers.make_inputs(case, CPU, 0)
+    x = attention_inputs.make_inputs(case, CPU, 0)
     keep = torch.rand(2, 4, 24, 24) > 0.3
 
     def forward(v: torch.Tensor) -> torch.Tensor:
         p = torch.softmax(torch.einsum("bshd,bthd->bhst", x.q, x.k.repeat_interleave(2, 2)), -1) * keep
         return torch.einsum("bhst,bthd->bshd", p, v.repeat_interleave(2, 2))
 
-    read = attention_peers.dropout_mask(case, x, forward, 1)
+    read = attention_inputs.dropout_mask(case, x, forward, 1)
     assert torch.equal(read, keep[1].transpose(0, 1))
 
 
 def test_dropout_reaches_the_oracle():
     case = replace(TINY, dropout_p=0.3, dtype="fp64")
-    x = attention_peers.make_inputs(case, CPU, 0)
+    x = attention_inputs.make_inputs(case, CPU, 0)
     masks = dropout.keep_masks(
         "flash", 1, 2, 0.3, heads=4, seqlens_q=(24, 24), seqlens_k=(24, 24), max_seqlen_q=24, max_seqlen_k=24
     )
@@ -662,7 +665,7 @@ GPU_PEERS = ["torch_efficient", "torch_flash", "torch_flash_deterministic", "tor
 def test_cudnn_is_tried_with_rows_first_and_with_heads_first(monkeypatch):
     given = []
     monkeypatch.setattr(attention_peers, "torch_cudnn", lambda case, x: given.append(x))
-    x = attention_peers.make_inputs(TINY, CPU, 0)
+    x = attention_inputs.make_inputs(TINY, CPU, 0)
     attention_peers.torch_cudnn_heads_first(TINY, x)
     for name in ("q", "k", "v", "dout"):
         tensor = getattr(given[0], name)
@@ -671,7 +674,7 @@ def test_cudnn_is_tried_with_rows_first_and_with_heads_first(monkeypatch):
         assert torch.equal(tensor, getattr(x, name))
     packed = cases.packed(TINY, 60)
     with pytest.raises(peers.UnsupportedCaseError):
-        attention_peers.torch_cudnn_heads_first(packed, attention_peers.make_inputs(packed, CPU, 0))
+        attention_peers.torch_cudnn_heads_first(packed, attention_inputs.make_inputs(packed, CPU, 0))
     assert {cases.CUDNN, cases.CUDNN_HEADS_FIRST} <= {peer.name for peer in attention_peers.ATTENTION_PEERS}
 
 
@@ -693,7 +696,7 @@ def test_gpu_peers_call_the_operators_by_their_schemas(case, peer, monkeypatch):
         def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="cuda")
 
-        x = attention_peers.AttentionInputs(
+        x = attention_inputs.AttentionInputs(
             tensor(*rows, case.heads, case.head_dim),
             tensor(*rows, case.heads_kv, case.head_dim),
             tensor(*rows, case.heads_kv, case.head_dim_v),
@@ -744,7 +747,7 @@ def test_rounds_are_enough_for_every_place_in_the_order(count, rounds):
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_attention_peers_time_no_forward(case):
-    x = attention_peers.make_inputs(case, CPU, 0)
+    x = attention_inputs.make_inputs(case, CPU, 0)
     for peer in contenders.peers_of(case, CPU):
         with contextlib.suppress(peers.UnsupportedCaseError):
             assert forwards_of(peer.prepare(case, x)) == [], peer.name

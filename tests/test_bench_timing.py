@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashbwd.bench import cases, contenders, machine, measure, runner
+from flashbwd.bench import attention_cases, cases, contenders, machine, measure, runner
 from flashbwd.bench.measure import Settings, Timer
 from flashbwd.bench.peers import Prepared
 
@@ -117,7 +117,7 @@ def test_short_slots_are_cool_and_long_ones_have_a_settled_clock(gpu):
 
 
 def test_settled_clocks_are_measured_for_the_peers_that_bars_compare():
-    case = next(c for c in cases.ATTENTION_CASES if c.table == "main" and c.seqlen == 4096)
+    case = next(c for c in attention_cases.ATTENTION_CASES if c.table == "main" and c.seqlen == 4096)
     names = [peer.name for peer in contenders.peers_of(case, GPU)]
     wanted = {cases.SM90, cases.CUDNN, cases.CUDNN_HEADS_FIRST, cases.SM80, cases.FLASH, cases.SM90 + " deterministic"}
     assert set(runner.sustained_peers(case, names)) == wanted
@@ -126,7 +126,7 @@ def test_settled_clocks_are_measured_for_the_peers_that_bars_compare():
 
 
 def test_settled_clocks_are_measured_only_where_power_binds():
-    case = next(c for c in cases.ATTENTION_CASES if c.table == "main" and c.seqlen == 4096)
+    case = next(c for c in attention_cases.ATTENTION_CASES if c.table == "main" and c.seqlen == 4096)
     names = [peer.name for peer in contenders.peers_of(case, GPU)]
     assert runner.sustained_peers(case, names)
     assert runner.sustained_peers(replace(case, seqlen=2048), names) == []

@@ -12,7 +12,7 @@ import torch
 
 import flashbwd
 from flashbwd import __main__ as cli
-from flashbwd.bench import cases, machine, measure, results, runner
+from flashbwd.bench import machine, measure, results, runner, suites
 from flashbwd.bench.cases import AttentionCase, NormCase
 from flashbwd.bench.measure import Settings
 
@@ -25,10 +25,10 @@ SHAPES = (
 
 @pytest.fixture
 def _few_cpu_shapes(monkeypatch):
-    monkeypatch.setitem(cases.SMOKE_CASES, "cpu", SHAPES)
-    monkeypatch.setattr(cases, "CPU_ATTENTION_CASES", (replace(SHAPES[0], table="cpu"),))
-    monkeypatch.setattr(cases, "CPU_NORM_CASES", (replace(SHAPES[1], table="cpu_norm"),))
-    monkeypatch.setattr(cases, "CPU_DECODING_CASES", ())
+    monkeypatch.setitem(suites.SMOKE_CASES, "cpu", SHAPES)
+    monkeypatch.setattr(suites, "CPU_ATTENTION_CASES", (replace(SHAPES[0], table="cpu"),))
+    monkeypatch.setattr(suites, "CPU_NORM_CASES", (replace(SHAPES[1], table="cpu_norm"),))
+    monkeypatch.setattr(suites, "CPU_DECODING_CASES", ())
     monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 1)
     monkeypatch.setattr(measure, "ceilings", lambda device, settings: {"matmul_tflops": 1.0, "copy_gbs": 1.0})
     monkeypatch.setattr(machine, "default_device", lambda: torch.device("cpu"))

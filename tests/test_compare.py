@@ -19,7 +19,8 @@ def call():
     now += {milliseconds} / 1e3
     {action}
 time.perf_counter = lambda: now
-cases = types.SimpleNamespace(suite=lambda name, device: [types.SimpleNamespace(table=t, name=n) for t, n in {cases!r}])
+suites = types.SimpleNamespace(
+    suite=lambda name, device: [types.SimpleNamespace(table=t, name=n) for t, n in {cases!r}])
 machine = types.SimpleNamespace(default_device=lambda: types.SimpleNamespace(type="cpu"))
 import contextlib
 def prepare(case, inputs):

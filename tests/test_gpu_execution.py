@@ -203,7 +203,7 @@ def test_no_more_memory_than_the_plan_says(name: str, deterministic: bool, targe
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("heads", "seqlen_q"), [(2, 1024), (6, 400)])
-def test_a_few_jobs_more_than_multiprocessors(heads: int, seqlen_q: int, deterministic: bool, target: Target) -> None:
+def test_a_few_work_tiles_more_than_sms(heads: int, seqlen_q: int, deterministic: bool, target: Target) -> None:
     """12 KV heads of 12 blocks of keys on an H100's 132: the last ones are shared."""
     case = dataclasses.replace(
         MEDIUM, batch=1, heads=heads, heads_kv=2, seqlen_q=seqlen_q, seqlen_k=1500, deterministic=deterministic
@@ -214,8 +214,8 @@ def test_a_few_jobs_more_than_multiprocessors(heads: int, seqlen_q: int, determi
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
-def test_more_jobs_than_multiprocessors(head_dim: int, deterministic: bool, target: Target) -> None:
-    """40 heads of 6 blocks of keys: many multiprocessors have a second one, and heads finish while others begin."""
+def test_more_work_tiles_than_sms(head_dim: int, deterministic: bool, target: Target) -> None:
+    """40 heads of 6 blocks of keys: many SMs have a second one, and heads finish while others begin."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=2, heads_kv=2, seqlen_q=700, seqlen_k=700, causal=True)
     case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
     run_copies(case, target, 20, heads=True)
@@ -225,7 +225,7 @@ def test_more_jobs_than_multiprocessors(head_dim: int, deterministic: bool, targ
 @pytest.mark.parametrize("heads", [3, 8])
 @pytest.mark.parametrize("length", [450, 1450])
 def test_pairs_of_key_blocks_in_order(length: int, heads: int, target: Target) -> None:
-    """30 KV heads of 2 or 6 pairs: more jobs than multiprocessors where they are 6."""
+    """30 KV heads of 2 or 6 pairs: more work tiles than SMs where they are 6."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=heads, heads_kv=1, seqlen_q=length, seqlen_k=length, causal=True)
     case = dataclasses.replace(case, head_dim=128, head_dim_v=128, deterministic=True)
     run_copies(case, target, 30, heads=True)
@@ -235,8 +235,8 @@ def test_pairs_of_key_blocks_in_order(length: int, heads: int, target: Target) -
 @pytest.mark.parametrize("seqlen_q", [2200, 900, 100])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_equal_jobs(deterministic: bool, head_dim: int, seqlen_q: int, target: Target) -> None:
-    """20 heads of 12 blocks of keys, rounds of all multiprocessors; more or fewer blocks of queries than of keys."""
+def test_equal_work_tiles(deterministic: bool, head_dim: int, seqlen_q: int, target: Target) -> None:
+    """20 heads of 12 blocks of keys, rounds of all SMs; more or fewer blocks of queries than of keys."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=1, heads_kv=1, seqlen_q=seqlen_q, seqlen_k=1450)
     case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
     run_copies(case, target, 20, heads=True)

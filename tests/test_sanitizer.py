@@ -50,9 +50,9 @@ ATTENTION = [
         TILES, name="tiles_window_128", seqlen_q=400, window_size=(40, 20), causal=False, head_dim=128, head_dim_v=128
     ),
     replace(TILES, name="tiles_varlen", seqlens_q=(300, 1, 0, 65), seqlens_k=(270, 130, 5, 0), deterministic=True),
-    replace(TILES, name="tiles_whole_heads", batch=33, heads=4, heads_kv=4),  # on 132 multiprocessors
-    replace(TILES, name="tiles_many_jobs_128", batch=33, heads=4, heads_kv=4, head_dim=128, head_dim_v=128),
-    replace(TILES, name="tiles_many_jobs_256", batch=33, heads=2, heads_kv=2, head_dim=256, head_dim_v=256),
+    replace(TILES, name="tiles_whole_heads", batch=33, heads=4, heads_kv=4),  # on 132 sms
+    replace(TILES, name="tiles_many_work_tiles_128", batch=33, heads=4, heads_kv=4, head_dim=128, head_dim_v=128),
+    replace(TILES, name="tiles_many_work_tiles_256", batch=33, heads=2, heads_kv=2, head_dim=256, head_dim_v=256),
     replace(TILES, name="tiles_shared_bias", seqlen_q=520, seqlen_k=272, bias="b1qk"),
     replace(TILES, name="tiles_softcap_alibi", softcap=2.0, alibi="heads"),
     replace(TILES, name="tiles_softcap_128", softcap=2.0, heads_kv=2, head_dim=128, head_dim_v=128),

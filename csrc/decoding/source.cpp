@@ -5,6 +5,7 @@
 // below, so that a change rebuilds it.
 #include "backward.cuh"
 #include "backward_params.h"
+#include "backward_rows.cuh"
 #include "block_lists.cuh"
 #include "elements.cuh"
 #include "last_block.cuh"
@@ -29,6 +30,7 @@ FLASHBWD_EMBED(flashbwd_decoding_elements, "csrc/decoding/elements.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_merge, "csrc/decoding/merge.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_last_block, "csrc/decoding/last_block.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_backward_params, "csrc/decoding/backward_params.h")
+FLASHBWD_EMBED(flashbwd_decoding_backward_rows, "csrc/decoding/backward_rows.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_backward, "csrc/decoding/backward.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_ring, "csrc/decoding/ring.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_split_kv, "csrc/decoding/split_kv.cuh")
@@ -44,7 +46,7 @@ std::string decoding_source() {
 std::string decoding_backward_source() {
   return std::string(flashbwd_decoding_params) + flashbwd_decoding_mod + flashbwd_decoding_ptx +
          flashbwd_decoding_elements + flashbwd_decoding_merge + flashbwd_decoding_backward_params +
-         flashbwd_decoding_backward;
+         flashbwd_decoding_backward_rows + flashbwd_decoding_backward;
 }
 
 std::string decoding_mod_functions() { return flashbwd_decoding_mod_functions; }

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flashbwd.bench import machine
-from flashbwd.bench.cases import Case, suite
+from flashbwd.bench.cases import Case
 from flashbwd.bench.contenders import SEED, make_inputs, peers_of
 from flashbwd.bench.peers import Peer
+from flashbwd.bench.suites import suite
 
 Work = Sequence[tuple[Case, Peer]]
 

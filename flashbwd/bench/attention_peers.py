@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import flashbwd
+from flashbwd.bench.attention_inputs import AttentionInputs
 from flashbwd.bench.cases import (
     CPU_FLASH,
     CUDNN,
     CUDNN_HEADS_FIRST,
     DETERMINISTIC,
-    DTYPES,
     EFFICIENT,
     FLASH,
     FLEX,
@@ -29,46 +29,6 @@ from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError, refuse
 
 aten = torch.ops.aten
 MASK_SEED = 1234
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """q, dout (B, S, H, D | Dv), k, v (B, S, Hkv, D | Dv), or packed (T, H, D); bias (B or 1, H, S, S), slopes (H,)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    cu_seqlens: Tensor | None = None  # (B + 1,) int32
-
-
-def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
-    """Random normal inputs. Kernels run faster on zeros than on such data, so zeros would mislead."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[case.dtype])
-
-    rows = (sum(case.lengths),) if case.lengths else (case.batch, case.seqlen)
-    cu_seqlens = None
-    if case.lengths:
-        cu_seqlens = torch.tensor((0, *case.lengths), device=device).cumsum(0).int()
-    return AttentionInputs(
-        q=normal(*rows, case.heads, case.head_dim),
-        k=normal(*rows, case.heads_kv, case.head_dim),
-        v=normal(*rows, case.heads_kv, case.head_dim_v),
-        dout=normal(*rows, case.heads, case.head_dim_v),
-        bias=normal(case.bias_batch, case.heads, case.seqlen, case.seqlen) if case.bias_batch else None,
-        alibi_slopes=_slopes(case.heads, device) if case.alibi else None,
-        cu_seqlens=cu_seqlens,
-    )
-
-
-def _slopes(heads: int, device: torch.device) -> Tensor:
-    """2^(-8 h / H), as in Press et al., "Train Short, Test Long", 2022."""
-    return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=device))
 
 
 def _alibi_as_bias(case: AttentionCase, x: AttentionInputs, slopes: Tensor) -> Tensor:
@@ -413,18 +373,3 @@ ATTENTION_PEERS: tuple[Peer, ...] = (
     Peer(SM80 + DETERMINISTIC, ours("sm80", deterministic=True)),
     Peer(REFERENCE, ours("reference"), devices=("cuda", "cpu")),
 )
-
-
-def dropout_mask(case: AttentionCase, x: AttentionInputs, forward: Callable[[Tensor], Tensor], batch: int) -> Tensor:
-    """The dropout mask of a forward, (S, H, S) bool.
-
-    The mask shows in the forward's output if v is the identity matrix. Each call recovers the mask of Dv keys.
-    """
-    keep = torch.empty(case.seqlen, case.heads, case.seqlen, dtype=torch.bool, device=x.q.device)
-    for first in range(0, case.seqlen, case.head_dim_v):
-        width = min(case.head_dim_v, case.seqlen - first)
-        v = torch.zeros_like(x.v)
-        index = torch.arange(width, device=v.device)
-        v[:, first + index, :, index] = 1
-        keep[:, :, first : first + width] = forward(v)[batch, :, :, :width] > 0
-    return keep

@@ -11,7 +11,7 @@ import torch
 
 import flashbwd
 from flashbwd import _ops
-from flashbwd.bench import attention_peers, cases, contenders, machine, report, results, runner
+from flashbwd.bench import attention_peers, cases, contenders, machine, report, results, runner, suites
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer
 
@@ -24,7 +24,7 @@ def main() -> int:
     device = machine.default_device()
     print("\n".join(machine_lines(machine.describe(device))), flush=True)
     start = time.perf_counter()
-    found = [_measured(case, device) for case in cases.SMOKE_CASES[device.type]]
+    found = [_measured(case, device) for case in suites.SMOKE_CASES[device.type]]
     _say("")  # ends the line of the progress
     print(report.table(HEADER, [[str(number), *_row(result)] for number, result in enumerate(found, 1)]))
     print("\nerror: ||g - ref|| / ||ref|| against float64; speedup: median over rounds (smallest-largest)")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashbwd.bench import attention_peers, block_peers, decoding_peers, norm_peers
+from flashbwd.bench import attention_inputs, attention_peers, block_peers, decoding_peers, norm_peers
 from flashbwd.bench.cases import AttentionCase, BlockCase, Case, DecodingCase
 from flashbwd.bench.peers import Peer
 
@@ -38,7 +38,7 @@ def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
     if isinstance(case, AttentionCase):
-        return attention_peers.make_inputs(case, device, seed)
+        return attention_inputs.make_inputs(case, device, seed)
     if isinstance(case, DecodingCase):
         return decoding_peers.make_inputs(case, device, seed)
     if isinstance(case, BlockCase):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.bench import attention_peers, block_peers, decoding_peers, norm_peers, oracle
+from flashbwd.bench import attention_inputs, block_peers, decoding_peers, norm_peers, oracle
 from flashbwd.bench.cases import AttentionCase, DecodingCase, NormCase
 from flashbwd.bench.peers import Prepared
 
@@ -42,7 +42,7 @@ def _slice_of(case: AttentionCase, b: int) -> Any:
 
 
 def attention_errors(
-    case: AttentionCase, x: attention_peers.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
+    case: AttentionCase, x: attention_inputs.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
 ) -> dict[str, float]:
     """Relative error of dq, dk, dv (and dbias) against float64 on slices, the largest over blocks of rows.
 
@@ -60,7 +60,7 @@ def attention_errors(
         bias_b = 0 if x.bias is None else min(b, x.bias.shape[0] - 1)
         if case.dropout_p > 0 and prepared.forward is not None and b not in masks:
             with prepared.scope():
-                masks = {b: attention_peers.dropout_mask(case, x, prepared.forward, b)}
+                masks = {b: attention_inputs.dropout_mask(case, x, prepared.forward, b)}
         dq, dk, dv, dbias = oracle.attention_slice(
             x.q[where][:, heads],
             x.k[where][:, kv],

@@ -7,8 +7,7 @@ functions of the head, and the score itself. A function is built in, however it 
     score = score + slope(h) * (+-k + q * n + c)       ALiBi, relative position
     visible where +-k + q * n + c >= 0, and ...        causal, window, lengths; as a mask or as a score of -inf
 
-Here c is a sum of numbers and captured integers (0-d, or one per batch or head). The coefficients are passed to the
-kernel as arguments (csrc/decoding/built_in.cuh).
+Here c is a sum of numbers and captured integers (0-d, or one per batch or head). csrc/decoding/built_in.cuh applies it.
 
 A function is recognised only if the kernel provably computes what PyTorch computes, for all values of the captured
 tensors. PyTorch's integers wrap around. A sum that may wrap around is therefore stored separately from terms that were

@@ -6,7 +6,7 @@
 
 namespace flashbwd::sm80 {
 
-// Narrow tiles keep whole rows of q, k, v and dout in shared memory, and dk and dv in registers. Wide tiles support all
+// Most tiles keep whole rows of q, k, v and dout in shared memory, and dk and dv in registers. Large tiles support all
 // head dimensions: they process blocks of columns and keep dk and dv in global memory between query tiles.
 struct Tile {
   int32_t element_bytes;

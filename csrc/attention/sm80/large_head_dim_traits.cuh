@@ -64,7 +64,7 @@ struct LargeTraits {
     alignas(16) float lse[kBlockM];
     alignas(16) float delta[kBlockM];
     WorkTile work;
-    int32_t job;
+    int32_t work_index;
   };
 };
 

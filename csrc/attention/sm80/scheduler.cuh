@@ -17,10 +17,10 @@ __device__ __forceinline__ WorkTileIndex work_tile_at(const KernelParams& params
     return varlen_work_tile(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n,
                             [swizzle_heads = int64_t{params.swizzle_heads}](int32_t) { return swizzle_heads; });
   }
-  const WorkTileIndex job = dense_work_tile(index, p.batch, p.heads_kv, params.key_blocks, params.swizzle_heads);
-  if (!params.swizzle_batches) return job;
-  const int32_t head = job.batch * p.heads_kv + job.head;
-  return {head % p.batch, head / p.batch, job.key_block};
+  const WorkTileIndex found = dense_work_tile(index, p.batch, p.heads_kv, params.key_blocks, params.swizzle_heads);
+  if (!params.swizzle_batches) return found;
+  const int32_t head = found.batch * p.heads_kv + found.head;
+  return {head % p.batch, head / p.batch, found.key_block};
 }
 
 struct WorkTile {
@@ -51,15 +51,15 @@ struct WorkTile {
       split = part % splits;
       index = whole + part / splits;
     }
-    const WorkTileIndex job = work_tile_at(params, index, block_n);
-    if (job.batch < 0) return;
-    batch = job.batch;
-    head_kv = job.head;
+    const WorkTileIndex found = work_tile_at(params, index, block_n);
+    if (found.batch < 0) return;
+    batch = found.batch;
+    head_kv = found.head;
     heads_per_kv = p.heads / p.heads_kv;
     heads_abreast = heads_per_pass(heads_per_kv, splits);
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
-    set_key_block(job.key_block, block_m, block_n, split, splits);
+    set_key_block(found.key_block, block_m, block_n, split, splits);
     // Ordered adds: ascending, key block n would start on its diagonal, a tile to which all lower key blocks add before
     // it and come later. With GQA and a causal mask, all key blocks then start at the same queries, so a group's
     // queries, which L2 cannot hold, pass through it once.

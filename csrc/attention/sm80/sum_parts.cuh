@@ -36,14 +36,14 @@ __device__ __forceinline__ void store_columns(T* place, float4 value, int32_t le
 
 // Sums kSumPartsRows rows of a key block, from first_row on. A thread sums four columns of one row at a time.
 __device__ __forceinline__ void sum_rows(const SumPartsArguments& a, const GradientTarget& target, bool vectors,
-                                         const WorkTileIndex& job, int32_t split_tile, int32_t first_row) {
+                                         const WorkTileIndex& found, int32_t split_tile, int32_t first_row) {
   const int32_t row_vectors = static_cast<int32_t>(target.part_row_stride / 4);
-  const int32_t first_key = job.key_block * a.block_n;
+  const int32_t first_key = found.key_block * a.block_n;
   const int32_t rows = min(a.params.attention.seqlen_k - first_key - first_row, kSumPartsRows);
   const int64_t part_vectors = int64_t{a.block_n} * row_vectors;
   const float4* const source = reinterpret_cast<const float4*>(target.parts) +
                                split_tile * int64_t{a.params.splits} * part_vectors + int64_t{first_row} * row_vectors;
-  const int64_t first = job.batch * target.view.batch_stride + job.head * target.view.head_stride +
+  const int64_t first = found.batch * target.view.batch_stride + found.head * target.view.head_stride +
                         int64_t{first_key + first_row} * target.view.seq_stride;
   for (int32_t i = threadIdx.x; i < rows * row_vectors; i += kSumPartsThreads) {
     float4 sum = source[i];
@@ -70,10 +70,10 @@ __device__ __forceinline__ void sum_rows(const SumPartsArguments& a, const Gradi
 __global__ void __launch_bounds__(kSumPartsThreads) sum_parts_kernel(const __grid_constant__ SumPartsArguments a) {
   const auto split_tile = static_cast<int32_t>(blockIdx.x);
   const auto first_row = static_cast<int32_t>(blockIdx.y) * kSumPartsRows;
-  const WorkTileIndex job =
+  const WorkTileIndex found =
       work_tile_at(a.params, static_cast<int32_t>(a.params.unsplit_work_tiles) + split_tile, a.block_n);
   const bool is_dv = blockIdx.z != 0;
-  sum_rows(a, is_dv ? a.params.dv : a.params.dk, is_dv ? a.dv_vectors : a.dk_vectors, job, split_tile, first_row);
+  sum_rows(a, is_dv ? a.params.dv : a.params.dk, is_dv ? a.dv_vectors : a.dk_vectors, found, split_tile, first_row);
 }
 
 }  // namespace flashbwd::sm80

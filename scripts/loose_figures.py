@@ -8,7 +8,10 @@ UNITS = r"(?:ms|us|ns|TFLOP/s|GB/s|MB/s|MiB|GiB|J|W|MHz|s)"
 MEASURED = re.compile(
     rf"\b\d+\.\d\d+\b|\b\d[\d.]* {UNITS}\b|\b\d+(?:\.\d+)? times (?:as|faster)\b|\b\d+(?:\.\d+)? %|\b\d\.\d to \d"
 )
-VERSIONS = re.compile(r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver|versions?)(?: from)?[\s=<>(]*[\d.]+(?:(?: to|,)\s[\d.]+)*")
+VERSIONS = re.compile(
+    r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver|versions?)(?: from)?[\s=<>(]*"
+    r"[\d.]+(?:(?: to|,)\s[\d.]+)*"
+)
 
 
 def loose_figures(text: str, blocks: re.Pattern[str]) -> list[str]:

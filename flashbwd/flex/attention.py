@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_attention
+from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_attention
 
 from flashbwd import _arguments
 from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
@@ -21,6 +21,9 @@ from flashbwd.flex.modifications import captured_of, name_of
 from flashbwd.mods.in_graph import shaped_like_query
 from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
 from flashbwd.reference.modifications import Mod, accumulator
+
+# PyTorch annotates kernel_options and the results more narrowly than it accepts and returns them.
+pytorch_flex_attention: Any = _pytorch_flex_attention
 
 __all__ = [
     "FlexAttentionGrads",
@@ -134,9 +137,10 @@ def flex_attention(
         If ``score_mod`` or ``mask_mod`` raises.
     """
     if is_dynamo_compiling():
-        return pytorch_flex_attention(
+        results: Tensor | tuple[Tensor, Tensor] = pytorch_flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
         )
+        return results
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)
     _arguments.flag("deterministic", deterministic)
     query, key, value = arguments.autocast(query, key, value)
@@ -322,7 +326,8 @@ def _backward(
         return dq, dk, dv, [torch.zeros_like(tensor) for tensor in captured]
     detached = [tensor.detach() for tensor in inputs]
     with torch.no_grad(), arguments.without_autocast(query.device):
-        *grads, found = decoding_backward(call, *detached, out.detach(), lse.detach(), dout, dlse, captured)
+        q, k, v = detached
+        *grads, found = decoding_backward(call, q, k, v, out.detach(), lse.detach(), dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
     return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]
 
@@ -351,9 +356,9 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        *grads, found = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured)
-        grads += found
+        dq, dk, dv, found = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured)
+        grads = [dq, dk, dv, *found]
         if torch.is_grad_enabled():  # create_graph=True
             read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
-            grads = refuse_to_differentiate("flex_attention_backward", grads, read)
+            grads = list(refuse_to_differentiate("flex_attention_backward", grads, read))
         return None, None, *grads

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, Tile, key_block_lists
+from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, key_block_lists
+from flashbwd.flex.tile import Tile
 from flashbwd.reference.modifications import mask_captures
 
 __all__ = ["kept", "lists_of"]
@@ -28,7 +29,7 @@ def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callab
     entries = _known.setdefault(block_mask, {})
     found = entries.get(key)
     if found is not None and found[0] == state:
-        return found[1]  # type: ignore[no-any-return]
+        return cast(_Value, found[1])
     value = make()
     entries[key] = (state, value)
     return value

@@ -210,3 +210,17 @@ def test_the_plan_names_the_reference_and_why_no_kernel_runs() -> None:
     plan = flashbwd.plan_flex_attention_backward(out, q, k, v, out, lse, enable_gqa=True)
     assert plan.backend == "reference" and plan.deterministic and not plan.compiled
     assert set(plan.reasons) == {"sm90", "sm80"} and all(plan.reasons.values())
+
+
+def test_a_compiled_model_gets_the_same_gradients() -> None:
+    mask = kit.block_mask(kit.mask_mods(SHAPE)["causal"], SHAPE)
+    inputs = leaves(*SHAPE.tensors(torch.float64))
+    compiled = torch.compile(lambda *x: attend(list(x), kit_softcap, mask), backend="aot_eager")
+    got, want = compiled(*inputs), attend(inputs, kit_softcap, mask)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    grads, expected = (torch.autograd.grad(loss(*results), inputs) for results in (got, want))
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
+
+
+def kit_softcap(s: Tensor, *_: Tensor) -> Tensor:
+    return 2 * torch.tanh(s / 2)

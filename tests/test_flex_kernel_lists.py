@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashbwd.flex.kernel_lists import KernelLists, kernel_lists
-from flashbwd.flex.lists import Tile, key_block_lists
+from flashbwd.flex.lists import key_block_lists
+from flashbwd.flex.tile import Tile
 
 KEYS = 128
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flashbwd.flex import mask_bits
-from flashbwd.flex.lists import KeyBlockLists, Tile, key_block_lists, longest_first
+from flashbwd.flex.cache import lists_of
+from flashbwd.flex.lists import KeyBlockLists, key_block_lists, longest_first
+from flashbwd.flex.tile import Tile
 
 Sizes = tuple[int, int, int, int]  # batch, query heads, queries, keys
 
@@ -165,3 +169,29 @@ def test_work_tiles_start_longest_first_within_a_section(section: int | None) ->
         part = order[start : start + size]
         assert sorted(part) == list(range(start, start + size))
         assert [lengths[i] for i in part] == sorted((lengths[i] for i in part), reverse=True)
+
+
+def test_lists_are_made_once_per_mask_and_again_after_a_write_to_what_it_reads() -> None:
+    documents = torch.arange(300) // 100
+    mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, 300, 300, device="cpu")
+    sizes = (1, 1, 300, 300)
+    first = lists_of(mask, sizes)
+    assert lists_of(mask, sizes) is first
+    assert lists_of(mask, sizes, Tile(128, 128)) is not first
+    documents[50:] = 7
+    second = lists_of(mask, sizes)
+    assert second is not first
+    index = torch.arange(300)
+    seen = documents[index[:, None]] == documents[index]
+    listed = dense(first, sizes)[0, 0].new_zeros(300, 300)
+    for m, n in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2)):  # the BlockMask's own lists did not change
+        listed[128 * m : 128 * m + 128, 128 * n : 128 * n + 128] = True
+    assert torch.equal(dense(second, sizes)[0, 0], seen & listed)
+
+
+def test_the_lists_of_a_mask_are_freed_with_it() -> None:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    lists = weakref.ref(lists_of(mask, (1, 1, 300, 300)))
+    del mask
+    gc.collect()
+    assert lists() is None

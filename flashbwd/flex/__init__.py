@@ -1,5 +1,10 @@
 """FlexAttention training: gradients for any score_mod, mask_mod and BlockMask.
 
-lists      the query blocks that each key block visits, in the tiles of the kernels
-mask_bits  mask_mod evaluated for tiles, one bit per pair
+attention      the public functions
+arguments      checks of arguments, shared with flex decoding
+modifications  checks of score_mod and mask_mod, and the tensors that they capture
+lists          the query blocks that each key block visits, in the tiles of the kernels
+mask_bits      mask_mod evaluated for tiles, one bit per pair
+tile           the tile of a kernel
+cache          what is computed once per BlockMask
 """

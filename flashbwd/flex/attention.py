@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_attention
+from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_attention
 
 from flashbwd import _arguments
 from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
 from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kept, tensors_of
+from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.modifications import captured_of, name_of
 from flashbwd.mods.in_graph import shaped_like_query
 from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
 from flashbwd.reference.modifications import Mod, accumulator
+
+# PyTorch annotates kernel_options and the results more narrowly than it accepts and returns them.
+pytorch_flex_attention: Any = _pytorch_flex_attention
 
 __all__ = [
     "FlexAttentionGrads",
@@ -134,9 +138,10 @@ def flex_attention(
         If ``score_mod`` or ``mask_mod`` raises.
     """
     if is_dynamo_compiling():
-        return pytorch_flex_attention(
+        results: Tensor | tuple[Tensor, Tensor] = pytorch_flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
         )
+        return results
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)
     _arguments.flag("deterministic", deterministic)
     query, key, value = arguments.autocast(query, key, value)
@@ -244,7 +249,7 @@ def plan_flex_attention_backward(
     order = _requires_order(deterministic)
     try:
         plan = backends.choose(call, query, key, value, captured, order).plan(query, key, value)
-    except backends.UnsupportedError as reason:
+    except UnsupportedError as reason:
         return FlexPlan("reference", {"sm90": str(reason), "sm80": str(reason)})
     return FlexPlan(plan["backend"], plan["refusals"], plan["workspace_bytes"], deterministic=plan["deterministic"])
 
@@ -275,9 +280,13 @@ def _checked_call(
         if wants_gradients:
             arguments.check_query_lists(block_mask)
         lengths = (query.shape[2], key.shape[2])
-        kept(
-            block_mask, ("checked", lengths), tensors_of(block_mask), lambda: arguments.check_lists(block_mask, lengths)
-        )
+        if not (query.is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture can't read the lists
+            kept(
+                block_mask,
+                ("checked", lengths),
+                tensors_of(block_mask),
+                lambda: arguments.check_lists(block_mask, lengths),
+            )
         captured_of("mask_mod", block_mask.mask_mod, False, operands, accumulator(query.dtype))
     call = DecodingCall(
         score_mod=score_mod,
@@ -337,10 +346,11 @@ def _backward(
         kernel = backends.choose(call, *detached, captured, deterministic)
         given = torch.zeros_like(out) if dout is None else dout.detach()
         return *kernel.gradients(given, *detached, out.detach(), lse.detach(), dlse), []
-    except backends.UnsupportedError:
+    except UnsupportedError:
         pass
     with torch.no_grad(), arguments.without_autocast(query.device):
-        *grads, found = decoding_backward(call, *detached, out.detach(), lse.detach(), dout, dlse, captured)
+        q, k, v = detached
+        *grads, found = decoding_backward(call, q, k, v, out.detach(), lse.detach(), dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
     return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]
 
@@ -370,9 +380,11 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        *grads, found = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic)
-        grads += found
+        dq, dk, dv, found = _backward(
+            ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic
+        )
+        grads = [dq, dk, dv, *found]
         if torch.is_grad_enabled():  # create_graph=True
             read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
-            grads = refuse_to_differentiate("flex_attention_backward", grads, read)
+            grads = list(refuse_to_differentiate("flex_attention_backward", grads, read))
         return None, None, None, *grads

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
-from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists
+from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists, UnsupportedError
 from flashbwd.flex.softcap import softcap_of
 from flashbwd.reference.decoding import DecodingCall
 
-__all__ = ["KernelCall", "UnsupportedError", "choose"]
-
-
-class UnsupportedError(Exception):
-    """No kernel computes the call. The message says why."""
+__all__ = ["KernelCall", "choose"]
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashbwd.flex.kernel_lists import KernelLists, kernel_lists, kernel_tile
-from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, Tile, key_block_lists
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lists, kernel_tile
+from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, key_block_lists
+from flashbwd.flex.tile import Tile
 from flashbwd.reference.modifications import mask_captures
 
 __all__ = ["kept", "kernel_lists_of", "lists_of"]
@@ -29,7 +31,7 @@ def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callab
     entries = _known.setdefault(block_mask, {})
     found = entries.get(key)
     if found is not None and found[0] == state:
-        return found[1]  # type: ignore[no-any-return]
+        return cast(_Value, found[1])
     value = make()
     entries[key] = (state, value)
     return value
@@ -60,13 +62,16 @@ def kernel_lists_of(
 ) -> KernelLists | None:
     """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
 
-    None if the bits of the BlockMask would exceed the limit on memory.
+    None if the bits of the BlockMask would exceed the limit on memory. Raises UnsupportedError during a graph capture,
+    which cannot compute them.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     sizes, heads_kv = (batch, heads, seqlen_q, key.shape[2]), key.shape[1]
     tile = kernel_tile(head_dim, value.shape[3])
 
     def make() -> KernelLists | None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError("a graph is being captured, and block_mask was in no call before")
         lists = key_block_lists(block_mask, sizes, tile)
         return None if lists.bits is None else kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
 

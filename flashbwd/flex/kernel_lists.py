@@ -24,11 +24,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashbwd.flex.lists import KeyBlockLists, Tile
+from flashbwd.flex.lists import KeyBlockLists
+from flashbwd.flex.tile import Tile
 
 _CONSUMERS = (2, 4, 2, 8)  # keys of a tile: warpgroup, warp, half, row of eight lanes
 _FEW = 0.45  # share of the query blocks that a key block sees, below which heads are outermost
 _TILES_AT_ONCE = 4096  # bounds the memory in which bits are rearranged
+
+
+class UnsupportedError(Exception):
+    """No kernel computes the call. The message says why."""
 
 
 class KernelLists(NamedTuple):

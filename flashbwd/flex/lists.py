@@ -37,24 +37,12 @@ import torch
 from torch import Tensor
 
 from flashbwd.flex import mask_bits
+from flashbwd.flex.tile import Tile
 from flashbwd.reference.decoding import ABSENT, FULL, PARTIAL, listed_blocks
 
-__all__ = ["DEFAULT_LIMIT", "KeyBlockLists", "Tile", "key_block_lists", "longest_first", "tile_states"]
+__all__ = ["DEFAULT_LIMIT", "KeyBlockLists", "key_block_lists", "longest_first", "tile_states"]
 
 DEFAULT_LIMIT = 512 * 2**20  # bytes of mask bits per BlockMask
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys of one tile. ``keys`` is a multiple of 32, because the bits of a row fill whole words."""
-
-    queries: int = 64
-    keys: int = 128
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the bits of one tile."""
-        return self.queries * self.keys // 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +107,7 @@ def key_block_lists(
     by_batch, by_head = mask_bits.depends_on_batch_and_head(block_mask.mask_mod)
     states = states.expand(batch if by_batch else -1, heads if by_head else -1, -1, -1).contiguous()
     partial = (states == PARTIAL).nonzero()  # (tiles, 4): list batch, list head, n, m
-    bits = torch.empty((0, tile.queries, tile.keys // 32), dtype=torch.int32, device=states.device)
+    bits: Tensor | None = torch.empty((0, tile.queries, tile.keys // 32), dtype=torch.int32, device=states.device)
     if partial.shape[0] * tile.bytes > limit:
         bits = None
     elif partial.shape[0]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashbwd.flex.tile import Tile
 from flashbwd.mods.captures import CannotEmitError
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import FULL, PARTIAL
 from flashbwd.reference.modifications import GatherByIndex, Mod, run_mod
-
-if TYPE_CHECKING:
-    from flashbwd.flex.lists import Tile
 
 _PAIRS = 2**22  # pairs that are evaluated together
 

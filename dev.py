@@ -4,8 +4,9 @@ python3 dev.py demo [ARGS]    trains a small GPT with flashbwd's gradients and w
 python3 dev.py test [ARGS]    runs the tests with pytest ARGS, in several workers unless ARGS name files
 python3 dev.py setup          only creates the environment and builds
 
-A torch >= 2.10 that this python can import is used as it is; otherwise one is installed from PyPI. Needs Python 3.10
-or newer and g++. CUDA kernels are compiled for the GPUs of this machine; FLASHBWD_CUDA=1 compiles them without a GPU.
+A torch >= 2.10 that this python can import is used as it is; otherwise pip installs one. Without a GPU that is a build
+for the CPU, if pip's index offers one. Needs Python 3.10 or newer and g++. CUDA kernels are compiled for the GPUs of
+this machine; FLASHBWD_CUDA=1 compiles them without a GPU.
 """
 
 from __future__ import annotations
@@ -58,21 +59,29 @@ def make_environment() -> None:
         sys.exit("this python has no pip: on Debian and Ubuntu, apt install python3-venv")
 
 
+def wanted() -> tuple[list[str], str]:
+    """The requirements that are missing, and a text that changes when something has to be installed again."""
+    requirements = output("-m", "build_tools.requirements").split()
+    return requirements, "\n".join([*requirements, (ROOT / "pyproject.toml").read_text()])
+
+
 def install() -> None:
     """Build in place; install the requirements of the build, the tests and the demo if they have changed."""
-    requirements = output("-m", "build_tools.requirements").split()
     stamp = ENV / "installed.txt"
-    wanted = "\n".join([*requirements, (ROOT / "pyproject.toml").read_text()])
-    changed = not stamp.exists() or stamp.read_text() != wanted
+    requirements, text = wanted()
+    changed = not stamp.exists() or stamp.read_text() != text
     if changed:
-        run("-m", "pip", "install", *requirements)
+        if torch := [line for line in requirements if line.startswith("torch")]:
+            size = "0.2 GB" if torch[-1].endswith("+cpu") else "2.7 GB with CUDA's libraries"
+            print(f"installing {torch[-1]}, a download of about {size}", flush=True)
+        run("-m", "pip", "install", "--quiet", *requirements)
     run("setup.py", "-q", "build_ext", "--inplace")
     if changed:
-        editable = ("-m", "pip", "install", "--no-build-isolation", "-e")
+        editable = ("-m", "pip", "install", "--quiet", "--no-build-isolation", "-e")
         if not succeeds(*editable, ".[test]"):
             print("pip failed, perhaps without a network: continuing with the installed packages", flush=True)
             run(*editable, ".", "--no-deps")
-        stamp.write_text(wanted)
+        stamp.write_text(wanted()[1])
 
 
 def main() -> None:

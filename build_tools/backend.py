@@ -1,7 +1,7 @@
 """PEP 517 backend: setuptools with build requirements that depend on the build.
 
-A build without kernels needs no CUDA compiler, and a machine with a usable CUDA toolkit or its own CUTLASS needs no
-copy of them, so the list cannot stand in pyproject.toml.
+A build without kernels needs no CUDA compiler, a machine with a usable CUDA toolkit or its own CUTLASS needs no copy of
+them, and an environment that has a torch needs no second one. So the list cannot stand in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from setuptools.build_meta import (  # noqa: F401
     prepare_metadata_for_build_wheel,
 )
 
-from build_tools.requirements import build_requirements
+from build_tools.requirements import build_requirements, torch_of_target
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    return build_meta.get_requires_for_build_wheel(config_settings) + build_requirements()
+    return build_meta.get_requires_for_build_wheel(config_settings) + build_requirements(torch_of_target())
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    return build_meta.get_requires_for_build_editable(config_settings) + build_requirements()
+    return build_meta.get_requires_for_build_editable(config_settings) + build_requirements(torch_of_target())

@@ -11,12 +11,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from build_tools.progress import Limits, run_ninja, unit_seconds
 from build_tools.toolchain import (
     ROOT,
     BuildError,
@@ -32,6 +32,7 @@ from build_tools.toolchain import (
     names_from_env,
 )
 
+BUDGET = ROOT / "build_tools" / "budget.json"
 OUT = Path("build/native")  # relative to ROOT, in which ninja runs
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10, the oldest version that can load the libraries
 GB_PER_NVCC_JOB = 5
@@ -46,7 +47,7 @@ FAMILIES = {
     "decoding": ("csrc/decoding", PORTABLE),
 }
 
-CXX_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Icsrc"]
+CXX_FLAGS = ["-std=c++17", "-O2", "-fopenmp-simd", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Icsrc"]
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -261,20 +262,15 @@ class NativeBuild:
         return modules
 
     def build(self, libraries: list[Library], name: str) -> None:
-        """Compile and link everything that is out of date. ninja prints the progress and the compilers' messages."""
+        """Compile and link everything that is out of date. Prints the progress and the compilers' messages."""
         (ROOT / OUT).mkdir(parents=True, exist_ok=True)
         ninja_file = OUT / f"{name}.ninja"
         (ROOT / ninja_file).write_text(self._ninja(libraries, name))
-        cores, nvcc_jobs = job_limits()
-        units = sum(len(library.units) for library in libraries)
-        bound = f", at most {nvcc_jobs} of nvcc" if self.toolkit else ""
-        print(f"flashbwd: {units} units, {cores} jobs{bound}", flush=True)
         for family, targets in self.families.items():
             print(f"flashbwd: {family} for {' '.join(targets)}", flush=True)
-        environment = {"NINJA_STATUS": "[%f/%t %es] ", **os.environ}
-        command = [find_ninja(), "-j", str(cores), "-f", str(ninja_file)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-        if done.returncode != 0:
+        command = [find_ninja(), "-j", str(job_limits()[0]), "-f", str(ninja_file)]
+        shares = {str(unit.source): _share(unit) for library in libraries for unit in library.units if unit.arch}
+        if run_ninja(command, ROOT, unit_seconds(BUDGET, shares), Limits(*job_limits())) != 0:
             raise BuildError("compilation failed: the compiler's messages are above, after the line FAILED")
 
     def write_report(self, libraries: list[Library]) -> Path:
@@ -335,6 +331,12 @@ class NativeBuild:
 def _host_units() -> list[Unit]:
     """The C++ sources that do not depend on torch: plans, workspaces, schedules."""
     return [Unit(path) for path in _sources("csrc/**/*.cpp") if not path.is_relative_to("csrc/api")]
+
+
+def _share(unit: Unit) -> float:
+    """The fraction of the GPU targets of a unit's family that this build compiles."""
+    offered = next((t for folder, t in FAMILIES.values() if unit.source.is_relative_to(folder)), PORTABLE)
+    return len(unit.arch) / len(offered)
 
 
 def _object(unit: Unit, library: Library) -> Path:

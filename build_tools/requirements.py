@@ -6,6 +6,7 @@ This module uses only the standard library.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,10 +46,50 @@ def build_requirements(torch: Torch | None = None) -> list[str]:
     return [line for line in requirements if not (torch and line.startswith("torch"))]
 
 
+def _versions_of_torch() -> str:
+    """What pip prints about the versions of torch that its index offers for this Python and machine."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def cpu_torch() -> str | None:
+    """The requirement of a torch without CUDA, if pip's index offers one: 0.2 GB instead of 2.7 GB.
+
+    Version 2.11, with which flashbwd is tested most, comes before newer ones. PyPI itself offers no such build for
+    x86-64; PyTorch's own index does.
+    """
+    builds = re.findall(r"\b(\d+)\.(\d+)\.(\d+)\+cpu\b", _versions_of_torch())
+    offered = [tuple(map(int, version)) for version in builds]
+    usable = [version for version in offered if version >= (2, 10, 0)]
+    if not usable:
+        return None
+    tested = [version for version in usable if version[:2] == (2, 11)]
+    return "torch=={}.{}.{}+cpu".format(*max(tested or usable))
+
+
 def environment_requirements(torch: Torch | None = None) -> list[str]:
-    """The same for `.venv`: without a torch, dev.py installs the one that cuda.txt names, with kernels or not."""
-    tested = [] if torch else [line for line in _read("cuda.txt") if line.startswith("torch")]
-    return list(dict.fromkeys([*build_requirements(torch), *tested]))
+    """The same for `.venv`, where dev.py also chooses the torch.
+
+    With kernels it is the one that cuda.txt names, else a build for the CPU if there is one. A build for the CPU that
+    an earlier run installed makes way for the other one when kernels are wanted.
+    """
+    tested = next(line for line in _read("cuda.txt") if line.startswith("torch"))
+    if torch and cuda_wanted() and torch.cuda is None and torch.root.is_relative_to(sys.prefix):
+        return [*build_requirements(), f"{tested},!={torch.version}"]
+    if torch:
+        return build_requirements(torch)
+    return [*build_requirements(), tested if cuda_wanted() else cpu_torch() or tested]
+
+
+def torch_of_target() -> Torch | None:
+    """The torch of the environment that pip installs into, if a build can use it instead of a torch of its own."""
+    try:
+        torch = find_torch()
+    except BuildError:
+        return None
+    pinned = next(line for line in _read("cuda.txt") if line.startswith("nvidia-cuda-nvcc"))
+    fits = torch.cuda is not None and f"=={torch.cuda.split('.')[0]}." in pinned
+    return torch if fits or not cuda_wanted() else None
 
 
 if __name__ == "__main__":

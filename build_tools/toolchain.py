@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,12 @@ def _package_dir(name: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
+def _outside_of_isolation(name: str) -> Path | None:
+    """The folder of a package in the environment that pip installs into; an isolated build cannot import it."""
+    folders = (Path(sysconfig.get_path(key)) / name for key in ("platlib", "purelib"))
+    return next((folder for folder in folders if (folder / "version.py").is_file()), None)
+
+
 @dataclass(frozen=True)
 class Torch:
     """The torch whose headers and libraries the build uses; found without importing it."""
@@ -89,7 +96,7 @@ class Torch:
 
 
 def find_torch() -> Torch:
-    root = _package_dir("torch")
+    root = _package_dir("torch") or _outside_of_isolation("torch")
     if root is None:
         raise BuildError(
             "torch is not installed in this environment. With --no-build-isolation install the build requirements "

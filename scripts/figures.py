@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashbwd.bench import cases, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
 from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
+from scripts import scale_memory
+from scripts.loose_figures import loose_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -232,6 +234,31 @@ SUMMARY = [
 ]  # fmt: skip
 
 
+# The rows of the README: what people train with, and the case of a run that stands for it.
+HEADLINE = {
+    "full attention, 8192 tokens, head dimension 128": "bf16 B2 S8192 H16 D128 full",
+    "the same with a causal mask": "bf16 B2 S8192 H16 D128 causal",
+    "causal, 4096 tokens, head dimension 64": "bf16 B4 S4096 H32 D64 causal",
+    "packed documents, causal, 32768 tokens in all": "bf16 B29 T32768 varlen H16 D128 causal",
+    "sliding window of 4096 keys, GQA": "bf16 B2 S8192 H32:8 D128 window 4096",
+    "causal, with a bias and its gradient": "bf16 B4 S2048 H16 D128 causal bias",
+}
+
+
+def headline() -> str:
+    """Each case of HEADLINE with the fastest other kernel that ran it."""
+    of_name = {result.name: result for result in measured("attention")}
+    rows = []
+    for words, name in HEADLINE.items():
+        result = of_name[name]
+        peer = result.fastest_peer()
+        assert peer is not None
+        kernel = _IN_WORDS[peer].removeprefix("the ").removesuffix("'s backward").removesuffix(" backward")
+        rates = [f"{result.rate(which):.0f}" for which in (peer, SM90)]
+        rows.append([words, kernel, *rates, f"{result.ratio(SM90, peer).median:.2f}"])  # type: ignore[union-attr]
+    return table(["gradient of attention", "best alternative", "its TFLOP/s", "flashbwd, TFLOP/s", "ratio"], rows)
+
+
 # In the order of the columns. The settled clock comes first, because it is the clock of a long run at the power limit.
 FIGURES = {SUSTAINED: "settled clock", COOL: "short slots", EAGER: "eager, with the host"}
 
@@ -298,10 +325,12 @@ def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> st
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "headline": headline,
     "summary": summary,
     "missed": missed,
     "runs": runs,
     "cpu": lambda: times("cpu"),
+    "scale-memory": lambda: table(scale_memory.HEADER, scale_memory.rows_of_table()),
     "blocks": lambda: table(
         ["training step", "over", "speed, as a ratio", "cases"],
         (
@@ -331,20 +360,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 # ---- pages ----------------------------------------------------------------------------------------
 
-UNITS = r"(?:ms|us|ns|TFLOP/s|GB/s|MB/s|MiB|GiB|J|W|MHz|s)"
-MEASURED = re.compile(
-    rf"\b\d+\.\d\d+\b|\b\d[\d.]* {UNITS}\b|\b\d+(?:\.\d+)? times (?:as|faster)\b|\b\d+(?:\.\d+)? %|\b\d\.\d to \d"
-)
-VERSIONS = re.compile(r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver)[ =<>(]*[\d.]+(?:(?: to|,)\s[\d.]+)*")
-
-
 EXPERIMENTS = {"kernels", "lab"}  # folders of docs in which measured figures are allowed everywhere
-
-
-def loose_figures(text: str) -> list[str]:
-    """Measured figures outside of all blocks."""
-    prose = VERSIONS.sub("", re.sub(r"`[^`\n]*`|^```.*?^```|^    .*?$", "", MARKER.sub("", text), flags=re.M | re.S))
-    return MEASURED.findall(prose)
 
 
 def rendered(text: str) -> str:
@@ -362,7 +378,9 @@ def problems_of(page: Path, text: str) -> list[str]:
     name = str(page.relative_to(ROOT))
     diff = list(difflib.unified_diff(text.splitlines(), rendered(text).splitlines(), name, "results", n=0, lineterm=""))
     if page.parent.name not in EXPERIMENTS:
-        diff += [f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text)]
+        diff += [
+            f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text, MARKER)
+        ]
     return diff
 
 

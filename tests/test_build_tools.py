@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # last: an installed package goes before the one of the tree
 
-from build_tools import native, requirements, toolchain  # noqa: E402
+from build_tools import native, progress, requirements, toolchain  # noqa: E402
 from build_tools.compile_unit import parse_ptxas  # noqa: E402
 
+BUDGETED = "csrc/attention/pre_post/launch.cu"
 SM90 = native.FAMILIES["attention_sm90"][1]
 
 
@@ -201,14 +202,118 @@ def test_compiler_is_required_only_for_cuda_and_where_there_is_none(
     assert not any(line.startswith("nvidia") for line in requirements.build_requirements())
 
 
-def test_the_environment_has_one_torch_with_kernels_or_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = requirements.environment_requirements()
+CPU_TORCH = toolchain.Torch(Path(sys.prefix) / "torch", "2.13.0+cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("offered", "chosen"),
+    [
+        ("", "torch==2.11.*"),
+        ("2.15.0, 2.14.1, 2.11.0", "torch==2.11.*"),
+        ("2.15.0, 2.13.0+cpu, 2.13.0", "torch==2.13.0+cpu"),
+        ("2.14.0+cpu, 2.11.1+cpu, 2.11.0+cpu", "torch==2.11.1+cpu"),
+        ("2.9.1+cpu", "torch==2.11.*"),
+    ],
+)
+def test_without_a_gpu_the_environment_gets_a_cpu_build_of_torch_if_the_index_has_one(
+    monkeypatch: pytest.MonkeyPatch, offered: str, chosen: str
+) -> None:
+    listed = f"torch (2.15.0)\nAvailable versions: {offered}\n"
+    monkeypatch.setattr(requirements, "_versions_of_torch", lambda: listed)
+    assert requirements.environment_requirements()[-1] == chosen
     monkeypatch.setenv("FLASHBWD_CUDA", "1")
-    with_kernels = requirements.environment_requirements()
-    chosen = [line for line in without if line.startswith("torch")]
-    assert [line for line in with_kernels if line.startswith("torch")] == chosen
-    assert any("==" in line for line in chosen)
-    assert not any(line.startswith("torch") for line in requirements.environment_requirements(toolchain.find_torch()))
+    assert requirements.environment_requirements()[-1] == "torch==2.11.*"
+
+
+def test_a_cpu_build_of_torch_in_the_environment_makes_way_when_kernels_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not any(line.startswith("torch") for line in requirements.environment_requirements(CPU_TORCH))
+    monkeypatch.setenv("FLASHBWD_CUDA", "1")
+    assert requirements.environment_requirements(CPU_TORCH)[-1] == "torch==2.11.*,!=2.13.0+cpu"
+
+
+def test_a_torch_that_dev_py_did_not_install_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHBWD_CUDA", "1")
+    for torch in (toolchain.Torch(tmp_path, "2.13.0+cpu", None), toolchain.Torch(tmp_path, "2.12.0", "13.0")):
+        assert not any(line.startswith("torch") for line in requirements.environment_requirements(torch))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "kernels", "usable"),
+    [(None, "0", True), ("12.8", "0", True), (None, "1", False), ("12.8", "1", False), ("13.2", "1", True)],
+)
+def test_an_isolated_build_uses_the_torch_of_its_target_unless_kernels_need_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str | None, kernels: str, usable: bool
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.12.0'\ncuda = {cuda!r}\n")
+    monkeypatch.setattr(toolchain, "_package_dir", lambda name: None)  # pip hides it
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda key: str(tmp_path))
+    monkeypatch.setenv("FLASHBWD_CUDA", kernels)
+    torch = requirements.torch_of_target()
+    assert (torch is not None) is usable
+    asked = [line for line in requirements.build_requirements(torch) if line.startswith("torch")]
+    assert (asked == []) is usable
+
+
+# ---- progress ----
+
+SECONDS = {"a.cu": 60.0, "b.cu": 120.0}
+
+
+@pytest.mark.parametrize(
+    ("units", "limits", "expected"),
+    [
+        (["a.cu", "b.cu"], (4, 4), 120.0),  # the longest unit
+        (["a.cu", "b.cu"], (4, 1), 180.0),  # one nvcc at a time
+        (["a.cu"] + [f"{n}.cpp" for n in range(60)], (4, 4), (60 + 60 * progress.HOST_SECONDS) / 4),
+        ([], (4, 4), 0.0),
+    ],
+)
+def test_a_build_takes_as_long_as_its_units_and_its_jobs_allow(
+    units: list[str], limits: tuple[int, int], expected: float
+) -> None:
+    assert progress.wall_seconds(units, SECONDS, progress.Limits(*limits)) == pytest.approx(expected)
+
+
+def test_a_unit_counts_as_much_as_the_gpus_that_it_is_compiled_for() -> None:
+    source = Path("csrc/layer_norm/backward.cu")
+    assert native._share(native.Unit(source, native.PORTABLE)) == 1.0
+    assert native._share(native.Unit(source, ("9.0",))) == pytest.approx(1 / 3)
+    whole = progress.unit_seconds(native.BUDGET, {BUDGETED: 1.0})[BUDGETED]
+    assert progress.unit_seconds(native.BUDGET, {BUDGETED: 0.5, "new.cu": 1.0}) == {BUDGETED: whole / 2}
+
+
+def test_progress_says_what_is_compiled_and_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((0.0, 120.0, 240.0, 300.0))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    shown = progress.Progress(["a.cu", "b.cu", "c.cpp"], SECONDS, progress.Limits(1, 1))
+    assert shown.announcement() == "compiling 2 CUDA units and 1 C++ units with 1 jobs (at most 1 of nvcc): about 3 min"
+    # 60 of 184 expected seconds took 120 here, so the other 124 will take 248.
+    assert shown.line("[1/4] nvcc a.cu") == "[1/3] nvcc a.cu, about 4 min left"
+    assert shown.line("a.cu(3): warning: unused") == "a.cu(3): warning: unused"
+    assert shown.line("[2/4] g++ c.cpp").startswith("[2/3] g++ c.cpp, about ")
+    assert shown.line("[3/4] nvcc b.cu") == "[3/3] nvcc b.cu"
+    assert shown.line("[4/4] link x.so") == "[4/4] link x.so"
+
+
+def test_progress_of_a_build_without_work_says_so() -> None:
+    assert progress.Progress([], {}, progress.Limits(2, 1)).announcement() == "everything is up to date"
+
+
+def test_ninja_reports_its_units_and_its_failures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rule = "rule cxx\n  command = $do\n  description = g++ $in\n"
+    edges = "build a.o: cxx a.cpp\n  do = touch a.o\nbuild b.o: cxx b.cpp\n  do = echo broken; false\n"
+    (tmp_path / "x.ninja").write_text(rule + edges)
+    for name in ("a.cpp", "b.cpp"):
+        (tmp_path / name).touch()
+    command = [toolchain.find_ninja(), "-j", "1", "-f", "x.ninja"]
+    assert progress.outdated(command, tmp_path) == ["a.cpp", "b.cpp"]
+    assert progress.run_ninja(command, tmp_path, {}, progress.Limits(1, 1)) != 0
+    shown = capfd.readouterr().out
+    assert "compiling 2 C++ units" in shown and "[1/2] g++ a.cpp" in shown and "broken" in shown
+    assert progress.outdated(command, tmp_path) == ["b.cpp"]
 
 
 def test_torch_is_not_required_twice() -> None:

@@ -368,7 +368,8 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# The reference gives every CPU thread consecutive chunks of at least 2**18 elements, here of 4 rows. The row counts
+# In float64 every CPU thread gets consecutive chunks of at least 2**18 elements, here of 4 rows. In float32 every
+# thread gets an equal share of the rows. The row counts
 # leave a chunk that is not full, or fewer chunks for the last thread than for the others, or fewer chunks than threads.
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [7, 19, 29])

@@ -61,10 +61,20 @@ def test_pieces_run_side_by_side_on_a_cpu_unless_they_add_to_the_same_elements(
     shared_sums: bool, device: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    x = torch.zeros(1, 70, 1, 8, device=device)
-    pieces, found = cut_into_pieces([span(1, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
+    x = torch.zeros(48, 70, 1, 8, device=device)
+    pieces, found = cut_into_pieces([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
     assert found == threads
     assert {piece.parts for piece in pieces} == {1}  # of one block of queries
+
+
+@pytest.mark.parametrize(("batches", "threads"), [(1, 1), (31, 1), (32, 2), (48, 3), (99, 3)])
+def test_a_thread_has_the_scores_of_a_whole_tile_at_least(
+    batches: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = torch.zeros(batches, 64, 1, 8)
+    _, found = cut_into_pieces([span(batches, 64, 64)], x, x, "none", (-1, -1))
+    assert found == threads
 
 
 @pytest.mark.parametrize(("blocks", "parts"), [(1, 1), (2, 2), (9, 3)])

@@ -16,19 +16,6 @@
 namespace flashbwd {
 namespace {
 
-// View of (B, H, S, D) as (B, S, H, D), or the reverse.
-Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }
-
-void swap_heads_and_rows(TensorDesc* tensor) {
-  std::swap(tensor->sizes[1], tensor->sizes[2]);
-  std::swap(tensor->strides[1], tensor->strides[2]);
-}
-
-struct Outputs {
-  Tensor dq, dk, dv;
-  std::optional<Tensor> workspace, dbias, dsink;
-};
-
 DeviceInfo device_info(Device device) {
   DeviceInfo info;
   if (device.type != DeviceType::kCUDA) return info;
@@ -41,6 +28,27 @@ DeviceInfo device_info(Device device) {
   info.has_attention_sm80 = cuda_backend()->attention_sm80 != nullptr;
   return info;
 }
+
+// `plan_device`: the index of the CUDA device for which meta tensors are planned, or -1 for the CPU.
+AttentionPlan plan_for(AttentionProblem problem, int64_t plan_device) {
+  if (problem.device.type == DeviceType::kMeta) {
+    problem.device = plan_device < 0 ? Device{} : Device{DeviceType::kCUDA, static_cast<int32_t>(plan_device)};
+  }
+  return plan_attention(problem, device_info(problem.device));
+}
+
+// View of (B, H, S, D) as (B, S, H, D), or the reverse.
+Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }
+
+void swap_heads_and_rows(TensorDesc* tensor) {
+  std::swap(tensor->sizes[1], tensor->sizes[2]);
+  std::swap(tensor->strides[1], tensor->strides[2]);
+}
+
+struct Outputs {
+  Tensor dq, dk, dv;
+  std::optional<Tensor> workspace, dbias, dsink;
+};
 
 void run_reference(const AttentionCall& call, const AttentionProblem& problem, const Outputs& outputs) {
   AttentionArguments checked = call.arguments;
@@ -120,6 +128,50 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   stack[4] = boxed(or_empty(outputs.dsink, call));
 }
 
+// A call with the tensors of a block mask, which stand before the options in the schemas.
+struct BlockMaskCall {
+  AttentionCall call;
+  Tensor lists, entries, bits;
+
+  explicit BlockMaskCall(ArgumentReader& reader)
+      : call{reader.tensor(), reader.tensor(), reader.tensor(),
+             reader.tensor(), reader.tensor(), reader.tensor()},  // in order
+        lists(reader.tensor()),
+        entries(reader.tensor()),
+        bits(reader.tensor()) {
+    call.arguments.block_mask_covers = reader.read<bool>();
+    read_options(reader, kOfBackward, call, call.arguments);
+  }
+
+  AttentionProblem check() {
+    call.describe_tensors();
+    call.arguments.block_lists = describe(lists);
+    call.arguments.block_entries = describe(entries);
+    call.arguments.block_bits = describe(bits);
+    return check_attention(call.arguments);
+  }
+};
+
+void block_mask_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  BlockMaskCall masked(reader);
+  const AttentionProblem problem = masked.check();
+  AttentionCall& call = masked.call;
+  Outputs outputs{new_like(call.q), new_like(call.k), new_like(call.v), {}, {}, {}};
+  run(call, problem, plan_attention(problem, device_info(problem.device)), outputs);
+  stack[0] = boxed(outputs.dq);
+  stack[1] = boxed(outputs.dk);
+  stack[2] = boxed(outputs.dv);
+}
+
+void plan_block_mask_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  BlockMaskCall masked(reader);
+  const int64_t plan_device = reader.read<int64_t>();
+  masked.call.arguments.plan_only = true;
+  stack[0] = boxed(to_json(plan_for(masked.check(), plan_device)));
+}
+
 void attention_backward_out(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   AttentionCall call(reader);
@@ -158,7 +210,6 @@ std::string all_refusals(const AttentionPlan& plan) {
   return text;
 }
 
-// `plan_device`: the index of the CUDA device for which meta tensors are planned, or -1 for the CPU.
 void plan_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   AttentionCall call(reader);
@@ -174,11 +225,7 @@ void plan_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   a.dk = describe(dk);
   a.dv = describe(dv);
   a.workspace = describe(workspace);
-  AttentionProblem problem = check_attention(a);
-  if (problem.device.type == DeviceType::kMeta) {
-    problem.device = plan_device < 0 ? Device{} : Device{DeviceType::kCUDA, static_cast<int32_t>(plan_device)};
-  }
-  stack[0] = boxed(to_json(plan_attention(problem, device_info(problem.device))));
+  stack[0] = boxed(to_json(plan_for(check_attention(a), plan_device)));
 }
 
 // Runs the backward's checks on the inputs of a forward, before out, dout and softmax_lse exist.
@@ -239,6 +286,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
          "(Tensor dbias, Tensor dsink)");
   define("plan_attention_backward" + backward +
          ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
+  // The query loops of a block mask (csrc/attention/params.h). For kernels only: no other backend takes it.
+  const std::string block_mask =
+      tensors + ", Tensor block_lists, Tensor block_entries, Tensor block_bits, bool block_mask_covers" +
+      flashbwd::option_schema(flashbwd::kOfBackward);
+  define("block_mask_attention_backward" + block_mask + ") -> (Tensor dq, Tensor dk, Tensor dv)");
+  define("plan_block_mask_attention_backward" + block_mask + ", int plan_device=-1) -> str");
   define("check_attention_inputs(Tensor q, Tensor k, Tensor v" + flashbwd::option_schema(flashbwd::kOfForward) +
          ") -> ()");
   // Implemented in Python with torch operators; the operators above call it if the plan chose the reference backend.
@@ -247,15 +300,20 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
          "Tensor(e!)? dsink) -> ()");
 }
 
-#define FLASHBWD_IMPLEMENT(key)                                           \
-  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                           \
-    m.impl("attention_backward", flashbwd::attention_backward);           \
-    m.impl("attention_backward_out", flashbwd::attention_backward_out);   \
-    m.impl("plan_attention_backward", flashbwd::plan_attention_backward); \
-    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);   \
+#define FLASHBWD_IMPLEMENT(key)                                                                 \
+  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                                                 \
+    m.impl("attention_backward", flashbwd::attention_backward);                                 \
+    m.impl("attention_backward_out", flashbwd::attention_backward_out);                         \
+    m.impl("plan_attention_backward", flashbwd::plan_attention_backward);                       \
+    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);                         \
+    m.impl("block_mask_attention_backward", flashbwd::block_mask_attention_backward);           \
+    m.impl("plan_block_mask_attention_backward", flashbwd::plan_block_mask_attention_backward); \
   }
 
 FLASHBWD_IMPLEMENT(CPU)
 FLASHBWD_IMPLEMENT(CUDA)
 
-STABLE_TORCH_LIBRARY_IMPL(flashbwd, Meta, m) { m.impl("plan_attention_backward", flashbwd::plan_attention_backward); }
+STABLE_TORCH_LIBRARY_IMPL(flashbwd, Meta, m) {
+  m.impl("plan_attention_backward", flashbwd::plan_attention_backward);
+  m.impl("plan_block_mask_attention_backward", flashbwd::plan_block_mask_attention_backward);
+}

@@ -26,6 +26,9 @@ void check_memory(const AttentionArguments& a) {
       {"cu_seqlens_k", &a.cu_seqlens_k},
       {"seqused_q", &a.seqused_q},
       {"seqused_k", &a.seqused_k},
+      {"block_lists", &a.block_lists},
+      {"block_entries", &a.block_entries},
+      {"block_bits", &a.block_bits},
   };
   const Named outputs[] = {{"dq", &a.dq}, {"dk", &a.dk}, {"dv", &a.dv}, {"workspace", &a.workspace}};
   for (const auto& [name, output] : outputs) {

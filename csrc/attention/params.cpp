@@ -36,6 +36,18 @@ BiasView bias_view(const TensorDesc& t) {
   return {t.data, t.dtype, stride(0), stride(1), stride(2), stride(3)};
 }
 
+BlockMaskView block_mask_view(const AttentionArguments& a) {
+  BlockMaskView view;
+  if (!a.block_lists) return view;
+  const TensorDesc& lists = a.block_lists;
+  view.lists = static_cast<const KeyBlockList*>(lists.data);
+  view.entries = static_cast<const QueryBlockEntry*>(a.block_entries.data);
+  view.bits = static_cast<const uint32_t*>(a.block_bits.data);
+  view.head_stride = lists.sizes[1] == 1 ? 0 : lists.sizes[2];
+  view.batch_stride = lists.sizes[0] == 1 ? 0 : lists.sizes[1] * lists.sizes[2];
+  return view;
+}
+
 PhiloxArguments philox_arguments(const TensorDesc& seed, const TensorDesc& offset) {
   PhiloxArguments philox;
   const auto place = [](const TensorDesc& t, const uint64_t** pointer, uint64_t* value) {
@@ -97,6 +109,7 @@ AttentionBackwardParams make_params(const AttentionArguments& a, const Attention
   params.dbias = bias_view(dbias);
   params.alibi_slopes = pointer_to<const float>(a.alibi_slopes);
   if (a.alibi_slopes.dim == 2) params.alibi_batch_stride = a.alibi_slopes.strides[0];
+  params.block_mask = block_mask_view(a);
   params.sink = pointer_to<const float>(a.sink);
   params.dsink = pointer_to<float>(dsink);
   params.dropout_p = static_cast<float>(p.dropout_p);

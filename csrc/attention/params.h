@@ -37,6 +37,32 @@ struct BiasView {
   int64_t col_stride = 0;
 };
 
+// The query loops of all key blocks, as a block mask lists them. Lists are in the order in which work tiles are handed
+// out: list i of a (batch, KV head) is the i-th work tile.
+struct KeyBlockList {
+  int32_t key_block;
+  int32_t first_entry;  // index of its first entry
+  int32_t entries;      // how many; the query loop visits them in order
+  int32_t unused;
+};
+
+// One iteration of a query loop.
+struct QueryBlockEntry {
+  int32_t query_block;
+  int32_t head;         // query head within those of the KV head
+  int32_t bits;         // index of its tile of bits, or -1 if every pair of the tile is visible
+  int32_t adds_before;  // entries of earlier lists with the same head and query block
+};
+
+// A block mask. docs/kernels/attention_sm90_features.md describes the tiles of bits.
+struct BlockMaskView {
+  const KeyBlockList* lists = nullptr;  // (batch or 1, heads_kv or 1, key blocks); null: no block mask
+  const QueryBlockEntry* entries = nullptr;
+  const uint32_t* bits = nullptr;
+  int64_t batch_stride = 0;  // in lists; 0: all batches share them
+  int64_t head_stride = 0;
+};
+
 enum class CausalAlignment : int32_t { kNone, kBottomRight, kTopLeft };
 
 // The forward pass that drew the dropout mask. docs/numerics.md describes how each of them numbers the elements.
@@ -92,8 +118,9 @@ struct AttentionBackwardParams {
   BiasView dbias;  // data is null if not requested; same shape and dtype as bias
   const float* alibi_slopes = nullptr;
   int64_t alibi_batch_stride = 0;  // 0: all batches use the same slope per head
-  const float* sink = nullptr;     // (heads,)
-  float* dsink = nullptr;          // (heads,) fp32; overwritten, not accumulated
+  BlockMaskView block_mask;
+  const float* sink = nullptr;  // (heads,)
+  float* dsink = nullptr;       // (heads,) fp32; overwritten, not accumulated
 
   float dropout_p = 0.f;
   DropoutLayout dropout_layout = DropoutLayout::kNone;

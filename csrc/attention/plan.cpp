@@ -86,6 +86,11 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
     chosen->plan(problem, device, &plan);
     return plan;
   }
+  if (problem.has_block_mask) {
+    plan.refusal = "no kernel takes this call with a block mask";
+    for (const auto& [backend, reason] : plan.refusals) plan.refusal += "; " + backend + ": " + reason;
+    return plan;
+  }
   plan.backend = kReference;
   plan.schedule = "blockwise matrix products, one batch of heads at a time";
   plan.deterministic = true;

@@ -256,6 +256,34 @@ void check_scalars(const AttentionArguments& a, AttentionProblem* p) {
   p->softcap = a.softcap;
 }
 
+// The contents of the lists are on the GPU. The function that makes them checks them.
+void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
+  if (!a.block_lists) return;
+  for (const auto& [name, tensor] :
+       {Named{"block_lists", &a.block_lists}, {"block_entries", &a.block_entries}, {"block_bits", &a.block_bits}}) {
+    check_dtype(name, *tensor, DType::kInt32, "");
+    check_device(name, *tensor, p->device);
+    check(is_contiguous(*tensor), name, " has gaps between its elements, expected a contiguous tensor");
+  }
+  const TensorDesc& lists = a.block_lists;
+  const int64_t key_blocks = ceil_div(p->seqlen_k, kKeysOfBlockList);
+  if (lists.dim != 4 || (lists.sizes[0] != 1 && lists.sizes[0] != p->batch) ||
+      (lists.sizes[1] != 1 && lists.sizes[1] != p->heads_kv) || lists.sizes[2] != key_blocks || lists.sizes[3] != 4) {
+    refuse("block_lists has shape ", shape_of(lists), ", expected (", p->batch, " or 1, ", p->heads_kv, " or 1, ",
+           key_blocks, ", 4)");
+  }
+  if (a.block_entries.dim != 2 || a.block_entries.sizes[1] != 4) {
+    refuse("block_entries has shape ", shape_of(a.block_entries), ", expected (entries, 4)");
+  }
+  if (a.block_bits.dim != 2) refuse("block_bits has shape ", shape_of(a.block_bits), ", expected (tiles, words)");
+  check(!p->varlen && !p->has_seqused, "block_lists came with cu_seqlens or seqused, expected dense sequences");
+  check(p->window_left < 0 && p->window_right < 0,
+        "block_lists came with a causal mask or a window, expected a block mask that holds them");
+  p->has_block_mask = true;
+  p->block_mask_covers = a.block_mask_covers;
+  p->block_bits_words = a.block_bits.sizes[0] > 0 ? a.block_bits.sizes[1] : 0;
+}
+
 void check_outputs(const AttentionArguments& a, AttentionProblem* p) {
   struct Output {
     const char* name;
@@ -307,6 +335,7 @@ AttentionProblem check_attention(const AttentionArguments& a) {
   check_bias(a, &p);
   check_per_head(a, &p);
   check_dropout(a, &p);
+  check_block_mask(a, &p);
   check_outputs(a, &p);
   check_memory(a);
   p.has_dlse = a.dlse.defined;

@@ -36,7 +36,9 @@ struct AttentionArguments : OptionalTensors<TensorDesc> {
   std::string backend = "auto";      // or a backend's name; the plan then uses this backend or reports why it cannot
   bool allow_tf32 = false;           // matrix products of float32 inputs may round their operands to TF32
   TensorDesc dq, dk, dv, workspace;  // passed by the caller, or undefined
-  bool plan_only = false;            // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
+  TensorDesc block_lists, block_entries, block_bits;  // of a block mask (params.h), or undefined
+  bool block_mask_covers = false;                     // every query block of every head is in a list
+  bool plan_only = false;  // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
 };
 
 // The operators that have an option, besides the backward, which has all of them.
@@ -75,6 +77,9 @@ void for_each_scalar(Visit visit) {
   visit("allow_tf32", kOfBackward, &Structs::allow_tf32...);
 }
 
+// Keys of a list of a block mask.
+constexpr int64_t kKeysOfBlockList = 128;
+
 // A checked problem: all that plans and launchers need to know about a call.
 struct AttentionProblem {
   DType dtype = DType::kFloat32;
@@ -105,6 +110,9 @@ struct AttentionProblem {
        bias_broadcast_col = false;
   bool bias_has_rows = false;  // 16-byte aligned rows of q's dtype, contiguous keys, not broadcast over queries or keys
   bool bias_of_keys = false;   // every query has the same bias
+  bool has_block_mask = false;
+  bool block_mask_covers = false;
+  int64_t block_bits_words = 0;  // 32-bit words of a tile of bits; 0 if the mask has none
   bool has_alibi = false;
   bool has_sink = false;
   bool has_dlse = false;

@@ -30,6 +30,15 @@ void check_last_contiguous(const char* name, const TensorDesc& tensor) {
         "'s last dimension has stride ", tensor.strides[last], ", expected 1 (contiguous)");
 }
 
+bool is_contiguous(const TensorDesc& tensor) {
+  int64_t stride = 1;
+  for (int i = tensor.dim - 1; i >= 0; --i) {
+    if (tensor.sizes[i] > 1 && tensor.strides[i] != stride) return false;
+    stride *= tensor.sizes[i];
+  }
+  return true;
+}
+
 void check_not_expanded(const char* name, const TensorDesc& tensor) {
   for (int i = 0; i < tensor.dim; ++i) {
     check(tensor.sizes[i] <= 1 || tensor.strides[i] != 0, name, " has stride 0 in dimension ", i, " of size ",

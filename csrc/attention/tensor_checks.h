@@ -20,6 +20,9 @@ void check_not_expanded(const char* name, const TensorDesc& tensor);
 // the tensor is not on the CPU.
 std::vector<int64_t> read_cu_seqlens(const char* name, const TensorDesc& tensor, int64_t total, int64_t longest);
 
+// True if the elements lie without gaps, in order.
+bool is_contiguous(const TensorDesc& tensor);
+
 // True if the pointer and every stride but the last are multiples of 16 bytes.
 bool aligned_16(const TensorDesc& tensor);
 

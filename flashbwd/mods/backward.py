@@ -16,7 +16,8 @@ from flashbwd.mods.derivative import emit_gradient
 from flashbwd.mods.emit import c_element
 from flashbwd.mods.kernels import NoKernelError, modification_of
 from flashbwd.mods.trace import trace
-from flashbwd.reference.decoding import DecodingCall, Mod, block_states
+from flashbwd.reference.decoding import DecodingCall, block_states
+from flashbwd.reference.modifications import Mod
 
 _NAME = "flashbwd_decoding_backward"
 _THREADS = 128

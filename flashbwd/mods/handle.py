@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flashbwd.mods.captures import FixedMod
-from flashbwd.reference.decoding import Mod
+from flashbwd.reference.modifications import Mod
 
 _INDICES = {"score_mod": 5, "mask_mod": 4}
 

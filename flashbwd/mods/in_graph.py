@@ -21,7 +21,8 @@ from torch._ops import HigherOrderOperator
 
 from flashbwd._ops import library
 from flashbwd.mods.captures import FixedMod
-from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, accumulator
+from flashbwd.reference.decoding import Blocks, DecodingCall
+from flashbwd.reference.modifications import Mod, accumulator
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, max_scores, and out in the accumulation dtype
 Forward = Callable[[DecodingCall, Tensor, Tensor, Tensor, bool], Results]

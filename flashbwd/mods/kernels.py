@@ -15,7 +15,7 @@ from flashbwd.mods.built_in import encode, recognise
 from flashbwd.mods.captures import CannotEmitError, Captures, FixedMod, Recent, Slots
 from flashbwd.mods.emit import c_element, emit
 from flashbwd.mods.trace import trace
-from flashbwd.reference.decoding import Mod
+from flashbwd.reference.modifications import Mod
 
 _NAME = "flashbwd_decoding"
 

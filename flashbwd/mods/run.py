@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
-from flashbwd.reference.decoding import Blocks, DecodingCall, Mod, block_states
+from flashbwd.reference.decoding import Blocks, DecodingCall, block_states
+from flashbwd.reference.modifications import Mod
 
 _CHUNK = 16  # keys per warp and iteration; blocks of a list must be a multiple of it
 _decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # the C++ callable without a Python wrapper

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flashbwd.mods.captures import CannotEmitError
-from flashbwd.reference.decoding import GatherByIndex, Mod
+from flashbwd.reference.modifications import GatherByIndex, Mod
 
 aten = torch.ops.aten
 

@@ -49,6 +49,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
     return std::string("it takes float16, bfloat16 and float32, got ") + name_of(problem.dtype);
   }
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
+  if (problem.has_block_mask) return "it takes no block mask";
   const int tile_index = tile_of(problem, device);
   if (tile_index < 0) {
     return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v) +

@@ -33,6 +33,8 @@ enum class Feature : int8_t {
   kShiftsAndFlashDropout,
   kShiftsAndEfficientDropout,  // ALiBi, a bias per key, and dropout
   kBiasAndEfficientDropout,
+  kBlockMask,           // the query loops of a block mask
+  kBlockMaskAndScores,  // the same with softcap and ALiBi
 };
 
 struct Tile {
@@ -81,6 +83,10 @@ constexpr Tile kTiles[] = {
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kShiftsAndEfficientDropout},
     {64, 64, 128, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
     {128, 128, 64, 128, 2, 2, 1, false, Feature::kBiasAndEfficientDropout},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kBlockMask},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kBlockMask},
+    {64, 64, 128, 128, 2, 2, 1, false, Feature::kBlockMaskAndScores},
+    {128, 128, 64, 128, 2, 2, 1, false, Feature::kBlockMaskAndScores},
     {128, 128, 64, 64, 2, 2, 1, false, Feature::kAny},   // 64 + 32 registers, 186 KB; smaller head dimensions too
     {192, 192, 64, 128, 2, 2, 2, false, Feature::kAny},  // 96 + 32 registers, 226 KB
     {256, 256, 64, 128, 2, 1, 2, false, Feature::kAny},  // 128 + 32 registers, 226 KB
@@ -96,6 +102,12 @@ constexpr bool drops_as_flash(Feature feature) {
 constexpr bool drops_as_efficient(Feature feature) {
   return feature == Feature::kEfficientDropout || feature == Feature::kShiftsAndEfficientDropout ||
          feature == Feature::kBiasAndEfficientDropout;
+}
+constexpr bool has_block_mask(Feature feature) {
+  return feature == Feature::kBlockMask || feature == Feature::kBlockMaskAndScores;
+}
+constexpr bool changes_scores(Feature feature) {
+  return feature == Feature::kScores || feature == Feature::kBlockMaskAndScores;
 }
 constexpr bool copies_bias(Feature feature) {
   return feature == Feature::kBias || feature == Feature::kBiasAndEfficientDropout;
@@ -162,7 +174,7 @@ constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, Feature feature, b
     const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (by_queries || !tile.by_queries);
     if (is_built(tile.head_dim) && holds && tile.feature == feature) return i;
   }
-  const bool has_other = feature != Feature::kNone && feature != Feature::kAny;
+  const bool has_other = feature != Feature::kNone && feature != Feature::kAny && !has_block_mask(feature);
   return has_other ? find_tile(head_dim, head_dim_v, Feature::kAny, by_queries) : -1;
 }
 

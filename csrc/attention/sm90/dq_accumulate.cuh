@@ -67,6 +67,7 @@ template <typename Traits>
 struct StoreWarps {
   using SharedStorage = typename Traits::SharedStorage;
   using WorkTile = typename Traits::WorkTile;
+  using Iterator = typename WorkTile::Iterator;
   static constexpr int kBlockM = Traits::kBlockM;
 
   // One of kStoreWarps warps: it has one of the buffers of dq and every other iteration.
@@ -100,20 +101,23 @@ struct StoreWarps {
   }
 
  private:
+  static __device__ __forceinline__ int32_t adds_before(const ListIterator& step) { return step.adds_before; }
+  static __device__ __forceinline__ int32_t adds_before(const QueryIterator&) { return 0; }
+
   template <int kBuffer>
   static __device__ __forceinline__ void store_dq_of_tile(const KernelParams& params, SharedStorage& smem,
                                                           const WorkTile& work, int32_t lane) {
     DqTurn turn_of_lane;
     DqTurn& turn = Traits::kLastWritesDq ? smem.turns[kBuffer] : turn_of_lane;  // that kernel has no registers left
     if (Traits::kLastWritesDq && lane == 0) turn = DqTurn();
-    const auto advance = [&](QueryIterator& it) {
+    const auto advance = [&](Iterator& it) {
       if constexpr (Traits::kLastWritesDq) {
         it.advance_rereading(work);
       } else {
         it.advance(work);
       }
     };
-    QueryIterator step(work);
+    Iterator step(work);
     for (; step.index < (Traits::kLastWritesDq ? work.first_index + work.iterations : step.end); advance(step)) {
       if (step.index % kStoreWarps != kBuffer) continue;
       bool writes_dq = false;
@@ -122,7 +126,7 @@ struct StoreWarps {
       } else {
         offer_buffer<kBuffer>(lane);
         if (lane == 0) {
-          change_turns<Traits>(params, turn, work, 0, step.head(), step.query_block());
+          change_turns<Traits>(params, turn, work, 0, step.head(), step.query_block(), adds_before(step));
           // Counted adds may wait for their turn before dq is ready.
           if (params.schedule.counts_adds()) begin_turn(params, turn);
         }
@@ -179,7 +183,7 @@ struct StoreWarps {
   // and writes dq (the result is true), the sums so far are loaded into the buffer first.
   template <int kBuffer>
   static __device__ __forceinline__ bool offer_in_turn(const KernelParams& params, SharedStorage& smem,
-                                                       const WorkTile& work, const QueryIterator& step, int32_t lane) {
+                                                       const WorkTile& work, const Iterator& step, int32_t lane) {
     DqTurn& turn = smem.turns[kBuffer];
     DqTurn next;
     if (lane == 0 && params.dq.semaphores != nullptr) {
@@ -218,7 +222,7 @@ struct StoreWarps {
   // Called by one thread. `any`: there are sums; else TMA loads zeros from past the end of the tensor.
   template <int kBuffer>
   static __device__ __forceinline__ void load_sums(const KernelParams& params, SharedStorage& smem,
-                                                   const WorkTile& work, const QueryIterator& step, bool any) {
+                                                   const WorkTile& work, const Iterator& step, bool any) {
     fence_async_global();  // TMA sees the adds that are complete
     mbarrier_arrive_expect(&smem.sums_full[kBuffer], sizeof(smem.dq[kBuffer]));
     const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + step.head();
@@ -233,7 +237,7 @@ struct StoreWarps {
 
   // Called by the warp: the sums need not be written to memory any more.
   static __device__ __forceinline__ void drop_sums(const KernelParams& params, const WorkTile& work,
-                                                   const QueryIterator& step, int32_t lane) {
+                                                   const Iterator& step, int32_t lane) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t row = step.query_block() * kBlockM, rows = min(kBlockM, p.seqlen_q - row);
     const int32_t slab = work.batch * p.heads + step.head();
@@ -243,7 +247,7 @@ struct StoreWarps {
 
   template <int kWarpgroup>
   static __device__ __forceinline__ void store_dq16(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                    const WorkTile& work, const QueryIterator& step) {
+                                                    const WorkTile& work, const Iterator& step) {
     constexpr int32_t kColumn = kWarpgroup % Traits::kDqColumnParts * 64;
     const int32_t row = step.query_block() * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (kColumn < params.attention.head_dim) {
@@ -266,7 +270,7 @@ struct StoreWarps {
 
   template <int kWarpgroup>
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                const WorkTile& work, const QueryIterator& step, bool stores) {
+                                                const WorkTile& work, const Iterator& step, bool stores) {
     const AttentionBackwardParams& p = params.attention;
     int32_t row = step.query_block() * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;

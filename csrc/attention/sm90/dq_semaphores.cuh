@@ -6,6 +6,8 @@
 //
 // kOrdered: the semaphore counts adds, and an add waits for its turn (index/dq_order.h).
 //
+// A block mask lists how many adds come before each add (QueryBlockEntry::adds_before).
+//
 // kLastArriver: the semaphore counts adds. The first add stores; the others wait for it, the last one for all.
 //
 // If the last add writes dq, the store warp loads the sums so far into the buffer of dq before the consumers write to
@@ -56,7 +58,12 @@ __device__ __forceinline__ DqTurn next_turn(const KernelParams& params, const ty
 // If adds are counted.
 template <typename Traits>
 __device__ __forceinline__ void number_turn(const KernelParams& params, const typename Traits::WorkTile& work,
-                                            int32_t query_block, DqTurn& turn) {
+                                            int32_t query_block, DqTurn& turn, int32_t listed_adds = 0) {
+  if constexpr (Traits::WorkTile::kListed) {
+    turn.number = listed_adds;
+    turn.stores = turn.number == 0 && !params.dq.starts_at_zero;
+    return;
+  }
   const Visibility& v = work.visibility;
   const int32_t first_query = query_block * Traits::kBlockM;
   const int32_t past_query = min(first_query + Traits::kBlockM, v.seqlen_q);
@@ -85,14 +92,14 @@ inline __device__ void finish_turn(const KernelParams& params, const DqTurn& tur
 template <typename Traits>
 __device__ __forceinline__ void change_turns(const KernelParams& params, DqTurn& turn,
                                              const typename Traits::WorkTile& work, int32_t part, int32_t head,
-                                             int32_t query_block) {
+                                             int32_t query_block, int32_t listed_adds = 0) {
   if (params.dq.semaphores == nullptr) return;
   const bool counts = params.schedule.counts_adds();
   DqTurn next = next_turn<Traits>(params, work, part, head, query_block);
   int32_t seen;
   if (counts) {
     seen = load_relaxed(params.dq.semaphores + next.semaphore);
-    number_turn<Traits>(params, work, query_block, next);
+    number_turn<Traits>(params, work, query_block, next, listed_adds);
   } else {
     seen = load_acquire(params.dq.semaphores + next.semaphore);
     next.number = 2;

@@ -4,6 +4,7 @@
 
 #include "../../common/wgmma_fragments.cuh"
 #include "../index/tile_visibility.h"
+#include "block_mask.cuh"
 
 namespace flashbwd::sm90 {
 

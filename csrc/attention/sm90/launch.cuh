@@ -50,7 +50,7 @@ const char* launch_tile(const KernelParams& params, void* stream) {
     }
     if (writes_dq) return launch_kernel<T, kTileIndex, false, true>(params, stream);
   }
-  if constexpr (!by_heads_in_turn_only(kTile)) {
+  if constexpr (!by_heads_in_turn_only(kTile) && !has_block_mask(kTile.feature)) {
     if (by_heads) return launch_kernel<T, kTileIndex, true, false>(params, stream);
   }
   return launch_kernel<T, kTileIndex, false, false>(params, stream);

@@ -11,8 +11,11 @@
 
 namespace flashbwd::sm90 {
 
-// Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite.
-inline bool adds_into_zeros(const AttentionProblem& p) { return p.varlen; }
+// Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite. If a block mask
+// skips a tile, no key block adds to it.
+inline bool adds_into_zeros(const AttentionProblem& p) {
+  return p.varlen || (p.has_block_mask && !p.block_mask_covers);
+}
 
 inline bool has_semaphores(const AttentionProblem& p) { return p.deterministic || !adds_into_zeros(p); }
 

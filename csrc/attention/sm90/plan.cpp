@@ -48,6 +48,7 @@ Feature feature_of(const AttentionProblem& problem) {
   const bool has_bias = problem.has_bias && !biases_keys;
   const bool changes_scores = biases_keys || problem.has_alibi || problem.softcap > 0.0;
   const bool flash = problem.dropout_layout == DropoutLayout::kFlash;
+  if (problem.has_block_mask) return changes_scores ? Feature::kBlockMaskAndScores : Feature::kBlockMask;
   if (has_bias) {
     if (changes_scores || (drops && flash) || !can_copy_bias(problem)) return Feature::kAny;
     return drops ? Feature::kBiasAndEfficientDropout : Feature::kBias;
@@ -84,9 +85,21 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
       problem.seqlen_q * problem.seqlen_k > int64_t{1} << 32) {
     return "it does not take 32-bit numbers of dropout that begin again within a (batch, head)";
   }
+  if (problem.has_block_mask) {
+    if (std::max(problem.head_dim, problem.head_dim_v) > 128) {
+      return "it takes a block mask up to head dimension 128, got " + number(problem.head_dim) + " and " +
+             number(problem.head_dim_v);
+    }
+    if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
+    if (problem.has_bias) return "it takes no attn_bias with a block mask";
+  }
   const int tile_index = tile_of(problem);
   if (tile_index < 0) {
     return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v);
+  }
+  if (problem.block_bits_words != 0 && problem.block_bits_words != 4 * kTiles[tile_index].block_m) {
+    return "block_bits has " + number(problem.block_bits_words) + " words per tile, expected " +
+           number(4 * kTiles[tile_index].block_m) + " at this head dimension";
   }
   if (problem.need_dbias && !has_bias_gradient(kTiles[tile_index])) {
     return "it does not take the gradient of attn_bias at head dimensions above 192";

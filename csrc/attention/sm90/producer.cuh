@@ -12,6 +12,7 @@ template <typename Traits>
 struct Producer {
   using SharedStorage = typename Traits::SharedStorage;
   using WorkTile = typename Traits::WorkTile;
+  using Iterator = typename WorkTile::Iterator;
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
   static constexpr int kBlockM = Traits::kBlockM;
@@ -86,7 +87,7 @@ struct Producer {
     const int32_t batch_q = params.attention.cu_seqlens_q != nullptr ? 0 : work.batch;
     const int32_t first_index = work.first_index;
 
-    for (QueryIterator step(work); step.index < step.end; step.advance(work)) {
+    for (Iterator step(work); step.index < step.end; step.advance(work)) {
       const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
       const int32_t first_query = step.query_block() * kBlockM, head = step.head();
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
@@ -96,6 +97,7 @@ struct Producer {
         mbarrier_arrive(&smem.work_wanted);
       }
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
+      if constexpr (WorkTile::kListed) smem.listed.entries[stage] = {step.query_block(), head, step.bits, 0};
       load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage],
                                                            query_row, head, batch_q,
                                                            Traits::kStatisticBytes + kBiasBytes);

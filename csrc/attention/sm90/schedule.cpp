@@ -163,7 +163,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_in_turn_only(tile) && !p.varlen);
   s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kLastArriver : DqOrder::kUnordered;
   s.reversed = s.counts_adds() && is_causal(p) && !is_gqa(p);
-  if (!is_large(tile)) choose_gqa(p, tile, sm_count, &s);
+  if (!is_large(tile) && !p.has_block_mask) choose_gqa(p, tile, sm_count, &s);
   s.tiles_per_head = s.mirrored_pairs ? static_cast<int32_t>(ceil_div(s.key_blocks, 2)) : s.key_blocks;
 
   const int64_t heads = p.heads_kv * s.gqa_splits;
@@ -195,6 +195,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
 
 std::string in_words(const Schedule& s, const Tile& tile) {
   std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
+  if (has_block_mask(tile.feature)) words += ", query loops of a block mask,";
   words += s.dispatch == Dispatch::kStatic ? ", dealt statically in waves" : " from a counter";
   if (tile.by_queries) words += ", half of the queries per warpgroup";
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";

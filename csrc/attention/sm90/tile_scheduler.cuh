@@ -2,12 +2,15 @@
 // and leaves them in shared memory, so that all roles of the CTA agree on what there is to do.
 #pragma once
 
+#include <type_traits>
+
 #include "../../common/pipeline.cuh"
 #include "../index/dq_order.h"
 #include "../index/query_iterator.h"
 #include "../index/query_loop.h"
 #include "../index/tile_order.h"
 #include "../sequence.cuh"
+#include "block_mask.cuh"
 #include "kernel_params.h"
 
 namespace flashbwd::sm90 {
@@ -43,9 +46,12 @@ struct SchedulerState {
 };
 
 // One key block, of a mirrored pair one of its two parts. kByHeads_: heads are outermost in the query loop
-// (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart).
-template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_>
-struct WorkTile {
+// (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a block mask lists
+// the query loop.
+template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_, bool kListed_ = false>
+struct WorkTile : ListedLoop<kListed_> {
+  static constexpr bool kListed = kListed_;
+  using Iterator = std::conditional_t<kListed, ListIterator, QueryIterator>;
   static constexpr int kKeys = kBlockN;
   static constexpr bool kByHeads = kByHeads_;
   static constexpr bool kStaggers = kStaggers_;
@@ -106,6 +112,7 @@ struct WorkTile {
     find_key_block(params, state, tile.key_block);
     forget_registers();
     head_kv = gradient_head / schedule.gqa_splits;
+    if constexpr (kListed) key_block = list_of(p, tile.key_block).key_block;
     const int32_t heads = p.heads / heads_kv;
     first_head = gradient_head * heads;
     end_head = first_head + heads;
@@ -117,6 +124,15 @@ struct WorkTile {
     forget_registers();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     iterations = query_range.size() * (end_head - first_head);
+    if constexpr (kListed) {
+      iterations = list_of(p, tile.key_block).entries;
+      const QueryBlockEntry* const entries = p.block_mask.entries + list_of(p, tile.key_block).first_entry;
+      this->entries = entries;
+      if (iterations > 0) {  // in either order; with one query head per KV head, which the flags below are for
+        const int32_t first = entries[0].query_block, last = entries[iterations - 1].query_block;
+        query_range = {min(first, last), max(first, last) + 1};
+      }
+    }
     forget_registers();
     first_flag = last_flag = (batch * p.heads + first_head) * params.preprocess.flags_per_head;
     first_flag += query_range.begin * kBlockM >> params.preprocess.rows_log2;
@@ -145,6 +161,10 @@ struct WorkTile {
   }
 
  private:
+  __device__ const KeyBlockList& list_of(const AttentionBackwardParams& p, int32_t number) const {
+    return p.block_mask.lists[batch * p.block_mask.batch_stride + head_kv * p.block_mask.head_stride + number];
+  }
+
   // `number`: of the key block or pair among those of its head, in the order of the schedule.
   __device__ void find_key_block(const KernelParams& params, const SchedulerState& state, int32_t number) {
     const AttentionBackwardParams& p = params.attention;

@@ -52,7 +52,9 @@ struct Traits {
   static constexpr bool kDrops = drops_as_flash(kTile.feature) || kEfficientDropout;
   static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias per key
   static constexpr bool kBias = copies_bias(kTile.feature);
-  static constexpr bool kScores = kTile.feature == Feature::kScores;
+  static constexpr bool kScores = changes_scores(kTile.feature);
+  static constexpr bool kBlockMask = has_block_mask(kTile.feature);
+  static constexpr int kBitWords = kBlockM / 64;  // of a consumer thread in a tile of a block mask
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
   // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
@@ -96,7 +98,7 @@ struct Traits {
   static constexpr bool kLastWritesDq = kLastWritesDq_;
   static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a step's tile is four boxes of sums");
 
-  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false>;
+  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)
@@ -119,6 +121,7 @@ struct Traits {
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
     DqTurn turns[kStoreWarps];                           // of the store warps, if the last add writes dq
+    ListedStages<kBlockMask ? kStages : 0> listed;       // guarded by q_full and q_empty
     PhiloxState philox;                                  // kernels with dropout
   };
 

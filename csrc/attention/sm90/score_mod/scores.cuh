@@ -6,17 +6,21 @@
 
 namespace flashbwd::sm90 {
 
-// The function from scores to probabilities for a thread in one iteration.
+// The function from scores to probabilities for a thread in one iteration. kBitWords: words of bits of a block mask.
+template <int kBitWords>
 class ScoreFunction {
  public:
   // A softcap, slope or bias of 0 means none. distance: of the thread's first query from its first key.
   __device__ __forceinline__ ScoreFunction(float softmax_scale, float softcap, const float (&biases)[2], float slope,
-                                           float distance)
+                                           float distance, const uint32_t* visible)
       : factor_((softcap > 0.f ? 2.f / softcap : 1.f) * softmax_scale * kLog2E),
         softcap_(softcap * kLog2E),
         biases_{biases[0] * kLog2E, biases[1] * kLog2E},
         slope_(slope * kLog2E),
-        distance_(distance) {}
+        distance_(distance) {
+#pragma unroll
+    for (int i = 0; i < kBitWords; ++i) visible_[i] = visible[i];
+  }
 
   // S becomes P. Without softcap and mask.
   template <int kValues, int kEarly>
@@ -42,7 +46,9 @@ class ScoreFunction {
   // The number that is subtracted from score v of an accumulator. `lse`: of its pair of queries.
   __device__ __forceinline__ float shift(int v, const float2& lse) const {
     const float distance = distance_ + static_cast<float>(v / 4 * 8 + v % 2 - v % 4 / 2 * 8);
-    return (v % 2 == 0 ? lse.x : lse.y) + slope_ * fabsf(distance) - biases_[v % 4 / 2];
+    float row = v % 2 == 0 ? lse.x : lse.y;
+    if constexpr (kBitWords > 0) row = bit_of_value<32 * kBitWords>(visible_, v) ? row : INFINITY;
+    return row + slope_ * fabsf(distance) - biases_[v % 4 / 2];
   }
 
   template <bool kCapped, int kBegin, int kEnd, typename T, int kValues, int kEarly>
@@ -68,16 +74,20 @@ class ScoreFunction {
   }
 
   float factor_, softcap_, biases_[2], slope_, distance_;  // scores are in units of log2
+  uint32_t visible_[kBitWords + 1];                        // one more, because kBitWords may be 0
 };
 
 // The function of a consumer warpgroup's thread in this iteration.
+template <typename Traits>
+using ScoreFunctionOf = ScoreFunction<Traits::kBlockMask ? Traits::kBitWords : 0>;
+
 template <typename Traits, typename Consumer>
-__device__ __forceinline__ ScoreFunction score_function(const Consumer& c) {
+__device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c) {
   const AttentionBackwardParams& p = c.params.attention;
-  const int32_t head = c.step.head(), key = c.work.first_key + c.own_row();
+  const int32_t head = c.head(), key = c.work.first_key + c.own_row();
   float slope = 0.f, biases[2] = {};
   if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[c.work.batch * p.alibi_batch_stride + head];
-  if (p.bias.data != nullptr) {  // one number per key, the same for all queries
+  if (!Traits::kBlockMask && p.bias.data != nullptr) {  // one number per key, the same for all queries
     const int64_t first = c.work.batch * p.bias.batch_stride + head * p.bias.head_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -88,8 +98,8 @@ __device__ __forceinline__ ScoreFunction score_function(const Consumer& c) {
                          : to_float(static_cast<const typename Traits::T*>(p.bias.data)[place]);
     }
   }
-  const int32_t distance = c.step.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
-  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance)};
+  const int32_t distance = c.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
+  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), c.visible};
 }
 
 // ALiBi and a bias per key, which dropout may follow.
@@ -107,7 +117,7 @@ struct ShiftedScores : PlainScores<Traits> {
 };
 
 // Softcap, ALiBi and a bias per key. Only a part of P is computed while dP is, because registers do not hold all of
-// both. Masks come last, on packed values.
+// both. Masks come last, on packed values; the bits of a block mask are part of the function.
 template <typename Traits>
 struct CappedScores : PlainScores<Traits> {
   using Base = PlainScores<Traits>;
@@ -115,7 +125,7 @@ struct CappedScores : PlainScores<Traits> {
   static constexpr int kUnderDp = Base::kValues / (Traits::kEarlyDv ? 1 : 2);
   static constexpr bool kDeltaFirst = Base::kDeltaFirst;
 
-  ScoreFunction function;
+  ScoreFunctionOf<Traits> function;
 
   template <typename Consumer>
   __device__ __forceinline__ explicit CappedScores(const Consumer& c) : Base(c), function(score_function<Traits>(c)) {}
@@ -127,7 +137,7 @@ struct CappedScores : PlainScores<Traits> {
 
   template <typename Consumer>
   __device__ __forceinline__ void pack_probabilities(const Consumer& c, Operand& p16, const Scores&) const {
-    c.mask_pairs(p16);
+    if constexpr (!Traits::kBlockMask) c.mask_pairs(p16);
   }
 
   template <typename Consumer, typename Lse, typename Delta>
@@ -146,7 +156,7 @@ struct CappedScores : PlainScores<Traits> {
   template <typename Consumer>
   __device__ __forceinline__ void pack_gradients(const Consumer& c, Operand& ds16, const Scores& ds) const {
     Base::pack_parts(ds16, ds);
-    c.mask_pairs(ds16);
+    if constexpr (!Traits::kBlockMask) c.mask_pairs(ds16);
   }
 };
 

@@ -1,0 +1,107 @@
+"""Chooses how a FlexAttention backward is computed, and calls the kernels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashbwd import _ops
+from flashbwd.flex.cache import kernel_lists_of
+from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists
+from flashbwd.flex.softcap import softcap_of
+from flashbwd.reference.decoding import DecodingCall
+
+__all__ = ["KernelCall", "UnsupportedError", "choose"]
+
+
+class UnsupportedError(Exception):
+    """No kernel computes the call. The message says why."""
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call that a kernel computes.
+
+    Attributes
+    ----------
+    operator, plan_operator : callable
+        The operator, and the one that returns its plan, without the tensors of the call.
+    lists : KernelLists, optional
+        Of the block mask, if there is one.
+    """
+
+    operator: Any
+    plan_operator: Any
+    options: dict[str, Any]
+    lists: KernelLists | None
+
+    def plan(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+        """Return the plan. Raises :class:`UnsupportedError` if no kernel computes the call."""
+        out = query.new_empty((*query.shape[:3], value.shape[3]), device="meta")
+        lse = query.new_empty(query.shape[:3], device="meta", dtype=torch.float32)
+        tensors = [_rows_first(x.to("meta")) for x in (out, query, key, value, out)]
+        lists = [] if self.lists is None else [x.to("meta") if isinstance(x, Tensor) else x for x in self.lists]
+        try:
+            plan = json.loads(
+                _ops.call(self.plan_operator, *tensors, lse, *lists, **self.options, plan_device=query.device.index)
+            )
+        except ValueError as error:
+            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+        if plan["backend"] == "reference":
+            raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
+        return dict(plan)
+
+    def gradients(
+        self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv, with the shapes and strides of the inputs.
+
+        The arguments are those of :func:`flashbwd.flex_attention_backward`, and have been checked. Raises
+        :class:`UnsupportedError` if no kernel takes them, for example because of their alignment.
+        """
+        tensors = [_rows_first(x) for x in (dout, query, key, value, out)]
+        try:
+            grads = _ops.call(self.operator, *tensors, lse, *(self.lists or ()), **self.options, dlse=dlse)
+        except ValueError as error:
+            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+        dq, dk, dv = (_rows_first(x) for x in grads[:3])
+        return dq, dk, dv
+
+
+def _rows_first(tensor: Tensor) -> Tensor:
+    """View (B, H, S, D) as (B, S, H, D), or the reverse."""
+    return tensor.transpose(1, 2)
+
+
+def choose(
+    call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, captured: list[Tensor], deterministic: bool
+) -> KernelCall:
+    """Return the kernel call that computes a backward. Raises :class:`UnsupportedError` if there is none.
+
+    The lists of a block mask are computed once per BlockMask.
+    """
+    if not query.is_cuda:
+        raise UnsupportedError("query is on the CPU")
+    if captured:
+        raise UnsupportedError("score_mod captures a tensor that requires a gradient")
+    if call.prescale:
+        raise UnsupportedError("PRESCALE_QK rounds the query before the products")
+    if key.shape[0] != query.shape[0]:
+        raise UnsupportedError("key and value are broadcast over the batch")
+    softcap = 0.0 if call.score_mod is None else softcap_of(call.score_mod)
+    if softcap is None:
+        raise UnsupportedError("score_mod is not a softcap")
+    options = {"softmax_scale": float(call.scale), "softcap": softcap, "deterministic": deterministic}
+    ops = torch.ops.flashbwd
+    if call.block_mask is None:
+        return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None)
+    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
+        raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
+    lists = kernel_lists_of(call.block_mask, query, key, value, deterministic)
+    if lists is None:
+        raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
+    return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists)

@@ -1,0 +1,147 @@
+"""Block lists as the sm90 kernel reads them: one list per key block of a KV head, in the order of its work tiles.
+
+:func:`kernel_lists` turns :class:`~flashbwd.flex.lists.KeyBlockLists` into the three tensors of the operator
+``flashbwd::block_mask_attention_backward``. ``csrc/attention/params.h`` declares their rows as structs.
+
+lists    (batches, kv_heads, key_blocks, 4) int32    key block, index of its first entry, number of entries, 0
+entries  (entries, 4) int32                          query block, query head within the KV head, bit tile or -1, adds
+bits     (tiles, words) int32                        the mask of a tile in the order of the kernel's registers
+
+- List i of a (batch, KV head) is its i-th work tile. The longest come first, so that short ones fill the last wave.
+- ``adds`` is the number of entries with the same query block and head in the lists before this one. In deterministic
+  mode an add to dq waits for exactly these adds, so a work tile waits only for work tiles that started before it.
+- A list visits a query block for all query heads of the KV head and then the next block. If a key block sees few query
+  blocks, it visits all blocks of a head and then the next head: neighbouring work tiles then share what L2 holds.
+- Lists go from the first query block to the last. With GQA and in deterministic mode they go back: work tiles of a
+  causal mask then start at the same query block, and each comes to a dq tile after those that add to it before. The
+  other way, they would wait for one another from the first iteration on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashbwd.flex.lists import KeyBlockLists, Tile
+
+_CONSUMERS = (2, 4, 2, 8)  # keys of a tile: warpgroup, warp, half, row of eight lanes
+_FEW = 0.45  # share of the query blocks that a key block sees, below which heads are outermost
+_TILES_AT_ONCE = 4096  # bounds the memory in which bits are rearranged
+
+
+class KernelLists(NamedTuple):
+    """The tensors of a block mask for the sm90 kernel, in the layout that the module describes."""
+
+    lists: Tensor
+    entries: Tensor
+    bits: Tensor
+    covers: bool  # every query block of every head is in a list, so the kernel need not add dq into zeros
+
+
+MAX_HEAD_DIM = 128
+
+
+def kernel_tile(head_dim: int, head_dim_v: int) -> Tile:
+    """Return the tile of the sm90 kernel for these head dimensions, which are at most ``MAX_HEAD_DIM``."""
+    return Tile(queries=128 if max(head_dim, head_dim_v) <= 64 else 64, keys=128)
+
+
+def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int, *, deterministic: bool) -> KernelLists:
+    """Return the lists of a call with these numbers of heads. Reads a size back from the device.
+
+    Raises
+    ------
+    ValueError
+        ``lists`` have no bits.
+    """
+    if lists.bits is None:
+        raise ValueError("lists have no bits, expected the bits of all partial tiles")
+    group = heads // heads_kv
+    lengths = lists.offsets.diff().long()
+    owner = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+    batch, head, key_block = _unravel(owner, (lists.batches, lists.heads, lists.key_blocks))
+    query_block, tile = lists.entries.long() // 2, lists.bit_tiles.long()
+    planes = 1 if lists.heads == 1 else heads_kv
+    if lists.heads == 1:
+        copies = torch.arange(group, device=owner.device)
+        batch, key_block, query_block, tile = (
+            x.repeat_interleave(group) for x in (batch, key_block, query_block, tile)
+        )
+        plane, member = torch.zeros_like(batch), copies.repeat(owner.numel())
+    else:
+        plane, member = head // group, head % group
+
+    counts = lengths.view(lists.batches, planes, -1, lists.key_blocks).sum(2)
+    counts = counts * group if lists.heads == 1 else counts
+    order = counts.argsort(dim=-1, descending=True, stable=True)  # (batches, planes, position): key block
+    position = order.argsort(dim=-1)
+    plane = batch * planes + plane
+    place = position.view(-1, lists.key_blocks)[plane, key_block]
+
+    descending = deterministic or group > 1
+    along = lists.query_blocks - 1 - query_block if descending else query_block
+    seen = owner.numel() / max(lengths.numel() * lists.query_blocks, 1)  # share of the query blocks, on average
+    within = member * lists.query_blocks + along if seen < _FEW else along * group + member
+    by_list = ((plane * lists.key_blocks + place) * lists.query_blocks * group + within).argsort()
+    adds, dq_tiles = _adds_before(plane, member, query_block, place, lists, group)
+    entries = torch.stack([query_block, member, tile, adds], 1)
+    ordered = counts.gather(-1, order)
+    ends = ordered.flatten().cumsum(0).view_as(ordered)
+    rows = torch.stack([order, ends - ordered, ordered, torch.zeros_like(order)], -1)
+    covers = dq_tiles == lists.batches * planes * group * lists.query_blocks
+    return KernelLists(rows.int(), entries[by_list].int().contiguous(), registers_of_bits(lists.bits), covers)
+
+
+def _unravel(index: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    parts = []
+    for size in reversed(sizes):
+        parts.append(index % size)
+        index = index // size
+    return parts[::-1]
+
+
+def _adds_before(
+    plane: Tensor, member: Tensor, query_block: Tensor, place: Tensor, lists: KeyBlockLists, group: int
+) -> tuple[Tensor, int]:
+    """Return, for each entry, how many entries of the same dq tile lie in earlier lists; and the number of dq tiles."""
+    dq_tile = (plane * group + member) * lists.query_blocks + query_block
+    by_tile = (dq_tile * lists.key_blocks + place).argsort()
+    ordered = dq_tile[by_tile]
+    number = torch.arange(ordered.numel(), device=ordered.device)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    first = number.masked_fill(~starts, 0).cummax(0).values if ordered.numel() else number
+    rank = torch.empty_like(number)
+    rank[by_tile] = number - first
+    return rank, int(starts.sum()) if ordered.numel() else 0
+
+
+def registers_of_bits(bits: Tensor) -> Tensor:
+    """Rearrange the bits of tiles for the kernel's consumer threads.
+
+    A consumer thread holds the scores of two keys, eight apart, and of a pair of queries in each eight. Its words hold
+    the bits of the first key, then those of the second one, each in the order of the queries.
+
+    Parameters
+    ----------
+    bits : Tensor, (tiles, queries, 4), int32
+        Bit ``j % 32`` of word ``j // 32`` of a row says whether the query sees key j.
+
+    Returns
+    -------
+    Tensor, (tiles, 4 * queries), int32
+        256 threads of ``queries / 64`` words each.
+    """
+    tiles, queries, _ = bits.shape
+    registers = bits.new_empty(tiles, 4 * queries)
+    shifts = torch.arange(32, device=bits.device)
+    for first in range(0, tiles, _TILES_AT_ONCE):
+        visible = bits[first : first + _TILES_AT_ONCE].unsqueeze(-1) >> shifts & 1  # (tiles, queries, 4, 32)
+        visible = visible.view(-1, queries // 8, 4, 2, *_CONSUMERS)  # queries: eight, pair, odd; then keys
+        visible = visible.permute(0, 4, 5, 7, 2, 6, 1, 3)  # warpgroup, warp, row, pair | half, eight, odd
+        words = visible.reshape(-1, 4 * queries, 32).long()
+        words = (words << shifts).sum(-1)
+        registers[first : first + _TILES_AT_ONCE] = words.where(words < 2**31, words - 2**32).int()
+    return registers

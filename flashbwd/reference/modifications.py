@@ -1,0 +1,101 @@
+"""Calls score_mod and mask_mod: on scalars to find what they capture, and vectorised over index tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+Mod = Callable[..., Tensor]
+
+
+class GatherByIndex(TorchFunctionMode):
+    """Makes ``tensor[i, j]`` with 0-d index tensors a gather. PyTorch would read the indices back to make a view."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            entries = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(entry, Tensor) for entry in entries) and all(map(_is_gather_index, entries)):
+                return torch.ops.aten.index(tensor, [_as_index(entry, tensor) for entry in entries])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_gather_index(entry: Any) -> bool:
+    if isinstance(entry, Tensor):
+        return entry.dtype != torch.bool
+    return isinstance(entry, int) or entry == slice(None)
+
+
+def _as_index(entry: Any, like: Tensor) -> Tensor | None:
+    if isinstance(entry, int):
+        return torch.full((), entry, dtype=torch.int64, device=like.device)
+    return entry if isinstance(entry, Tensor) else None
+
+
+class CapturedTensors(GatherByIndex):
+    """Collects the tensors that a function reads, except its arguments and what it computes."""
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.captured: dict[int, Tensor] = {}
+        self._made = {id(tensor): tensor for tensor in arguments}  # keeps results alive, so that ids stay unique
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._made:
+                self.captured[id(leaf)] = leaf
+        result = super().__torch_function__(func, types, args, kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.captured:
+                self._made[id(leaf)] = leaf
+        return result
+
+
+def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Find the tensors that ``score_mod`` captures and that require a gradient, by calling it once on scalars."""
+    if score_mod is None:
+        return []
+    arguments = [torch.zeros((), device=device, dtype=dtype)]
+    arguments += torch.zeros(4, device=device, dtype=torch.int32).unbind()
+    with torch.enable_grad(), CapturedTensors(arguments) as found:
+        run_mod("score_mod", score_mod, *arguments)
+    return [tensor for tensor in found.captured.values() if tensor.requires_grad]
+
+
+def mask_captures(mask_mod: Mod, device: torch.device) -> list[Tensor]:
+    """Find the tensors that ``mask_mod`` captures, by calling it once on scalars."""
+    arguments = torch.zeros(4, device=device, dtype=torch.int32).unbind()
+    with torch.no_grad(), CapturedTensors(arguments) as found:
+        run_mod("mask_mod", mask_mod, *arguments)
+    return list(found.captured.values())
+
+
+def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
+    """Call a modification. An exception inside it is raised again with the name of the modification."""
+    if torch.compiler.is_compiling():
+        return mod(*args)
+    try:
+        return mod(*args)
+    except Exception as error:
+        raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
+
+
+def vectorised(mod: Mod, with_score: bool) -> Mod:
+    """Vectorise a function of scalars to (B, H, Sq, n) scores and (B,), (H,), (Sq,) and (n,) indices."""
+    score = (0,) if with_score else ()
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        mod = torch.vmap(mod, in_dims=(*score, *dims))
+    return mod
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

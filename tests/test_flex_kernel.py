@@ -1,0 +1,314 @@
+"""The sm90 kernel with block lists against float64 autograd of the plain formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from kit.tolerance import Blocks
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flashbwd
+from flashbwd.flex.backends import KernelCall
+from flashbwd.flex.kernel_lists import KernelLists, kernel_lists, kernel_tile
+from flashbwd.flex.lists import key_block_lists
+
+pytestmark = pytest.mark.gpu
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("block lists run on compute capability 9.0")
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: str
+    batch: int = 2
+    heads: int = 4
+    heads_kv: int = 2
+    seqlen_q: int = 512
+    seqlen_k: int = 512
+    head_dim: int = 128
+    head_dim_v: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    block_size: int = 128
+    softcap: float = 0.0
+    alibi: bool = False
+    dlse: bool = False
+
+
+def mask_mod(name: str, case: Case) -> MaskMod:
+    generator = torch.Generator("cuda").manual_seed(7)
+    if name == "random_blocks":  # empty rows, empty columns, and everything between
+        rows, columns = -(-case.seqlen_q // 128), -(-case.seqlen_k // 128)
+        table = torch.rand(case.batch, case.heads, rows, columns, device="cuda", generator=generator) < 0.4
+        table[:, :, 0] = False
+        table[:, :, :, 0] = False
+        return lambda b, h, i, j: table[b, h, i // 128, j // 128]
+    if name == "random_pairs":
+        table = torch.rand(case.seqlen_q, case.seqlen_k, device="cuda", generator=generator) < 0.3
+        return lambda b, h, i, j: table[i, j]
+    if name == "documents":
+        ends = torch.tensor([0.13, 0.2, 0.61, 0.9], device="cuda") * case.seqlen_q
+        document = (torch.arange(case.seqlen_q, device="cuda")[:, None] >= ends.long()).sum(1)
+        return lambda b, h, i, j: (document[i] == document[j]) & (i >= j)
+    return {
+        "causal": lambda b, h, i, j: i >= j,
+        "prefix": lambda b, h, i, j: (i >= j) | (j < 100),
+        "window": lambda b, h, i, j: (i >= j) & (i - j < 150),
+        "by_head": lambda b, h, i, j: (i >= j + 64 * h) & (j >= 30 * b),
+        "full": lambda b, h, i, j: i >= 0,
+        "nothing": lambda b, h, i, j: i < 0,
+    }[name]
+
+
+@dataclass
+class Problem:
+    case: Case
+    tensors: list[Tensor]  # dout, query, key, value, out
+    lse: Tensor
+    dlse: Tensor | None
+    slopes: Tensor | None
+    mask: Tensor  # (B, H, Sq, Sk)
+    lists: list[KernelLists]  # by default, deterministic
+
+    def run(self, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        ops = torch.ops.flashbwd
+        options = {
+            "softmax_scale": self.case.head_dim**-0.5,
+            "softcap": self.case.softcap,
+            "alibi_slopes": self.slopes,
+            "deterministic": deterministic,
+        }
+        call = KernelCall(
+            ops.block_mask_attention_backward,
+            ops.plan_block_mask_attention_backward,
+            options,
+            self.lists[deterministic],
+        )
+        return call.gradients(*self.tensors, self.lse, self.dlse)
+
+
+def forward(case: Case, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+    group = case.heads // case.heads_kv
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = q @ k.transpose(-1, -2) * case.head_dim**-0.5
+    if case.softcap:
+        s = case.softcap * torch.tanh(s / case.softcap)
+    if slopes is not None:
+        i, j = torch.arange(case.seqlen_q, device=q.device), torch.arange(case.seqlen_k, device=q.device)
+        distance = (i[:, None] + case.seqlen_k - case.seqlen_q - j).abs()
+        s = s - slopes.to(s.dtype)[:, None, None] * distance
+    s = s.masked_fill(~mask, float("-inf"))
+    lse = s.logsumexp(-1)
+    p = (s - lse[..., None]).exp().masked_fill(~mask, 0.0)
+    return p @ v, lse
+
+
+def build(case: Case) -> Problem:
+    torch.manual_seed(3)
+    d, dv = case.head_dim, case.head_dim_v or case.head_dim
+
+    def random(heads: int, rows: int, columns: int) -> Tensor:
+        memory = torch.randn(case.batch, rows, heads, columns, device="cuda", dtype=case.dtype)
+        return memory.transpose(1, 2)
+
+    q, k, v = (
+        random(case.heads, case.seqlen_q, d),
+        random(case.heads_kv, case.seqlen_k, d),
+        random(case.heads_kv, case.seqlen_k, dv),
+    )
+    dout = random(case.heads, case.seqlen_q, dv)
+    slopes = torch.rand(case.heads, device="cuda") * 0.1 if case.alibi else None
+    mod = mask_mod(case.mask, case)
+    sizes = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    index = [
+        torch.arange(n, device="cuda").view([-1 if a == at else 1 for a in range(4)]) for at, n in enumerate(sizes)
+    ]
+    mask = mod(*index).expand(sizes)
+    by_head = case.mask in ("random_blocks", "by_head")
+    block_mask = create_block_mask(
+        mod,
+        case.batch if by_head else None,
+        case.heads if by_head else None,
+        case.seqlen_q,
+        case.seqlen_k,
+        device="cuda",
+        BLOCK_SIZE=case.block_size,
+    )
+    blocks = key_block_lists(block_mask, sizes, kernel_tile(d, dv))
+    lists = [kernel_lists(blocks, case.heads, case.heads_kv, deterministic=order) for order in (False, True)]
+    out, lse = forward(case, mask, q.double(), k.double(), v.double(), slopes)
+    dlse = torch.randn_like(lse).float() if case.dlse else None
+    out = out.transpose(1, 2).to(case.dtype).transpose(1, 2)
+    return Problem(case, [dout, q, k, v, out], lse.float(), dlse, slopes, mask, lists)
+
+
+def plain(p: Problem, dtype: torch.dtype) -> list[Tensor]:
+    """The gradients by the plain formula in a dtype, from the given out and LSE."""
+    case = p.case
+    dout, q, k, v, out = (x.to(dtype) for x in p.tensors)
+    group = case.heads // case.heads_kv
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    scale = case.head_dim**-0.5
+    s = (q @ keys.transpose(-1, -2)).double() * scale
+    slope = torch.ones_like(s)
+    if case.softcap:
+        t = torch.tanh(s / case.softcap)
+        s, slope = case.softcap * t, 1 - t * t
+    if p.slopes is not None:
+        i, j = torch.arange(case.seqlen_q, device=q.device), torch.arange(case.seqlen_k, device=q.device)
+        s = s - p.slopes.double()[:, None, None] * (i[:, None] + case.seqlen_k - case.seqlen_q - j).abs()
+    seen = p.mask.any(-1, keepdim=True)
+    lse = p.lse.double().masked_fill(~seen[..., 0], 0.0)
+    prob = (s - lse[..., None]).exp().masked_fill(~p.mask, 0.0)
+    delta = (dout.double() * out.double()).sum(-1)
+    if p.dlse is not None:
+        delta = delta - p.dlse.double()
+    ds = prob * ((dout @ values.transpose(-1, -2)).double() - delta[..., None]) * slope
+    prob, ds = prob.to(dtype), ds.masked_fill(~p.mask, 0.0).to(dtype)
+    dq = ds @ keys * scale
+    dk = (ds.transpose(-1, -2) @ q * scale).unflatten(1, (case.heads_kv, group)).sum(2)
+    dv = (prob.transpose(-1, -2) @ dout).unflatten(1, (case.heads_kv, group)).sum(2)
+    return [dq, dk, dv]
+
+
+def check(p: Problem, grads: tuple[Tensor, ...]) -> None:
+    for name, actual, exact, low in zip(
+        ("dq", "dk", "dv"), grads, plain(p, torch.float64), plain(p, p.case.dtype), strict=True
+    ):
+        expected = exact.transpose(1, 2)
+        blocks = Blocks(name, expected, p.case.dtype, softcap=p.case.softcap > 0)
+        rounded = expected.to(p.case.dtype)
+        blocks.check(actual.transpose(1, 2), blocks.limits(blocks.errors([low.transpose(1, 2), rounded])))
+
+
+CASES = [
+    Case("causal"),
+    Case("causal", head_dim=64),
+    Case("causal", head_dim=32, heads=2, heads_kv=2, dtype=torch.float16),
+    Case("documents", seqlen_q=1024, seqlen_k=1024),
+    Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=64, heads_kv=1),
+    Case("prefix", seqlen_q=777, seqlen_k=777, head_dim=96),
+    Case("prefix", seqlen_q=260, seqlen_k=515, head_dim=64, dtype=torch.float16),
+    Case("window", seqlen_q=1025, seqlen_k=1025, head_dim=128, heads_kv=4),
+    Case("random_blocks", seqlen_q=1024, seqlen_k=640),
+    Case("random_blocks", seqlen_q=640, seqlen_k=1024, head_dim=64, heads=6, heads_kv=2),
+    Case("random_pairs", seqlen_q=384, seqlen_k=300),
+    Case("random_pairs", seqlen_q=300, seqlen_k=384, head_dim=48, dtype=torch.float16),
+    Case("by_head", seqlen_q=513, seqlen_k=511, heads=4, heads_kv=1),
+    Case("by_head", seqlen_q=513, seqlen_k=511, head_dim=64),
+    Case("full", seqlen_q=127, seqlen_k=129, head_dim=80, head_dim_v=112),
+    Case("full", seqlen_q=1, seqlen_k=1, head_dim=64),
+    Case("nothing", seqlen_q=200, seqlen_k=200),
+    Case("nothing", seqlen_q=200, seqlen_k=200, head_dim=64),
+    Case("causal", block_size=256, seqlen_q=600, seqlen_k=600),
+    Case("window", block_size=64, seqlen_q=600, seqlen_k=600, head_dim=64),
+    Case("causal", softcap=5.0),
+    Case("documents", softcap=5.0, head_dim=64),
+    Case("prefix", alibi=True),
+    Case("window", alibi=True, head_dim=64, seqlen_q=500, seqlen_k=500),
+    Case("random_blocks", softcap=3.0, alibi=True, seqlen_q=700, seqlen_k=700, dtype=torch.float16),
+    Case("documents", dlse=True),
+    Case("random_blocks", dlse=True, head_dim=64),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_agree_with_the_plain_formula(case: Case, deterministic: bool) -> None:
+    p = build(case)
+    check(p, p.run(deterministic=deterministic))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_results_repeat_bit_for_bit(head_dim: int) -> None:
+    p = build(Case("random_blocks", seqlen_q=2048, seqlen_k=2048, head_dim=head_dim, heads=8))
+    first = p.run(deterministic=True)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, p.run(deterministic=True), strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nothing_of_an_invisible_block_is_read(head_dim: int) -> None:
+    case = Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4)
+    p = build(case)
+    expected = p.run(deterministic=True)
+    for x in (p.tensors[2], p.tensors[3]):
+        x[:, :, :128] = float("nan")  # no query sees the first block of keys
+    for x in (p.tensors[0], p.tensors[1], p.tensors[4]):
+        x[:, :, :128] = float("nan")  # the first block of queries sees no key
+    found = p.run(deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_calls_are_captured_in_a_graph() -> None:
+    p = build(Case("documents", seqlen_q=1024, seqlen_k=1024))
+    expected = p.run(deterministic=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        p.run(deterministic=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = p.run(deterministic=True)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def public_problem(case: Case) -> tuple[Problem, Any]:
+    """A problem and the BlockMask of its mask."""
+    p = build(case)
+    block_mask = create_block_mask(
+        mask_mod(case.mask, case), None, None, case.seqlen_q, case.seqlen_k, device="cuda", BLOCK_SIZE=case.block_size
+    )
+    return p, block_mask
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_public_function_runs_the_kernel_and_says_so(head_dim: int, softcap: float) -> None:
+    case = Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=head_dim, softcap=softcap)
+    p, block_mask = public_problem(case)
+    score_mod = (lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)) if softcap else None
+    dout, q, k, v, out = p.tensors
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": True}
+    plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+    assert plan.backend == "sm90"
+    assert "sm80" in plan.reasons
+    grads = flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+    check(p, grads[:3])
+
+
+def test_autograd_through_pytorchs_forward_agrees_with_the_plain_formula() -> None:
+    case = Case("prefix", seqlen_q=515, seqlen_k=515)
+    p, block_mask = public_problem(case)
+    dout, q, k, v, _ = p.tensors
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = flashbwd.flex_attention(*inputs, block_mask=block_mask, enable_gqa=True)
+    check(p, torch.autograd.grad(out, inputs, dout))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"head_dim": 192}, "head dimensions of at most 128"),
+        ({"dtype": torch.float32}, "it takes float16 and bfloat16, got float32"),
+    ],
+)
+def test_a_call_without_a_kernel_goes_to_the_reference_with_the_reason(change: dict[str, Any], words: str) -> None:
+    p, block_mask = public_problem(Case("causal", **change))
+    dout, q, k, v, out = p.tensors
+    options = {"block_mask": block_mask, "enable_gqa": True}
+    plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+    assert plan.backend == "reference"
+    assert words in plan.reasons["sm90"]
+    check(p, flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)[:3])

@@ -1,0 +1,110 @@
+"""The block lists that the sm90 kernel reads, against the mask that they stand for. No GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flashbwd.flex.kernel_lists import KernelLists, kernel_lists
+from flashbwd.flex.lists import Tile, key_block_lists
+
+KEYS = 128
+
+
+def words_of_tile(row: torch.Tensor, queries: int) -> torch.Tensor:
+    """The mask (queries, 128) in the words of the 256 consumer threads, by the layout of wgmma accumulators."""
+    words = [int(word) & 0xFFFFFFFF for word in row]
+    mask = torch.zeros(queries, KEYS, dtype=torch.bool)
+    per_thread = queries // 64
+    for thread in range(256):
+        key = thread // 32 * 16 + thread % 32 // 4
+        query = thread % 4 * 2
+        for value in range(queries // 2):  # accumulator of 64 keys and all queries: value i of a thread
+            i = value % 4 // 2 * (queries // 4) + value // 4 * 2 + value % 2
+            bit = words[thread * per_thread + i // 32] >> i % 32 & 1
+            mask[value // 4 * 8 + query + value % 2, key + value % 4 // 2 * 8] = bool(bit)
+    return mask
+
+
+def mask_of(lists: KernelLists, sizes: tuple[int, int, int, int], heads_kv: int, queries: int) -> torch.Tensor:
+    batch, heads, seqlen_q, seqlen_k = sizes
+    group = heads // heads_kv
+    mask = torch.zeros(batch, heads, -(-seqlen_q // queries) * queries, -(-seqlen_k // KEYS) * KEYS, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads_kv):
+            plane = lists.lists[b % lists.lists.shape[0], h % lists.lists.shape[1]]
+            for key_block, first, count, _ in plane.tolist():
+                for m, member, tile, _ in lists.entries[first : first + count].tolist():
+                    part = torch.ones(queries, KEYS) if tile < 0 else words_of_tile(lists.bits[tile], queries)
+                    rows, columns = (
+                        slice(m * queries, (m + 1) * queries),
+                        slice(key_block * KEYS, (key_block + 1) * KEYS),
+                    )
+                    assert not mask[b, h * group + member, rows, columns].any(), "a tile occurs twice"
+                    mask[b, h * group + member, rows, columns] = part.bool()
+    return mask
+
+
+MODS = {
+    "causal": lambda b, h, i, j: i >= j,
+    "by_head": lambda b, h, i, j: i >= j + 70 * h,
+    "by_batch": lambda b, h, i, j: (i // 90 == j // 90) & (j >= 40 * b),
+    "nothing": lambda b, h, i, j: i < 0,
+}
+CASES = [
+    ("causal", (1, 1, 256, 256), 1, 64),
+    ("causal", (2, 4, 300, 260), 2, 64),
+    ("causal", (1, 2, 300, 520), 2, 128),
+    ("by_head", (1, 4, 257, 385), 2, 64),
+    ("by_batch", (2, 2, 400, 400), 1, 128),
+    ("nothing", (1, 2, 130, 130), 2, 64),
+]
+
+
+def lists_of(
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int, *, deterministic: bool
+) -> KernelLists:
+    batch, heads, seqlen_q, seqlen_k = sizes
+    by_batch, by_head = name == "by_batch", name == "by_head"
+    block_mask = create_block_mask(
+        MODS[name], batch if by_batch else None, heads if by_head else None, seqlen_q, seqlen_k, device="cpu"
+    )
+    return kernel_lists(
+        key_block_lists(block_mask, sizes, Tile(queries, KEYS)), heads, heads_kv, deterministic=deterministic
+    )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("name", "sizes", "heads_kv", "queries"), CASES)
+def test_kernel_lists_hold_the_mask(
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int, deterministic: bool
+) -> None:
+    seqlen_q, seqlen_k = sizes[2:]
+    b, h, i, j = (torch.arange(size).view([-1 if d == at else 1 for d in range(4)]) for at, size in enumerate(sizes))
+    expected = MODS[name](b, h, i, j).expand(sizes)
+    lists = lists_of(name, sizes, heads_kv, queries, deterministic=deterministic)
+    found = mask_of(lists, sizes, heads_kv, queries)
+    blocks = found.unflatten(2, (-1, queries)).flatten(3).any(-1)
+    assert lists.covers == bool(blocks.all())
+    assert torch.equal(found[..., :seqlen_q, :seqlen_k], expected)
+    assert not found[..., seqlen_q:, :].any()
+    assert not found[..., seqlen_k:].any()
+
+
+@pytest.mark.parametrize(("name", "sizes", "heads_kv", "queries"), CASES)
+def test_adds_count_the_entries_of_earlier_work_tiles(
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int
+) -> None:
+    lists = lists_of(name, sizes, heads_kv, queries, deterministic=True)
+    for plane in lists.lists.flatten(0, 1).tolist():
+        before: dict[tuple[int, int], int] = defaultdict(int)
+        lengths = [count for _, _, count, _ in plane]
+        assert lengths == sorted(lengths, reverse=True)
+        assert sorted(key_block for key_block, *_ in plane) == list(range(len(plane)))
+        for _, first, count, _ in plane:
+            for m, member, _, adds in lists.entries[first : first + count].tolist():
+                assert adds == before[m, member]
+                before[m, member] += 1

@@ -108,6 +108,58 @@ def test_a_tile_is_interior_iff_all_of_it_is_visible(
         assert (begin <= m < end) == (tile.shape == (block_m, block_n) and bool(tile.all()))
 
 
+@given(
+    mask=masks(300),
+    first_key=st.integers(0, 5),
+    first_query=st.integers(0, 5),
+    row=st.integers(0, 127),
+    lane=st.integers(0, 3),
+    block_m=st.sampled_from([64, 128]),
+)
+@settings(max_examples=1500, deadline=None)
+def test_a_column_of_a_thread_has_a_bit_iff_its_pair_is_visible(
+    mask: tuple[int, int, int, int, Any], first_key: int, first_query: int, row: int, lane: int, block_m: int
+) -> None:
+    v = host.make_visibility(*mask)
+    key, query, column = 64 * first_key, block_m * first_query, 2 * lane
+    bits = getattr(host, f"columns_that_see_{block_m}")(v, key, query, row, column)
+    for n in range(block_m // 4):
+        i = query + column + n // 2 * 8 + n % 2
+        assert bits >> n & 1 == v.visible(i, key + row), (n, i)
+
+
+LOOPS = {
+    "first_index": st.integers(0, 9),
+    "heads": st.tuples(st.integers(0, 5), st.integers(1, 4)).map(lambda h: (h[0], h[0] + h[1])),
+    "blocks": st.tuples(st.integers(0, 5), st.integers(0, 6)).map(lambda b: (b[0], b[0] + b[1])),
+}
+
+
+@given(**LOOPS, descending=st.booleans(), by_heads=st.booleans())
+def test_a_query_loop_visits_the_blocks_of_all_heads_in_order(
+    first_index: int, heads: tuple[int, int], blocks: tuple[int, int], descending: bool, by_heads: bool
+) -> None:
+    in_order = list(range(*blocks))[::-1] if descending else list(range(*blocks))
+    if by_heads:
+        expected = [(head, block) for head in range(*heads) for block in in_order]
+    else:
+        expected = [(head, block) for block in in_order for head in range(*heads)]
+    positions = host.query_positions_by_heads if by_heads else host.query_positions
+    first_block = blocks[1] - 1 if descending else blocks[0]
+    assert positions(first_index, heads, blocks, first_block, descending) == [expected] * 3
+
+
+@given(**LOOPS, start=st.integers(0, 5))
+def test_a_staggered_loop_goes_on_at_its_first_block_after_the_last(
+    first_index: int, heads: tuple[int, int], blocks: tuple[int, int], start: int
+) -> None:
+    size = blocks[1] - blocks[0]
+    first_block = blocks[0] + start % size if size > 0 else blocks[0]
+    in_order = [blocks[0] + (first_block - blocks[0] + step) % size for step in range(size)]
+    expected = [(head, block) for block in in_order for head in range(*heads)]
+    assert host.query_positions_staggered(first_index, heads, blocks, first_block, False) == [expected] * 3
+
+
 @pytest.mark.parametrize("length", [2**30, INT_MAX])
 @pytest.mark.parametrize("window", [-1, 0, 4096, INT_MAX, 2**62])
 def test_lengths_and_windows_up_to_the_integer_limit_do_not_overflow(length: int, window: int) -> None:

@@ -312,4 +312,27 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
+// Accesses to shared memory in program order: otherwise the compiler loads a whole tile ahead, into registers that do
+// not exist.
+__device__ __forceinline__ float4 load_in_order(const float4& place) {
+  float4 value;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(smem_address(&place))
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_in_order(float4& place, const float4& value) {
+  asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(&place)), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+// r = 1 - tanh(x), with an error of about 1e-7. The derivative of tanh is r (2 - r).
+__device__ __forceinline__ float tanh_complement(float twice_x_log2) {
+  return __fdividef(2.f, 1.f + exp2_approximate(twice_x_log2));
+}
+
 }  // namespace flashbwd

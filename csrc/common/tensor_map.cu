@@ -24,6 +24,11 @@ constexpr size_t kMostOuter = 4;
 
 }  // namespace
 
+bool begin_context() {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+}
+
 bool encode_map(CUtensorMap* map, CUtensorMapDataType type, void* data, int64_t columns,
                 const std::vector<MapDimension>& outer, int32_t box_columns, int32_t box_rows,
                 CUtensorMapSwizzle swizzle) {

@@ -8,6 +8,10 @@
 
 namespace flashbwd {
 
+// Gives the calling thread a context. The driver encodes nothing in a thread without one, which an autograd thread is
+// until its first launch. Returns false if there is no device.
+bool begin_context();
+
 struct MapDimension {
   int64_t size;
   int64_t stride_bytes;

@@ -10,8 +10,10 @@
 
 #include "../../csrc/attention/index/dq_layout.h"
 #include "../../csrc/attention/index/dq_order.h"
+#include "../../csrc/attention/index/query_iterator.h"
 #include "../../csrc/attention/index/query_loop.h"
 #include "../../csrc/attention/index/tile_order.h"
+#include "../../csrc/attention/index/tile_visibility.h"
 #include "../../csrc/attention/params.h"
 #include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/pre_post/row_statistics.h"
@@ -32,6 +34,44 @@ namespace {
 
 std::tuple<int32_t, int32_t> pair_of(BlockRange range) { return {range.begin, range.end}; }
 std::tuple<int32_t, int32_t, int32_t> triple_of(WorkTileIndex job) { return {job.batch, job.head, job.key_block}; }
+
+// What the iterators read of a work tile.
+template <bool kByHeads_, bool kStaggers_>
+struct LoopTile {
+  static constexpr bool kByHeads = kByHeads_, kStaggers = kStaggers_;
+  int32_t first_index, iterations, first_head, end_head, first_block, past_block;
+  BlockRange query_range;
+  bool descending;
+};
+
+using Position = std::tuple<int32_t, int32_t>;  // query head and query block
+
+// The positions of both iterators, and of the one that reads the tile again.
+template <bool kByHeads, bool kStaggers>
+std::array<std::vector<Position>, 3> positions(int32_t first_index, Position heads, Position blocks,
+                                               int32_t first_block, bool descending) {
+  const auto [first_head, end_head] = heads;
+  const BlockRange range = {std::get<0>(blocks), std::get<1>(blocks)};
+  const LoopTile<kByHeads, kStaggers> tile = {
+      first_index, range.size() * (end_head - first_head),   first_head, end_head,
+      first_block, descending ? range.begin - 1 : range.end, range,      descending};
+  std::array<std::vector<Position>, 3> found;
+  QueryIterator rereading(tile);
+  SmallQueryIterator small(tile);
+  for (QueryIterator step(tile); step.index < step.end; step.advance(tile)) {
+    found[0].emplace_back(step.head(), step.query_block());
+    found[1].emplace_back(rereading.head(), rereading.query_block());
+    found[2].emplace_back(small.head(), small.query_block());
+    rereading.advance_rereading(tile);
+    small.advance(tile);
+  }
+  return found;
+}
+
+template <int kBlockM>
+uint32_t columns_that_see_of(const Visibility& v, int32_t first_key, int32_t first_query, int32_t row, int32_t column) {
+  return columns_that_see<kBlockM>(TileVisibility(v, first_key, first_query), row, column);
+}
 
 std::optional<std::vector<int64_t>> strides_of_like(const std::vector<int64_t>& sizes,
                                                     const std::vector<int64_t>& strides) {
@@ -251,6 +291,11 @@ void bind_visibility(py::module_& m) {
 }
 
 void bind_order(py::module_& m) {
+  m.def("columns_that_see_64", &columns_that_see_of<64>);
+  m.def("columns_that_see_128", &columns_that_see_of<128>);
+  m.def("query_positions", &positions<false, false>);
+  m.def("query_positions_by_heads", &positions<true, false>);
+  m.def("query_positions_staggered", &positions<false, true>);
   m.def("split_query_loop", [](int32_t steps, int32_t split, int32_t num_splits) {
     return pair_of(split_query_loop(steps, split, num_splits));
   });

@@ -12,11 +12,6 @@
 namespace flashbwd {
 namespace {
 
-bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(view.data) % bytes == 0 && view.batch_stride * element_bytes % bytes == 0 &&
-         view.seq_stride * element_bytes % bytes == 0 && view.head_stride * element_bytes % bytes == 0;
-}
-
 // log2 of the number of threads per row: a power of two, at most a warp. Each thread covers `columns_each` columns.
 int32_t lanes_log2(int64_t columns, int64_t columns_each) {
   int32_t log2 = 0;
@@ -69,6 +64,11 @@ const char* launch_dq_postprocess_blocks(const DqPostprocessArguments& arguments
 
 }  // namespace
 
+bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(view.data) % bytes == 0 && view.batch_stride * element_bytes % bytes == 0 &&
+         view.seq_stride * element_bytes % bytes == 0 && view.head_stride * element_bytes % bytes == 0;
+}
+
 RowStatistics row_statistics(const AttentionBackwardParams& params, const WorkspaceLayout& workspace) {
   float* storage = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) + workspace.delta_offset);
   return RowStatistics::make(storage, params.cu_seqlens_q != nullptr, params.batch, params.heads, params.seqlen_q,
@@ -84,6 +84,16 @@ int32_t ahead_lanes_log2(const AttentionBackwardParams& params) {
 
 int32_t rows_of_flag(const AttentionBackwardParams& params) {
   return (kAheadThreads >> ahead_lanes_log2(params)) * kAheadRows;
+}
+
+PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const RowStatistics& statistics) {
+  PreprocessFlags flags;
+  const int32_t rows = rows_of_flag(params);
+  flags.words = reinterpret_cast<int32_t*>(statistics.lse_log2) +
+                2 * RowStatistics::rows(false, params.batch, params.heads, params.seqlen_q, 0);
+  while (1 << flags.rows_log2 < rows) ++flags.rows_log2;
+  flags.flags_per_head = static_cast<int32_t>(round_up(ceil_div(RowStatistics::padded(params.seqlen_q), rows), 4));
+  return flags;
 }
 
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,

@@ -4,6 +4,7 @@
 #include "../params.h"
 #include "../workspace.h"
 #include "row_statistics.h"
+#include "rows_ready.h"
 
 namespace flashbwd {
 
@@ -26,8 +27,11 @@ struct RowsReady {
   int32_t ctas = 0;             // grid size, one CTA per SM
 };
 constexpr uint32_t kRowsReady = 255;
-// Rows per flag.
-int32_t rows_of_flag(const AttentionBackwardParams& params);
+// The same flags as the main kernel reads them. They follow the row statistics. Dense inputs.
+PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const RowStatistics& statistics);
+
+// True if every row starts at a multiple of `bytes`.
+bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes);
 
 // Each function launches on `stream`, a cudaStream_t, and returns null or an error message.
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,

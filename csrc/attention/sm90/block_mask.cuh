@@ -21,16 +21,17 @@ struct ListedLoop<true> {
 struct ListIterator {
   int32_t index;  // as in QueryIterator
   int32_t end;
-  int32_t head;
-  int32_t query_block;
   int32_t bits;         // QueryBlockEntry::bits
   int32_t adds_before;  // QueryBlockEntry::adds_before
 
   template <typename Tile>
-  __device__ ListIterator(const Tile& tile, int32_t first_index)
-      : index(first_index), end(first_index + tile.iterations) {
+  __device__ explicit ListIterator(const Tile& tile)
+      : index(tile.first_index), end(tile.first_index + tile.iterations) {
     if (index < end) read(tile);
   }
+
+  __device__ int32_t head() const { return head_; }
+  __device__ int32_t query_block() const { return query_block_; }
 
   template <typename Tile>
   __device__ void advance(const Tile& tile) {
@@ -41,11 +42,13 @@ struct ListIterator {
   template <typename Tile>
   __device__ __forceinline__ void read(const Tile& tile) {
     const int4 entry = __ldg(reinterpret_cast<const int4*>(tile.entries) + (index - tile.first_index));
-    query_block = entry.x;
-    head = tile.first_head + entry.y;
+    query_block_ = entry.x;
+    head_ = tile.first_head + entry.y;
     bits = entry.z;
     adds_before = entry.w;
   }
+
+  int32_t head_, query_block_;
 };
 
 // What the loader tells the consumers about the query blocks in the stages of q: `head` is the query head.
@@ -62,8 +65,7 @@ struct ListedStep {
   int32_t index, end;
 
   template <typename Tile>
-  __device__ ListedStep(const Tile& tile, int32_t first_index)
-      : index(first_index), end(first_index + tile.iterations) {}
+  __device__ explicit ListedStep(const Tile& tile) : index(tile.first_index), end(tile.first_index + tile.iterations) {}
 
   template <typename Tile>
   __device__ void advance(const Tile&) {

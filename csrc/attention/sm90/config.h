@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <initializer_list>
 
-namespace flashbwd::sm90 {
+#include "../../common/warpgroup.h"
 
-constexpr int kWarpgroupThreads = 128;
+namespace flashbwd::sm90 {
 
 // One producer warpgroup and two consumer warpgroups. 65536 registers for 3 warpgroups are 512 per lane, allocated in
 // steps of 8: 24 + 2 * 240 = 504.
@@ -176,16 +176,6 @@ constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, Feature feature, b
   }
   const bool has_other = feature != Feature::kNone && feature != Feature::kAny && !has_block_mask(feature);
   return has_other ? find_tile(head_dim, head_dim_v, Feature::kAny, by_queries) : -1;
-}
-
-// The tiles by name, for instantiations. A name without a tile does not compile, because -1 is no index.
-constexpr int tile_of(int head_dim, Feature feature = Feature::kNone) {
-  const int tile = find_tile(head_dim, head_dim, feature, false);
-  return tile >= 0 && kTiles[tile].head_dim == head_dim && kTiles[tile].feature == feature ? tile : -1;
-}
-constexpr int tile_by_queries(int head_dim) { return find_tile(head_dim, head_dim, Feature::kNone, true); }
-constexpr int tile_of_unequal(int head_dim, int head_dim_v) {
-  return find_tile(head_dim, head_dim_v, Feature::kNone, false);
 }
 
 }  // namespace flashbwd::sm90

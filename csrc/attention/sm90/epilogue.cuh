@@ -1,97 +1,47 @@
 // Stores dk and dv of a consumer warpgroup from its accumulators to global memory.
 #pragma once
 
+#include "../../common/wgmma_store.cuh"
 #include "mainloop.cuh"
 
 namespace flashbwd::sm90 {
 
-// Stores element by element, from the registers of each thread.
-template <typename Element, int kValues>
-__device__ void store_elements(Element* destination, const KeyGradient& gradient, int32_t rows,
-                               const float (&values)[kValues]) {
-  const int32_t thread = threadIdx.x % kWarpgroupThreads;
-  const int32_t row = thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    const int32_t r = row + i % 4 / 2 * 8;
-    const int32_t column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-    if (r < rows && column < gradient.columns) {
-      destination[r * gradient.view.seq_stride + column] = from_float<Element>(values[i]);
-    }
-  }
-}
-
-// Stores 16-bit rows through a staging buffer of kStagingChunks chunks.
-template <typename T, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
-__device__ void store_16bit(T* destination, const KeyGradient& gradient, int32_t rows, uint8_t* staging,
-                            uint32_t barrier, const float (&values)[kValues]) {
-  constexpr int kFirstColumn = kFirst * kChunkColumns;
-  constexpr bool kIsLast = 2 * kValues - kFirstColumn <= kStagingChunks * kChunkColumns;
-  constexpr int kColumns = kIsLast ? 2 * kValues - kFirstColumn : kStagingChunks * kChunkColumns;
-  const int32_t thread = threadIdx.x % kWarpgroupThreads;
-  named_barrier_sync(barrier, kWarpgroupThreads);  // the chunks staged before have been read
-  stage_16bit<T, kChunkBytes, kFirst, kStagingChunks>(staging, values);
-  named_barrier_sync(barrier, kWarpgroupThreads);  // staged
-#pragma unroll 1
-  for (int32_t i = thread; i < 64 * kColumns / 8; i += kWarpgroupThreads) {
-    const int32_t r = i / (kColumns / 8);
-    const int32_t staged_column = i % (kColumns / 8) * 8, column = kFirstColumn + staged_column;
-    if (r >= rows || column >= gradient.columns) continue;
-    const int32_t piece = staged_column % kChunkColumns / 8 ^ r % 8;
-    const uint4 vector = *reinterpret_cast<const uint4*>(staging + staged_column / kChunkColumns * kChunkBytes +
-                                                         r * kChunkRowBytes + piece * 16);
-    T* place = destination + r * gradient.view.seq_stride + column;
-    if (gradient.vectors && column + 8 <= gradient.columns) {
-      *reinterpret_cast<uint4*>(place) = vector;
-    } else {
-      const T* elements = reinterpret_cast<const T*>(&vector);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (column + e < gradient.columns) place[e] = elements[e];
-      }
-    }
-  }
-  if constexpr (!kIsLast) {
-    store_16bit<T, kChunkBytes, kStagingChunks, kFirst + kStagingChunks>(destination, gradient, rows, staging, barrier,
-                                                                         values);
-  }
+// The first element of a row of a gradient, counted within the sequence.
+template <typename WorkTile>
+__device__ __forceinline__ int64_t element_of_row(const KeyGradient& gradient, const WorkTile& work, int32_t row) {
+  return work.batch * gradient.view.batch_stride + work.gradient_head * gradient.view.head_stride +
+         (work.sequence.begin_k + row) * gradient.view.seq_stride;
 }
 
 // Stores 64 rows of a gradient, from row `part_row` of the key block on. Called by the warpgroup that has them as an
-// accumulator of (64, 2 * kValues). `staging`: kStagingChunks chunks of 64 columns, kChunkBytes apart, which only this
-// warpgroup may write; 0 for none.
+// accumulator of (64, 2 * kValues). `staging`: as for store_16bit; kStagingChunks is 0 if there is none.
 template <typename T, int kChunkBytes, int kStagingChunks, typename WorkTile, int kValues>
 __device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row, uint8_t* staging,
                                uint32_t barrier, const float (&values)[kValues]) {
-  const int32_t first_row = work.first_key + part_row;
-  const int32_t rows = work.sequence.rows_k - first_row;  // how many of the 64 exist; may be negative
-  const int64_t first_element = work.batch * gradient.view.batch_stride +
-                                work.gradient_head * gradient.view.head_stride +
-                                (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
+  const int32_t first_row = work.first_key + part_row, rows = work.sequence.rows_k - first_row;
+  const int64_t first = element_of_row(gradient, work, first_row);
+  const int64_t& stride = gradient.view.seq_stride;
   if (gradient.dtype == DType::kFloat32) {
-    store_elements(static_cast<float*>(gradient.view.data) + first_element, gradient, rows, values);
+    store_elements(static_cast<float*>(gradient.view.data) + first, stride, gradient.columns, rows, values);
   } else if constexpr (kStagingChunks == 0) {
-    store_elements(static_cast<T*>(gradient.view.data) + first_element, gradient, rows, values);
+    store_elements(static_cast<T*>(gradient.view.data) + first, stride, gradient.columns, rows, values);
   } else {
-    store_16bit<T, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first_element, gradient, rows,
-                                                staging, barrier, values);
+    store_16bit<T, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first, stride, gradient.columns,
+                                                gradient.vectors, rows, staging, barrier, values);
   }
 }
 
-// Stores zeros in 64 rows of a gradient, from row `part_row` of the key block on, because no query sees these keys.
-// Called by one warpgroup. It uses no shared memory and arrives at no barrier, so the work tile takes part in no
-// pipeline.
+// Stores zeros in these rows, because no query sees these keys. Called by one warpgroup. It uses no shared memory and
+// arrives at no barrier, so the work tile takes part in no pipeline.
 template <typename T, typename WorkTile>
 __device__ void zero_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row) {
   const int32_t first_row = work.first_key + part_row;
   const int32_t rows = min(64, work.sequence.rows_k - first_row);  // may be negative
-  const int64_t first_element = work.batch * gradient.view.batch_stride +
-                                work.gradient_head * gradient.view.head_stride +
-                                (work.sequence.begin_k + first_row) * gradient.view.seq_stride;
+  const int64_t first = element_of_row(gradient, work, first_row);
   const int32_t warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int32_t row = warp; row < rows; row += kWarpgroupThreads / 32) {
-    const int64_t place = first_element + row * gradient.view.seq_stride;
+    const int64_t place = first + row * gradient.view.seq_stride;
 #pragma unroll 1
     for (int32_t column = lane; column < gradient.columns; column += 32) {
       if (gradient.dtype == DType::kFloat32) {

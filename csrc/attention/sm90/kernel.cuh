@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../../common/launch_overlap.cuh"
+#include "dq_accumulate.cuh"
 #include "epilogue.cuh"
 #include "mainloop.cuh"
 #include "producer.cuh"
@@ -21,11 +22,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   const int32_t lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    prefetch_tensor_map(&params.maps.q);
-    prefetch_tensor_map(&params.maps.k);
-    prefetch_tensor_map(&params.maps.v);
-    prefetch_tensor_map(&params.maps.dout);
-    prefetch_tensor_map(&params.maps.dq_accumulator);
+    prefetch_tensor_maps(params.maps);
     if constexpr (Traits::kBias) prefetch_tensor_map(&params.maps.bias);
     Traits::init_barriers(smem);
   }
@@ -45,9 +42,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     if (warp == 0) {
       if (lane == 0 && is_alone()) Producer::load_tiles(params, smem);
     } else if (warp == 1) {
-      Producer::template store_dq<0>(params, smem, lane);
+      StoreWarps<Traits>::template store_dq<0>(params, smem, lane);
     } else if (warp == 2) {
-      Producer::template store_dq<1>(params, smem, lane);
+      StoreWarps<Traits>::template store_dq<1>(params, smem, lane);
     } else {
       if (lane == 0) Producer::schedule_tiles(params, smem);
     }
@@ -58,10 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
       using Mainloop = sm90::Mainloop<Traits, decltype(dq_columns)::value>;
       uint32_t last_turns = 0;
       if (warpgroup == 1) Mainloop::signal_scores(0);  // consumer 1 may issue its first S
-      for (TileSlot slot;; slot.advance()) {
-        mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-        const typename Traits::WorkTile& work = smem.work[slot.index()];
-        if (work.exhausted) break;
+      for_each_work_tile(smem, [&](const typename Traits::WorkTile& work) {
         float dk[Traits::kKeyParts][Traits::kHeadDim / 2];
         float dv[Traits::kKeyParts][Traits::kHeadDim / 2];
 #pragma unroll
@@ -75,8 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
         // Key blocks that no query sees still store zero dk and dv.
         if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);
         Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk[0], dv[0]);
-        mbarrier_arrive(&smem.work_empty[slot.index()]);
-      }
+      });
     };
     // ptxas serialises products that are outstanding across a branch, so the branch encloses the whole loop.
     if (Traits::kDqColumns != Traits::kLastDqColumns && warpgroup == kConsumerWarpgroups) {

@@ -8,6 +8,7 @@
 #include "../params.h"
 #include "../pre_post/bias_gradient.h"
 #include "../pre_post/row_statistics.h"
+#include "../pre_post/rows_ready.h"
 #include "schedule.h"
 
 namespace flashbwd::sm90 {
@@ -40,14 +41,6 @@ struct DqParams {
   int32_t* finished = nullptr;  // (batch, heads_kv), zero at the start: see HeadsFinished
 };
 
-// The flags by which an overlapped preprocess says that rows of statistics are written (RowsReady), as words of four
-// flags. Null: all rows are written before the kernel starts.
-struct PreprocessFlags {
-  int32_t* words = nullptr;
-  int32_t rows_log2 = 0;       // rows per flag
-  int32_t flags_per_head = 0;  // a multiple of four
-};
-
 struct FeatureParams {
   BiasGradient bias_gradient;
   uint64_t bias_cache_hint = 0;
@@ -61,7 +54,7 @@ struct KernelParams {
   Schedule schedule;
   int32_t* tiles_taken = nullptr;  // dynamic dispatch: the counter of work tiles, zero at the start
   RowStatistics statistics;
-  PreprocessFlags preprocess;
+  PreprocessFlags preprocess;  // no words: all rows are written before the kernel starts
   DqParams dq;
   KeyGradient dk, dv;
   bool tma_dkdv = false;  // TMA stores dk and dv, except where a tile holds rows of another sequence

@@ -20,17 +20,6 @@
 namespace flashbwd::sm90 {
 namespace {
 
-// The driver encodes nothing in a thread without a context, which an autograd thread is until its first launch.
-bool begin_context() {
-  int device = 0;
-  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
-}
-
-bool rows_aligned(const HeadsView& view) {
-  return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.batch_stride % 8 == 0 && view.seq_stride % 8 == 0 &&
-         view.head_stride % 8 == 0;
-}
-
 // Rows, heads and batches of a 16-bit tensor.
 struct MapShape {
   int64_t rows, heads, batch;
@@ -54,8 +43,8 @@ uint8_t* workspace_at(const AttentionBackwardParams& p, int64_t offset) {
 // columns) each.
 void encode_key_gradients(const AttentionPlan& plan, KernelParams* params) {
   const AttentionBackwardParams& p = params->attention;
-  params->dk = {p.dk, p.dk_dtype, p.head_dim, rows_aligned(p.dk)};
-  params->dv = {p.dv, p.dv_dtype, p.head_dim_v, rows_aligned(p.dv)};
+  params->dk = {p.dk, p.dk_dtype, p.head_dim, rows_aligned(p.dk, 2, 16)};
+  params->dv = {p.dv, p.dv_dtype, p.head_dim_v, rows_aligned(p.dv, 2, 16)};
   const int32_t splits = params->schedule.gqa_splits;
   if (splits == 1) return;
   auto* sums = reinterpret_cast<float*>(workspace_at(p, plan.sm90.partial_sums_offset));
@@ -138,14 +127,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   if (kernel.has_semaphores) {
     params->dq.semaphores = zeroed + kernel.zeroed.semaphore_offset / static_cast<int64_t>(sizeof(int32_t));
   }
-  if (params->schedule.preprocess_ctas > 0) {
-    const int32_t rows = rows_of_flag(p);
-    params->preprocess.words = reinterpret_cast<int32_t*>(params->statistics.lse_log2) +
-                               2 * RowStatistics::rows(false, p.batch, p.heads, p.seqlen_q, 0);
-    while (1 << params->preprocess.rows_log2 < rows) ++params->preprocess.rows_log2;
-    params->preprocess.flags_per_head =
-        static_cast<int32_t>(round_up(ceil_div(RowStatistics::padded(p.seqlen_q), rows), 4));
-  }
+  if (params->schedule.preprocess_ctas > 0) params->preprocess = preprocess_flags(p, params->statistics);
   FeatureParams& features = params->features;
   const int64_t scratch = kernel.bias_gradient.zeroed
                               ? plan.workspace.semaphore_offset + kernel.zeroed.bias_gradient_offset
@@ -162,22 +144,27 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   return encode_maps(plan, params) ? nullptr : "sm90: the driver could not encode a tensor map";
 }
 
-template <typename T, int kTileIndex = 0>
+template <typename T, int kHeadDim, int... kLarger>
 const char* dispatch(int tile_index, const KernelParams& params, void* stream) {
-  if constexpr (kTileIndex == kNumTiles) {
-    return "sm90: no such tile";
-  } else {
-    if constexpr (is_built(kTiles[kTileIndex].head_dim)) {
-      if (tile_index == kTileIndex) return launch<T, kTileIndex>(params, stream);
-    }
-    return dispatch<T, kTileIndex + 1>(tile_index, params, stream);
+  if constexpr (is_built(kHeadDim)) {
+    if (kTiles[tile_index].head_dim == kHeadDim) return launch<T, kHeadDim>(tile_index, params, stream);
   }
+  if constexpr (sizeof...(kLarger) > 0) {
+    return dispatch<T, kLarger...>(tile_index, params, stream);
+  } else {
+    return "sm90: no such tile";
+  }
+}
+
+template <typename T>
+const char* dispatch_head_dim(int tile_index, const KernelParams& params, void* stream) {
+  return dispatch<T, 32, 64, 80, 96, 128, 192, 256>(tile_index, params, stream);
 }
 
 const char* launch_kernel_of(const AttentionPlan& plan, const KernelParams& params, void* stream) {
   if (params.schedule.work_tiles == 0) return nullptr;
-  return params.attention.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(plan.config, params, stream)
-                                                    : dispatch<__half>(plan.config, params, stream);
+  return params.attention.dtype == DType::kBFloat16 ? dispatch_head_dim<__nv_bfloat16>(plan.config, params, stream)
+                                                    : dispatch_head_dim<__half>(plan.config, params, stream);
 }
 
 const char* finish_dq(const AttentionPlan& plan, const KernelParams& params, void* stream) {

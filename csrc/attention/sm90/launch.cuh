@@ -9,56 +9,69 @@
 
 namespace flashbwd::sm90 {
 
-// The kernel function and its number of threads, for either kind of kernel.
-template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq, bool kLarge = is_large(kTiles[kTileIndex])>
-struct Kernel {
-  using Traits = sm90::Traits<T, kTileIndex, kByHeads, kLastWritesDq>;
-  static constexpr auto kFunction = backward_kernel<Traits>;
-  static constexpr int kBlockThreads = kThreads;
-};
-
-template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq>
-struct Kernel<T, kTileIndex, kByHeads, kLastWritesDq, true> {
-  static_assert(!kLastWritesDq, "parts of a tile have turns of their own");
-  using Traits = large_head_dim::Traits<T, kTileIndex, kByHeads>;
-  static constexpr auto kFunction = large_head_dim::backward_kernel<Traits>;
-  static constexpr int kBlockThreads = kLargeThreads;
-};
-
-template <typename Kernel>
-const char* launch(const KernelParams& params, void* stream) {
-  constexpr int kSharedBytes = sizeof(typename Kernel::Traits::SharedStorage);
+template <typename Traits>
+const char* launch_kernel(void (*kernel)(KernelParams), int threads, const KernelParams& params, void* stream) {
+  constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024, "the tile does not fit in shared memory");
-  const auto kernel = Kernel::kFunction;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(params.schedule.ctas);
-    config.blockDim = dim3(Kernel::kBlockThreads);
+    config.blockDim = dim3(threads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attributes[] = {overlap_with_launch_before(), begin_together()};
     config.attrs = attributes;
     config.numAttrs = params.schedule.dispatch == Dispatch::kStatic ? 2 : 1;
-    error = launch_kernel(config, kernel, params);
+    error = flashbwd::launch_kernel(config, kernel, params);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq>
+const char* launch_kernel(const KernelParams& params, void* stream) {
+  if constexpr (is_large(kTiles[kTileIndex])) {
+    using Traits = large_head_dim::Traits<T, kTileIndex, kByHeads>;
+    return launch_kernel<Traits>(large_head_dim::backward_kernel<Traits>, kLargeThreads, params, stream);
+  } else {
+    using Traits = sm90::Traits<T, kTileIndex, kByHeads, kLastWritesDq>;
+    return launch_kernel<Traits>(backward_kernel<Traits>, kThreads, params, stream);
+  }
+}
+
+// The kernel for a tile and the choices of the schedule that are made when the kernel is compiled.
 template <typename T, int kTileIndex>
-const char* launch(const KernelParams& params, void* stream) {
+const char* launch_tile(const KernelParams& params, void* stream) {
   constexpr Tile kTile = kTiles[kTileIndex];
   const bool writes_dq = params.schedule.last_add_writes_dq, by_heads = params.schedule.heads_outermost;
   if constexpr (last_writes_dq(kTile)) {
     if (by_heads && (writes_dq || by_heads_in_turn_only(kTile))) {
-      return launch<Kernel<T, kTileIndex, true, true>>(params, stream);
+      return launch_kernel<T, kTileIndex, true, true>(params, stream);
     }
-    if (writes_dq) return launch<Kernel<T, kTileIndex, false, true>>(params, stream);
+    if (writes_dq) return launch_kernel<T, kTileIndex, false, true>(params, stream);
   }
   if constexpr (!by_heads_in_turn_only(kTile) && !has_block_mask(kTile.feature)) {
-    if (by_heads) return launch<Kernel<T, kTileIndex, true, false>>(params, stream);
+    if (by_heads) return launch_kernel<T, kTileIndex, true, false>(params, stream);
   }
-  return launch<Kernel<T, kTileIndex, false, false>>(params, stream);
+  return launch_kernel<T, kTileIndex, false, false>(params, stream);
+}
+
+// Compiles a kernel for each row of kTiles with this head dimension, from row kTileIndex on.
+template <typename T, int kHeadDim, int kTileIndex>
+const char* launch_row(int tile_index, const KernelParams& params, void* stream) {
+  if constexpr (kTileIndex == kNumTiles) {
+    return "sm90: no such tile";
+  } else {
+    if constexpr (kTiles[kTileIndex].head_dim == kHeadDim) {
+      if (tile_index == kTileIndex) return launch_tile<T, kTileIndex>(params, stream);
+    }
+    return launch_row<T, kHeadDim, kTileIndex + 1>(tile_index, params, stream);
+  }
+}
+
+template <typename T, int kHeadDim>
+const char* launch(int tile_index, const KernelParams& params, void* stream) {
+  return launch_row<T, kHeadDim, 0>(tile_index, params, stream);
 }
 
 }  // namespace flashbwd::sm90

@@ -5,28 +5,19 @@
 
 #include "../index/tile_order.h"
 #include "../pre_post/bias_gradient.h"
+#include "../problem.h"
 #include "config.h"
 #include "schedule.h"
 
 namespace flashbwd::sm90 {
 
-struct CallSizes {
-  DType dtype = DType::kBFloat16;
-  bool packed = false;
-  int64_t batch = 0, heads = 0, heads_kv = 0;
-  int64_t seqlen_q = 0, seqlen_k = 0;  // the longest when packed
-  int64_t total_k = 0;
-  bool deterministic = false;
-  bool may_skip_queries = false;  // a block mask may list no key block for a query block
-  bool bias_gradient = false;
-  BiasBroadcast bias_broadcast;
-};
-
 // Packed: after a sequence's last tile come rows of another head, whose sums a store would overwrite. If a block mask
 // skips a tile, no key block adds to it.
-inline bool adds_into_zeros(const CallSizes& sizes) { return sizes.packed || sizes.may_skip_queries; }
+inline bool adds_into_zeros(const AttentionProblem& p) {
+  return p.varlen || (p.has_block_mask && !p.block_mask_covers);
+}
 
-inline bool has_semaphores(const CallSizes& sizes) { return sizes.deterministic || !adds_into_zeros(sizes); }
+inline bool has_semaphores(const AttentionProblem& p) { return p.deterministic || !adds_into_zeros(p); }
 
 // The zeroed region of the workspace: the counter of work tiles; the count of finished dq adds of each KV head; a
 // semaphore for each part of a dq tile; a bias gradient that is added into. Offsets are bytes from its start.
@@ -36,39 +27,31 @@ struct ZeroedRegion {
   int64_t bytes = 0;
 };
 
-// Floats after the row statistics for the flags of RowsReady: one byte per 128 rows or more, in whole words per head.
-// The preprocess clears the flags that it sets, so they are not zeroed with the rest.
-inline int64_t rows_ready_words(const CallSizes& sizes) {
-  if (sizes.packed) return 0;
-  return sizes.batch * sizes.heads * ceil_div(ceil_div(sizes.seqlen_q, 128), 4);
-}
-
-inline BiasGradientScratch bias_gradient_of(const CallSizes& sizes, const Tile& tile) {
-  if (!sizes.bias_gradient) return {};
+inline BiasGradientScratch bias_gradient_of(const AttentionProblem& p, const Tile& tile) {
+  if (!p.need_dbias) return {};
+  const BiasBroadcast broadcast = {p.bias_broadcast_batch, p.bias_broadcast_head, p.bias_broadcast_row,
+                                   p.bias_broadcast_col};
   if (copies_bias(tile.feature)) {
-    return tiled_bias_gradient_scratch(sizes.bias_broadcast, sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k,
-                                       tile.block_m, tile.block_n);
+    return tiled_bias_gradient_scratch(broadcast, p.batch, p.heads, p.seqlen_q, p.seqlen_k, tile.block_m, tile.block_n);
   }
-  const int64_t key_groups = ceil_div(sizes.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys per warp
-  return bias_gradient_scratch(sizes.bias_broadcast, sizes.deterministic, sizes.batch, sizes.heads, sizes.seqlen_q,
-                               sizes.seqlen_k, 1, key_groups);
+  const int64_t key_groups = ceil_div(p.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys per warp
+  return bias_gradient_scratch(broadcast, p.deterministic, p.batch, p.heads, p.seqlen_q, p.seqlen_k, 1, key_groups);
 }
 
 // Bytes of it in the region of partial sums, before those of dk and dv.
-inline int64_t bias_scratch_bytes(const CallSizes& sizes, const Tile& tile) {
-  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  return scratch.zeroed ? 0 : round_up(scratch.bytes(sizes.dtype), int64_t{256});
+inline int64_t bias_scratch_bytes(const AttentionProblem& p, const Tile& tile) {
+  const BiasGradientScratch scratch = bias_gradient_of(p, tile);
+  return scratch.zeroed ? 0 : round_up(scratch.bytes(p.dtype), int64_t{256});
 }
 
-inline ZeroedRegion zeroed_region(const CallSizes& sizes, const Tile& tile) {
+inline ZeroedRegion zeroed_region(const AttentionProblem& p, const Tile& tile) {
   ZeroedRegion region;
   constexpr int64_t kWordBytes = sizeof(int32_t);
-  region.bytes = region.semaphore_offset = round_up(1 + sizes.batch * sizes.heads_kv, 4) * kWordBytes;
-  if (has_semaphores(sizes)) {
-    region.bytes +=
-        sizes.batch * sizes.heads * ceil_div(sizes.seqlen_q, tile.block_m) * semaphores_of_tile(tile) * kWordBytes;
+  region.bytes = region.semaphore_offset = round_up(1 + p.batch * p.heads_kv, 4) * kWordBytes;
+  if (has_semaphores(p)) {
+    region.bytes += p.batch * p.heads * ceil_div(p.seqlen_q, tile.block_m) * semaphores_of_tile(tile) * kWordBytes;
   }
-  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
+  const BiasGradientScratch scratch = bias_gradient_of(p, tile);
   if (scratch.zeroed) {
     region.bias_gradient_offset = round_up(region.bytes, 16);
     region.bytes = region.bias_gradient_offset + scratch.elements * static_cast<int64_t>(sizeof(float));

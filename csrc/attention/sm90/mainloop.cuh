@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "dq_accumulate.cuh"
 #include "fragments.cuh"
 #include "kernel_params.h"
 #include "score_mod/score_mod.cuh"
@@ -18,6 +19,7 @@ template <typename Traits, int kDqColumns>
 struct Mainloop {
   using T = typename Traits::T;
   using ScoreMod = sm90::ScoreMod<Traits>;
+  using DqHandover = sm90::DqHandover<Traits>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
@@ -44,7 +46,7 @@ struct Mainloop {
   const typename Traits::WorkTile& work;
   int32_t warpgroup;
   uint32_t& last_turns;  // a phase bit for each buffer of dq, flipped by each last add
-  std::conditional_t<Traits::kBlockMask, ListedStep, QueryIterator> step{work, work.first_index};
+  std::conditional_t<Traits::kBlockMask, ListedStep, QueryIterator> step{work};
   uint32_t visible[Traits::kBitWords];  // block masks: a bit for each of the thread's scores in this iteration
   // Copied from work, because every iteration needs them and shared memory would answer too late.
   BlockRange interior = work.interior;
@@ -99,32 +101,32 @@ struct Mainloop {
       wait_scores();
       issue_s(s);
       if constexpr (kEarlyDv) {
-        const bool is_last = wait_dq_buffer(index);
+        const bool is_last = DqHandover::wait_buffer(*this, index);
         wait_products<kKeyParts>();  // dQ
         signal_scores(warpgroup);
         release(stage, dout_stage);
-        write_dq(dq, index, is_last);
+        DqHandover::write(*this, dq, index, is_last);
       } else {
         signal_scores(warpgroup);
         issue_dk(ds16, dk, stage);
-        const bool is_last = wait_dq_buffer(index);
+        const bool is_last = DqHandover::wait_buffer(*this, index);
         wait_products<2 * kKeyParts>();  // dQ
-        write_dq(dq, index, is_last);
+        DqHandover::write(*this, dq, index, is_last);
         wait_products<0>();
         release(stage, dout_stage);
       }
       score_gradients(s, p16, ds16, dv);
     }
     const int32_t stage = QueryRing::stage(step.index);
-    arrive(&smem.v_empty);
+    arrive_warp(&smem.v_empty, lane);
     issue_dq(p16, ds16, dq, dk, dv);
     ScoreMod::store_bias_gradient(*this);
     if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
-    const bool is_last = wait_dq_buffer(step.index);
+    const bool is_last = DqHandover::wait_buffer(*this, step.index);
     wait_products<0>();
     release(stage, DoutRing::stage(step.index));
-    arrive(&smem.k_empty);
-    write_dq(dq, step.index, is_last);
+    arrive_warp(&smem.k_empty, lane);
+    DqHandover::write(*this, dq, step.index, is_last);
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
       fence_registers(dk[part]);
@@ -286,14 +288,14 @@ struct Mainloop {
     if constexpr (Traits::kBlockMask) {
       return entry().query_block;
     } else {
-      return step.query_block;
+      return step.query_block();
     }
   }
   __device__ __forceinline__ int32_t head() const {
     if constexpr (Traits::kBlockMask) {
       return entry().head;
     } else {
-      return step.head;
+      return step.head();
     }
   }
   // The mask of this iteration's tile.
@@ -308,12 +310,6 @@ struct Mainloop {
     for (int part = 0; part < kKeyParts; ++part) fence_registers(values[part]);
   }
 
-  // Says that this warp has read what the barrier guards.
-  __device__ __forceinline__ void arrive(uint64_t* barrier) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier);
-  }
-
   // Releases these stages of q and dout. Every thread arrives, because each has read row statistics.
   __device__ __forceinline__ void release(int32_t stage, int32_t dout_stage) {
     ScoreMod::release_gradients();
@@ -321,46 +317,6 @@ struct Mainloop {
     mbarrier_arrive(&smem.q_empty[stage]);
   }
 
-  // Waits for the buffer of this iteration. Returns true if this is the last add to its tile: then the buffer holds
-  // the sums of the earlier adds. The answer arrives while products run.
-  __device__ __forceinline__ bool wait_dq_buffer(int32_t index) {
-    if constexpr (!Traits::kLastWritesDq) return false;
-    const int32_t buffer = index % kStoreWarps;
-    named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-    const bool is_last = mbarrier_test(&smem.sums_full[buffer], last_turns >> buffer & 1);
-    last_turns ^= static_cast<uint32_t>(is_last) << buffer;
-    return is_last;
-  }
-
-  // Columns of the head dimension from the first one of this warpgroup's part of dq on.
-  __device__ __forceinline__ int32_t dq_columns() const {
-    return params.attention.head_dim - warpgroup % Traits::kDqColumnParts * 64;
-  }
-
-  // Writes dq to the buffer of this iteration when the store warp has released it.
-  __device__ __forceinline__ void write_dq(Dq& dq, int32_t index, bool is_last = false) {
-    fence_registers(dq);
-    const int32_t buffer = index % kStoreWarps;
-    if constexpr (!Traits::kLastWritesDq) {
-      named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-    }
-    if (Traits::kLastWritesDq && is_last) {
-      finish_dq(dq, smem.dq[buffer][warpgroup]);
-    } else {
-      store_dq_boxes(smem.dq[buffer][warpgroup], dq, dq_columns(), warp, lane);
-    }
-    named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
-  }
-
-  // Adds the sums of the earlier adds and writes dq in 16 bits: one chunk of 64 columns in place of the first box. A
-  // warp overwrites only its own rows.
-  __device__ __forceinline__ void finish_dq(Dq& dq, float (*boxes)[64 * 32]) {
-    add_dq_boxes(dq, boxes, dq_columns(), warp, lane);
-#pragma unroll
-    for (float& value : dq) value *= params.gradient_scale;
-    __syncwarp();
-    stage_16bit<T, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
-  }
   __device__ __forceinline__ void wait_keys() {
     mbarrier_wait(&smem.k_full, work.keys_phase);
     mbarrier_wait(&smem.v_full, work.keys_phase);

@@ -7,6 +7,7 @@
 
 #include "../index/tile_order.h"
 #include "../pre_post/row_statistics.h"
+#include "../pre_post/rows_ready.h"
 #include "config.h"
 #include "layout.h"
 #include "schedule.h"
@@ -66,24 +67,6 @@ int tile_of(const AttentionProblem& problem) {
 int64_t most_work_tiles(const AttentionProblem& p, const Tile& tile) {
   if (p.varlen) return varlen_work_tiles(p.total_k, p.batch, p.heads_kv, tile.block_n);
   return p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
-}
-
-CallSizes sizes_of(const AttentionProblem& problem) {
-  CallSizes sizes;
-  sizes.dtype = problem.dtype;
-  sizes.packed = problem.varlen;
-  sizes.batch = problem.batch;
-  sizes.heads = problem.heads;
-  sizes.heads_kv = problem.heads_kv;
-  sizes.seqlen_q = problem.seqlen_q;
-  sizes.seqlen_k = problem.seqlen_k;
-  sizes.total_k = problem.total_k;
-  sizes.deterministic = problem.deterministic;
-  sizes.may_skip_queries = problem.has_block_mask && !problem.block_mask_covers;
-  sizes.bias_gradient = problem.need_dbias;
-  sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
-                          problem.bias_broadcast_col};
-  return sizes;
 }
 
 std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
@@ -153,12 +136,11 @@ std::string slower(const AttentionProblem& problem) {
 void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPlan* plan) {
   const int tile_index = tile_of(problem);
   const Tile& tile = kTiles[tile_index];
-  const CallSizes sizes = sizes_of(problem);
   KernelPlan& kernel = plan->sm90;
   kernel.schedule = choose_schedule(problem, tile, device.sm_count);
-  kernel.zeroed = zeroed_region(sizes, tile);
-  kernel.has_semaphores = has_semaphores(sizes);
-  kernel.bias_gradient = bias_gradient_of(sizes, tile);
+  kernel.zeroed = zeroed_region(problem, tile);
+  kernel.has_semaphores = has_semaphores(problem);
+  kernel.bias_gradient = bias_gradient_of(problem, tile);
 
   plan->block_m = tile.block_m;
   plan->block_n = tile.block_n;
@@ -172,14 +154,14 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   WorkspaceRequest request;
   request.accumulator = true;
   request.dq_parted = true;
-  request.zero_accumulator = adds_into_zeros(sizes);
+  request.zero_accumulator = adds_into_zeros(problem);
   request.semaphore_bytes = kernel.zeroed.bytes;
-  const int64_t bias_bytes = bias_scratch_bytes(sizes, tile);
+  const int64_t bias_bytes = bias_scratch_bytes(problem, tile);
   request.partial_bytes = bias_bytes + partial_elements(problem, kernel.schedule) * static_cast<int64_t>(sizeof(float));
   // lse * log2(e), delta, and the flags of an overlapped preprocess
   request.delta_rows =
       2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q) +
-      rows_ready_words(sizes);
+      rows_ready_words(problem.varlen, problem.batch, problem.heads, problem.seqlen_q);
   plan->workspace = plan_workspace(problem, request);
   kernel.partial_sums_offset = plan->workspace.partial_offset + bias_bytes;
 }

@@ -4,7 +4,9 @@
 
 #include <type_traits>
 
+#include "../../common/pipeline.cuh"
 #include "../index/dq_order.h"
+#include "../index/query_iterator.h"
 #include "../index/query_loop.h"
 #include "../index/tile_order.h"
 #include "../sequence.cuh"
@@ -12,6 +14,14 @@
 #include "kernel_params.h"
 
 namespace flashbwd::sm90 {
+
+__device__ __forceinline__ void prefetch_tensor_maps(const TensorMaps& maps) {
+  prefetch_tensor_map(&maps.q);
+  prefetch_tensor_map(&maps.k);
+  prefetch_tensor_map(&maps.v);
+  prefetch_tensor_map(&maps.dout);
+  prefetch_tensor_map(&maps.dq_accumulator);
+}
 
 // The two places in shared memory for work tiles. Each role goes through them: it waits for a tile, works, and releases
 // the place.
@@ -34,8 +44,6 @@ struct SchedulerState {
   // ahead of the loader, which would then wait forever.
   uint32_t keys_phase = 0;
 };
-
-struct QueryIterator;
 
 // One key block, of a mirrored pair one of its two parts. kByHeads_: heads are outermost in the query loop
 // (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a block mask lists
@@ -183,63 +191,30 @@ struct WorkTile : ListedLoop<kListed_> {
   }
 };
 
-// A position in the query loop of a work tile. Heads are innermost: the loop visits a query block for all heads, then
-// the next block. In windows heads are outermost (WorkTile::kByHeads): CTAs side by side are then in the same head, and
-// L2 holds what all of them need of it.
-struct QueryIterator {
-  int32_t index;  // counts on from work tile to work tile, as the pipelines do
-  int32_t end;    // index after the last iteration of this work tile
-  int32_t head;   // query head
-  int32_t query_block;
-
-  template <typename Tile>
-  __device__ QueryIterator(const Tile& tile, int32_t first_index)
-      : index(first_index),
-        end(first_index + tile.iterations),
-        head(tile.first_head),
-        query_block(tile.first_block),
-        first_head_(tile.first_head),
-        end_head_(tile.end_head),
-        stride_(tile.descending ? -1 : 1) {}
-
-  template <typename Tile>
-  __device__ void advance(const Tile& tile) {
-    advance(tile, stride_, first_head_, end_head_);
+// Calls visit(work) for each work tile of this CTA. Every role goes from work tile to work tile in this way.
+template <typename SharedStorage, typename Visit>
+__device__ __forceinline__ void for_each_work_tile(SharedStorage& smem, Visit visit) {
+  for (TileSlot slot;; slot.advance()) {
+    mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+    const auto& work = smem.work[slot.index()];
+    if (work.exhausted) return;
+    visit(work);
+    mbarrier_arrive(&smem.work_empty[slot.index()]);
   }
+}
 
-  // For a thread with few registers: reads from shared memory what does not change.
-  template <typename Tile>
-  __device__ void advance_rereading(const Tile& tile) {
-    advance(tile, tile.descending ? -1 : 1, tile.first_head, tile.end_head);
+// The same for warpgroups with few registers: the slot is read from shared memory again after each visit.
+template <typename SharedStorage, typename Visit>
+__device__ __forceinline__ void for_each_work_tile_rereading(SharedStorage& smem, Visit visit) {
+  for (TileSlot slot;;) {
+    mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
+    const auto& work = smem.work[slot.index()];
+    if (work.exhausted) return;
+    visit(work);
+    slot = work.slot;
+    mbarrier_arrive(&smem.work_empty[slot.index()]);
+    slot.advance();
   }
-
- private:
-  // References, so that only what is needed is read.
-  template <typename Tile>
-  __device__ __forceinline__ void advance(const Tile& tile, int32_t stride, const int32_t& first_head,
-                                          const int32_t& end_head) {
-    ++index;
-    if constexpr (Tile::kByHeads) {
-      query_block += stride;
-      if (query_block == tile.past_block) {
-        query_block = tile.first_block;
-        ++head;
-      }
-    } else if (++head == end_head) {
-      head = first_head;
-      query_block += stride;
-      if (Tile::kStaggers && query_block == tile.past_block) query_block = tile.query_range.begin;
-    }
-  }
-
-  int32_t first_head_, end_head_, stride_;
-};
-
-// Stage and parity of a pipeline of kStages buffers at iteration `index`.
-template <int kStages>
-struct Ring {
-  static __device__ __forceinline__ int32_t stage(int32_t index) { return index % kStages; }
-  static __device__ __forceinline__ uint32_t phase(int32_t index) { return index / kStages & 1; }
-};
+}
 
 }  // namespace flashbwd::sm90

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "../../common/hopper.cuh"
+#include "../../common/philox_fragments.cuh"
 #include "../../common/wgmma.cuh"
 #include "config.h"
 #include "dq_semaphores.cuh"
-#include "score_mod/dropout_mask.cuh"
 #include "tile_scheduler.cuh"
 
 namespace flashbwd::sm90 {
@@ -133,18 +133,9 @@ struct Traits {
     mbarrier_init(&smem.work_wanted, 1);
     for (uint64_t& barrier : smem.sums_full) mbarrier_init(&barrier, 1);
     for (StoreWarpCounts& counts : smem.store_warps) counts = {};
-    for (int slot = 0; slot < 2; ++slot) {
-      mbarrier_init(&smem.work_full[slot], 1);
-      mbarrier_init(&smem.work_empty[slot], kConsumerThreads + kStoreWarps * 32 + 1);
-    }
-    for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(&smem.q_full[stage], 1);
-      mbarrier_init(&smem.q_empty[stage], kConsumerThreads);
-    }
-    for (int stage = 0; stage < kDoutStages; ++stage) {
-      mbarrier_init(&smem.dout_full[stage], 1);
-      mbarrier_init(&smem.dout_empty[stage], kConsumerThreads);
-    }
+    init_ring(smem.work_full, 1, smem.work_empty, kConsumerThreads + kStoreWarps * 32 + 1);
+    init_ring(smem.q_full, 1, smem.q_empty, kConsumerThreads);
+    init_ring(smem.dout_full, 1, smem.dout_empty, kConsumerThreads);
     fence_mbarrier_init();
   }
 };

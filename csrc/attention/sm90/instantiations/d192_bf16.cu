@@ -1,9 +1,3 @@
 #include "../launch.cuh"
 
-namespace flashbwd::sm90 {
-
-template const char* launch<__nv_bfloat16, tile_of_unequal(192, 128)>(const KernelParams&, void*);
-template const char* launch<__nv_bfloat16, tile_of(192)>(const KernelParams&, void*);
-template const char* launch<__nv_bfloat16, tile_of(192, Feature::kAny)>(const KernelParams&, void*);
-
-}  // namespace flashbwd::sm90
+template const char* flashbwd::sm90::launch<__nv_bfloat16, 192>(int, const KernelParams&, void*);

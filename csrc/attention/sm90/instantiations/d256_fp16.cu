@@ -1,8 +1,3 @@
 #include "../launch.cuh"
 
-namespace flashbwd::sm90 {
-
-template const char* launch<__half, tile_of(256)>(const KernelParams&, void*);
-template const char* launch<__half, tile_of(256, Feature::kAny)>(const KernelParams&, void*);
-
-}  // namespace flashbwd::sm90
+template const char* flashbwd::sm90::launch<__half, 256>(int, const KernelParams&, void*);

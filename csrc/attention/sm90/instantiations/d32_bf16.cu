@@ -1,8 +1,3 @@
 #include "../launch.cuh"
 
-namespace flashbwd::sm90 {
-
-template const char* launch<__nv_bfloat16, tile_by_queries(32)>(const KernelParams&, void*);
-template const char* launch<__nv_bfloat16, tile_of(32)>(const KernelParams&, void*);
-
-}  // namespace flashbwd::sm90
+template const char* flashbwd::sm90::launch<__nv_bfloat16, 32>(int, const KernelParams&, void*);

@@ -1,9 +1,4 @@
-// For products of 80 columns.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // CuTe then has products of 80 columns
 #include "../launch.cuh"
 
-namespace flashbwd::sm90 {
-
-template const char* launch<__nv_bfloat16, tile_of(80)>(const KernelParams&, void*);
-
-}  // namespace flashbwd::sm90
+template const char* flashbwd::sm90::launch<__nv_bfloat16, 80>(int, const KernelParams&, void*);

@@ -9,43 +9,11 @@
 
 namespace flashbwd::sm90::large_head_dim {
 
-// Lane 0 arrives for its warp; waiters see what the warp did before.
-__device__ __forceinline__ void arrive_warp(uint64_t* barrier, int32_t lane) {
-  __syncwarp();
-  if (lane == 0) mbarrier_arrive(barrier);
-}
-
 // The first key of the other CTA of the cluster, relative to this CTA's.
 template <typename Traits>
 __device__ __forceinline__ int32_t other_keys(int32_t rank) {
   return rank == 0 ? Traits::kBlockN : -Traits::kBlockN;
 }
-
-// A QueryIterator that holds only its index and computes the rest from shared memory on demand: for warpgroups with few
-// registers.
-template <typename WorkTile>
-struct SmallQueryIterator {
-  const WorkTile& work;
-  int32_t index = work.first_index;
-
-  __device__ __forceinline__ void advance(const WorkTile&) { ++index; }
-  __device__ __forceinline__ int32_t head() const {
-    const int32_t heads = work.end_head - work.first_head, steps = index - work.first_index;
-    if constexpr (WorkTile::kByHeads) return work.first_head + steps / work.query_range.size();
-    return work.first_head + (heads == 1 ? 0 : steps % heads);
-  }
-  __device__ __forceinline__ int32_t query_block() const {
-    const int32_t heads = work.end_head - work.first_head;
-    int32_t blocks_before = index - work.first_index;
-    if constexpr (WorkTile::kByHeads) {
-      blocks_before %= work.query_range.size();
-    } else if (heads != 1) {
-      blocks_before /= heads;
-    }
-    const int32_t block = work.descending ? work.first_block - blocks_before : work.first_block + blocks_before;
-    return WorkTile::kStaggers && block >= work.query_range.end ? block - work.query_range.size() : block;
-  }
-};
 
 // What the warpgroups P and dS have in common.
 template <typename Traits>
@@ -65,26 +33,11 @@ struct Consumer {
   const KernelParams& params;
   SharedStorage& smem;
   const WorkTile& work;
-  std::conditional_t<kFewRegisters, SmallQueryIterator<WorkTile>, QueryIterator> step{work, work.first_index};
+  std::conditional_t<kFewRegisters, SmallQueryIterator<WorkTile>, QueryIterator> step{work};
   int32_t thread = threadIdx.x % kWarpgroupThreads;
   int32_t warp = thread / 32;
   int32_t lane = thread % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
-
-  __device__ __forceinline__ int32_t query_block() const {
-    if constexpr (kFewRegisters) {
-      return step.query_block();
-    } else {
-      return step.query_block;
-    }
-  }
-  __device__ __forceinline__ int32_t head() const {
-    if constexpr (kFewRegisters) {
-      return step.head();
-    } else {
-      return step.head;
-    }
-  }
 
   // Read from shared memory each time, because registers are few.
   __device__ __forceinline__ bool is_last() const { return step.index + 1 == work.first_index + work.iterations; }
@@ -92,7 +45,7 @@ struct Consumer {
   // True if rows of this tile belong to no sequence, and must be zeroed before a product reads them.
   __device__ bool is_poisoned(int32_t valid, int32_t rows) const { return params.rows_may_be_poisoned && valid < rows; }
   __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
-  __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - this->query_block() * kBlockM; }
+  __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - step.query_block() * kBlockM; }
 
   // Both warpgroups come here before either reads dout of an iteration.
   __device__ __forceinline__ void wait_dout() {

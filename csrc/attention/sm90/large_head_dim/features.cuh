@@ -3,11 +3,9 @@
 // come from L2.
 #pragma once
 
-#include "../../../common/numeric.cuh"
-#include "../../../common/philox.cuh"
+#include "../../../common/philox_fragments.cuh"
 #include "../fragments.cuh"
 #include "../kernel_params.h"
-#include "../score_mod/dropout_mask.cuh"
 
 namespace flashbwd::sm90::large_head_dim {
 
@@ -15,21 +13,6 @@ namespace flashbwd::sm90::large_head_dim {
 // set if dropout dropped it.
 __device__ __forceinline__ float encode_probability(float p, bool kept) { return kept ? p : -p; }
 __device__ __forceinline__ bool is_kept(float encoded) { return __float_as_int(encoded) >= 0; }
-
-// Loads in program order: otherwise the compiler loads a whole tile ahead, into registers that do not exist.
-__device__ __forceinline__ float4 load_in_order(const float4& place) {
-  float4 value;
-  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(smem_address(&place))
-               : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_in_order(float4& place, const float4& value) {
-  asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(&place)), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
-}
 
 // A thread's part of a tile of scores (fragments.cuh): value v is query i0 + 8 (v / 4) + v % 2, key j0 + 8 (v % 4 / 2).
 // Tiles begin at multiples of kBlockM and kBlockN.
@@ -85,7 +68,7 @@ struct ScoreTile {
     }
   }
 
-  // The bits are those of ../score_mod/dropout_mask.cuh.
+  // The bits are those of ../../../common/philox_fragments.cuh.
   __device__ __forceinline__ uint32_t dropped() const {
     const AttentionBackwardParams& p = params.attention;
     if (p.dropout_p == 0.f) return 0;

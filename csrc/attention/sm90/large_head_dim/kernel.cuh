@@ -33,20 +33,6 @@ __device__ __forceinline__ void store_dk(const KernelParams& params, typename Tr
   mbarrier_arrive(&smem.v_empty);
 }
 
-// Calls `visit` for each work tile. Counts lie in shared memory because registers are few.
-template <typename Traits, typename Visit>
-__device__ __forceinline__ void for_each_tile(typename Traits::SharedStorage& smem, Visit visit) {
-  for (TileSlot slot;;) {
-    mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-    const typename Traits::WorkTile& work = smem.work[slot.index()];
-    if (work.exhausted) break;
-    visit(work);
-    slot = work.slot;
-    mbarrier_arrive(&smem.work_empty[slot.index()]);
-    slot.advance();
-  }
-}
-
 template <typename Traits>
 __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads, 1)
     backward_kernel(const __grid_constant__ KernelParams params) {
@@ -60,11 +46,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
   const int32_t lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    prefetch_tensor_map(&params.maps.q);
-    prefetch_tensor_map(&params.maps.k);
-    prefetch_tensor_map(&params.maps.v);
-    prefetch_tensor_map(&params.maps.dout);
-    prefetch_tensor_map(&params.maps.dq_accumulator);
+    prefetch_tensor_maps(params.maps);
     Traits::init_barriers(smem);
   }
   if (params.preprocess.words == nullptr) wait_for_launch_before();
@@ -83,7 +65,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     }
   } else if (warpgroup == 1) {
     grow_registers<Traits::kRegisters.probabilities>();
-    for_each_tile<Traits>(smem, [&](const WorkTile& work) {
+    for_each_work_tile_rereading(smem, [&](const WorkTile& work) {
       if (work.iterations == 0) {
         zero_gradient<typename Traits::T>(params.dv, work, 0);
         return;
@@ -96,7 +78,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     });
   } else if (warpgroup == 2) {
     grow_registers<Traits::kRegisters.score_gradients>();
-    for_each_tile<Traits>(smem, [&](const WorkTile& work) {
+    for_each_work_tile_rereading(smem, [&](const WorkTile& work) {
       if (work.iterations == 0) {
         zero_gradient<typename Traits::T>(params.dk, work, 0);
         return;
@@ -112,7 +94,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     const auto rank = static_cast<int32_t>(rank_in_cluster());
     QueryGradients<Traits>::expect_first(smem);
     int32_t count = 0;  // of chunks of 64 columns
-    for_each_tile<Traits>(smem, [&](const WorkTile& work) {
+    for_each_work_tile_rereading(smem, [&](const WorkTile& work) {
       if (work.iterations > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
     });
   }

@@ -8,7 +8,8 @@
 
 #include <algorithm>
 
-#include "bias_gradient.cuh"
+#include "../../pre_post/bias_gradient_writer.cuh"
+#include "../../pre_post/dq_boxes.cuh"
 #include "consumer.cuh"
 #include "features.cuh"
 
@@ -87,7 +88,7 @@ struct Probabilities : Consumer<Traits> {
   }
 
   __device__ __forceinline__ ScoreTile<Traits> score_tile() const {
-    return {params, work, this->head(), this->query_block() * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
+    return {params, work, step.head(), step.query_block() * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
   }
 
   __device__ __forceinline__ uint32_t draw() const {
@@ -112,8 +113,8 @@ struct Probabilities : Consumer<Traits> {
       const BlockRange interior = work.interior;
       exponentiate(s, RowPairs<0>(&smem.lse_log2[stage][pair]), params.attention.softmax_scale * kLog2E);
       mbarrier_arrive(&smem.q_empty[stage]);
-      if (!interior.contains(this->query_block())) {
-        const TileVisibility tile(work.visibility, work.first_key, this->query_block() * kBlockM);
+      if (!interior.contains(step.query_block())) {
+        const TileVisibility tile(work.visibility, work.first_key, step.query_block() * kBlockM);
         mask(s, tile, warp * 16 + lane / 4, pair);
       }
       mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
@@ -137,9 +138,13 @@ struct ScoreGradients : Consumer<Traits> {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kOperandRegisters = 4 * std::max(Traits::kValueSteps, 1);  // of v, see Traits::kValueSteps
   // Unused in kernels without a bias gradient.
-  BiasGradientWriter<Traits> bias_gradient{Base::params, Base::work, Base::lane,
-                                           Base::work.key_block * Traits::kWarps + Base::warp,
-                                           Base::work.first_key + Base::warp * 16 + Base::lane / 4};
+  BiasGradientWriter<T, kBlockM, typename Traits::WorkTile> bias_gradient{
+      Base::params.features.bias_gradient,
+      Base::params.attention,
+      Base::work,
+      Base::lane,
+      Base::work.key_block * Traits::kWarps + Base::warp,
+      Base::work.first_key + Base::warp * 16 + Base::lane / 4};
 
   // dk: (kBlockN, kHeadDim)
   __device__ __forceinline__ void run(float (&dk)[Traits::kHeadDim / 2]) {
@@ -222,15 +227,15 @@ struct ScoreGradients : Consumer<Traits> {
   // No product is outstanding.
   __device__ __forceinline__ void store(uint32_t (&ds16)[kBlockM / 4], const float (&ds)[kBlockM / 2]) {
     if constexpr (Traits::kBiasGradient) {
-      bias_gradient.add(ds, this->head(), this->query_block() * kBlockM + pair);
+      bias_gradient.add(ds, step.head(), step.query_block() * kBlockM + pair);
       if (this->is_last() || params.attention.heads != params.attention.heads_kv) {
-        bias_gradient.add_key_sums(this->head());
+        bias_gradient.add_key_sums(step.head());
       }
     }
     const int32_t buffer = DsRing::stage(step.index);
     pack<T>(ds16, ds);
     mbarrier_wait(&smem.ds_empty[buffer], DsRing::phase(step.index) ^ 1);
-    store_ds<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
+    store_operand<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
     fence_async_shared();
     arrive_warp(&smem.ds_full[buffer], lane);
     if (Traits::kPairs && elect_one()) {
@@ -267,9 +272,9 @@ struct QueryGradients {
       scrub<Traits::kOtherChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
 #pragma unroll 1
-    for (QueryIterator step(work, work.first_index); step.index < step.end; step.advance(work)) {
+    for (QueryIterator step(work); step.index < step.end; step.advance(work)) {
       const int32_t buffer = DsRing::stage(step.index);
-      const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
+      const BlockRange chunks = Traits::chunks_of(rank, step.query_block());
       mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(step.index));
       if constexpr (Traits::kPairs) {
         mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(step.index));

@@ -2,6 +2,7 @@
 // loads k and v. Each goes from work tile to work tile by itself, as in ../producer.cuh.
 #pragma once
 
+#include "../dq_semaphores.cuh"
 #include "../producer.cuh"
 #include "mainloop.cuh"
 
@@ -38,14 +39,10 @@ struct Producer {
 
   // One thread.
   static __device__ void load_queries(const KernelParams& params, SharedStorage& smem) {
-    for (TileSlot slot;; slot.advance()) {
-      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-      const WorkTile& work = smem.work[slot.index()];
-      if (work.exhausted) return;
+    for_each_work_tile(smem, [&](const WorkTile& work) {
       if (work.iterations > 0) Loader::load_queries(params, smem, work, [] {});
       mbarrier_arrive(&smem.work_wanted);
-      mbarrier_arrive(&smem.work_empty[slot.index()]);
-    }
+    });
   }
 
   // One of kDqAdders threads: adds the dq tiles of every other iteration to the accumulator, and counts each work
@@ -53,16 +50,12 @@ struct Producer {
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t adder) {
     int32_t count = 0;    // chunks of 64 columns so far, of all adders
     uint32_t phases = 0;  // a bit for each buffer, of this adder
-    for (TileSlot slot;; slot.advance()) {
-      mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-      const WorkTile& work = smem.work[slot.index()];
-      if (work.exhausted) break;
+    for_each_work_tile(smem, [&](const WorkTile& work) {
       store_dq_of_tile(params, smem, work, rank, adder, count, phases);
       bulk_wait<0>();
       fence_async_global();
       add_release(params.dq.finished + int64_t{work.batch} * params.attention.heads_kv + work.head_kv, 1);
-      mbarrier_arrive(&smem.work_empty[slot.index()]);
-    }
+    });
   }
 
  private:
@@ -137,18 +130,18 @@ struct Producer {
     using DqRing = Ring<Traits::kDqBuffers>;
     const AttentionBackwardParams& p = params.attention;
     DqTurn turn;
-    for (QueryIterator step(work, work.first_index); step.index < step.end; step.advance(work)) {
-      const BlockRange chunks = Traits::chunks_of(rank, step.query_block);
+    for (QueryIterator step(work); step.index < step.end; step.advance(work)) {
+      const BlockRange chunks = Traits::chunks_of(rank, step.query_block());
       if (step.index % kDqAdders != adder) {
         count += chunks.size();
         continue;
       }
       const bool packed = p.cu_seqlens_q != nullptr;
-      int32_t row = step.query_block * Traits::kBlockM;
+      int32_t row = step.query_block() * Traits::kBlockM;
       // Packed: all heads of a sequence are one run of rows.
-      if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head * work.sequence.rows_q;
-      const int32_t slab = packed ? 0 : work.batch * p.heads + step.head;
-      change_turns<Traits>(params, turn, work, rank, step.head, step.query_block);
+      if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head() * work.sequence.rows_q;
+      const int32_t slab = packed ? 0 : work.batch * p.heads + step.head();
+      change_turns<Traits>(params, turn, work, rank, step.head(), step.query_block());
       // Counted adds may wait for their turn before dq is ready.
       if (params.schedule.counts_adds()) begin_turn(params, turn);
 #pragma unroll 1

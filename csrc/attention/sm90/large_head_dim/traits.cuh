@@ -114,10 +114,7 @@ struct Traits {
   static __device__ void init_barriers(SharedStorage& smem) {
     mbarrier_init(&smem.tile_full, 1);
     mbarrier_init(&smem.tile_empty, 1);
-    for (int slot = 0; slot < 2; ++slot) {
-      mbarrier_init(&smem.work_full[slot], 1);
-      mbarrier_init(&smem.work_empty[slot], kWorkReaders);
-    }
+    init_ring(smem.work_full, 1, smem.work_empty, kWorkReaders);
     mbarrier_init(&smem.work_wanted, 1);
     mbarrier_init(&smem.k_empty, 2 * kWarps);
     mbarrier_init(&smem.v_empty, kWarpgroupThreads);
@@ -125,18 +122,9 @@ struct Traits {
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.k_other_full, 1);
-    for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(&smem.q_full[stage], 1);
-      mbarrier_init(&smem.q_empty[stage], kWarpgroupThreads + kWarps);
-    }
-    for (int stage = 0; stage < kDoutStages; ++stage) {
-      mbarrier_init(&smem.dout_full[stage], 1);
-      mbarrier_init(&smem.dout_empty[stage], kWarpgroupThreads + kWarps);
-    }
-    for (int warp = 0; warp < kWarps; ++warp) {
-      mbarrier_init(&smem.p_full[warp], 32);
-      mbarrier_init(&smem.p_empty[warp], 32);
-    }
+    init_ring(smem.q_full, 1, smem.q_empty, kWarpgroupThreads + kWarps);
+    init_ring(smem.dout_full, 1, smem.dout_empty, kWarpgroupThreads + kWarps);
+    init_ring(smem.p_full, 32, smem.p_empty, 32);
     for (int buffer = 0; buffer < kDsBuffers; ++buffer) {
       mbarrier_init(&smem.ds_full[buffer], kWarps);
       mbarrier_init(&smem.ds_empty[buffer], kCtas * kWarps);

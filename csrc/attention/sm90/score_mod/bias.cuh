@@ -7,14 +7,6 @@
 
 namespace flashbwd::sm90 {
 
-// The address at which lane `lane` of warp `warp` finds its row of the first 16 queries. Matrices of 8 x 8 lie in the
-// order of a fragment (fragments.cuh): the two of the warp's keys, then those 8 queries further.
-__device__ __forceinline__ uint32_t score_tile_place(int32_t warp, int32_t lane) {
-  const int32_t query = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-  return query * kChunkRowBytes + swizzled(piece, query) * 16;
-}
-constexpr int kScoreTileStep = 16 * kChunkRowBytes;  // bytes to the next 16 queries
-
 // S becomes P = exp(scale * S + bias - lse).
 template <typename T, int kValues, int kEarly>
 __device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint32_t place,
@@ -22,7 +14,7 @@ __device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint
 #pragma unroll
   for (int k = 0; k < kValues / 8; ++k) {
     uint32_t bias[4];
-    load_matrix_x4_transposed(place + k * kScoreTileStep, bias[0], bias[1], bias[2], bias[3]);
+    load_matrix_x4_transposed(place + k * kTransposedStep, bias[0], bias[1], bias[2], bias[3]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 lse = lse_log2[2 * k + i / 2], b = unpack2<T>(bias[i]);
@@ -30,16 +22,6 @@ __device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint
       value[0] = exp2_approximate(value[0] * scale_log2 + (b.x * kLog2E - lse.x));
       value[1] = exp2_approximate(value[1] * scale_log2 + (b.y * kLog2E - lse.y));
     }
-  }
-}
-
-// Stores dS^T of one warp where it has read the bias.
-template <int kPairs>
-__device__ __forceinline__ void store_score_tile(uint32_t place, const uint32_t (&ds16)[kPairs]) {
-#pragma unroll
-  for (int k = 0; k < kPairs / 4; ++k) {
-    store_matrix_x4_transposed(place + k * kScoreTileStep, ds16[4 * k], ds16[4 * k + 1], ds16[4 * k + 2],
-                               ds16[4 * k + 3]);
   }
 }
 
@@ -58,7 +40,7 @@ struct BiasScores : PlainScores<Traits> {
 
   template <typename Consumer>
   static __device__ __forceinline__ void store_gradients(const Consumer& c, const typename Base::Operand& ds16) {
-    store_score_tile(place(c), ds16[0]);
+    store_operand_transposed(place(c), ds16[0]);
   }
 
   // Stores dS of this iteration as the gradient of the bias. The whole warpgroup has written it.
@@ -66,7 +48,7 @@ struct BiasScores : PlainScores<Traits> {
   static __device__ __forceinline__ void store_bias_gradient(const Consumer& c) {
     if (c.params.features.bias_gradient.mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
       tensor_store_4d(&c.params.maps.bias_gradient, tile(c), c.work.first_key + c.own_key,
-                      c.step.query_block * Traits::kBlockM, c.step.head, c.work.batch, kEvictFirst);
+                      c.step.query_block() * Traits::kBlockM, c.step.head(), c.work.batch, kEvictFirst);
       bulk_commit();
     }
   }
@@ -80,7 +62,7 @@ struct BiasScores : PlainScores<Traits> {
   }
   template <typename Consumer>
   static __device__ __forceinline__ uint32_t place(const Consumer& c) {
-    return smem_address(tile(c)) + score_tile_place(c.warp, c.lane);
+    return smem_address(tile(c)) + transposed_place(c.warp, c.lane);
   }
 };
 

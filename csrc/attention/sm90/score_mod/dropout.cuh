@@ -3,8 +3,8 @@
 // alone.
 #pragma once
 
+#include "../../../common/philox_fragments.cuh"
 #include "../traits.cuh"
-#include "dropout_mask.cuh"
 #include "plain.cuh"
 
 namespace flashbwd::sm90 {
@@ -49,8 +49,8 @@ struct DroppedScores : Base {
   __device__ __forceinline__ void draw(const Consumer& c) {
     const AttentionBackwardParams& p = c.params.attention;
     const uint32_t threshold = c.params.features.dropout_threshold;
-    const uint64_t plane = uint64_t{static_cast<uint32_t>(c.work.batch)} * p.heads + c.step.head;
-    const int32_t first_query = c.step.query_block * Traits::kBlockM;
+    const uint64_t plane = uint64_t{static_cast<uint32_t>(c.work.batch)} * p.heads + c.step.head();
+    const int32_t first_query = c.step.query_block() * Traits::kBlockM;
     if constexpr (Traits::kEfficientDropout) {
       const uint64_t seed = uniform(c.smem.philox.seed);
       const WordNumbering numbering(c.smem.philox.offset, plane, p.seqlen_q, p.seqlen_k,

@@ -62,7 +62,7 @@ struct PlainScores {
     auto& buffer = c.smem.ds[c.step.index % Traits::kDsBuffers][Traits::kByQueries ? c.warpgroup : 0];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      store_ds<Traits::kBlockN>(smem_address(buffer), ds16[part], c.own_key + part * 64 + c.warp * 16, c.lane);
+      store_operand<Traits::kBlockN>(smem_address(buffer), ds16[part], c.own_key + part * 64 + c.warp * 16, c.lane);
     }
   }
 

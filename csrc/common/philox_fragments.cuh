@@ -1,10 +1,10 @@
-// Dropout masks, drawn again by the warps that hold the probabilities, 16 keys each.
+// Dropout masks for the accumulators of a warpgroup (wgmma_fragments.cuh): bits for 16 keys and 64 queries, drawn by
+// the warp that holds the probabilities.
 #pragma once
 
-#include "../../../common/numeric.cuh"
-#include "../../../common/philox.cuh"
+#include "philox.cuh"
 
-namespace flashbwd::sm90 {
+namespace flashbwd {
 
 // Seed and offset of a call.
 struct PhiloxState {
@@ -19,26 +19,26 @@ __device__ __forceinline__ uint32_t logic3(uint32_t a, uint32_t b, uint32_t c) {
   asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(result) : "r"(a), "r"(b), "r"(c), "n"(kTable));
   return result;
 }
-constexpr int kA = 0xf0, kB = 0xcc, kC = 0xaa;
+constexpr int kFirstWord = 0xf0, kSecondWord = 0xcc, kThirdWord = 0xaa;  // columns of the truth table
 
 // Bit 7 of each byte says whether the byte of `bytes` is above the threshold, a byte. The other bits are undefined.
 __device__ __forceinline__ uint32_t bytes_above(uint32_t bytes, uint32_t threshold) {
   const uint32_t high = threshold & 0x80 ? ~0u : 0u;
   const uint32_t below = (threshold | 0x80) * 0x01010101u - (bytes & 0x7f7f7f7fu);  // only bit 7 of each byte counts
-  return logic3<(kA & ~kB | ~kC & (kA | ~kB)) & 0xff>(bytes, below, high);
+  return logic3<(kFirstWord & ~kSecondWord | ~kThirdWord & (kFirstWord | ~kSecondWord)) & 0xff>(bytes, below, high);
 }
 
 // One bit per byte of two words of a draw, placed above those of earlier draws in each byte.
 __device__ __forceinline__ uint32_t append(uint32_t taken, uint32_t first, uint32_t second, uint32_t threshold) {
-  constexpr int kSelect = (kA & kC | kB & ~kC) & 0xff;
+  constexpr int kSelect = (kFirstWord & kThirdWord | kSecondWord & ~kThirdWord) & 0xff;
   const uint32_t two = logic3<kSelect>(bytes_above(first, threshold), bytes_above(second, threshold) >> 1, 0x80808080u);
   return logic3<kSelect>(two, taken >> 2, 0xc0c0c0c0u);
 }
 
-// FlashAttention-2: a draw has 16 bytes, word key / 8 % 4 and in it byte 2 (query / 8 % 2) + key % 2, for lane 4 (query
-// % 8)
-// + key % 8 / 2 of the warp that draws a block of 16 queries and 32 keys. A warp here has half of these keys. The mask
-// of its keys and of 64 queries is one word: value v of a lane's accumulator (fragments.cuh) is bit dropped_bit(v).
+// FlashAttention-2: a draw has 16 bytes, word key / 8 % 4 and in it byte 2 (query / 8 % 2) + key % 2, for lane
+// 4 (query % 8) + key % 8 / 2 of the warp that draws a block of 16 queries and 32 keys. A warp here has half of these
+// keys. The mask of its keys and of 64 queries is one word: value v of a lane's accumulator (wgmma_fragments.cuh) is
+// bit dropped_bit(v).
 constexpr __host__ __device__ int dropped_bit(int v) { return v % 2 * 16 + v / 4 % 2 * 8 + v / 8 * 2 + 1 - v / 2 % 2; }
 constexpr __host__ __device__ int dropped_value(int bit) {
   return bit / 16 + (1 - bit % 2) * 2 + bit / 8 % 2 * 4 + bit / 2 % 4 * 8;
@@ -191,4 +191,4 @@ __device__ __forceinline__ void mark_dropped(float (&p)[32 * kWords], const uint
   }
 }
 
-}  // namespace flashbwd::sm90
+}  // namespace flashbwd

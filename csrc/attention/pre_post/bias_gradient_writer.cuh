@@ -1,20 +1,20 @@
-// Writes the gradient of attn_bias from tiles of dS into dbias or its scratch (../../pre_post/bias_gradient.h). Tiles
-// that no work tile visits hold zeros before the kernel starts.
+// The main kernel's half of bias_gradient.h: writes the gradient of attn_bias from tiles of dS, transposed accumulators
+// of a warp of 16 keys, into dbias or its scratch. Tiles that no work tile visits hold zeros before the kernel starts.
 #pragma once
 
-#include "../../scalars.cuh"
-#include "../kernel_params.h"
-#include "../tile_scheduler.cuh"
+#include "../../common/numeric.cuh"
+#include "bias_gradient.h"
 
-namespace flashbwd::sm90::large_head_dim {
+namespace flashbwd {
 
-// Used by the warpgroup that has dS.
-template <typename Traits>
+// T: of q. `work` has the batch and the visibility of the sequence.
+template <typename T, int kBlockM, typename WorkTile>
 struct BiasGradientWriter {
-  static constexpr int kValues = Traits::kBlockM / 2;
+  static constexpr int kValues = kBlockM / 2;
 
-  const KernelParams& params;
-  const typename Traits::WorkTile& work;
+  const BiasGradient& g;
+  const AttentionBackwardParams& attention;
+  const WorkTile& work;
   int32_t lane;
   int32_t group;  // number of these 16 keys within the longest sequence: a slot of row sums
   int32_t j0;     // this thread's first key; the other is 8 further
@@ -22,7 +22,6 @@ struct BiasGradientWriter {
 
   // Adds dS of a tile before the derivative of the softcap. i0: this thread's first query.
   __device__ __forceinline__ void add(const float (&ds)[kValues], int32_t head, int32_t i0) {
-    const BiasGradient& g = params.features.bias_gradient;
     const int64_t plane = work.batch * g.batch_stride + head * g.head_stride;
     switch (g.mode) {
       case BiasGradientMode::kNone:
@@ -31,7 +30,7 @@ struct BiasGradientWriter {
         if (g.dtype == DType::kFloat32) {
           store<float>(ds, plane, i0);
         } else {
-          store<typename Traits::T>(ds, plane, i0);
+          store<T>(ds, plane, i0);
         }
         return;
       case BiasGradientMode::kAdd:
@@ -53,7 +52,6 @@ struct BiasGradientWriter {
 
   // Called after the last tile of a head.
   __device__ __forceinline__ void add_key_sums(int32_t head) {
-    const BiasGradient& g = params.features.bias_gradient;
     if (g.mode != BiasGradientMode::kKeySums) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -62,7 +60,7 @@ struct BiasGradientWriter {
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const int32_t j = j0 + 8 * half;
-      if (lane % 4 == 0 && j < params.attention.seqlen_k) {
+      if (lane % 4 == 0 && j < attention.seqlen_k) {
         static_cast<float*>(g.data)[work.batch * g.batch_stride + head * g.head_stride + j * g.col_stride] += sum;
       }
     }
@@ -74,9 +72,8 @@ struct BiasGradientWriter {
 
   template <typename Element>
   __device__ __forceinline__ void store(const float (&ds)[kValues], int64_t plane, int32_t i0) const {
-    const BiasGradient& g = params.features.bias_gradient;
     Element* row = static_cast<Element*>(g.data) + plane + i0 * g.row_stride + j0 * g.col_stride;
-    const int32_t queries = params.attention.seqlen_q - i0, keys = params.attention.seqlen_k - j0;
+    const int32_t queries = attention.seqlen_q - i0, keys = attention.seqlen_k - j0;
     const int64_t second_key = 8 * g.col_stride;
 #pragma unroll
     for (int v = 0; v < kValues; v += 4) {
@@ -91,7 +88,6 @@ struct BiasGradientWriter {
   }
 
   __device__ __forceinline__ void store_row_sums(const float (&ds)[kValues], int64_t plane, int32_t i0) const {
-    const BiasGradient& g = params.features.bias_gradient;
 #pragma unroll
     for (int c = 0; c < kValues / 4; ++c) {
 #pragma unroll
@@ -108,4 +104,4 @@ struct BiasGradientWriter {
   }
 };
 
-}  // namespace flashbwd::sm90::large_head_dim
+}  // namespace flashbwd

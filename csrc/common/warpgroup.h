@@ -1,0 +1,7 @@
+#pragma once
+
+namespace flashbwd {
+
+constexpr int kWarpgroupThreads = 128;
+
+}  // namespace flashbwd

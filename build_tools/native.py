@@ -47,7 +47,7 @@ FAMILIES = {
     "decoding": ("csrc/decoding", PORTABLE),
 }
 
-CXX_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Icsrc"]
+CXX_FLAGS = ["-std=c++17", "-O2", "-fopenmp-simd", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Icsrc"]
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",

@@ -2,20 +2,25 @@
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel fsdp     # parameters sharded, batches split
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel tensor   # heads, columns and rows split
-    torchrun --nproc-per-node 2 examples/train_distributed.py --parallel context  # sequences split: ring attention
+    torchrun --nproc-per-node 2 examples/train_distributed.py --parallel context  # sequences split
+    torchrun --nproc-per-node 8 examples/train_distributed.py --parallel fsdp,tensor,context
+    torchrun --nproc-per-node 8 examples/train_distributed.py --parallel fsdp=4,context=2
 
 With GPUs, each process uses one GPU, communicates over NCCL and trains in bf16. Without GPUs, the processes communicate
-over gloo and train in fp32 on the CPU, where PyTorch has no context parallelism. All distributed code is PyTorch's:
-``fully_shard``, ``parallelize_module``, ``context_parallel``. The example shows that flashbwd's operators work with it,
-and that ring attention uses flashbwd's kernels under ``flashbwd.enable()``. The exit status is 1 if the run disagrees
-with that on one device.
+over gloo and train in fp32 on the CPU. Sequences are split by PyTorch's ``context_parallel`` or, with ``--ring
+flashbwd``, by flashbwd's ``context_parallel_attention``. PyTorch's needs GPUs and does not combine with tensor
+parallelism. All other distributed code is PyTorch's: ``fully_shard`` and ``parallelize_module``. The exit status is 1
+if the run disagrees with that on one device.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import logging
+import math
 import os
 import sys
 import time
@@ -67,13 +72,11 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and the result
 
 
 def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = flashbwd.attention(q, k, v, causal=True)
-    assert isinstance(out, Tensor)
-    return out
+    return flashbwd.attention(q, k, v, causal=True)  # type: ignore[return-value]  # no LSE is asked for
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's function, which ``context_parallel`` replaces with ring attention."""
+    """PyTorch's function, which ``context_parallel`` replaces by ring attention."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -132,16 +135,91 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-# ---- differences between the kinds of parallelism ----
+# ---- how the model and the batch are split ----
+
+AXES = ("fsdp", "context", "tensor")  # mesh dimensions; the devices of the last one communicate most
 
 
-def shard_parameters(model: Transformer, mesh: DeviceMesh) -> None:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def axis_sizes(text: str, devices: int) -> dict[str, int]:
+    """Read ``axis,axis`` or ``axis=size,axis=size``. The devices are divided among the axes without a given size."""
+    sizes = dict.fromkeys(AXES, 1)
+    free = []
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or (size and not size.isdigit()):
+            raise ValueError(f"--parallel has {part!r}, expected one of {', '.join(AXES)}, each with or without =SIZE")
+        if size:
+            sizes[axis] = int(size)
+        else:
+            free.append(axis)
+    left, rest = divmod(devices, max(1, math.prod(sizes.values())))
+    prime = 2
+    turn = 0
+    while free and left > 1:
+        if left % prime:
+            prime += 1
+            continue
+        sizes[free[turn % len(free)]] *= prime
+        left, turn = left // prime, turn + 1
+    if left != 1 or rest:
+        raise ValueError(f"--parallel {text} makes {math.prod(sizes.values())} devices, expected {devices}")
+    return sizes
 
 
-def split_tensors(model: Transformer, mesh: DeviceMesh) -> None:
+@dataclass(frozen=True)
+class Layout:
+    """The devices as a mesh with the dimensions ``AXES``, and who splits the sequences: "torch" or "flashbwd"."""
+
+    mesh: DeviceMesh
+    ring: str
+
+    def size(self, axis: str) -> int:
+        return self.mesh[axis].size()
+
+    @property
+    def splits_sequences(self) -> bool:
+        return self.size("context") > 1
+
+    def attention(self, config: Config) -> Attention:
+        if not self.splits_sequences:
+            return our_attention
+        if self.ring == "torch":
+            return torch_attention
+        split = distributed.split_context(self.mesh["context"], seqlen=config.context)
+        return functools.partial(distributed.context_parallel_attention, split=split)  # type: ignore[return-value]
+
+    def distribute(self, model: Transformer) -> None:
+        if self.size("tensor") > 1:
+            # Attention over split sequences takes the local heads as plain tensors, all other attention as DTensors.
+            split_tensors(model, self.mesh["tensor"], local_heads=self.splits_sequences)
+        # Devices that hold different tokens: gradients are averaged over all of them.
+        different_tokens = self.mesh["fsdp", "context"]._flatten("tokens")
+        if different_tokens.size() > 1:
+            for block in model.blocks:
+                fully_shard(block, mesh=different_tokens)
+            fully_shard(model, mesh=different_tokens)
+
+    def part_of(self, batch: list[Tensor]) -> list[Tensor]:
+        """This device's sequences, and of these its rows unless PyTorch's context manager selects them."""
+        mesh = self.mesh["fsdp"]
+        batch = [x.chunk(mesh.size())[mesh.get_local_rank()].clone() for x in batch]
+        if self.splits_sequences and self.ring == "flashbwd":
+            split = distributed.split_context(self.mesh["context"], seqlen=batch[0].shape[1])
+            batch = [split.take(x, dim=1) for x in batch]
+        return batch
+
+    def context(self, batch: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+        if self.splits_sequences and self.ring == "torch":
+            return context_parallel(self.mesh["context"], buffers=batch, buffer_seq_dims=[1] * len(batch))
+        return contextlib.nullcontext()
+
+    def mean(self, loss: Tensor) -> Tensor:
+        for axis in ("fsdp", "context"):
+            dist.all_reduce(loss, group=self.mesh[axis].get_group())
+        return loss / (self.size("fsdp") * self.size("context"))
+
+
+def split_tensors(model: Transformer, mesh: DeviceMesh, local_heads: bool) -> None:
     """Tensor parallelism: shard heads and hidden columns within a block, and the sequence between blocks."""
     distributed.register()
     gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -154,34 +232,13 @@ def split_tensors(model: Transformer, mesh: DeviceMesh) -> None:
     }
     parallelize_module(model, mesh, ends)
     for block in model.blocks:
-        heads = dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), ColwiseParallel(use_local_output=False))
+        projections = ("attention.wq", "attention.wk", "attention.wv")
+        heads = dict.fromkeys(projections, ColwiseParallel(use_local_output=local_heads))
         columns = dict.fromkeys(("mlp.gate", "mlp.up"), ColwiseParallel())
         rows = dict.fromkeys(("attention.wo", "mlp.down"), RowwiseParallel(output_layouts=Shard(1)))
         norms = dict.fromkeys(("norm1", "norm2"), SequenceParallel())
         inputs = dict.fromkeys(("attention", "mlp"), gathered)
         parallelize_module(block, mesh, {**heads, **columns, **rows, **norms, **inputs})
-
-
-def part_of_batch(batch: list[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    return [x.chunk(mesh.size())[mesh.get_local_rank()] for x in batch]
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """One kind of parallelism."""
-
-    attention: Attention = our_attention
-    distribute: Callable[[Transformer, DeviceMesh], None] = lambda model, mesh: None
-    take_part: Callable[[list[Tensor], DeviceMesh], list[Tensor]] = lambda batch, mesh: batch
-    split_sequences: bool = False
-    averages: bool = True  # the devices compute losses of different tokens, which are averaged
-
-
-PARALLEL = {
-    "fsdp": Parallel(distribute=shard_parameters, take_part=part_of_batch),
-    "tensor": Parallel(distribute=split_tensors, averages=False),
-    "context": Parallel(torch_attention, distribute=shard_parameters, split_sequences=True),
-}
 
 
 # ---- training ----
@@ -200,26 +257,24 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(
-    text: Tensor, config: Config, device: torch.device, parallel: Parallel, mesh: DeviceMesh | None
+    text: Tensor, config: Config, device: torch.device, layout: Layout | None, report: Callable[[str], None]
 ) -> tuple[Tensor, list[float]]:
-    """All gradients of the first step as one vector, and the loss of every step. Without a mesh: on one device."""
+    """All gradients of the first step as one vector, and the loss of every step. Without a layout: on one device."""
     torch.manual_seed(config.seed)
-    model = Transformer(config, parallel.attention).to(device)
-    if mesh is not None:
-        parallel.distribute(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+    model = Transformer(config, our_attention if layout is None else layout.attention(config)).to(device)
+    if layout is not None:
+        layout.distribute(model)
+    # DTensors of different meshes do not mix in one multi-tensor kernel.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, foreach=False)
     generator = torch.Generator().manual_seed(config.seed)
     gradients = torch.empty(0)
     losses = []
     for step in range(config.steps):
         batch = [x.to(device) for x in draw(text, config, generator)]
-        ring: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if mesh is not None:
-            batch = parallel.take_part(batch, mesh)
-            if parallel.split_sequences:
-                ring = context_parallel(mesh, buffers=batch, buffer_seq_dims=[1] * len(batch))
+        if layout is not None:
+            batch = layout.part_of(batch)
         precision = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-        with ring:  # inside the context, the batch holds this device's part
+        with contextlib.nullcontext() if layout is None else layout.context(batch):
             ids, targets, positions = batch
             with precision:
                 logits = model(ids, positions)
@@ -229,75 +284,113 @@ def train(
             gradients = torch.cat([whole(p.grad).double().flatten() for p in model.parameters() if p.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
-        loss = loss.detach()
-        if mesh is not None and parallel.averages:
-            dist.all_reduce(loss)
-            loss /= mesh.size()
-        losses.append(loss.item())
+        losses.append((loss.detach() if layout is None else layout.mean(loss.detach())).item())
+        report(f"step {step + 1} of {config.steps}: loss {losses[-1]:.3f}")
     return gradients, losses
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parallel", choices=list(PARALLEL), default="fsdp", help="how to split (%(default)s)")
-    parser.add_argument("--steps", type=int, default=Config.steps, help="training steps of each run (%(default)s)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of train_distributed.json (%(default)s)")
+    add = parser.add_argument
+    add(
+        "--parallel",
+        default="fsdp",
+        help="fsdp, context, tensor or several of them, with or without =SIZE (%(default)s)",
+    )
+    add("--steps", type=int, default=Config.steps, help="training steps of each run (%(default)s)")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    add("--ring", choices=["torch", "flashbwd"], help="who splits sequences; default: torch if it can")
+    add("--out", type=Path, default=Path("out"), help="folder of the results, a JSON file (%(default)s)")
     options = parser.parse_args(arguments)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        options.sizes = axis_sizes(options.parallel, int(os.environ.get("WORLD_SIZE", 1)))
+    except ValueError as error:
+        parser.error(str(error))
+    torch_can = options.device == "cuda" and options.sizes["tensor"] == 1
+    options.ring = options.ring or ("torch" if torch_can else "flashbwd")
+    if options.ring == "torch" and options.sizes["context"] > 1 and not torch_can:
+        parser.error("PyTorch's context parallelism needs GPUs, and does not combine with tensor parallelism here")
+    return options
 
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     config = Config(steps=options.steps)
-    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    parallel = PARALLEL[options.parallel]
-    if parallel.split_sequences and kind == "cpu":
-        parser.error("PyTorch has no context parallelism on the CPU")
     device, dtype = torch.device("cpu"), torch.float32
-    if kind == "cuda":
+    if options.device == "cuda":
         device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.bfloat16
         torch.cuda.set_device(device)
+    # Gathering a gradient that FSDP and tensor parallelism both split is slow, of which PyTorch warns; it happens once.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # PyTorch's default backend on a machine with a GPU serves only the GPU, but --device may be cpu.
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    mesh = init_device_mesh(kind, (int(os.environ.get("WORLD_SIZE", 1)),))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    mesh = init_device_mesh(options.device, tuple(options.sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     text = torch.tensor(list("".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
 
-    one_gradient, one_losses = train(text, config, device, parallel, None)
+    def report(line: str) -> None:
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+
+    first = dist.get_rank() == 0
+    one = train(text, config, device, None, lambda line: report(f"one device, {line}")) if first else None
     flashbwd.stats(reset=True)
     start = time.perf_counter()
     with flashbwd.enable():
-        gradient, losses = train(text, config, device, parallel, mesh)
+        layout = Layout(mesh, options.ring)
+        several = train(text, config, device, layout, lambda line: report(f"{dist.get_world_size()} devices, {line}"))
     seconds = time.perf_counter() - start
-    overridden = {name: stats._asdict() for name, stats in flashbwd.stats().items() if stats != (0, {})}
+    agree = [one is not None and compare(options, config, device, dtype, one, several, seconds)]
+    dist.broadcast_object_list(agree)
+    dist.barrier()  # no process leaves while another one still communicates with it
+    dist.destroy_process_group()
+    return 0 if agree[0] else 1
 
+
+def compare(
+    options: argparse.Namespace,
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    one: tuple[Tensor, list[float]],
+    several: tuple[Tensor, list[float]],
+    seconds: float,
+) -> bool:
+    """Write and print how much gradients and losses differ; return whether the differences are allowed."""
+    (one_gradient, one_losses), (gradient, losses) = one, several
     gradient_error = ((gradient - one_gradient).norm() / one_gradient.norm()).item()
     loss_error = max(abs(a - b) for a, b in zip(losses, one_losses, strict=True))
     # Comparisons with NaN are false, so a NaN fails.
     agree = gradient_error <= GRADIENT_TOLERANCE[dtype] and loss_error <= LOSS_TOLERANCE[dtype]
-    if mesh.get_rank() == 0:
-        result = {
-            "config": asdict(config),
-            "parallel": options.parallel,
-            "devices": mesh.size(),
-            "device": torch.cuda.get_device_name(device) if kind == "cuda" else "cpu",
-            "dtype": str(dtype),
-            "gradient_error": gradient_error,
-            "loss_error": loss_error,
-            "agree": agree,
-            "losses": {"one device": one_losses, "all devices": losses},
-            "seconds": seconds,
-            "overridden": overridden,
-        }
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"train_distributed_{options.parallel}.json").write_text(json.dumps(result, indent=1) + "\n")
-        print(
-            f"{options.parallel} over {mesh.size()} devices ({kind}, {dtype}): loss {losses[0]:.3f} -> {losses[-1]:.3f}"
-        )
-        print(f"first gradient: relative difference {gradient_error:.1e} (allowed {GRADIENT_TOLERANCE[dtype]:g})")
-        print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
-        for name, stats in overridden.items():
-            print(f"{name}: {stats['hits']} calls by flashbwd's kernels, by PyTorch's {stats['fallbacks'] or 'none'}")
-        print("the two runs agree" if agree else "FAILED: the two runs do not agree")
-    dist.barrier()  # no process leaves while another one still communicates with it
-    dist.destroy_process_group()
-    return 0 if agree else 1
+    overridden = {name: stats._asdict() for name, stats in flashbwd.stats().items() if stats != (0, {})}
+    used = {axis: size for axis, size in options.sizes.items() if size > 1}
+    result = {
+        "config": asdict(config),
+        "parallel": options.parallel,
+        "sizes": options.sizes,
+        "ring": options.ring if "context" in used else None,
+        "devices": dist.get_world_size(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(dtype),
+        "gradient_error": gradient_error,
+        "loss_error": loss_error,
+        "agree": agree,
+        "losses": {"one device": one_losses, "all devices": losses},
+        "seconds": seconds,
+        "overridden": overridden,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"train_distributed_{options.parallel.replace(',', '_')}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    split = ", ".join(f"{axis} {size}" for axis, size in used.items()) or "nothing split"
+    ring = f", sequences by {options.ring}" if "context" in used else ""
+    print(f"{split}{ring} ({device.type}, {dtype}): loss {losses[0]:.3f} -> {losses[-1]:.3f} in {seconds:.1f} s")
+    print(f"first gradient: relative difference {gradient_error:.1e} (allowed {GRADIENT_TOLERANCE[dtype]:g})")
+    print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
+    for name, stats in overridden.items():
+        print(f"{name}: {stats['hits']} calls by flashbwd's kernels, by PyTorch's {stats['fallbacks'] or 'none'}")
+    print("the two runs agree" if agree else "FAILED: the two runs do not agree")
+    return agree
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashbwd import _norm_operators  # noqa: F401 (it registers operators)
 from flashbwd.attention import (
     AttentionGrads,
     Plan,
@@ -19,26 +20,33 @@ from flashbwd.dropout_add_norm import (
     dropout_add_rms_norm,
     dropout_add_rms_norm_backward,
 )
+from flashbwd.flex.attention import (
+    FlexAttentionGrads,
+    FlexPlan,
+    flex_attention,
+    flex_attention_backward,
+    plan_flex_attention_backward,
+)
 from flashbwd.integrations.overrides import OperatorStats, Overrides, disable, enable, stats
-from flashbwd.layer_norm import (
-    LayerNorm,
+from flashbwd.layer_norm import LayerNorm, RMSNorm, layer_norm, rms_norm
+from flashbwd.mods.handle import compile_mods
+from flashbwd.norm_backward import (
     LayerNormGrads,
-    RMSNorm,
     RMSNormGrads,
-    layer_norm,
     layer_norm_backward,
     layer_norm_backward_from_output,
-    rms_norm,
     rms_norm_backward,
     rms_norm_backward_from_output,
 )
-from flashbwd.mods.handle import compile_mods
+from flashbwd.self_attention import SelfAttention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
     "DropoutAddNormGrads",
+    "FlexAttentionGrads",
+    "FlexPlan",
     "LayerNorm",
     "LayerNormGrads",
     "OperatorStats",
@@ -47,6 +55,7 @@ __all__ = [
     "RMSNorm",
     "RMSNormGrads",
     "RngState",
+    "SelfAttention",
     "__version__",
     "attention",
     "attention_backward",
@@ -57,11 +66,14 @@ __all__ = [
     "dropout_add_rms_norm",
     "dropout_add_rms_norm_backward",
     "enable",
+    "flex_attention",
+    "flex_attention_backward",
     "flex_decoding",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_backward_from_output",
     "plan_attention_backward",
+    "plan_flex_attention_backward",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_from_output",

@@ -1,4 +1,4 @@
-"""``python -m flashbwd``: describe this machine, check gradients on it and time them.
+"""``python -m flashbwd``: describe this machine, check gradients on it and time them, for a bug report.
 
 ``python -m flashbwd bench`` compares the speed of a suite of cases with PyTorch's kernels and writes JSON, a Markdown
 table and plots. Both exit with status 1 if a gradient is wrong.
@@ -13,11 +13,8 @@ from pathlib import Path
 
 import torch
 
-import flashbwd
-from flashbwd import _ops
-from flashbwd.bench import attention_peers, cases, contenders, machine, report, results, runner
+from flashbwd.bench import bug_report, cases, machine, report, results, runner
 from flashbwd.bench.measure import Settings
-from flashbwd.bench.peers import Peer
 
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
 PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # GPU only: idle time before a short slot; length of a slot with a settled clock
@@ -28,14 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "bench":
         return bench(options)
-    return check()
+    return bug_report.main()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flashbwd",
-        description="Without a command: describe this machine, show which backend a few real shapes use and why, check "
-        "their gradients against float64 and compare their speed with PyTorch's. Exit status 1 if a gradient is wrong.",
+        description="Without a command: describe this machine, show which backend ten common shapes use and why, check "
+        "their gradients against float64, compare their speed with PyTorch's, and, on a GPU, show what "
+        "flashbwd.enable() takes over in a Transformers model. Paste the output into a bug report. Exit status 1 if a "
+        "gradient is wrong.",
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
     bench_parser = commands.add_parser(
@@ -46,7 +45,12 @@ def _parser() -> argparse.ArgumentParser:
         "because of --budget-s, or because the GPU became unusable.",
     )
     add = bench_parser.add_argument
-    add("--suite", choices=("attention", "layer_norm", "decoding", "block", "all"), default="all")
+    add(
+        "--suite",
+        choices=("attention", "layer_norm", "decoding", "block", "scale", "all"),
+        default="all",
+        help="scale: attention split over all GPUs, or over two processes on the CPU; not part of all",
+    )
     add("--quick", action="store_true", help="fewer cases, 5 short rounds")
     add("--out", type=Path, help="folder for the results (default: benchmarks/results of a source tree, else here)")
     add("--compare", type=Path, metavar="FILE", help="an earlier result file to compare with")
@@ -68,80 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ---- python -m flashbwd --------------------------------------------------------------------------
-
-
-def check() -> int:
-    """Describe the machine, then check and time a few real shapes."""
-    device = machine.default_device()
-    print(_machine_lines(machine.describe(device)))
-    settings = Settings(rounds=5, slot_ms=10.0)
-    rows, wrong = [], []
-    plans: dict[str, list[str]] = {}
-    refusals: dict[str, list[str]] = {}
-    for number, case in enumerate(cases.SMOKE_CASES[device.type], 1):
-        result = runner.run_case(case, device, settings, _peers_to_check(case, device))
-        ours = result.peers["flashbwd"]
-        rows.append([str(number), *_row(result)])
-        if ours.plan:
-            plans.setdefault(ours.plan, []).append(str(number))
-        for backend, reason in ours.refusals.items():
-            refusals.setdefault(f"{backend}: {reason}", []).append(str(number))
-        if ours.status != results.OK:
-            wrong.append(f"case {number}, {result.name}: {ours.status}, {ours.reason}")
-    header = ["", "gradient of", "backend", "worst error", "ms", "PyTorch ms", "speedup", "gradients"]
-    print(report.table(header, rows))
-    print("\nerror: ||g - ref|| / ||ref|| against float64; speedup: median over rounds (least-greatest)")
-    for title, lines in (("backends", plans), ("why the other backends were not chosen", refusals)):
-        print(f"\n{title}:")
-        for line, numbers in lines.items():
-            print(f"  {line} (case {', '.join(numbers)})")
-    for line in wrong:
-        print(f"\nWRONG: {line}", file=sys.stderr)
-    return 1 if wrong else 0
-
-
-def _machine_lines(where: machine.Machine) -> str:
-    versions = [f"torch {where.torch}", f"Python {where.python}"]
-    if where.kind == "cuda":
-        versions += [f"CUDA {where.cuda}", f"cuDNN {where.cudnn}", f"driver {where.driver}"]
-    libraries = [f"{name} loaded" for name in _ops.loaded]
-    libraries += [f"{name} not loaded: {reason}" for name, reason in _ops.not_loaded.items()]
-    cpu = f"{where.cpu}, {where.threads} threads"
-    lines = [
-        f"flashbwd {flashbwd.__version__} on {where.device if where.kind == 'cuda' else 'the CPU'}",
-        f"  {', '.join(versions)}",
-        f"  CPU {cpu}",
-        f"  libraries: {'; '.join(libraries)}",
-    ]
-    if where.kind == "cpu" and torch.version.cuda is not None:
-        lines.append("  no CUDA device: everything runs on the CPU")
-    return "\n".join(lines) + "\n"
-
-
-def _peers_to_check(case: cases.Case, device: torch.device) -> list[Peer]:
-    """Return PyTorch's peers, and this library with the backend that it chooses itself."""
-    peers = [peer for peer in contenders.peers_of(case, device) if peer.name.startswith("torch")]
-    if isinstance(case, cases.AttentionCase):
-        return [*peers, Peer("flashbwd", attention_peers.ours("auto"), devices=(device.type,))]
-    return [*peers, *(peer for peer in contenders.peers_of(case, device) if peer.ours)]
-
-
-def _row(result: results.CaseResult) -> list[str]:
-    ours = result.peers["flashbwd"]
-    error = max(ours.errors.values(), default=float("nan"))
-    cells = [result.name, ours.plan.split(":")[0] or "-", f"{error:.1e}"]
-    if not ours.timed:
-        return [*cells, "-", "-", "-", ours.status]
-    other = result.fastest_peer()
-    cells.append(f"{ours.median_ms:.3g}")
-    cells += ["-", "-"] if other is None else [
-        f"{result.peers[other].median_ms:.3g} ({other})",
-        str(result.ratio("flashbwd", other)),
-    ]  # fmt: skip
-    return [*cells, "right" if ours.status == results.OK else "WRONG"]
-
-
 # ---- python -m flashbwd bench --------------------------------------------------------------------
 
 
@@ -156,6 +86,8 @@ def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
 
 def bench(options: argparse.Namespace) -> int:
     """Run a suite and write its report."""
+    if options.suite == "scale":
+        return bench_scale(options)
     device = machine.default_device()
     earlier = None if options.compare is None else results.load(options.compare)
     settings = settings_of(options, device)
@@ -203,6 +135,33 @@ def bench(options: argparse.Namespace) -> int:
     if found.wrong():
         return 1
     return 0 if found.complete else STOPPED_EARLY
+
+
+def bench_scale(options: argparse.Namespace) -> int:
+    """Run the suite of several devices and write its report."""
+    from flashbwd.bench import scale  # imports torch.distributed
+
+    where = machine.default_device()
+    name = machine.describe(where).device
+    directory = options.out or default_directory()
+    path = runner.result_path(directory, scale.SUITE + ("-quick" if options.quick else ""), name)
+    texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
+    if not scale.chosen_cases(options.quick, texts):
+        print(f"flashbwd: no case of suite {scale.SUITE} contains {options.cases!r}", file=sys.stderr)
+        return 2
+    try:
+        found = scale.run_suite(path, quick=options.quick, texts=texts)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return STOPPED_EARLY
+    tables = scale.efficiency_table(found.results)
+    path.with_suffix(".md").write_text(report.markdown(found) + "\n## Efficiency\n\n" + tables + "\n")
+    images = report.plots(found, path.with_suffix(""))
+    print("\n" + "\n\n".join(filter(None, [tables, report.bars(found.results), report.bar_summary(found)])))
+    print(f"written: {path}, {path.with_suffix('.md').name}, {len(images)} plots")
+    for line in found.wrong():
+        print(f"WRONG: {line}", file=sys.stderr)
+    return 1 if found.wrong() else 0
 
 
 def default_directory() -> Path:

@@ -34,7 +34,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     plain = bias is None and q.shape[-1] == v.shape[-1]
     if q.device.type == "cpu":
         full_rows = not windowed and (causal != "bottom_right" or same_length)
-        if plain and full_rows and not varlen and options.dropout_p == 0.0 and q.shape[2] == k.shape[2]:
+        if plain and full_rows and not varlen and options.dropout_p == 0.0:
             return "torch_cpu"
         return "reference"
     if not q.is_cuda:
@@ -121,6 +121,7 @@ def run(forward: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     rng = no_rng
     q, softmax_scale = _with_positive_scale(q, options.softmax_scale)
     if forward == "torch_cpu":
+        k, v = (_repeated(x, q.shape[2] // x.shape[2]) for x in (k, v))
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal != "none", scale=softmax_scale
         )
@@ -159,6 +160,11 @@ def run(forward: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     if sink is not None:
         out, lse = _add_sink(out, lse, sink)
     return out.contiguous(), lse.contiguous(), rng
+
+
+def _repeated(x: Tensor, group: int) -> Tensor:
+    """Repeat the KV heads of (B, Sk, Hkv, D) for each query head: PyTorch's CPU forward may not support GQA."""
+    return x if group == 1 else x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)
 
 
 def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -262,7 +268,7 @@ def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tens
         allow_tf32=_ops.allow_tf32(q),
     )
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dbias, dsink = _ops.call(
+    dq, dk, dv, dbias, dsink = _ops.call_below_autograd(
         torch.ops.flashbwd.attention_backward, dout, q, k, v, out, softmax_lse, *options
     )
     grads = dict.fromkeys(INPUTS) | {"q": dq, "k": dk, "v": dv}

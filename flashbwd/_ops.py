@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from flashbwd import _arguments, reference
-from flashbwd._autograd import OperatorLibrary
+from flashbwd._autograd import OperatorLibrary, may_be_refused
 from flashbwd.options import AttentionOptions
 
 _PACKAGE = Path(__file__).parent
@@ -73,7 +73,7 @@ tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def allow_tf32(q: Tensor) -> bool:
     """Return the option ``allow_tf32`` of an attention backward."""
-    return q.dtype == torch.float32 and tf32_allowed()
+    return q.dtype == torch.float32 and not q.is_cpu and tf32_allowed()
 
 
 def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
@@ -107,6 +107,17 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """As :func:`call`, for an operator without a gradient. Skips its autograd kernel if that has nothing to refuse.
+
+    The autograd kernel is in Python, and takes longer than all the rest of a small call.
+    """
+    if torch.compiler.is_compiling() or may_be_refused(args, kwargs):
+        return call(operator, *args, **kwargs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return call(operator, *args, **kwargs)
+
+
 def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a fake implementation. It also checks that all tensors are on the device of argument `main`."""
     names = [argument.name for argument in getattr(torch.ops.flashbwd, name).default._schema.arguments]
@@ -132,7 +143,7 @@ _REFERENCE = [argument.name for argument in torch.ops.flashbwd.attention_backwar
 
 def _attention_backward_reference(*args: Any) -> None:
     """The first six arguments are tensors of the call, the last five are outputs, and those between are options."""
-    options = AttentionOptions(**dict(zip(_REFERENCE[6:-5], args[6:-5], strict=True)))
+    options = AttentionOptions(*args[6:-5])
     reference.attention_backward(*(*args[:6], options, *args[-5:]))
 
 
@@ -177,11 +188,11 @@ def _refuse_derivatives() -> None:
     """Make differentiating the C++ operators an error: they compute gradients or run below an operator with a rule.
 
     The flex decoding operators are left out, because an autograd kernel would slow down each call in a decoding loop.
-    :func:`flashbwd.flex_decoding` handles gradients and tangents itself.
+    :func:`flashbwd.flex_decoding` handles gradients and tangents itself. The norms have a rule of their own.
     """
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
-        if namespace == "flashbwd" and not name.startswith("decoding_"):
+        if namespace == "flashbwd" and not name.startswith("decoding_") and name not in ("layer_norm", "rms_norm"):
             library.refuse_derivatives(name)
 
 

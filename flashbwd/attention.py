@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -307,7 +307,7 @@ def attention_backward(
     )
     options["allow_tf32"] = _ops.allow_tf32(q)
     if workspace is None and dq is None and dk is None and dv is None:
-        dq, dk, dv, dbias, dsink = _ops.call(
+        dq, dk, dv, dbias, dsink = _ops.call_below_autograd(
             torch.ops.flashbwd.attention_backward, dout, q, k, v, out, softmax_lse, **options
         )
     else:
@@ -418,6 +418,75 @@ def _plan_device(device: torch.device | str | None) -> int:
     if device.type == "cpu":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = False,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(

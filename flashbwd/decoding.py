@@ -6,7 +6,6 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flashbwd import _arguments
 from flashbwd._autograd import transforms_are_active
+from flashbwd.flex import arguments
 from flashbwd.integrations.distributed import decode_in_parts
 from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
@@ -32,19 +31,7 @@ from flashbwd.reference.decoding import (
 
 __all__ = ["flex_decoding"]
 
-_ACTING: dict[str, type] = {"SPLIT_KV": int, "PRESCALE_QK": bool, "ROWS_GUARANTEED_SAFE": bool}
 _NO_OPTIONS: dict[str, Any] = {}
-_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
-# PyTorch's tuning keys for its own kernels, also with the prefix fwd_ or bwd_. They are accepted and ignored.
-_HINTS = frozenset(
-    {
-        *("num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"),
-        *("BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION", "USE_TMA"),
-        *("kpack", "matrix_instr_nonkdim", "waves_per_eu"),
-    }
-)
-_AUTOCAST = ("cpu", "cuda")
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def flex_decoding(
@@ -113,13 +100,15 @@ def flex_decoding(
         rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
         rest |= {"kernel_options": kernel_options, "return_aux": return_aux}
         return decode_in_parts(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
-    _check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
+    arguments.check_types(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
+    )
     need_lse, need_max_scores = return_lse, False
     if return_aux is not None:
         if return_lse:
             raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
         need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
-    options = _acting_options(kernel_options) if kernel_options else _NO_OPTIONS
+    options = arguments.acting_options(kernel_options) if kernel_options else _NO_OPTIONS
     if not is_dynamo_compiling() and not transforms_are_active():
         wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
         results = run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
@@ -129,10 +118,10 @@ def flex_decoding(
                 return results[0], AuxOutput(lse=lse, max_scores=results[-1] if need_max_scores else None)
             return (results[0], results[1]) if return_lse else results[0]
 
-    query, key, value = _autocast(query, key, value)
-    _check_tensors(query, key, value, enable_gqa)
+    query, key, value = arguments.autocast(query, key, value)
+    arguments.check_tensors(query, key, value, enable_gqa)
     if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
+        arguments.check_block_mask(block_mask, query, key)
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,
@@ -145,124 +134,6 @@ def flex_decoding(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if need_lse else None, max_scores=largest if need_max_scores else None)
     return (out, lse) if return_lse else out
-
-
-# ---- checks ----
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
-
-
-def _check_types(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: Any,
-    enable_gqa: Any,
-    return_lse: Any,
-    kernel_options: Any,
-    return_aux: Any,
-) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _arguments.tensor(name, tensor)
-    _arguments.flag("enable_gqa", enable_gqa)
-    _arguments.flag("return_lse", return_lse)
-    for name, given, kind, expected in (
-        ("block_mask", block_mask, BlockMask, "a BlockMask"),
-        ("kernel_options", kernel_options, Mapping, "a mapping or None"),
-        ("return_aux", return_aux, AuxRequest, "an AuxRequest or None"),
-    ):
-        if given is not None and not isinstance(given, kind):
-            raise ValueError(f"flashbwd: {name} is {_arguments.came(given)}, expected {expected}")
-    if scale is not None:
-        _arguments.number("scale", scale)
-    if score_mod is not None and not callable(score_mod):
-        raise ValueError(f"flashbwd: score_mod is {_arguments.came(score_mod)}, expected a function or None")
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"flashbwd: {name} has {tensor.dim()} dimensions, expected 4: (batch, heads, length, dim)")
-        if tensor.device != query.device:
-            raise ValueError(f"flashbwd: {name} is on {tensor.device}, expected query's {query.device}")
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(
-                f"flashbwd: {name} is {_name_of(tensor.dtype)}, expected float16, bfloat16, float32 or float64"
-            )
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"flashbwd: {name} is {_name_of(tensor.dtype)}, expected query's {_name_of(query.dtype)}")
-    B, H, _, D = query.shape
-    if D == 0:
-        raise ValueError(f"flashbwd: query has shape {tuple(query.shape)}, expected a last dimension of at least 1")
-    if key.shape[3] != D:
-        raise ValueError(f"flashbwd: key has head dimension {key.shape[3]}, expected query's {D}")
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"flashbwd: value has shape {tuple(value.shape)}, expected key's batch, heads and length "
-            f"{tuple(key.shape[:3])}"
-        )
-    if key.shape[0] not in (1, B):
-        raise ValueError(f"flashbwd: key has batch {key.shape[0]}, expected 1 or query's {B}")
-    heads = key.shape[1]
-    if heads != H and not enable_gqa:
-        raise ValueError(f"flashbwd: key has {heads} heads, expected query's {H} (enable_gqa=True allows a divisor)")
-    if heads != H and (heads == 0 or H % heads != 0):
-        raise ValueError(f"flashbwd: key has {heads} heads, which does not divide query's {H}")
-
-
-def _check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
-    lists = {"kv_num_blocks": 3, "kv_indices": 4, "full_kv_num_blocks": 3, "full_kv_indices": 4}
-    for name, dims in lists.items():
-        tensor = getattr(mask, name)
-        if tensor is None:
-            continue
-        if tensor.device != query.device:
-            raise ValueError(f"flashbwd: block_mask.{name} is on {tensor.device}, expected query's {query.device}")
-        if tensor.dim() != dims or any(n not in (1, m) for n, m in zip(tensor.shape[:2], query.shape[:2], strict=True)):
-            raise ValueError(
-                f"flashbwd: block_mask.{name} has shape {tuple(tensor.shape)}, expected {dims} dimensions that begin "
-                f"with (1 or {query.shape[0]}, 1 or {query.shape[1]})"
-            )
-    lengths = (query.shape[2], key.shape[2])
-    if min(mask.BLOCK_SIZE) >= 1 << 30:  # PyTorch's mask that hides nothing; it fits every length
-        return
-    if tuple(mask.shape[-2:]) != lengths:
-        raise ValueError(
-            f"flashbwd: block_mask was made for lengths {tuple(mask.shape[-2:])}, expected query's and key's {lengths}"
-        )
-
-
-def _acting_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that have an effect here. A key that PyTorch does not know raises ``ValueError``."""
-    options = {}
-    for key, value in given.items():
-        name = key if key in _ACTING else key.removeprefix("fwd_").removeprefix("bwd_")
-        if name in _ACTING:
-            positive = type(value) is int and value > 0
-            if not (positive if _ACTING[name] is int else isinstance(value, bool)):
-                expected = "a positive int" if _ACTING[name] is int else "a bool"
-                raise ValueError(f"flashbwd: kernel_options[{key!r}] is {value!r}, expected {expected}")
-            if not key.startswith("bwd_"):
-                options[name] = value
-        elif name == "BACKEND":
-            if value not in _BACKENDS:
-                raise ValueError(f"flashbwd: kernel_options['BACKEND'] is {value!r}, expected one of {_BACKENDS}")
-        elif name not in _HINTS:
-            known = ", ".join(sorted([*_ACTING, "BACKEND", *_HINTS]))
-            raise ValueError(f"flashbwd: kernel_options has an unknown key {key!r}, expected one of {known}")
-    return options
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- the computation ----
@@ -292,7 +163,7 @@ def _forward(
         return out, statistics, statistics.clone(), out
     if is_dynamo_compiling() and compiler_traces_functions():
         return attend_in_graph(call, query, key, value)
-    with _exact(query.device):
+    with arguments.without_autocast(query.device):
         by_operators = torch.compiler.is_compiling() or transforms_are_active()
         if not by_operators and not kernel_refusal(query, key, value):
             try:
@@ -307,13 +178,6 @@ def _forward(
     return shaped_like_query(query, value.shape[3]).copy_(out), lse, largest, out
 
 
-def _exact(device: torch.device) -> AbstractContextManager[Any]:
-    """Disable autocast, which has cast the arguments already, so that products keep the accumulation dtype."""
-    if device.type not in _AUTOCAST:
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 def _backward(
     call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -322,7 +186,7 @@ def _backward(
             return run_backward(call, query, key, value, *rest)
         except NoKernelError as reason:
             _warn_once(f"flashbwd: the gradient of flex_decoding falls back to its slow reference: {reason}")
-    with _exact(query.device):
+    with arguments.without_autocast(query.device):
         return decoding_backward(call, query, key, value, *rest)
 
 

@@ -24,30 +24,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashbwd.bench import cases, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
 from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
+from scripts import scale_memory
+from scripts.loose_figures import loose_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
-# The result files of each suite. Blocks were measured in three runs; the newest result of each case counts.
+# The newest complete run of each suite. benchmarks/results holds these and no others.
 H100 = "nvidia-h100-80gb-hbm3"
 FILES = {
-    "attention": [f"{H100}-attention-20261123-101529"],
-    "layer_norm": [f"{H100}-layer_norm-20261121-173447"],
-    "block": [f"{H100}-block-20261121-205230", f"{H100}-block-20261122-021849", f"{H100}-block-20261122-081027"],
-    "decoding": [f"{H100}-decoding-20261121-210638"],
-    "cpu": ["amd-epyc-all-20261121-015643"],
+    "attention": f"{H100}-attention-20261123-101529",
+    "layer_norm": f"{H100}-layer_norm-20261121-173447",
+    "block": f"{H100}-block-20261121-205230",
+    "decoding": f"{H100}-decoding-20261121-210638",
+    "cpu": "amd-epyc-all-20261121-015643",
 }
 
 
 @functools.lru_cache
 def measured(suite: str) -> tuple[CaseResult, ...]:
-    """The results of a suite. If several files have a case, the last file counts."""
-    found: dict[str, CaseResult] = {}
-    for stem in FILES[suite]:
-        found.update(results.load(RESULTS / f"{stem}.json").by_name())
-    return tuple(found.values())
+    """The results of a suite."""
+    return tuple(results.load(RESULTS / f"{FILES[suite]}.json").results)
 
 
 # ---- selecting ------------------------------------------------------------------------------------
@@ -235,6 +234,31 @@ SUMMARY = [
 ]  # fmt: skip
 
 
+# The rows of the README: what people train with, and the case of a run that stands for it.
+HEADLINE = {
+    "full attention, 8192 tokens, head dimension 128": "bf16 B2 S8192 H16 D128 full",
+    "the same with a causal mask": "bf16 B2 S8192 H16 D128 causal",
+    "causal, 4096 tokens, head dimension 64": "bf16 B4 S4096 H32 D64 causal",
+    "packed documents, causal, 32768 tokens in all": "bf16 B29 T32768 varlen H16 D128 causal",
+    "sliding window of 4096 keys, GQA": "bf16 B2 S8192 H32:8 D128 window 4096",
+    "causal, with a bias and its gradient": "bf16 B4 S2048 H16 D128 causal bias",
+}
+
+
+def headline() -> str:
+    """Each case of HEADLINE with the fastest other kernel that ran it."""
+    of_name = {result.name: result for result in measured("attention")}
+    rows = []
+    for words, name in HEADLINE.items():
+        result = of_name[name]
+        peer = result.fastest_peer()
+        assert peer is not None
+        kernel = _IN_WORDS[peer].removeprefix("the ").removesuffix("'s backward").removesuffix(" backward")
+        rates = [f"{result.rate(which):.0f}" for which in (peer, SM90)]
+        rows.append([words, kernel, *rates, f"{result.ratio(SM90, peer).median:.2f}"])  # type: ignore[union-attr]
+    return table(["gradient of attention", "best alternative", "its TFLOP/s", "flashbwd, TFLOP/s", "ratio"], rows)
+
+
 # In the order of the columns. The settled clock comes first, because it is the clock of a long run at the power limit.
 FIGURES = {SUSTAINED: "settled clock", COOL: "short slots", EAGER: "eager, with the host"}
 
@@ -260,18 +284,15 @@ def missed() -> str:
 
 def runs() -> str:
     lines = []
-    for suite, stems in FILES.items():
-        for stem in stems:
-            written = RESULTS / f"{stem}.md"  # written by the run; contains the slot lengths
-            run = results.load(written.with_suffix(".json"))
-            commit, torch = (run.machine["commit"] or "")[:9], run.machine["torch"]
-            how = re.search(r"^\d+ (?:or more )?interleaved rounds.*?(?=; a rate)", written.read_text(), re.MULTILINE)
-            if how is None:
-                raise ValueError(f"flashbwd: {written.name} does not say how long its slots are")
-            lines.append(
-                f"- {suite}, {run.machine['device']}: `benchmarks/results/{stem}.md`, commit {commit}, torch {torch}, "
-                + how[0]
-            )
+    for suite, stem in FILES.items():
+        written = RESULTS / f"{stem}.md"  # written by the run; contains the slot lengths
+        run = results.load(written.with_suffix(".json"))
+        commit, torch = (run.machine["commit"] or "")[:9], run.machine["torch"]
+        how = re.search(r"^\d+ (?:or more )?interleaved rounds.*?(?=; a rate)", written.read_text(), re.MULTILINE)
+        if how is None:
+            raise ValueError(f"flashbwd: {written.name} does not say how long its slots are")
+        file = f"`benchmarks/results/{stem}.md`"
+        lines.append(f"- {suite}, {run.machine['device']}: {file}, commit {commit}, torch {torch}, {how[0]}")
     return "\n".join(lines)
 
 
@@ -304,10 +325,12 @@ def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> st
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "headline": headline,
     "summary": summary,
     "missed": missed,
     "runs": runs,
     "cpu": lambda: times("cpu"),
+    "scale-memory": lambda: table(scale_memory.HEADER, scale_memory.rows_of_table()),
     "blocks": lambda: table(
         ["training step", "over", "speed, as a ratio", "cases"],
         (
@@ -337,20 +360,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 # ---- pages ----------------------------------------------------------------------------------------
 
-UNITS = r"(?:ms|us|ns|TFLOP/s|GB/s|MB/s|MiB|GiB|J|W|MHz|s)"
-MEASURED = re.compile(
-    rf"\b\d+\.\d\d+\b|\b\d[\d.]* {UNITS}\b|\b\d+(?:\.\d+)? times (?:as|faster)\b|\b\d+(?:\.\d+)? %|\b\d\.\d to \d"
-)
-VERSIONS = re.compile(r"\b(?:torch|PyTorch|Python|CUDA|cuDNN|Transformers|driver)[ =<>(]*[\d.]+(?:(?: to|,)\s[\d.]+)*")
-
-
 EXPERIMENTS = {"kernels", "lab"}  # folders of docs in which measured figures are allowed everywhere
-
-
-def loose_figures(text: str) -> list[str]:
-    """Measured figures outside of all blocks."""
-    prose = VERSIONS.sub("", re.sub(r"`[^`\n]*`|^```.*?^```|^    .*?$", "", MARKER.sub("", text), flags=re.M | re.S))
-    return MEASURED.findall(prose)
 
 
 def rendered(text: str) -> str:
@@ -368,7 +378,9 @@ def problems_of(page: Path, text: str) -> list[str]:
     name = str(page.relative_to(ROOT))
     diff = list(difflib.unified_diff(text.splitlines(), rendered(text).splitlines(), name, "results", n=0, lineterm=""))
     if page.parent.name not in EXPERIMENTS:
-        diff += [f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text)]
+        diff += [
+            f"{name}: {figure!r} stands outside of the generated figures" for figure in loose_figures(text, MARKER)
+        ]
     return diff
 
 

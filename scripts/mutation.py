@@ -68,7 +68,7 @@ _DECODING = (
     "tests/test_reference_cuts.py",
 )
 _EMIT = tuple(f"tests/test_flex_decoding_{name}.py" for name in ("slots", "emission", "derivative"))
-_RECOGNITION = ("tests/test_flex_decoding_values.py", "tests/test_flex_decoding_ordinary.py")
+_RECOGNITION = ("tests/test_flex_decoding_values.py", "tests/test_flex_decoding_built_in.py")
 _KEYS = (
     "tests/test_flex_decoding_slots.py",
     "tests/test_flex_decoding_keys.py",
@@ -100,7 +100,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         **{f"flashbwd/mods/{name}.py": _KEYS for name in ("captures", "kernels")},
         "flashbwd/mods/nvrtc.py": ("tests/test_disk_cache.py", *_KEYS),
         "flashbwd/mods/handle.py": ("tests/test_compile_mods.py",),
-        **{f"flashbwd/mods/{name}.py": _RECOGNITION for name in ("ordinary", "values")},
+        **{f"flashbwd/mods/{name}.py": _RECOGNITION for name in ("built_in", "values")},
         "flashbwd/mods/trace.py": ("tests/test_flex_decoding_emission.py", *_KEYS),
     },
     "bench": {

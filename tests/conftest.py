@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from kit.gpu_lock import GpuLock
 from kit.summary import Summary, take_ratios
-from kit.turnstile import Turnstile
 
 # derandomize is named in each: hypothesis fills what a profile leaves out from its own profile of CI, if CI is set.
 _HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
@@ -104,14 +104,14 @@ def _deterministic_mode_is_left_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _room_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+def _gpu_memory_is_free(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests marked much_memory run alone on the GPU; workers free their cached memory if it is large."""
     if not (torch.cuda.is_available() and request.node.get_closest_marker("gpu")):
         yield
         return
-    turnstile = Turnstile(Path(tempfile.gettempdir()) / f"flashbwd-gpu-tests-{os.getuid()}")
+    lock = GpuLock(Path(tempfile.gettempdir()) / f"flashbwd-gpu-tests-{os.getuid()}")
     alone = request.node.get_closest_marker("much_memory")
-    with turnstile.alone() if alone else turnstile.beside_others():
+    with lock.exclusive() if alone else lock.shared():
         yield
         if torch.cuda.memory_reserved() > KEPT_BYTES:
             torch.cuda.empty_cache()

@@ -73,6 +73,11 @@ def with_nan_outputs(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | poisoned
 
 
+def backward(*tensors: Tensor, **options: Any) -> flashbwd.AttentionGrads:
+    """attention_backward of ``tensors`` in the order of MAIN, with outputs that contain NaN before the call."""
+    return flashbwd.attention_backward(**with_nan_outputs(dict(zip(MAIN, tensors, strict=True)) | options))
+
+
 def refusal_of(arguments: dict[str, Any], backend: str) -> str | None:
     """The reason with which a backend refuses a call; None if it does not."""
     flashbwd.plan_attention_backward(**arguments)  # raises if the case itself is wrong

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kit import summary
 
 from flashbwd.bench import acceptance, machine
 
@@ -32,6 +33,8 @@ def _record(**changes) -> dict:
         ({"session": {"counts": {"skipped": 968}}}, "no test of the stage tests passed"),
         ({"session": {"counts": {"passed": 9, "failed": 1}}}, "tests: 1 failed"),
         ({"outcomes": {"tests: y": {"status": "left", "seconds": 0.0}}}, "tests: y: left"),
+        ({"session": {"skips": {"needs 70 GiB of free GPU memory": 3}}}, "tests: 3 skipped, needs 70 GiB of free GPU"),
+        ({"session": {"skips": {"there is no C++ compiler": 1}}}, "sanitizer: 4 skipped, there is no C++ compiler"),
     ],
 )
 def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp_path, capsys):
@@ -41,6 +44,12 @@ def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp
     (tmp_path / "good.json").write_text(json.dumps(_record(**changes)))
     assert check.main([str(tmp_path)]) == 1
     assert problem in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reason", [summary.NO_CASE + "RMSNorm has no bias", "needs 2 GPUs"])
+def test_a_release_takes_a_record_whose_skips_hide_nothing(reason):
+    record = _record(session={"skips": {reason: 3}})
+    assert acceptance.problems(record, machine.kernel_sources_hash()) == []
 
 
 def test_a_release_needs_a_record_at_all(tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import cases, dropout, inputs, oracle
-from support import TARGETS, Target, run, skip_where_refused
+from support import TARGETS, Target, backward, run, skip_where_refused
 from torch import Tensor
 
 import flashbwd
@@ -37,9 +37,7 @@ def mask_drawn(
                 dout = torch.zeros(batch, seqlen_q, heads, columns, dtype=dtype, device=device)
                 dout[:, start : start + width, head, :width] = torch.eye(width, dtype=dtype, device=device)
                 v = torch.zeros(batch, seqlen_k, heads_kv, columns, dtype=dtype, device=device)
-                dv = flashbwd.attention_backward(
-                    dout, q, k, v, torch.zeros_like(dout), lse, dropout_p=p, rng_state=state
-                ).dv
+                dv = backward(dout, q, k, v, torch.zeros_like(dout), lse, dropout_p=p, rng_state=state).dv
                 kv = head // (heads // heads_kv)
                 kept[:, head, start : start + width] = dv[:, :, kv, :width].transpose(1, 2) != 0
     return kept.cpu()
@@ -122,7 +120,7 @@ def test_head_dimension_and_masking_do_not_change_the_mask(layout: str) -> None:
     q, k, v, dout = (x.canonical[name] for name in ("q", "k", "v", "dout"))
     expected = oracle.attention(q, k, v, dout, causal=True, keep=[whole[0]], keep_scale=2.0)
     lse = expected.lse
-    grads = flashbwd.attention_backward(dout, q, k, v, expected.out, lse, causal=True, dropout_p=0.5, rng_state=state)
+    grads = backward(dout, q, k, v, expected.out, lse, causal=True, dropout_p=0.5, rng_state=state)
     torch.testing.assert_close(grads.dq, expected.dq, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(grads.dv, expected.dv, rtol=1e-10, atol=1e-12)
 
@@ -148,7 +146,7 @@ def test_the_factor_on_what_is_kept_is_the_forwards(layout: str, target: Target)
     lse = torch.full((1, 2, seqlen_q), 32 / 8**0.5, dtype=inputs.lse_dtype(dtype))
     tensors = (x.contiguous().to(device) for x in (dout, q, k, torch.ones_like(k), out, lse))
     with flashbwd.use_backend(backend):
-        dq = flashbwd.attention_backward(*tensors, dropout_p=p, rng_state=flashbwd.RngState(5, 6, layout)).dq
+        dq = backward(*tensors, dropout_p=p, rng_state=flashbwd.RngState(5, 6, layout)).dq
     assert float(dq.abs().max()) < 1e-3  # up to 0.05 with a factor that is not rounded
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from kit import cases, inputs
-from support import MAIN, skip_where_refused, with_nan_outputs
+from support import backward, skip_where_refused
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,11 +34,6 @@ def main(x: inputs.Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, dout
 
 
-def backward(*tensors: Tensor, **options: Any) -> flashbwd.AttentionGrads:
-    """attention_backward into memory that holds NaN."""
-    return flashbwd.attention_backward(**with_nan_outputs(dict(zip(MAIN, tensors, strict=True)) | options))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_cpu_flash_forward(causal: bool, dtype: torch.dtype) -> None:
@@ -50,6 +44,17 @@ def test_the_cpu_flash_forward(causal: bool, dtype: torch.dtype) -> None:
     )
     out, lse = out.transpose(1, 2), lse.to(inputs.lse_dtype(dtype))
     x.check(*backward(dout, q, k, v, out, lse, causal=x.case.causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_on_a_cpu_give_the_output_of_repeated_heads(causal: bool) -> None:
+    q, k, v = (torch.randn(2, 33, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2, 2))
+    grouped = flashbwd.attention(q, k, v, causal=causal, return_lse=True)
+    repeated = flashbwd.attention(
+        q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2), causal=causal, return_lse=True
+    )
+    for actual, expected in zip(grouped, repeated, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.gpu
@@ -127,9 +132,8 @@ def test_a_forward_with_dropout(forward: str, backend: str) -> None:
             dout, q, k, v, None, out, None, None, 75, 75, lse, 0.25, seed, offset, 0, False
         )
     with flashbwd.use_backend(backend):
-        actual = flashbwd.attention_backward(
-            dout, q, k, v, out, lse, dropout_p=0.25, rng_state=flashbwd.RngState(seed, offset, forward)
-        )
+        state = flashbwd.RngState(seed, offset, forward)
+        actual = backward(dout, q, k, v, out, lse, dropout_p=0.25, rng_state=state)
     for name, a, e in zip(("dq", "dk", "dv"), actual[:3], expected, strict=True):
         torch.testing.assert_close(a, e, rtol=2e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from kit import cases, inputs
+from kit.summary import NO_CASE
 from support import GPU_TARGETS, MAIN, Target, arguments_of, repeated, run, run_copies, skip_where_refused, workspace_of
 
 import flashbwd
@@ -51,7 +52,7 @@ def test_first_key_block_of_a_query_tile_stores(heads_kv: int, head_dim: int, se
     with flashbwd.use_backend(backend):
         plan = flashbwd.plan_attention_backward(**arguments_of(x))
     if plan.tile != (128, 64):
-        pytest.skip("a smaller tile")
+        pytest.skip(NO_CASE + "a smaller tile")
     assert ("by the first key block" in plan.schedule) == (seqlen_k <= 640)
     x.check(*run(x, backend, workspace=workspace_of(plan.workspace_bytes, device)))
 

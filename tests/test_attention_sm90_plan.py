@@ -412,7 +412,7 @@ def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: di
 
 
 @pytest.mark.parametrize(
-    ("changes", "ordinary", "in_order"),
+    ("changes", "default", "in_order"),
     [
         ({"rows": 1024}, True, True),
         ({"rows": 1025}, False, True),
@@ -459,13 +459,13 @@ def test_warpgroups_of_long_jobs_halve_the_queries(host: ModuleType, changes: di
     ids=str,
 )
 def test_the_last_add_writes_dq_in_short_loops_and_narrow_windows_of_head_dimensions_64_and_128(
-    host: ModuleType, changes: dict[str, Any], ordinary: bool, in_order: bool
+    host: ModuleType, changes: dict[str, Any], default: bool, in_order: bool
 ) -> None:
     rows = changes["rows"]
     sizes = {"seqlen_q": rows, "seqlen_k": rows, "total_q": 2 * rows, "total_k": 2 * rows, "heads_kv": 6}
     sizes |= {"head_dim": 128, "head_dim_v": 128, "window_left": -1, "window_right": -1}
     sizes |= {name: value for name, value in changes.items() if name != "rows"}
-    for deterministic, writes in ((False, ordinary), (True, in_order)):
+    for deterministic, writes in ((False, default), (True, in_order)):
         plan = plan_of(host, **sizes, deterministic=deterministic)
         assert plan.sm90.last_add_writes_dq is writes
         order = "kOrdered" if deterministic else "kLastArriver" if writes else "kUnordered"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit import ranks, tolerance
+from kit.summary import NO_CASE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -155,5 +156,5 @@ def test_every_step_of_a_ring_of_gpus_is_a_kernel_of_this_library(
     gpus: ranks.Ranks, forward: str, heads_kv: int
 ) -> None:
     if heads_kv != 4 and forward == "EFFICIENT_ATTENTION":
-        pytest.skip("PyTorch's memory-efficient attention takes no grouped heads")
+        pytest.skip(NO_CASE + "PyTorch's memory-efficient attention takes no grouped heads")
     gpus.run(_ring_on_gpus, forward, heads_kv)

@@ -67,13 +67,6 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def right_gradient_of_the_model(names: Names, printed: str) -> None:
-    x = names["x"].detach().double().requires_grad_()
-    parts = torch.nn.functional.layer_norm(x, x.shape[-1:]).view(2, 256, 3, 8, 64).unbind(2)
-    (want,) = torch.autograd.grad(plain_attention(*parts).sum(), x)
-    close(names["x"].grad, want, 1e-4)
-
-
 def right_gradient_of_q(names: Names, printed: str) -> None:
     q, k, v = (names[name].detach().double() for name in "qkv")
     (want,) = torch.autograd.grad(plain_attention(q.requires_grad_(), k, v).square().sum(), q)
@@ -122,18 +115,87 @@ def right_gradients_of_the_shards(names: Names, printed: str) -> None:
     close(names["q"].grad.full_tensor(), want, 1e-4)
 
 
+def right_gradients_of_the_layer(names: Names, printed: str) -> None:
+    assert printed == f"{flashbwd.stats()}\n"
+    flashbwd.disable()
+    layer = names["layer"]
+    got = [parameter.grad.clone() for parameter in layer.parameters()]
+    assert all(bool(gradient.isfinite().all()) for gradient in got)
+    assert sum(gradient.abs().sum().item() for gradient in got) > 0
+
+
+def right_gradient_in_a_window(names: Names, printed: str) -> None:
+    q, k, v = (names[name].detach() for name in "qkv")
+    want = oracle.attention(q, k, v, torch.ones_like(q), causal=True, window_size=(128, 0))
+    close(names["q"].grad, want.dq.double(), 1e-4)
+
+
+def right_shape_of_the_block(names: Names, printed: str) -> None:
+    assert names["block"](names["x"]).shape == (2, 128, 64)
+    assert all(parameter.grad is not None for parameter in names["block"].parameters())
+
+
+def losses_that_fall(names: Names, printed: str) -> None:
+    losses = names["losses"]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert re.findall(r"^(aten::\w+):", printed, re.MULTILINE) == list(flashbwd.stats())
+
+
+def packed_output_of_each_document(names: Names, printed: str) -> None:
+    assert printed == "torch.Size([256, 64])\n"
+    alone = names["layer"](names["x"][70:75][None])[0]
+    torch.testing.assert_close(names["out"][70:75], alone, atol=1e-5, rtol=1e-4)
+    assert names["x"].grad is not None
+
+
+def equal_gradients(names: Names, printed: str) -> None:
+    assert printed == "True\n"
+
+
+def right_gradient_of_the_bias(names: Names, printed: str) -> None:
+    assert printed == "torch.Size([1, 4, 128, 128])\n"
+    q, k, v, out = (names[name].detach() for name in ("q", "k", "v", "out"))
+    want = oracle.attention(q, k, v, 2 * out, attn_bias=names["bias"].detach())
+    close(names["bias"].grad, want.dbias.double(), 1e-4)
+
+
+def scores_of_the_keys_in_use(names: Names, printed: str) -> None:
+    assert printed == "torch.Size([2, 8, 1, 64])\n"
+    query, key, value, slopes = (names[name].double() for name in ("query", "key", "value", "slopes"))
+    keys, values = (x[:, :, :300].repeat_interleave(4, 1) for x in (key, value))
+    scores = query @ keys.transpose(2, 3) / 8 - slopes.view(1, 8, 1, 1) * (299 - torch.arange(300))
+    close(names["out"], scores.softmax(-1) @ values, 1e-4)
+
+
+def right_attention_of_packed_documents(names: Names, printed: str) -> None:
+    """The gathered output is that of one device, for the documents of the block."""
+    rows = names["hidden"].view(-1, 4, 16)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), names["cu_seqlens"].int())
+    want = oracle.attention(rows, rows, rows, torch.ones_like(rows), causal=True, **lengths)
+    close(names["whole"], want.out, 1e-5)
+    for name in ("dq", "dk", "dv"):
+        close(names[name[1]].grad, names["split"].take(getattr(want, name)), 1e-5)
+
+
 CHECKS: dict[str, Callable[[Names, str], None]] = {
-    "README.md-0": right_gradients,
-    "README.md-1": right_gradient_of_the_model,
+    "README.md-0": right_gradients_of_the_layer,
+    "README.md-1": right_gradient_in_a_window,
     "docs/getting_started.md-0": right_gradient_of_q,
-    "docs/getting_started.md-1": right_gradients_and_shapes,
-    "docs/getting_started.md-2": right_gradients,
-    "docs/getting_started.md-3": right_gradients,
-    "docs/getting_started.md-4": every_backend_named,
+    "docs/getting_started.md-1": right_shape_of_the_block,
+    "docs/how_to/backward_alone.md-0": right_gradients_and_shapes,
+    "docs/how_to/backward_alone.md-1": right_gradients,
+    "docs/how_to/backward_alone.md-2": right_gradients,
+    "docs/how_to/backward_alone.md-3": every_backend_named,
     "docs/integrations.md-0": counted_by_operator,
     "docs/integrations.md-1": right_gradients_of_the_compiled_model,
     "docs/integrations.md-2": right_gradients_of_the_shards,
     "docs/integrations.md-3": right_gradients_of_the_llama,
+    "docs/tutorials/bias_gradients.md-0": right_gradient_of_the_bias,
+    "docs/tutorials/decoding.md-0": scores_of_the_keys_in_use,
+    "docs/tutorials/deterministic.md-0": equal_gradients,
+    "docs/tutorials/packed_documents.md-0": packed_output_of_each_document,
+    "docs/tutorials/transformers.md-0": losses_that_fall,
+    "docs/scale.md-0": right_attention_of_packed_documents,
     "docs/workspace.md-0": right_gradients_in_the_workspace,
 }
 NEEDED_PACKAGES = ("flash_attn", "transformers")
@@ -185,6 +247,7 @@ def test_no_python_code_stands_outside_of_the_blocks_that_run() -> None:
         assert re.findall(r"^    (?:import [\w.]+|from [\w.]+ import .+)$", text, re.MULTILINE) == [], page.name
 
 
-def test_readme_shows_attention_backward_in_code_that_runs_without_a_gpu() -> None:
+def test_readme_starts_with_enable_and_calls_nothing_private() -> None:
     shown = [code for name, code in CODE.items() if name.startswith("README.md")]
-    assert any("flashbwd.attention_backward(" in code and "cuda" not in code for code in shown)
+    assert "flashbwd.enable()" in shown[0] and "flashbwd.stats()" in shown[0]
+    assert not any("torch.ops" in code or "._" in code for code in shown)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,24 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture
-def train_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train_gpt", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def train_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("train_gpt", monkeypatch)
+
+
+@pytest.fixture
+def distributed_example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("train_distributed", monkeypatch)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,35 +96,89 @@ def test_decode_gives_the_tokens_of_torch(device: str) -> None:
     assert done.stdout.count("tokens/s") == 2
 
 
-def train_distributed(parallel: str, device: str, out: Path, count: int) -> subprocess.CompletedProcess[str]:
+def train_distributed(
+    parallel: str, device: str, out: Path, count: int, *options: str, steps: int = 3
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command += [str(EXAMPLES / "train_distributed.py"), "--parallel", parallel, "--device", device]
-    return subprocess.run([*command, "--steps", "3", "--out", out], capture_output=True, text=True, check=False)
+    command += [str(EXAMPLES / "train_distributed.py"), "--parallel", parallel, "--device", device, *options]
+    return subprocess.run([*command, "--steps", str(steps), "--out", out], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "tensor"])
-def test_train_distributed_agrees_with_one_device(parallel: str, tmp_path: Path) -> None:
-    done = train_distributed(parallel, "cpu", tmp_path, count=2)
+def result_of(parallel: str, out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"train_distributed_{parallel.replace(',', '_')}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parallel", "count", "sizes"),
+    [
+        ("fsdp", 2, {"fsdp": 2, "context": 1, "tensor": 1}),
+        ("tensor", 2, {"fsdp": 1, "context": 1, "tensor": 2}),
+        ("context", 4, {"fsdp": 1, "context": 4, "tensor": 1}),
+        ("tensor,context", 4, {"fsdp": 1, "context": 2, "tensor": 2}),
+        ("fsdp,tensor,context", 8, {"fsdp": 2, "context": 2, "tensor": 2}),
+    ],
+)
+def test_train_distributed_agrees_with_one_device(
+    parallel: str, count: int, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    done = train_distributed(parallel, "cpu", tmp_path, count, steps=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / f"train_distributed_{parallel}.json").read_text())
-    assert result["agree"] and result["devices"] == 2
-    assert [len(losses) for losses in result["losses"].values()] == [3, 3]
+    result = result_of(parallel, tmp_path)
+    assert result["agree"] and result["devices"] == count and result["sizes"] == sizes
+    assert [len(losses) for losses in result["losses"].values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "devices", "sizes"),
+    [
+        ("context", 8, (1, 8, 1)),
+        ("fsdp,tensor,context", 4, (2, 1, 2)),
+        ("fsdp,tensor,context", 12, (2, 3, 2)),
+        ("fsdp=4,context", 8, (4, 2, 1)),
+        ("tensor=1", 1, (1, 1, 1)),
+    ],
+)
+def test_the_devices_are_divided_among_the_axes(
+    parallel: str, devices: int, sizes: tuple[int, ...], distributed_example: ModuleType
+) -> None:
+    assert tuple(distributed_example.axis_sizes(parallel, devices).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [("fsdp=3", "makes 3 devices, expected 4"), ("pipeline", "'pipeline', expected one of fsdp")],
+)
+def test_a_split_that_does_not_fit_the_devices_is_an_error(
+    parallel: str, message: str, distributed_example: ModuleType
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        distributed_example.axis_sizes(parallel, 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("parallel", ["fsdp", "tensor", "context"])
+@pytest.mark.parametrize("parallel", ["fsdp", "tensor", "context", "fsdp,context", "tensor,context"])
 def test_train_distributed_on_several_gpus_agrees_with_one(parallel: str, count: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
     done = train_distributed(parallel, "cuda", tmp_path, count)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / f"train_distributed_{parallel}.json").read_text())
+    result = result_of(parallel, tmp_path)
     assert result["agree"] and result["devices"] == count
     if parallel == "context":
         layers, steps = result["config"]["layers"], 3
         hits = [stats["hits"] for name, stats in result["overridden"].items() if "attention" in name]
         assert hits == [layers * steps * count]  # as many steps of the ring as devices
+
+
+@pytest.mark.gpu
+def test_train_distributed_splits_sequences_over_gpus_by_itself(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    done = train_distributed("context", "cuda", tmp_path, 2, "--ring", "flashbwd")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert result_of("context", tmp_path)["ring"] == "flashbwd"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,9 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # last: an installed package goes before the one of the tree
 
+from flashbwd.bench import results  # noqa: E402
 from scripts import figures  # noqa: E402
 
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -28,9 +30,9 @@ def test_figures_of_a_page_are_those_of_the_result_files(page):
     ("figure", "wrong"), [("1.16 to 1.70", "3.16 to 9.70"), ("| 38 |", "| 36 |"), ("0.28", "0.82")]
 )
 def test_another_figure_in_a_block_is_a_problem(figure, wrong):
-    text = README.read_text()
+    text = BENCHMARKS.read_text()
     assert figure in text
-    assert any(wrong in line for line in figures.problems_of(README, text.replace(figure, wrong)))
+    assert any(wrong in line for line in figures.problems_of(BENCHMARKS, text.replace(figure, wrong)))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +46,28 @@ def test_another_figure_in_a_block_is_a_problem(figure, wrong):
     ],
 )
 def test_a_figure_outside_of_the_blocks_is_a_problem(sentence):
-    text = README.read_text().replace("## Features", f"{sentence}\n\n## Features")
+    text = README.read_text().replace("## What it supports", f"{sentence}\n\n## What it supports")
     assert any("stands outside" in line for line in figures.problems_of(README, text))
 
 
 def test_versions_and_code_are_no_figures():
-    assert figures.loose_figures("Python 3.10 to 3.13 with torch 2.10, 2.11, `scale=0.88`, cases of 8192 tokens.") == []
+    text = "Python 3.10 to 3.13 with torch 2.10, 2.11, `scale=0.88`, cases of 8192 tokens."
+    assert figures.loose_figures(text, figures.MARKER) == []
+
+
+def test_a_row_of_the_readme_has_the_fastest_other_kernel():
+    rates = {}
+    for case in json.loads((ROOT / "benchmarks" / "results" / f"{figures.FILES['attention']}.json").read_text())[
+        "results"
+    ]:
+        if case["name"] == "bf16 B2 S8192 H16 D128 causal":
+            timed = {name: peer for name, peer in case["peers"].items() if peer["times_ms"] and "torch" in name}
+            rates = {n: p["work"] / statistics.median(p["times_ms"]) for n, p in timed.items()}
+    assert max(rates, key=rates.__getitem__) == "torch cuDNN"
+    rows = [line.split(" | ") for line in figures.headline().splitlines()[2:]]
+    assert len(rows) == 6
+    assert rows[1][1:3] == ["cuDNN", f"{rates['torch cuDNN'] / 1e9:.0f}"]
+    assert all(float(row[4].rstrip(" |")) == pytest.approx(int(row[3]) / int(row[2]), rel=0.05) for row in rows)
 
 
 def test_a_block_without_a_name_that_is_known_is_refused():
@@ -70,26 +88,24 @@ def raw_ratios(stem: str, ours: str, over: str) -> dict[str, float]:
 
 def test_a_row_has_the_least_and_the_greatest_of_its_heading():
     """The row of sm80 has D 96, full, the least of D 64 to 256."""
-    ratios = raw_ratios(figures.FILES["attention"][0], "flashbwd sm80", "torch flash")
+    ratios = raw_ratios(figures.FILES["attention"], "flashbwd sm80", "torch flash")
     plain = re.compile(r"(bf16|fp16) B\d+ S\d+ H\d+ D(64|80|96|112|128|160|192|256) (full|causal)")
     counted = [ratio for name, ratio in ratios.items() if plain.fullmatch(name)]
     assert f"{min(counted):.2f}" == f"{ratios['bf16 B4 S4096 H16 D96 full']:.2f}"
     span = f"{min(counted):.2f} to {max(counted):.2f}"
-    assert f"| sm80, D 64 to 256 | FlashAttention-2's backward | {span} | {len(counted)} |" in README.read_text()
+    assert f"| sm80, D 64 to 256 | FlashAttention-2's backward | {span} | {len(counted)} |" in BENCHMARKS.read_text()
 
 
 def test_a_row_of_blocks_has_every_model():
     over = ("torch eager", "flashbwd eager"), ("torch compiled", "flashbwd compiled")
     for how, (theirs, ours) in zip(("eager", "compiled"), over, strict=True):
-        ratios: dict[str, float] = {}
-        for stem in figures.FILES["block"]:
-            ratios.update(raw_ratios(stem, ours, theirs))
+        ratios = raw_ratios(figures.FILES["block"], ours, theirs)
         assert len(ratios) == 3
-        shown = next(line for line in README.read_text().splitlines() if f"{how} | PyTorch |" in line)
+        shown = next(line for line in BENCHMARKS.read_text().splitlines() if f"{how} | PyTorch |" in line)
         assert f"| {min(ratios.values()):.2f} to {max(ratios.values()):.2f} | 3 |" in shown
 
 
-def test_every_case_with_a_bar_over_a_peer_is_counted_by_a_row_of_the_readme():
+def test_every_case_with_a_bar_over_a_peer_is_counted_by_a_row_of_the_summary():
     counted = {(row.suite, row.ours, result.name) for row in figures.SUMMARY for result, _ in row.selected()}
     for suite in figures.FILES.keys() - {"cpu"}:
         for result in figures.measured(suite):
@@ -125,6 +141,16 @@ def test_every_missed_bar_is_listed():
     ]
     assert len(missed) > 10
     assert all(line in page for line in missed)
+
+
+def test_the_committed_results_are_one_complete_run_per_suite_and_device():
+    files = sorted(path.stem for path in figures.RESULTS.glob("*.json"))
+    assert files == sorted(figures.FILES.values())
+    runs = [results.load(figures.RESULTS / f"{stem}.json") for stem in files]
+    assert all(run.complete for run in runs)
+    assert len({(run.suite, run.machine["device"]) for run in runs}) == len(runs)
+    extra = [path.name for path in figures.RESULTS.iterdir() if not path.name.startswith(tuple(files))]
+    assert extra == []
 
 
 def test_a_case_without_a_property_that_is_asked_for_does_not_match():

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
+from flashbwd.mods.built_in import BuiltIn, recognise
 from flashbwd.mods.captures import CannotEmitError, Captures, Slots
-from flashbwd.mods.ordinary import Ordinary, recognise
 from flashbwd.mods.trace import trace
 
 INF = math.inf
@@ -153,7 +153,7 @@ def at_all_points(score_mod: Any, mask_mod: Any, scores: Tensor, points: Tensor)
     return torch.where(seen, values, -INF).expand(len(points))
 
 
-def recognised(score_mod: Any, mask_mod: Any) -> tuple[Ordinary | None, Captures]:
+def recognised(score_mod: Any, mask_mod: Any) -> tuple[BuiltIn | None, Captures]:
     captures = Captures(score_mod, mask_mod)
     score = None if score_mod is None else trace("score_mod", score_mod, True)
     mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
@@ -174,7 +174,7 @@ def test_a_case_once_misread_means_what_pytorch_computes(
     found, captures = recognised(score_mod, mask_mod)
     assert (found is None) == (name in NOT_BUILT_IN)
     if found is not None:
-        host.add_ordinary("built_in", found, Slots(captures, "cpu"))
+        host.add_built_in("built_in", found, Slots(captures, "cpu"))
     host.compile()
     want = at_all_points(score_mod, mask_mod, SCORES, POINTS)
     for form in ["emitted"] if found is None else ["emitted", "built_in"]:
@@ -291,11 +291,11 @@ def test_what_is_recognised_is_computed_as_pytorch_does_for_any_captured_integer
         text, score_mod, mask_mod = linear.function()
         try:
             want = at_all_points(score_mod, mask_mod, FEW_SCORES, FEW)
-            ordinary, captures = recognised(score_mod, mask_mod)
+            modification, captures = recognised(score_mod, mask_mod)
         except (RuntimeError, ValueError, OverflowError):  # PyTorch refuses it
             continue
-        if ordinary is not None:
-            host.add_ordinary(f"case_{i}", ordinary, Slots(captures, "cpu"))
+        if modification is not None:
+            host.add_built_in(f"case_{i}", modification, Slots(captures, "cpu"))
             found[f"case_{i}"] = (text, linear.names, want)
     host.compile()
     assert len(found) > 50

@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -195,6 +196,21 @@ def test_a_compiler_that_fails_ends_the_calibration(monkeypatch):
 
 def test_the_calibration_takes_the_compiler_some_time():
     assert check_budget.calibration_seconds() > 0
+
+
+def test_the_calibration_is_the_shortest_cpu_time_of_three_children(monkeypatch):
+    """Each child's CPU time is the growth of user and system time, which earlier children have made large."""
+    children = iter([(5.0, 1.0), (6.5, 1.5), (9.0, 2.0), (9.753, 2.5), (20.0, 4.0), (22.0, 5.0)])
+    usage = lambda who: SimpleNamespace(**dict(zip(("ru_utime", "ru_stime"), next(children), strict=True)))  # noqa: E731
+    monkeypatch.setattr(check_budget.resource, "getrusage", usage)
+    monkeypatch.setattr(check_budget.subprocess, "run", lambda *args, **kwargs: None)
+    assert check_budget.calibration_seconds() == 1.25
+
+
+@pytest.mark.parametrize(("now", "budget", "factor"), [(3.0, 0.5, 3.0), (3.0, 2.0, 1.5), (1.0, 2.0, 1.0)])
+def test_units_of_less_than_a_second_do_not_make_a_machine_slow(now, budget, factor):
+    rows = ({"unit": {"cpu_seconds": seconds}} for seconds in (now, budget))
+    assert check_budget.slowness(*rows) == factor
 
 
 @pytest.fixture

@@ -257,7 +257,7 @@ def test_the_first_call_of_a_thread(target: Target) -> None:
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_another_device_than_the_current_one(target: Target) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
+        pytest.skip("needs 2 GPUs")
     _, backend, dtype = target
     x = inputs.build(VARIANTS["dense_causal"], dtype, "cuda:1")
     skip_where_refused(x, backend)

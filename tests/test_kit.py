@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import cases, dropout, inputs, oracle, tolerance
-from support import run
+from support import run, with_nan_outputs
 from torch import Tensor
 
 import flashbwd
@@ -238,6 +238,27 @@ def test_calls_are_given_outputs_full_of_nan(name: str, monkeypatch: pytest.Monk
         assert given[gradient].stride() == torch.empty_like(x.arguments[source]).stride()
     with pytest.raises(AssertionError, match="dq: error nan"):
         x.check(*grads)
+
+
+@pytest.mark.parametrize(("name", "of"), [("bias_bhqk", "attn_bias"), ("sink", "sink")])
+def test_memory_of_the_size_of_a_gradient_that_cannot_be_given_is_filled_with_nan(
+    name: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dbias and dsink then come from the caching allocator with NaN in them."""
+    filled: list[tuple[torch.Size, torch.dtype]] = []
+    full_like = torch.full_like
+
+    def noted(x: Tensor, value: float) -> Tensor:
+        result = full_like(x, value)
+        if bool(result.isnan().all()):
+            filled.append((x.shape, x.dtype))
+        return result
+
+    monkeypatch.setattr(torch, "full_like", noted)
+    x = inputs.build(cases.BY_NAME[name], torch.bfloat16)
+    filled.clear()
+    with_nan_outputs(dict(x.arguments))
+    assert (x.arguments[of].shape, x.arguments[of].dtype) in filled
 
 
 SIXTEEN_BIT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

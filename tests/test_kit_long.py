@@ -60,7 +60,7 @@ def test_no_tile_of_a_causal_square_can_be_lost(dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_the_last_five_blocks_of_ordinary_values_cannot_be_zero(name: str, dtype: torch.dtype) -> None:
+def test_the_last_five_blocks_of_random_values_cannot_be_zero(name: str, dtype: torch.dtype) -> None:
     x = long.build(LongCase(4096, values="normal"), dtype)
     grads = {of: getattr(long.as_a_kernel(x), of) for of in ("dq", "dk", "dv")}
     x.check(**grads)

@@ -139,7 +139,7 @@ def test_how_far_ahead_of_the_others_a_worker_may_be() -> None:
         assert schedule.ahead == int(rounds * schedule.workers)
 
 
-# LockStep adds up the rounds that all workers begin in one int, and compares it with workers * round - ahead.
+# Throttle adds up the rounds that all workers begin in one int, and compares it with workers * round - ahead.
 @pytest.mark.parametrize(("columns", "x_bytes"), [(8, 2), (768, 2), (4096, 2), (8192, 4), (7919, 2)])
 def test_workers_keep_together_only_while_32_bits_count_the_rounds_of_all(columns: int, x_bytes: int) -> None:
     shifted = columns % (16 // x_bytes) != 0

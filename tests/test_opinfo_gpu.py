@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit import tolerance
+from kit.summary import NO_CASE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
@@ -119,7 +120,7 @@ def test_gradients_of_torchs_samples(case: str, dtype: torch.dtype) -> None:
     name, forward = OPERATORS[case]
     info = operator_called(name)
     if dtype not in info.supported_dtypes("cuda"):
-        pytest.skip(f"PyTorch has no samples of {dtype}")
+        pytest.skip(f"{NO_CASE}PyTorch has no samples of {dtype}")
     flashbwd.stats(reset=True)
     ran = 0
     for call in samples_of(info, dtype):
@@ -142,5 +143,5 @@ def test_gradients_of_torchs_samples(case: str, dtype: torch.dtype) -> None:
     stats = {name: each for name, each in flashbwd.stats().items() if each != (0, {})}
     print(f"{case} {dtype}: {ran} samples; {stats}")
     if ran == 0:
-        pytest.skip("no sample is taken by this forward")
+        pytest.skip(NO_CASE + "no sample is taken by this forward")
     assert sum(each.hits for each in stats.values()) > 0

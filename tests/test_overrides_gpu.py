@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit import cases, inputs, tolerance
-from kit.summary import DECLARED
+from kit.summary import DECLARED, NO_CASE
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -87,7 +87,7 @@ def test_gradients_of_each_forward_come_from_a_kernel(
     forward: SDPBackend, dtype: torch.dtype, causal: bool, heads_kv: int
 ) -> None:
     if heads_kv != 4 and forward is SDPBackend.EFFICIENT_ATTENTION:
-        pytest.skip("PyTorch's memory-efficient attention takes no grouped heads")
+        pytest.skip(NO_CASE + "PyTorch's memory-efficient attention takes no grouped heads")
     skip_without_kernels()
     *tensors, dout = heads_first(heads_kv=heads_kv, dtype=dtype)
 
@@ -313,7 +313,7 @@ def test_a_norm_handed_on_gets_what_pytorchs_kernel_gives(
 ) -> None:
     """Not through Python; what it makes is freed again."""
     if parameters == 2 and kind == "rms_norm":
-        pytest.skip("RMSNorm has no bias")
+        pytest.skip(NO_CASE + "RMSNorm has no bias")
     x, dz = (torch.randn(37, 5, 48, 2, device="cuda", dtype=torch.float64) for _ in range(2))
     weights = [torch.randn(48, 2, device="cuda", dtype=torch.float64) for _ in range(parameters)]
 

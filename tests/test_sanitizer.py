@@ -1,7 +1,7 @@
 """What runs under compute-sanitizer: each kernel family once over every feature, in the smallest shapes that do it.
 
 ``benchmarks/gpu_run.py --stage sanitizer`` runs these under memcheck, racecheck, initcheck and synccheck; without it
-they are ordinary tests. What decoding is compared with runs on the CPU: the tools make PyTorch's kernels slow.
+they are like any other test. What decoding is compared with runs on the CPU: the tools make PyTorch's kernels slow.
 """
 
 from __future__ import annotations

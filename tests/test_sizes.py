@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import cases, inputs
-from support import CPU_TARGETS, GPU_TARGETS, Target, repeated, run_copies, skip_where_refused, with_nan_outputs
+from support import (
+    CPU_TARGETS,
+    GPU_TARGETS,
+    Target,
+    backward,
+    repeated,
+    run_copies,
+    skip_where_refused,
+    with_nan_outputs,
+)
 
 import flashbwd
 
@@ -67,9 +76,9 @@ def test_packed_rows_beyond_2_to_the_31_elements(target: Target) -> None:
     names = ("dout", "q", "k", "v", "out")
     starts = torch.arange(copies + 1, dtype=torch.int32, device=device) * length
     with flashbwd.use_backend(backend):
-        grads = flashbwd.attention_backward(
-            **{name: repeated(x.arguments[name], copies) for name in names},
-            softmax_lse=x.arguments["softmax_lse"].repeat(1, copies),
+        grads = backward(
+            *(repeated(x.arguments[name], copies) for name in names),
+            x.arguments["softmax_lse"].repeat(1, copies),
             causal=True,
             window_size=(127, 0),
             cu_seqlens_q=starts,

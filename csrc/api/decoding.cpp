@@ -33,7 +33,7 @@ struct Modification {
     void* kernel;
   };
   std::vector<Kernel> kernels;
-  OrdinaryMod ordinary = {};
+  BuiltInMod built_in = {};
   bool prebuilt = false;
 };
 
@@ -44,7 +44,7 @@ int64_t next_modification = 1;
 struct ChosenKernel {
   bool found = false;  // false: Python has not compiled the kernel yet
   void* compiled = nullptr;
-  OrdinaryMod ordinary = {};
+  BuiltInMod built_in = {};
 };
 
 ChosenKernel find_kernel(int64_t modification, const Modification::Kernel& wanted) {
@@ -53,7 +53,7 @@ ChosenKernel find_kernel(int64_t modification, const Modification::Kernel& wante
   const auto found = modifications.find(modification);
   if (found == modifications.end()) return {};
   const Modification& known = found->second;
-  if (known.prebuilt) return {true, nullptr, known.ordinary};
+  if (known.prebuilt) return {true, nullptr, known.built_in};
   for (const auto& kernel : known.kernels) {
     if (kernel.tile == wanted.tile && kernel.dtype == wanted.dtype && kernel.aligned == wanted.aligned &&
         kernel.device == wanted.device) {
@@ -65,10 +65,10 @@ ChosenKernel find_kernel(int64_t modification, const Modification::Kernel& wante
 
 }  // namespace
 
-OrdinaryMod ordinary_modification(int64_t modification) {
+BuiltInMod built_in_modification(int64_t modification) {
   if (modification == 0) return {};
   const std::lock_guard<std::mutex> lock(modifications_mutex);
-  return modifications.at(modification).ordinary;
+  return modifications.at(modification).built_in;
 }
 
 namespace {
@@ -191,7 +191,7 @@ std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall
   if (!kernel.found) return {};
 
   DecodingParams p = params_of(call, tile);
-  p.ordinary = kernel.ordinary;
+  p.built_in = kernel.built_in;
   p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim))));
   p.splits = splits.splits;
   p.cluster = splits.cluster;
@@ -262,15 +262,15 @@ void decoding_modification(StableIValue* stack, uint64_t, uint64_t) {
   Modification made;
   made.prebuilt = !integers.empty();
   if (made.prebuilt) {
-    constexpr size_t kFloats = 4, kIntegers = sizeof(OrdinaryMod) / 4 - kFloats;
+    constexpr size_t kFloats = 4, kIntegers = sizeof(BuiltInMod) / 4 - kFloats;
     STD_TORCH_CHECK(integers.size() == kIntegers && floats.size() == kFloats,
                     "flashbwd: a built-in modification has the wrong number of integers or floats");
     std::array<int32_t, kIntegers> whole;
     std::copy(integers.begin(), integers.end(), whole.begin());
     std::array<float, kFloats> real;
     std::copy(floats.begin(), floats.end(), real.begin());
-    std::memcpy(&made.ordinary, whole.data(), sizeof(whole));
-    std::memcpy(&made.ordinary.softcap, real.data(), sizeof(real));
+    std::memcpy(&made.built_in, whole.data(), sizeof(whole));
+    std::memcpy(&made.built_in.softcap, real.data(), sizeof(real));
   }
   const std::lock_guard<std::mutex> lock(modifications_mutex);
   modifications.emplace(next_modification, std::move(made));

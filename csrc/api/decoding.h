@@ -8,6 +8,6 @@
 namespace flashbwd {
 
 // The built-in encoding of a registered modification. Its kind is kNone if the modification needs compiled kernels.
-OrdinaryMod ordinary_modification(int64_t modification);
+BuiltInMod built_in_modification(int64_t modification);
 
 }  // namespace flashbwd

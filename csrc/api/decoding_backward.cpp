@@ -67,7 +67,7 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   const TensorDesc dout_desc = describe(dout);
   DecodingBackwardParams p = {};
   static_cast<DecodingParams&>(p) = params_of(call, {head_dim, kBackwardRows, kBackwardWarps});
-  p.ordinary = ordinary_modification(modification);
+  p.built_in = built_in_modification(modification);
   p.scale = static_cast<float>(scale);
   p.out = out.data_ptr();
   copy_strides(describe(out), p.out_strides);

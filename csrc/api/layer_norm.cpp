@@ -1,6 +1,8 @@
 // The LayerNorm and RMSNorm operators: schemas and shared helpers.
 #include "layer_norm.h"
 
+#include <functional>
+
 #include "../common/check.h"
 #include "cuda_backend.h"
 #include "norm_call.h"
@@ -25,6 +27,14 @@ Tensor packed(const Tensor& tensor) {
 void check_output_mask(const std::vector<bool>& mask, size_t gradients) {
   check(mask.size() == gradients, "output_mask has ", mask.size(), " elements, expected ", gradients,
         ", one for each gradient");
+}
+
+cpu::Threads host_threads() {
+  return {torch::stable::get_num_threads(), [](int64_t tasks, const std::function<void(int64_t)>& task) {
+            torch::stable::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+              for (int64_t i = first; i < last; ++i) task(i);
+            });
+          }};
 }
 
 DeviceInfo norm_device_info(Device device) {
@@ -68,10 +78,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       "Tensor? dresidual=None, Tensor? keep=None, Tensor? rng=None, *, float dropout_p=0.0, "
       "bool zero_centered_gamma=False, bool[4] output_mask=[True, True, True, True]) "
       "-> (Tensor dx, Tensor dresidual, Tensor dgamma, Tensor dbeta)");
-  // The forward kernels, without autograd. flashbwd::layer_norm and flashbwd::rms_norm call them and add the gradients.
+  // The differentiable norms. Their autograd rules are in Python, and save z instead of x if memory_efficient.
   m.def(
-      "norm_forward(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, bool rms) "
-      "-> (Tensor z, Tensor mu, Tensor rs)");
+      "layer_norm(Tensor x, Tensor? gamma, Tensor? beta, float eps, bool zero_centered_gamma, "
+      "bool memory_efficient=False) -> (Tensor z, Tensor mu, Tensor rs)");
+  m.def(
+      "rms_norm(Tensor x, Tensor? gamma, float eps, bool zero_centered_gamma, bool memory_efficient=False) "
+      "-> (Tensor z, Tensor rs)");
+  // The forward of flashbwd::dropout_add_norm, without autograd.
   m.def(
       "dropout_add_norm_forward(Tensor x, Tensor residual, Tensor? gamma, Tensor? beta, Tensor? keep, Tensor? rng, "
       "float dropout_p, float eps, bool zero_centered_gamma, bool rms) "
@@ -108,7 +122,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
     m.impl("rms_norm_backward", flashbwd::rms_norm_backward);                 \
     m.impl("norm_backward_from_output", flashbwd::norm_backward_from_output); \
     m.impl("dropout_add_norm_backward", flashbwd::dropout_add_norm_backward); \
-    m.impl("norm_forward", flashbwd::norm_forward);                           \
+    m.impl("layer_norm", flashbwd::layer_norm);                               \
+    m.impl("rms_norm", flashbwd::rms_norm);                                   \
     m.impl("dropout_add_norm_forward", flashbwd::dropout_add_norm_forward);   \
   }
 

@@ -51,10 +51,24 @@ struct Target {
   }
 };
 
-NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
+void run_on_cuda(const NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
   const CudaBackend& cuda = *cuda_backend();
+  std::optional<Tensor> workspace;
+  params.workspace_bytes = cuda.layer_norm_workspace(params, info);
+  if (params.workspace_bytes > 0) {
+    workspace = new_empty(call.x, {params.workspace_bytes}, DType::kUInt8);
+    params.workspace = workspace->data_ptr();
+  }
+  const char* error = cuda.layer_norm_backward(params, info, cuda.current_stream(call.arguments.x.device.index));
+  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+}
+
+// Allocates the gradients and runs the CUDA kernel, or the CPU's loops.
+NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
   const LayerNormArguments& a = call.arguments;
-  const torch::stable::accelerator::DeviceGuard guard(a.x.device.index);
+  const bool on_cuda = a.x.device.type == DeviceType::kCUDA;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (on_cuda) guard.emplace(a.x.device.index);
   // The kernel's dx is the gradient of the norm's input. In the dropout form that input is h = residual + dropout(x),
   // so it is also the residual's gradient, and x's gradient is the kernel's dbranch.
   const bool dropout = a.form == NormForm::kDropout;
@@ -72,7 +86,7 @@ NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const D
   params.x_row_stride = x.stride;
   const Tensor rs = as_statistics(call.rs);
   params.rs = static_cast<const float*>(rs.data_ptr());
-  std::optional<Tensor> mu, gamma, beta, workspace;
+  std::optional<Tensor> mu, gamma, beta;
   if (call.mu.has_value()) {
     mu = as_statistics(*call.mu);
     params.mu = static_cast<const float*>(mu->data_ptr());
@@ -96,13 +110,11 @@ NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const D
   }
   if (a.need_dgamma) params.dgamma = grads.dgamma->data_ptr();
   if (a.need_dbeta) params.dbeta = grads.dbeta->data_ptr();
-  params.workspace_bytes = cuda.layer_norm_workspace(params, info);
-  if (params.workspace_bytes > 0) {
-    workspace = new_empty(call.x, {params.workspace_bytes}, DType::kUInt8);
-    params.workspace = workspace->data_ptr();
+  if (on_cuda) {
+    run_on_cuda(call, params, info);
+  } else {
+    cpu::layer_norm_backward(params, host_threads());
   }
-  const char* error = cuda.layer_norm_backward(params, info, cuda.current_stream(a.x.device.index));
-  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
   dx.finish(dropout ? &grads.dresidual : &grads.dx);
   branch.finish(&grads.dx);
   return grads;
@@ -121,7 +133,7 @@ void call_reference(const char* name, StableIValue (&arguments)[kSize],
   }
 }
 
-NormGradients run_reference(const NormCall& call) {
+NormGradients run_in_python(const NormCall& call) {
   const LayerNormArguments& a = call.arguments;
   NormGradients grads;
   const std::pair<bool, std::optional<Tensor>*> dx{a.need_dx, &grads.dx}, dgamma{a.need_dgamma, &grads.dgamma},
@@ -177,12 +189,20 @@ NormGradients run_reference(const NormCall& call) {
   return grads;
 }
 
+// The reference backend: C++ loops if the tensors are on the CPU and the loops support the call, else Python.
+NormGradients run_reference(NormCall& call, const LayerNormBackwardParams& params) {
+  const LayerNormArguments& a = call.arguments;
+  const bool on_cpu = a.x.device.type == DeviceType::kCPU;
+  const bool in_cpp = on_cpu && a.form == NormForm::kInput && cpu::supports(params.x_dtype);
+  return in_cpp ? run_kernel(call, params, {}) : run_in_python(call);
+}
+
 NormGradients run(NormCall& call) {
   const LayerNormBackwardParams params = checked(call);
   const Device device = call.arguments.x.device;
   const DeviceInfo info = norm_device_info(device);
   return layer_norm_refusal(params.x_dtype, params.columns, device, info).empty() ? run_kernel(call, params, info)
-                                                                                  : run_reference(call);
+                                                                                  : run_reference(call, params);
 }
 
 // The schemas return Tensor, not Tensor?, so an output that was not requested is an empty tensor.
@@ -226,7 +246,7 @@ NormGradients norm_backward_or_refusal(NormCall& call, bool any_backend) {
     const DeviceInfo info = norm_device_info(device);
     const std::string refusal = layer_norm_refusal(params.x_dtype, params.columns, device, info);
     if (refusal.empty()) return run_kernel(call, params, info);
-    return any_backend ? run_reference(call) : refused(refusal);
+    return any_backend ? run_reference(call, params) : refused(refusal);
   } catch (const std::invalid_argument& error) {
     return refused(error.what());
   }

@@ -1,6 +1,8 @@
 // The LayerNorm and RMSNorm forward operators: check, allocate, launch.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+#include <array>
 #include <vector>
 
 #include "../common/check.h"
@@ -45,9 +47,12 @@ Tensor new_statistics(const Tensor& x) {
   return torch::stable::new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
 }
 
+// Allocates the results and runs the CUDA kernel, or the CPU's loops.
 Results run_kernel(ForwardCall& call, LayerNormForwardParams params) {
   const LayerNormForwardArguments& a = call.arguments;
-  const torch::stable::accelerator::DeviceGuard guard(a.x.device.index);
+  const bool on_cuda = a.x.device.type == DeviceType::kCUDA;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (on_cuda) guard.emplace(a.x.device.index);
   Results results{torch::stable::empty_like(call.x), std::nullopt,
                   a.rms ? new_empty(call.x, {0}, DType::kFloat32) : new_statistics(call.x), new_statistics(call.x)};
   const Rows x = with_one_row_stride(call.x);
@@ -78,46 +83,67 @@ Results run_kernel(ForwardCall& call, LayerNormForwardParams params) {
   }
   if (!a.rms) params.mu = static_cast<float*>(results.mu.data_ptr());
   params.rs = static_cast<float*>(results.rs.data_ptr());
-  const CudaBackend& cuda = *cuda_backend();
-  const char* error = cuda.layer_norm_forward(params, cuda.current_stream(a.x.device.index));
-  STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+  if (on_cuda) {
+    const CudaBackend& cuda = *cuda_backend();
+    const char* error = cuda.layer_norm_forward(params, cuda.current_stream(a.x.device.index));
+    STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
+  } else {
+    cpu::layer_norm_forward(params, host_threads());
+  }
   if (z.tensor.get() != results.z.get()) torch::stable::copy_(results.z, z.tensor);
   if (h.has_value() && h->tensor.get() != results.h->get()) torch::stable::copy_(*results.h, h->tensor);
   return results;
 }
 
+// True if a CUDA kernel, or on the CPU the reference's C++ loops, support the call. Else the reference runs in Python.
 bool has_kernel(const ForwardCall& call, const LayerNormForwardParams& params) {
   const Device device = call.arguments.x.device;
+  if (device.type == DeviceType::kCPU) return !call.residual.has_value() && cpu::supports(params.x_dtype);
   return layer_norm_refusal(params.x_dtype, params.columns, device, norm_device_info(device)).empty();
 }
 
-}  // namespace
-
-// Returns z like x, and mu and rs (..., 1) in float32; mu is empty for RMSNorm. Calls the reference if no kernel
-// supports the call.
-void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentReader reader(stack);
-  ForwardCall call{reader.tensor(), std::nullopt, reader.optional_tensor(), reader.optional_tensor(), {}, {}};
-  LayerNormForwardArguments& a = call.arguments;
-  a.eps = reader.read<double>();
-  a.zero_centered_gamma = reader.read<bool>();
-  a.rms = reader.read<bool>();
+// Computes z like x, and mu and rs (..., 1) in float32; mu is empty for RMSNorm. Calls the reference in Python if no
+// kernel supports the call.
+std::array<StableIValue, 3> run(ForwardCall& call) {
+  const LayerNormForwardArguments& a = call.arguments;
   const LayerNormForwardParams params = call.checked();
   if (has_kernel(call, params)) {
     const Results results = run_kernel(call, params);
-    stack[0] = boxed(results.z);
-    stack[1] = boxed(results.mu);
-    stack[2] = boxed(results.rs);
-    return;
+    return {boxed(results.z), boxed(results.mu), boxed(results.rs)};
   }
   StableIValue reference[] = {
       boxed(call.x), boxed(call.gamma), boxed(call.beta), boxed(a.eps), boxed(a.zero_centered_gamma), boxed(a.rms),
   };
   call_operator("flashbwd::norm_forward_reference", reference);
-  for (int i = 0; i < 3; ++i) stack[i] = reference[i];
+  return {reference[0], reference[1], reference[2]};
 }
 
-// Like norm_forward, but normalises h = residual + dropout(x) and returns it too.
+}  // namespace
+
+// The forward below autograd, whose rule is in Python. The last argument is for that rule only.
+void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  ForwardCall call{reader.tensor(), std::nullopt, reader.optional_tensor(), reader.optional_tensor(), {}, {}};
+  call.arguments.eps = reader.read<double>();
+  call.arguments.zero_centered_gamma = reader.read<bool>();
+  const std::array<StableIValue, 3> results = run(call);
+  std::copy(results.begin(), results.end(), stack);
+}
+
+// As layer_norm(), for RMSNorm: z and rs.
+void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  ForwardCall call{reader.tensor(), std::nullopt, reader.optional_tensor(), std::nullopt, {}, {}};
+  call.arguments.eps = reader.read<double>();
+  call.arguments.zero_centered_gamma = reader.read<bool>();
+  call.arguments.rms = true;
+  const auto [z, mu, rs] = run(call);
+  torch::stable::detail::to<Tensor>(mu);  // takes the ownership and releases it
+  stack[0] = z;
+  stack[1] = rs;
+}
+
+// As layer_norm() and rms_norm(), but normalises h = residual + dropout(x) and returns it too.
 void dropout_add_norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   ForwardCall call{reader.tensor(),

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "../layer_norm/cpu/norms.h"
 #include "../layer_norm/problem.h"
 #include "tensors.h"
 
@@ -54,6 +55,9 @@ NormGradients norm_backward_or_refusal(NormCall& call, bool any_backend);
 
 // Throws if the length of `mask` is wrong, which a schema's bool[3] does not prevent.
 void check_output_mask(const std::vector<bool>& mask, size_t gradients);
+
+// PyTorch's threads for loops on the CPU, as many as torch.get_num_threads() says.
+cpu::Threads host_threads();
 
 // The properties of a device, or (in why_not) the reason why this installation has no kernels for it.
 DeviceInfo norm_device_info(Device device);

@@ -15,7 +15,7 @@
 
 #include "backward_params.h"
 #include "elements.cuh"
-#include "meeting.cuh"
+#include "merge.cuh"
 
 #ifdef __CUDACC__
 

@@ -1,7 +1,7 @@
 // Combine kernel: reduces the slots of the partial results. One CTA per row; its warps take the slots round-robin.
 #pragma once
 
-#include "meeting.cuh"
+#include "merge.cuh"
 
 namespace flashbwd {
 

@@ -2,7 +2,7 @@
 #include "combine.cuh"
 #include "kernels.h"
 #include "launch.h"
-#include "launch_any.h"
+#include "launch_driver.h"
 #include "sum_slots.cuh"
 
 namespace flashbwd {
@@ -23,8 +23,8 @@ const char* run_decoding(const DecodingParams& p, DecodingTile tile, DType dtype
   const CUlaunchConfig config = config_of(grid, tile.warps * 32, bytes, stream);
   const LaunchForm form = {info.index, p.cluster, info.cc_major >= 9};
   cudaError_t error = kernel != nullptr
-                          ? launch_any(&p, kernel, config, form)
-                          : launch_prebuilt(p, kernels.split(tile, aligned, p.ordinary.kind), config, form);
+                          ? launch_with_driver(&p, kernel, config, form)
+                          : launch_prebuilt(p, kernels.split(tile, aligned, p.built_in.kind), config, form);
   if (error == cudaSuccess && p.splits > p.cluster && p.arrivals == nullptr) {
     const dim3 rows(static_cast<unsigned>(p.batch) * p.heads * p.seqlen_q);
     error = launch_prebuilt(p, kernels.combine, config_of(rows, kCombineWarps * 32, kCombineBytes, stream),
@@ -41,8 +41,8 @@ const char* run_decoding_backward(const DecodingBackwardParams& p, int head_dim,
   const int bytes = backward_shared_bytes(head_dim, static_cast<int>(size_of(dtype)));
   const CUlaunchConfig config = config_of(grid, kBackwardWarps * 32, bytes, stream);
   cudaError_t error = kernel != nullptr
-                          ? launch_any(&p, kernel, config, form)
-                          : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.ordinary.kind), config, form);
+                          ? launch_with_driver(&p, kernel, config, form)
+                          : launch_prebuilt(p, kernels.backward(head_dim, aligned, p.built_in.kind), config, form);
   if (error == cudaSuccess) {
     const int64_t pairs = int64_t{p.batch} * p.heads * p.seqlen_q * ((p.head_dim + 1) / 2);
     const dim3 blocks(static_cast<unsigned>((pairs + kSumThreads - 1) / kSumThreads));

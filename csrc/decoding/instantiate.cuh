@@ -2,10 +2,10 @@
 #pragma once
 
 #include "backward.cuh"
+#include "built_in.cuh"
+#include "built_in_gradient.cuh"
 #include "combine.cuh"
 #include "kernels.h"
-#include "ordinary.cuh"
-#include "ordinary_gradient.cuh"
 #include "split_kv.cuh"
 #include "sum_slots.cuh"
 
@@ -41,9 +41,9 @@ DecodingKernels::Kernel kernel_of_mod(DecodingTile tile, bool aligned) {
 
 template <class T>
 DecodingKernels::Kernel split_kernel(DecodingTile tile, bool aligned, int kind) {
-  if (kind == OrdinaryMod::kScore) return kernel_of_mod<T, OrdinaryKernelMod<true, false>>(tile, aligned);
-  if (kind == OrdinaryMod::kMask) return kernel_of_mod<T, OrdinaryKernelMod<false, true>>(tile, aligned);
-  if (kind == OrdinaryMod::kBoth) return kernel_of_mod<T, OrdinaryKernelMod<true, true>>(tile, aligned);
+  if (kind == BuiltInMod::kScore) return kernel_of_mod<T, BuiltInKernelMod<true, false>>(tile, aligned);
+  if (kind == BuiltInMod::kMask) return kernel_of_mod<T, BuiltInKernelMod<false, true>>(tile, aligned);
+  if (kind == BuiltInMod::kBoth) return kernel_of_mod<T, BuiltInKernelMod<true, true>>(tile, aligned);
   return kernel_of_mod<T, NoMod>(tile, aligned);
 }
 
@@ -64,9 +64,9 @@ DecodingKernels::BackwardKernel backward_kernel_of_mod(int head_dim, bool aligne
 
 template <class T>
 DecodingKernels::BackwardKernel backward_kernel_of(int head_dim, bool aligned, int kind) {
-  if (kind == OrdinaryMod::kNone) return backward_kernel_of_mod<T, NoModGradient>(head_dim, aligned);
-  if (kind == OrdinaryMod::kScore) return backward_kernel_of_mod<T, OrdinaryGradient<false>>(head_dim, aligned);
-  return backward_kernel_of_mod<T, OrdinaryGradient<true>>(head_dim, aligned);
+  if (kind == BuiltInMod::kNone) return backward_kernel_of_mod<T, NoModGradient>(head_dim, aligned);
+  if (kind == BuiltInMod::kScore) return backward_kernel_of_mod<T, BuiltInGradient<false>>(head_dim, aligned);
+  return backward_kernel_of_mod<T, BuiltInGradient<true>>(head_dim, aligned);
 }
 
 template <class T>

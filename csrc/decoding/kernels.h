@@ -8,7 +8,7 @@ namespace flashbwd {
 
 struct DecodingKernels {
   using Kernel = void (*)(DecodingParams);
-  Kernel (*split)(DecodingTile, bool aligned, int kind);  // kind: OrdinaryMod::Kind; returns null if no kernel fits
+  Kernel (*split)(DecodingTile, bool aligned, int kind);  // kind: BuiltInMod::Kind; returns null if no kernel fits
   Kernel combine;
   using BackwardKernel = void (*)(DecodingBackwardParams);
   BackwardKernel (*backward)(int head_dim, bool aligned, int kind);

@@ -2,7 +2,7 @@
 // its slot reduces the slots of that tile.
 #pragma once
 
-#include "meeting.cuh"
+#include "merge.cuh"
 
 #ifdef __CUDACC__
 

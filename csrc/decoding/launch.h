@@ -16,7 +16,7 @@ struct StreamMemory {
 };
 
 // Launches the split-KV kernel: `kernel` (a CUkernel compiled at run time), or if null the prebuilt one for
-// params.ordinary. Then launches the combine kernel if there are several slots and params.arrivals is null. `aligned`:
+// params.built_in. Then launches the combine kernel if there are several slots and params.arrivals is null. `aligned`:
 // rows_are_aligned() of q, k and v. Returns null, or an error message.
 const char* run_decoding(const DecodingParams& params, DecodingTile tile, DType dtype, bool aligned, void* kernel,
                          const DeviceInfo& info, void* stream);

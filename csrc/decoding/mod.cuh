@@ -1,5 +1,5 @@
 // The interface between the forward kernel and a modification (score_mod and mask_mod). A modification is NoMod, a
-// built-in one (ordinary.cuh), or user code compiled at run time.
+// built-in one (built_in.cuh), or user code compiled at run time.
 #pragma once
 
 #include "params.h"

@@ -11,41 +11,41 @@ struct CapturedTensor {
   int sizes[kMaxDims];          // to wrap negative indices
 };
 
-// Built-in modifications (those that every build has kernels for), encoded as numbers. flashbwd/mods/ordinary.py fills
+// Built-in modifications (those that every build has kernels for), encoded as numbers. flashbwd/mods/built_in.py fills
 // these structs in the order of their members.
 //
 // A term is weight * captured[slot], indexed by batch, head or not at all. `wide`: the tensor is int64, else int32.
-struct OrdinaryTerm {
+struct BuiltInTerm {
   static constexpr int kBatch = 1, kHead = 2;
   int weight;  // 0: no term
   int slot, index, wide;
 };
 
 // q * q_idx + constant + terms. Wraps around like PyTorch's integers: at 32 bits, or at 64 bits if `wide`.
-struct OrdinarySum {
+struct BuiltInSum {
   int wide;
   int q, constant;
-  OrdinaryTerm terms[2];
+  BuiltInTerm terms[2];
 };
 
 // The condition k * kv_idx + sign * sum + q * q_idx + constant >= 0. Only `sum` wraps around.
-struct OrdinaryBound {
+struct BuiltInBound {
   int k, sign, q, constant;
-  OrdinarySum sum;
+  BuiltInSum sum;
 };
 
 // Applied in this order:
 //   score = softcap * tanh(score / softcap), if softcap > 0
 //   score += slope_of(h) * (bias_k * kv_idx + origin), whose sum wraps around at 32 bits
 //   the bounds, which hide the keys that violate one of them
-struct OrdinaryMod {
+struct BuiltInMod {
   enum Kind { kNone, kScore, kMask, kBoth };
   int kind;
   int slope_slot;  // slot of a captured float tensor (H,) that is a factor of the slope; -1: none
   int bias_k;      // 1 or -1
-  OrdinarySum origin;
+  BuiltInSum origin;
   int bound_count;
-  OrdinaryBound bounds[4];
+  BuiltInBound bounds[4];
   float softcap;
   float slope, exp2_rate, exp2_start;  // slope_of(h) = slope * captured[h] * exp2(exp2_rate * h + exp2_start)
 };
@@ -92,7 +92,7 @@ struct DecodingParams {
   long long state_strides[3];
   int q_block, kv_block;
   CapturedTensor captured[kMaxCaptured];
-  OrdinaryMod ordinary;
+  BuiltInMod built_in;
 };
 
 // Keys per ring stage (a chunk): the inner dimension of one mma, 16, or 8 for float32.

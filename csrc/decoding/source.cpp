@@ -8,7 +8,7 @@
 #include "block_lists.cuh"
 #include "elements.cuh"
 #include "last_block.cuh"
-#include "meeting.cuh"
+#include "merge.cuh"
 #include "mod.cuh"
 #include "mod_functions.cuh"
 #include "params.h"
@@ -26,7 +26,7 @@ FLASHBWD_EMBED(flashbwd_decoding_params, "csrc/decoding/params.h")
 FLASHBWD_EMBED(flashbwd_decoding_ptx, "csrc/decoding/ptx.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_block_lists, "csrc/decoding/block_lists.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_elements, "csrc/decoding/elements.cuh")
-FLASHBWD_EMBED(flashbwd_decoding_meeting, "csrc/decoding/meeting.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_merge, "csrc/decoding/merge.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_last_block, "csrc/decoding/last_block.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_backward_params, "csrc/decoding/backward_params.h")
 FLASHBWD_EMBED(flashbwd_decoding_backward, "csrc/decoding/backward.cuh")
@@ -37,13 +37,13 @@ namespace flashbwd {
 
 std::string decoding_source() {
   return std::string(flashbwd_decoding_params) + flashbwd_decoding_mod + flashbwd_decoding_ptx +
-         flashbwd_decoding_block_lists + flashbwd_decoding_elements + flashbwd_decoding_meeting +
+         flashbwd_decoding_block_lists + flashbwd_decoding_elements + flashbwd_decoding_merge +
          flashbwd_decoding_last_block + flashbwd_decoding_ring + flashbwd_decoding_split_kv;
 }
 
 std::string decoding_backward_source() {
   return std::string(flashbwd_decoding_params) + flashbwd_decoding_mod + flashbwd_decoding_ptx +
-         flashbwd_decoding_elements + flashbwd_decoding_meeting + flashbwd_decoding_backward_params +
+         flashbwd_decoding_elements + flashbwd_decoding_merge + flashbwd_decoding_backward_params +
          flashbwd_decoding_backward;
 }
 

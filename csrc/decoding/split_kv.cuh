@@ -4,7 +4,7 @@
 //
 //   warp w:  chunks  w, w + kWarps, w + 2 kWarps ...      (K and V of 16 keys, or of 8 in float32; one ring stage)
 //            S = Q K^T -> scale, score_mod, mask -> online softmax -> O += P V
-//   then:    merge the (max, sum, O) of all warps (meeting.cuh)
+//   then:    merge the (max, sum, O) of all warps (merge.cuh)
 //
 // nvcc compiles this for the built-in modifications, NVRTC for a user's. Results: docs/kernels/flex_decoding.md.
 #pragma once
@@ -12,7 +12,7 @@
 #include "block_lists.cuh"
 #include "elements.cuh"
 #include "last_block.cuh"
-#include "meeting.cuh"
+#include "merge.cuh"
 #include "mod.cuh"
 #include "ring.cuh"
 

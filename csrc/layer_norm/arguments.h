@@ -69,7 +69,7 @@ struct BackwardArguments {
   // (workers, 2, partial_columns): partial dgamma, dbeta, shifted by the phase of the worker's rows; null: not needed
   float* partial = nullptr;
   int64_t partial_columns = 0;
-  int* progress = nullptr;  // LockStep: sum over all workers of the rounds begun, initially 0; null: no LockStep
+  int* progress = nullptr;  // Throttle: sum over all workers of the rounds begun, initially 0; null: no Throttle
   void* dgamma = nullptr;   // (columns,), gamma_dtype, written only by threads that sum columns
   void* dbeta = nullptr;    // the same
 };

@@ -11,10 +11,10 @@
 #include "column_sums.cuh"
 #include "dropout.cuh"
 #include "exchange.cuh"
-#include "lock_step.cuh"
 #include "parameters.cuh"
 #include "partial.cuh"
 #include "plane.cuh"
+#include "throttle.cuh"
 
 namespace flashbwd::layer_norm {
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   const bool any_ahead = a.residual != nullptr || mask_given;
   RowExchange exchange(a.tile, exchange_s, group, kHasClusters && a.tile.cluster ? rank : 0);
 
-  LockStep lock_step(a, lane == 0, rank);
+  Throttle throttle(a, lane == 0, rank);
 
   const auto fetch = [&](int to_stage, int64_t fetch_row) {
     if (fetch_row < a.rows) {
@@ -260,7 +260,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
         }
       }
     }
-    lock_step.hold(a, a.schedule.rounds - left + 1);
+    throttle.hold(a, a.schedule.rounds - left + 1);
     if (sums_here) {
       if (!kFromOutput) sums.y *= rs;
       sums = exchange.sum(a.tile, sums, a.schedule.rounds - left);

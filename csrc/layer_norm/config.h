@@ -24,7 +24,7 @@ constexpr int kRowSumsThreads = 512;
 // dropout mask doubles the instruction count, so it needs more groups. Gain on an H100: 2 to 8 %.
 constexpr int kFewestGroups = 2;
 constexpr int kFewestGroupsDrawing = 3;
-// Limits of LockStep: the minimum number of rounds per worker for which it is used, and how far a worker may be ahead
+// Limits of Throttle: the minimum number of rounds per worker for which it is used, and how far a worker may be ahead
 // of the mean of all workers, in rounds and in bytes of x and dz per CTA. most_ahead() says when only the limit in
 // rounds applies. Effect on an H100: 1 to 4 %.
 constexpr int64_t kFewestInStep = 32;
@@ -278,7 +278,7 @@ inline RowSchedule schedule_rows(const BackwardShape& shape, const BackwardTile&
   const int64_t round_rows = int64_t{s.workers} * tile.groups;
   const int64_t rounds = (shape.rows + round_rows - 1) / round_rows;
   s.rounds = static_cast<int>(rounds);
-  const bool counted = rounds * s.workers < int64_t{1} << 31;  // LockStep counts in 32 bits
+  const bool counted = rounds * s.workers < int64_t{1} << 31;  // Throttle counts in 32 bits
   if (rounds >= kFewestInStep && counted) s.ahead = static_cast<int>(most_ahead(shape, tile) * s.workers);
   return s;
 }

@@ -16,6 +16,8 @@ from flashbwd.bench import machine
 
 STAGES = ("tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Skips that hide nothing: parameters that describe no case (tests/kit/summary.py), and tests of several GPUs.
+HARMLESS_SKIP = re.compile(r"no such case: |needs \d+ GPUs")
 
 Json = dict[str, Any]
 
@@ -102,6 +104,8 @@ def problems(found: Json, kernel_sources: str | None) -> list[str]:
         if part["counts"].get("passed", 0) == 0:
             wrong.append(f"no test of the stage {stage} passed")
         wrong += [f"{stage}: {n} {word}" for word, n in part["counts"].items() if word in ("failed", "error")]
+        skips = {reason: n for reason, n in part["skips"].items() if not HARMLESS_SKIP.match(reason)}
+        wrong += [f"{stage}: {n} skipped, {reason}" for reason, n in skips.items()]
     tools = found["stages"]["sanitizer"]["steps"]
     wrong += [f"{tool} did not run" for tool in SANITIZER_TOOLS if tools and not any(tool in title for title in tools)]
     return wrong

@@ -616,14 +616,16 @@ SMOKE_CASES: dict[str, tuple[Case, ...]] = {
         NormCase("smoke", 4096, 16384, "bf16", rms=True, compiled=False),
     ),
     "cpu": (
+        AttentionCase("smoke", 1, 512, 8, 8, 64, 64, causal=True, dtype="fp32"),
         AttentionCase("smoke", 1, 1024, 8, 8, 64, 64, causal=True, dtype="fp32"),
-        AttentionCase("smoke", 1, 1024, 16, 4, 64, 64, causal=True, dtype="fp32"),
-        AttentionCase("smoke", 1, 1024, 8, 8, 128, 128, dtype="bf16"),
-        AttentionCase("smoke", 1, 2048, 8, 8, 64, 64, causal=True, window=256, dtype="fp32"),
-        AttentionCase("smoke", 2, 512, 8, 8, 64, 64, bias_batch=1, dtype="fp32"),
-        packed(AttentionCase("smoke", 1, 1, 8, 8, 64, 64, causal=True, dtype="fp32"), 2048),
-        NormCase("smoke", 4096, 2048, "fp32", compiled=False),
-        NormCase("smoke", 4096, 2048, "fp32", rms=True, compiled=False),
+        AttentionCase("smoke", 1, 512, 16, 4, 64, 64, causal=True, dtype="fp32"),
+        AttentionCase("smoke", 1, 512, 8, 8, 128, 128, dtype="bf16"),
+        AttentionCase("smoke", 1, 512, 4, 4, 256, 256, causal=True, dtype="fp32"),
+        AttentionCase("smoke", 1, 1024, 4, 4, 64, 64, causal=True, window=256, dtype="fp32"),
+        AttentionCase("smoke", 1, 512, 8, 8, 64, 64, bias_batch=1, dtype="fp32"),
+        packed(AttentionCase("smoke", 1, 1, 4, 4, 64, 64, causal=True, dtype="fp32"), 1024),
+        NormCase("smoke", 4096, 1024, "fp32", compiled=False),
+        NormCase("smoke", 4096, 1024, "fp32", rms=True, compiled=False),
     ),
 }
 

@@ -154,7 +154,7 @@ def changes_table(changes: Sequence[Change]) -> str:
 
 def slots(report: Report) -> str:
     slot_ms = report.settings["slot_ms"]
-    text = f"slots of at least {slot_ms:g} ms"
+    text = f"slots of at least {slot_ms:g} ms" if slot_ms else "slots of one call"
     if "block" in by_table(report):
         text += f", of blocks {max(slot_ms, BLOCK_SLOT_MS):g} ms"
     if pause_ms := report.settings.get("pause_ms"):
@@ -177,8 +177,7 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
         f"{report.settings['rounds']} or more interleaved rounds, {slots(report)}; a rate is the median over rounds, a "
         "ratio the median (least-greatest) over rounds. " + bar_summary(report) + ".",
     ]
-    if report.results:
-        ceilings = report.results[-1].ceilings
+    if report.results and (ceilings := report.results[-1].ceilings):
         parts.append(
             f"Ceilings in the same run: matrix product {ceilings['matmul_tflops']:.4g} TFLOP/s, "
             f"copy {ceilings['copy_gbs']:.4g} GB/s (bytes read + written)."
@@ -223,6 +222,7 @@ def plots(report: Report, stem: Path) -> list[Path]:
 _PANELS: dict[str, tuple[tuple[str, ...], str]] = {
     "main": (("head_dim", "causal"), "seqlen"),
     "layer_norm": (("dtype",), "columns"),
+    "scale": (("devices", "head_dim"), "seqlen"),
 }
 
 

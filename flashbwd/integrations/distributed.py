@@ -1,4 +1,4 @@
-"""DTensor sharding rules of the operators of this library.
+"""DTensor sharding rules of the operators of this library, and attention over rows that are split over devices.
 
 Attention is independent per batch and head, and a norm is independent per row. Tensors that are sharded along these
 dimensions are computed on their devices without communication. Gradients of replicated arguments (gamma, beta, a bias
@@ -10,13 +10,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from flashbwd.integrations.context_parallel import context_parallel_attention
+    from flashbwd.integrations.context_split import ContextSplit, split_context
+
+__all__ = ["ContextSplit", "context_parallel_attention", "register", "split_context"]
+
+
+def __getattr__(name: str) -> Any:
+    # These import torch.distributed, which ``import flashbwd`` must not do.
+    if name in __all__:
+        from flashbwd.integrations import context_parallel, context_split
+
+        return getattr(context_parallel if name == "context_parallel_attention" else context_split, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 Call = Mapping[str, Any]  # an operator's arguments by name; tensors are given as specs with shape and placements
 Placements = Mapping[str, Any]  # placements of tensors by name; tensors that are not named are replicated

@@ -21,7 +21,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from flashbwd import _ops
 from flashbwd.attention import attention_backward
-from flashbwd.layer_norm import default_eps, layer_norm_backward, rms_norm_backward
+from flashbwd.layer_norm import default_eps
+from flashbwd.norm_backward import layer_norm_backward, rms_norm_backward
 
 __all__ = ["GradientsInOne", "NormsOfBranches", "options"]
 

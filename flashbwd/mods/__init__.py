@@ -3,8 +3,8 @@
 captures   a key that is equal for functions that compute the same, and the tensors that a function captures
 handle     compile_mods: functions that may read any object and take their tensors as named arguments
 trace      traces a function to a graph of operators on scalars
-ordinary   recognises built-in modifications (causal, window, softcap, ALiBi), which need no compilation
-values     the symbolic values with which ordinary evaluates a graph
+built_in   recognises built-in modifications (causal, window, softcap, ALiBi), which need no compilation
+values     the symbolic values with which built_in evaluates a graph
 operators  the C++ expression of each operator
 emit       writes any other graph as CUDA C++
 row        subexpressions that a kernel computes once per query row

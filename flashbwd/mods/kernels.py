@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flashbwd.mods import nvrtc
+from flashbwd.mods.built_in import encode, recognise
 from flashbwd.mods.captures import CannotEmitError, Captures, FixedMod, Recent, Slots
 from flashbwd.mods.emit import c_element, emit
-from flashbwd.mods.ordinary import encode, recognise
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import Mod
 

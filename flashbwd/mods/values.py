@@ -1,4 +1,4 @@
-"""The kinds of symbolic values with which :mod:`~flashbwd.mods.ordinary` evaluates a traced function."""
+"""The kinds of symbolic values with which :mod:`~flashbwd.mods.built_in` evaluates a traced function."""
 
 from __future__ import annotations
 

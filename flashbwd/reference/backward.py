@@ -10,10 +10,10 @@ from torch import Tensor
 from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece, cut_into_pieces
-from flashbwd.reference.operands import Call, KeySide, Scratch, Strip
-from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype
+from flashbwd.reference.operands import Call, KeySide, Scratch, Strip, write_scaled
+from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, without_autocast
 from flashbwd.reference.sink import keyless_sink_gradient
-from flashbwd.reference.spans import split_spans
+from flashbwd.reference.spans import narrow, split_spans
 from flashbwd.reference.workers import run_all
 
 
@@ -41,10 +41,8 @@ def attention_backward(
     lengths on the host, and raise RuntimeError while a CUDA graph is captured. Results are bitwise identical from run
     to run on one machine with one thread count.
     """
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q.device):
         dtype = accumulation_dtype(q.dtype)
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
         spans = split_spans(q, k, options)
         max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
         assert max_seqlen_q is not None and max_seqlen_k is not None
@@ -72,6 +70,9 @@ def attention_backward(
             shared_sums=call.dbias is not None and call.dbias.shared,
             one_chunk=call.dbias is not None and call.dbias.one_chunk,
         )
+        if not _cover(pieces, q, k):
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
         results = run_all([functools.partial(_piece_backward, call, piece) for piece in pieces], threads)
         _sum_parts(pieces, [key_side for key_side, _ in results])
         if call.dbias is not None:
@@ -79,8 +80,18 @@ def attention_backward(
         if dsink is not None:
             total = torch.zeros_like(dsink, dtype=dtype)
             for piece, (_, share) in zip(pieces, results, strict=True):
-                total[piece.chunk.query_range] -= share
+                if share is not None:
+                    total[piece.chunk.query_range] -= share
             dsink.copy_(total + keyless_sink_gradient(call, spans))
+
+
+def _cover(pieces: list[Piece], q: Tensor, k: Tensor) -> bool:
+    """Return whether the pieces write every row of the gradients: a dense batch in which all rows and keys meet."""
+    if not pieces or pieces[0].span.packed:
+        return False
+    span, band = pieces[0].span, pieces[0].band
+    whole = (span.batches, span.sq, span.sk) == (q.shape[0], q.shape[1], k.shape[1])
+    return whole and band.rows == (0, span.sq) and band.keys(band.rows) == (0, span.sk)
 
 
 def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:
@@ -97,23 +108,24 @@ def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:
             first.write()
 
 
-def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor]:
+def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor | None]:
     """Compute the gradients of one piece. The rows of a tile are the queries of all query heads of a KV head.
 
     Writes dq. Writes dk and dv if the piece has all queries of its heads, else returns them as partial sums. Also
-    returns the piece's sum for dsink, (query heads,), which is zero if dsink was not requested.
+    returns the piece's sum for dsink, (query heads,), if dsink was requested.
     """
     options, span, band, cut, chunk = call.options, piece.span, piece.band, piece.cut, piece.chunk
     key_side = KeySide(call, piece)
     scratch = Scratch(call, piece)
     terms = AdditiveTerms.of(span, chunk, band, options.attn_bias, options.alibi_slopes, call.dtype)
     dq_heads = chunk.of_queries(span.queries(call.dq))
-    sink_share = dq_heads.new_zeros(chunk.query_heads, dtype=call.dtype)
+    sink_share: Tensor | None = None
 
     for rows in piece.strips():
         strip = Strip.of(call, piece, rows, terms.dead_rows(rows, cut.block_k))
         if options.sink is not None:
-            sink_share += strip.sink_share(options.sink[chunk.query_range], chunk.batches)
+            share = strip.sink_share(options.sink[chunk.query_range], chunk.batches)
+            sink_share = share if sink_share is None else sink_share + share
         dq = strip.q.new_zeros(strip.q_factor.shape)
         for cols in band.tiles(rows, cut.block_k):
             keys, tile = key_side.block(cols), scratch.tile(rows[1] - rows[0], cols[1] - cols[0])
@@ -143,8 +155,7 @@ def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor]:
                 ds.addcmul_(ds, tile.capped.square_(), value=-1.0)
 
             tile.add_products(strip, keys, dq)
-        dq.mul_(call.scale)
-        dq_heads[:, :, rows[0] : rows[1]].copy_(dq.view(chunk.batches, chunk.query_heads, -1, dq.shape[-1]))
+        write_scaled(dq, call.scale, narrow(dq_heads, 2, rows[0], rows[1] - rows[0]))
     if piece.parts > 1:
         return key_side, sink_share
     key_side.write()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashbwd.reference.spans import Span, narrow_broadcast
+from flashbwd.reference.spans import Span, narrow, narrow_broadcast
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,7 @@ _CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256, 32768)  # for all threads
 _CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024, 131072)
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Block and chunk sizes for one span."""
 
     block_q: int
@@ -70,8 +71,7 @@ class Cut:
         return Cut(block_q, block_k, span.batches, heads_kv)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Sequences and heads that are processed together, as ranges within a span."""
 
     batch0: int
@@ -95,12 +95,12 @@ class Chunk:
 
     def of_queries(self, tensor: Tensor) -> Tensor:
         """Return the chunk's (batches, query heads, rows, dim) of a (batches, rows, H, dim) tensor."""
-        tensor = tensor.narrow(0, self.batch0, self.batches)
-        return tensor.narrow(2, self.head0 * self.group, self.query_heads).transpose(1, 2)
+        tensor = narrow(tensor, 0, self.batch0, self.batches)
+        return narrow(tensor, 2, self.head0 * self.group, self.query_heads).transpose(1, 2)
 
     def of_keys(self, tensor: Tensor) -> Tensor:
         """Return the chunk's (batches, KV heads, rows, dim) of a (batches, rows, Hkv, dim) tensor."""
-        return tensor.narrow(0, self.batch0, self.batches).narrow(2, self.head0, self.heads).transpose(1, 2)
+        return narrow(narrow(tensor, 0, self.batch0, self.batches), 2, self.head0, self.heads).transpose(1, 2)
 
     def of_plane(self, tensor: Tensor) -> Tensor:
         """Return the chunk's part of a tensor whose first two dimensions broadcast to (batches, query heads)."""
@@ -129,8 +129,9 @@ class Band:
         right = 0 if causal != "none" else window_right
         return Band(sq, sk, offset, None if window_left < 0 else window_left, None if right < 0 else right)
 
+    @functools.cached_property
     def rows(self) -> tuple[int, int]:
-        """Return the half-open range of the queries that see a key."""
+        """The half-open range of the queries that see a key."""
         if self.sk == 0:
             return 0, 0
         first = 0 if self.right is None else max(0, -(self.offset + self.right))
@@ -184,8 +185,7 @@ class Band:
             tile.triu_(lower)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A unit of work for one thread: of one chunk, the query blocks `part`, `part + parts`, `part + 2 * parts`, ..."""
 
     span: Span
@@ -197,7 +197,7 @@ class Piece:
 
     def strips(self) -> Iterator[tuple[int, int]]:
         """Yield the query ranges of the piece's blocks."""
-        first, last = self.band.rows()
+        first, last = self.band.rows
         step = self.cut.block_q
         for row in range(first + self.part * step, last, self.parts * step):
             yield row, min(row + step, last)
@@ -224,16 +224,18 @@ def cut_into_pieces(
     items = sum(span.batches for span in spans) * heads_kv
     threads = 1 if shared_sums or q.device.type != "cpu" else torch.get_num_threads()
     tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if shared_sums else _CPU_TILE
+    scores = sum(span.batches * q.shape[-2] * span.sq * span.sk for span in spans)
+    threads = max(min(threads, scores // (tile.rows * tile.keys)), 1)  # starting a thread takes as long as a small tile
     pieces = []
     for span in spans:
         band = Band.of(span.sq, span.sk, causal, *window)
-        if band.rows() == (0, 0) or span.batches * heads_kv == 0:
+        if band.rows == (0, 0) or span.batches * heads_kv == 0:
             continue
         if one_chunk:
             cut = Cut.whole(tile, span, heads_kv, group)
         else:
             cut = Cut.of(tile, span, heads_kv, group, items // threads)
-        blocks = -(-(band.rows()[1] - band.rows()[0]) // cut.block_q)
+        blocks = -(-(band.rows[1] - band.rows[0]) // cut.block_q)
         parts = min(-(-threads // items), blocks)
         pieces += [
             Piece(span, band, cut, chunk, part, parts)

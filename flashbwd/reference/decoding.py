@@ -6,6 +6,7 @@ are visible: a full block is, a partial one where ``mask_mod`` is True, and a bl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -90,19 +91,19 @@ def _as_index(entry: Any, like: Tensor) -> Tensor | None:
     return entry if isinstance(entry, Tensor) else None
 
 
-class _Recorder(GatherByIndex):
-    """Collects the captured tensors of a function that require a gradient."""
+class CapturedTensors(GatherByIndex):
+    """Collects the tensors that a function reads, except its arguments and what it computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.captured: dict[int, Tensor] = {}
-        self._made: dict[int, Tensor] = {}  # keeps results alive, so that ids stay unique
+        self._made = {id(tensor): tensor for tensor in arguments}  # keeps results alive, so that ids stay unique
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._made and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._made:
                 self.captured[id(leaf)] = leaf
         result = super().__torch_function__(func, types, args, kwargs)
         for leaf in tree_leaves(result):
@@ -115,11 +116,19 @@ def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.d
     """Find the tensors that ``score_mod`` captures and that require a gradient, by calling it once on scalars."""
     if score_mod is None:
         return []
-    score = torch.zeros((), device=device, dtype=dtype)
-    indices = torch.zeros(4, device=device, dtype=torch.int32).unbind()
-    with torch.enable_grad(), _Recorder() as recorder:
-        run_mod("score_mod", score_mod, score, *indices)
-    return list(recorder.captured.values())
+    arguments = [torch.zeros((), device=device, dtype=dtype)]
+    arguments += torch.zeros(4, device=device, dtype=torch.int32).unbind()
+    with torch.enable_grad(), CapturedTensors(arguments) as found:
+        run_mod("score_mod", score_mod, *arguments)
+    return [tensor for tensor in found.captured.values() if tensor.requires_grad]
+
+
+def mask_captures(mask_mod: Mod, device: torch.device) -> list[Tensor]:
+    """Find the tensors that ``mask_mod`` captures, by calling it once on scalars."""
+    arguments = torch.zeros(4, device=device, dtype=torch.int32).unbind()
+    with torch.no_grad(), CapturedTensors(arguments) as found:
+        run_mod("mask_mod", mask_mod, *arguments)
+    return list(found.captured.values())
 
 
 def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
@@ -150,13 +159,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def block_states(block_mask: Any, seqlen_k: int) -> Tensor:
     """Return ABSENT, PARTIAL or FULL for each block: (B or 1, H or 1, query blocks, key blocks)."""
     blocks = -(-seqlen_k // block_mask.BLOCK_SIZE[1])
-    states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, blocks) * PARTIAL
+    states = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, blocks) * PARTIAL
     if block_mask.full_kv_num_blocks is None:
         return states
-    return states.maximum(_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks) * FULL)
+    return states.maximum(listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks) * FULL)
 
 
-def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
+def listed_blocks(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     """Return 1 for each block among the first ``counts`` entries of its (..., columns) index list, else 0."""
     column = torch.arange(indices.shape[-1], device=indices.device)
     index = torch.where(column < counts.unsqueeze(-1), indices, blocks).clamp(0, blocks).long()
@@ -175,45 +184,53 @@ class _Tile:
     masked: bool
 
 
-def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) -> Iterator[list[_Tile]]:
-    """Yield the tiles of each query block, without key blocks that no row sees if the block lists are on the CPU."""
+def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) -> Iterator[tuple[int, list[_Tile]]]:
+    """Yield the number of queries of each range of queries, and its tiles.
+
+    If the states can be read, all blocks of a tile have the same state for each batch and head, and no tile consists of
+    absent blocks. So a value in one block reaches only the rows and keys of that block, even if it is NaN.
+    """
     B, H, Sq, _ = q.shape
-    for q0 in range(0, Sq, _QUERIES):
-        q1 = min(q0 + _QUERIES, Sq)
+    known = None if states is None or not _readable(states) else states.flatten(0, 1).cpu()
+    size = (Sq, seqlen_k) if known is None else call.block_mask.BLOCK_SIZE
+    for q0, q1 in _equal_ranges(None if known is None else known.transpose(1, 2), size[0], Sq, _QUERIES):
         most = max(_FEWEST_KEYS, _SCORES // (B * H * (q1 - q0)))
         if call.splits is not None:
             most = min(most, max(seqlen_k // call.splits, 1))  # rounded down: no fewer parts than asked for
-        ranges = [(0, seqlen_k, states is not None)]
-        if (
-            states is not None
-            and type(states) is Tensor
-            and states.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-        ):
-            ranges = _visible_ranges(states, call.block_mask.BLOCK_SIZE, q0, q1, seqlen_k)
-        yield [
-            _Tile(q0, q1, k0, min(k0 + most, end), masked)
-            for start, end, masked in ranges
-            for k0 in range(start, end, most)
-        ]
+        row = None if known is None else known[:, q0 // size[0]]
+        tiles = []
+        for k0, k1 in _equal_ranges(row, size[1], seqlen_k, most):
+            present, full = (True, states is None) if row is None else _extremes(row[:, k0 // size[1]])
+            if present:
+                tiles.append(_Tile(q0, q1, k0, k1, masked=not full))
+        yield q1 - q0, tiles
 
 
-def _visible_ranges(
-    states: Tensor, block_size: Sequence[int], q0: int, q1: int, seqlen_k: int
-) -> list[tuple[int, int, bool]]:
-    """Return (start, end, masked) for the key blocks that some row of [q0, q1) sees, with equal neighbours merged."""
-    rows = states[:, :, q0 // block_size[0] : (q1 - 1) // block_size[0] + 1].flatten(0, 2)
-    ranges: list[tuple[int, int, bool]] = []
-    for block, (least, most) in enumerate(zip(rows.amin(0).tolist(), rows.amax(0).tolist(), strict=True)):
-        if most == ABSENT:
-            continue
-        start, end = block * block_size[1], min((block + 1) * block_size[1], seqlen_k)
-        masked = least != FULL
-        if ranges and ranges[-1][1:] == (start, masked):
-            ranges[-1] = (ranges[-1][0], end, masked)
-        else:
-            ranges.append((start, end, masked))
-    return ranges
+def _readable(states: Tensor) -> bool:
+    """Return whether the host can read the states: they have values, and reading them is not captured in a graph."""
+    if type(states) is not Tensor or torch.compiler.is_compiling() or states.device.type not in ("cpu", "cuda"):
+        return False
+    return not (states.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _extremes(states: Tensor) -> tuple[bool, bool]:
+    """Return whether some block is present, and whether all are full."""
+    least, largest = states.aminmax()
+    return int(largest) != ABSENT, int(least) == FULL
+
+
+def _equal_ranges(blocks: Tensor | None, size: int, length: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most ``most`` positions that cover ``length``.
+
+    All blocks of a range, in the last dimension of ``blocks``, are equal.
+    """
+    bounds = []
+    if blocks is not None:
+        changes = (blocks[..., 1:] != blocks[..., :-1]).flatten(0, -2).any(0)
+        bounds = [(i + 1) * size for i, change in enumerate(changes.tolist()) if change]
+    for start, end in itertools.pairwise([0, *bounds, length]):
+        for first in range(start, end, most):
+            yield first, min(first + most, end)
 
 
 # ---- one tile ----
@@ -232,12 +249,15 @@ class _Operands:
         self.score_mod = None if call.score_mod is None else vectorised(call.score_mod, True)
         self.mask_mod = None if call.block_mask is None else vectorised(call.block_mask.mask_mod, False)
 
-    def tiles(self) -> Iterator[list[_Tile]]:
+    def tiles(self) -> Iterator[tuple[int, list[_Tile]]]:
         return _tiles(self.call, self.states, self.q, self.k.shape[2])
 
-    def queries(self, tile: _Tile) -> Tensor:
-        """Return the queries of a tile, (B, Hkv, group * rows, D)."""
-        return self.fold(self.q[:, :, tile.q0 : tile.q1].to(self.dtype))
+    def rows(self, source: Tensor, tile: _Tile, visible: Tensor | None) -> Tensor:
+        """Return (B, Hkv, group * rows, D) of q or dout. Rows that see no key of the tile are zeroed, as in keys()."""
+        rows = source[:, :, tile.q0 : tile.q1].to(self.dtype)
+        if visible is not None:
+            rows = torch.where(visible.any(-1, keepdim=True), rows, 0.0)
+        return self.fold(rows)
 
     def fold(self, rows: Tensor) -> Tensor:
         """Reshape (B, H, rows, D) to (B, Hkv, group * rows, D)."""
@@ -272,7 +292,7 @@ class _Operands:
 
     def raw_scores(self, tile: _Tile, visible: Tensor | None) -> Tensor:
         """Return scale * q @ k.T, (B, H, rows, n)."""
-        q, k = self.queries(tile), self.keys(self.k, tile, visible)
+        q, k = self.rows(self.q, tile, visible), self.keys(self.k, tile, visible)
         scale = self.call.scale
         scores = (q * scale) @ k.mT if self.call.prescale else (q @ k.mT) * scale
         return self.unfold(scores)
@@ -311,15 +331,14 @@ def decoding_forward(call: DecodingCall, q: Tensor, k: Tensor, v: Tensor) -> tup
         and max_scores -inf.
     """
     x = _Operands(call, q, k, v)
-    parts = [_attend(x, tiles) for tiles in x.tiles()]
+    parts = [_attend(x, rows, tiles) for rows, tiles in x.tiles()]
     out, lse, largest = (torch.cat(part, 2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
     return out, lse, largest
 
 
-def _attend(x: _Operands, tiles: list[_Tile]) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(x: _Operands, rows: int, tiles: list[_Tile]) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one query block with an online softmax over its key tiles."""
     B, H = x.q.shape[:2]
-    rows = tiles[0].q1 - tiles[0].q0 if tiles else x.q.shape[2]
     largest = x.q.new_full((B, H, rows, 1), -torch.inf, dtype=x.dtype)
     total = torch.zeros_like(largest)
     out = x.q.new_zeros((B, H, rows, x.v.shape[3]), dtype=x.dtype)
@@ -368,7 +387,7 @@ def decoding_backward(
     if dlse is not None:
         delta = delta - dlse.to(x.dtype)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # for a row without a key, p = exp(-inf) = 0
-    for tile in (tile for tiles in x.tiles() for tile in tiles):
+    for tile in (tile for _, tiles in x.tiles() for tile in tiles):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         visible = x.visible(tile)
         raw = x.raw_scores(tile, visible).requires_grad_(call.score_mod is not None)
@@ -382,7 +401,7 @@ def decoding_backward(
             p = torch.where(visible, p, 0.0)
         ds = p * -delta[:, :, rows, None]
         if dout is not None:
-            dout_rows = x.fold(dout[:, :, rows].to(x.dtype))
+            dout_rows = x.rows(dout, tile, visible)
             ds = ds + p * x.unfold(dout_rows @ x.keys(x.v, tile, visible).mT)
             _add(dv[:, :, keys], x.fold(p).mT @ dout_rows)
         if visible is not None:
@@ -395,7 +414,7 @@ def decoding_backward(
                 total += part
         ds = x.fold(ds) * call.scale
         dq[:, :, rows] += x.unfold(ds @ x.keys(x.k, tile, visible))
-        _add(dk[:, :, keys], ds.mT @ x.queries(tile))
+        _add(dk[:, :, keys], ds.mT @ x.rows(x.q, tile, visible))
     return dq, dk, dv, dcaptured
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashbwd.options import AttentionOptions
 from flashbwd.reference.blocks import Piece, cut_into_pieces
-from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, operand
+from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, operand, without_autocast
 from flashbwd.reference.spans import split_spans
 from flashbwd.reference.workers import run_all
 
@@ -28,7 +28,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     softmax_lse : Tensor, (B, H, Sq) or (H, total_q), float32 (float64 for float64 inputs)
         Natural logarithm, including the sink. A row that sees no key has the sink logit, or -inf without a sink.
     """
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q.device):
         dtype = accumulation_dtype(q.dtype)
         packed = options.cu_seqlens_q is not None
         max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
@@ -74,7 +74,7 @@ def _piece_forward(
     """Compute the query blocks of one piece. Shapes are as in the backward."""
     span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
     dtype, items = lse.dtype, chunk.items
-    key0, key1 = band.keys(band.rows())
+    key0, key1 = band.keys(band.rows)
     keys = operand(chunk.of_keys(span.keys(k))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, D)
     values = operand(chunk.of_keys(span.keys(v))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, Dv)
     tile = keys.new_empty(items * cut.block_q * chunk.group * cut.block_k)

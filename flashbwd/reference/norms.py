@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashbwd.philox import as_word64, keep_elements
-from flashbwd.reference.scores import accumulation_dtype
+from flashbwd.reference.scores import accumulation_dtype, without_autocast
 from flashbwd.reference.workers import run_all
 
 T = TypeVar("T")
@@ -170,7 +170,7 @@ def _norm_backward(
 
     Without gamma, dbeta has the dtype of ``parameter_like``, or of x.
     """
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x.device):
         dtype = accumulation_dtype(x.dtype)
         columns = x.shape[-1]
         dx = torch.empty_like(x) if output_mask[0] else None
@@ -267,7 +267,7 @@ def _norm_forward(
     like: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return z, mu and rs. z has the dtype and strides of ``like``, by default of x."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x.device):
         dtype = accumulation_dtype(x.dtype)
         z = torch.empty_like(x if like is None else like)
         mu, rs = (x.new_zeros(x.shape[:-1].numel(), 1, dtype=dtype) for _ in range(2))

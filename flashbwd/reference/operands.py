@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Piece
 from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operand, sees_nothing
+from flashbwd.reference.spans import narrow
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Call:
             return None
         return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else None
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Accumulation dtype."""
         return accumulation_dtype(self.q.dtype)
@@ -62,8 +64,7 @@ class Call:
         return self.scale / self.options.softcap if self.options.softcap else self.scale * LOG2E
 
 
-@dataclass(frozen=True)
-class Strip:
+class Strip(NamedTuple):
     """A block of queries. Its rows are (query heads of a KV head, queries)."""
 
     q: Tensor  # (items, rows, D + 1), times scale_in_product; the column is -lse, absent with softcap
@@ -77,13 +78,13 @@ class Strip:
     def of(call: Call, piece: Piece, rows: tuple[int, int], dead: Tensor | None) -> Strip:
         """Copy the rows of a piece. `dead` rows become zeros, even if they hold NaN."""
         dtype, span, chunk = call.dtype, piece.span, piece.chunk
-        here = slice(*rows)
+        first, count = rows[0], rows[1] - rows[0]
 
         def heads(tensor: Tensor) -> Tensor:  # (batches, query heads, rows, dim)
-            return chunk.of_queries(span.queries(tensor))[:, :, here]
+            return narrow(chunk.of_queries(span.queries(tensor)), 2, first, count)
 
         def statistics(tensor: Tensor) -> Tensor:  # (batches, query heads, rows, 1)
-            return chunk.of_plane(span.statistics(tensor))[:, :, here, None]
+            return narrow(chunk.of_plane(span.statistics(tensor)), 2, first, count).unsqueeze(-1)
 
         q, dout, out = heads(call.q), heads(call.dout), heads(call.out)
         lse = statistics(call.lse)
@@ -113,8 +114,16 @@ class Strip:
         return (torch.exp2(sink.to(lse.dtype)[:, None] * LOG2E - lse) * delta).sum((0, 2))
 
 
-@dataclass(frozen=True)
-class KeyBlock:
+def write_scaled(total: Tensor, scale: float, target: Tensor) -> None:
+    """Write ``scale * total`` to a gradient of another dtype or shape. May change ``total``."""
+    total = total.view(target.shape)
+    if total.dtype == target.dtype and scale != 1.0:
+        torch.mul(total, scale, out=target)
+    else:
+        target.copy_(total if scale == 1.0 else total.mul_(scale))
+
+
+class KeyBlock(NamedTuple):
     """A block of keys, and the accumulators of its gradients."""
 
     k_factor: Tensor  # (items, keys, D), for dq
@@ -129,7 +138,7 @@ class KeySide:
 
     def __init__(self, call: Call, piece: Piece) -> None:
         self._call, self._piece = call, piece
-        self._first, self._last = piece.band.keys(piece.band.rows())
+        self._first, self._last = piece.band.keys(piece.band.rows)
         k, v = self._seen(call.k), self._seen(call.v)
         self._k = operand(k, call.dtype, column=None if call.options.softcap else 1.0).flatten(0, 1)
         self._v = operand(v, call.dtype, column=None if call.dropout else 1.0).flatten(0, 1)
@@ -140,12 +149,14 @@ class KeySide:
 
     def _seen(self, tensor: Tensor) -> Tensor:
         """Return the keys that the piece sees, (batches, KV heads, keys, dim)."""
-        return self._piece.chunk.of_keys(self._piece.span.keys(tensor))[:, :, self._first : self._last]
+        keys = self._piece.chunk.of_keys(self._piece.span.keys(tensor))
+        return narrow(keys, 2, self._first, self._last - self._first)
 
     def block(self, cols: tuple[int, int]) -> KeyBlock:
         if cols not in self._blocks:
-            here = slice(cols[0] - self._first, cols[1] - self._first)
-            k_factor, k, v, dk, dv = (x[:, here] for x in (self._k_factor, self._k, self._v, self._dk, self._dv))
+            first, count = cols[0] - self._first, cols[1] - cols[0]
+            of_all = (self._k_factor, self._k, self._v, self._dk, self._dv)
+            k_factor, k, v, dk, dv = (narrow(x, 1, first, count) for x in of_all)
             self._blocks[cols] = KeyBlock(k_factor, k.mT, v.mT, dk, dv)
         return self._blocks[cols]
 
@@ -156,17 +167,13 @@ class KeySide:
 
     def write(self) -> None:
         """Scale dk and write dk and dv to the outputs."""
-        if self._call.narrow is not None:
-            self._dk.mul_(self._call.scale)
-        else:  # q already had scale_in_product as a factor
-            self._dk.mul_(self._call.options.softcap or 1.0 / LOG2E)
-        for total, gradient in ((self._dk, self._call.dk), (self._dv, self._call.dv)):
-            target = self._seen(gradient)
-            target.copy_(total.view(target.shape))
+        # Without narrow products, q already had scale_in_product as a factor.
+        scale = self._call.scale if self._call.narrow is not None else self._call.options.softcap or 1.0 / LOG2E
+        write_scaled(self._dk, scale, self._seen(self._call.dk))
+        write_scaled(self._dv, 1.0, self._seen(self._call.dv))
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Scratch memory for one tile shape, (items, rows, keys)."""
 
     p: Tensor

@@ -6,8 +6,10 @@ of ``torch.exp``, and a hundredth for results that underflow.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +26,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which operators keep the dtypes of their inputs."""
+    if torch.is_autocast_enabled(device.type):  # entering torch.autocast takes 20 us
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def sees_nothing(lse: Tensor) -> Tensor:
     """Return a mask of rows without a visible key: their LSE is infinite, or so low that its last bit exceeds 1.
 
     A forward returns such a low LSE if an additive mask of the lowest finite number hides every key.
     """
-    return lse.isinf() | (lse <= -2 / torch.finfo(lse.dtype).eps)
+    return (lse <= -2 / torch.finfo(lse.dtype).eps) | (lse == torch.inf)
 
 
 def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor | float | None = None) -> Tensor:
@@ -45,17 +54,23 @@ def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor
         # cuBLAS needs leading dimensions that are multiples of 16 bytes for its vectorised kernels; CPUs do not.
         width = dim + 1 if rows.device.type == "cpu" else -(-(dim + 1) // 4) * 4
         copy = rows.new_empty((*rows.shape[:-1], width), dtype=dtype)
-        copy[..., dim + 1 :] = 0.0
-        copy[..., dim : dim + 1] = column
-    values = copy[..., :dim]
+        if width > dim + 1:
+            copy.narrow(-1, dim + 1, width - dim - 1).zero_()
+        if isinstance(column, Tensor):
+            copy.narrow(-1, dim, 1).copy_(column)
+        else:
+            copy.narrow(-1, dim, 1).fill_(column)
+    values = copy if column is None else copy.narrow(-1, 0, dim)
+    if scale != 1.0 and rows.dtype == dtype:
+        torch.mul(rows, scale, out=values)
+        return copy
     values.copy_(rows)
     if scale != 1.0:
         values.mul_(scale)
     return copy
 
 
-@dataclass(frozen=True)
-class AdditiveTerms:
+class AdditiveTerms(NamedTuple):
     """Bias and ALiBi terms of one chunk."""
 
     bias: Tensor | None  # broadcasts to (batches, query heads, sq, sk)

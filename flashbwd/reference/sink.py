@@ -37,7 +37,7 @@ def _keyless_rows(call: Call, span: Span) -> Tensor:
     """Return rows in which every key is masked or has a bias of -inf: (batches or 1, H or 1, sq) bool."""
     options = call.options
     band = Band.of(span.sq, span.sk, options.causal, *options.window)
-    first, last = band.rows()
+    first, last = band.rows
     terms = AdditiveTerms(None if options.attn_bias is None else span.plane(options.attn_bias), None, band)
     blocks = [(row, min(row + BLOCK, last)) for row in range(first, last, BLOCK)]
     hidden = [terms.dead_rows(block, BLOCK) for block in blocks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from flashbwd.options import AttentionOptions
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """`batches` sequences, the first of which is `batch0`, with `sq` queries and `sk` keys each (rows in use)."""
 
     batch0: int
@@ -34,8 +33,8 @@ class Span:
 
     def _take(self, tensor: Tensor, first: int, length: int) -> Tensor:
         if self.packed:
-            return tensor.narrow(0, first, length).unsqueeze(0)
-        return tensor.narrow(0, self.batch0, self.batches).narrow(1, 0, length)
+            return narrow(tensor, 0, first, length).unsqueeze(0)
+        return narrow(narrow(tensor, 0, self.batch0, self.batches), 1, 0, length)
 
     def statistics(self, tensor: Tensor) -> Tensor:
         """Return the span's (batches, heads, sq) of an LSE-like tensor in any accepted shape.
@@ -44,10 +43,10 @@ class Span:
         (B, H, roundup(max_seqlen_q, 32)).
         """
         if tensor.dim() == 2:
-            return tensor.narrow(1, self.q0, self.sq).unsqueeze(0)
+            return narrow(tensor, 1, self.q0, self.sq).unsqueeze(0)
         if tensor.dim() == 4:
             tensor = tensor.squeeze(3)
-        return tensor.narrow(0, self.batch0, self.batches).narrow(2, 0, self.sq)
+        return narrow(narrow(tensor, 0, self.batch0, self.batches), 2, 0, self.sq)
 
     def plane(self, tensor: Tensor) -> Tensor:
         """Return the span's part of a tensor that broadcasts to (B, heads, queries, keys); dimensions of 1 are kept."""
@@ -55,14 +54,19 @@ class Span:
 
     def batch_rows(self, tensor: Tensor) -> Tensor:
         """Return the span's (batches or 1, H) of a tensor of shape (H,) or (B, H)."""
-        return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.narrow(0, self.batch0, self.batches)
+        return tensor.unsqueeze(0) if tensor.dim() == 1 else narrow(tensor, 0, self.batch0, self.batches)
+
+
+def narrow(tensor: Tensor, dim: int, first: int, length: int) -> Tensor:
+    """As ``tensor.narrow``, but without an operator if the range is the whole dimension: each takes 1-2 us."""
+    return tensor if tensor.shape[dim] == length else tensor.narrow(dim, first, length)
 
 
 def narrow_broadcast(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Narrow every dimension to its (first, length), except dimensions of size 1, which broadcast."""
     for dim, (first, length) in enumerate(ranges):
         if tensor.shape[dim] != 1:
-            tensor = tensor.narrow(dim, first, length)
+            tensor = narrow(tensor, dim, first, length)
     return tensor
 
 

@@ -1,6 +1,6 @@
 """Compiles emitted modifications, and the kernels' built-in ones, for the host with a C++ compiler.
 
-The functions of csrc/decoding/mod_functions.cuh and ordinary.cuh are compiled unchanged, after a prelude that defines
+The functions of csrc/decoding/mod_functions.cuh and built_in.cuh are compiled unchanged, after a prelude that defines
 the few intrinsics and declarations that only nvcc and NVRTC know.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashbwd.mods.built_in import BuiltIn, encode
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.derivative import emit_gradient
 from flashbwd.mods.emit import emit
-from flashbwd.mods.ordinary import Ordinary, encode
 from flashbwd.mods.trace import trace
 
 DECODING = Path(__file__).parent.parent.parent / "csrc" / "decoding"
@@ -68,7 +68,7 @@ template <bool kBFloat16> inline unsigned pack_16bit(float x, float) {
 _SIZES = """
 extern "C" int captured_bytes() { return sizeof(flashbwd::CapturedTensor); }
 extern "C" int captured_offset() { return offsetof(flashbwd::DecodingParams, captured); }
-extern "C" int ordinary_offset() { return offsetof(flashbwd::DecodingParams, ordinary); }
+extern "C" int built_in_offset() { return offsetof(flashbwd::DecodingParams, built_in); }
 extern "C" int params_bytes() { return sizeof(flashbwd::DecodingParams); }
 """
 
@@ -103,10 +103,10 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
 """
 
 # all_scores() applies the softcap to an array of scores.
-_ORDINARY = """
+_BUILT_IN = """
 template <bool kScore, bool kMask>
-float ordinary_score(const flashbwd::DecodingParams& p, float score, int b, int h, int q, int k) {
-  using Mod = flashbwd::OrdinaryKernelMod<kScore, kMask>;
+float built_in_score(const flashbwd::DecodingParams& p, float score, int b, int h, int q, int k) {
+  using Mod = flashbwd::BuiltInKernelMod<kScore, kMask>;
   const typename Mod::Row row(p, b, h, q);
   float scores[1][1][4] = {{{score, 0, 0, 0}}};
   if (kScore) {
@@ -115,12 +115,12 @@ float ordinary_score(const flashbwd::DecodingParams& p, float score, int b, int 
   }
   return !kMask || Mod::mask_mod(p, row, b, h, q, k) ? score : -FLASHBWD_INFINITY;
 }
-extern "C" void ordinary(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {
-  using flashbwd::OrdinaryMod;
-  const int kind = p->ordinary.kind;
-  const auto function = kind == OrdinaryMod::kScore  ? ordinary_score<true, false>
-                        : kind == OrdinaryMod::kMask ? ordinary_score<false, true>
-                                                     : ordinary_score<true, true>;
+extern "C" void built_in(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {
+  using flashbwd::BuiltInMod;
+  const int kind = p->built_in.kind;
+  const auto function = kind == BuiltInMod::kScore  ? built_in_score<true, false>
+                        : kind == BuiltInMod::kMask ? built_in_score<false, true>
+                                                     : built_in_score<true, true>;
   for (int i = 0; i < n; ++i) results[i] = function(*p, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i]);
 }
 """
@@ -188,10 +188,10 @@ class HostMods:
         self._add_struct(name, source)
         self.parts.append(_GRADIENT.format(name=name, mod=f"{name}_mod"))
 
-    def add_ordinary(self, name: str, found: Ordinary, slots: Slots) -> None:
+    def add_built_in(self, name: str, found: BuiltIn, slots: Slots) -> None:
         """Add a built-in modification with its parameters."""
         if not self.numbers:
-            self.parts += [_plain((DECODING / "ordinary.cuh").read_text()), _ORDINARY]
+            self.parts += [_plain((DECODING / "built_in.cuh").read_text()), _BUILT_IN]
         self.slots[name] = slots
         self.numbers[name] = encode(found, slots)
 
@@ -221,11 +221,11 @@ class HostMods:
             captured.sizes[: tensor.dim()] = tensor.shape
         if name in self.numbers:
             integers, floats = self.numbers[name]
-            at = self.library.ordinary_offset()
+            at = self.library.built_in_offset()
             struct.pack_into(f"{len(integers)}i{len(floats)}f", params, at, *integers, *floats)
         scores, indices = scores.float().contiguous(), indices.to(torch.int32).contiguous()
         results = torch.empty_like(scores)
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (scores, indices, results)]
-        function = self.library["ordinary" if name in self.numbers else name]
+        function = self.library["built_in" if name in self.numbers else name]
         function(params, len(scores), *pointers)
         return results

@@ -52,12 +52,12 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
       if (lane == 0) Producer::schedule_tiles(params, smem);
     }
   } else {
+    // The number of a consumer is computed where it is used: held in a variable, it makes head dimension 128 spill.
     grow_registers<kConsumerRegisters>();
-    const int32_t consumer = warpgroup - 1;
     const auto consume = [&](auto dq_columns) {
       using Mainloop = sm90::Mainloop<Traits, decltype(dq_columns)::value>;
       uint32_t last_turns = 0;
-      if (consumer == 0) Mainloop::signal_scores(0);  // consumer 1 may issue its first S
+      if (warpgroup == 1) Mainloop::signal_scores(0);  // consumer 1 may issue its first S
       for (TileSlot slot;; slot.advance()) {
         mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
         const typename Traits::WorkTile& work = smem.work[slot.index()];
@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
           for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[part][i] = dv[part][i] = 0.f;
         }
         if (work.iterations > 0) {
-          Mainloop{params, smem, work, consumer, last_turns}.compute(dk, dv);
+          Mainloop{params, smem, work, warpgroup - 1, last_turns}.compute(dk, dv);
         }
         // Key blocks that no query sees still store zero dk and dv.
-        if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, consumer, dk, dv);
-        Epilogue<Traits>::store(params, smem, work, consumer, dk[0], dv[0]);
+        if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);
+        Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk[0], dv[0]);
         mbarrier_arrive(&smem.work_empty[slot.index()]);
       }
     };

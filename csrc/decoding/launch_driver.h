@@ -53,7 +53,7 @@ inline cudaError_t begin_context(int device) {
 }
 
 // `kernel`: a CUfunction of the current device, or a CUkernel.
-inline cudaError_t launch_any(const void* params, void* kernel, CUlaunchConfig config, LaunchForm form) {
+inline cudaError_t launch_with_driver(const void* params, void* kernel, CUlaunchConfig config, LaunchForm form) {
   static const auto launch = driver_function<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx");
   if (launch == nullptr) return cudaErrorUnknown;
   const cudaError_t error = begin_context(form.device);
@@ -116,7 +116,7 @@ cudaError_t launch_prebuilt(const Params& p, void (*kernel)(Params), const CUlau
                                           static_cast<int>(config.sharedMemBytes), form.device, prebuilt);
   if (error != cudaSuccess) return error;
   form.overlaps = form.overlaps && prebuilt.waits;
-  return launch_any(&p, prebuilt.function, config, form);
+  return launch_with_driver(&p, prebuilt.function, config, form);
 }
 
 }  // namespace flashbwd

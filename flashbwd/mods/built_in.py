@@ -8,7 +8,7 @@ functions of the head, and the score itself. A function is built in, however it 
     visible where +-k + q * n + c >= 0, and ...        causal, window, lengths; as a mask or as a score of -inf
 
 Here c is a sum of numbers and captured integers (0-d, or one per batch or head). The coefficients are passed to the
-kernel as arguments (csrc/decoding/ordinary.cuh).
+kernel as arguments (csrc/decoding/built_in.cuh).
 
 A function is recognised only if the kernel provably computes what PyTorch computes, for all values of the captured
 tensors. PyTorch's integers wrap around. A sum that may wrap around is therefore stored separately from terms that were
@@ -48,24 +48,24 @@ MAX_BOUNDS = 4
 _BITS = {torch.int32: 32, torch.int64: 64}
 
 
-class NotOrdinaryError(Exception):
+class NotBuiltInError(Exception):
     """The function is not a built-in modification."""
 
 
 @dataclass(frozen=True)
-class Ordinary:
+class BuiltIn:
     """A built-in modification: what happens to the score, and the bounds of the visible keys if there is a mask."""
 
     score: Score
     mask: Bounds | None
 
 
-def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Ordinary | None:
+def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> BuiltIn | None:
     """Return the built-in modification that two traces compute, or None. ``captures`` is that of both functions."""
     try:
         value = Score() if score is None else _evaluate(score, captures)
         visible = None if mask is None else _evaluate(mask, captures)
-    except NotOrdinaryError:
+    except NotBuiltInError:
         return None
     if not isinstance(value, Score) or value.stage or not isinstance(visible, (Bounds, type(None))):
         return None
@@ -73,7 +73,7 @@ def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Or
         return None
     if value.bias is not None and not _fits_bias(value.bias.sum):
         return None
-    return Ordinary(value, visible) if all(_fits(bound.sum) for bound in (visible or value.bounds).all) else None
+    return BuiltIn(value, visible) if all(_fits(bound.sum) for bound in (visible or value.bounds).all) else None
 
 
 def _fits(total: Sum) -> bool:
@@ -85,8 +85,8 @@ def _fits_bias(total: Sum) -> bool:
     return _fits(total) and (total.bits == 32 or (not total.terms and replace(total, bits=32).is_exact))
 
 
-def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
-    """Return the integers and floats of ``OrdinaryMod`` (csrc/decoding/params.h) in the order of its members.
+def encode(built_in: BuiltIn, slots: Slots) -> tuple[list[int], list[float]]:
+    """Return the integers and floats of ``BuiltInMod`` (csrc/decoding/params.h) in the order of its members.
 
     Adds the captured tensors to ``slots``.
 
@@ -110,16 +110,16 @@ def encode(ordinary: Ordinary, slots: Slots) -> tuple[list[int], list[float]]:
                 numbers += [0, 0, 0, 0]
         return numbers
 
-    bias = ordinary.score.bias or Bias(OfHead(0.0), Sum(k=1))
+    bias = built_in.score.bias or Bias(OfHead(0.0), Sum(k=1))
     slope = bias.slope
-    bounds = (ordinary.mask or ordinary.score.bounds).all
-    kind = (0 if ordinary.score.untouched and ordinary.mask is not None else 1) + 2 * (ordinary.mask is not None)
+    bounds = (built_in.mask or built_in.score.bounds).all
+    kind = (0 if built_in.score.untouched and built_in.mask is not None else 1) + 2 * (built_in.mask is not None)
     slot = -1 if slope.captured is None else slot_of(slope.captured)
     integers = [kind, slot, bias.sum.k, *of_sum(bias.sum), len(bounds)]
     for i in range(MAX_BOUNDS):
         bound = bounds[i] if i < len(bounds) else Bound()
         integers += [bound.k, bound.sign, bound.q, bound.constant, *of_sum(bound.sum)]
-    return [int(n) for n in integers], [ordinary.score.softcap, slope.factor, slope.rate, slope.start]
+    return [int(n) for n in integers], [built_in.score.softcap, slope.factor, slope.rate, slope.start]
 
 
 # ---- evaluation ----
@@ -141,7 +141,7 @@ def _evaluate(trace: Trace, captures: Captures) -> Value:
             values[node] = _operator(node, values)
         elif node.op == "output":
             return values[node.args[0]]
-    raise NotOrdinaryError
+    raise NotBuiltInError
 
 
 def _tensor(tensor: Tensor, captures: Captures) -> Value:
@@ -158,21 +158,21 @@ def _operator(node: Any, values: dict[fx.Node, Value]) -> Value:
     if name in _FILLS:
         value = _constant(torch.full((), _FILLS[name](node), dtype=dtype).item())
         if value is None:
-            raise NotOrdinaryError
+            raise NotBuiltInError
         return value
     rule = _RULES.get(name)
     if rule is None or (node.kwargs and name not in _KEYWORDS_MEAN_NOTHING):
-        raise NotOrdinaryError
+        raise NotBuiltInError
     sums = [values[n] for n in node.all_input_nodes if isinstance(values[n], Sum)]
     if not dtype.is_floating_point:
         bits = max((_BITS.get(dtype, 0), *(total.bits for total in sums)), default=0)
         if any(total.bits < bits and not total.is_exact for total in sums):  # widened after a possible wrap-around
-            raise NotOrdinaryError
+            raise NotBuiltInError
     value = rule(*fx.node.map_aggregate(node.args, lambda a: values[a] if isinstance(a, fx.Node) else a))
     if isinstance(value, Sum) and name == "_to_copy":
         value = _cast_sum(value, dtype)
     if not _is_of(value, dtype) or (isinstance(value, Sum) and len(value.terms) > MAX_TERMS):
-        raise NotOrdinaryError
+        raise NotBuiltInError
     return replace(value, bits=_BITS[dtype]) if isinstance(value, Sum) else value
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from kit import decoding as kit
 from kit.decoding import Shape
+from kit.summary import NO_CASE
 from torch import Tensor
 
 import flashbwd
-from flashbwd.mods import nvrtc, ordinary
+from flashbwd.mods import built_in, nvrtc
+from flashbwd.mods.built_in import BuiltIn, encode, recognise
 from flashbwd.mods.captures import Captures, Slots
-from flashbwd.mods.ordinary import Ordinary, encode, recognise
 from flashbwd.mods.trace import Trace, trace
 from flashbwd.mods.values import Bounds, OfHead, Sum
 
@@ -141,9 +142,9 @@ def grids() -> list[Tensor]:
 
 
 class Evaluation:
-    """What an Ordinary means, on index tensors that broadcast to (B, H, Sq, Sk)."""
+    """What a BuiltIn means, on index tensors that broadcast to (B, H, Sq, Sk)."""
 
-    def __init__(self, found: Ordinary) -> None:
+    def __init__(self, found: BuiltIn) -> None:
         self.found = found
         self.b, self.h, self.q, self.k = grids()
 
@@ -174,7 +175,7 @@ class Evaluation:
 
 
 @pytest.mark.parametrize("name", SCORES | MORE_SCORES)
-def test_an_ordinary_score_mod_is_recognised_as_what_it_does(name: str) -> None:
+def test_a_built_in_score_mod_is_recognised_with_its_meaning(name: str) -> None:
     mod = (SCORES | MORE_SCORES)[name]
     traced = traces(mod, None)
     found = recognise(*traced)
@@ -184,7 +185,7 @@ def test_an_ordinary_score_mod_is_recognised_as_what_it_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS | MORE_MASKS)
-def test_an_ordinary_mask_mod_is_recognised_as_what_it_does(name: str) -> None:
+def test_a_built_in_mask_mod_is_recognised_with_its_meaning(name: str) -> None:
     mod = (MASKS | MORE_MASKS)[name]
     traced = traces(None, mod)
     found = recognise(*traced)
@@ -200,7 +201,7 @@ def test_the_kernels_of_every_build_compute_it_and_nothing_is_compiled(
     score: str | None, mask: str | None, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if score in ("causal", "inverse_causal", "windowed", "alibi_causal") and mask is not None:
-        pytest.skip("bounds of both are not ordinary")
+        pytest.skip(NO_CASE + "bounds in both functions are not built in")
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(nvrtc, "load_kernel", lambda *_: pytest.fail("loaded"))
     shape = Shape(B, H, 2, Sq, Sk, *dims)
@@ -224,7 +225,7 @@ def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
     score: str | None, mask: str | None, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if score == "alibi_causal" and mask is not None:
-        pytest.skip("bounds of both are not ordinary")
+        pytest.skip(NO_CASE + "bounds in both functions are not built in")
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(nvrtc, "load_kernel", lambda *_: pytest.fail("loaded"))
     shape = Shape(B, H, 2, Sq, Sk, *dims)
@@ -249,7 +250,7 @@ def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
     [(2.0**-60, True), (-(2.0**60), True), (0.0, True), (-INF, True), (2.0**-61, False), (2.0**61, False)],
 )
 def test_numbers_whose_products_stay_normal_are_taken(value: float, taken: bool) -> None:
-    assert ordinary._is_of(value, torch.float32) is taken
+    assert built_in._is_of(value, torch.float32) is taken
 
 
 def test_a_score_mod_and_a_mask_together() -> None:
@@ -259,7 +260,7 @@ def test_a_score_mod_and_a_mask_together() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_not_ordinary_is_not_taken_for_it(name: str) -> None:
+def test_other_modifications_are_not_taken_for_built_in_ones(name: str) -> None:
     assert recognise(*traces(*OTHERS[name])) is None
 
 

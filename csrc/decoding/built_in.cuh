@@ -1,5 +1,5 @@
-// The built-in modifications, which every build has kernels for. They interpret OrdinaryMod (params.h), which
-// flashbwd/mods/ordinary.py fills.
+// The built-in modifications, which every build has kernels for. They interpret BuiltInMod (params.h), which
+// flashbwd/mods/built_in.py fills.
 #pragma once
 
 #include "mod.cuh"
@@ -12,14 +12,14 @@ namespace flashbwd {
 
 // Evaluates a sum with wrap-around. Unsigned 64-bit arithmetic is exact modulo 2^64, hence also modulo 2^32 after the
 // final cast to int.
-__device__ inline long long sum_of(const DecodingParams& p, const OrdinarySum& sum, int b, int h, int q) {
+__device__ inline long long sum_of(const DecodingParams& p, const BuiltInSum& sum, int b, int h, int q) {
   using Bits = unsigned long long;
   Bits total = static_cast<Bits>(sum.q) * static_cast<Bits>(q) + static_cast<Bits>(sum.constant);
 #pragma unroll 1
-  for (const OrdinaryTerm& term : sum.terms) {
+  for (const BuiltInTerm& term : sum.terms) {
     if (term.weight == 0) continue;
     const CapturedTensor& captured = p.captured[term.slot];
-    const int index = term.index == OrdinaryTerm::kBatch ? b : term.index == OrdinaryTerm::kHead ? h : 0;
+    const int index = term.index == BuiltInTerm::kBatch ? b : term.index == BuiltInTerm::kHead ? h : 0;
     const long long at = index * captured.strides[0];
     const long long value =
         term.wide ? static_cast<const long long*>(captured.data)[at] : static_cast<const int*>(captured.data)[at];
@@ -29,7 +29,7 @@ __device__ inline long long sum_of(const DecodingParams& p, const OrdinarySum& s
 }
 
 // sign * sum + q * q_idx + constant of a bound, saturated to int. Saturation keeps a limit beyond all keys beyond them.
-__device__ inline int limit_of(const DecodingParams& p, const OrdinaryBound& bound, int b, int h, int q) {
+__device__ inline int limit_of(const DecodingParams& p, const BuiltInBound& bound, int b, int h, int q) {
   constexpr long long kBeyond = 1ll << 40, kMost = 0x7fffffff;
   const long long sum = min(max(sum_of(p, bound.sum, b, h, q), -kBeyond), kBeyond);
   const long long limit = bound.sign * sum + static_cast<long long>(bound.q) * q + bound.constant;
@@ -38,7 +38,7 @@ __device__ inline int limit_of(const DecodingParams& p, const OrdinaryBound& bou
 
 // kMask: the bounds belong to mask_mod; otherwise score_mod sets the score to -inf where a bound is violated.
 template <bool kScore, bool kMask>
-struct OrdinaryKernelMod : AnyMod {
+struct BuiltInKernelMod : AnyMod {
   static constexpr bool kTotal = true;
   static constexpr bool kHasRanges = true;
   static constexpr bool kHasRow = true;
@@ -53,8 +53,8 @@ struct OrdinaryKernelMod : AnyMod {
 
     Row() = default;
     __device__ Row(const DecodingParams& p, int b, int h, int q)
-        : first(0), last(0x7fffffff), slope(p.ordinary.slope), origin(0) {
-      const OrdinaryMod& mod = p.ordinary;
+        : first(0), last(0x7fffffff), slope(p.built_in.slope), origin(0) {
+      const BuiltInMod& mod = p.built_in;
       for (int i = 0; i < mod.bound_count; ++i) {
         const int limit = limit_of(p, mod.bounds[i], b, h, q);
         if (mod.bounds[i].k > 0) {
@@ -76,7 +76,7 @@ struct OrdinaryKernelMod : AnyMod {
 
   template <int kRowTiles, int kKeyTiles>
   __device__ static void all_scores(const DecodingParams& p, float (&scores)[kRowTiles][kKeyTiles][4]) {
-    const float cap = p.ordinary.softcap;
+    const float cap = p.built_in.softcap;
     if (cap == 0) return;
     const float inverse = 1 / cap;
 #pragma unroll
@@ -88,7 +88,7 @@ struct OrdinaryKernelMod : AnyMod {
 
   __device__ static float score_mod(const DecodingParams& p, const Row& row, float score, int, int, int, int k,
                                     bool* = nullptr) {
-    const uint32 distance = static_cast<uint32>(p.ordinary.bias_k * k) + static_cast<uint32>(row.origin);
+    const uint32 distance = static_cast<uint32>(p.built_in.bias_k * k) + static_cast<uint32>(row.origin);
     score += row.slope * static_cast<float>(static_cast<int>(distance));
     return kMask || row.sees(k) ? score : -FLASHBWD_INFINITY;
   }

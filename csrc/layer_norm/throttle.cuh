@@ -14,13 +14,13 @@ namespace flashbwd::layer_norm {
 // not be resident) a worker stops throttling for good.
 //
 // A worker loads the progress counter one iteration before it needs it, since the load takes up to half an iteration.
-struct LockStep {
+struct Throttle {
   static constexpr int kMostPolls = 1000;
   static constexpr int kFree = INT_MAX;
   int begun;  // value of a.progress as loaded in the previous iteration; kFree: never wait again
 
   // Only one lane of each group in the row's first CTA waits here; the other threads wait for it in the exchange.
-  __device__ LockStep(const BackwardArguments& a, bool first_of_group, int rank)
+  __device__ Throttle(const BackwardArguments& a, bool first_of_group, int rank)
       : begun(a.progress != nullptr && rank == 0 && first_of_group ? 0 : kFree) {}
 
   // `round`: this worker's current round, starting at 1.

@@ -1,0 +1,188 @@
+"""What ``python -m flashbwd`` prints: the machine, ten common shapes, and what ``flashbwd.enable()`` takes over."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import time
+
+import torch
+
+import flashbwd
+from flashbwd import _ops
+from flashbwd.bench import attention_peers, cases, contenders, machine, report, results, runner
+from flashbwd.bench.measure import Settings
+from flashbwd.bench.peers import Peer
+
+PACKAGES = ("triton", "transformers", "flash-attn", "kernels")  # that can change which kernels run
+HEADER = ["", "gradient of", "backend", "worst error", "ms", "PyTorch ms", "speedup", "gradients"]
+
+
+def main() -> int:
+    """Print the report. Returns 1 if a gradient is wrong, else 0."""
+    device = machine.default_device()
+    print("\n".join(machine_lines(machine.describe(device))), flush=True)
+    start = time.perf_counter()
+    found = [_measured(case, device) for case in cases.SMOKE_CASES[device.type]]
+    _say("")  # ends the line of the progress
+    print(report.table(HEADER, [[str(number), *_row(result)] for number, result in enumerate(found, 1)]))
+    print("\nerror: ||g - ref|| / ||ref|| against float64; speedup: median over rounds (smallest-largest)")
+    for title, lines in (("backends", _plans(found)), ("why the other backends were not chosen", _refusals(found))):
+        print(f"\n{title}:")
+        for line, numbers in lines.items():
+            print(f"  {line} (case {', '.join(numbers)})")
+    print("\nwhat flashbwd.enable() takes over:")
+    for line in takeover_lines(device):
+        print(f"  {line}")
+    wrong = [line for number, result in enumerate(found, 1) for line in _wrong(number, result)]
+    right = sum(1 for result in found if result.peers["flashbwd"].status == results.OK)
+    print(f"\n{right} of {len(found)} shapes have right gradients; {time.perf_counter() - start:.0f} s")
+    for line in wrong:
+        print(f"WRONG: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def machine_lines(where: machine.Machine) -> list[str]:
+    """The device, the versions of everything that decides which kernel runs, and the libraries that were loaded."""
+    versions = [f"torch {where.torch}", f"Python {where.python}"]
+    if where.kind == "cuda":
+        versions += [f"CUDA {where.cuda}", f"cuDNN {where.cudnn}", f"driver {where.driver}"]
+    libraries = [f"{name} loaded" for name in _ops.loaded]
+    libraries += [f"{name} not loaded: {reason}" for name, reason in _ops.not_loaded.items()]
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("FLASHBWD_")]
+    lines = [
+        f"flashbwd {flashbwd.__version__} on {where.device if where.kind == 'cuda' else 'the CPU'}",
+        f"  {', '.join(versions)}",
+        f"  {', '.join(_packages()) or 'none of ' + ', '.join(PACKAGES) + ' is installed'}",
+        f"  {where.platform}; CPU {where.cpu}, {where.threads} threads",
+        f"  libraries: {'; '.join(libraries)}",
+    ]
+    if where.kind == "cuda":
+        lines += [f"  GPU {number}: {_gpu(number)}" for number in range(torch.cuda.device_count())]
+    elif torch.version.cuda is not None:
+        lines.append("  no CUDA device: everything runs on the CPU")
+    if where.commit:
+        lines.append(f"  commit {where.commit}")
+    return [*lines, *(f"  {setting}" for setting in settings), ""]
+
+
+def _packages() -> list[str]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu(number: int) -> str:
+    gpu = torch.cuda.get_device_properties(number)
+    gib = gpu.total_memory / 2**30
+    return f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs, {gib:.0f} GiB"
+
+
+def _say(text: str) -> None:
+    """Show the progress on a terminal, in one line that the next one replaces."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _measured(case: cases.Case, device: torch.device) -> results.CaseResult:
+    _say(f"checking {case.name}")
+    return runner.run_case(case, device, Settings(rounds=5, slot_ms=10.0), _peers_to_check(case, device))
+
+
+def _peers_to_check(case: cases.Case, device: torch.device) -> list[Peer]:
+    """Return PyTorch's peers, and this library with the backend that it chooses itself."""
+    peers = [peer for peer in contenders.peers_of(case, device) if peer.name.startswith("torch")]
+    if isinstance(case, cases.AttentionCase):
+        return [*peers, Peer("flashbwd", attention_peers.ours("auto"), devices=(device.type,))]
+    return [*peers, *(peer for peer in contenders.peers_of(case, device) if peer.ours)]
+
+
+def _row(result: results.CaseResult) -> list[str]:
+    ours = result.peers["flashbwd"]
+    error = max(ours.errors.values(), default=float("nan"))
+    cells = [result.name, ours.plan.split(":")[0] or "-", f"{error:.1e}"]
+    if not ours.timed:
+        return [*cells, "-", "-", "-", ours.status]
+    other = result.fastest_peer()
+    cells.append(f"{ours.median_ms:.3g}")
+    cells += ["-", "-"] if other is None else [
+        f"{result.peers[other].median_ms:.3g} ({other})",
+        str(result.ratio("flashbwd", other)),
+    ]  # fmt: skip
+    return [*cells, "right" if ours.status == results.OK else "WRONG"]
+
+
+def _plans(found: list[results.CaseResult]) -> dict[str, list[str]]:
+    lines: dict[str, list[str]] = {}
+    for number, result in enumerate(found, 1):
+        if plan := result.peers["flashbwd"].plan:
+            lines.setdefault(plan, []).append(str(number))
+    return lines
+
+
+def _refusals(found: list[results.CaseResult]) -> dict[str, list[str]]:
+    lines: dict[str, list[str]] = {}
+    for number, result in enumerate(found, 1):
+        for backend, reason in result.peers["flashbwd"].refusals.items():
+            lines.setdefault(f"{backend}: {reason}", []).append(str(number))
+    return lines
+
+
+def _wrong(number: int, result: results.CaseResult) -> list[str]:
+    ours = result.peers["flashbwd"]
+    return [] if ours.status == results.OK else [f"case {number}, {result.name}: {ours.status}, {ours.reason}"]
+
+
+# ---- what flashbwd.enable() takes over ------------------------------------------------------------
+
+
+def takeover_lines(device: torch.device) -> list[str]:
+    """The backward operators that a training step of a small Llama calls, and which kernels run them."""
+    if device.type != "cuda":
+        return ["nothing: these are CUDA operators, and there is no CUDA device; flashbwd.attention runs on the CPU"]
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        return ["not measured: it needs Transformers (pip install transformers)"]
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with device:
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.arange(1024).remainder(256).view(2, 512)
+    before = flashbwd.stats()
+    with flashbwd.enable():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    return [
+        "one training step of LlamaForCausalLM, 2 layers, bf16, scaled_dot_product_attention:",
+        *calls_since(before, flashbwd.stats()),
+    ]
+
+
+def calls_since(before: dict[str, flashbwd.OperatorStats], after: dict[str, flashbwd.OperatorStats]) -> list[str]:
+    """One line for each operator that was called between two readings of :func:`flashbwd.stats`."""
+    lines = []
+    for name, now in after.items():
+        earlier = before.get(name, flashbwd.OperatorStats(0, {}))
+        fallbacks = {
+            reason: count - earlier.fallbacks.get(reason, 0)
+            for reason, count in now.fallbacks.items()
+            if count > earlier.fallbacks.get(reason, 0)
+        }
+        hits = now.hits - earlier.hits
+        if hits or fallbacks:
+            others = "; ".join(f"PyTorch's kernel {count} times, because {why}" for why, count in fallbacks.items())
+            lines.append(f"{name}: flashbwd {hits} times" + (f"; {others}" if others else ""))
+    return lines or ["no operator that flashbwd overrides was called"]

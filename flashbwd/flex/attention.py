@@ -1,0 +1,358 @@
+"""FlexAttention for training: PyTorch's forward, and gradients for query, key, value and captured tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_attention
+
+from flashbwd import _arguments
+from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
+from flashbwd.flex import arguments
+from flashbwd.flex.cache import kept, tensors_of
+from flashbwd.flex.modifications import captured_of, name_of
+from flashbwd.mods.in_graph import shaped_like_query
+from flashbwd.reference.decoding import DecodingCall, Mod, accumulator, decoding_backward, decoding_forward
+
+__all__ = [
+    "FlexAttentionGrads",
+    "FlexPlan",
+    "flex_attention",
+    "flex_attention_backward",
+    "plan_flex_attention_backward",
+]
+
+
+class FlexAttentionGrads(NamedTuple):
+    """Gradients of FlexAttention.
+
+    Attributes
+    ----------
+    dq, dk, dv : Tensor
+        Of query's, key's and value's shape, dtype and strides.
+    captured : dict
+        The gradient of each tensor that ``score_mod`` captures and that requires one: by the name of the variable, or
+        by its position in the order of first use if it has no name.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    captured: dict[str | int, Tensor]
+
+
+@dataclass(frozen=True)
+class FlexPlan:
+    """How :func:`flex_attention_backward` computes a call.
+
+    Attributes
+    ----------
+    backend : str
+        "reference".
+    reasons : dict of str to str
+        Why each of the other backends does not compute the call.
+    workspace_bytes : int
+        Bytes of scratch memory on the device, except the temporary tensors of the reference.
+    compiled : bool
+        Whether the first call with these modifications compiles a kernel.
+    cache : str, optional
+        Where the compiled kernel comes from, if one is needed.
+    deterministic : bool
+        Whether repeated calls give equal bits.
+    """
+
+    backend: str
+    reasons: dict[str, str] = field(default_factory=dict)
+    workspace_bytes: int = 0
+    compiled: bool = False
+    cache: str | None = None
+    deterministic: bool = True
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute ``softmax(mask(score_mod(scale * q @ k.T))) @ v``, differentiable in everything that it reads.
+
+    The arguments and results are those of ``torch.nn.attention.flex_attention.flex_attention``. The forward is
+    PyTorch's compiled kernel on a GPU with Triton, and this library's reference elsewhere. Both obey the block lists.
+    Double backward is not supported.
+
+    Parameters
+    ----------
+    query : Tensor, (B, H, Sq, D)
+        float16, bfloat16, float32 or float64. Any strides.
+    key, value : Tensor, (B or 1, Hkv, Sk, D) and (B or 1, Hkv, Sk, Dv)
+        Same dtype as query; Dv may differ from D. A batch size of 1 is broadcast over the batch of query.
+    score_mod : callable, optional
+        ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors. ``score`` is the scaled score in float32 (float64 for
+        float64 inputs). It may read captured tensors, which get gradients if they require them.
+    block_mask : BlockMask, optional
+        Its block lists select the blocks; its ``mask_mod`` is evaluated in partial blocks only. Nothing is read of a
+        block in neither list.
+    scale : float, optional
+        Default ``D ** -0.5``.
+    enable_gqa : bool
+        Allow H to be a multiple of Hkv.
+    return_lse : bool
+        Also return the natural log-sum-exp of each row, which has a gradient too.
+    kernel_options : mapping, optional
+        Options of PyTorch's forward kernel.
+    deterministic : bool
+        Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it.
+
+    Returns
+    -------
+    out : Tensor, (B, H, Sq, Dv)
+        query's dtype and order of strides. 0 in a row that sees no key.
+    lse : Tensor, (B, H, Sq)
+        float32 (float64 for float64 inputs). -inf in a row that sees no key.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The message names the argument, its value and what was expected.
+    RuntimeError
+        If ``score_mod`` or ``mask_mod`` raises.
+    """
+    if is_dynamo_compiling():
+        return pytorch_flex_attention(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+        )
+    arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)
+    _arguments.flag("deterministic", deterministic)
+    query, key, value = arguments.autocast(query, key, value)
+    wants_gradients = torch.is_grad_enabled()
+    call, captured = _checked_call(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants_gradients
+    )
+    if (
+        not wants_gradients
+        or transforms_are_active()
+        or not any(t.requires_grad for t in (query, key, value, *captured))
+    ):
+        out, lse = _forward(call, kernel_options, query, key, value)
+    else:
+        out, lse = _FlexAttention.apply(call, kernel_options, query, key, value, *captured)
+    return (out, lse) if return_lse else out
+
+
+def flex_attention_backward(
+    dout: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+) -> FlexAttentionGrads:
+    """Compute the gradients of :func:`flex_attention`.
+
+    ::
+
+        s  = scale * q @ k.T;  t = score_mod(s);  p = exp(t - lse) where visible, else 0
+        ds = dt/ds * p * (dout @ v.T - delta);    delta = rowsum(dout * out) - dlse
+        dv = p.T @ dout;  dq = scale * ds @ k;    dk = scale * ds.T @ q
+        dc = sum of dt/dc * p * (dout @ v.T - delta) over the visible pairs, for each captured tensor c
+
+    Parameters
+    ----------
+    dout : Tensor, (B, H, Sq, Dv), optional
+        Gradient of ``out``. None if only the lse was used.
+    out : Tensor, (B, H, Sq, Dv)
+    lse : Tensor, (B, H, Sq)
+        Natural log-sum-exp, float32 (float64 for float64 inputs).
+    dlse : Tensor, (B, H, Sq), optional
+        Gradient of ``lse``.
+    query, key, value, score_mod, block_mask, scale, enable_gqa, deterministic
+        As in :func:`flex_attention`. ``block_mask`` needs its ``q_indices``.
+
+    Returns
+    -------
+    FlexAttentionGrads
+        ``(dq, dk, dv, captured)``. 0 in rows without a visible key and in keys that no query sees.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The message names the argument, its value and what was expected.
+    RuntimeError
+        If ``score_mod`` or ``mask_mod`` raises.
+    """
+    arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
+    _arguments.flag("deterministic", deterministic)
+    call, captured = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
+    arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
+    dq, dk, dv, found = _backward(call, query, key, value, out, lse, dout, dlse, captured)
+    names = [name_of(score_mod, tensor) or i for i, tensor in enumerate(captured)]
+    return FlexAttentionGrads(dq, dk, dv, dict(zip(names, found, strict=True)))
+
+
+def plan_flex_attention_backward(
+    dout: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+) -> FlexPlan:
+    """Return how :func:`flex_attention_backward` would compute a call with these arguments, without computing it.
+
+    Raises
+    ------
+    ValueError
+        As :func:`flex_attention_backward`.
+    """
+    arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
+    _arguments.flag("deterministic", deterministic)
+    _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
+    arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
+    reason = "this version has no FlexAttention kernel for it"
+    return FlexPlan("reference", {"sm90": reason, "sm80": reason})
+
+
+# ---- the computation ----
+
+
+def _checked_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel_options: Mapping[str, Any] | None,
+    wants_gradients: bool,
+) -> tuple[DecodingCall, list[Tensor]]:
+    """Check everything but types. Return the call, and the captured tensors that require a gradient."""
+    arguments.check_tensors(query, key, value, enable_gqa)
+    options = arguments.acting_options(kernel_options) if kernel_options else {}
+    operands = {"query": query, "key": key, "value": value}
+    captured: list[Tensor] = []
+    if score_mod is not None:
+        captured = captured_of("score_mod", score_mod, True, operands, accumulator(query.dtype))
+    if block_mask is not None:
+        arguments.check_block_mask(block_mask, query, key)
+        if wants_gradients:
+            arguments.check_query_lists(block_mask)
+        lengths = (query.shape[2], key.shape[2])
+        kept(
+            block_mask, ("checked", lengths), tensors_of(block_mask), lambda: arguments.check_lists(block_mask, lengths)
+        )
+        captured_of("mask_mod", block_mask.mask_mod, False, operands, accumulator(query.dtype))
+    call = DecodingCall(
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        prescale=options.get("PRESCALE_QK", False),
+        rows_safe=options.get("ROWS_GUARANTEED_SAFE", False),
+    )
+    return call, [tensor for tensor in captured if tensor.requires_grad]
+
+
+def _forward(
+    call: DecodingCall, kernel_options: Mapping[str, Any] | None, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    if query.numel() == 0 or key.numel() == 0:
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=accumulator(query.dtype))
+        return query.new_zeros((*query.shape[:3], value.shape[3])), lse
+    if _pytorch_has_a_kernel(query):
+        compiled = torch.compile(pytorch_flex_attention, dynamic=None)
+        mods = (call.score_mod, call.block_mask, call.scale, True, True)
+        out, lse = compiled(query, key, value, *mods, None if kernel_options is None else dict(kernel_options))
+        return out, lse
+    with arguments.without_autocast(query.device):
+        out, lse, _ = decoding_forward(call, query, key, value)
+    return shaped_like_query(query, value.shape[3]).copy_(out), lse
+
+
+def _pytorch_has_a_kernel(query: Tensor) -> bool:
+    """Return whether PyTorch compiles its forward for this call, so that it obeys the block lists."""
+    from torch.utils._triton import has_triton
+
+    return query.is_cuda and query.dtype != torch.float64 and has_triton() and not transforms_are_active()
+
+
+def _backward(
+    call: DecodingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    captured: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    inputs = (query, key, value)
+    if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
+        dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs)
+        return dq, dk, dv, [torch.zeros_like(tensor) for tensor in captured]
+    detached = [tensor.detach() for tensor in inputs]
+    with torch.no_grad(), arguments.without_autocast(query.device):
+        *grads, found = decoding_backward(call, *detached, out.detach(), lse.detach(), dout, dlse, captured)
+    dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
+    return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]
+
+
+class _FlexAttention(torch.autograd.Function):
+    """FlexAttention with its backward. Captured tensors are inputs, so that autograd tracks them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: DecodingCall,
+        kernel_options: Mapping[str, Any] | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *captured: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(call, kernel_options, query, key, value)
+        ctx.call = call
+        # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
+        ctx.captured = list(captured)
+        ctx.save_for_backward(query, key, value, out, lse, *captured)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, *_ = ctx.saved_tensors
+        *grads, found = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured)
+        grads += found
+        if torch.is_grad_enabled():  # create_graph=True
+            read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
+            grads = refuse_to_differentiate("flex_attention_backward", grads, read)
+        return None, None, *grads

@@ -1,0 +1,305 @@
+"""Attention over rows that are split over devices: packed documents and ordinary sequences.
+
+Each device keeps its queries and receives the keys and values that they see, in one all-to-all per group of KV heads.
+While it computes one group, the next group is on its way. In the backward, the keys travel once more, and the gradients
+travel back and are added where the rows lie.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import flashbwd
+from flashbwd import _arguments
+from flashbwd.integrations.context_plan import Call, Plan, Range, plan
+from flashbwd.integrations.context_split import ContextSplit, check_rows
+
+_KV_HEAD_GROUPS = 4  # groups of KV heads that are exchanged one after another, if there are as many KV heads
+
+
+@torch.compiler.disable
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    split: ContextSplit,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Differentiable self-attention of rows that are split over devices; every device of the split must call it.
+
+    The result and the gradients are this device's rows of those of :func:`flashbwd.attention` on the whole sequence,
+    with the mask of ``split``. Each device receives the keys and values that its queries see, so short documents and
+    narrow windows need little communication. Under ``torch.autocast`` q, k and v are cast as in
+    :func:`flashbwd.attention`. ``torch.compile`` calls this function as it is.
+
+    Parameters
+    ----------
+    q : Tensor, (rows, H, D) for packed documents, or (B, rows, H, D)
+        This device's rows, in the order of ``split.take``.
+    k : Tensor, (rows, Hkv, D) or (B, rows, Hkv, D)
+    v : Tensor, (rows, Hkv, Dv) or (B, rows, Hkv, Dv)
+    split : ContextSplit
+        From :func:`split_context`.
+    softmax_scale, softcap
+        As for :func:`flashbwd.attention_backward`.
+    deterministic : bool
+        Require gradients that are bitwise identical from run to run. Implied by
+        ``torch.use_deterministic_algorithms(True)``.
+    return_lse : bool
+        Also return the natural-log LSE of this device's rows: float32 (float64 for float64 inputs).
+
+    Returns
+    -------
+    out : Tensor, (rows, H, Dv) or (B, rows, H, Dv)
+    softmax_lse : Tensor, (H, rows) or (B, H, rows)
+        Only with ``return_lse``. Differentiable.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The message names the argument, its value and what was expected. Nothing has been
+        sent then.
+    """
+    if not isinstance(split, ContextSplit):
+        raise ValueError(f"flashbwd: split is {_arguments.came(split)}, expected a ContextSplit from split_context")
+    _arguments.flag("return_lse", return_lse)
+    tensors = []
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        dims = 3 if split.packed else 4
+        if _arguments.tensor(name, tensor).dim() != dims:
+            shape = "(rows, heads, head_dim)" if split.packed else "(batch, rows, heads, head_dim)"
+            raise ValueError(f"flashbwd: {name} has {tensor.dim()} dimensions, expected {dims}: {shape}")
+        check_rows(name, tensor, dims - 3, split.length())
+        if tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type):
+            dtype = torch.get_autocast_dtype(tensor.device.type)
+            tensor = tensor.to(dtype) if tensor.dtype != torch.float64 else tensor
+        tensors.append(tensor.unsqueeze(0) if split.packed else tensor)
+    q, k, v = tensors
+    options = {
+        "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        "softcap": softcap,
+        "deterministic": _arguments.flag("deterministic", deterministic)
+        or torch.are_deterministic_algorithms_enabled(),
+    }
+    # Check all arguments before anything is sent: later errors would leave other devices waiting.
+    empty = [x[:, :0].detach() for x in (q, k, v)]
+    flashbwd.attention(*empty, **options)
+    out, lse = _ContextParallel.apply(q, k, v, split, options)  # type: ignore[no-untyped-call]
+    if split.packed:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+class _ContextParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, split: ContextSplit, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        work = plan(split.bounds, split.window, split.chunks, split.rank)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=statistics)
+        for heads, kv in _received(k, v, q.shape[2], split, work):
+            for call in work.calls:
+                rows = slice(*call.rows)
+                part = kv[:, slice(*call.key_rows)].split([k.shape[-1], v.shape[-1]], dim=-1)
+                out[:, rows, heads], lse[:, heads, rows] = _forward(call, q[:, rows, heads], *part, options)
+        ctx.split, ctx.options = split, options
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        split, options = ctx.split, ctx.options
+        if dout is None:
+            dout = torch.zeros_like(out)  # this device takes part in the exchange whatever its own gradients are
+        work = plan(split.bounds, split.window, split.chunks, split.rank)
+        exact = _accumulator_dtype(q)
+        dq = torch.empty_like(q)
+        dkv = torch.zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1], dtype=exact, device=k.device)
+        returning: list[tuple[slice, Exchange]] = []
+        for heads, kv in _received(k, v, q.shape[2], split, work):
+            of_group = q.shape[2] // k.shape[2]
+            kv_heads = slice(heads.start // of_group, heads.stop // of_group)
+            grads = torch.zeros(kv.shape, dtype=exact, device=kv.device)
+            for call in work.calls:
+                rows = slice(*call.rows)
+                of_keys = slice(*call.key_rows)
+                part = kv[:, of_keys].split([k.shape[-1], v.shape[-1]], dim=-1)
+                of_rows = [x[:, rows, heads] for x in (dout, q, out)]
+                statistics = [None if x is None else x[:, heads, rows] for x in (lse, dlse)]
+                grads[:, of_keys] += _backward(call, *of_rows, *part, *statistics, dq[:, rows, heads], options)
+            returning.append((kv_heads, _send_back(grads, split, work)))
+        for kv_heads, exchange in returning:
+            _add_returned(dkv[:, :, kv_heads], exchange.wait(), work)
+        dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
+        return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv), None, None
+
+
+def _accumulator_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+# ---- one call ----
+
+
+def _lengths(call: Call, device: torch.device) -> dict[str, Any]:
+    """The arguments that describe packed documents; none for a single document."""
+    if len(call.queries) == 1:
+        return {}
+    return {
+        "cu_seqlens_q": _cumulative(call.queries, device),
+        "cu_seqlens_k": _cumulative(call.keys, device),
+        "max_seqlen_q": max(call.queries),
+        "max_seqlen_k": max(call.keys),
+    }
+
+
+@functools.lru_cache(maxsize=128)  # all layers of a model use the same lengths
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    host = torch.tensor((0, *lengths), dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _mask(call: Call) -> dict[str, Any]:
+    return {"causal": call.causal, "window_size": call.window}
+
+
+def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Output (B, rows, H, Dv) and LSE (B, H, rows) of one call."""
+    lengths = _lengths(call, q.device)
+    if lengths:
+        q, k, v = (x[0] for x in (q, k, v))
+        out, lse = flashbwd.attention(q, k, v, **lengths, **_mask(call), **options, return_lse=True)
+        return out.unsqueeze(0), lse.unsqueeze(0)
+    before = k.shape[1] - q.shape[1]
+    if before == 0 or call.window != (-1, 0):
+        return flashbwd.attention(q, k, v, **_mask(call), **options, return_lse=True)  # type: ignore[return-value]
+    # PyTorch's fastest forwards support causal masks for squares only, so the keys before the rows are a call of their
+    # own without a mask.
+    whole = flashbwd.attention(q, k[:, :before], v[:, :before], **options, return_lse=True)
+    square = flashbwd.attention(q, k[:, before:], v[:, before:], causal=True, **options, return_lse=True)
+    return _merged(whole, square)  # type: ignore[arg-type]
+
+
+def _merged(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from the output and the LSE over each; every row sees a key of each set."""
+    lse = torch.logaddexp(some[1], others[1])
+    shares = [torch.exp(part[1] - lse).transpose(1, 2).unsqueeze(-1) for part in (some, others)]
+    return (some[0] * shares[0] + others[0] * shares[1]).to(some[0].dtype), lse
+
+
+def _backward(
+    call: Call,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Write dq of one call, and return its dk and dv side by side, (B, keys, Hkv, D + Dv)."""
+    dkv = torch.empty(*k.shape[:-1], k.shape[-1] + v.shape[-1], dtype=_accumulator_dtype(k), device=k.device)
+    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+    tensors |= {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    lengths = _lengths(call, q.device)
+    if lengths:
+        tensors = {name: None if x is None else x[0] for name, x in tensors.items()}
+    flashbwd.attention_backward(**tensors, **lengths, **_mask(call), **options)
+    return dkv
+
+
+# ---- the exchange ----
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows that are on their way. The sent tensor is kept until they have arrived."""
+
+    sent: Tensor
+    arriving: Tensor
+    work: Any
+
+    @staticmethod
+    def start(sent: Tensor, arrivals: Sequence[int], departures: Sequence[int], split: ContextSplit) -> Exchange:
+        arriving = sent.new_empty(sum(arrivals), *sent.shape[1:])
+        sizes = (list(arrivals), list(departures))
+        work = dist.all_to_all_single(arriving, sent, *sizes, group=split.mesh.get_group(), async_op=True)
+        return Exchange(sent, arriving, work)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.arriving
+
+
+def _received(k: Tensor, v: Tensor, heads: int, split: ContextSplit, work: Plan) -> Iterator[tuple[slice, Tensor]]:
+    """For each group of KV heads: its query heads, and the keys and values that this device needs.
+
+    The keys and values lie side by side, (B, needed rows, KV heads, D + Dv). The next group is sent before this one is
+    used.
+    """
+    heads_kv = k.shape[2]
+    count = min(_KV_HEAD_GROUPS, heads_kv) if len(split.chunks) > 1 else 1
+    cuts = [heads_kv * i // count for i in range(count + 1)]
+
+    def start(group: int) -> Exchange:
+        kv = torch.cat([x[:, :, cuts[group] : cuts[group + 1]] for x in (k, v)], dim=-1).transpose(0, 1)
+        sent = _rows_of(kv, [rows for theirs in work.sent for rows in theirs])
+        return Exchange.start(sent, work.counts, _departures(work), split)
+
+    exchange = start(0)
+    for group in range(count):
+        arriving = exchange
+        if group + 1 < count:
+            exchange = start(group + 1)
+        kv = _rows_of(arriving.wait(), work.received).transpose(0, 1)
+        of_group = heads // heads_kv
+        yield slice(cuts[group] * of_group, cuts[group + 1] * of_group), kv
+
+
+def _rows_of(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """The rows in ``ranges``, one range after another; contiguous."""
+    return torch.cat([tensor[start:stop] for start, stop in ranges] or [tensor[:0]])
+
+
+def _departures(work: Plan) -> list[int]:
+    return [sum(stop - start for start, stop in theirs) for theirs in work.sent]
+
+
+def _send_back(grads: Tensor, split: ContextSplit, work: Plan) -> Exchange:
+    """Send the gradients of received rows (B, needed rows, ...) to the devices that hold these rows."""
+    rows_first = grads.transpose(0, 1)
+    sent = rows_first.new_empty(rows_first.shape)
+    first = 0
+    for start, stop in work.received:
+        sent[start:stop] = rows_first[first : first + stop - start]
+        first += stop - start
+    return Exchange.start(sent, _departures(work), work.counts, split)
+
+
+def _add_returned(grads: Tensor, returned: Tensor, work: Plan) -> None:
+    """Add what every device returned to the gradients of this device's rows, in the order of the devices."""
+    first = 0
+    for theirs in work.sent:
+        for start, stop in theirs:
+            grads[:, start:stop] += returned[first : first + stop - start].transpose(0, 1)
+            first += stop - start

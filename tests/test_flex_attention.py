@@ -1,0 +1,212 @@
+"""FlexAttention for training on any device: results and gradients against float64 autograd of the dense formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit import decoding as kit
+from kit.decoding import Shape
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+import flashbwd
+
+SHAPE = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=75, seqlen_k=101, head_dim=8, head_dim_v=5)
+BLOCKS = [64, 128, 16, (20, 48), (1, 32)]
+NAN = float("nan")
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+def loss(out: Tensor, lse: Tensor) -> Tensor:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return (out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
+
+
+def attend(
+    inputs: list[Tensor], mod: Any = None, mask: BlockMask | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return flashbwd.flex_attention(*inputs[:3], mod, mask, enable_gqa=True, return_lse=True, **options)  # type: ignore[return-value]
+
+
+def check(shape: Shape, mod: Any = None, mask_mod: Any = None, block: Any = 64, scale: float | None = None) -> None:
+    inputs, same = leaves(*shape.tensors(torch.float64)), leaves(*shape.tensors(torch.float64))
+    dense = None if mask_mod is None else kit.dense_mask(mask_mod, shape, "cpu")
+    mask = None if mask_mod is None else kit.block_mask(mask_mod, shape, block=block)
+    got, want = attend(inputs, mod, mask, scale=scale), kit.oracle(shape, *same, mod, dense, scale)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    grads, expected = torch.autograd.grad(loss(*got), inputs), torch.autograd.grad(loss(*want), same)
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
+    assert [g.stride() for g in grads] == [t.stride() for t in inputs]
+
+
+@pytest.mark.parametrize("mod", sorted(kit.score_mods(SHAPE)))
+def test_score_mods(mod: str) -> None:
+    check(SHAPE, kit.score_mods(SHAPE, dtype=torch.float64)[mod])
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("mask", sorted(kit.mask_mods(SHAPE)))
+def test_masks_of_every_block_size(mask: str, block: Any) -> None:
+    check(SHAPE, kit.score_mods(SHAPE, dtype=torch.float64)["softcap"], kit.mask_mods(SHAPE)[mask], block)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(batch=3, batch_kv=1, seqlen_q=33, seqlen_k=70),
+        Shape(heads=6, heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=3, head_dim_v=7),
+        Shape(seqlen_q=129, seqlen_k=7, head_dim=1, head_dim_v=20),
+    ],
+    ids=str,
+)
+def test_shapes(shape: Shape) -> None:
+    check(shape, kit.score_mods(shape, dtype=torch.float64)["bias_rank4"], lambda b, h, q, k: k <= q + 3 * b, scale=0.7)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck_of_all_inputs_and_captured_tensors(masked: bool) -> None:
+    shape = Shape(seqlen_q=9, seqlen_k=13, head_dim=3, head_dim_v=2)
+    factors, bias = torch.randn(4, dtype=torch.float64), torch.randn(9, 13, dtype=torch.float64)
+    mask = kit.block_mask(kit.mask_mods(shape)["per_head"], shape, block=4) if masked else None
+
+    def attention(*x: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attend(list(x), lambda s, b, h, q, k: torch.tanh(s * x[3][h]) + x[4][q, k], mask)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(attention, leaves(*shape.tensors(torch.float64), factors, bias), fast_mode=True)
+
+
+def test_the_backward_function_names_the_gradients_of_captured_tensors() -> None:
+    q, k, v = SHAPE.tensors(torch.float64)
+    factor, other = leaves(torch.ones(4, dtype=torch.float64), torch.zeros(101, dtype=torch.float64))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * factor[h] + other[j]
+
+    inputs = leaves(q, k, v)
+    out, lse = attend(inputs, mod)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    want = torch.autograd.grad([out, lse], [*inputs, factor, other], [dout, dlse])
+    got = flashbwd.flex_attention_backward(dout, q, k, v, out, lse, score_mod=mod, enable_gqa=True, dlse=dlse)
+    assert set(got.captured) == {"factor", "other"}
+    torch.testing.assert_close((*got[:3], got.captured["factor"], got.captured["other"]), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dirt", [NAN, float("inf")])
+def test_nothing_is_read_of_blocks_in_neither_list(dirt: float) -> None:
+    """Query block 1 and key block 0 hold dirt. Every other query block sees key blocks 1 and 2 only."""
+    shape = Shape(seqlen_q=48, seqlen_k=48)
+    states = torch.tensor([[0, 2, 1], [0, 0, 0], [0, 1, 2]])
+    mask = mask_of(states, 16, lambda b, h, q, k: q != 3)
+    visible = torch.zeros(48, 48, dtype=torch.bool)
+    for m, n in ((0, 1), (0, 2), (2, 1), (2, 2)):
+        visible[16 * m : 16 * m + 16, 16 * n : 16 * n + 16] = True
+    visible[3, 32:] = False
+    q, k, v = shape.tensors(torch.float64)
+    clean = leaves(q, k, v)
+    want = kit.oracle(shape, *clean, None, visible.expand(2, 4, 48, 48))
+    for tensor, rows in ((q, slice(16, 32)), (k, slice(0, 16)), (v, slice(0, 16))):
+        tensor[:, :, rows] = dirt
+    inputs = leaves(q, k, v)
+    factor = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    got = attend(inputs, lambda s, b, h, i, j: s * factor[h], mask)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    dout = torch.randn_like(want[0])
+    expected = torch.autograd.grad(want[0], clean, dout)
+    dout[:, :, 16:32] = dirt
+    *grads, dfactor = torch.autograd.grad(got[0], [*inputs, factor], dout)
+    torch.testing.assert_close(grads, list(expected), rtol=1e-9, atol=1e-10)
+    assert bool(dfactor.isfinite().all())
+
+
+def test_a_block_that_only_some_rows_see_reaches_only_those_rows() -> None:
+    shape = Shape(seqlen_q=32, seqlen_k=32)
+    mask = mask_of(torch.tensor([[2, 0], [2, 2]]), 16)
+    q, k, v = shape.tensors(torch.float64)
+    k[:, :, 16:], v[:, :, 16:] = NAN, NAN
+    inputs = leaves(q, k, v)
+    out, _ = attend(inputs, None, mask)
+    dq, *_ = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert bool(dq[:, :, :16].isfinite().all()) and bool(out[:, :, :16].isfinite().all())
+    assert bool(out[:, :, 16:].isnan().all())
+
+
+def mask_of(states: Tensor, block: int, mask_mod: Any = None) -> BlockMask:
+    """A BlockMask for one batch and head whose blocks have these states: 0 absent, 1 partial, 2 full."""
+    lists = []
+    for state in (1, 2):
+        listed = states == state
+        order = listed.int().argsort(dim=-1, descending=True, stable=True)
+        lists += [listed.sum(-1).int()[None, None], order.int()[None, None]]
+    lengths = (states.shape[0] * block, states.shape[1] * block)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
+
+
+def test_a_block_larger_than_the_sequences() -> None:
+    """PyTorch's own mask that hides nothing consists of one such block."""
+    mask = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1, dtype=torch.int32),
+        torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+        BLOCK_SIZE=1 << 30,
+        mask_mod=lambda b, h, q, k: q + b >= k,
+        seq_lengths=(1, 1),
+    )
+    inputs, same = leaves(*SHAPE.tensors(torch.float64)), leaves(*SHAPE.tensors(torch.float64))
+    dense = kit.dense_mask(mask.mask_mod, SHAPE, "cpu")
+    got, want = attend(inputs, None, mask), kit.oracle(SHAPE, *same, None, dense)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    grads, expected = torch.autograd.grad(loss(*got), inputs), torch.autograd.grad(loss(*want), same)
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_lower_precisions_round_results_and_gradients_once(dtype: torch.dtype) -> None:
+    inputs = leaves(*SHAPE.tensors(dtype))
+    exact = leaves(*(tensor.double() for tensor in inputs))
+    got, want = attend(inputs), attend(exact)
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got[0].double(), want[0], rtol=2 * eps, atol=2 * eps)
+    grads, expected = (torch.autograd.grad(x[0].sum(), i) for x, i in ((got, inputs), (want, exact)))
+    for g, e in zip(grads, expected, strict=True):
+        assert g.dtype == dtype
+        torch.testing.assert_close(g.double(), e, rtol=8 * eps, atol=16 * eps * float(e.abs().max()))
+
+
+def test_repeated_gradients_have_equal_bits() -> None:
+    mod = kit.score_mods(SHAPE)["bias_rank3"]
+    mask = kit.block_mask(kit.mask_mods(SHAPE)["causal"], SHAPE)
+    inputs = leaves(*SHAPE.tensors(torch.float32))
+    first, second = (
+        torch.autograd.grad(loss(*attend(inputs, mod, mask, deterministic=True)), inputs) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_double_backward_is_refused() -> None:
+    inputs = leaves(*SHAPE.tensors(torch.float64))
+    (dq,) = torch.autograd.grad(attend(inputs)[0].sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0)], ids=["no_queries", "no_keys"])
+def test_empty_sequences_have_gradients_of_zero(sizes: tuple[int, int]) -> None:
+    shape = Shape(seqlen_q=sizes[0], seqlen_k=sizes[1])
+    inputs = leaves(*shape.tensors(torch.float64))
+    out, lse = attend(inputs)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    assert not any(g.any() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_the_plan_names_the_reference_and_why_no_kernel_runs() -> None:
+    q, k, v = SHAPE.tensors(torch.float64)
+    out, lse = attend([q, k, v])
+    plan = flashbwd.plan_flex_attention_backward(out, q, k, v, out, lse, enable_gqa=True)
+    assert plan.backend == "reference" and plan.deterministic and not plan.compiled
+    assert set(plan.reasons) == {"sm90", "sm80"} and all(plan.reasons.values())

@@ -1,0 +1,146 @@
+"""Bad input of FlexAttention: one table of calls, and the error that each of them gets before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit import decoding as kit
+from kit.decoding import Shape
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+import flashbwd
+
+SHAPE = Shape(seqlen_q=40, seqlen_k=40)
+Arguments = dict[str, Any]
+
+
+def causal(**changes: Any) -> BlockMask:
+    mask = kit.block_mask(lambda b, h, q, k: q >= k, changes.pop("shape", SHAPE), block=16)
+    for name, value in changes.items():
+        setattr(mask, name, value)
+    return mask
+
+
+def with_entry(name: str, value: int) -> BlockMask:
+    mask = causal()
+    getattr(mask, name)[..., 0] = value
+    return mask
+
+
+def reading(name: str) -> Callable[[Arguments], Arguments]:
+    def change(call: Arguments) -> Arguments:
+        tensor = call[name]
+        return {"score_mod": lambda s, b, h, q, k: s + tensor[0, 0, q, 0]}
+
+    return change
+
+
+def in_place(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    BIAS[h] += 1
+    return s + BIAS[h]
+
+
+BIAS = torch.zeros(4)
+META = torch.zeros(4, device="meta")
+
+# What is changed in a good call, and what the error says about it.
+BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
+    "query_type": ({"query": 3}, "query is 3, expected a tensor"),
+    "key_dims": ({"key": torch.zeros(2, 40, 16)}, "key has 3 dimensions, expected 4"),
+    "value_dtype": ({"value": torch.zeros(2, 2, 40, 16).half()}, "value is float16, expected query's float32"),
+    "key_device": ({"key": torch.zeros(2, 2, 40, 16, device="meta")}, "key is on meta, expected query's cpu"),
+    "heads": ({"enable_gqa": False}, "key has 2 heads, expected query's 4"),
+    "deterministic": ({"deterministic": 1}, "deterministic is 1, expected a bool"),
+    "scale": ({"scale": "1"}, "scale is '1', expected a number"),
+    "mask_type": ({"block_mask": lambda b, h, q, k: q >= k}, "block_mask is a function, expected a BlockMask"),
+    "mask_lengths": (
+        {"block_mask": causal(shape=Shape(seqlen_q=40, seqlen_k=80))},
+        r"block_mask was made for lengths \(40, 80\), expected query's and key's \(40, 40\)",
+    ),
+    "mask_device": ({"block_mask": causal().to("meta")}, "block_mask.kv_num_blocks is on meta, expected query's cpu"),
+    "mask_heads": (
+        {"block_mask": causal(shape=Shape(heads=3, seqlen_q=40, seqlen_k=40))},
+        r"block_mask.kv_num_blocks has shape \(2, 3, 3\)",
+    ),
+    "keys_beyond": (
+        {"block_mask": with_entry("kv_indices", 3)},
+        "block_mask.kv_indices names block 3, expected 0 to 2",
+    ),
+    "keys_before": ({"block_mask": with_entry("kv_indices", -1)}, "block_mask.kv_indices names block -1, expected"),
+    "queries_beyond": (
+        {"block_mask": with_entry("q_indices", 9)},
+        "block_mask.q_indices names block 9, expected 0 to 2",
+    ),
+    "counts_beyond": ({"block_mask": with_entry("kv_num_blocks", 7)}, "block_mask.kv_num_blocks holds the count 7"),
+    "no_q_indices": ({"block_mask": causal(q_indices=None)}, "block_mask.q_indices is None, expected a tensor"),
+    "mask_result": (
+        {"block_mask": causal(mask_mod=lambda b, h, q, k: q - k)},
+        "mask_mod returned int32, expected a bool",
+    ),
+    "score_mod_type": ({"score_mod": 1}, "score_mod is 1, expected a function or None"),
+    "score_shape": ({"score_mod": lambda s, b, h, q, k: s + BIAS}, r"score_mod returned shape \(4,\) for scalars"),
+    "score_dtype": ({"score_mod": lambda s, b, h, q, k: q - k}, "score_mod returned int32, expected a floating-point"),
+    "score_type": ({"score_mod": lambda s, b, h, q, k: 1.0}, "score_mod returned 1.0, expected a floating-point score"),
+    "reads_query": (reading("query"), "score_mod reads query, expected a function of the score"),
+    "reads_key": (reading("key"), "score_mod reads key, expected a function of the score"),
+    "in_place": ({"score_mod": in_place}, "score_mod writes to a captured tensor with aten.copy_"),
+    "captured_device": (
+        {"score_mod": lambda s, b, h, q, k: s + META[h]},
+        "score_mod captures a tensor on meta, expected query's cpu",
+    ),
+    "unknown_option": ({"kernel_options": {"BLOCK_X": 1}}, "kernel_options has an unknown key 'BLOCK_X'"),
+}
+
+BAD_GRADIENTS: dict[str, tuple[Arguments, str]] = {
+    "dout": ({"dout": torch.zeros(2, 4, 40, 15)}, r"dout has shape \(2, 4, 40, 15\), expected \(2, 4, 40, 16\)"),
+    "out": ({"out": None}, "out is None, expected a tensor"),
+    "lse": ({"lse": torch.zeros(2, 4, 41)}, r"lse has shape \(2, 4, 41\), expected \(2, 4, 40\)"),
+    "lse_dtype": ({"lse": torch.zeros(2, 4, 40, dtype=torch.int32)}, "lse is int32, expected a floating-point dtype"),
+    "dlse": ({"dlse": torch.zeros(2, 4, 40, device="meta")}, "dlse is on meta, expected query's cpu"),
+}
+
+
+def good() -> Arguments:
+    query, key, value = (tensor.requires_grad_() for tensor in SHAPE.tensors(torch.float32))
+    return {"query": query, "key": key, "value": value, "enable_gqa": True}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_attention_names_the_bad_argument(case: str) -> None:
+    change, message = BAD[case]
+    call = good()
+    call |= change(call) if callable(change) else change
+    with pytest.raises(ValueError, match=f"^flashbwd: {message}"):
+        flashbwd.flex_attention(**call)
+    assert not BIAS.any()
+
+
+@pytest.mark.parametrize("function", [flashbwd.flex_attention_backward, flashbwd.plan_flex_attention_backward])
+@pytest.mark.parametrize("case", [*sorted(BAD_GRADIENTS), *sorted(set(BAD) - {"unknown_option"})])
+def test_the_backward_and_its_plan_name_the_bad_argument(case: str, function: Any) -> None:
+    change, message = {**BAD, **BAD_GRADIENTS}[case]
+    call = good()
+    out, lse = flashbwd.flex_attention(**call, return_lse=True)
+    call |= {"dout": out, "out": out, "lse": lse}
+    call |= change(call) if callable(change) else change
+    with pytest.raises(ValueError, match=f"^flashbwd: {message}"):
+        function(**call)
+
+
+def test_a_modification_that_raises_is_named() -> None:
+    def broken(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        raise KeyError("missing")
+
+    with pytest.raises(RuntimeError, match="flashbwd: score_mod failed: 'missing'"):
+        flashbwd.flex_attention(**good(), score_mod=broken)
+
+
+def test_a_mask_without_query_lists_serves_a_call_without_gradients() -> None:
+    call = {name: value.detach() if isinstance(value, Tensor) else value for name, value in good().items()}
+    with torch.no_grad():
+        out = flashbwd.flex_attention(**call, block_mask=causal(q_indices=None, q_num_blocks=None))
+    assert torch.equal(out, flashbwd.flex_attention(**call, block_mask=causal()))  # type: ignore[arg-type]

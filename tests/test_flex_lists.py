@@ -1,0 +1,167 @@
+"""Block lists and mask bits of FlexAttention, against a loop over all pairs of the dense mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from flashbwd.flex import mask_bits
+from flashbwd.flex.lists import KeyBlockLists, Tile, key_block_lists, longest_first
+
+Sizes = tuple[int, int, int, int]  # batch, query heads, queries, keys
+
+
+def random_mask(sizes: Sizes, block: tuple[int, int], shared: tuple[bool, bool], seed: int) -> tuple[BlockMask, Tensor]:
+    """A BlockMask with random lists, in which the mask_mod disagrees with the lists, and its dense mask."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, seqlen_q, seqlen_k = sizes
+    rows, columns = (-(-n // size) for n, size in zip(sizes[2:], block, strict=True))
+    lists = (1 if shared[0] else batch, 1 if shared[1] else heads)
+    states = torch.randint(0, 3, (*lists, rows, columns), generator=generator)
+    asked = torch.rand(batch, heads, seqlen_q, seqlen_k, generator=generator) < 0.5
+    asked[:, :, : seqlen_q // 2] |= torch.rand((), generator=generator) < 0.5  # tiles that turn out to be full
+    asked[:, :, seqlen_q // 2 :] &= torch.rand((), generator=generator) < 0.5  # or empty
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return asked[0 if shared[0] else b, 0 if shared[1] else h, q, k]
+
+    def lists_of(state: int) -> tuple[Tensor, Tensor]:
+        listed = states == state
+        order = listed.int().argsort(dim=-1, descending=True, stable=True)
+        return listed.sum(-1).int(), order.int()
+
+    mask = BlockMask.from_kv_blocks(
+        *lists_of(1), *lists_of(2), BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(seqlen_q, seqlen_k)
+    )
+    widths = [min(n, size) for n, size in zip(sizes[2:], block, strict=True)]
+    wide = states.repeat_interleave(widths[0], 2).repeat_interleave(widths[1], 3)[:, :, :seqlen_q, :seqlen_k]
+    asked = asked[: lists[0], : lists[1]]
+    return mask, ((wide == 2) | ((wide == 1) & asked)).expand(*sizes)
+
+
+def dense(lists: KeyBlockLists, sizes: Sizes, mask_mod: Any = None) -> Tensor:
+    """The dense mask that the documented layout describes, read entry by entry."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    tile = lists.tile
+    padded = torch.zeros(
+        batch, heads, lists.query_blocks * tile.queries, lists.key_blocks * tile.keys, dtype=torch.bool
+    )
+    offsets, entries, tiles = (t.tolist() for t in (lists.offsets, lists.entries, lists.bit_tiles))
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(lists.key_blocks):
+                at = ((b if lists.batches > 1 else 0) * lists.heads + (h if lists.heads > 1 else 0)) * lists.key_blocks
+                for e in range(offsets[at + n], offsets[at + n + 1]):
+                    m, full = divmod(entries[e], 2)
+                    part = padded[b, h, m * tile.queries :, n * tile.keys :][: tile.queries, : tile.keys]
+                    assert not part.any(), "a query block occurs twice"
+                    assert (tiles[e] == -1) == (full == 1)
+                    part[:] = True if full else bits_of(lists, tiles[e])
+    assert not padded[:, :, seqlen_q:].any() and not padded[:, :, :, seqlen_k:].any()
+    return padded[:, :, :seqlen_q, :seqlen_k]
+
+
+def bits_of(lists: KeyBlockLists, index: int) -> Tensor:
+    assert lists.bits is not None
+    words = lists.bits[index].tolist()
+    return torch.tensor([[(row[j // 32] >> (j % 32)) & 1 for j in range(lists.tile.keys)] for row in words]).bool()
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 300), st.integers(1, 300)),
+    block=st.sampled_from(
+        [(64, 64), (128, 128), (64, 128), (192, 256), (16, 32), (20, 48), (96, 7), (1 << 30, 1 << 30)]
+    ),
+    shared=st.tuples(st.booleans(), st.booleans()),
+    tile=st.sampled_from([Tile(), Tile(128, 128), Tile(64, 64)]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_lists_describe_the_dense_mask(
+    sizes: Sizes, block: tuple[int, int], shared: tuple[bool, bool], tile: Tile, seed: int
+) -> None:
+    mask, expected = random_mask(sizes, block, shared, seed)
+    lists = key_block_lists(mask, sizes, tile)
+    assert torch.equal(dense(lists, sizes), expected)
+
+
+def test_tiles_without_a_visible_pair_are_in_no_list_and_full_tiles_have_no_bits() -> None:
+    sizes = (1, 1, 256, 256)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    lists = key_block_lists(mask, sizes)
+    assert lists.offsets.tolist() == [0, 4, 6]
+    assert [divmod(entry, 2) for entry in lists.entries.tolist()] == [(0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
+    assert lists.bit_tiles.tolist() == [0, 1, -1, -1, 2, 3]
+    assert lists.bits is not None and lists.bits.shape == (4, 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("mod", "batches", "heads"),
+    [
+        (lambda b, h, q, k: q >= k, 1, 1),
+        (lambda b, h, q, k: q >= k + b, 3, 1),
+        (lambda b, h, q, k: q >= k + h, 1, 4),
+        (lambda b, h, q, k: q * b >= k + h, 3, 4),
+    ],
+    ids=["neither", "batch", "head", "both"],
+)
+def test_lists_are_shared_unless_the_mask_reads_the_batch_or_head(mod: Any, batches: int, heads: int) -> None:
+    """The BlockMask itself is shared, as PyTorch evaluates mask_mod with the batch and head of the call."""
+    sizes = (3, 4, 100, 200)
+    everything = torch.ones(1, 1, 1, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(
+        everything, torch.zeros(1, 1, 1, 1, dtype=torch.int32), BLOCK_SIZE=256, mask_mod=mod, seq_lengths=sizes[2:]
+    )
+    lists = key_block_lists(mask, sizes)
+    assert (lists.batches, lists.heads) == (batches, heads)
+    index = [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)]
+    assert torch.equal(dense(lists, sizes), mod(*index).expand(sizes))
+
+
+def test_beyond_the_memory_limit_there_are_no_bits_and_every_partial_tile_stays_listed() -> None:
+    sizes = (1, 1, 256, 256)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    within, beyond = key_block_lists(mask, sizes, limit=4 * 1024), key_block_lists(mask, sizes, limit=4 * 1024 - 1)
+    assert within.bits is not None and beyond.bits is None
+    assert beyond.entries.tolist() == [0, 2, 5, 7, 4, 6]
+    assert beyond.bytes < within.bytes
+
+
+def test_lists_that_name_blocks_beyond_the_sequence_give_positions_in_range() -> None:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    for indices in (mask.q_indices, mask.full_q_indices):
+        assert indices is not None
+        indices[indices == 1] = 2**30
+    lists = key_block_lists(mask, (1, 1, 256, 256))
+    assert all(0 <= entry // 2 < 4 for entry in lists.entries.tolist())
+
+
+def test_packing_is_reversible_and_permutations_move_single_bits() -> None:
+    visible = torch.rand(3, 64, 128) < 0.5
+    bits = mask_bits.pack(visible)
+    assert bits.dtype == torch.int32 and bits.shape == (3, 64, 4)
+    assert torch.equal(mask_bits.unpack(bits), visible)
+    order = torch.randperm(64 * 128)
+    assert torch.equal(mask_bits.unpack(mask_bits.permuted(bits, order)), visible.flatten(1)[:, order])
+
+
+@pytest.mark.parametrize("section", [None, 1, 2])
+def test_work_tiles_start_longest_first_within_a_section(section: int | None) -> None:
+    sizes = (2, 4, 500, 700)
+    mask, _ = random_mask(sizes, (64, 128), (False, False), 3)
+    lists = key_block_lists(mask, sizes)
+    order = longest_first(lists, 2, 4, 2, section).tolist()
+    per_head = lists.lengths()
+    lengths = [int(per_head[b, 2 * kv : 2 * kv + 2, n].sum()) for b in range(2) for kv in range(2) for n in range(6)]
+    assert sorted(order) == list(range(24))
+    size = 6 * (section or 4)
+    for start in range(0, 24, size):
+        part = order[start : start + size]
+        assert sorted(part) == list(range(start, start + size))
+        assert [lengths[i] for i in part] == sorted((lengths[i] for i in part), reverse=True)

@@ -1,0 +1,519 @@
+"""benchmarks/gpu_run.py: stages and steps, what their output says, the record of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from kit import summary
+
+from flashbwd.bench import acceptance, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = str(ROOT / "benchmarks")
+
+
+@pytest.fixture
+def gpu_run(monkeypatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [BENCHMARKS, *sys.path])  # it adds the tree, which later tests would import
+    for name in ("gpu_steps", "gpu_run"):
+        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "LIBRARIES", ("__init__.py",))  # always there
+    monkeypatch.setattr(module, "has_gpu", lambda: True)
+    monkeypatch.setattr(module, "identity", lambda: {"commit": "c"})
+    return module
+
+
+@pytest.fixture
+def steps(gpu_run) -> ModuleType:
+    return sys.modules["gpu_steps"]
+
+
+def _plan(steps, jobs: int = 4, **changes):
+    return steps.Plan(Path("out"), steps.shared_jobs(jobs, concurrent=False), **changes)
+
+
+def _python(gpu_run, name: str, code: str, stage: str = "check"):
+    return sys.modules["gpu_steps"].Step(stage, name, [sys.executable, "-c", code], sys.modules["gpu_steps"].plain)
+
+
+def _steps(gpu_run, monkeypatch, *steps):
+    monkeypatch.setattr(gpu_run, "steps_of", lambda stage, plan: [s for s in steps if s.stage == stage])
+
+
+def test_gpu_run_reports_and_packs(gpu_run, monkeypatch, tmp_path, capsys):
+    _steps(
+        gpu_run,
+        monkeypatch,
+        _python(gpu_run, "good", "print('fine')"),
+        _python(gpu_run, "bad", "raise SystemExit('broken')"),
+    )
+    assert gpu_run.main([str(tmp_path), "--stage", "check"]) == 1
+    shown = capsys.readouterr().out
+    assert "check: good  passed" in shown
+    assert "status 1: broken" in shown
+    with tarfile.open(tmp_path / gpu_run.ARCHIVE) as tar:
+        names = tar.getnames()
+    assert "flashbwd-gpu/state.json" in names
+    assert "flashbwd-gpu/logs/check-good.log" in names
+
+
+def test_gpu_run_stops_a_step_whose_time_is_up(gpu_run, tmp_path):
+    endless = _python(gpu_run, "endless", "import time; time.sleep(1000)")
+    outcome = gpu_run.run(endless, tmp_path, 0.5)
+    assert (outcome.status, outcome.detail) == (gpu_run.LEFT, "stopped after 0 s")
+
+
+def test_gpu_run_resumes_what_is_left(gpu_run, monkeypatch, tmp_path):
+    mark = tmp_path / "ran"
+    first = _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')")
+    second = _python(gpu_run, "second", "pass")
+    _steps(gpu_run, monkeypatch, first, second)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        run, left = gpu_run.run, gpu_run.Outcome(gpu_run.LEFT)
+        patch.setattr(gpu_run, "run", lambda step, *rest: left if step is second else run(step, *rest))
+        assert gpu_run.main([str(out), "--stage", "check"]) == gpu_run.INCOMPLETE
+    assert gpu_run.main([str(out), "--stage", "check", "--resume"]) == 0
+    assert mark.read_text() == "1"
+    assert gpu_run.main([str(out), "--stage", "check"]) == 0
+    assert mark.read_text() == "11"
+
+
+def test_gpu_run_starts_over_with_other_libraries(gpu_run, monkeypatch, tmp_path):
+    mark = tmp_path / "ran"
+    _steps(gpu_run, monkeypatch, _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')"))
+    out = tmp_path / "out"
+    gpu_run.main([str(out), "--stage", "check"])
+    monkeypatch.setattr(gpu_run, "identity", lambda: {"commit": "d"})
+    gpu_run.main([str(out), "--stage", "check", "--resume"])
+    assert mark.read_text() == "11"
+
+
+def test_gpu_run_without_libraries_runs_nothing_else(gpu_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_run, "LIBRARIES", ("no such library.so",))
+    mark = tmp_path / "ran"
+    _steps(
+        gpu_run,
+        monkeypatch,
+        _python(gpu_run, "libraries", "raise SystemExit(1)", stage="build"),
+        _python(gpu_run, "first", f"open({str(mark)!r}, 'a')"),
+    )
+    assert gpu_run.main([str(tmp_path / "out"), "--stage", "check"]) == 1
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "outcome"),
+    [
+        (0, "== 20 passed, 3 deselected in 4.20s ==", ("passed", "20 passed, 3 deselected")),
+        (1, "FAILED tests/x.py\n2 failed, 18 passed in 4.20s", ("FAILED", "2 failed, 18 passed")),
+        (0, "968 skipped in 4.20s", ("FAILED", "968 skipped")),
+        (0, "1 passed, 968 skipped in 4.20s", ("passed", "1 passed, 968 skipped")),
+        (5, "no tests ran", ("FAILED", "no tests ran")),
+        (2, "1 error in 0.5s", ("FAILED", "1 error")),
+    ],
+)
+def test_gpu_run_judges_pytest(steps, status, output, outcome):
+    assert steps.by_pytest(status, output) == outcome
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "outcome"),
+    [
+        (0, "9 passed in 4s\n========= ERROR SUMMARY: 0 errors", ("passed", "9 passed, ERROR SUMMARY: 0 errors")),
+        (0, "90 skipped in 4s\n========= ERROR SUMMARY: 0 errors", ("FAILED", "90 skipped, ERROR SUMMARY: 0 errors")),
+        (
+            0,
+            "SKIPPED [1] tests/x.py:3: refused as declared: it needs 9.0\n1 passed, 1 skipped in 4s",
+            ("passed", "1 passed, 1 skipped"),
+        ),
+        (
+            0,
+            "SKIPPED [1] tests/x.py:3: it takes no softcap\n1 passed, 1 skipped in 4s",
+            ("FAILED", "1 passed, 1 skipped, SKIPPED [1] tests/x.py:3: it takes no softcap"),
+        ),
+        (86, "9 passed in 4s\n========= ERROR SUMMARY: 2 errors", ("FAILED", "9 passed, ERROR SUMMARY: 2 errors")),
+    ],
+)
+def test_gpu_run_judges_the_sanitizer(steps, status, output, outcome):
+    assert steps.by_sanitizer(status, output) == outcome
+
+
+@pytest.mark.parametrize(("status", "word"), [(0, "passed"), (3, "left"), (1, "FAILED")])
+def test_gpu_run_judges_the_benchmark(steps, status, word):
+    assert steps.by_bench(status, "x\nbars: 3 reached\nwritten: y") == (word, "bars: 3 reached")
+
+
+def _session(gpu_run, name: str, stage: str, passed: int):
+    """A step that writes what a test session would."""
+    found = {"counts": {"passed": passed, "skipped": 1}, "refusals": {"it needs 9.0": 1}, "skips": {}}
+    found["error_over_limit"] = {"sm90 bfloat16": {"dq": passed / 10}}
+    code = "import json, os, pathlib; path = pathlib.Path(os.environ['FLASHBWD_TEST_SUMMARY'])\n"
+    code += f"path.parent.mkdir(exist_ok=True); path.write_text(json.dumps({found!r}))"
+    return _python(gpu_run, name, code, stage)
+
+
+def test_gpu_run_records_tests_and_sanitizer_for_a_release(gpu_run, monkeypatch, tmp_path):
+    tools = [_session(gpu_run, f"{tool}, 1 of 1", "sanitizer", 2) for tool in acceptance.SANITIZER_TOOLS]
+    steps = [_session(gpu_run, f"tests/{name}", "tests", n) for name, n in (("a", 3), ("b", 5))]
+    _steps(gpu_run, monkeypatch, *steps, *tools)
+    assert gpu_run.main([str(tmp_path), "--stage", "tests"]) == 0
+    assert gpu_run.main([str(tmp_path), "--stage", "sanitizer", "--resume"]) == 0
+    (found,) = acceptance.load(tmp_path / "acceptance").values()
+    tests = found["stages"]["tests"]
+    assert (tests["counts"], tests["refusals"]) == ({"passed": 8, "skipped": 2}, {"it needs 9.0": 2})
+    assert tests["error_over_limit"] == {"sm90 bfloat16": {"dq": 0.5}}
+    assert found["stages"]["sanitizer"]["counts"]["passed"] == 8
+    sources = machine.kernel_sources_hash()
+    assert found["machine"]["kernel_sources"] == sources
+    assert acceptance.problems(found, sources) == ["it was not taken on a GPU"]
+    found["machine"]["kind"] = "cuda"
+    assert acceptance.problems(found, sources) == []
+    assert acceptance.problems(found, "other") == ["its kernel sources are not those of csrc"]
+
+
+def test_gpu_run_knows_declared_refusals_as_the_tests_write_them(steps):
+    assert steps.REFUSED_AS_DECLARED == summary.DECLARED
+
+
+def test_gpu_run_wants_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu_run, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        gpu_run.main([str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_gpu_run_gives_each_tool_every_test_once(steps, monkeypatch):
+    tests = [f"tests/test_x.py::test_y[{n}-{backend}]" for n in range(5) for backend in ("sm80", "sm90")]
+    monkeypatch.setattr(steps.Selection, "tests", lambda self: tests if self.marks == "gpu and sanitizer" else [])
+    for jobs in (1, 6, 100):
+        given = {tool: [] for tool in steps.TOOLS}
+        found = list(steps.sanitizer_steps(_plan(steps, jobs)))
+        for step in found:
+            given[step.name.split(",")[0]] += [word for word in step.command if "::" in word]
+        assert len({step.log_name for step in found}) == len(found)
+        assert all(step.command[step.command.index("--tool") + 1] == step.name.split(",")[0] for step in found)
+        unseen = {"initcheck": "sm90"}  # what bulk copies write
+        for tool, of_tool in given.items():
+            assert sorted(of_tool) == sorted(test for test in tests if unseen.get(tool, "no backend") not in test)
+
+
+def test_gpu_run_gives_each_tool_the_flags_that_let_it_find_something(steps, monkeypatch):
+    """Errors fail the run, accesses past a tensor leave its allocation, and initcheck sees PyTorch's writes too."""
+    tests = ["tests/test_x.py::test_y[sm80]", "tests/test_x.py::test_y[sm90]"]
+    monkeypatch.setattr(steps.Selection, "tests", lambda self: tests)
+    found = list(steps.sanitizer_steps(_plan(steps, 1)))
+    assert {step.command[2] for step in found} == {"memcheck", "racecheck", "initcheck", "synccheck"}
+    for step in found:
+        before_python = step.command[: step.command.index(sys.executable)]
+        options = dict(zip(before_python[1::2], before_python[2::2], strict=True))
+        assert before_python[0] == "compute-sanitizer"
+        assert options["--error-exitcode"] == str(steps.SANITIZER_FOUND) != "0"
+        assert options.get("--kernel-name") == (None if step.command[2] == "initcheck" else "kns=flashbwd")
+        assert step.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+FILES = {f"tests/test_{n}.py": count for n, count in enumerate((3, 700, 1, 450, 60, 2))}
+
+
+def _collects(steps, monkeypatch, much: int = 0) -> None:
+    """Make collection find FILES, and ``much`` tests that need much memory in the first file."""
+    tests = [f"{file}::test_y[{n}]" for file, count in FILES.items() for n in range(count)]
+    large = [f"tests/test_0.py::test_large[{n}]" for n in range(much)]
+    found = {"gpu and not much_memory": tests, "gpu and much_memory": large}
+    monkeypatch.setattr(steps.Selection, "tests", lambda self: found.get(self.marks, []))
+
+
+@pytest.mark.parametrize(("least", "count"), [(500, 3), (700, 2), (1_000_000, 1)])
+def test_gpu_run_tests_every_file_once(steps, monkeypatch, least, count):
+    _collects(steps, monkeypatch)
+    found = list(steps.test_steps(_plan(steps, step_tests=least)))
+    of_a_step = [[word for word in step.command if word in FILES] for step in found]
+    assert [file for files in of_a_step for file in files] == list(FILES)
+    assert all(sum(FILES[file] for file in files) >= least for files in of_a_step[:-1])
+    assert len({word for step in found for word in step.command if "--junitxml" in word}) == len(found) == count
+
+
+def _marks(step) -> str:
+    return step.command[step.command.index("-m", 3) + 1]  # the first -m is Python's
+
+
+@pytest.mark.parametrize("step_tests", [0, 500])
+def test_gpu_run_runs_tests_that_need_much_memory_alone_in_one_process(steps, monkeypatch, step_tests):
+    _collects(steps, monkeypatch, much=2)
+    first, *others = steps.test_steps(_plan(steps, step_tests=step_tests))
+    assert first.alone
+    assert _marks(first) == "gpu and much_memory"
+    assert "-n" not in first.command
+    for step in others:
+        assert not step.alone
+        assert _marks(step) == "gpu and not much_memory"
+        assert step.command[step.command.index("-n") + 1] == "4"
+
+
+def test_gpu_run_leaves_out_tests_that_need_much_memory_where_none_is_selected(steps, monkeypatch):
+    _collects(steps, monkeypatch)
+    assert [_marks(step) for step in steps.test_steps(_plan(steps, select="x"))] == ["gpu and not much_memory"]
+
+
+def test_gpu_run_collects_no_tests_beforehand_where_one_step_takes_all(steps, monkeypatch):
+    monkeypatch.setattr(steps.Selection, "tests", lambda self: pytest.fail("collected"))
+    assert [step.name for step in steps.test_steps(_plan(steps))] == ["much memory", "all others"]
+
+
+@pytest.mark.parametrize("marks", ["gpu and not much_memory", "gpu and much_memory", "gpu and sanitizer"])
+def test_gpu_run_looks_in_every_file_that_has_such_tests(steps, marks, request):
+    """Of the files that this pytest session collected."""
+    wanted = [word for word in marks.split(" and ") if not word.startswith("not ")]
+    items = [item for item in request.session.items if all(item.get_closest_marker(mark) for mark in wanted)]
+    assert {str(item.path.relative_to(ROOT)) for item in items} <= set(steps.Selection(marks, "").files)
+
+
+def test_gpu_run_finds_all_of_these_files(steps):
+    """A file whose tests get the mark from the targets of tests/support.py, and one that names the mark."""
+    files = steps.Selection("gpu and not much_memory", "").files
+    assert {"tests/test_attention_features.py", "tests/test_sanitizer.py"} <= set(files)
+    assert steps.Selection("gpu and sanitizer", "").files == ["tests/test_sanitizer.py"]
+    assert "tests/test_sizes.py" in steps.Selection("gpu and much_memory", "").files
+
+
+def test_gpu_run_gives_every_step_of_tests_the_seed(steps, monkeypatch):
+    _collects(steps, monkeypatch, much=2)
+    for step_tests in (0, 500):
+        found = list(steps.test_steps(_plan(steps, step_tests=step_tests, seed=7)))
+        assert len(found) == (4 if step_tests else 2)
+        assert all("--hypothesis-seed=7" in step.command for step in found)
+        assert all(step.environment == {"HYPOTHESIS_PROFILE": "random"} for step in found)
+
+
+# ---- concurrent stages ----
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 6, 16, 64])
+def test_concurrent_stages_start_at_most_seven_quarters_of_the_processes(steps, jobs):
+    shares = steps.shared_jobs(jobs, concurrent=True)
+    assert set(shares) == {"tests", "sanitizer", "fuzz"}
+    assert min(shares.values()) >= 1
+    assert shares["tests"] == jobs  # the tests are never slowed down by a smaller share of their own
+    assert sum(shares.values()) <= max(jobs + 2, 1.75 * jobs)
+
+
+GIB_OF_A_PROCESS = {"tests": 2.0, "sanitizer": 2.0, "fuzz": 0.06 * 79}  # context, cache and one test; MEMORY_SHARE
+
+
+def test_sixteen_concurrent_jobs_fit_the_memory_of_an_h100(steps):
+    shares = steps.shared_jobs(16, concurrent=True)
+    assert sum(shares[stage] * gib for stage, gib in GIB_OF_A_PROCESS.items()) < 79
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_the_stages_get_their_share_of_the_processes(steps, monkeypatch, concurrent):
+    jobs = steps.shared_jobs(16, concurrent)
+    plan = steps.Plan(Path("out"), jobs)
+    monkeypatch.setattr(steps.Selection, "tests", lambda self: [f"tests/test_x.py::test[{n}]" for n in range(99)])
+    tests = list(steps.steps_of("tests", plan))[-1].command
+    assert tests[tests.index("-n") + 1] == str(jobs["tests"])
+    for step in steps.steps_of("fuzz", plan):
+        assert step.command[step.command.index("--workers") + 1] == str(jobs["fuzz"])
+    assert len(list(steps.steps_of("sanitizer", plan))) == 4 * (jobs["sanitizer"] // 3)
+
+
+def _meets(gpu_run, here: Path, mine: str, other: str, stage: str):
+    """A step that ends when the other one has begun."""
+    code = f"import pathlib, time; here = pathlib.Path({str(here)!r}); (here / {mine!r}).touch()\n"
+    code += f"while not (here / {other!r}).exists(): time.sleep(0.01)"
+    return _python(gpu_run, mine, code, stage)
+
+
+def test_concurrent_stages_run_at_the_same_time(gpu_run, monkeypatch, tmp_path):
+    pairs = [("tests", "fuzz"), ("fuzz", "sanitizer"), ("sanitizer", "tests")]
+    _steps(gpu_run, monkeypatch, *(_meets(gpu_run, tmp_path, mine, other, mine) for mine, other in pairs))
+    assert gpu_run.main([str(tmp_path / "out"), "--concurrent", "--budget-s", "60"]) == 0
+
+
+def _overlap_of(gpu_run, monkeypatch, tmp_path, *steps) -> list[str]:
+    """The names of steps in the order in which they began and ended, as in "a+ b+ a- b-"."""
+    log = tmp_path / "log"
+
+    def noted(step, *rest):
+        with log.open("a") as file:
+            file.write(f"{step.name}+\n")
+        outcome = run(step, *rest)
+        with log.open("a") as file:
+            file.write(f"{step.name}-\n")
+        return outcome
+
+    run = gpu_run.run
+    monkeypatch.setattr(gpu_run, "run", noted)
+    _steps(gpu_run, monkeypatch, *steps)
+    assert gpu_run.main([str(tmp_path / "out"), "--concurrent"]) == 0
+    return log.read_text().split()
+
+
+def test_a_step_that_needs_the_memory_alone_shares_it_with_no_other(gpu_run, monkeypatch, tmp_path):
+    large = replace(_python(gpu_run, "large", "pass", "tests"), alone=True)
+    others = [_python(gpu_run, stage, "pass", stage) for stage in ("tests", "sanitizer", "fuzz")]
+    assert _overlap_of(gpu_run, monkeypatch, tmp_path, large, *others)[:2] == ["large+", "large-"]
+
+
+def test_nothing_runs_beside_the_benchmarks(gpu_run, monkeypatch, tmp_path):
+    stages = ("check", "tests", "sanitizer", "fuzz", "bench")
+    order = _overlap_of(gpu_run, monkeypatch, tmp_path, *(_python(gpu_run, name, "pass", name) for name in stages))
+    assert order[:2] == ["check+", "check-"]
+    assert order[-2:] == ["bench+", "bench-"]
+
+
+def test_a_resumed_concurrent_run_repeats_no_step(gpu_run, monkeypatch, tmp_path):
+    mark = tmp_path / "ran"
+    code = f"open({str(mark)!r}, 'a').write('1')"
+    large = replace(_python(gpu_run, "large", code, "tests"), alone=True)
+    _steps(gpu_run, monkeypatch, large, _python(gpu_run, "small", code, "tests"))
+    for arguments in ([], ["--resume"]):
+        assert gpu_run.main([str(tmp_path / "out"), "--concurrent", *arguments]) == 0
+    assert mark.read_text() == "11"
+
+
+def test_a_stage_has_a_budget_of_its_own(gpu_run, monkeypatch, tmp_path):
+    given = {}
+
+    def run(step, out, seconds):
+        given[step.stage] = seconds
+        return gpu_run.Outcome("passed")
+
+    monkeypatch.setattr(gpu_run, "run", run)
+    stages = ("check", "tests", "sanitizer", "fuzz", "bench")
+    _steps(gpu_run, monkeypatch, *(_python(gpu_run, name, "pass", name) for name in stages))
+    budgets = ["--budget-s", "100", "--stage-budget", "tests=300", "--stage-budget", "fuzz=50"]
+    assert gpu_run.main([str(tmp_path), "--concurrent", *budgets]) == 0
+    assert {stage: round(seconds) for stage, seconds in given.items()} == {
+        "check": 100,
+        "tests": 300,
+        "sanitizer": 100,
+        "fuzz": 50,
+        "bench": 100,
+    }
+
+
+def test_the_time_of_a_stage_covers_all_its_steps(gpu_run, monkeypatch, tmp_path):
+    """The step that is alone on the GPU takes its time from the same budget as those that follow."""
+    now = [0.0]
+    monkeypatch.setattr(gpu_run.time, "monotonic", lambda: now[0])
+    given = []
+
+    def run(step, out, seconds):
+        given.append(seconds)
+        now[0] += 60.0
+        return gpu_run.Outcome("passed")
+
+    monkeypatch.setattr(gpu_run, "run", run)
+    large = replace(_python(gpu_run, "large", "pass", "tests"), alone=True)
+    _steps(gpu_run, monkeypatch, large, *(_python(gpu_run, name, "pass", "tests") for name in "ab"))
+    assert gpu_run.main([str(tmp_path), "--concurrent", "--budget-s", "130"]) == gpu_run.INCOMPLETE
+    assert given == [130.0, 70.0]  # 10 seconds are too few for the last one
+
+
+def test_a_budget_of_no_stage_is_an_error(gpu_run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_run.main([str(tmp_path), "--stage-budget", "test=300"])
+    assert "expected STAGE=SECONDS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "line", "word"),
+    [
+        (0, "20000 calls, 0 failures", "passed"),
+        (1, "900 calls, 0 failures, calls are left", "left"),
+        (1, "900 calls, 1 failures, calls are left", "FAILED"),
+        (1, "900 calls, 10 failures, calls are left", "FAILED"),
+        (1, "20000 calls, 1 failures", "FAILED"),
+        (1, "", "FAILED"),
+    ],
+)
+def test_random_calls_that_are_left_are_no_failure(steps, status, line, word):
+    assert steps.by_fuzz(status, line)[0] == word
+
+
+# ---- seeds ----
+
+
+def _seeds(gpu_run, monkeypatch, out: Path, *arguments: str) -> tuple[int, int, int]:
+    """Of a run of the stage tests: what its steps get, what its record holds, and what it prints."""
+    got = []
+
+    def steps_of(stage, plan):
+        got.append(plan.seed)
+        return [_session(gpu_run, "tests/a", "tests", 3)] if stage == "tests" else []
+
+    said = io.StringIO()
+    monkeypatch.setattr(gpu_run, "steps_of", steps_of)
+    with contextlib.redirect_stdout(said):
+        assert gpu_run.main([str(out), "--stage", "tests", *arguments]) == 0
+    (record,) = acceptance.load(out / "acceptance").values()
+    printed = re.search(r"--seed (\d+) repeats", said.getvalue())
+    assert printed is not None
+    return got[-1], record["seed"], int(printed[1])
+
+
+def test_gpu_run_prints_and_records_the_seed_that_its_tests_get(gpu_run, monkeypatch, tmp_path):
+    assert len(set(_seeds(gpu_run, monkeypatch, tmp_path))) == 1
+
+
+def test_gpu_run_draws_a_seed_for_each_run(gpu_run, monkeypatch, tmp_path):
+    first, second = (_seeds(gpu_run, monkeypatch, tmp_path / name)[0] for name in "ab")
+    assert first != second
+
+
+def test_gpu_run_keeps_the_seed_of_the_run_that_it_resumes(gpu_run, monkeypatch, tmp_path):
+    first = _seeds(gpu_run, monkeypatch, tmp_path)
+    assert _seeds(gpu_run, monkeypatch, tmp_path, "--resume") == first
+
+
+def test_gpu_run_takes_a_given_seed(gpu_run, monkeypatch, tmp_path):
+    assert _seeds(gpu_run, monkeypatch, tmp_path, "--seed", "11") == (11, 11, 11)
+
+
+def test_gpu_run_resumes_with_no_other_seed(gpu_run, monkeypatch, tmp_path):
+    _seeds(gpu_run, monkeypatch, tmp_path, "--seed", "11")
+    with pytest.raises(SystemExit, match="the run to resume has seed 11"):
+        gpu_run.main([str(tmp_path), "--stage", "tests", "--resume", "--seed", "12"])
+
+
+def test_gpu_run_collects_the_tests_that_have_the_marks_and_match(steps, monkeypatch):
+    monkeypatch.setattr(steps.Selection, "files", ["tests/test_acceptance.py"])
+    (found,) = steps.Selection("not gpu", "is_enough").tests()
+    assert found == "tests/test_acceptance.py::test_one_good_record_among_others_is_enough"
+
+
+@pytest.mark.parametrize("stage", ["tests", "sanitizer"])
+def test_gpu_run_fails_where_it_finds_no_tests(gpu_run, steps, monkeypatch, tmp_path, stage, capsys):
+    monkeypatch.setattr(steps.Selection, "tests", lambda self: [])
+    assert gpu_run.main([str(tmp_path), "--stage", stage, "--select", "no_such_test"]) == 1
+    assert 'and matches "no_such_test"' in capsys.readouterr().out
+
+
+def test_gpu_run_takes_sanitizer_steps_side_by_side(gpu_run, monkeypatch, tmp_path):
+    pairs = [("one", "two"), ("two", "one")]
+    _steps(gpu_run, monkeypatch, *(_meets(gpu_run, tmp_path, *names, "sanitizer") for names in pairs))
+    assert gpu_run.main([str(tmp_path / "out"), "--stage", "sanitizer", "--jobs", "2", "--budget-s", "60"]) == 0
+
+
+def test_gpu_run_measures_every_suite(steps):
+    suites = list(steps.bench_steps(_plan(steps, quick=True)))
+    assert [step.name for step in suites] == ["attention", "layer_norm", "decoding", "block"]
+    assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

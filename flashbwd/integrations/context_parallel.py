@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import flashbwd
 from flashbwd import _arguments
+from flashbwd.attention import attention, attention_backward
 from flashbwd.integrations.context_plan import Call, Plan, Range, plan
 from flashbwd.integrations.context_split import ContextSplit, check_rows
 
@@ -95,7 +95,7 @@ def context_parallel_attention(
     }
     # Check all arguments before anything is sent: later errors would leave other devices waiting.
     empty = [x[:, :0].detach() for x in (q, k, v)]
-    flashbwd.attention(*empty, **options)
+    attention(*empty, **options)
     out, lse = _ContextParallel.apply(q, k, v, split, options)  # type: ignore[no-untyped-call]
     if split.packed:
         out, lse = out[0], lse[0]
@@ -185,15 +185,15 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
     lengths = _lengths(call, q.device)
     if lengths:
         q, k, v = (x[0] for x in (q, k, v))
-        out, lse = flashbwd.attention(q, k, v, **lengths, **_mask(call), **options, return_lse=True)
+        out, lse = attention(q, k, v, **lengths, **_mask(call), **options, return_lse=True)
         return out.unsqueeze(0), lse.unsqueeze(0)
     before = k.shape[1] - q.shape[1]
     if before == 0 or call.window != (-1, 0):
-        return flashbwd.attention(q, k, v, **_mask(call), **options, return_lse=True)  # type: ignore[return-value]
+        return attention(q, k, v, **_mask(call), **options, return_lse=True)  # type: ignore[return-value]
     # PyTorch's fastest forwards support causal masks for squares only, so the keys before the rows are a call of their
     # own without a mask.
-    whole = flashbwd.attention(q, k[:, :before], v[:, :before], **options, return_lse=True)
-    square = flashbwd.attention(q, k[:, before:], v[:, before:], causal=True, **options, return_lse=True)
+    whole = attention(q, k[:, :before], v[:, :before], **options, return_lse=True)
+    square = attention(q, k[:, before:], v[:, before:], causal=True, **options, return_lse=True)
     return _merged(whole, square)  # type: ignore[arg-type]
 
 
@@ -224,7 +224,7 @@ def _backward(
     lengths = _lengths(call, q.device)
     if lengths:
         tensors = {name: None if x is None else x[0] for name, x in tensors.items()}
-    flashbwd.attention_backward(**tensors, **lengths, **_mask(call), **options)
+    attention_backward(**tensors, **lengths, **_mask(call), **options)
     return dkv
 
 

@@ -177,6 +177,29 @@ def right_attention_of_packed_documents(names: Names, printed: str) -> None:
         close(names[name[1]].grad, names["split"].take(getattr(want, name)), 1e-5)
 
 
+def gradients_of_squares(names: Names, wanted: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of the sum of squares of softmax(score(q k^T)) v in a float64 tensor, by autograd."""
+    q, k, v = (names[name].detach().double() for name in ("q", "k", "v"))
+    q = wanted if wanted.shape == q.shape else q
+    probabilities = score(q @ k.transpose(-1, -2) / 32**0.5).softmax(-1)
+    return torch.autograd.grad((probabilities @ v).square().sum(), wanted)[0]
+
+
+def right_gradient_within_documents(names: Names, printed: str) -> None:
+    same = names["document"][:, None] == names["document"]
+    mask = same & torch.ones(256, 256, dtype=torch.bool).tril()
+    q = names["q"].detach().double().requires_grad_()
+    close(names["q"].grad, gradients_of_squares(names, q, lambda s: s.masked_fill(~mask, -torch.inf)), 1e-5)
+    assert printed == "torch.Size([1, 4, 256, 32])\n"
+
+
+def right_gradient_of_relative_positions(names: Names, printed: str) -> None:
+    distance = torch.arange(256)[:, None] - torch.arange(256) + 255
+    bias = names["bias"].detach().double().requires_grad_()
+    close(names["bias"].grad, gradients_of_squares(names, bias, lambda s: s + bias[:, distance]), 1e-5)
+    assert printed == "torch.Size([4, 511])\n"
+
+
 CHECKS: dict[str, Callable[[Names, str], None]] = {
     "README.md-0": right_gradients_of_the_layer,
     "README.md-1": right_gradient_in_a_window,
@@ -193,6 +216,8 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/tutorials/bias_gradients.md-0": right_gradient_of_the_bias,
     "docs/tutorials/decoding.md-0": scores_of_the_keys_in_use,
     "docs/tutorials/deterministic.md-0": equal_gradients,
+    "docs/tutorials/flex_attention.md-0": right_gradient_within_documents,
+    "docs/tutorials/flex_attention.md-1": right_gradient_of_relative_positions,
     "docs/tutorials/packed_documents.md-0": packed_output_of_each_document,
     "docs/tutorials/transformers.md-0": losses_that_fall,
     "docs/scale.md-0": right_attention_of_packed_documents,

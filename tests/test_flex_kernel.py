@@ -190,6 +190,10 @@ def check(p: Problem, grads: tuple[Tensor, ...]) -> None:
         blocks.check(actual.transpose(1, 2), blocks.limits(blocks.errors([low.transpose(1, 2), rounded])))
 
 
+def small(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.sanitizer)
+
+
 CASES = [
     Case("causal"),
     Case("causal", head_dim=64),
@@ -197,21 +201,21 @@ CASES = [
     Case("documents", seqlen_q=1024, seqlen_k=1024),
     Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=64, heads_kv=1),
     Case("prefix", seqlen_q=777, seqlen_k=777, head_dim=96),
-    Case("prefix", seqlen_q=260, seqlen_k=515, head_dim=64, dtype=torch.float16),
+    small(Case("prefix", seqlen_q=260, seqlen_k=515, head_dim=64, dtype=torch.float16)),
     Case("window", seqlen_q=1025, seqlen_k=1025, head_dim=128, heads_kv=4),
     Case("random_blocks", seqlen_q=1024, seqlen_k=640),
     Case("random_blocks", seqlen_q=640, seqlen_k=1024, head_dim=64, heads=6, heads_kv=2),
     Case("random_pairs", seqlen_q=384, seqlen_k=300),
-    Case("random_pairs", seqlen_q=300, seqlen_k=384, head_dim=48, dtype=torch.float16),
+    small(Case("random_pairs", seqlen_q=300, seqlen_k=384, head_dim=48, dtype=torch.float16)),
     Case("by_head", seqlen_q=513, seqlen_k=511, heads=4, heads_kv=1),
     Case("by_head", seqlen_q=513, seqlen_k=511, head_dim=64),
-    Case("full", seqlen_q=127, seqlen_k=129, head_dim=80, head_dim_v=112),
+    small(Case("full", seqlen_q=127, seqlen_k=129, head_dim=80, head_dim_v=112)),
     Case("full", seqlen_q=1, seqlen_k=1, head_dim=64),
     Case("nothing", seqlen_q=200, seqlen_k=200),
-    Case("nothing", seqlen_q=200, seqlen_k=200, head_dim=64),
+    small(Case("nothing", seqlen_q=200, seqlen_k=200, head_dim=64)),
     Case("causal", block_size=256, seqlen_q=600, seqlen_k=600),
     Case("window", block_size=64, seqlen_q=600, seqlen_k=600, head_dim=64),
-    Case("causal", softcap=5.0),
+    small(Case("causal", softcap=5.0)),
     Case("documents", softcap=5.0, head_dim=64),
     Case("prefix", alibi=True),
     Case("window", alibi=True, head_dim=64, seqlen_q=500, seqlen_k=500),

@@ -146,7 +146,7 @@ def flex_attention(
     _arguments.flag("deterministic", deterministic)
     query, key, value = arguments.autocast(query, key, value)
     wants_gradients = torch.is_grad_enabled()
-    call, captured = _checked_call(
+    call, captured, read = _checked_call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants_gradients
     )
     if (
@@ -157,7 +157,7 @@ def flex_attention(
         out, lse = _forward(call, kernel_options, query, key, value)
     else:
         out, lse = _FlexAttention.apply(
-            call, kernel_options, _requires_order(deterministic), query, key, value, *captured
+            call, kernel_options, _requires_order(deterministic), read, query, key, value, *captured
         )
     return (out, lse) if return_lse else out
 
@@ -212,7 +212,7 @@ def flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
+    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     dq, dk, dv, found = _backward(call, query, key, value, out, lse, dout, dlse, captured, order)
@@ -244,7 +244,7 @@ def plan_flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
+    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     try:
@@ -267,12 +267,16 @@ def _checked_call(
     enable_gqa: bool,
     kernel_options: Mapping[str, Any] | None,
     wants_gradients: bool,
-) -> tuple[DecodingCall, list[Tensor]]:
-    """Check everything but types. Return the call, and the captured tensors that require a gradient."""
+) -> tuple[DecodingCall, list[Tensor], list[Tensor]]:
+    """Check everything but types.
+
+    Return the call, the captured tensors that require a gradient, and the other tensors that the backward reads.
+    """
     arguments.check_tensors(query, key, value, enable_gqa)
     options = arguments.acting_options(kernel_options) if kernel_options else {}
     operands = {"query": query, "key": key, "value": value}
     captured: list[Tensor] = []
+    mask_captured: list[Tensor] = []
     if score_mod is not None:
         captured = captured_of("score_mod", score_mod, True, operands, accumulator(query.dtype))
     if block_mask is not None:
@@ -287,15 +291,18 @@ def _checked_call(
                 tensors_of(block_mask),
                 lambda: arguments.check_lists(block_mask, lengths),
             )
-        captured_of("mask_mod", block_mask.mask_mod, False, operands, accumulator(query.dtype))
+        mask_captured = captured_of("mask_mod", block_mask.mask_mod, False, operands, accumulator(query.dtype))
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         prescale=options.get("PRESCALE_QK", False),
         rows_safe=options.get("ROWS_GUARANTEED_SAFE", False),
+        mask_captured=tuple(mask_captured),
     )
-    return call, [tensor for tensor in captured if tensor.requires_grad]
+    lists = [] if block_mask is None else tensors_of(block_mask)
+    read = [*(tensor for tensor in captured if not tensor.requires_grad), *mask_captured, *lists]
+    return call, [tensor for tensor in captured if tensor.requires_grad], read
 
 
 def _forward(
@@ -364,6 +371,7 @@ class _FlexAttention(torch.autograd.Function):
         call: DecodingCall,
         kernel_options: Mapping[str, Any] | None,
         deterministic: bool,
+        read: list[Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -373,7 +381,9 @@ class _FlexAttention(torch.autograd.Function):
         ctx.call, ctx.deterministic = call, deterministic
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
-        ctx.save_for_backward(query, key, value, out, lse, *captured)
+        # The backward reads these again. Autograd raises an error if they were written to in between.
+        checked = [tensor.detach() for tensor in read if not tensor.is_inference()]
+        ctx.save_for_backward(query, key, value, out, lse, *captured, *checked)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -387,4 +397,4 @@ class _FlexAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
             grads = list(refuse_to_differentiate("flex_attention_backward", grads, read))
-        return None, None, None, *grads
+        return None, None, None, None, *grads

@@ -97,7 +97,7 @@ def choose(
         return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None)
     if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
         raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
-    lists = kernel_lists_of(call.block_mask, query, key, value, deterministic)
+    lists = kernel_lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
     return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,16 +54,22 @@ def lists_of(
     Python objects that ``mask_mod`` reads are assumed to stay as they were when the BlockMask was made.
     """
     key = ("lists", sizes, tile or Tile(), limit, block_mask.mask_mod)
-    return kept(block_mask, key, _read_by(block_mask), lambda: key_block_lists(block_mask, sizes, tile, limit))
+    read = [*tensors_of(block_mask), *mask_captures(block_mask.mask_mod, block_mask.kv_num_blocks.device)]
+    return kept(block_mask, key, read, lambda: key_block_lists(block_mask, sizes, tile, limit))
 
 
 def kernel_lists_of(
-    block_mask: BlockMask, query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+    block_mask: BlockMask,
+    mask_captured: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    deterministic: bool,
 ) -> KernelLists | None:
     """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
 
     None if the bits of the BlockMask would exceed the limit on memory. Raises UnsupportedError during a graph capture,
-    which cannot compute them.
+    which cannot compute them. ``mask_captured`` are the tensors that ``mask_mod`` captures.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     sizes, heads_kv = (batch, heads, seqlen_q, key.shape[2]), key.shape[1]
@@ -76,8 +82,4 @@ def kernel_lists_of(
         return None if lists.bits is None else kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
 
     name = ("kernel lists", sizes, heads_kv, tile, deterministic, block_mask.mask_mod)
-    return kept(block_mask, name, _read_by(block_mask), make)
-
-
-def _read_by(block_mask: BlockMask) -> list[Tensor]:
-    return [*tensors_of(block_mask), *mask_captures(block_mask.mask_mod, block_mask.kv_num_blocks.device)]
+    return kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make)

@@ -40,6 +40,8 @@ class DecodingCall:
         The caller guarantees that every row sees a key.
     splits : int, optional
         Minimum number of KV splits that are reduced separately.
+    mask_captured : tuple of Tensor
+        The tensors that ``mask_mod`` captures, if the caller has found them.
     """
 
     score_mod: Mod | None
@@ -48,6 +50,7 @@ class DecodingCall:
     prescale: bool = False
     rows_safe: bool = False
     splits: int | None = None
+    mask_captured: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,58 @@
+"""What FlexAttention keeps between calls, and changes of the tensors that its modifications read."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from kit import decoding as kit
+from kit.decoding import Shape
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+import flashbwd
+from flashbwd.flex import cache
+
+SHAPE = Shape(seqlen_q=40, seqlen_k=40)
+
+
+def inputs() -> list[Tensor]:
+    return [tensor.requires_grad_() for tensor in SHAPE.tensors(torch.float32)]
+
+
+@pytest.mark.parametrize("written", ["score", "mask", "list"])
+def test_a_backward_refuses_tensors_written_to_after_the_forward(written: str) -> None:
+    bias, limit = torch.zeros(40), torch.zeros((), dtype=torch.int32)
+    mask = kit.block_mask(lambda b, h, q, k: q >= k + limit, SHAPE, block=16)
+    out = flashbwd.flex_attention(*inputs(), lambda s, b, h, q, k: s + bias[k], mask, enable_gqa=True)
+    {"score": bias, "mask": limit, "list": mask.kv_indices}[written].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what PyTorch says about a graph capture. Without a driver it could not say anything."""
+
+    def set_to(state: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state)
+
+    set_to(False)
+    return set_to
+
+
+def test_the_kernel_lists_need_no_call_of_mask_mod_when_kept(capturing: Any) -> None:
+    calls = []
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        calls.append(None)
+        return q >= k
+
+    mask = kit.block_mask(mask_mod, SHAPE, block=16)
+    q, k, v = SHAPE.tensors(torch.float32)
+    cache.kernel_lists_of(mask, [], q, k, v, False)
+    calls.clear()
+    cache.kernel_lists_of(mask, [], q, k, v, False)
+    assert not calls

@@ -56,3 +56,32 @@ def test_the_kernel_lists_need_no_call_of_mask_mod_when_kept(capturing: Any) -> 
     calls.clear()
     cache.kernel_lists_of(mask, [], q, k, v, False)
     assert not calls
+
+
+def test_kept_values_are_made_again_for_a_tensor_with_the_id_of_a_freed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor gets the same id here, as if each reused the memory of the one before."""
+    monkeypatch.setattr(cache, "id", lambda tensor: 0, raising=False)
+    mask = kit.block_mask(lambda b, h, q, k: q >= k, SHAPE, block=16)
+    assert cache.kept(mask, "key", [torch.zeros(1)], lambda: "first") == "first"
+    assert cache.kept(mask, "key", [torch.zeros(1)], lambda: "second") == "second"
+
+
+def kernel_lists(mask: BlockMask) -> Any:
+    return cache.kernel_lists_of(mask, [], *SHAPE.tensors(torch.float32), False)
+
+
+def test_lists_of_a_captured_graph_outlive_the_block_mask(capturing: Any) -> None:
+    mask = kit.block_mask(lambda b, h, q, k: q >= k, SHAPE, block=16)
+    kernel_lists(mask)
+    capturing(True)
+    entries = weakref.ref(kernel_lists(mask).entries)
+    capturing(False)
+    del mask
+    assert entries() is not None
+
+
+def test_a_capture_without_an_earlier_call_warns(capturing: Any) -> None:
+    mask = kit.block_mask(lambda b, h, q, k: q >= k, SHAPE, block=16)
+    capturing(True)
+    with pytest.warns(UserWarning, match="slow reference backward"), pytest.raises(cache.UnsupportedError):
+        kernel_lists(mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -18,8 +19,11 @@ from flashbwd.reference.modifications import mask_captures
 __all__ = ["kept", "kernel_lists_of", "lists_of"]
 
 _Value = TypeVar("_Value")
+_State = tuple["weakref.ref[Tensor]", int]  # a tensor and its version
 
-_known: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[list[_State], Any]]] = weakref.WeakKeyDictionary()
+# A replayed graph reads its lists by address, and nothing says when a graph is destroyed: they are never freed.
+_of_graphs: dict[int, KernelLists] = {}
 
 
 def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callable[[], _Value]) -> _Value:
@@ -27,14 +31,27 @@ def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callab
 
     Writes by a replayed CUDA graph are not seen, nor are writes to inference tensors, which do not count them.
     """
-    state = tuple((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+    # Not id(tensor): another tensor may get the id of one that was freed.
+    read = list(tensors)
+    state = [(weakref.ref(tensor), _version(tensor)) for tensor in read]
     entries = _known.setdefault(block_mask, {})
     found = entries.get(key)
-    if found is not None and found[0] == state:
+    if found is not None and _is_state_of(found[0], read):
         return cast(_Value, found[1])
     value = make()
     entries[key] = (state, value)
     return value
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_state_of(state: list[_State], tensors: list[Tensor]) -> bool:
+    return len(state) == len(tensors) and all(
+        known() is tensor and version == _version(tensor)
+        for (known, version), tensor in zip(state, tensors, strict=True)
+    )
 
 
 def tensors_of(block_mask: BlockMask) -> list[Tensor]:
@@ -77,9 +94,14 @@ def kernel_lists_of(
 
     def make() -> KernelLists | None:
         if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError("a graph is being captured, and block_mask was in no call before")
+            reason = "a graph is being captured, and block_mask was in no call before"
+            warnings.warn(f"flashbwd: the graph gets the slow reference backward: {reason}", stacklevel=2)
+            raise UnsupportedError(reason)
         lists = key_block_lists(block_mask, sizes, tile)
         return None if lists.bits is None else kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
 
     name = ("kernel lists", sizes, heads_kv, tile, deterministic, block_mask.mask_mod)
-    return kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make)
+    found = kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make)
+    if found is not None and torch.cuda.is_current_stream_capturing():
+        _of_graphs[id(found)] = found
+    return found

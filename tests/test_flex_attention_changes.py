@@ -14,6 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
 from flashbwd.flex import cache
+from flashbwd.flex.backends import KernelCall
+from flashbwd.flex.kernel_lists import UnsupportedError
 
 SHAPE = Shape(seqlen_q=40, seqlen_k=40)
 
@@ -85,3 +87,33 @@ def test_a_capture_without_an_earlier_call_warns(capturing: Any) -> None:
     capturing(True)
     with pytest.warns(UserWarning, match="slow reference backward"), pytest.raises(cache.UnsupportedError):
         kernel_lists(mask)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("no kernel takes this call with a block mask; sm90: alignment", UnsupportedError),
+        ("block_lists has shape (1, 2), expected four dimensions", ValueError),
+    ],
+)
+@pytest.mark.parametrize("method", ["plan", "gradients"])
+def test_only_the_refusal_of_all_kernels_leads_to_the_reference(
+    message: str, expected: type[Exception], method: str
+) -> None:
+    def operator(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(message)
+
+    q, k, v = SHAPE.tensors(torch.float32)
+    out, lse = torch.empty_like(q), q[..., 0]
+    with pytest.raises(expected, match=message[:10]):
+        getattr(KernelCall(operator, operator, {}, None), method)(out, q, k, v, out, lse, None)
+
+
+def test_the_kernel_gets_a_contiguous_copy_of_an_expanded_gradient() -> None:
+    def operator(dout: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert dout.stride(-1) == 1
+        return args[:3]
+
+    q, k, v = SHAPE.tensors(torch.float32)
+    dout = torch.ones(()).expand(q.shape)
+    KernelCall(operator, operator, {}, None).gradients(dout, q, k, v, torch.empty_like(q), q[..., 0], None)

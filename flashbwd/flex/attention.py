@@ -248,7 +248,9 @@ def plan_flex_attention_backward(
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     try:
-        plan = backends.choose(call, query, key, value, captured, order).plan(query, key, value)
+        plan = backends.choose(call, query, key, value, captured, order).plan(
+            out if dout is None else dout, query, key, value, out, lse, dlse
+        )
     except UnsupportedError as reason:
         return FlexPlan("reference", {"sm90": str(reason), "sm80": str(reason)})
     return FlexPlan(plan["backend"], plan["refusals"], plan["workspace_bytes"], deterministic=plan["deterministic"])

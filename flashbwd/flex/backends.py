@@ -14,8 +14,11 @@ from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists, UnsupportedError
 from flashbwd.flex.softcap import softcap_of
 from flashbwd.reference.decoding import DecodingCall
+from flashbwd.reference.modifications import accumulator
 
 __all__ = ["KernelCall", "choose"]
+
+_REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,11 @@ class KernelCall:
     options: dict[str, Any]
     lists: KernelLists | None
 
-    def plan(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    def plan(
+        self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> dict[str, Any]:
         """Return the plan. Raises :class:`UnsupportedError` if no kernel computes the call."""
-        out = query.new_empty((*query.shape[:3], value.shape[3]), device="meta")
-        lse = query.new_empty(query.shape[:3], device="meta", dtype=torch.float32)
-        tensors = [_rows_first(x.to("meta")) for x in (out, query, key, value, out)]
-        lists = [] if self.lists is None else [x.to("meta") if isinstance(x, Tensor) else x for x in self.lists]
-        try:
-            plan = json.loads(
-                _ops.call(self.plan_operator, *tensors, lse, *lists, **self.options, plan_device=query.device.index)
-            )
-        except ValueError as error:
-            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+        plan = json.loads(self._run(self.plan_operator, dout, query, key, value, out, lse, dlse, query.device.index))
         if plan["backend"] == "reference":
             raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
         return dict(plan)
@@ -59,13 +55,43 @@ class KernelCall:
         The arguments are those of :func:`flashbwd.flex_attention_backward`, and have been checked. Raises
         :class:`UnsupportedError` if no kernel takes them, for example because of their alignment.
         """
-        tensors = [_rows_first(x) for x in (dout, query, key, value, out)]
-        try:
-            grads = _ops.call(self.operator, *tensors, lse, *(self.lists or ()), **self.options, dlse=dlse)
-        except ValueError as error:
-            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+        grads = self._run(self.operator, dout, query, key, value, out, lse, dlse)
         dq, dk, dv = (_rows_first(x) for x in grads[:3])
         return dq, dk, dv
+
+    def _run(
+        self,
+        operator: Any,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        plan_device: int | None = None,
+    ) -> Any:
+        """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+                raise UnsupportedError(f"the last dimension of {name} has stride {tensor.stride(3)}, expected 1")
+        statistics = accumulator(query.dtype)
+        dout, out = (_with_unit_stride(x.to(query.dtype)) for x in (dout, out))
+        tensors = [_rows_first(x) for x in (dout, query, key, value, out)]
+        options = self.options | {"dlse": None if dlse is None else dlse.to(statistics)}
+        if plan_device is not None:
+            options["plan_device"] = plan_device
+        try:
+            return _ops.call(operator, *tensors, lse.to(statistics), *(self.lists or ()), **options)
+        except ValueError as error:
+            if not any(words in str(error) for words in _REFUSALS):
+                raise
+            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    """Copy a tensor whose last dimension is not contiguous, such as the expanded gradient of a sum."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _rows_first(tensor: Tensor) -> Tensor:

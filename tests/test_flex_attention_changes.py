@@ -117,3 +117,19 @@ def test_the_kernel_gets_a_contiguous_copy_of_an_expanded_gradient() -> None:
     q, k, v = SHAPE.tensors(torch.float32)
     dout = torch.ones(()).expand(q.shape)
     KernelCall(operator, operator, {}, None).gradients(dout, q, k, v, torch.empty_like(q), q[..., 0], None)
+
+
+@pytest.mark.parametrize("attention", [flashbwd.flex_attention, flashbwd.flex_decoding])
+@pytest.mark.parametrize("derive", [lambda w: w.view(2, 2), lambda w: (2 * w).sin().view(2, 2)], ids=["view", "sin"])
+def test_captured_tensors_may_depend_on_each_other(derive: Any, attention: Any) -> None:
+    q, k, v = SHAPE.tensors(torch.float64)
+    w = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64, requires_grad=True)
+    other = derive(w)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * w[h] + other[h // 2, 0] * torch.sin(i - j)
+
+    dout = torch.randn_like(q)
+    (got,) = torch.autograd.grad(attention(q, k, v, mod, enable_gqa=True), w, dout, retain_graph=True)
+    (want,) = torch.autograd.grad(kit.oracle(SHAPE, q, k, v, mod)[0], w, dout)
+    torch.testing.assert_close(got, want)

@@ -66,6 +66,18 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
         {"block_mask": causal(shape=Shape(heads=3, seqlen_q=40, seqlen_k=40))},
         r"block_mask.kv_num_blocks has shape \(2, 3, 3\)",
     ),
+    "mask_rows": (
+        {"block_mask": causal(kv_num_blocks=torch.ones(1, 1, 2, dtype=torch.int32))},
+        r"block_mask.kv_num_blocks has shape \(1, 1, 2\), expected 3 blocks",
+    ),
+    "mask_columns": (
+        {"block_mask": causal(q_indices=torch.zeros(1, 1, 2, 3, dtype=torch.int32))},
+        r"block_mask.q_indices has shape \(1, 1, 2, 3\), expected 3 blocks",
+    ),
+    "query_lists_device": (
+        {"block_mask": causal(q_indices=torch.zeros(1, 1, 3, 3, device="meta", dtype=torch.int32))},
+        "block_mask.q_indices is on meta, expected query's cpu",
+    ),
     "keys_beyond": (
         {"block_mask": with_entry("kv_indices", 3)},
         "block_mask.kv_indices names block 3, expected 0 to 2",

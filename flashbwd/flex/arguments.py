@@ -102,8 +102,13 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
-    lists = {"kv_num_blocks": 3, "kv_indices": 4, "full_kv_num_blocks": 3, "full_kv_indices": 4}
-    for name, dims in lists.items():
+    rows = [-(-length // size) for length, size in zip((query.shape[2], key.shape[2]), mask.BLOCK_SIZE, strict=True)]
+    lists = {
+        f"{prefix}_{suffix}": (dims, rows[0] if prefix.endswith("kv") else rows[1])
+        for prefix in ("kv", "full_kv", "q", "full_q")
+        for suffix, dims in (("num_blocks", 3), ("indices", 4))
+    }
+    for name, (dims, _) in lists.items():
         tensor = getattr(mask, name)
         if tensor is None:
             continue
@@ -121,6 +126,13 @@ def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
         raise ValueError(
             f"flashbwd: block_mask was made for lengths {tuple(mask.shape[-2:])}, expected query's and key's {lengths}"
         )
+    for name, (_, expected) in lists.items():
+        tensor = getattr(mask, name)
+        if tensor is not None and tensor.shape[2] != expected:
+            raise ValueError(
+                f"flashbwd: block_mask.{name} has shape {tuple(tensor.shape)}, expected {expected} blocks in the third "
+                f"dimension for lengths {lengths} and BLOCK_SIZE {tuple(mask.BLOCK_SIZE)}"
+            )
 
 
 def acting_options(given: Mapping[str, Any]) -> dict[str, Any]:

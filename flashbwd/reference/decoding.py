@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.reference.modifications import GatherByIndex, Mod, accumulator, run_mod, vectorised
+from flashbwd.reference.modifications import GatherByIndex, LeavesFor, Mod, accumulator, run_mod, vectorised
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # states of a block of the mask
 
@@ -294,6 +294,7 @@ def decoding_backward(
     x = _Operands(call, q, k, v)
     dq, dk, dv = (torch.zeros_like(t, dtype=x.dtype) for t in (q, k, v))
     dcaptured = [torch.zeros_like(t, dtype=t.dtype) for t in captured]
+    leaves = LeavesFor(captured)
     delta = x.q.new_zeros(lse.shape, dtype=x.dtype)
     if dout is not None:
         delta = delta + (dout.to(x.dtype) * out.to(x.dtype)).sum(-1)
@@ -304,7 +305,7 @@ def decoding_backward(
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         visible = x.visible(tile)
         raw = x.raw_scores(tile, visible).requires_grad_(call.score_mod is not None)
-        with torch.enable_grad() if call.score_mod is not None else nullcontext():
+        with torch.enable_grad() if call.score_mod is not None else nullcontext(), leaves:
             modified = x.modified(raw, tile)
         scores = modified.detach()
         if visible is not None:
@@ -319,7 +320,7 @@ def decoding_backward(
             _add(dv[:, :, keys], x.fold(p).mT @ dout_rows)
         if visible is not None:
             ds = torch.where(visible, ds, 0.0)
-        ds, dtile = _through_mod(modified, raw, ds, captured)
+        ds, dtile = _through_mod(modified, raw, ds, leaves.of(captured))
         if visible is not None:
             ds = torch.where(visible, ds, 0.0)  # the derivative may be infinite at hidden scores: 0 * inf = NaN
         for total, part in zip(dcaptured, dtile, strict=True):

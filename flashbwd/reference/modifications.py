@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Mod = Callable[..., Tensor]
 
@@ -58,6 +58,26 @@ class CapturedTensors(GatherByIndex):
             if isinstance(leaf, Tensor) and id(leaf) not in self.captured:
                 self._made[id(leaf)] = leaf
         return result
+
+
+class LeavesFor(TorchFunctionMode):
+    """Replaces each of these tensors by a leaf, where a function reads it.
+
+    The gradient of a captured tensor then stops there, even if the tensor was computed from another captured tensor.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in tensors}
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._leaves[id(tensor)] for tensor in tensors]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda t: self._leaves.get(id(t), t), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -133,3 +133,32 @@ def test_captured_tensors_may_depend_on_each_other(derive: Any, attention: Any) 
     (got,) = torch.autograd.grad(attention(q, k, v, mod, enable_gqa=True), w, dout, retain_graph=True)
     (want,) = torch.autograd.grad(kit.oracle(SHAPE, q, k, v, mod)[0], w, dout)
     torch.testing.assert_close(got, want)
+
+
+def test_vmap_over_keys_alone_agrees_with_separate_calls() -> None:
+    q, k, v = SHAPE.tensors(torch.float32)
+    keys = torch.stack([k, 2 * k])
+
+    def attend(key: Tensor) -> Any:
+        return flashbwd.flex_attention(q, key, v, enable_gqa=True)
+
+    torch.testing.assert_close(torch.vmap(attend)(keys), torch.stack([attend(key) for key in keys]))
+
+
+def test_torch_func_differentiates_with_a_captured_tensor() -> None:
+    q, k, v = SHAPE.tensors(torch.float64)
+    factor = torch.linspace(0.5, 1, 4, dtype=torch.float64)
+
+    def total(factor: Tensor) -> Any:
+        return flashbwd.flex_attention(q, k, v, lambda s, b, h, i, j: s * factor[h], enable_gqa=True).square().sum()  # type: ignore[union-attr]
+
+    leaf = factor.clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(total)(factor), torch.autograd.grad(total(leaf), leaf)[0])
+
+
+def test_a_captured_tensor_may_share_a_buffer_with_the_query() -> None:
+    q, k, v = SHAPE.tensors(torch.float32)
+    buffer = torch.cat([q.flatten(), torch.ones(4)])
+    shared, factor = buffer[:-4].view(q.shape), buffer[-4:]
+    got = flashbwd.flex_attention(shared, k, v, lambda s, b, h, i, j: s * factor[h], enable_gqa=True)
+    torch.testing.assert_close(got, flashbwd.flex_attention(q, k, v, enable_gqa=True))

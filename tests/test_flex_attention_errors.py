@@ -156,3 +156,13 @@ def test_a_mask_without_query_lists_serves_a_call_without_gradients() -> None:
     with torch.no_grad():
         out = flashbwd.flex_attention(**call, block_mask=causal(q_indices=None, q_num_blocks=None))
     assert torch.equal(out, flashbwd.flex_attention(**call, block_mask=causal()))  # type: ignore[arg-type]
+
+
+def test_a_mask_without_query_lists_serves_inputs_that_require_no_gradient() -> None:
+    flashbwd.flex_attention(*SHAPE.tensors(torch.float32), block_mask=causal(q_indices=None), enable_gqa=True)
+
+
+def test_a_compiled_call_names_a_bad_deterministic() -> None:
+    compiled = torch.compile(flashbwd.flex_attention, backend="eager")
+    with pytest.raises(Exception, match="deterministic is 1, expected a bool"):
+        compiled(**good(), deterministic=1)

@@ -137,23 +137,19 @@ def flex_attention(
     RuntimeError
         If ``score_mod`` or ``mask_mod`` raises.
     """
+    _arguments.flag("deterministic", deterministic)
     if is_dynamo_compiling():
         results: Tensor | tuple[Tensor, Tensor] = pytorch_flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
         )
         return results
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)
-    _arguments.flag("deterministic", deterministic)
     query, key, value = arguments.autocast(query, key, value)
-    wants_gradients = torch.is_grad_enabled()
-    call, captured, read = _checked_call(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants_gradients
-    )
-    if (
-        not wants_gradients
-        or transforms_are_active()
-        or not any(t.requires_grad for t in (query, key, value, *captured))
-    ):
+    call, captured, read = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured))
+    if wants_gradients and block_mask is not None:
+        arguments.check_query_lists(block_mask)
+    if not wants_gradients or transforms_are_active():
         out, lse = _forward(call, kernel_options, query, key, value)
     else:
         out, lse = _FlexAttention.apply(
@@ -212,7 +208,9 @@ def flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
+    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
+    if block_mask is not None:
+        arguments.check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     dq, dk, dv, found = _backward(call, query, key, value, out, lse, dout, dlse, captured, order)
@@ -244,7 +242,9 @@ def plan_flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None, True)
+    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
+    if block_mask is not None:
+        arguments.check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     try:
@@ -268,7 +268,6 @@ def _checked_call(
     scale: float | None,
     enable_gqa: bool,
     kernel_options: Mapping[str, Any] | None,
-    wants_gradients: bool,
 ) -> tuple[DecodingCall, list[Tensor], list[Tensor]]:
     """Check everything but types.
 
@@ -283,8 +282,6 @@ def _checked_call(
         captured = captured_of("score_mod", score_mod, True, operands, accumulator(query.dtype))
     if block_mask is not None:
         arguments.check_block_mask(block_mask, query, key)
-        if wants_gradients:
-            arguments.check_query_lists(block_mask)
         lengths = (query.shape[2], key.shape[2])
         if not (query.is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture can't read the lists
             kept(
@@ -320,6 +317,8 @@ def _forward(
         return out, lse
     with arguments.without_autocast(query.device):
         out, lse, _ = decoding_forward(call, query, key, value)
+    if transforms_are_active():  # vmap may batch out but not query, and a batched tensor can't be copied into query's
+        return out.to(query.dtype), lse
     return shaped_like_query(query, value.shape[3]).copy_(out), lse
 
 

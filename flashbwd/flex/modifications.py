@@ -42,7 +42,27 @@ class _RefuseWrites(TorchDispatchMode):
 
 
 def _storage(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # a wrapper of torch.func
+        return None
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether the ranges of memory between the first and the last element of two tensors overlap."""
+    storage = _storage(a)
+    if storage is None or storage != _storage(b) or not a.numel() or not b.numel():
+        return False
+    (first_a, last_a), (first_b, last_b) = _byte_range(a), _byte_range(b)
+    return first_a < last_b and first_b < last_a
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    first = tensor.storage_offset() * tensor.element_size()
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + elements * tensor.element_size()
 
 
 def captured_of(
@@ -102,7 +122,7 @@ def _check_captured(name: str, tensor: Tensor, operands: Mapping[str, Tensor], d
     if tensor.device != device:
         raise ValueError(f"flashbwd: {name} captures a tensor on {tensor.device}, expected query's {device}")
     for operand, value in operands.items():
-        if tensor is value or (tensor.numel() and _storage(tensor) == _storage(value)):
+        if tensor is value or _overlap(tensor, value):
             raise ValueError(
                 f"flashbwd: {name} reads {operand}, expected a function of the score, the indices and other tensors"
             )

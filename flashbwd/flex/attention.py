@@ -349,15 +349,14 @@ def _backward(
     if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
         dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs)
         return dq, dk, dv, [torch.zeros_like(tensor) for tensor in captured]
-    detached = [tensor.detach() for tensor in inputs]
+    q, k, v = query.detach(), key.detach(), value.detach()
     try:
-        kernel = backends.choose(call, *detached, captured, deterministic)
+        kernel = backends.choose(call, q, k, v, captured, deterministic)
         given = torch.zeros_like(out) if dout is None else dout.detach()
-        return *kernel.gradients(given, *detached, out.detach(), lse.detach(), dlse), []
+        return *kernel.gradients(given, q, k, v, out.detach(), lse.detach(), dlse), []
     except UnsupportedError:
         pass
     with torch.no_grad(), arguments.without_autocast(query.device):
-        q, k, v = detached
         *grads, found = decoding_backward(call, q, k, v, out.detach(), lse.detach(), dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
     return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]

@@ -60,8 +60,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    first = tensor.storage_offset() * tensor.element_size()
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    elements = 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + elements * tensor.element_size()
 
 

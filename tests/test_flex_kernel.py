@@ -227,7 +227,7 @@ CASES = [
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_agree_with_the_plain_formula(case: Case, deterministic: bool) -> None:
+def test_sm90_gradients_agree_with_the_plain_formula(case: Case, deterministic: bool) -> None:
     p = build(case)
     check(p, p.run(deterministic=deterministic))
 

@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
+MADE = ENV / "made.txt"  # exists once the environment is complete; after an interruption it is made again
 WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # options of pytest-xdist
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
@@ -57,6 +58,7 @@ def make_environment() -> None:
     if pip.returncode and subprocess.run([str(PYTHON), "-m", "ensurepip"], check=False).returncode:
         shutil.rmtree(ENV)
         sys.exit("this python has no pip: on Debian and Ubuntu, apt install python3-venv")
+    MADE.touch()
 
 
 def wanted() -> tuple[list[str], str]:
@@ -90,7 +92,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         sys.exit(__doc__)
     command, arguments = sys.argv[1], sys.argv[2:]
-    if not PYTHON.exists():
+    if not MADE.exists():
         make_environment()
     install()
     if command == "test":

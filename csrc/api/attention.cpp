@@ -158,7 +158,8 @@ void block_mask_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   const AttentionProblem problem = masked.check();
   AttentionCall& call = masked.call;
   Outputs outputs{new_like(call.q), new_like(call.k), new_like(call.v), {}, {}, {}};
-  run(call, problem, plan_attention(problem, device_info(problem.device)), outputs);
+  const bool empty = problem.batch == 0 || problem.heads == 0;
+  if (!empty) run(call, problem, plan_attention(problem, device_info(problem.device)), outputs);
   stack[0] = boxed(outputs.dq);
   stack[1] = boxed(outputs.dk);
   stack[2] = boxed(outputs.dv);

@@ -264,6 +264,8 @@ void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
     check_dtype(name, *tensor, DType::kInt32, "");
     check_device(name, *tensor, p->device);
     check(is_contiguous(*tensor), name, " has gaps between its elements, expected a contiguous tensor");
+    check(reinterpret_cast<uintptr_t>(tensor->data) % 16 == 0, name,
+          " starts at an address that is no multiple of 16 bytes, expected an aligned one");
   }
   const TensorDesc& lists = a.block_lists;
   const int64_t key_blocks = ceil_div(p->seqlen_k, kKeysOfBlockList);
@@ -272,16 +274,18 @@ void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
     refuse("block_lists has shape ", shape_of(lists), ", expected (", p->batch, " or 1, ", p->heads_kv, " or 1, ",
            key_blocks, ", 4)");
   }
-  if (a.block_entries.dim != 2 || a.block_entries.sizes[1] != 4) {
-    refuse("block_entries has shape ", shape_of(a.block_entries), ", expected (entries, 4)");
+  if (a.block_entries.dim != 2 || a.block_entries.sizes[1] != 4 || a.block_entries.sizes[0] > kMaxSize) {
+    refuse("block_entries has shape ", shape_of(a.block_entries), ", expected (entries, 4) with at most ", kMaxSize,
+           " entries");
   }
   if (a.block_bits.dim != 2) refuse("block_bits has shape ", shape_of(a.block_bits), ", expected (tiles, words)");
   check(!p->varlen && !p->has_seqused, "block_lists came with cu_seqlens or seqused, expected dense sequences");
   check(p->window_left < 0 && p->window_right < 0,
         "block_lists came with a causal mask or a window, expected a block mask that holds them");
+  check(!a.sink, "block_lists came with a sink, expected none");
   p->has_block_mask = true;
   p->block_mask_covers = a.block_mask_covers;
-  p->block_bits_words = a.block_bits.sizes[0] > 0 ? a.block_bits.sizes[1] : 0;
+  p->block_bits_words = a.block_bits.sizes[1];
 }
 
 void check_outputs(const AttentionArguments& a, AttentionProblem* p) {

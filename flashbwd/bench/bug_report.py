@@ -149,6 +149,8 @@ def takeover_lines(device: torch.device) -> list[str]:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         return ["not measured: it needs Transformers (pip install transformers)"]
+    except Exception as error:  # a broken installation must not end the report
+        return [f"not measured: {error}"]
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=512,

@@ -97,7 +97,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (tile_index < 0) {
     return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v);
   }
-  if (problem.block_bits_words != 0 && problem.block_bits_words != 4 * kTiles[tile_index].block_m) {
+  if (problem.has_block_mask && problem.block_bits_words != 4 * kTiles[tile_index].block_m) {
     return "block_bits has " + number(problem.block_bits_words) + " words per tile, expected " +
            number(4 * kTiles[tile_index].block_m) + " at this head dimension";
   }

@@ -6,6 +6,7 @@
 #include "../index/tile_order.h"
 #include "../index/visibility.h"
 #include "../problem.h"
+#include "layout.h"
 
 namespace flashbwd::sm90 {
 namespace {
@@ -134,7 +135,8 @@ int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, c
 // full masks of large head dimensions, CTAs that start late would make one more wave.
 int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int64_t sm_count, const Schedule& s) {
   constexpr int64_t kBytes = 32 << 20;
-  if (p.varlen || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
+  // The few CTAs of an overlapped preprocess would zero the accumulator alone.
+  if (adds_into_zeros(p) || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
   if (is_large(tile) && (tile.feature != Feature::kNone || is_full(p))) return 0;
   return static_cast<int32_t>(sm_count * (is_large(tile) ? 1 : 2) / 11);

@@ -35,9 +35,12 @@ FLASHBWD_INLINE float to_float(BFloat16 value) { return float_of(uint32_t{value.
 FLASHBWD_INLINE float to_float(Float16 value) {
   const uint32_t sign = (uint32_t{value.bits} & 0x8000u) << 16;
   const uint32_t magnitude = (uint32_t{value.bits} & 0x7fffu) << 13;  // exponent and mantissa in float's positions
-  const uint32_t rebiased = bits_of(float_of(magnitude) * 0x1p112f);  // adds the difference of the exponents' biases
+  const uint32_t normal = magnitude + 0x38000000u;                    // adds the difference of the exponents' biases
   const uint32_t special = 0u - uint32_t{magnitude >= 0x0f800000u};   // all bits set for infinities and NaN
-  return float_of(sign | rebiased | (special & 0x7f800000u));
+  // Subnormal numbers have no hidden bit. They are no denormals of float, which a processor may be set to flush.
+  const uint32_t subnormal = bits_of(float_of(magnitude + 0x38800000u) - 0x1p-14f);
+  const uint32_t is_subnormal = 0u - uint32_t{magnitude < 0x00800000u};
+  return float_of(sign | (is_subnormal & subnormal) | (~is_subnormal & normal) | (special & 0x7f800000u));
 }
 
 // Rounds to nearest, ties to even. NaN stays NaN.

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -151,18 +152,20 @@ def takeover_lines(device: torch.device) -> list[str]:
         return ["not measured: it needs Transformers (pip install transformers)"]
     except Exception as error:  # a broken installation must not end the report
         return [f"not measured: {error}"]
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
+    config = LlamaConfig(**sizes)
     with device:
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: torch.nn.Module = LlamaForCausalLM(config)
+        model.to(torch.bfloat16)
         tokens = torch.arange(1024).remainder(256).view(2, 512)
     before = flashbwd.stats()
     with flashbwd.enable():

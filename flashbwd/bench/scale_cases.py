@@ -65,8 +65,11 @@ def scale_cases(devices: int, device_type: str, quick: bool) -> tuple[ScaleCase,
     """The cases on a machine, the short ones first. On the CPU, and with ``quick``, they are small."""
     if device_type == "cpu":
         dense = ScaleCase("scale", devices, 256, 4, 2, 16, "fp32", 2)
-        cases = (dense, replace(dense, seqlen=512))
-        return (*cases, replace(dense, table="scale_packed", lengths=long_tailed_lengths(256, typical=32, longest=128)))
+        return (
+            dense,
+            replace(dense, seqlen=512),
+            replace(dense, table="scale_packed", lengths=long_tailed_lengths(256, typical=32, longest=128)),
+        )
     dense = ScaleCase("scale", devices, 32768, 32, 8, 128)
     # A round of the longest case takes half a minute on two H100s.
     cases = tuple(replace(dense, seqlen=s * 1024, rounds=r) for s, r in ((32, 5), (64, 5), (128, 3), (256, 2)))

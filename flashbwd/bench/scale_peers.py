@@ -117,7 +117,7 @@ def _rows_first(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Te
 
 def _ours_on_one_device(case: ScaleCase, x: ScaleInputs) -> Callable[..., Tensor]:
     if case.lengths is None:
-        return lambda q, k, v: flashbwd.attention(q, k, v, causal=True)  # type: ignore[return-value]
+        return lambda q, k, v: flashbwd.attention(q, k, v, causal=True)
     longest = max(case.lengths)
     options = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), x.cu_seqlens)
     lengths: dict[str, Any] = {**options, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -162,9 +162,9 @@ def _torch_ring(
         chunks = whole.chunk(2 * size, dim=1)
         return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
 
-    def attention(*parts: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # The function is looked up in each call, because the context manager replaces it.
-        return torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     step = _step(attention, tuple(rows(t).transpose(1, 2).contiguous() for t in x.tensors), overrides)
     unused = torch.zeros(1, 2 * size, device=x.tensors[0].device)

@@ -8,7 +8,7 @@ travel back and are added where the rows lie.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def context_parallel_attention(
             tensor = tensor.to(dtype) if tensor.dtype != torch.float64 else tensor
         tensors.append(tensor.unsqueeze(0) if split.packed else tensor)
     q, k, v = tensors
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         "softcap": softcap,
         "deterministic": _arguments.flag("deterministic", deterministic)
@@ -95,8 +95,8 @@ def context_parallel_attention(
     }
     # Check all arguments before anything is sent: later errors would leave other devices waiting.
     empty = [x[:, :0].detach() for x in (q, k, v)]
-    attention(*empty, **options)
-    out, lse = _ContextParallel.apply(q, k, v, split, options)  # type: ignore[no-untyped-call]
+    attention(empty[0], empty[1], empty[2], **options)
+    out, lse = _ContextParallel.apply(q, k, v, split, options)
     if split.packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -114,15 +114,15 @@ class _ContextParallel(torch.autograd.Function):
         for heads, kv in _received(k, v, q.shape[2], split, work):
             for call in work.calls:
                 rows = slice(*call.rows)
-                part = kv[:, slice(*call.key_rows)].split([k.shape[-1], v.shape[-1]], dim=-1)
-                out[:, rows, heads], lse[:, heads, rows] = _forward(call, q[:, rows, heads], *part, options)
+                key, value = kv[:, slice(*call.key_rows)].split([k.shape[-1], v.shape[-1]], dim=-1)
+                out[:, rows, heads], lse[:, heads, rows] = _forward(call, q[:, rows, heads], key, value, options)
         ctx.split, ctx.options = split, options
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         split, options = ctx.split, ctx.options
@@ -140,10 +140,13 @@ class _ContextParallel(torch.autograd.Function):
             for call in work.calls:
                 rows = slice(*call.rows)
                 of_keys = slice(*call.key_rows)
-                part = kv[:, of_keys].split([k.shape[-1], v.shape[-1]], dim=-1)
-                of_rows = [x[:, rows, heads] for x in (dout, q, out)]
-                statistics = [None if x is None else x[:, heads, rows] for x in (lse, dlse)]
-                grads[:, of_keys] += _backward(call, *of_rows, *part, *statistics, dq[:, rows, heads], options)
+                key, value = kv[:, of_keys].split([k.shape[-1], v.shape[-1]], dim=-1)
+                of_rows = {name: x[:, rows, heads] for name, x in (("dout", dout), ("q", q), ("out", out), ("dq", dq))}
+                statistics = {
+                    "softmax_lse": lse[:, heads, rows],
+                    "dlse": None if dlse is None else dlse[:, heads, rows],
+                }
+                grads[:, of_keys] += _backward(call, key, value, of_rows | statistics, options)
             returning.append((kv_heads, _send_back(grads, split, work)))
         for kv_heads, exchange in returning:
             _add_returned(dkv[:, :, kv_heads], exchange.wait(), work)
@@ -189,12 +192,12 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
         return out.unsqueeze(0), lse.unsqueeze(0)
     before = k.shape[1] - q.shape[1]
     if before == 0 or call.window != (-1, 0):
-        return attention(q, k, v, **_mask(call), **options, return_lse=True)  # type: ignore[return-value]
+        return attention(q, k, v, **_mask(call), **options, return_lse=True)
     # PyTorch's fastest forwards support causal masks for squares only, so the keys before the rows are a call of their
     # own without a mask.
     whole = attention(q, k[:, :before], v[:, :before], **options, return_lse=True)
     square = attention(q, k[:, before:], v[:, before:], causal=True, **options, return_lse=True)
-    return _merged(whole, square)  # type: ignore[arg-type]
+    return _merged(whole, square)
 
 
 def _merged(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -205,23 +208,16 @@ def _merged(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple
 
 
 def _backward(
-    call: Call,
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    options: dict[str, Any],
+    call: Call, k: Tensor, v: Tensor, of_rows: Mapping[str, Tensor | None], options: dict[str, Any]
 ) -> Tensor:
-    """Write dq of one call, and return its dk and dv side by side, (B, keys, Hkv, D + Dv)."""
+    """Write dq of one call, and return its dk and dv side by side, (B, keys, Hkv, D + Dv).
+
+    ``of_rows`` are the rows of dout, q, out, softmax_lse, dlse and dq, by the names of ``attention_backward``.
+    """
     dkv = torch.empty(*k.shape[:-1], k.shape[-1] + v.shape[-1], dtype=_accumulator_dtype(k), device=k.device)
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
-    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
-    tensors |= {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
-    lengths = _lengths(call, q.device)
+    tensors: dict[str, Any] = {**of_rows, "k": k, "v": v, "dk": dk, "dv": dv}
+    lengths = _lengths(call, k.device)
     if lengths:
         tensors = {name: None if x is None else x[0] for name, x in tensors.items()}
     attention_backward(**tensors, **lengths, **_mask(call), **options)

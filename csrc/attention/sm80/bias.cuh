@@ -21,7 +21,7 @@ struct Bias {
   using Accumulator = typename Place::Accumulator;
   using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
   static constexpr bool kPieces = sizeof(T) == 2;
-  static constexpr int kOctets = 2 * Traits::kKeyTiles;                     // 8-key blocks of a warp
+  static constexpr int kOctets = 2 * Traits::kKeyTiles;  // 8-key blocks of a warp
   // Whether the registers allow keeping values derived from the lane.
   static constexpr bool kKeepsLane = Traits::kExtras != Extras::kSharedBias;
 

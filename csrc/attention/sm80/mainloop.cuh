@@ -23,11 +23,11 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
   using ScoreWork = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
   using FromCopies = sm80::Copies<Traits>;
   using FromProducts = sm80::Products<Traits>;
-  using typename FromProducts::Gradient, typename FromProducts::Held, typename FromProducts::ScoreTile;
   using FromCopies::advance, FromCopies::fetch_work_tile, FromCopies::first_stage, FromCopies::keys_offset,
       FromCopies::load_douts, FromCopies::load_queries, FromCopies::load_values, FromCopies::start_copies;
   using FromProducts::add_others, FromProducts::add_own, FromProducts::hold, FromProducts::kUnroll,
       FromProducts::store_scores;
+  using typename FromProducts::Gradient, typename FromProducts::Held, typename FromProducts::ScoreTile;
   // Operands of dq loaded at a time. The three products of an fp32 tile depend on each other, so more tiles interleave.
   static constexpr int kDqPairs = sizeof(T) == 4 && Traits::kColumnTiles % 4 == 0 ? 2 : 1;
 

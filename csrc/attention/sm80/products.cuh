@@ -55,7 +55,7 @@ struct Products {
     const typename Kind::template RowsA<Traits::kRowBytes, kHeadSteps> rows_a(
         smem_address(keys), lane, Traits::warp_n() * Traits::kKeyTiles * 16);
     const typename Kind::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
-                                                                      Traits::warp_s() * Traits::kScoreTiles * 8);
+                                                                  Traits::warp_s() * Traits::kScoreTiles * 8);
 #pragma unroll(kInFlight)
     for (int k = 0; k < kHeadSteps; ++k) {
       typename Kind::A a[Traits::kKeyTiles];

@@ -10,10 +10,11 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
-from flashbwd.flex import cache
+from flashbwd.flex import cache, forward
 from flashbwd.flex.backends import KernelCall
 from flashbwd.flex.kernel_lists import UnsupportedError
 
@@ -162,3 +163,16 @@ def test_a_captured_tensor_may_share_a_buffer_with_the_query() -> None:
     shared, factor = buffer[:-4].view(q.shape), buffer[-4:]
     got = flashbwd.flex_attention(shared, k, v, lambda s, b, h, i, j: s * factor[h], enable_gqa=True)
     torch.testing.assert_close(got, flashbwd.flex_attention(q, k, v, enable_gqa=True))
+
+
+def test_pytorchs_forward_is_compiled_for_each_score_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, real = CompileCounter(), torch.compile
+    monkeypatch.setattr(forward, "pytorch_has_a_kernel", lambda query: True)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: real(function, dynamic=dynamic, backend=compiled))
+    torch.compiler.reset()
+    query, key, value = (x.detach() for x in inputs())
+    for n in range(10):
+        names: dict[str, Any] = {}
+        exec(f"def score_mod(score, b, h, q_idx, kv_idx):\n    return score * {n}.5", names)
+        flashbwd.flex_attention(query, key, value, score_mod=names["score_mod"], enable_gqa=True)
+    assert compiled.frame_count == 10

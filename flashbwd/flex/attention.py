@@ -17,10 +17,10 @@ from flashbwd import _arguments
 from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
 from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kept, tensors_of
+from flashbwd.flex.forward import forward
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.modifications import captured_of, name_of
-from flashbwd.mods.in_graph import shaped_like_query
-from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
+from flashbwd.reference.decoding import DecodingCall, decoding_backward
 from flashbwd.reference.modifications import Mod, accumulator
 
 # PyTorch annotates kernel_options and the results more narrowly than it accepts and returns them.
@@ -150,7 +150,7 @@ def flex_attention(
     if wants_gradients and block_mask is not None:
         arguments.check_query_lists(block_mask)
     if not wants_gradients or transforms_are_active():
-        out, lse = _forward(call, kernel_options, query, key, value)
+        out, lse = forward(call, kernel_options, query, key, value)
     else:
         out, lse = _FlexAttention.apply(
             call, kernel_options, _requires_order(deterministic), read, query, key, value, *captured
@@ -304,31 +304,6 @@ def _checked_call(
     return call, [tensor for tensor in captured if tensor.requires_grad], read
 
 
-def _forward(
-    call: DecodingCall, kernel_options: Mapping[str, Any] | None, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    if query.numel() == 0 or key.numel() == 0:
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=accumulator(query.dtype))
-        return query.new_zeros((*query.shape[:3], value.shape[3])), lse
-    if _pytorch_has_a_kernel(query):
-        compiled = torch.compile(pytorch_flex_attention, dynamic=None)
-        mods = (call.score_mod, call.block_mask, call.scale, True, True)
-        out, lse = compiled(query, key, value, *mods, None if kernel_options is None else dict(kernel_options))
-        return out, lse
-    with arguments.without_autocast(query.device):
-        out, lse, _ = decoding_forward(call, query, key, value)
-    if transforms_are_active():  # vmap may batch out but not query, and a batched tensor can't be copied into query's
-        return out.to(query.dtype), lse
-    return shaped_like_query(query, value.shape[3]).copy_(out), lse
-
-
-def _pytorch_has_a_kernel(query: Tensor) -> bool:
-    """Return whether PyTorch compiles its forward for this call, so that it obeys the block lists."""
-    from torch.utils._triton import has_triton
-
-    return query.is_cuda and query.dtype != torch.float64 and has_triton() and not transforms_are_active()
-
-
 def _requires_order(deterministic: bool) -> bool:
     return deterministic or torch.are_deterministic_algorithms_enabled()
 
@@ -377,7 +352,7 @@ class _FlexAttention(torch.autograd.Function):
         value: Tensor,
         *captured: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(call, kernel_options, query, key, value)
+        out, lse = forward(call, kernel_options, query, key, value)
         ctx.call, ctx.deterministic = call, deterministic
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)

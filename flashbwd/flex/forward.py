@@ -1,0 +1,48 @@
+"""The forward of FlexAttention: PyTorch's compiled kernel, or the reference, both of which obey the block lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_attention
+
+from flashbwd._autograd import transforms_are_active
+from flashbwd.flex import arguments
+from flashbwd.mods.in_graph import shaped_like_query
+from flashbwd.reference.decoding import DecodingCall, accumulator, decoding_forward
+
+__all__ = ["forward"]
+
+
+def forward(
+    call: DecodingCall, kernel_options: Mapping[str, Any] | None, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE of a checked call."""
+    if query.numel() == 0 or key.numel() == 0:
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=accumulator(query.dtype))
+        return query.new_zeros((*query.shape[:3], value.shape[3])), lse
+    if pytorch_has_a_kernel(query):
+        from torch._dynamo import config
+
+        compiled: Any = torch.compile(pytorch_flex_attention, dynamic=None)
+        mods = (call.score_mod, call.block_mask, call.scale, True, True)
+        options = None if kernel_options is None else dict(kernel_options)
+        # PyTorch's limit of 8 versions of a function would run the ninth score_mod unfused, which ignores block lists.
+        with config.patch(recompile_limit=2**31 - 1, accumulated_recompile_limit=2**31 - 1):
+            out, lse = compiled(query, key, value, *mods, options)
+        return out, lse
+    with arguments.without_autocast(query.device):
+        out, lse, _ = decoding_forward(call, query, key, value)
+    if transforms_are_active():  # vmap may batch out but not query, and a batched tensor can't be copied into query's
+        return out.to(query.dtype), lse
+    return shaped_like_query(query, value.shape[3]).copy_(out), lse
+
+
+def pytorch_has_a_kernel(query: Tensor) -> bool:
+    """Return whether PyTorch compiles its forward for this call, so that it obeys the block lists."""
+    from torch.utils._triton import has_triton
+
+    return query.is_cuda and query.dtype != torch.float64 and has_triton() and not transforms_are_active()

@@ -73,7 +73,7 @@ tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def allow_tf32(q: Tensor) -> bool:
     """Return the option ``allow_tf32`` of an attention backward."""
-    return q.dtype == torch.float32 and not q.is_cpu and tf32_allowed()
+    return q.dtype == torch.float32 and tf32_allowed()
 
 
 def implement_reference(name: str, implementation: Callable[..., Any]) -> None:

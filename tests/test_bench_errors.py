@@ -242,7 +242,7 @@ def test_without_more_arguments_the_oracle_has_no_mask_and_scales_nothing(kept: 
 
 
 def test_no_mask_of_dropout_is_asked_for_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors.attention_peers, "dropout_mask", lambda *_: pytest.fail("asked for"))
+    monkeypatch.setattr(errors.attention_inputs, "dropout_mask", lambda *_: pytest.fail("asked for"))
     case = replace(ATTENTION, dtype="fp32")
     x = errors.attention_inputs.make_inputs(case, CPU, 0)
     prepared: Any = SimpleNamespace(forward=lambda: None, scope=contextlib.nullcontext)

@@ -289,7 +289,7 @@ def test_gpu_run_finds_all_of_these_files(steps):
     """A file whose tests get the mark from the targets of tests/support.py, and one that names the mark."""
     files = steps.Selection("gpu and not much_memory", "").files
     assert {"tests/test_attention_features.py", "tests/test_sanitizer.py"} <= set(files)
-    assert steps.Selection("gpu and sanitizer", "").files == ["tests/test_sanitizer.py"]
+    assert steps.Selection("gpu and sanitizer", "").files == ["tests/test_flex_kernel.py", "tests/test_sanitizer.py"]
     assert "tests/test_sizes.py" in steps.Selection("gpu and much_memory", "").files
 
 

@@ -284,6 +284,7 @@ def run_in_child(x: inputs.Inputs, pipe: Any) -> None:
     pipe.send(float(run_backward(x.arguments)["dq"].sum()))
 
 
+@pytest.mark.usefixtures("tiny_tiles")  # so that the work is enough for two threads
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     x = inputs.build(cases.BY_NAME["heads_4to2"], torch.float32)
     with threads(2):

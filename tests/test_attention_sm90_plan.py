@@ -516,7 +516,8 @@ def test_short_causal_work_tiles_of_80_and_96_columns_take_the_tile_of_128(
         ({"head_dim": 128, "head_dim_v": 128}, False),
         ({"window_right": 0}, False),
         ({"heads_kv": 4}, False),
-        ({"deterministic": True}, False),
+        ({"deterministic": True}, True),
+        ({"seqlen_q": 900, "total_q": 1800}, False),  # fewer query blocks than key blocks
         ({"has_seqused": True}, False),
         ({"varlen": True}, False),
         ({"softcap": 5.0}, False),
@@ -524,7 +525,7 @@ def test_short_causal_work_tiles_of_80_and_96_columns_take_the_tile_of_128(
     ],
     ids=str,
 )
-def test_default_full_masks_of_head_dimension_256_start_staggered(
+def test_full_masks_of_head_dimension_256_start_staggered(
     host: ModuleType, changes: dict[str, Any], staggered: bool
 ) -> None:
     sizes = square(2, 2048) | {"heads": 8, "heads_kv": 8, "head_dim": 256, "head_dim_v": 256}
@@ -586,7 +587,10 @@ def test_every_schedule_covers_its_work_and_groups_whole_heads(
     if not varlen:
         assert schedule.work_tiles == batch * heads_kv * schedule.tiles_per_head
     assert schedule.ctas <= 132 and (schedule.ctas > 0) == (schedule.work_tiles > 0)
-    assert (schedule.dispatch == host.Dispatch.kStatic) == (deterministic and schedule.mirrored_pairs)
+    waves = schedule.mirrored_pairs or schedule.query_blocks_apart > 0
+    assert (schedule.dispatch == host.Dispatch.kStatic) == (deterministic and waves)
+    # What runs at the same time starts at query blocks of its own.
+    assert schedule.query_blocks_apart * min(key_blocks, 66) <= schedule.query_blocks
     assert (schedule.dq_order == host.DqOrder.kOrdered) == deterministic
     if schedule.reversed and not varlen:
         # Whole groups of whole heads go in reverse order, the last group does not.
@@ -636,8 +640,13 @@ def test_only_deterministic_plans_are_cooperative_and_a_plan_names_the_one_way_t
     assert " or " not in plan.schedule
 
 
-def test_only_mirrored_pairs_of_deterministic_calls_need_a_cooperative_launch(host: ModuleType) -> None:
+def test_only_mirrored_pairs_and_staggered_starts_of_deterministic_calls_need_a_cooperative_launch(
+    host: ModuleType,
+) -> None:
     sizes = square(2, 8192) | {"heads": 16, "head_dim": 128, "head_dim_v": 128, "deterministic": True}
     assert plan_of(host, **sizes, heads_kv=4, window_right=0).cooperative
     assert not plan_of(host, **sizes, heads_kv=4).cooperative
     assert not plan_of(host, **sizes, heads_kv=16, window_right=0).cooperative
+    sizes |= {"heads_kv": 16, "head_dim": 256, "head_dim_v": 256}
+    assert plan_of(host, **sizes).cooperative
+    assert not plan_of(host, **sizes, window_right=0).cooperative

@@ -160,6 +160,21 @@ def test_a_staggered_loop_goes_on_at_its_first_block_after_the_last(
     assert host.query_positions_staggered(first_index, heads, blocks, first_block, False) == [expected] * 3
 
 
+@given(
+    first_index=st.integers(0, 9),
+    first_head=st.integers(0, 9),
+    entries=st.lists(st.tuples(*[st.integers(-1, 2**20)] * 4), max_size=6),
+)
+def test_a_listed_loop_visits_the_entries_of_its_list_in_order(
+    first_index: int, first_head: int, entries: list[tuple[int, int, int, int]]
+) -> None:
+    expected = [
+        [first_index + i, first_head + head, block, bits, adds_before]
+        for i, (block, head, bits, adds_before) in enumerate(entries)
+    ]
+    assert host.listed_positions(first_index, first_head, entries) == expected
+
+
 @pytest.mark.parametrize("length", [2**30, INT_MAX])
 @pytest.mark.parametrize("window", [-1, 0, 4096, INT_MAX, 2**62])
 def test_lengths_and_windows_up_to_the_integer_limit_do_not_overflow(length: int, window: int) -> None:
@@ -461,8 +476,8 @@ def paired_waves(
         _, head, number = host.dense_work_tile(index, 1, heads, pairs, head_group)
         first_head = head // head_group * head_group
         first, end = first_head * pairs, min((first_head + head_group) * pairs, heads * pairs)
-        wave = host.pairs_in_wave(index, first, end, min(head_group, heads - first_head), workers)
-        assert wave.before + wave.place == number
+        wave = host.tiles_in_wave(index, first, end, min(head_group, heads - first_head), workers)
+        assert wave.before + wave.rank == number
 
         def steps_of(n: int, second: bool, wave: Any) -> list[Any]:
             loop = range(*host.query_blocks(v, n, block_m, block_n))
@@ -575,6 +590,45 @@ def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_t
 def test_in_a_wave_of_pairs_jobs_wait_in_the_beginning_only(group: int) -> None:
     v = host.make_visibility(128, 128, -1, 0, Causal.kBottomRight)
     assert paired_waves(64, 2, 2, v, 1, 2, group, 0).makespan() == group * 2 * (64 + 1) + 31
+
+
+def ring_waves(workers: int, heads: int, head_group: int, key_blocks: int, query_blocks: int, apart: int) -> Waves:
+    """Key blocks of full masks with a staggered start."""
+    jobs = []
+    for index in range(heads * key_blocks):
+        _, head, number = host.dense_work_tile(index, 1, heads, key_blocks, head_group)
+        first_head = head // head_group * head_group
+        first, end = first_head * key_blocks, min(first_head + head_group, heads) * key_blocks
+        wave = host.tiles_in_wave(index, first, end, min(head_group, heads - first_head), workers)
+        assert wave.before + wave.rank == number
+        start = host.staggered_start(wave.rank, apart, query_blocks)
+        loop = [(start + i) % query_blocks for i in range(query_blocks)]
+        jobs.append((head, [(m, host.ring_turn(wave, m, apart)) for m in loop]))
+    return Waves(workers, jobs)
+
+
+@given(
+    workers=st.integers(1, 20),
+    heads=st.integers(1, 5),
+    head_group=st.integers(1, 5),
+    key_blocks=st.integers(1, 30),
+    spare_query_blocks=st.integers(0, 60),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=1000, deadline=None)
+def test_waves_of_a_staggered_start_take_turns_and_never_deadlock(
+    workers: int, heads: int, head_group: int, key_blocks: int, spare_query_blocks: int, seed: int
+) -> None:
+    at_once = min(key_blocks, workers)
+    query_blocks = at_once + spare_query_blocks
+    waves = ring_waves(workers, heads, head_group, key_blocks, query_blocks, query_blocks // at_once)
+    assert_turns_are_complete(waves)
+    assert waves.run(random.Random(seed))
+    assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(query_blocks))
+
+
+def test_in_a_wave_of_a_staggered_start_no_key_block_waits() -> None:
+    assert ring_waves(16, 2, 1, 32, 40, 2).makespan() == 2 * 2 * 40
 
 
 # The order of work

@@ -47,7 +47,7 @@ struct KeyBlockList {
 };
 
 // One iteration of a query loop.
-struct QueryBlockEntry {
+struct alignas(16) QueryBlockEntry {
   int32_t query_block;
   int32_t head;         // query head within those of the KV head
   int32_t bits;         // index of its tile of bits, or -1 if every pair of the tile is visible

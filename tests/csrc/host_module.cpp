@@ -10,6 +10,7 @@
 
 #include "../../csrc/attention/index/dq_layout.h"
 #include "../../csrc/attention/index/dq_order.h"
+#include "../../csrc/attention/index/list_iterator.h"
 #include "../../csrc/attention/index/query_iterator.h"
 #include "../../csrc/attention/index/query_loop.h"
 #include "../../csrc/attention/index/tile_order.h"
@@ -64,6 +65,28 @@ std::array<std::vector<Position>, 3> positions(int32_t first_index, Position hea
     found[2].emplace_back(small.head(), small.query_block());
     rereading.advance_rereading(tile);
     small.advance(tile);
+  }
+  return found;
+}
+
+struct ListedTile : ListedLoop<true> {
+  int32_t first_index, iterations, first_head;
+};
+
+// What the iterator of a block mask visits. `entries`: query block, head within the KV head, tile of bits, adds before.
+std::vector<std::array<int32_t, 5>> listed_positions(int32_t first_index, int32_t first_head,
+                                                     const std::vector<std::array<int32_t, 4>>& entries) {
+  std::vector<QueryBlockEntry> list;
+  for (const auto& [query_block, head, bits, adds_before] : entries)
+    list.push_back({query_block, head, bits, adds_before});
+  ListedTile tile;
+  tile.entries = list.data();
+  tile.first_index = first_index;
+  tile.iterations = static_cast<int32_t>(list.size());
+  tile.first_head = first_head;
+  std::vector<std::array<int32_t, 5>> found;
+  for (ListIterator step(tile); step.index < step.end; step.advance(tile)) {
+    found.push_back({step.index, step.head(), step.query_block(), step.entry.bits, step.entry.adds_before});
   }
   return found;
 }
@@ -296,6 +319,7 @@ void bind_order(py::module_& m) {
   m.def("query_positions", &positions<false, false>);
   m.def("query_positions_by_heads", &positions<true, false>);
   m.def("query_positions_staggered", &positions<false, true>);
+  m.def("listed_positions", &listed_positions);
   m.def("split_query_loop", [](int32_t steps, int32_t split, int32_t num_splits) {
     return pair_of(split_query_loop(steps, split, num_splits));
   });
@@ -309,12 +333,13 @@ void bind_order(py::module_& m) {
   m.def("staggered_start", &staggered_start);
   m.def("ordered_turn", &ordered_turn);
   m.def("reversed_turn", &reversed_turn);
-  py::class_<PairsInWave>(m, "PairsInWave")
-      .def(py::init([](int32_t before, int32_t place, int32_t size) { return PairsInWave{before, place, size}; }))
-      .def_readonly("before", &PairsInWave::before)
-      .def_readonly("place", &PairsInWave::place)
-      .def_readonly("size", &PairsInWave::size);
-  m.def("pairs_in_wave", &pairs_in_wave);
+  py::class_<TilesInWave>(m, "TilesInWave")
+      .def(py::init([](int32_t before, int32_t rank, int32_t size) { return TilesInWave{before, rank, size}; }))
+      .def_readonly("before", &TilesInWave::before)
+      .def_readonly("rank", &TilesInWave::rank)
+      .def_readonly("size", &TilesInWave::size);
+  m.def("tiles_in_wave", &tiles_in_wave);
+  m.def("ring_turn", &ring_turn);
   m.def("pair_turn", &pair_turn);
   m.def("heads_in_l2", &heads_in_l2);
   m.def("heads_abreast", &heads_abreast);
@@ -353,6 +378,7 @@ void bind_sm90_schedule(py::module_& m) {
       .def_readonly("work_tiles", &Schedule::work_tiles)
       .def_readonly("ctas", &Schedule::ctas)
       .def_readonly("heads_outermost", &Schedule::heads_outermost)
+      .def_readonly("wave_size", &Schedule::wave_size)
       .def_readonly("query_blocks_apart", &Schedule::query_blocks_apart)
       .def_readonly("fetches_early", &Schedule::fetches_early)
       .def_readonly("dq_order", &Schedule::dq_order)

@@ -31,44 +31,51 @@ FLASHBWD_HOST_DEVICE constexpr int32_t reversed_turn(const Visibility& v, int32_
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Mirrored pairs: causal load balancing
+// Waves
 //
-// With P pairs per head, pair p is key block num_key_blocks - P + p, from the last query block down, then key block
-// P - 1 - p, from its diagonal up. Together they have as many query blocks as any other pair. In a head with an odd
-// number of key blocks, pair 0 has no second part.
-//
-// Deterministic calls: a static scheduler deals work tile i to CTA i % ctas in a cooperative launch, so all CTAs run
-// from the start, and the work tiles i / ctas of all CTAs are a wave. Adds happen by wave; within a wave, first parts
-// come before second parts, each in ascending order of pairs. A first part waits only for first parts of pairs before
-// it and for earlier waves. A second part also waits for all first parts of its wave, which wait for no second part of
-// this wave. By induction all end.
-//
-// Otherwise a dynamic scheduler hands out pairs, all pairs of a head count as one wave, and only the first and the last
-// add of a tile have a place in the order. The first add belongs to a pair handed out before all others that see the
-// tile; the last add belongs to the last pair, and a wait for it is a wait for earlier pairs.
+// A static scheduler deals work tile i to worker i % wave_size (a CTA, or a cluster) in a cooperative launch, so all
+// workers run from the start. The work tiles with the same i / wave_size are a wave. Adds happen by wave, and within a
+// wave in an order that each of the two functions below defines. docs/kernels/attention_sm90.md has the arguments for
+// progress.
 
-// The pairs of a head that are in one wave.
-struct PairsInWave {
-  int32_t before = 0;  // pairs of the head in earlier waves
-  int32_t place = 0;   // of the pair in question among those of this wave
-  int32_t size = 1;    // pairs of the head in this wave
+// The work tiles of one head that are in the same wave as the tile in question.
+struct TilesInWave {
+  int32_t before = 0;  // work tiles of the head in earlier waves
+  int32_t rank = 0;    // of the tile in question among those of this wave
+  int32_t size = 1;    // work tiles of the head in this wave
 };
 
-// Work tiles of the pair's head lie at index + i * stride, for all i that stay in [first, end).
-FLASHBWD_HOST_DEVICE constexpr PairsInWave pairs_in_wave(int32_t index, int32_t first, int32_t end, int32_t stride,
-                                                         int32_t ctas) {
-  const int32_t wave = index / ctas * ctas;
-  const int32_t place = (index - static_cast<int32_t>(at_least(first, wave))) / stride;
-  const int32_t after = (static_cast<int32_t>(at_most(end, int64_t{wave} + ctas)) - 1 - index) / stride;
-  return {(index - first) / stride - place, place, place + 1 + after};
+// Work tiles of the head lie at index + i * stride, for all i that stay in [first, end).
+FLASHBWD_HOST_DEVICE constexpr TilesInWave tiles_in_wave(int32_t index, int32_t first, int32_t end, int32_t stride,
+                                                         int32_t wave_size) {
+  const int32_t wave = index / wave_size * wave_size;
+  const int32_t rank = (index - static_cast<int32_t>(at_least(first, wave))) / stride;
+  const int32_t after = (static_cast<int32_t>(at_most(end, int64_t{wave} + wave_size)) - 1 - index) / stride;
+  return {(index - first) / stride - rank, rank, rank + 1 + after};
 }
 
-// How many parts of pairs add to a dq tile before this part does. `seen` is the number of key blocks that the tile
-// sees, which are the first ones of the head.
-FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const PairsInWave& wave, bool second, int32_t seen,
+// Ring order, for full masks with a staggered start: the key block of rank r starts at query block r * blocks_apart and
+// goes around, where size * blocks_apart is at most the number of query blocks. The key blocks of the wave add to query
+// tile m in the order in which they come to it. An add of iteration i waits only for earlier waves and for adds of
+// iterations before i.
+FLASHBWD_HOST_DEVICE constexpr int32_t ring_turn(const TilesInWave& wave, int32_t m, int32_t blocks_apart) {
+  const int32_t nearest = static_cast<int32_t>(at_most(m / blocks_apart, wave.size - 1));  // starts last before m
+  const int32_t earlier = nearest - wave.rank;
+  return wave.before + (earlier >= 0 ? earlier : earlier + wave.size);
+}
+
+// Mirrored pairs, which balance causal masks. With P pairs per head, pair p is key block num_key_blocks - P + p, from
+// the last query block down, then key block P - 1 - p, from its diagonal up. Together they have as many query blocks as
+// any other pair. In a head with an odd number of key blocks, pair 0 has no second part.
+//
+// Returns how many parts of pairs add to a dq tile before this part does: in a wave all first parts come before all
+// second parts, each in ascending order of pairs. `seen` is the number of key blocks that the tile sees, which are the
+// first ones of the head. With a dynamic scheduler all pairs of a head count as one wave, and only the first and the
+// last add of a tile have a place in the order; the last belongs to the pair handed out last.
+FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const TilesInWave& wave, bool second, int32_t seen,
                                                  int32_t num_key_blocks) {
   // The tile sees the first parts of pairs [0, end_first) and the second parts of pairs [first_second, pairs).
-  const int32_t pairs = (num_key_blocks + 1) / 2, pair = wave.before + wave.place;
+  const int32_t pairs = (num_key_blocks + 1) / 2, pair = wave.before + wave.rank;
   const int32_t first_second = pairs - (seen < num_key_blocks / 2 ? seen : num_key_blocks / 2);
   if (!second) return pair + (wave.before > first_second ? wave.before - first_second : 0);
   const int32_t end_first = pairs - num_key_blocks + seen, last = wave.before + wave.size;

@@ -11,7 +11,8 @@ namespace flashbwd::sm90 {
 // One producer warpgroup and two consumer warpgroups. 65536 registers for 3 warpgroups are 512 per lane, allocated in
 // steps of 8: 24 + 2 * 240 = 504.
 constexpr int kConsumerWarpgroups = 2;
-constexpr int kThreads = (kConsumerWarpgroups + 1) * kWarpgroupThreads;
+constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
+constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 

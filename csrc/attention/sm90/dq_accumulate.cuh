@@ -101,7 +101,7 @@ struct StoreWarps {
   }
 
  private:
-  static __device__ __forceinline__ int32_t adds_before(const ListIterator& step) { return step.adds_before; }
+  static __device__ __forceinline__ int32_t adds_before(const ListIterator& step) { return step.entry.adds_before; }
   static __device__ __forceinline__ int32_t adds_before(const QueryIterator&) { return 0; }
 
   template <int kBuffer>

@@ -34,13 +34,16 @@ struct DqTurn {
   bool is_last = false;    // the last add to the tile, which writes dq
 };
 
-// How many adds to the tile come before that of `work`. `key_blocks` see the tile.
+// How many adds to query tile `query_block` come before that of `work`. `key_blocks` see the tile.
 template <typename WorkTile>
-__device__ __forceinline__ int32_t adds_before(const KernelParams& params, const WorkTile& work,
+__device__ __forceinline__ int32_t adds_before(const KernelParams& params, const WorkTile& work, int32_t query_block,
                                                const BlockRange& key_blocks) {
+  if (WorkTile::kStaggers && params.schedule.query_blocks_apart > 0) {
+    return ring_turn(work.in_wave, query_block, params.schedule.query_blocks_apart);
+  }
   const int32_t key_block = work.first_key / WorkTile::kKeys;
   if (!WorkTile::kByHeads && params.schedule.mirrored_pairs) {  // heads are outermost in windows only
-    return pair_turn(work.pairs, work.second, key_blocks.end, params.schedule.key_blocks);
+    return pair_turn(work.in_wave, work.second, key_blocks.end, params.schedule.key_blocks);
   }
   // As reversed_turn and ordered_turn in index/dq_order.h, from bounds that the caller has.
   return work.reversed ? key_blocks.end - 1 - key_block : key_block - key_blocks.begin;
@@ -71,7 +74,7 @@ __device__ __forceinline__ void number_turn(const KernelParams& params, const ty
   // index/visibility.h, key_blocks, for a tile that sees a key
   const BlockRange key_blocks = {max(first_query + v.lo, 0) / kKeys,
                                  (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1};
-  turn.number = adds_before(params, work, key_blocks);
+  turn.number = adds_before(params, work, query_block, key_blocks);
   turn.stores = turn.number == 0 && !params.dq.starts_at_zero;
   if constexpr (Traits::kLastWritesDq) {
     turn.is_last = params.schedule.last_add_writes_dq && turn.number == key_blocks.size() - 1;

@@ -7,9 +7,9 @@
 #include <algorithm>
 
 #include "dq_accumulate.cuh"
-#include "fragments.cuh"
 #include "kernel_params.h"
 #include "score_mod/score_mod.cuh"
+#include "tile_mask.cuh"
 #include "traits.cuh"
 
 namespace flashbwd::sm90 {
@@ -20,6 +20,7 @@ struct Mainloop {
   using T = typename Traits::T;
   using ScoreMod = sm90::ScoreMod<Traits>;
   using DqHandover = sm90::DqHandover<Traits>;
+  using TileMask = std::conditional_t<Traits::kBlockMask, BitMask<Traits>, BandMask<Traits>>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
@@ -46,10 +47,8 @@ struct Mainloop {
   const typename Traits::WorkTile& work;
   int32_t warpgroup;
   uint32_t& last_turns;  // a phase bit for each buffer of dq, flipped by each last add
-  std::conditional_t<Traits::kBlockMask, ListedStep, QueryIterator> step{work};
-  uint32_t visible[Traits::kBitWords];  // block masks: a bit for each of the thread's scores in this iteration
-  // Copied from work, because every iteration needs them and shared memory would answer too late.
-  BlockRange interior = work.interior;
+  typename TileMask::Step step = TileMask::first_step(smem, work);
+  TileMask tile_mask{work};
   int32_t last_step = step.end - 1;
   int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
   int32_t lane = threadIdx.x % 32;
@@ -217,7 +216,7 @@ struct Mainloop {
     wait_queries<DoutRing>(smem.dout_full, smem.dout);
     const RowPairs<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(step.index)][own_query + pair]);
     const float* const first_delta = &smem.delta[stage][own_query + pair];
-    load_bits();
+    tile_mask.load(*this);
     const ScoreMod mod(*this);
     if constexpr (ScoreMod::kDeltaFirst) {
       for_each_row<0, kBlockM / 2>(RowPairs<0>(first_delta), [&](int i, float row) { dp[0][i] = row; });
@@ -247,61 +246,6 @@ struct Mainloop {
     if constexpr (kEarlyDv) wait_products<0>();
   }
 
-  // Zeroes what this iteration's mask hides: scores, or packed pairs of them.
-  __device__ __forceinline__ void mask_scores(Scores& s) const {
-    if constexpr (Traits::kBlockMask) {
-      if (!is_partial()) return;
-      mask_by_bits(s[0], visible);
-      return;
-    }
-    if (is_interior()) return;
-#pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
-      mask(s[part], tile_visibility(), own_row() + part * 64, own_query + pair);
-    }
-  }
-  __device__ __forceinline__ void mask_pairs(Operand& pairs) const {
-    if (!is_interior()) sm90::mask_pairs(pairs[0], tile_visibility(), own_row(), pair);
-  }
-  __device__ __forceinline__ bool is_interior() const { return interior.contains(query_block()); }
-
-  // Block masks. A tile of bits has kBitWords words for each consumer thread. All pairs of other tiles are visible.
-  __device__ __forceinline__ bool is_partial() const {
-    return Traits::kBitWords == 1 ? visible[0] != ~0u : (visible[0] & visible[Traits::kBitWords - 1]) != ~0u;
-  }
-  __device__ __forceinline__ const QueryBlockEntry& entry() const {
-    return smem.listed.entries[QueryRing::stage(step.index)];
-  }
-  __device__ __forceinline__ void load_bits() {
-    if constexpr (Traits::kBlockMask) {
-      const int32_t tile = entry().bits;
-      const int64_t word = (int64_t{tile} * kConsumerThreads + read_thread() - kWarpgroupThreads) * Traits::kBitWords;
-#pragma unroll
-      for (int i = 0; i < Traits::kBitWords; ++i) {
-        visible[i] = tile >= 0 ? __ldg(params.attention.block_mask.bits + word + i) : ~0u;
-      }
-    }
-  }
-
-  // What this iteration visits.
-  __device__ __forceinline__ int32_t query_block() const {
-    if constexpr (Traits::kBlockMask) {
-      return entry().query_block;
-    } else {
-      return step.query_block();
-    }
-  }
-  __device__ __forceinline__ int32_t head() const {
-    if constexpr (Traits::kBlockMask) {
-      return entry().head;
-    } else {
-      return step.head();
-    }
-  }
-  // The mask of this iteration's tile.
-  __device__ __forceinline__ TileVisibility tile_visibility() const {
-    return {work.visibility, work.first_key, query_block() * kBlockM};
-  }
   // The first key of this thread within the tile.
   __device__ __forceinline__ int32_t own_row() const { return own_key + warp * 16 + lane / 4; }
 
@@ -331,9 +275,9 @@ struct Mainloop {
   __device__ __forceinline__ void wait_queries(uint64_t* full, uint8_t (*tiles)[Traits::kQueryBytes]) {
     const int32_t stage = Ring::stage(step.index);
     mbarrier_wait(&full[stage], Ring::phase(step.index));
-    if constexpr (Traits::kBlockMask) return;  // TMA loads zeros past the end of a dense tensor
-    const int32_t valid = work.visibility.seqlen_q - query_block() * kBlockM;
-    if (params.rows_may_be_poisoned && valid < kBlockM) {
+    const int32_t valid = work.visibility.seqlen_q - step.query_block() * kBlockM;
+    // With a block mask, tensors are dense, and TMA loads zeros past their end.
+    if (!Traits::kBlockMask && params.rows_may_be_poisoned && valid < kBlockM) {
       scrub<Traits::kChunks, Traits::kQueryChunkBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
                                                                                     kConsumersBarrier);
     }

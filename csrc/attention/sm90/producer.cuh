@@ -97,7 +97,7 @@ struct Producer {
         mbarrier_arrive(&smem.work_wanted);
       }
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
-      if constexpr (WorkTile::kListed) smem.listed.entries[stage] = {step.query_block(), head, step.bits, 0};
+      if constexpr (WorkTile::kListed) smem.listed.entries[stage] = {step.query_block(), head, step.entry.bits, 0};
       load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage],
                                                            query_row, head, batch_q,
                                                            Traits::kStatisticBytes + kBiasBytes);

@@ -109,7 +109,7 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
     while (all % group != 0) --group;
     return static_cast<int32_t>(group);
   }
-  if (!s.counts_adds() || p.varlen) return static_cast<int32_t>(group);
+  if (!s.counts_adds() || p.varlen || s.query_blocks_apart > 0) return static_cast<int32_t>(group);
   // Neighbouring pairs of a head share its query blocks.
   if (s.mirrored_pairs) return static_cast<int32_t>(std::min<int64_t>(2, all));
   if (is_full(p)) {
@@ -123,10 +123,11 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   return static_cast<int32_t>(std::min(group, all));
 }
 
-// The distance of a staggered start; 0 for none.
-int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, const Schedule& s) {
-  if (!staggers_start(tile) || s.counts_adds() || s.query_blocks == 0) return 0;
-  return is_full(p) && !is_gqa(p) && has_whole_sequences(p) ? 4 : 0;
+// The distance of a staggered start; 0 for none. The key blocks of a head that run at the same time start at even
+// distances over its query blocks.
+int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, int64_t workers, const Schedule& s) {
+  if (!staggers_start(tile) || !is_full(p) || is_gqa(p) || !has_whole_sequences(p) || s.key_blocks == 0) return 0;
+  return static_cast<int32_t>(s.query_blocks / std::min<int64_t>(s.key_blocks, workers));
 }
 
 // ---- preprocess --------------------------------------------------------------------------------------
@@ -171,7 +172,13 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   const int64_t heads = p.heads_kv * s.gqa_splits;
   s.work_tiles = static_cast<int32_t>(p.varlen ? varlen_work_tiles(p.total_k, p.batch, heads, tile.block_n)
                                                : p.batch * heads * s.tiles_per_head);
-  s.ctas = static_cast<int32_t>(std::min<int64_t>(s.work_tiles, workers) * tile.ctas);
+  s.query_blocks_apart = choose_query_blocks_apart(p, tile, workers, s);
+  s.wave_size = static_cast<int32_t>(std::min<int64_t>(s.work_tiles, workers));
+  if (p.deterministic && (s.mirrored_pairs || s.query_blocks_apart > 0)) {
+    s.dispatch = Dispatch::kStatic;
+    s.wave_size = static_cast<int32_t>(ceil_div(s.work_tiles, ceil_div(s.work_tiles, s.wave_size)));  // equal waves
+  }
+  s.ctas = s.wave_size * tile.ctas;
   s.heads_per_group = choose_heads_per_group(p, tile, workers, s);
   if (p.varlen && s.counts_adds() && !s.reversed) {
     s.key_blocks_per_group =
@@ -184,11 +191,6 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
         p.varlen ? s.work_tiles
                  : static_cast<int32_t>(before_last / s.heads_per_group * s.heads_per_group) * s.tiles_per_head;
   }
-  if (p.deterministic && s.mirrored_pairs) {
-    s.dispatch = Dispatch::kStatic;
-    s.ctas = static_cast<int32_t>(ceil_div(s.work_tiles, ceil_div(s.work_tiles, s.ctas)));  // waves of equal size
-  }
-  s.query_blocks_apart = choose_query_blocks_apart(p, tile, s);
   constexpr int64_t kShortLoop = 8;  // iterations
   s.fetches_early = early_steps(tile) > 0 && !(s.counts_adds() && queries_seen(p) < kShortLoop * tile.block_m);
   s.preprocess_ctas = choose_preprocess_ctas(p, tile, sm_count, s);

@@ -20,7 +20,7 @@ namespace flashbwd::sm90 {
 
 enum class Dispatch : int8_t {
   kDynamic,  // CTAs take work tiles from an atomic counter
-  kStatic,   // work tile i belongs to CTA i % ctas; a cooperative launch, because CTAs wait for one another
+  kStatic,   // work tile i belongs to worker i % wave_size; a cooperative launch, because workers wait for one another
 };
 
 enum class DqOrder : int8_t {
@@ -44,10 +44,11 @@ struct Schedule {
   int32_t reversed_tiles = 0;        // ... in these first work tiles
   int32_t work_tiles = 0;            // an upper bound for packed inputs
   int32_t ctas = 0;
+  int32_t wave_size = 0;  // static dispatch: work tiles that run at the same time
 
   // The query loop
   bool heads_outermost = false;    // all query blocks of a query head, then the next head; else heads are innermost
-  int32_t query_blocks_apart = 0;  // staggered start: key block n starts so many query blocks after key block n - 1
+  int32_t query_blocks_apart = 0;  // staggered start: each key block starts so many query blocks after the one before
   bool fetches_early = false;      // a CTA takes its next work tile before it has loaded all of the current one
 
   // dq

@@ -6,11 +6,11 @@
 
 #include "../../common/pipeline.cuh"
 #include "../index/dq_order.h"
+#include "../index/list_iterator.h"
 #include "../index/query_iterator.h"
 #include "../index/query_loop.h"
 #include "../index/tile_order.h"
 #include "../sequence.cuh"
-#include "block_mask.cuh"
 #include "kernel_params.h"
 
 namespace flashbwd::sm90 {
@@ -74,7 +74,7 @@ struct WorkTile : ListedLoop<kListed_> {
   int32_t key_block;
   int32_t first_key;
   int32_t first_flag, last_flag;  // of the row statistics that it needs, see PreprocessFlags
-  PairsInWave pairs;              // mirrored pairs
+  TilesInWave in_wave;            // of the order of adds, if it goes by waves
   bool descending;                // the query loop goes from the last query block to the first
   bool reversed;                  // Schedule::reversed holds for this tile
   bool second;                    // the second part of a mirrored pair
@@ -144,7 +144,8 @@ struct WorkTile : ListedLoop<kListed_> {
     first_block = descending ? query_range.end - 1 : query_range.begin;
     past_block = descending ? query_range.begin - 1 : query_range.end;
     if (kStaggers && schedule.query_blocks_apart > 0) {
-      first_block = staggered_start(key_block, schedule.query_blocks_apart, schedule.query_blocks);
+      const int32_t rank = schedule.dispatch == Dispatch::kStatic ? in_wave.rank : key_block;
+      first_block = staggered_start(rank, schedule.query_blocks_apart, schedule.query_blocks);
     }
     forget_registers();
     tma_dkdv = params.tma_dkdv && (p.cu_seqlens_k == nullptr || first_key + kBlockN <= sequence.rows_k);
@@ -172,14 +173,14 @@ struct WorkTile : ListedLoop<kListed_> {
     second = state.second;
     reversed = schedule.reversed && state.tile < schedule.reversed_tiles;
     key_block = number;
-    pairs = {0, number, schedule.tiles_per_head};
+    in_wave = {0, number, schedule.tiles_per_head};
     if (schedule.dispatch == Dispatch::kStatic) {
       const int32_t heads = p.batch * p.heads_kv * schedule.gqa_splits;
       const int32_t group_tiles = schedule.heads_per_group * schedule.tiles_per_head;
       const int32_t first = state.tile / group_tiles * group_tiles;
       const int32_t end = min(first + group_tiles, schedule.work_tiles);
       const int32_t stride = min(schedule.heads_per_group, heads - state.tile / group_tiles * schedule.heads_per_group);
-      pairs = pairs_in_wave(state.tile, first, end, stride, schedule.ctas);
+      in_wave = tiles_in_wave(state.tile, first, end, stride, schedule.wave_size);
     }
     // Where pairs count adds, the pair in the middle comes first.
     if (schedule.mirrored_pairs && schedule.counts_adds()) key_block = schedule.tiles_per_head - 1 - key_block;

@@ -6,6 +6,7 @@
 #include "../../common/wgmma.cuh"
 #include "config.h"
 #include "dq_semaphores.cuh"
+#include "tile_mask.cuh"
 #include "tile_scheduler.cuh"
 
 namespace flashbwd::sm90 {
@@ -19,7 +20,6 @@ enum NamedBarrier : uint32_t {
   kScoresBarrier = 14,    // + warpgroup: the other warpgroup arrives, this one waits until that has issued its S
 };
 
-constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
 constexpr int kStoreWarps = 2;  // each has a buffer of dq and every other iteration
 constexpr int kDqFullThreads = kConsumerThreads + 32;
 constexpr int kDqEmptyThreads = kWarpgroupThreads + 32;
@@ -54,7 +54,6 @@ struct Traits {
   static constexpr bool kBias = copies_bias(kTile.feature);
   static constexpr bool kScores = changes_scores(kTile.feature);
   static constexpr bool kBlockMask = has_block_mask(kTile.feature);
-  static constexpr int kBitWords = kBlockM / 64;  // of a consumer thread in a tile of a block mask
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
   // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;

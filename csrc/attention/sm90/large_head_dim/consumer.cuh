@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "../fragments.cuh"
 #include "../kernel_params.h"
+#include "../tile_mask.cuh"
 #include "traits.cuh"
 
 namespace flashbwd::sm90::large_head_dim {

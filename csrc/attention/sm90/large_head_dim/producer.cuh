@@ -92,9 +92,12 @@ struct Producer {
     Loader::load_v(params, smem, work);
   }
 
-  // The CTA of rank 0 takes a work tile from the counter and sends its index to the other CTA.
+  // Dynamic dispatch: the CTA of rank 0 takes a work tile from the counter and sends its index to the other CTA.
   static __device__ __forceinline__ int32_t take_tile(const KernelParams& params, SharedStorage& smem, int32_t rank,
                                                       uint32_t taken) {
+    if (WorkTile::kStaggers && params.schedule.dispatch == Dispatch::kStatic) {
+      return static_cast<int32_t>(blockIdx.x / Traits::kCtas + taken * params.schedule.wave_size);
+    }
     if (!Traits::kPairs) return atomicAdd(params.tiles_taken, 1);
     int32_t tile;
     if (rank == 0) {

@@ -3,7 +3,7 @@
 // and then calls the members in the order below. `c` is the consumer warpgroup.
 #pragma once
 
-#include "../fragments.cuh"
+#include "../tile_mask.cuh"
 
 namespace flashbwd::sm90 {
 
@@ -26,7 +26,7 @@ struct PlainScores {
   __device__ __forceinline__ void probabilities(const Consumer& c, Scores& s, Operand&, const Lse& lse) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) exponentiate(s[part], lse, c.scale_log2);
-    c.mask_scores(s);
+    c.tile_mask.mask_scores(c, s);
   }
 
   // The first operand of dV.

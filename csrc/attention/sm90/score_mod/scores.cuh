@@ -79,12 +79,12 @@ class ScoreFunction {
 
 // The function of a consumer warpgroup's thread in this iteration.
 template <typename Traits>
-using ScoreFunctionOf = ScoreFunction<Traits::kBlockMask ? Traits::kBitWords : 0>;
+using ScoreFunctionOf = ScoreFunction<Traits::kBlockMask ? BitMask<Traits>::kWords : 0>;
 
 template <typename Traits, typename Consumer>
 __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c) {
   const AttentionBackwardParams& p = c.params.attention;
-  const int32_t head = c.head(), key = c.work.first_key + c.own_row();
+  const int32_t head = c.step.head(), key = c.work.first_key + c.own_row();
   float slope = 0.f, biases[2] = {};
   if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[c.work.batch * p.alibi_batch_stride + head];
   if (!Traits::kBlockMask && p.bias.data != nullptr) {  // one number per key, the same for all queries
@@ -98,8 +98,8 @@ __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer
                          : to_float(static_cast<const typename Traits::T*>(p.bias.data)[place]);
     }
   }
-  const int32_t distance = c.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
-  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), c.visible};
+  const int32_t distance = c.step.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
+  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), c.tile_mask.words()};
 }
 
 // ALiBi and a bias per key, which dropout may follow.
@@ -112,7 +112,7 @@ struct ShiftedScores : PlainScores<Traits> {
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
     score_function<Traits>(c).exponentiate(s[0], lse);
-    c.mask_scores(s);
+    c.tile_mask.mask_scores(c, s);
   }
 };
 
@@ -137,7 +137,7 @@ struct CappedScores : PlainScores<Traits> {
 
   template <typename Consumer>
   __device__ __forceinline__ void pack_probabilities(const Consumer& c, Operand& p16, const Scores&) const {
-    if constexpr (!Traits::kBlockMask) c.mask_pairs(p16);
+    c.tile_mask.mask_pairs(c, p16);
   }
 
   template <typename Consumer, typename Lse, typename Delta>
@@ -156,7 +156,7 @@ struct CappedScores : PlainScores<Traits> {
   template <typename Consumer>
   __device__ __forceinline__ void pack_gradients(const Consumer& c, Operand& ds16, const Scores& ds) const {
     Base::pack_parts(ds16, ds);
-    if constexpr (!Traits::kBlockMask) c.mask_pairs(ds16);
+    c.tile_mask.mask_pairs(c, ds16);
   }
 };
 

@@ -1,0 +1,166 @@
+// Probabilities and masks of S^T, (64 keys, kBlockM queries), in the registers of a warpgroup
+// (../../common/wgmma_fragments.cuh). BandMask and BitMask are policies of the main loop: which scores are visible.
+#pragma once
+
+#include "../../common/wgmma_fragments.cuh"
+#include "../index/query_iterator.h"
+#include "../index/tile_visibility.h"
+#include "../params.h"
+#include "config.h"
+
+namespace flashbwd::sm90 {
+
+// S becomes P = exp(scale * S - lse).
+template <int kValues, int kEarly>
+__device__ __forceinline__ void exponentiate(float (&s)[kValues], const RowPairs<kEarly>& lse_log2, float scale_log2) {
+  for_each_row<0, kValues>(lse_log2, [&](int i, float lse) { s[i] = exp2_approximate(s[i] * scale_log2 - lse); });
+}
+
+// Zeroes values for which key `row` of a tile (or row + 8) is invisible. `column` is the thread's first column.
+template <int kValues>
+__device__ __forceinline__ void mask(float (&p)[kValues], const TileVisibility& tile, int32_t row, int32_t column) {
+  constexpr int kBlockM = 2 * kValues;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t visible = columns_that_see<kBlockM>(tile, row + 8 * half, column);
+#pragma unroll
+    for (int i = 0; i < kBlockM / 8; ++i) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        float& value = p[4 * i + 2 * half + odd];
+        value = visible >> (2 * i + odd) & 1 ? value : 0.f;
+      }
+    }
+  }
+}
+
+// The same for pairs of 16-bit values.
+template <int kPairs>
+__device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const TileVisibility& tile, int32_t row,
+                                           int32_t column) {
+  constexpr int kBlockM = 4 * kPairs;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t visible = columns_that_see<kBlockM>(tile, row + 8 * half, column);
+#pragma unroll
+    for (int i = 0; i < kBlockM / 8; ++i) {
+      if ((visible >> (2 * i) & 1) == 0) p[2 * i + half] &= 0xffff0000u;
+      if ((visible >> (2 * i + 1) & 1) == 0) p[2 * i + half] &= 0x0000ffffu;
+    }
+  }
+}
+
+// The mask is a band, i.e. two bounds of j - i (index/visibility.h). `c` is the consumer warpgroup (Mainloop).
+template <typename Traits>
+struct BandMask {
+  using Step = QueryIterator;
+  static constexpr int kWords = 0;
+
+  BlockRange interior;  // a copy, because every iteration needs it and shared memory would answer too late
+
+  template <typename WorkTile>
+  __device__ explicit BandMask(const WorkTile& work) : interior(work.interior) {}
+
+  template <typename SharedStorage, typename WorkTile>
+  static __device__ Step first_step(const SharedStorage&, const WorkTile& work) {
+    return Step(work);
+  }
+
+  template <typename Consumer>
+  __device__ __forceinline__ void load(const Consumer&) {}
+  __device__ __forceinline__ const uint32_t* words() const { return nullptr; }
+
+  // Zeroes what is invisible: scores, or packed pairs of them.
+  template <typename Consumer>
+  __device__ __forceinline__ void mask_scores(const Consumer& c, typename Consumer::Scores& s) const {
+    if (interior.contains(c.step.query_block())) return;
+#pragma unroll
+    for (int part = 0; part < Traits::kKeyParts; ++part) {
+      mask(s[part], visibility(c), c.own_row() + part * 64, c.own_query + c.pair);
+    }
+  }
+  template <typename Consumer>
+  __device__ __forceinline__ void mask_pairs(const Consumer& c, typename Consumer::Operand& pairs) const {
+    if (!interior.contains(c.step.query_block())) sm90::mask_pairs(pairs[0], visibility(c), c.own_row(), c.pair);
+  }
+
+ private:
+  template <typename Consumer>
+  static __device__ __forceinline__ TileVisibility visibility(const Consumer& c) {
+    return {c.work.visibility, c.work.first_key, c.step.query_block() * Traits::kBlockM};
+  }
+};
+
+// What the loader tells the consumers of a kernel with a block mask about the query blocks in the stages of q. Here
+// QueryBlockEntry::head is the query head itself.
+template <int kStages>
+struct ListedStages {
+  QueryBlockEntry entries[kStages];
+};
+
+template <>
+struct ListedStages<0> {};
+
+// A consumer's position in the query loop of a block mask.
+template <int kStages>
+struct ListedStep {
+  const QueryBlockEntry* stages;
+  int32_t index, end;
+
+  template <typename Tile>
+  __device__ void advance(const Tile&) {
+    ++index;
+  }
+  __device__ __forceinline__ const QueryBlockEntry& entry() const { return stages[index % kStages]; }
+  __device__ __forceinline__ int32_t head() const { return entry().head; }
+  __device__ __forceinline__ int32_t query_block() const { return entry().query_block; }
+};
+
+// Bit of value i of kValues of a thread, in its words of a tile of bits: the values of key `row` from the lowest bit
+// on, then those of row + 8.
+template <int kValues>
+__device__ __forceinline__ bool bit_of_value(const uint32_t* words, int i) {
+  const int bit = i % 4 / 2 * (kValues / 2) + i / 4 * 2 + i % 2;
+  return words[bit / 32] >> bit % 32 & 1;
+}
+
+// The mask is a tile of bits, with kWords words for each consumer thread, or every pair of the tile is visible.
+template <typename Traits>
+struct BitMask {
+  using Step = ListedStep<Traits::kStages>;
+  static constexpr int kWords = Traits::kBlockM / 64;
+
+  uint32_t visible[kWords];
+
+  template <typename WorkTile>
+  __device__ explicit BitMask(const WorkTile&) {}
+
+  template <typename SharedStorage, typename WorkTile>
+  static __device__ Step first_step(const SharedStorage& smem, const WorkTile& work) {
+    return {smem.listed.entries, work.first_index, work.first_index + work.iterations};
+  }
+
+  template <typename Consumer>
+  __device__ __forceinline__ void load(const Consumer& c) {
+    const int32_t tile = c.step.entry().bits;
+    const int64_t word = (int64_t{tile} * kConsumerThreads + read_thread() - kWarpgroupThreads) * kWords;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      visible[i] = tile >= 0 ? __ldg(c.params.attention.block_mask.bits + word + i) : ~0u;
+    }
+  }
+  __device__ __forceinline__ const uint32_t* words() const { return visible; }
+
+  template <typename Consumer>
+  __device__ __forceinline__ void mask_scores(const Consumer&, typename Consumer::Scores& s) const {
+    if ((visible[0] & visible[kWords - 1]) == ~0u) return;
+#pragma unroll
+    for (int i = 0; i < 32 * kWords; ++i) s[0][i] = bit_of_value<32 * kWords>(visible, i) ? s[0][i] : 0.f;
+  }
+
+  // Policies that pack scores early have used words().
+  template <typename Consumer>
+  __device__ __forceinline__ void mask_pairs(const Consumer&, typename Consumer::Operand&) const {}
+};
+
+}  // namespace flashbwd::sm90

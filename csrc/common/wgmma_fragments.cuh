@@ -40,6 +40,34 @@ __device__ __forceinline__ void for_each_row(const RowPairs<kEarly>& rows, Visit
   }
 }
 
+// Zeroes values of an accumulator, or packed pairs of 16-bit values, by a mask. Bit n of visible(half) belongs to the
+// thread's n-th column, of its first row if half is 0 and of its second row if half is 1.
+template <int kValues, typename Visible>
+__device__ __forceinline__ void keep_visible(float (&values)[kValues], Visible visible) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t bits = visible(half);
+#pragma unroll
+    for (int n = 0; n < kValues / 2; ++n) {
+      float& value = values[n / 2 * 4 + 2 * half + n % 2];
+      value = bits >> n & 1 ? value : 0.f;
+    }
+  }
+}
+
+template <int kPairs, typename Visible>
+__device__ __forceinline__ void keep_visible(uint32_t (&pairs)[kPairs], Visible visible) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t bits = visible(half);
+#pragma unroll
+    for (int n = 0; n < kPairs; n += 2) {
+      if ((bits >> n & 1) == 0) pairs[n + half] &= 0xffff0000u;
+      if ((bits >> (n + 1) & 1) == 0) pairs[n + half] &= 0x0000ffffu;
+    }
+  }
+}
+
 // kPositive: negative values become 0.
 template <typename T, bool kPositive = false, int kValues>
 __device__ __forceinline__ void pack(uint32_t (&packed)[kValues / 2], const float (&values)[kValues]) {

@@ -1,8 +1,7 @@
-// How dq of an iteration leaves the consumers, (kBlockM queries, head dimension) in fp32. Each consumer warpgroup
-// writes its part to a buffer in shared memory (DqHandover), and a store warp, which owns the buffer and every other
-// iteration, adds it to the accumulator with TMA (StoreWarps). If the last add to a tile writes dq, the store warp
-// first loads the sums so far into the buffer; the consumers add theirs and leave 16-bit dq there. The order of adds is
-// in dq_semaphores.cuh.
+// How the fp32 dq of an iteration reaches the accumulator. Each consumer warpgroup writes its part to a buffer in
+// shared memory (DqHandover). A store warp, which owns the buffer and every other iteration, adds it with TMA
+// (StoreWarps). docs/kernels/attention_sm90.md, "The order of dq adds", explains the last add to a tile, which may
+// write dq.
 #pragma once
 
 #include "../../common/ordered.cuh"
@@ -73,30 +72,15 @@ struct StoreWarps {
   // One of kStoreWarps warps: it has one of the buffers of dq and every other iteration.
   template <int kBuffer>
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t lane) {
-    // The counts lie in shared memory because the warp has few registers.
-    StoreWarpCounts& counts = smem.store_warps[kBuffer];
-    while (true) {
-      {
-        const TileSlot slot{counts.tiles};
-        mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-        const WorkTile& work = smem.work[slot.index()];
-        if (work.exhausted) break;
-        store_dq_of_tile<kBuffer>(params, smem, work, lane);
+    for_each_work_tile(smem, [&](const WorkTile& work) {
+      store_dq_of_tile<kBuffer>(params, smem, work, lane);
+      if (lane == 0 && (!Traits::kLastWritesDq || !params.schedule.last_add_writes_dq)) {
+        bulk_wait<0>();  // the adds of this work tile are complete
+        fence_async_global();
+        add_release(params.dq.finished + work.batch * params.attention.heads_kv + work.head_kv, 1);
       }
-      const TileSlot slot{counts.tiles};  // read again, because registers are few
-      const WorkTile& work = smem.work[slot.index()];
-      __syncwarp();  // all lanes have read what lane 0 and the scheduler may overwrite
-      if (lane == 0) {
-        if (!Traits::kLastWritesDq || !params.schedule.last_add_writes_dq) {
-          bulk_wait<0>();  // the adds of this work tile are complete
-          fence_async_global();
-          add_release(params.dq.finished + work.batch * params.attention.heads_kv + work.head_kv, 1);
-        }
-        counts.tiles = slot.tiles_before + 1;
-      }
-      mbarrier_arrive(&smem.work_empty[slot.index()]);
       __syncwarp();
-    }
+    });
     if (lane == 0) bulk_wait<0>();
   }
 
@@ -136,12 +120,13 @@ struct StoreWarps {
         fence_async_shared();  // TMA sees what the barrier has shown to this thread
         if (!Traits::kLastWritesDq && !params.schedule.counts_adds()) begin_turn(params, turn);
         if (is_alone()) {
-          if (writes_dq) {
-            store_dq16<0>(params, smem.dq[kBuffer][0], work, step);
-            store_dq16<1>(params, smem.dq[kBuffer][1], work, step);
-          } else {
-            add_dq<0>(params, smem.dq[kBuffer][0], work, step, turn.stores);
-            add_dq<1>(params, smem.dq[kBuffer][1], work, step, turn.stores);
+#pragma unroll
+          for (int part = 0; part < kConsumerWarpgroups; ++part) {
+            if (writes_dq) {
+              store_dq16(params, smem.dq[kBuffer][part], work, step, part);
+            } else {
+              add_dq(params, smem.dq[kBuffer][part], work, step, part, turn.stores);
+            }
           }
           bulk_commit();
         }
@@ -199,7 +184,7 @@ struct StoreWarps {
       }
       return false;
     }
-    uint32_t& last_adds = smem.store_warps[kBuffer].last_adds;
+    uint32_t& last_adds = smem.last_adds[kBuffer];
     if (lane == 0) {
       bulk_wait_read<0>();
       const bool open = load_acquire(params.dq.semaphores + next.semaphore) >= next.number;
@@ -245,13 +230,13 @@ struct StoreWarps {
     discard_lines(sums, rows * params.dq.row_stride, lane);
   }
 
-  template <int kWarpgroup>
+  // `part`: the consumer warpgroup that wrote these boxes.
   static __device__ __forceinline__ void store_dq16(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                    const WorkTile& work, const Iterator& step) {
-    constexpr int32_t kColumn = kWarpgroup % Traits::kDqColumnParts * 64;
-    const int32_t row = step.query_block() * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
-    if (kColumn < params.attention.head_dim) {
-      tensor_store_4d(&params.maps.dq, boxes, kColumn, row, step.head(), work.batch);
+                                                    const WorkTile& work, const Iterator& step, int part) {
+    const int32_t column = part % Traits::kDqColumnParts * 64;
+    const int32_t row = step.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
+    if (column < params.attention.head_dim) {
+      tensor_store_4d(&params.maps.dq, boxes, column, row, step.head(), work.batch);
     }
   }
 
@@ -268,27 +253,14 @@ struct StoreWarps {
     }
   }
 
-  template <int kWarpgroup>
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                const WorkTile& work, const Iterator& step, bool stores) {
-    const AttentionBackwardParams& p = params.attention;
-    int32_t row = step.query_block() * kBlockM + kWarpgroup / Traits::kDqColumnParts * 64;
+                                                const WorkTile& work, const Iterator& step, int part, bool stores) {
+    const int32_t row = step.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;
-    const int32_t head = step.head();
-    int32_t slab = work.batch * p.heads + head;
-    if (p.cu_seqlens_q != nullptr) {  // packed: all heads of a sequence are one run of rows
-      row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + head * work.sequence.rows_q;
-      slab = 0;
-    }
-    const int32_t column = kWarpgroup % Traits::kDqColumnParts * 64;
+    const DqRows rows = dq_rows(params, work, step.head(), row);
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
-      if (column + box * 32 >= p.head_dim) continue;
-      if (stores) {
-        tensor_store_3d(&params.maps.dq_accumulator, boxes[box], column + box * 32, row, slab);
-      } else {
-        tensor_reduce_add_3d(&params.maps.dq_accumulator, boxes[box], column + box * 32, row, slab);
-      }
+      add_dq_box(params, boxes[box], part % Traits::kDqColumnParts * 64 + box * 32, rows, stores);
     }
   }
 };

@@ -1,21 +1,5 @@
 // The order of adds to a dq tile, by a semaphore for each part of the tile (Schedule::dq_order).
-//
-// kUnordered: the first key block to arrive stores, so that no zeros are needed there; the others add once the store is
-// complete, in any order. The semaphore is 0, then 1 from the first arrival on, then 2 when the store is complete. A
-// key block arrives only when its dq is ready, so it waits for no other before it stores.
-//
-// kOrdered: the semaphore counts adds, and an add waits for its turn (index/dq_order.h).
-//
-// A block mask lists how many adds come before each add (QueryBlockEntry::adds_before).
-//
-// kLastArriver: the semaphore counts adds. The first add stores; the others wait for it, the last one for all.
-//
-// If the last add writes dq, the store warp loads the sums so far into the buffer of dq before the consumers write to
-// it. They add these sums to theirs and write 16-bit numbers, which are stored to dq.
-//
-// A semaphore answers in about a microsecond. Adds take as long to complete, and so does the fence between them and the
-// semaphore: together more than an iteration. So two threads add, an iteration each. A thread without other work reads
-// the next semaphore before its own adds are complete; one that also offers buffers reads it afterwards.
+// docs/kernels/attention_sm90.md, "The order of dq adds", says what the semaphore counts in each order.
 #pragma once
 
 #include "../../common/hopper.cuh"
@@ -24,6 +8,31 @@
 #include "tile_scheduler.cuh"
 
 namespace flashbwd::sm90 {
+
+// Where the dq tile of an iteration lies in the accumulator, as TensorMaps::dq_accumulator counts.
+struct DqRows {
+  int32_t row, slab;
+};
+
+template <typename WorkTile>
+__device__ __forceinline__ DqRows dq_rows(const KernelParams& params, const WorkTile& work, int32_t head,
+                                          int32_t query) {
+  const int32_t heads = params.attention.heads;
+  if (params.attention.cu_seqlens_q == nullptr) return {query, work.batch * heads + head};
+  // Packed: all heads of a sequence are one run of rows.
+  return {query + static_cast<int32_t>(work.sequence.begin_q) * heads + head * work.sequence.rows_q, 0};
+}
+
+// By one thread: adds 64 rows and 32 columns of dq, or stores them.
+inline __device__ void add_dq_box(const KernelParams& params, const float* box, int32_t column, const DqRows& rows,
+                                  bool stores) {
+  if (column >= params.attention.head_dim) return;
+  if (stores) {
+    tensor_store_3d(&params.maps.dq_accumulator, box, column, rows.row, rows.slab);
+  } else {
+    tensor_reduce_add_3d(&params.maps.dq_accumulator, box, column, rows.row, rows.slab);
+  }
+}
 
 // A thread's place in the order of adds to the dq tile of an iteration.
 struct DqTurn {

@@ -41,13 +41,13 @@ __device__ void zero_gradient(const KeyGradient& gradient, const WorkTile& work,
   const int32_t warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int32_t row = warp; row < rows; row += kWarpgroupThreads / 32) {
-    const int64_t place = first + row * gradient.view.seq_stride;
 #pragma unroll 1
     for (int32_t column = lane; column < gradient.columns; column += 32) {
+      const int64_t element = first + row * gradient.view.seq_stride + column;
       if (gradient.dtype == DType::kFloat32) {
-        static_cast<float*>(gradient.view.data)[place + column] = 0.f;
+        static_cast<float*>(gradient.view.data)[element] = 0.f;
       } else {
-        static_cast<T*>(gradient.view.data)[place + column] = from_float<T>(0.f);
+        static_cast<T*>(gradient.view.data)[element] = from_float<T>(0.f);
       }
     }
   }

@@ -64,4 +64,9 @@ struct KernelParams {
   FeatureParams features;
 };
 
+// Launches the kernel of row `tile_index` of kTiles, whose head dimension is kHeadDim, on `stream`; returns null or a
+// message. Defined in launch.cuh, which the files in instantiations/ compile for one head dimension and dtype each.
+template <typename T, int kHeadDim>
+const char* launch(int tile_index, const KernelParams& params, void* stream);
+
 }  // namespace flashbwd::sm90

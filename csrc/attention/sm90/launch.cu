@@ -13,7 +13,7 @@
 #include "../pre_post/launch.h"
 #include "../pre_post/sink_gradient.h"
 #include "config.h"
-#include "launch.h"
+#include "kernel_params.h"
 #include "layout.h"
 #include "plan.h"
 
@@ -105,7 +105,7 @@ bool encode_maps(const AttentionPlan& plan, KernelParams* params) {
   if (params->schedule.last_add_writes_dq) {
     done = done && encode_heads(&maps.dq, p.dtype, p.dq, fallback, p.head_dim, of_q, 64);
   }
-  if (copies_bias(tile.feature) && p.bias.data != nullptr) done = done && encode_bias_maps(plan, params);
+  if (copies_bias(tile) && p.bias.data != nullptr) done = done && encode_bias_maps(plan, params);
   return done;
 }
 
@@ -138,7 +138,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
     features.dropout_scale = dropout_scale(p);
     features.dropout_threshold =
         p.dropout_layout == DropoutLayout::kFlash ? flash_threshold(p.dropout_p) : efficient_threshold(p.dropout_p);
-    if (!is_large(tile) && !copies_bias(tile.feature)) params->gradient_scale *= features.dropout_scale;
+    if (!is_large(tile) && !copies_bias(tile)) params->gradient_scale *= features.dropout_scale;
   }
   encode_key_gradients(plan, params);
   return encode_maps(plan, params) ? nullptr : "sm90: the driver could not encode a tensor map";
@@ -149,11 +149,8 @@ const char* dispatch(int tile_index, const KernelParams& params, void* stream) {
   if constexpr (is_built(kHeadDim)) {
     if (kTiles[tile_index].head_dim == kHeadDim) return launch<T, kHeadDim>(tile_index, params, stream);
   }
-  if constexpr (sizeof...(kLarger) > 0) {
-    return dispatch<T, kLarger...>(tile_index, params, stream);
-  } else {
-    return "sm90: no such tile";
-  }
+  if constexpr (sizeof...(kLarger) > 0) return dispatch<T, kLarger...>(tile_index, params, stream);
+  return "sm90: no such tile";
 }
 
 template <typename T>
@@ -178,13 +175,10 @@ const char* finish_dq(const AttentionPlan& plan, const KernelParams& params, voi
 }
 
 RowsReady rows_ready(const KernelParams& params) {
-  RowsReady ready;
-  if (params.schedule.preprocess_ctas == 0) return ready;
-  ready.flags = reinterpret_cast<uint8_t*>(params.preprocess.words);
-  ready.flags_per_head = params.preprocess.flags_per_head;
-  ready.heads_per_group = params.schedule.heads_per_group;
-  ready.ctas = params.schedule.preprocess_ctas;
-  return ready;
+  const PreprocessFlags& flags = params.preprocess;
+  const Schedule& s = params.schedule;
+  if (s.preprocess_ctas == 0) return {};
+  return {reinterpret_cast<uint8_t*>(flags.words), flags.flags_per_head, s.heads_per_group, s.preprocess_ctas};
 }
 
 }  // namespace
@@ -207,10 +201,10 @@ const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan,
   if (const char* error = launch_kernel_of(plan, params, stream)) return error;
   if (const char* error = finish_dq(plan, params, stream)) return error;
   if (params.schedule.gqa_splits > 1) {
-    const PartialSums dk = {params.dk.view, p.dk, p.dk_dtype, p.head_dim};
-    const PartialSums dv = {params.dv.view, p.dv, p.dv_dtype, p.head_dim_v};
-    if (const char* error = launch_add_partial_sums(p, dk, params.schedule.gqa_splits, stream)) return error;
-    if (const char* error = launch_add_partial_sums(p, dv, params.schedule.gqa_splits, stream)) return error;
+    for (const PartialSums& sums : {PartialSums{params.dk.view, p.dk, p.dk_dtype, p.head_dim},
+                                    PartialSums{params.dv.view, p.dv, p.dv_dtype, p.head_dim_v}}) {
+      if (const char* error = launch_add_partial_sums(p, sums, params.schedule.gqa_splits, stream)) return error;
+    }
   }
   if (const char* error = launch_reduce_bias_gradient(p, bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.statistics, stream);

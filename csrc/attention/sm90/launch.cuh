@@ -5,7 +5,6 @@
 #include "../../common/launch.h"
 #include "kernel.cuh"
 #include "large_head_dim/kernel.cuh"
-#include "launch.h"
 
 namespace flashbwd::sm90 {
 
@@ -50,7 +49,7 @@ const char* launch_tile(const KernelParams& params, void* stream) {
     }
     if (writes_dq) return launch_kernel<T, kTileIndex, false, true>(params, stream);
   }
-  if constexpr (!by_heads_in_turn_only(kTile) && !has_block_mask(kTile.feature)) {
+  if constexpr (!by_heads_in_turn_only(kTile) && !has(kTile, feature::kBlockMask)) {
     if (by_heads) return launch_kernel<T, kTileIndex, true, false>(params, stream);
   }
   return launch_kernel<T, kTileIndex, false, false>(params, stream);

@@ -31,7 +31,7 @@ inline BiasGradientScratch bias_gradient_of(const AttentionProblem& p, const Til
   if (!p.need_dbias) return {};
   const BiasBroadcast broadcast = {p.bias_broadcast_batch, p.bias_broadcast_head, p.bias_broadcast_row,
                                    p.bias_broadcast_col};
-  if (copies_bias(tile.feature)) {
+  if (copies_bias(tile)) {
     return tiled_bias_gradient_scratch(broadcast, p.batch, p.heads, p.seqlen_q, p.seqlen_k, tile.block_m, tile.block_n);
   }
   const int64_t key_groups = ceil_div(p.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys per warp

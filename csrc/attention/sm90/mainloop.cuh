@@ -1,7 +1,5 @@
-// The consumer warpgroups. Each owns 64 keys. With S^T = K Q^T and dP^T = V dO^T, its accumulators hold P^T and dS^T in
-// the register layout of a first operand, so dV += P^T dO and dK += dS^T Q read them from registers. Only dQ = dS K
-// needs the keys of both warpgroups, so dS goes through shared memory. With Tile::by_queries, dk and dv of all keys fit
-// in the registers of one warpgroup; each has half of the queries instead and needs only its own dS.
+// The main loop of the consumer warpgroups, which own 64 keys each, or with Tile::by_queries half of the queries each.
+// docs/kernels/attention_sm90.md, "One iteration", explains which operands lie in registers and in shared memory.
 #pragma once
 
 #include <algorithm>
@@ -74,11 +72,9 @@ struct Mainloop {
     run(dk, dv);
   }
 
-  // The products of an iteration are S and dP, then dV, dK and dQ. One of them always runs while the warps compute or
-  // wait: dP under P, dV under dS, dK under the barrier, and the next S under the write of dq. If registers do not
-  // allow dV so early, dV runs under the barrier, and S and dK under the write of dq. ptxas cannot follow an
-  // accumulator that the loop reads across its back edge, so the loop body starts where no product is outstanding,
-  // after dS of one iteration, and ends with dS of the next.
+  // One product always runs while the warps compute or wait (docs/kernels/attention_sm90.md, "One iteration"). The loop
+  // body starts where no product is outstanding, after dS of one iteration, and ends with dS of the next, because ptxas
+  // cannot follow an accumulator that the loop reads across its back edge.
   __device__ __forceinline__ void run(KeyAccumulators& dk, KeyAccumulators& dv) {
     Operand p16, ds16;  // first operands of dV and dK
     Dq dq;

@@ -41,27 +41,24 @@ bool can_copy_bias(const AttentionProblem& problem) {
   return dense && problem.bias_has_rows && (!problem.need_dbias || sharers <= kMostSharers);
 }
 
-// The feature whose kernel takes the call; kAny if no kernel is made for this combination.
-Feature feature_of(const AttentionProblem& problem) {
-  const bool drops = problem.dropout_p > 0.0;
-  const bool biases_keys = problem.has_bias && problem.bias_of_keys && !problem.need_dbias;
-  const bool has_bias = problem.has_bias && !biases_keys;
-  const bool changes_scores = biases_keys || problem.has_alibi || problem.softcap > 0.0;
-  const bool flash = problem.dropout_layout == DropoutLayout::kFlash;
-  if (problem.has_block_mask) return changes_scores ? Feature::kBlockMaskAndScores : Feature::kBlockMask;
-  if (has_bias) {
-    if (changes_scores || (drops && flash) || !can_copy_bias(problem)) return Feature::kAny;
-    return drops ? Feature::kBiasAndEfficientDropout : Feature::kBias;
+uint32_t features_of(const AttentionProblem& problem) {
+  const bool biases_keys = problem.bias_of_keys && !problem.need_dbias;
+  uint32_t features = problem.has_block_mask ? feature::kBlockMask : 0;
+  if (problem.softcap > 0.0) features |= feature::kSoftcap;
+  if (problem.has_alibi) features |= feature::kShifts;
+  if (problem.has_bias) {
+    features |= biases_keys ? feature::kShifts : can_copy_bias(problem) ? feature::kBias : feature::kOtherBias;
   }
-  if (!drops) return changes_scores ? Feature::kScores : Feature::kNone;
-  if (problem.softcap > 0.0) return Feature::kAny;
-  if (changes_scores) return flash ? Feature::kShiftsAndFlashDropout : Feature::kShiftsAndEfficientDropout;
-  return flash ? Feature::kFlashDropout : Feature::kEfficientDropout;
+  if (problem.dropout_p > 0.0) {
+    const bool flash = problem.dropout_layout == DropoutLayout::kFlash;
+    features |= flash ? feature::kFlashDropout : feature::kEfficientDropout;
+  }
+  return features;
 }
 
 int tile_of(const AttentionProblem& problem) {
   const int64_t head_dim = pads_to_128(problem) ? 128 : problem.head_dim;
-  return find_tile(head_dim, problem.head_dim_v, feature_of(problem), splits_queries(problem));
+  return find_tile(head_dim, problem.head_dim_v, features_of(problem), splits_queries(problem));
 }
 
 int64_t most_work_tiles(const AttentionProblem& p, const Tile& tile) {
@@ -123,7 +120,7 @@ std::string slower(const AttentionProblem& problem) {
   if (problem.has_bias && draws_words && 128 < head_dim && head_dim <= 192) {
     return "sm80 is faster with attn_bias and PyTorch's memory-efficient dropout at this head dimension";
   }
-  if (feature_of(problem) != Feature::kAny || head_dim > 128) return "";
+  if (head_dim > 128 || kTiles[tile_of(problem)].features != feature::kAny) return "";
   if (problem.has_bias) {
     const bool shared = problem.bias_broadcast_batch || problem.bias_broadcast_head;
     if (problem.need_dbias && problem.bias_dtype == DType::kFloat32 && !shared) return "";

@@ -39,12 +39,7 @@ struct Producer {
       } while (!smem.work[state.slot.index()].settled());
       wait_for_rows(params, smem.work[state.slot.index()]);
       WorkTile::forget_registers();
-      smem.work[state.slot.index()].first_index = state.iterations_before;
-      smem.work[state.slot.index()].keys_phase = state.keys_phase;
-      if (!smem.work[state.slot.index()].exhausted) {
-        state.iterations_before += smem.work[state.slot.index()].iterations;
-        state.keys_phase ^= smem.work[state.slot.index()].iterations > 0;
-      }
+      smem.work[state.slot.index()].number(state);
       mbarrier_arrive(&smem.work_full[state.slot.index()]);
       state.slot.advance();
     } while (state.tile < schedule.work_tiles);
@@ -97,7 +92,7 @@ struct Producer {
         mbarrier_arrive(&smem.work_wanted);
       }
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
-      if constexpr (WorkTile::kListed) smem.listed.entries[stage] = {step.query_block(), head, step.entry.bits, 0};
+      if constexpr (WorkTile::kListed) smem.listed[stage] = {step.query_block(), head, step.entry.bits, 0};
       load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage],
                                                            query_row, head, batch_q,
                                                            Traits::kStatisticBytes + kBiasBytes);
@@ -129,7 +124,6 @@ struct Producer {
     params.preprocess.wait(work.first_flag, work.last_flag);
   }
 
- private:
   static __device__ __forceinline__ int32_t key_row(const WorkTile& work) {
     return static_cast<int32_t>(work.sequence.begin_k) + work.first_key;
   }
@@ -137,14 +131,15 @@ struct Producer {
     return params.attention.cu_seqlens_k != nullptr ? 0 : work.batch;
   }
 
+  // `extra_bytes`: of other loads that complete on the same barrier.
   template <int kChunks, int kChunkBytes>
   static __device__ void load_tile(const CUtensorMap* map, uint64_t* barrier, uint8_t* smem, int32_t row, int32_t head,
-                                   int32_t batch, uint32_t extra_bytes) {
+                                   int32_t batch, uint32_t extra_bytes, int32_t first_chunk = 0) {
     mbarrier_arrive_expect(barrier, kChunks * kChunkBytes + extra_bytes);
 #pragma unroll(kChunks <= 3 ? kChunks : 1)  // else the addresses do not fit in the registers of the producer
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, chunk * (row_bytes(Traits::kTile) / 2), row, head,
-                     batch);
+      tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, (first_chunk + chunk) * (row_bytes(Traits::kTile) / 2),
+                     row, head, batch);
     }
   }
 };

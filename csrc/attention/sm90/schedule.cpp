@@ -49,10 +49,8 @@ bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile) {
 
 // ---- GQA ---------------------------------------------------------------------------------------------
 
-// One work tile per key block of a KV head leaves few and long ones: with 32 query heads per KV head, 2 sequences of
-// 8192 are 128 work tiles for 132 SMs, and under a causal mask the longest takes 64 times the shortest. Chooses pairs
-// and splits such that the call takes the fewest iterations of an SM. An iteration takes about 2.2 us on an H100, in
-// which memory moves kBytesPerIteration.
+// Chooses the pairs and splits with which the call takes the fewest iterations of an SM. An iteration takes about 2.2
+// us on an H100, in which memory moves kBytesPerIteration.
 void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, Schedule* s) {
   constexpr int64_t kBytesPerIteration = 6'600'000;
   const int64_t group = p.heads / p.heads_kv;
@@ -139,7 +137,7 @@ int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int6
   // The few CTAs of an overlapped preprocess would zero the accumulator alone.
   if (adds_into_zeros(p) || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
-  if (is_large(tile) && (tile.feature != Feature::kNone || is_full(p))) return 0;
+  if (is_large(tile) && (tile.features != 0 || is_full(p))) return 0;
   return static_cast<int32_t>(sm_count * (is_large(tile) ? 1 : 2) / 11);
 }
 
@@ -199,7 +197,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
 
 std::string in_words(const Schedule& s, const Tile& tile) {
   std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
-  if (has_block_mask(tile.feature)) words += ", query loops of a block mask,";
+  if (has(tile, feature::kBlockMask)) words += ", query loops of a block mask,";
   words += s.dispatch == Dispatch::kStatic ? ", dealt statically in waves" : " from a counter";
   if (tile.by_queries) words += ", half of the queries per warpgroup";
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";

@@ -1,9 +1,6 @@
 // The schedule of a call: which CTA computes which work tile, in which order, and how dq is accumulated. The plan
-// chooses it once, from the problem alone; the plan's text describes it; the launcher encodes it. No CUDA here.
-//
-// A work tile is one key block of one KV head, or a mirrored pair of key blocks. A CTA runs one work tile at a time: it
-// loops over the query blocks that see these keys, for all query heads of the KV head. docs/kernels/attention_sm90.md
-// lists the measured worth of each mechanism.
+// chooses it once, from the problem alone; the launcher encodes it. docs/kernels/attention_sm90.md, "Schedule",
+// explains each choice. No CUDA here.
 #pragma once
 
 #include <cstdint>

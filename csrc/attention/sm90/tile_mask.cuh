@@ -2,6 +2,8 @@
 // (../../common/wgmma_fragments.cuh). BandMask and BitMask are policies of the main loop: which scores are visible.
 #pragma once
 
+#include <type_traits>
+
 #include "../../common/wgmma_fragments.cuh"
 #include "../index/query_iterator.h"
 #include "../index/tile_visibility.h"
@@ -16,38 +18,11 @@ __device__ __forceinline__ void exponentiate(float (&s)[kValues], const RowPairs
   for_each_row<0, kValues>(lse_log2, [&](int i, float lse) { s[i] = exp2_approximate(s[i] * scale_log2 - lse); });
 }
 
-// Zeroes values for which key `row` of a tile (or row + 8) is invisible. `column` is the thread's first column.
-template <int kValues>
-__device__ __forceinline__ void mask(float (&p)[kValues], const TileVisibility& tile, int32_t row, int32_t column) {
-  constexpr int kBlockM = 2 * kValues;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t visible = columns_that_see<kBlockM>(tile, row + 8 * half, column);
-#pragma unroll
-    for (int i = 0; i < kBlockM / 8; ++i) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        float& value = p[4 * i + 2 * half + odd];
-        value = visible >> (2 * i + odd) & 1 ? value : 0.f;
-      }
-    }
-  }
-}
-
-// The same for pairs of 16-bit values.
-template <int kPairs>
-__device__ __forceinline__ void mask_pairs(uint32_t (&p)[kPairs], const TileVisibility& tile, int32_t row,
-                                           int32_t column) {
-  constexpr int kBlockM = 4 * kPairs;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t visible = columns_that_see<kBlockM>(tile, row + 8 * half, column);
-#pragma unroll
-    for (int i = 0; i < kBlockM / 8; ++i) {
-      if ((visible >> (2 * i) & 1) == 0) p[2 * i + half] &= 0xffff0000u;
-      if ((visible >> (2 * i + 1) & 1) == 0) p[2 * i + half] &= 0x0000ffffu;
-    }
-  }
+// Zeroes values, or packed pairs of them, for which key `row` of a tile of kBlockM queries (or row + 8) is invisible.
+// `column` is the thread's first column.
+template <int kBlockM, typename Values>
+__device__ __forceinline__ void mask(Values& values, const TileVisibility& tile, int32_t row, int32_t column) {
+  keep_visible(values, [&](int half) { return columns_that_see<kBlockM>(tile, row + 8 * half, column); });
 }
 
 // The mask is a band, i.e. two bounds of j - i (index/visibility.h). `c` is the consumer warpgroup (Mainloop).
@@ -71,37 +46,19 @@ struct BandMask {
   __device__ __forceinline__ const uint32_t* words() const { return nullptr; }
 
   // Zeroes what is invisible: scores, or packed pairs of them.
-  template <typename Consumer>
-  __device__ __forceinline__ void mask_scores(const Consumer& c, typename Consumer::Scores& s) const {
+  template <typename Consumer, typename Values>
+  __device__ __forceinline__ void apply(const Consumer& c, Values& values) const {
     if (interior.contains(c.step.query_block())) return;
+    const TileVisibility tile(c.work.visibility, c.work.first_key, c.step.query_block() * Traits::kBlockM);
 #pragma unroll
     for (int part = 0; part < Traits::kKeyParts; ++part) {
-      mask(s[part], visibility(c), c.own_row() + part * 64, c.own_query + c.pair);
+      mask<Traits::kOwnQueries>(values[part], tile, c.own_row() + part * 64, c.own_query + c.pair);
     }
   }
-  template <typename Consumer>
-  __device__ __forceinline__ void mask_pairs(const Consumer& c, typename Consumer::Operand& pairs) const {
-    if (!interior.contains(c.step.query_block())) sm90::mask_pairs(pairs[0], visibility(c), c.own_row(), c.pair);
-  }
-
- private:
-  template <typename Consumer>
-  static __device__ __forceinline__ TileVisibility visibility(const Consumer& c) {
-    return {c.work.visibility, c.work.first_key, c.step.query_block() * Traits::kBlockM};
-  }
 };
 
-// What the loader tells the consumers of a kernel with a block mask about the query blocks in the stages of q. Here
-// QueryBlockEntry::head is the query head itself.
-template <int kStages>
-struct ListedStages {
-  QueryBlockEntry entries[kStages];
-};
-
-template <>
-struct ListedStages<0> {};
-
-// A consumer's position in the query loop of a block mask.
+// A consumer's position in the query loop of a block mask. The loader says what is in each stage of q;
+// QueryBlockEntry::head is the query head itself there.
 template <int kStages>
 struct ListedStep {
   const QueryBlockEntry* stages;
@@ -137,7 +94,7 @@ struct BitMask {
 
   template <typename SharedStorage, typename WorkTile>
   static __device__ Step first_step(const SharedStorage& smem, const WorkTile& work) {
-    return {smem.listed.entries, work.first_index, work.first_index + work.iterations};
+    return {smem.listed, work.first_index, work.first_index + work.iterations};
   }
 
   template <typename Consumer>
@@ -151,16 +108,14 @@ struct BitMask {
   }
   __device__ __forceinline__ const uint32_t* words() const { return visible; }
 
-  template <typename Consumer>
-  __device__ __forceinline__ void mask_scores(const Consumer&, typename Consumer::Scores& s) const {
-    if ((visible[0] & visible[kWords - 1]) == ~0u) return;
-#pragma unroll
-    for (int i = 0; i < 32 * kWords; ++i) s[0][i] = bit_of_value<32 * kWords>(visible, i) ? s[0][i] : 0.f;
+  // The policies that pack scores early have used words().
+  template <typename Consumer, typename Values>
+  __device__ __forceinline__ void apply(const Consumer&, Values& values) const {
+    if constexpr (std::is_same_v<Values, typename Consumer::Scores>) {
+      if ((visible[0] & visible[kWords - 1]) == ~0u) return;
+      keep_visible(values[0], [&](int half) { return kWords == 2 ? visible[half] : visible[0] >> 16 * half; });
+    }
   }
-
-  // Policies that pack scores early have used words().
-  template <typename Consumer>
-  __device__ __forceinline__ void mask_pairs(const Consumer&, typename Consumer::Operand&) const {}
 };
 
 }  // namespace flashbwd::sm90

@@ -56,7 +56,7 @@ struct WorkTile : ListedLoop<kListed_> {
   static constexpr bool kByHeads = kByHeads_;
   static constexpr bool kStaggers = kStaggers_;
 
-  TileSlot slot;        // large head dimensions: where this lies
+  TileSlot slot;        // where this lies
   uint32_t keys_phase;  // of the barriers of k and v
   Sequence sequence;
   Visibility visibility;
@@ -153,6 +153,16 @@ struct WorkTile : ListedLoop<kListed_> {
     exists = !(second && 2 * key_block + 1 == schedule.key_blocks) && first_key < sequence.rows_k;
   }
 
+  // Numbers the tile's iterations after those of the tiles before it.
+  __device__ void number(SchedulerState& state) {
+    slot = state.slot;
+    first_index = state.iterations_before;
+    keys_phase = state.keys_phase;
+    if (exhausted) return;
+    state.iterations_before += iterations;
+    state.keys_phase ^= iterations > 0;
+  }
+
   // Narrows the tile to the keys of CTA `rank` of a cluster, kCtaKeys each. All CTAs visit the same query blocks.
   template <int kCtaKeys>
   __device__ void take_part(int32_t rank) {
@@ -192,21 +202,10 @@ struct WorkTile : ListedLoop<kListed_> {
   }
 };
 
-// Calls visit(work) for each work tile of this CTA. Every role goes from work tile to work tile in this way.
+// Calls visit(work) for each work tile of this CTA. Every role goes from work tile to work tile in this way. The slot
+// is read from shared memory again after each visit, because registers are few.
 template <typename SharedStorage, typename Visit>
 __device__ __forceinline__ void for_each_work_tile(SharedStorage& smem, Visit visit) {
-  for (TileSlot slot;; slot.advance()) {
-    mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
-    const auto& work = smem.work[slot.index()];
-    if (work.exhausted) return;
-    visit(work);
-    mbarrier_arrive(&smem.work_empty[slot.index()]);
-  }
-}
-
-// The same for warpgroups with few registers: the slot is read from shared memory again after each visit.
-template <typename SharedStorage, typename Visit>
-__device__ __forceinline__ void for_each_work_tile_rereading(SharedStorage& smem, Visit visit) {
   for (TileSlot slot;;) {
     mbarrier_wait(&smem.work_full[slot.index()], slot.phase());
     const auto& work = smem.work[slot.index()];

@@ -24,11 +24,6 @@ constexpr int kStoreWarps = 2;  // each has a buffer of dq and every other itera
 constexpr int kDqFullThreads = kConsumerThreads + 32;
 constexpr int kDqEmptyThreads = kWarpgroupThreads + 32;
 
-// What a store warp keeps in shared memory: how many work tiles it has done, and how many last adds, which write dq.
-struct StoreWarpCounts {
-  uint32_t tiles, last_adds;
-};
-
 // kByHeads: see QueryIterator. kLastWritesDq_: adds are counted, and if the schedule says so, the last one writes dq.
 template <typename T_, int kTileIndex, bool kByHeads, bool kLastWritesDq_>
 struct Traits {
@@ -48,12 +43,10 @@ struct Traits {
   // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower.
   static constexpr int kEarlyLse = kBlockM > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
   static constexpr int kEarlyDelta = 2;
-  static constexpr bool kEfficientDropout = drops_as_efficient(kTile.feature);
-  static constexpr bool kDrops = drops_as_flash(kTile.feature) || kEfficientDropout;
-  static constexpr bool kShifts = shifts_scores(kTile.feature);  // by ALiBi and a bias per key
-  static constexpr bool kBias = copies_bias(kTile.feature);
-  static constexpr bool kScores = changes_scores(kTile.feature);
-  static constexpr bool kBlockMask = has_block_mask(kTile.feature);
+  static constexpr bool kEfficientDropout = has(kTile, feature::kEfficientDropout);
+  static constexpr bool kDrops = has(kTile, feature::kFlashDropout | feature::kEfficientDropout);
+  static constexpr bool kBias = copies_bias(kTile);
+  static constexpr bool kBlockMask = has(kTile, feature::kBlockMask);
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
   // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
@@ -110,17 +103,17 @@ struct Traits {
     alignas(128) float delta[kDoutStages][kBlockM];
     WorkTile work[2];  // this work tile and the next
     SchedulerState scheduler;
-    uint64_t work_full[2];   // the scheduler arrives
-    uint64_t work_empty[2];  // every thread of the consumers and of the store warps arrives, and the loader
-    StoreWarpCounts store_warps[kStoreWarps];
-    uint64_t sums_full[kStoreWarps];                     // store warps arrive with bytes: sums for the last add
-    uint64_t work_wanted;                                // the loader arrives: the next work tile may be taken
-    uint64_t k_full, v_full;                             // producer arrives with bytes
-    uint64_t k_empty, v_empty;                           // every consumer warp arrives
+    uint64_t work_full[2];            // the scheduler arrives
+    uint64_t work_empty[2];           // every thread of the consumers and of the store warps arrives, and the loader
+    uint32_t last_adds[kStoreWarps];  // of each store warp so far: those that write dq
+    uint64_t sums_full[kStoreWarps];  // store warps arrive with bytes: sums for the last add
+    uint64_t work_wanted;             // the loader arrives: the next work tile may be taken
+    uint64_t k_full, v_full;          // producer arrives with bytes
+    uint64_t k_empty, v_empty;        // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
     DqTurn turns[kStoreWarps];                           // of the store warps, if the last add writes dq
-    ListedStages<kBlockMask ? kStages : 0> listed;       // guarded by q_full and q_empty
+    QueryBlockEntry listed[kBlockMask ? kStages : 1];    // block masks: what the stages of q hold
     PhiloxState philox;                                  // kernels with dropout
   };
 
@@ -131,7 +124,7 @@ struct Traits {
     mbarrier_init(&smem.v_empty, kConsumerThreads / 32);
     mbarrier_init(&smem.work_wanted, 1);
     for (uint64_t& barrier : smem.sums_full) mbarrier_init(&barrier, 1);
-    for (StoreWarpCounts& counts : smem.store_warps) counts = {};
+    for (uint32_t& count : smem.last_adds) count = 0;
     init_ring(smem.work_full, 1, smem.work_empty, kConsumerThreads + kStoreWarps * 32 + 1);
     init_ring(smem.q_full, 1, smem.q_empty, kConsumerThreads);
     init_ring(smem.dout_full, 1, smem.dout_empty, kConsumerThreads);

@@ -60,7 +60,7 @@ struct ScoreTile {
     } else {
       exponentiate(s, RowPairs<0>(lse_log2), to_log2);
     }
-    if (!work.interior.contains(i0 / kBlockM)) mask(s, TileVisibility(work.visibility, j0, i0), 0, 0);
+    if (!work.interior.contains(i0 / kBlockM)) mask<kBlockM>(s, TileVisibility(work.visibility, j0, i0), 0, 0);
     if (capped) {
       give<true>(s, dropped, exchange);
     } else {

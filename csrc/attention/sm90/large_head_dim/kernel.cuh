@@ -65,7 +65,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     }
   } else if (warpgroup == 1) {
     grow_registers<Traits::kRegisters.probabilities>();
-    for_each_work_tile_rereading(smem, [&](const WorkTile& work) {
+    for_each_work_tile(smem, [&](const WorkTile& work) {
       if (work.iterations == 0) {
         zero_gradient<typename Traits::T>(params.dv, work, 0);
         return;
@@ -78,7 +78,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     });
   } else if (warpgroup == 2) {
     grow_registers<Traits::kRegisters.score_gradients>();
-    for_each_work_tile_rereading(smem, [&](const WorkTile& work) {
+    for_each_work_tile(smem, [&](const WorkTile& work) {
       if (work.iterations == 0) {
         zero_gradient<typename Traits::T>(params.dk, work, 0);
         return;
@@ -94,7 +94,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     const auto rank = static_cast<int32_t>(rank_in_cluster());
     QueryGradients<Traits>::expect_first(smem);
     int32_t count = 0;  // of chunks of 64 columns
-    for_each_work_tile_rereading(smem, [&](const WorkTile& work) {
+    for_each_work_tile(smem, [&](const WorkTile& work) {
       if (work.iterations > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
     });
   }

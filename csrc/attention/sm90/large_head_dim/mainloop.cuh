@@ -1,9 +1,6 @@
-// The three consumer warpgroups, each a stage of a pipeline over the query blocks of 64 keys:
-//   P:  S^T = K Q^T, P^T = exp(S^T - lse), dv += P^T dout
-//   dS: dP^T = V dout^T, dS^T = P^T (dP^T - delta), dk += dS^T Q
-//   dq: dq = dS K, half of the columns over the keys of both CTAs of the cluster
-// P^T goes to the second through shared memory in fp32, from each thread to the thread of the same number. dS^T goes to
-// the third as an operand, and as a copy to the third of the other CTA.
+// The three consumer warpgroups, each a stage of a pipeline over the query blocks of 64 keys. Probabilities computes
+// P^T and dv, ScoreGradients dS^T and dk, QueryGradients dq. docs/kernels/attention_sm90.md, "Large head dimensions",
+// shows what they hand to one another.
 #pragma once
 
 #include <algorithm>
@@ -39,30 +36,17 @@ struct Probabilities : Consumer<Traits> {
                                                                         kProbabilityBarrier);
     }
     load_operand<Traits::kKeyChunkBytes, Traits::kKeySteps>(k_operand, smem_address(smem.k), warp, lane);
-    {
-      float s[kBlockM / 2];  // S^T, then P^T: (kBlockN, kBlockM)
-      issue_s(s, k_operand);
-      uint32_t dropped = kMaskUnderS ? draw() : 0;
-      wait_products<0>();
-      if constexpr (!kMaskUnderS) dropped = draw();
-      probabilities(s, dropped);
-      pack<T>(p16, s);
-    }
+    compute_p(p16, k_operand, [] {});
 #pragma unroll 1
     while (!this->is_last()) {
       const int32_t stage = DoutRing::stage(step.index);
-      float s[kBlockM / 2];
       this->wait_dout();
       issue_dv(p16, dv, stage);
       step.advance(work);
-      issue_s(s, k_operand);
-      uint32_t dropped = kMaskUnderS ? draw() : 0;
-      wait_products<1>();
-      arrive_warp(&smem.dout_empty[stage], lane);
-      wait_products<0>();
-      if constexpr (!kMaskUnderS) dropped = draw();
-      probabilities(s, dropped);
-      pack<T>(p16, s);
+      compute_p(p16, k_operand, [&] {
+        wait_products<1>();
+        arrive_warp(&smem.dout_empty[stage], lane);
+      });
     }
     arrive_warp(&smem.k_empty, lane);
     const int32_t stage = DoutRing::stage(step.index);
@@ -74,6 +58,20 @@ struct Probabilities : Consumer<Traits> {
   }
 
  private:
+  // `release` is called while S is computed.
+  template <typename Release>
+  __device__ __forceinline__ void compute_p(uint32_t (&p16)[kBlockM / 4], uint32_t (&k_operand)[kOperandRegisters],
+                                            Release release) {
+    float s[kBlockM / 2];  // S^T, then P^T: (kBlockN, kBlockM)
+    issue_s(s, k_operand);
+    uint32_t dropped = kMaskUnderS ? draw() : 0;
+    release();
+    wait_products<0>();
+    if constexpr (!kMaskUnderS) dropped = draw();
+    probabilities(s, dropped);
+    pack<T>(p16, s);
+  }
+
   __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2], uint32_t (&k_operand)[kOperandRegisters]) {
     const int32_t stage = QueryRing::stage(step.index);
     mbarrier_wait(&smem.q_full[stage], QueryRing::phase(step.index));
@@ -115,7 +113,7 @@ struct Probabilities : Consumer<Traits> {
       mbarrier_arrive(&smem.q_empty[stage]);
       if (!interior.contains(step.query_block())) {
         const TileVisibility tile(work.visibility, work.first_key, step.query_block() * kBlockM);
-        mask(s, tile, warp * 16 + lane / 4, pair);
+        mask<kBlockM>(s, tile, warp * 16 + lane / 4, pair);
       }
       mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
 #pragma unroll
@@ -156,26 +154,13 @@ struct ScoreGradients : Consumer<Traits> {
                                                                          kScoreGradientBarrier);
     }
     load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps>(v_operand, smem_address(smem.v), warp, lane);
-    {
-      float dp[kBlockM / 2];  // dP^T, then dS^T: (kBlockN, kBlockM)
-      this->wait_dout();
-      issue_dp(dp, v_operand);
-      wait_products<0>();
-      score_gradients(dp);
-      store(ds16, dp);
-    }
+    compute_ds(ds16, v_operand, [] {});
 #pragma unroll 1
     while (!this->is_last()) {
       const int32_t index = step.index;
-      float dp[kBlockM / 2];
       issue_dk(ds16, dk, index);
       step.advance(work);
-      this->wait_dout();
-      issue_dp(dp, v_operand);
-      wait_products<0>();
-      arrive_warp(&smem.q_empty[QueryRing::stage(index)], lane);
-      score_gradients(dp);
-      store(ds16, dp);
+      compute_ds(ds16, v_operand, [&] { arrive_warp(&smem.q_empty[QueryRing::stage(index)], lane); });
     }
     issue_dk(ds16, dk, step.index);
     wait_products<0>();
@@ -184,6 +169,19 @@ struct ScoreGradients : Consumer<Traits> {
   }
 
  private:
+  // `release` is called when all products are complete.
+  template <typename Release>
+  __device__ __forceinline__ void compute_ds(uint32_t (&ds16)[kBlockM / 4], uint32_t (&v_operand)[kOperandRegisters],
+                                             Release release) {
+    float dp[kBlockM / 2];  // dP^T, then dS^T: (kBlockN, kBlockM)
+    this->wait_dout();
+    issue_dp(dp, v_operand);
+    wait_products<0>();
+    release();
+    score_gradients(dp);
+    store(ds16, dp);
+  }
+
   __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2], uint32_t (&v_operand)[kOperandRegisters]) {
     product<T, Traits::kHeadDimV / 16, Traits::kValueSteps, false, typename Base::KeyColumns,
             typename Base::QueryColumns>(dp, v_operand, not_hoisted(smem_address(smem.v)),

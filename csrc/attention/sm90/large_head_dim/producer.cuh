@@ -67,14 +67,8 @@ struct Producer {
       work.find(params, state);
     } while (!work.settled());
     Loader::wait_for_rows(params, work);
-    work.slot = state.slot;
-    if (!work.exhausted) {
-      work.template take_part<Traits::kBlockN>(rank);
-      work.first_index = state.iterations_before;
-      work.keys_phase = state.keys_phase;
-      state.iterations_before += work.iterations;
-      state.keys_phase ^= work.iterations > 0;
-    }
+    if (!work.exhausted) work.template take_part<Traits::kBlockN>(rank);
+    work.number(state);
     mbarrier_arrive(&smem.work_full[state.slot.index()]);
   }
 
@@ -116,22 +110,15 @@ struct Producer {
   // Loads the other CTA's keys, in the columns of dq that this CTA adds.
   static __device__ __forceinline__ void load_other_keys(const KernelParams& params, SharedStorage& smem,
                                                          const WorkTile& work, int32_t rank) {
-    const bool packed = params.attention.cu_seqlens_k != nullptr;
-    const int32_t row = static_cast<int32_t>(work.sequence.begin_k) + work.first_key + other_keys<Traits>(rank);
-    mbarrier_arrive_expect(&smem.k_other_full, sizeof(smem.k_other));
-#pragma unroll 1
-    for (int32_t chunk = 0; chunk < Traits::kOtherChunks; ++chunk) {
-      tensor_load_4d(&params.maps.k, &smem.k_other_full, smem.k_other + chunk * Traits::kKeyChunkBytes,
-                     (Traits::first_other_chunk(rank) + chunk) * kChunkColumns, row, work.head_kv,
-                     packed ? 0 : work.batch);
-    }
+    Loader::template load_tile<Traits::kOtherChunks, Traits::kKeyChunkBytes>(
+        &params.maps.k, &smem.k_other_full, smem.k_other, Loader::key_row(work) + other_keys<Traits>(rank),
+        work.head_kv, Loader::batch_k(params, work), 0, Traits::first_other_chunk(rank));
   }
 
   static __device__ __forceinline__ void store_dq_of_tile(const KernelParams& params, SharedStorage& smem,
                                                           const WorkTile& work, int32_t rank, int32_t adder,
                                                           int32_t& count, uint32_t& phases) {
     using DqRing = Ring<Traits::kDqBuffers>;
-    const AttentionBackwardParams& p = params.attention;
     DqTurn turn;
     for (QueryIterator step(work); step.index < step.end; step.advance(work)) {
       const BlockRange chunks = Traits::chunks_of(rank, step.query_block());
@@ -139,11 +126,7 @@ struct Producer {
         count += chunks.size();
         continue;
       }
-      const bool packed = p.cu_seqlens_q != nullptr;
-      int32_t row = step.query_block() * Traits::kBlockM;
-      // Packed: all heads of a sequence are one run of rows.
-      if (packed) row += static_cast<int32_t>(work.sequence.begin_q) * p.heads + step.head() * work.sequence.rows_q;
-      const int32_t slab = packed ? 0 : work.batch * p.heads + step.head();
+      const DqRows rows = dq_rows(params, work, step.head(), step.query_block() * Traits::kBlockM);
       change_turns<Traits>(params, turn, work, rank, step.head(), step.query_block());
       // Counted adds may wait for their turn before dq is ready.
       if (params.schedule.counts_adds()) begin_turn(params, turn);
@@ -156,13 +139,7 @@ struct Producer {
         if (chunk == chunks.begin && !params.schedule.counts_adds()) begin_turn(params, turn);
 #pragma unroll 1
         for (int32_t box = 0; box < 2; ++box) {
-          const int32_t column = chunk * kChunkColumns + box * 32;
-          if (column >= p.head_dim) continue;
-          if (turn.stores) {
-            tensor_store_3d(&params.maps.dq_accumulator, smem.dq[buffer][box], column, row, slab);
-          } else {
-            tensor_reduce_add_3d(&params.maps.dq_accumulator, smem.dq[buffer][box], column, row, slab);
-          }
+          add_dq_box(params, smem.dq[buffer][box], chunk * kChunkColumns + box * 32, rows, turn.stores);
         }
         bulk_commit();
         bulk_wait_read<0>();

@@ -19,7 +19,7 @@ template <typename T_, int kTileIndex, bool kByHeads>
 struct Traits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   using T = T_;
-  static constexpr bool kFeatures = kTile.feature == Feature::kAny;  // softcap, bias, ALiBi, dropout
+  static constexpr bool kFeatures = kTile.features != 0;
   static constexpr bool kBiasGradient = kFeatures && has_bias_gradient(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.head_dim_v;

@@ -35,7 +35,7 @@ struct BiasScores : PlainScores<Traits> {
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
     exponentiate_with_bias<typename Base::T>(s[0], place(c), lse, c.scale_log2);
-    c.tile_mask.mask_scores(c, s);
+    c.tile_mask.apply(c, s);
   }
 
   template <typename Consumer>

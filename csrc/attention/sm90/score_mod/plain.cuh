@@ -26,7 +26,7 @@ struct PlainScores {
   __device__ __forceinline__ void probabilities(const Consumer& c, Scores& s, Operand&, const Lse& lse) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) exponentiate(s[part], lse, c.scale_log2);
-    c.tile_mask.mask_scores(c, s);
+    c.tile_mask.apply(c, s);
   }
 
   // The first operand of dV.

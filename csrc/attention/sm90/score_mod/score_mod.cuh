@@ -1,4 +1,4 @@
-// The policy of a tile's feature.
+// The policy of a tile's features.
 #pragma once
 
 #include <type_traits>
@@ -10,10 +10,11 @@
 namespace flashbwd::sm90 {
 
 template <typename Traits>
-using ScoresWithoutDropout = std::conditional_t<
-    Traits::kBias, BiasScores<Traits>,
-    std::conditional_t<Traits::kShifts, ShiftedScores<Traits>,
-                       std::conditional_t<Traits::kScores, CappedScores<Traits>, PlainScores<Traits>>>>;
+using ScoresWithoutDropout =
+    std::conditional_t<Traits::kBias, BiasScores<Traits>,
+                       std::conditional_t<has(Traits::kTile, feature::kSoftcap), CappedScores<Traits>,
+                                          std::conditional_t<has(Traits::kTile, feature::kShifts),
+                                                             ShiftedScores<Traits>, PlainScores<Traits>>>>;
 
 template <typename Traits>
 using ScoreMod = std::conditional_t<Traits::kDrops, DroppedScores<Traits, ScoresWithoutDropout<Traits>>,

@@ -112,7 +112,7 @@ struct ShiftedScores : PlainScores<Traits> {
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
     score_function<Traits>(c).exponentiate(s[0], lse);
-    c.tile_mask.mask_scores(c, s);
+    c.tile_mask.apply(c, s);
   }
 };
 
@@ -137,7 +137,7 @@ struct CappedScores : PlainScores<Traits> {
 
   template <typename Consumer>
   __device__ __forceinline__ void pack_probabilities(const Consumer& c, Operand& p16, const Scores&) const {
-    c.tile_mask.mask_pairs(c, p16);
+    c.tile_mask.apply(c, p16);
   }
 
   template <typename Consumer, typename Lse, typename Delta>
@@ -156,7 +156,7 @@ struct CappedScores : PlainScores<Traits> {
   template <typename Consumer>
   __device__ __forceinline__ void pack_gradients(const Consumer& c, Operand& ds16, const Scores& ds) const {
     Base::pack_parts(ds16, ds);
-    c.tile_mask.mask_pairs(c, ds16);
+    c.tile_mask.apply(c, ds16);
   }
 };
 

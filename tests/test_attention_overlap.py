@@ -37,7 +37,7 @@ SHAPES = {
     "full_clusters": Shape(5, 1000, 16, 256, {}),
     "clusters": Shape(4, 1024, 8, 256, {"causal": True}),
     "clusters_that_convert": Shape(6, 1000, 16, 192, {"causal": True}),
-    "converted_between_jobs": Shape(6, 1100, 24, 64, {"causal": True}),
+    "converted_between_work_tiles": Shape(6, 1100, 24, 64, {"causal": True}),
     "groups": Shape(2, 4200, 16, 128, {"causal": True}, group=4),
     "groups_full": Shape(4, 2100, 16, 64, {}, group=2),
 }

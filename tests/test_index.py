@@ -197,9 +197,9 @@ def test_lengths_and_windows_up_to_the_integer_limit_do_not_overflow(length: int
 def test_every_step_of_a_walk_belongs_to_one_split_and_splits_are_even() -> None:
     for steps in range(40):
         for num_splits in range(1, 45):
-            walks = [range(*host.split_query_loop(steps, s, num_splits)) for s in range(num_splits)]
-            assert [step for walk in walks for step in walk] == list(range(steps))
-            assert max(map(len, walks)) - min(map(len, walks)) <= 1
+            loops = [range(*host.split_query_loop(steps, s, num_splits)) for s in range(num_splits)]
+            assert [step for loop in loops for step in loop] == list(range(steps))
+            assert max(map(len, loops)) - min(map(len, loops)) <= 1
     assert host.split_query_loop(INT_MAX, 98, 99) == (INT_MAX * 98 // 99, INT_MAX)
 
 
@@ -208,76 +208,76 @@ def test_every_step_of_a_walk_belongs_to_one_split_and_splits_are_even() -> None
 def test_each_key_block_of_a_dq_tile_is_one_ctas(
     mask: tuple[int, int, int, int, Any], block_m: int, block_n: int, heads_per_kv: int, num_splits: int
 ) -> None:
-    """The CTAs that touch a dq tile are as many as its key blocks, however the walks are shared."""
+    """The CTAs that touch a dq tile are as many as its key blocks, however the loops are shared."""
     v = host.make_visibility(*mask)
     touched: dict[tuple[int, int], list[int]] = defaultdict(list)
-    abreast = host.heads_per_pass(heads_per_kv, num_splits)
+    per_pass = host.heads_per_pass(heads_per_kv, num_splits)
     for n in range(-(-mask[1] // block_n)):
         begin, end = host.query_blocks(v, n, block_m, block_n)
         for split in range(num_splits):
             first, last = host.split_query_loop((end - begin) * heads_per_kv, split, num_splits)
-            position = host.QueryLoopPosition(first, end - begin, abreast)
+            position = host.QueryLoopPosition(first, end - begin, per_pass)
             for _ in range(first, last):
                 touched[position.head, begin + position.tile].append(n)
-                position.advance(end - begin, abreast)
+                position.advance(end - begin, per_pass)
     for m in range(-(-mask[0] // block_m)):
         for head in range(heads_per_kv):
             assert touched[head, m] == list(range(*host.key_blocks(v, m, block_m, block_n)))
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5])
-def test_a_walk_takes_the_heads_of_a_group_tile_by_tile(tiles: int) -> None:
+def test_a_loop_takes_the_heads_of_a_group_tile_by_tile(tiles: int) -> None:
     for heads in range(1, 9):
         for num_splits in range(1, 12):
-            abreast = host.heads_per_pass(heads, num_splits)
-            assert heads % abreast == 0 and abreast == max(
+            per_pass = host.heads_per_pass(heads, num_splits)
+            assert heads % per_pass == 0 and per_pass == max(
                 d for d in range(1, heads + 1) if heads % d == 0 and (d == 1 or d * num_splits <= heads)
             )
-            walk = [
+            loop = [
                 (head, tile)
-                for first in range(0, heads, abreast)
+                for first in range(0, heads, per_pass)
                 for tile in range(tiles)
-                for head in range(first, first + abreast)
+                for head in range(first, first + per_pass)
             ]
-            position = host.QueryLoopPosition(0, tiles, abreast)
-            for step, place in enumerate(walk):
-                started_here = host.QueryLoopPosition(step, tiles, abreast)
+            position = host.QueryLoopPosition(0, tiles, per_pass)
+            for step, place in enumerate(loop):
+                started_here = host.QueryLoopPosition(step, tiles, per_pass)
                 assert (position.head, position.tile) == (started_here.head, started_here.tile) == place
-                position.advance(tiles, abreast)
+                position.advance(tiles, per_pass)
 
 
-def greedy(walks: list[int], at_once: int) -> int:
-    """When the last CTA ends, if each takes a step more than its walk and starts as soon as there is room, in order."""
+def greedy(loops: list[int], at_once: int) -> int:
+    """When the last CTA ends, if each takes a step more than its loop, and starts as soon as there is room."""
     free = [0] * at_once
-    for walk in walks:
-        heapq.heapreplace(free, free[0] + walk + 1)
+    for loop in loops:
+        heapq.heapreplace(free, free[0] + loop + 1)
     return max(free)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_walks_are_shared_where_that_saves_time_and_little_memory(causal: bool) -> None:
     for at_once in (1, 2, 8, 108, 132):
-        for jobs in (1, 2, 3, 5, 8, 16, 31, 66, 67, 107, 108, 131, 132, 133, 200, 264, 265, 5000):
+        for work_tiles in (1, 2, 3, 5, 8, 16, 31, 66, 67, 107, 108, 131, 132, 133, 200, 264, 265, 5000):
             for steps in (1, 2, 3, 7, 16, 128, 1000):
-                walks = [steps - steps * n // jobs for n in range(jobs)] if causal else [steps] * jobs
-                splits = host.split_count(jobs, walks[jobs // 2], steps, at_once)
+                loops = [steps - steps * n // work_tiles for n in range(work_tiles)] if causal else [steps] * work_tiles
+                splits = host.split_count(work_tiles, loops[work_tiles // 2], steps, at_once)
                 assert 1 <= splits <= steps
                 if splits == 1:
                     continue
-                assert jobs * splits <= 3 * at_once
+                assert work_tiles * splits <= 3 * at_once
                 shared = [
                     end - begin
-                    for walk in walks
-                    for begin, end in (host.split_query_loop(walk, split, splits) for split in range(splits))
+                    for loop in loops
+                    for begin, end in (host.split_query_loop(loop, split, splits) for split in range(splits))
                 ]
-                # Of unequal walks the mean and the longest are what the rule knows.
-                assert greedy(shared, at_once) <= (1.05 if causal else 0.95) * greedy(walks, at_once)
+                # Of unequal loops the mean and the longest are what the rule knows.
+                assert greedy(shared, at_once) <= (1.05 if causal else 0.95) * greedy(loops, at_once)
 
 
 def test_one_key_block_of_many_queries_fills_the_device() -> None:
     assert host.split_count(1, 256, 256, 132) == 128  # two steps each; 132 splits would have no fewer
     assert host.split_count(16, 256, 256, 132) == 8
-    assert host.split_count(16, 272, 512, 132) == 16  # causal: the longest walk counts
+    assert host.split_count(16, 272, 512, 132) == 16  # causal: the longest loop counts
     assert host.split_count(100, 64, 64, 132) == 1
     assert host.split_count(80, 64, 64, 132) == 3  # in two rounds of a third each
     assert host.split_count(5000, 64, 64, 132) == 1
@@ -293,19 +293,19 @@ class Ordered:
         self.v, self.block_m, self.block_n, self.reverse = v, block_m, block_n, reverse
         num_blocks = -(-v.seqlen_k // block_n)
         order = [host.dense_work_tile(index, heads, 1, num_blocks, head_group) for index in range(heads * num_blocks)]
-        self.jobs = [(batch, self.steps(num_blocks - 1 - n if reverse else n)) for batch, _, n in order]
+        self.work_tiles = [(batch, self.steps(num_blocks - 1 - n if reverse else n)) for batch, _, n in order]
         self.semaphores: dict[tuple[int, int], int] = defaultdict(int)
 
     def steps(self, n: int) -> list[tuple[int, int]]:
-        """(query block, turn) of each iteration of key block n, as the kernels loop."""
+        """(query block, adds before) of each iteration of key block n, as the kernels loop."""
         blocks = range(*host.query_blocks(self.v, n, self.block_m, self.block_n))
-        turn = host.reversed_turn if self.reverse else host.ordered_turn
+        before = host.adds_before_descending if self.reverse else host.adds_before_ascending
         ascending = self.reverse or self.v.full()
-        return [(m, turn(self.v, m, n, self.block_m, self.block_n)) for m in (blocks if ascending else blocks[::-1])]
+        return [(m, before(self.v, m, n, self.block_m, self.block_n)) for m in (blocks if ascending else blocks[::-1])]
 
     def run(self, workers: int, rng: random.Random) -> bool:
         """Whether all work tiles end, when CTAs take them from a counter and advance in random order."""
-        waiting = list(reversed(self.jobs))
+        waiting = list(reversed(self.work_tiles))
         busy: list[list[Any]] = []
         while True:
             while waiting and len(busy) < workers:
@@ -337,14 +337,14 @@ def test_turns_of_a_tile_count_up_to_its_number_of_key_blocks(
     v = host.make_visibility(*mask)
     for m in range(-(-mask[0] // block_m)):
         seen = range(*host.key_blocks(v, m, block_m, block_n))
-        turns = [host.ordered_turn(v, m, n, block_m, block_n) for n in seen]
-        assert turns == list(range(len(seen)))
+        orders = [host.adds_before_ascending(v, m, n, block_m, block_n) for n in seen]
+        assert orders == list(range(len(seen)))
         # What the kernels compute instead.
-        assert turns == [n - max(m * block_m + v.lo, 0) // block_n for n in seen]
-        turns = [host.reversed_turn(v, m, n, block_m, block_n) for n in seen]
-        assert turns == list(reversed(range(len(seen))))
+        assert orders == [n - max(m * block_m + v.lo, 0) // block_n for n in seen]
+        orders = [host.adds_before_descending(v, m, n, block_m, block_n) for n in seen]
+        assert orders == list(reversed(range(len(seen))))
         last_query = min((m + 1) * block_m, v.seqlen_q) - 1
-        assert turns == [(min(last_query + v.hi, v.seqlen_k) - 1) // block_n - n for n in seen]
+        assert orders == [(min(last_query + v.hi, v.seqlen_k) - 1) // block_n - n for n in seen]
 
 
 @given(
@@ -379,24 +379,24 @@ def test_ordered_adds_never_deadlock_whatever_the_number_of_ctas(
 def test_the_simulation_sees_a_deadlock() -> None:
     """One CTA that takes the key blocks in the wrong order waits forever."""
     ordered = Ordered(host.make_visibility(64, 64, -1, -1, Causal.kNone), 8, 8, heads=1, head_group=1)
-    ordered.jobs.reverse()
+    ordered.work_tiles.reverse()
     assert not ordered.run(1, random.Random(0))
 
 
 def makespan(ordered: Ordered) -> int:
     """Iterations until all work tiles end when each has a CTA and an iteration takes one unit."""
-    progress = [0] * len(ordered.jobs)
+    progress = [0] * len(ordered.work_tiles)
     for now in range(10_000):
-        if all(done == len(steps) for done, (_, steps) in zip(progress, ordered.jobs, strict=True)):
+        if all(done == len(steps) for done, (_, steps) in zip(progress, ordered.work_tiles, strict=True)):
             return now
         ready = [
             index
-            for index, (head, steps) in enumerate(ordered.jobs)
+            for index, (head, steps) in enumerate(ordered.work_tiles)
             if progress[index] < len(steps)
             and ordered.semaphores[head, steps[progress[index]][0]] == steps[progress[index]][1]
         ]
         for index in ready:
-            ordered.semaphores[ordered.jobs[index][0], ordered.jobs[index][1][progress[index]][0]] += 1
+            ordered.semaphores[ordered.work_tiles[index][0], ordered.work_tiles[index][1][progress[index]][0]] += 1
             progress[index] += 1
     raise AssertionError("deadlock")
 
@@ -424,44 +424,44 @@ def test_a_staggered_loop_starts_inside_and_so_far_after_its_neighbour(blocks_ap
 
 
 class Waves:
-    """Work tiles dealt to CTAs in advance: (head, iterations of (tile, turn)), in groups of `head_group` heads."""
+    """Work tiles dealt to CTAs: (head, iterations of (tile, adds before)), in groups of `head_group` heads."""
 
-    def __init__(self, workers: int, jobs: list[tuple[Any, list[tuple[int, int]]]]) -> None:
-        self.workers, self.jobs = workers, jobs
+    def __init__(self, workers: int, work_tiles: list[tuple[Any, list[tuple[int, int]]]]) -> None:
+        self.workers, self.work_tiles = workers, work_tiles
         self.semaphores: dict[tuple[Any, int], int] = defaultdict(int)
 
-    def _walks(self) -> list[list[Any]]:
+    def _loops(self) -> list[list[Any]]:
         """What each worker has to do, its first step last."""
-        queues = [self.jobs[worker :: self.workers] for worker in range(self.workers)]
+        queues = [self.work_tiles[worker :: self.workers] for worker in range(self.workers)]
         return [[(head, *step) for head, steps in queue for step in steps][::-1] for queue in queues]
 
-    def _may_add(self, walk: list[Any]) -> bool:
-        return bool(walk) and self.semaphores[walk[-1][:2]] == walk[-1][2]
+    def _may_add(self, loop: list[Any]) -> bool:
+        return bool(loop) and self.semaphores[loop[-1][:2]] == loop[-1][2]
 
-    def _add(self, walk: list[Any]) -> None:
-        head, tile, _ = walk.pop()
+    def _add(self, loop: list[Any]) -> None:
+        head, tile, _ = loop.pop()
         self.semaphores[head, tile] += 1
 
     def run(self, rng: random.Random) -> bool:
-        """Whether all jobs end, when workers advance in random order."""
-        walks = self._walks()
-        while any(walks):
-            able = list(filter(self._may_add, walks))
+        """Whether all work tiles end, when workers advance in random order."""
+        loops = self._loops()
+        while any(loops):
+            able = list(filter(self._may_add, loops))
             if not able:
                 return False
             self._add(rng.choice(able))
         return True
 
     def makespan(self) -> int:
-        """Steps until all jobs end, where a step takes one unit."""
-        walks = self._walks()
+        """Steps until all work tiles end, where a step takes one unit."""
+        loops = self._loops()
         for now in range(100_000):
-            if not any(walks):
+            if not any(loops):
                 return now
-            able = list(filter(self._may_add, walks))
+            able = list(filter(self._may_add, loops))
             assert able, "deadlock"
-            for walk in able:
-                self._add(walk)
+            for loop in able:
+                self._add(loop)
         raise AssertionError("too long")
 
 
@@ -471,7 +471,7 @@ def paired_waves(
     """Pairs of key blocks, of which the last `spare_blocks` hold no keys of the sequence."""
     key_blocks = -(-v.seqlen_k // block_n) + spare_blocks
     pairs = -(-key_blocks // 2)
-    jobs = []
+    work_tiles = []
     for index in range(heads * pairs):
         _, head, number = host.dense_work_tile(index, 1, heads, pairs, head_group)
         first_head = head // head_group * head_group
@@ -482,7 +482,10 @@ def paired_waves(
         def steps_of(n: int, second: bool, wave: Any) -> list[Any]:
             loop = range(*host.query_blocks(v, n, block_m, block_n))
             return [
-                ((m, h), host.pair_turn(wave, second, host.key_blocks(v, m, block_m, block_n)[1], key_blocks))
+                (
+                    (m, h),
+                    host.adds_before_in_pairs(wave, second, host.key_blocks(v, m, block_m, block_n)[1], key_blocks),
+                )
                 for m in (loop if second else reversed(loop))
                 for h in range(group)
             ]
@@ -490,17 +493,17 @@ def paired_waves(
         both = steps_of(key_blocks - pairs + number, False, wave)
         if 2 * (pairs - number) - 1 != key_blocks:
             both += steps_of(pairs - 1 - number, True, wave)
-        jobs.append((head, both))
-    return Waves(workers, jobs)
+        work_tiles.append((head, both))
+    return Waves(workers, work_tiles)
 
 
-def assert_turns_are_complete(waves: Waves) -> None:
+def assert_adds_are_numbered(waves: Waves) -> None:
     """Turns of each tile are 0, 1, 2, ... once each."""
-    turns: dict[Any, list[int]] = defaultdict(list)
-    for head, steps in waves.jobs:
-        for tile, turn in steps:
-            turns[head, tile].append(turn)
-    assert all(sorted(seen) == list(range(len(seen))) for seen in turns.values())
+    orders: dict[Any, list[int]] = defaultdict(list)
+    for head, steps in waves.work_tiles:
+        for tile, before in steps:
+            orders[head, tile].append(before)
+    assert all(sorted(seen) == list(range(len(seen))) for seen in orders.values())
 
 
 # CTAs, heads and groups of them, and what a causal mask leaves of a sequence.
@@ -518,7 +521,7 @@ PAIRS: dict[str, Any] = {
 
 @given(**PAIRS, group=st.integers(1, 12), spare_blocks=st.integers(0, 3))
 @settings(max_examples=1000, deadline=None)
-def test_waves_of_pairs_take_turns_and_never_deadlock(
+def test_waves_of_pairs_add_in_order_and_never_deadlock(
     workers: int,
     heads: int,
     head_group: int,
@@ -532,7 +535,7 @@ def test_waves_of_pairs_take_turns_and_never_deadlock(
 ) -> None:
     v = host.make_visibility(*lengths, -1, right, kind)
     waves = paired_waves(workers, heads, head_group, v, *blocks, group, spare_blocks)
-    assert_turns_are_complete(waves)
+    assert_adds_are_numbered(waves)
     assert waves.run(random.Random(seed))
     for m in range(-(-lengths[0] // blocks[0])):
         begin, end = host.key_blocks(v, m, *blocks)
@@ -556,45 +559,45 @@ def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_t
     """Jobs are taken one by one, as soon as one is done; all of a head are one wave."""
     v = host.make_visibility(*lengths, -1, right, kind)
     pairs = -(-lengths[1] // (2 * blocks[1]))
-    jobs = paired_waves(heads * pairs, heads, head_group, v, *blocks, 1, 0).jobs
+    work_tiles = paired_waves(heads * pairs, heads, head_group, v, *blocks, 1, 0).work_tiles
     last: dict[Any, int] = defaultdict(int)
-    for head, steps in jobs:
-        for tile, turn in steps:
-            last[head, tile] = max(last[head, tile], turn)
+    for head, steps in work_tiles:
+        for tile, before in steps:
+            last[head, tile] = max(last[head, tile], before)
     added: dict[Any, int] = defaultdict(int)
-    walks: list[list[Any]] = [[] for _ in range(workers)]
+    loops: list[list[Any]] = [[] for _ in range(workers)]
     taken = 0
     rng = random.Random(seed)
-    while taken < len(jobs) or any(walks):
+    while taken < len(work_tiles) or any(loops):
         able = []
-        for worker, walk in enumerate(walks):
-            if not walk:
-                if taken < len(jobs):
+        for worker, loop in enumerate(loops):
+            if not loop:
+                if taken < len(work_tiles):
                     able.append(worker)
                 continue
-            head, tile, turn = walk[-1]
-            able += [worker] * (added[head, tile] >= (turn if turn == last[head, tile] else min(turn, 1)))
+            head, tile, before = loop[-1]
+            able += [worker] * (added[head, tile] >= (before if before == last[head, tile] else min(before, 1)))
         assert able, "deadlock"
         worker = rng.choice(able)
-        if walks[worker]:
-            head, tile, _ = walks[worker].pop()
+        if loops[worker]:
+            head, tile, _ = loops[worker].pop()
             added[head, tile] += 1
         else:
-            head, steps = jobs[taken]
-            walks[worker] = [(head, *step) for step in reversed(steps)]
+            head, steps = work_tiles[taken]
+            loops[worker] = [(head, *step) for step in reversed(steps)]
             taken += 1
-    assert all(added[tile] == turn + 1 for tile, turn in last.items())
+    assert all(added[tile] == before + 1 for tile, before in last.items())
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
-def test_in_a_wave_of_pairs_jobs_wait_in_the_beginning_only(group: int) -> None:
+def test_in_a_wave_of_pairs_work_tiles_wait_in_the_beginning_only(group: int) -> None:
     v = host.make_visibility(128, 128, -1, 0, Causal.kBottomRight)
     assert paired_waves(64, 2, 2, v, 1, 2, group, 0).makespan() == group * 2 * (64 + 1) + 31
 
 
 def ring_waves(workers: int, heads: int, head_group: int, key_blocks: int, query_blocks: int, apart: int) -> Waves:
     """Key blocks of full masks with a staggered start."""
-    jobs = []
+    work_tiles = []
     for index in range(heads * key_blocks):
         _, head, number = host.dense_work_tile(index, 1, heads, key_blocks, head_group)
         first_head = head // head_group * head_group
@@ -603,8 +606,8 @@ def ring_waves(workers: int, heads: int, head_group: int, key_blocks: int, query
         assert wave.before + wave.rank == number
         start = host.staggered_start(wave.rank, apart, query_blocks)
         loop = [(start + i) % query_blocks for i in range(query_blocks)]
-        jobs.append((head, [(m, host.ring_turn(wave, m, apart)) for m in loop]))
-    return Waves(workers, jobs)
+        work_tiles.append((head, [(m, host.adds_before_in_ring(wave, m, apart)) for m in loop]))
+    return Waves(workers, work_tiles)
 
 
 @given(
@@ -616,13 +619,14 @@ def ring_waves(workers: int, heads: int, head_group: int, key_blocks: int, query
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=1000, deadline=None)
-def test_waves_of_a_staggered_start_take_turns_and_never_deadlock(
+def test_waves_of_a_staggered_start_add_in_order_and_never_deadlock(
     workers: int, heads: int, head_group: int, key_blocks: int, spare_query_blocks: int, seed: int
 ) -> None:
     at_once = min(key_blocks, workers)
     query_blocks = at_once + spare_query_blocks
-    waves = ring_waves(workers, heads, head_group, key_blocks, query_blocks, query_blocks // at_once)
-    assert_turns_are_complete(waves)
+    apart = max((query_blocks - 1) // max(at_once - 1, 1), 1)  # the most with which all starts are different
+    waves = ring_waves(workers, heads, head_group, key_blocks, query_blocks, apart)
+    assert_adds_are_numbered(waves)
     assert waves.run(random.Random(seed))
     assert all(waves.semaphores[head, m] == key_blocks for head in range(heads) for m in range(query_blocks))
 
@@ -634,29 +638,29 @@ def test_in_a_wave_of_a_staggered_start_no_key_block_waits() -> None:
 # The order of work
 
 
-def test_every_dense_job_comes_once() -> None:
+def test_every_dense_work_tile_comes_once() -> None:
     for batch in (0, 1, 2, 3):
         for heads in (1, 2, 5):
             for num_blocks in (0, 1, 3, 4):
                 for head_group in (1, 2, 3, 4, 100):
                     total = batch * heads * num_blocks
-                    jobs = [host.dense_work_tile(i, batch, heads, num_blocks, head_group) for i in range(total)]
+                    work_tiles = [host.dense_work_tile(i, batch, heads, num_blocks, head_group) for i in range(total)]
                     every = {(b, h, n) for b in range(batch) for h in range(heads) for n in range(num_blocks)}
-                    assert len(jobs) == len(every) and set(jobs) == every
+                    assert len(work_tiles) == len(every) and set(work_tiles) == every
 
 
 def test_key_blocks_of_a_head_come_in_ascending_order_and_heads_in_groups() -> None:
     for head_group in (1, 2, 3, 7):
-        jobs = [host.dense_work_tile(i, 2, 5, 4, head_group) for i in range(40)]
-        for index, (b, h, n) in enumerate(jobs):
+        work_tiles = [host.dense_work_tile(i, 2, 5, 4, head_group) for i in range(40)]
+        for index, (b, h, n) in enumerate(work_tiles):
             assert (b * 5 + h) // head_group == index // (head_group * 4)
-            assert n == sum((b, h) == other[:2] for other in jobs[:index])
+            assert n == sum((b, h) == other[:2] for other in work_tiles[:index])
         for group in range(0, 40, head_group * 4):
-            within = [n for _, _, n in jobs[group : group + head_group * 4]]
+            within = [n for _, _, n in work_tiles[group : group + head_group * 4]]
             assert within == sorted(within)
 
 
-def test_dense_jobs_are_64_bit() -> None:
+def test_dense_work_tiles_are_64_bit() -> None:
     batch, heads, num_blocks = 65536, 128, 8192
     last = batch * heads * num_blocks - 1
     assert host.dense_work_tile(last, batch, heads, num_blocks, 16) == (batch - 1, heads - 1, num_blocks - 1)
@@ -672,15 +676,17 @@ def test_dense_jobs_are_64_bit() -> None:
     list_blocks=st.integers(0, 30),
 )
 @settings(max_examples=1500, deadline=None)
-def test_every_varlen_job_comes_once_with_at_most_one_idle_block_a_sequence(
+def test_every_varlen_work_tile_comes_once_with_at_most_one_idle_block_a_sequence(
     lengths: list[int], slack: int, heads: int, block_n: int, head_group: int, list_blocks: int
 ) -> None:
     cu_seqlens = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
     total = host.varlen_work_tiles(cu_seqlens[-1], len(lengths), heads, block_n)
-    jobs = [host.varlen_work_tile(i, cu_seqlens, heads, block_n, head_group, list_blocks) for i in range(total)]
+    work_tiles = [host.varlen_work_tile(i, cu_seqlens, heads, block_n, head_group, list_blocks) for i in range(total)]
     every = [(b, h, n) for b, k in enumerate(lengths) for h in range(heads) for n in range(len(range(0, k, block_n)))]
-    idle = [job for job in jobs if job not in set(every)]
-    assert sorted(set(jobs) - set(idle)) == sorted(every) and len(jobs) == len(every) + len(idle) == len(set(jobs))
+    idle = [work_tile for work_tile in work_tiles if work_tile not in set(every)]
+    assert sorted(set(work_tiles) - set(idle)) == sorted(every) and len(work_tiles) == len(every) + len(idle) == len(
+        set(work_tiles)
+    )
     assert len(idle) <= heads * len(lengths)
     assert all(b >= 0 and n == len(range(0, lengths[b], block_n)) for b, _, n in idle)
     # A grid sized with spare rows behind the last sequence finds nothing there.
@@ -691,7 +697,7 @@ def test_every_varlen_job_comes_once_with_at_most_one_idle_block_a_sequence(
     assert all(batch == -1 for batch, _, _ in beyond)
     for b in range(len(lengths)):
         for h in range(heads):
-            order = [n for other_b, other_h, n in jobs if (other_b, other_h) == (b, h)]
+            order = [n for other_b, other_h, n in work_tiles if (other_b, other_h) == (b, h)]
             assert order == sorted(order)
 
 
@@ -718,10 +724,10 @@ def test_the_dq_postprocess_waits_for_as_many_key_blocks_as_there_are_whatever_c
     assert found == Counter(awaited)
 
 
-def test_longest_jobs_of_a_causal_head_come_first() -> None:
+def test_longest_work_tiles_of_a_causal_head_come_first() -> None:
     v = host.make_visibility(1000, 1000, -1, 0, Causal.kBottomRight)
-    jobs = [host.dense_work_tile(i, 1, 4, 8, 2) for i in range(32)]
-    for group in (jobs[:16], jobs[16:]):
+    work_tiles = [host.dense_work_tile(i, 1, 4, 8, 2) for i in range(32)]
+    for group in (work_tiles[:16], work_tiles[16:]):
         steps = [host.query_blocks(v, n, 64, 128) for _, _, n in group]
         sizes = [end - begin for begin, end in steps]
         assert sizes == sorted(sizes, reverse=True)
@@ -729,9 +735,9 @@ def test_longest_jobs_of_a_causal_head_come_first() -> None:
 
 def test_heads_abreast_divide_all_heads_and_fill_the_workers_at_most_once() -> None:
     for workers, heads, key_blocks in itertools.product((1, 60, 132), (1, 7, 16, 48, 256), (1, 8, 64, 1000)):
-        abreast = host.heads_abreast(workers, heads, key_blocks)
+        per_pass = host.heads_at_once(workers, heads, key_blocks)
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * key_blocks <= workers]
-        assert abreast == max(fitting, default=1)
+        assert per_pass == max(fitting, default=1)
 
 
 def test_heads_of_a_group_fit_the_cache_and_one_more_would_not() -> None:

@@ -182,7 +182,7 @@ def test_blocks_give_eight_rows_the_elements_that_they_have_as_rows() -> None:
 
 def test_parted_rows_have_the_same_places_in_another_order() -> None:
     for columns in range(4, 300, 4):
-        places = [host.parted_place(column, columns) for column in range(0, columns, 4)]
+        places = [host.parted_offset(column, columns) for column in range(0, columns, 4)]
         assert sorted(places) == list(range(0, columns, 4))
         assert [host.parted_column(place, columns) for place in places] == list(range(0, columns, 4))
         rest = columns // 32 * 32  # columns that make no block of 32 stay where they are
@@ -195,7 +195,7 @@ def test_a_store_to_parted_rows_meets_every_bank_once_in_each_half_of_a_warp() -
             banks = set()
             for lane in half:
                 column = group * 8 + lane % 4 * 2
-                place = host.parted_place(column // 4 * 4, 32) + column % 4
+                place = host.parted_offset(column // 4 * 4, 32) + column % 4
                 piece = place // 4 ^ lane // 4  # as the copy engine swizzles rows of 128 bytes
                 banks |= {piece * 4 + place % 4, piece * 4 + place % 4 + 1}
             assert banks == set(range(32))

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <string>
 
-#include "../attention/family.h"
+#include "../attention/families.h"
 #include "../common/types.h"
 #include "../decoding/launch.h"
 #include "../layer_norm/params.h"

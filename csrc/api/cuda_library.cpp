@@ -7,8 +7,6 @@
 #include <mutex>
 #include <string>
 
-#include "../attention/sm80/plan.h"
-#include "../attention/sm90/plan.h"
 #include "../common/capture.h"
 #include "../common/probe.h"
 #include "../layer_norm/launch.h"

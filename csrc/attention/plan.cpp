@@ -4,9 +4,7 @@
 #include <sstream>
 
 #include "../common/check.h"
-#include "family.h"
-#include "sm80/plan.h"
-#include "sm90/plan.h"
+#include "families.h"
 
 namespace flashbwd {
 namespace {

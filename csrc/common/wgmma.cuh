@@ -1,8 +1,8 @@
 // Warpgroup matrix products on tiles in shared memory with the 128-byte or the 64-byte swizzle.
 //
-// A tile is stored in chunks, column blocks that are one swizzle atom wide: 64 columns of 16-bit elements
-// (SWIZZLE_128B) or 32 columns (SWIZZLE_64B). In a chunk, each row is 128 (64) bytes, and its 16-byte piece p is at
-// position p ^ (r % 8) (p ^ (r / 2 % 4)). Chunks follow each other, 1024-byte aligned. A TMA copy with a box one chunk
+// A tile is stored in atoms, column blocks that are one swizzle atom wide: 64 columns of 16-bit elements
+// (SWIZZLE_128B) or 32 columns (SWIZZLE_64B). In a atom, each row is 128 (64) bytes, and its 16-byte piece p is at
+// position p ^ (r % 8) (p ^ (r / 2 % 4)). Atoms follow each other, 1024-byte aligned. A TMA copy with a box one atom
 // wide writes this layout.
 #pragma once
 
@@ -21,11 +21,11 @@ using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleIn;
 using cute::SM90::GMMA::ScaleOut;
 
-constexpr int kChunkColumns = 64;
-constexpr int kChunkRowBytes = 128;
+constexpr int kAtomColumns = 64;
+constexpr int kAtomRowBytes = 128;
 
 // The position of 16-byte piece `piece` within its row.
-template <int kRowBytes = kChunkRowBytes>
+template <int kRowBytes = kAtomRowBytes>
 __device__ __forceinline__ int32_t swizzled(int32_t piece, int32_t row) {
   static_assert(kRowBytes == 128 || kRowBytes == 64, "a swizzle that tensor copies have");
   return kRowBytes == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
@@ -43,24 +43,24 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, int leadin
 }
 
 // An operand whose K dimension is along the columns of its tile (K-major); the rows are its M or N.
-template <int kChunkBytes, int kRowBytes = kChunkRowBytes>
+template <int kAtomBytes, int kRowBytes = kAtomRowBytes>
 struct AlongColumns {
   static constexpr Major kMajor = Major::K;
-  static constexpr int kChunkSteps = kRowBytes / 32;  // of 16 columns each
-  static constexpr int step_bytes(int k) { return k / kChunkSteps * kChunkBytes + k % kChunkSteps * 32; }
+  static constexpr int kAtomSteps = kRowBytes / 32;  // of 16 columns each
+  static constexpr int step_bytes(int k) { return k / kAtomSteps * kAtomBytes + k % kAtomSteps * 32; }
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     return smem_descriptor<kRowBytes>(address, 16);
   }
 };
 
 // An operand whose K dimension is along the rows of its tile (MN-major); the columns are its M or N.
-template <int kChunkBytes, int kRowBytes = kChunkRowBytes>
+template <int kAtomBytes, int kRowBytes = kAtomRowBytes>
 struct AlongRows {
   static constexpr Major kMajor = Major::MN;
   static constexpr int step_bytes(int k) { return k * 16 * kRowBytes; }  // 16 rows per step
-  static constexpr int column_bytes(int column) { return column / (kRowBytes / 2) * kChunkBytes; }
+  static constexpr int column_bytes(int column) { return column / (kRowBytes / 2) * kAtomBytes; }
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-    return smem_descriptor<kRowBytes>(address, kChunkBytes);
+    return smem_descriptor<kRowBytes>(address, kAtomBytes);
   }
 };
 

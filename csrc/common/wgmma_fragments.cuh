@@ -78,22 +78,22 @@ __device__ __forceinline__ void pack(uint32_t (&packed)[kValues / 2], const floa
   }
 }
 
-// Loads the first kSteps groups of 16 columns of a first operand from chunks with rows of kRowBytes: four registers
+// Loads the first kSteps groups of 16 columns of a first operand from atoms with rows of kRowBytes: four registers
 // each.
-template <int kChunkBytes, int kSteps, int kRowBytes = kChunkRowBytes, int kRegisters>
+template <int kAtomBytes, int kSteps, int kRowBytes = kAtomRowBytes, int kRegisters>
 __device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], uint32_t address, int32_t warp,
                                              int32_t lane) {
-  constexpr int kChunkSteps = kRowBytes / 32;
+  constexpr int kAtomSteps = kRowBytes / 32;
   const uint32_t row = address + (warp * 16 + lane % 16) * kRowBytes;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    const int32_t place = swizzled<kRowBytes>(k % kChunkSteps * 2 + lane / 16, lane % 16);
-    load_matrix_x4(row + k / kChunkSteps * kChunkBytes + place * 16, operand[4 * k], operand[4 * k + 1],
+    const int32_t place = swizzled<kRowBytes>(k % kAtomSteps * 2 + lane / 16, lane % 16);
+    load_matrix_x4(row + k / kAtomSteps * kAtomBytes + place * 16, operand[4 * k], operand[4 * k + 1],
                    operand[4 * k + 2], operand[4 * k + 3]);
   }
 }
 
-// Stores a packed accumulator of one warp, 16 rows from `first_row` on, into chunks of 64 columns and kRows rows.
+// Stores a packed accumulator of one warp, 16 rows from `first_row` on, into atoms of 64 columns and kRows rows.
 template <int kRows, int kPairs>
 __device__ __forceinline__ void store_operand(uint32_t address, const uint32_t (&packed)[kPairs], int32_t first_row,
                                               int32_t lane) {
@@ -101,20 +101,20 @@ __device__ __forceinline__ void store_operand(uint32_t address, const uint32_t (
 #pragma unroll
   for (int k = 0; k < kPairs / 4; ++k) {
     const int32_t piece = k % 4 * 2 + lane / 16;
-    const uint32_t in_chunk = address + row * kChunkRowBytes + ((piece ^ row % 8) * 16);
-    store_matrix_x4(in_chunk + k / 4 * (kRows * kChunkRowBytes), packed[4 * k], packed[4 * k + 1], packed[4 * k + 2],
+    const uint32_t in_atom = address + row * kAtomRowBytes + ((piece ^ row % 8) * 16);
+    store_matrix_x4(in_atom + k / 4 * (kRows * kAtomRowBytes), packed[4 * k], packed[4 * k + 1], packed[4 * k + 2],
                     packed[4 * k + 3]);
   }
 }
 
-// A transposed tile: its rows are the columns of an accumulator, 64 of whose rows make a chunk. Returns the address at
+// A transposed tile: its rows are the columns of an accumulator, 64 of whose rows make a atom. Returns the address at
 // which lane `lane` of warp `warp` finds its row of the first 16. Matrices of 8 x 8 lie in the order of a fragment: the
 // two of the warp's rows, then those 8 columns further.
-__device__ __forceinline__ uint32_t transposed_place(int32_t warp, int32_t lane) {
+__device__ __forceinline__ uint32_t transposed_offset(int32_t warp, int32_t lane) {
   const int32_t column = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-  return column * kChunkRowBytes + swizzled(piece, column) * 16;
+  return column * kAtomRowBytes + swizzled(piece, column) * 16;
 }
-constexpr int kTransposedStep = 16 * kChunkRowBytes;  // bytes to the next 16 columns
+constexpr int kTransposedStep = 16 * kAtomRowBytes;  // bytes to the next 16 columns
 
 // Stores a packed accumulator of one warp to a transposed tile.
 template <int kPairs>
@@ -126,18 +126,18 @@ __device__ __forceinline__ void store_operand_transposed(uint32_t place, const u
   }
 }
 
-// Stages up to kChunks chunks of 64 columns of an accumulator, from chunk kFirst on, as 16-bit values, kChunkBytes
+// Stages up to kAtoms atoms of 64 columns of an accumulator, from atom kFirst on, as 16-bit values, kAtomBytes
 // apart, as TMA reads them.
-template <typename T, int kChunkBytes, int kFirst, int kChunks, int kValues>
+template <typename T, int kAtomBytes, int kFirst, int kAtoms, int kValues>
 __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
   const auto thread = read_thread();  // read again, so that no register holds it over the main loop
   const int32_t lane = thread % 32;
   const int32_t row = thread % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll
-  for (int k = 4 * kFirst; k < kValues / 8 && k < 4 * (kFirst + kChunks); ++k) {
+  for (int k = 4 * kFirst; k < kValues / 8 && k < 4 * (kFirst + kAtoms); ++k) {
     const int32_t piece = k % 4 * 2 + lane / 16;
     store_matrix_x4(
-        smem_address(staging) + (k / 4 - kFirst) * kChunkBytes + row * kChunkRowBytes + (piece ^ row % 8) * 16,
+        smem_address(staging) + (k / 4 - kFirst) * kAtomBytes + row * kAtomRowBytes + (piece ^ row % 8) * 16,
         pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
         pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
   }
@@ -145,13 +145,13 @@ __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&valu
 
 // Zeroes rows from `valid` on of a tile, because they hold other data, and 0 * NaN is NaN. Called by kThreads
 // consecutive threads, which meet at `barrier`.
-template <int kChunks, int kChunkBytes, int kThreads, int kRowBytes = kChunkRowBytes>
+template <int kAtoms, int kAtomBytes, int kThreads, int kRowBytes = kAtomRowBytes>
 __device__ void scrub(uint8_t* tile, int32_t valid, uint32_t barrier) {
-  constexpr int kRows = kChunkBytes / kRowBytes;
+  constexpr int kRows = kAtomBytes / kRowBytes;
   const int32_t vectors = (kRows - valid) * (kRowBytes / 16);
 #pragma unroll 1
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    uint4* rows = reinterpret_cast<uint4*>(tile + chunk * kChunkBytes + valid * kRowBytes);
+  for (int atom = 0; atom < kAtoms; ++atom) {
+    uint4* rows = reinterpret_cast<uint4*>(tile + atom * kAtomBytes + valid * kRowBytes);
 #pragma unroll 1
     for (int i = threadIdx.x % kThreads; i < vectors; i += kThreads) rows[i] = make_uint4(0, 0, 0, 0);
   }

@@ -22,27 +22,27 @@ __device__ void store_elements(Element* destination, const int64_t& stride, cons
   }
 }
 
-// Stores 16-bit rows through a staging buffer in shared memory, kStagingChunks chunks of 64 columns, kChunkBytes apart,
+// Stores 16-bit rows through a staging buffer in shared memory, kStagingAtoms atoms of 64 columns, kAtomBytes apart,
 // which only this warpgroup may write. `barrier`: a named barrier of the warpgroup. `vectors`: rows can be written 16
 // bytes at a time.
-template <typename T, int kChunkBytes, int kStagingChunks, int kFirst = 0, int kValues>
+template <typename T, int kAtomBytes, int kStagingAtoms, int kFirst = 0, int kValues>
 __device__ void store_16bit(T* destination, const int64_t& stride, const int32_t& columns, const bool& vectors,
                             int32_t rows, uint8_t* staging, uint32_t barrier, const float (&values)[kValues]) {
-  constexpr int kFirstColumn = kFirst * kChunkColumns;
-  constexpr bool kIsLast = 2 * kValues - kFirstColumn <= kStagingChunks * kChunkColumns;
-  constexpr int kColumns = kIsLast ? 2 * kValues - kFirstColumn : kStagingChunks * kChunkColumns;
+  constexpr int kFirstColumn = kFirst * kAtomColumns;
+  constexpr bool kIsLast = 2 * kValues - kFirstColumn <= kStagingAtoms * kAtomColumns;
+  constexpr int kColumns = kIsLast ? 2 * kValues - kFirstColumn : kStagingAtoms * kAtomColumns;
   const int32_t thread = threadIdx.x % kWarpgroupThreads;
-  named_barrier_sync(barrier, kWarpgroupThreads);  // the chunks staged before have been read
-  stage_16bit<T, kChunkBytes, kFirst, kStagingChunks>(staging, values);
+  named_barrier_sync(barrier, kWarpgroupThreads);  // the atoms staged before have been read
+  stage_16bit<T, kAtomBytes, kFirst, kStagingAtoms>(staging, values);
   named_barrier_sync(barrier, kWarpgroupThreads);  // staged
 #pragma unroll 1
   for (int32_t i = thread; i < 64 * kColumns / 8; i += kWarpgroupThreads) {
     const int32_t r = i / (kColumns / 8);
     const int32_t staged_column = i % (kColumns / 8) * 8, column = kFirstColumn + staged_column;
     if (r >= rows || column >= columns) continue;
-    const int32_t piece = staged_column % kChunkColumns / 8 ^ r % 8;
-    const uint4 vector = *reinterpret_cast<const uint4*>(staging + staged_column / kChunkColumns * kChunkBytes +
-                                                         r * kChunkRowBytes + piece * 16);
+    const int32_t piece = staged_column % kAtomColumns / 8 ^ r % 8;
+    const uint4 vector = *reinterpret_cast<const uint4*>(staging + staged_column / kAtomColumns * kAtomBytes +
+                                                         r * kAtomRowBytes + piece * 16);
     T* place = destination + r * stride + column;
     if (vectors && column + 8 <= columns) {
       *reinterpret_cast<uint4*>(place) = vector;
@@ -55,8 +55,8 @@ __device__ void store_16bit(T* destination, const int64_t& stride, const int32_t
     }
   }
   if constexpr (!kIsLast) {
-    store_16bit<T, kChunkBytes, kStagingChunks, kFirst + kStagingChunks>(destination, stride, columns, vectors, rows,
-                                                                         staging, barrier, values);
+    store_16bit<T, kAtomBytes, kStagingAtoms, kFirst + kStagingAtoms>(destination, stride, columns, vectors, rows,
+                                                                      staging, barrier, values);
   }
 }
 

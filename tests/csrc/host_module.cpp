@@ -246,7 +246,7 @@ void bind_workspace(py::module_& m) {
       .def("index", &RowStatistics::index);
   m.def("dq_row_offset", &dq_row_offset);
   m.def("dq_block_offset", &dq_block_offset);
-  m.def("parted_place", &parted_place);
+  m.def("parted_offset", &parted_offset);
   m.def("parted_column", &parted_column);
 }
 
@@ -331,18 +331,18 @@ void bind_order(py::module_& m) {
       .def_readonly("tile", &QueryLoopPosition::tile);
   m.def("split_count", &split_count);
   m.def("staggered_start", &staggered_start);
-  m.def("ordered_turn", &ordered_turn);
-  m.def("reversed_turn", &reversed_turn);
+  m.def("adds_before_ascending", &adds_before_ascending);
+  m.def("adds_before_descending", &adds_before_descending);
   py::class_<TilesInWave>(m, "TilesInWave")
       .def(py::init([](int32_t before, int32_t rank, int32_t size) { return TilesInWave{before, rank, size}; }))
       .def_readonly("before", &TilesInWave::before)
       .def_readonly("rank", &TilesInWave::rank)
       .def_readonly("size", &TilesInWave::size);
   m.def("tiles_in_wave", &tiles_in_wave);
-  m.def("ring_turn", &ring_turn);
-  m.def("pair_turn", &pair_turn);
+  m.def("adds_before_in_ring", &adds_before_in_ring);
+  m.def("adds_before_in_pairs", &adds_before_in_pairs);
   m.def("heads_in_l2", &heads_in_l2);
-  m.def("heads_abreast", &heads_abreast);
+  m.def("heads_at_once", &heads_at_once);
   m.def("dense_work_tile", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group) {
     return triple_of(dense_work_tile(index, batch, heads, num_key_blocks, head_group));
   });

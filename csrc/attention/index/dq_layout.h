@@ -40,7 +40,7 @@ FLASHBWD_HOST_DEVICE constexpr bool is_parted(int32_t column, int32_t columns) {
 }
 
 // Where the four columns from `column` on lie in a row of `columns`. `column` is a multiple of four.
-FLASHBWD_HOST_DEVICE constexpr int32_t parted_place(int32_t column, int32_t columns) {
+FLASHBWD_HOST_DEVICE constexpr int32_t parted_offset(int32_t column, int32_t columns) {
   const int32_t piece = column % kPartedBlock / 4;
   return is_parted(column, columns) ? column / kPartedBlock * kPartedBlock + (piece % 2 * 4 + piece / 2) * 4 : column;
 }

@@ -1,6 +1,6 @@
 // The order in which key blocks add to a dq tile. In deterministic calls each dq tile of a (batch, query head) has an
-// ordered semaphore: an add waits until the semaphore equals its turn, adds, and sets the semaphore to turn + 1. Where
-// the last add writes dq, only the first and the last add have a turn.
+// ordered semaphore, which counts the adds: an add waits until the semaphore equals the number of adds before it. The
+// functions below compute that number.
 //
 // A dynamic scheduler hands out work tiles in the order of tile_order.h, and each role of a CTA takes its work tiles in
 // that order. So a work tile may wait only for work tiles handed out before it: of the tiles handed out and not
@@ -17,16 +17,16 @@ namespace flashbwd {
 
 // Ascending order: key blocks of a head are handed out in ascending order and add in ascending order. Returns how many
 // key blocks add to query tile m before key block n does, for a tile (m, n) with a visible pair.
-FLASHBWD_HOST_DEVICE constexpr int32_t ordered_turn(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
-                                                    int32_t block_n) {
+FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_ascending(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
+                                                             int32_t block_n) {
   return n - key_blocks(v, m, block_m, block_n).begin;
 }
 
 // Reverse order: key blocks of a head are handed out from the last to the first and add in that order. Under a causal
 // mask each query loop then starts on its diagonal and ascends, so key blocks that start together are in different
 // tiles. In ascending order they would all wait for key block 0.
-FLASHBWD_HOST_DEVICE constexpr int32_t reversed_turn(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
-                                                     int32_t block_n) {
+FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_descending(const Visibility& v, int32_t m, int32_t n,
+                                                              int32_t block_m, int32_t block_n) {
   return key_blocks(v, m, block_m, block_n).end - 1 - n;
 }
 
@@ -55,10 +55,10 @@ FLASHBWD_HOST_DEVICE constexpr TilesInWave tiles_in_wave(int32_t index, int32_t 
 }
 
 // Ring order, for full masks with a staggered start: the key block of rank r starts at query block r * blocks_apart and
-// goes around, where size * blocks_apart is at most the number of query blocks. The key blocks of the wave add to query
+// goes around, where all starts are different. The key blocks of the wave add to query
 // tile m in the order in which they come to it. An add of iteration i waits only for earlier waves and for adds of
 // iterations before i.
-FLASHBWD_HOST_DEVICE constexpr int32_t ring_turn(const TilesInWave& wave, int32_t m, int32_t blocks_apart) {
+FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_in_ring(const TilesInWave& wave, int32_t m, int32_t blocks_apart) {
   const int32_t nearest = static_cast<int32_t>(at_most(m / blocks_apart, wave.size - 1));  // starts last before m
   const int32_t earlier = nearest - wave.rank;
   return wave.before + (earlier >= 0 ? earlier : earlier + wave.size);
@@ -72,8 +72,8 @@ FLASHBWD_HOST_DEVICE constexpr int32_t ring_turn(const TilesInWave& wave, int32_
 // second parts, each in ascending order of pairs. `seen` is the number of key blocks that the tile sees, which are the
 // first ones of the head. With a dynamic scheduler all pairs of a head count as one wave, and only the first and the
 // last add of a tile have a place in the order; the last belongs to the pair handed out last.
-FLASHBWD_HOST_DEVICE constexpr int32_t pair_turn(const TilesInWave& wave, bool second, int32_t seen,
-                                                 int32_t num_key_blocks) {
+FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_in_pairs(const TilesInWave& wave, bool second, int32_t seen,
+                                                            int32_t num_key_blocks) {
   // The tile sees the first parts of pairs [0, end_first) and the second parts of pairs [first_second, pairs).
   const int32_t pairs = (num_key_blocks + 1) / 2, pair = wave.before + wave.rank;
   const int32_t first_second = pairs - (seen < num_key_blocks / 2 ? seen : num_key_blocks / 2);

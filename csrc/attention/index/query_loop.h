@@ -21,31 +21,31 @@ FLASHBWD_HOST_DEVICE constexpr BlockRange split_query_loop(int32_t iterations, i
 // heads of the group; with splits about as many as one CTA has, so that every CTA visits the tiles of its own heads.
 // The result divides `heads`.
 FLASHBWD_HOST_DEVICE constexpr int32_t heads_per_pass(int32_t heads, int32_t num_splits) {
-  int32_t abreast = static_cast<int32_t>(at_least(heads / num_splits, 1));
-  while (heads % abreast != 0) --abreast;
-  return abreast;
+  int32_t per_pass = static_cast<int32_t>(at_least(heads / num_splits, 1));
+  while (heads % per_pass != 0) --per_pass;
+  return per_pass;
 }
 
-// A position in the loop over `tiles` query tiles of the heads of a group, `abreast` heads per pass.
+// A position in the loop over `tiles` query tiles of the heads of a group, `heads_per_pass` of them per pass.
 struct QueryLoopPosition {
-  int32_t head = 0;   // within the group
-  int32_t tile = 0;   // in the order of the loop
-  int32_t place = 0;  // of the head within its pass
+  int32_t head = 0;          // within the group
+  int32_t tile = 0;          // in the order of the loop
+  int32_t head_of_pass = 0;  // the head within its pass
 
   QueryLoopPosition() = default;
-  FLASHBWD_HOST_DEVICE constexpr QueryLoopPosition(int32_t iteration, int32_t tiles, int32_t abreast) {
+  FLASHBWD_HOST_DEVICE constexpr QueryLoopPosition(int32_t iteration, int32_t tiles, int32_t heads_per_pass) {
     if (iteration == 0) return;
-    const int32_t within = iteration % (tiles * abreast);
-    place = within % abreast;
-    tile = within / abreast;
-    head = iteration / (tiles * abreast) * abreast + place;
+    const int32_t within = iteration % (tiles * heads_per_pass);
+    head_of_pass = within % heads_per_pass;
+    tile = within / heads_per_pass;
+    head = iteration / (tiles * heads_per_pass) * heads_per_pass + head_of_pass;
   }
-  FLASHBWD_HOST_DEVICE constexpr void advance(int32_t tiles, int32_t abreast) {
+  FLASHBWD_HOST_DEVICE constexpr void advance(int32_t tiles, int32_t heads_per_pass) {
     ++head;
-    if (++place < abreast) return;
-    place = 0;
+    if (++head_of_pass < heads_per_pass) return;
+    head_of_pass = 0;
     if (++tile < tiles) {
-      head -= abreast;
+      head -= heads_per_pass;
     } else {
       tile = 0;
     }

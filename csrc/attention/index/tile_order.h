@@ -29,7 +29,7 @@ FLASHBWD_HOST_DEVICE constexpr int64_t heads_in_l2(int64_t l2_bytes, int64_t seq
 // Heads of a group, such that all their key blocks run at the same time on `workers` workers: they read q and dout, and
 // add to dq, while these are in L2. A larger group would leave every head half done. The result divides all_heads,
 // because a shorter last group would finish late.
-FLASHBWD_HOST_DEVICE constexpr int64_t heads_abreast(int64_t workers, int64_t all_heads, int64_t num_key_blocks) {
+FLASHBWD_HOST_DEVICE constexpr int64_t heads_at_once(int64_t workers, int64_t all_heads, int64_t num_key_blocks) {
   int64_t heads = at_least(at_most(workers / at_least(num_key_blocks, 1), all_heads), 1);
   while (all_heads % heads != 0) --heads;
   return heads;

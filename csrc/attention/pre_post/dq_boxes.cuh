@@ -8,16 +8,16 @@
 namespace flashbwd {
 
 // Places of dq of one warp (16 of 64 queries) in a box of 32 columns, swizzled as TMA expects. A thread has columns 8 j
-// + lane % 4 * 2 and the next, j from 0 to 3, of rows lane / 4 and lane / 4 + 8. With permuted columns (parted_place),
+// + lane % 4 * 2 and the next, j from 0 to 3, of rows lane / 4 and lane / 4 + 8. With permuted columns (parted_offset),
 // four rows of a store fall into four different sets of banks.
-struct DqPlaces {
+struct DqOffsets {
   bool parted;
   uint32_t first;
-  static constexpr int kRowsFurther = 8 * kChunkRowBytes / sizeof(float2);
+  static constexpr int kRowsFurther = 8 * kAtomRowBytes / sizeof(float2);
 
-  __device__ __forceinline__ DqPlaces(bool parted, int32_t warp, int32_t lane) : parted(parted) {
+  __device__ __forceinline__ DqOffsets(bool parted, int32_t warp, int32_t lane) : parted(parted) {
     const int32_t row = warp * 16 + lane / 4, odd_piece = lane / 2 % 2;
-    first = row * kChunkRowBytes + ((odd_piece * (parted ? 4 : 1)) ^ row % 8) * 16 + lane % 2 * 8;
+    first = row * kAtomRowBytes + ((odd_piece * (parted ? 4 : 1)) ^ row % 8) * 16 + lane % 2 * 8;
   }
   // The place 8 rows further is kRowsFurther elements further.
   __device__ __forceinline__ float2* at(float* box, int32_t j) const {
@@ -32,9 +32,9 @@ __device__ __forceinline__ void store_dq_boxes(float (*boxes)[64 * 32], const fl
                                                int32_t warp, int32_t lane) {
 #pragma unroll
   for (int j = 0; j < kValues / 4; ++j) {
-    float2* const place = DqPlaces(is_parted(j * 8, columns), warp, lane).at(boxes[j / 4], j % 4);
+    float2* const place = DqOffsets(is_parted(j * 8, columns), warp, lane).at(boxes[j / 4], j % 4);
     place[0] = make_float2(dq[4 * j], dq[4 * j + 1]);
-    place[DqPlaces::kRowsFurther] = make_float2(dq[4 * j + 2], dq[4 * j + 3]);
+    place[DqOffsets::kRowsFurther] = make_float2(dq[4 * j + 2], dq[4 * j + 3]);
   }
 }
 
@@ -44,8 +44,8 @@ __device__ __forceinline__ void add_dq_boxes(float (&dq)[kValues], float (*boxes
                                              int32_t warp, int32_t lane) {
 #pragma unroll
   for (int j = 0; j < kValues / 4; ++j) {
-    const float2* const place = DqPlaces(is_parted(j * 8, columns), warp, lane).at(boxes[j / 4], j % 4);
-    const float2 upper = place[0], lower = place[DqPlaces::kRowsFurther];
+    const float2* const place = DqOffsets(is_parted(j * 8, columns), warp, lane).at(boxes[j / 4], j % 4);
+    const float2 upper = place[0], lower = place[DqOffsets::kRowsFurther];
     dq[4 * j] += upper.x;
     dq[4 * j + 1] += upper.y;
     dq[4 * j + 2] += lower.x;

@@ -37,9 +37,9 @@ struct RowThreads {
 
   __device__ int32_t lanes() const { return 1 << lanes_log2; }
   __device__ int32_t lane() const { return threadIdx.x & (lanes() - 1); }
-  __device__ int32_t rows_abreast() const { return kDqPostprocessThreads >> lanes_log2; }  // from row to row
+  __device__ int32_t rows_at_once() const { return kDqPostprocessThreads >> lanes_log2; }  // from row to row
   __device__ int32_t first_row(uint32_t row_block) const {
-    return row_block * rows_abreast() * kConvertRows + (threadIdx.x >> lanes_log2);
+    return row_block * rows_at_once() * kConvertRows + (threadIdx.x >> lanes_log2);
   }
 };
 
@@ -48,7 +48,7 @@ struct SlotRows {
   int64_t slot_stride;
   int64_t row_stride;  // a multiple of 4
   int32_t slots;
-  bool parted = false;  // rows are permuted, see parted_place in index/dq_layout.h
+  bool parted = false;  // rows are permuted, see parted_offset in index/dq_layout.h
 };
 
 // Writes this thread's rows of the result: scale * the sum over the slots, or 0 for rows that are not `live`. `rows`
@@ -57,18 +57,18 @@ template <typename T>
 __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotRows& in, float scale,
                                           const bool (&live)[kConvertRows], T* out, int64_t out_row_stride,
                                           int32_t rows, int32_t columns) {
-  const int32_t abreast = threads.rows_abreast();
+  const int32_t rows_at_once = threads.rows_at_once();
   const int32_t step = threads.lanes() * kConvertColumns;
   for (int32_t column = threads.lane() * kConvertColumns; column < columns; column += step) {
     float sums[kConvertRows][kConvertColumns] = {};
     const bool upper = column + 4 < columns;
-    const int32_t lower_place = in.parted ? parted_place(column, columns) : column;
-    const int32_t upper_place = in.parted ? parted_place(column + 4, columns) : column + 4;
+    const int32_t lower_place = in.parted ? parted_offset(column, columns) : column;
+    const int32_t upper_place = in.parted ? parted_offset(column + 4, columns) : column + 4;
     for (int32_t slot = 0; slot < in.slots; ++slot) {
       float4 parts[kConvertRows][2] = {};
 #pragma unroll
       for (int r = 0; r < kConvertRows; ++r) {
-        const float* row = in.first + slot * in.slot_stride + r * abreast * in.row_stride;
+        const float* row = in.first + slot * in.slot_stride + r * rows_at_once * in.row_stride;
         if (live[r]) parts[r][0] = __ldcg(reinterpret_cast<const float4*>(row + lower_place));
         if (live[r] && upper) parts[r][1] = __ldcg(reinterpret_cast<const float4*>(row + upper_place));
       }
@@ -81,8 +81,8 @@ __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotR
     }
 #pragma unroll
     for (int r = 0; r < kConvertRows; ++r) {
-      if (r * abreast >= rows) continue;
-      T* place = out + r * abreast * out_row_stride + column;
+      if (r * rows_at_once >= rows) continue;
+      T* place = out + r * rows_at_once * out_row_stride + column;
 #pragma unroll
       for (int i = 0; i < kConvertColumns; ++i) sums[r][i] *= scale;
       if (threads.vectors && column + kConvertColumns <= columns) {
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
   bool live[kConvertRows];
 #pragma unroll
   for (int r = 0; r < kConvertRows; ++r) {
-    live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_abreast());
+    live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_at_once());
   }
 
   sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_parted}, p.softmax_scale, live, dq,
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
   const int32_t first_row = a.threads.first_row(blockIdx.x - batch_head * a.row_blocks);
   bool live[kConvertRows];
 #pragma unroll
-  for (int r = 0; r < kConvertRows; ++r) live[r] = first_row + r * a.threads.rows_abreast() < a.rows;
+  for (int r = 0; r < kConvertRows; ++r) live[r] = first_row + r * a.threads.rows_at_once() < a.rows;
   const SlotRows sums = {static_cast<const float*>(a.sums.data) + batch * a.sums.batch_stride +
                              int64_t{head} * a.slots * a.sums.head_stride + first_row * a.sums.seq_stride,
                          a.sums.head_stride, a.sums.seq_stride, a.slots};

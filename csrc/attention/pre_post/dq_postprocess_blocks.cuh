@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
   const int32_t head = static_cast<int32_t>(batch_head) - batch * p.heads;
   const Sequence sequence = load_sequence(p, batch);
   const int32_t lanes = a.threads.lanes();
-  const int32_t first_row = row_block * a.threads.rows_abreast() + threadIdx.x / (kDqBlock * lanes) * kDqBlock;
+  const int32_t first_row = row_block * a.threads.rows_at_once() + threadIdx.x / (kDqBlock * lanes) * kDqBlock;
   const int32_t row = first_row + threadIdx.x % kDqBlock;
   if (row >= sequence.rows_q) return;
 

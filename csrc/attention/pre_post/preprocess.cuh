@@ -96,14 +96,14 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   const Visibility visibility = visibility_of(p, sequence);
   const int32_t lanes = 1 << a.lanes_log2;
   const int32_t lane = threadIdx.x & (lanes - 1);
-  const int32_t rows_abreast = kPreprocessThreads >> a.lanes_log2;  // the distance between rows of one thread
-  const int32_t first_row = row_block * rows_abreast * kPreprocessRows + (threadIdx.x >> a.lanes_log2);
+  const int32_t rows_at_once = kPreprocessThreads >> a.lanes_log2;  // the distance between rows of one thread
+  const int32_t first_row = row_block * rows_at_once * kPreprocessRows + (threadIdx.x >> a.lanes_log2);
 
   bool live[kPreprocessRows];
   float lse[kPreprocessRows], delta[kPreprocessRows];
 #pragma unroll
   for (int r = 0; r < kPreprocessRows; ++r) {
-    const int32_t row = first_row + r * rows_abreast;
+    const int32_t row = first_row + r * rows_at_once;
     live[r] = sees_a_key(visibility, row);
     delta[r] = 0.f;
     const int64_t lse_row = p.lse.packed_rows ? sequence.begin_q + row : row;
@@ -116,14 +116,14 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   dot_rows(delta,
            static_cast<const T*>(p.out.data) + batch * p.out.batch_stride + head * p.out.head_stride +
                physical * p.out.seq_stride,
-           rows_abreast * p.out.seq_stride,
+           rows_at_once * p.out.seq_stride,
            static_cast<const T*>(p.dout.data) + batch * p.dout.batch_stride + head * p.dout.head_stride +
                physical * p.dout.seq_stride,
-           rows_abreast * p.dout.seq_stride, live, p.head_dim_v, lane, lanes, a.vectors);
+           rows_at_once * p.dout.seq_stride, live, p.head_dim_v, lane, lanes, a.vectors);
 #pragma unroll
   for (int r = 0; r < kPreprocessRows; ++r) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], offset);
-    const int32_t row = first_row + r * rows_abreast;
+    const int32_t row = first_row + r * rows_at_once;
     if (lane != 0 || row >= RowStatistics::padded(sequence.rows_q)) continue;
     const bool counts = live[r] && !sees_nothing(lse[r]);
     if (counts && p.dlse.data != nullptr) {
@@ -182,7 +182,7 @@ struct AheadRows {
   const PreprocessArguments& a;
   const AttentionBackwardParams& p = a.params;
   const int32_t lane = threadIdx.x & ((1 << a.lanes_log2) - 1);
-  const int32_t abreast = kAheadThreads >> a.lanes_log2;
+  const int32_t rows_at_once = kAheadThreads >> a.lanes_log2;
   uint4 out[kAheadRows], dout[kAheadRows];
   float lse = INFINITY;
   // Source of the block that is being prefetched.
@@ -198,7 +198,7 @@ struct AheadRows {
     const int32_t column = lane * static_cast<int32_t>(16 / sizeof(T));
     live_begin = max(0, 1 - v.hi);
     live_end = any ? min(v.seqlen_q, v.seqlen_k - v.lo) : 0;
-    const int32_t finished_row = block.first_row + lane * abreast;
+    const int32_t finished_row = block.first_row + lane * rows_at_once;
     lse = lane < kAheadRows && live_begin <= finished_row && finished_row < live_end
               ? static_cast<const float*>(p.lse.data)[block.batch * p.lse.batch_stride +
                                                       block.head * p.lse.head_stride + finished_row * p.lse.seq_stride]
@@ -215,9 +215,9 @@ struct AheadRows {
     const bool live = live_begin <= row && row < live_end;
     out[r] = load_vector_if(live, out_row);
     dout[r] = load_vector_if(live, dout_row);
-    row += abreast;
-    out_row += abreast * p.out.seq_stride;
-    dout_row += abreast * p.dout.seq_stride;
+    row += rows_at_once;
+    out_row += rows_at_once * p.out.seq_stride;
+    dout_row += rows_at_once * p.dout.seq_stride;
   }
 
   // This thread's part of delta of its row r.
@@ -249,7 +249,7 @@ struct AheadRows {
   }
 
   __device__ __forceinline__ void store(const AheadBlock& block, float delta, float lse_of_row) const {
-    const int32_t finished_row = block.first_row + lane * abreast;
+    const int32_t finished_row = block.first_row + lane * rows_at_once;
     if (lane >= kAheadRows || finished_row >= RowStatistics::padded(p.seqlen_q)) return;
     const bool counts = !sees_nothing(lse_of_row);
     if (counts && p.dlse.data != nullptr) {

@@ -17,7 +17,7 @@ namespace flashbwd::sm80 {
 template <typename Traits>
 struct Bias {
   using T = typename Traits::T;
-  using Place = ScorePlace<Traits>;
+  using Place = ScorePosition<Traits>;
   using Accumulator = typename Place::Accumulator;
   using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
   static constexpr bool kPieces = sizeof(T) == 2;

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "../built_head_dims.h"
+
 namespace flashbwd::sm80 {
 
 // Most tiles keep whole rows of q, k, v and dout in shared memory, and dk and dv in registers. Large tiles support all
@@ -109,19 +111,6 @@ constexpr bool has_first_stores(const Tile& tile) {
 // current one, each as soon as its buffer is free.
 constexpr bool refills(const Tile& tile, Extras extras) {
   return tile.stages == 1 && tile.element_bytes == 2 && (extras == Extras::kNone || extras == Extras::kFirstStores);
-}
-
-// Whether a partial build (FLASHBWD_HEAD_DIMS) includes a head dimension.
-constexpr bool is_built(int32_t head_dim) {
-#ifdef FLASHBWD_BUILT_HEAD_DIMS
-  constexpr int32_t kBuilt[] = {FLASHBWD_BUILT_HEAD_DIMS};
-  for (const int32_t built : kBuilt) {
-    if (built == head_dim) return true;
-  }
-  return false;
-#else
-  return head_dim > 0;
-#endif
 }
 
 // Shared memory beyond Tile::shared_bytes(): a little state, and the alignment of tiles to 1024 bytes.

@@ -12,7 +12,7 @@ namespace flashbwd::sm80 {
 // bit within the word is given by the query tile and the octet.
 template <typename Traits>
 struct DropoutMask {
-  using Place = ScorePlace<Traits>;
+  using Place = ScorePosition<Traits>;
   static constexpr int kOctets = 2 * Traits::kKeyTiles;
   static_assert(Traits::kScoreTiles <= 8 && kOctets <= 4, "32 bits a word");
   static constexpr uint32_t kEveryTile = 0x11111111u;  // the bits of octet 0 in every tile

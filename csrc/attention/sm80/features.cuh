@@ -25,7 +25,7 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
 template <typename Traits>
 struct Features {
   using T = typename Traits::T;
-  using Place = ScorePlace<Traits>;
+  using Place = ScorePosition<Traits>;
   using Accumulator = typename Place::Accumulator;
 
   static constexpr bool kAll = Traits::kExtras == Extras::kAll;

@@ -8,13 +8,13 @@
 
 #include "../../common/launch.h"
 #include "../dropout.h"
+#include "../families.h"
 #include "../pre_post/bounded_lengths.h"
 #include "../pre_post/launch.h"
 #include "../pre_post/sink_gradient.h"
 #include "config.h"
 #include "launch.h"
 #include "layout.h"
-#include "plan.h"
 #include "sum_parts.cuh"
 
 namespace flashbwd::sm80 {

@@ -35,7 +35,7 @@ struct BiasOrder {
 template <typename Traits>
 struct OrderedBias {
   using T = typename Traits::T;
-  using Accumulator = typename ScorePlace<Traits>::Accumulator;
+  using Accumulator = typename ScorePosition<Traits>::Accumulator;
   using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
   static constexpr int kVectors = Traits::kKeyTiles * Traits::kScoreTiles;  // 16-byte vectors of a thread's elements
   using Sums = float4[kVectors];

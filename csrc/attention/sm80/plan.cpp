@@ -1,9 +1,8 @@
-#include "plan.h"
-
 #include <cstdint>
 #include <limits>
 #include <string>
 
+#include "../families.h"
 #include "../pre_post/row_statistics.h"
 #include "config.h"
 #include "layout.h"

@@ -13,7 +13,7 @@ struct Products {
   using T = typename Traits::T;
   using M = typename Traits::M;
   using Gradient = float[Traits::kKeyTiles][Traits::kGradientTiles][4];
-  using ScoreTile = typename ScorePlace<Traits>::Accumulator;
+  using ScoreTile = typename ScorePosition<Traits>::Accumulator;
   static constexpr int kHeadSteps = Traits::kHeadDim / M::kStep;    // of s and dp
   static constexpr int kQuerySteps = Traits::kBlockM / M::kStep;    // of dk and dv
   static constexpr int kWarpSteps = kQuerySteps / Traits::kWarpsS;  // of a warp's own queries
@@ -73,7 +73,7 @@ struct Products {
 
   // Adds `chain` to `c` and starts a new chain at zero.
   static __device__ __forceinline__ void end_chain(ScoreTile& chain, ScoreTile& c) {
-    ScorePlace<Traits>::for_each([&](int mt, int nt, int e) {
+    ScorePosition<Traits>::for_each([&](int mt, int nt, int e) {
       c[mt][nt][e] += chain[mt][nt][e];
       chain[mt][nt][e] = 0.f;
     });

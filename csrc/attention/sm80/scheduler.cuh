@@ -34,7 +34,7 @@ struct WorkTile {
   int32_t key_block = 0;
   int32_t part = -1;  // index among all parts of split work tiles; -1: not split
   int32_t heads_per_kv = 1;
-  int32_t heads_abreast = 1;  // query heads that the loop interleaves, see heads_per_pass
+  int32_t heads_at_once = 1;  // query heads that the loop interleaves, see heads_per_pass
   bool descending = false;    // the loop starts at the last query block
   bool exists = false;        // false: past the end of its sequence, nothing to load and nothing to write
 
@@ -56,7 +56,7 @@ struct WorkTile {
     batch = found.batch;
     head_kv = found.head;
     heads_per_kv = p.heads / p.heads_kv;
-    heads_abreast = heads_per_pass(heads_per_kv, splits);
+    heads_at_once = heads_per_pass(heads_per_kv, splits);
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
     set_key_block(found.key_block, block_m, block_n, split, splits);
@@ -89,7 +89,7 @@ struct Step {
   Step() = default;
   // The first step.
   __device__ __forceinline__ explicit Step(const WorkTile& work)
-      : position(work.iterations.begin, work.query_range.size(), work.heads_abreast) {
+      : position(work.iterations.begin, work.query_range.size(), work.heads_at_once) {
     head = work.head_kv * work.heads_per_kv + position.head;
   }
   // The step after `step`.
@@ -98,7 +98,7 @@ struct Step {
   __device__ __forceinline__ void advance(const WorkTile& work) {
     ++index;
     const int32_t before = position.head;
-    position.advance(work.query_range.size(), work.heads_abreast);
+    position.advance(work.query_range.size(), work.heads_at_once);
     head += position.head - before;
   }
   __device__ __forceinline__ int32_t query_block(const WorkTile& work) const {
@@ -119,7 +119,7 @@ struct DqSemaphore {
     const int64_t first = p.cu_seqlens_q != nullptr ? first_block(work.sequence.begin_q, work.batch, block_m)
                                                     : int64_t{work.batch} * params.query_blocks;
     counter = params.dq_semaphores + head * params.semaphores_per_head + first + query_block;
-    number = ordered_turn(work.visibility, query_block, work.key_block, block_m, block_n);
+    number = adds_before_ascending(work.visibility, query_block, work.key_block, block_m, block_n);
   }
   // Called by all threads.
   __device__ void wait() const {

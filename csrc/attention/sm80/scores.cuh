@@ -28,7 +28,7 @@ __device__ __forceinline__ float exponential(float x) {
 
 // The positions of a thread's elements.
 template <typename Traits>
-struct ScorePlace {
+struct ScorePosition {
   static constexpr int kKeyTiles = Traits::kKeyTiles;
   static constexpr int kScoreTiles = Traits::kScoreTiles;
   using Accumulator = float[kKeyTiles][kScoreTiles][4];
@@ -77,7 +77,7 @@ struct ScorePlace {
 // Without bias, ALiBi, softcap and dropout.
 template <typename Traits>
 struct Scores {
-  using Place = ScorePlace<Traits>;
+  using Place = ScorePosition<Traits>;
   using Accumulator = typename Place::Accumulator;
 
   const KernelParams& params;

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
 
 #include "../../common/warpgroup.h"
+#include "../built_head_dims.h"
 
 namespace flashbwd::sm90 {
 
@@ -104,7 +104,7 @@ constexpr bool last_writes_dq(const Tile& tile) {
 }
 
 // True if the kernel with heads outermost always counts adds.
-constexpr bool by_heads_in_turn_only(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
+constexpr bool by_heads_counts_adds(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
 
 // Parts of a dq tile that are added independently of one another.
 constexpr int semaphores_of_tile(const Tile& tile) { return is_large(tile) ? tile.ctas : 1; }
@@ -125,19 +125,7 @@ constexpr int kDqAdders = 2;
 constexpr int dq_adders(const Tile& tile) { return is_large(tile) ? tile.ctas * kDqAdders : kConsumerWarpgroups; }
 
 // Iterations before its last one at which a CTA takes its next work tile: finding it takes as long as two iterations.
-constexpr int early_steps(const Tile& tile) { return !is_large(tile) && tile.head_dim >= 64 ? 2 : 0; }
-
-// Development builds may hold only some head dimensions.
-constexpr bool is_built(int32_t head_dim) {
-#ifdef FLASHBWD_BUILT_HEAD_DIMS
-  for (const int32_t built : {FLASHBWD_BUILT_HEAD_DIMS}) {
-    if (built == head_dim) return true;
-  }
-  return false;
-#else
-  return head_dim > 0;
-#endif
-}
+constexpr int early_iterations(const Tile& tile) { return !is_large(tile) && tile.head_dim >= 64 ? 2 : 0; }
 
 // True if the kernel with features writes the gradient of a bias. Above head dimension 192, dk leaves no registers for
 // it.

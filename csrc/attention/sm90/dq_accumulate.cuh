@@ -22,8 +22,8 @@ struct DqHandover {
     if constexpr (!Traits::kLastWritesDq) return false;
     const int32_t buffer = index % kStoreWarps;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + c.warpgroup, kDqEmptyThreads);
-    const bool is_last = mbarrier_test(&c.smem.sums_full[buffer], c.last_turns >> buffer & 1);
-    c.last_turns ^= static_cast<uint32_t>(is_last) << buffer;
+    const bool is_last = mbarrier_test(&c.smem.sums_full[buffer], c.last_add_phases >> buffer & 1);
+    c.last_add_phases ^= static_cast<uint32_t>(is_last) << buffer;
     return is_last;
   }
 
@@ -50,7 +50,7 @@ struct DqHandover {
     return c.params.attention.head_dim - c.warpgroup % Traits::kDqColumnParts * 64;
   }
 
-  // Adds the sums of the earlier adds and writes dq in 16 bits: one chunk of 64 columns in place of the first box. A
+  // Adds the sums of the earlier adds and writes dq in 16 bits: one atom of 64 columns in place of the first box. A
   // warp overwrites only its own rows.
   template <typename Consumer, int kValues>
   static __device__ __forceinline__ void finish(const Consumer& c, float (&dq)[kValues], float (*boxes)[64 * 32]) {
@@ -58,7 +58,7 @@ struct DqHandover {
 #pragma unroll
     for (float& value : dq) value *= c.params.gradient_scale;
     __syncwarp();
-    stage_16bit<typename Traits::T, 64 * kChunkRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
+    stage_16bit<typename Traits::T, 64 * kAtomRowBytes, 0, 1>(reinterpret_cast<uint8_t*>(boxes), dq);
   }
 };
 
@@ -85,15 +85,15 @@ struct StoreWarps {
   }
 
  private:
-  static __device__ __forceinline__ int32_t adds_before(const ListIterator& step) { return step.entry.adds_before; }
+  static __device__ __forceinline__ int32_t adds_before(const ListIterator& it) { return it.entry.adds_before; }
   static __device__ __forceinline__ int32_t adds_before(const QueryIterator&) { return 0; }
 
   template <int kBuffer>
   static __device__ __forceinline__ void store_dq_of_tile(const KernelParams& params, SharedStorage& smem,
                                                           const WorkTile& work, int32_t lane) {
-    DqTurn turn_of_lane;
-    DqTurn& turn = Traits::kLastWritesDq ? smem.turns[kBuffer] : turn_of_lane;  // that kernel has no registers left
-    if (Traits::kLastWritesDq && lane == 0) turn = DqTurn();
+    DqAdd add_of_lane;
+    DqAdd& add = Traits::kLastWritesDq ? smem.adds[kBuffer] : add_of_lane;  // that kernel has no registers left
+    if (Traits::kLastWritesDq && lane == 0) add = DqAdd();
     const auto advance = [&](Iterator& it) {
       if constexpr (Traits::kLastWritesDq) {
         it.advance_rereading(work);
@@ -101,31 +101,31 @@ struct StoreWarps {
         it.advance(work);
       }
     };
-    Iterator step(work);
-    for (; step.index < (Traits::kLastWritesDq ? work.first_index + work.iterations : step.end); advance(step)) {
-      if (step.index % kStoreWarps != kBuffer) continue;
+    Iterator it(work);
+    for (; it.index < (Traits::kLastWritesDq ? work.first_index + work.iterations : it.end); advance(it)) {
+      if (it.index % kStoreWarps != kBuffer) continue;
       bool writes_dq = false;
       if constexpr (Traits::kLastWritesDq) {
-        writes_dq = offer_in_turn<kBuffer>(params, smem, work, step, lane);
+        writes_dq = offer_in_order<kBuffer>(params, smem, work, it, lane);
       } else {
         offer_buffer<kBuffer>(lane);
         if (lane == 0) {
-          change_turns<Traits>(params, turn, work, 0, step.head(), step.query_block(), adds_before(step));
-          // Counted adds may wait for their turn before dq is ready.
-          if (params.schedule.counts_adds()) begin_turn(params, turn);
+          next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), adds_before(it));
+          // Counted adds may wait for the adds before them while dq is not ready yet.
+          if (params.schedule.counts_adds()) begin_add(params, add);
         }
       }
       named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
       if (lane == 0) {
         fence_async_shared();  // TMA sees what the barrier has shown to this thread
-        if (!Traits::kLastWritesDq && !params.schedule.counts_adds()) begin_turn(params, turn);
+        if (!Traits::kLastWritesDq && !params.schedule.counts_adds()) begin_add(params, add);
         if (is_alone()) {
 #pragma unroll
           for (int part = 0; part < kConsumerWarpgroups; ++part) {
             if (writes_dq) {
-              store_dq16(params, smem.dq[kBuffer][part], work, step, part);
+              store_dq16(params, smem.dq[kBuffer][part], work, it, part);
             } else {
-              add_dq(params, smem.dq[kBuffer][part], work, step, part, turn.stores);
+              add_dq(params, smem.dq[kBuffer][part], work, it, part, add.stores);
             }
           }
           bulk_commit();
@@ -134,16 +134,16 @@ struct StoreWarps {
       __syncwarp();
     }
     if (!work.tma_dkdv) {
-      if (lane == 0) finish_turn(params, turn);
+      if (lane == 0) finish_add(params, add);
       return;
     }
     // dv and dk pass through the buffers of dq, as two more iterations.
     offer_buffer<kBuffer>(lane);
-    if (lane == 0) finish_turn(params, turn);
+    if (lane == 0) finish_add(params, add);
     named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
     if (lane == 0) {
       fence_async_shared();
-      const CUtensorMap* const map = step.end % kStoreWarps == kBuffer ? &params.maps.dv : &params.maps.dk;
+      const CUtensorMap* const map = it.end % kStoreWarps == kBuffer ? &params.maps.dv : &params.maps.dk;
       if (is_alone()) {
         store_dkdv(map, smem.dq[kBuffer][0], params, work, 0);
         store_dkdv(map, smem.dq[kBuffer][1], params, work, 64);
@@ -167,20 +167,20 @@ struct StoreWarps {
   // The same if adds are counted: returns when the turn of this iteration has come. If this is the last add to the tile
   // and writes dq (the result is true), the sums so far are loaded into the buffer first.
   template <int kBuffer>
-  static __device__ __forceinline__ bool offer_in_turn(const KernelParams& params, SharedStorage& smem,
-                                                       const WorkTile& work, const Iterator& step, int32_t lane) {
-    DqTurn& turn = smem.turns[kBuffer];
-    DqTurn next;
+  static __device__ __forceinline__ bool offer_in_order(const KernelParams& params, SharedStorage& smem,
+                                                        const WorkTile& work, const Iterator& it, int32_t lane) {
+    DqAdd& add = smem.adds[kBuffer];
+    DqAdd next;
     if (lane == 0 && params.dq.semaphores != nullptr) {
-      next = next_turn<Traits>(params, work, 0, step.head(), step.query_block());
-      number_turn<Traits>(params, work, step.query_block(), next);
+      next = add_of_tile<Traits>(params, work, 0, it.head(), it.query_block());
+      count_adds_before<Traits>(params, work, it.query_block(), next);
     }
     if (!__any_sync(0xffffffffu, next.is_last)) {
       offer_buffer<kBuffer>(lane);
       if (lane == 0) {
-        finish_turn(params, turn);
-        if (next.semaphore >= 0) await_turn(params, next);
-        turn = next;
+        finish_add(params, add);
+        if (next.semaphore >= 0) await_adds_before(params, next);
+        add = next;
       }
       return false;
     }
@@ -188,76 +188,76 @@ struct StoreWarps {
     if (lane == 0) {
       bulk_wait_read<0>();
       const bool open = load_acquire(params.dq.semaphores + next.semaphore) >= next.number;
-      if (open && is_alone()) load_sums<kBuffer>(params, smem, work, step, next.number > 0);
-      finish_turn(params, turn);
+      if (open && is_alone()) load_sums<kBuffer>(params, smem, work, it, next.number > 0);
+      finish_add(params, add);
       if (!open) {
-        await_turn(params, next);
-        if (is_alone()) load_sums<kBuffer>(params, smem, work, step, true);
+        await_adds_before(params, next);
+        if (is_alone()) load_sums<kBuffer>(params, smem, work, it, true);
       }
-      turn.semaphore = -1;  // no other add waits for the last one
+      add.semaphore = -1;  // no other add waits for the last one
     }
     mbarrier_wait(&smem.sums_full[kBuffer], last_adds % 2);
     __syncwarp();
     if (lane == 0) ++last_adds;
     offer_buffer<kBuffer>(lane);
-    drop_sums(params, work, step, lane);
+    drop_sums(params, work, it, lane);
     return true;
   }
 
   // Called by one thread. `any`: there are sums; else TMA loads zeros from past the end of the tensor.
   template <int kBuffer>
   static __device__ __forceinline__ void load_sums(const KernelParams& params, SharedStorage& smem,
-                                                   const WorkTile& work, const Iterator& step, bool any) {
+                                                   const WorkTile& work, const Iterator& it, bool any) {
     fence_async_global();  // TMA sees the adds that are complete
     mbarrier_arrive_expect(&smem.sums_full[kBuffer], sizeof(smem.dq[kBuffer]));
-    const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + step.head();
+    const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + it.head();
 #pragma unroll
     for (int box = 0; box < 4; ++box) {
       const int part = box / 2;  // of a warpgroup
       tensor_load_3d(&params.maps.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][part][box % 2],
                      part % Traits::kDqColumnParts * 64 + box % 2 * 32,
-                     step.query_block() * kBlockM + part / Traits::kDqColumnParts * 64, slab);
+                     it.query_block() * kBlockM + part / Traits::kDqColumnParts * 64, slab);
     }
   }
 
   // Called by the warp: the sums need not be written to memory any more.
-  static __device__ __forceinline__ void drop_sums(const KernelParams& params, const WorkTile& work,
-                                                   const Iterator& step, int32_t lane) {
+  static __device__ __forceinline__ void drop_sums(const KernelParams& params, const WorkTile& work, const Iterator& it,
+                                                   int32_t lane) {
     const AttentionBackwardParams& p = params.attention;
-    const int32_t row = step.query_block() * kBlockM, rows = min(kBlockM, p.seqlen_q - row);
-    const int32_t slab = work.batch * p.heads + step.head();
+    const int32_t row = it.query_block() * kBlockM, rows = min(kBlockM, p.seqlen_q - row);
+    const int32_t slab = work.batch * p.heads + it.head();
     const float* const sums = params.dq.accumulator + (int64_t{slab} * p.seqlen_q + row) * params.dq.row_stride;
     discard_lines(sums, rows * params.dq.row_stride, lane);
   }
 
   // `part`: the consumer warpgroup that wrote these boxes.
   static __device__ __forceinline__ void store_dq16(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                    const WorkTile& work, const Iterator& step, int part) {
+                                                    const WorkTile& work, const Iterator& it, int part) {
     const int32_t column = part % Traits::kDqColumnParts * 64;
-    const int32_t row = step.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
+    const int32_t row = it.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
     if (column < params.attention.head_dim) {
-      tensor_store_4d(&params.maps.dq, boxes, column, row, step.head(), work.batch);
+      tensor_store_4d(&params.maps.dq, boxes, column, row, it.head(), work.batch);
     }
   }
 
-  static __device__ __forceinline__ void store_dkdv(const CUtensorMap* map, const float (*chunks)[64 * 32],
+  static __device__ __forceinline__ void store_dkdv(const CUtensorMap* map, const float (*atoms)[64 * 32],
                                                     const KernelParams& params, const WorkTile& work,
                                                     int32_t part_row) {
     const int32_t row = work.first_key + part_row;
     if (row >= work.sequence.rows_k) return;
     const bool packed = params.attention.cu_seqlens_k != nullptr;
 #pragma unroll
-    for (int chunk = 0; chunk < Traits::kGradientChunks; ++chunk) {
-      tensor_store_4d(map, chunks[chunk], chunk * kChunkColumns, static_cast<int32_t>(work.sequence.begin_k) + row,
+    for (int atom = 0; atom < Traits::kGradientAtoms; ++atom) {
+      tensor_store_4d(map, atoms[atom], atom * kAtomColumns, static_cast<int32_t>(work.sequence.begin_k) + row,
                       work.gradient_head, packed ? 0 : work.batch);
     }
   }
 
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                const WorkTile& work, const Iterator& step, int part, bool stores) {
-    const int32_t row = step.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
+                                                const WorkTile& work, const Iterator& it, int part, bool stores) {
+    const int32_t row = it.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
     if (row >= work.sequence.seqlen_q) return;
-    const DqRows rows = dq_rows(params, work, step.head(), row);
+    const DqRows rows = dq_rows(params, work, it.head(), row);
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       add_dq_box(params, boxes[box], part % Traits::kDqColumnParts * 64 + box * 32, rows, stores);

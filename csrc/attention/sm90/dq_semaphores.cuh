@@ -34,11 +34,11 @@ inline __device__ void add_dq_box(const KernelParams& params, const float* box, 
   }
 }
 
-// A thread's place in the order of adds to the dq tile of an iteration.
-struct DqTurn {
+// A thread's position in the order of adds to the dq tile of an iteration.
+struct DqAdd {
   int32_t semaphore = -1;  // index; -1: no other add waits for this one
-  int32_t number = 0;      // value of the semaphore when the turn comes
-  bool open = true;        // the turn has come
+  int32_t number = 0;      // value of the semaphore when the add may begin
+  bool open = true;        // it may begin
   bool stores = false;     // the tile is stored instead of added to
   bool is_last = false;    // the last add to the tile, which writes dq
 };
@@ -48,32 +48,32 @@ template <typename WorkTile>
 __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const WorkTile& work, int32_t query_block,
                                                const BlockRange& key_blocks) {
   if (WorkTile::kStaggers && params.schedule.query_blocks_apart > 0) {
-    return ring_turn(work.in_wave, query_block, params.schedule.query_blocks_apart);
+    return adds_before_in_ring(work.in_wave, query_block, params.schedule.query_blocks_apart);
   }
   const int32_t key_block = work.first_key / WorkTile::kKeys;
   if (!WorkTile::kByHeads && params.schedule.mirrored_pairs) {  // heads are outermost in windows only
-    return pair_turn(work.in_wave, work.second, key_blocks.end, params.schedule.key_blocks);
+    return adds_before_in_pairs(work.in_wave, work.second, key_blocks.end, params.schedule.key_blocks);
   }
-  // As reversed_turn and ordered_turn in index/dq_order.h, from bounds that the caller has.
+  // As adds_before_descending and adds_before_ascending in index/dq_order.h, from bounds that the caller has.
   return work.reversed ? key_blocks.end - 1 - key_block : key_block - key_blocks.begin;
 }
 
 template <typename Traits>
-__device__ __forceinline__ DqTurn next_turn(const KernelParams& params, const typename Traits::WorkTile& work,
-                                            int32_t part, int32_t head, int32_t query_block) {
+__device__ __forceinline__ DqAdd add_of_tile(const KernelParams& params, const typename Traits::WorkTile& work,
+                                             int32_t part, int32_t head, int32_t query_block) {
   const int32_t tile = (work.batch * params.attention.heads + head) * params.schedule.query_blocks + query_block;
-  DqTurn turn;
-  turn.semaphore = tile * Traits::kSemaphores + part;  // less than the rows of q, so it fits in 32 bits
-  return turn;
+  DqAdd add;
+  add.semaphore = tile * Traits::kSemaphores + part;  // less than the rows of q, so it fits in 32 bits
+  return add;
 }
 
 // If adds are counted.
 template <typename Traits>
-__device__ __forceinline__ void number_turn(const KernelParams& params, const typename Traits::WorkTile& work,
-                                            int32_t query_block, DqTurn& turn, int32_t listed_adds = 0) {
+__device__ __forceinline__ void count_adds_before(const KernelParams& params, const typename Traits::WorkTile& work,
+                                                  int32_t query_block, DqAdd& add, int32_t listed_adds = 0) {
   if constexpr (Traits::WorkTile::kListed) {
-    turn.number = listed_adds;
-    turn.stores = turn.number == 0 && !params.dq.starts_at_zero;
+    add.number = listed_adds;
+    add.stores = add.number == 0 && !params.dq.starts_at_zero;
     return;
   }
   const Visibility& v = work.visibility;
@@ -83,71 +83,70 @@ __device__ __forceinline__ void number_turn(const KernelParams& params, const ty
   // index/visibility.h, key_blocks, for a tile that sees a key
   const BlockRange key_blocks = {max(first_query + v.lo, 0) / kKeys,
                                  (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1};
-  turn.number = adds_before(params, work, query_block, key_blocks);
-  turn.stores = turn.number == 0 && !params.dq.starts_at_zero;
+  add.number = adds_before(params, work, query_block, key_blocks);
+  add.stores = add.number == 0 && !params.dq.starts_at_zero;
   if constexpr (Traits::kLastWritesDq) {
-    turn.is_last = params.schedule.last_add_writes_dq && turn.number == key_blocks.size() - 1;
-    if (params.schedule.dq_order == DqOrder::kLastArriver && !turn.is_last) turn.number = min(turn.number, 1);
+    add.is_last = params.schedule.last_add_writes_dq && add.number == key_blocks.size() - 1;
+    if (params.schedule.dq_order == DqOrder::kLastArriver && !add.is_last) add.number = min(add.number, 1);
   }
 }
 
-// By the thread that adds: everything that it has written is complete, so the next turn may begin.
-inline __device__ void finish_turn(const KernelParams& params, const DqTurn& turn) {
-  if (turn.semaphore < 0) return;
+// By the thread that adds: everything that it has written is complete, so the next add may begin.
+inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) {
+  if (add.semaphore < 0) return;
   bulk_wait<0>();
   fence_async_global();
-  add_release(params.dq.semaphores + turn.semaphore, 1);
+  add_release(params.dq.semaphores + add.semaphore, 1);
 }
 
-// By the thread that adds: finishes its turn and reads whether the next one has come. The answer arrives while the adds
+// By the thread that adds: finishes its add and reads whether the next one may begin. The answer arrives while the adds
 // complete, and one fence serves both.
 template <typename Traits>
-__device__ __forceinline__ void change_turns(const KernelParams& params, DqTurn& turn,
-                                             const typename Traits::WorkTile& work, int32_t part, int32_t head,
-                                             int32_t query_block, int32_t listed_adds = 0) {
+__device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add, const typename Traits::WorkTile& work,
+                                         int32_t part, int32_t head, int32_t query_block, int32_t listed_adds = 0) {
   if (params.dq.semaphores == nullptr) return;
   const bool counts = params.schedule.counts_adds();
-  DqTurn next = next_turn<Traits>(params, work, part, head, query_block);
+  DqAdd next = add_of_tile<Traits>(params, work, part, head, query_block);
   int32_t seen;
   if (counts) {
     seen = load_relaxed(params.dq.semaphores + next.semaphore);
-    number_turn<Traits>(params, work, query_block, next, listed_adds);
+    count_adds_before<Traits>(params, work, query_block, next, listed_adds);
   } else {
     seen = load_acquire(params.dq.semaphores + next.semaphore);
     next.number = 2;
   }
-  const bool finishes = turn.semaphore >= 0;
+  const bool finishes = add.semaphore >= 0;
   if (finishes) {
     bulk_wait<0>();
     fence_async_global();
   }
   if (finishes || counts) fence_acq_rel();
-  if (finishes) add_relaxed(params.dq.semaphores + turn.semaphore, 1);
+  if (finishes) add_relaxed(params.dq.semaphores + add.semaphore, 1);
   next.open = seen == next.number;
-  turn = next;
+  add = next;
 }
 
-// By the same thread, if adds are counted: returns when the turn has come.
-inline __device__ void await_turn(const KernelParams& params, const DqTurn& turn) {
-  while (load_acquire(params.dq.semaphores + turn.semaphore) < turn.number) __nanosleep(32);
+// By the same thread, if adds are counted: returns when all adds before this one are complete.
+inline __device__ void await_adds_before(const KernelParams& params, const DqAdd& add) {
+  while (load_acquire(params.dq.semaphores + add.semaphore) < add.number) __nanosleep(32);
   fence_async_global();  // earlier adds, seen through the semaphore, come before ours
 }
 
 // By the same thread, when it has something to add: returns when it may.
-inline __device__ void begin_turn(const KernelParams& params, DqTurn& turn) {
-  if (turn.semaphore < 0) return;
-  int32_t* const semaphore = params.dq.semaphores + turn.semaphore;
+inline __device__ void begin_add(const KernelParams& params, DqAdd& add) {
+  if (add.semaphore < 0) return;
+  int32_t* const semaphore = params.dq.semaphores + add.semaphore;
   if (params.schedule.counts_adds()) {
-    if (!turn.open) {
-      while (load_acquire(semaphore) != turn.number) __nanosleep(32);
+    if (!add.open) {
+      while (load_acquire(semaphore) != add.number) __nanosleep(32);
     }
   } else {
-    turn.stores = !turn.open && atomicMax(semaphore, 1) == 0;
-    if (turn.stores) return;
-    if (!turn.open) {
+    add.stores = !add.open && atomicMax(semaphore, 1) == 0;
+    if (add.stores) return;
+    if (!add.open) {
       while (load_acquire(semaphore) != 2) __nanosleep(32);
     }
-    turn.semaphore = -1;
+    add.semaphore = -1;
   }
   fence_async_global();  // earlier adds, seen through the semaphore, come before ours
 }

@@ -14,8 +14,8 @@ __device__ __forceinline__ int64_t element_of_row(const KeyGradient& gradient, c
 }
 
 // Stores 64 rows of a gradient, from row `part_row` of the key block on. Called by the warpgroup that has them as an
-// accumulator of (64, 2 * kValues). `staging`: as for store_16bit; kStagingChunks is 0 if there is none.
-template <typename T, int kChunkBytes, int kStagingChunks, typename WorkTile, int kValues>
+// accumulator of (64, 2 * kValues). `staging`: as for store_16bit; kStagingAtoms is 0 if there is none.
+template <typename T, int kAtomBytes, int kStagingAtoms, typename WorkTile, int kValues>
 __device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row, uint8_t* staging,
                                uint32_t barrier, const float (&values)[kValues]) {
   const int32_t first_row = work.first_key + part_row, rows = work.sequence.rows_k - first_row;
@@ -23,11 +23,11 @@ __device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work
   const int64_t& stride = gradient.view.seq_stride;
   if (gradient.dtype == DType::kFloat32) {
     store_elements(static_cast<float*>(gradient.view.data) + first, stride, gradient.columns, rows, values);
-  } else if constexpr (kStagingChunks == 0) {
+  } else if constexpr (kStagingAtoms == 0) {
     store_elements(static_cast<T*>(gradient.view.data) + first, stride, gradient.columns, rows, values);
   } else {
-    store_16bit<T, kChunkBytes, kStagingChunks>(static_cast<T*>(gradient.view.data) + first, stride, gradient.columns,
-                                                gradient.vectors, rows, staging, barrier, values);
+    store_16bit<T, kAtomBytes, kStagingAtoms>(static_cast<T*>(gradient.view.data) + first, stride, gradient.columns,
+                                              gradient.vectors, rows, staging, barrier, values);
   }
 }
 
@@ -74,23 +74,23 @@ struct Epilogue {
       return;
     }
     // The warpgroup stages in its own rows of ds, unless the next bias is loaded there.
-    constexpr int kStagingChunks = Traits::kBias ? 0 : Traits::kGradientChunks;
-    uint8_t* staging = Traits::kByQueries ? smem.ds[0][warpgroup] : smem.ds[0][0] + warpgroup * 64 * kChunkRowBytes;
+    constexpr int kStagingAtoms = Traits::kBias ? 0 : Traits::kGradientAtoms;
+    uint8_t* staging = Traits::kByQueries ? smem.ds[0][warpgroup] : smem.ds[0][0] + warpgroup * 64 * kAtomRowBytes;
     const uint32_t barrier = kWarpgroupBarrier + warpgroup;
     // Wait until the last dQ of both warpgroups has read ds. They meet as in two more iterations, so that the barriers
     // keep their order: synccheck objects to a barrier that is reached from different code.
     if constexpr (Traits::kByQueries) {
       named_barrier_sync(kConsumersBarrier, kConsumerThreads);
-    } else if constexpr (kStagingChunks > 0) {
+    } else if constexpr (kStagingAtoms > 0) {
       const int32_t end = work.first_index + work.iterations;
       for (int32_t index = end; index < end + 2; ++index) {
         Mainloop::signal_ds(warpgroup, index);
         Mainloop::wait_ds(warpgroup, index);
       }
     }
-    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(params.dv, work, warpgroup * 64, staging, barrier, dv);
-    store_gradient<T, Traits::kDsChunkBytes, kStagingChunks>(params.dk, work, warpgroup * 64, staging, barrier, dk);
-    if constexpr (kStagingChunks > 0) {
+    store_gradient<T, Traits::kDsAtomBytes, kStagingAtoms>(params.dv, work, warpgroup * 64, staging, barrier, dv);
+    store_gradient<T, Traits::kDsAtomBytes, kStagingAtoms>(params.dk, work, warpgroup * 64, staging, barrier, dk);
+    if constexpr (kStagingAtoms > 0) {
       named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
     }
   }
@@ -124,11 +124,11 @@ struct Epilogue {
   // Passes a gradient to the store warp in a buffer of dq, as if it were dq of one more iteration.
   static __device__ __forceinline__ void hand_over(typename Traits::SharedStorage& smem, int32_t warpgroup,
                                                    int32_t index, const float (&values)[kHeadDim / 2]) {
-    static_assert(sizeof(smem.dq[0][0]) >= Traits::kGradientChunks * 64 * kChunkRowBytes,
+    static_assert(sizeof(smem.dq[0][0]) >= Traits::kGradientAtoms * 64 * kAtomRowBytes,
                   "a gradient fits in a part of dq");
     const int32_t buffer = index % kStoreWarps;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-    stage_16bit<T, 64 * kChunkRowBytes, 0, Traits::kGradientChunks>(
+    stage_16bit<T, 64 * kAtomRowBytes, 0, Traits::kGradientAtoms>(
         reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]), values);
     named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
   }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     grow_registers<kConsumerRegisters>();
     const auto consume = [&](auto dq_columns) {
       using Mainloop = sm90::Mainloop<Traits, decltype(dq_columns)::value>;
-      uint32_t last_turns = 0;
+      uint32_t last_add_phases = 0;
       if (warpgroup == 1) Mainloop::signal_scores(0);  // consumer 1 may issue its first S
       for_each_work_tile(smem, [&](const typename Traits::WorkTile& work) {
         float dk[Traits::kKeyParts][Traits::kHeadDim / 2];
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
           for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[part][i] = dv[part][i] = 0.f;
         }
         if (work.iterations > 0) {
-          Mainloop{params, smem, work, warpgroup - 1, last_turns}.compute(dk, dv);
+          Mainloop{params, smem, work, warpgroup - 1, last_add_phases}.compute(dk, dv);
         }
         // Key blocks that no query sees still store zero dk and dv.
         if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);

@@ -8,6 +8,7 @@
 #include "../../common/hopper.cuh"
 #include "../../common/tensor_map.h"
 #include "../dropout.h"
+#include "../families.h"
 #include "../index/arithmetic.h"
 #include "../pre_post/bounded_lengths.h"
 #include "../pre_post/launch.h"
@@ -15,7 +16,6 @@
 #include "config.h"
 #include "kernel_params.h"
 #include "layout.h"
-#include "plan.h"
 
 namespace flashbwd::sm90 {
 namespace {

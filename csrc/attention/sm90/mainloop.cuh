@@ -29,11 +29,11 @@ struct Mainloop {
   static constexpr int kRowBytes = Traits::kRowBytes;
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
-  using KeyColumns = AlongColumns<Traits::kKeyChunkBytes, kRowBytes>;
-  using KeyRows = AlongRows<Traits::kKeyChunkBytes, kRowBytes>;
-  using QueryColumns = AlongColumns<Traits::kQueryChunkBytes, kRowBytes>;
-  using QueryRows = AlongRows<Traits::kQueryChunkBytes, kRowBytes>;
-  using DsOperand = std::conditional_t<kBias, AlongColumns<Traits::kDsChunkBytes>, AlongRows<Traits::kDsChunkBytes>>;
+  using KeyColumns = AlongColumns<Traits::kKeyAtomBytes, kRowBytes>;
+  using KeyRows = AlongRows<Traits::kKeyAtomBytes, kRowBytes>;
+  using QueryColumns = AlongColumns<Traits::kQueryAtomBytes, kRowBytes>;
+  using QueryRows = AlongRows<Traits::kQueryAtomBytes, kRowBytes>;
+  using DsOperand = std::conditional_t<kBias, AlongColumns<Traits::kDsAtomBytes>, AlongRows<Traits::kDsAtomBytes>>;
   // Per 64 keys of a warpgroup: accumulators and their 16-bit copies. Then its part of dq.
   using Scores = float[kKeyParts][Traits::kOwnQueries / 2];
   using Operand = uint32_t[kKeyParts][Traits::kOwnQueries / 4];
@@ -44,10 +44,10 @@ struct Mainloop {
   typename Traits::SharedStorage& smem;
   const typename Traits::WorkTile& work;
   int32_t warpgroup;
-  uint32_t& last_turns;  // a phase bit for each buffer of dq, flipped by each last add
-  typename TileMask::Step step = TileMask::first_step(smem, work);
+  uint32_t& last_add_phases;  // a phase bit for each buffer of dq, flipped by each last add
+  typename TileMask::Iterator it = TileMask::first_iteration(smem, work);
   TileMask tile_mask{work};
-  int32_t last_step = step.end - 1;
+  int32_t last_step = it.end - 1;
   int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
   int32_t lane = threadIdx.x % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
@@ -61,14 +61,14 @@ struct Mainloop {
   uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
   uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
   uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * KeyRows::column_bytes(64);
-  uint32_t ds_part = warpgroup / Traits::kDqColumnParts * (kBias ? 64 * kChunkRowBytes : Traits::kDsChunkBytes);
+  uint32_t ds_part = warpgroup / Traits::kDqColumnParts * (kBias ? 64 * kAtomRowBytes : Traits::kDsAtomBytes);
   uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)] = {}, v_operand[4 * std::max(Traits::kValueSteps, 1)] = {};
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
   __device__ __forceinline__ void compute(KeyAccumulators& dk, KeyAccumulators& dv) {
     wait_keys();
-    load_operand<Traits::kKeyChunkBytes, Traits::kKeySteps, kRowBytes>(k_operand, k_rows, warp, lane);
-    load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps, kRowBytes>(v_operand, v_rows, warp, lane);
+    load_operand<Traits::kKeyAtomBytes, Traits::kKeySteps, kRowBytes>(k_operand, k_rows, warp, lane);
+    load_operand<Traits::kKeyAtomBytes, Traits::kValueSteps, kRowBytes>(v_operand, v_rows, warp, lane);
     run(dk, dv);
   }
 
@@ -85,12 +85,12 @@ struct Mainloop {
       score_gradients(s, p16, ds16, dv);
     }
 #pragma unroll 1
-    while (step.index < last_step) {
-      const int32_t index = step.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
+    while (it.index < last_step) {
+      const int32_t index = it.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
       issue_dq(p16, ds16, dq, dk, dv);
       ScoreMod::store_bias_gradient(*this);
       wait_products<1>();  // the product before the barrier, so that its first operand leaves the registers
-      step.advance(work);
+      it.advance(work);
       Scores s;
       wait_q();
       wait_scores();
@@ -112,16 +112,16 @@ struct Mainloop {
       }
       score_gradients(s, p16, ds16, dv);
     }
-    const int32_t stage = QueryRing::stage(step.index);
+    const int32_t stage = QueryRing::stage(it.index);
     arrive_warp(&smem.v_empty, lane);
     issue_dq(p16, ds16, dq, dk, dv);
     ScoreMod::store_bias_gradient(*this);
     if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
-    const bool is_last = DqHandover::wait_buffer(*this, step.index);
+    const bool is_last = DqHandover::wait_buffer(*this, it.index);
     wait_products<0>();
-    release(stage, DoutRing::stage(step.index));
+    release(stage, DoutRing::stage(it.index));
     arrive_warp(&smem.k_empty, lane);
-    DqHandover::write(*this, dq, step.index, is_last);
+    DqHandover::write(*this, dq, it.index, is_last);
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
       fence_registers(dk[part]);
@@ -165,7 +165,7 @@ struct Mainloop {
     for (int part = 0; part < kKeyParts; ++part) {
       product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
           s[part], k_operand, k_rows + part * 64 * kRowBytes,
-          smem_address(smem.q[QueryRing::stage(step.index)]) + own_query * kRowBytes);
+          smem_address(smem.q[QueryRing::stage(it.index)]) + own_query * kRowBytes);
     }
   }
 
@@ -198,19 +198,19 @@ struct Mainloop {
   __device__ __forceinline__ void issue_dq(Operand& p16, Operand& ds16, Dq& dq, KeyAccumulators& dk,
                                            KeyAccumulators& dv) {
     if constexpr (kEarlyDv) {
-      issue_dk(ds16, dk, QueryRing::stage(step.index));
+      issue_dk(ds16, dk, QueryRing::stage(it.index));
     } else {
-      issue_dv(p16, dv, DoutRing::stage(step.index));
+      issue_dv(p16, dv, DoutRing::stage(it.index));
     }
-    multiply_dq(dq, step.index);
+    multiply_dq(dq, it.index);
   }
 
   // From an outstanding S to dS in registers and in shared memory. No product is outstanding at exit.
   __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyAccumulators& dv) {
-    const int32_t stage = DoutRing::stage(step.index);
+    const int32_t stage = DoutRing::stage(it.index);
     Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
     wait_queries<DoutRing>(smem.dout_full, smem.dout);
-    const RowPairs<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(step.index)][own_query + pair]);
+    const RowPairs<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
     const float* const first_delta = &smem.delta[stage][own_query + pair];
     tile_mask.load(*this);
     const ScoreMod mod(*this);
@@ -238,7 +238,7 @@ struct Mainloop {
     // at the last barrier of dS. With kByQueries, this warpgroup waited for them before it wrote dq.
     ScoreMod::store_gradients(*this, ds16);
     fence_async_shared();
-    if constexpr (!kByQueries) signal_ds(warpgroup, step.index);
+    if constexpr (!kByQueries) signal_ds(warpgroup, it.index);
     if constexpr (kEarlyDv) wait_products<0>();
   }
 
@@ -262,20 +262,20 @@ struct Mainloop {
     mbarrier_wait(&smem.v_full, work.keys_phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
     if (params.rows_may_be_poisoned && valid < kBlockN) {
-      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads, kRowBytes>(smem.k, valid, kConsumersBarrier);
-      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kConsumerThreads, kRowBytes>(smem.v, valid, kConsumersBarrier);
+      scrub<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.k, valid, kConsumersBarrier);
+      scrub<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.v, valid, kConsumersBarrier);
     }
   }
 
   template <typename Ring>
   __device__ __forceinline__ void wait_queries(uint64_t* full, uint8_t (*tiles)[Traits::kQueryBytes]) {
-    const int32_t stage = Ring::stage(step.index);
-    mbarrier_wait(&full[stage], Ring::phase(step.index));
-    const int32_t valid = work.visibility.seqlen_q - step.query_block() * kBlockM;
+    const int32_t stage = Ring::stage(it.index);
+    mbarrier_wait(&full[stage], Ring::phase(it.index));
+    const int32_t valid = work.visibility.seqlen_q - it.query_block() * kBlockM;
     // With a block mask, tensors are dense, and TMA loads zeros past their end.
     if (!Traits::kBlockMask && params.rows_may_be_poisoned && valid < kBlockM) {
-      scrub<Traits::kChunks, Traits::kQueryChunkBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
-                                                                                    kConsumersBarrier);
+      scrub<Traits::kAtoms, Traits::kQueryAtomBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
+                                                                                  kConsumersBarrier);
     }
   }
 };

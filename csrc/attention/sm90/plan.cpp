@@ -1,10 +1,9 @@
-#include "plan.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
 
+#include "../families.h"
 #include "../index/tile_order.h"
 #include "../pre_post/row_statistics.h"
 #include "../pre_post/rows_ready.h"

@@ -60,19 +60,19 @@ struct Producer {
     });
   }
 
-  // The loader wants the next work tile while it still has kEarlySteps iterations to load.
+  // The loader wants the next work tile while it still has kEarlyIterations iterations to load.
   static __device__ __forceinline__ bool fetches_early(const KernelParams& params) {
-    return Traits::kEarlySteps > 0 && params.schedule.fetches_early;
+    return Traits::kEarlyIterations > 0 && params.schedule.fetches_early;
   }
 
   static __device__ __forceinline__ void load_k(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
-    load_tile<Traits::kChunks, Traits::kKeyChunkBytes>(&params.maps.k, &smem.k_full, smem.k, key_row(work),
-                                                       work.head_kv, batch_k(params, work), 0);
+    load_tile<Traits::kAtoms, Traits::kKeyAtomBytes>(&params.maps.k, &smem.k_full, smem.k, key_row(work), work.head_kv,
+                                                     batch_k(params, work), 0);
   }
 
   static __device__ __forceinline__ void load_v(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
-    load_tile<Traits::kChunksV, Traits::kKeyChunkBytes>(&params.maps.v, &smem.v_full, smem.v, key_row(work),
-                                                        work.head_kv, batch_k(params, work), 0);
+    load_tile<Traits::kChunksV, Traits::kKeyAtomBytes>(&params.maps.v, &smem.v_full, smem.v, key_row(work),
+                                                       work.head_kv, batch_k(params, work), 0);
   }
 
   // One thread: loads q, dout and row statistics of a work tile. `after_first_q` is called when k and v may follow.
@@ -82,36 +82,35 @@ struct Producer {
     const int32_t batch_q = params.attention.cu_seqlens_q != nullptr ? 0 : work.batch;
     const int32_t first_index = work.first_index;
 
-    for (Iterator step(work); step.index < step.end; step.advance(work)) {
-      const int32_t stage = QueryRing::stage(step.index), dout_stage = DoutRing::stage(step.index);
-      const int32_t first_query = step.query_block() * kBlockM, head = step.head();
+    for (Iterator it(work); it.index < it.end; it.advance(work)) {
+      const int32_t stage = QueryRing::stage(it.index), dout_stage = DoutRing::stage(it.index);
+      const int32_t first_query = it.query_block() * kBlockM, head = it.head();
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
       const int64_t statistic = params.statistics.index(work.batch, head, work.sequence.begin_q) + first_query;
 
-      if (fetches_early(params) && step.end - step.index == min(Traits::kEarlySteps, work.iterations)) {
+      if (fetches_early(params) && it.end - it.index == min(Traits::kEarlyIterations, work.iterations)) {
         mbarrier_arrive(&smem.work_wanted);
       }
-      mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(step.index) ^ 1);
-      if constexpr (WorkTile::kListed) smem.listed[stage] = {step.query_block(), head, step.entry.bits, 0};
-      load_tile<Traits::kChunks, Traits::kQueryChunkBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage],
-                                                           query_row, head, batch_q,
-                                                           Traits::kStatisticBytes + kBiasBytes);
+      mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(it.index) ^ 1);
+      if constexpr (WorkTile::kListed) smem.listed[stage] = {it.query_block(), head, it.entry.bits, 0};
+      load_tile<Traits::kAtoms, Traits::kQueryAtomBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage], query_row,
+                                                         head, batch_q, Traits::kStatisticBytes + kBiasBytes);
       if constexpr (Traits::kBias) {
 #pragma unroll
-        for (int chunk = 0; chunk < Traits::kDsChunks; ++chunk) {
-          tensor_load_4d(&params.maps.bias, &smem.q_full[stage], smem.ds[stage][chunk],
-                         work.first_key + chunk * kChunkColumns, first_query,
+        for (int atom = 0; atom < Traits::kDsAtoms; ++atom) {
+          tensor_load_4d(&params.maps.bias, &smem.q_full[stage], smem.ds[stage][atom],
+                         work.first_key + atom * kAtomColumns, first_query,
                          params.attention.bias.head_stride != 0 ? head : 0,
                          params.attention.bias.batch_stride != 0 ? work.batch : 0, params.features.bias_cache_hint);
         }
       }
       bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,
                 &smem.q_full[stage]);
-      if (step.index == first_index) after_first_q();
-      mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(step.index) ^ 1);
-      load_tile<Traits::kChunksV, Traits::kQueryChunkBytes>(&params.maps.dout, &smem.dout_full[dout_stage],
-                                                            smem.dout[dout_stage], query_row, head, batch_q,
-                                                            Traits::kStatisticBytes);
+      if (it.index == first_index) after_first_q();
+      mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(it.index) ^ 1);
+      load_tile<Traits::kChunksV, Traits::kQueryAtomBytes>(&params.maps.dout, &smem.dout_full[dout_stage],
+                                                           smem.dout[dout_stage], query_row, head, batch_q,
+                                                           Traits::kStatisticBytes);
       bulk_load(smem.delta[dout_stage], params.statistics.delta + statistic, Traits::kStatisticBytes,
                 &smem.dout_full[dout_stage]);
     }
@@ -132,14 +131,14 @@ struct Producer {
   }
 
   // `extra_bytes`: of other loads that complete on the same barrier.
-  template <int kChunks, int kChunkBytes>
+  template <int kAtoms, int kAtomBytes>
   static __device__ void load_tile(const CUtensorMap* map, uint64_t* barrier, uint8_t* smem, int32_t row, int32_t head,
-                                   int32_t batch, uint32_t extra_bytes, int32_t first_chunk = 0) {
-    mbarrier_arrive_expect(barrier, kChunks * kChunkBytes + extra_bytes);
-#pragma unroll(kChunks <= 3 ? kChunks : 1)  // else the addresses do not fit in the registers of the producer
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      tensor_load_4d(map, barrier, smem + chunk * kChunkBytes, (first_chunk + chunk) * (row_bytes(Traits::kTile) / 2),
-                     row, head, batch);
+                                   int32_t batch, uint32_t extra_bytes, int32_t first_atom = 0) {
+    mbarrier_arrive_expect(barrier, kAtoms * kAtomBytes + extra_bytes);
+#pragma unroll(kAtoms <= 3 ? kAtoms : 1)  // else the addresses do not fit in the registers of the producer
+    for (int atom = 0; atom < kAtoms; ++atom) {
+      tensor_load_4d(map, barrier, smem + atom * kAtomBytes, (first_atom + atom) * (row_bytes(Traits::kTile) / 2), row,
+                     head, batch);
     }
   }
 };

@@ -11,8 +11,7 @@
 namespace flashbwd::sm90 {
 namespace {
 
-// ---- the problem, in the terms of the cost model ----------------------------------------------------
-
+// The problem, in the terms of the cost model
 bool is_full(const AttentionProblem& p) { return p.window_left < 0 && p.window_right < 0; }
 bool is_causal(const AttentionProblem& p) { return p.window_left < 0 && p.window_right >= 0; }
 bool is_window(const AttentionProblem& p) { return p.window_left >= 0 && p.window_right >= 0; }
@@ -25,8 +24,6 @@ int64_t window_size(const AttentionProblem& p) { return p.window_left + p.window
 bool is_narrow(const AttentionProblem& p, const Tile& tile) {
   return is_window(p) && 2 * (window_size(p) + tile.block_n) <= p.seqlen_q;
 }
-
-// ---- dq ----------------------------------------------------------------------------------------------
 
 // The kernel writes dq with TMA in whole tiles, of which every row must have sums.
 bool can_write_dq(const AttentionProblem& p) {
@@ -46,8 +43,6 @@ bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile) {
   if (is_narrow(p, tile)) return seen <= (is_gqa(p) ? 768 : 2048);
   return is_gqa(p) ? seen * group <= 4096 : seen <= (p.deterministic ? 2048 : 1024);
 }
-
-// ---- GQA ---------------------------------------------------------------------------------------------
 
 // Chooses the pairs and splits with which the call takes the fewest iterations of an SM. An iteration takes about 2.2
 // us on an H100, in which memory moves kBytesPerIteration.
@@ -90,8 +85,6 @@ void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, S
   }
 }
 
-// ---- the order of work tiles -------------------------------------------------------------------------
-
 // KV heads (times GQA splits) per group. By default as many as have all their work tiles running at the same time, with
 // q, dout and the dq accumulator in 32 of the 50 MB of L2. If adds to dq are ordered, key blocks of a head that run
 // side by side wait for one another; more heads per group put other work between them.
@@ -100,7 +93,7 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
     return heads_in_l2(megabytes << 20, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv);
   };
   const int64_t heads = p.heads_kv * s.gqa_splits, all = p.varlen ? heads : heads * p.batch;
-  int64_t group = std::min(heads_in(32), heads_abreast(workers, all, s.tiles_per_head));
+  int64_t group = std::min(heads_in(32), heads_at_once(workers, all, s.tiles_per_head));
   if (s.reversed) {
     // Above head dimension 128 long work tiles of a group run beside short ones of the next; small groups stay in L2.
     if (tile.head_dim > 128) group = std::min(group, heads_in(2));
@@ -121,14 +114,14 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   return static_cast<int32_t>(std::min(group, all));
 }
 
-// The distance of a staggered start; 0 for none. The key blocks of a head that run at the same time start at even
-// distances over its query blocks.
+// The distance of a staggered start; 0 for none. An add to dq takes longer than an iteration, so 2 is best; each of the
+// key blocks of a head that run at the same time must have a start of its own.
 int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, int64_t workers, const Schedule& s) {
-  if (!staggers_start(tile) || !is_full(p) || is_gqa(p) || !has_whole_sequences(p) || s.key_blocks == 0) return 0;
-  return static_cast<int32_t>(s.query_blocks / std::min<int64_t>(s.key_blocks, workers));
+  const bool can = staggers_start(tile) && is_full(p) && !is_gqa(p) && has_whole_sequences(p);
+  if (!can || s.key_blocks < 2 || s.query_blocks == 0) return 0;
+  return static_cast<int32_t>(
+      std::min(int64_t{2}, (s.query_blocks - 1) / (std::min<int64_t>(s.key_blocks, workers) - 1)));
 }
-
-// ---- preprocess --------------------------------------------------------------------------------------
 
 // SMs for an overlapped preprocess: it pays from 32 MB of out and dout on, which take the whole device about 15 us. In
 // full masks of large head dimensions, CTAs that start late would make one more wave.
@@ -161,7 +154,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   s.heads_outermost = is_gqa(p) && is_window(p);
   s.last_add_writes_dq = last_add_writes_dq(p, tile);
   // At head dimension 128 the kernel with heads outermost always counts adds, except for packed inputs.
-  const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_in_turn_only(tile) && !p.varlen);
+  const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_counts_adds(tile) && !p.varlen);
   s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kLastArriver : DqOrder::kUnordered;
   s.reversed = s.counts_adds() && is_causal(p) && !is_gqa(p);
   if (!is_large(tile) && !p.has_block_mask) choose_gqa(p, tile, sm_count, &s);
@@ -190,7 +183,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
                  : static_cast<int32_t>(before_last / s.heads_per_group * s.heads_per_group) * s.tiles_per_head;
   }
   constexpr int64_t kShortLoop = 8;  // iterations
-  s.fetches_early = early_steps(tile) > 0 && !(s.counts_adds() && queries_seen(p) < kShortLoop * tile.block_m);
+  s.fetches_early = early_iterations(tile) > 0 && !(s.counts_adds() && queries_seen(p) < kShortLoop * tile.block_m);
   s.preprocess_ctas = choose_preprocess_ctas(p, tile, sm_count, s);
   return s;
 }

@@ -22,7 +22,7 @@ enum class Dispatch : int8_t {
 
 enum class DqOrder : int8_t {
   kUnordered,    // the first add to arrive stores, the others add in any order; packed inputs: all add into zeros
-  kLastArriver,  // the first and the last add have a turn, the others add in any order; the last can write dq
+  kLastArriver,  // the first add comes first and the last one last, the others in any order; the last can write dq
   kOrdered,      // adds happen in the order of index/dq_order.h: deterministic
 };
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ void mask(Values& values, const TileVisibility& tile,
 // The mask is a band, i.e. two bounds of j - i (index/visibility.h). `c` is the consumer warpgroup (Mainloop).
 template <typename Traits>
 struct BandMask {
-  using Step = QueryIterator;
+  using Iterator = QueryIterator;
   static constexpr int kWords = 0;
 
   BlockRange interior;  // a copy, because every iteration needs it and shared memory would answer too late
@@ -37,8 +37,8 @@ struct BandMask {
   __device__ explicit BandMask(const WorkTile& work) : interior(work.interior) {}
 
   template <typename SharedStorage, typename WorkTile>
-  static __device__ Step first_step(const SharedStorage&, const WorkTile& work) {
-    return Step(work);
+  static __device__ Iterator first_iteration(const SharedStorage&, const WorkTile& work) {
+    return Iterator(work);
   }
 
   template <typename Consumer>
@@ -48,8 +48,8 @@ struct BandMask {
   // Zeroes what is invisible: scores, or packed pairs of them.
   template <typename Consumer, typename Values>
   __device__ __forceinline__ void apply(const Consumer& c, Values& values) const {
-    if (interior.contains(c.step.query_block())) return;
-    const TileVisibility tile(c.work.visibility, c.work.first_key, c.step.query_block() * Traits::kBlockM);
+    if (interior.contains(c.it.query_block())) return;
+    const TileVisibility tile(c.work.visibility, c.work.first_key, c.it.query_block() * Traits::kBlockM);
 #pragma unroll
     for (int part = 0; part < Traits::kKeyParts; ++part) {
       mask<Traits::kOwnQueries>(values[part], tile, c.own_row() + part * 64, c.own_query + c.pair);
@@ -60,7 +60,7 @@ struct BandMask {
 // A consumer's position in the query loop of a block mask. The loader says what is in each stage of q;
 // QueryBlockEntry::head is the query head itself there.
 template <int kStages>
-struct ListedStep {
+struct ListedIterator {
   const QueryBlockEntry* stages;
   int32_t index, end;
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ bool bit_of_value(const uint32_t* words, int i) {
 // The mask is a tile of bits, with kWords words for each consumer thread, or every pair of the tile is visible.
 template <typename Traits>
 struct BitMask {
-  using Step = ListedStep<Traits::kStages>;
+  using Iterator = ListedIterator<Traits::kStages>;
   static constexpr int kWords = Traits::kBlockM / 64;
 
   uint32_t visible[kWords];
@@ -93,13 +93,13 @@ struct BitMask {
   __device__ explicit BitMask(const WorkTile&) {}
 
   template <typename SharedStorage, typename WorkTile>
-  static __device__ Step first_step(const SharedStorage& smem, const WorkTile& work) {
+  static __device__ Iterator first_iteration(const SharedStorage& smem, const WorkTile& work) {
     return {smem.listed, work.first_index, work.first_index + work.iterations};
   }
 
   template <typename Consumer>
   __device__ __forceinline__ void load(const Consumer& c) {
-    const int32_t tile = c.step.entry().bits;
+    const int32_t tile = c.it.entry().bits;
     const int64_t word = (int64_t{tile} * kConsumerThreads + read_thread() - kWarpgroupThreads) * kWords;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {

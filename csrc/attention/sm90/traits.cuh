@@ -53,42 +53,42 @@ struct Traits {
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
-  static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole chunks");
+  static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole atoms");
   // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries.
   static constexpr bool kByQueries = kTile.by_queries;
   static constexpr int kKeyParts = kByQueries ? kBlockN / 64 : 1;  // parts of 64 keys of a warpgroup
   static constexpr int kOwnQueries = kByQueries ? 64 : kBlockM;
-  // Shared memory holds whole swizzle atoms ("chunks"); products stop at kHeadDim.
+  // Shared memory holds whole swizzle atoms ("atoms"); products stop at kHeadDim.
   static constexpr int kRowBytes = row_bytes(kTile);
-  static constexpr int kChunks = ceil_div(kHeadDim, kRowBytes / 2);          // of q, k, v, dout
-  static constexpr int kGradientChunks = ceil_div(kHeadDim, kChunkColumns);  // of dq, dk, dv: 64 columns
+  static constexpr int kAtoms = ceil_div(kHeadDim, kRowBytes / 2);         // of q, k, v, dout
+  static constexpr int kGradientAtoms = ceil_div(kHeadDim, kAtomColumns);  // of dq, dk, dv: 64 columns
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr int kDsBuffers = kByQueries ? 1 : 2;  // with kByQueries a warpgroup knows when its own dS is read
   // A dq tile consists of one part of 64 rows and 64 columns per warpgroup, side by side or on top of each other.
-  static constexpr int kDqColumnParts = kGradientChunks;
+  static constexpr int kDqColumnParts = kGradientAtoms;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   // Columns of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
   static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
 
-  static constexpr int kChunksV = kChunks;
-  static constexpr int kKeyChunkBytes = kBlockN * kRowBytes;    // of k or v
-  static constexpr int kQueryChunkBytes = kBlockM * kRowBytes;  // of q or dout
-  // A chunk of dS is transposed, (kBlockN keys, 64 queries); beside a bias it lies as the bias does, (kBlockM, 64
+  static constexpr int kChunksV = kAtoms;
+  static constexpr int kKeyAtomBytes = kBlockN * kRowBytes;    // of k or v
+  static constexpr int kQueryAtomBytes = kBlockM * kRowBytes;  // of q or dout
+  // A atom of dS is transposed, (kBlockN keys, 64 queries); beside a bias it lies as the bias does, (kBlockM, 64
   // keys).
-  static constexpr int kDsChunkBytes = (kBias ? kBlockM : kBlockN) * kChunkRowBytes;
-  static constexpr int kDsChunks = (kBias ? kBlockN : kBlockM) / 64;
-  static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
-  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kDsAtomBytes = (kBias ? kBlockM : kBlockN) * kAtomRowBytes;
+  static constexpr int kDsAtoms = (kBias ? kBlockN : kBlockM) / 64;
+  static constexpr int kKeyBytes = kAtoms * kKeyAtomBytes;
+  static constexpr int kQueryBytes = kAtoms * kQueryAtomBytes;
   static constexpr int kStatisticBytes = kBlockM * 4;
 
-  static_assert(kGradientChunks <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
+  static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
   static_assert(!kBias || kStages == kDsBuffers, "a bias is loaded with q");
 
-  static constexpr int kEarlySteps = early_steps(kTile);
+  static constexpr int kEarlyIterations = early_iterations(kTile);
 
   static constexpr bool kLastWritesDq = kLastWritesDq_;
-  static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a step's tile is four boxes of sums");
+  static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a tile of dq is four boxes of sums");
 
   using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask>;
 
@@ -97,7 +97,7 @@ struct Traits {
     uint8_t v[kKeyBytes];                                    // (kBlockN, kHeadDim)
     uint8_t q[kStages][kQueryBytes];                         // (kBlockM, kHeadDim)
     uint8_t dout[kDoutStages][kQueryBytes];                  // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kDsChunks][kDsChunkBytes];        // before dS, the bias of the same iteration
+    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];          // before dS, the bias of the same iteration
     float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 per warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
@@ -112,7 +112,7 @@ struct Traits {
     uint64_t k_empty, v_empty;        // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
-    DqTurn turns[kStoreWarps];                           // of the store warps, if the last add writes dq
+    DqAdd adds[kStoreWarps];                             // of the store warps, if the last add writes dq
     QueryBlockEntry listed[kBlockMask ? kStages : 1];    // block masks: what the stages of q hold
     PhiloxState philox;                                  // kernels with dropout
   };

@@ -25,35 +25,35 @@ struct Consumer {
   using DoutRing = Ring<Traits::kDoutStages>;
   using DsRing = Ring<Traits::kDsBuffers>;
   static constexpr int kBlockM = Traits::kBlockM;
-  using KeyColumns = AlongColumns<Traits::kKeyChunkBytes>;
-  using QueryColumns = AlongColumns<Traits::kQueryChunkBytes>;
-  using QueryRows = AlongRows<Traits::kQueryChunkBytes>;
+  using KeyColumns = AlongColumns<Traits::kKeyAtomBytes>;
+  using QueryColumns = AlongColumns<Traits::kQueryAtomBytes>;
+  using QueryRows = AlongRows<Traits::kQueryAtomBytes>;
   static constexpr bool kFewRegisters = Traits::kHeadDim > 192;
 
   const KernelParams& params;
   SharedStorage& smem;
   const WorkTile& work;
-  std::conditional_t<kFewRegisters, SmallQueryIterator<WorkTile>, QueryIterator> step{work};
+  std::conditional_t<kFewRegisters, SmallQueryIterator<WorkTile>, QueryIterator> it{work};
   int32_t thread = threadIdx.x % kWarpgroupThreads;
   int32_t warp = thread / 32;
   int32_t lane = thread % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
 
   // Read from shared memory each time, because registers are few.
-  __device__ __forceinline__ bool is_last() const { return step.index + 1 == work.first_index + work.iterations; }
+  __device__ __forceinline__ bool is_last() const { return it.index + 1 == work.first_index + work.iterations; }
 
   // True if rows of this tile belong to no sequence, and must be zeroed before a product reads them.
   __device__ bool is_poisoned(int32_t valid, int32_t rows) const { return params.rows_may_be_poisoned && valid < rows; }
   __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
-  __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - step.query_block() * kBlockM; }
+  __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - it.query_block() * kBlockM; }
 
   // Both warpgroups come here before either reads dout of an iteration.
   __device__ __forceinline__ void wait_dout() {
-    const int32_t stage = DoutRing::stage(step.index);
-    mbarrier_wait(&smem.dout_full[stage], DoutRing::phase(step.index));
+    const int32_t stage = DoutRing::stage(it.index);
+    mbarrier_wait(&smem.dout_full[stage], DoutRing::phase(it.index));
     if (is_poisoned(valid_queries(), kBlockM)) {
-      scrub<Traits::kChunksV, Traits::kQueryChunkBytes, 2 * kWarpgroupThreads>(smem.dout[stage], valid_queries(),
-                                                                               kScrubBarrier);
+      scrub<Traits::kChunksV, Traits::kQueryAtomBytes, 2 * kWarpgroupThreads>(smem.dout[stage], valid_queries(),
+                                                                              kScrubBarrier);
     }
   }
 };

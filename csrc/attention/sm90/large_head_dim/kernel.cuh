@@ -13,10 +13,10 @@ template <typename Traits>
 __device__ __forceinline__ void store_dv(const KernelParams& params, typename Traits::SharedStorage& smem,
                                          const typename Traits::WorkTile& work,
                                          const float (&dv)[Traits::kHeadDimV / 2]) {
-  constexpr int kStagingChunks = sizeof(smem.p) / Traits::kKeyChunkBytes;
+  constexpr int kStagingAtoms = sizeof(smem.p) / Traits::kKeyAtomBytes;
   const int32_t next_index = work.first_index + work.iterations;
   mbarrier_wait(&smem.p_empty[threadIdx.x % kWarpgroupThreads / 32], (next_index & 1) ^ 1);
-  store_gradient<typename Traits::T, Traits::kKeyChunkBytes, kStagingChunks>(
+  store_gradient<typename Traits::T, Traits::kKeyAtomBytes, kStagingAtoms>(
       params.dv, work, 0, reinterpret_cast<uint8_t*>(smem.p), kProbabilityBarrier, dv);
   named_barrier_sync(kProbabilityBarrier, kWarpgroupThreads);  // the staged dv has been read
 }
@@ -27,8 +27,8 @@ __device__ __forceinline__ void store_dk(const KernelParams& params, typename Tr
                                          const typename Traits::WorkTile& work, float (&dk)[Traits::kHeadDim / 2]) {
 #pragma unroll
   for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
-  store_gradient<typename Traits::T, Traits::kKeyChunkBytes, Traits::kChunksV>(params.dk, work, 0, smem.v,
-                                                                               kScoreGradientBarrier, dk);
+  store_gradient<typename Traits::T, Traits::kKeyAtomBytes, Traits::kChunksV>(params.dk, work, 0, smem.v,
+                                                                              kScoreGradientBarrier, dk);
   fence_async_shared();  // TMA writes there next
   mbarrier_arrive(&smem.v_empty);
 }
@@ -93,7 +93,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     shrink_registers<Traits::kRegisters.dq>();
     const auto rank = static_cast<int32_t>(rank_in_cluster());
     QueryGradients<Traits>::expect_first(smem);
-    int32_t count = 0;  // of chunks of 64 columns
+    int32_t count = 0;  // of atoms of 64 columns
     for_each_work_tile(smem, [&](const WorkTile& work) {
       if (work.iterations > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
     });

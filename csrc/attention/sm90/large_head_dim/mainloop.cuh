@@ -15,7 +15,7 @@ namespace flashbwd::sm90::large_head_dim {
 template <typename Traits>
 struct Probabilities : Consumer<Traits> {
   using Base = Consumer<Traits>;
-  using Base::params, Base::smem, Base::work, Base::step, Base::thread, Base::warp, Base::lane, Base::pair;
+  using Base::params, Base::smem, Base::work, Base::it, Base::thread, Base::warp, Base::lane, Base::pair;
   using typename Base::T;
   using QueryRing = typename Base::QueryRing;
   using DoutRing = typename Base::DoutRing;
@@ -32,24 +32,36 @@ struct Probabilities : Consumer<Traits> {
     uint32_t k_operand[kOperandRegisters];
     mbarrier_wait(&smem.k_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
-      scrub<Traits::kChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k, this->valid_keys(),
-                                                                        kProbabilityBarrier);
+      scrub<Traits::kAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k, this->valid_keys(), kProbabilityBarrier);
     }
-    load_operand<Traits::kKeyChunkBytes, Traits::kKeySteps>(k_operand, smem_address(smem.k), warp, lane);
-    compute_p(p16, k_operand, [] {});
+    load_operand<Traits::kKeyAtomBytes, Traits::kKeySteps>(k_operand, smem_address(smem.k), warp, lane);
+    {
+      float s[kBlockM / 2];  // S^T, then P^T: (kBlockN, kBlockM)
+      issue_s(s, k_operand);
+      uint32_t dropped = kMaskUnderS ? draw() : 0;
+      wait_products<0>();
+      if constexpr (!kMaskUnderS) dropped = draw();
+      probabilities(s, dropped);
+      pack<T>(p16, s);
+    }
 #pragma unroll 1
     while (!this->is_last()) {
-      const int32_t stage = DoutRing::stage(step.index);
+      const int32_t stage = DoutRing::stage(it.index);
+      float s[kBlockM / 2];
       this->wait_dout();
       issue_dv(p16, dv, stage);
-      step.advance(work);
-      compute_p(p16, k_operand, [&] {
-        wait_products<1>();
-        arrive_warp(&smem.dout_empty[stage], lane);
-      });
+      it.advance(work);
+      issue_s(s, k_operand);
+      uint32_t dropped = kMaskUnderS ? draw() : 0;
+      wait_products<1>();
+      arrive_warp(&smem.dout_empty[stage], lane);
+      wait_products<0>();
+      if constexpr (!kMaskUnderS) dropped = draw();
+      probabilities(s, dropped);
+      pack<T>(p16, s);
     }
     arrive_warp(&smem.k_empty, lane);
-    const int32_t stage = DoutRing::stage(step.index);
+    const int32_t stage = DoutRing::stage(it.index);
     this->wait_dout();
     issue_dv(p16, dv, stage);
     wait_products<0>();
@@ -58,26 +70,12 @@ struct Probabilities : Consumer<Traits> {
   }
 
  private:
-  // `release` is called while S is computed.
-  template <typename Release>
-  __device__ __forceinline__ void compute_p(uint32_t (&p16)[kBlockM / 4], uint32_t (&k_operand)[kOperandRegisters],
-                                            Release release) {
-    float s[kBlockM / 2];  // S^T, then P^T: (kBlockN, kBlockM)
-    issue_s(s, k_operand);
-    uint32_t dropped = kMaskUnderS ? draw() : 0;
-    release();
-    wait_products<0>();
-    if constexpr (!kMaskUnderS) dropped = draw();
-    probabilities(s, dropped);
-    pack<T>(p16, s);
-  }
-
   __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2], uint32_t (&k_operand)[kOperandRegisters]) {
-    const int32_t stage = QueryRing::stage(step.index);
-    mbarrier_wait(&smem.q_full[stage], QueryRing::phase(step.index));
+    const int32_t stage = QueryRing::stage(it.index);
+    mbarrier_wait(&smem.q_full[stage], QueryRing::phase(it.index));
     if (this->is_poisoned(this->valid_queries(), kBlockM)) {
-      scrub<Traits::kChunks, Traits::kQueryChunkBytes, kWarpgroupThreads>(smem.q[stage], this->valid_queries(),
-                                                                          kProbabilityBarrier);
+      scrub<Traits::kAtoms, Traits::kQueryAtomBytes, kWarpgroupThreads>(smem.q[stage], this->valid_queries(),
+                                                                        kProbabilityBarrier);
     }
     if constexpr (Traits::kFeatures) score_tile().start(s);
     product<T, Traits::kHeadDim / 16, Traits::kKeySteps, Traits::kFeatures, typename Base::KeyColumns,
@@ -86,7 +84,7 @@ struct Probabilities : Consumer<Traits> {
   }
 
   __device__ __forceinline__ ScoreTile<Traits> score_tile() const {
-    return {params, work, step.head(), step.query_block() * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
+    return {params, work, it.head(), it.query_block() * kBlockM + pair, work.first_key + warp * 16 + lane / 4};
   }
 
   __device__ __forceinline__ uint32_t draw() const {
@@ -101,21 +99,21 @@ struct Probabilities : Consumer<Traits> {
 
   // From a complete S to P in registers and in shared memory.
   __device__ __forceinline__ void probabilities(float (&s)[kBlockM / 2], uint32_t dropped) {
-    const int32_t stage = QueryRing::stage(step.index);
+    const int32_t stage = QueryRing::stage(it.index);
     fence_registers(s);
     if constexpr (Traits::kFeatures) {
-      mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
+      mbarrier_wait(&smem.p_empty[warp], (it.index & 1) ^ 1);
       score_tile().probabilities(s, &smem.lse_log2[stage][pair], dropped, &smem.p[0][thread]);
       mbarrier_arrive(&smem.q_empty[stage]);
     } else {
       const BlockRange interior = work.interior;
       exponentiate(s, RowPairs<0>(&smem.lse_log2[stage][pair]), params.attention.softmax_scale * kLog2E);
       mbarrier_arrive(&smem.q_empty[stage]);
-      if (!interior.contains(step.query_block())) {
-        const TileVisibility tile(work.visibility, work.first_key, step.query_block() * kBlockM);
+      if (!interior.contains(it.query_block())) {
+        const TileVisibility tile(work.visibility, work.first_key, it.query_block() * kBlockM);
         mask<kBlockM>(s, tile, warp * 16 + lane / 4, pair);
       }
-      mbarrier_wait(&smem.p_empty[warp], (step.index & 1) ^ 1);
+      mbarrier_wait(&smem.p_empty[warp], (it.index & 1) ^ 1);
 #pragma unroll
       for (int j = 0; j < kBlockM / 8; ++j) {
         smem.p[j][thread] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
@@ -128,7 +126,7 @@ struct Probabilities : Consumer<Traits> {
 template <typename Traits>
 struct ScoreGradients : Consumer<Traits> {
   using Base = Consumer<Traits>;
-  using Base::params, Base::smem, Base::work, Base::step, Base::thread, Base::warp, Base::lane, Base::pair;
+  using Base::params, Base::smem, Base::work, Base::it, Base::thread, Base::warp, Base::lane, Base::pair;
   using typename Base::T;
   using QueryRing = typename Base::QueryRing;
   using DsRing = typename Base::DsRing;
@@ -150,42 +148,42 @@ struct ScoreGradients : Consumer<Traits> {
     uint32_t v_operand[kOperandRegisters];
     mbarrier_wait(&smem.v_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
-      scrub<Traits::kChunksV, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
-                                                                         kScoreGradientBarrier);
+      scrub<Traits::kChunksV, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
+                                                                        kScoreGradientBarrier);
     }
-    load_operand<Traits::kKeyChunkBytes, Traits::kValueSteps>(v_operand, smem_address(smem.v), warp, lane);
-    compute_ds(ds16, v_operand, [] {});
+    load_operand<Traits::kKeyAtomBytes, Traits::kValueSteps>(v_operand, smem_address(smem.v), warp, lane);
+    {
+      float dp[kBlockM / 2];  // dP^T, then dS^T: (kBlockN, kBlockM)
+      this->wait_dout();
+      issue_dp(dp, v_operand);
+      wait_products<0>();
+      score_gradients(dp);
+      store(ds16, dp);
+    }
 #pragma unroll 1
     while (!this->is_last()) {
-      const int32_t index = step.index;
+      const int32_t index = it.index;
+      float dp[kBlockM / 2];
       issue_dk(ds16, dk, index);
-      step.advance(work);
-      compute_ds(ds16, v_operand, [&] { arrive_warp(&smem.q_empty[QueryRing::stage(index)], lane); });
+      it.advance(work);
+      this->wait_dout();
+      issue_dp(dp, v_operand);
+      wait_products<0>();
+      arrive_warp(&smem.q_empty[QueryRing::stage(index)], lane);
+      score_gradients(dp);
+      store(ds16, dp);
     }
-    issue_dk(ds16, dk, step.index);
+    issue_dk(ds16, dk, it.index);
     wait_products<0>();
-    arrive_warp(&smem.q_empty[QueryRing::stage(step.index)], lane);
+    arrive_warp(&smem.q_empty[QueryRing::stage(it.index)], lane);
     fence_registers(dk);
   }
 
  private:
-  // `release` is called when all products are complete.
-  template <typename Release>
-  __device__ __forceinline__ void compute_ds(uint32_t (&ds16)[kBlockM / 4], uint32_t (&v_operand)[kOperandRegisters],
-                                             Release release) {
-    float dp[kBlockM / 2];  // dP^T, then dS^T: (kBlockN, kBlockM)
-    this->wait_dout();
-    issue_dp(dp, v_operand);
-    wait_products<0>();
-    release();
-    score_gradients(dp);
-    store(ds16, dp);
-  }
-
   __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2], uint32_t (&v_operand)[kOperandRegisters]) {
     product<T, Traits::kHeadDimV / 16, Traits::kValueSteps, false, typename Base::KeyColumns,
             typename Base::QueryColumns>(dp, v_operand, not_hoisted(smem_address(smem.v)),
-                                         not_hoisted(smem_address(smem.dout[DoutRing::stage(step.index)])));
+                                         not_hoisted(smem_address(smem.dout[DoutRing::stage(it.index)])));
   }
 
   // P of this iteration was computed from q, so q is complete and scrubbed.
@@ -197,9 +195,9 @@ struct ScoreGradients : Consumer<Traits> {
 
   // dS = P * (dP - delta); dP is complete.
   __device__ __forceinline__ void score_gradients(float (&dp)[kBlockM / 2]) {
-    const int32_t stage = DoutRing::stage(step.index);
+    const int32_t stage = DoutRing::stage(it.index);
     fence_registers(dp);
-    mbarrier_wait(&smem.p_full[warp], step.index & 1);
+    mbarrier_wait(&smem.p_full[warp], it.index & 1);
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
       const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * j + pair]);
@@ -225,14 +223,14 @@ struct ScoreGradients : Consumer<Traits> {
   // No product is outstanding.
   __device__ __forceinline__ void store(uint32_t (&ds16)[kBlockM / 4], const float (&ds)[kBlockM / 2]) {
     if constexpr (Traits::kBiasGradient) {
-      bias_gradient.add(ds, step.head(), step.query_block() * kBlockM + pair);
+      bias_gradient.add(ds, it.head(), it.query_block() * kBlockM + pair);
       if (this->is_last() || params.attention.heads != params.attention.heads_kv) {
-        bias_gradient.add_key_sums(step.head());
+        bias_gradient.add_key_sums(it.head());
       }
     }
-    const int32_t buffer = DsRing::stage(step.index);
+    const int32_t buffer = DsRing::stage(it.index);
     pack<T>(ds16, ds);
-    mbarrier_wait(&smem.ds_empty[buffer], DsRing::phase(step.index) ^ 1);
+    mbarrier_wait(&smem.ds_empty[buffer], DsRing::phase(it.index) ^ 1);
     store_operand<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
     fence_async_shared();
     arrive_warp(&smem.ds_full[buffer], lane);
@@ -246,7 +244,7 @@ struct ScoreGradients : Consumer<Traits> {
 
 template <typename Traits>
 struct QueryGradients {
-  using KeyRows = AlongRows<Traits::kKeyChunkBytes>;
+  using KeyRows = AlongRows<Traits::kKeyAtomBytes>;
   using DsRing = Ring<Traits::kDsBuffers>;
   using DqRing = Ring<Traits::kDqBuffers>;
 
@@ -257,45 +255,45 @@ struct QueryGradients {
     }
   }
 
-  // `count`: chunks of 64 columns so far, over all work tiles.
+  // `count`: atoms of 64 columns so far, over all work tiles.
   static __device__ void run(const KernelParams& params, typename Traits::SharedStorage& smem,
                              const typename Traits::WorkTile& work, int32_t rank, int32_t& count) {
     const int32_t thread = threadIdx.x % kWarpgroupThreads, warp = thread / 32, lane = thread % 32;
     const uint32_t k = smem_address(smem.k);
-    const uint32_t k_other = smem_address(smem.k_other) - Traits::first_other_chunk(rank) * Traits::kKeyChunkBytes;
+    const uint32_t k_other = smem_address(smem.k_other) - Traits::first_other_atom(rank) * Traits::kKeyAtomBytes;
     mbarrier_wait(&smem.k_full, work.keys_phase);
     if constexpr (Traits::kPairs) mbarrier_wait(&smem.k_other_full, work.keys_phase);
     const int32_t valid = max(work.visibility.seqlen_k - work.first_key - other_keys<Traits>(rank), 0);
     if (Traits::kPairs && params.rows_may_be_poisoned && valid < Traits::kBlockN) {
-      scrub<Traits::kOtherChunks, Traits::kKeyChunkBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
+      scrub<Traits::kOtherAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
 #pragma unroll 1
-    for (QueryIterator step(work); step.index < step.end; step.advance(work)) {
-      const int32_t buffer = DsRing::stage(step.index);
-      const BlockRange chunks = Traits::chunks_of(rank, step.query_block());
-      mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(step.index));
+    for (QueryIterator it(work); it.index < it.end; it.advance(work)) {
+      const int32_t buffer = DsRing::stage(it.index);
+      const BlockRange atoms = Traits::atoms_of(rank, it.query_block());
+      mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(it.index));
       if constexpr (Traits::kPairs) {
-        mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(step.index));
+        mbarrier_wait(&smem.ds_other_full[buffer], DsRing::phase(it.index));
         if (thread == 0) expect_ds(smem, buffer);
       }
 #pragma unroll 1
-      for (int32_t chunk = chunks.begin; chunk < chunks.end; ++chunk, ++count) {
+      for (int32_t atom = atoms.begin; atom < atoms.end; ++atom, ++count) {
         float dq[32];  // (kBlockM, 64)
         product<typename Traits::T, Traits::kBlockN / 16, false, KeyRows, KeyRows>(dq, smem_address(smem.ds[buffer]),
-                                                                                   k + chunk * Traits::kKeyChunkBytes);
+                                                                                   k + atom * Traits::kKeyAtomBytes);
         if constexpr (Traits::kPairs) {
           product<typename Traits::T, Traits::kBlockN / 16, true, KeyRows, KeyRows>(
-              dq, smem_address(smem.ds_other[buffer]), k_other + chunk * Traits::kKeyChunkBytes);
+              dq, smem_address(smem.ds_other[buffer]), k_other + atom * Traits::kKeyAtomBytes);
         }
         wait_products<0>();
         fence_registers(dq);
-        if (chunk == chunks.end - 1) {
+        if (atom == atoms.end - 1) {
           release(smem, buffer, rank, lane);
-          if (step.index == step.end - 1) release_keys(smem, lane);
+          if (it.index == it.end - 1) release_keys(smem, lane);
         }
         mbarrier_wait(&smem.dq_empty[DqRing::stage(count)], DqRing::phase(count) ^ 1);
-        store_dq_boxes(smem.dq[DqRing::stage(count)], dq, params.attention.head_dim - chunk * 64, warp, lane);
-        arrive_warp(&smem.dq_full[step.index % kDqAdders][DqRing::stage(count)], lane);
+        store_dq_boxes(smem.dq[DqRing::stage(count)], dq, params.attention.head_dim - atom * 64, warp, lane);
+        arrive_warp(&smem.dq_full[it.index % kDqAdders][DqRing::stage(count)], lane);
       }
     }
   }

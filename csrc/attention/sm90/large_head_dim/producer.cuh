@@ -48,7 +48,7 @@ struct Producer {
   // One of kDqAdders threads: adds the dq tiles of every other iteration to the accumulator, and counts each work
   // tile as finished.
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t rank, int32_t adder) {
-    int32_t count = 0;    // chunks of 64 columns so far, of all adders
+    int32_t count = 0;    // atoms of 64 columns so far, of all adders
     uint32_t phases = 0;  // a bit for each buffer, of this adder
     for_each_work_tile(smem, [&](const WorkTile& work) {
       store_dq_of_tile(params, smem, work, rank, adder, count, phases);
@@ -110,43 +110,43 @@ struct Producer {
   // Loads the other CTA's keys, in the columns of dq that this CTA adds.
   static __device__ __forceinline__ void load_other_keys(const KernelParams& params, SharedStorage& smem,
                                                          const WorkTile& work, int32_t rank) {
-    Loader::template load_tile<Traits::kOtherChunks, Traits::kKeyChunkBytes>(
+    Loader::template load_tile<Traits::kOtherAtoms, Traits::kKeyAtomBytes>(
         &params.maps.k, &smem.k_other_full, smem.k_other, Loader::key_row(work) + other_keys<Traits>(rank),
-        work.head_kv, Loader::batch_k(params, work), 0, Traits::first_other_chunk(rank));
+        work.head_kv, Loader::batch_k(params, work), 0, Traits::first_other_atom(rank));
   }
 
   static __device__ __forceinline__ void store_dq_of_tile(const KernelParams& params, SharedStorage& smem,
                                                           const WorkTile& work, int32_t rank, int32_t adder,
                                                           int32_t& count, uint32_t& phases) {
     using DqRing = Ring<Traits::kDqBuffers>;
-    DqTurn turn;
-    for (QueryIterator step(work); step.index < step.end; step.advance(work)) {
-      const BlockRange chunks = Traits::chunks_of(rank, step.query_block());
-      if (step.index % kDqAdders != adder) {
-        count += chunks.size();
+    DqAdd add;
+    for (QueryIterator it(work); it.index < it.end; it.advance(work)) {
+      const BlockRange atoms = Traits::atoms_of(rank, it.query_block());
+      if (it.index % kDqAdders != adder) {
+        count += atoms.size();
         continue;
       }
-      const DqRows rows = dq_rows(params, work, step.head(), step.query_block() * Traits::kBlockM);
-      change_turns<Traits>(params, turn, work, rank, step.head(), step.query_block());
-      // Counted adds may wait for their turn before dq is ready.
-      if (params.schedule.counts_adds()) begin_turn(params, turn);
+      const DqRows rows = dq_rows(params, work, it.head(), it.query_block() * Traits::kBlockM);
+      next_add<Traits>(params, add, work, rank, it.head(), it.query_block());
+      // Counted adds may wait for the adds before them while dq is not ready yet.
+      if (params.schedule.counts_adds()) begin_add(params, add);
 #pragma unroll 1
-      for (int32_t chunk = chunks.begin; chunk < chunks.end; ++chunk, ++count) {
+      for (int32_t atom = atoms.begin; atom < atoms.end; ++atom, ++count) {
         const int32_t buffer = DqRing::stage(count);
         mbarrier_wait(&smem.dq_full[adder][buffer], phases >> buffer & 1);
         phases ^= 1u << buffer;
         fence_async_shared();  // TMA sees what the barrier has shown to this thread
-        if (chunk == chunks.begin && !params.schedule.counts_adds()) begin_turn(params, turn);
+        if (atom == atoms.begin && !params.schedule.counts_adds()) begin_add(params, add);
 #pragma unroll 1
         for (int32_t box = 0; box < 2; ++box) {
-          add_dq_box(params, smem.dq[buffer][box], chunk * kChunkColumns + box * 32, rows, turn.stores);
+          add_dq_box(params, smem.dq[buffer][box], atom * kAtomColumns + box * 32, rows, add.stores);
         }
         bulk_commit();
         bulk_wait_read<0>();
         mbarrier_arrive(&smem.dq_empty[buffer]);
       }
     }
-    finish_turn(params, turn);
+    finish_add(params, add);
   }
 };
 

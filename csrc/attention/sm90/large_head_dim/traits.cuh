@@ -33,17 +33,17 @@ struct Traits {
   static constexpr int kDsBuffers = kHeadDim <= 192 ? 2 : 1;
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
-  static constexpr int kEarlySteps = early_steps(kTile);
+  static constexpr int kEarlyIterations = early_iterations(kTile);
   static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its part of a tile on its own
   static constexpr RoleRegisters kRegisters = role_registers(kTile);
-  static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one chunk");
+  static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one atom");
   static_assert(kCtas <= 2, "each has the dS of one other");
-  static_assert(kHeadDim % kChunkColumns == 0 && kHeadDimV % kChunkColumns == 0, "tiles are whole chunks");
+  static_assert(kHeadDim % kAtomColumns == 0 && kHeadDimV % kAtomColumns == 0, "tiles are whole atoms");
 
-  static constexpr int kChunks = kHeadDim / kChunkColumns;  // of q, k, dq
-  static constexpr int kChunksV = kHeadDimV / kChunkColumns;
-  static constexpr int kKeyChunkBytes = kBlockN * kChunkRowBytes;    // 64 columns of k or v
-  static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;  // 64 columns of q or dout
+  static constexpr int kAtoms = kHeadDim / kAtomColumns;  // of q, k, dq
+  static constexpr int kChunksV = kHeadDimV / kAtomColumns;
+  static constexpr int kKeyAtomBytes = kBlockN * kAtomRowBytes;    // 64 columns of k or v
+  static constexpr int kQueryAtomBytes = kBlockM * kAtomRowBytes;  // 64 columns of q or dout
   static constexpr int kStatisticBytes = kBlockM * 4;
   static constexpr bool kBias = false;  // no bias through TMA
   static constexpr int kWarps = kWarpgroupThreads / 32;
@@ -61,30 +61,30 @@ struct Traits {
   // Three warpgroups, the thread that loads, and the threads that add.
   static constexpr int kWorkReaders = 3 * kWarpgroupThreads + 1 + kDqAdders;
 
-  static constexpr int kDsBytes = kBlockN * kChunkRowBytes;
+  static constexpr int kDsBytes = kBlockN * kAtomRowBytes;
 
-  // Each CTA of a cluster adds some chunks of columns of dq, summed over the keys of both CTAs. Of an odd number, it
+  // Each CTA of a cluster adds some atoms of columns of dq, summed over the keys of both CTAs. Of an odd number, it
   // adds the smaller and the larger part alternately. It keeps these columns of the other CTA's keys.
-  static constexpr int kOtherChunks = (kChunks + 1) / 2;
-  static __device__ BlockRange chunks_of(int32_t rank, int32_t query_block) {
-    if constexpr (!kPairs) return {0, kChunks};
-    const int32_t middle = (kChunks + (query_block & 1)) / 2;
-    return rank == 0 ? BlockRange{0, middle} : BlockRange{middle, kChunks};
+  static constexpr int kOtherAtoms = (kAtoms + 1) / 2;
+  static __device__ BlockRange atoms_of(int32_t rank, int32_t query_block) {
+    if constexpr (!kPairs) return {0, kAtoms};
+    const int32_t middle = (kAtoms + (query_block & 1)) / 2;
+    return rank == 0 ? BlockRange{0, middle} : BlockRange{middle, kAtoms};
   }
-  static __device__ int32_t first_other_chunk(int32_t rank) { return rank == 0 ? 0 : kChunks / 2; }
+  static __device__ int32_t first_other_atom(int32_t rank) { return rank == 0 ? 0 : kAtoms / 2; }
 
   using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads>;
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[kChunks * kKeyChunkBytes];                     // (kBlockN, kHeadDim)
-    uint8_t v[kChunksV * kKeyChunkBytes];                    // (kBlockN, kHeadDimV)
-    uint8_t q[kStages][kChunks * kQueryChunkBytes];          // (kBlockM, kHeadDim)
-    uint8_t dout[kDoutStages][kChunksV * kQueryChunkBytes];  // (kBlockM, kHeadDimV)
-    uint8_t k_other[kOtherChunks * kKeyChunkBytes];          // (kBlockN, columns of dq) of the other CTA's keys
-    uint8_t ds[kDsBuffers][kDsBytes];                        // transposed, (kBlockN, kBlockM)
-    uint8_t ds_other[kDsBuffers][kDsBytes];                  // the other CTA's
-    float dq[kDqBuffers][2][64 * 32];                        // (kBlockM, 64 columns), two boxes of 32 columns
-    float4 p[kBlockM / 8][kWarpgroupThreads];                // as registers hold it, for the thread of the same number
+    uint8_t k[kAtoms * kKeyAtomBytes];                      // (kBlockN, kHeadDim)
+    uint8_t v[kChunksV * kKeyAtomBytes];                    // (kBlockN, kHeadDimV)
+    uint8_t q[kStages][kAtoms * kQueryAtomBytes];           // (kBlockM, kHeadDim)
+    uint8_t dout[kDoutStages][kChunksV * kQueryAtomBytes];  // (kBlockM, kHeadDimV)
+    uint8_t k_other[kOtherAtoms * kKeyAtomBytes];           // (kBlockN, columns of dq) of the other CTA's keys
+    uint8_t ds[kDsBuffers][kDsBytes];                       // transposed, (kBlockN, kBlockM)
+    uint8_t ds_other[kDsBuffers][kDsBytes];                 // the other CTA's
+    float dq[kDqBuffers][2][64 * 32];                       // (kBlockM, 64 columns), two boxes of 32 columns
+    float4 p[kBlockM / 8][kWarpgroupThreads];               // as registers hold it, for the thread of the same number
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
     WorkTile work[2];  // this work tile and the next

@@ -48,7 +48,7 @@ struct BiasScores : PlainScores<Traits> {
   static __device__ __forceinline__ void store_bias_gradient(const Consumer& c) {
     if (c.params.features.bias_gradient.mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
       tensor_store_4d(&c.params.maps.bias_gradient, tile(c), c.work.first_key + c.own_key,
-                      c.step.query_block() * Traits::kBlockM, c.step.head(), c.work.batch, kEvictFirst);
+                      c.it.query_block() * Traits::kBlockM, c.it.head(), c.work.batch, kEvictFirst);
       bulk_commit();
     }
   }
@@ -58,11 +58,11 @@ struct BiasScores : PlainScores<Traits> {
   // Where the bias and dS of this iteration lie: the warpgroup's, and this thread's part of it.
   template <typename Consumer>
   static __device__ __forceinline__ uint8_t* tile(const Consumer& c) {
-    return c.smem.ds[c.step.index % Traits::kDsBuffers][c.warpgroup];
+    return c.smem.ds[c.it.index % Traits::kDsBuffers][c.warpgroup];
   }
   template <typename Consumer>
   static __device__ __forceinline__ uint32_t place(const Consumer& c) {
-    return smem_address(tile(c)) + transposed_place(c.warp, c.lane);
+    return smem_address(tile(c)) + transposed_offset(c.warp, c.lane);
   }
 };
 

@@ -49,8 +49,8 @@ struct DroppedScores : Base {
   __device__ __forceinline__ void draw(const Consumer& c) {
     const AttentionBackwardParams& p = c.params.attention;
     const uint32_t threshold = c.params.features.dropout_threshold;
-    const uint64_t plane = uint64_t{static_cast<uint32_t>(c.work.batch)} * p.heads + c.step.head();
-    const int32_t first_query = c.step.query_block() * Traits::kBlockM;
+    const uint64_t plane = uint64_t{static_cast<uint32_t>(c.work.batch)} * p.heads + c.it.head();
+    const int32_t first_query = c.it.query_block() * Traits::kBlockM;
     if constexpr (Traits::kEfficientDropout) {
       const uint64_t seed = uniform(c.smem.philox.seed);
       const WordNumbering numbering(c.smem.philox.offset, plane, p.seqlen_q, p.seqlen_k,
@@ -65,10 +65,10 @@ struct DroppedScores : Base {
       // The bits pass through this iteration's buffer of dS: no product reads it (Mainloop::score_gradients), and a
       // warp writes its rows of dS only after it has read the bits in them.
       const int32_t first_key = c.own_key + c.warp / 2 * 32;  // of a pair of warps, within the tile
-      uint8_t* const places = c.smem.ds[c.step.index % Traits::kDsBuffers][0] + first_key * kChunkRowBytes;
-      draw_dropped<16 * kChunkRowBytes>(
-          dropped, c.smem.philox, plane, first_query, c.work.first_key + first_key, threshold, c.warp % 2, c.lane,
-          places, [&] { named_barrier_sync(kWarpgroupBarrier + c.warpgroup, kWarpgroupThreads); });
+      uint8_t* const places = c.smem.ds[c.it.index % Traits::kDsBuffers][0] + first_key * kAtomRowBytes;
+      draw_dropped<16 * kAtomRowBytes>(dropped, c.smem.philox, plane, first_query, c.work.first_key + first_key,
+                                       threshold, c.warp % 2, c.lane, places,
+                                       [&] { named_barrier_sync(kWarpgroupBarrier + c.warpgroup, kWarpgroupThreads); });
     }
   }
 };

@@ -59,7 +59,7 @@ struct PlainScores {
   // Writes dS to shared memory, from where dQ reads it.
   template <typename Consumer>
   static __device__ __forceinline__ void store_gradients(const Consumer& c, const Operand& ds16) {
-    auto& buffer = c.smem.ds[c.step.index % Traits::kDsBuffers][Traits::kByQueries ? c.warpgroup : 0];
+    auto& buffer = c.smem.ds[c.it.index % Traits::kDsBuffers][Traits::kByQueries ? c.warpgroup : 0];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       store_operand<Traits::kBlockN>(smem_address(buffer), ds16[part], c.own_key + part * 64 + c.warp * 16, c.lane);

@@ -84,7 +84,7 @@ using ScoreFunctionOf = ScoreFunction<Traits::kBlockMask ? BitMask<Traits>::kWor
 template <typename Traits, typename Consumer>
 __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c) {
   const AttentionBackwardParams& p = c.params.attention;
-  const int32_t head = c.step.head(), key = c.work.first_key + c.own_row();
+  const int32_t head = c.it.head(), key = c.work.first_key + c.own_row();
   float slope = 0.f, biases[2] = {};
   if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[c.work.batch * p.alibi_batch_stride + head];
   if (!Traits::kBlockMask && p.bias.data != nullptr) {  // one number per key, the same for all queries
@@ -98,7 +98,7 @@ __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer
                          : to_float(static_cast<const typename Traits::T*>(p.bias.data)[place]);
     }
   }
-  const int32_t distance = c.step.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
+  const int32_t distance = c.it.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
   return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), c.tile_mask.words()};
 }
 

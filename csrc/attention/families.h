@@ -1,5 +1,5 @@
-// The interface of an attention kernel family. The host half (refusal, plan) is compiled into _C and tested without a
-// GPU. _C_cuda installs the launcher when it is loaded.
+// The attention kernel families and their interface. The host half (refusal, plan) is compiled into _C and tested
+// without a GPU. _C_cuda installs the launcher when it is loaded.
 #pragma once
 
 #include <string>
@@ -24,5 +24,15 @@ struct AttentionFamily {
 
 // Launches on `stream`. Returns null, or a message that stays valid until the next call on this thread.
 using AttentionLauncher = const char* (*)(const AttentionBackwardParams&, const AttentionPlan&, void* stream);
+
+namespace sm90 {
+extern const AttentionFamily kFamily;
+const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream);  // only in _C_cuda
+}  // namespace sm90
+
+namespace sm80 {
+extern const AttentionFamily kFamily;
+const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream);  // only in _C_cuda
+}  // namespace sm80
 
 }  // namespace flashbwd

@@ -115,7 +115,7 @@ def flex_decoding(
     query, key, value = arguments.autocast(query, key, value)
     arguments.check_tensors(query, key, value, enable_gqa)
     if block_mask is not None:
-        arguments.check_block_mask(block_mask, query, key)
+        arguments.check_block_mask(block_mask, query, key, of_queries=False)
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,

@@ -101,11 +101,12 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise ValueError(f"flashbwd: key has {heads} heads, which does not divide query's {H}")
 
 
-def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
+def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, of_queries: bool = True) -> None:
+    """Raise ``ValueError`` unless the lists fit query and key. ``of_queries``: also the lists that a backward reads."""
     rows = [-(-length // size) for length, size in zip((query.shape[2], key.shape[2]), mask.BLOCK_SIZE, strict=True)]
     lists = {
         f"{prefix}_{suffix}": (dims, rows[0] if prefix.endswith("kv") else rows[1])
-        for prefix in ("kv", "full_kv", "q", "full_q")
+        for prefix in ("kv", "full_kv") + (("q", "full_q") if of_queries else ())
         for suffix, dims in (("num_blocks", 3), ("indices", 4))
     }
     for name, (dims, _) in lists.items():

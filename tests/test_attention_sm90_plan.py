@@ -51,14 +51,14 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
     [
         (
             {"has_bias": True, "need_dbias": True, "softcap": 30.0},
-            "it does not take the gradient of attn_bias behind a softcap",
+            "it does not compute the gradient of attn_bias together with softcap",
         ),
         (
             {"has_bias": True, "need_dbias": True, "head_dim": 200},
             "it does not take the gradient of attn_bias at head dimensions above 192",
         ),
-        ({"head_dim": 264}, "it holds no tile for head dimensions 264 and 128"),
-        ({"head_dim_v": 257}, "it holds no tile for head dimensions 128 and 257"),
+        ({"head_dim": 264}, "it has no tile with these features for head dimensions 264 and 128"),
+        ({"head_dim_v": 257}, "it has no tile with these features for head dimensions 128 and 257"),
         ({"aligned_16": False}, "multiples of 16 bytes"),
         ({"batch": 0}, "nothing to launch for an empty batch"),
         ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
@@ -172,7 +172,7 @@ def test_numbers_of_dropout_that_begin_again_within_a_head_are_refused(
     drops = given(host, {"dropout_layout": layout})
     plan = plan_of(host, {"has_attention_sm80": True}, seqlen_q=2**16, seqlen_k=seqlen_k, **drops)
     assert (plan.backend == "sm90") is taken
-    assert ("begin again" in dict(plan.refusals).get("sm90", "")) is not taken
+    assert ("wraps around" in dict(plan.refusals).get("sm90", "")) is not taken
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_grouped_causal_heads_are_cut_into_a_work_tile_or_two_for_each_sm(
     sums = splits * batch * heads_kv * rows * 2 * 128 * 4 if splits > 1 else 0
     assert plan.workspace.partial_bytes == sums
     ordered = plan_of(host, heads=32, heads_kv=heads_kv, window_right=0, deterministic=True, **sizes)
-    assert ordered.schedule.startswith("mirrored pairs of key blocks, dealt statically in waves") is pairs
+    assert ordered.schedule.startswith("mirrored pairs of key blocks, static scheduler in waves") is pairs
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

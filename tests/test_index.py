@@ -420,7 +420,7 @@ def test_a_staggered_loop_starts_inside_and_so_far_after_its_neighbour(blocks_ap
     assert apart == [blocks_apart % query_blocks] * len(apart)
 
 
-# Mirrored pairs, dealt statically in waves
+# Waves of a static scheduler
 
 
 class Waves:

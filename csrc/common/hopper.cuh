@@ -264,7 +264,7 @@ __device__ __forceinline__ bool elect_of() {
 __device__ __forceinline__ bool elect_one() { return elect_of<~0u>(); }
 
 // Always true. Inside `if (lane == 0)`, it tells the compiler that a single thread remains.
-__device__ __forceinline__ bool is_alone() { return elect_of<1>(); }
+__device__ __forceinline__ bool assume_single_lane() { return elect_of<1>(); }
 
 // Rereads threadIdx.x, so that the compiler keeps neither it nor values derived from it in registers.
 __device__ __forceinline__ int32_t read_thread() {

@@ -18,8 +18,8 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t& config, void (*kernel)(Param
 }
 
 // Compute capability 9.0 and later: the kernel may start before the previous launch on the stream has finished
-// (programmatic dependent launch). It must call wait_for_launch_before() before it uses data of that launch.
-inline cudaLaunchAttribute overlap_with_launch_before() {
+// (programmatic dependent launch). It must call wait_on_dependent_grids() before it uses data of that launch.
+inline cudaLaunchAttribute programmatic_dependent_launch() {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -28,7 +28,7 @@ inline cudaLaunchAttribute overlap_with_launch_before() {
 
 // Cooperative launch: all CTAs of the kernel run at the same time. The launch waits until there is room for all of
 // them, and fails if there never is.
-inline cudaLaunchAttribute begin_together() {
+inline cudaLaunchAttribute cooperative_launch() {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;

@@ -1,7 +1,7 @@
 // Warpgroup matrix products on tiles in shared memory with the 128-byte or the 64-byte swizzle.
 //
 // A tile is stored in atoms, column blocks that are one swizzle atom wide: 64 columns of 16-bit elements
-// (SWIZZLE_128B) or 32 columns (SWIZZLE_64B). In a atom, each row is 128 (64) bytes, and its 16-byte piece p is at
+// (SWIZZLE_128B) or 32 columns (SWIZZLE_64B). In an atom, each row is 128 (64) bytes, and its 16-byte piece p is at
 // position p ^ (r % 8) (p ^ (r / 2 % 4)). Atoms follow each other, 1024-byte aligned. A TMA copy with a box one atom
 // wide writes this layout.
 #pragma once
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address, int leadin
 
 // An operand whose K dimension is along the columns of its tile (K-major); the rows are its M or N.
 template <int kAtomBytes, int kRowBytes = kAtomRowBytes>
-struct AlongColumns {
+struct KMajorOperand {
   static constexpr Major kMajor = Major::K;
   static constexpr int kAtomSteps = kRowBytes / 32;  // of 16 columns each
   static constexpr int step_bytes(int k) { return k / kAtomSteps * kAtomBytes + k % kAtomSteps * 32; }
@@ -55,7 +55,7 @@ struct AlongColumns {
 
 // An operand whose K dimension is along the rows of its tile (MN-major); the columns are its M or N.
 template <int kAtomBytes, int kRowBytes = kAtomRowBytes>
-struct AlongRows {
+struct MnMajorOperand {
   static constexpr Major kMajor = Major::MN;
   static constexpr int step_bytes(int k) { return k * 16 * kRowBytes; }  // 16 rows per step
   static constexpr int column_bytes(int column) { return column / (kRowBytes / 2) * kAtomBytes; }

@@ -16,11 +16,11 @@ namespace flashbwd {
 // Numbers of a thread's columns in shared memory, a pair for each four values of an accumulator. `first` points at its
 // first column. The first kEarly pairs are loaded before they are needed.
 template <int kEarly>
-struct RowPairs {
+struct QueryValues {
   const float* first;
   float2 early[kEarly + 1];  // one more, because kEarly may be 0
 
-  __device__ __forceinline__ explicit RowPairs(const float* first) : first(first) {
+  __device__ __forceinline__ explicit QueryValues(const float* first) : first(first) {
 #pragma unroll
     for (int j = 0; j < kEarly; ++j) early[j] = *reinterpret_cast<const float2*>(&first[8 * j]);
   }
@@ -31,7 +31,7 @@ struct RowPairs {
 
 // Calls visit(i, number of its column) for values kBegin to kEnd of an accumulator.
 template <int kBegin, int kEnd, int kEarly, typename Visit>
-__device__ __forceinline__ void for_each_row(const RowPairs<kEarly>& rows, Visit visit) {
+__device__ __forceinline__ void for_each_query(const QueryValues<kEarly>& rows, Visit visit) {
 #pragma unroll
   for (int j = kBegin / 4; j < kEnd / 4; ++j) {
     const float2 pair = rows[j];
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_operand(uint32_t address, const uint32_t (
   }
 }
 
-// A transposed tile: its rows are the columns of an accumulator, 64 of whose rows make a atom. Returns the address at
+// A transposed tile: its rows are the columns of an accumulator, 64 of whose rows make an atom. Returns the address at
 // which lane `lane` of warp `warp` finds its row of the first 16. Matrices of 8 x 8 lie in the order of a fragment: the
 // two of the warp's rows, then those 8 columns further.
 __device__ __forceinline__ uint32_t transposed_offset(int32_t warp, int32_t lane) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&valu
 // Zeroes rows from `valid` on of a tile, because they hold other data, and 0 * NaN is NaN. Called by kThreads
 // consecutive threads, which meet at `barrier`.
 template <int kAtoms, int kAtomBytes, int kThreads, int kRowBytes = kAtomRowBytes>
-__device__ void scrub(uint8_t* tile, int32_t valid, uint32_t barrier) {
+__device__ void zero_invalid_rows(uint8_t* tile, int32_t valid, uint32_t barrier) {
   constexpr int kRows = kAtomBytes / kRowBytes;
   const int32_t vectors = (kRows - valid) * (kRowBytes / 16);
 #pragma unroll 1

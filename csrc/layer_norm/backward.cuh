@@ -68,8 +68,8 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   const auto keep_slots = [&](int v) {
     return exchange_s + a.tile.keep_offset + (v * kMaxThreads + static_cast<int>(threadIdx.x)) * kElements;
   };
-  const bool mask_given = kForm == Form::kDropout && a.dropout.keep != nullptr;
-  const bool any_ahead = a.residual != nullptr || mask_given;
+  const bool has_mask = kForm == Form::kDropout && a.dropout.keep != nullptr;
+  const bool any_ahead = a.residual != nullptr || has_mask;
   RowExchange exchange(a.tile, exchange_s, group, kHasClusters && a.tile.cluster ? rank : 0);
 
   Throttle throttle(a, lane == 0, rank);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     if (of_row < a.rows) {
       const TX* residual = static_cast<const TX*>(a.residual) + of_row * a.residual_stride + column0;
       const uint8_t* kept = a.dropout.keep + of_row * a.dropout.keep_stride + column0;
-      const bool all_vectors = (a.residual == nullptr || a.vector_residual) && (!mask_given || a.dropout.vector_keep);
+      const bool all_vectors = (a.residual == nullptr || a.vector_residual) && (!has_mask || a.dropout.vector_keep);
       const bool framed = of_row > 0 && of_row + 1 < a.rows;
       const int together = all_vectors && (framed || head == 0) ? whole : 0;
       const TX* next_residual = residual;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
       for (int v = 0; v < kVectors; ++v) {
         if (v < together) {
           if (a.residual != nullptr) PlaneX::fill(residual_slots(v), next_residual);
-          if (mask_given) copy_async<kElements>(keep_slots(v), next_keep);
+          if (has_mask) copy_async<kElements>(keep_slots(v), next_keep);
         }
         next_residual = keep(next_residual + column_step);
         next_keep = keep(next_keep + column_step);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
           PlaneX::fill_part(residual_slots(v), residual + v * column_step, skip, count_of(v),
                             a.vector_residual && within);
         }
-        if (mask_given) {
+        if (has_mask) {
           fill_mask<kElements>(keep_slots(v), kept + v * column_step, skip, count_of(v),
                                a.dropout.vector_keep && within);
         }
@@ -152,8 +152,9 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
   const uint32_t ends =
       keep((a.vector_dx ? whole_bits : 0) | (a.vector_branch ? whole_bits << kBranch : 0) |
            (a.dx != nullptr ? kHasDx : 0) | (a.branch != nullptr ? kHasBranch : 0) |
-           (a.residual != nullptr ? kHasResidual : 0) | (mask_given ? kHasMask : 0) | (all_stored ? 0 : kRest));
-  const int under_way = (any_ahead ? 2 : 1) * (stages - 1);  // cp.async groups committed after those of the current row
+           (a.residual != nullptr ? kHasResidual : 0) | (has_mask ? kHasMask : 0) | (all_stored ? 0 : kRest));
+  const int pending_groups =
+      (any_ahead ? 2 : 1) * (stages - 1);  // cp.async groups committed after those of the current row
 
   // Statistics are loaded one iteration ahead.
   float next_mu = 0.f;
@@ -215,7 +216,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     uint32_t kept = 0;
     if constexpr (kForm == Form::kDropout) {
       if (!a.dropout.drops) return ~0u;
-      if (mask_given || vectors == 0) return kept;
+      if (has_mask || vectors == 0) return kept;
       const uint64_t first = drawn_from.offset() + of_row * a.columns + column0;
       kept = drawn_from.mask<kElements>(first, column_step, vectors);
     }
@@ -231,7 +232,7 @@ __device__ __forceinline__ void compute_rows(const BackwardArguments& a, char* s
     fetch(stage == 0 ? stages - 1 : stage - 1, row + (stages - 1) * row_step);  // into the stage of the previous row
     const int here = row < a.rows ? mine : 0;
     const uint32_t kept = draw(row, here);
-    wait_copies(under_way);
+    wait_copies(pending_groups);
     const uint32_t slots = own_slots + stage * stage_bytes;
     const float mu = next_mu;
     const float rs = next_rs;

@@ -331,8 +331,12 @@ void bind_order(py::module_& m) {
       .def_readonly("tile", &QueryLoopPosition::tile);
   m.def("split_count", &split_count);
   m.def("staggered_start", &staggered_start);
-  m.def("adds_before_ascending", &adds_before_ascending);
-  m.def("adds_before_descending", &adds_before_descending);
+  m.def("adds_before_ascending", [](const Visibility& v, int32_t m, int32_t n, int32_t block_m, int32_t block_n) {
+    return adds_before_ascending(key_blocks(v, m, block_m, block_n), n);
+  });
+  m.def("adds_before_descending", [](const Visibility& v, int32_t m, int32_t n, int32_t block_m, int32_t block_n) {
+    return adds_before_descending(key_blocks(v, m, block_m, block_n), n);
+  });
   py::class_<TilesInWave>(m, "TilesInWave")
       .def(py::init([](int32_t before, int32_t rank, int32_t size) { return TilesInWave{before, rank, size}; }))
       .def_readonly("before", &TilesInWave::before)

@@ -16,15 +16,14 @@
 namespace flashbwd {
 
 // Ascending order: key blocks of a head are handed out in ascending order and add in ascending order. Returns how many
-// key blocks add to query tile m before key block n does, for a tile (m, n) with a visible pair.
-FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_ascending(const Visibility& v, int32_t m, int32_t n, int32_t block_m,
-                                                             int32_t block_n) {
-  return n - key_blocks(v, m, block_m, block_n).begin;
+// of the key blocks that see a query tile add to it before key block n, which is one of them.
+FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_ascending(const BlockRange& key_blocks, int32_t n) {
+  return n - key_blocks.begin;
 }
 
-// Reverse order: key blocks of a head are handed out from the last to the first and add in that order. Under a causal
-// mask each query loop then starts on its diagonal and ascends, so key blocks that start together are in different
-// tiles. In ascending order they would all wait for key block 0.
+// Reverse order: key blocks of a head are handed out, and add, from the last to the first. Under a causal mask each
+// query loop starts on its diagonal, so key blocks that run at the same time start at different dq tiles. In ascending
+// order all of them would wait for key block 0.
 FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_descending(const Visibility& v, int32_t m, int32_t n,
                                                               int32_t block_m, int32_t block_n) {
   return key_blocks(v, m, block_m, block_n).end - 1 - n;
@@ -54,10 +53,9 @@ FLASHBWD_HOST_DEVICE constexpr TilesInWave tiles_in_wave(int32_t index, int32_t 
   return {(index - first) / stride - rank, rank, rank + 1 + after};
 }
 
-// Ring order, for full masks with a staggered start: the key block of rank r starts at query block r * blocks_apart and
-// goes around, where all starts are different. The key blocks of the wave add to query
-// tile m in the order in which they come to it. An add of iteration i waits only for earlier waves and for adds of
-// iterations before i.
+// Ring order, for full masks with a staggered start: rank r starts at query block r * blocks_apart, a start of its own,
+// and wraps around. The key blocks of a wave add to query tile m in the order in which their loops reach it. So an add
+// of iteration i waits only for earlier waves and for adds of earlier iterations.
 FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_in_ring(const TilesInWave& wave, int32_t m, int32_t blocks_apart) {
   const int32_t nearest = static_cast<int32_t>(at_most(m / blocks_apart, wave.size - 1));  // starts last before m
   const int32_t earlier = nearest - wave.rank;

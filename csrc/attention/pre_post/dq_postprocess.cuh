@@ -16,11 +16,11 @@
 namespace flashbwd {
 
 constexpr int kDqPostprocessThreads = 256;
-constexpr int kConvertRows = 2;     // per thread, loaded at the same time
-constexpr int kConvertColumns = 8;  // per thread: 32 bytes of the accumulator, 16 bytes of a 16-bit dq
+constexpr int kPostprocessRows = 2;     // per thread, loaded at the same time
+constexpr int kPostprocessColumns = 8;  // per thread: 32 bytes of the accumulator, 16 bytes of a 16-bit dq
 
 template <typename T>
-__device__ __forceinline__ void store_columns(T* destination, const float (&values)[kConvertColumns]) {
+__device__ __forceinline__ void store_columns(T* destination, const float (&values)[kPostprocessColumns]) {
   if constexpr (sizeof(T) == 4) {
     reinterpret_cast<float4*>(destination)[0] = make_float4(values[0], values[1], values[2], values[3]);
     reinterpret_cast<float4*>(destination)[1] = make_float4(values[4], values[5], values[6], values[7]);
@@ -33,13 +33,13 @@ __device__ __forceinline__ void store_columns(T* destination, const float (&valu
 // The arrangement of a CTA's threads over rows and columns.
 struct RowThreads {
   int32_t lanes_log2 = 0;  // log2 of the threads per row
-  bool vectors = false;    // kConvertColumns columns of the result can be stored at once
+  bool vectors = false;    // kPostprocessColumns columns of the result can be stored at once
 
   __device__ int32_t lanes() const { return 1 << lanes_log2; }
   __device__ int32_t lane() const { return threadIdx.x & (lanes() - 1); }
   __device__ int32_t rows_at_once() const { return kDqPostprocessThreads >> lanes_log2; }  // from row to row
   __device__ int32_t first_row(uint32_t row_block) const {
-    return row_block * rows_at_once() * kConvertRows + (threadIdx.x >> lanes_log2);
+    return row_block * rows_at_once() * kPostprocessRows + (threadIdx.x >> lanes_log2);
   }
 };
 
@@ -55,41 +55,41 @@ struct SlotRows {
 // rows exist, counted from the thread's first one.
 template <typename T>
 __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotRows& in, float scale,
-                                          const bool (&live)[kConvertRows], T* out, int64_t out_row_stride,
+                                          const bool (&live)[kPostprocessRows], T* out, int64_t out_row_stride,
                                           int32_t rows, int32_t columns) {
   const int32_t rows_at_once = threads.rows_at_once();
-  const int32_t step = threads.lanes() * kConvertColumns;
-  for (int32_t column = threads.lane() * kConvertColumns; column < columns; column += step) {
-    float sums[kConvertRows][kConvertColumns] = {};
+  const int32_t step = threads.lanes() * kPostprocessColumns;
+  for (int32_t column = threads.lane() * kPostprocessColumns; column < columns; column += step) {
+    float sums[kPostprocessRows][kPostprocessColumns] = {};
     const bool upper = column + 4 < columns;
     const int32_t lower_place = in.parted ? parted_offset(column, columns) : column;
     const int32_t upper_place = in.parted ? parted_offset(column + 4, columns) : column + 4;
     for (int32_t slot = 0; slot < in.slots; ++slot) {
-      float4 parts[kConvertRows][2] = {};
+      float4 parts[kPostprocessRows][2] = {};
 #pragma unroll
-      for (int r = 0; r < kConvertRows; ++r) {
+      for (int r = 0; r < kPostprocessRows; ++r) {
         const float* row = in.first + slot * in.slot_stride + r * rows_at_once * in.row_stride;
         if (live[r]) parts[r][0] = __ldcg(reinterpret_cast<const float4*>(row + lower_place));
         if (live[r] && upper) parts[r][1] = __ldcg(reinterpret_cast<const float4*>(row + upper_place));
       }
 #pragma unroll
-      for (int r = 0; r < kConvertRows; ++r) {
+      for (int r = 0; r < kPostprocessRows; ++r) {
         const float* part = reinterpret_cast<const float*>(parts[r]);
 #pragma unroll
-        for (int i = 0; i < kConvertColumns; ++i) sums[r][i] += part[i];
+        for (int i = 0; i < kPostprocessColumns; ++i) sums[r][i] += part[i];
       }
     }
 #pragma unroll
-    for (int r = 0; r < kConvertRows; ++r) {
+    for (int r = 0; r < kPostprocessRows; ++r) {
       if (r * rows_at_once >= rows) continue;
       T* place = out + r * rows_at_once * out_row_stride + column;
 #pragma unroll
-      for (int i = 0; i < kConvertColumns; ++i) sums[r][i] *= scale;
-      if (threads.vectors && column + kConvertColumns <= columns) {
+      for (int i = 0; i < kPostprocessColumns; ++i) sums[r][i] *= scale;
+      if (threads.vectors && column + kPostprocessColumns <= columns) {
         store_columns(place, sums[r]);
       } else {
 #pragma unroll
-        for (int i = 0; i < kConvertColumns; ++i) {
+        for (int i = 0; i < kPostprocessColumns; ++i) {
           if (column + i < columns) place[i] = from_float<T>(sums[r][i]);
         }
       }
@@ -147,16 +147,16 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
   T* dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
           (sequence.begin_q + first_row) * p.dq.seq_stride;
   // No key block writes the accumulator rows of a query that sees no key, so they may hold anything.
-  bool live[kConvertRows];
+  bool live[kPostprocessRows];
 #pragma unroll
-  for (int r = 0; r < kConvertRows; ++r) {
+  for (int r = 0; r < kPostprocessRows; ++r) {
     live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_at_once());
   }
 
   sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_parted}, p.softmax_scale, live, dq,
             p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
   // A later launch waits only for this kernel, so this kernel must not end before the main kernel.
-  if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_for_launch_before();
+  if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_on_dependent_grids();
 }
 
 struct PartialSumsArguments {
@@ -174,9 +174,9 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
   const int32_t batch = static_cast<int32_t>(batch_head / a.heads);
   const int32_t head = static_cast<int32_t>(batch_head) - batch * a.heads;
   const int32_t first_row = a.threads.first_row(blockIdx.x - batch_head * a.row_blocks);
-  bool live[kConvertRows];
+  bool live[kPostprocessRows];
 #pragma unroll
-  for (int r = 0; r < kConvertRows; ++r) live[r] = first_row + r * a.threads.rows_at_once() < a.rows;
+  for (int r = 0; r < kPostprocessRows; ++r) live[r] = first_row + r * a.threads.rows_at_once() < a.rows;
   const SlotRows sums = {static_cast<const float*>(a.sums.data) + batch * a.sums.batch_stride +
                              int64_t{head} * a.slots * a.sums.head_stride + first_row * a.sums.seq_stride,
                          a.sums.head_stride, a.sums.seq_stride, a.slots};

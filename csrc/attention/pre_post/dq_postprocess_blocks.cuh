@@ -10,14 +10,14 @@ namespace flashbwd {
 // Loads eight columns of a row of the accumulator. `rows` points at the eight rows that contain it. `whole`: these
 // rows are stored in 8 x 8 blocks; otherwise, at the end of a sequence, as plain rows.
 __device__ __forceinline__ void load_row_of_blocks(const float* rows, int32_t row, int32_t column, int64_t row_stride,
-                                                   bool whole, float (&sums)[kConvertColumns]) {
+                                                   bool whole, float (&sums)[kPostprocessColumns]) {
   const float* const first = rows + (whole ? dq_block_offset(row, column) : row * row_stride + column);
   const float* const second = rows + (whole ? dq_block_offset(row, column + 1) : row * row_stride + column + 4);
   const float4 a = __ldcg(reinterpret_cast<const float4*>(first)), b = __ldcg(reinterpret_cast<const float4*>(second));
-  const float as_rows[kConvertColumns] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-  const float as_blocks[kConvertColumns] = {a.x, b.x, a.y, b.y, a.z, b.z, a.w, b.w};
+  const float as_rows[kPostprocessColumns] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  const float as_blocks[kPostprocessColumns] = {a.x, b.x, a.y, b.y, a.z, b.z, a.w, b.w};
 #pragma unroll
-  for (int i = 0; i < kConvertColumns; ++i) sums[i] = whole ? as_blocks[i] : as_rows[i];
+  for (int i = 0; i < kPostprocessColumns; ++i) sums[i] = whole ? as_blocks[i] : as_rows[i];
 }
 
 // A thread converts eight columns of one row at a time. Eight neighbouring threads convert the eight rows of a block.
@@ -47,17 +47,17 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
   T* const dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch_stride + head * p.dq.head_stride +
                 (sequence.begin_q + row) * p.dq.seq_stride;
 
-  const int32_t step = lanes * kConvertColumns;
-  for (int32_t column = threadIdx.x / kDqBlock % lanes * kConvertColumns; column < p.head_dim; column += step) {
-    float sums[kConvertColumns] = {};
+  const int32_t step = lanes * kPostprocessColumns;
+  for (int32_t column = threadIdx.x / kDqBlock % lanes * kPostprocessColumns; column < p.head_dim; column += step) {
+    float sums[kPostprocessColumns] = {};
     if (live) load_row_of_blocks(rows, row - first_row, column, w.row_stride, whole, sums);
 #pragma unroll
-    for (int i = 0; i < kConvertColumns; ++i) sums[i] *= p.softmax_scale;
-    if (a.threads.vectors && column + kConvertColumns <= p.head_dim) {
+    for (int i = 0; i < kPostprocessColumns; ++i) sums[i] *= p.softmax_scale;
+    if (a.threads.vectors && column + kPostprocessColumns <= p.head_dim) {
       store_columns(dq + column, sums);
     } else {
 #pragma unroll
-      for (int i = 0; i < kConvertColumns; ++i) {
+      for (int i = 0; i < kPostprocessColumns; ++i) {
         if (column + i < p.head_dim) dq[column + i] = from_float<T>(sums[i]);
       }
     }

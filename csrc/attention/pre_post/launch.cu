@@ -20,17 +20,17 @@ int32_t lanes_log2(int64_t columns, int64_t columns_each) {
 }
 
 RowThreads row_threads(int64_t columns, const HeadsView& result, DType dtype) {
-  return {lanes_log2(columns, kConvertColumns), rows_aligned(result, size_of(dtype), 16)};
+  return {lanes_log2(columns, kPostprocessColumns), rows_aligned(result, size_of(dtype), 16)};
 }
 
-uint32_t convert_row_blocks(int64_t rows, const RowThreads& threads) {
-  return static_cast<uint32_t>(ceil_div(rows, (kDqPostprocessThreads >> threads.lanes_log2) * kConvertRows));
+uint32_t postprocess_row_blocks(int64_t rows, const RowThreads& threads) {
+  return static_cast<uint32_t>(ceil_div(rows, (kDqPostprocessThreads >> threads.lanes_log2) * kPostprocessRows));
 }
 
 template <typename Arguments>
 const char* launch_ctas(void (*kernel)(Arguments), const Arguments& arguments, int64_t ctas, int threads, bool overlaps,
                         void* stream) {
-  cudaLaunchAttribute attribute = overlap_with_launch_before();
+  cudaLaunchAttribute attribute = programmatic_dependent_launch();
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(threads);
@@ -75,8 +75,8 @@ RowStatistics row_statistics(const AttentionBackwardParams& params, const Worksp
                              params.total_q);
 }
 
-// For preprocess_ahead_kernel: at least kAheadRows threads per row, because each of the first kAheadRows lanes finishes
-// one row.
+// For overlapped_preprocess_kernel: at least kAheadRows threads per row, because each of the first kAheadRows lanes
+// finishes one row.
 int32_t ahead_lanes_log2(const AttentionBackwardParams& params) {
   static_assert(kAheadRows == 8, "three bits of a lane");
   return std::max(lanes_log2(params.head_dim_v, 16 / size_of(params.dtype)), 3);
@@ -116,8 +116,8 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
     arguments.row_blocks =
         static_cast<uint32_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows_of_flag(params)));
     return params.dtype == DType::kFloat16
-               ? launch_ctas(preprocess_ahead_kernel<__half>, arguments, ready.ctas, kAheadThreads, false, stream)
-               : launch_ctas(preprocess_ahead_kernel<__nv_bfloat16>, arguments, ready.ctas, kAheadThreads, false,
+               ? launch_ctas(overlapped_preprocess_kernel<__half>, arguments, ready.ctas, kAheadThreads, false, stream)
+               : launch_ctas(overlapped_preprocess_kernel<__nv_bfloat16>, arguments, ready.ctas, kAheadThreads, false,
                              stream);
   }
   switch (params.dtype) {
@@ -143,7 +143,7 @@ const char* launch_dq_postprocess(const AttentionBackwardParams& params, const W
         static_cast<uint32_t>(ceil_div(params.seqlen_q, kDqPostprocessThreads >> arguments.threads.lanes_log2));
     return launch_dq_postprocess_blocks(arguments, batch_heads, stream);
   }
-  arguments.row_blocks = convert_row_blocks(params.seqlen_q, arguments.threads);
+  arguments.row_blocks = postprocess_row_blocks(params.seqlen_q, arguments.threads);
   const bool overlaps = finished.counts != nullptr;
   switch (params.dq_dtype) {
     case DType::kFloat16:
@@ -166,7 +166,7 @@ const char* launch_add_partial_sums(const AttentionBackwardParams& params, const
   arguments.rows = params.seqlen_k;
   arguments.columns = partial.columns;
   arguments.threads = row_threads(partial.columns, partial.gradient, partial.dtype);
-  arguments.row_blocks = convert_row_blocks(params.seqlen_k, arguments.threads);
+  arguments.row_blocks = postprocess_row_blocks(params.seqlen_k, arguments.threads);
   const int64_t batch_heads = int64_t{params.batch} * params.heads_kv;
   switch (partial.dtype) {
     case DType::kFloat16:

@@ -19,8 +19,8 @@ namespace flashbwd {
 
 constexpr int kPreprocessThreads = 256;
 constexpr int kPreprocessRows = 2;  // per thread, loaded at the same time; 1 and 4 are slower on an H100
-constexpr int kAheadThreads = 512;  // per CTA of preprocess_ahead_kernel
-constexpr int kAheadRows = 8;       // per thread of preprocess_ahead_kernel
+constexpr int kAheadThreads = 512;  // per CTA of overlapped_preprocess_kernel
+constexpr int kAheadRows = 8;       // per thread of overlapped_preprocess_kernel
 
 struct PreprocessArguments {
   AttentionBackwardParams params;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void dot_rows(float (&sums)[kPreprocessRows], const T
 template <typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ PreprocessArguments a) {
   const AttentionBackwardParams& p = a.params;
-  let_launch_behind_begin();
+  launch_dependent_grids();
 
   // Consecutive CTAs process consecutive heads of the same rows. These are adjacent in (batch, seq, head, dim) memory,
   // which makes the DRAM accesses more sequential.
@@ -145,13 +145,13 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   init_workspace<kPreprocessThreads>(a.workspace, blockIdx.x, gridDim.x);
 }
 
-// One unit of work of preprocess_ahead_kernel: a block of rows of one head. The order is the one in which the main
+// One unit of work of overlapped_preprocess_kernel: a block of rows of one head. The order is the one in which the main
 // kernel needs them: heads_per_group heads at a time, and within these, each block of rows of all heads.
-struct AheadBlock {
+struct RowBlock {
   int32_t batch, head, first_row;  // first_row: this thread's first row
   int64_t flag;                    // index of its flag
 
-  __device__ __forceinline__ AheadBlock(const PreprocessArguments& a, uint32_t block) {
+  __device__ __forceinline__ RowBlock(const PreprocessArguments& a, uint32_t block) {
     const uint32_t all_heads = a.params.batch * a.params.heads, of_group = a.ready.heads_per_group * a.row_blocks;
     const uint32_t group = block / of_group, first_head = group * a.ready.heads_per_group,
                    within = block - group * of_group;
@@ -178,7 +178,7 @@ __device__ __forceinline__ uint4 load_vector_if(bool live, const void* place) {
 // A thread's part of a block: one 16-byte vector of each of its rows, and the LSE of the row that it finishes, which is
 // its row number lane % kAheadRows.
 template <typename T>
-struct AheadRows {
+struct OverlappedRows {
   const PreprocessArguments& a;
   const AttentionBackwardParams& p = a.params;
   const int32_t lane = threadIdx.x & ((1 << a.lanes_log2) - 1);
@@ -189,10 +189,10 @@ struct AheadRows {
   const T *out_row, *dout_row;
   int32_t row, live_begin, live_end;
 
-  __device__ explicit AheadRows(const PreprocessArguments& arguments) : a(arguments) {}
+  __device__ explicit OverlappedRows(const PreprocessArguments& arguments) : a(arguments) {}
 
   // Prepares the loads of a block. load(0), load(1), ... then issue them in this order.
-  __device__ __forceinline__ void begin(const AheadBlock& block) {
+  __device__ __forceinline__ void begin(const RowBlock& block) {
     const Visibility v = visibility_of(p, load_sequence(p, block.batch));
     const bool any = v.lo < v.hi && v.seqlen_k > 0;  // as in sees_a_key
     const int32_t column = lane * static_cast<int32_t>(16 / sizeof(T));
@@ -248,7 +248,7 @@ struct AheadRows {
     return sums[0];
   }
 
-  __device__ __forceinline__ void store(const AheadBlock& block, float delta, float lse_of_row) const {
+  __device__ __forceinline__ void store(const RowBlock& block, float delta, float lse_of_row) const {
     const int32_t finished_row = block.first_row + lane * rows_at_once;
     if (lane >= kAheadRows || finished_row >= RowStatistics::padded(p.seqlen_q)) return;
     const bool counts = !sees_nothing(lse_of_row);
@@ -269,33 +269,33 @@ struct AheadRows {
 // flight while the current block is summed.
 template <typename T>
 __global__ void __launch_bounds__(kAheadThreads, 1)
-    preprocess_ahead_kernel(const __grid_constant__ PreprocessArguments a) {
+    overlapped_preprocess_kernel(const __grid_constant__ PreprocessArguments a) {
   // CTA i writes row blocks i, i + gridDim.x, ... It clears the flags that it will set.
   const uint32_t blocks = a.params.batch * a.params.heads * a.row_blocks;
   for (uint32_t block = blockIdx.x + threadIdx.x * gridDim.x; block < blocks; block += gridDim.x * kAheadThreads) {
-    a.ready.flags[AheadBlock(a, block).flag] = 0;
+    a.ready.flags[RowBlock(a, block).flag] = 0;
   }
   init_workspace<kAheadThreads>(a.workspace, blockIdx.x, gridDim.x);
   __threadfence();
   __syncthreads();  // all writes so far are visible to the next launch
-  let_launch_behind_begin();
+  launch_dependent_grids();
   if (blockIdx.x >= blocks) return;
-  AheadRows<T> rows(a);
-  rows.begin(AheadBlock(a, blockIdx.x));
+  OverlappedRows<T> rows(a);
+  rows.begin(RowBlock(a, blockIdx.x));
 #pragma unroll
   for (int r = 0; r < kAheadRows; ++r) rows.load(r);
 #pragma unroll 1
   for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
     const float lse = rows.lse;
     // after the last block the prefetched rows are not used
-    rows.begin(AheadBlock(a, min(block + gridDim.x, blocks - 1)));
+    rows.begin(RowBlock(a, min(block + gridDim.x, blocks - 1)));
     float sums[kAheadRows];
 #pragma unroll
     for (int r = 0; r < kAheadRows; ++r) {
       sums[r] = rows.product(r);
       rows.load(r);
     }
-    const AheadBlock here(a, block);
+    const RowBlock here(a, block);
     rows.store(here, rows.sum_lanes(sums), lse);
     __syncthreads();  // all threads have written their statistics
     if (threadIdx.x == 0) {

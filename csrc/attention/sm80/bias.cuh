@@ -145,7 +145,7 @@ struct Bias {
                j0 * col_stride;
     rows -= i0;
     columns -= j0;
-    for_each_row([&](int nt, int c) {
+    for_each_query([&](int nt, int c) {
       Out* place = row;
       for_each_octet([&](int mt, int h) {
         if (nt * 8 + c < rows && mt * 16 + h * 8 < columns) write(place, ds[mt][nt][h * 2 + c]);
@@ -220,7 +220,7 @@ struct Bias {
     }
     float* row =
         static_cast<float*>(g.data) + work.batch * g.batch_stride + head * g.head_stride + i0 * g.row_stride + j0;
-    for_each_row([&](int nt, int c) {
+    for_each_query([&](int nt, int c) {
       for_each_octet([&](int mt, int h) { add_to_global(row + mt * 16 + h * 8, ds[mt][nt][h * 2 + c]); });
       row += (c == 0 ? 1 : 7) * g.row_stride;
     });
@@ -265,7 +265,7 @@ struct Bias {
           [&](int mt, int nt, int e) { s[mt][nt][e] = fmaf(s[mt][nt][e], scale, of_keys[mt * 2 + e / 2]); });
       return;
     }
-    for_each_row([&](int nt, int c) {
+    for_each_query([&](int nt, int c) {
       const Element* place = row;
       if (nt * 8 + c < rows) {  // rows past the end have probabilities of 0 whatever their scores are
         for_each_octet([&](int mt, int h) {
@@ -283,7 +283,7 @@ struct Bias {
   // The loops below advance pointers from element to element. Computing all 64-bit offsets would need too many
   // registers.
   template <typename F>
-  static __device__ __forceinline__ void for_each_row(const F& f) {
+  static __device__ __forceinline__ void for_each_query(const F& f) {
 #pragma unroll
     for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
 #pragma unroll

@@ -94,7 +94,7 @@ constexpr bool has_shared_bias_kernel(const Tile& tile) { return has_whole_heads
 // tile has no register left for this, and kSharedBias is used.
 constexpr bool bias_kernel_adds(const Tile& tile) { return !has_shared_bias_kernel(tile) || tile.head_dim > 64; }
 
-// Tiles that have a kLoadsAhead kernel. It loads the first tiles of the next work tile during the last step of the
+// Tiles that have a kLoadsAhead kernel. It loads the first tiles of the next work tile during the last iteration of the
 // current one, which needs shared memory for a second k and v. At head dimension 64 the kWholeHeads kernels do so too.
 constexpr bool has_loads_ahead(const Tile& tile) { return has_whole_heads(tile); }
 constexpr bool loads_ahead(const Tile& tile, Extras extras) {
@@ -107,7 +107,7 @@ constexpr bool has_first_stores(const Tile& tile) {
   return tile.element_bytes == 2 && tile.head_dim == 256 && tile.block_m == 128;
 }
 
-// Whether a kernel with one stage loads the first q, dout and v of the next work tile during the last step of the
+// Whether a kernel with one stage loads the first q, dout and v of the next work tile during the last iteration of the
 // current one, each as soon as its buffer is free.
 constexpr bool refills(const Tile& tile, Extras extras) {
   return tile.stages == 1 && tile.element_bytes == 2 && (extras == Extras::kNone || extras == Extras::kFirstStores);

@@ -21,7 +21,7 @@ struct Copies {
     if (Traits::kWholeHeads && smem.work.exists && smem.work.key_block + 1 < params.key_blocks) {
       work = smem.work;
       work.set_key_block(work.key_block + 1, Traits::kBlockM, Traits::kBlockN, 0, 1);
-      if (work.steps() > 0) set_source(params, smem, work, Step(work));
+      if (work.num_iterations() > 0) set_source(params, smem, work, QueryIteration(work));
       return;
     }
     do {
@@ -34,12 +34,12 @@ struct Copies {
       }
       work = WorkTile(params, index, Traits::kBlockM, Traits::kBlockN);
     } while (!work.exists);
-    if (work.steps() > 0) set_source(params, smem, work, Step(work));
+    if (work.num_iterations() > 0) set_source(params, smem, work, QueryIteration(work));
   }
 
-  // Whether the first tiles of the next work tile are loaded during the last step of this one.
+  // Whether the first tiles of the next work tile are loaded during the last iteration of this one.
   static __device__ __forceinline__ bool loads_ahead(const KernelParams& params, const SharedStorage& smem) {
-    return (Traits::kRefills || (Traits::kLoadsAhead && params.loads_ahead)) && smem.work.steps() > 0 &&
+    return (Traits::kRefills || (Traits::kLoadsAhead && params.loads_ahead)) && smem.work.num_iterations() > 0 &&
            smem.source.exists;
   }
   // Called by one thread: switches to the next work tile's stage and, if `loaded`, to its k and v buffers.
@@ -48,11 +48,11 @@ struct Copies {
     if (loaded) smem.keys_offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
   }
 
-  // Starts the copies of the first tiles of the next work tile, except those that the last step has already started.
-  // Requires that all threads are done with the tiles of the current one.
+  // Starts the copies of the first tiles of the next work tile, except those that the last iteration has already
+  // started. Requires that all threads are done with the tiles of the current one.
   static __device__ __forceinline__ void start_next(const KernelParams& params, SharedStorage& smem, bool refilled) {
     const WorkTile& work = smem.next_work;
-    if (work.steps() == 0) return;
+    if (work.num_iterations() == 0) return;
     const int32_t stage = Traits::kStages > 1 ? next_stage(smem) : 0;
     load_keys(params, smem, work, keys_offset(smem));
     if (!refilled) {
@@ -61,15 +61,15 @@ struct Copies {
       load_douts(params, smem, stage);
     }
     copy_async_commit();
-    if (threadIdx.x == 0) smem.steps[stage] = Step(work);
+    if (threadIdx.x == 0) smem.iterations[stage] = QueryIteration(work);
   }
 
   static __device__ __forceinline__ int32_t first_stage(const SharedStorage& smem) {
     return Traits::kStages > 1 ? smem.first_stage : 0;
   }
-  // The stage of the first step of the next work tile.
+  // The stage of the first iteration of the next work tile.
   static __device__ __forceinline__ int32_t next_stage(const SharedStorage& smem) {
-    return (smem.first_stage + smem.work.steps()) % 2;
+    return (smem.first_stage + smem.work.num_iterations()) % 2;
   }
   static __device__ __forceinline__ int32_t keys_offset(const SharedStorage& smem) {
     return Traits::kLoadsAhead ? smem.keys_offset : 0;
@@ -89,10 +89,10 @@ struct Copies {
       const int32_t offset = static_cast<int32_t>(sizeof(SharedStorage)) - smem.keys_offset;
       load_keys(params, smem, smem.next_work, offset);
       load_values(params, smem, smem.next_work, offset);
-      if (threadIdx.x == 0) smem.steps[stage] = Step(smem.next_work);
+      if (threadIdx.x == 0) smem.iterations[stage] = QueryIteration(smem.next_work);
     }
     copy_async_commit();
-    if (threadIdx.x == 0 && more) smem.steps[stage] = Step(smem.steps[place % 2], smem.work);
+    if (threadIdx.x == 0 && more) smem.iterations[stage] = QueryIteration(smem.iterations[place % 2], smem.work);
   }
 
   // Copies the keys of `work` to `offset` bytes after smem.k.
@@ -115,7 +115,7 @@ struct Copies {
 
   // Called by one thread: sets the source of the tiles of `step`.
   static __device__ __forceinline__ void set_source(const KernelParams& params, SharedStorage& smem,
-                                                    const WorkTile& work, const Step& step) {
+                                                    const WorkTile& work, const QueryIteration& step) {
     const AttentionBackwardParams& p = params.attention;
     const int32_t first = step.query_block(work) * Traits::kBlockM;
     const int64_t row = params.statistics.index(work.batch, step.head, work.sequence.begin_q) + first;
@@ -127,10 +127,11 @@ struct Copies {
     smem.source.exists = true;
   }
 
-  // Called by one thread: moves the source from step `index` to the next step, or to the next work tile's first step.
+  // Called by one thread: moves the source from step `index` to the next iteration, or to the next work tile's first
+  // step.
   static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, int32_t index) {
-    if (index + 1 < smem.work.steps()) {
-      advance_source(params, smem, smem.work, smem.steps[(index + first_stage(smem)) % 2]);
+    if (index + 1 < smem.work.num_iterations()) {
+      advance_source(params, smem, smem.work, smem.iterations[(index + first_stage(smem)) % 2]);
     } else {
       fetch_work_tile(params, smem);
     }
@@ -138,8 +139,8 @@ struct Copies {
 
   // Heads and rows have constant strides, so additions suffice.
   static __device__ __forceinline__ void advance_source(const KernelParams& params, SharedStorage& smem,
-                                                        const WorkTile& work, const Step& step) {
-    const Step next(step, work);
+                                                        const WorkTile& work, const QueryIteration& step) {
+    const QueryIteration next(step, work);
     const int32_t heads = next.head - step.head;
     const int32_t rows = (next.query_block(work) - step.query_block(work)) * Traits::kBlockM;
     const AttentionBackwardParams& p = params.attention;

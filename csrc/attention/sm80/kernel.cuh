@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     if (!loaded) __syncthreads();  // thread 0 has written next_work; all threads are done with the tiles of this one
     const bool more = smem.next_work.exists;
     if (more && !loaded) Mainloop<Traits>::start_next(params, smem, ahead);
-    if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.release();  // for the last step
+    if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.release();  // for the last iteration
     if (smem.work.exists) {
       Epilogue<Traits>::store(params, smem.work, dk, dv);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);

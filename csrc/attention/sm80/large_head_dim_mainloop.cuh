@@ -40,7 +40,7 @@ struct LargeMainloop : Mainloop<Traits> {
     float* const kept = params.gradients + int64_t{blockIdx.x} * (blocks_k + blocks_v) * kBlockFloats + threadIdx.x * 4;
     const Target dk = {kept, params.dk, p.softmax_scale};
     const Target dv = {kept + blocks_k * kBlockFloats, params.dv, 1.f};
-    const int32_t steps = work.steps();
+    const int32_t steps = work.num_iterations();
     if (steps == 0) {
       for (int32_t block = 0; block < blocks_k; ++block) store_zeros(dk, work, block);
       for (int32_t block = 0; block < blocks_v; ++block) store_zeros(dv, work, block);
@@ -50,7 +50,7 @@ struct LargeMainloop : Mainloop<Traits> {
     typename Base::ScoreWork scores(params, work);
     PieceStream<Traits> stream(params, smem, work);
 #pragma unroll 1
-    for (Step step(work); step.index < steps; step.advance(work)) {
+    for (QueryIteration step(work); step.index < steps; step.advance(work)) {
       const int32_t query_block = step.query_block(work);
       {
         ScoreTile s = {}, dp = {};

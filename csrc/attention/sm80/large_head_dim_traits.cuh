@@ -75,7 +75,7 @@ enum class Phase : int32_t { kScores, kScoreGradients, kDv, kDk, kDq, kEnd };
 // loads, which run ahead of the products.
 template <typename Traits>
 struct PieceCursor {
-  Step step;
+  QueryIteration step;
   Phase phase = Phase::kScores;
   int32_t block = 0;  // block of columns
   int32_t part = 0;   // part of the rows; kDv and kDk only
@@ -154,7 +154,7 @@ struct PieceStream {
   // Starts the copies of the next piece and advances. Commits a group even if there is no piece, because waits count
   // groups.
   __device__ __forceinline__ void load(int32_t place) {
-    if (next.step.index < work.steps()) {
+    if (next.step.index < work.num_iterations()) {
       if (next.for_scores()) {
         load_score_piece(smem.pieces[place]);
       } else {

@@ -96,13 +96,13 @@ int64_t heads_per_swizzle(const AttentionBackwardParams& p, const KernelParams& 
   const int64_t all = int64_t{p.batch} * p.heads_kv;
   const int64_t in_l2 =
       heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, size_of(p.dtype), p.heads / p.heads_kv);
-  const int64_t two_rounds = 2 * params.workers / std::max(params.key_blocks, 1);
-  if (two_rounds <= in_l2 || two_rounds >= all) return std::min(std::max(in_l2, two_rounds), all);
+  const int64_t two_waves = 2 * params.workers / std::max(params.key_blocks, 1);
+  if (two_waves <= in_l2 || two_waves >= all) return std::min(std::max(in_l2, two_waves), all);
   // Prefer slightly smaller groups of equal size to a short last group.
-  for (int64_t heads = two_rounds; heads > two_rounds * 3 / 4 && heads > in_l2; --heads) {
+  for (int64_t heads = two_waves; heads > two_waves * 3 / 4 && heads > in_l2; --heads) {
     if (all % heads == 0) return heads;
   }
-  return two_rounds;
+  return two_waves;
 }
 
 KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, const CallSizes& sizes) {

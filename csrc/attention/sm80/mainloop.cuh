@@ -44,7 +44,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
         for (int e = 0; e < 4; ++e) dk[mt][nt][e] = dv[mt][nt][e] = 0.f;
       }
     }
-    if (work.steps() == 0) {
+    if (work.num_iterations() == 0) {
       if (threadIdx.x == 0) fetch_work_tile(params, smem);
       return;
     }
@@ -58,21 +58,21 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
     }
 
     // Plain attention rereads this from shared memory, which saves a register.
-    const int32_t all_steps = work.steps();
-    const auto steps = [&] { return Traits::kFeatures ? all_steps : work.steps(); };
+    const int32_t all_iterations = work.num_iterations();
+    const auto steps = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
 #pragma unroll 1
-    for (int32_t index = 0; index < steps(); ++index) {
+    for (int32_t index = 0; index < num_iterations(); ++index) {
       const int32_t place = index + first_stage(smem);
       const int32_t stage = place % Traits::kStages;
       const uint32_t phase = place % 2;
-      const Step& step = smem.steps[place % 2];
-      const bool more = index + 1 < steps();
+      const QueryIteration& step = smem.iterations[place % 2];
+      const bool more = index + 1 < num_iterations();
       if constexpr (Traits::kStages > 1) {
-        smem.tiles_loaded.wait(phase);  // and all warps are done with p of the previous step
+        smem.tiles_loaded.wait(phase);  // and all warps are done with p of the previous iteration
         if constexpr (!Traits::kExchange) smem.done.wait(phase ^ 1);
       } else {
         copy_async_wait<0>();
-        // this step's tiles and the next source are ready; all threads are done with the previous step
+        // this step's tiles and the next source are ready; all threads are done with the previous iteration
         __syncthreads();
       }
       const int32_t query_block = step.query_block(work);
@@ -84,7 +84,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
             if (index > 0) smem.first_add.release();
             smem.first_add.find(params, work, step.head, query_block, Traits::kBlockM, Traits::kBlockN);
           }
-          if (more) smem.steps[(place + 1) % 2] = Step(step, work);
+          if (more) smem.iterations[(place + 1) % 2] = QueryIteration(step, work);
           advance(params, smem, index);
         }
       }
@@ -93,7 +93,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       ScoreTile s = {}, dp = {};
       FromProducts::template multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
       if constexpr (Traits::kStages > 1) {
-        if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // all threads are done with the previous step
+        if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // all threads are done with the previous iteration
         start_copies(params, smem, place, more);
       }
       FromProducts::template multiply_keys<M>(smem.v + keys_offset(smem), smem.dout[stage], dp);
@@ -136,7 +136,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
         if constexpr (Traits::kExtras == Extras::kSharedBias) scores.release(step.head, query_block);
         if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
         if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
-        // Its reductions complete during the products of the next step.
+        // Its reductions complete during the products of the next iteration.
         add_dq(params, smem, work, step.head, query_block, dq);
         smem.done.arrive();
       } else {

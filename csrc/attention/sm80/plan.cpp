@@ -51,8 +51,8 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (problem.has_block_mask) return "it takes no block mask";
   const int tile_index = tile_of(problem, device);
   if (tile_index < 0) {
-    return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v) +
-           " of " + name_of(problem.dtype) + " in " + number(device.smem_per_block) +
+    return "it has no tile with these features for head dimensions " + number(problem.head_dim) + " and " +
+           number(problem.head_dim_v) + " of " + name_of(problem.dtype) + " in " + number(device.smem_per_block) +
            " bytes of shared memory per block";
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();

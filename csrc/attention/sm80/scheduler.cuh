@@ -77,23 +77,25 @@ struct WorkTile {
     iterations = split_query_loop(query_range.size() * heads_per_kv, split, splits);
   }
 
-  __device__ __forceinline__ int32_t steps() const { return iterations.size(); }
+  __device__ __forceinline__ int32_t num_iterations() const { return iterations.size(); }
 };
 
 // One step of the query loop, which runs over the query tiles of all heads of the group.
-struct Step {
+struct QueryIteration {
   int32_t index = 0;  // 0 to steps
   int32_t head = 0;   // query head
   QueryLoopPosition position;
 
-  Step() = default;
+  QueryIteration() = default;
   // The first step.
-  __device__ __forceinline__ explicit Step(const WorkTile& work)
+  __device__ __forceinline__ explicit QueryIteration(const WorkTile& work)
       : position(work.iterations.begin, work.query_range.size(), work.heads_at_once) {
     head = work.head_kv * work.heads_per_kv + position.head;
   }
   // The step after `step`.
-  __device__ __forceinline__ Step(const Step& step, const WorkTile& work) : Step(step) { advance(work); }
+  __device__ __forceinline__ QueryIteration(const QueryIteration& step, const WorkTile& work) : QueryIteration(step) {
+    advance(work);
+  }
 
   __device__ __forceinline__ void advance(const WorkTile& work) {
     ++index;

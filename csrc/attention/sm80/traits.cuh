@@ -69,9 +69,9 @@ struct Traits {
     alignas(16) float delta[kStages][kBlockM];
     // State that threads read from shared memory when they need it, to keep registers free for accumulators.
     WorkTile work, next_work;
-    Step steps[2];  // the current step and the next one, alternating
+    QueryIteration iterations[2];  // the current iteration and the next one, alternating
     Source<T> source;
-    FirstAdd first_add;  // of the current step
+    FirstAdd first_add;  // of the current iteration
     // Two stages: the stage of the work tile's first step, that is the number of earlier steps modulo 2.
     int32_t first_stage;
     // kLoadsAhead: the byte offset of this work tile's keys and values from `k` and `v`, 0 or sizeof(SharedStorage).

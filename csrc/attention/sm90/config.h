@@ -23,7 +23,8 @@ struct RoleRegisters {
   int producer, probabilities, score_gradients, dq;
 };
 
-// What a kernel computes besides bands of visible keys; a set of bits.
+// What a kernel computes besides bands of visible keys; a set of bits. New bits go below kBlockMask, so that kAny has
+// them.
 namespace feature {
 constexpr uint32_t kSoftcap = 1;
 constexpr uint32_t kShifts = 2;             // ALiBi, and a bias per key without its gradient (score_mod/scores.cuh)
@@ -32,7 +33,7 @@ constexpr uint32_t kOtherBias = 8;          // any other bias
 constexpr uint32_t kFlashDropout = 16;      // the mask of FlashAttention-2 (score_mod/dropout.cuh)
 constexpr uint32_t kEfficientDropout = 32;  // the mask of PyTorch's memory-efficient forward
 constexpr uint32_t kBlockMask = 64;         // query loops and bits of a block mask (tile_mask.cuh)
-constexpr uint32_t kAny = 63;               // all but block masks, by run-time branches (large_head_dim/)
+constexpr uint32_t kAny = kBlockMask - 1;   // all bits below, by run-time branches (large_head_dim/)
 }  // namespace feature
 
 struct Tile {
@@ -60,7 +61,7 @@ constexpr Tile kTiles[] = {
     {192, 128, 64, 128, 2, 2, 2},       // 96 + 32 registers, 218 KB
     {192, 192, 64, 128, 2, 2, 2},       // 96 + 32 registers, 226 KB
     {256, 256, 64, 128, 2, 1, 2},       // 128 + 32 registers, 226 KB
-    // 64 + 128 + 32 registers, 227 KB; 128 + 64 + 32 registers, 226 KB
+    // Features: registers and shared memory of the rows above
     {64, 64, 128, 128, 2, 2, 1, false, feature::kFlashDropout},
     {128, 128, 64, 128, 2, 2, 1, false, feature::kFlashDropout},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kEfficientDropout},
@@ -113,8 +114,8 @@ constexpr int semaphores_of_tile(const Tile& tile) { return is_large(tile) ? til
 // head dimension 80, which both pad, 64 columns were 1 % faster.
 constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64 : 128; }
 
-// Whether key blocks of full masks start at query blocks of their own. With one stage of dout and one buffer of dq, key
-// blocks that add to the same dq tile at the same time delay one another: 2 to 5 % at head dimension 256.
+// True if full masks use a staggered start. With one stage of dout and one buffer of dq, key blocks that add to the
+// same dq tile at the same time delay one another: 2 to 5 % at head dimension 256.
 constexpr bool staggers_start(const Tile& tile) {
   return is_large(tile) && tile.dout_stages == 1 && tile.features == 0;
 }
@@ -122,7 +123,7 @@ constexpr bool staggers_start(const Tile& tile) {
 // Threads that add dq of a work tile. Two per CTA take every other iteration each: one waits until its adds are
 // complete while the other adds.
 constexpr int kDqAdders = 2;
-constexpr int dq_adders(const Tile& tile) { return is_large(tile) ? tile.ctas * kDqAdders : kConsumerWarpgroups; }
+constexpr int dq_adders(const Tile& tile) { return tile.ctas * kDqAdders; }
 
 // Iterations before its last one at which a CTA takes its next work tile: finding it takes as long as two iterations.
 constexpr int early_iterations(const Tile& tile) { return !is_large(tile) && tile.head_dim >= 64 ? 2 : 0; }
@@ -131,7 +132,7 @@ constexpr int early_iterations(const Tile& tile) { return !is_large(tile) && til
 // it.
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
-// The first row of kTiles that holds these head dimensions and computes all of these features, or -1. Rows with fewer
+// The first row of kTiles that fits these head dimensions and computes all of these features, or -1. Rows with fewer
 // features come first. `by_queries`: a tile with Tile::by_queries will do.
 constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, uint32_t features, bool by_queries) {
   for (int i = 0; i < kNumTiles; ++i) {

@@ -1,7 +1,5 @@
-// How the fp32 dq of an iteration reaches the accumulator. Each consumer warpgroup writes its part to a buffer in
-// shared memory (DqHandover). A store warp, which owns the buffer and every other iteration, adds it with TMA
-// (StoreWarps). docs/kernels/attention_sm90.md, "The order of dq adds", explains the last add to a tile, which may
-// write dq.
+// The path of fp32 dq: a consumer warpgroup writes its part to a buffer in shared memory (DqBuffer), and a store warp
+// adds it to the accumulator with TMA (StoreWarps). docs/kernels/attention_sm90.md: "The order of dq adds".
 #pragma once
 
 #include "../../common/ordered.cuh"
@@ -14,13 +12,13 @@ namespace flashbwd::sm90 {
 
 // The consumers' half. `c` is the consumer warpgroup (Mainloop).
 template <typename Traits>
-struct DqHandover {
+struct DqBuffer {
   // Waits for the buffer of this iteration. Returns true if this is the last add to its tile: then the buffer holds
   // the sums of the earlier adds. The answer arrives while products run.
   template <typename Consumer>
   static __device__ __forceinline__ bool wait_buffer(const Consumer& c, int32_t index) {
     if constexpr (!Traits::kLastWritesDq) return false;
-    const int32_t buffer = index % kStoreWarps;
+    const int32_t buffer = index % kDqAdders;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + c.warpgroup, kDqEmptyThreads);
     const bool is_last = mbarrier_test(&c.smem.sums_full[buffer], c.last_add_phases >> buffer & 1);
     c.last_add_phases ^= static_cast<uint32_t>(is_last) << buffer;
@@ -31,7 +29,7 @@ struct DqHandover {
   template <typename Consumer, int kValues>
   static __device__ __forceinline__ void write(const Consumer& c, float (&dq)[kValues], int32_t index, bool is_last) {
     fence_registers(dq);
-    const int32_t buffer = index % kStoreWarps;
+    const int32_t buffer = index % kDqAdders;
     if constexpr (!Traits::kLastWritesDq) {
       named_barrier_sync(kDqEmptyBarrier + 2 * buffer + c.warpgroup, kDqEmptyThreads);
     }
@@ -69,7 +67,7 @@ struct StoreWarps {
   using Iterator = typename WorkTile::Iterator;
   static constexpr int kBlockM = Traits::kBlockM;
 
-  // One of kStoreWarps warps: it has one of the buffers of dq and every other iteration.
+  // Store warp kBuffer handles the iterations with index % kDqAdders == kBuffer, in dq buffer kBuffer.
   template <int kBuffer>
   static __device__ void store_dq(const KernelParams& params, SharedStorage& smem, int32_t lane) {
     for_each_work_tile(smem, [&](const WorkTile& work) {
@@ -103,7 +101,7 @@ struct StoreWarps {
     };
     Iterator it(work);
     for (; it.index < (Traits::kLastWritesDq ? work.first_index + work.iterations : it.end); advance(it)) {
-      if (it.index % kStoreWarps != kBuffer) continue;
+      if (it.index % kDqAdders != kBuffer) continue;
       bool writes_dq = false;
       if constexpr (Traits::kLastWritesDq) {
         writes_dq = offer_in_order<kBuffer>(params, smem, work, it, lane);
@@ -119,7 +117,7 @@ struct StoreWarps {
       if (lane == 0) {
         fence_async_shared();  // TMA sees what the barrier has shown to this thread
         if (!Traits::kLastWritesDq && !params.schedule.counts_adds()) begin_add(params, add);
-        if (is_alone()) {
+        if (assume_single_lane()) {
 #pragma unroll
           for (int part = 0; part < kConsumerWarpgroups; ++part) {
             if (writes_dq) {
@@ -143,8 +141,8 @@ struct StoreWarps {
     named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
     if (lane == 0) {
       fence_async_shared();
-      const CUtensorMap* const map = it.end % kStoreWarps == kBuffer ? &params.maps.dv : &params.maps.dk;
-      if (is_alone()) {
+      const CUtensorMap* const map = it.end % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
+      if (assume_single_lane()) {
         store_dkdv(map, smem.dq[kBuffer][0], params, work, 0);
         store_dkdv(map, smem.dq[kBuffer][1], params, work, 64);
         bulk_commit();
@@ -164,8 +162,8 @@ struct StoreWarps {
     }
   }
 
-  // The same if adds are counted: returns when the turn of this iteration has come. If this is the last add to the tile
-  // and writes dq (the result is true), the sums so far are loaded into the buffer first.
+  // Like offer_buffer, for counted adds: returns when the adds before this one are complete. Returns true if this is
+  // the last add and it writes dq; the sums of the earlier adds are then in the buffer.
   template <int kBuffer>
   static __device__ __forceinline__ bool offer_in_order(const KernelParams& params, SharedStorage& smem,
                                                         const WorkTile& work, const Iterator& it, int32_t lane) {
@@ -187,12 +185,12 @@ struct StoreWarps {
     uint32_t& last_adds = smem.last_adds[kBuffer];
     if (lane == 0) {
       bulk_wait_read<0>();
-      const bool open = load_acquire(params.dq.semaphores + next.semaphore) >= next.number;
-      if (open && is_alone()) load_sums<kBuffer>(params, smem, work, it, next.number > 0);
+      const bool open = load_acquire(params.dq.semaphores + next.semaphore) >= next.required;
+      if (open && assume_single_lane()) load_sums<kBuffer>(params, smem, work, it, next.required > 0);
       finish_add(params, add);
       if (!open) {
         await_adds_before(params, next);
-        if (is_alone()) load_sums<kBuffer>(params, smem, work, it, true);
+        if (assume_single_lane()) load_sums<kBuffer>(params, smem, work, it, true);
       }
       add.semaphore = -1;  // no other add waits for the last one
     }
@@ -204,7 +202,7 @@ struct StoreWarps {
     return true;
   }
 
-  // Called by one thread. `any`: there are sums; else TMA loads zeros from past the end of the tensor.
+  // Called by one thread. `any`: there are earlier adds; else TMA loads zeros from past the end of the accumulator.
   template <int kBuffer>
   static __device__ __forceinline__ void load_sums(const KernelParams& params, SharedStorage& smem,
                                                    const WorkTile& work, const Iterator& it, bool any) {
@@ -220,7 +218,7 @@ struct StoreWarps {
     }
   }
 
-  // Called by the warp: the sums need not be written to memory any more.
+  // Called by the warp: drops the lines of the sums, which are no longer needed, from L2 before they are written back.
   static __device__ __forceinline__ void drop_sums(const KernelParams& params, const WorkTile& work, const Iterator& it,
                                                    int32_t lane) {
     const AttentionBackwardParams& p = params.attention;

@@ -23,7 +23,7 @@ __device__ __forceinline__ DqRows dq_rows(const KernelParams& params, const Work
   return {query + static_cast<int32_t>(work.sequence.begin_q) * heads + head * work.sequence.rows_q, 0};
 }
 
-// By one thread: adds 64 rows and 32 columns of dq, or stores them.
+// Called by one thread: adds 64 rows and 32 columns of dq, or stores them.
 inline __device__ void add_dq_box(const KernelParams& params, const float* box, int32_t column, const DqRows& rows,
                                   bool stores) {
   if (column >= params.attention.head_dim) return;
@@ -34,16 +34,16 @@ inline __device__ void add_dq_box(const KernelParams& params, const float* box, 
   }
 }
 
-// A thread's position in the order of adds to the dq tile of an iteration.
+// The add to the dq tile of an iteration, and its position in the order of adds.
 struct DqAdd {
   int32_t semaphore = -1;  // index; -1: no other add waits for this one
-  int32_t number = 0;      // value of the semaphore when the add may begin
-  bool open = true;        // it may begin
-  bool stores = false;     // the tile is stored instead of added to
-  bool is_last = false;    // the last add to the tile, which writes dq
+  int32_t required = 0;    // value of the semaphore at which the add may begin
+  bool may_begin = true;
+  bool stores = false;   // the tile is stored instead of added to
+  bool is_last = false;  // the last add to the tile, which writes dq
 };
 
-// How many adds to query tile `query_block` come before that of `work`. `key_blocks` see the tile.
+// The number of adds to dq tile `query_block` before that of `work`. `key_blocks` attend to the tile.
 template <typename WorkTile>
 __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const WorkTile& work, int32_t query_block,
                                                const BlockRange& key_blocks) {
@@ -54,8 +54,7 @@ __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const
   if (!WorkTile::kByHeads && params.schedule.mirrored_pairs) {  // heads are outermost in windows only
     return adds_before_in_pairs(work.in_wave, work.second, key_blocks.end, params.schedule.key_blocks);
   }
-  // As adds_before_descending and adds_before_ascending in index/dq_order.h, from bounds that the caller has.
-  return work.reversed ? key_blocks.end - 1 - key_block : key_block - key_blocks.begin;
+  return work.reversed ? adds_before_descending(key_blocks, key_block) : adds_before_ascending(key_blocks, key_block);
 }
 
 template <typename Traits>
@@ -67,13 +66,13 @@ __device__ __forceinline__ DqAdd add_of_tile(const KernelParams& params, const t
   return add;
 }
 
-// If adds are counted.
+// Fills in the number of adds before this one. Only if Schedule::counts_adds().
 template <typename Traits>
 __device__ __forceinline__ void count_adds_before(const KernelParams& params, const typename Traits::WorkTile& work,
                                                   int32_t query_block, DqAdd& add, int32_t listed_adds = 0) {
   if constexpr (Traits::WorkTile::kListed) {
-    add.number = listed_adds;
-    add.stores = add.number == 0 && !params.dq.starts_at_zero;
+    add.required = listed_adds;
+    add.stores = add.required == 0 && !params.dq.starts_at_zero;
     return;
   }
   const Visibility& v = work.visibility;
@@ -83,15 +82,15 @@ __device__ __forceinline__ void count_adds_before(const KernelParams& params, co
   // index/visibility.h, key_blocks, for a tile that sees a key
   const BlockRange key_blocks = {max(first_query + v.lo, 0) / kKeys,
                                  (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1};
-  add.number = adds_before(params, work, query_block, key_blocks);
-  add.stores = add.number == 0 && !params.dq.starts_at_zero;
+  add.required = adds_before(params, work, query_block, key_blocks);
+  add.stores = add.required == 0 && !params.dq.starts_at_zero;
   if constexpr (Traits::kLastWritesDq) {
-    add.is_last = params.schedule.last_add_writes_dq && add.number == key_blocks.size() - 1;
-    if (params.schedule.dq_order == DqOrder::kLastArriver && !add.is_last) add.number = min(add.number, 1);
+    add.is_last = params.schedule.last_add_writes_dq && add.required == key_blocks.size() - 1;
+    if (params.schedule.dq_order == DqOrder::kLastArriver && !add.is_last) add.required = min(add.required, 1);
   }
 }
 
-// By the thread that adds: everything that it has written is complete, so the next add may begin.
+// Called by the adding thread: publishes its add when everything that it has written is complete.
 inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) {
   if (add.semaphore < 0) return;
   bulk_wait<0>();
@@ -99,8 +98,8 @@ inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) 
   add_release(params.dq.semaphores + add.semaphore, 1);
 }
 
-// By the thread that adds: finishes its add and reads whether the next one may begin. The answer arrives while the adds
-// complete, and one fence serves both.
+// Called by the adding thread: publishes its add and checks whether the next one may begin. The semaphore is read
+// before the add is complete, so the latencies overlap; one fence serves both.
 template <typename Traits>
 __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add, const typename Traits::WorkTile& work,
                                          int32_t part, int32_t head, int32_t query_block, int32_t listed_adds = 0) {
@@ -113,7 +112,7 @@ __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add,
     count_adds_before<Traits>(params, work, query_block, next, listed_adds);
   } else {
     seen = load_acquire(params.dq.semaphores + next.semaphore);
-    next.number = 2;
+    next.required = 2;
   }
   const bool finishes = add.semaphore >= 0;
   if (finishes) {
@@ -122,28 +121,30 @@ __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add,
   }
   if (finishes || counts) fence_acq_rel();
   if (finishes) add_relaxed(params.dq.semaphores + add.semaphore, 1);
-  next.open = seen == next.number;
+  next.may_begin = seen == next.required;
   add = next;
 }
 
-// By the same thread, if adds are counted: returns when all adds before this one are complete.
+// Called by the adding thread if adds are counted: returns when all adds before this one are complete. The last
+// arriver's semaphore may be past this number already. docs/kernels/attention_sm90.md: "Why no wait lasts forever".
 inline __device__ void await_adds_before(const KernelParams& params, const DqAdd& add) {
-  while (load_acquire(params.dq.semaphores + add.semaphore) < add.number) __nanosleep(32);
+  while (load_acquire(params.dq.semaphores + add.semaphore) < add.required) __nanosleep(32);
   fence_async_global();  // earlier adds, seen through the semaphore, come before ours
 }
 
-// By the same thread, when it has something to add: returns when it may.
+// Called by the adding thread: returns when the add may begin; if adds are unordered, decides whether it stores. The
+// thread has published its previous add, so nothing waits for it. docs: "Why no wait lasts forever".
 inline __device__ void begin_add(const KernelParams& params, DqAdd& add) {
   if (add.semaphore < 0) return;
   int32_t* const semaphore = params.dq.semaphores + add.semaphore;
   if (params.schedule.counts_adds()) {
-    if (!add.open) {
-      while (load_acquire(semaphore) != add.number) __nanosleep(32);
+    if (!add.may_begin) {
+      while (load_acquire(semaphore) != add.required) __nanosleep(32);
     }
   } else {
-    add.stores = !add.open && atomicMax(semaphore, 1) == 0;
+    add.stores = !add.may_begin && atomicMax(semaphore, 1) == 0;
     if (add.stores) return;
-    if (!add.open) {
+    if (!add.may_begin) {
       while (load_acquire(semaphore) != 2) __nanosleep(32);
     }
     add.semaphore = -1;

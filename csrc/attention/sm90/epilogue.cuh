@@ -69,8 +69,8 @@ struct Epilogue {
       for (int i = 0; i < kHeadDim / 2; ++i) dv[i] *= params.features.dropout_scale;
     }
     if (work.tma_dkdv) {
-      hand_over(smem, warpgroup, work.first_index + work.iterations, dv);
-      hand_over(smem, warpgroup, work.first_index + work.iterations + 1, dk);
+      pass_to_store_warp(smem, warpgroup, work.first_index + work.iterations, dv);
+      pass_to_store_warp(smem, warpgroup, work.first_index + work.iterations + 1, dk);
       return;
     }
     // The warpgroup stages in its own rows of ds, unless the next bias is loaded there.
@@ -103,30 +103,30 @@ struct Epilogue {
                                      float (&dv)[Traits::kKeyParts][kHeadDim / 2]) {
     static_assert(Traits::kKeyParts == 2 && sizeof(smem.ds[0][0]) >= kWarpgroupThreads * kHeadDim * sizeof(float));
     const int32_t thread = threadIdx.x % kWarpgroupThreads;
-    float* given = reinterpret_cast<float*>(smem.ds[0][warpgroup]) + thread;
-    const float* taken = reinterpret_cast<const float*>(smem.ds[0][warpgroup ^ 1]) + thread;
+    float* outgoing = reinterpret_cast<float*>(smem.ds[0][warpgroup]) + thread;
+    const float* incoming = reinterpret_cast<const float*>(smem.ds[0][warpgroup ^ 1]) + thread;
     named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);  // the last dQ has read dS
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) {
-      given[2 * i * kWarpgroupThreads] = warpgroup == 0 ? dk[1][i] : dk[0][i];
-      given[(2 * i + 1) * kWarpgroupThreads] = warpgroup == 0 ? dv[1][i] : dv[0][i];
+      outgoing[2 * i * kWarpgroupThreads] = warpgroup == 0 ? dk[1][i] : dk[0][i];
+      outgoing[(2 * i + 1) * kWarpgroupThreads] = warpgroup == 0 ? dv[1][i] : dv[0][i];
     }
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) {
-      dk[0][i] = (warpgroup == 0 ? dk[0][i] : dk[1][i]) + taken[2 * i * kWarpgroupThreads];
-      dv[0][i] = (warpgroup == 0 ? dv[0][i] : dv[1][i]) + taken[(2 * i + 1) * kWarpgroupThreads];
+      dk[0][i] = (warpgroup == 0 ? dk[0][i] : dk[1][i]) + incoming[2 * i * kWarpgroupThreads];
+      dv[0][i] = (warpgroup == 0 ? dv[0][i] : dv[1][i]) + incoming[(2 * i + 1) * kWarpgroupThreads];
     }
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);  // dS is free
   }
 
  private:
   // Passes a gradient to the store warp in a buffer of dq, as if it were dq of one more iteration.
-  static __device__ __forceinline__ void hand_over(typename Traits::SharedStorage& smem, int32_t warpgroup,
-                                                   int32_t index, const float (&values)[kHeadDim / 2]) {
+  static __device__ __forceinline__ void pass_to_store_warp(typename Traits::SharedStorage& smem, int32_t warpgroup,
+                                                            int32_t index, const float (&values)[kHeadDim / 2]) {
     static_assert(sizeof(smem.dq[0][0]) >= Traits::kGradientAtoms * 64 * kAtomRowBytes,
                   "a gradient fits in a part of dq");
-    const int32_t buffer = index % kStoreWarps;
+    const int32_t buffer = index % kDqAdders;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
     stage_16bit<T, 64 * kAtomRowBytes, 0, Traits::kGradientAtoms>(
         reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]), values);

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     if constexpr (Traits::kBias) prefetch_tensor_map(&params.maps.bias);
     Traits::init_barriers(smem);
   }
-  if (params.preprocess.words == nullptr) wait_for_launch_before();
-  let_launch_behind_begin();
+  if (params.preprocess.words == nullptr) wait_on_dependent_grids();
+  launch_dependent_grids();
   if constexpr (Traits::kDrops) {
     const PhiloxArguments& philox = params.attention.philox;
     if (threadIdx.x == 0) {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   if (warpgroup == 0) {
     shrink_registers<kProducerRegisters>();
     if (warp == 0) {
-      if (lane == 0 && is_alone()) Producer::load_tiles(params, smem);
+      if (lane == 0 && assume_single_lane()) Producer::load_tiles(params, smem);
     } else if (warp == 1) {
       StoreWarps<Traits>::template store_dq<0>(params, smem, lane);
     } else if (warp == 2) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     } else {
       consume(std::integral_constant<int, Traits::kDqColumns>());
     }
-    wait_for_launch_before();  // later launches wait for this one only
+    wait_on_dependent_grids();  // later launches wait for this one only
   }
 }
 

@@ -183,11 +183,11 @@ RowsReady rows_ready(const KernelParams& params) {
 
 }  // namespace
 
-const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan, void* stream) {
+const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan, void* stream) {
   const Tile& tile = kTiles[plan.config];
   const BiasGradientScratch& scratch = plan.sm90.bias_gradient;
   if (!begin_context()) return "the thread's current device has no context";
-  AttentionBackwardParams p = given;
+  AttentionBackwardParams p = caller_params;
   if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
   KernelParams params;
   if (const char* error = make_params(p, plan, &params)) return error;

@@ -19,7 +19,7 @@ const char* launch_kernel(void (*kernel)(KernelParams), int threads, const Kerne
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attributes[] = {overlap_with_launch_before(), begin_together()};
+    cudaLaunchAttribute attributes[] = {programmatic_dependent_launch(), cooperative_launch()};
     config.attrs = attributes;
     config.numAttrs = params.schedule.dispatch == Dispatch::kStatic ? 2 : 1;
     error = flashbwd::launch_kernel(config, kernel, params);

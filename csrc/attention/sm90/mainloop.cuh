@@ -17,7 +17,7 @@ template <typename Traits, int kDqColumns>
 struct Mainloop {
   using T = typename Traits::T;
   using ScoreMod = sm90::ScoreMod<Traits>;
-  using DqHandover = sm90::DqHandover<Traits>;
+  using DqBuffer = sm90::DqBuffer<Traits>;
   using TileMask = std::conditional_t<Traits::kBlockMask, BitMask<Traits>, BandMask<Traits>>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
@@ -29,11 +29,12 @@ struct Mainloop {
   static constexpr int kRowBytes = Traits::kRowBytes;
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
-  using KeyColumns = AlongColumns<Traits::kKeyAtomBytes, kRowBytes>;
-  using KeyRows = AlongRows<Traits::kKeyAtomBytes, kRowBytes>;
-  using QueryColumns = AlongColumns<Traits::kQueryAtomBytes, kRowBytes>;
-  using QueryRows = AlongRows<Traits::kQueryAtomBytes, kRowBytes>;
-  using DsOperand = std::conditional_t<kBias, AlongColumns<Traits::kDsAtomBytes>, AlongRows<Traits::kDsAtomBytes>>;
+  using KeyColumns = KMajorOperand<Traits::kKeyAtomBytes, kRowBytes>;
+  using KeyRows = MnMajorOperand<Traits::kKeyAtomBytes, kRowBytes>;
+  using QueryColumns = KMajorOperand<Traits::kQueryAtomBytes, kRowBytes>;
+  using QueryRows = MnMajorOperand<Traits::kQueryAtomBytes, kRowBytes>;
+  using DsOperand =
+      std::conditional_t<kBias, KMajorOperand<Traits::kDsAtomBytes>, MnMajorOperand<Traits::kDsAtomBytes>>;
   // Per 64 keys of a warpgroup: accumulators and their 16-bit copies. Then its part of dq.
   using Scores = float[kKeyParts][Traits::kOwnQueries / 2];
   using Operand = uint32_t[kKeyParts][Traits::kOwnQueries / 4];
@@ -47,7 +48,7 @@ struct Mainloop {
   uint32_t& last_add_phases;  // a phase bit for each buffer of dq, flipped by each last add
   typename TileMask::Iterator it = TileMask::first_iteration(smem, work);
   TileMask tile_mask{work};
-  int32_t last_step = it.end - 1;
+  int32_t last_index = it.end - 1;
   int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
   int32_t lane = threadIdx.x % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
@@ -85,28 +86,28 @@ struct Mainloop {
       score_gradients(s, p16, ds16, dv);
     }
 #pragma unroll 1
-    while (it.index < last_step) {
+    while (it.index < last_index) {
       const int32_t index = it.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
       issue_dq(p16, ds16, dq, dk, dv);
       ScoreMod::store_bias_gradient(*this);
-      wait_products<1>();  // the product before the barrier, so that its first operand leaves the registers
+      wait_products<1>();  // dK or dV is complete, so the registers of its first operand are free
       it.advance(work);
       Scores s;
       wait_q();
       wait_scores();
       issue_s(s);
       if constexpr (kEarlyDv) {
-        const bool is_last = DqHandover::wait_buffer(*this, index);
-        wait_products<kKeyParts>();  // dQ
+        const bool is_last = DqBuffer::wait_buffer(*this, index);
+        wait_products<kKeyParts>();  // dQ is complete
         signal_scores(warpgroup);
         release(stage, dout_stage);
-        DqHandover::write(*this, dq, index, is_last);
+        DqBuffer::write(*this, dq, index, is_last);
       } else {
         signal_scores(warpgroup);
         issue_dk(ds16, dk, stage);
-        const bool is_last = DqHandover::wait_buffer(*this, index);
-        wait_products<2 * kKeyParts>();  // dQ
-        DqHandover::write(*this, dq, index, is_last);
+        const bool is_last = DqBuffer::wait_buffer(*this, index);
+        wait_products<2 * kKeyParts>();  // dQ is complete
+        DqBuffer::write(*this, dq, index, is_last);
         wait_products<0>();
         release(stage, dout_stage);
       }
@@ -117,11 +118,11 @@ struct Mainloop {
     issue_dq(p16, ds16, dq, dk, dv);
     ScoreMod::store_bias_gradient(*this);
     if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
-    const bool is_last = DqHandover::wait_buffer(*this, it.index);
+    const bool is_last = DqBuffer::wait_buffer(*this, it.index);
     wait_products<0>();
     release(stage, DoutRing::stage(it.index));
     arrive_warp(&smem.k_empty, lane);
-    DqHandover::write(*this, dq, it.index, is_last);
+    DqBuffer::write(*this, dq, it.index, is_last);
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
       fence_registers(dk[part]);
@@ -129,8 +130,7 @@ struct Mainloop {
     }
   }
 
-  // Warpgroup 1 issues S of an iteration first. Warpgroup 0 waits until then, and warpgroup 1 until warpgroup 0 has
-  // issued S of the iteration before.
+  // Orders the products S: warpgroup 1 issues S of iteration i, then warpgroup 0, then warpgroup 1 that of i + 1.
   __device__ __forceinline__ void wait_scores() const {
     if constexpr (Traits::kOrdersScores) named_barrier_sync(kScoresBarrier + warpgroup, kConsumerThreads);
   }
@@ -157,7 +157,7 @@ struct Mainloop {
         dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_part, k_columns);
   }
 
-  // Both warpgroups may meet here to scrub, so the other one must not be waiting for this one elsewhere.
+  // May zero rows, which synchronizes both warpgroups: call it only where the other one cannot be waiting for this one.
   __device__ __forceinline__ void wait_q() { wait_queries<QueryRing>(smem.q_full, smem.q); }
 
   __device__ __forceinline__ void issue_s(Scores& s) {
@@ -210,19 +210,19 @@ struct Mainloop {
     const int32_t stage = DoutRing::stage(it.index);
     Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
     wait_queries<DoutRing>(smem.dout_full, smem.dout);
-    const RowPairs<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
+    const QueryValues<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
     const float* const first_delta = &smem.delta[stage][own_query + pair];
     tile_mask.load(*this);
     const ScoreMod mod(*this);
     if constexpr (ScoreMod::kDeltaFirst) {
-      for_each_row<0, kBlockM / 2>(RowPairs<0>(first_delta), [&](int i, float row) { dp[0][i] = row; });
+      for_each_query<0, kBlockM / 2>(QueryValues<0>(first_delta), [&](int i, float row) { dp[0][i] = row; });
     }
     // Issuing dP right after S, without this wait, was 2 to 5 % slower.
     wait_products<0>();
     fence_parts(s);
     issue_dp(dp, smem_address(smem.dout[stage]));
     mod.probabilities(*this, s, p16, lse);
-    const RowPairs<Traits::kEarlyDelta> delta(first_delta);
+    const QueryValues<Traits::kEarlyDelta> delta(first_delta);
     if constexpr (kEarlyDv) {
       mod.pack_probabilities(*this, p16, s);
       issue_dv(p16, dv, stage);
@@ -234,8 +234,8 @@ struct Mainloop {
     mod.gradients(*this, s, p16, dp, lse, delta);
     mod.pack_gradients(*this, ds16, dp);
     if constexpr (!kEarlyDv) mod.pack_probabilities(*this, p16, s);
-    // This buffer of dS was read two iterations ago, by products that both warpgroups waited for before they arrived
-    // at the last barrier of dS. With kByQueries, this warpgroup waited for them before it wrote dq.
+    // The dS buffer is free: both warpgroups waited for the dQ that read it two iterations ago before they arrived at
+    // the last dS barrier. With kByQueries, this warpgroup waited for it before it wrote dq.
     ScoreMod::store_gradients(*this, ds16);
     fence_async_shared();
     if constexpr (!kByQueries) signal_ds(warpgroup, it.index);
@@ -243,7 +243,7 @@ struct Mainloop {
   }
 
   // The first key of this thread within the tile.
-  __device__ __forceinline__ int32_t own_row() const { return own_key + warp * 16 + lane / 4; }
+  __device__ __forceinline__ int32_t first_own_key() const { return own_key + warp * 16 + lane / 4; }
 
   static __device__ __forceinline__ void fence_parts(Scores& values) {
 #pragma unroll
@@ -262,8 +262,10 @@ struct Mainloop {
     mbarrier_wait(&smem.v_full, work.keys_phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
     if (params.rows_may_be_poisoned && valid < kBlockN) {
-      scrub<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.k, valid, kConsumersBarrier);
-      scrub<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.v, valid, kConsumersBarrier);
+      zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.k, valid,
+                                                                                            kConsumersBarrier);
+      zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.v, valid,
+                                                                                            kConsumersBarrier);
     }
   }
 
@@ -274,8 +276,8 @@ struct Mainloop {
     const int32_t valid = work.visibility.seqlen_q - it.query_block() * kBlockM;
     // With a block mask, tensors are dense, and TMA loads zeros past their end.
     if (!Traits::kBlockMask && params.rows_may_be_poisoned && valid < kBlockM) {
-      scrub<Traits::kAtoms, Traits::kQueryAtomBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
-                                                                                  kConsumersBarrier);
+      zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
+                                                                                              kConsumersBarrier);
     }
   }
 };

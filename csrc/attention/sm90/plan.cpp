@@ -71,15 +71,16 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
     return "it needs compute capability 9.0, the device has " + number(device.cc_major) + "." + number(device.cc_minor);
   }
   if (device.smem_per_block < kSharedMemoryBytes) {
-    return "it needs " + number(kSharedMemoryBytes) + " bytes of shared memory a block, the device gives " +
+    return "it needs " + number(kSharedMemoryBytes) + " bytes of shared memory per block, the device has " +
            number(device.smem_per_block);
   }
   if (!is_16bit(problem.dtype)) return std::string("it takes float16 and bfloat16, got ") + name_of(problem.dtype);
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
-  if (problem.need_dbias && problem.softcap > 0.0) return "it does not take the gradient of attn_bias behind a softcap";
+  if (problem.need_dbias && problem.softcap > 0.0)
+    return "it does not compute the gradient of attn_bias together with softcap";
   if (problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kEfficient32 &&
       problem.seqlen_q * problem.seqlen_k > int64_t{1} << 32) {
-    return "it does not take 32-bit numbers of dropout that begin again within a (batch, head)";
+    return "PyTorch's 32-bit dropout counter wraps around, because seqlen_q * seqlen_k is above 2**32";
   }
   if (problem.has_block_mask) {
     if (std::max(problem.head_dim, problem.head_dim_v) > 128) {
@@ -91,7 +92,8 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   const int tile_index = tile_of(problem);
   if (tile_index < 0) {
-    return "it holds no tile for head dimensions " + number(problem.head_dim) + " and " + number(problem.head_dim_v);
+    return "it has no tile with these features for head dimensions " + number(problem.head_dim) + " and " +
+           number(problem.head_dim_v);
   }
   if (problem.has_block_mask && problem.block_bits_words != 4 * kTiles[tile_index].block_m) {
     return "block_bits has " + number(problem.block_bits_words) + " words per tile, expected " +
@@ -101,7 +103,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
     return "it does not take the gradient of attn_bias at head dimensions above 192";
   }
   if (!problem.aligned_16) {
-    return "its copies need q, k, v, out and dout with pointers and strides that are multiples of 16 bytes";
+    return "TMA needs pointers and strides of q, k, v, out and dout that are multiples of 16 bytes";
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);

@@ -19,8 +19,8 @@ struct Producer {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr uint32_t kBiasBytes = Traits::kBias ? sizeof(SharedStorage::ds[0]) : 0;
 
-  // One thread. It takes a work tile when the loader has nothing left to load for the one before, or a few iterations
-  // sooner: early enough that the tile is there in time, late enough that tiles go to the CTAs that are really done.
+  // One thread. It takes the next work tile when the loader has finished the current one, or kEarlyIterations before,
+  // to hide the latency. Taken still earlier, tiles would be distributed less evenly.
   static __device__ void schedule_tiles(const KernelParams& params, SharedStorage& smem) {
     SchedulerState& state = smem.scheduler;
     const Schedule& schedule = params.schedule;
@@ -36,10 +36,10 @@ struct Producer {
               schedule.dispatch == Dispatch::kStatic ? state.tile + schedule.ctas : atomicAdd(params.tiles_taken, 1);
         }
         smem.work[state.slot.index()].find(params, state);
-      } while (!smem.work[state.slot.index()].settled());
+      } while (!smem.work[state.slot.index()].is_final());
       wait_for_rows(params, smem.work[state.slot.index()]);
-      WorkTile::forget_registers();
-      smem.work[state.slot.index()].number(state);
+      WorkTile::reload_from_smem();
+      smem.work[state.slot.index()].assign_indices(state);
       mbarrier_arrive(&smem.work_full[state.slot.index()]);
       state.slot.advance();
     } while (state.tile < schedule.work_tiles);
@@ -71,8 +71,8 @@ struct Producer {
   }
 
   static __device__ __forceinline__ void load_v(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
-    load_tile<Traits::kChunksV, Traits::kKeyAtomBytes>(&params.maps.v, &smem.v_full, smem.v, key_row(work),
-                                                       work.head_kv, batch_k(params, work), 0);
+    load_tile<Traits::kAtomsV, Traits::kKeyAtomBytes>(&params.maps.v, &smem.v_full, smem.v, key_row(work), work.head_kv,
+                                                      batch_k(params, work), 0);
   }
 
   // One thread: loads q, dout and row statistics of a work tile. `after_first_q` is called when k and v may follow.
@@ -108,16 +108,15 @@ struct Producer {
                 &smem.q_full[stage]);
       if (it.index == first_index) after_first_q();
       mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(it.index) ^ 1);
-      load_tile<Traits::kChunksV, Traits::kQueryAtomBytes>(&params.maps.dout, &smem.dout_full[dout_stage],
-                                                           smem.dout[dout_stage], query_row, head, batch_q,
-                                                           Traits::kStatisticBytes);
+      load_tile<Traits::kAtomsV, Traits::kQueryAtomBytes>(&params.maps.dout, &smem.dout_full[dout_stage],
+                                                          smem.dout[dout_stage], query_row, head, batch_q,
+                                                          Traits::kStatisticBytes);
       bulk_load(smem.delta[dout_stage], params.statistics.delta + statistic, Traits::kStatisticBytes,
                 &smem.dout_full[dout_stage]);
     }
   }
 
-  // By one thread: returns when the row statistics of a work tile are written. An overlapped preprocess is for calls
-  // with one query head per KV head.
+  // Called by the scheduler: returns when an overlapped preprocess has written the row statistics of a work tile.
   static __device__ __forceinline__ void wait_for_rows(const KernelParams& params, const WorkTile& work) {
     if (params.preprocess.words == nullptr || work.exhausted || work.iterations == 0) return;
     params.preprocess.wait(work.first_flag, work.last_flag);

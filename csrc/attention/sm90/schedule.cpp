@@ -11,7 +11,6 @@
 namespace flashbwd::sm90 {
 namespace {
 
-// The problem, in the terms of the cost model
 bool is_full(const AttentionProblem& p) { return p.window_left < 0 && p.window_right < 0; }
 bool is_causal(const AttentionProblem& p) { return p.window_left < 0 && p.window_right >= 0; }
 bool is_window(const AttentionProblem& p) { return p.window_left >= 0 && p.window_right >= 0; }
@@ -34,8 +33,8 @@ bool can_write_dq(const AttentionProblem& p) {
   return sees_a_key(v, 0) && sees_a_key(v, static_cast<int32_t>(p.seqlen_q) - 1);
 }
 
-// With it nothing is left to convert, but an iteration takes 1 to 2 % longer. It pays in short query loops, and in
-// narrow windows, whose sums leave L2 before a dq postprocess reads them.
+// Saves the dq postprocess, but an iteration takes 1 to 2 % longer. It pays in short query loops, and in narrow
+// windows, whose fp32 dq would leave L2 before the postprocess.
 bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile) {
   if (!last_writes_dq(tile) || !can_write_dq(p)) return false;
   const int64_t seen = queries_seen(p), group = p.heads / p.heads_kv;
@@ -54,7 +53,7 @@ void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, S
   if (is_window(p)) {
     longest_of_head = std::min(longest_of_head, ceil_div(window_size(p) + tile.block_n, tile.block_m) + 1);
   }
-  // In short query loops many key blocks do better than pairs, unless they make less than four waves.
+  // In short query loops, key blocks without pairs are faster if they fill at least four waves.
   const bool short_loop = group * p.seqlen_q <= (s->last_add_writes_dq && group <= 4 ? 8192 : 4096);
   const int64_t unpaired_waves = p.varlen ? 0 : !short_loop ? INT32_MAX : tile.head_dim == 64 ? 0 : 4;
   int64_t least = INT64_MAX;
@@ -75,7 +74,7 @@ void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, S
       consider(ceil_div(tiles, sm_count) * longest + sums, splits, false);
       continue;
     }
-    // In LPT order the last group ends ragged: in simulations by 0.6 of the longest work tile.
+    // In LPT order the last wave is uneven: in simulations by 0.6 of the longest work tile.
     const int64_t mean = ceil_div(tiles * (longest + shortest) / 2, sm_count);
     consider(std::max(longest, mean + longest * 6 / 10) + sums, splits, false);
     if (tiles < unpaired_waves * sm_count) {
@@ -127,7 +126,7 @@ int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, i
 // full masks of large head dimensions, CTAs that start late would make one more wave.
 int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int64_t sm_count, const Schedule& s) {
   constexpr int64_t kBytes = 32 << 20;
-  // The few CTAs of an overlapped preprocess would zero the accumulator alone.
+  // If the preprocess must also zero the accumulator, the few CTAs of an overlapped one would be too slow.
   if (adds_into_zeros(p) || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
   if (is_large(tile) && (tile.features != 0 || is_full(p))) return 0;
@@ -191,7 +190,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
 std::string in_words(const Schedule& s, const Tile& tile) {
   std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
   if (has(tile, feature::kBlockMask)) words += ", query loops of a block mask,";
-  words += s.dispatch == Dispatch::kStatic ? ", dealt statically in waves" : " from a counter";
+  words += s.dispatch == Dispatch::kStatic ? ", static scheduler in waves" : ", dynamic scheduler";
   if (tile.by_queries) words += ", half of the queries per warpgroup";
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";
   if (s.query_blocks_apart > 0) words += ", staggered start";

@@ -22,7 +22,7 @@ enum class Dispatch : int8_t {
 
 enum class DqOrder : int8_t {
   kUnordered,    // the first add to arrive stores, the others add in any order; packed inputs: all add into zeros
-  kLastArriver,  // the first add comes first and the last one last, the others in any order; the last can write dq
+  kLastArriver,  // the first add stores, the last waits for all others and can write dq, the rest add in any order
   kOrdered,      // adds happen in the order of index/dq_order.h: deterministic
 };
 
@@ -36,7 +36,7 @@ struct Schedule {
   int32_t gqa_splits = 1;            // work tiles that share the query heads of a KV head
   int32_t tiles_per_head = 0;        // key blocks or pairs; dense inputs
   int32_t heads_per_group = 1;       // L2 swizzle: KV heads (times gqa_splits) whose work tiles are interleaved
-  int32_t key_blocks_per_group = 0;  // packed inputs: a group has more heads while their key blocks are fewer
+  int32_t key_blocks_per_group = 0;  // packed inputs: a group gets more heads until it has so many key blocks
   bool reversed = false;             // key blocks are handed out, and add to dq, from the last to the first ...
   int32_t reversed_tiles = 0;        // ... in these first work tiles
   int32_t work_tiles = 0;            // an upper bound for packed inputs

@@ -14,8 +14,9 @@ namespace flashbwd::sm90 {
 
 // S becomes P = exp(scale * S - lse).
 template <int kValues, int kEarly>
-__device__ __forceinline__ void exponentiate(float (&s)[kValues], const RowPairs<kEarly>& lse_log2, float scale_log2) {
-  for_each_row<0, kValues>(lse_log2, [&](int i, float lse) { s[i] = exp2_approximate(s[i] * scale_log2 - lse); });
+__device__ __forceinline__ void exponentiate(float (&s)[kValues], const QueryValues<kEarly>& lse_log2,
+                                             float scale_log2) {
+  for_each_query<0, kValues>(lse_log2, [&](int i, float lse) { s[i] = exp2_approximate(s[i] * scale_log2 - lse); });
 }
 
 // Zeroes values, or packed pairs of them, for which key `row` of a tile of kBlockM queries (or row + 8) is invisible.
@@ -52,7 +53,7 @@ struct BandMask {
     const TileVisibility tile(c.work.visibility, c.work.first_key, c.it.query_block() * Traits::kBlockM);
 #pragma unroll
     for (int part = 0; part < Traits::kKeyParts; ++part) {
-      mask<Traits::kOwnQueries>(values[part], tile, c.own_row() + part * 64, c.own_query + c.pair);
+      mask<Traits::kOwnQueries>(values[part], tile, c.first_own_key() + part * 64, c.own_query + c.pair);
     }
   }
 };

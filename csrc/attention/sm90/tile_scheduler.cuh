@@ -23,8 +23,8 @@ __device__ __forceinline__ void prefetch_tensor_maps(const TensorMaps& maps) {
   prefetch_tensor_map(&maps.dq_accumulator);
 }
 
-// The two places in shared memory for work tiles. Each role goes through them: it waits for a tile, works, and releases
-// the place.
+// A slot of the queue of two work tiles in shared memory. Each role waits until a slot is full, works on the tile, and
+// releases the slot.
 struct TileSlot {
   uint32_t tiles_before = 0;
   __device__ __forceinline__ uint32_t index() const { return tiles_before % 2; }
@@ -39,15 +39,14 @@ struct SchedulerState {
   bool second = true;             // the second part of a mirrored pair
   int32_t iterations_before = 0;  // of the work tiles before it
   uint32_t taken = 0;             // large head dimensions: indices taken from the counter
-  // Of the barriers of k and v, which complete a phase for each work tile with query blocks and for no other: consumers
-  // finish a work tile without query blocks by themselves, so a barrier at which they also arrived could be two phases
-  // ahead of the loader, which would then wait forever.
+  // Phase of the barriers of k and v. It flips only for work tiles with query blocks. Otherwise the consumers could get
+  // two phases ahead of the loader, and the loader would wait forever.
   uint32_t keys_phase = 0;
 };
 
-// One key block, of a mirrored pair one of its two parts. kByHeads_: heads are outermost in the query loop
-// (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a block mask lists
-// the query loop.
+// One key block of one KV head; a mirrored pair is two of these, one after the other. kByHeads_: heads are outermost in
+// the query loop (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a
+// block mask lists the query loop.
 template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_, bool kListed_ = false>
 struct WorkTile : ListedLoop<kListed_> {
   static constexpr bool kListed = kListed_;
@@ -74,7 +73,7 @@ struct WorkTile : ListedLoop<kListed_> {
   int32_t key_block;
   int32_t first_key;
   int32_t first_flag, last_flag;  // of the row statistics that it needs, see PreprocessFlags
-  TilesInWave in_wave;            // of the order of adds, if it goes by waves
+  TilesInWave in_wave;            // its position in its wave, if adds go by waves
   bool descending;                // the query loop goes from the last query block to the first
   bool reversed;                  // Schedule::reversed holds for this tile
   bool second;                    // the second part of a mirrored pair
@@ -82,15 +81,15 @@ struct WorkTile : ListedLoop<kListed_> {
   bool exhausted;                 // no work tile is left
   bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write
 
-  __device__ bool settled() const { return exhausted || exists; }
+  __device__ bool is_final() const { return exhausted || exists; }
 
   // The key that query 0 is aligned with.
   __device__ __forceinline__ int32_t diagonal(const AttentionBackwardParams& params) const {
     return params.causal == CausalAlignment::kTopLeft ? 0 : sequence.seqlen_k - sequence.seqlen_q;
   }
 
-  // Later reads of members come from shared memory again: the thread has few registers.
-  static __device__ void forget_registers() { asm volatile("" ::: "memory"); }
+  // Compiler barrier: later reads of members come from shared memory again, because the thread has few registers.
+  static __device__ void reload_from_smem() { asm volatile("" ::: "memory"); }
 
   __device__ void find(const KernelParams& params, const SchedulerState& state) {
     const AttentionBackwardParams& p = params.attention;
@@ -110,7 +109,7 @@ struct WorkTile : ListedLoop<kListed_> {
     batch = tile.batch;
     gradient_head = tile.head;
     find_key_block(params, state, tile.key_block);
-    forget_registers();
+    reload_from_smem();
     head_kv = gradient_head / schedule.gqa_splits;
     if constexpr (kListed) key_block = list_of(p, tile.key_block).key_block;
     const int32_t heads = p.heads / heads_kv;
@@ -119,9 +118,9 @@ struct WorkTile : ListedLoop<kListed_> {
     first_key = key_block * kBlockN;
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
-    forget_registers();
+    reload_from_smem();
     query_range = query_blocks(visibility, key_block, kBlockM, kBlockN);
-    forget_registers();
+    reload_from_smem();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
     iterations = query_range.size() * (end_head - first_head);
     if constexpr (kListed) {
@@ -133,13 +132,14 @@ struct WorkTile : ListedLoop<kListed_> {
         query_range = {min(first, last), max(first, last) + 1};
       }
     }
-    forget_registers();
+    reload_from_smem();
     first_flag = last_flag = (batch * p.heads + first_head) * params.preprocess.flags_per_head;
     first_flag += query_range.begin * kBlockM >> params.preprocess.rows_log2;
     last_flag += query_range.end * kBlockM - 1 >> params.preprocess.rows_log2;
-    forget_registers();
-    // Ascending, key block n would start on its diagonal, a tile to which all lower key blocks add before it and come
-    // later. Descending, it comes to every tile after them. With GQA this keeps the key blocks of a head side by side.
+    reload_from_smem();
+    // With ascending query blocks, key block n would start on its diagonal and wait there for all lower key blocks.
+    // With descending ones they have added by the time it arrives. With GQA this also keeps the key blocks of a head
+    // together.
     descending = (schedule.counts_adds() || p.heads != p.heads_kv) && !second && !reversed && !visibility.full();
     first_block = descending ? query_range.end - 1 : query_range.begin;
     past_block = descending ? query_range.begin - 1 : query_range.end;
@@ -147,14 +147,14 @@ struct WorkTile : ListedLoop<kListed_> {
       const int32_t rank = schedule.dispatch == Dispatch::kStatic ? in_wave.rank : key_block;
       first_block = staggered_start(rank, schedule.query_blocks_apart, schedule.query_blocks);
     }
-    forget_registers();
+    reload_from_smem();
     tma_dkdv = params.tma_dkdv && (p.cu_seqlens_k == nullptr || first_key + kBlockN <= sequence.rows_k);
     // The middle one of an odd number of key blocks is its own partner, and done once.
     exists = !(second && 2 * key_block + 1 == schedule.key_blocks) && first_key < sequence.rows_k;
   }
 
-  // Numbers the tile's iterations after those of the tiles before it.
-  __device__ void number(SchedulerState& state) {
+  // Sets the index of the tile's first iteration and its phase, and advances the scheduler's counters.
+  __device__ void assign_indices(SchedulerState& state) {
     slot = state.slot;
     first_index = state.iterations_before;
     keys_phase = state.keys_phase;
@@ -165,7 +165,7 @@ struct WorkTile : ListedLoop<kListed_> {
 
   // Narrows the tile to the keys of CTA `rank` of a cluster, kCtaKeys each. All CTAs visit the same query blocks.
   template <int kCtaKeys>
-  __device__ void take_part(int32_t rank) {
+  __device__ void narrow_to_cta(int32_t rank) {
     key_block = key_block * (kBlockN / kCtaKeys) + rank;
     first_key += rank * kCtaKeys;
     interior = interior_query_blocks(visibility, key_block, kBlockM, kCtaKeys);
@@ -176,7 +176,7 @@ struct WorkTile : ListedLoop<kListed_> {
     return p.block_mask.lists[batch * p.block_mask.batch_stride + head_kv * p.block_mask.head_stride + number];
   }
 
-  // `number`: of the key block or pair among those of its head, in the order of the schedule.
+  // `number`: index of the key block or pair within its head, in the order of the schedule.
   __device__ void find_key_block(const KernelParams& params, const SchedulerState& state, int32_t number) {
     const AttentionBackwardParams& p = params.attention;
     const Schedule& schedule = params.schedule;
@@ -192,7 +192,7 @@ struct WorkTile : ListedLoop<kListed_> {
       const int32_t stride = min(schedule.heads_per_group, heads - state.tile / group_tiles * schedule.heads_per_group);
       in_wave = tiles_in_wave(state.tile, first, end, stride, schedule.wave_size);
     }
-    // Where pairs count adds, the pair in the middle comes first.
+    // If adds are counted, the pair in the middle is handed out first.
     if (schedule.mirrored_pairs && schedule.counts_adds()) key_block = schedule.tiles_per_head - 1 - key_block;
     if (reversed || (schedule.mirrored_pairs && !second)) {
       const int32_t key_blocks =
@@ -202,8 +202,8 @@ struct WorkTile : ListedLoop<kListed_> {
   }
 };
 
-// Calls visit(work) for each work tile of this CTA. Every role goes from work tile to work tile in this way. The slot
-// is read from shared memory again after each visit, because registers are few.
+// Calls visit(work) for each work tile of this CTA; every role uses this loop. It reads the slot again after each
+// visit, because registers are few.
 template <typename SharedStorage, typename Visit>
 __device__ __forceinline__ void for_each_work_tile(SharedStorage& smem, Visit visit) {
   for (TileSlot slot;;) {

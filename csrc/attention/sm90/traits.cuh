@@ -20,7 +20,6 @@ enum NamedBarrier : uint32_t {
   kScoresBarrier = 14,    // + warpgroup: the other warpgroup arrives, this one waits until that has issued its S
 };
 
-constexpr int kStoreWarps = 2;  // each has a buffer of dq and every other iteration
 constexpr int kDqFullThreads = kConsumerThreads + 32;
 constexpr int kDqEmptyThreads = kWarpgroupThreads + 32;
 
@@ -58,7 +57,7 @@ struct Traits {
   static constexpr bool kByQueries = kTile.by_queries;
   static constexpr int kKeyParts = kByQueries ? kBlockN / 64 : 1;  // parts of 64 keys of a warpgroup
   static constexpr int kOwnQueries = kByQueries ? 64 : kBlockM;
-  // Shared memory holds whole swizzle atoms ("atoms"); products stop at kHeadDim.
+  // Shared memory holds whole swizzle atoms; products stop at kHeadDim.
   static constexpr int kRowBytes = row_bytes(kTile);
   static constexpr int kAtoms = ceil_div(kHeadDim, kRowBytes / 2);         // of q, k, v, dout
   static constexpr int kGradientAtoms = ceil_div(kHeadDim, kAtomColumns);  // of dq, dk, dv: 64 columns
@@ -69,12 +68,12 @@ struct Traits {
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   // Columns of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
-  static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "one 64 x 64 part of dq a warpgroup");
+  static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "each warpgroup computes one 64 x 64 part of dq");
 
-  static constexpr int kChunksV = kAtoms;
+  static constexpr int kAtomsV = kAtoms;                       // named as in large_head_dim::Traits, for producer.cuh
   static constexpr int kKeyAtomBytes = kBlockN * kRowBytes;    // of k or v
   static constexpr int kQueryAtomBytes = kBlockM * kRowBytes;  // of q or dout
-  // A atom of dS is transposed, (kBlockN keys, 64 queries); beside a bias it lies as the bias does, (kBlockM, 64
+  // An atom of dS is transposed, (kBlockN keys, 64 queries); beside a bias it lies as the bias does, (kBlockM, 64
   // keys).
   static constexpr int kDsAtomBytes = (kBias ? kBlockM : kBlockN) * kAtomRowBytes;
   static constexpr int kDsAtoms = (kBias ? kBlockN : kBlockM) / 64;
@@ -82,8 +81,8 @@ struct Traits {
   static constexpr int kQueryBytes = kAtoms * kQueryAtomBytes;
   static constexpr int kStatisticBytes = kBlockM * 4;
 
-  static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "dk is staged in the buffers of ds");
-  static_assert(!kBias || kStages == kDsBuffers, "a bias is loaded with q");
+  static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "the dS buffers are too small to stage dk");
+  static_assert(!kBias || kStages == kDsBuffers, "the stage of q is also the dS buffer of its bias");
 
   static constexpr int kEarlyIterations = early_iterations(kTile);
 
@@ -93,26 +92,26 @@ struct Traits {
   using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask>;
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[kKeyBytes];                                    // (kBlockN, kHeadDim)
-    uint8_t v[kKeyBytes];                                    // (kBlockN, kHeadDim)
-    uint8_t q[kStages][kQueryBytes];                         // (kBlockM, kHeadDim)
-    uint8_t dout[kDoutStages][kQueryBytes];                  // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];          // before dS, the bias of the same iteration
-    float dq[kStoreWarps][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 per warpgroup, two boxes of 32 columns
+    uint8_t k[kKeyBytes];                                  // (kBlockN, kHeadDim)
+    uint8_t v[kKeyBytes];                                  // (kBlockN, kHeadDim)
+    uint8_t q[kStages][kQueryBytes];                       // (kBlockM, kHeadDim)
+    uint8_t dout[kDoutStages][kQueryBytes];                // (kBlockM, kHeadDim)
+    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];        // before dS, the bias of the same iteration
+    float dq[kDqAdders][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 per warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
     WorkTile work[2];  // this work tile and the next
     SchedulerState scheduler;
-    uint64_t work_full[2];            // the scheduler arrives
-    uint64_t work_empty[2];           // every thread of the consumers and of the store warps arrives, and the loader
-    uint32_t last_adds[kStoreWarps];  // of each store warp so far: those that write dq
-    uint64_t sums_full[kStoreWarps];  // store warps arrive with bytes: sums for the last add
-    uint64_t work_wanted;             // the loader arrives: the next work tile may be taken
-    uint64_t k_full, v_full;          // producer arrives with bytes
-    uint64_t k_empty, v_empty;        // every consumer warp arrives
+    uint64_t work_full[2];          // the scheduler arrives
+    uint64_t work_empty[2];         // every thread of the consumers and of the store warps arrives, and the loader
+    uint32_t last_adds[kDqAdders];  // of each store warp so far: those that write dq
+    uint64_t sums_full[kDqAdders];  // store warps arrive with bytes: sums for the last add
+    uint64_t work_wanted;           // the loader arrives: the next work tile may be taken
+    uint64_t k_full, v_full;        // producer arrives with bytes
+    uint64_t k_empty, v_empty;      // every consumer warp arrives
     uint64_t q_full[kStages], dout_full[kDoutStages];    // producer arrives with bytes
     uint64_t q_empty[kStages], dout_empty[kDoutStages];  // every consumer thread arrives
-    DqAdd adds[kStoreWarps];                             // of the store warps, if the last add writes dq
+    DqAdd adds[kDqAdders];                               // of the store warps, if the last add writes dq
     QueryBlockEntry listed[kBlockMask ? kStages : 1];    // block masks: what the stages of q hold
     PhiloxState philox;                                  // kernels with dropout
   };
@@ -125,7 +124,7 @@ struct Traits {
     mbarrier_init(&smem.work_wanted, 1);
     for (uint64_t& barrier : smem.sums_full) mbarrier_init(&barrier, 1);
     for (uint32_t& count : smem.last_adds) count = 0;
-    init_ring(smem.work_full, 1, smem.work_empty, kConsumerThreads + kStoreWarps * 32 + 1);
+    init_ring(smem.work_full, 1, smem.work_empty, kConsumerThreads + kDqAdders * 32 + 1);
     init_ring(smem.q_full, 1, smem.q_empty, kConsumerThreads);
     init_ring(smem.dout_full, 1, smem.dout_empty, kConsumerThreads);
     fence_mbarrier_init();

@@ -1,4 +1,4 @@
-// What the three consumer warpgroups have in common.
+// The base class of the warpgroups P and dS.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,6 @@ __device__ __forceinline__ int32_t other_keys(int32_t rank) {
   return rank == 0 ? Traits::kBlockN : -Traits::kBlockN;
 }
 
-// What the warpgroups P and dS have in common.
 template <typename Traits>
 struct Consumer {
   using T = typename Traits::T;
@@ -25,9 +24,9 @@ struct Consumer {
   using DoutRing = Ring<Traits::kDoutStages>;
   using DsRing = Ring<Traits::kDsBuffers>;
   static constexpr int kBlockM = Traits::kBlockM;
-  using KeyColumns = AlongColumns<Traits::kKeyAtomBytes>;
-  using QueryColumns = AlongColumns<Traits::kQueryAtomBytes>;
-  using QueryRows = AlongRows<Traits::kQueryAtomBytes>;
+  using KeyColumns = KMajorOperand<Traits::kKeyAtomBytes>;
+  using QueryColumns = KMajorOperand<Traits::kQueryAtomBytes>;
+  using QueryRows = MnMajorOperand<Traits::kQueryAtomBytes>;
   static constexpr bool kFewRegisters = Traits::kHeadDim > 192;
 
   const KernelParams& params;
@@ -52,8 +51,8 @@ struct Consumer {
     const int32_t stage = DoutRing::stage(it.index);
     mbarrier_wait(&smem.dout_full[stage], DoutRing::phase(it.index));
     if (is_poisoned(valid_queries(), kBlockM)) {
-      scrub<Traits::kChunksV, Traits::kQueryAtomBytes, 2 * kWarpgroupThreads>(smem.dout[stage], valid_queries(),
-                                                                              kScrubBarrier);
+      zero_invalid_rows<Traits::kAtomsV, Traits::kQueryAtomBytes, 2 * kWarpgroupThreads>(
+          smem.dout[stage], valid_queries(), kScrubBarrier);
     }
   }
 };

@@ -1,6 +1,5 @@
-// Softcap, bias, ALiBi and dropout: how P^T comes from S^T, and what the warpgroup of dS gets of it. Each feature of a
-// call is one pass over the tile: a loop that tests for all of them in each element is so long that its instructions
-// come from L2.
+// Softcap, bias, ALiBi and dropout: turns S^T into P^T and sends the dS warpgroup what it needs. Each feature is a pass
+// of its own over the tile: one loop with all run-time branches exceeds the instruction cache.
 #pragma once
 
 #include "../../../common/philox_fragments.cuh"
@@ -9,8 +8,7 @@
 
 namespace flashbwd::sm90::large_head_dim {
 
-// What the warpgroup of dS gets of a probability p, in one number: p times the derivative of the softcap, with the sign
-// set if dropout dropped it.
+// The number sent to the dS warpgroup: p times the derivative of the softcap, negative if dropout dropped it.
 __device__ __forceinline__ float encode_probability(float p, bool kept) { return kept ? p : -p; }
 __device__ __forceinline__ bool is_kept(float encoded) { return __float_as_int(encoded) >= 0; }
 
@@ -36,8 +34,8 @@ struct ScoreTile {
     if (bias_comes_first()) add_bias(s, 1.f / params.attention.softmax_scale);
   }
 
-  // S becomes P times the factor of dropout, the first operand of dv. What the warpgroup of dS gets, four values each,
-  // goes to `exchange`, kWarpgroupThreads apart. `lse_log2` points at this thread's first query.
+  // S becomes P times the factor of dropout, the first operand of dv. `exchange` gets the numbers for the dS warpgroup,
+  // one float4 every kWarpgroupThreads. `lse_log2` points at this thread's first query.
   __device__ __forceinline__ void probabilities(float (&s)[kValues], const float* lse_log2, uint32_t dropped,
                                                 float4* exchange) const {
     const AttentionBackwardParams& p = params.attention;
@@ -58,13 +56,13 @@ struct ScoreTile {
     if (p.alibi_slopes != nullptr) {
       exponentiate_with_alibi(s, lse_log2, to_log2);
     } else {
-      exponentiate(s, RowPairs<0>(lse_log2), to_log2);
+      exponentiate(s, QueryValues<0>(lse_log2), to_log2);
     }
     if (!work.interior.contains(i0 / kBlockM)) mask<kBlockM>(s, TileVisibility(work.visibility, j0, i0), 0, 0);
     if (capped) {
-      give<true>(s, dropped, exchange);
+      send_probabilities<true>(s, dropped, exchange);
     } else {
-      give<false>(s, dropped, exchange);
+      send_probabilities<false>(s, dropped, exchange);
     }
   }
 
@@ -156,30 +154,29 @@ struct ScoreTile {
     }
   }
 
-  // What the warpgroup of dS gets goes to `exchange`; S, the probabilities, is multiplied by the factor of dropout.
+  // Sends P to the dS warpgroup through `exchange`, and multiplies s by the factor of dropout.
   template <bool kCapped>
-  __device__ __forceinline__ void give(float (&s)[kValues], uint32_t dropped, float4* exchange) const {
+  __device__ __forceinline__ void send_probabilities(float (&s)[kValues], uint32_t dropped, float4* exchange) const {
     const bool drops = params.attention.dropout_p > 0.f;
 #pragma unroll
     for (int c = 0; c < kValues; c += 4) {
-      float4& place = exchange[c / 4 * kWarpgroupThreads];
-      float4 given = make_float4(s[c], s[c + 1], s[c + 2], s[c + 3]);
+      float4& slot = exchange[c / 4 * kWarpgroupThreads];
+      float4 sent = make_float4(s[c], s[c + 1], s[c + 2], s[c + 3]);
       if constexpr (kCapped) {
-        const float4 derivative = kFewRegisters ? load_in_order(place) : place;
-        given =
-            make_float4(given.x * derivative.x, given.y * derivative.y, given.z * derivative.z, given.w * derivative.w);
+        const float4 derivative = kFewRegisters ? load_in_order(slot) : slot;
+        sent = make_float4(sent.x * derivative.x, sent.y * derivative.y, sent.z * derivative.z, sent.w * derivative.w);
       }
       if (drops) {
         const auto kept = [&](int e) { return (dropped >> dropped_bit(c + e) & 1) == 0; };
-        given = make_float4(encode_probability(given.x, kept(0)), encode_probability(given.y, kept(1)),
-                            encode_probability(given.z, kept(2)), encode_probability(given.w, kept(3)));
+        sent = make_float4(encode_probability(sent.x, kept(0)), encode_probability(sent.y, kept(1)),
+                           encode_probability(sent.z, kept(2)), encode_probability(sent.w, kept(3)));
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[c + e] = kept(e) ? s[c + e] * params.features.dropout_scale : 0.f;
       }
       if constexpr (kFewRegisters) {
-        store_in_order(place, given);
+        store_in_order(slot, sent);
       } else {
-        place = given;
+        slot = sent;
       }
     }
   }

@@ -26,9 +26,9 @@ template <typename Traits>
 __device__ __forceinline__ void store_dk(const KernelParams& params, typename Traits::SharedStorage& smem,
                                          const typename Traits::WorkTile& work, float (&dk)[Traits::kHeadDim / 2]) {
 #pragma unroll
-  for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] *= params.attention.softmax_scale;
-  store_gradient<typename Traits::T, Traits::kKeyAtomBytes, Traits::kChunksV>(params.dk, work, 0, smem.v,
-                                                                              kScoreGradientBarrier, dk);
+  for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] *= params.gradient_scale;
+  store_gradient<typename Traits::T, Traits::kKeyAtomBytes, Traits::kAtomsV>(params.dk, work, 0, smem.v,
+                                                                             kScoreGradientBarrier, dk);
   fence_async_shared();  // TMA writes there next
   mbarrier_arrive(&smem.v_empty);
 }
@@ -49,8 +49,8 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     prefetch_tensor_maps(params.maps);
     Traits::init_barriers(smem);
   }
-  if (params.preprocess.words == nullptr) wait_for_launch_before();
-  let_launch_behind_begin();
+  if (params.preprocess.words == nullptr) wait_on_dependent_grids();
+  launch_dependent_grids();
   cluster_sync();  // the other CTA has initialized its barriers
 
   if (warpgroup == 0) {
@@ -98,8 +98,8 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
       if (work.iterations > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
     });
   }
-  cluster_sync();            // the other CTA sends and arrives here no more
-  wait_for_launch_before();  // later launches wait for this one only
+  cluster_sync();             // the other CTA no longer writes to this one
+  wait_on_dependent_grids();  // later launches wait for this one only
 }
 
 }  // namespace flashbwd::sm90::large_head_dim

@@ -32,7 +32,8 @@ struct Probabilities : Consumer<Traits> {
     uint32_t k_operand[kOperandRegisters];
     mbarrier_wait(&smem.k_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
-      scrub<Traits::kAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k, this->valid_keys(), kProbabilityBarrier);
+      zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k, this->valid_keys(),
+                                                                                  kProbabilityBarrier);
     }
     load_operand<Traits::kKeyAtomBytes, Traits::kKeySteps>(k_operand, smem_address(smem.k), warp, lane);
     {
@@ -74,8 +75,8 @@ struct Probabilities : Consumer<Traits> {
     const int32_t stage = QueryRing::stage(it.index);
     mbarrier_wait(&smem.q_full[stage], QueryRing::phase(it.index));
     if (this->is_poisoned(this->valid_queries(), kBlockM)) {
-      scrub<Traits::kAtoms, Traits::kQueryAtomBytes, kWarpgroupThreads>(smem.q[stage], this->valid_queries(),
-                                                                        kProbabilityBarrier);
+      zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kWarpgroupThreads>(
+          smem.q[stage], this->valid_queries(), kProbabilityBarrier);
     }
     if constexpr (Traits::kFeatures) score_tile().start(s);
     product<T, Traits::kHeadDim / 16, Traits::kKeySteps, Traits::kFeatures, typename Base::KeyColumns,
@@ -107,7 +108,7 @@ struct Probabilities : Consumer<Traits> {
       mbarrier_arrive(&smem.q_empty[stage]);
     } else {
       const BlockRange interior = work.interior;
-      exponentiate(s, RowPairs<0>(&smem.lse_log2[stage][pair]), params.attention.softmax_scale * kLog2E);
+      exponentiate(s, QueryValues<0>(&smem.lse_log2[stage][pair]), params.attention.softmax_scale * kLog2E);
       mbarrier_arrive(&smem.q_empty[stage]);
       if (!interior.contains(it.query_block())) {
         const TileVisibility tile(work.visibility, work.first_key, it.query_block() * kBlockM);
@@ -148,8 +149,8 @@ struct ScoreGradients : Consumer<Traits> {
     uint32_t v_operand[kOperandRegisters];
     mbarrier_wait(&smem.v_full, work.keys_phase);
     if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
-      scrub<Traits::kChunksV, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
-                                                                        kScoreGradientBarrier);
+      zero_invalid_rows<Traits::kAtomsV, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
+                                                                                   kScoreGradientBarrier);
     }
     load_operand<Traits::kKeyAtomBytes, Traits::kValueSteps>(v_operand, smem_address(smem.v), warp, lane);
     {
@@ -244,7 +245,7 @@ struct ScoreGradients : Consumer<Traits> {
 
 template <typename Traits>
 struct QueryGradients {
-  using KeyRows = AlongRows<Traits::kKeyAtomBytes>;
+  using KeyRows = MnMajorOperand<Traits::kKeyAtomBytes>;
   using DsRing = Ring<Traits::kDsBuffers>;
   using DqRing = Ring<Traits::kDqBuffers>;
 
@@ -265,7 +266,7 @@ struct QueryGradients {
     if constexpr (Traits::kPairs) mbarrier_wait(&smem.k_other_full, work.keys_phase);
     const int32_t valid = max(work.visibility.seqlen_k - work.first_key - other_keys<Traits>(rank), 0);
     if (Traits::kPairs && params.rows_may_be_poisoned && valid < Traits::kBlockN) {
-      scrub<Traits::kOtherAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
+      zero_invalid_rows<Traits::kOtherAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
 #pragma unroll 1
     for (QueryIterator it(work); it.index < it.end; it.advance(work)) {

@@ -65,10 +65,10 @@ struct Producer {
     do {
       state.tile = take_tile(params, smem, rank, state.taken++);
       work.find(params, state);
-    } while (!work.settled());
+    } while (!work.is_final());
     Loader::wait_for_rows(params, work);
-    if (!work.exhausted) work.template take_part<Traits::kBlockN>(rank);
-    work.number(state);
+    if (!work.exhausted) work.template narrow_to_cta<Traits::kBlockN>(rank);
+    work.assign_indices(state);
     mbarrier_arrive(&smem.work_full[state.slot.index()]);
   }
 

@@ -37,15 +37,15 @@ struct Traits {
   static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its part of a tile on its own
   static constexpr RoleRegisters kRegisters = role_registers(kTile);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one atom");
-  static_assert(kCtas <= 2, "each has the dS of one other");
+  static_assert(kCtas <= 2, "a CTA exchanges dS with at most one other");
   static_assert(kHeadDim % kAtomColumns == 0 && kHeadDimV % kAtomColumns == 0, "tiles are whole atoms");
 
   static constexpr int kAtoms = kHeadDim / kAtomColumns;  // of q, k, dq
-  static constexpr int kChunksV = kHeadDimV / kAtomColumns;
+  static constexpr int kAtomsV = kHeadDimV / kAtomColumns;
   static constexpr int kKeyAtomBytes = kBlockN * kAtomRowBytes;    // 64 columns of k or v
   static constexpr int kQueryAtomBytes = kBlockM * kAtomRowBytes;  // 64 columns of q or dout
   static constexpr int kStatisticBytes = kBlockM * 4;
-  static constexpr bool kBias = false;  // no bias through TMA
+  static constexpr bool kBias = false;  // for producer.cuh: no bias through TMA
   static constexpr int kWarps = kWarpgroupThreads / 32;
 
   // Groups of 16 columns of k and v, first operands of S and dP, that fit in the registers that a warpgroup has left.
@@ -58,8 +58,7 @@ struct Traits {
   static constexpr int kKeySteps = steps_in_registers(kRegisters.probabilities, kHeadDim, kHeadDimV);
   static constexpr int kValueSteps = steps_in_registers(kRegisters.score_gradients, kHeadDimV, kHeadDim);
 
-  // Three warpgroups, the thread that loads, and the threads that add.
-  static constexpr int kWorkReaders = 3 * kWarpgroupThreads + 1 + kDqAdders;
+  static constexpr int kWorkReaders = 3 * kWarpgroupThreads + 1 + kDqAdders;  // warpgroups, loader, adders
 
   static constexpr int kDsBytes = kBlockN * kAtomRowBytes;
 
@@ -74,17 +73,18 @@ struct Traits {
   static __device__ int32_t first_other_atom(int32_t rank) { return rank == 0 ? 0 : kAtoms / 2; }
 
   using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads>;
+  static_assert(!WorkTile::kStaggers || kDqBuffers == 1, "adders must visit query tiles in the same order");
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[kAtoms * kKeyAtomBytes];                      // (kBlockN, kHeadDim)
-    uint8_t v[kChunksV * kKeyAtomBytes];                    // (kBlockN, kHeadDimV)
-    uint8_t q[kStages][kAtoms * kQueryAtomBytes];           // (kBlockM, kHeadDim)
-    uint8_t dout[kDoutStages][kChunksV * kQueryAtomBytes];  // (kBlockM, kHeadDimV)
-    uint8_t k_other[kOtherAtoms * kKeyAtomBytes];           // (kBlockN, columns of dq) of the other CTA's keys
-    uint8_t ds[kDsBuffers][kDsBytes];                       // transposed, (kBlockN, kBlockM)
-    uint8_t ds_other[kDsBuffers][kDsBytes];                 // the other CTA's
-    float dq[kDqBuffers][2][64 * 32];                       // (kBlockM, 64 columns), two boxes of 32 columns
-    float4 p[kBlockM / 8][kWarpgroupThreads];               // as registers hold it, for the thread of the same number
+    uint8_t k[kAtoms * kKeyAtomBytes];                     // (kBlockN, kHeadDim)
+    uint8_t v[kAtomsV * kKeyAtomBytes];                    // (kBlockN, kHeadDimV)
+    uint8_t q[kStages][kAtoms * kQueryAtomBytes];          // (kBlockM, kHeadDim)
+    uint8_t dout[kDoutStages][kAtomsV * kQueryAtomBytes];  // (kBlockM, kHeadDimV)
+    uint8_t k_other[kOtherAtoms * kKeyAtomBytes];          // (kBlockN, columns of dq) of the other CTA's keys
+    uint8_t ds[kDsBuffers][kDsBytes];                      // transposed, (kBlockN, kBlockM)
+    uint8_t ds_other[kDsBuffers][kDsBytes];                // the other CTA's
+    float dq[kDqBuffers][2][64 * 32];                      // (kBlockM, 64 columns), two boxes of 32 columns
+    float4 p[kBlockM / 8][kWarpgroupThreads];              // as registers hold it, for the thread of the same number
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kDoutStages][kBlockM];
     WorkTile work[2];  // this work tile and the next

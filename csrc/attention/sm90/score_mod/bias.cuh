@@ -1,6 +1,6 @@
-// A bias with its gradient, in the kernel of two consumer warpgroups. TMA loads the bias of an iteration to where dS of
-// that iteration will lie, (queries, 64 keys) per warpgroup, and each warp writes its dS where it has read the bias.
-// From there dS is the first operand of dQ, and TMA stores it as the gradient of the bias.
+// A bias with its gradient. TMA loads the bias of an iteration into the dS buffer of that iteration, (queries, 64 keys)
+// per warpgroup. Each warp reads its bias and overwrites it with dS; dQ reads dS from there, and TMA stores it as
+// dbias.
 #pragma once
 
 #include "plain.cuh"
@@ -9,12 +9,12 @@ namespace flashbwd::sm90 {
 
 // S becomes P = exp(scale * S + bias - lse).
 template <typename T, int kValues, int kEarly>
-__device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint32_t place,
-                                                       const RowPairs<kEarly>& lse_log2, float scale_log2) {
+__device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint32_t address,
+                                                       const QueryValues<kEarly>& lse_log2, float scale_log2) {
 #pragma unroll
   for (int k = 0; k < kValues / 8; ++k) {
     uint32_t bias[4];
-    load_matrix_x4_transposed(place + k * kTransposedStep, bias[0], bias[1], bias[2], bias[3]);
+    load_matrix_x4_transposed(address + k * kTransposedStep, bias[0], bias[1], bias[2], bias[3]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 lse = lse_log2[2 * k + i / 2], b = unpack2<T>(bias[i]);
@@ -25,7 +25,7 @@ __device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint
   }
 }
 
-// P = exp(scale * S + bias - lse), where the bias lies at the place of dS.
+// P = exp(scale * S + bias - lse), where the bias lies in the dS buffer of the iteration.
 template <typename Traits>
 struct BiasScores : PlainScores<Traits> {
   using Base = PlainScores<Traits>;
@@ -34,13 +34,13 @@ struct BiasScores : PlainScores<Traits> {
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
-    exponentiate_with_bias<typename Base::T>(s[0], place(c), lse, c.scale_log2);
+    exponentiate_with_bias<typename Base::T>(s[0], address(c), lse, c.scale_log2);
     c.tile_mask.apply(c, s);
   }
 
   template <typename Consumer>
   static __device__ __forceinline__ void store_gradients(const Consumer& c, const typename Base::Operand& ds16) {
-    store_operand_transposed(place(c), ds16[0]);
+    store_operand_transposed(address(c), ds16[0]);
   }
 
   // Stores dS of this iteration as the gradient of the bias. The whole warpgroup has written it.
@@ -52,7 +52,9 @@ struct BiasScores : PlainScores<Traits> {
       bulk_commit();
     }
   }
-  static __device__ __forceinline__ void release_gradients() { bulk_wait_read<0>(); }  // the next bias comes there
+  static __device__ __forceinline__ void release_gradients() {
+    bulk_wait_read<0>();
+  }  // TMA has read dS; the next bias may overwrite it
 
  private:
   // Where the bias and dS of this iteration lie: the warpgroup's, and this thread's part of it.
@@ -61,7 +63,7 @@ struct BiasScores : PlainScores<Traits> {
     return c.smem.ds[c.it.index % Traits::kDsBuffers][c.warpgroup];
   }
   template <typename Consumer>
-  static __device__ __forceinline__ uint32_t place(const Consumer& c) {
+  static __device__ __forceinline__ uint32_t address(const Consumer& c) {
     return smem_address(tile(c)) + transposed_offset(c.warp, c.lane);
   }
 };

@@ -38,7 +38,7 @@ struct DroppedScores : Base {
   template <typename Consumer, typename Lse, typename Delta>
   __device__ __forceinline__ void gradients(const Consumer& c, Scores& s, Operand&, Scores& dp, const Lse&,
                                             const Delta& delta) const {
-    for_each_row<0, Base::kValues>(delta, [&](int i, float row) {
+    for_each_query<0, Base::kValues>(delta, [&](int i, float row) {
       const float of_kept = Traits::kBias ? dp[0][i] * c.params.features.dropout_scale : dp[0][i];
       dp[0][i] = fmaxf(s[0][i], 0.f) * of_kept - fabsf(s[0][i]) * (row * c.delta_factor);
     });
@@ -65,9 +65,9 @@ struct DroppedScores : Base {
       // The bits pass through this iteration's buffer of dS: no product reads it (Mainloop::score_gradients), and a
       // warp writes its rows of dS only after it has read the bits in them.
       const int32_t first_key = c.own_key + c.warp / 2 * 32;  // of a pair of warps, within the tile
-      uint8_t* const places = c.smem.ds[c.it.index % Traits::kDsBuffers][0] + first_key * kAtomRowBytes;
+      uint8_t* const bits = c.smem.ds[c.it.index % Traits::kDsBuffers][0] + first_key * kAtomRowBytes;
       draw_dropped<16 * kAtomRowBytes>(dropped, c.smem.philox, plane, first_query, c.work.first_key + first_key,
-                                       threshold, c.warp % 2, c.lane, places,
+                                       threshold, c.warp % 2, c.lane, bits,
                                        [&] { named_barrier_sync(kWarpgroupBarrier + c.warpgroup, kWarpgroupThreads); });
     }
   }

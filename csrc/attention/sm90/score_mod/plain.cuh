@@ -45,7 +45,7 @@ struct PlainScores {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) dp[part][i] = s[part][i] * -dp[part][i];
       } else {
-        for_each_row<0, kValues>(delta, [&](int i, float row) { dp[part][i] = s[part][i] * (dp[part][i] - row); });
+        for_each_query<0, kValues>(delta, [&](int i, float row) { dp[part][i] = s[part][i] * (dp[part][i] - row); });
       }
     }
   }

@@ -24,7 +24,7 @@ class ScoreFunction {
 
   // S becomes P. Without softcap and mask.
   template <int kValues, int kEarly>
-  __device__ __forceinline__ void exponentiate(float (&s)[kValues], const RowPairs<kEarly>& lse_log2) const {
+  __device__ __forceinline__ void exponentiate(float (&s)[kValues], const QueryValues<kEarly>& lse_log2) const {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
       s[v] = exp2_approximate(s[v] * factor_ - shift(v, lse_log2[v / 4]));
@@ -34,7 +34,7 @@ class ScoreFunction {
   // S becomes P times the derivative, and p16 becomes P, in values kBegin to kEnd. Without mask.
   template <int kBegin, int kEnd, typename T, int kValues, int kEarly>
   __device__ __forceinline__ void exponentiate(float (&s)[kValues], uint32_t (&p16)[kValues / 2],
-                                               const RowPairs<kEarly>& lse_log2) const {
+                                               const QueryValues<kEarly>& lse_log2) const {
     if (softcap_ > 0.f) {
       exponentiate<true, kBegin, kEnd, T>(s, p16, lse_log2);
     } else {
@@ -53,7 +53,7 @@ class ScoreFunction {
 
   template <bool kCapped, int kBegin, int kEnd, typename T, int kValues, int kEarly>
   __device__ __forceinline__ void exponentiate(float (&s)[kValues], uint32_t (&p16)[kValues / 2],
-                                               const RowPairs<kEarly>& lse_log2) const {
+                                               const QueryValues<kEarly>& lse_log2) const {
 #pragma unroll
     for (int v = kBegin; v < kEnd; v += 2) {
       const float2 lse = lse_log2[v / 4];
@@ -84,7 +84,7 @@ using ScoreFunctionOf = ScoreFunction<Traits::kBlockMask ? BitMask<Traits>::kWor
 template <typename Traits, typename Consumer>
 __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c) {
   const AttentionBackwardParams& p = c.params.attention;
-  const int32_t head = c.it.head(), key = c.work.first_key + c.own_row();
+  const int32_t head = c.it.head(), key = c.work.first_key + c.first_own_key();
   float slope = 0.f, biases[2] = {};
   if (p.alibi_slopes != nullptr) slope = p.alibi_slopes[c.work.batch * p.alibi_batch_stride + head];
   if (!Traits::kBlockMask && p.bias.data != nullptr) {  // one number per key, the same for all queries
@@ -92,10 +92,10 @@ __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (key + 8 * half >= c.work.visibility.seqlen_k) continue;
-      const int64_t place = first + (key + 8 * half) * p.bias.col_stride;
+      const int64_t offset = first + (key + 8 * half) * p.bias.col_stride;
       biases[half] = p.bias.dtype == DType::kFloat32
-                         ? static_cast<const float*>(p.bias.data)[place]
-                         : to_float(static_cast<const typename Traits::T*>(p.bias.data)[place]);
+                         ? static_cast<const float*>(p.bias.data)[offset]
+                         : to_float(static_cast<const typename Traits::T*>(p.bias.data)[offset]);
     }
   }
   const int32_t distance = c.it.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
@@ -147,9 +147,9 @@ struct CappedScores : PlainScores<Traits> {
       Base::gradients(c, s, p16, dp, lse, delta);
     } else {
       const auto subtract = [&](int i, float row) { dp[0][i] = s[0][i] * (dp[0][i] - row); };
-      for_each_row<0, kUnderDp>(delta, subtract);
+      for_each_query<0, kUnderDp>(delta, subtract);
       function.template exponentiate<kUnderDp, Base::kValues, T>(s[0], p16[0], lse);
-      for_each_row<kUnderDp, Base::kValues>(delta, subtract);
+      for_each_query<kUnderDp, Base::kValues>(delta, subtract);
     }
   }
 

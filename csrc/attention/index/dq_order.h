@@ -24,9 +24,8 @@ FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_ascending(const BlockRange& k
 // Reverse order: key blocks of a head are handed out, and add, from the last to the first. Under a causal mask each
 // query loop starts on its diagonal, so key blocks that run at the same time start at different dq tiles. In ascending
 // order all of them would wait for key block 0.
-FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_descending(const Visibility& v, int32_t m, int32_t n,
-                                                              int32_t block_m, int32_t block_n) {
-  return key_blocks(v, m, block_m, block_n).end - 1 - n;
+FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_descending(const BlockRange& key_blocks, int32_t n) {
+  return key_blocks.end - 1 - n;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

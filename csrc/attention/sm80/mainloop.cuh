@@ -59,7 +59,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
 
     // Plain attention rereads this from shared memory, which saves a register.
     const int32_t all_iterations = work.num_iterations();
-    const auto steps = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
+    const auto num_iterations = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
 #pragma unroll 1
     for (int32_t index = 0; index < num_iterations(); ++index) {
       const int32_t place = index + first_stage(smem);

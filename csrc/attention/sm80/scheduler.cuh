@@ -121,7 +121,7 @@ struct DqSemaphore {
     const int64_t first = p.cu_seqlens_q != nullptr ? first_block(work.sequence.begin_q, work.batch, block_m)
                                                     : int64_t{work.batch} * params.query_blocks;
     counter = params.dq_semaphores + head * params.semaphores_per_head + first + query_block;
-    number = adds_before_ascending(work.visibility, query_block, work.key_block, block_m, block_n);
+    number = adds_before_ascending(key_blocks(work.visibility, query_block, block_m, block_n), work.key_block);
   }
   // Called by all threads.
   __device__ void wait() const {

@@ -194,7 +194,7 @@ def test_gradients_are_those_of_the_result_times_its_gradient(tmp_path: Path) ->
 
 
 def test_gradients_of_captured_tensors_are_added_only_where_the_caller_asks(tmp_path: Path) -> None:
-    """Several lanes may call the derivative for one score; only the first of them adds."""
+    """Several warps compute the gradient of the same score, and only one of them adds."""
     slopes = torch.ones(9)
     host = HostMods(tmp_path)
     host.add_gradient("captured", lambda s, b, h, q, k: s * slopes[h], (slopes,))

@@ -64,11 +64,15 @@ _FORWARD = ("tests/test_reference_cuts.py", REFERENCE, "-k", f"(test_forward or 
 _NORM_FILES = ("tests/test_layer_norm_from_output.py", "tests/test_dropout_add_norm.py")
 _NORMS = ("tests/test_reference_cuts.py", *_NORM_FILES, REFERENCE, "-k", "norm or cpu")
 _DECODING = (
-    *(f"tests/test_flex_decoding{name}.py" for name in ("_tiles", "_autograd", "")),
+    *(f"tests/test_flex_decoding{name}.py" for name in ("_tiles", "_autograd", "_reference", "")),
     "tests/test_reference_cuts.py",
 )
 _EMIT = tuple(f"tests/test_flex_decoding_{name}.py" for name in ("slots", "emission", "derivative"))
-_RECOGNITION = ("tests/test_flex_decoding_values.py", "tests/test_flex_decoding_built_in.py")
+_RECOGNITION = (
+    *(f"tests/test_flex_decoding_{name}.py" for name in ("values", "built_in", "meaning")),
+    "-k",
+    "not generated and not captured_integer",
+)
 _KEYS = (
     "tests/test_flex_decoding_slots.py",
     "tests/test_flex_decoding_keys.py",

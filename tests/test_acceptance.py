@@ -22,13 +22,16 @@ def _record(**changes) -> dict:
     session = {"counts": {"passed": 9}, "refusals": {}, "skips": {}, "error_over_limit": {}}
     outcomes |= changes.get("outcomes", {})
     summaries = {title: session | changes.get("session", {}) for title in outcomes}
-    of = {"kind": "cuda", "kernel_sources": machine.kernel_sources_hash()}
+    of = {"kind": "cuda", "kernel_sources": machine.kernel_sources_hash()} | changes.get("machine", {})
     return acceptance.record(of, changes.get("select", ""), outcomes, summaries, seed=7)
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
+        ({"machine": {"kernel_sources": "0" * 64}}, "its kernel sources are not those of csrc"),
+        ({"machine": {"kernel_sources": None}}, "its kernel sources are not those of csrc"),
+        ({"machine": {"kind": "cpu"}}, "it was not taken on a GPU"),
         ({"select": "sm90"}, 'only tests that match "sm90" ran'),
         ({"session": {"counts": {"skipped": 968}}}, "no test of the stage tests passed"),
         ({"session": {"counts": {"passed": 9, "failed": 1}}}, "tests: 1 failed"),
@@ -44,6 +47,34 @@ def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp
     (tmp_path / "good.json").write_text(json.dumps(_record(**changes)))
     assert check.main([str(tmp_path)]) == 1
     assert problem in capsys.readouterr().out
+
+
+def test_no_record_counts_where_the_sources_are_unknown():
+    """An installed package has no csrc, and a record that was written there no hash."""
+    assert acceptance.problems(_record(machine={"kernel_sources": None}), None) == [
+        "its kernel sources are not those of csrc"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "outcomes", "problem"),
+    [
+        ("tests", {}, "the stage tests did not run"),
+        ("sanitizer", {"sanitizer: memcheck": {"status": "passed", "seconds": 1.0}}, "racecheck did not run"),
+    ],
+)
+def test_a_release_needs_both_stages_and_all_tools(stage, outcomes, problem):
+    record = _record()
+    kept = _record(outcomes=outcomes)["stages"][stage]["steps"]
+    record["stages"][stage]["steps"] = {title: kept[title] for title in outcomes}
+    assert problem in acceptance.problems(record, machine.kernel_sources_hash())
+
+
+def test_a_record_has_the_seconds_of_each_stage():
+    outcomes = {f"tests: {name}": {"status": "passed", "seconds": n} for name, n in (("a", 10.25), ("b", 100.5))}
+    outcomes["sanitizer: memcheck"] = {"status": "passed", "seconds": 7.0}
+    stages = acceptance.record({}, "", outcomes, {}, seed=7)["stages"]
+    assert {name: stage["seconds"] for name, stage in stages.items()} == {"tests": 110.8, "sanitizer": 7.0}
 
 
 @pytest.mark.parametrize("reason", [summary.NO_CASE + "RMSNorm has no bias", "needs 2 GPUs"])

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from kit import long
 from kit.long import LongCase
-from support import GPU_TARGETS, Target, skip_where_arguments_refused, with_nan_outputs
+from support import CPU_TARGETS, GPU_TARGETS, Target, skip_where_arguments_refused, with_nan_outputs
 
 import flashbwd
 
-pytestmark = pytest.mark.gpu
-
 KERNELS = [target for target in GPU_TARGETS if "-sm" in str(target.id) and "float32" not in str(target.id)]
+REFERENCE = [target for target in CPU_TARGETS if "float16" in str(target.id)]  # bfloat16 too
 SQUARES = [
     *(LongCase(4096, head_dim) for head_dim in (32, 64, 96, 128, 192, 256, 320)),
     *(LongCase(4096, head_dim, heads=8, heads_kv=2) for head_dim in (64, 128)),
@@ -54,3 +53,10 @@ def test_sums_of_one_sign_are_not_rounded_between_tiles(case: LongCase, determin
     device, backend, dtype = target
     x = long.build(case, dtype, device)
     x.check(*gradients(x, backend, deterministic)[:3])
+
+
+@pytest.mark.parametrize("target", REFERENCE)
+def test_the_reference_keeps_every_tile_of_a_long_square(target: Target) -> None:
+    device, backend, dtype = target
+    x = long.build(LongCase(4096), dtype, device)
+    x.check(*gradients(x, backend, deterministic=False)[:3])

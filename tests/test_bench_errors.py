@@ -300,3 +300,13 @@ def test_work_of_a_block_is_three_passes_over_weights_and_seven_over_half_of_the
     weights = 32 * 32 + 2 * 32 * 16 + 32 * 32 + products * 32 * 48  # q; k and v of 2 heads of 4; output; MLP
     pairs = 2 * 8 * 8 / 2
     assert case.work == 3 * 2 * 16 * weights + 7 * 2 * pairs * 32
+
+
+@pytest.mark.parametrize("expected", [2, 4])
+def test_a_block_needs_one_expected_gradient_for_x_and_each_parameter(expected: int) -> None:
+    layer, one = torch.nn.Linear(1, 1), torch.ones(1)
+    given = SimpleNamespace(block=layer, expected=[one] * 3)
+    assert errors.block_errors(given, [one] * 3) == {"dx": 0.0, "weight": 0.0, "bias": 0.0}  # type: ignore[arg-type]
+    given.expected = [one] * expected
+    with pytest.raises(ValueError, match="zip"):
+        errors.block_errors(given, [one] * 3)  # type: ignore[arg-type]

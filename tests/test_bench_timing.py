@@ -12,7 +12,7 @@ import torch
 
 from flashbwd.bench import attention_cases, cases, contenders, machine, measure, runner
 from flashbwd.bench.measure import Settings, Timer
-from flashbwd.bench.peers import Prepared
+from flashbwd.bench.peers import Peer, Prepared
 
 GPU = torch.device("cuda")
 FIRST_MS = 1000.0  # what a call takes longer that follows another peer's
@@ -131,6 +131,15 @@ def test_settled_clocks_are_measured_only_where_power_binds():
     assert runner.sustained_peers(case, names)
     assert runner.sustained_peers(replace(case, seqlen=2048), names) == []
     assert runner.sustained_peers(replace(case, table="bias"), names) == []
+
+
+def test_each_time_of_a_peer_is_recorded_under_its_own_name(monkeypatch):
+    timing = measure.Timing([1.0], "graph", 4.0, eager_ms=[2.0], sustained_ms=[3.0])
+    monkeypatch.setattr(measure, "interleaved", lambda peers, *rest: dict.fromkeys(peers, timing))
+    idle = Peer("idle", lambda case, x: Prepared(lambda: ()))
+    case = cases.NormCase("t", 4, 8, "fp32", compiled=False)
+    found = runner.run_case(case, torch.device("cpu"), Settings(), [idle]).peers["idle"]
+    assert {name: getattr(found, name) for name in vars(timing)} == vars(timing)
 
 
 # ---- of which sources -----------------------------------------------------------------------------

@@ -95,6 +95,27 @@ def test_without_a_home_directory_kernels_are_compiled_in_memory(
     _compiles_in_memory(compiler, "home directory")
 
 
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "home/.cache/flashbwd"),
+        ({"XDG_CACHE_HOME": "xdg"}, "xdg/flashbwd"),
+        ({"XDG_CACHE_HOME": "xdg", "FLASHBWD_CACHE_DIR": "given"}, "given"),
+    ],
+    ids=["home", "xdg", "given"],
+)
+def test_the_folder_is_that_of_the_most_specific_variable(
+    variables: dict[str, str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "FLASHBWD_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    monkeypatch.setattr(nvrtc.Path, "home", lambda: tmp_path / "home")
+    assert nvrtc.cache_folder() == tmp_path / folder
+    assert (tmp_path / folder).is_dir()
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777], ids=oct)
 def test_a_folder_that_others_can_write_to_is_neither_read_nor_written(
     mode: int, compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -266,6 +266,22 @@ def test_python_block_for_two_devices_does_what_it_says(name: str, tmp_path: Pat
         ranks.run(_on_a_rank, name)
 
 
+def test_the_block_for_compiled_models_compiles_with_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the passes replace nothing, so the gradients do not show whether the block passes them."""
+    given: Names = {}
+
+    def eager(model: Any, **arguments: Any) -> Any:
+        given.update(arguments)
+        return model
+
+    monkeypatch.setattr(torch, "compile", eager)
+    names, _ = run(CODE["docs/integrations.md-1"])
+    assert {type(each) for each in given["options"].values()} == {
+        names["inductor"].NormsOfBranches,
+        names["inductor"].GradientsInOne,
+    }
+
+
 def test_no_python_code_stands_outside_of_the_blocks_that_run() -> None:
     for page in PAGES:
         text = BLOCK.sub("", page.read_text())

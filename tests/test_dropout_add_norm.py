@@ -246,6 +246,16 @@ def test_output_mask_leaves_out_and_changes_nothing_else(device: str) -> None:
                 assert torch.equal(grad, want), name
 
 
+def test_a_drawn_mask_starts_at_a_block_of_four_random_numbers() -> None:
+    """Philox makes four numbers at a time, and such an offset aligns them with the vectors of the kernels."""
+    x = torch.ones(1, 4)
+    torch.manual_seed(0)
+    drawn = [torch.ops.flashbwd.dropout_add_norm(x, x, None, None, None, 1, 0.5, EPS, False)[-1] for _ in range(20)]
+    offsets = torch.stack(drawn)[:, 1]
+    assert len(set(offsets.tolist())) == 20
+    assert not bool((offsets % 4).any())
+
+
 def _forward(inputs: Inputs, case: Case, **tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     given = {"x": inputs.x, "residual": inputs.residual, "gamma": inputs.gamma} | tensors
     options: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -88,6 +89,58 @@ def test_emitted_source_compiles_without_a_header_or_a_gpu(name: str) -> None:
 def test_a_source_that_does_not_compile_shows_the_log() -> None:
     with pytest.raises(nvrtc.CompilationError, match="expected a"):
         nvrtc.compile_source("int f( {", nvrtc.options_for((9, 0)))
+
+
+def test_a_kernel_is_built_once_per_tile_and_never_for_a_built_in_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+
+    def build(modification: kernels.Modification, source: str, tile: kernels.Tile) -> None:
+        assert source == modification.source
+        built.append(tile)
+        modification.tiles.add(tile)
+
+    monkeypatch.setattr(kernels, "_known", Recent(16))
+    monkeypatch.setattr(kernels, "_modifications", Recent(16))
+    monkeypatch.setattr(kernels, "_build", build)
+    kernels.compiled_modification(None, lambda b, h, q, k: q >= k, TILE)
+    assert built == []
+    other = dataclasses.replace(TILE, rows=32)
+    for tile in (TILE, TILE, other, other, TILE):
+        kernels.compiled_modification(lambda s, b, h, q, k: torch.sin(s), None, tile)
+    assert built == [TILE, other]
+
+
+class Driver:
+    """Stands for libcuda: its function number ``fails`` returns error 100, the others succeed."""
+
+    def __init__(self, fails: int) -> None:
+        self.fails = fails
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: Any) -> int:
+            self.called.append(name)
+            if name == "cuLibraryGetKernel":
+                arguments[0]._obj.value = 7
+            return 100 if len(self.called) == self.fails else 0
+
+        return function
+
+
+LOADS = ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute"]
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2, 3])
+def test_loading_a_kernel_ends_at_the_first_error_of_the_driver(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(fails)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    if fails == 0:
+        assert nvrtc.load_kernel(b"cubin", "name", 1024) == 7
+    else:
+        with pytest.raises(nvrtc.CompilationError, match=r"could not load the compiled kernel \(CUDA error 100\)"):
+            nvrtc.load_kernel(b"cubin", "name", 1024)
+    assert driver.called == LOADS[: fails or 3]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kit.expressions import NAMES
 from torch import Tensor
 
 from flashbwd.mods import derivative
+from flashbwd.mods.captures import CannotEmitError, Captures, Slots
 from flashbwd.mods.trace import trace
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
@@ -34,7 +36,7 @@ OPERATORS: dict[str, list[str]] = {
     "gelu": ["F.gelu({x})"],
     "add": ["({x} + {y})", "torch.add({x}, {y}, alpha=0.3)"],
     "sub": ["({x} - {y})", "torch.sub({x}, {y}, alpha=3)"],
-    "rsub": ["torch.rsub({x}, 2)", "(1.5 - {x})"],
+    "rsub": ["torch.rsub({x}, 2)", "(1.5 - {x})", "torch.rsub({x}, {y} * {y})"],
     "mul": ["({x} * {y})", "({x} * 0.3)"],
     "div": ["({x} / ({y}.abs() + 1))", "(2 / ({x} + 4))", "torch.div({x}, 0.3, rounding_mode='floor')"],
     "maximum": ["torch.maximum({x}, {y})", "torch.maximum({x}, {x} * 1)"],
@@ -53,7 +55,7 @@ OPERATORS: dict[str, list[str]] = {
     ],
     "clamp_min": ["torch.clamp_min({x}, 0.5)"],
     "clamp_max": ["torch.clamp_max({x}, 0.5)"],
-    "_to_copy": ["{x}.to(torch.float64)"],
+    "_to_copy": ["{x}.to(torch.float64)", "({x} + ({x} * 3).to(torch.int32) * 0.5)"],
 }
 WITHOUT_AN_OPERATOR = {"alias", "contiguous", "view", "expand", "squeeze", "reshape", "lift_fresh"}
 ALL = [text for texts in OPERATORS.values() for text in texts]
@@ -159,15 +161,68 @@ def test_gradients_of_captured_tensors_are_autograds(tmp_path: Path) -> None:
     slopes = torch.randn(9, generator=generator)
 
     def mod_of(table: Tensor, factor: Tensor, slopes: Tensor) -> Any:
-        return lambda s, b, h, q, k: torch.tanh(s * factor) * slopes[h] + table[q][-1 - k] + slopes[h] * (k - q) * 0.01
+        def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            hidden = (s * 2).masked_fill(q > k, factor * 3)
+            return torch.tanh(s * factor) * slopes[h] + table[q][-1 - k] + slopes[h] * (k - q) * 0.01 + hidden
+
+        return mod
 
     captured = (table, factor, slopes)
     host = HostMods(tmp_path)
     host.add_gradient("captured", mod_of(*captured), captured)
     host.compile()
-    host.run("captured", SCORES, INDICES)
+    score_gradients = host.run("captured", SCORES, INDICES)
     wide = [tensor.double().requires_grad_() for tensor in captured]
-    mod = mod_of(*wide)
-    sum(mod(s, *index) for s, index in zip(SCORES.double(), INDICES.T, strict=True)).backward()
+    mod, scores = mod_of(*wide), SCORES.double().requires_grad_()
+    sum(mod(s, *index) for s, index in zip(scores, INDICES.T, strict=True)).backward()
+    assert scores.grad is not None
+    torch.testing.assert_close(score_gradients, scores.grad.float(), rtol=1e-5, atol=1e-5)
     for tensor, double in zip(captured, wide, strict=True):
         torch.testing.assert_close(tensor.grad, double.grad.float(), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+
+
+def test_gradients_are_those_of_the_result_times_its_gradient(tmp_path: Path) -> None:
+    slopes = torch.linspace(1, 2, 9)
+    host = HostMods(tmp_path)
+    host.add_gradient("scaled", lambda s, b, h, q, k: torch.exp(s * slopes[h]) + torch.sin(s), (slopes,))
+    host.compile()
+    found = []
+    for ds in (1.0, -2.0):
+        found.append((host.run("scaled", SCORES, INDICES, ds=ds), slopes.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, -2 * one)  # type: ignore[operator]
+
+
+def test_gradients_of_captured_tensors_are_added_only_where_the_caller_asks(tmp_path: Path) -> None:
+    """Several warps compute the gradient of the same score, and only one of them adds."""
+    slopes = torch.ones(9)
+    host = HostMods(tmp_path)
+    host.add_gradient("captured", lambda s, b, h, q, k: s * slopes[h], (slopes,))
+    host.compile()
+    assert host.run("captured", SCORES, INDICES, first=False).tolist() == [1.0] * len(SCORES)
+    assert slopes.grad is not None and not slopes.grad.any()
+
+
+def test_the_derivative_of_a_double_is_a_double(tmp_path: Path) -> None:
+    """The gradient of the first product is 1e60, more than a float holds."""
+    host = HostMods(tmp_path)
+    host.add_gradient("far", lambda s, b, h, q, k: s.double() * 1e-60 * 1e60)
+    host.compile()
+    torch.testing.assert_close(host.run("far", SCORES, INDICES), torch.ones_like(SCORES))
+
+
+@pytest.mark.parametrize(
+    ("text", "operator"),
+    [
+        ("F.gelu(s, approximate='tanh')", "gelu with approximate='tanh'"),
+        ("s.clamp(min=s * 2)", "aten.clamp.Tensor"),
+        ("torch.clamp_max(s, s * 2)", "aten.clamp_max.Tensor"),
+        ("torch.fmod(s, s * 2)", "aten.fmod.Tensor"),
+        ("torch.copysign(s, k)", "aten.copysign.Tensor"),
+    ],
+)
+def test_a_derivative_without_a_rule_is_refused_by_the_name_of_its_operator(text: str, operator: str) -> None:
+    score = trace("score_mod", function_of(text), True)
+    message = f"score_mod calls {operator}, whose derivative has no CUDA implementation"
+    with pytest.raises(CannotEmitError, match=re.escape(message)):
+        derivative.emit_gradient(score, None, Slots(Captures()), [])

@@ -28,6 +28,15 @@ SINES: dict[str, Mod] = {
     "cosine_at_zeros": lambda s, b, h, q, k: torch.cos((k + 0.5) * 3.14159265) * 1e6,
 }
 
+# Modifications whose result has every bit of PyTorch's.
+EXACT: dict[str, Mod] = {
+    "cube_in_16_bits": lambda s, b, h, q, k: (s.bfloat16() ** 3).float(),
+    "integer_rounded_to_16_bits": lambda s, b, h, q, k: (s.bfloat16() * (k + 257)).float(),
+    "bool_equal_to_2": lambda s, b, h, q, k: torch.where((q > 1) == 2, s, -s),
+    "bool_less_than_2": lambda s, b, h, q, k: torch.where((q > 1) < 2, s, -s),
+    "integer_of_62_bits": lambda s, b, h, q, k: s + (k.long() + (2**62 + 1)) % 7,
+}
+
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor], Tensor]:
@@ -35,7 +44,7 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor],
     if compiler() is None:
         pytest.skip("there is no C++ compiler")
     host = HostMods(tmp_path_factory.mktemp("emission"))
-    for name, mod in (all_mods("cpu") | captures_in_steps("cpu") | SINES).items():
+    for name, mod in (all_mods("cpu") | captures_in_steps("cpu") | SINES | EXACT).items():
         host.add(f"mod_{name}", mod)
     host.compile()
     indices = torch.cartesian_prod(*(torch.arange(n) for n in SHAPE)).T
@@ -57,6 +66,13 @@ def test_sines_are_right_for_any_argument(name: str, on_host: Callable[[str, Ten
     scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 8 - 4
     expected = SINES[name](scores, *(index.to(torch.int32) for index in INDICES)).expand(SHAPE)
     torch.testing.assert_close(on_host(name, scores), expected, rtol=3e-7, atol=3e-7)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_roundings_and_promotions_are_pytorchs(name: str, on_host: Callable[[str, Tensor], Tensor]) -> None:
+    scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 8 - 4
+    expected = EXACT[name](scores, *(index.to(torch.int32) for index in INDICES)).expand(SHAPE)
+    assert torch.equal(on_host(name, scores), expected)
 
 
 @pytest.mark.parametrize("name", sorted(captures_in_steps("cpu")))

@@ -129,6 +129,23 @@ def test_a_row_whose_scores_are_nan_spoils_no_key_that_it_does_not_see() -> None
     torch.testing.assert_close(dv[:, :, 10:], want_dv[:, :, 10:], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dirty", ["query", "dout"])
+def test_a_row_that_the_mask_hides_from_all_keys_may_hold_nan(dirty: str) -> None:
+    q, k, v = SHAPE.tensors(torch.float64)
+    inputs = leaves(q.index_fill(2, torch.tensor(1), NAN) if dirty == "query" else q, k, v)
+    mask = kit.block_mask(lambda b, h, i, j: (i != 1) & (j < SEEN), SHAPE)
+    out, _ = decode(inputs, None, mask)
+    dout = torch.ones_like(out)
+    dq, *got = torch.autograd.grad(out, inputs, dout.index_fill(2, torch.tensor(1), NAN) if dirty == "dout" else dout)
+    others = [0, 2]
+    alone = leaves(q[:, :, others], k[:, :, :SEEN], v[:, :, :SEEN])
+    want, _ = kit.oracle(Shape(seqlen_q=2, seqlen_k=SEEN), *alone)
+    want_dq, *expected = torch.autograd.grad(want, alone, torch.ones_like(want))
+    torch.testing.assert_close(out[:, :, others], want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(dq[:, :, others], want_dq, rtol=1e-10, atol=1e-10)
+    assert_gradients(tuple(got), tuple(expected))
+
+
 def test_a_row_that_the_score_mod_hides_from_all_keys_has_gradients_of_zero() -> None:
     q, k, v = SHAPE.tensors(torch.float64)
     inputs = leaves(q, k, v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import re
 import sys
 import tarfile
@@ -75,6 +76,15 @@ def test_gpu_run_stops_a_step_whose_time_is_up(gpu_run, tmp_path):
     endless = _python(gpu_run, "endless", "import time; time.sleep(1000)")
     outcome = gpu_run.run(endless, tmp_path, 0.5)
     assert (outcome.status, outcome.detail) == (gpu_run.LEFT, "stopped after 0 s")
+
+
+def test_gpu_run_records_the_seconds_of_a_step(gpu_run, monkeypatch, tmp_path):
+    """A clock on which 30 seconds pass between two readings."""
+    clock = itertools.count(0.0, 30.0)
+    monkeypatch.setattr(gpu_run.time, "monotonic", lambda: next(clock))
+    for status in ("passed", "FAILED"):
+        outcome = gpu_run.run(_python(gpu_run, status, f"raise SystemExit({status == 'FAILED'})"), tmp_path, 60.0)
+        assert (outcome.status, outcome.seconds) == (status, 30.0)
 
 
 def test_gpu_run_resumes_what_is_left(gpu_run, monkeypatch, tmp_path):
@@ -191,6 +201,7 @@ def test_gpu_run_knows_declared_refusals_as_the_tests_write_them(steps):
 
 
 def test_gpu_run_wants_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):
+    _steps(gpu_run, monkeypatch)
     monkeypatch.setattr(gpu_run, "has_gpu", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         gpu_run.main([str(tmp_path / "out")])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from kit import decoding as kit
 from kit.decoding import Shape
@@ -12,8 +14,10 @@ from kit.decoding import Shape
 import flashbwd
 from flashbwd import reference
 from flashbwd.options import AttentionOptions
+from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
-from flashbwd.reference.blocks import Chunk, Cut, TileSize, cut_into_pieces
+from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, cut_into_pieces
+from flashbwd.reference.modifications import GatherByIndex
 from flashbwd.reference.spans import Span
 
 LENGTHS = st.integers(1, 600)
@@ -52,6 +56,23 @@ def test_chunks_hold_no_more_than_is_allowed_but_one_head_at_least(
     assert items == 1 or items * group * cut.block_q * cut.block_k <= tile.elements
     assert items == 1 or items * sk <= tile.held
     assert items <= most
+    assert group * cut.block_q <= max(tile.rows, group)
+    assert cut.block_k <= tile.keys
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(-1, 9), st.integers(-1, 9), st.data())
+def test_a_tile_is_cut_along_a_diagonal_only_where_that_hides_something(
+    sq: int, sk: int, causal: bool, left: int, right: int, data: st.DataObject
+) -> None:
+    band = Band.of(sq, sk, "bottom_right" if causal else "none", left, right)
+    rows, cols = (tuple(sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))) for n in (sq, sk))
+    assume(rows[0] < rows[1] and cols[0] < cols[1])
+    lower, upper = band.cuts(rows, cols)
+    distance = torch.arange(*cols) - torch.arange(*rows)[:, None] - (sk - sq)  # 0: the diagonal of the last query
+    right = 0 if causal else right
+    hidden_left = left >= 0 and bool((distance < -left).any())
+    hidden_right = right >= 0 and bool((distance > right).any())
+    assert (lower is not None, upper is not None) == (hidden_left, hidden_right)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +157,44 @@ def test_without_a_mask_of_outputs_every_gradient_of_a_norm_is_computed() -> Non
     assert [g is not None for g in reference.norm_backward_from_output(dz, h, rs, gamma, gamma)] == [True] * 3
     assert [g is not None for g in reference.layer_norm_backward(dz, x, mu, rs, gamma)] == [True] * 3
     assert [g is not None for g in reference.rms_norm_backward(dz, x, rs, gamma)] == [True] * 2
+
+
+def test_gamma_is_not_around_zero_by_default() -> None:
+    x, dz, gamma = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
+    _, h, mu, rs = reference.dropout_add_norm_forward(x, x, gamma)
+    found = reference.dropout_add_norm_backward(dz, h, mu, rs, gamma)[1]
+    assert found is not None
+    want = torch.autograd.grad(torch.nn.functional.layer_norm(h.requires_grad_(), (20,), gamma), h, dz)[0]
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_norm_without_dx_sums_the_rows_of_every_chunk(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_CPU_CHUNK", 2 * 20)  # 2 rows
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, dz, gamma = torch.randn(7, 20).double(), torch.randn(7, 20).double(), torch.ones(20).double()
+    mu, rs = x.new_zeros(7, 1), x.new_ones(7, 1)
+    _, dgamma, dbeta = reference.layer_norm_backward(dz, x, mu, rs, gamma, output_mask=(False, True, True))
+    torch.testing.assert_close(dgamma, (dz * x).sum(0))
+    torch.testing.assert_close(dbeta, dz.sum(0))
+
+
+@pytest.mark.parametrize(
+    "index", [(torch.tensor(1),), (torch.tensor(1), 2), (0, torch.tensor(3)), (slice(None), torch.tensor(2))], ids=str
+)
+def test_an_index_tensor_gathers_instead_of_making_a_view(index: tuple[Any, ...]) -> None:
+    table = torch.arange(20.0).view(4, 5)
+    want = table[tuple(int(entry) if isinstance(entry, torch.Tensor) else entry for entry in index)]
+    with GatherByIndex():
+        found = table[index]
+    assert torch.equal(found, want)
+    assert found.untyped_storage().data_ptr() != table.untyped_storage().data_ptr()
+
+
+def test_an_index_of_bools_still_selects() -> None:
+    table = torch.arange(4.0)
+    with GatherByIndex():
+        assert table[table > 1].tolist() == [2.0, 3.0]
 
 
 def test_keys_that_a_head_does_not_see_do_not_matter_to_it_where_the_batch_shares_them() -> None:

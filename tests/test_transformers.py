@@ -149,6 +149,16 @@ def test_a_mask_of_four_dimensions_may_be_longer_than_a_static_cache(kind: str) 
     torch.testing.assert_close(attention_of(given, q, k, v), expected)
 
 
+def test_a_static_cache_may_be_longer_than_a_padding_mask() -> None:
+    q, k, v = attention_tensors(5, 16)
+    k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan  # not written yet
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :3] = 0
+    visible = visible_to_causal(mask)[:, :, -5:]
+    expected = nn.functional.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9], visible)
+    torch.testing.assert_close(attention_of(mask, q, k, v), expected)
+
+
 def test_generation_with_a_cache_and_left_padding() -> None:
     ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.int64)
     mask[0, :3] = 0

@@ -88,6 +88,9 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
 _GRADIENTS = """
 static void* gradients[flashbwd::DecodingParams::kMaxCaptured];
 extern "C" void set_gradient(int slot, void* to) { gradients[slot] = to; }
+static float ds = 1.f;
+static bool first = true;
+extern "C" void set_arguments(float of_result, int whether_first) { ds = of_result, first = whether_first; }
 """
 
 _GRADIENT = """
@@ -97,7 +100,7 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
   memcpy(with_gradients.gradients, gradients, sizeof(gradients));
   for (int i = 0; i < n; ++i) {{
     results[i] = flashbwd::{mod}::score_gradient(
-        with_gradients, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i], 1.f, true);
+        with_gradients, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i], ds, first);
   }}
 }}
 """
@@ -207,8 +210,13 @@ class HostMods:
         self.library = ctypes.CDLL(str(self.folder / f"{name}.so"))
         assert self.library.captured_bytes() == ctypes.sizeof(CapturedTensor)
 
-    def run(self, name: str, scores: Tensor, indices: Tensor) -> Tensor:
-        """Results for (n,) scores and (4, n) indices. A derivative also sets ``grad`` of captured float32 tensors."""
+    def run(self, name: str, scores: Tensor, indices: Tensor, ds: float = 1.0, first: bool = True) -> Tensor:
+        """Results for (n,) scores and (4, n) indices. A derivative also sets ``grad`` of captured float32 tensors.
+
+        ``ds`` and ``first`` are passed to a derivative: the gradient of the result, and whether this call adds to the
+        gradients of captured tensors.
+        """
+        self.library.set_arguments(ctypes.c_float(ds), int(first))
         for slot, tensor in self.places.get(name, {}).items():
             tensor.grad = torch.zeros_like(tensor)
             self.library.set_gradient(slot, ctypes.c_void_p(tensor.grad.data_ptr()))

@@ -9,9 +9,13 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
+from flashbwd.flex import backends
+from flashbwd.flex.kernel_lists import UnsupportedError
+from flashbwd.reference.decoding import DecodingCall
 
 SHAPE = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=75, seqlen_k=101, head_dim=8, head_dim_v=5)
 BLOCKS = [64, 128, 16, (20, 48), (1, 32)]
@@ -212,6 +216,43 @@ def test_the_plan_names_the_reference_and_why_no_kernel_runs() -> None:
     assert set(plan.reasons) == {"sm90", "sm80"} and all(plan.reasons.values())
 
 
+def kit_softcap(s: Tensor, *_: Tensor) -> Tensor:
+    return 2 * torch.tanh(s / 2)
+
+
+def on_a_gpu(batch: int = 2) -> Tensor:
+    """A tensor without data."""
+    with FakeTensorMode():
+        return torch.empty(batch, 4, 75, 64, device="cuda")
+
+
+@pytest.mark.parametrize(("mod", "softcap"), [(None, 0.0), (lambda s, *_: s, 0.0), (kit_softcap, 2.0)])
+def test_a_call_on_a_gpu_without_a_block_mask_goes_to_the_kernels_of_attention(mod: Any, softcap: float) -> None:
+    q = on_a_gpu()
+    kernel = backends.choose(DecodingCall(mod, None, 0.25), q, q, q, [], True)
+    assert kernel.operator is torch.ops.flashbwd.attention_backward and kernel.lists is None
+    assert kernel.options == {"softmax_scale": 0.25, "softcap": softcap, "deterministic": True}
+
+
+@pytest.mark.parametrize(
+    ("call", "key", "captured", "reason"),
+    [
+        (DecodingCall(lambda s, b, h, i, j: s + i - j, None, 1.0), on_a_gpu(), [], "score_mod is not a softcap"),
+        (DecodingCall(None, None, 1.0, prescale=True), on_a_gpu(), [], "PRESCALE_QK rounds the query"),
+        (DecodingCall(None, None, 1.0), on_a_gpu(1), [], "key and value are broadcast over the batch"),
+        (DecodingCall(None, None, 1.0), on_a_gpu(), [torch.ones(1)], "captures a tensor that requires a gradient"),
+        (DecodingCall(None, None, 1.0), torch.empty(2, 4, 75, 64), [], "query is on the CPU"),
+    ],
+    ids=["score_mod", "prescale", "broadcast", "captured", "cpu"],
+)
+def test_the_reference_takes_a_call_that_no_kernel_computes(
+    call: DecodingCall, key: Tensor, captured: list[Tensor], reason: str
+) -> None:
+    query = on_a_gpu() if key.is_cuda else key
+    with pytest.raises(UnsupportedError, match=reason):
+        backends.choose(call, query, key, key, captured, False)
+
+
 def test_a_compiled_model_gets_the_same_gradients() -> None:
     mask = kit.block_mask(kit.mask_mods(SHAPE)["causal"], SHAPE)
     inputs = leaves(*SHAPE.tensors(torch.float64))
@@ -220,7 +261,3 @@ def test_a_compiled_model_gets_the_same_gradients() -> None:
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
     grads, expected = (torch.autograd.grad(loss(*results), inputs) for results in (got, want))
     torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
-
-
-def kit_softcap(s: Tensor, *_: Tensor) -> Tensor:
-    return 2 * torch.tanh(s / 2)

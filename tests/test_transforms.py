@@ -222,14 +222,14 @@ def test_gradients_are_not_differentiated_silently(name: str) -> None:
             torch.autograd.grad(loss(leaf), leaf)
 
 
-# ---- flex_decoding, which PyTorch's operators compute under every transform ----
+# ---- flex_decoding and flex_attention, which PyTorch's operators compute under every transform ----
 
 
-def decoding(device: str) -> tuple[Function, tuple[Tensor, ...]]:
+def flex(function: Function, device: str) -> tuple[Function, tuple[Tensor, ...]]:
     slopes = some(4)
 
     def loss(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
-        out, lse = flashbwd.flex_decoding(
+        out, lse = function(
             query, key, value, lambda s, b, h, i, j: s * 2 + slopes[h] * j, enable_gqa=True, return_lse=True
         )
         return (out**3).sum() + (lse**2).sum()
@@ -238,8 +238,9 @@ def decoding(device: str) -> tuple[Function, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_flex_decoding_is_differentiable_under_every_transform(device: str) -> None:
-    loss, values = decoding(device)
+@pytest.mark.parametrize("name", ["flex_decoding", "flex_attention"])
+def test_flex_functions_are_differentiable_under_every_transform(name: str, device: str) -> None:
+    loss, values = flex(getattr(flashbwd, name), device)
     every = (0, 1, 2, 3)
     leaves = [value.clone().requires_grad_() for value in values]
     expected = torch.autograd.grad(loss(*leaves), leaves)

@@ -26,7 +26,7 @@ EMPTY = "nothing to launch for an empty batch"
 SOFTCAP_AND_BIAS_GRADIENT = "it does not compute the gradient of attn_bias together with softcap"
 WIDE_BIAS_GRADIENT = "it does not take the gradient of attn_bias at head dimensions above 192"
 HEAD_DIMENSION = "it has no tile with these features for head dimensions"
-ALIGNMENT = "pointers and strides that are multiples of 16 bytes"
+ALIGNMENT = "that are multiples of 16 bytes"
 NUMBERS_AGAIN = "PyTorch's 32-bit dropout counter wraps around"
 
 

@@ -194,7 +194,8 @@ def test_a_compiler_that_fails_ends_the_calibration(monkeypatch):
         check_budget.calibration_seconds()
 
 
-def test_the_calibration_takes_the_compiler_some_time():
+def test_the_calibration_takes_the_compiler_some_time(monkeypatch):
+    monkeypatch.setattr(check_budget, "CALIBRATION", "#include <map>\nstd::map<int, int> table;\n")
     assert check_budget.calibration_seconds() > 0
 
 

@@ -168,7 +168,7 @@ def axis_sizes(text: str, devices: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices as a mesh with the dimensions ``AXES``, and who splits the sequences: "torch" or "flashbwd"."""
+    """The devices as a mesh with the dimensions ``AXES``. ``ring`` names the library that splits sequences."""
 
     mesh: DeviceMesh
     ring: str
@@ -299,7 +299,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--steps", type=int, default=Config.steps, help="training steps of each run (%(default)s)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    add("--ring", choices=["torch", "flashbwd"], help="who splits sequences; default: torch if it can")
+    add("--ring", choices=["torch", "flashbwd"], help="the library that splits sequences (default: torch where it can)")
     add("--out", type=Path, default=Path("out"), help="folder of the results, a JSON file and a plot (%(default)s)")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,10 +2,11 @@
 
 In each step, one query per sequence attends to all keys so far, first with flashbwd's flex_decoding, then with
 PyTorch's flex_attention on the same tokens. Both must predict the same tokens; in bf16, three out of four, because near
-ties may break differently. Otherwise the exit status is 1. The script prints the tokens per second of both.
+ties may break differently. Otherwise the exit status is 1. The script prints the tokens per second of both and plots
+the time of every step in `out/decode.png`.
 
     python examples/decode.py                      # seconds on a CPU; on a GPU bf16 and a longer prompt
-    python examples/decode.py --prompt 16384 --steps 256
+    python examples/decode.py --prompt 16384 --steps 256 --out /tmp/decode
 
 The weights are random, so the text is noise. The example shows how to combine a cache, a mask and a score modification.
 Each row of the cache holds several documents. The ALiBi slopes, the document ids and the length of the cache are
@@ -15,16 +16,19 @@ captured tensors. A step changes only their values, so nothing is compiled after
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import rms_norm
+from tqdm import tqdm
 
 import flashbwd
 
@@ -86,6 +90,8 @@ class Model(nn.Module):
         width = config.heads * config.head_dim
         kv = config.heads_kv * config.head_dim
         self.embedding = nn.Embedding(config.vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)  # small, so that attention decides the next token
+        self.head = nn.Linear(width, config.vocabulary, bias=False)
         self.qkv = nn.ModuleList(nn.Linear(width, width + 2 * kv, bias=False) for _ in range(config.layers))
         self.out = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.layers))
 
@@ -103,7 +109,7 @@ class Model(nn.Module):
             cache.values[layer].index_copy_(2, position, v)
             attended = attend(q, cache.keys[layer], cache.values[layer], alibi, mask, enable_gqa=True)
             x = x + self.out[layer](attended.reshape(c.batch, -1))
-        return (rms_norm(x, x.shape[-1:]) @ self.embedding.weight.T).argmax(-1)
+        return self.head(rms_norm(x, x.shape[-1:])).argmax(-1)
 
 
 def filled_cache(config: Config, prompt: int, steps: int, device: torch.device, dtype: torch.dtype) -> Cache:
@@ -122,37 +128,64 @@ def filled_cache(config: Config, prompt: int, steps: int, device: torch.device, 
 
 
 def generate(
-    model: Model, cache: Cache, steps: int, attend: Callable[..., Any], fed: Tensor | None = None
-) -> tuple[Tensor, float]:
-    """Return tokens (B, steps) and tokens per second without the first step, which compiles.
+    model: Model, cache: Cache, steps: int, attend: Callable[..., Any], name: str, fed: Tensor | None = None
+) -> tuple[Tensor, list[float]]:
+    """Return tokens (B, steps) and the milliseconds of every step except the first, which compiles.
 
     If ``fed`` (B, steps) is given, its tokens are the inputs instead of the predicted ones. A tie that breaks
     differently then changes only one token.
     """
-    tokens = torch.arange(model.config.batch, device=cache.length.device)
+    device = cache.length.device
+    tokens = torch.arange(model.config.batch, device=device)
     found: list[Tensor] = []
-    start = 0.0
-    for step in range(steps):
-        if step == 1:
-            _synchronize(cache.length.device)
-            start = time.perf_counter()
+    times: list[Any] = []
+    for step in tqdm(range(steps), desc=name, unit="token"):
         if step > 0:
             tokens = found[-1] if fed is None else fed[:, step - 1]
         found.append(model.step(tokens, cache, attend))
-    _synchronize(cache.length.device)
-    return torch.stack(found, 1), model.config.batch * (steps - 1) / (time.perf_counter() - start)
-
-
-def _synchronize(device: torch.device) -> None:
+        times.append(now(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return torch.stack(found, 1), [milliseconds(*pair) for pair in itertools.pairwise(times)]
+
+
+def now(device: torch.device) -> Any:
+    """A point in time: on a GPU an event, so that the CPU need not wait for every step."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(first: Any, last: Any) -> float:
+    return float((last - first) * 1e3 if isinstance(first, float) else first.elapsed_time(last))
+
+
+def plot(path: Path, prompt: int, times: dict[str, list[float]]) -> None:
+    """Draw the time of each step over the number of tokens in the cache."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for (name, values), color in zip(times.items(), ("C3", "0.6"), strict=True):
+        axes.plot(range(prompt + 2, prompt + 2 + len(values)), values, color=color, label=name)
+    axes.set_xlabel("tokens in the cache")
+    axes.set_ylabel("milliseconds per step")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Generate tokens on a growing cache with flex_decoding.")
     parser.add_argument("--prompt", type=int, help="tokens in the cache before the first step")
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=32, help="tokens to generate (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of decode.png (%(default)s)")
     options = parser.parse_args(argv)
     if options.steps < 2:
         parser.error("--steps: at least 2, the first of which is not timed")
@@ -167,15 +200,22 @@ def main(argv: list[str] | None = None) -> int:
     peer = torch.compile(flex_attention) if on_gpu else flex_attention
     runs: dict[str, Callable[..., Any]] = {"flashbwd": flashbwd.flex_decoding, "PyTorch flex_attention": peer}
     tokens: dict[str, Tensor] = {}
+    times: dict[str, list[float]] = {}
+    print(f"{prompt} tokens in the cache, {options.steps} steps for {config.batch} sequences, {dtype}, {device}")
     with torch.no_grad():
         for name, attend in runs.items():
             cache = filled_cache(config, prompt, options.steps, device, dtype)
-            tokens[name], rate = generate(model, cache, options.steps, attend, tokens.get("flashbwd"))
-            print(f"{name:24} {rate:9.1f} tokens/s  ({prompt} tokens before, {options.steps} steps, {dtype}, {device})")
+            tokens[name], times[name] = generate(model, cache, options.steps, attend, name, fed=tokens.get("flashbwd"))
+    for name, values in times.items():
+        print(f"{name:24} {config.batch * len(values) / sum(values) * 1e3:9.1f} tokens/s")
+    options.out.mkdir(parents=True, exist_ok=True)
+    plot(options.out / "decode.png", prompt, times)
+    print(f"wrote {options.out / 'decode.png'}")
     ours, theirs = tokens.values()
     same = float((ours == theirs).float().mean())
-    print(f"tokens that agree: {same:.1%}")
-    return 0 if same >= (0.75 if on_gpu else 1.0) else 1  # in bf16 a near tie may break differently
+    agree = same >= (0.75 if on_gpu else 1.0)  # in bf16 a near tie may break differently
+    print(f"tokens that agree: {same:.1%}" if agree else f"FAILED: only {same:.1%} of the tokens agree")
+    return 0 if agree else 1
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, fl
 
 def table(ablation: dict[int, dict[str, dict[str, float | None]]]) -> str:
     """A Markdown table of the timed steps; the speed is PyTorch's time over that of the variant."""
-    lines = ["| sequence length | gradients | ms a step | speed over torch | MiB of a step |", "|" + " --- |" * 5]
+    lines = ["| sequence length | gradients | ms per step | speed over torch | peak MiB |", "|" + " --- |" * 5]
     for length, variants in ablation.items():
         stock = variants["torch"]["step_ms"] or 0.0
         for name, figures in variants.items():
@@ -177,7 +177,7 @@ def plot(path: Path, curves: dict[str, list[float]], ablation: dict[int, dict[st
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    labels = {"step_ms": "ms a step", "peak_mib": "MiB of a step"}
+    labels = {"step_ms": "ms per step", "peak_mib": "peak memory of a step, MiB"}
     known = [key for key in labels if all(of[name][key] is not None for of in ablation.values() for name in of)]
     figure, (left, *others) = plt.subplots(1, 1 + len(known), figsize=(5 + 5 * len(known), 4), layout="constrained")
     for number, (name, losses) in enumerate(curves.items()):

@@ -9,8 +9,8 @@
 With GPUs, each process uses one GPU, communicates over NCCL and trains in bf16. Without GPUs, the processes communicate
 over gloo and train in fp32 on the CPU. Sequences are split by PyTorch's ``context_parallel`` or, with ``--ring
 flashbwd``, by flashbwd's ``context_parallel_attention``. PyTorch's needs GPUs and does not combine with tensor
-parallelism. All other distributed code is PyTorch's: ``fully_shard`` and ``parallelize_module``. The exit status is 1
-if the run disagrees with that on one device.
+parallelism. All other distributed code is PyTorch's: ``fully_shard`` and ``parallelize_module``. Both loss curves are
+plotted in the folder ``out``. The exit status is 1 if the run disagrees with that on one device.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def axis_sizes(text: str, devices: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices as a mesh with the dimensions ``AXES``, and who splits the sequences: "torch" or "flashbwd"."""
+    """The devices as a mesh with the dimensions ``AXES``. ``ring`` names the library that splits sequences."""
 
     mesh: DeviceMesh
     ring: str
@@ -299,8 +299,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--steps", type=int, default=Config.steps, help="training steps of each run (%(default)s)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    add("--ring", choices=["torch", "flashbwd"], help="who splits sequences; default: torch if it can")
-    add("--out", type=Path, default=Path("out"), help="folder of the results, a JSON file (%(default)s)")
+    add("--ring", choices=["torch", "flashbwd"], help="the library that splits sequences (default: torch where it can)")
+    add("--out", type=Path, default=Path("out"), help="folder of the results, a JSON file and a plot (%(default)s)")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -382,6 +382,7 @@ def compare(
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"train_distributed_{options.parallel.replace(',', '_')}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
+    plot(path.with_suffix(".png"), one_losses, losses)
     split = ", ".join(f"{axis} {size}" for axis, size in used.items()) or "nothing split"
     ring = f", sequences by {options.ring}" if "context" in used else ""
     print(f"{split}{ring} ({device.type}, {dtype}): loss {losses[0]:.3f} -> {losses[-1]:.3f} in {seconds:.1f} s")
@@ -389,8 +390,27 @@ def compare(
     print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
     for name, stats in overridden.items():
         print(f"{name}: {stats['hits']} calls by flashbwd's kernels, by PyTorch's {stats['fallbacks'] or 'none'}")
+    print(f"wrote {path} and {path.with_suffix('.png').name}")
     print("the two runs agree" if agree else "FAILED: the two runs do not agree")
     return agree
+
+
+def plot(path: Path, one: list[float], several: list[float]) -> None:
+    """Draw both loss curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps = range(1, len(one) + 1)
+    axes.plot(steps, one, color="0.6", linewidth=3, label="one device")
+    axes.plot(steps, several, color="C3", linewidth=1, label=f"{dist.get_world_size()} devices")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,52 @@
 #!/usr/bin/env bash
-# Usage: test_install.sh PYTHON [PIP_ARGUMENTS...]
-# Runs the README's "pip install ." on a copy of the sources in a fresh environment of PYTHON, and checks the result
-# outside of the source tree. If PYTHON belongs to a virtual environment, the fresh one sees its packages, so torch and
-# the compilers are not installed twice.
+# Usage: test_install.sh PYTHON TORCH DISTRIBUTION...
+# Makes a fresh environment of PYTHON, installs each DISTRIBUTION (an sdist or a wheel) there, one after the other, and
+# checks it outside of the source tree. TORCH is a requirement such as torch==2.10.0, which is installed first, or
+# "shared": the environment then sees the packages of the virtual environment that PYTHON belongs to, so that torch and
+# the build requirements need not be installed twice.
+# Fails if pip's log has an error message of a compiler, or if the build of an sdist has kernels on a machine without a
+# GPU and without FLASHBWD_CUDA or FLASHBWD_CUDA_ARCHS.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-python=$1
-shift
+python=$1 torch=$2
+shift 2
+distributions=()
+for file; do distributions+=("$(realpath "$file")"); done
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
-mkdir "$place/sources"
-(cd "$root" && git ls-files -z | tar -c --null -T -) | tar -x -C "$place/sources"
 "$python" -m venv "$place/environment"
-parents=$("$python" -c 'import sys; print(*[p for p in sys.path if sys.prefix != sys.base_prefix and p.endswith("-packages")], sep="\n")')
-if [ -n "$parents" ]; then
-    "$place"/environment/bin/python -m pip uninstall --quiet --yes setuptools 2>/dev/null # an old version from venv
+installed=$place/environment/bin/python
+isolation=()
+if [ "$torch" = shared ]; then
+    parents=$("$python" -c 'import sys; print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")')
+    "$installed" -m pip uninstall --quiet --yes setuptools 2>/dev/null # an old version from venv
     echo "$parents" >"$(echo "$place"/environment/lib/python3*/site-packages)/packages_of_parent.pth"
+    isolation=(--no-build-isolation)
+else
+    "$installed" -m pip install --quiet "$torch"
 fi
-cd "$place/sources"
-"$place/environment/bin/python" -m pip install --quiet "$@" .
+
 cd "$place"
-environment/bin/python "$root/scripts/smoke.py"
+for file in "${distributions[@]}"; do
+    echo "pip install $(basename "$file")"
+    # --no-deps: pip check looks at the requirements afterwards, and nothing replaces the torch under test.
+    if ! "$installed" -m pip install -v --no-deps --force-reinstall "${isolation[@]}" "$file" >pip.log 2>&1; then
+        cat pip.log
+        exit 1
+    fi
+    if grep -nE '\b([Ee]rror|fatal)\b' pip.log; then
+        echo "pip's log has the error messages above, though it installed $(basename "$file")"
+        exit 1
+    fi
+    "$installed" -m pip check
+    "$installed" "$root/scripts/smoke.py"
+    if [[ $file == *.tar.gz ]]; then
+        kernels=$(cd "$root" && "$installed" -c 'from build_tools.toolchain import cuda_wanted; print(cuda_wanted())')
+        library=$(echo "$place"/environment/lib/python3*/site-packages/flashbwd/_C_cuda.so)
+        if [ "$kernels" = False ] && [ -e "$library" ]; then
+            echo "the build has kernels, which this machine cannot run"
+            exit 1
+        fi
+    fi
+done

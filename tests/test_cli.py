@@ -12,7 +12,7 @@ import torch
 
 import flashbwd
 from flashbwd import __main__ as cli
-from flashbwd.bench import machine, measure, results, runner, suites
+from flashbwd.bench import errors, machine, measure, results, runner, suites
 from flashbwd.bench.cases import AttentionCase, NormCase
 from flashbwd.bench.measure import Settings
 
@@ -82,6 +82,27 @@ def test_check_describes_plans_and_passes(capsys):
     assert "_C loaded" in shown
     assert "sm90: " in shown  # why not
     assert shown.count("right") == len(SHAPES) + 1  # of each shape, and in the verdict
+
+
+@pytest.mark.usefixtures("_few_cpu_shapes")
+def test_check_on_a_cpu_makes_inputs_once_and_compares_only_this_library_with_float64(monkeypatch):
+    monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 64)  # as for the cache of a server
+    counts = {"make_inputs": 0, "attention_errors": 0, "norm_errors": 0}
+
+    def count(module, name):
+        right = getattr(module, name)
+
+        def counted(*args):
+            counts[name] += 1
+            return right(*args)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(runner, "make_inputs")
+    count(errors, "attention_errors")
+    count(errors, "norm_errors")
+    assert cli.main([]) == 0
+    assert counts == {"make_inputs": len(SHAPES), "attention_errors": 1, "norm_errors": 1}
 
 
 @pytest.mark.usefixtures("_few_cpu_shapes")

@@ -194,7 +194,8 @@ def test_a_compiler_that_fails_ends_the_calibration(monkeypatch):
         check_budget.calibration_seconds()
 
 
-def test_the_calibration_takes_the_compiler_some_time():
+def test_the_calibration_takes_the_compiler_some_time(monkeypatch):
+    monkeypatch.setattr(check_budget, "CALIBRATION", "#include <map>\nstd::map<int, int> table;\n")
     assert check_budget.calibration_seconds() > 0
 
 
@@ -270,8 +271,8 @@ def test_ci_does_the_readmes_commands_before_it_installs_anything():
         "scripts/check_budget.py",
         "scripts/audit.py flashbwd",
         "scripts/figures.py --check",
-        'scripts/test_install.sh "$PWD/$python"',
-        'scripts/test_install.sh "$oldest"',
+        'scripts/test_install.sh "$PWD/$python" shared dist/flashbwd-*.tar.gz',
+        'scripts/test_install.sh "${oldest:-python3}" torch==2.10.0',
     ],
 )
 def test_ci_has_every_gate(gate):

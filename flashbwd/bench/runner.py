@@ -47,12 +47,13 @@ def run_case(
     peers: Sequence[Peer],
     ceilings: dict[str, float] | None = None,
     tick: Callable[[], None] = lambda: None,
+    sets: int | None = None,
 ) -> CaseResult:
-    """Prepare, check and time each of ``peers`` on one case."""
+    """Prepare, check and time each of ``peers`` on one case; by default with as many input sets as exceed the cache."""
     if isinstance(case, BlockCase):
         slot_ms = max(settings.slot_ms, BLOCK_SLOT_MS)  # long enough for the clock to settle
         settings = dataclasses.replace(settings, slot_ms=slot_ms, pause_ms=0.0, sustained_ms=0.0)
-    sets = measure.input_sets(case.input_bytes, device)
+    sets = sets or measure.input_sets(case.input_bytes, device)
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
     results: dict[str, PeerResult] = {}
     found = CaseResult(

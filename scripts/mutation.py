@@ -206,7 +206,10 @@ def mutant_of(group: str, module: str, source: str, place: Place, operator: str,
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    changed = mutate_code(source, get_operator(f"core/{operator}")(), occurrence)
+    try:
+        changed = mutate_code(source, get_operator(f"core/{operator}")(), occurrence)
+    except AttributeError:  # ExceptionReplacer fails on a tuple with a dotted name
+        return None
     if changed is None or meaning(changed) in (None, meaning(source)):
         return None
     return Mutant(group, module, place[0], operator, changed, *changed_lines(source, changed))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, results
-from flashbwd.bench.cases import AttentionCase, BlockCase, DecodingCase, NormCase
+from flashbwd.bench.cases import AttentionCase, Bar, BlockCase, DecodingCase, NormCase
 
 CPU = torch.device("cpu")
 ATTENTION = AttentionCase("t", 2, 24, 4, 2, 16, 8)
@@ -310,3 +310,57 @@ def test_a_block_needs_one_expected_gradient_for_x_and_each_parameter(expected: 
     given.expected = [one] * expected
     with pytest.raises(ValueError, match="zip"):
         errors.block_errors(given, [one] * 3)  # type: ignore[arg-type]
+
+
+def test_an_rms_norm_may_have_no_gradient_of_beta() -> None:
+    case = NormCase("t", 8, 16, "fp32", rms=True, compiled=False)
+    x = norm_peers.make_inputs(case, CPU, 0)
+    dx, dgamma, *_ = oracle.norm_gradients(
+        x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=True, rows=torch.arange(case.rows)
+    )
+    found = errors.norm_errors(case, x, (dx, dgamma, None))
+    assert found.keys() == {"dx", "dgamma"} and max(found.values()) < 1e-6
+
+
+def test_the_middle_sequence_of_a_batch_is_checked() -> None:
+    case = replace(ATTENTION, batch=7, heads=4, heads_kv=4)
+    assert errors._attention_slices(case) == [(0, 0), (3, 2), (6, 3)]
+
+
+# ---- verdicts and comparisons -----------------------------------------------------------------------
+
+
+def peer(*times_ms: float, status: str = results.OK) -> results.PeerResult:
+    return results.PeerResult(status, times_ms=list(times_ms), work=6e9, method="clock")
+
+
+def report_of(**peers: results.PeerResult) -> results.Report:
+    named = {name.replace("_", " "): result for name, result in peers.items()}
+    case = results.CaseResult("name", "main", "TFLOP/s", 0.02, {}, named, [], {})
+    return results.Report("attention", "2026-01-01T00:00:00+00:00", {}, {}, [case], True)
+
+
+def test_a_bar_is_reached_by_exactly_its_ratio() -> None:
+    (case,) = report_of(flashbwd_sm90=peer(2.0), torch_cuDNN=peer(3.0)).results
+    assert case.verdict(Bar("flashbwd sm90", "torch cuDNN", 1.5)).passed is True
+
+
+def test_only_wrong_and_failed_peers_of_this_library_are_wrong() -> None:
+    kinds = {"right": results.OK, "off": results.WRONG, "raised": results.FAILED, "refused": results.UNSUPPORTED}
+    ours = {f"flashbwd_{name}": peer(1.0, status=status) for name, status in kinds.items()}
+    found = report_of(**ours, torch_flash=peer(1.0, status=results.WRONG)).wrong()
+    assert [line.split(":")[0] for line in found] == ["name, flashbwd off", "name, flashbwd raised"]
+
+
+def test_a_peer_that_was_not_timed_hides_no_other_in_a_comparison() -> None:
+    old = report_of(a=peer(1.0), b=peer(1.0))
+    new = report_of(a=peer(status=results.FAILED), b=peer(1.0))
+    assert [change.peer for change in results.compare(old, new)] == ["b"]
+
+
+@pytest.mark.parametrize(("slower", "significant"), [(1.15, False), (1.5, True)])
+def test_a_change_counts_if_it_exceeds_the_spreads_of_both_runs_together(slower: float, significant: bool) -> None:
+    old = report_of(flashbwd=peer(0.95, 1.0, 1.05))
+    new = report_of(flashbwd=peer(*(slower * time for time in (0.95, 1.0, 1.05))))
+    (change,) = results.compare(old, new)
+    assert change.significant == significant

@@ -89,6 +89,13 @@ def test_a_lost_tile_of_a_gradient_is_seen(gradient: str, block: int) -> None:
     assert {name for name, ratio in ratios.items() if ratio > 1.0} == {gradient}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_outputs_are_full_of_nan_before_a_call(packed: bool) -> None:
+    (call,) = calls(lambda c: c.packed == packed, 1)
+    arguments = fuzz_calls.build(call, CPU).arguments
+    assert all(bool(arguments[name].isnan().all()) for name in ("dq", "dk", "dv"))
+
+
 def test_nan_is_a_failure() -> None:
     problem = fuzz_calls.build(plain(64), CPU)
     grads = gradients_of(problem)

@@ -128,3 +128,16 @@ def test_a_failing_test_kills_a_mutant_and_the_tree_is_left_as_it_was(tmp_path: 
     outcomes.append(mutation.outcome_of(endless, tree, ["tests/test_code.py"], 3.0))
     assert outcomes == ["killed", "survived", "timeout"]
     assert (tree / "subject.py").read_text() == original
+
+
+def test_an_exception_with_a_dotted_name_is_left_out() -> None:
+    pytest.importorskip("cosmic_ray")
+    source = "try:\n    f()\nexcept (KeyError, json.JSONDecodeError):\n    pass\n"
+    found = [
+        mutation.mutant_of("group", "a.py", source, place, *option)
+        for place, options in mutation.places_of(source).items()
+        for option in options
+        if option[0] == "ExceptionReplacer"
+    ]
+    assert found
+    assert all(mutant is None or "CosmicRay" in mutant.source for mutant in found)

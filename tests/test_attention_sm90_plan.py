@@ -79,7 +79,7 @@ def test_refuses_other_types_than_16_bit_ones(host: ModuleType, dtype: str) -> N
         ({"cc_major": 8}, "it needs compute capability 9.0, the device has 8.0"),
         ({"cc_major": 10}, "it needs compute capability 9.0, the device has 10.0"),
         ({"cc_major": 12, "cc_minor": 1}, "the device has 12.1"),
-        ({"smem_per_block": 99 * 1024}, "the device gives 101376"),
+        ({"smem_per_block": 99 * 1024}, "the device has 101376"),
         ({"usable": False, "why_not": "the driver is old"}, "the driver is old"),
         ({"has_attention_sm90": False}, "this build holds no sm90 attention kernels"),
     ],

@@ -16,8 +16,9 @@ from flashbwd.bench import machine
 
 STAGES = ("tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Skips that hide nothing: parameters that describe no case (tests/kit/summary.py), and tests of several GPUs.
-HARMLESS_SKIP = re.compile(r"no such case: |needs \d+ GPUs")
+# Skips that hide nothing: parameters that describe no case (tests/kit/summary.py), tests of several GPUs, and code of a
+# docs page that calls FlashAttention's own package.
+HARMLESS_SKIP = re.compile(r"no such case: |needs \d+ GPUs|needs the package flash_attn")
 
 Json = dict[str, Any]
 

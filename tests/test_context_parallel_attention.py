@@ -30,7 +30,7 @@ PACKED: dict[str, tuple[tuple[int, ...], tuple[int, int], bool, int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8])
+@pytest.fixture(scope="module", params=[2, 5])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as processes:
         yield processes

@@ -309,7 +309,7 @@ def times(suite: str) -> str:
 
 
 def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> str:
-    """One line per case: the rate of each peer, and the ratio over the first of ``others`` that ran it."""
+    """One line per case: the rate of each peer, and the ratio over the first of ``others`` with correct gradients."""
     rows = []
     for result in measured(suite):
         mine = result.peers.get(ours)
@@ -317,9 +317,9 @@ def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> st
             continue
         timed = [name for name in others if name in result.peers and result.peers[name].timed]
         rates = [f"{result.rate(name):.4g}" if name in timed else "-" for name in others]
-        ratio = str(result.ratio(ours, timed[0])) if timed else "-"
-        over = timed[0] if timed else "-"
-        rows.append([result.name, *rates, f"{result.rate(ours):.4g}", over, ratio])
+        ratios = ((name, result.ratio(ours, name)) for name in timed)
+        over = next(([name, str(ratio)] for name, ratio in ratios if ratio), ["-", "-"])
+        rows.append([result.name, *rates, f"{result.rate(ours):.4g}", *over])
     unit = next(result.unit for result in measured(suite) if matches(result, where))
     return table([f"case, {unit} of", *others, ours, "over", "median ratio (range)"], rows)
 

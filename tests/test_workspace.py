@@ -237,20 +237,20 @@ def test_a_request_of_negative_size_raises(field: str, value: int) -> None:
 
 
 def padded_rows(lengths: list[int], heads: int, packed: bool) -> tuple[list[range], int]:
-    """The row statistics of each (sequence, head), padded to whole tiles of 128 rows, and the rows of one array."""
+    """The rows of lse and delta of each (sequence, head), padded to whole tiles of 128 rows, and the rows of one array."""
     longest, total = max(lengths, default=0), sum(lengths)
-    statistics = host.RowStatistics(packed, len(lengths), heads, longest, total)
+    layout = host.LseDelta(packed, len(lengths), heads, longest, total)
     blocks = []
     for b, length in enumerate(lengths):
         begin = sum(lengths[:b]) if packed else 0
         for head in range(heads):
-            first = statistics.index(b, head, begin)
+            first = layout.index(b, head, begin)
             blocks.append(range(first, first + -(-length // 128) * 128))
-    return blocks, statistics.delta_offset
+    return blocks, layout.delta_offset
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_row_statistics_are_padded_rows_that_neither_overlap_nor_leave_their_array(packed: bool) -> None:
+def test_lse_and_delta_are_padded_rows_that_neither_overlap_nor_leave_their_array(packed: bool) -> None:
     rng = random.Random(8)
     calls = [([1], 1), ([1] * 7, 1), ([1], 5), ([128, 1, 129, 0, 1], 3)]
     calls += [([rng.choice(LENGTHS) for _ in range(rng.randrange(1, 9))], rng.randrange(1, 5)) for _ in range(100)]

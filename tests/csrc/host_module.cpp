@@ -17,7 +17,7 @@
 #include "../../csrc/attention/index/tile_visibility.h"
 #include "../../csrc/attention/params.h"
 #include "../../csrc/attention/plan.h"
-#include "../../csrc/attention/pre_post/row_statistics.h"
+#include "../../csrc/attention/pre_post/lse_delta.h"
 #include "../../csrc/attention/problem.h"
 #include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/sm90/schedule.h"
@@ -238,12 +238,12 @@ void bind_workspace(py::module_& m) {
       .def_readonly("lengths_bytes", &WorkspaceLayout::lengths_bytes)
       .def_readonly("bytes", &WorkspaceLayout::bytes);
   m.def("plan_workspace", &plan_workspace);
-  py::class_<RowStatistics>(m, "RowStatistics")
+  py::class_<LseDelta>(m, "LseDelta")
       .def(py::init([](bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t total_q) {
-        return RowStatistics::make(nullptr, varlen, batch, heads, seqlen_q, total_q);
+        return LseDelta::make(nullptr, varlen, batch, heads, seqlen_q, total_q);
       }))
-      .def_property_readonly("delta_offset", [](const RowStatistics& s) { return s.delta - s.lse_log2; })
-      .def("index", &RowStatistics::index);
+      .def_property_readonly("delta_offset", [](const LseDelta& s) { return s.delta - s.lse_log2; })
+      .def("index", &LseDelta::index);
   m.def("dq_row_offset", &dq_row_offset);
   m.def("dq_block_offset", &dq_block_offset);
   m.def("parted_offset", &parted_offset);

@@ -12,10 +12,10 @@
 #include "../pre_post/bounded_lengths.h"
 #include "../pre_post/launch.h"
 #include "../pre_post/sink_gradient.h"
+#include "combine_splits.cuh"
 #include "config.h"
 #include "launch.h"
 #include "layout.h"
-#include "sum_parts.cuh"
 
 namespace flashbwd::sm80 {
 namespace {
@@ -58,17 +58,17 @@ int32_t shared_bytes_of_device() {
 }
 
 // Whether 16-bit rows can be accessed 16 bytes at a time. A broadcast dimension has stride 0.
-bool in_pieces(void* data, DType dtype, DType wanted, int64_t batch_stride, int64_t head_stride, int64_t row_stride,
-               int64_t col_stride) {
+bool has_vector_rows(void* data, DType dtype, DType wanted, int64_t batch_stride, int64_t head_stride,
+                     int64_t row_stride, int64_t col_stride) {
   return data != nullptr && dtype == wanted && is_16bit(dtype) && col_stride == 1 &&
          reinterpret_cast<uintptr_t>(data) % 16 == 0 && batch_stride % 8 == 0 && head_stride % 8 == 0 &&
          row_stride % 8 == 0;
 }
 
-GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, void* parts) {
+GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, void* partial_sums) {
   return {view,
-          static_cast<float*>(parts),
-          part_row_stride(columns),
+          static_cast<float*>(partial_sums),
+          partial_row_stride(columns),
           dtype,
           columns,
           aligned(view, size_of(dtype), 2 * size_of(dtype)),
@@ -76,16 +76,16 @@ GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t colum
 }
 
 // Sums dk and dv of split work tiles over their CTAs.
-const char* launch_sum_parts(const KernelParams& params, const SplitTiles& shared, const Tile& tile, void* stream) {
+const char* launch_combine_splits(const KernelParams& params, const SplitTiles& split, const Tile& tile, void* stream) {
   const auto vectors = [](const GradientTarget& target) {
     return aligned(target.view, size_of(target.dtype), 4 * size_of(target.dtype));
   };
-  const SumPartsArguments arguments = {params, tile.block_n, vectors(params.dk), vectors(params.dv)};
+  const CombineSplitsArguments arguments = {params, tile.block_n, vectors(params.dk), vectors(params.dv)};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(shared.count), static_cast<unsigned>(tile.block_n / kSumPartsRows), 2);
-  config.blockDim = dim3(kSumPartsThreads);
+  config.gridDim = dim3(static_cast<unsigned>(split.count), static_cast<unsigned>(tile.block_n / kCombineRows), 2);
+  config.blockDim = dim3(kCombineThreads);
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = launch_kernel(config, sum_parts_kernel, arguments);
+  const cudaError_t error = launch_kernel(config, combine_splits_kernel, arguments);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
@@ -96,7 +96,7 @@ int64_t heads_per_swizzle(const AttentionBackwardParams& p, const KernelParams& 
   const int64_t all = int64_t{p.batch} * p.heads_kv;
   const int64_t in_l2 =
       heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, size_of(p.dtype), p.heads / p.heads_kv);
-  const int64_t two_waves = 2 * params.workers / std::max(params.key_blocks, 1);
+  const int64_t two_waves = 2 * params.num_ctas / std::max(params.key_blocks, 1);
   if (two_waves <= in_l2 || two_waves >= all) return std::min(std::max(in_l2, two_waves), all);
   // Prefer slightly smaller groups of equal size to a short last group.
   for (int64_t heads = two_waves; heads > two_waves * 3 / 4 && heads > in_l2; --heads) {
@@ -112,20 +112,20 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   const int64_t bytes = size_of(p.dtype);
   KernelParams params;
   params.attention = p;
-  params.statistics = row_statistics(p, workspace);
+  params.lse_delta = lse_delta_of(p, workspace);
   params.dq_accumulator = reinterpret_cast<float*>(base + workspace.accumulator_offset);
   params.dq_row_stride = workspace.row_stride;
   params.dq_blocks = workspace.dq_blocks;
-  params.splits = sizes.shared.splits;
-  params.unsplit_work_tiles = count_work_tiles(sizes, tile) - sizes.shared.count;
-  params.num_work_tiles = params.unsplit_work_tiles + sizes.shared.parts();
+  params.splits = sizes.split_tiles.splits;
+  params.unsplit_work_tiles = count_work_tiles(sizes, tile) - sizes.split_tiles.count;
+  params.num_work_tiles = params.unsplit_work_tiles + sizes.split_tiles.ctas();
   params.packed_work_tiles = packed_work_tiles(sizes);
   params.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
   params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
-  params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
+  params.num_ctas = static_cast<int32_t>(grid_size(sizes, tile, plan.sm_count));
   params.swizzle_heads = sizes.whole_heads ? 1 : static_cast<int32_t>(heads_per_swizzle(p, params));
-  // All work tiles take equally long, so a group needs no more heads than run at the same time.
-  if (sizes.first_stores) params.swizzle_heads = std::max(params.workers / std::max(params.key_blocks, 1), 1);
+  // All work tiles take equally long here, so a group needs only as many heads as run at the same time.
+  if (sizes.first_stores) params.swizzle_heads = std::max(params.num_ctas / std::max(params.key_blocks, 1), 1);
   // Batches that share a bias read it, and add to its gradient, while it is in L2.
   params.swizzle_batches = !params.packed_work_tiles && p.bias.data != nullptr && p.bias.batch_stride == 0;
   params.q_aligned = aligned(p.q, bytes, 16);
@@ -145,28 +145,29 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
     params.stored_words = static_cast<int32_t>(region.stored_words);
   }
   uint8_t* const partial = base + workspace.partial_offset;
-  const PartialRegion places = partial_region(sizes, tile, plan.sm_count);
+  const PartialRegion region_of_partials = partial_region(sizes, tile, plan.sm_count);
   if (sizes.whole_heads) {
-    params.dq_tiles = reinterpret_cast<float*>(partial + places.dq_tiles_offset);
+    params.dq_tiles = reinterpret_cast<float*>(partial + region_of_partials.dq_tiles_offset);
     params.dq = gradient_target(p.dq, p.dq_dtype, p.head_dim, nullptr);
   }
   params.loads_ahead =
       has_loads_ahead(tile) && tile.shared_bytes() + kAlignmentBytes + keys_bytes(tile) <= shared_bytes_of_device();
-  if (tile.large) params.gradients = reinterpret_cast<float*>(partial + places.gradients_offset);
-  params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, partial + places.parts_dk_offset);
-  params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial + places.parts_dv_offset);
+  if (tile.large) params.gradients = reinterpret_cast<float*>(partial + region_of_partials.gradients_offset);
+  params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, partial + region_of_partials.partial_dk_offset);
+  params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial + region_of_partials.partial_dv_offset);
   const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
   params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
-  const bool capped = p.softcap > 0.f;  // with softcap, its factor is stored where pieces would be, and ds includes it
+  const bool capped = p.softcap > 0.f;  // softcap keeps its factor in the ds tile, so vectors cannot go through it
   const BiasView& b = p.bias;
-  params.bias_pieces = !capped && b.row_stride != 0 &&
-                       in_pieces(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
+  params.bias_vectors =
+      !capped && b.row_stride != 0 &&
+      has_vector_rows(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
   const BiasGradient& g = params.bias_gradient;
-  params.bias_gradient_pieces =
+  params.bias_gradient_vectors =
       !capped && g.mode == BiasGradientMode::kStore &&
-      in_pieces(g.data, g.dtype, p.dtype, g.batch_stride, g.head_stride, g.row_stride, g.col_stride);
+      has_vector_rows(g.data, g.dtype, p.dtype, g.batch_stride, g.head_stride, g.row_stride, g.col_stride);
   if (sizes.ordered_bias_gradient) {
-    params.ordered_bias_sums = {reinterpret_cast<float*>(partial + places.bias_sums_offset),
+    params.ordered_bias_sums = {reinterpret_cast<float*>(partial + region_of_partials.bias_sums_offset),
                                 reinterpret_cast<int32_t*>(zeroed + region.bias_semaphores_offset),
                                 static_cast<int32_t>(bias_sharers(sizes))};
   }
@@ -178,44 +179,45 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   return params;
 }
 
-Extras extras_of(const KernelParams& params, const Tile& tile) {
+Variant variant_of(const KernelParams& params, const Tile& tile) {
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
-  if (params.dq_tiles != nullptr) return Extras::kWholeHeads;
-  if (params.stored != nullptr) return Extras::kFirstStores;
-  if (p.bias.data == nullptr) return others ? Extras::kAll : params.loads_ahead ? Extras::kLoadsAhead : Extras::kNone;
-  if (params.ordered_bias_sums.sums != nullptr) return Extras::kSharedBias;
+  if (params.dq_tiles != nullptr) return Variant::kWholeHeads;
+  if (params.stored != nullptr) return Variant::kFirstStores;
+  if (p.bias.data == nullptr)
+    return others ? Variant::kAllFeatures : params.loads_ahead ? Variant::kLoadsAhead : Variant::kPlain;
+  if (params.ordered_bias_sums.sums != nullptr) return Variant::kSharedBias;
   const BiasGradient& g = params.bias_gradient;
-  const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_pieces ||
+  const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_vectors ||
                         (g.mode == BiasGradientMode::kAdd && g.col_stride == 1);
-  if (!params.bias_pieces || !gradient || others) return Extras::kAll;
-  return g.mode == BiasGradientMode::kAdd && !bias_kernel_adds(tile) ? Extras::kSharedBias : Extras::kBias;
+  if (!params.bias_vectors || !gradient || others) return Variant::kAllFeatures;
+  return g.mode == BiasGradientMode::kAdd && !bias_kernel_adds(tile) ? Variant::kSharedBias : Variant::kBias;
 }
 
 // Finds row tile_index among the tiles with elements of T.
 template <typename T, int kTileIndex = 0>
-const char* dispatch(int tile_index, const KernelParams& params, Extras extras, void* stream) {
+const char* dispatch(int tile_index, const KernelParams& params, Variant variant, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
     return "sm80: no such tile";
   } else {
     if constexpr (kTiles[kTileIndex].element_bytes == sizeof(T) && is_built(kTiles[kTileIndex].head_dim)) {
       if (tile_index == kTileIndex) {
-        return launch<T, kTiles[kTileIndex].head_dim>(tile_index, params, extras, stream);
+        return launch<T, kTiles[kTileIndex].head_dim>(tile_index, params, variant, stream);
       }
     }
-    return dispatch<T, kTileIndex + 1>(tile_index, params, extras, stream);
+    return dispatch<T, kTileIndex + 1>(tile_index, params, variant, stream);
   }
 }
 
 const char* launch_main(const AttentionBackwardParams& p, int tile_index, const KernelParams& params, void* stream) {
-  const Extras extras = extras_of(params, kTiles[tile_index]);
+  const Variant variant = variant_of(params, kTiles[tile_index]);
   switch (p.dtype) {
     case DType::kBFloat16:
-      return dispatch<__nv_bfloat16>(tile_index, params, extras, stream);
+      return dispatch<__nv_bfloat16>(tile_index, params, variant, stream);
     case DType::kFloat16:
-      return dispatch<__half>(tile_index, params, extras, stream);
+      return dispatch<__half>(tile_index, params, variant, stream);
     default:
-      return dispatch<float>(tile_index, params, extras, stream);
+      return dispatch<float>(tile_index, params, variant, stream);
   }
 }
 
@@ -227,34 +229,34 @@ const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan,
   if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
   CallSizes sizes = sizes_of(p);
   sizes.whole_heads = !plan.workspace.has_accumulator;
-  if (!sizes.whole_heads) sizes.shared = split_tiles(sizes, tile, plan.sm_count);
+  if (!sizes.whole_heads) sizes.split_tiles = choose_split_tiles(sizes, tile, plan.sm_count);
   sizes.first_stores = plan.workspace.has_accumulator && !plan.deterministic && !plan.workspace.zero_accumulator;
   sizes.ordered_bias_gradient = ordered_bias_gradient(sizes, tile);
   KernelParams params = make_params(p, plan, sizes);
   BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  if (sizes.ordered_bias_gradient && !(params.bias_pieces && params.bias_gradient_pieces)) {
+  if (sizes.ordered_bias_gradient && !(params.bias_vectors && params.bias_gradient_vectors)) {
     // Falls back to adding in any order, to zeros, in the scratch of the ordered sums.
     sizes.ordered_bias_gradient = false;
     scratch = bias_gradient_of(sizes, tile);
     params.bias_gradient = bias_gradient(p, scratch, params.ordered_bias_sums.sums);
-    params.bias_gradient_pieces = false;
+    params.bias_gradient_vectors = false;
     params.ordered_bias_sums = {};
     const cudaError_t error = cudaMemsetAsync(params.bias_gradient.data, 0, scratch.elements * sizeof(float),
                                               static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
-  if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream)) return error;
+  if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream)) return error;
   if (params.num_work_tiles > 0) {
     if (const char* error = launch_main(p, plan.config, params, stream)) return error;
   }
-  if (sizes.shared.count > 0) {
-    if (const char* error = launch_sum_parts(params, sizes.shared, tile, stream)) return error;
+  if (sizes.split_tiles.count > 0) {
+    if (const char* error = launch_combine_splits(params, sizes.split_tiles, tile, stream)) return error;
   }
   if (!sizes.whole_heads) {
     if (const char* error = launch_dq_postprocess(p, plan.workspace, stream)) return error;
   }
   if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
-  return launch_sink_gradient(p, params.statistics, stream);
+  return launch_sink_gradient(p, params.lse_delta, stream);
 }
 
 }  // namespace flashbwd::sm80

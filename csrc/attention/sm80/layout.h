@@ -14,10 +14,10 @@ namespace flashbwd::sm80 {
 struct SplitTiles {
   int64_t count = 0;
   int32_t splits = 1;
-  int64_t parts() const { return count * splits; }
+  int64_t ctas() const { return count * splits; }
 };
 
-// What both an AttentionProblem and an AttentionBackwardParams say about a call.
+// The sizes and options of a call that decide its schedule and its scratch memory.
 struct CallSizes {
   bool packed_q = false, packed_k = false;
   int64_t batch = 0, heads = 0, heads_kv = 0;
@@ -28,14 +28,14 @@ struct CallSizes {
   CausalAlignment causal = CausalAlignment::kNone;
   bool deterministic = false;
   bool seqused = false;
-  bool extras = false;  // bias, ALiBi, softcap or dropout; only the plan sets it
+  bool has_features = false;  // bias, ALiBi, softcap or dropout; only the plan sets it
   bool bias_gradient = false;
   BiasBroadcast bias_broadcast;
   bool bias_alone = false;             // no ALiBi, softcap or dropout
   bool ordered_bias_gradient = false;  // see ordered_bias_gradient
   bool whole_heads = false;            // see whole_heads
   bool first_stores = false;           // see first_stores
-  SplitTiles shared;                   // see split_tiles
+  SplitTiles split_tiles;              // see choose_split_tiles
 };
 
 // The region of the workspace that is zeroed: the int32 counter of work tiles; int32 dq semaphores
@@ -64,8 +64,9 @@ inline int64_t bias_tiles(const CallSizes& sizes, const Tile& tile) {
 }
 
 // Whether heads that share a bias add to its gradient in a fixed order: no zeros and no second kernel are needed. Each
-// head lags a part of a step behind the one before, so sequences must be long, and all heads must see the same tiles.
-// Not for deterministic calls: if the launch finds rows that are not 16-byte pieces, it adds in any order instead.
+// head starts a fraction of an iteration after the previous one, so sequences must be long, and all heads must see the
+// same tiles.
+// False for deterministic calls: if the launch finds rows without 16-byte alignment, it adds in any order instead.
 inline bool ordered_bias_gradient(const CallSizes& sizes, const Tile& tile) {
   const BiasBroadcast& b = sizes.bias_broadcast;
   if (!sizes.bias_gradient || !has_shared_bias_kernel(tile) || !(b.batch || b.head) || b.row || b.col) return false;
@@ -126,22 +127,23 @@ inline int64_t count_work_tiles(const CallSizes& sizes, const Tile& tile) {
 // Chooses the work tiles to split. Without a mask all take equally long, and only the last wave is split. With a mask
 // they run longest first (LPT), and all are split if there are few. Packed sequences are not split (the host does not
 // know their lengths), nor are bias gradients (their layout allows one CTA per key block).
-inline SplitTiles split_tiles(const CallSizes& sizes, const Tile& tile, int64_t sm_count) {
+inline SplitTiles choose_split_tiles(const CallSizes& sizes, const Tile& tile, int64_t sm_count) {
   if (sizes.packed_k || sizes.bias_gradient || sizes.seqlen_k == 0) return {};
   const Visibility visibility =
       make_visibility(static_cast<int32_t>(sizes.seqlen_q), static_cast<int32_t>(sizes.seqlen_k), sizes.window_left,
                       sizes.window_right, sizes.causal);
-  const auto steps = [&](int64_t key_block) {
+  const auto iterations = [&](int64_t key_block) {
     return query_blocks(visibility, static_cast<int32_t>(key_block), tile.block_m, tile.block_n).size() *
            (sizes.heads / sizes.heads_kv);
   };
-  const int64_t num_work_tiles = count_work_tiles(sizes, tile), workers = at_least(sm_count, 1);
-  const int64_t count = visibility.full() ? num_work_tiles % workers : num_work_tiles;
+  const int64_t num_work_tiles = count_work_tiles(sizes, tile), num_ctas = at_least(sm_count, 1);
+  const int64_t count = visibility.full() ? num_work_tiles % num_ctas : num_work_tiles;
   if (count == 0) return {};
-  // Along the keys, the number of steps rises, stays constant and falls (parts of this may be missing).
-  const int64_t last = ceil_div(sizes.seqlen_k, tile.block_n) - 1, middle = steps(last / 2);
-  const int64_t longest = at_least(at_least(steps(0), steps(last)), middle);
-  const int32_t splits = split_count(count, middle, longest, workers);
+  // Over the key blocks, the number of iterations first rises, then stays constant, then falls. Any of the three phases
+  // may be missing.
+  const int64_t last = ceil_div(sizes.seqlen_k, tile.block_n) - 1, middle = iterations(last / 2);
+  const int64_t longest = at_least(at_least(iterations(0), iterations(last)), middle);
+  const int32_t splits = split_count(count, middle, longest, num_ctas);
   if (splits == 1) return {};
   return {count, splits};
 }
@@ -152,10 +154,10 @@ inline int64_t dq_tiles_floats(const CallSizes& sizes, const Tile& tile) {
 }
 
 // Whether the first key block of a query tile stores dq, so that dq need not be zeroed. The other key blocks check for
-// it, which costs up to 5 % of each step: it pays only for few key blocks. With a mask, all the first key blocks of a
-// head would reach a tile at the same time.
+// it, which costs up to 5 % of each iteration, so it pays only for few key blocks. With a mask, all the first key
+// blocks of a head would reach a tile at the same time.
 inline bool first_stores(const CallSizes& sizes, const Tile& tile) {
-  if (!has_first_stores(tile) || sizes.packed_q || sizes.packed_k || sizes.seqused || sizes.extras) return false;
+  if (!has_first_stores(tile) || sizes.packed_q || sizes.packed_k || sizes.seqused || sizes.has_features) return false;
   const Visibility visibility =
       make_visibility(static_cast<int32_t>(sizes.seqlen_q), static_cast<int32_t>(sizes.seqlen_k), sizes.window_left,
                       sizes.window_right, sizes.causal);
@@ -166,12 +168,12 @@ inline bool first_stores(const CallSizes& sizes, const Tile& tile) {
 // no postprocess. This pays if dq, q and dout of the active heads nearly fit in L2 and few key blocks read them, and if
 // the heads fill whole waves. Every query tile must see a key, because its last key block writes dq.
 inline bool whole_heads(const CallSizes& sizes, const Tile& tile, int64_t sm_count, int64_t l2_bytes) {
-  if (!has_whole_heads(tile) || sizes.packed_q || sizes.packed_k || sizes.seqused || sizes.extras) return false;
-  const int64_t heads = sizes.batch * sizes.heads_kv, workers = at_least(sm_count, 1);
-  if (ceil_div(heads, workers) * workers * 10 > heads * 11) return false;
+  if (!has_whole_heads(tile) || sizes.packed_q || sizes.packed_k || sizes.seqused || sizes.has_features) return false;
+  const int64_t heads = sizes.batch * sizes.heads_kv, num_ctas = at_least(sm_count, 1);
+  if (ceil_div(heads, num_ctas) * num_ctas * 10 > heads * 11) return false;
   const int64_t rows = sizes.heads / sizes.heads_kv * sizes.seqlen_q;
   const int64_t bytes = dq_tiles_floats(sizes, tile) * 4 + rows * (sizes.head_dim + sizes.head_dim_v) * 2;
-  if (workers * bytes * 2 > l2_bytes * 3) return false;
+  if (num_ctas * bytes * 2 > l2_bytes * 3) return false;
   const Visibility visibility =
       make_visibility(static_cast<int32_t>(sizes.seqlen_q), static_cast<int32_t>(sizes.seqlen_k), sizes.window_left,
                       sizes.window_right, sizes.causal);
@@ -186,21 +188,22 @@ inline bool whole_heads(const CallSizes& sizes, const Tile& tile, int64_t sm_cou
 }
 
 // The grid: one CTA per SM, because of its shared memory and registers.
-inline int64_t worker_count(const CallSizes& sizes, const Tile& tile, int64_t sm_count) {
+inline int64_t grid_size(const CallSizes& sizes, const Tile& tile, int64_t sm_count) {
   if (sizes.whole_heads) return at_most(sizes.batch * sizes.heads_kv, at_least(sm_count, 1));
-  return at_most(count_work_tiles(sizes, tile) - sizes.shared.count + sizes.shared.parts(), at_least(sm_count, 1));
+  return at_most(count_work_tiles(sizes, tile) - sizes.split_tiles.count + sizes.split_tiles.ctas(),
+                 at_least(sm_count, 1));
 }
 
-// Floats per row of dk or dv in the partial sums of a split work tile.
-inline int64_t part_row_stride(int64_t columns) { return round_up(columns, 4); }
+// Floats from row to row of dk or dv in the partial sums of a split work tile.
+inline int64_t partial_row_stride(int64_t columns) { return round_up(columns, 4); }
 
 // The partial region of the workspace: fp32 bias gradient that needs no zeros; dk and dv of large head dimensions; dq
-// of whole heads; dk and dv of split work tiles, (parts, block_n, row stride) each; ordered sums of a shared bias
-// gradient, (tiles, block_m * block_n).
+// of whole heads; dk and dv of split work tiles, (CTAs of split tiles, block_n, row stride) each; ordered sums of a
+// shared bias gradient, (tiles, block_m * block_n).
 struct PartialRegion {
   int64_t gradients_offset = 0;
   int64_t dq_tiles_offset = 0;
-  int64_t parts_dk_offset = 0, parts_dv_offset = 0;
+  int64_t partial_dk_offset = 0, partial_dv_offset = 0;
   int64_t bias_sums_offset = 0;
   int64_t bytes = 0;
 };
@@ -215,12 +218,12 @@ inline PartialRegion partial_region(const CallSizes& sizes, const Tile& tile, in
     return offset;
   };
   region.gradients_offset =
-      take(worker_count(sizes, tile, sm_count) * gradient_floats(sizes.head_dim, sizes.head_dim_v, tile));
+      take(grid_size(sizes, tile, sm_count) * gradient_floats(sizes.head_dim, sizes.head_dim_v, tile));
   region.dq_tiles_offset =
-      take(sizes.whole_heads ? worker_count(sizes, tile, sm_count) * dq_tiles_floats(sizes, tile) : 0);
-  const int64_t part_rows = sizes.shared.parts() * tile.block_n;
-  region.parts_dk_offset = take(part_rows * part_row_stride(sizes.head_dim));
-  region.parts_dv_offset = take(part_rows * part_row_stride(sizes.head_dim_v));
+      take(sizes.whole_heads ? grid_size(sizes, tile, sm_count) * dq_tiles_floats(sizes, tile) : 0);
+  const int64_t partial_rows = sizes.split_tiles.ctas() * tile.block_n;
+  region.partial_dk_offset = take(partial_rows * partial_row_stride(sizes.head_dim));
+  region.partial_dv_offset = take(partial_rows * partial_row_stride(sizes.head_dim_v));
   region.bias_sums_offset =
       take(sizes.ordered_bias_gradient ? bias_tiles(sizes, tile) * tile.block_m * tile.block_n : 0);
   return region;

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "../families.h"
-#include "../pre_post/row_statistics.h"
+#include "../pre_post/lse_delta.h"
 #include "config.h"
 #include "layout.h"
 
@@ -31,7 +31,7 @@ CallSizes sizes_of(const AttentionProblem& problem) {
   sizes.causal = problem.causal;
   sizes.deterministic = problem.deterministic;
   sizes.seqused = problem.has_seqused;
-  sizes.extras = problem.has_bias || problem.has_alibi || problem.softcap > 0 || problem.dropout_p > 0;
+  sizes.has_features = problem.has_bias || problem.has_alibi || problem.softcap > 0 || problem.dropout_p > 0;
   sizes.bias_gradient = problem.need_dbias;
   sizes.bias_alone = !problem.has_alibi && problem.softcap <= 0 && problem.dropout_p <= 0;
   sizes.bias_broadcast = {problem.bias_broadcast_batch, problem.bias_broadcast_head, problem.bias_broadcast_row,
@@ -57,7 +57,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const CallSizes sizes = sizes_of(problem);
-  const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);
+  const int64_t rows = problem.batch * problem.heads * LseDelta::padded(problem.seqlen_q);
   if (count_work_tiles(sizes, kTiles[tile_index]) > kMost || rows > kMost) {
     return "batch * heads * rows is too large for one launch";
   }
@@ -69,9 +69,9 @@ std::string schedule_of(const AttentionProblem& problem, const Tile& tile, const
       tile.large          ? "persistent CTAs, one key block at a time, dk and dv in global memory by blocks of columns"
       : sizes.whole_heads ? "one CTA per KV head, its key blocks in order"
                           : "one CTA per key block";
-  if (sizes.shared.count > 0) {
-    schedule += ", queries of the last " + std::to_string(sizes.shared.count) + " split over " +
-                std::to_string(sizes.shared.splits) + " CTAs each";
+  if (sizes.split_tiles.count > 0) {
+    schedule += ", queries of the last " + std::to_string(sizes.split_tiles.count) + " split over " +
+                std::to_string(sizes.split_tiles.splits) + " CTAs each";
   }
   if (sizes.whole_heads) {
     schedule += ", dq accumulated by that CTA";
@@ -92,10 +92,10 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->deterministic = problem.deterministic;
   CallSizes sizes = sizes_of(problem);
   sizes.whole_heads = whole_heads(sizes, tile, device.sm_count, device.l2_bytes);
-  if (!sizes.whole_heads) sizes.shared = split_tiles(sizes, tile, device.sm_count);
+  if (!sizes.whole_heads) sizes.split_tiles = choose_split_tiles(sizes, tile, device.sm_count);
   sizes.first_stores = first_stores(sizes, tile);
   sizes.ordered_bias_gradient = ordered_bias_gradient(sizes, tile);
-  plan->splits = sizes.shared.splits;
+  plan->splits = sizes.split_tiles.splits;
   plan->schedule = schedule_of(problem, tile, sizes);
   WorkspaceRequest request;
   request.accumulator = !sizes.whole_heads;
@@ -104,7 +104,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   request.semaphore_bytes = zeroed_region(sizes, tile).bytes;
   // lse * log2(e) and delta
   request.delta_rows =
-      2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q);
+      2 * LseDelta::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q);
   request.partial_bytes = partial_region(sizes, tile, device.sm_count).bytes;
   plan->workspace = plan_workspace(problem, request);
 }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../pre_post/row_statistics.h"
+#include "../pre_post/lse_delta.h"
 #include "scheduler.cuh"
 
 namespace flashbwd::sm80 {
@@ -77,8 +77,8 @@ struct ScorePosition {
 // Without bias, ALiBi, softcap and dropout.
 template <typename Traits>
 struct Scores {
-  using Place = ScorePosition<Traits>;
-  using Accumulator = typename Place::Accumulator;
+  using Position = ScorePosition<Traits>;
+  using Accumulator = typename Position::Accumulator;
 
   const KernelParams& params;
   const WorkTile& work;
@@ -100,7 +100,7 @@ struct Scores {
         }
       }
     });
-    if (!work.interior.contains(query_block)) Place::mask(work, query_block, 0.f, s);
+    if (!work.interior.contains(query_block)) Position::mask(work, query_block, 0.f, s);
     for_each_query_tile(delta, [&](int nt, float2 row_delta) {
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
@@ -118,7 +118,7 @@ struct Scores {
   static __device__ __forceinline__ void for_each_query_tile(const float* rows, const F& f) {
 #pragma unroll
     for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
-      f(nt, *reinterpret_cast<const float2*>(rows + Place::first_column() + nt * 8));
+      f(nt, *reinterpret_cast<const float2*>(rows + Position::first_column() + nt * 8));
     }
   }
 };

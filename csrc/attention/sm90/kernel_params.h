@@ -7,7 +7,7 @@
 
 #include "../params.h"
 #include "../pre_post/bias_gradient.h"
-#include "../pre_post/row_statistics.h"
+#include "../pre_post/lse_delta.h"
 #include "../pre_post/rows_ready.h"
 #include "schedule.h"
 
@@ -53,7 +53,7 @@ struct KernelParams {
   AttentionBackwardParams attention;
   Schedule schedule;
   int32_t* tiles_taken = nullptr;  // dynamic dispatch: the counter of work tiles, zero at the start
-  RowStatistics statistics;
+  LseDelta statistics;
   PreprocessFlags preprocess;  // no words: all rows are written before the kernel starts
   DqParams dq;
   KeyGradient dk, dv;

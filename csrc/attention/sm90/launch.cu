@@ -114,7 +114,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   const KernelPlan& kernel = plan.sm90;
   params->attention = p;
   params->schedule = kernel.schedule;
-  params->statistics = row_statistics(p, plan.workspace);
+  params->statistics = lse_delta_of(p, plan.workspace);
   params->rows_may_be_poisoned =
       p.cu_seqlens_q != nullptr || p.cu_seqlens_k != nullptr || p.seqused_q != nullptr || p.seqused_k != nullptr;
 

@@ -180,30 +180,30 @@ def test_blocks_give_eight_rows_the_elements_that_they_have_as_rows() -> None:
         assert places == list(range(places[0], places[0] + 32)) and places[0] % 32 == 0
 
 
-def test_parted_rows_have_the_same_places_in_another_order() -> None:
+def test_permuted_rows_hold_the_same_columns_in_another_order() -> None:
     for columns in range(4, 300, 4):
-        places = [host.parted_offset(column, columns) for column in range(0, columns, 4)]
+        places = [host.permuted_offset(column, columns) for column in range(0, columns, 4)]
         assert sorted(places) == list(range(0, columns, 4))
-        assert [host.parted_column(place, columns) for place in places] == list(range(0, columns, 4))
+        assert [host.permuted_column(place, columns) for place in places] == list(range(0, columns, 4))
         rest = columns // 32 * 32  # columns that make no block of 32 stay where they are
         assert places[rest // 4 :] == list(range(rest, columns, 4))
 
 
-def test_a_store_to_parted_rows_meets_every_bank_once_in_each_half_of_a_warp() -> None:
+def test_a_store_to_permuted_rows_meets_every_bank_once_in_each_half_of_a_warp() -> None:
     for group in range(4):  # of 8 columns; lane has row lane / 4, two columns from lane % 4 * 2 on
         for half in (range(16), range(16, 32)):
             banks = set()
             for lane in half:
                 column = group * 8 + lane % 4 * 2
-                place = host.parted_offset(column // 4 * 4, 32) + column % 4
+                place = host.permuted_offset(column // 4 * 4, 32) + column % 4
                 piece = place // 4 ^ lane // 4  # as the copy engine swizzles rows of 128 bytes
                 banks |= {piece * 4 + place % 4, piece * 4 + place % 4 + 1}
             assert banks == set(range(32))
 
 
-def test_rows_are_parted_where_that_is_asked_for() -> None:
+def test_rows_are_permuted_where_the_layout_says_so() -> None:
     for asked in (False, True):
-        assert host.plan_workspace(dense(1, 1, 1, 1, 64), request(dq_parted=asked)).dq_parted == asked
+        assert host.plan_workspace(dense(1, 1, 1, 1, 64), request(dq_permuted=asked)).dq_permuted == asked
 
 
 @pytest.mark.parametrize(

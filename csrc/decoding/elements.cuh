@@ -42,12 +42,12 @@ constexpr int kStep = 32 / kBytes<T>;  // inner dimension of one mma, in element
 // A swizzled shared memory tile with rows of kColumns elements.
 template <class T, int kColumns>
 struct SharedTile {
-  static constexpr int kPieces = kColumns * kBytes<T> / 16;  // per row
+  static constexpr int kVectors = kColumns * kBytes<T> / 16;  // per row
   static constexpr int kPieceElements = 16 / kBytes<T>;
   static constexpr int kSteps = kColumns / kStep<T>;
 
   __device__ static __forceinline__ uint32 at(int row, int piece) {
-    return static_cast<uint32>((row * kPieces + (piece ^ (row & 7))) * 16);
+    return static_cast<uint32>((row * kVectors + (piece ^ (row & 7))) * 16);
   }
 
   // Loads A: 16 rows from `row`, the columns of `step`.
@@ -83,15 +83,15 @@ struct SharedTile {
   template <int kThreads, int kRows>
   __device__ static __forceinline__ void load_rows(uint32 tile, int thread, const typename T::Storage* source,
                                                    long long stride, int columns) {
-    constexpr int kRowsAtOnce = kThreads / kPieces;
-    const int row = thread / kPieces, piece = thread % kPieces;
+    constexpr int kRowsAtOnce = kThreads / kVectors;
+    const int row = thread / kVectors, piece = thread % kVectors;
     const bool inside = piece * kPieceElements < columns;
     const typename T::Storage* from = source + row * stride + (inside ? piece * kPieceElements : 0);
     const uint32 to = tile + at(row, piece);
 #pragma unroll
-    for (int i = 0; i < kRows * kPieces / kThreads; ++i) {
+    for (int i = 0; i < kRows * kVectors / kThreads; ++i) {
       const int first = i * kRowsAtOnce;
-      copy_async_16((to ^ first % 8 * 16) + first * kPieces * 16, from, inside ? 16 : 0);
+      copy_async_16((to ^ first % 8 * 16) + first * kVectors * 16, from, inside ? 16 : 0);
       from += kRowsAtOnce * stride;
     }
   }

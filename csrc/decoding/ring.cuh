@@ -45,8 +45,8 @@ class Ring {
     } else if (any) {
 #pragma unroll(kAligned && !kWholeRows ? kCopies : 1)
       for (int i = 0; i < kCopies; ++i) {
-        const int row = (i * 32 + lane_) / Tile::kPieces;
-        const int piece = (i * 32 + lane_) % Tile::kPieces;
+        const int row = (i * 32 + lane_) / Tile::kVectors;
+        const int piece = (i * 32 + lane_) % Tile::kVectors;
         const bool inside = place.first_key + row < place.end_key;
         const long long key = inside ? place.first_key + row : 0;
         Tile::template load_piece<kAligned>(keys(stage), row, piece, k_ + key * p_.k_strides[2], p_.head_dim, inside);
@@ -70,7 +70,7 @@ class Ring {
 #pragma unroll
     for (int key = 0; key < kKeys; ++key) {
       if (seen >> key & 1u) continue;
-      for (int piece = lane_; piece < Tile::kPieces; piece += 32)
+      for (int piece = lane_; piece < Tile::kVectors; piece += 32)
         store_shared(values(stage) + Tile::at(key, piece), {0u, 0u, 0u, 0u});
     }
     __syncwarp();
@@ -80,9 +80,9 @@ class Ring {
   __device__ void end() { copy_async_wait<0>(); }
 
  private:
-  static constexpr int kCopies = kKeys * Tile::kPieces / 32;  // copies per lane for K (or V) of a stage
+  static constexpr int kCopies = kKeys * Tile::kVectors / 32;  // copies per lane for K (or V) of a stage
   // Chunks without keys past the end use the cheaper load_rows().
-  static constexpr bool kWholeRows = kAligned && Tile::kPieces <= 32;
+  static constexpr bool kWholeRows = kAligned && Tile::kVectors <= 32;
 
   const DecodingParams& p_;
   const int lane_;

@@ -102,11 +102,11 @@ __device__ void split_kv(const DecodingParams& p, unsigned char* shared) {
   if constexpr (kQInShared) {
     constexpr int kCopying = kModRowsInShared ? kWarps - 1 : kWarps;
     if (warp < kCopying) {
-      for (int i = threadIdx.x; i < kM * Tile::kPieces; i += kCopying * 32) {
-        const int row = i / Tile::kPieces;
+      for (int i = threadIdx.x; i < kM * Tile::kVectors; i += kCopying * 32) {
+        const int row = i / Tile::kVectors;
         const int local = min(first_row + row, rows - 1);
         const Storage* source = q_row(b, head_kv * p.group + local / p.seqlen_q, local % p.seqlen_q);
-        Tile::template copy_piece<kAligned>(shared_q, row, i % Tile::kPieces, source, p.head_dim, true);
+        Tile::template copy_piece<kAligned>(shared_q, row, i % Tile::kVectors, source, p.head_dim, true);
       }
     } else if (lane < kM) {
       const int local = first_row + lane < rows ? first_row + lane : first_row;  // past the end: repeat the first row

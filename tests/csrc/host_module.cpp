@@ -216,7 +216,7 @@ void bind_workspace(py::module_& m) {
       .def_readwrite("accumulator", &WorkspaceRequest::accumulator)
       .def_readwrite("zero_accumulator", &WorkspaceRequest::zero_accumulator)
       .def_readwrite("dq_blocks", &WorkspaceRequest::dq_blocks)
-      .def_readwrite("dq_parted", &WorkspaceRequest::dq_parted)
+      .def_readwrite("dq_permuted", &WorkspaceRequest::dq_permuted)
       .def_readwrite("semaphore_bytes", &WorkspaceRequest::semaphore_bytes)
       .def_readwrite("delta_rows", &WorkspaceRequest::delta_rows)
       .def_readwrite("partial_bytes", &WorkspaceRequest::partial_bytes);
@@ -224,7 +224,7 @@ void bind_workspace(py::module_& m) {
       .def_readonly("has_accumulator", &WorkspaceLayout::has_accumulator)
       .def_readonly("row_stride", &WorkspaceLayout::row_stride)
       .def_readonly("dq_blocks", &WorkspaceLayout::dq_blocks)
-      .def_readonly("dq_parted", &WorkspaceLayout::dq_parted)
+      .def_readonly("dq_permuted", &WorkspaceLayout::dq_permuted)
       .def_readonly("accumulator_offset", &WorkspaceLayout::accumulator_offset)
       .def_readonly("accumulator_bytes", &WorkspaceLayout::accumulator_bytes)
       .def_readonly("zero_accumulator", &WorkspaceLayout::zero_accumulator)
@@ -246,8 +246,8 @@ void bind_workspace(py::module_& m) {
       .def("index", &LseDelta::index);
   m.def("dq_row_offset", &dq_row_offset);
   m.def("dq_block_offset", &dq_block_offset);
-  m.def("parted_offset", &parted_offset);
-  m.def("parted_column", &parted_column);
+  m.def("permuted_offset", &permuted_offset);
+  m.def("permuted_column", &permuted_column);
 }
 
 // Plans for GPUs that need not be there.
@@ -380,7 +380,6 @@ void bind_sm90_schedule(py::module_& m) {
       .def_readonly("reversed", &Schedule::reversed)
       .def_readonly("reversed_tiles", &Schedule::reversed_tiles)
       .def_readonly("work_tiles", &Schedule::work_tiles)
-      .def_readonly("ctas", &Schedule::ctas)
       .def_readonly("heads_outermost", &Schedule::heads_outermost)
       .def_readonly("wave_size", &Schedule::wave_size)
       .def_readonly("query_blocks_apart", &Schedule::query_blocks_apart)

@@ -48,7 +48,7 @@ struct SlotRows {
   int64_t slot_stride;
   int64_t row_stride;  // a multiple of 4
   int32_t slots;
-  bool parted = false;  // rows are permuted, see parted_offset in index/dq_layout.h
+  bool permuted = false;  // rows are permuted, see permuted_offset in index/dq_layout.h
 };
 
 // Writes this thread's rows of the result: scale * the sum over the slots, or 0 for rows that are not `live`. `rows`:
@@ -62,8 +62,8 @@ __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotR
   for (int32_t column = threads.lane() * kPostprocessColumns; column < columns; column += step) {
     float sums[kPostprocessRows][kPostprocessColumns] = {};
     const bool upper = column + 4 < columns;
-    const int32_t lower_offset = in.parted ? parted_offset(column, columns) : column;
-    const int32_t upper_offset = in.parted ? parted_offset(column + 4, columns) : column + 4;
+    const int32_t lower_offset = in.permuted ? permuted_offset(column, columns) : column;
+    const int32_t upper_offset = in.permuted ? permuted_offset(column + 4, columns) : column + 4;
     for (int32_t slot = 0; slot < in.slots; ++slot) {
       float4 loaded[kPostprocessRows][2] = {};
 #pragma unroll
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
     live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_at_once());
   }
 
-  sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_parted}, p.softmax_scale, live, dq,
+  sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_permuted}, p.softmax_scale, live, dq,
             p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
   // A later launch waits only for this kernel, so this kernel must not end before the main kernel.
   if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_on_dependent_grids();

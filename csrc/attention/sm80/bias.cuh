@@ -18,7 +18,7 @@ struct Bias {
   using T = typename Traits::T;
   using Position = ScorePosition<Traits>;
   using Accumulator = typename Position::Accumulator;
-  using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
+  using Swizzle = VectorSwizzle<Traits::kScoreRowBytes>;
   static constexpr bool kVectors = sizeof(T) == 2;
   static constexpr int kOctets = 2 * Traits::kKeyTiles;  // 8-key blocks of a warp
   // Whether the registers allow keeping values derived from the lane.

@@ -183,7 +183,7 @@ struct Features {
   static __device__ __forceinline__ uint32_t pair_address(const uint8_t* ds, int mt, int nt, int h) {
     const uint32_t row = (Traits::warp_n() * Traits::kKeyTiles + mt) * 16 + h * 8 + Traits::lane() / 4;
     const uint32_t byte = (Position::first_column() + nt * 8) * sizeof(T);
-    return smem_address(ds) + PieceSwizzle<Traits::kScoreRowBytes, sizeof(T) == 4>::offset(row, byte / 16) + byte % 16;
+    return smem_address(ds) + VectorSwizzle<Traits::kScoreRowBytes, sizeof(T) == 4>::offset(row, byte / 16) + byte % 16;
   }
   static __device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
     if constexpr (sizeof(T) == 2) {

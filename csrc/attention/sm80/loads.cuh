@@ -30,7 +30,7 @@ __device__ __forceinline__ T* head_rows(const HeadsView& view, int32_t batch, in
 template <typename Traits, int kRows, typename T>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_t stride, int32_t rows, int32_t columns,
                                           bool aligned) {
-  using Swizzle = PieceSwizzle<Traits::kRowBytes, sizeof(T) == 4>;
+  using Swizzle = VectorSwizzle<Traits::kRowBytes, sizeof(T) == 4>;
   constexpr int kVectors = Traits::kRowBytes / 16;  // per row
   constexpr int kElements = 16 / sizeof(T);         // per vector
   // Vectors of a row that threads copy at once: all, or as many as the swizzle permutes among themselves.

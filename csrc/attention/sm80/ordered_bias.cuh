@@ -36,7 +36,7 @@ template <typename Traits>
 struct OrderedBias {
   using T = typename Traits::T;
   using Accumulator = typename ScorePosition<Traits>::Accumulator;
-  using Swizzle = PieceSwizzle<Traits::kScoreRowBytes>;
+  using Swizzle = VectorSwizzle<Traits::kScoreRowBytes>;
   static constexpr int kVectors = Traits::kKeyTiles * Traits::kScoreTiles;  // 16-byte vectors of a thread's elements
   using Sums = float4[kVectors];
   // Whether the registers allow loading the sums early.

@@ -151,7 +151,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
 
   WorkspaceRequest request;
   request.accumulator = true;
-  request.dq_parted = true;
+  request.dq_permuted = true;
   request.zero_accumulator = adds_into_zeros(problem);
   request.semaphore_bytes = kernel.zeroed.bytes;
   const int64_t bias_bytes = bias_scratch_bytes(problem, tile);

@@ -139,23 +139,23 @@ class Backward {
                                                 p.head_dim_v);
       return;
     }
-    for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
-      const int row = i / Tile::kPieces, piece = i % Tile::kPieces;
+    for (int i = threadIdx.x; i < kKeys * Tile::kVectors; i += kThreads) {
+      const int row = i / Tile::kVectors, vector = i % Tile::kVectors;
       const bool inside = tile * kKeys + row < p.seqlen_k;
       const long long key = inside ? tile * kKeys + row : 0;
-      Tile::template load_piece<kAligned>(to_k, row, piece, k + key * p.k_strides[2], p.head_dim, inside);
-      Tile::template load_piece<kAligned>(to_v, row, piece, v + key * p.v_strides[2], p.head_dim_v, inside);
+      Tile::template load_vector<kAligned>(to_k, row, vector, k + key * p.k_strides[2], p.head_dim, inside);
+      Tile::template load_vector<kAligned>(to_v, row, vector, v + key * p.v_strides[2], p.head_dim_v, inside);
     }
   }
 
   __device__ void load_rows() {
-    for (int i = threadIdx.x; i < kRows * Tile::kPieces; i += kThreads) {
-      const int piece = i % Tile::kPieces;
-      const Row row = row_at(first_row + i / Tile::kPieces);
+    for (int i = threadIdx.x; i < kRows * Tile::kVectors; i += kThreads) {
+      const int vector = i % Tile::kVectors;
+      const Row row = row_at(first_row + i / Tile::kVectors);
       const Storage* q = static_cast<const Storage*>(p.q) + row.offset(p.q_strides);
       const Storage* dout = static_cast<const Storage*>(p.dout) + row.offset(p.dout_strides);
-      Tile::template load_piece<kAligned>(shared_q, i / Tile::kPieces, piece, q, p.head_dim, row.inside);
-      Tile::template load_piece<kAligned>(shared_dout, i / Tile::kPieces, piece, dout, p.head_dim_v, row.inside);
+      Tile::template load_vector<kAligned>(shared_q, i / Tile::kVectors, vector, q, p.head_dim, row.inside);
+      Tile::template load_vector<kAligned>(shared_dout, i / Tile::kVectors, vector, dout, p.head_dim_v, row.inside);
     }
     load_statistics();
     rows_loaded = first_row;
@@ -294,9 +294,9 @@ class Backward {
     }
     __syncthreads();  // all warps have read K and written seen_key
     bool cleared = false;
-    for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
-      if (seen_key[i / Tile::kPieces]) continue;
-      store_shared(shared_k + Tile::at(i / Tile::kPieces, i % Tile::kPieces), {0u, 0u, 0u, 0u});
+    for (int i = threadIdx.x; i < kKeys * Tile::kVectors; i += kThreads) {
+      if (seen_key[i / Tile::kVectors]) continue;
+      store_shared(shared_k + Tile::at(i / Tile::kVectors, i % Tile::kVectors), {0u, 0u, 0u, 0u});
       cleared = true;
     }
     if (__syncthreads_or(cleared)) keys_loaded = false;

@@ -102,7 +102,7 @@ constexpr int keys_of(int element_bytes) { return 32 / element_bytes; }
 // KiB of an SM, and 128 KiB at 256.
 constexpr int stages_of(int head_dim) { return head_dim <= 64 ? 6 : head_dim <= 128 ? 3 : 2; }
 constexpr int stage_bytes(int head_dim) { return 2 * 32 * head_dim; }  // K and V
-// The stages, and 12 bytes per stage for its `Place`.
+// The stages, and 12 bytes per stage for its `KeyTile`.
 constexpr int ring_bytes(int head_dim, int warps) {
   const int stages = warps * stages_of(head_dim);
   return stages * stage_bytes(head_dim) + (stages * 12 + 127) / 128 * 128;

@@ -1,4 +1,4 @@
-// dq: the sum of the splits' slots, always in the same order (deterministic).
+// Sums the slots of the splits to dq, always in the same order, so dq is deterministic.
 #pragma once
 
 #include "backward_params.h"
@@ -8,7 +8,7 @@ namespace flashbwd {
 
 constexpr int kSumThreads = 128;
 
-// One thread per pair of columns.
+// Each thread sums one pair of columns of one row.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(const __grid_constant__ DecodingBackwardParams p) {
   const int pairs = (p.head_dim + 1) / 2;

@@ -12,7 +12,7 @@ namespace flashbwd::layer_norm {
 template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const __grid_constant__ BackwardArguments a) {
   extern __shared__ __align__(128) char smem[];
-  const int row_ctas = a.schedule.workers * a.tile.chunks;
+  const int row_ctas = a.schedule.workers * a.tile.ctas_per_row;
   // Threads after the tile's threads, or CTAs after the row CTAs, compute dgamma and dbeta by columns.
   if constexpr (kForm == Form::kPlain) {
     if (a.tile.sums_columns && threadIdx.x >= a.tile.threads()) {

@@ -44,13 +44,13 @@ class BackwardRows {
         lanes(a.tile.lanes),
         group(threadIdx.x / lanes),
         lane(threadIdx.x - group * lanes),
-        worker(blockIdx.x / a.tile.chunks),
-        rank(blockIdx.x - worker * a.tile.chunks),
+        worker(blockIdx.x / a.tile.ctas_per_row),
+        rank(blockIdx.x - worker * a.tile.ctas_per_row),
         residue(worker % a.schedule.period),
         phase((a.schedule.phase_base + residue * a.schedule.phase_step) % kElements),
         row_vectors((a.columns + phase + kElements - 1) / kElements),
-        first_vector(rank * a.tile.chunk_vectors),
-        inside(min(a.tile.chunk_vectors, row_vectors - first_vector)),
+        first_vector(rank * a.tile.cta_vectors),
+        inside(min(a.tile.cta_vectors, row_vectors - first_vector)),
         owned(inside <= lane ? 0 : (inside - lane + lanes - 1) / lanes),
         column0((first_vector + lane) * kElements - phase),
         column_step(lanes * kElements),
@@ -221,9 +221,10 @@ class BackwardRows {
       for (int v = together; v < owned; ++v) {
         const int skip = v == 0 ? head : 0;
         const bool within = framed || (skip == 0 && v < whole);
-        PlaneX::fill_part(slots + v * kPairStride, fetch_x + v * column_step, skip, count_of(v), a.vector_x && within);
-        PlaneDz::fill_part(slots + v * kPairStride + kDzOffset, fetch_dz + v * column_step, skip, count_of(v),
-                           a.vector_dz && within);
+        PlaneX::fill_elements(slots + v * kPairStride, fetch_x + v * column_step, skip, count_of(v),
+                              a.vector_x && within);
+        PlaneDz::fill_elements(slots + v * kPairStride + kDzOffset, fetch_dz + v * column_step, skip, count_of(v),
+                               a.vector_dz && within);
       }
     }
     commit_copies();
@@ -253,8 +254,8 @@ class BackwardRows {
         const int skip = v == 0 ? head : 0;
         const bool within = framed || is_whole(v);
         if (a.residual != nullptr) {
-          PlaneX::fill_part(residual_slots(v), residual + v * column_step, skip, count_of(v),
-                            a.vector_residual && within);
+          PlaneX::fill_elements(residual_slots(v), residual + v * column_step, skip, count_of(v),
+                                a.vector_residual && within);
         }
         if (has_mask) {
           fill_mask<kElements>(keep_slots(v), kept + v * column_step, skip, count_of(v),
@@ -363,11 +364,11 @@ class BackwardRows {
     for (int v = 0; v < here && flags & kHasPartialStores; ++v) {
       const int skip = v == 0 ? head : 0;
       if (a.dx != nullptr && !(a.vector_dx && is_whole(v))) {
-        PlaneX::store_part(slots + v * kPairStride, next_dx + (v - kVectors) * column_step, skip, count_of(v));
+        PlaneX::store_elements(slots + v * kPairStride, next_dx + (v - kVectors) * column_step, skip, count_of(v));
       }
       if (kForm == Form::kDropout && a.branch != nullptr && !(a.vector_branch && is_whole(v))) {
-        PlaneDz::store_part(slots + v * kPairStride + kDzOffset, next_branch + (v - kVectors) * column_step, skip,
-                            count_of(v));
+        PlaneDz::store_elements(slots + v * kPairStride + kDzOffset, next_branch + (v - kVectors) * column_step, skip,
+                                count_of(v));
       }
     }
   }

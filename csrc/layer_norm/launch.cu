@@ -31,7 +31,7 @@ Variant variant_of(const LayerNormBackwardParams& p) {
   }
 }
 
-// Everything a launch needs except the workspace's address.
+// All arguments of a launch except the address of the workspace.
 struct Launch {
   Variant kernels;
   BackwardArguments arguments;
@@ -57,7 +57,7 @@ cudaLaunchConfig_t config_of(const BackwardTile& tile, int ctas, int threads, cu
   config.stream = static_cast<cudaStream_t>(stream);
   if (tile.cluster) {
     cluster->id = cudaLaunchAttributeClusterDimension;
-    cluster->val.clusterDim = {static_cast<unsigned>(tile.chunks), 1, 1};
+    cluster->val.clusterDim = {static_cast<unsigned>(tile.ctas_per_row), 1, 1};
     config.attrs = cluster;
     config.numAttrs = 1;
   }
@@ -83,16 +83,16 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   int index = 0;
   *status = cudaGetDevice(&index);
   if (*status != cudaSuccess) return 0;
-  const Key key(kernel, index, tile.chunks, tile.threads(), tile.cluster ? tile.smem_bytes : 0);
+  const Key key(kernel, index, tile.ctas_per_row, tile.threads(), tile.cluster ? tile.smem_bytes : 0);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = known.find(key); found != known.end()) return found->second;
   const AllowedInCapture allowed;
   *status = prepare(kernel, device);
   if (*status != cudaSuccess) return 0;
-  int workers = std::max(1, device.sm_count / tile.chunks);
+  int workers = std::max(1, device.sm_count / tile.ctas_per_row);
   if (tile.cluster) {
     cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = config_of(tile, workers * tile.chunks, tile.threads(), &attribute, nullptr);
+    const cudaLaunchConfig_t config = config_of(tile, workers * tile.ctas_per_row, tile.threads(), &attribute, nullptr);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
       cudaGetLastError();  // clear the error: the device does not support clusters of this size
@@ -140,7 +140,7 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
     shape.beside_columns = by_columns;
     a.tile = choose_tile(shape, for_rows);
-    if (by_columns && a.tile.chunks > 1) {
+    if (by_columns && a.tile.ctas_per_row > 1) {
       by_columns = shape.beside_columns = false;
       num_column_ctas = 0;
       for_rows = device;
@@ -170,7 +170,7 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   }
   a.schedule = schedule_rows(shape, a.tile, concurrent - num_column_ctas, phase.base, phase.step);
   if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
-  launch.ctas = a.schedule.workers * a.tile.chunks + num_column_ctas;
+  launch.ctas = a.schedule.workers * a.tile.ctas_per_row + num_column_ctas;
   launch.threads = a.tile.threads();
   if (by_columns && num_column_ctas == 0) {
     const int columns = columns_at_a_time(elements);
@@ -205,11 +205,11 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   a.dgamma = p.dgamma;
   a.dbeta = p.dbeta;
   if (parameters && !by_columns) {
-    a.partial_columns = int64_t{a.tile.chunks} * a.tile.chunk_vectors * a.tile.elements;
+    a.partial_columns = int64_t{a.tile.ctas_per_row} * a.tile.cta_vectors * a.tile.elements;
     launch.partial_bytes = aligned(a.schedule.workers * 2 * a.partial_columns * 4);
   }
   if (a.schedule.ahead > 0) launch.progress_bytes = aligned(sizeof(int));
-  launch.sums_first = a.tile.chunks > 1 && !a.tile.cluster && launch.needs_sums;
+  launch.sums_first = a.tile.ctas_per_row > 1 && !a.tile.cluster && launch.needs_sums;
   if (launch.sums_first) launch.sums_bytes = aligned(p.rows * int64_t{sizeof(float2)});
   return launch;
 }

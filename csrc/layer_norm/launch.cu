@@ -103,13 +103,8 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   return known.emplace(key, workers).first->second;
 }
 
-Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
-  Launch launch;
-  launch.kernels = variant_of(p);
-  launch.needs_sums = p.dx != nullptr || p.dbranch != nullptr;
-  BackwardArguments& a = launch.arguments;
-  const int elements = elements_of(size_of(p.x_dtype), size_of(p.dz_dtype));
-  const Phase phase = phase_of(p.x, p.x_row_stride, p.x_dtype, elements);
+// Sets the tensors of the arguments, and which of them allow 16-byte accesses.
+void set_tensors(BackwardArguments& a, const LayerNormBackwardParams& p, const Phase& phase, int elements) {
   const auto in_phase = [&](const void* data, int64_t row_stride, DType dtype) {
     return phase_of(data, row_stride, dtype, elements) == phase;
   };
@@ -118,7 +113,34 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   a.vector_residual = in_phase(p.dresidual, p.dresidual_row_stride, p.x_dtype);
   a.vector_dx = in_phase(p.dx, p.dx_row_stride, p.x_dtype);
   a.vector_branch = in_phase(p.dbranch, p.dbranch_row_stride, p.dz_dtype);
+  a.all_vectors = a.vector_x && a.vector_dz;
+  a.rows = p.rows;
+  a.columns = static_cast<int>(p.columns);
+  a.inverse_columns = 1.f / static_cast<float>(p.columns);
+  a.x = p.x;
+  a.dz = p.dz;
+  a.residual = p.dresidual;
+  a.centred = p.centred;
+  a.mu = p.mu;
+  a.rs = p.rs;
+  a.gamma = p.gamma;
+  a.beta = p.beta;
+  a.dx = p.dx;
+  a.branch = p.dbranch;
+  a.branch_stride = p.dbranch_row_stride;
+  a.dropout = dropout_of(p.dropout);
+  a.dropout.vector_keep = in_phase(p.dropout.keep, p.dropout.keep_row_stride, DType::kBool);
+  a.x_stride = p.x_row_stride;
+  a.dz_stride = p.dz_row_stride;
+  a.residual_stride = p.dresidual_row_stride;
+  a.dx_stride = p.dx_row_stride;
+  a.zero_centered = p.zero_centered_gamma;
+  a.gamma_dtype = p.gamma_dtype;
+  a.dgamma = p.dgamma;
+  a.dbeta = p.dbeta;
+}
 
+BackwardShape shape_of(const LayerNormBackwardParams& p, const Phase& phase) {
   BackwardShape shape;
   shape.rows = p.rows;
   shape.columns = p.columns;
@@ -129,6 +151,18 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   shape.keep = p.dropout.keep != nullptr;
   shape.draws = p.dropout.keep == nullptr && p.dropout.p > 0.0;
   shape.shifted = !phase.none();
+  return shape;
+}
+
+Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
+  Launch launch;
+  launch.kernels = variant_of(p);
+  launch.needs_sums = p.dx != nullptr || p.dbranch != nullptr;
+  BackwardArguments& a = launch.arguments;
+  const int elements = elements_of(size_of(p.x_dtype), size_of(p.dz_dtype));
+  const Phase phase = phase_of(p.x, p.x_row_stride, p.x_dtype, elements);
+  set_tensors(a, p, phase, elements);
+  BackwardShape shape = shape_of(p, phase);
   // The tile does not depend on which gradients are needed, so omitting one changes no bit of the others.
   const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
   int num_column_ctas = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
@@ -162,7 +196,6 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
     launch.error = cudaGetErrorString(status);
     return launch;
   }
-  a.all_vectors = a.vector_x && a.vector_dz;
   const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
   if (!parameters) {
     by_columns = false;
@@ -178,32 +211,7 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
     launch.threads = kMaxThreads;
   }
 
-  a.rows = p.rows;
-  a.columns = static_cast<int>(p.columns);
-  a.inverse_columns = 1.f / static_cast<float>(p.columns);
-  a.x = p.x;
-  a.dz = p.dz;
-  a.residual = p.dresidual;
-  a.centred = p.centred;
-  a.mu = p.mu;
-  a.rs = p.rs;
-  a.gamma = p.gamma;
-  a.beta = p.beta;
-  a.dx = p.dx;
-  a.branch = p.dbranch;
-  a.branch_stride = p.dbranch_row_stride;
-  a.dropout = dropout_of(p.dropout);
-  a.dropout.vector_keep = in_phase(p.dropout.keep, p.dropout.keep_row_stride, DType::kBool);
-  a.x_stride = p.x_row_stride;
-  a.dz_stride = p.dz_row_stride;
-  a.residual_stride = p.dresidual_row_stride;
-  a.dx_stride = p.dx_row_stride;
-  a.zero_centered = p.zero_centered_gamma;
-  a.gamma_dtype = p.gamma_dtype;
-
   const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
-  a.dgamma = p.dgamma;
-  a.dbeta = p.dbeta;
   if (parameters && !by_columns) {
     a.partial_columns = int64_t{a.tile.ctas_per_row} * a.tile.cta_vectors * a.tile.elements;
     launch.partial_bytes = aligned(a.schedule.workers * 2 * a.partial_columns * 4);

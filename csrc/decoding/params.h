@@ -14,13 +14,14 @@ struct CapturedTensor {
 
 // Built-in modifications (those that every build has kernels for), encoded as numbers. flashbwd/mods/built_in.py fills
 // these structs in the order of their members.
-//
-// A term is weight * captured[slot], where the tensor is indexed by batch, by head, or is a scalar. `wide` is true if
-// the tensor is int64, false if it is int32.
+
+// The term weight * captured[slot].
 struct BuiltInTerm {
   static constexpr int kBatch = 1, kHead = 2;
   int weight;  // 0: no term
-  int slot, index, wide;
+  int slot;
+  int index;  // kBatch or kHead: the index of the tensor; 0: the tensor is a scalar
+  int wide;   // true if the tensor is int64, false if it is int32
 };
 
 // q * q_idx + constant + terms. Wraps around like PyTorch's integers: at 32 bits, or at 64 bits if `wide`.
@@ -36,10 +37,8 @@ struct BuiltInBound {
   BuiltInSum sum;
 };
 
-// Applied in this order:
-//   score = softcap * tanh(score / softcap), if softcap > 0
-//   score += slope_of(h) * (bias_k * kv_idx + origin), whose sum wraps around at 32 bits
-//   the bounds: a key that violates one of them is masked out
+// First score = softcap * tanh(score / softcap), if softcap > 0. Then score += slope_of(h) * (bias_k * kv_idx +
+// origin), where the sum wraps around at 32 bits. Then a key that violates one of the bounds is masked out.
 struct BuiltInMod {
   enum Kind { kNone, kScore, kMask, kBoth };
   int kind;

@@ -23,9 +23,6 @@ namespace flashbwd {
 
 // kD: both head dimensions, padded to 64, 128 or 256. kM: query rows per tile, a multiple of 16. kAligned: every row of
 // q, k and v is 16-byte aligned and a multiple of 16 bytes long.
-//
-// In each MMA tile of 16 rows, this lane holds rows lane / 4 and lane / 4 + 8 (the MMA accumulator layout). Arrays of
-// per-row values have the index [MMA tile][half] for these two rows.
 template <int kD, int kM, int kWarps, class T, bool kAligned, class Mod>
 class SplitKv {
   using Storage = typename T::Storage;
@@ -42,6 +39,8 @@ class SplitKv {
   using Scores = float[kMmaM][kMmaN][4];                              // (kM, kKeys) in MMA tiles of (16, 8)
   using QOperands = uint32[kMmaM][kQInShared ? 1 : Tile::kSteps][4];  // A operands: all of Q, or those of one step
 
+  // In each MMA tile of 16 rows, this lane holds rows lane / 4 and lane / 4 + 8 (the MMA accumulator layout). Arrays of
+  // per-row values have the index [MMA tile][half] for these two rows.
   struct QueryRows {
     int head[kMmaM][2], query[kMmaM][2];
     ModRow mod[kMmaM][2];  // per-row state of the modification

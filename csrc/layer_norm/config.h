@@ -93,7 +93,7 @@ struct BackwardShape {
 
 // Shared memory holds the exchange, then the parameters (gamma and beta in fp32), then mask and dresidual of one row,
 // then the stages. The functions below return sizes in bytes.
-//
+
 // The stride between the parameters of adjacent lanes is an odd multiple of 16 bytes, which avoids bank conflicts.
 constexpr int64_t parameter_stride(const BackwardTile& t) {
   return int64_t{16} * (t.parameters * t.vectors * t.elements / 4 | 1);
@@ -244,13 +244,12 @@ inline BackwardTile tile_with_columns(BackwardShape shape, const BackwardTile& b
   return halves ? tile : BackwardTile{};
 }
 
-// Static persistent schedule: rows are assigned round-robin to workers (a worker is one CTA, or the CTAs that share a
-// row), `groups` rows at a time.
-//
-// If the row stride is not a multiple of a vector, the offset of a row from a 16-byte boundary is periodic in the row
-// index. A worker processes only rows with one residue modulo that period, so its columns do not shift between rows.
+// A static persistent schedule, which assigns rows round-robin to workers, `groups` rows at a time. A worker is one
+// CTA, or the CTAs that share a row.
 struct RowSchedule {
   int workers = 1;  // a multiple of `period`
+  // If the row stride is not a multiple of a vector, the offset of a row from a 16-byte boundary is periodic in the row
+  // index. A worker processes only rows with one residue modulo this period, so its columns do not shift between rows.
   int period = 1;
   int phase_base = 0;  // residue r has phase (phase_base + r * phase_step) % elements
   int phase_step = 0;

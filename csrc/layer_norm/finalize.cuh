@@ -23,8 +23,6 @@ struct FinalizeArguments {
   DType dtype = DType::kFloat32;
 };
 
-// The sums are in double, so that their rounding errors are negligible next to those of the partial sums.
-//
 // Grid: (columns / 32, 2). Each thread sums every 16th worker, then one warp sums the results. Even at N = 1024, this
 // gives enough CTAs and outstanding loads to fill a GPU.
 __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
@@ -35,7 +33,7 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
   void* target = which == 0 ? a.dgamma : a.dbeta;
   if (target == nullptr) return;
   const float* source = a.partial + which * a.partial_columns + column;
-  double sum = 0.;
+  double sum = 0.;  // its rounding error is negligible next to that of the partial sums
   wait_for_prerequisites();
   if (column < a.columns) {
 #pragma unroll 1

@@ -226,6 +226,8 @@ class ForwardRow {
   __device__ __forceinline__ int last_of(int column) const {
     return kShifted ? min(kElements, a.columns - column) : kElements;
   }
+  // kShifted: the rows have the same alignment, but rows, gamma or beta do not start or end at a 16-byte boundary.
+  // Vectors are then aligned to those boundaries, and the first and the last vector of a row are partly outside it.
   __device__ __forceinline__ bool is_whole(int column) const {
     return !kShifted || (column >= 0 && column + kElements <= a.columns);
   }
@@ -339,8 +341,6 @@ class ForwardRow {
 
 // T: dtype of x, z and, unless they are fp32, of gamma and beta. TH: dtype of residual and h if kAdd, else T.
 // kElements: elements per 16-byte access of T, or 1 if the rows of the tensors have different alignment.
-// kShifted: the rows have the same alignment, but rows, gamma or beta do not start or end at a 16-byte boundary.
-// Vectors are then aligned to those boundaries, and the first and the last vector of a row are partly outside it.
 template <typename T, typename TH, bool kAdd, int kElements, bool kShifted>
 __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __grid_constant__ ForwardArguments a) {
   __shared__ __align__(16) char exchange_smem[(kBarrierBytes + 2 * sizeof(float2)) * kForwardThreads / kWarp];

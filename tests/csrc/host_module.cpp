@@ -410,8 +410,8 @@ void bind_layer_norm(py::module_& m) {
       .def_readonly("lanes", &BackwardTile::lanes)
       .def_readonly("groups", &BackwardTile::groups)
       .def_readonly("vectors", &BackwardTile::vectors)
-      .def_readonly("chunks", &BackwardTile::chunks)
-      .def_readonly("chunk_vectors", &BackwardTile::chunk_vectors)
+      .def_readonly("ctas_per_row", &BackwardTile::ctas_per_row)
+      .def_readonly("cta_vectors", &BackwardTile::cta_vectors)
       .def_readonly("cluster", &BackwardTile::cluster)
       .def_readonly("smem_bytes", &BackwardTile::smem_bytes)
       .def_property_readonly("threads", &BackwardTile::threads);

@@ -132,7 +132,7 @@ cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t confi
   }
 }
 
-// For tiles of 16-bit elements: a warp covers 256 columns of a row, eight per lane.
+// In tiles of 16-bit elements a warp covers 256 columns of a row, eight per lane.
 constexpr int32_t kTileColumns = 32 * kTiledColumns;
 
 // Sums `terms` planes of a tiled source to one plane of dbias. `vectors`: dbias rows start at multiples of 16 bytes.

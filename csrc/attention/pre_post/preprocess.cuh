@@ -263,7 +263,7 @@ struct OverlappedRows {
   }
 };
 
-// For dense inputs whose rows consist of whole 16-byte vectors; at least kOverlappedRows threads per row. Few CTAs run,
+// Requires dense inputs, rows of whole 16-byte vectors, and at least kOverlappedRows threads per row. Few CTAs run,
 // one per SM, while the main kernel starts on the other SMs. To keep these CTAs busy, the loads of the next block are
 // in flight while the current block is summed.
 template <typename T>

@@ -42,7 +42,6 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       if (threadIdx.x == 0) fetch_work_tile(params, smem);
       return;
     }
-
     const AttentionBackwardParams& p = params.attention;
     ScoreWork scores(params, work);
     if constexpr (Traits::kStages > 1) {
@@ -50,7 +49,6 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       copy_async_wait<0>();
       smem.tiles_loaded.arrive();
     }
-
     // Plain attention rereads this from shared memory, which saves a register.
     const int32_t all_iterations = work.num_iterations();
     const auto num_iterations = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
@@ -76,7 +74,6 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       if constexpr (Traits::kStages == 1) {
         if (threadIdx.x == 0) prepare_next(params, smem, iteration, index, ring_index, query_block, more);
       }
-
       if constexpr (Traits::kFeatures) scores.draw_mask(iteration.head, query_block);
       ScoreTile s = {}, dp = {};
       FromProducts::template multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);

@@ -9,6 +9,7 @@
 #include "../scalars.cuh"
 #include "../sequence.cuh"
 #include "bias_gradient.h"
+#include "store_columns.cuh"
 
 namespace flashbwd {
 namespace {
@@ -81,24 +82,6 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
-template <typename T>
-__device__ __forceinline__ void store_columns(const BiasView& view, int64_t offset, const float (&sum)[4],
-                                              int32_t columns, bool vectors) {
-  T* const out = static_cast<T*>(view.data) + offset;
-  if (vectors && columns >= 4) {
-    if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float4*>(out) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    } else {
-      *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(sum[0], sum[1]), pack2<T>(sum[2], sum[3]));
-    }
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (e < columns) out[e * view.col_stride] = from_float<T>(sum[e]);
-  }
-}
-
 // Sums whole (seqlen_q, seqlen_k) planes over batch and heads; each thread sums four columns of a row. `vectors`:
 // source rows start at multiples of 16 bytes, dbias rows at multiples of four elements.
 template <typename T>
@@ -131,20 +114,14 @@ __global__ void __launch_bounds__(kReduceThreads)
           }
         }
       }
-      store_columns<T>(a.dbias, offset + column * a.dbias.col_stride, sum, columns, vectors);
+      T* const out = static_cast<T*>(a.dbias.data) + offset + column * a.dbias.col_stride;
+      store_columns(out, sum, column, a.out.col, vectors, a.dbias.col_stride);
     }
   }
 }
 
-bool four_at_a_time(const ReduceArguments& a) {
-  const BiasView& d = a.dbias;
-  return a.source.row_stride % 4 == 0 && d.col_stride == 1 &&
-         reinterpret_cast<uintptr_t>(d.data) % (4 * size_of(d.dtype)) == 0 && d.batch_stride % 4 == 0 &&
-         d.head_stride % 4 == 0 && d.row_stride % 4 == 0;
-}
-
 cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t config) {
-  const bool vectors = four_at_a_time(a);
+  const bool vectors = a.source.row_stride % 4 == 0 && has_vector_rows(a.dbias, 4);
   switch (a.dbias.dtype) {
     case DType::kFloat32:
       return launch_kernel(config, sum_planes_kernel<float>, a, vectors);
@@ -155,7 +132,7 @@ cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t confi
   }
 }
 
-// For tiles of 16-bit elements: a warp covers 256 columns of a row, eight per lane.
+// In tiles of 16-bit elements a warp covers 256 columns of a row, eight per lane.
 constexpr int32_t kTileColumns = 32 * kTiledColumns;
 
 // Sums `terms` planes of a tiled source to one plane of dbias. `vectors`: dbias rows start at multiples of 16 bytes.
@@ -191,15 +168,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
     T* const out = static_cast<T*>(a.dbias.data) + batch * a.dbias.batch_stride + head * a.dbias.head_stride +
                    row * a.dbias.row_stride + column;
-    if (vectors) {
-      *reinterpret_cast<uint4*>(out) = make_uint4(pack2<T>(sums[0], sums[1]), pack2<T>(sums[2], sums[3]),
-                                                  pack2<T>(sums[4], sums[5]), pack2<T>(sums[6], sums[7]));
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (column + e < columns) out[e] = from_float<T>(sums[e]);
-      }
-    }
+    store_columns(out, sums, column, columns, vectors);
   }
 }
 
@@ -272,10 +241,7 @@ cudaLaunchConfig_t config_of_warps(int64_t warps, void* stream) {
 
 template <typename T>
 cudaError_t launch_sum_tiles(const ReduceArguments& a, int64_t heads_of_call, void* stream) {
-  const BiasView& d = a.dbias;
-  const bool vectors = a.out.col % kTiledColumns == 0 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0 &&
-                       d.batch_stride % kTiledColumns == 0 && d.head_stride % kTiledColumns == 0 &&
-                       d.row_stride % kTiledColumns == 0;
+  const bool vectors = a.out.col % kTiledColumns == 0 && has_vector_rows(a.dbias, kTiledColumns);
   // The terms are all heads of one or all batches, or one head of all batches. Either way their distance is constant.
   const int64_t stride = a.out.head == 1 ? a.source.head_stride : a.source.head_stride * heads_of_call;
   const int64_t warps = int64_t{a.out.batch} * a.out.head * a.out.row * ceil_div(a.out.col, kTileColumns);

@@ -99,6 +99,14 @@ inline BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
           p.dbias.row_stride == 0 && p.seqlen_q != 1, p.dbias.col_stride == 0 && p.seqlen_k != 1};
 }
 
+// True if every row of a BiasView or BiasGradient consists of whole aligned vectors of `elements` elements. A broadcast
+// dimension has stride 0.
+template <typename View>
+bool has_vector_rows(const View& view, int64_t elements) {
+  return view.col_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % (elements * size_of(view.dtype)) == 0 &&
+         view.batch_stride % elements == 0 && view.head_stride % elements == 0 && view.row_stride % elements == 0;
+}
+
 // Where the main kernel writes the gradient of the bias: dbias itself, or scratch at `storage`.
 BiasGradient bias_gradient(const AttentionBackwardParams& params, const BiasGradientScratch& scratch, void* storage);
 

@@ -12,23 +12,13 @@
 #include "../sequence.cuh"
 #include "../workspace.h"
 #include "launch.h"
+#include "store_columns.cuh"
 
 namespace flashbwd {
 
 constexpr int kDqPostprocessThreads = 256;
 constexpr int kPostprocessRows = 2;     // per thread, loaded at the same time
 constexpr int kPostprocessColumns = 8;  // per thread: 32 bytes of the accumulator, 16 bytes of a 16-bit dq
-
-template <typename T>
-__device__ __forceinline__ void store_columns(T* destination, const float (&values)[kPostprocessColumns]) {
-  if constexpr (sizeof(T) == 4) {
-    reinterpret_cast<float4*>(destination)[0] = make_float4(values[0], values[1], values[2], values[3]);
-    reinterpret_cast<float4*>(destination)[1] = make_float4(values[4], values[5], values[6], values[7]);
-  } else {
-    *reinterpret_cast<uint4*>(destination) = make_uint4(pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
-                                                        pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7]));
-  }
-}
 
 // How the threads of a CTA are distributed over rows and columns.
 struct RowThreads {
@@ -85,14 +75,7 @@ __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotR
       T* destination = out + r * rows_at_once * out_row_stride + column;
 #pragma unroll
       for (int i = 0; i < kPostprocessColumns; ++i) sums[r][i] *= scale;
-      if (threads.vectors && column + kPostprocessColumns <= columns) {
-        store_columns(destination, sums[r]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kPostprocessColumns; ++i) {
-          if (column + i < columns) destination[i] = from_float<T>(sums[r][i]);
-        }
-      }
+      store_columns(destination, sums[r], column, columns, threads.vectors);
     }
   }
 }

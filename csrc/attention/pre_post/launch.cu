@@ -75,10 +75,10 @@ LseDelta lse_delta_of(const AttentionBackwardParams& params, const WorkspaceLayo
                         params.total_q);
 }
 
-// For overlapped_preprocess_kernel: at least kOverlappedRows threads per row, because each of the first kOverlappedRows
-// lanes finishes one row.
+// log2 of the threads per row of overlapped_preprocess_kernel: at least kOverlappedRows threads, because each of the
+// first kOverlappedRows lanes finishes one row.
 int32_t overlapped_lanes_log2(const AttentionBackwardParams& params) {
-  static_assert(kOverlappedRows == 8, "three bits of a lane");
+  static_assert(kOverlappedRows == 8, "max(..., 3) below is log2 of kOverlappedRows");
   return std::max(lanes_log2(params.head_dim_v, 16 / size_of(params.dtype)), 3);
 }
 
@@ -104,7 +104,7 @@ const char* launch_preprocess(const AttentionBackwardParams& params, const Works
   arguments.lse_delta = lse_delta;
   arguments.lanes_log2 = lanes_log2(params.head_dim_v, 16 / size_of(params.dtype));
   const int64_t rows = (kPreprocessThreads >> arguments.lanes_log2) * kPreprocessRows;
-  // At least one CTA, which fills the tables.
+  // At least one CTA runs per head, because the CTAs also call init_workspace.
   arguments.row_blocks = static_cast<uint32_t>(std::max<int64_t>(ceil_div(LseDelta::padded(params.seqlen_q), rows), 1));
   arguments.vectors =
       rows_aligned(params.out, size_of(params.dtype), 16) && rows_aligned(params.dout, size_of(params.dtype), 16);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../common/hopper.cuh"
 #include "../../common/launch_overlap.cuh"
 #include "../../common/numeric.cuh"
 #include "../../common/ordered.cuh"
@@ -132,7 +133,6 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
           p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + dlse_row * p.dlse.seq_stride];
     }
     const int64_t index = a.lse_delta.index(batch, head, sequence.begin_q) + row;
-    constexpr float kLog2E = 1.44269504088896340736f;
     a.lse_delta.lse_log2[index] = counts ? lse[r] * kLog2E : INFINITY;
     a.lse_delta.delta[index] = counts ? delta[r] : 0.f;
   }
@@ -258,13 +258,12 @@ struct OverlappedRows {
                                                  finished_row * p.dlse.seq_stride];
     }
     const int64_t index = a.lse_delta.index(block.batch, block.head, 0) + finished_row;
-    constexpr float kLog2E = 1.44269504088896340736f;
     a.lse_delta.lse_log2[index] = counts ? lse_of_row * kLog2E : INFINITY;
     a.lse_delta.delta[index] = counts ? delta : 0.f;
   }
 };
 
-// For dense inputs whose rows consist of whole 16-byte vectors; at least kOverlappedRows threads per row. Few CTAs run,
+// Requires dense inputs, rows of whole 16-byte vectors, and at least kOverlappedRows threads per row. Few CTAs run,
 // one per SM, while the main kernel starts on the other SMs. To keep these CTAs busy, the loads of the next block are
 // in flight while the current block is summed.
 template <typename T>

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "../../common/hopper.cuh"
 #include "../../common/launch.h"
 #include "../../common/numeric.cuh"
 #include "../index/arithmetic.h"
@@ -42,7 +43,6 @@ __device__ float lse_gradient(const AttentionBackwardParams& p, const Sequence& 
 // A row without a visible key has lse = sink, whatever the caller wrote there: it adds its dlse. A sink of -inf gets 0.
 __global__ void __launch_bounds__(kThreads)
     sink_kernel(const __grid_constant__ AttentionBackwardParams p, const __grid_constant__ LseDelta lse_delta) {
-  constexpr float kLog2E = 1.44269504088896340736f;
   const int32_t head = blockIdx.x;
   const float sink = p.sink[head] * kLog2E;
   float sum = 0.f;

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../../common/numeric.cuh"
+#include "../pre_post/store_columns.cuh"
 #include "scheduler.cuh"
 
 namespace flashbwd::sm80 {
@@ -16,23 +16,6 @@ struct CombineSplitsArguments {
   int32_t block_n = 0;
   bool dk_vectors = false, dv_vectors = false;  // four columns of the gradient can be stored at once
 };
-
-template <typename T>
-__device__ __forceinline__ void store_columns(T* offset, float4 value, int32_t left, bool vectors) {
-  if (vectors && left >= 4) {
-    if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float4*>(offset) = value;
-    } else {
-      *reinterpret_cast<uint2*>(offset) = make_uint2(pack2<T>(value.x, value.y), pack2<T>(value.z, value.w));
-    }
-    return;
-  }
-  const float values[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i < left) offset[i] = from_float<T>(values[i]);
-  }
-}
 
 // Sums kCombineRows rows of a key block, from first_row on. A thread sums four columns of one row at a time.
 __device__ __forceinline__ void sum_rows(const CombineSplitsArguments& a, const GradientTarget& target, bool vectors,
@@ -54,14 +37,15 @@ __device__ __forceinline__ void sum_rows(const CombineSplitsArguments& a, const 
       sum.z += partial.z;
       sum.w += partial.w;
     }
-    const int32_t row = i / row_vectors, column = i % row_vectors * 4, left = target.columns - column;
+    const int32_t row = i / row_vectors, column = i % row_vectors * 4;
     const int64_t offset = first + row * target.view.seq_stride + column;
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
     if (target.dtype == DType::kFloat32) {
-      store_columns(static_cast<float*>(target.view.data) + offset, sum, left, vectors);
+      store_columns(static_cast<float*>(target.view.data) + offset, values, column, target.columns, vectors);
     } else if (target.dtype == DType::kBFloat16) {
-      store_columns(static_cast<__nv_bfloat16*>(target.view.data) + offset, sum, left, vectors);
+      store_columns(static_cast<__nv_bfloat16*>(target.view.data) + offset, values, column, target.columns, vectors);
     } else {
-      store_columns(static_cast<__half*>(target.view.data) + offset, sum, left, vectors);
+      store_columns(static_cast<__half*>(target.view.data) + offset, values, column, target.columns, vectors);
     }
   }
 }

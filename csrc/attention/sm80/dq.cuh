@@ -9,7 +9,7 @@
 
 namespace flashbwd::sm80 {
 
-// A reduction without a result, so that the thread does not wait for it.
+// The reduction returns no result, so the thread does not wait for it.
 __device__ __forceinline__ void add_to_global(float* destination, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(destination), "f"(value) : "memory");
 }
@@ -79,7 +79,7 @@ struct DqAccumulator {
   }
 
  private:
-  // For tiles that end neither past the last row nor past the last column.
+  // Requires that the tile ends neither past the last row nor past the last column.
   template <bool kStores>
   __device__ __forceinline__ void add_whole(const Tile& dq, int32_t column) const {
     float* destination = blocks + column * kDqBlock;

@@ -20,7 +20,7 @@ struct GradientTarget {
   bool vectors = false;  // the gradient has 16 bits and its rows allow 16-byte stores
 };
 
-// For heads that share a bias and add to its gradient in a fixed order: fp32 sums of each tile, in the order of the
+// Used if heads that share a bias add to its gradient in a fixed order: fp32 sums of each tile, in the order of the
 // threads' registers, and a semaphore per tile that counts the heads that have added. The last head stores the
 // gradient.
 struct OrderedBiasSums {
@@ -43,7 +43,7 @@ struct KernelParams {
   int32_t query_blocks = 0;
   int32_t swizzle_heads = 1;     // KV heads per head swizzle group, see dense_work_tile
   bool swizzle_batches = false;  // a group has the same head of all batches, not all heads of a batch
-  // Rows that can be copied 16 bytes at a time.
+  // True if the rows can be copied 16 bytes at a time.
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
   GradientTarget dk, dv;
 
@@ -71,7 +71,7 @@ struct KernelParams {
   // True if the tensor has q's 16-bit dtype and its rows can be accessed as 16-byte vectors.
   bool bias_vectors = false, bias_gradient_vectors = false;
 
-  float dropout_scale = 1.f;       // of elements that are kept
+  float dropout_scale = 1.f;       // multiplies the probabilities that are kept
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; otherwise 32-bit words from this one on
 
   OrderedBiasSums ordered_bias_sums;

@@ -19,12 +19,10 @@
 namespace flashbwd::sm80 {
 namespace {
 
-// Whether 16-bit rows can be accessed 16 bytes at a time. A broadcast dimension has stride 0.
-bool vector_rows(void* data, DType dtype, DType wanted, int64_t batch_stride, int64_t head_stride, int64_t row_stride,
-                 int64_t col_stride) {
-  return data != nullptr && dtype == wanted && is_16bit(dtype) && col_stride == 1 &&
-         reinterpret_cast<uintptr_t>(data) % 16 == 0 && batch_stride % 8 == 0 && head_stride % 8 == 0 &&
-         row_stride % 8 == 0;
+// True if the kernel can access the rows as 16-byte vectors of q's 16-bit dtype.
+template <typename View>
+bool has_16_byte_vectors(const View& view, DType dtype) {
+  return view.data != nullptr && view.dtype == dtype && is_16bit(dtype) && has_vector_rows(view, 8);
 }
 
 GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, void* partial_sums) {
@@ -118,14 +116,9 @@ void encode_bias(const AttentionPlan& plan, KernelParams* params) {
                     workspace_at(p, kernel.bias_gradient.zeroed ? zeroed_offset + kernel.zeroed.bias_gradient_offset
                                                                 : partial_offset));
   const bool capped = p.softcap > 0.f;  // softcap keeps its factor in the ds tile, so vectors cannot go through it
-  const BiasView& b = p.bias;
-  params->bias_vectors =
-      !capped && b.row_stride != 0 &&
-      vector_rows(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
+  params->bias_vectors = !capped && p.bias.row_stride != 0 && has_16_byte_vectors(p.bias, p.dtype);
   const BiasGradient& g = params->bias_gradient;
-  params->bias_gradient_vectors =
-      !capped && g.mode == BiasGradientMode::kStore &&
-      vector_rows(g.data, g.dtype, p.dtype, g.batch_stride, g.head_stride, g.row_stride, g.col_stride);
+  params->bias_gradient_vectors = !capped && g.mode == BiasGradientMode::kStore && has_16_byte_vectors(g, p.dtype);
   if (kernel.schedule.ordered_bias_gradient) {
     params->ordered_bias_sums = {
         reinterpret_cast<float*>(workspace_at(p, partial_offset + kernel.partial.bias_sums_offset)),

@@ -37,19 +37,11 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
   static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, Gradient& dk,
                                              Gradient& dv) {
     const WorkTile& work = smem.work;
-#pragma unroll
-    for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
-#pragma unroll
-      for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dk[mt][nt][e] = dv[mt][nt][e] = 0.f;
-      }
-    }
+    zero(dk, dv);
     if (work.num_iterations() == 0) {
       if (threadIdx.x == 0) fetch_work_tile(params, smem);
       return;
     }
-
     const AttentionBackwardParams& p = params.attention;
     ScoreWork scores(params, work);
     if constexpr (Traits::kStages > 1) {
@@ -57,7 +49,6 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       copy_async_wait<0>();
       smem.tiles_loaded.arrive();
     }
-
     // Plain attention rereads this from shared memory, which saves a register.
     const int32_t all_iterations = work.num_iterations();
     const auto num_iterations = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
@@ -81,16 +72,8 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       uint8_t* const bias = Traits::kExchange ? smem.p : smem.ds;
       if constexpr (Traits::kFeatures) scores.load_bias(iteration.head, query_block, bias);
       if constexpr (Traits::kStages == 1) {
-        if (threadIdx.x == 0) {
-          if constexpr (Traits::kFirstStores) {
-            if (index > 0) smem.first_add.release();
-            smem.first_add.find(params, work, iteration.head, query_block, Traits::kBlockM, Traits::kBlockN);
-          }
-          if (more) smem.iterations[(ring_index + 1) % 2] = QueryIteration(iteration, work);
-          advance(params, smem, index);
-        }
+        if (threadIdx.x == 0) prepare_next(params, smem, iteration, index, ring_index, query_block, more);
       }
-
       if constexpr (Traits::kFeatures) scores.draw_mask(iteration.head, query_block);
       ScoreTile s = {}, dp = {};
       FromProducts::template multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
@@ -122,52 +105,97 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       if constexpr (Traits::kStages > 1) smem.scores_stored.arrive();
       if constexpr (Traits::kVariant == Variant::kBias) scores.finish_tile(iteration.head, query_block, smem.ds);
       if constexpr (Traits::kVariant != Variant::kSharedBias) add_own(p_held, smem.dout[stage], dv);
-      DqSums dq = {};
       if constexpr (Traits::kStages > 1) {
-        // dv and dk need p and ds only from the warps that share this warp's keys.
-        if constexpr (Traits::kExchange) named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);
-        add_others(smem.p, smem.dout[stage], dv);
-        add_own(ds_held, smem.q[stage], dk);
-        add_others(smem.ds, smem.q[stage], dk);
-        if (more) {
-          copy_async_wait<0>();
-          smem.tiles_loaded.arrive();
-        }
-        // Recomputing the phase saves a register, except with the sums of a shared bias.
-        smem.scores_stored.wait(Traits::kVariant == Variant::kSharedBias ? phase : (index + first_stage(smem)) % 2);
-        if constexpr (Traits::kVariant == Variant::kSharedBias) scores.release(iteration.head, query_block);
-        if constexpr (Traits::kWholeHeads)
-          DqTile<Traits>(params, work, iteration.head, query_block).load(dq);  // for add_dq
-        if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
-        // The reductions of dq complete during the products of the next iteration.
-        add_dq(params, smem, work, iteration.head, query_block, dq);
-        smem.done.arrive();
+        finish_two_stages(params, smem, scores, iteration, index, stage, phase, query_block, more, ds_held, dk, dv);
       } else {
-        __syncthreads();  // ds (and p) of all warps are stored; all threads are done with v
-        add_others(smem.p, smem.dout[stage], dv);
-        if constexpr (Traits::kExchange) __syncthreads();  // all threads are done with dout
-        if (Traits::kRefills && !more && smem.source.exists) load_values(params, smem, smem.next_work, 0);
-        if (Traits::kRefills ? smem.source.exists : more) load_douts(params, smem, 0);
-        add_own(ds_held, smem.q[stage], dk);
-        add_others(smem.ds, smem.q[stage], dk);
-        if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.wait();
-        __syncthreads();  // all threads are done with q, and may store or add dq
-        if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
-        copy_async_commit();
-        add_dq(params, smem, work, iteration.head, query_block, dq);  // while the copies run
+        finish_one_stage(params, smem, iteration, query_block, more, ds_held, dk, dv);
       }
     }
+    scale(dk, p.softmax_scale);
+  }
+
+ protected:
+  static __device__ __forceinline__ void zero(Gradient& dk, Gradient& dv) {
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
       for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dk[mt][nt][e] *= p.softmax_scale;
+        for (int e = 0; e < 4; ++e) dk[mt][nt][e] = dv[mt][nt][e] = 0.f;
+      }
+    }
+  }
+  static __device__ __forceinline__ void scale(Gradient& gradient, const float& factor) {
+#pragma unroll
+    for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+      for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) gradient[mt][nt][e] *= factor;
       }
     }
   }
 
- protected:
+  // One stage, called by one thread: writes the next iteration and the source of its tiles.
+  static __device__ __forceinline__ void prepare_next(const KernelParams& params, SharedStorage& smem,
+                                                      const QueryIteration& iteration, int32_t index,
+                                                      int32_t ring_index, int32_t query_block, bool more) {
+    if constexpr (Traits::kFirstStores) {
+      if (index > 0) smem.first_add.release();
+      smem.first_add.find(params, smem.work, iteration.head, query_block, Traits::kBlockM, Traits::kBlockN);
+    }
+    if (more) smem.iterations[(ring_index + 1) % 2] = QueryIteration(iteration, smem.work);
+    advance(params, smem, index);
+  }
+
+  // Two stages, after this warp has added its own queries to dv: adds the other warps' queries to dv, then dk and dq.
+  static __device__ __forceinline__ void finish_two_stages(const KernelParams& params, SharedStorage& smem,
+                                                           ScoreWork& scores, const QueryIteration& iteration,
+                                                           int32_t index, int32_t stage, uint32_t phase,
+                                                           int32_t query_block, bool more, const Held& ds_held,
+                                                           Gradient& dk, Gradient& dv) {
+    constexpr bool kSharedBias = Traits::kVariant == Variant::kSharedBias;
+    const WorkTile& work = smem.work;
+    DqSums dq = {};
+    // dv and dk need p and ds only from the warps that share this warp's keys. All of these warps arrive and wait.
+    if constexpr (Traits::kExchange) named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);
+    add_others(smem.p, smem.dout[stage], dv);
+    add_own(ds_held, smem.q[stage], dk);
+    add_others(smem.ds, smem.q[stage], dk);
+    if (more) {
+      copy_async_wait<0>();
+      smem.tiles_loaded.arrive();
+    }
+    // Waits until all threads have stored ds. Recomputing the phase saves a register, except with a shared bias.
+    smem.scores_stored.wait(kSharedBias ? phase : (index + first_stage(smem)) % 2);
+    if constexpr (kSharedBias) scores.release(iteration.head, query_block);
+    if constexpr (Traits::kWholeHeads)
+      DqTile<Traits>(params, work, iteration.head, query_block).load(dq);  // for add_dq
+    if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
+    // The reductions of dq complete during the products of the next iteration.
+    add_dq(params, smem, work, iteration.head, query_block, dq);
+    smem.done.arrive();
+  }
+
+  // One stage: as finish_two_stages. Also starts the copies of the next tiles as their buffers become free.
+  static __device__ __forceinline__ void finish_one_stage(const KernelParams& params, SharedStorage& smem,
+                                                          const QueryIteration& iteration, int32_t query_block,
+                                                          bool more, const Held& ds_held, Gradient& dk, Gradient& dv) {
+    DqSums dq = {};
+    __syncthreads();  // ds (and p) of all warps are stored; all threads are done with v
+    add_others(smem.p, smem.dout[0], dv);
+    if constexpr (Traits::kExchange) __syncthreads();  // all threads are done with dout
+    if (Traits::kRefills && !more && smem.source.exists) load_values(params, smem, smem.next_work, 0);
+    if (Traits::kRefills ? smem.source.exists : more) load_douts(params, smem, 0);
+    add_own(ds_held, smem.q[0], dk);
+    add_others(smem.ds, smem.q[0], dk);
+    if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.wait();
+    __syncthreads();  // all threads are done with q, and may store or add dq
+    if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
+    copy_async_commit();
+    add_dq(params, smem, smem.work, iteration.head, query_block, dq);  // while the copies run
+  }
+
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, kHeadDim), added to the accumulator in global memory.
   // `dq` must be zero on entry; with whole heads it has the sum of the earlier key blocks.
   static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const WorkTile& work,

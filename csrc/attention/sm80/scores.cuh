@@ -36,14 +36,14 @@ struct ScorePosition {
   static __device__ __forceinline__ int32_t first_key(const WorkTile& work) {
     return work.key_block * Traits::kBlockN + Traits::warp_n() * kKeyTiles * 16 + Traits::lane() / 4;
   }
-  // Relative to the tile.
+  // The thread's first query, relative to the tile.
   static __device__ __forceinline__ int32_t first_column() {
     return Traits::warp_s() * kScoreTiles * 8 + Traits::lane() % 4 * 2;
   }
   static __device__ __forceinline__ int32_t first_query(int32_t query_block) {
     return query_block * Traits::kBlockM + first_column();
   }
-  // Relative to the thread's first query or key.
+  // The query and the key of element e of tile (mt, nt), relative to the thread's first ones.
   static constexpr __device__ __forceinline__ int32_t query(int nt, int e) { return nt * 8 + e % 2; }
   static constexpr __device__ __forceinline__ int32_t key(int mt, int e) { return mt * 16 + e / 2 * 8; }
 
@@ -74,7 +74,7 @@ struct ScorePosition {
   }
 };
 
-// Without bias, ALiBi, softcap and dropout.
+// Computes scores without bias, ALiBi, softcap and dropout.
 template <typename Traits>
 struct Scores {
   using Position = ScorePosition<Traits>;

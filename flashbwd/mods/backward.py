@@ -13,8 +13,8 @@ from torch import Tensor
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import CannotEmitError, Captures, Recent, Slots
 from flashbwd.mods.derivative import emit_gradient
-from flashbwd.mods.emit import c_element
 from flashbwd.mods.kernels import NoKernelError, modification_of
+from flashbwd.mods.operators import c_element
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import DecodingCall, block_states
 from flashbwd.reference.modifications import Mod

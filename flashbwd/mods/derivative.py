@@ -119,20 +119,16 @@ class Derivative:
 
     def _store(self, node: Any, gradient: str) -> None:
         """Write an atomic add to one element of a captured tensor's gradient. The gradient is contiguous."""
-        slot, indices = self.emitter.captured[node]
+        selected = self.emitter.captured[node]
         whole = node
         while whole.op != "get_attr":
             whole = whole.args[0]
         position = self._captured(whole)
         if position is None:
             return
-        self.slots[position] = slot
-        offset = "0ll"
-        for dim, index in enumerate(indices):
-            size = f"p.captured[{slot}].sizes[{dim}]"
-            offset = f"({offset} * {size} + wrap({index}, {size}))"
+        self.slots[position] = selected.slot
         kind = self._type(node)
-        element = f"static_cast<{kind}*>(p.gradients[{slot}]) + {offset}"
+        element = f"static_cast<{kind}*>(p.gradients[{selected.slot}]) + {selected.contiguous_offset()}"
         self.emitter.lines.append(f"if (first) atomicAdd({element}, static_cast<{kind}>({gradient}));")
 
     def _through(self, node: Any, gradient: str, active: set[Any]) -> None:

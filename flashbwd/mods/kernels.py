@@ -13,7 +13,8 @@ from torch import Tensor
 from flashbwd.mods import nvrtc
 from flashbwd.mods.built_in import encode, recognise
 from flashbwd.mods.captures import CannotEmitError, Captures, FixedMod, Recent, Slots
-from flashbwd.mods.emit import c_element, emit
+from flashbwd.mods.emit import emit
+from flashbwd.mods.operators import c_element
 from flashbwd.mods.trace import trace
 from flashbwd.reference.modifications import Mod
 

@@ -116,6 +116,13 @@ def c_type(dtype: torch.dtype) -> str:
     return C_TYPES[dtype]
 
 
+def c_element(dtype: torch.dtype) -> str:
+    """Return the C++ type with which the kernels read query, key and value of this dtype."""
+    return {torch.float16: "flashbwd::Half", torch.bfloat16: "flashbwd::BFloat16", torch.float32: "flashbwd::Float"}[
+        dtype
+    ]
+
+
 def literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"

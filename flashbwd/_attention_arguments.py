@@ -35,13 +35,18 @@ _backend = "auto"
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Force a backend inside a ``with`` block. A call that it cannot run raises ``ValueError`` with the reason.
+    """Force a backend inside a ``with`` block. A call that it does not support raises ``ValueError`` with the reason.
 
     Parameters
     ----------
     name : {"auto", "sm90", "sm80", "reference"}
         Applies to the whole process, not only to the current thread. The backward of :func:`attention` uses the
         backend that was set when its forward ran.
+
+    Raises
+    ------
+    ValueError
+        If ``name`` is not a string.
     """
     if not isinstance(name, str):
         raise ValueError(f"flashbwd: backend is {_arguments.came(name)}, expected a string")
@@ -56,7 +61,7 @@ def use_backend(name: str) -> Iterator[None]:
 def _set_backend(name: str) -> None:
     global _backend
     _backend = name
-    torch.ops.flashbwd.force_backend(name)  # read by the operator overrides in C++
+    torch.ops.flashbwd.force_backend(name)  # the operator overrides in C++ read it
 
 
 def _causal_name(causal: bool | str) -> str:
@@ -86,7 +91,7 @@ def _sink_logits(q: Tensor, sink: Tensor | None) -> Tensor | None:
 
 
 def default_scale(q: Tensor) -> float:
-    """Return ``D ** -0.5``, or 1 if q has no head dimension; the operator then reports the error."""
+    """Return ``D ** -0.5``, or 1 if q has no head dimension, an error that the operator reports."""
     return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
 
 

@@ -132,8 +132,8 @@ def attention_backward(
     Raises
     ------
     ValueError
-        If an argument is invalid, or the backend forced by :func:`use_backend` cannot run the call. The message names
-        the argument, its value and what was expected. No kernel has been launched then.
+        If an argument is invalid, or the backend forced by :func:`use_backend` does not support the call. The message
+        names the argument, its value and what was expected. The function raises before it launches a kernel.
     """
     options = operator_options(
         q,

@@ -38,11 +38,11 @@ class Plan:
     sm_count : int
         Number of SMs of the device that the plan is for; 0 on a CPU.
     splits : int
-        Number of CTAs that share one key block, for the key blocks that are shared; 1 if none is.
+        Number of CTAs that share a key block; 1 if every key block belongs to one CTA.
     accumulator_bytes : int
         Size in bytes of the fp32 dq accumulator, which is part of the workspace; 0 if the kernel needs none.
     reasons : Mapping[str, str]
-        For each backend that was not chosen, the reason.
+        Name of each backend that was not chosen, and the reason.
     """
 
     backend: str
@@ -77,8 +77,8 @@ def plan_attention_backward(
     Parameters
     ----------
     dout, q, k, v, out, softmax_lse, workspace, dq, dk, dv, **options
-        As for :func:`attention_backward`. Meta tensors suffice, because contents are not read. The exception is
-        ``cu_seqlens`` on the CPU, which is checked.
+        As for :func:`attention_backward`. Meta tensors are sufficient, because the function reads no contents except
+        ``cu_seqlens`` on the CPU, which it checks.
     device : torch.device or str, optional
         Device to plan for if the tensors are meta tensors. Default: the current CUDA device, or the CPU without one.
 
@@ -89,9 +89,9 @@ def plan_attention_backward(
     Raises
     ------
     ValueError
-        As :func:`attention_backward`.
+        If :func:`attention_backward` would raise it for these arguments, or if ``device`` is not a device.
     TypeError
-        For an option that :func:`attention_backward` does not have.
+        If :func:`attention_backward` has no option of a given name.
     """
     defaults: dict[str, Any] = dict(_PLAN_DEFAULTS)
     unknown = sorted(set(options) - set(defaults))

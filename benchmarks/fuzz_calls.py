@@ -1,7 +1,7 @@
 """Random attention-backward calls and their float64 gradients.
 
-A call is data that is drawn from a number, so the number or the printed description reproduces it. The reference
-evaluates the formulas of docs/numerics.md over whole score matrices and shares no code with the library.
+A random generator draws a call from its number, so the number or the printed description reproduces the call. The
+reference evaluates the formulas of docs/numerics.md over whole score matrices and shares no code with the library.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import flashbwd  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BACKEND_DTYPES = {"sm90": ("bf16", "fp16"), "sm80": ("bf16", "fp16", "fp32"), "reference": ("fp32", "bf16")}
-# Relative error of one rounding. The value for fp32 is that of TF32, because products of fp32 may use TF32.
+# Relative error of one rounding. fp32 has the error of TF32, because products of fp32 may use TF32.
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-11}
+SMALL = 2.0**-18  # relative error of an fp32 sum
 SUBNORMAL = {"bf16": 0.0, "fp16": 2.0**-24, "fp32": 0.0}  # absolute error of rounding a subnormal number
 MOST_SCORES = 6 << 20  # scores per call; the reference keeps a dozen float64 matrices of this size
 MOST_DROPPED = 400_000  # scores per call with dropout, whose mask is drawn on the host
-MOST_ELEMENTS = 8 << 20  # elements of the queries and keys of all query heads
+MOST_ELEMENTS = 8 << 20  # elements of queries and keys, summed over query heads
 HEAD_DIMS = (1, 16, 32, 40, 48, 64, 64, 72, 80, 96, 104, 128, 128, 160, 192, 200, 256)
 CAUSAL: tuple[bool | str, ...] = (False, True, "top_left")
 EDGES = (0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 200, 255, 257, 300)
@@ -81,7 +82,7 @@ class Call:
 
 
 def draw(number: int, backend: str) -> Call:
-    """The call with this number for a backend."""
+    """Draw the call with this number for a backend."""
     rng = random.Random(f"{backend} {number}")
 
     def one_in(n: int) -> bool:
@@ -148,7 +149,7 @@ class Problem:
 
 
 def _sequences(call: Call) -> Iterator[tuple[int, slice, slice, int]]:
-    """Yields (index, rows of q, rows of k, number of keys in use) of each sequence."""
+    """Yield (index, rows of q, rows of k, number of keys in use) of each sequence."""
     first_q = first_k = 0
     for b, (rows_q, rows_k) in enumerate(zip(call.lengths_q, call.lengths_k, strict=True)):
         used = rows_k if call.used_k is None else call.used_k[b]
@@ -157,7 +158,7 @@ def _sequences(call: Call) -> Iterator[tuple[int, slice, slice, int]]:
 
 
 def visible(call: Call, rows: int, keys: int, device: torch.device) -> Tensor:
-    """The visible pairs, (rows, keys) bool."""
+    """Return the visible pairs, (rows, keys) bool."""
     offset = 0 if call.causal == "top_left" else keys - rows
     distance = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None] - offset
     left, right = call.window
@@ -202,110 +203,163 @@ def build(call: Call, device: torch.device) -> Problem:
     return _with_reference(call, x)
 
 
-def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
-    device = x["q"].device
+@dataclass(frozen=True)
+class _Sequence:
+    """One sequence of a call. Its tensors are float64; k and v are repeated for the query heads of each KV head."""
+
+    index: int
+    rows: slice  # rows of q
+    keys: slice  # rows of k in use
+    q: Tensor  # (H, n, D)
+    k: Tensor  # (H, used, D)
+    v: Tensor  # (H, used, Dv)
+    dout: Tensor  # (H, n, Dv)
+    scores: Tensor  # (H, n, used); -inf where masked
+    tanh: Tensor | None  # (H, n, used); None without softcap
+    blind: Tensor  # (H, n) bool; True for rows that see no key
+
+
+def _sequence(call: Call, x: dict[str, Any], index: int, rows: slice, keys: slice) -> _Sequence:
+    q, dout = (x[name][rows].double().transpose(0, 1) for name in ("q", "dout"))
     group = call.heads // call.heads_kv
-    scale = call.head_dim**-0.5
-    keep = None
-    if call.dropout:
-        keep = masks.keep_masks(
-            call.dropout, call.number, 4, 0.3, heads=call.heads, seqlens_q=call.lengths_q,
-            seqlens_k=call.used_k or call.lengths_k, max_seqlen_q=max(call.lengths_q), max_seqlen_k=max(call.lengths_k),
-        )  # fmt: skip
-        factor = masks.keep_scale(call.dropout, 0.3, DTYPES[call.dtype])
-    eps, small = ROUNDING[call.dtype], 2.0**-18
-    expected: dict[str, Tensor] = {n: torch.zeros_like(x[n], dtype=torch.float64) for n in ("q", "k", "v")}
-    expected |= {n: torch.zeros_like(x[n], dtype=torch.float64) for n in ("bias", "sink") if n in x}
-    spread = {n: torch.zeros_like(t) for n, t in expected.items()}  # sums of magnitudes
-    out = torch.zeros_like(x["dout"])
-    lse = torch.full((call.heads, x["q"].shape[0]), torch.inf, device=device)
-    generator = random.Random(call.number)
+    k, v = (x[name][keys].double().transpose(0, 1).repeat_interleave(group, 0) for name in ("k", "v"))
+    n, used = q.shape[1], k.shape[1]
+    scores = call.head_dim**-0.5 * (q @ k.mT)
+    tanh = torch.tanh(scores / call.softcap) if call.softcap else None
+    if tanh is not None:
+        scores = call.softcap * tanh
+    if call.alibi:
+        offset = 0 if call.causal == "top_left" else used - n
+        line = torch.arange(n, device=q.device)[:, None] + offset - torch.arange(used, device=q.device)
+        scores = scores - x["slopes"].double()[:, None, None] * line.abs()
+    if "bias" in x:
+        bias = x["bias"][index if x["bias"].shape[0] > 1 else 0].double()
+        scores = scores + bias[:, : n if bias.shape[1] > 1 else 1, : used if bias.shape[2] > 1 else 1]
+    scores = scores.masked_fill(~visible(call, n, used, q.device), -torch.inf)
+    blind = ~(scores > -torch.inf).any(-1)
+    return _Sequence(index, rows, keys, q, k, v, dout, scores, tanh, blind)
 
-    def per_query_head(t: Tensor) -> Tensor:
-        return t.double().transpose(0, 1).repeat_interleave(group, 0)
 
-    for b, rows, keys, used in _sequences(call):
-        here = slice(keys.start, keys.start + used)
-        n = rows.stop - rows.start
-        q, dout = (x[name][rows].double().transpose(0, 1) for name in ("q", "dout"))
-        k, v = per_query_head(x["k"][here]), per_query_head(x["v"][here])
-        s = scale * (q @ k.mT)
-        t = torch.tanh(s / call.softcap) if call.softcap else None
-        if t is not None:
-            s = call.softcap * t
-        seen = visible(call, n, used, device)
-        if call.alibi:
-            offset = 0 if call.causal == "top_left" else used - n
-            line = torch.arange(n, device=device)[:, None] + offset - torch.arange(used, device=device)
-            s = s - x["slopes"].double()[:, None, None] * line.abs()
-        if "bias" in x:
-            bias = x["bias"][b if x["bias"].shape[0] > 1 else 0].double()
-            bias = bias[:, : n if bias.shape[1] > 1 else 1, : used if bias.shape[2] > 1 else 1]
-            s = s + bias
-        s = s.masked_fill(~seen, -torch.inf)
-        blind = ~(s > -torch.inf).any(-1)  # (H, n)
-        stat = torch.logsumexp(s, -1) if used else torch.full((call.heads, n), -torch.inf, device=device).double()
-        if call.sink:
-            stat = torch.logaddexp(stat, x["sink"].double()[:, None])
-        finite = stat.masked_fill(blind, 0.0)
-        p = torch.exp(s - finite[..., None]).masked_fill(blind[..., None], 0.0)
-        z = torch.ones_like(p) if keep is None else keep[b].to(device)[:, :n, :used].double() * factor
-        out[rows] = ((p * z) @ v).transpose(0, 1).to(out.dtype)
-        given = stat.float().masked_fill(blind, generator.choice([0.0, torch.inf, -torch.inf]))
-        lse[:, rows] = given
-        # From here on, use out and lse as the call gets them, rounded to their dtypes.
-        p = torch.exp(s - given.double().masked_fill(blind, 0.0)[..., None]).masked_fill(blind[..., None], 0.0)
-        dlse = x["dlse"][:, rows].double() if call.dlse else torch.zeros_like(stat)
-        products = dout * out[rows].double().transpose(0, 1)
-        delta = (products.sum(-1) - dlse).masked_fill(blind, 0.0)
-        dp = (dout @ v.mT) * z
+class _Reference:
+    """The forward of a call, its float64 gradients, and the limits of their errors."""
+
+    def __init__(self, call: Call, x: dict[str, Any]) -> None:
+        self.call, self.x = call, x
+        self.keep: list[Tensor] | None = None
+        if call.dropout:
+            self.keep = masks.keep_masks(
+                call.dropout, call.number, 4, 0.3, heads=call.heads, seqlens_q=call.lengths_q,
+                seqlens_k=call.used_k or call.lengths_k, max_seqlen_q=max(call.lengths_q),
+                max_seqlen_k=max(call.lengths_k),
+            )  # fmt: skip
+        names = [name for name in ("q", "k", "v", "bias", "sink") if name in x]
+        self.expected: dict[str, Tensor] = {n: torch.zeros_like(x[n], dtype=torch.float64) for n in names}
+        self.spread = {n: torch.zeros_like(t) for n, t in self.expected.items()}  # sums of error magnitudes
+        self.out = torch.zeros_like(x["dout"])
+        self.lse = torch.full((call.heads, x["q"].shape[0]), torch.inf, device=x["q"].device)
+        self.generator = random.Random(call.number)
+
+    def add(self, s: _Sequence) -> None:
+        """Compute out, lse and the gradients of one sequence."""
+        z = torch.ones_like(s.scores)
+        if self.keep is not None:
+            kept = self.keep[s.index].to(z.device)[:, : z.shape[1], : z.shape[2]]
+            z = kept.double() * masks.keep_scale(self.call.dropout, 0.3, DTYPES[self.call.dtype])
+        self._forward(s, z)
+        self._backward(s, z)
+
+    def _probabilities(self, s: _Sequence, lse: Tensor) -> Tensor:
+        lse = lse.masked_fill(s.blind, 0.0)
+        return torch.exp(s.scores - lse[..., None]).masked_fill(s.blind[..., None], 0.0)
+
+    def _forward(self, s: _Sequence, z: Tensor) -> None:
+        if s.k.shape[1]:
+            lse = torch.logsumexp(s.scores, -1)
+        else:
+            lse = torch.full(s.blind.shape, -torch.inf, dtype=torch.float64, device=z.device)
+        if self.call.sink:
+            lse = torch.logaddexp(lse, self.x["sink"].double()[:, None])
+        self.out[s.rows] = ((self._probabilities(s, lse) * z) @ s.v).transpose(0, 1).to(self.out.dtype)
+        unseen = self.generator.choice([0.0, torch.inf, -torch.inf])
+        self.lse[:, s.rows] = lse.float().masked_fill(s.blind, unseen)
+
+    def _backward(self, s: _Sequence, z: Tensor) -> None:
+        """Add the gradients of a sequence, and their error bounds.
+
+        The call gets out and lse rounded to their dtypes, so the formulas use the rounded values. The error bounds
+        allow for fp32 sums, and for one rounding of P and dS to the dtype of the inputs.
+        """
+        eps, small = ROUNDING[self.call.dtype], SMALL
+        lse = self.lse[:, s.rows].double().masked_fill(s.blind, 0.0)
+        p = self._probabilities(s, lse)
+        dlse = self.x["dlse"][:, s.rows].double() if self.call.dlse else torch.zeros_like(lse)
+        products = s.dout * self.out[s.rows].double().transpose(0, 1)
+        delta = (products.sum(-1) - dlse).masked_fill(s.blind, 0.0)
+        dp = (s.dout @ s.v.mT) * z
         ds = p * (dp - delta[..., None])
-        # Error bounds: fp32 sums, and one rounding of P and dS to the dtype of the inputs.
-        scores = s.abs().masked_fill(s == -torch.inf, 0.0) + given.double().masked_fill(blind, 0.0).abs()[..., None]
+        scores = s.scores.abs().masked_fill(s.scores == -torch.inf, 0.0) + lse.abs()[..., None]
         size = p * (dp.abs() + products.abs().sum(-1)[..., None] + dlse.abs()[..., None])
-        tiny = SUBNORMAL[call.dtype] * seen
+        tiny = SUBNORMAL[self.call.dtype] * visible(self.call, *p.shape[1:], p.device)
         ds_error = eps * ds.abs() + small * (1.0 + scores) * size + tiny
         p_error = (eps + small * (1.0 + scores)) * p * z + tiny
-        if "bias" in x:
-            _add_bias(expected["bias"], b, ds)
-            _add_bias(spread["bias"], b, ds_error)
-        if call.sink:
-            share = torch.exp(x["sink"].double()[:, None] - given.double().masked_fill(blind, 0.0))
-            from_rows = torch.where(blind, dlse, -share * delta)
-            expected["sink"] += from_rows.sum(-1)
-            spread["sink"] += (small * (share * (products.abs().sum(-1) + dlse.abs()) + dlse.abs())).sum(-1)
-        if t is not None:
+        if "bias" in self.x:
+            _add_bias(self.expected["bias"], s.index, ds)
+            _add_bias(self.spread["bias"], s.index, ds_error)
+        if self.call.sink:
+            share = torch.exp(self.x["sink"].double()[:, None] - lse)
+            self.expected["sink"] += torch.where(s.blind, dlse, -share * delta).sum(-1)
+            size = share * (products.abs().sum(-1) + dlse.abs()) + dlse.abs()
+            self.spread["sink"] += (small * size).sum(-1)
+        if s.tanh is not None:
             # A kernel may keep the derivative of the softcap in 16 bits, which costs one more rounding.
-            ds, ds_error = ds * (1 - t * t), (ds_error + eps * ds.abs()) * (1 - t * t) + small * ds.abs()
+            slope = 1 - s.tanh * s.tanh
+            ds, ds_error = ds * slope, (ds_error + eps * ds.abs()) * slope + small * ds.abs()
+        self._add(self.expected, s, ds, s.q, s.k, p * z, s.dout)
+        self._add(self.spread, s, ds_error, s.q.abs(), s.k.abs(), p_error, s.dout.abs())
 
-        def of_keys(gradient: Tensor) -> Tensor:
-            return gradient.unflatten(0, (call.heads_kv, group)).sum(1).transpose(0, 1)
+    def _add(
+        self, sums: dict[str, Tensor], s: _Sequence, ds: Tensor, q: Tensor, k: Tensor, p: Tensor, dout: Tensor
+    ) -> None:
+        """Write the products that give dq, dk and dv."""
 
-        expected["q"][rows] = scale * (ds @ k).transpose(0, 1)
-        spread["q"][rows] = scale * (ds_error @ k.abs()).transpose(0, 1)
-        expected["k"][here] = scale * of_keys(ds.mT @ q)
-        spread["k"][here] = scale * of_keys(ds_error.mT @ q.abs())
-        expected["v"][here] = of_keys((p * z).mT @ dout)
-        spread["v"][here] = of_keys(p_error.mT @ dout.abs())
-    limits = {}
-    for name, error in spread.items():
-        last = ROUNDING["fp32" if name == "sink" or (name == "bias" and call.bias_float32) else call.dtype]
-        limits[name] = 1.5 * error + last * expected[name].abs() + 1e-6 + small * expected[name].abs()
-    x["out"], x["lse"] = out, lse
-    return Problem(call, _arguments(call, x), expected, limits)
+        def of_keys(gradient: Tensor) -> Tensor:  # (H, used, dim) -> (used, Hkv, dim)
+            return gradient.unflatten(0, (self.call.heads_kv, -1)).sum(1).transpose(0, 1)
+
+        scale = self.call.head_dim**-0.5
+        sums["q"][s.rows] = scale * (ds @ k).transpose(0, 1)
+        sums["k"][s.keys] = scale * of_keys(ds.mT @ q)
+        sums["v"][s.keys] = of_keys(p.mT @ dout)
+
+    def limits(self) -> dict[str, Tensor]:
+        """Return the largest allowed error of each element of the gradients."""
+        limits = {}
+        for name, error in self.spread.items():
+            in_fp32 = name == "sink" or (name == "bias" and self.call.bias_float32)
+            last = ROUNDING["fp32" if in_fp32 else self.call.dtype]
+            size = self.expected[name].abs()
+            limits[name] = 1.5 * error + last * size + 1e-6 + SMALL * size
+        return limits
+
+
+def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
+    reference = _Reference(call, x)
+    for index, rows, keys, used in _sequences(call):
+        reference.add(_sequence(call, x, index, rows, slice(keys.start, keys.start + used)))
+    x["out"], x["lse"] = reference.out, reference.lse
+    return Problem(call, _arguments(call, x), reference.expected, reference.limits())
 
 
 def _add_bias(total: Tensor, b: int, ds: Tensor) -> None:
     """Add ds (H, n, keys) to a gradient of shape (B or 1, H or 1, Sq or 1, Sk or 1)."""
-    place = total[b if total.shape[0] > 1 else 0]
+    target = total[b if total.shape[0] > 1 else 0]
     for dim in range(3):
-        if place.shape[dim] == 1:
+        if target.shape[dim] == 1:
             ds = ds.sum(dim, keepdim=True)
-    place[:, : ds.shape[1], : ds.shape[2]] += ds
+    target[:, : ds.shape[1], : ds.shape[2]] += ds
 
 
 def _arguments(call: Call, x: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of attention_backward; the output tensors are filled with NaN."""
+    """Return the keyword arguments of attention_backward. The output tensors are filled with NaN."""
     device, batch = x["q"].device, len(call.lengths_q)
     dense = {name: x[name] for name in ("dout", "q", "k", "v", "out")}
     lse, dlse = x["lse"], x.get("dlse")
@@ -338,7 +392,7 @@ def _arguments(call: Call, x: dict[str, Any]) -> dict[str, Any]:
 
 
 def worst(problem: Problem, gradients: Any) -> dict[str, float]:
-    """The largest ratio of error to limit of each gradient; inf if an element is NaN."""
+    """Return the largest ratio of error to limit of each gradient; inf if an element is NaN."""
     results = {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv, "bias": gradients.dbias}
     results["sink"] = gradients.dsink
     found = {}

@@ -7,7 +7,7 @@ cannot load two builds. The processes stay alive and use the device alternately,
 the case and prepares the call with its own `flashbwd.bench`. The script names each case that it skips because a build
 does not know or support it.
 
-A ratio is the time of the first build over that of another build: the median over rounds of the ratio within a round.
+A ratio is the time of the first build over the time of another build: the median over rounds of the ratio in a round.
 If it is above 1, the other build is faster. The table ends with geometric means. --out writes all times as JSON.
 """
 

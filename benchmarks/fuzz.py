@@ -166,6 +166,7 @@ def say(**message: Any) -> None:
 def work(backend: str, first: int, one: bool) -> None:
     """Run calls from number ``first`` on until the process is killed, or only one call."""
     import fuzz_calls
+    import fuzz_reference
     import torch
 
     import flashbwd
@@ -192,7 +193,7 @@ def work(backend: str, first: int, one: bool) -> None:
     while True:
         say(number=number, begins=True)
         call = fuzz_calls.draw(number, backend)
-        problem = fuzz_calls.build(call, device)
+        problem = fuzz_reference.build(call, device)
         try:
             with flashbwd.use_backend(backend):
                 options = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
@@ -203,7 +204,7 @@ def work(backend: str, first: int, one: bool) -> None:
             occupy(call)
             with flashbwd.use_backend(backend):
                 gradients = flashbwd.attention_backward(**problem.arguments)
-            ratios = fuzz_calls.worst(problem, gradients)
+            ratios = fuzz_reference.worst(problem, gradients)
             before = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
             bad = {name: ratio for name, ratio in ratios.items() if not ratio <= 1.0}
             failure = f"error over limit {bad} in {call.describe()}" if bad else ""

@@ -92,7 +92,7 @@ def chosen_architectures(offered: tuple[str, ...]) -> tuple[str, ...]:
     for name in wanted:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
         if match is None:
-            raise BuildError(f"FLASHBWD_CUDA_ARCHS: {name!r} is no architecture such as 8.0, 9.0a or 9.0+PTX")
+            raise BuildError(f"FLASHBWD_CUDA_ARCHS names {name!r}, expected architectures such as 8.0, 9.0a or 9.0+PTX")
         gpu = (int(match.group(1)), int(match.group(2)))
         native = []
         for target in offered:
@@ -126,7 +126,7 @@ def chosen_families() -> dict[str, tuple[str, ...]]:
     """Return the kernel families of this build that have sources, and the architectures of each."""
     wanted = names_from_env("FLASHBWD_FAMILIES") or list(FAMILIES)
     if unknown := [name for name in wanted if name not in FAMILIES]:
-        raise BuildError(f"FLASHBWD_FAMILIES: no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+        raise BuildError(f"FLASHBWD_FAMILIES names {unknown[0]!r}, expected families of {', '.join(FAMILIES)}")
     families = {}
     for name in wanted:
         folder, offered = FAMILIES[name]
@@ -181,13 +181,13 @@ class NativeBuild:
         self.toolkit: CudaToolkit | None = None
         self.cutlass: Path | None = None
         if shutil.which(cxx()) is None:
-            raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or name another with CXX")
+            raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or set CXX to another compiler")
         print(f"flashbwd: torch {self.torch.version} (CUDA {self.torch.cuda}) in {self.torch.root}")
         if not cuda_wanted():
             why = (
                 "FLASHBWD_CUDA=0"
                 if os.environ.get("FLASHBWD_CUDA")
-                else "no GPU of compute capability 8.0 or later here"
+                else "this machine has no GPU of compute capability 8.0 or later"
             )
             print(f"flashbwd: {why}: library for the CPU only; FLASHBWD_CUDA=1 compiles the kernels too")
         elif self.torch.cuda is None:

@@ -100,7 +100,7 @@ def _deterministic(asked: bool) -> bool:
 
 
 def operator_options(q: Tensor, *, rng_state: RngState | None = None, **given: Any) -> dict[str, Any]:
-    """Translate the public options to those of the operators (:class:`flashbwd.options.AttentionOptions`)."""
+    """Translate the public options to the operators' options (:class:`flashbwd.options.AttentionOptions`)."""
     _arguments.tensor("q", q)
     if rng_state is not None and _arguments.number("dropout_p", given["dropout_p"]) != 0.0:
         given["rng_seed"], given["rng_offset"], given["rng_layout"] = _arguments.rng_words(rng_state)

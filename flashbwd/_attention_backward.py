@@ -12,7 +12,18 @@ from flashbwd._attention_arguments import RngState, operator_options
 
 
 class AttentionGrads(NamedTuple):
-    """Gradients of an attention call. ``dbias`` and ``dsink`` are ``None`` if the call had no bias or no sink."""
+    """Gradients of an attention call.
+
+    Attributes
+    ----------
+    dq : Tensor, (B, Sq, H, D) or packed (total_q, H, D)
+    dk : Tensor, (B, Sk, Hkv, D) or (total_k, Hkv, D)
+    dv : Tensor, (B, Sk, Hkv, Dv) or (total_k, Hkv, Dv)
+    dbias : Tensor, optional
+        Shape and dtype of ``attn_bias``; ``None`` if the call had no bias.
+    dsink : Tensor, (H,), optional
+        Dtype of ``sink``; ``None`` if the call had no sink.
+    """
 
     dq: Tensor
     dk: Tensor

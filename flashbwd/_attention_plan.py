@@ -18,7 +18,7 @@ from flashbwd._attention_backward import attention_backward
 
 @dataclass(frozen=True)
 class Plan:
-    """How an attention backward will run on a device.
+    """The backend, tiles, schedule and memory with which an attention backward will run on a device.
 
     Attributes
     ----------

@@ -25,7 +25,12 @@ _LAYOUT = "efficient64"
 class DropoutAddNormGrads(NamedTuple):
     """Gradients of a norm of ``residual + dropout(x)``. A gradient that was not requested is ``None``.
 
-    ``dbeta`` is always ``None`` for RMSNorm.
+    Attributes
+    ----------
+    dx, dresidual : Tensor, (..., N), optional
+    dgamma : Tensor, (N,), optional
+    dbeta : Tensor, (N,), optional
+        Always ``None`` for RMSNorm.
     """
 
     dx: Tensor | None
@@ -115,7 +120,7 @@ def dropout_add_rms_norm_backward(
 ) -> DropoutAddNormGrads:
     """Compute the gradients of ``z = rms_norm(h)`` with ``h = residual + dropout(x)``.
 
-    Parameters, results and errors are those of :func:`dropout_add_layer_norm_backward`. RMSNorm has no mean and no
+    :func:`dropout_add_layer_norm_backward` documents the parameters, results and errors. RMSNorm has no mean and no
     beta: there is no ``mu``, ``dbeta`` is ``None``, and ``output_mask`` selects dx, dresidual and dgamma.
     """
     asked = _arguments.flags("output_mask", output_mask, ("dx", "dresidual", "dgamma"))
@@ -181,8 +186,8 @@ def dropout_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute RMSNorm of ``h = residual + dropout(x)``, differentiable in x, residual and gamma.
 
-    Parameters, results and errors are those of :func:`dropout_add_layer_norm`, without beta. ``eps`` is added to the
-    mean square; its default is the default of :func:`flashbwd.rms_norm`.
+    :func:`dropout_add_layer_norm` documents the parameters, results and errors. There is no beta. ``eps`` is added to
+    the mean square; its default is the default of :func:`flashbwd.rms_norm`.
     """
     eps = default_eps(_arguments.tensor("x", x).dtype) if eps is None else eps
     return _forward(x, residual, gamma, None, keep, 1, dropout_p, eps, zero_centered_gamma)

@@ -20,7 +20,13 @@ __all__ = [
 
 
 class LayerNormGrads(NamedTuple):
-    """Gradients of a LayerNorm. A gradient that was not requested is ``None``."""
+    """Gradients of a LayerNorm. A gradient that was not requested is ``None``.
+
+    Attributes
+    ----------
+    dx : Tensor, (..., N), optional
+    dgamma, dbeta : Tensor, (N,), optional
+    """
 
     dx: Tensor | None
     dgamma: Tensor | None
@@ -28,7 +34,13 @@ class LayerNormGrads(NamedTuple):
 
 
 class RMSNormGrads(NamedTuple):
-    """Gradients of an RMSNorm. A gradient that was not requested is ``None``."""
+    """Gradients of an RMSNorm. A gradient that was not requested is ``None``.
+
+    Attributes
+    ----------
+    dx : Tensor, (..., N), optional
+    dgamma : Tensor, (N,), optional
+    """
 
     dx: Tensor | None
     dgamma: Tensor | None
@@ -128,7 +140,7 @@ def rms_norm_backward(
 
     (Derivative of the definition in Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) ``rs`` is
     ``1 / sqrt(mean(x**2) + eps)`` of each row. RMSNorm has no mean and no beta, so ``output_mask`` selects dx and
-    dgamma. Parameters, results and errors are otherwise those of :func:`layer_norm_backward`.
+    dgamma. :func:`layer_norm_backward` documents the other parameters, the results and the errors.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
@@ -202,8 +214,8 @@ def rms_norm_backward_from_output(
 ) -> RMSNormGrads:
     """Compute the gradients of RMSNorm from its output z, so that the input x need not be kept.
 
-    The function uses the formulas of :func:`rms_norm_backward` with ``xhat = z / gamma``. Parameters, results and
-    errors are those of :func:`layer_norm_backward_from_output`, without beta.
+    The function uses the formulas of :func:`rms_norm_backward` with ``xhat = z / gamma``. There is no beta.
+    :func:`layer_norm_backward_from_output` documents the parameters, results and errors.
     """
     dx_and_dgamma = _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
     mask = (dx_and_dgamma[0], dx_and_dgamma[1], False)

@@ -17,7 +17,7 @@ SEED = 20
 def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list[Peer]:
     """Return the peers of a case on this device. Deterministic and compiled peers run only if the case requests them.
 
-    ``only`` restricts the peers to those whose name contains one of its strings.
+    If ``only`` has strings, the name of a peer must contain one of them.
     """
     table = norm_peers.NORM_PEERS
     if isinstance(case, AttentionCase):

@@ -129,7 +129,7 @@ def run_case(
 def _checked(
     case: ScaleCase, peer: ScalePeer, x: ScaleInputs, reference: list[Tensor], device: torch.device, mesh: DeviceMesh
 ) -> PeerResult:
-    """Return the result of a peer before it is timed, after comparing its gradients with those of the first peer."""
+    """Return the result of a peer before it is timed, after comparing its gradients with the first peer's."""
     cuda = device.type == "cuda"
     before = 0
     if cuda:

@@ -101,7 +101,7 @@ def _tensor_names(owner: str, function: Callable[..., Tensor]) -> tuple[str, ...
 def compile_mods(
     score_mod: Callable[..., Tensor] | None = None, mask_mod: Callable[..., Tensor] | None = None
 ) -> CompiledMods:
-    """Create a handle for modifications of ``flex_decoding``, which traces them only once, whatever they read.
+    """Create a handle for modifications of ``flex_decoding``, which traces them only once, even if they read objects.
 
     Without a handle, ``flex_decoding`` reuses the trace of a function that reads only numbers, tensors and plain
     functions. It traces a function that reads anything else (an object, a method, a list) at every call, because the

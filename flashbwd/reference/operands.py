@@ -203,7 +203,7 @@ class Tile(NamedTuple):
 
 
 class Scratch:
-    """Scratch memory that the tiles of a piece share, whatever their shapes."""
+    """Scratch memory that tiles of all shapes of a piece share."""
 
     def __init__(self, call: Call, piece: Piece) -> None:
         self._call, self._chunk = call, piece.chunk

@@ -1,8 +1,8 @@
 """Replaces the CUDA kernels of PyTorch's backward operators with this library's, and restores them.
 
-An override is C++ code that first tries the kernels of this library. If none supports the call, the override runs the
-kernel that was registered before with the same arguments, and counts the reason. C++ code calls PyTorch's own kernels.
-This module calls previous kernels that another library registered.
+An override is implemented in C++ and first tries a kernel of this library. If none supports the call, the kernel that
+was registered before runs with the same arguments, and the override counts the reason. C++ calls PyTorch's own kernels;
+this module calls previous kernels that another library registered.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _tensors(captures: Sequence[Any], like: Tensor) -> list[Tensor]:
 def _text(name: str, graph_module: fx.GraphModule) -> str:
     """Return the Python source of a graph, with the imports that it needs, as JSON.
 
-    JSON has no line breaks, and the compiler writes string arguments into comments of the code that it generates.
+    JSON has no line breaks: the compiler writes string arguments into comments of the code that it generates.
     """
     for node in graph_module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
@@ -154,7 +154,7 @@ def _function_of(text: str) -> Callable[..., Tensor]:
 
 
 def _bound(text: str, captures: Sequence[Tensor]) -> Mod:
-    """Return the function of a text. The text is its identity, because it determines the results of the function."""
+    """Return the function of a text. The text is its identity, because it determines what the function computes."""
     function = _function_of(text)
     return FixedMod(text, lambda arguments, tensors: function(None, *arguments, *tensors), captures)
 
@@ -201,7 +201,7 @@ def shaped_like_query(query: Tensor, head_dim: int) -> Tensor:
 _excluded_at_import = torch._C._dispatch_tls_local_exclude_set()
 
 
-def _as_outside() -> AbstractContextManager[None]:
+def as_outside() -> AbstractContextManager[None]:
     """Reset the dispatcher to its state outside of an operator, because the reference uses vmap and autograd."""
     included = torch._C._dispatch_tls_local_include_set()
     guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, _excluded_at_import)
@@ -263,7 +263,7 @@ def implement(forward: Forward, backward: Backward) -> None:
 
     def run_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
         call = _call_of((query.shape[2], key.shape[2]), *rest)
-        with _as_outside():
+        with as_outside():
             out, lse, largest, exact = forward(call, query, key, value, rest[-1])
         empty = _exact_size(query, value, rest[-1]) == (0,)
         unrounded = lse.new_empty(0) if empty else exact.float().contiguous()
@@ -285,7 +285,7 @@ def implement(forward: Forward, backward: Backward) -> None:
         captures = [c.detach().requires_grad_(w) for c, w in zip(score_captures, wanted, strict=True)]
         leaves = [c for c in captures if c.requires_grad]
         call = _call_of((query.shape[2], key.shape[2]), mask, captures, *rest)
-        with _as_outside():
+        with as_outside():
             dq, dk, dv, dleaves = backward(call, query, key, value, out, lse, dout, dlse, leaves)
         grads = [g.to(t.dtype) for g, t in zip((dq, dk, dv, *dleaves), (query, key, value, *leaves), strict=True)]
         return grads[0], grads[1], grads[2], grads[3:]

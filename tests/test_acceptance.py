@@ -29,9 +29,9 @@ def _record(**changes) -> dict:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"machine": {"kernel_sources": "0" * 64}}, "its kernel sources are not those of csrc"),
-        ({"machine": {"kernel_sources": None}}, "its kernel sources are not those of csrc"),
-        ({"machine": {"kind": "cpu"}}, "it was not taken on a GPU"),
+        ({"machine": {"kernel_sources": "0" * 64}}, "its kernel sources differ from csrc"),
+        ({"machine": {"kernel_sources": None}}, "its kernel sources differ from csrc"),
+        ({"machine": {"kind": "cpu"}}, "its tests did not run on a GPU"),
         ({"select": "sm90"}, 'only tests that match "sm90" ran'),
         ({"session": {"counts": {"skipped": 968}}}, "no test of the stage tests passed"),
         ({"session": {"counts": {"passed": 9, "failed": 1}}}, "tests: 1 failed"),
@@ -52,7 +52,7 @@ def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp
 def test_no_record_counts_where_the_sources_are_unknown():
     """An installed package has no csrc, and a record that was written there no hash."""
     assert acceptance.problems(_record(machine={"kernel_sources": None}), None) == [
-        "its kernel sources are not those of csrc"
+        "its kernel sources differ from csrc"
     ]
 
 

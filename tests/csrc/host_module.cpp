@@ -1,4 +1,4 @@
-// The host arithmetic of the library as a Python module, for the tests alone. Thin: a function a line, no logic.
+// The host arithmetic of the library as a Python module, which only the tests use. It contains no logic of its own.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -34,9 +34,9 @@ namespace flashbwd {
 namespace {
 
 std::tuple<int32_t, int32_t> pair_of(BlockRange range) { return {range.begin, range.end}; }
-std::tuple<int32_t, int32_t, int32_t> triple_of(WorkTileIndex job) { return {job.batch, job.head, job.key_block}; }
+std::tuple<int32_t, int32_t, int32_t> triple_of(WorkTileIndex tile) { return {tile.batch, tile.head, tile.key_block}; }
 
-// What the iterators read of a work tile.
+// The fields of a work tile that the iterators read.
 template <bool kByHeads_, bool kStaggers_>
 struct LoopTile {
   static constexpr bool kByHeads = kByHeads_, kStaggers = kStaggers_;
@@ -47,7 +47,7 @@ struct LoopTile {
 
 using Position = std::tuple<int32_t, int32_t>;  // query head and query block
 
-// The positions of both iterators, and of the one that reads the tile again.
+// The positions that three iterators visit: the default one, the one that reads the tile again, and the small one.
 template <bool kByHeads, bool kStaggers>
 std::array<std::vector<Position>, 3> positions(int32_t first_index, Position heads, Position blocks,
                                                int32_t first_block, bool descending) {
@@ -73,7 +73,8 @@ struct ListedTile : ListedLoop<true> {
   int32_t first_index, iterations, first_head;
 };
 
-// What the iterator of a block mask visits. `entries`: query block, head within the KV head, tile of bits, adds before.
+// The positions that the iterator of a block mask visits. An entry has a query block, the head within the KV head, the
+// tile of bits, and the number of adds before.
 std::vector<std::array<int32_t, 5>> listed_positions(int32_t first_index, int32_t first_head,
                                                      const std::vector<std::array<int32_t, 4>>& entries) {
   std::vector<QueryBlockEntry> list;
@@ -181,7 +182,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("has_seqused", &AttentionProblem::has_seqused);
 }
 
-// Of a tensor on the first GPU, wherever its memory is: nothing is read.
+// The description of a tensor on the first GPU. The memory may be anywhere, because nothing reads it.
 TensorDesc on_gpu(int64_t address, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                   DType dtype) {
   TensorDesc view = view_of(address, sizes, strides, dtype);
@@ -250,7 +251,7 @@ void bind_workspace(py::module_& m) {
   m.def("permuted_column", &permuted_column);
 }
 
-// Plans for GPUs that need not be there.
+// Plans for GPUs that this machine need not have.
 void bind_plan(py::module_& m) {
   py::class_<DeviceInfo>(m, "DeviceInfo")
       .def(py::init<>())

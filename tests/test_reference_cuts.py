@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, cut_into_pieces
 from flashbwd.reference.modifications import GatherByIndex
+from flashbwd.reference.scores import Dropout, operand
 from flashbwd.reference.spans import Span
 
 LENGTHS = st.integers(1, 600)
 FEWEST = 16  # rows, or keys, below which a block is not cut
+DEVICES = ("cpu", "meta")  # the second stands for a GPU
 GROUPS = st.sampled_from([1, 2, 8, 64])
 
 
@@ -120,6 +124,27 @@ def test_the_gradient_of_a_shared_bias_adds_up_in_fp32(dtype: torch.dtype) -> No
     assert dbias.flatten().tolist() == [1000.0] * 3
 
 
+@pytest.mark.parametrize("spans", [1, 2])
+@pytest.mark.parametrize("summed", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_a_dense_bias_that_only_batch_or_heads_share_asks_for_all_heads_at_once(
+    summed: tuple[bool, ...], spans: int
+) -> None:
+    """The gradient of such a bias, and of one that nothing shares, is written to its place without a copy in fp32."""
+    full = (4, 3, 5, 7)
+    dbias = torch.full([1 if one else size for one, size in zip(summed, full, strict=True)], torch.nan).bfloat16()
+    parts = [Span(4 // spans * i, 4 // spans, 5, 7, packed=False) for i in range(spans)]
+    gradient = BiasGradient(dbias, full, parts, torch.float32)
+    by_batch, by_head, by_query, by_key = summed
+    assert gradient.one_chunk == ((by_batch or by_head) and not by_query and not by_key and spans == 1)
+    assert gradient.shared == (by_batch or by_head or by_query)
+    for part in parts:
+        gradient.add(torch.ones(part.batches, 3, 5, 7), part, Chunk(0, part.batches, 0, 3, 1), (0, 5), (0, 7))
+    sums = math.prod(size for one, size in zip(summed, full, strict=True) if one)
+    assert bool((dbias == sums).all()) == (gradient.one_chunk or not any(summed))
+    gradient.finish()
+    assert bool((dbias == sums).all())
+
+
 @pytest.mark.parametrize("given_one", ["max_seqlen_q", "max_seqlen_k"])
 def test_packed_sequences_need_both_longest_lengths(given_one: str) -> None:
     x, starts = torch.zeros(5, 1, 8), torch.tensor([0, 5], dtype=torch.int32)
@@ -177,6 +202,45 @@ def test_a_norm_without_dx_sums_the_rows_of_every_chunk(threads: int, monkeypatc
     _, dgamma, dbeta = reference.layer_norm_backward(dz, x, mu, rs, gamma, output_mask=(False, True, True))
     torch.testing.assert_close(dgamma, (dz * x).sum(0))
     torch.testing.assert_close(dbeta, dz.sum(0))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5])
+@pytest.mark.parametrize("column", [None, 3.0, torch.arange(2.0 * 5).view(1, 2, 5, 1)], ids=["none", "number", "rows"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_operand_is_its_rows_times_the_scale_and_the_column(dtype: torch.dtype, column: Any, scale: float) -> None:
+    rows = torch.randn(1, 2, 5, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = operand(rows, torch.float32, scale, column)
+    assert torch.equal(found[..., :6], rows.float() * scale)
+    if column is None:
+        assert found.shape == rows.shape
+    else:
+        assert torch.equal(found[..., 6:], torch.as_tensor(column).expand(1, 2, 5, 1))
+
+
+@pytest.mark.parametrize("dim", range(1, 9))
+def test_an_operand_with_a_column_has_rows_of_whole_16_bytes_except_on_a_cpu(dim: int) -> None:
+    widths = [operand(torch.empty(1, 1, 2, dim, device=device), torch.float32, 1.0, 1.0).shape[-1] for device in DEVICES]
+    assert widths == [dim + 1, next(width for width in range(dim + 1, dim + 5) if width * 4 % 16 == 0)]
+
+
+@pytest.mark.parametrize("given_one", ["rng_seed", "rng_offset"])
+def test_dropout_needs_both_words_of_its_generators_state(given_one: str) -> None:
+    options = AttentionOptions(dropout_p=0.25, **{given_one: 3})
+    with pytest.raises(ValueError, match=r"dropout_p is 0\.25, which needs rng_state, got None"):
+        Dropout.of(torch.zeros(1, 2, 1, 8), options, 2, 2)
+
+
+@pytest.mark.parametrize(("device", "shares"), [("cpu", 2), ("meta", 1)])
+def test_threads_share_the_rows_of_a_norm_on_a_cpu_alone(
+    device: str, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    chunk = norms._CPU_CHUNK if device == "cpu" else norms._CUDA_CHUNK
+    x = torch.empty(1, device=device).expand(4 * chunk, 1)
+    found = norms._run_on_chunks(x, lambda chunks: chunks)
+    assert len(found) == shares
+    bounds = [(rows.start, rows.stop) for chunks in found for rows in chunks]
+    assert bounds == [(first, first + chunk) for first in range(0, 4 * chunk, chunk)]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,13 @@ def test_gradients_are_not_recorded() -> None:
     assert not any(result.requires_grad for result in run_all([lambda: weight * 2] * 4, 2))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_tensors_of_the_workers_are_inference_tensors_where_the_callers_are(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        results = run_all([lambda: torch.ones(2)] * 4, 2)
+    assert [result.is_inference() for result in results] == [inference] * 4
+
+
 def test_an_error_in_a_task_is_raised() -> None:
     def fail() -> int:
         raise ValueError("of a task")

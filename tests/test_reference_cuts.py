@@ -219,7 +219,8 @@ def test_an_operand_is_its_rows_times_the_scale_and_the_column(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dim", range(1, 9))
 def test_an_operand_with_a_column_has_rows_of_whole_16_bytes_except_on_a_cpu(dim: int) -> None:
-    widths = [operand(torch.empty(1, 1, 2, dim, device=device), torch.float32, 1.0, 1.0).shape[-1] for device in DEVICES]
+    rows = [torch.empty(1, 1, 2, dim, device=device) for device in DEVICES]
+    widths = [operand(x, torch.float32, column=1.0).shape[-1] for x in rows]
     assert widths == [dim + 1, next(width for width in range(dim + 1, dim + 5) if width * 4 % 16 == 0)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, results
+from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, peers, results
 from flashbwd.bench.cases import AttentionCase, Bar, BlockCase, DecodingCase, NormCase
 
 CPU = torch.device("cpu")
@@ -86,6 +87,41 @@ def test_the_rows_of_a_norm_that_are_compared_reach_from_the_first_to_the_last()
         dx, *rest = norm_gradients(case, x)
         dx[row] += 1
         assert errors.norm_errors(case, x, [dx, *rest])["dx"] > 0.01
+
+
+@pytest.mark.parametrize(("rows", "compared"), [(3000, 256), (257, 256), (256, 256), (7, 7)])
+def test_256_evenly_spaced_rows_of_a_norm_are_compared(
+    rows: int, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    gradients = oracle.norm_gradients
+
+    def noted(*arguments: Any, rows: Tensor, **options: Any) -> Any:
+        chosen.extend(rows.tolist())
+        return gradients(*arguments, rows=rows, **options)
+
+    monkeypatch.setattr(oracle, "norm_gradients", noted)
+    case = NormCase("t", 4, rows, "fp64")
+    x = norm_peers.make_inputs(case, CPU, 0)
+    assert max(errors.norm_errors(case, x, norm_gradients(case, x)).values()) < 1e-12
+    steps = {b - a for a, b in itertools.pairwise(chosen)}
+    assert (len(chosen), chosen[0], chosen[-1]) == (compared, 0, rows - 1)
+    assert max(steps) - min(steps) <= 1
+
+
+@pytest.mark.parametrize("row", [0, 127, 128, 255, 256, 299])
+def test_the_error_of_attention_is_that_of_the_worst_of_blocks_of_128_rows(row: int) -> None:
+    case = replace(ATTENTION, batch=1, seqlen=300, heads=1, heads_kv=1, head_dim_v=16, dtype="fp64")
+    x = errors.attention_inputs.make_inputs(case, CPU, 0)
+    leaves = [t[0, :, 0].detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    grads = [g[None, :, None].clone() for g in torch.autograd.grad(out, leaves, x.dout[0, :, 0])]
+    first = row // 128 * 128
+    norms = [g[0, first : first + 128].norm().item() for g in grads]
+    for grad in grads:
+        grad[0, row, 0, 0] += 0.001
+    found = errors.attention_errors(case, x, peers.Prepared(lambda: grads), grads)
+    assert [found[name] for name in ("dq", "dk", "dv")] == pytest.approx([0.001 / norm for norm in norms], rel=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
@@ -172,12 +208,41 @@ def test_the_name_of_a_training_step_has_its_heads(heads_kv: int, shown: str) ->
     assert BlockCase("t", "gpt", 2, 8, 32, 4, heads_kv, 48).name == f"gpt block bf16 B2 S8 width 32 {shown}"
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "layer norm bf16 N48 rows 70"),
+        ({"rms": True, "dtype": "fp32"}, "rms norm fp32 N48 rows 70"),
+        ({"form": "dropout"}, "layer norm dropout bf16 N48 rows 70"),
+        ({"form": "output", "rms": True}, "rms norm output bf16 N48 rows 70"),
+    ],
+)
+def test_the_name_of_a_norm_has_its_form(changes: dict[str, Any], name: str) -> None:
+    assert replace(NormCase("t", 48, 70), **changes).name == name
+
+
+@pytest.mark.parametrize(("backward", "kind"), [(False, "decoding"), (True, "decoding backward")])
+def test_the_name_of_decoding_says_whether_it_is_the_backward(backward: bool, kind: str) -> None:
+    case = DecodingCase("t", 3, 4, 2, 5, 40, 16, backward=backward)
+    assert case.name == f"{kind} bf16 B3 H4:2 Sq5 Sk40 D16"
+
+
 # ---- result files -----------------------------------------------------------------------------------
 
 
 def test_committed_result_files_are_of_the_schema_that_is_read() -> None:
     paths = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))
     assert results.load(paths[0]).results
+
+
+def test_a_saved_file_makes_its_folders_and_begins_as_the_committed_ones(tmp_path: Path) -> None:
+    """With a field per line, and one space per level, so that two runs can be compared line by line."""
+    committed = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))[0]
+    written = tmp_path / "a" / "b" / "run.json"
+    results.load(committed).save(written)
+    assert written.read_text().splitlines()[:60] == committed.read_text().splitlines()[:60]
+    results.load(committed).save(written)
+    assert list(written.parent.iterdir()) == [written]
 
 
 def test_what_did_not_run_has_done_no_work() -> None:

@@ -20,12 +20,14 @@ from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, cut_into_pieces
 from flashbwd.reference.modifications import GatherByIndex
-from flashbwd.reference.scores import Dropout, operand
+from flashbwd.reference.operands import write_scaled
+from flashbwd.reference.scores import Dropout, operand, sees_nothing
 from flashbwd.reference.spans import Span
 
 LENGTHS = st.integers(1, 600)
 FEWEST = 16  # rows, or keys, below which a block is not cut
 DEVICES = ("cpu", "meta")  # the second stands for a GPU
+WINDOW = st.integers(-1, 6)
 GROUPS = st.sampled_from([1, 2, 8, 64])
 
 
@@ -77,6 +79,100 @@ def test_a_tile_is_cut_along_a_diagonal_only_where_that_hides_something(
     hidden_left = left >= 0 and bool((distance < -left).any())
     hidden_right = right >= 0 and bool((distance > right).any())
     assert (lower is not None, upper is not None) == (hidden_left, hidden_right)
+
+
+@st.composite
+def bands(draw: st.DrawFn) -> tuple[Band, torch.Tensor]:
+    """A band, and which keys each query sees: (sq, sk) bool."""
+    sq, sk = draw(st.integers(1, 12)), draw(st.integers(0, 12))
+    causal, left, right = draw(st.sampled_from(["none", "top_left", "bottom_right"])), *draw(st.tuples(WINDOW, WINDOW))
+    distance = torch.arange(sk) - torch.arange(sq)[:, None] - (0 if causal == "top_left" else sk - sq)
+    visible = torch.ones(sq, sk, dtype=torch.bool)
+    if left >= 0:
+        visible &= distance >= -left
+    if causal != "none":
+        visible &= distance <= 0
+    elif right >= 0:
+        visible &= distance <= right
+    return Band.of(sq, sk, causal, left, right), visible
+
+
+def extent(seen: torch.Tensor) -> tuple[int, int]:
+    """From the first to the last that is True; (0, 0) if none is."""
+    places = seen.nonzero().flatten().tolist()
+    return (places[0], places[-1] + 1) if places else (0, 0)
+
+
+@given(bands(), st.data())
+def test_a_band_has_the_rows_that_see_a_key_and_the_keys_that_they_see(
+    drawn: tuple[Band, torch.Tensor], data: st.DataObject
+) -> None:
+    band, visible = drawn
+    assert band.rows == extent(visible.any(1))
+    assume(band.rows != (0, 0))
+    assert visible.any(1)[slice(*band.rows)].all()
+    first = data.draw(st.integers(band.rows[0], band.rows[1] - 1))
+    rows = first, data.draw(st.integers(first + 1, band.rows[1]))
+    keys, block_k = extent(visible[slice(*rows)].any(0)), data.draw(st.integers(1, 5))
+    assert band.keys(rows) == keys
+    tiles = [(start, min(start + block_k, keys[1])) for start in range(*keys, block_k)]
+    assert list(band.tiles(rows, block_k)) == tiles
+    for cols in tiles:
+        hidden = ~visible[slice(*rows), slice(*cols)]
+        found = band.hidden(rows, cols, torch.device("cpu"))
+        assert (found is None) == (not hidden.any())
+        assert found is None or torch.equal(found, hidden)
+        tile = torch.where(hidden, torch.nan, 1.0)[None]
+        band.zero_hidden_(tile, rows, cols)
+        assert torch.equal(tile[0], (~hidden).float())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.integers(0, 700)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 7),
+)
+def test_pieces_have_every_row_that_sees_a_key_once(
+    sizes: list[tuple[int, int, int]], heads: int, group: int, causal: bool, one_chunk: bool, threads: int
+) -> None:
+    spans = [Span(10 * i, *size, packed=False) for i, size in enumerate(sizes)]
+    q, k = torch.empty(1, 1, heads * group, 8), torch.empty(1, 1, heads, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        mode = "bottom_right" if causal else "none"
+        pieces, used = cut_into_pieces(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
+    assert 1 <= used <= threads
+    for of in spans:
+        count = torch.zeros(of.batches, heads * group, of.sq, dtype=torch.int64)
+        own = [piece for piece in pieces if piece.span is of]
+        for piece in own:
+            chunk = piece.chunk
+            for strip in piece.strips():
+                assert strip[1] - strip[0] <= piece.cut.block_q
+                batches = slice(chunk.batch0, chunk.batch0 + chunk.batches)
+                count[batches, chunk.query_range, slice(*strip)] += 1
+        keyless = of.sq if of.sk == 0 else max(of.sq - of.sk, 0) if causal else 0
+        assert (count[..., :keyless] == 0).all() and (count[..., keyless:] == 1).all()
+        assert not one_chunk or len({piece.chunk for piece in own}) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_sees_nothing_if_its_lse_is_infinite_or_has_a_last_bit_above_1(dtype: torch.dtype) -> None:
+    least = -(2.0**24) if dtype == torch.float32 else -(2.0**53)  # from here on neighbours are 2 apart
+    lse = torch.tensor([least, least + 1, 2 * least, least / 2, 0.0, -least, -torch.inf, torch.inf], dtype=dtype)
+    assert sees_nothing(lse).tolist() == [True, False, True, False, False, False, True, True]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.0, -0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_gradient_is_written_times_its_scale(dtype: torch.dtype, scale: float) -> None:
+    total = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    target = torch.full((2, 3, 5), torch.nan, dtype=dtype)
+    write_scaled(total.clone(), scale, target)
+    assert torch.equal(target, (total * scale).view(2, 3, 5).to(dtype))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from flashbwd.reference import workers
 from flashbwd.reference.workers import run_all
 
 
@@ -40,6 +41,15 @@ def test_one_thread_is_the_callers() -> None:
 def test_no_more_threads_work_than_asked_for() -> None:
     run_all([int] * 8, 4)
     assert len(set(run_all([threading.get_ident] * 40, 2))) <= 2
+
+
+def test_threads_are_kept_for_later_calls_of_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_pool", None)
+    pool = workers._pool_of(4)
+    assert workers._pool_of(4) is workers._pool_of(2) is pool
+    larger = workers._pool_of(5)
+    assert larger is not pool
+    assert workers._pool_of(4) is larger
 
 
 def test_gradients_are_not_recorded() -> None:

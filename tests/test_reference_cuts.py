@@ -327,17 +327,58 @@ def test_dropout_needs_both_words_of_its_generators_state(given_one: str) -> Non
         Dropout.of(torch.zeros(1, 2, 1, 8), options, 2, 2)
 
 
-@pytest.mark.parametrize(("device", "shares"), [("cpu", 2), ("meta", 1)])
-def test_threads_share_the_rows_of_a_norm_on_a_cpu_alone(
-    device: str, shares: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "threads", "rows", "columns", "chunks"),
+    [
+        ("cpu", 2, 4, 100, [[1, 1], [1, 1]]),  # rows wider than a chunk
+        ("cpu", 4, 4, 64, [[1], [1], [1], [1]]),
+        ("cpu", 3, 9, 32, [[2, 2], [2, 2], [1]]),
+        ("cpu", 2, 65, 1, [[64], [1]]),
+        ("cpu", 2, 0, 32, [[]]),
+        ("cpu", 2, 9, 0, [[]]),
+        ("meta", 2, 9, 64, [[4, 4, 1]]),
+    ],
+)
+def test_threads_share_the_chunks_of_a_norms_rows_on_a_cpu_alone(
+    device: str, threads: int, rows: int, columns: int, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    chunk = norms._CPU_CHUNK if device == "cpu" else norms._CUDA_CHUNK
-    x = torch.empty(1, device=device).expand(4 * chunk, 1)
-    found = norms._run_on_chunks(x, lambda chunks: chunks)
-    assert len(found) == shares
-    bounds = [(rows.start, rows.stop) for chunks in found for rows in chunks]
-    assert bounds == [(first, first + chunk) for first in range(0, 4 * chunk, chunk)]
+    """A chunk has 64 elements here, and 256 on a GPU."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(norms, "_CPU_CHUNK", 64)
+    monkeypatch.setattr(norms, "_CUDA_CHUNK", 256)
+    monkeypatch.setattr(norms, "run_all", lambda tasks, most: ran_on.append(most) or [task() for task in tasks])
+    ran_on: list[int] = []
+    found = norms._run_on_chunks(torch.empty(rows, columns, device=device), lambda chunks: chunks)
+    assert [[part.stop - part.start for part in share] for share in found] == chunks
+    every = [part for share in found for part in share]
+    assert [part.start for part in every] == [0, *(part.stop for part in every)][: len(every)]
+    assert ran_on == [threads if device == "cpu" else 1]
+
+
+def test_the_epsilon_of_a_norm_is_1e_5_by_default() -> None:
+    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-3
+    layer, rms = (norm(x, (20,), eps=1e-5) for norm in (torch.nn.functional.layer_norm, torch.nn.functional.rms_norm))
+    nothing = torch.zeros_like(x)
+    torch.testing.assert_close(norms.layer_norm_forward(x)[0], layer)
+    torch.testing.assert_close(norms.rms_norm_forward(x)[0], rms)
+    for is_rms, want in ((False, layer), (True, rms)):
+        z, _, mu, rs = reference.dropout_add_norm_forward(nothing, x, rms=is_rms)
+        torch.testing.assert_close(z, want)
+        assert (mu.numel(), rs.shape) == (0 if is_rms else 3, (3, 1))
+
+
+@pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_a_norm_computes_the_gradients_that_are_asked_for(mask: tuple[bool, ...]) -> None:
+    x, dz = torch.randn(7, 20, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)
+    gamma = torch.randn(20, dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (x, gamma, torch.zeros_like(gamma))]
+    want = torch.autograd.grad(torch.nn.functional.layer_norm(leaves[0], (20,), *leaves[1:]), leaves, dz)
+    _, mu, rs = norms.layer_norm_forward(x, gamma)
+    found = reference.layer_norm_backward(dz, x, mu, rs, gamma, output_mask=mask)
+    assert [gradient is not None for gradient in found] == list(mask)
+    for got, of in zip(found, want, strict=True):
+        if got is not None:
+            torch.testing.assert_close(got, of)
 
 
 @pytest.mark.parametrize(

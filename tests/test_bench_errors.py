@@ -126,7 +126,7 @@ def test_the_error_of_attention_is_that_of_the_worst_of_blocks_of_128_rows(row: 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_wrong_gradient_of_decoding_has_its_error_under_its_name(wrong: int) -> None:
-    case = DecodingCase("t", 2, 4, 2, 3, 40, 16, "fp32", backward=True)
+    case = DecodingCase("t", 3, 4, 2, 3, 40, 16, "fp32", backward=True)
     x = decoding_peers.make_inputs(case, CPU, 0)
     leaves = [t.detach().double().requires_grad_() for t in (x.q, x.k, x.v)]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, enable_gqa=True)
@@ -173,6 +173,24 @@ def test_gradients_of_attention_do_not_depend_on_the_rows_that_are_taken_at_once
     dq, dk, dv = torch.autograd.grad(out, leaves, dout.double().transpose(0, 1))
     for got, want in zip(found, (dq.transpose(0, 1), dk, dv), strict=False):
         torch.testing.assert_close(got, want)
+
+
+def test_rows_wider_than_a_block_are_taken_one_by_one(calls_of_autograd: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 8, generator=generator), *torch.randn(2, 100, 8, generator=generator).unbind())
+    oracle.attention_slice(q[:, None], k, v, q[:, None])
+    assert calls_of_autograd == [1, 1, 1]
+    calls_of_autograd.clear()
+    x, gamma = torch.randn(3, 100, generator=generator), torch.ones(100)
+    oracle.norm_gradients(x, x, gamma, eps=1e-5, rms=False, rows=torch.arange(2))
+    assert calls_of_autograd == [2, 1, 1, 1]
+
+
+def test_queries_without_a_key_have_no_gradient() -> None:
+    q, none = torch.randn(3, 2, 8), torch.empty(0, 8)
+    dq, dk, dv, _ = oracle.attention_slice(q, none, none, q)
+    assert torch.equal(dq, torch.zeros(3, 2, 8, dtype=torch.float64))
+    assert dk.shape == dv.shape == (0, 8)
 
 
 def test_gradients_of_a_norm_do_not_depend_on_the_rows_that_are_taken_at_once(calls_of_autograd: list[int]) -> None:
@@ -291,6 +309,15 @@ def test_a_plain_case_has_no_feature_and_no_variant() -> None:
     assert (ATTENTION.dropout_p, ATTENTION.softcap, ATTENTION.bars) == (0.0, 0.0, ())
     norm = NormCase("t", 48, 70)
     assert (norm.rms, norm.form, norm.compiled) == (False, "", True)
+    decoding, block = DecodingCase("t", 3, 4, 2, 5, 40, 16), BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48)
+    assert (decoding.backward, decoding.compiled, block.compiled) == (False, True, True)
+    assert not Bar("flashbwd sm90", "torch cuDNN", 1.0).goal
+
+
+def test_a_new_run_is_not_complete_and_a_case_has_one_set_of_inputs() -> None:
+    case = results.CaseResult("x", "t", "TFLOP/s", 0.1, {}, {}, [], {})
+    assert case.input_sets == 1
+    assert not results.Report("attention", "2026-01-01", {}, {}, [case]).complete
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -367,12 +394,14 @@ def test_work_of_a_block_is_three_passes_over_weights_and_seven_over_half_of_the
     assert case.work == 3 * 2 * 16 * weights + 7 * 2 * pairs * 32
 
 
-@pytest.mark.parametrize("expected", [2, 4])
-def test_a_block_needs_one_expected_gradient_for_x_and_each_parameter(expected: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_block_needs_a_gradient_and_an_expected_one_for_x_and_each_parameter(count: int) -> None:
     layer, one = torch.nn.Linear(1, 1), torch.ones(1)
     given = SimpleNamespace(block=layer, expected=[one] * 3)
     assert errors.block_errors(given, [one] * 3) == {"dx": 0.0, "weight": 0.0, "bias": 0.0}  # type: ignore[arg-type]
-    given.expected = [one] * expected
+    with pytest.raises(ValueError, match="zip"):
+        errors.block_errors(given, [one] * count)  # type: ignore[arg-type]
+    given.expected = [one] * count
     with pytest.raises(ValueError, match="zip"):
         errors.block_errors(given, [one] * 3)  # type: ignore[arg-type]
 
@@ -392,6 +421,29 @@ def test_the_middle_sequence_of_a_batch_is_checked() -> None:
     assert errors._attention_slices(case) == [(0, 0), (3, 2), (6, 3)]
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_decoding_needs_one_result_and_one_expected_result_per_name(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = DecodingCase("t", 2, 4, 2, 3, 40, 16, "fp32", backward=True)
+    x, one = decoding_peers.make_inputs(case, CPU, 0), torch.ones(2, 1)
+    monkeypatch.setattr(decoding_peers, "expected", lambda *_: expected)
+    expected = [one[-1]] * 3
+    assert errors.decoding_errors(case, x, [one] * 3) == {"dq": 0.0, "dk": 0.0, "dv": 0.0}
+    with pytest.raises(ValueError, match="zip"):
+        errors.decoding_errors(case, x, [one] * count)
+    expected = [one[-1]] * count
+    with pytest.raises(ValueError, match="zip"):
+        errors.decoding_errors(case, x, [one] * 3)
+
+
+def test_a_bias_that_sequences_do_not_share_asks_for_no_more_slices() -> None:
+    case = replace(ATTENTION, batch=7, heads=4, heads_kv=4)
+    assert errors._attention_slices(replace(case, bias_batch=7)) == errors._attention_slices(case)
+    shared = errors._attention_slices(replace(case, bias_batch=1))
+    assert sorted(shared) == [(b, kv) for b in range(7) for kv in (0, 3)]
+
+
 # ---- verdicts and comparisons -----------------------------------------------------------------------
 
 
@@ -408,6 +460,39 @@ def report_of(**peers: results.PeerResult) -> results.Report:
 def test_a_bar_is_reached_by_exactly_its_ratio() -> None:
     (case,) = report_of(flashbwd_sm90=peer(2.0), torch_cuDNN=peer(3.0)).results
     assert case.verdict(Bar("flashbwd sm90", "torch cuDNN", 1.5)).passed is True
+
+
+@pytest.mark.parametrize(
+    ("status", "times_ms", "timed"),
+    [
+        (results.OK, [1.0], True),
+        (results.WRONG, [1.0], True),
+        (results.OK, [], False),
+        (results.FAILED, [1.0], False),
+        (results.UNSUPPORTED, [], False),
+    ],
+)
+def test_a_peer_that_ran_with_times_is_timed_and_has_the_figures_that_were_measured(
+    status: str, times_ms: list[float], timed: bool
+) -> None:
+    found = peer(*times_ms, status=status)
+    assert (found.timed, found.has(results.COOL), found.has(results.SUSTAINED)) == (timed, timed, False)
+    found.sustained_ms = [2.0]
+    assert (found.timed, found.has(results.SUSTAINED)) == (timed, timed)
+
+
+def test_a_ratio_needs_times_of_the_same_rounds() -> None:
+    (case,) = report_of(ours=peer(1.0, 1.0), over=peer(1.0, 1.0, 1.0)).results
+    with pytest.raises(ValueError, match="zip"):
+        case.ratio("ours", "over")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"),
+    [((2.0, 1.0, 3.0), "2.00 (1.00-3.00)"), ((2.0, 2.0, 2.0), "2"), ((612.34, 612.34, 612.34), "612.3")],
+)
+def test_a_ratio_without_a_range_is_one_number(ratio: tuple[float, float, float], shown: str) -> None:
+    assert str(results.Ratio(*ratio)) == shown
 
 
 def test_only_wrong_and_failed_peers_of_this_library_are_wrong() -> None:

@@ -1,4 +1,4 @@
-"""Skips without a GPU, room on it, hypothesis profiles and seeds, thread limits, the summary of a run."""
+"""Configures a test run: GPU skips and memory, hypothesis profiles and seeds, thread limits, the printed summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from kit.gpu_lock import GpuLock
 from kit.summary import Summary, take_ratios
 
-# derandomize is named in each: hypothesis fills what a profile leaves out from its own profile of CI, if CI is set.
+# Each profile sets derandomize. Otherwise, hypothesis takes it from its own CI profile if the variable CI is set.
 _HEALTH = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=_HEALTH)
 settings.register_profile("random", max_examples=60, deadline=None, derandomize=False, suppress_health_check=_HEALTH)
@@ -33,7 +33,8 @@ SEED = "--hypothesis-seed"
 # OMP_NUM_THREADS is set.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
-# Keep freed memory in the process: returning it and faulting it in again took two fifths of the reference's time.
+# Keep freed memory in the process: returning it and faulting it in again took two fifths of the reference backend's
+# time.
 if platform.libc_ver()[0] == "glibc":
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, AT_MOST = -1, -3, 2**31 - 1
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
@@ -100,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _deterministic_mode_is_left_as_it_was() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
-    assert torch.are_deterministic_algorithms_enabled() == before, "the test left deterministic algorithms switched"
+    assert torch.are_deterministic_algorithms_enabled() == before, "the test did not restore deterministic algorithms"
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ def with_nan_outputs(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     for name in ("attn_bias", "sink"):
         if arguments.get(name) is not None:
-            torch.full_like(arguments[name], torch.nan)  # freed at once
+            torch.full_like(arguments[name], torch.nan)  # freed immediately
     outputs = {gradient: arguments[source] for gradient, source in (("dq", "q"), ("dk", "k"), ("dv", "v"))}
     poisoned = {name: torch.full_like(x, torch.nan) for name, x in outputs.items() if arguments.get(name) is None}
     return arguments | poisoned

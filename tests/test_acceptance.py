@@ -1,4 +1,4 @@
-"""What a release requires of a record of GPU tests and sanitizer."""
+"""A release needs a complete record of the GPU tests and of compute-sanitizer for its kernel sources."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _record(**changes) -> dict:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"machine": {"kernel_sources": "0" * 64}}, "its kernel sources are not those of csrc"),
-        ({"machine": {"kernel_sources": None}}, "its kernel sources are not those of csrc"),
-        ({"machine": {"kind": "cpu"}}, "it was not taken on a GPU"),
+        ({"machine": {"kernel_sources": "0" * 64}}, "its kernel sources differ from csrc"),
+        ({"machine": {"kernel_sources": None}}, "its kernel sources differ from csrc"),
+        ({"machine": {"kind": "cpu"}}, "its tests did not run on a GPU"),
         ({"select": "sm90"}, 'only tests that match "sm90" ran'),
         ({"session": {"counts": {"skipped": 968}}}, "no test of the stage tests passed"),
         ({"session": {"counts": {"passed": 9, "failed": 1}}}, "tests: 1 failed"),
@@ -49,10 +49,10 @@ def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp
     assert problem in capsys.readouterr().out
 
 
-def test_no_record_counts_where_the_sources_are_unknown():
-    """An installed package has no csrc, and a record that was written there no hash."""
+def test_no_record_is_accepted_if_the_sources_are_unknown():
+    """An installed package has no csrc, so a record that it wrote contains no hash."""
     assert acceptance.problems(_record(machine={"kernel_sources": None}), None) == [
-        "its kernel sources are not those of csrc"
+        "its kernel sources differ from csrc"
     ]
 
 
@@ -78,12 +78,12 @@ def test_a_record_has_the_seconds_of_each_stage():
 
 
 @pytest.mark.parametrize("reason", [summary.NO_CASE + "RMSNorm has no bias", "needs 2 GPUs"])
-def test_a_release_takes_a_record_whose_skips_hide_nothing(reason):
+def test_a_record_is_accepted_if_its_skips_hide_nothing(reason):
     record = _record(session={"skips": {reason: 3}})
     assert acceptance.problems(record, machine.kernel_sources_hash()) == []
 
 
-def test_a_release_needs_a_record_at_all(tmp_path, capsys):
+def test_a_release_without_a_record_is_refused(tmp_path, capsys):
     assert _script("check_release").main([str(tmp_path)]) == 1
     assert f"no record in {tmp_path} is complete and belongs to these kernel sources" in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_a_record_is_named_by_its_device_and_its_kernel_sources(monkeypatch, tmp
     assert list(acceptance.load(tmp_path / "acceptance")) == ["nvidia-h100-80-gb-0123456789ab.json"]
 
 
-def test_records_are_read_from_the_tree_where_no_folder_is_named(monkeypatch, tmp_path):
+def test_records_are_read_from_the_tree_if_no_folder_is_named(monkeypatch, tmp_path):
     check = _script("check_release")
     (tmp_path / "benchmarks" / "acceptance").mkdir(parents=True)
     (tmp_path / "benchmarks" / "acceptance" / "good.json").write_text(json.dumps(_record()))

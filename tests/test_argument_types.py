@@ -1,4 +1,4 @@
-"""Arguments of a wrong type, of every public function: ValueError that begins with the argument's name."""
+"""Every public function refuses arguments of a wrong type with a ValueError that begins with the argument's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashbwd import RngState
 
 Arguments = dict[str, Any]
 
-# What each kind of argument takes of the values below, by their names.
+# Values by name. TAKES below lists the names that each kind of argument accepts.
 WRONG: dict[str, Any] = {
     "none": None,
     "string": "abc",
@@ -45,13 +45,13 @@ WRONG: dict[str, Any] = {
     "sparse": torch.zeros(2, 3).to_sparse(),
     "meta": torch.zeros(2, 3, device="meta"),
 }
-ONE_ELEMENT = ("scalar_tensor", "rank_7", "rank_9")  # which PyTorch reads where a number is expected
+ONE_ELEMENT = ("scalar_tensor", "rank_7", "rank_9")  # PyTorch accepts these as numbers
 NUMBERS = ("float", "int", "2**63", "2**64", "-2**63-1")
 TAKES: dict[str, tuple[str, ...]] = {
     "tensor": (),
     "tensor?": ("none",),
-    "q": ("meta",),  # the others are on another device then
-    "rows": ("meta", "rank_7"),  # a norm takes any number of dimensions; the others have another shape then
+    "q": ("meta",),  # with it, the other arguments are on another device
+    "rows": ("meta", "rank_7"),  # a norm takes any number of dimensions; the message names another argument
     "number": (*NUMBERS, "negative_float", *ONE_ELEMENT, "nan"),
     "number?": (*NUMBERS, "negative_float", *ONE_ELEMENT, "nan", "none"),
     "scale": (*NUMBERS, "negative_float", *ONE_ELEMENT, "none"),
@@ -70,7 +70,7 @@ TAKES: dict[str, tuple[str, ...]] = {
     "aux": ("none",),
     "plan_device": ("none", "device", "int"),
     "name": ("string",),
-    "rng?": ("none",),  # dropout_p is named then, or keep
+    "rng?": ("none",),  # the message names dropout_p or keep
 }
 
 
@@ -210,7 +210,7 @@ FUNCTIONS = {
 
 
 def complaint(f: Function, argument: str, value: Any) -> str | None:
-    """What is wrong about how a value is refused."""
+    """How the refusal of a value differs from what is expected; None if it does not differ."""
     name = "backend" if argument == "name" else argument
     try:
         f.call(**f.given | {argument: value})
@@ -231,21 +231,21 @@ def test_values_of_a_wrong_type_are_refused_by_name(function: str, argument: str
     assert not complaints
 
 
-# ---- parts of arguments: the whole message ----
+# ---- parts of arguments; the whole message is compared ----
 
 PARTS: dict[str, tuple[str, Arguments, str]] = {
-    "window_float": ("attention", {"window_size": (1.5, 0)}, "window_size[0] is 1.5, expected an integer of 64 bits"),
+    "window_float": ("attention", {"window_size": (1.5, 0)}, "window_size[0] is 1.5, expected a 64-bit integer"),
     "window_none": ("attention_backward", {"window_size": (1, None)},
-                    "window_size[1] is None, expected an integer of 64 bits"),
+                    "window_size[1] is None, expected a 64-bit integer"),
     "window_2**63": ("attention_backward", {"window_size": (2**63, 0)},
-                     "window_size[0] is 9223372036854775808, expected an integer of 64 bits"),
+                     "window_size[0] is 9223372036854775808, expected a 64-bit integer"),
     "window_one": ("attention", {"window_size": (1,)}, "window_size is (1,), expected a pair (left, right)"),
     "window": ("attention", {"window_size": None}, "window_size is None, expected a pair (left, right)"),
     "softcap": ("attention", {"softcap": None}, "softcap is None, expected a number in the range of float64"),
     "scale": ("attention_backward", {"softmax_scale": "0.5"},
               "softmax_scale is '0.5', expected a number in the range of float64 or None"),
     "length": ("attention_packed", {"max_seqlen_q": 5.0},
-               "max_seqlen_q is 5.0, expected an integer of 64 bits or None"),
+               "max_seqlen_q is 5.0, expected a 64-bit integer or None"),
     "slopes": ("attention", {"alibi_slopes": [1.0] * 4}, "alibi_slopes is a list, expected a tensor or None"),
     "sink": ("attention", {"sink": 1.0}, "sink is 1.0, expected a tensor"),
     "sink_integers": ("attention_backward", {"sink": torch.zeros(4, dtype=torch.int64)},
@@ -260,7 +260,7 @@ PARTS: dict[str, tuple[str, Arguments, str]] = {
                          "rng_state.layout is None, expected 'efficient64'"),
     "mask_none": ("layer_norm_backward", {"output_mask": (True, None, True)},
                   "output_mask[1] is None, expected a bool"),
-    "eps": ("rms_norm", {"eps": 2**1024}, "eps is an integer of 1025 bits, expected a number in the range of float64"),
+    "eps": ("rms_norm", {"eps": 2**1024}, "eps is a 1025-bit integer, expected a number in the range of float64"),
     "mu_none": ("dropout_add_layer_norm_backward", {"mu": None}, "mu is None, expected a tensor"),
     "sparse": ("layer_norm", {"gamma": torch.ones(8).to_sparse()},
                "gamma has layout torch.sparse_coo, expected torch.strided"),
@@ -268,11 +268,11 @@ PARTS: dict[str, tuple[str, Arguments, str]] = {
     "meta": ("attention", {"k": torch.zeros(2, 7, 2, 8, device="meta")}, "k is on meta, expected q's cpu"),
 }  # fmt: skip
 WORDS = {
-    None: "is None, expected an integer or a tensor of one",
-    1.5: "is 1.5, expected an integer or a tensor of one",
-    "1": "is '1', expected an integer or a tensor of one",
-    2**64: "is 18446744073709551616, expected an integer of 64 bits",
-    -(2**63) - 1: "is -9223372036854775809, expected an integer of 64 bits",
+    None: "is None, expected an integer or a tensor with one element",
+    1.5: "is 1.5, expected an integer or a tensor with one element",
+    "1": "is '1', expected an integer or a tensor with one element",
+    2**64: "is 18446744073709551616, expected a 64-bit integer",
+    -(2**63) - 1: "is -9223372036854775809, expected a 64-bit integer",
     torch.zeros(2, dtype=torch.int64): "has shape (2,), expected one element",
     torch.zeros((), dtype=torch.float32): "is float32, expected int64 or uint64",
 }
@@ -291,7 +291,7 @@ def test_a_part_of_an_argument_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("function", RANDOM)
 @pytest.mark.parametrize("part", ["seed", "offset"])
 @pytest.mark.parametrize("value", WORDS, ids=str)
-def test_a_word_that_is_no_64_bit_integer_is_refused(value: Any, part: str, function: str) -> None:
+def test_a_seed_or_offset_that_is_no_64_bit_integer_is_refused(value: Any, part: str, function: str) -> None:
     f = FUNCTIONS[function]
     state = RngState(1, 2, RANDOM[function])._replace(**{part: value})
     with pytest.raises(ValueError) as caught:  # the whole message is compared
@@ -318,7 +318,7 @@ def test_an_output_mask_of_another_length_is_refused(function: str) -> None:
         except ValueError as error:
             assert str(error).startswith(f"flashbwd: output_mask has {length} elements, expected ")
         else:
-            assert len(f.call(**f.given)) - length == ("dropout_add_rms" in function)  # dbeta, which it has none of
+            assert len(f.call(**f.given)) - length == ("dropout_add_rms" in function)  # RMSNorm has no dbeta
 
 
 def test_workspace_of_another_type_is_refused_before_dq_is_written() -> None:

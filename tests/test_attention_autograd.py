@@ -1,4 +1,4 @@
-"""flashbwd.attention: its forward, its gradients by autograd, and what it refuses."""
+"""flashbwd.attention: its forward, its gradients through autograd, and its refusals."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def small(name: str, dtype: torch.dtype = torch.float64) -> inputs.Inputs:
 
 
 def clean(tensor: Tensor | None) -> Tensor | None:
-    """A leaf without the NaN that the kit leaves in the padding of a bias (nothing may read it, a finite difference
-    would)."""
+    """A leaf without the NaN in the padding of a bias, which finite differences would read."""
     return None if tensor is None else tensor.nan_to_num(0.0).clone().requires_grad_()
 
 
@@ -104,7 +103,7 @@ def test_backward_through_autograd_is_attention_backward(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_gradient_through_the_lse_alone() -> None:
+def test_the_lse_alone_has_gradients() -> None:
     x = small("causal")
     q, k, v = leaves_of(x)[:3]
     _, lse = call(x, [q, k, v, None, None], return_lse=True)
@@ -135,7 +134,7 @@ def test_frozen_inputs_get_no_gradient() -> None:
     assert [leaf.grad is not None for leaf in leaves if leaf is not None] == [True, False, True, False]
 
 
-def test_nothing_is_recorded_without_grad() -> None:
+def test_autograd_records_nothing_without_grad() -> None:
     x = small("plain")
     with torch.no_grad():
         assert not call(x, leaves_of(x)).requires_grad
@@ -151,7 +150,7 @@ def test_double_backward_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("p", [0.2, 0.7])
-def test_dropout_follows_the_seed_and_its_gradient_the_same_mask(p: float) -> None:
+def test_the_seed_determines_the_dropout_mask_of_forward_and_backward(p: float) -> None:
     x = small("grouped", torch.float64)
     leaves = leaves_of(x)
     values = leaves[2]
@@ -162,12 +161,12 @@ def test_dropout_follows_the_seed_and_its_gradient_the_same_mask(p: float) -> No
     again = call(x, leaves, dropout_p=p)
     assert torch.equal(first, again)
     assert not torch.equal(first, call(x, leaves, dropout_p=p))
-    # out is linear in v: its derivative along v is out itself, only if both used one mask.
+    # out is linear in v, so its derivative along v equals out, but only if forward and backward used one mask.
     (dv,) = torch.autograd.grad(first, values, torch.ones_like(first))
     torch.testing.assert_close((dv * values.detach()).sum(), first.detach().sum())
 
 
-def test_gradcheck_with_dropout() -> None:
+def test_gradients_with_dropout_pass_gradcheck() -> None:
     x = small("causal")
     q, k, v = (leaf for leaf in leaves_of(x) if leaf is not None)
 

@@ -1,4 +1,4 @@
-"""The dropout mask is the forward's, bit for bit, whatever holds the seed and whichever element is asked for."""
+"""The backward regenerates the dropout mask of the forward bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mask_drawn(
     target: Target,
     heads_kv: int | None = None,
 ) -> Tensor:
-    """(B, H, Sq, Sk) bool: the keep mask behind attention_backward, read off dv.
+    """(B, H, Sq, Sk) bool: the keep mask that attention_backward used, computed from dv.
 
     With q = 0 all weights are 1 / Sk; with dout a slice of the identity, dv[j, i] is z[i, j] / Sk for one head.
     """
@@ -54,7 +54,9 @@ def skip_without_dropout(target: Target, layout: str) -> None:
     ("seed", "offset", "p"),
     [(0, 0, 0.5), (2**64 - 1, 7, 0.25), (0x1234_5678_9ABC_DEF0, 2**34 + 1, 0.8), (42, 2**64 - 4096, 0.5)],
 )
-def test_mask_is_the_forwards_bit_for_bit(layout: str, seed: int, offset: int, p: float, target: Target) -> None:
+def test_the_backward_draws_the_mask_of_the_forward_bit_for_bit(
+    layout: str, seed: int, offset: int, p: float, target: Target
+) -> None:
     skip_without_dropout(target, layout)
     shape = (2, 3, 70, 141)
     drawn = mask_drawn(flashbwd.RngState(seed, offset, layout), p, shape, target)
@@ -74,7 +76,7 @@ def test_mask_is_the_forwards_bit_for_bit(layout: str, seed: int, offset: int, p
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
-def test_mask_is_numbered_by_query_head(layout: str, target: Target) -> None:
+def test_each_query_head_of_a_group_has_a_mask_of_its_own(layout: str, target: Target) -> None:
     skip_without_dropout(target, layout)
     state = flashbwd.RngState(11, 8, layout)
     drawn = mask_drawn(state, 0.5, (1, 4, 20, 40), target, heads_kv=1)
@@ -84,7 +86,7 @@ def test_mask_is_numbered_by_query_head(layout: str, target: Target) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
 @pytest.mark.parametrize("p", [1 / 255, 1 / 256, 0.1, 127.5 / 255, 0.999])
-def test_mask_at_rates_on_the_edge_of_a_rounding(layout: str, p: float, target: Target) -> None:
+def test_the_mask_is_right_at_rates_that_round_up_or_down(layout: str, p: float, target: Target) -> None:
     skip_without_dropout(target, layout)
     drawn = mask_drawn(flashbwd.RngState(3, 4, layout), p, (1, 2, 64, 96), target)
     expected = dropout.keep_masks(
@@ -112,7 +114,7 @@ def test_seed_and_offset_may_be_tensors(kind: str, target: Target) -> None:
 
 @pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
 def test_head_dimension_and_masking_do_not_change_the_mask(layout: str) -> None:
-    """Elements are numbered by (b, h, i, j) alone: dv of a causal call is that of the same mask, cut."""
+    """The mask element depends only on (b, h, i, j), so a causal call uses the causal part of the same mask."""
     state = flashbwd.RngState(5, 12, layout)
     target: Target = ("cpu", "reference", torch.float64)
     whole = mask_drawn(state, 0.5, (1, 2, 50, 50), target)
@@ -127,10 +129,10 @@ def test_head_dimension_and_masking_do_not_change_the_mask(layout: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("layout", ["efficient32", "efficient64"])
-def test_the_factor_on_what_is_kept_is_the_forwards(layout: str, target: Target) -> None:
+def test_kept_elements_have_the_factor_of_the_forward(layout: str, target: Target) -> None:
     """The memory-efficient forward rounds 1 / (1 - p) to its dtype.
 
-    With one key of value 1, out is that factor; dp * z and delta cancel only if the backward has the same.
+    With one key of value 1, out is that factor; dp * z and delta cancel only if the backward uses the same factor.
     """
     skip_without_dropout(target, layout)
     device, backend, dtype = target
@@ -161,7 +163,7 @@ def test_rng_state_is_ignored_without_dropout(target: Target) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["reference", "sm80", "sm90"])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_mask_is_that_of_pytorchs_flash_forward(backend: str, p: float) -> None:
+def test_the_mask_equals_that_of_pytorchs_flash_forward(backend: str, p: float) -> None:
     target: Target = ("cuda", backend, torch.float16)
     skip_without_dropout(target, "flash")
     q = torch.zeros(2, 200, 3, 128, dtype=torch.float16, device="cuda")
@@ -177,7 +179,7 @@ def test_mask_is_that_of_pytorchs_flash_forward(backend: str, p: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["reference", "sm80", "sm90"])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_mask_is_that_of_pytorchs_memory_efficient_forward(backend: str, p: float) -> None:
+def test_the_mask_equals_that_of_pytorchs_memory_efficient_forward(backend: str, p: float) -> None:
     target: Target = ("cuda", backend, torch.float16)
     skip_without_dropout(target, "efficient32")
     q = torch.zeros(2, 200, 3, 128, dtype=torch.float16, device="cuda")

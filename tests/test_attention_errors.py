@@ -1,4 +1,4 @@
-"""Bad input is refused before anything runs, in the same words for every backend."""
+"""Every backend refuses invalid input with the same message, before anything runs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ TABLE: dict[str, tuple[str, Change, str]] = {
     "k_strided": ("dense", last_strided("k"), "k's last dimension has stride 2, expected 1 (contiguous)"),
     "v_strided": ("dense", last_strided("v"), "v's last dimension has stride 2, expected 1 (contiguous)"),
     "out_strided": ("dense", last_strided("out"), "out's last dimension has stride 2, expected 1 (contiguous)"),
-    # Statistics.
+    # LSE and its gradient.
     "lse_dtype": ("dense", to("softmax_lse", torch.float64), "softmax_lse is float64, expected float32"),
     "lse_shape": ("dense", put(softmax_lse=torch.zeros(2, 5, 4)),
                   "softmax_lse has shape (2, 5, 4), expected (2, 4, 5), (2, 4, 5, 1) or (2, 4, 32)"),
@@ -217,8 +217,8 @@ TABLE: dict[str, tuple[str, Change, str]] = {
                           "workspace's last dimension has stride 2, expected 1 (contiguous)"),
 }  # fmt: skip
 
-# Another device: only the meta device is there on every machine, and an operator with a meta tensor among its arguments
-# is another operator. These are checked through the plan, which takes both.
+# Every machine has the meta device besides the CPU. A meta tensor among the arguments of an operator selects another
+# kernel, so these cases call the plan, which accepts tensors of both devices.
 DEVICES = {
     "k": "dense",
     "v": "dense",
@@ -232,7 +232,7 @@ DEVICES = {
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "sm80", "sm90"])
 @pytest.mark.parametrize("name", TABLE)
-def test_bad_arguments_are_refused_in_the_same_words(name: str, backend: str) -> None:
+def test_every_backend_refuses_bad_arguments_with_the_same_message(name: str, backend: str) -> None:
     base_name, change, message = TABLE[name]
     arguments = base(base_name)
     arguments |= change(arguments)
@@ -245,13 +245,13 @@ def test_bad_arguments_are_refused_in_the_same_words(name: str, backend: str) ->
     assert str(planned.value) == f"flashbwd: {message}"
 
 
-def test_bases_of_the_table_are_accepted() -> None:
+def test_the_unchanged_arguments_of_the_table_are_accepted() -> None:
     for name in BASES:
         flashbwd.attention_backward(**base(name))
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_tensor_elsewhere_is_refused(name: str) -> None:
+def test_a_tensor_on_another_device_is_refused(name: str) -> None:
     arguments = base(DEVICES[name])
     if name.startswith("cu_"):
         arguments[name] = arguments[name].to("meta")
@@ -286,7 +286,7 @@ def test_a_tensor_on_the_cpu_beside_a_gpu_is_refused(name: str) -> None:
         flashbwd.attention_backward(**arguments)
 
 
-def test_a_backend_that_cannot_run_says_why() -> None:
+def test_a_forced_backend_that_cannot_run_gives_the_reason() -> None:
     with (
         flashbwd.use_backend("sm90"),
         pytest.raises(ValueError, match=r'^flashbwd: backend "sm90" cannot run this: q is on the CPU$'),
@@ -319,7 +319,7 @@ def test_an_unknown_option_of_the_plan_is_refused() -> None:
     "name",
     ["heads", "k_dtype", "causal", "window_left", "bias_shape", "slopes_shape", "softcap_negative", "no_cu_seqlens_k"],
 )
-def test_the_forward_refuses_in_the_same_words(name: str) -> None:
+def test_the_forward_refuses_with_the_message_of_the_backward(name: str) -> None:
     base_name, change, message = TABLE[name]
     arguments = base(base_name)
     arguments |= change(arguments)
@@ -330,7 +330,7 @@ def test_the_forward_refuses_in_the_same_words(name: str) -> None:
     assert str(caught.value) == f"flashbwd: {message}"
 
 
-def test_refused_calls_leave_given_outputs_alone() -> None:
+def test_a_refused_call_does_not_write_to_given_outputs() -> None:
     arguments = base("dense")
     dq = torch.full_like(arguments["q"], torch.nan)
     before = storage_bytes(dq)

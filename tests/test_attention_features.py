@@ -1,4 +1,4 @@
-"""Every named case of the contract on every backend: right gradients, in the right memory, inputs untouched."""
+"""Every named case on every backend: the gradients and their memory are right, and inputs are not written to."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_gradients_have_shape_dtype_and_strides_of_empty_like(case: cases.Case, 
     cases.named("varlen_seqused", "varlen_trailing_rows", "dense_seqused", "empty_rows_lse_inf", "varlen_zero_lengths"),
     ids=str,
 )
-def test_what_has_no_gradient_is_exactly_zero(case: cases.Case, target: Target) -> None:
+def test_gradients_of_unused_rows_and_keys_are_exactly_zero(case: cases.Case, target: Target) -> None:
     device, backend, dtype = target
     x = inputs.build(case, dtype, device)
     skip_where_refused(x, backend)
@@ -82,7 +82,7 @@ def test_what_has_no_gradient_is_exactly_zero(case: cases.Case, target: Target) 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", [*cases.with_prefix("bias_", "varlen_bias"), cases.BY_NAME["dense_seqused"]], ids=str)
-def test_gradients_beside_that_of_a_bias_need_not_have_it(
+def test_dq_dk_and_dv_are_right_without_the_gradient_of_the_bias(
     case: cases.Case, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, backend, dtype = target
@@ -128,7 +128,7 @@ def test_an_expanded_dout_equals_its_copy(name: str) -> None:
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_positional_arguments_are_those_of_the_contract() -> None:
+def test_positional_arguments_and_results_have_the_documented_order() -> None:
     x = inputs.build(cases.Case("plain"), torch.float32)
     by_position = flashbwd.attention_backward(*(x.arguments[name] for name in MAIN))
     assert by_position._fields == ("dq", "dk", "dv", "dbias", "dsink")
@@ -137,7 +137,7 @@ def test_positional_arguments_are_those_of_the_contract() -> None:
     x.check(*by_position)
 
 
-def test_the_reference_needs_no_matrix_of_all_pairs() -> None:
+def test_the_reference_allocates_no_score_matrix() -> None:
     """1 x 1 x 12288 x 12288 scores in fp32 are 576 MiB; a process may not grow by half of that."""
     program = """
 import resource, torch, flashbwd

@@ -1,4 +1,4 @@
-"""The backward of PyTorch's own forwards: their out, LSE and Philox state as they come."""
+"""attention_backward accepts the out, LSE and Philox state of PyTorch's own forwards unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(x: inputs.Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_cpu_flash_forward(causal: bool, dtype: torch.dtype) -> None:
+def test_gradients_after_the_cpu_flash_forward_are_right(causal: bool, dtype: torch.dtype) -> None:
     x = inputs.build(dataclasses.replace(DENSE, causal="top_left" if causal else False), dtype)
     q, k, v, dout = main(x)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -61,7 +61,7 @@ def test_grouped_heads_on_a_cpu_give_the_output_of_repeated_heads(causal: bool) 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen_k", [75, 130])
-def test_the_flash_forward(seqlen_k: int, causal: bool, backend: str) -> None:
+def test_gradients_after_the_flash_forward_are_right(seqlen_k: int, causal: bool, backend: str) -> None:
     x = on_gpu(dataclasses.replace(DENSE, causal=causal, seqlen_k=seqlen_k), backend)
     q, k, v, dout = main(x)
     out, lse, _, _, _ = aten._flash_attention_forward(q, k, v, None, None, 75, seqlen_k, 0.0, causal, False)
@@ -71,7 +71,7 @@ def test_the_flash_forward(seqlen_k: int, causal: bool, backend: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_flash_forward_of_packed_sequences(backend: str) -> None:
+def test_gradients_after_the_flash_forward_of_packed_sequences_are_right(backend: str) -> None:
     case = dataclasses.replace(DENSE, seqlens_q=(40, 1, 75), seqlens_k=(60, 80, 75), causal=True)
     x = on_gpu(case, backend)
     q, k, v, dout = main(x)
@@ -85,7 +85,7 @@ def test_the_flash_forward_of_packed_sequences(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_type", [0, 1, 2])
 @pytest.mark.parametrize("bias", [None, "bhqk"])
-def test_the_memory_efficient_forward(bias: str | None, mask_type: int, backend: str) -> None:
+def test_gradients_after_the_memory_efficient_forward_are_right(bias: str | None, mask_type: int, backend: str) -> None:
     causal = (False, "top_left", True)[mask_type]
     x = on_gpu(dataclasses.replace(DENSE, causal=causal, seqlen_k=104, bias=bias), backend)
     q, k, v, dout = main(x)
@@ -101,7 +101,7 @@ def test_the_memory_efficient_forward(bias: str | None, mask_type: int, backend:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_cudnn_forward(causal: bool, backend: str) -> None:
+def test_gradients_after_the_cudnn_forward_are_right(causal: bool, backend: str) -> None:
     x = on_gpu(dataclasses.replace(DENSE, causal="top_left" if causal else False, heads_kv=2), backend)
     q, k, v, dout = main(x)
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -114,8 +114,8 @@ def test_the_cudnn_forward(causal: bool, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("forward", ["flash", "efficient32"])
-def test_a_forward_with_dropout(forward: str, backend: str) -> None:
-    """Against PyTorch's own backward of the same call."""
+def test_gradients_after_a_forward_with_dropout_are_those_of_pytorch(forward: str, backend: str) -> None:
+    """The expected values come from PyTorch's own backward of the same call."""
     x = on_gpu(dataclasses.replace(DENSE, dropout_p=0.25, rng_layout=forward), backend)
     q, k, v, dout = main(x)
     if forward == "flash":
@@ -160,7 +160,7 @@ ON_A_GPU = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_A_GPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_attention_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_attention_on_a_gpu_agrees_with_the_oracle(name: str, dtype: torch.dtype) -> None:
     x = inputs.build(ON_A_GPU[name], dtype, "cuda")
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x.arguments[n] for n in LEAVES)]
     q, k, v, bias, sink = leaves
@@ -202,7 +202,7 @@ def test_the_best_forward_is_chosen_for_a_gpu(name: str, generation: str, monkey
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA forwards to choose from")
-def test_a_graph_capture_takes_cudnn_only_where_it_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_capture_uses_cudnn_only_after_a_call_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     imitate_gpu("sm90", monkeypatch)
     monkeypatch.setattr(_forward, "_cudnn_plans", set())
     longer = dataclasses.replace(DENSE, seqlen_q=76, seqlen_k=76)
@@ -246,8 +246,8 @@ OPTIONS = ("causal", "window_size", "softcap", "cu_seqlens_q", "cu_seqlens_k", "
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dropout_on_a_gpu_is_one_mask_forward_and_backward(dtype: torch.dtype) -> None:
-    """out is linear in v: its derivative along v is out itself, only if both used one mask."""
+def test_forward_and_backward_on_a_gpu_use_one_dropout_mask(dtype: torch.dtype) -> None:
+    """out is linear in v, so its derivative along v equals out, but only if forward and backward used one mask."""
     x = inputs.build(DENSE, dtype, "cuda")
     q, k, v = (x.arguments[name].detach().requires_grad_() for name in ("q", "k", "v"))
     out = flashbwd.attention(q, k, v, dropout_p=0.5)
@@ -269,7 +269,7 @@ SCALED = {
 
 
 def check_scale(scale: float, name: str, dtype: torch.dtype, device: str) -> None:
-    """Output, LSE and gradients against float64 autograd; head dimension 72 takes another tile than 64 does."""
+    """Compare output, LSE and gradients with float64 autograd. Head dimension 72 uses another tile than 64."""
     seqlen_q, seqlen_k, options = SCALED[name]
     generator = torch.Generator().manual_seed(3)
     sizes = (seqlen_q, seqlen_k, seqlen_k)
@@ -300,7 +300,7 @@ def check_scale(scale: float, name: str, dtype: torch.dtype, device: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("scale", SCALES)
-def test_any_finite_scale_under_every_mask(scale: float, name: str, dtype: torch.dtype) -> None:
+def test_results_are_right_for_any_finite_scale_under_every_mask(scale: float, name: str, dtype: torch.dtype) -> None:
     check_scale(scale, name, dtype, "cpu")
 
 
@@ -308,7 +308,9 @@ def test_any_finite_scale_under_every_mask(scale: float, name: str, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("scale", SCALES)
-def test_any_finite_scale_under_every_mask_on_a_gpu(scale: float, name: str, dtype: torch.dtype) -> None:
+def test_results_on_a_gpu_are_right_for_any_finite_scale_under_every_mask(
+    scale: float, name: str, dtype: torch.dtype
+) -> None:
     check_scale(scale, name, dtype, "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Random combinations of everything in the contract."""
+"""Random combinations of all features of attention_backward agree with the oracle."""
 
 from __future__ import annotations
 

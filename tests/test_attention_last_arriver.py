@@ -1,5 +1,5 @@
-"""Head dimensions 64 and 128 on Hopper: in windows and short query loops the last add to a dq tile takes the sums
-so far and writes dq. Every dq tile has a last add, whatever it sees."""
+"""Last-arriver finalization on Hopper (head dimensions 64 and 128): in windows and short query loops, the last add to a
+dq tile reads the sum so far and writes dq. Every dq tile must have a last add, whatever its queries see."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def built(case: Case, target: Target) -> inputs.Inputs:
     skip_where_refused(x, backend)
     with flashbwd.use_backend(backend):
         schedule = flashbwd.plan_attention_backward(**arguments_of(x)).schedule
-    # Not if query 0 sees no key: masks are aligned with the last query, unless they are "top_left".
+    # The last add does not write dq if query 0 sees no key. Masks are aligned with the last query, except "top_left".
     right = 0 if case.causal else case.window_size[1]
     all_see_keys = right < 0 or case.causal == "top_left" or case.seqlen_q - case.seqlen_k <= right
     assert ("the last add writes dq" in schedule) is all_see_keys
@@ -53,7 +53,8 @@ def built(case: Case, target: Target) -> inputs.Inputs:
 def test_gradients_in_windows_agree_with_the_oracle(
     head_dim: int, window: tuple[int, int], lengths: tuple[int, int], heads: int, deterministic: bool, target: Target
 ) -> None:
-    """An odd number of tiles a walk, tiles of one key block, more queries than keys (the first see none) and fewer."""
+    """Covers odd numbers of iterations, dq tiles with one key block, fewer queries than keys, and more queries than
+    keys (the first queries then see no key)."""
     case = dataclasses.replace(DENSE, heads=heads, head_dim=head_dim, head_dim_v=head_dim)
     case = dataclasses.replace(case, window_size=window, deterministic=deterministic)
     x = built(dataclasses.replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1]), target)
@@ -110,10 +111,10 @@ def test_gradients_of_short_query_loops_of_grouped_heads_agree_with_the_oracle(
     ],
     ids=str,
 )
-def test_gradients_of_pairs_that_take_turns_agree_with_the_oracle(
+def test_gradients_of_mirrored_tile_pairs_agree_with_the_oracle(
     head_dim: int, heads: int, lengths: tuple[int, int], deterministic: bool, target: Target
 ) -> None:
-    """Of more sequences than are in work at a time; odd and even numbers of key blocks."""
+    """There are more sequences than run at a time, with odd and even numbers of key blocks."""
     case = dataclasses.replace(DENSE, heads=heads, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim, causal=True)
     case = dataclasses.replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1], deterministic=deterministic)
     run_copies(case, target, 50)
@@ -134,10 +135,10 @@ def test_gradients_of_pairs_that_take_turns_agree_with_the_oracle(
     ],
     ids=str,
 )
-def test_heads_that_wait_for_their_turn_beside_others_agree_with_the_oracle(
+def test_gradients_of_more_work_tiles_than_sms_agree_with_the_oracle(
     head_dim: int, mask: tuple[int, int], length: int, heads: int, deterministic: bool, target: Target
 ) -> None:
-    """More work tiles than SMs. Without a mask they nearly fill two rounds on an H100."""
+    """There are more work tiles than SMs. Without a mask they nearly fill two waves on an H100."""
     causal = mask == (-1, 0)
     case = dataclasses.replace(DENSE, heads=1, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
     case = dataclasses.replace(case, seqlen_q=length, seqlen_k=length)
@@ -147,8 +148,8 @@ def test_heads_that_wait_for_their_turn_beside_others_agree_with_the_oracle(
 
 @pytest.mark.parametrize("target", SM90)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_dq_that_the_copy_engine_cannot_store_is_converted(head_dim: int, target: Target) -> None:
-    """Its rows are not multiples of 16 bytes."""
+def test_dq_at_an_address_that_tma_cannot_store_to_is_right(head_dim: int, target: Target) -> None:
+    """dq starts at an address that is no multiple of 16 bytes."""
     case = dataclasses.replace(DENSE, head_dim=head_dim, head_dim_v=head_dim)
     x = built(dataclasses.replace(case, seqlen_q=700, seqlen_k=700, window_size=(100, 0)), target)
     expected = run(x, target[1])

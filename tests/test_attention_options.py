@@ -49,7 +49,7 @@ def test_a_backward_operator_has_every_option_with_its_type_and_default(operator
 
 
 @pytest.mark.parametrize("operator", ["attention", "check_attention_inputs", "attention_backward_reference"])
-def test_another_operator_has_its_options_in_the_same_order(operator: str) -> None:
+def test_every_other_operator_has_its_options_in_the_same_order(operator: str) -> None:
     options = [argument.name for argument in arguments_of(operator) if argument.name in FIELDS]
     assert options == [name for name in FIELDS if name in options]
 

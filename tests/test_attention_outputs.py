@@ -1,4 +1,4 @@
-"""Outputs and scratch that the caller gives."""
+"""Outputs and workspaces that the caller passes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_given_outputs_are_written_and_returned(case: cases.Case, wide: bool, ta
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("only", ["dq", "dk", "dv"])
-def test_one_output_may_be_given_alone(only: str, target: Target) -> None:
+def test_a_call_may_give_only_one_of_the_outputs(only: str, target: Target) -> None:
     device, backend, dtype = target
     x = inputs.build(cases.BY_NAME["heads_4to2"], dtype, device)
     given = nan_like(x, only[1], dtype)
@@ -72,7 +72,7 @@ def test_given_outputs_may_be_strided_and_nothing_else_is_written(name: str, lay
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_packed_outputs_are_views_of_one_buffer(target: Target) -> None:
-    """dqkv as one tensor, as a fused projection's backward wants it."""
+    """dq, dk and dv lie in one tensor, as the backward of a fused projection needs them."""
     device, backend, dtype = target
     x = inputs.build(cases.BY_NAME["layout_packed_qkv"], dtype, device)
     heads = [x.arguments[name].shape[-2] for name in ("q", "k", "v")]
@@ -119,7 +119,7 @@ def test_the_same_workspace_serves_call_after_call() -> None:
         x.check(*run(x, workspace=workspace))
 
 
-def test_refused_outputs_are_left_as_they_were() -> None:
+def test_a_call_with_a_refused_output_writes_nothing() -> None:
     x = inputs.build(cases.Case("plain"), torch.float32)
     dq, dk = nan_like(x, "q", torch.float32), torch.zeros(1, 2, 3, 4)
     before = storage_bytes(dq)

@@ -1,5 +1,5 @@
-"""The sm_90 kernel begins while row statistics are written, and dq is converted while it runs: calls that are large
-enough for that agree, head by head, with calls that are not."""
+"""Large calls on Hopper overlap the preprocess and the dq postprocess with the kernel. Their gradients agree, head by
+head, with those of small calls, which do not."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Shape(NamedTuple):
     heads: int
     head_dim: int
     mask: dict[str, Any]
-    group: int = 1  # query heads a KV head
+    group: int = 1  # query heads per KV head
 
 
-# Between two roundings of nearly the same sums.
+# Largest relative difference of two roundings of nearly the same sums.
 RELATIVE_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 SHAPES = {
@@ -64,7 +64,7 @@ def gradients(tensors: tuple[Tensor, ...], shape: Shape, **changes: Any) -> tupl
 
 
 def by_head(tensors: tuple[Tensor, ...], shape: Shape) -> list[Tensor]:
-    """The same gradients by a call for each query head of the batch; dk and dv summed over groups."""
+    """The same gradients from one call per query head of the batch, with dk and dv summed over groups."""
     *wide, lse = tensors
     parts = []
     for b in range(shape.batch):
@@ -89,7 +89,8 @@ def assert_agree(grads: tuple[Tensor, ...], expected: list[Tensor], dtype: torch
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_heads_in_one_call_agree_with_calls_of_one_head(name: str, deterministic: bool, dtype: torch.dtype) -> None:
-    """Also where the workspace holds what an announcement looks like."""
+    """The result must not depend on the bytes that the workspace contains before the call: they may look like a flag
+    that the kernel waits for."""
     shape = SHAPES[name]
     tensors = inputs_of(shape, dtype)
     expected = by_head(tensors, shape)
@@ -101,7 +102,7 @@ def test_heads_in_one_call_agree_with_calls_of_one_head(name: str, deterministic
         assert_agree(grads, expected, dtype)
 
 
-def test_replays_of_a_graph_follow_their_inputs() -> None:
+def test_a_replayed_graph_uses_the_new_values_of_its_inputs() -> None:
     shape, dtype = SHAPES["window"], torch.bfloat16
     tensors = inputs_of(shape, dtype)
     gradients(tensors, shape)

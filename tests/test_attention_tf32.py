@@ -1,4 +1,4 @@
-"""Products of float32 are rounded to TF32 where PyTorch's own may be, and nowhere else."""
+"""float32 products are rounded to TF32 only if PyTorch allows TF32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def allowed() -> Iterator[None]:
 
 
 class Calls(TorchDispatchMode):
-    """The ``allow_tf32`` of each backward that is called within."""
+    """Records ``allow_tf32`` of each backward that is called within the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ def test_tf32_is_off_by_default() -> None:
 
 
 @pytest.mark.usefixtures("allowed")
-def test_tf32_is_on_where_pytorch_allows_it() -> None:
+def test_tf32_is_on_if_pytorch_allows_it() -> None:
     assert calls_of(torch.float32) == [True, True]
     assert calls_of(torch.bfloat16) == [False, False]
 
 
-def test_pytorch_s_older_switch_counts_too() -> None:
+def test_pytorchs_older_switch_allows_tf32_too() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -69,7 +69,7 @@ def test_pytorch_s_older_switch_counts_too() -> None:
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_the_plan_says_so(tf32: bool) -> None:
+def test_the_schedule_of_a_plan_names_tf32(tf32: bool) -> None:
     host = load_host()
     problem = dense_problem(host, dtype=host.DType.kFloat32, tf32=tf32)
     gpu = device_info(
@@ -87,8 +87,8 @@ def relative_errors(x: inputs.Inputs) -> list[float]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 320])
 @pytest.mark.usefixtures("allowed")
-def test_errors_are_those_of_tf32_where_it_is_allowed(head_dim: int) -> None:
-    """A product of two numbers of 11 bits, each rounded once: 2^-12 apart each, at random."""
+def test_errors_are_those_of_tf32_if_it_is_allowed(head_dim: int) -> None:
+    """Each operand of a TF32 product is rounded once to 11 bits, which changes it by about 2^-12, at random."""
     x = inputs.build(cases.replace(CASE, head_dim=head_dim, head_dim_v=head_dim), torch.float32, "cuda")
     skip_where_refused(x, "sm80")
     for error in relative_errors(x):
@@ -97,7 +97,7 @@ def test_errors_are_those_of_tf32_where_it_is_allowed(head_dim: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 320])
-def test_errors_are_those_of_float32_otherwise(head_dim: int) -> None:
+def test_errors_are_those_of_float32_if_tf32_is_not_allowed(head_dim: int) -> None:
     x = inputs.build(cases.replace(CASE, head_dim=head_dim, head_dim_v=head_dim), torch.float32, "cuda")
     skip_where_refused(x, "sm80")
     for error in relative_errors(x):

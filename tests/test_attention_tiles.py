@@ -1,4 +1,4 @@
-"""Head dimensions and lengths that reach every tile of the GPU kernels, over several of its blocks."""
+"""Head dimensions and lengths that use every tile shape of the GPU kernels, with several blocks of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNELS = [target for target in GPU_TARGETS if "-sm" in str(target.id) and "floa
 HEAD_DIMS = [(32, 32), (64, 40), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (256, 256)]
 DENSE = Case("dense", batch=2, heads=4, heads_kv=2, seqlen_q=200, seqlen_k=270, window_size=(70, 20))
 PACKED = Case("packed", heads=4, heads_kv=2, seqlens_q=(150, 1, 0, 77), seqlens_k=(140, 65, 3, 130), causal=True)
-# Several query blocks of several heads a key block.
+# Each key block sees several query blocks of several heads.
 GROUPS = Case("window_of_groups", heads=6, heads_kv=2, seqlen_q=600, seqlen_k=570, window_size=(150, 30))
 SHAPES = [
     dataclasses.replace(DENSE, seqused_q=(200, 65), seqused_k=(130, 270)),
@@ -31,8 +31,8 @@ SHAPES = [
     dataclasses.replace(PACKED, name="packed_dropout_deterministic", dropout_p=0.2, deterministic=True),
     dataclasses.replace(GROUPS, name="window_of_groups_dropout", dropout_p=0.5),
 ]
-# Of many queries a key block: head dimension 32 has a tile of its own for these, and 80 and 96 under a causal mask; at
-# 64 and 128 who adds last does not write dq.
+# Each key block sees many queries. Head dimension 32 has a separate tile for this, and so have 80 and 96 under a causal
+# mask. At 64 and 128, the last add does not write dq.
 LONG = Case("long", batch=1, heads=2, heads_kv=1, seqlen_q=2100, seqlen_k=270)
 LONG_SHAPES = [
     dataclasses.replace(LONG, dlse=True),
@@ -58,7 +58,7 @@ def test_gradients_agree_with_the_oracle(head_dims: tuple[int, int], shape: Case
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("shape", LONG_SHAPES, ids=str)
 @pytest.mark.parametrize("head_dim", [24, 32, 40, 64, 80, 96, 104, 128])
-def test_gradients_of_long_walks_agree_with_the_oracle(head_dim: int, shape: Case, target: Target) -> None:
+def test_gradients_of_long_query_loops_agree_with_the_oracle(head_dim: int, shape: Case, target: Target) -> None:
     device, backend, dtype = target
     x = inputs.build(dataclasses.replace(shape, head_dim=head_dim, head_dim_v=head_dim), dtype, device)
     skip_where_refused(x, backend)

@@ -1,4 +1,4 @@
-"""The audit of built libraries and wheels: each fault that it names is found, and what is right passes."""
+"""The audit of built libraries and wheels finds each fault that it checks for, and accepts correct files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts import audit  # noqa: E402
 
 
 def says(monkeypatch: pytest.MonkeyPatch, text: str) -> list[tuple[str, ...]]:
-    """Every tool prints ``text``; gives the commands."""
+    """Make every tool print ``text``; return the list of the commands that are called."""
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(audit, "output", lambda *command: commands.append(command) or text)
     return commands
@@ -35,12 +35,12 @@ def says(monkeypatch: pytest.MonkeyPatch, text: str) -> list[tuple[str, ...]]:
         ),
     ],
 )
-def test_a_library_needs_torch_and_the_system_alone(monkeypatch, library, needed, problems):
+def test_a_library_may_need_only_torch_and_system_libraries(monkeypatch, library, needed, problems):
     says(monkeypatch, "\n".join(f" 0x0001 (NEEDED)  Shared library: [{name}]" for name in needed))
     assert audit.dependencies(Path(library)) == problems
 
 
-def test_a_library_exports_names_of_this_project_alone(monkeypatch):
+def test_a_library_may_export_only_names_of_this_project(monkeypatch):
     says(monkeypatch, "0000000000001000 T flashbwd_open\n0000000000002000 T helper\n                 V weak\n")
     assert audit.exports(Path("_C.so")) == ["_C.so exports helper", "_C.so exports weak"]
 
@@ -53,7 +53,7 @@ def test_tools_are_asked_about_the_defined_symbols_and_dependencies_of_the_libra
 
 
 @pytest.mark.parametrize(("status", "problems"), [(0, []), (1, ["unstable: at::empty\nsee the log\n"])])
-def test_what_the_abi_tool_refuses_is_shown_as_text(monkeypatch, tmp_path, status, problems):
+def test_the_output_of_the_abi_tool_becomes_a_problem(monkeypatch, tmp_path, status, problems):
     tool = tmp_path / "torch-abi-audit"
     wanted = "--check torch -v x/_C.so"
     found = 'echo "unstable: at::empty"\necho "see the log" >&2'
@@ -81,7 +81,7 @@ def executable(path: Path) -> Path:
 
 @pytest.fixture
 def places(monkeypatch, tmp_path):
-    """Where cuobjdump may lie, in the order of preference; nothing lies there yet."""
+    """Paths at which cuobjdump may be, in order of preference. No file exists there yet."""
     toolkit = type("Toolkit", (), {"root": tmp_path / "toolkit"})()
     monkeypatch.setattr(toolchain, "find_cuda_toolkit", lambda major: (toolkit, "13.0"))
     monkeypatch.setattr(audit.sys, "path", [str(tmp_path / "elsewhere"), str(tmp_path / "packages")])
@@ -91,7 +91,7 @@ def places(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_cuobjdump_of_the_package_goes_before_the_toolkits_and_the_path(places, first):
+def test_cuobjdump_of_the_package_is_preferred_to_the_toolkits_and_the_path(places, first):
     for path in places[first:]:
         executable(path)
     assert audit.cuobjdump() == str(places[first])
@@ -113,7 +113,7 @@ CHECKS = ("dependencies", "exports", "stable_abi", "code")
 
 @pytest.fixture
 def libraries(monkeypatch, tmp_path) -> Path:
-    """A folder of both libraries, with which each check is content."""
+    """A folder with both libraries, in which no check finds a fault."""
     for name in ("_C.so", "_C_cuda.so"):
         (tmp_path / name).write_bytes(bytes(2**19))
     for check in CHECKS:

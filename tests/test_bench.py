@@ -1,4 +1,4 @@
-"""The benchmark harness: its tables, formulas, statistics, files and peers. Nothing here asserts a time."""
+"""The benchmark harness: its tables, formulas, statistics, files and peers. No test here asserts a time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TINY = AttentionCase("tiny", 2, 24, 4, 4, 16, 16, dtype="fp32")
 
 
 class Operators(TorchDispatchMode):
-    """Notes every operator that is called."""
+    """Records every operator that is called."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def forwards(self):
-        """Those of a forward: attention, a norm, a softmax, but not the backward of one."""
+        """The recorded operators that belong to a forward: attention, norms, softmax, but not their backwards."""
         of_a_forward = re.compile(r"attention|attend|softmax|logsumexp|layer_norm|rms_norm|flex_decoding")
         return [name for name in self.names if of_a_forward.search(name) and "backward" not in name]
 
@@ -80,7 +80,7 @@ def forwards_of(prepared):
 
 @pytest.fixture(autouse=True)
 def _little_work(monkeypatch):
-    """Two input sets a case, and no large copies and products."""
+    """Make two input sets per case, and measure no ceilings."""
     monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 2)
     monkeypatch.setattr(measure, "ceilings", lambda device, settings: CEILINGS)
 
@@ -174,7 +174,7 @@ def test_quick_suites_are_parts_of_the_full_ones():
             assert set(quick) <= set(full)
 
 
-def test_long_tailed_lengths():
+def test_long_tailed_lengths_are_reproducible_and_fill_the_total():
     lengths = cases.long_tailed_lengths(32768)
     assert sum(lengths) == 32768
     assert lengths == cases.long_tailed_lengths(32768)
@@ -184,14 +184,14 @@ def test_long_tailed_lengths():
 # ---- formulas -------------------------------------------------------------------------------------
 
 
-def test_flops_of_the_main_table():
+def test_flops_of_the_main_table_follow_the_formula():
     for case in attention_cases.ATTENTION_CASES:
         if case.table == "main":
             flops = 10 * case.batch * case.heads * case.seqlen**2 * case.head_dim
             assert case.work == (flops / 2 if case.causal else flops)
 
 
-def test_flops_count_6d_and_4dv_a_pair():
+def test_flops_count_6d_and_4dv_per_pair():
     case = replace(TINY, head_dim=192, head_dim_v=128)
     assert case.work == 2 * 4 * 24 * 24 * (6 * 192 + 4 * 128)
 
@@ -239,13 +239,13 @@ def test_rate_is_the_median_and_ratio_is_taken_within_rounds():
     assert found.rate("flashbwd sm90") == pytest.approx(6e9 / 2.0 / 1e9)
     ratio = found.ratio("flashbwd sm90", "torch cuDNN")
     assert ratio is not None
-    assert (ratio.median, ratio.least, ratio.most) == (2.0, 2.0, 2.0)  # though times drift by a factor of 4
+    assert (ratio.median, ratio.least, ratio.most) == (2.0, 2.0, 2.0)  # although the times drift by a factor of 4
     assert found.peers["torch cuDNN"].spread == pytest.approx(6.0 / 4.0)
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios_not_the_ratio_of_medians():
     found = _case([], flashbwd_sm90=_peer(1.0, 4.0, 2.0), torch_cuDNN=_peer(4.0, 1.0, 6.0))
-    assert str(found.ratio("flashbwd sm90", "torch cuDNN")) == "3.00 (0.25-4.00)"  # of medians it is 2
+    assert str(found.ratio("flashbwd sm90", "torch cuDNN")) == "3.00 (0.25-4.00)"  # the ratio of medians is 2
 
 
 def test_the_faster_layout_of_cudnn_counts():
@@ -256,7 +256,7 @@ def test_the_faster_layout_of_cudnn_counts():
         assert found.ratio("flashbwd sm90", cases.CUDNN) == results.Ratio(2.0, 2.0, 2.0)
 
 
-def test_a_bar_is_held_to_the_settled_clock_where_that_was_measured():
+def test_a_bar_applies_to_the_settled_clock_if_that_was_measured():
     bars = [Bar("flashbwd sm90", "torch cuDNN", 1.5), Bar("flashbwd sm90", "TFLOP/s", 5.0)]
     ours, theirs = _peer(1.0), _peer(2.0)
     found = _case(bars, flashbwd_sm90=ours, torch_cuDNN=theirs)
@@ -285,7 +285,7 @@ def test_ratio_compares_rates_not_times():
         (Bar("flashbwd sm80", "torch cuDNN", 1.0), None),
     ],
 )
-def test_verdict(bar, passed):
+def test_a_verdict_compares_the_ratio_or_the_rate_with_the_bar(bar, passed):
     found = _case(
         [bar],
         flashbwd_sm90=_peer(1.0, 1.0, 1.0),
@@ -303,16 +303,16 @@ def test_a_wrong_gradient_passes_no_bar():
     assert found.verdict(bar).passed is False
 
 
-def test_compare_divides_by_the_fastest_peer():
+def test_a_comparison_divides_by_the_fastest_peer():
     old = _report(_case([], flashbwd_sm90=_peer(2.0, 2.0), torch_cuDNN=_peer(2.0, 2.0)))
-    new = _report(_case([], flashbwd_sm90=_peer(1.0, 1.0), torch_cuDNN=_peer(1.0, 1.0)))  # a machine twice as fast
+    new = _report(_case([], flashbwd_sm90=_peer(1.0, 1.0), torch_cuDNN=_peer(1.0, 1.0)))  # the machine is twice as fast
     ours, cudnn = results.compare(old, new)
     assert (ours.peer, ours.change, ours.relative, ours.significant) == ("flashbwd sm90", 2.0, 1.0, False)
     assert (cudnn.change, cudnn.relative, cudnn.significant) == (2.0, None, True)
     assert "torch cuDNN" in report.changes_table([ours, cudnn])
 
 
-def test_compare_ignores_what_only_one_run_has():
+def test_a_comparison_ignores_cases_and_peers_that_only_one_run_has():
     old = _report(_case([], torch_cuDNN=_peer(2.0)))
     other = _case([], torch_cuDNN=_peer(2.0))
     other.name = "another"
@@ -328,7 +328,7 @@ def test_fewer_than_five_rounds_are_refused():
 # ---- files ----------------------------------------------------------------------------------------
 
 
-def test_report_survives_its_file(tmp_path):
+def test_a_saved_report_is_loaded_unchanged(tmp_path):
     bar = Bar("flashbwd sm90", "torch cuDNN", 1.2, goal=True)
     saved = _report(_case([bar], flashbwd_sm90=_peer(1.0), flex=results.PeerResult(results.UNSUPPORTED, "no bias")))
     saved.save(tmp_path / "deep" / "r.json")
@@ -344,7 +344,7 @@ def test_other_files_are_refused(tmp_path, text):
         results.load(path)
 
 
-def test_json_says_where_and_of_what(tmp_path):
+def test_the_json_file_describes_the_machine_and_the_sources(tmp_path):
     path = tmp_path / "r.json"
     found = runner.run_suite("attention", [TINY], CPU, FAST, path, only=["torch CPU"], progress=False)
     data = json.loads(path.read_text())
@@ -379,7 +379,7 @@ def test_run_goes_on_where_it_stopped(tmp_path):
 
 
 def test_peers_are_compiled_ahead_side_by_side_and_may_fail(tmp_path):
-    """Each of three processes waits for the other two, and says whether it met them."""
+    """Each of three processes waits for the other two, and creates a file if it meets them."""
     wait = """import pathlib, sys, time
 (folder, name), end = (pathlib.Path(sys.argv[1]), sys.argv[2]), time.monotonic() + 60
 (folder / name).touch()
@@ -399,7 +399,7 @@ sys.exit(name == "b")"""
     assert not list(tmp_path.iterdir())
 
 
-def test_what_takes_long_to_compile_is_compiled_before_anything_is_measured(tmp_path, monkeypatch):
+def test_peers_that_compile_for_long_are_compiled_before_the_measurements(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(ahead, "compile_ahead", lambda work, until: asked.extend(work))
     table = [replace(peer, ahead=True) for peer in attention_peers.ATTENTION_PEERS if "cpu" in peer.devices]
@@ -425,14 +425,14 @@ def test_kernel_sources_hash_follows_names_and_contents(tmp_path, monkeypatch):
     assert len({first, second, machine.kernel_sources_hash()}) == 3
 
 
-def test_markdown_and_plots(tmp_path):
+def test_a_report_has_a_markdown_file_and_plots(tmp_path):
     suite = [TINY, replace(TINY, causal=True), NormCase("tiny_norm", 32, 40, "fp32", compiled=False)]
     found = runner.run_suite("all", suite, CPU, FAST, tmp_path / "r.json", only=["torch", "copy"], progress=False)
     text = report.markdown(found, found)
     assert TINY.name in text
     assert "TFLOP/s of" in text
     assert "## Compared with" in text
-    sources = machine.kernel_sources_hash()  # none beside an installed package
+    sources = machine.kernel_sources_hash()  # None for an installed package
     assert sources is None or f"kernel sources {sources[:12]}" in text
     pytest.importorskip("matplotlib")
     images = report.plots(found, tmp_path / "r")
@@ -451,7 +451,7 @@ def test_main_tables_are_drawn_as_lines(tmp_path):
     assert path.name == "r-main.png"
 
 
-# ---- correctness of what is measured --------------------------------------------------------------
+# ---- correctness of the measured gradients --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -494,7 +494,7 @@ def test_varlen_slices_are_the_longest_the_shortest_and_the_last():
 
 
 @pytest.mark.parametrize("case", [TINY, replace(TINY, batch=5, heads_kv=2), replace(TINY, bias_batch=1)])
-def test_slices_are_of_several_heads_and_sequences(case):
+def test_slices_come_from_several_heads_and_sequences(case):
     slices = errors._attention_slices(case)
     assert {0, case.batch - 1} <= {b for b, _ in slices}
     assert {0, case.heads_kv - 1} <= {kv for _, kv in slices}
@@ -526,7 +526,7 @@ def test_nan_anywhere_is_an_error():
     assert found["dq"] < 1e-5
 
 
-def test_dropout_mask_is_read_off_a_forward():
+def test_the_dropout_mask_is_computed_from_a_forward():
     case = replace(TINY, dropout_p=0.3, heads_kv=2)
     x = attention_inputs.make_inputs(case, CPU, 0)
     keep = torch.rand(2, 4, 24, 24) > 0.3
@@ -539,7 +539,7 @@ def test_dropout_mask_is_read_off_a_forward():
     assert torch.equal(read, keep[1].transpose(0, 1))
 
 
-def test_dropout_reaches_the_oracle():
+def test_the_oracle_applies_the_dropout_mask():
     case = replace(TINY, dropout_p=0.3, dtype="fp64")
     x = attention_inputs.make_inputs(case, CPU, 0)
     masks = dropout.keep_masks(
@@ -619,7 +619,7 @@ def test_a_peer_that_raises_is_reported():
 
 @pytest.mark.parametrize("place", ["checked", "not checked"])
 def test_a_gradient_with_nan_is_wrong(place):
-    """Also where the float64 gradients are not computed, in another batch."""
+    """NaN counts in every sequence of the batch, also in those for which no float64 gradients are computed."""
 
     def prepare(case, x):
         right = attention_peers.torch_cpu_flash(case, x).backward()
@@ -643,7 +643,7 @@ def test_a_wrong_peer_is_reported_and_timed():
     assert "WRONG" in report.rate_cell(found, "flashbwd wrong")
 
 
-# ---- the GPU's peers, as far as shapes go ---------------------------------------------------------
+# ---- GPU peers, checked by shapes only ------------------------------------------------------------
 
 BASE = AttentionCase("t", 2, 64, 4, 4, 64, 64)
 
@@ -689,7 +689,7 @@ def test_cudnn_is_tried_with_rows_first_and_with_heads_first(monkeypatch):
     ],
 )
 def test_gpu_peers_call_the_operators_by_their_schemas(case, peer, monkeypatch):
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # which would start the GPU
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # seeding would initialise the GPU
     with FakeTensorMode():
         rows = (sum(case.lengths),) if case.lengths else (case.batch, case.seqlen)
 
@@ -739,7 +739,7 @@ def test_every_peer_follows_each_of_the_others_equally_often(count):
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(1, 7), (2, 8), (3, 9), (7, 7), (8, 8), (9, 9)])
-def test_rounds_are_enough_for_every_place_in_the_order(count, rounds):
+def test_rounds_are_enough_for_every_position_in_the_order(count, rounds):
     calls = {name: [peers.Prepared(lambda: ())] for name in "abcdefghi"[:count]}
     timings = measure.interleaved(calls, CPU, Settings(rounds=7, slot_ms=1e-9))
     assert {len(timing.times_ms) for timing in timings.values()} == {rounds}
@@ -773,7 +773,9 @@ def test_backwards_of_decoding_time_no_forward():
 def test_calls_rotate_among_input_sets():
     order = []
     sets = [peers.Prepared(lambda n=n: order.append(n) or ()) for n in range(3)]
-    measure.interleaved({"a": sets}, CPU, Settings(rounds=6, slot_ms=1e-9))  # one call a slot, after warm-up and pilot
+    measure.interleaved(
+        {"a": sets}, CPU, Settings(rounds=6, slot_ms=1e-9)
+    )  # one call per slot, after warm-up and pilot
     assert order == [0, 0, 1, 2, 0, 1, 2, 0]
 
 
@@ -784,7 +786,7 @@ def test_input_sets_exceed_the_cache():
     assert input_sets(1, CPU) == 64
 
 
-def test_deterministic_scope_is_left_as_it_was():
+def test_the_deterministic_scope_restores_the_previous_mode():
     with attention_peers.deterministic_algorithms():
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -793,7 +795,7 @@ def test_deterministic_scope_is_left_as_it_was():
 
 
 @pytest.mark.gpu
-def test_gpu_case_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gpu_cases_run_end_to_end_without_wrong_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "GRAPH_BELOW_MS", float("inf"))  # on a busy GPU no call is short
     device = machine.default_device()
     suite = [replace(BASE, causal=True), replace(BASE, dropout_p=0.1), NormCase("t", 512, 64, compiled=False)]
@@ -827,7 +829,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("case", BLOCKS, ids=lambda case: case.name)
-def test_block_peers_take_the_same_step_again_and_again(case):
+def test_block_peers_repeat_the_same_step(case):
     x = block_peers.make_inputs(case, CPU, 0)
     step = block_peers.eager(case, x).backward
     for grads in (step(), step()):
@@ -837,7 +839,7 @@ def test_block_peers_take_the_same_step_again_and_again(case):
 
 
 @pytest.mark.parametrize(("asked", "slot_ms"), [(20.0, 1000.0), (1500.0, 1500.0)])
-def test_slots_of_blocks_are_long_and_nothing_else(asked, slot_ms, monkeypatch):
+def test_slots_of_blocks_are_long_and_have_no_rests(asked, slot_ms, monkeypatch):
     given = []
     monkeypatch.setattr(measure, "interleaved", lambda ready, device, settings, *_: given.append(settings) or {})
     eager = next(peer for peer in block_peers.BLOCK_PEERS if peer.name == cases.TORCH_BLOCK)
@@ -863,16 +865,16 @@ def test_flops_of_a_block_are_those_that_pytorch_counts(case):
     x = block_peers.make_inputs(case, CPU, 0)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         block_peers.eager(case, x).backward()
-    halves = case.batch * case.seqlen**2 * case.width  # of a product over all pairs
-    # Plain attention has six products, of all pairs; the case counts seven, of half of them.
+    halves = case.batch * case.seqlen**2 * case.width  # half of the FLOPs of a product over all pairs
+    # Plain attention computes six products over all pairs. The case counts seven products over half of the pairs.
     assert counter.get_total_flops() == pytest.approx(case.work + (2 * 6 - 7) * halves)
 
 
-# ---- the host's time ------------------------------------------------------------------------------
+# ---- host time ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-def test_host_times_tell_what_was_handed_on(capsys):
+def test_host_times_show_which_calls_pytorch_computed(capsys):
     override_time.main(rounds=1)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][2:]
     handed_on = {row[0].removeprefix("| ") for row in rows if row[4] == "PyTorch's kernel"}

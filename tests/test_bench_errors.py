@@ -1,4 +1,4 @@
-"""Arithmetic of the benchmarks: relative errors, the gradients that they are taken of, and bytes of inputs."""
+"""Arithmetic of the benchmarks: relative errors, the gradients that they compare, and the bytes of inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_error_is_the_norm_of_the_difference_over_the_norm_of_the_reference()
     assert oracle.relative_error(reference + off, reference) == pytest.approx(0.1, rel=1e-6)
 
 
-def test_an_error_of_rows_is_that_of_the_worst_block() -> None:
+def test_the_error_of_a_tensor_is_the_error_of_its_worst_block_of_rows() -> None:
     reference = torch.ones(6, 1) * torch.tensor([100.0, 100.0, 1.0, 1.0, 10.0, 10.0])[:, None]
     value = reference.clone()
     value[2:4] += 0.5
@@ -38,12 +38,12 @@ def test_an_error_of_rows_is_that_of_the_worst_block() -> None:
     assert oracle.relative_error(value, reference, rows=4) == pytest.approx(1 / 10)
 
 
-def test_a_block_of_zeros_counts_as_a_millionth_of_the_largest() -> None:
+def test_the_norm_of_a_block_of_zeros_counts_as_a_millionth_of_the_largest() -> None:
     reference = torch.tensor([[2.0], [0.0]])
     assert oracle.relative_error(torch.tensor([[2.0], [1e-6]]), reference, rows=1) == pytest.approx(0.5)
 
 
-def test_where_all_of_the_reference_is_zero_the_error_is_the_norm_itself() -> None:
+def test_the_error_is_the_norm_itself_if_the_reference_is_zero() -> None:
     assert oracle.relative_error(torch.tensor([[3.0], [4.0]]), torch.zeros(2, 1)) == 5.0
 
 
@@ -69,7 +69,7 @@ def norm_gradients(case: NormCase, x: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 @pytest.mark.parametrize("rms", [False, True])
-def test_a_wrong_gradient_of_a_norm_has_its_error_under_its_name(rms: bool, wrong: int) -> None:
+def test_the_error_of_a_norm_gradient_is_reported_under_its_name(rms: bool, wrong: int) -> None:
     case = NormCase("t", 20, 300, "fp64", rms=rms)
     x = norm_peers.make_inputs(case, CPU, 0)
     names = ["dx", "dgamma"] if rms else ["dx", "dgamma", "dbeta"]
@@ -79,7 +79,7 @@ def test_a_wrong_gradient_of_a_norm_has_its_error_under_its_name(rms: bool, wron
         assert found[name] == pytest.approx(0.25 if i == wrong else 0.0, abs=1e-9)
 
 
-def test_the_rows_of_a_norm_that_are_compared_reach_from_the_first_to_the_last() -> None:
+def test_the_compared_rows_of_a_norm_include_the_first_and_the_last() -> None:
     case = NormCase("t", 20, 3000, "fp64")
     x = norm_peers.make_inputs(case, CPU, 0)
     for row in (0, -1):
@@ -89,7 +89,7 @@ def test_the_rows_of_a_norm_that_are_compared_reach_from_the_first_to_the_last()
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_a_wrong_gradient_of_decoding_has_its_error_under_its_name(wrong: int) -> None:
+def test_the_error_of_a_decoding_gradient_is_reported_under_its_name(wrong: int) -> None:
     case = DecodingCase("t", 2, 4, 2, 3, 40, 16, "fp32", backward=True)
     x = decoding_peers.make_inputs(case, CPU, 0)
     leaves = [t.detach().double().requires_grad_() for t in (x.q, x.k, x.v)]
@@ -100,7 +100,7 @@ def test_a_wrong_gradient_of_decoding_has_its_error_under_its_name(wrong: int) -
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])
-def test_a_wrong_gradient_of_a_block_has_its_error_under_the_parameters_name(wrong: int) -> None:
+def test_the_error_of_a_block_gradient_is_reported_under_the_parameters_name(wrong: int) -> None:
     x = block_peers.make_inputs(BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48, dtype="fp32"), CPU, 0)
     names = ["dx", *dict(x.block.named_parameters())]
     found = errors.block_errors(x, made_worse(list(x.expected), wrong % len(names), 0.25))
@@ -112,7 +112,7 @@ def test_a_wrong_gradient_of_a_block_has_its_error_under_the_parameters_name(wro
 
 @pytest.fixture
 def calls_of_autograd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each call of autograd, while float64 scores may have 64 elements at once."""
+    """The number of rows in each call of autograd. The oracle may hold 64 float64 scores at a time."""
     rows: list[int] = []
     grad = torch.autograd.grad
 
@@ -125,7 +125,7 @@ def calls_of_autograd(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_gradients_of_attention_do_not_depend_on_the_rows_that_are_taken_at_once(calls_of_autograd: list[int]) -> None:
+def test_gradients_of_attention_do_not_depend_on_the_size_of_row_blocks(calls_of_autograd: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(10, 2, 8, generator=generator) for _ in range(2))
     k, v = (torch.randn(16, 8, generator=generator) for _ in range(2))
@@ -139,7 +139,7 @@ def test_gradients_of_attention_do_not_depend_on_the_rows_that_are_taken_at_once
         torch.testing.assert_close(got, want)
 
 
-def test_gradients_of_a_norm_do_not_depend_on_the_rows_that_are_taken_at_once(calls_of_autograd: list[int]) -> None:
+def test_gradients_of_a_norm_do_not_depend_on_the_size_of_row_blocks(calls_of_autograd: list[int]) -> None:
     case = NormCase("t", 16, 30, "fp64")
     x = norm_peers.make_inputs(case, CPU, 0)
     rows = torch.arange(30)
@@ -163,28 +163,28 @@ def test_gradients_of_a_norm_do_not_depend_on_the_rows_that_are_taken_at_once(ca
         ({"dropout_p": 0.1, "dropout_layout": "efficient"}, "bf16 B2 S24 H4:2 D16/8 full efficient dropout 0.1"),
     ],
 )
-def test_the_name_of_a_case_says_what_is_not_plain(changes: dict[str, Any], name: str) -> None:
+def test_the_name_of_a_case_lists_its_features(changes: dict[str, Any], name: str) -> None:
     assert replace(ATTENTION, **changes).name == name
 
 
 @pytest.mark.parametrize(("heads_kv", "shown"), [(4, "H4"), (2, "H4:2")])
-def test_the_name_of_a_training_step_has_its_heads(heads_kv: int, shown: str) -> None:
+def test_the_name_of_a_training_step_contains_the_numbers_of_heads(heads_kv: int, shown: str) -> None:
     assert BlockCase("t", "gpt", 2, 8, 32, 4, heads_kv, 48).name == f"gpt block bf16 B2 S8 width 32 {shown}"
 
 
 # ---- result files -----------------------------------------------------------------------------------
 
 
-def test_committed_result_files_are_of_the_schema_that_is_read() -> None:
+def test_committed_result_files_have_the_current_schema() -> None:
     paths = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))
     assert results.load(paths[0]).results
 
 
-def test_what_did_not_run_has_done_no_work() -> None:
+def test_a_failed_peer_has_done_no_work() -> None:
     assert results.PeerResult(results.FAILED).work == 0
 
 
-def test_a_case_that_only_the_new_run_has_hides_no_later_one() -> None:
+def test_a_case_that_only_the_new_run_has_does_not_end_a_comparison() -> None:
     def report(*names: str) -> results.Report:
         peers = {"a": results.PeerResult(results.OK, times_ms=[1.0], work=1e9)}
         found = [results.CaseResult(name, "t", "TFLOP/s", 0.1, {}, peers, [], {}) for name in names]
@@ -203,7 +203,7 @@ def test_a_rate_is_work_over_time_in_the_unit_of_the_case(unit: str, rate: float
 
 
 @pytest.mark.parametrize("earlier", [None, results.PeerResult(results.FAILED)])
-def test_without_a_time_of_the_fastest_of_the_others_in_both_runs_a_change_is_absolute(
+def test_a_change_is_absolute_unless_both_runs_timed_the_fastest_other_peer(
     earlier: results.PeerResult | None,
 ) -> None:
     def report(ms: float, other: results.PeerResult | None) -> results.Report:
@@ -221,7 +221,7 @@ def test_without_a_time_of_the_fastest_of_the_others_in_both_runs_a_change_is_ab
 # ---- defaults ---------------------------------------------------------------------------------------
 
 
-def test_a_plain_case_has_no_feature_and_no_variant() -> None:
+def test_a_case_has_no_feature_by_default() -> None:
     assert not (ATTENTION.causal or ATTENTION.alibi or ATTENTION.deterministic or ATTENTION.compiled)
     assert (ATTENTION.dropout_p, ATTENTION.softcap, ATTENTION.bars) == (0.0, 0.0, ())
     norm = NormCase("t", 48, 70)
@@ -229,7 +229,7 @@ def test_a_plain_case_has_no_feature_and_no_variant() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_without_more_arguments_the_oracle_has_no_mask_and_scales_nothing(kept: bool) -> None:
+def test_by_default_the_oracle_has_no_mask_and_no_dropout_factor(kept: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(10, 1, 8, generator=generator) for _ in range(2))
     k, v = (torch.randn(16, 8, generator=generator) for _ in range(2))
@@ -241,7 +241,7 @@ def test_without_more_arguments_the_oracle_has_no_mask_and_scales_nothing(kept: 
         torch.testing.assert_close(got, want)
 
 
-def test_no_mask_of_dropout_is_asked_for_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_dropout_mask_is_computed_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors.attention_inputs, "dropout_mask", lambda *_: pytest.fail("asked for"))
     case = replace(ATTENTION, dtype="fp32")
     x = errors.attention_inputs.make_inputs(case, CPU, 0)
@@ -262,38 +262,38 @@ def test_no_mask_of_dropout_is_asked_for_without_dropout(monkeypatch: pytest.Mon
         ({"lengths": (24, 5)}, 29 * (4 * (16 + 8 + 8) + 2 * (16 + 8))),
     ],
 )
-def test_inputs_of_attention_are_all_its_tensors(changes: dict[str, Any], elements: int) -> None:
+def test_input_bytes_of_attention_count_all_its_tensors(changes: dict[str, Any], elements: int) -> None:
     assert replace(ATTENTION, **changes).input_bytes == 2 * elements
     assert replace(ATTENTION, dtype="fp32", **changes).input_bytes == 4 * elements
 
 
-def test_inputs_of_a_norm_are_x_and_dz() -> None:
+def test_input_bytes_of_a_norm_count_x_and_dz() -> None:
     case = NormCase("t", 48, 70)
     x = norm_peers.make_inputs(case, CPU, 0)
     assert case.input_bytes == x.x.nbytes + x.dz.nbytes
 
 
 @pytest.mark.parametrize(("backward", "tensors"), [(False, "qkv"), (True, "qkvkv")])
-def test_bytes_of_decoding_are_queries_keys_and_values(backward: bool, tensors: str) -> None:
+def test_input_bytes_of_decoding_count_queries_keys_and_values(backward: bool, tensors: str) -> None:
     case = DecodingCase("t", 3, 4, 2, 5, 40, 16, backward=backward)
     x = decoding_peers.make_inputs(case, CPU, 0)
     assert case.input_bytes == sum(getattr(x, name).nbytes for name in tensors)
     assert case.work == sum(getattr(x, name).nbytes for name in tensors if name != "q")
 
 
-def test_inputs_of_a_block_are_x_and_the_gradient_of_its_result() -> None:
+def test_input_bytes_of_a_block_count_x_and_the_gradient_of_its_result() -> None:
     case = BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48)
     x = block_peers.make_inputs(case, CPU, 0)
     assert case.input_bytes == x.x.nbytes + x.dout.nbytes
 
 
 @pytest.mark.parametrize(("form", "passes"), [("", 3), ("output", 3), ("dropout", 5)])
-def test_work_of_a_norm_is_that_of_its_form(form: str, passes: int) -> None:
+def test_the_work_of_a_norm_depends_on_its_form(form: str, passes: int) -> None:
     assert NormCase("t", 48, 70, form=form).work == passes * 48 * 70 * 2
 
 
 @pytest.mark.parametrize(("shape", "products"), [("gpt", 2), ("llama", 3)])
-def test_work_of_a_block_is_three_passes_over_weights_and_seven_over_half_of_the_pairs(
+def test_the_work_of_a_block_counts_three_passes_over_weights_and_seven_over_half_of_the_pairs(
     shape: str, products: int
 ) -> None:
     case = BlockCase("t", shape, 2, 8, 32, 4, 2, 48)
@@ -352,7 +352,7 @@ def test_only_wrong_and_failed_peers_of_this_library_are_wrong() -> None:
     assert [line.split(":")[0] for line in found] == ["name, flashbwd off", "name, flashbwd raised"]
 
 
-def test_a_peer_that_was_not_timed_hides_no_other_in_a_comparison() -> None:
+def test_a_peer_that_was_not_timed_does_not_end_a_comparison() -> None:
     old = report_of(a=peer(1.0), b=peer(1.0))
     new = report_of(a=peer(status=results.FAILED), b=peer(1.0))
     assert [change.peer for change in results.compare(old, new)] == ["b"]

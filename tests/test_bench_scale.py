@@ -1,4 +1,4 @@
-"""The suite of several devices: its cases, its results and its report."""
+"""The benchmark suite for several devices: its cases, its results and its report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def timed(ms: float) -> PeerResult:
     return PeerResult(OK, times_ms=[ms, ms, ms], work=1.0)
 
 
-def test_efficiency_and_exposed_communication_are_those_of_the_times() -> None:
+def test_efficiency_and_exposed_communication_follow_from_the_times() -> None:
     peers = {
         ONE_TORCH: timed(100.0),
         ONE_FLASHBWD: timed(80.0),

@@ -1,4 +1,4 @@
-"""The arithmetic of slots on a GPU, pretended by a clock that calls move; it heats up and cools down."""
+"""The arithmetic of time slots, on a simulated GPU: each call advances its clock, and it throttles when hot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flashbwd.bench.measure import Settings, Timer
 from flashbwd.bench.peers import Peer, Prepared
 
 GPU = torch.device("cuda")
-FIRST_MS = 1000.0  # what a call takes longer that follows another peer's
-THROTTLED_AFTER_MS = 200.0  # of work without a rest; calls then take twice as long
+FIRST_MS = 1000.0  # extra time of a call that follows a call of another peer
+THROTTLED_AFTER_MS = 200.0  # work without a rest after which calls take twice as long
 
 
 class PretendedGpu:
-    """Milliseconds pass by calls and rests alone."""
+    """A GPU whose clock advances only by calls and rests."""
 
     def __init__(self) -> None:
         self.now = self.busy = 0.0
@@ -72,24 +72,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
 
 
 @pytest.mark.parametrize("repeats", [1, 7])
-def test_a_slot_is_so_many_calls_after_one_that_is_not_counted(gpu, repeats):
+def test_the_first_call_of_a_slot_is_not_counted(gpu, repeats):
     calls = iter([prepared.backward for prepared in gpu.peer("a", 2.0, sets=20)])
     assert Timer(GPU).slot(calls, repeats) == 2.0
     assert gpu.counts["a"] == repeats + 1
 
 
-def test_what_a_call_takes_longer_behind_another_peer_is_not_counted(gpu):
+def test_the_extra_time_of_a_call_after_another_peer_is_not_counted(gpu):
     timings = measure.interleaved({"a": gpu.peer("a", 2.0), "b": gpu.peer("b", 3.0)}, GPU, Settings(6, 10.0, 1.0))
     assert timings["a"].times_ms == [2.0] * 6
     assert timings["b"].times_ms == [3.0] * 6
     assert timings["a"].method == "events"
-    # a warm-up, a pilot of 1 + 1 and 6 slots of 1 + 5, and of 1 + 4
+    # Calls of a: a warm-up, a pilot of 1 + 1, and 6 slots of 1 + 5. The slots of b have 1 + 4 calls.
     assert gpu.counts == {"a": 3 + 6 * 6, "b": 3 + 6 * 5}
 
 
 @pytest.mark.parametrize("sets", [1, 3])
-def test_a_replay_of_all_sets_is_counted_as_so_many_calls(gpu, monkeypatch, sets):
-    """A launch takes the host 0.05 ms, and the GPU 0.01 ms."""
+def test_a_replay_counts_as_one_call_per_input_set(gpu, monkeypatch, sets):
+    """A call takes 0.05 ms on the host if it is launched by itself, and 0.01 ms on the GPU in a replay."""
 
     class Graph:
         def __init__(self, calls: list[object]) -> None:
@@ -106,14 +106,14 @@ def test_a_replay_of_all_sets_is_counted_as_so_many_calls(gpu, monkeypatch, sets
     assert timing.sustained_ms == []
 
 
-def test_short_slots_are_cool_and_long_ones_have_a_settled_clock(gpu):
+def test_short_slots_start_cool_and_long_slots_have_a_settled_clock(gpu):
     peers = {name: gpu.peer(name, 1.0) for name in "abc"}
     timings = measure.interleaved(peers, GPU, Settings(6, 30.0, 50.0, 500.0), sustained="ab")
     for timing in timings.values():
         assert timing.times_ms == pytest.approx([1.0] * 6)
     assert timings["a"].sustained_ms == timings["b"].sustained_ms == pytest.approx([2.0] * measure.SUSTAINED_ROUNDS)
     assert timings["c"].sustained_ms == []
-    assert gpu.rests == [50.0] * 18  # before each short slot, and before no long one
+    assert gpu.rests == [50.0] * 18  # one rest before each short slot, and none before the long slots
 
 
 def test_settled_clocks_are_measured_for_the_peers_that_bars_compare():
@@ -125,7 +125,7 @@ def test_settled_clocks_are_measured_for_the_peers_that_bars_compare():
     assert set(runner.sustained_peers(anyone, ["a", cases.SM80, cases.SM90])) == {"a", cases.SM90}
 
 
-def test_settled_clocks_are_measured_only_where_power_binds():
+def test_settled_clocks_are_measured_only_for_cases_at_the_power_limit():
     case = next(c for c in attention_cases.ATTENTION_CASES if c.table == "main" and c.seqlen == 4096)
     names = [peer.name for peer in contenders.peers_of(case, GPU)]
     assert runner.sustained_peers(case, names)
@@ -142,7 +142,7 @@ def test_each_time_of_a_peer_is_recorded_under_its_own_name(monkeypatch):
     assert {name: getattr(found, name) for name in vars(timing)} == vars(timing)
 
 
-# ---- of which sources -----------------------------------------------------------------------------
+# ---- the commit that a result names ---------------------------------------------------------------
 
 
 def git(folder: Path, *arguments: str) -> str:

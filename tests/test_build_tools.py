@@ -1,4 +1,4 @@
-"""The build's decisions: which toolkit, which GPU targets, which requirements, what a compiler's report says."""
+"""Decisions of the build: the toolkit, the GPU targets, the requirements, and how it reads a compiler's report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SWITCHES = (
 
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a GPU, and no variable that the build reads."""
+    """Simulate a machine without a GPU, and unset every variable that the build reads."""
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(toolchain, "gpus", lambda: ())
@@ -54,7 +54,7 @@ def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), {"FLASHBWD_CUDA": "0", "FLASHBWD_CUDA_ARCHS": "all"}, None),
     ],
 )
-def test_kernels_are_compiled_for_the_gpus_that_are_here_or_named(
+def test_kernels_are_compiled_for_the_gpus_of_the_machine_or_the_named_ones(
     monkeypatch: pytest.MonkeyPatch,
     gpus: tuple[tuple[int, int], ...],
     switches: dict[str, str],
@@ -68,10 +68,10 @@ def test_kernels_are_compiled_for_the_gpus_that_are_here_or_named(
         assert native.chosen_architectures(native.PORTABLE) == portable
 
 
-def test_gpus_without_kernels_are_refused_where_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_kernels_are_refused_if_kernels_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "gpus", lambda: ((7, 5),))
     monkeypatch.setenv("FLASHBWD_CUDA", "1")
-    with pytest.raises(toolchain.BuildError, match=r"no kernels for the GPUs 7\.5: they start at 8.0"):
+    with pytest.raises(toolchain.BuildError, match=r"no kernels for the GPUs 7\.5, expected 8.0 or later"):
         native.cuda_units({})
 
 
@@ -89,7 +89,7 @@ def test_gpus_without_kernels_are_refused_where_kernels_are_asked_for(monkeypatc
         ("7.5", (), ()),
     ],
 )
-def test_arch_list_selects_targets(
+def test_the_list_of_gpus_selects_the_targets(
     monkeypatch: pytest.MonkeyPatch, arch_list: str, portable: tuple[str, ...], sm90: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("FLASHBWD_CUDA_ARCHS", arch_list)
@@ -97,15 +97,15 @@ def test_arch_list_selects_targets(
     assert native.chosen_architectures(SM90) == sm90
 
 
-def test_arch_list_of_no_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHBWD_CUDA_ARCHS", "Hopper")
-    with pytest.raises(toolchain.BuildError, match="'Hopper' is no architecture"):
+    with pytest.raises(toolchain.BuildError, match="names 'Hopper', expected architectures"):
         native.chosen_architectures(native.PORTABLE)
 
 
-def test_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHBWD_FAMILIES", "attention_sm70")
-    with pytest.raises(toolchain.BuildError, match="no family 'attention_sm70'"):
+    with pytest.raises(toolchain.BuildError, match="names 'attention_sm70', expected families of"):
         native.chosen_families()
 
 
@@ -117,8 +117,8 @@ def test_jobs_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.job_limits() == (8, 1)
 
 
-def test_a_list_in_a_macro_is_one_value_to_each_compiler() -> None:
-    """nvcc takes several values of an option at once, between commas."""
+def test_each_compiler_gets_a_macro_with_commas_as_one_value() -> None:
+    """nvcc would split a value at its commas, so the build escapes them."""
     build = native.NativeBuild.__new__(native.NativeBuild)
     build.toolkit = None
     units = [native.Unit(Path("kernel.cu"), ("9.0",)), native.Unit(Path("host.cpp"))]
@@ -146,7 +146,7 @@ def fake_toolkit(root: Path, release: str, *, headers: bool = True, runtime: boo
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No toolkit but those that a test makes."""
+    """Hide all toolkits except those that a test creates."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(toolchain, "DEFAULT_CUDA", Path("/nonexistent"))
@@ -154,7 +154,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only")
-def test_toolkit_is_found_behind_a_wrapper_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_toolkit_is_found_if_nvcc_is_a_wrapper_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = fake_toolkit(tmp_path / "cuda", "13.0")
     (tmp_path / "bin").mkdir()
     wrapper = tmp_path / "bin" / "nvcc"
@@ -175,7 +175,7 @@ def test_toolkit_is_found_behind_a_wrapper_script(monkeypatch: pytest.MonkeyPatc
         ("13.0", True, False, "no libcudart_static.a"),
     ],
 )
-def test_unusable_toolkit_is_passed_over_with_a_reason(
+def test_an_unusable_toolkit_is_rejected_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str, headers: bool, runtime: bool, reason: str
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "bad", release, headers=headers, runtime=runtime)))
@@ -187,7 +187,7 @@ def test_unusable_toolkit_is_passed_over_with_a_reason(
 
 
 @pytest.mark.usefixtures("only")
-def test_compiler_is_required_only_for_cuda_and_where_there_is_none(
+def test_the_pip_compiler_is_required_only_for_kernels_and_without_a_toolkit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -225,7 +225,7 @@ def test_without_a_gpu_the_environment_gets_a_cpu_build_of_torch_if_the_index_ha
     assert requirements.environment_requirements()[-1] == "torch==2.11.*"
 
 
-def test_a_cpu_build_of_torch_in_the_environment_makes_way_when_kernels_are_wanted(
+def test_a_cpu_build_of_torch_is_replaced_if_kernels_are_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not any(line.startswith("torch") for line in requirements.environment_requirements(CPU_TORCH))
@@ -248,7 +248,7 @@ def test_an_isolated_build_uses_the_torch_of_its_target_unless_kernels_need_anot
 ) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.12.0'\ncuda = {cuda!r}\n")
-    monkeypatch.setattr(toolchain, "_package_dir", lambda name: None)  # pip hides it
+    monkeypatch.setattr(toolchain, "_package_dir", lambda name: None)  # pip hides torch from an isolated build
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda key: str(tmp_path))
     monkeypatch.setenv("FLASHBWD_CUDA", kernels)
     torch = requirements.torch_of_target()
@@ -277,7 +277,7 @@ def test_a_build_takes_as_long_as_its_units_and_its_jobs_allow(
     assert progress.wall_seconds(units, SECONDS, progress.Limits(*limits)) == pytest.approx(expected)
 
 
-def test_a_unit_counts_as_much_as_the_gpus_that_it_is_compiled_for() -> None:
+def test_the_expected_time_of_a_unit_follows_its_number_of_gpus() -> None:
     source = Path("csrc/layer_norm/backward.cu")
     assert native._share(native.Unit(source, native.PORTABLE)) == 1.0
     assert native._share(native.Unit(source, ("9.0",))) == pytest.approx(1 / 3)
@@ -285,12 +285,12 @@ def test_a_unit_counts_as_much_as_the_gpus_that_it_is_compiled_for() -> None:
     assert progress.unit_seconds(native.BUDGET, {BUDGETED: 0.5, "new.cu": 1.0}) == {BUDGETED: whole / 2}
 
 
-def test_progress_says_what_is_compiled_and_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_the_compiled_unit_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter((0.0, 120.0, 240.0, 300.0))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     shown = progress.Progress(["a.cu", "b.cu", "c.cpp"], SECONDS, progress.Limits(1, 1))
     assert shown.announcement() == "compiling 2 CUDA units and 1 C++ units with 1 jobs (at most 1 of nvcc): about 3 min"
-    # 60 of 184 expected seconds took 120 here, so the other 124 will take 248.
+    # The first 60 of 184 expected seconds took 120 seconds here, so the other 124 will take 248.
     assert shown.line("[1/4] nvcc a.cu") == "[1/3] nvcc a.cu, about 4 min left"
     assert shown.line("a.cu(3): warning: unused") == "a.cu(3): warning: unused"
     assert shown.line("[2/4] g++ c.cpp").startswith("[2/3] g++ c.cpp, about ")
@@ -298,7 +298,7 @@ def test_progress_says_what_is_compiled_and_how_long_the_rest_takes(monkeypatch:
     assert shown.line("[4/4] link x.so") == "[4/4] link x.so"
 
 
-def test_progress_of_a_build_without_work_says_so() -> None:
+def test_progress_reports_a_build_without_work() -> None:
     assert progress.Progress([], {}, progress.Limits(2, 1)).announcement() == "everything is up to date"
 
 
@@ -321,7 +321,7 @@ def test_torch_is_not_required_twice() -> None:
     assert not any(line.startswith("torch") for line in requirements.build_requirements(torch))
 
 
-def test_ptxas_report_is_read() -> None:
+def test_the_report_of_ptxas_is_parsed() -> None:
     report = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z1kPf' for 'sm_80'
 ptxas info    : Function properties for _Z1kPf
@@ -338,7 +338,7 @@ ptxas info    : Used 168 registers
     ]
 
 
-def test_cutlass_of_this_machine_is_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cutlass_is_not_fetched_if_the_machine_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHBWD_CUDA", "1")
     monkeypatch.setattr(requirements, "cutlass_is_used", lambda: True)
     monkeypatch.setattr(toolchain, "ROOT", tmp_path)
@@ -349,5 +349,5 @@ def test_cutlass_of_this_machine_is_not_fetched(monkeypatch: pytest.MonkeyPatch,
     assert not any(line.startswith("nvidia-cutlass") for line in requirements.build_requirements())
     assert toolchain.find_cutlass() == tmp_path / "third_party" / "cutlass" / "include"
     monkeypatch.setenv("FLASHBWD_CUTLASS_PATH", str(tmp_path))
-    with pytest.raises(toolchain.BuildError, match="FLASHBWD_CUTLASS_PATH="):
+    with pytest.raises(toolchain.BuildError, match="FLASHBWD_CUTLASS_PATH is "):
         toolchain.find_cutlass()

@@ -1,4 +1,4 @@
-"""``python -m flashbwd`` options, exit status, files."""
+"""``python -m flashbwd``: its options, exit status and files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_full_run_on_a_gpu_has_cool_slots_and_slots_with_a_settled_clock(devic
     assert cli.settings_of(options, torch.device(device)) == settings
 
 
-def test_bench_help(capsys):
+def test_the_help_of_bench_lists_the_options(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "--help"])
     assert stopped.value.code == 0
@@ -74,19 +74,19 @@ def test_bench_help(capsys):
 
 
 @pytest.mark.usefixtures("_few_cpu_shapes")
-def test_check_describes_plans_and_passes(capsys):
+def test_check_describes_the_machine_and_the_plans_and_passes(capsys):
     assert cli.main([]) == 0
     shown = capsys.readouterr().out
     assert flashbwd.__version__ in shown
     assert torch.__version__ in shown
     assert "_C loaded" in shown
-    assert "sm90: " in shown  # why not
-    assert shown.count("right") == len(SHAPES) + 1  # of each shape, and in the verdict
+    assert "sm90: " in shown  # the reason why sm90 was not chosen
+    assert shown.count("right") == len(SHAPES) + 1  # once per shape, and once in the verdict
 
 
 @pytest.mark.usefixtures("_few_cpu_shapes")
 def test_check_on_a_cpu_makes_inputs_once_and_compares_only_this_library_with_float64(monkeypatch):
-    monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 64)  # as for the cache of a server
+    monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 64)  # as many as for the cache of a server
     counts = {"make_inputs": 0, "attention_errors": 0, "norm_errors": 0}
 
     def count(module, name):
@@ -125,7 +125,7 @@ def test_check_fails_on_a_backend_that_raises(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("_few_cpu_shapes")
-def test_bench_writes_and_compares(tmp_path, capsys):
+def test_bench_writes_files_and_compares_with_an_earlier_run(tmp_path, capsys):
     assert cli.main(["bench", "--quick", "--suite", "attention", "--out", str(tmp_path)]) == 0
     (first,) = tmp_path.glob("*.json")
     assert first.with_suffix(".md").exists()
@@ -154,7 +154,7 @@ def test_bench_stopped_by_its_budget_resumes(tmp_path):
 
 
 @pytest.mark.usefixtures("_few_cpu_shapes")
-def test_bench_goes_on_behind_a_case_that_broke_the_device(monkeypatch, tmp_path, capsys):
+def test_bench_resumes_after_the_case_that_broke_the_device(monkeypatch, tmp_path, capsys):
     arguments = ["bench", "--quick", "--out", str(tmp_path)]
     right = flashbwd.attention_backward
 
@@ -173,7 +173,7 @@ def test_bench_goes_on_behind_a_case_that_broke_the_device(monkeypatch, tmp_path
 
 
 @pytest.mark.usefixtures("_few_cpu_shapes")
-def test_bench_without_a_case_says_so(tmp_path, capsys):
+def test_bench_reports_that_no_case_matches(tmp_path, capsys):
     assert cli.main(["bench", "--cases", "nothing like it", "--out", str(tmp_path)]) == 2
     assert "nothing like it" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""benchmarks/compare.py, with builds that are made up: a clock of theirs moves on when a call is made."""
+"""benchmarks/compare.py, run on made-up builds: each call of a build advances a clock of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TWO_CASES = (("main", "short"), ("window", "long"))
 def build(
     folder: Path, name: str, milliseconds: float, cases: tuple[tuple[str, str], ...] = TWO_CASES, action: str = "pass"
 ) -> str:
-    """NAME=PATH of a build whose calls take so long on its own clock."""
+    """NAME=PATH of a build whose calls take ``milliseconds`` on its own clock."""
     package = folder / name / "flashbwd"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text("")
@@ -66,14 +66,14 @@ def test_a_build_that_takes_half_the_time_is_twice_as_fast(tmp_path: Path) -> No
 
 def test_a_case_that_one_build_does_not_know_is_named_and_left_out(tmp_path: Path) -> None:
     done = compare(build(tmp_path, "new", 1.0), build(tmp_path, "old", 1.0, (("main", "short"),)), "--rounds", "3")
-    assert "left out: not known to all" in done.stdout
+    assert "skipped: a build has no such case" in done.stdout
     assert "all, 1 cases:" in done.stdout
 
 
 def test_a_case_that_one_build_refuses_is_named_and_left_out(tmp_path: Path) -> None:
     bad = build(tmp_path, "bad", 1.0, action='raise ValueError("no such tile")')
     done = compare(build(tmp_path, "old", 1.0), bad)
-    assert done.stdout.count("left out: bad: no such tile") == 2
+    assert done.stdout.count("skipped: bad: no such tile") == 2
     assert done.returncode != 0
     assert "no case was measured" in done.stderr
 
@@ -100,16 +100,16 @@ def test_fewer_than_two_named_builds_are_refused(words: list[str]) -> None:
 def test_a_folder_without_a_package_is_refused(tmp_path: Path) -> None:
     done = compare(build(tmp_path, "old", 1.0), f"new={tmp_path / 'nothing'}")
     assert done.returncode != 0
-    assert "holds no package flashbwd" in done.stderr
+    assert "expected a folder with a built package flashbwd" in done.stderr
 
 
 def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
-    """Not the ratio of medians: the clock of the device drifts from round to round."""
+    """A ratio of medians would be wrong, because the clock of the device drifts from round to round."""
     sys.path.insert(0, str(COMPARE.parent))
     try:
         from compare import Row, geometric_mean
     finally:
         sys.path.remove(str(COMPARE.parent))
     row = Row("main: short", {"old": [2.0, 8.0, 6.0], "new": [1.0, 2.0, 6.0]})
-    assert row.ratio("new") == 2.0  # of 2, 4 and 1; the medians are 6 and 2
+    assert row.ratio("new") == 2.0  # the ratios are 2, 4 and 1; the medians are 6 and 2
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)

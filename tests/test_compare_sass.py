@@ -1,4 +1,4 @@
-"""scripts/compare_sass.py: what it says about dumps of machine code."""
+"""scripts/compare_sass.py finds the differences of two dumps of machine code."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def dump(*instructions: str, symbol: str = "_Z6kernelv") -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_symbols_and_addresses_do_not_count() -> None:
+def test_symbols_and_addresses_are_ignored() -> None:
     one = compare_sass.kernels_of(dump("MOV R1, R2", "EXIT"))
     other = compare_sass.kernels_of(dump("MOV R1,   R2", "EXIT", symbol="_Z7renamedv"))
     assert one == other == [["MOV R1, R2", "EXIT"]]
 
 
-def test_another_register_keeps_the_opcodes() -> None:
+def test_a_different_register_is_no_difference_of_opcodes() -> None:
     fits, words = compare_sass.compare(["@P0 MOV R1, R2"], ["@P1 MOV.64 R1, R3"])
     assert fits
     assert "1 differ: the same opcodes" in words
 
 
-def test_another_opcode_is_named_with_its_counts() -> None:
+def test_a_different_opcode_is_reported_with_its_counts() -> None:
     fits, words = compare_sass.compare(["LDS R1, [R2]", "EXIT"], ["LDS R1, [R2]", "LDS R3, [R2]", "EXIT"])
     assert not fits
     assert "LDS 1 -> 2" in words

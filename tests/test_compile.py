@@ -62,7 +62,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_compiled_in_one_graph_gives_the_same_gradients(name: str) -> None:
+def test_a_module_compiled_in_one_graph_gives_the_same_gradients(name: str) -> None:
     module = block(**OPTIONS[name])
     x = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager_decomp_partition")
@@ -94,7 +94,7 @@ def test_dynamic_shapes_compile_once() -> None:
 @pytest.mark.parametrize(
     "name", ["heads_4to2", "bias_bh1k", "varlen_seqused", "dropout_flash_half_causal", "sink", "dlse_sink_causal"]
 )
-def test_attention_backward_itself_compiles(name: str) -> None:
+def test_attention_backward_compiles_with_the_same_results(name: str) -> None:
     arguments = arguments_of(inputs.build(cases.BY_NAME[name], torch.float32))
     compiled = torch.compile(flashbwd.attention_backward, fullgraph=True, backend="aot_eager")
     for a, b in zip(compiled(**arguments), flashbwd.attention_backward(**arguments), strict=True):
@@ -103,7 +103,7 @@ def test_attention_backward_itself_compiles(name: str) -> None:
             torch.testing.assert_close(a, b, equal_nan=False)
 
 
-def test_given_outputs_and_workspace_compile() -> None:
+def test_a_compiled_call_writes_to_a_given_output() -> None:
     x = inputs.build(cases.BY_NAME["heads_4to2"], torch.float32)
     arguments = arguments_of(x)
 
@@ -119,7 +119,7 @@ def test_given_outputs_and_workspace_compile() -> None:
     torch.testing.assert_close(doubled, expected * 2)
 
 
-def test_compiled_dropout_uses_one_mask_forward_and_backward() -> None:
+def test_compiled_forward_and_backward_use_one_dropout_mask() -> None:
     q, k, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     compiled = torch.compile(flashbwd.attention, fullgraph=True, backend="aot_eager_decomp_partition")
     out = compiled(q, k, v, dropout_p=0.5)

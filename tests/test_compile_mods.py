@@ -53,7 +53,7 @@ def plain(table: Tensor) -> Any:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions that are traced from here on, by name; kernels take the tensors of the host."""
+    """The names of the functions that are traced from now on. Kernels accept tensors on the host."""
     names: list[str] = []
     real = kernels.trace
     monkeypatch.setattr(kernels, "trace", lambda *args: names.append(args[0]) or real(*args))
@@ -99,7 +99,7 @@ def test_a_handle_works_inside_a_compiled_graph() -> None:
     torch.testing.assert_close(torch.autograd.grad(found.sum(), table)[0], want)
 
 
-def test_the_functions_have_the_parameters_that_pytorch_counts() -> None:
+def test_the_functions_have_the_number_of_parameters_that_pytorch_expects() -> None:
     table, length = tensors_of("cpu")
     score_mod, mask_mod = handle()(table=table, length=length)
     assert [len(inspect.signature(mod).parameters) for mod in (score_mod, mask_mod)] == [5, 4]
@@ -111,10 +111,10 @@ def test_a_name_that_both_functions_have_is_one_tensor() -> None:
     assert flashbwd.compile_mods()() == (None, None)
 
 
-# ---- when it traces ----
+# ---- when a handle is traced ----
 
 
-def test_tensors_of_a_kind_are_traced_once(traced: list[str]) -> None:
+def test_tensors_of_equal_shape_and_dtype_are_traced_once(traced: list[str]) -> None:
     mods = handle()
     table, length = tensors_of("cpu")
     found, taken = kernels.modification_of(*mods(table=table, length=length))
@@ -128,7 +128,7 @@ def test_tensors_of_a_kind_are_traced_once(traced: list[str]) -> None:
     assert traced == ["score_mod", "mask_mod"] * 2
 
 
-def test_another_handle_of_the_same_functions_is_traced_anew(traced: list[str]) -> None:
+def test_another_handle_of_the_same_functions_is_traced_again(traced: list[str]) -> None:
     table = tensors_of("cpu")[0]
     layer = Layer(2.0)
     first, _ = kernels.modification_of(flashbwd.compile_mods(layer.biased)(table=table).score_mod, None)
@@ -184,7 +184,7 @@ def by_keyword(s: Any, b: Any, h: Any, q: Any, *, k: Any) -> Any:
         (lambda s, b, h, q, k, x=1: s, None, "score_mod has a default for x, expected a tensor from each call"),
     ],
 )
-def test_a_function_of_other_parameters_is_refused(score_mod: Any, mask_mod: Any, message: str) -> None:
+def test_a_function_with_other_parameters_is_refused(score_mod: Any, mask_mod: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"flashbwd: {message}"):
         flashbwd.compile_mods(score_mod, mask_mod)
 
@@ -197,7 +197,7 @@ def test_a_function_of_other_parameters_is_refused(score_mod: Any, mask_mod: Any
         ({"length": ...}, "length is missing, expected tensors table, length"),
     ],
 )
-def test_wrong_tensors_are_named(change: dict[str, Any], message: str) -> None:
+def test_the_error_names_a_wrong_tensor(change: dict[str, Any], message: str) -> None:
     table, length = tensors_of("cpu")
     given = {name: value for name, value in ({"table": table, "length": length} | change).items() if value is not ...}
     with pytest.raises(ValueError, match=f"flashbwd: {message}"):

@@ -1,4 +1,4 @@
-"""PyTorch's ring attention: each step of its backward is one of this library's, and the sum is right."""
+"""PyTorch's ring attention: this library computes each step of the backward, and the sums are right."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gradients_of_part(tensors: list[Tensor], dout: Tensor, device: str) -> list[
 
 
 def check(actual: list[Tensor], tensors: list[Tensor], dout: Tensor) -> None:
-    """The tolerance rule, against one process's unfused attention in float64 and in the inputs' own precision."""
+    """Apply the tolerance rule: compare with unfused attention in one process, in float64 and rounded."""
 
     def plain(dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
@@ -63,7 +63,7 @@ def check(actual: list[Tensor], tensors: list[Tensor], dout: Tensor) -> None:
         tolerance.assert_close(got, want, [rounded.double()], f"gradient {i}")
 
 
-# ---- on the CPU, where PyTorch has no such operator: plain operators stand in for its forward ----
+# ---- on the CPU, where plain operators replace the forward, which PyTorch has only for CUDA ----
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> Any:
@@ -86,7 +86,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_c
 
 
 def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any, **options: Any) -> Any:
-    """As PyTorch's CUDA kernel of this name does: rows first, and on to the operator that is overridden."""
+    """Do what PyTorch's CUDA kernel of this name does: put rows first, and call the operator that is overridden."""
     rows_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     grads = torch.ops.aten._flash_attention_backward(*rows_first, *rest, **options)
     return tuple(grad.transpose(1, 2) for grad in grads)
@@ -121,7 +121,7 @@ def test_every_step_of_a_ring_calls_the_override(tmp_path: Any) -> None:
         two.run(_ring_on_the_cpu)
 
 
-# ---- on GPUs, one a process ----
+# ---- on GPUs, one per process ----
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -152,7 +152,7 @@ def _ring_on_gpus(forward: str, heads_kv: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("forward", OPERATORS)
 @pytest.mark.parametrize("heads_kv", [4, 2])
-def test_every_step_of_a_ring_of_gpus_is_a_kernel_of_this_library(
+def test_a_kernel_of_this_library_runs_every_step_of_a_ring_of_gpus(
     gpus: ranks.Ranks, forward: str, heads_kv: int
 ) -> None:
     if heads_kv != 4 and forward == "EFFICIENT_ATTENTION":

@@ -1,4 +1,4 @@
-"""Attention over rows that are split over devices: the output and the gradients are those of one device."""
+"""Attention over rows that are split over devices gives the output and the gradients of one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashbwd.integrations import distributed
 if not torch.distributed.is_gloo_available():
     pytest.skip("this PyTorch has no gloo", allow_module_level=True)
 
-# Lengths, (left, right) of the window and whether it is causal, KV heads of 4 query heads.
+# Lengths, (left, right) of the window, whether it is causal, and the number of KV heads for 4 query heads.
 PACKED: dict[str, tuple[tuple[int, ...], tuple[int, int], bool, int]] = {
     "a document on all devices": ((150,), (-1, -1), True, 4),
     "documents on several devices": ((5, 0, 33, 1, 90, 0), (-1, -1), True, 2),
@@ -74,7 +74,7 @@ def results(
 
 
 def assert_equal_to_the_oracle(found: dict[str, Tensor], tensors: Sequence[Tensor], **options: Any) -> None:
-    """The tolerance rule, against unfused attention of the whole sequence in float64 and in the inputs' precision."""
+    """Apply the tolerance rule: compare with unfused attention of the whole sequence, in float64 and rounded."""
     want = oracle.attention(*tensors, **options)
     rounded = oracle.attention(*tensors, **options, dtype=tensors[0].dtype)
     for name, got in found.items():
@@ -148,12 +148,12 @@ def _repeated() -> None:
         assert torch.equal(first, runs[1][name]), name
 
 
-def test_deterministic_gradients_are_equal_in_every_bit(two: Ranks) -> None:
+def test_deterministic_gradients_are_equal_bit_for_bit(two: Ranks) -> None:
     two.run(_repeated)
 
 
 def _without_a_loss() -> None:
-    """One device's output takes no part in the loss, but its keys do."""
+    """The loss does not contain the output of one device, but it depends on the keys of that device."""
     q, k, v, dout = inputs((64,), 2, torch.float64)
     split = distributed.split_context(mesh_of_all(), cu_seqlens=[0, 64])
     leaves = [split.take(x).requires_grad_() for x in (q, k, v)]
@@ -173,7 +173,7 @@ def _one_document(length: int) -> dict[str, Any]:
     return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, length], dtype=torch.int32))
 
 
-def test_keys_get_gradients_from_other_devices_without_a_loss_of_their_own(two: Ranks) -> None:
+def test_keys_get_gradients_from_other_devices_if_their_own_has_no_loss(two: Ranks) -> None:
     two.run(_without_a_loss)
 
 
@@ -187,7 +187,7 @@ def _rows() -> None:
     assert len(split.rows()) == split.length()
 
 
-def test_gathering_the_parts_that_were_taken_gives_the_whole(ranks: Ranks) -> None:
+def test_gather_restores_the_tensor_that_take_split(ranks: Ranks) -> None:
     ranks.run(_rows)
 
 
@@ -230,7 +230,7 @@ def _misfit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_errors_name_the_argument(two: Ranks, name: str) -> None:
+def test_each_error_names_the_argument(two: Ranks, name: str) -> None:
     two.run(_misfit, name)
 
 

@@ -1,4 +1,4 @@
-"""How rows are split over devices: every row once, equal work, and calls that see exactly the visible pairs."""
+"""Splitting rows over devices: each row is on one device, the work is equal, and the calls cover the visible pairs."""
 
 from __future__ import annotations
 

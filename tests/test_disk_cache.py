@@ -19,7 +19,7 @@ OPTIONS = ["--gpu-architecture=sm_80"]
 
 
 @needs_nvrtc
-def test_an_entry_is_read_and_a_corrupt_one_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_is_read_and_a_corrupt_entry_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path / "cache"))
     calls = []
     real = nvrtc.compile_source
@@ -38,7 +38,7 @@ def test_an_entry_is_read_and_a_corrupt_one_is_made_anew(tmp_path: Path, monkeyp
 
 
 @needs_nvrtc
-def test_an_entry_takes_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_gets_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
     written: list[bytes] = []
     real = nvrtc.os.replace
@@ -56,7 +56,7 @@ def test_an_entry_takes_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands for NVRTC; the sources that it was given."""
+    """Replace NVRTC; return the list of the sources that are compiled."""
     sources: list[str] = []
     monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "compile_source", lambda source, _: sources.append(source) or f"of {source}".encode())
@@ -65,7 +65,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _compiles_in_memory(compiler: list[str], message: str) -> None:
-    """Two calls compile, the first of them warns, and neither fails."""
+    """Assert that two calls both compile, that only the first one warns, and that neither fails."""
     compiler.clear()
     with pytest.warns(UserWarning, match=f"flashbwd: .*not kept on disk: .*{message}.*FLASHBWD_CACHE_DIR"):
         assert nvrtc.cubin_of("source", OPTIONS) == b"of source"
@@ -104,7 +104,7 @@ def test_without_a_home_directory_kernels_are_compiled_in_memory(
     ],
     ids=["home", "xdg", "given"],
 )
-def test_the_folder_is_that_of_the_most_specific_variable(
+def test_the_most_specific_variable_names_the_folder(
     variables: dict[str, str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("XDG_CACHE_HOME", "FLASHBWD_CACHE_DIR"):
@@ -125,7 +125,7 @@ def test_a_folder_that_others_can_write_to_is_neither_read_nor_written(
     (entry,) = tmp_path.iterdir()
     planted = b"planted"
     entry.write_bytes(hashlib.sha256(planted).digest() + planted)
-    assert nvrtc.cubin_of("source", OPTIONS) == planted  # as long as nobody else can have written it
+    assert nvrtc.cubin_of("source", OPTIONS) == planted  # the folder is trusted while no other user can write to it
     tmp_path.chmod(mode)
     _compiles_in_memory(compiler, "other users can write")
     assert [path.read_bytes()[32:] for path in tmp_path.iterdir()] == [planted]
@@ -140,7 +140,9 @@ def test_a_folder_of_another_user_is_not_used(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_folder_is_the_users_alone(compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_user_can_access_a_new_folder(
+    compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path / "new"))
     before = os.umask(0)
     try:
@@ -152,9 +154,7 @@ def test_a_new_folder_is_the_users_alone(compiler: list[str], tmp_path: Path, mo
     assert compiler == ["source"]
 
 
-def test_an_entry_that_cannot_take_its_name_leaves_nothing_behind(
-    compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rename_leaves_no_file(compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise OSError("no")
 
@@ -170,7 +170,7 @@ def _compile(folder: str, results: Any) -> None:
 
 
 @needs_nvrtc
-def test_processes_share_the_folder(tmp_path: Path) -> None:
+def test_processes_can_share_the_folder(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     workers = [context.Process(target=_compile, args=(str(tmp_path), results)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""DTensors through the operators: the same gradients as unsplit tensors, and no communication where none is needed."""
+"""Operators give DTensors the gradients of unsplit tensors, and communicate only if the sharding requires it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compare(
     communicates: bool = False,
     leaves: Collection[str] | None = None,
 ) -> dict[str, DTensor]:
-    """Gradients of a function of DTensors against those of plain tensors; returns the DTensors' gradients.
+    """Compare the gradients of a function of DTensors with those of plain tensors; return the DTensors' gradients.
 
     `leaves` names the tensors that have gradients; by default all that hold floating-point numbers.
     """
@@ -91,7 +91,7 @@ def _attention_by(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 2], ids=["batch", "heads"])
-def test_attention_is_computed_where_its_batches_and_heads_lie(two: Ranks, dim: int) -> None:
+def test_attention_split_by_batch_or_heads_needs_no_communication(two: Ranks, dim: int) -> None:
     two.run(_attention_by, dim)
 
 
@@ -107,7 +107,7 @@ def _attention_with_shared(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 2], ids=["batch", "heads"])
-def test_gradients_of_what_batches_share_are_partial_sums(two: Ranks, dim: int) -> None:
+def test_gradients_of_a_bias_and_sinks_that_batches_share_are_partial_sums(two: Ranks, dim: int) -> None:
     two.run(_attention_with_shared, dim)
 
 
@@ -169,7 +169,7 @@ def _packed_attention() -> None:
     compare(packed, tensors, dict.fromkeys(("q", "k", "v", "out"), Shard(1)), mesh)
 
 
-def test_packed_sequences_split_by_heads(two: Ranks) -> None:
+def test_packed_sequences_can_be_split_by_heads(two: Ranks) -> None:
     two.run(_packed_attention)
 
 
@@ -184,7 +184,7 @@ def _two_dimensional_mesh() -> None:
     torch.testing.assert_close(out.full_tensor(), expected)
 
 
-def test_batches_and_heads_over_a_mesh_of_two_dimensions(two: Ranks) -> None:
+def test_a_mesh_of_two_dimensions_can_split_batch_and_heads(two: Ranks) -> None:
     two.run(_two_dimensional_mesh)
 
 
@@ -205,7 +205,7 @@ def _attention_dropped_out() -> None:
             torch.testing.assert_close(got.full_tensor(), want.full_tensor())
 
 
-def test_dropout_of_attention_is_that_of_the_forward_wherever_the_gradient_comes_from(two: Ranks) -> None:
+def test_the_dropout_mask_is_right_for_every_sharding_of_the_gradient(two: Ranks) -> None:
     two.run(_attention_dropped_out)
 
 
@@ -268,10 +268,8 @@ def _norm_wanting(kind: str, memory_efficient: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("memory_efficient", [False, True])
-def test_a_norm_may_want_other_gradients_than_the_last_of_its_shape(
-    two: Ranks, kind: str, memory_efficient: bool
-) -> None:
-    """DTensor remembers how a call shards by its tensors."""
+def test_two_norms_of_one_shape_may_want_different_gradients(two: Ranks, kind: str, memory_efficient: bool) -> None:
+    """DTensor caches the sharding of a call by its tensors, so the wanted gradients must be part of the cache key."""
     two.run(_norm_wanting, kind, memory_efficient)
 
 
@@ -303,7 +301,7 @@ def _dropout_add_norm_by(kind: str, dim: int) -> None:
 
 @pytest.mark.parametrize("kind", ["dropout_add_layer_norm", "dropout_add_rms_norm"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_dropout_addition_and_norm_are_computed_where_rows_lie(two: Ranks, kind: str, dim: int) -> None:
+def test_dropout_addition_and_norm_of_split_rows_need_no_communication(two: Ranks, kind: str, dim: int) -> None:
     two.run(_dropout_add_norm_by, kind, dim)
 
 
@@ -328,7 +326,7 @@ def _dropout_drawn(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dropout_add_layer_norm", "dropout_add_rms_norm"])
-def test_each_part_draws_its_mask_again_wherever_the_gradient_comes_from(two: Ranks, kind: str) -> None:
+def test_each_device_regenerates_its_mask_for_every_sharding_of_the_gradient(two: Ranks, kind: str) -> None:
     two.run(_dropout_drawn, kind)
 
 
@@ -375,7 +373,7 @@ def _decoded_by(shape: tuple[int, ...], places: tuple[Placement, ...], key_batch
 @pytest.mark.parametrize("modified", [False, True])
 @pytest.mark.parametrize("key_batch", [1, 2])
 @pytest.mark.parametrize("places", [(Shard(0),), (Shard(1),), (Replicate(),), (Shard(1), Shard(0))], ids=str)
-def test_decoding_of_parts_of_batch_and_heads(
+def test_decoding_can_be_split_by_batch_and_heads(
     two: Ranks, places: tuple[Placement, ...], key_batch: int, modified: bool
 ) -> None:
     two.run(_decoded_by, (2, 1)[: len(places)], places, key_batch, modified)

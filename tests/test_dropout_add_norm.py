@@ -1,4 +1,4 @@
-"""Dropout, residual addition and a norm in one: forward and gradients against float64 autograd of the definition."""
+"""Dropout, residual addition and norm in one function: results and gradients agree with float64 autograd."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Case:
     rows: int = 9
     columns: int = 64
     x: torch.dtype = fp32
-    residual: torch.dtype | None = None  # x's
-    gamma: torch.dtype | None = None  # x's
+    residual: torch.dtype | None = None  # None: the dtype of x
+    gamma: torch.dtype | None = None  # None: the dtype of x
     rms: bool = False
     with_gamma: bool = True
     zero_centered: bool = False
     dropout_p: float = 0.25
-    given: bool = False  # the mask is given, not drawn
+    given: bool = False  # the caller passes the mask, instead of a seed
     dresidual: bool = True
-    offset: int = 0  # of x's, residual's and the mask's first element from a 16-byte boundary
+    offset: int = 0  # elements between a 16-byte boundary and the first element of x, residual and mask
 
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of the forward and the gradients that reach its results, and what they must give."""
+    """Arguments of the forward, gradients of its results, and the expected values."""
 
     x: Tensor
     residual: Tensor
@@ -83,7 +83,7 @@ def make(case: Case, device: str, seed: int = 0) -> Inputs:
         keep = keep_elements(state[0], state[1], case.dropout_p, 0, x.numel(), torch.device(device)).view(shape)
     keep = _shifted(keep, case.offset)
 
-    # h is rounded when it is written; what follows sees it so.
+    # The forward rounds h when it writes it, and computes z from the rounded h.
     branch = torch.where(keep, x.double(), 0.0) / (1.0 - case.dropout_p)
     rounded = (residual.double() + branch).to(residual_dtype)
     h = rounded.double().requires_grad_()
@@ -142,7 +142,7 @@ def check(grads: dict[str, Tensor | None], inputs: Inputs, case: Case) -> None:
         expected = inputs.expected[name]
         reached = tolerance.largest_error(expected, [inputs.naive[name]])
         limit = tolerance.bound(expected, reached, grad.dtype)
-        if case.columns == 1 and name in ("dx", "dresidual"):  # what cancels is of the size of rs * dz
+        if case.columns == 1 and name in ("dx", "dresidual"):  # terms of the size of rs * dz cancel
             limit += 2**-20 * float((inputs.expected["rs"] * inputs.dz).abs().max()) / (1.0 - case.dropout_p)
         tolerance.assert_within(grad, expected, limit, f"{name} of {case}")
 
@@ -170,7 +170,7 @@ CASES = [
 @pytest.mark.parametrize("columns", [1, 7, 64, 1000, 4095, 20000])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_the_definition(device: str, case: Case, columns: int) -> None:
+def test_gradients_agree_with_the_definition(device: str, case: Case, columns: int) -> None:
     case = replace(case, columns=columns)
     inputs = make(case, device)
     check(backward(inputs, case), inputs, case)
@@ -178,7 +178,7 @@ def test_gradients_of_the_definition(device: str, case: Case, columns: int) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [768, 1024, 4096, 5000, 5120, 7919, 8192, 12288, 16384, 65536, 131072])
-def test_every_width_at_rows_around_the_number_of_sms(columns: int) -> None:
+def test_gradients_of_every_width_agree_for_rows_around_the_number_of_sms(columns: int) -> None:
     chance = random.Random(columns)
     for rows in (3, 131, 132, 133) if columns < 65536 else (3, 132):
         case = replace(chance.choice(CASES), rows=rows, columns=columns, offset=chance.choice((0, 0, 1)))
@@ -189,7 +189,7 @@ def test_every_width_at_rows_around_the_number_of_sms(columns: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(8192, 1024), (8192, 4095), (2**18 + 1, 64), (4100, 12288)])
-def test_many_rows(rows: int, columns: int, given: bool) -> None:
+def test_gradients_of_many_rows_agree_with_the_definition(rows: int, columns: int, given: bool) -> None:
     case = Case(rows=rows, columns=columns, x=bf16, given=given)
     inputs = make(case, "cuda")
     check(backward(inputs, case), inputs, case)
@@ -197,7 +197,7 @@ def test_many_rows(rows: int, columns: int, given: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.much_memory
-def test_more_than_2_to_31_elements() -> None:
+def test_gradients_are_right_beyond_2_to_31_elements() -> None:
     rows, columns, p = 2**18 + 1, 8192, 0.25
     torch.manual_seed(0)
     dz, h, dh = (torch.randn(rows, columns, device="cuda", dtype=bf16) for _ in range(3))
@@ -223,7 +223,7 @@ def test_more_than_2_to_31_elements() -> None:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_and_memory_offsets(device: str, given: bool, offset: int, rows: int) -> None:
+def test_results_are_right_for_any_memory_offset(device: str, given: bool, offset: int, rows: int) -> None:
     for columns in (96, 77):
         case = Case(rows=rows, columns=columns, x=bf16, given=given, offset=offset)
         inputs = make(case, device)
@@ -247,7 +247,7 @@ def test_output_mask_leaves_out_and_changes_nothing_else(device: str) -> None:
 
 
 def test_a_drawn_mask_starts_at_a_block_of_four_random_numbers() -> None:
-    """Philox makes four numbers at a time, and such an offset aligns them with the vectors of the kernels."""
+    """Philox generates four numbers per call. Such an offset aligns them with the vectors of the kernels."""
     x = torch.ones(1, 4)
     torch.manual_seed(0)
     drawn = [torch.ops.flashbwd.dropout_add_norm(x, x, None, None, None, 1, 0.5, EPS, False)[-1] for _ in range(20)]
@@ -272,7 +272,7 @@ def _forward(inputs: Inputs, case: Case, **tensors: Tensor | None) -> tuple[Tens
 @pytest.mark.parametrize("columns", [1, 7, 64, 1000, 4095, 20000])
 @pytest.mark.parametrize("case", [c for c in CASES if c.given or c.dropout_p == 0.0], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_forward_of_the_definition(device: str, case: Case, columns: int) -> None:
+def test_the_forward_agrees_with_the_definition(device: str, case: Case, columns: int) -> None:
     case = replace(case, columns=columns)
     inputs = make(case, device)
     z, h = _forward(inputs, case)
@@ -285,18 +285,18 @@ def test_forward_of_the_definition(device: str, case: Case, columns: int) -> Non
         tolerance.assert_within(got, expected, limit, f"{name} of {case}")
 
 
-# Counters around 2^32 carry into their upper half, and the seed's offset need not be a multiple of four.
+# Counters around 2^32 carry into the upper half. The offset need not be a multiple of four.
 @pytest.mark.parametrize("first", [0, 5, 2**34 - 40_000, 2**34 - 20_001])
 @pytest.mark.parametrize("columns", [64, 77, 1000, 9000])
 @pytest.mark.parametrize("dtypes", [(bf16, bf16), (bf16, fp32), (fp32, fp32)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_forward_and_backward_keep_what_the_numbering_says(
+def test_forward_and_backward_use_the_documented_mask(
     device: str, dtypes: tuple[torch.dtype, torch.dtype], columns: int, first: int
 ) -> None:
     x = torch.ones(37, columns, device=device, dtype=dtypes[0])
     rng = torch.tensor([987654321, first], device=device)
     keep = keep_elements(987654321, first, 0.5, 0, x.numel(), x.device).view(x.shape)
-    for offset in (0, 1):  # of the residual: tensors that disagree go by elements
+    for offset in (0, 1):  # of the residual; tensors with different alignments are read element by element
         residual = _shifted(torch.zeros_like(x, dtype=dtypes[1]), offset)
         z, h, _, _ = torch.ops.flashbwd.dropout_add_norm_forward(
             x, residual, None, None, None, rng, 0.5, EPS, False, False
@@ -320,7 +320,7 @@ def test_forward_and_backward_keep_what_the_numbering_says(
 
 @pytest.mark.parametrize("case", [BASE, replace(BASE, x=bf16, residual=fp32), replace(BASE, rms=True)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_backward_draws_the_mask_of_its_forward(device: str, case: Case) -> None:
+def test_the_backward_regenerates_the_mask_of_the_forward(device: str, case: Case) -> None:
     inputs = make(replace(case, rows=50, columns=72), device)
     x = inputs.x.detach().requires_grad_()
     residual = inputs.residual.detach().requires_grad_()
@@ -336,7 +336,7 @@ def test_backward_draws_the_mask_of_its_forward(device: str, case: Case) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_state_may_be_numbers_or_tensors(device: str) -> None:
+def test_seed_and_offset_may_be_numbers_or_tensors(device: str) -> None:
     case = replace(BASE, columns=77)
     inputs = make(case, device)
     numbers = inputs.state[:2]
@@ -358,7 +358,7 @@ def test_a_state_may_be_numbers_or_tensors(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_generator_decides_the_mask(device: str) -> None:
+def test_the_generator_determines_the_mask(device: str) -> None:
     x, residual = (torch.randn(8, 128, device=device) for _ in range(2))
     results = []
     for seed in (1, 1, 2):
@@ -446,7 +446,7 @@ def test_a_thousand_runs_give_the_same_bits(columns: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_training_step_drops_anew_at_each_replay() -> None:
+def test_each_replay_of_a_captured_step_draws_a_new_mask() -> None:
     x, residual = (torch.randn(64, 1024, device="cuda", requires_grad=True) for _ in range(2))
 
     def step() -> tuple[Tensor, Tensor]:

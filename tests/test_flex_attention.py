@@ -49,13 +49,13 @@ def check(shape: Shape, mod: Any = None, mask_mod: Any = None, block: Any = 64, 
 
 
 @pytest.mark.parametrize("mod", sorted(kit.score_mods(SHAPE)))
-def test_score_mods(mod: str) -> None:
+def test_every_score_mod_agrees_with_the_oracle(mod: str) -> None:
     check(SHAPE, kit.score_mods(SHAPE, dtype=torch.float64)[mod])
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("mask", sorted(kit.mask_mods(SHAPE)))
-def test_masks_of_every_block_size(mask: str, block: Any) -> None:
+def test_masks_of_every_block_size_agree_with_the_oracle(mask: str, block: Any) -> None:
     check(SHAPE, kit.score_mods(SHAPE, dtype=torch.float64)["softcap"], kit.mask_mods(SHAPE)[mask], block)
 
 
@@ -68,12 +68,12 @@ def test_masks_of_every_block_size(mask: str, block: Any) -> None:
     ],
     ids=str,
 )
-def test_shapes(shape: Shape) -> None:
+def test_every_shape_agrees_with_the_oracle(shape: Shape) -> None:
     check(shape, kit.score_mods(shape, dtype=torch.float64)["bias_rank4"], lambda b, h, q, k: k <= q + 3 * b, scale=0.7)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradcheck_of_all_inputs_and_captured_tensors(masked: bool) -> None:
+def test_gradients_of_inputs_and_captured_tensors_pass_gradcheck(masked: bool) -> None:
     shape = Shape(seqlen_q=9, seqlen_k=13, head_dim=3, head_dim_v=2)
     factors, bias = torch.randn(4, dtype=torch.float64), torch.randn(9, 13, dtype=torch.float64)
     mask = kit.block_mask(kit.mask_mods(shape)["per_head"], shape, block=4) if masked else None
@@ -102,8 +102,8 @@ def test_the_backward_function_names_the_gradients_of_captured_tensors() -> None
 
 
 @pytest.mark.parametrize("dirt", [NAN, float("inf")])
-def test_nothing_is_read_of_blocks_in_neither_list(dirt: float) -> None:
-    """Query block 1 and key block 0 hold dirt. Every other query block sees key blocks 1 and 2 only."""
+def test_blocks_in_neither_list_are_not_read(dirt: float) -> None:
+    """Query block 1 and key block 0 contain NaN or infinity. All other query blocks see only key blocks 1 and 2."""
     shape = Shape(seqlen_q=48, seqlen_k=48)
     states = torch.tensor([[0, 2, 1], [0, 0, 0], [0, 1, 2]])
     mask = mask_of(states, 16, lambda b, h, q, k: q != 3)
@@ -128,7 +128,7 @@ def test_nothing_is_read_of_blocks_in_neither_list(dirt: float) -> None:
     assert bool(dfactor.isfinite().all())
 
 
-def test_a_block_that_only_some_rows_see_reaches_only_those_rows() -> None:
+def test_a_block_affects_only_the_rows_that_see_it() -> None:
     shape = Shape(seqlen_q=32, seqlen_k=32)
     mask = mask_of(torch.tensor([[2, 0], [2, 2]]), 16)
     q, k, v = shape.tensors(torch.float64)
@@ -151,8 +151,8 @@ def mask_of(states: Tensor, block: int, mask_mod: Any = None) -> BlockMask:
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths)
 
 
-def test_a_block_larger_than_the_sequences() -> None:
-    """PyTorch's own mask that hides nothing consists of one such block."""
+def test_a_block_may_be_larger_than_the_sequences() -> None:
+    """PyTorch's default BlockMask, which hides no key, consists of one such block."""
     mask = BlockMask.from_kv_blocks(
         torch.ones(1, 1, 1, dtype=torch.int32),
         torch.zeros(1, 1, 1, 1, dtype=torch.int32),
@@ -169,7 +169,7 @@ def test_a_block_larger_than_the_sequences() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_lower_precisions_round_results_and_gradients_once(dtype: torch.dtype) -> None:
+def test_results_and_gradients_of_lower_precision_are_rounded_once(dtype: torch.dtype) -> None:
     inputs = leaves(*SHAPE.tensors(dtype))
     exact = leaves(*(tensor.double() for tensor in inputs))
     got, want = attend(inputs), attend(exact)
@@ -245,7 +245,7 @@ def test_a_call_on_a_gpu_without_a_block_mask_goes_to_the_kernels_of_attention(m
     ],
     ids=["score_mod", "prescale", "broadcast", "captured", "cpu"],
 )
-def test_the_reference_takes_a_call_that_no_kernel_computes(
+def test_the_reference_computes_a_call_without_a_kernel(
     call: DecodingCall, key: Tensor, captured: list[Tensor], reason: str
 ) -> None:
     query = on_a_gpu() if key.is_cuda else key

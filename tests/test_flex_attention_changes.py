@@ -1,4 +1,4 @@
-"""What FlexAttention keeps between calls, and changes of the tensors that its modifications read."""
+"""What FlexAttention caches between calls, and changes of the tensors that its modifications read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inputs() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("written", ["score", "mask", "list"])
-def test_a_backward_refuses_tensors_written_to_after_the_forward(written: str) -> None:
+def test_the_backward_refuses_tensors_that_changed_after_the_forward(written: str) -> None:
     bias, limit = torch.zeros(40), torch.zeros((), dtype=torch.int32)
     mask = kit.block_mask(lambda b, h, q, k: q >= k + limit, SHAPE, block=16)
     out = flashbwd.flex_attention(*inputs(), lambda s, b, h, q, k: s + bias[k], mask, enable_gqa=True)
@@ -37,7 +37,7 @@ def test_a_backward_refuses_tensors_written_to_after_the_forward(written: str) -
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what PyTorch says about a graph capture. Without a driver it could not say anything."""
+    """Set whether PyTorch reports a graph capture. Without a driver, PyTorch could not be asked."""
 
     def set_to(state: bool) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state)
@@ -46,7 +46,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_to
 
 
-def test_the_kernel_lists_need_no_call_of_mask_mod_when_kept(capturing: Any) -> None:
+def test_cached_kernel_lists_need_no_call_of_mask_mod(capturing: Any) -> None:
     calls = []
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -61,7 +61,9 @@ def test_the_kernel_lists_need_no_call_of_mask_mod_when_kept(capturing: Any) -> 
     assert not calls
 
 
-def test_kept_values_are_made_again_for_a_tensor_with_the_id_of_a_freed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_values_are_not_used_for_a_new_tensor_with_the_id_of_a_freed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every tensor gets the same id here, as if each reused the memory of the one before."""
     monkeypatch.setattr(cache, "id", lambda tensor: 0, raising=False)
     mask = kit.block_mask(lambda b, h, q, k: q >= k, SHAPE, block=16)

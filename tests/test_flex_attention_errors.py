@@ -1,4 +1,4 @@
-"""Bad input of FlexAttention: one table of calls, and the error that each of them gets before anything is computed."""
+"""Invalid input of FlexAttention: a table of calls, and the error that each call raises before it computes anything."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_place(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 BIAS = torch.zeros(4)
 META = torch.zeros(4, device="meta")
 
-# What is changed in a good call, and what the error says about it.
+# The change of a valid call, and the words of the error.
 BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
     "query_type": ({"query": 3}, "query is 3, expected a tensor"),
     "key_dims": ({"key": torch.zeros(2, 40, 16)}, "key has 3 dimensions, expected 4"),
@@ -122,7 +122,7 @@ def good() -> Arguments:
 
 
 @pytest.mark.parametrize("case", sorted(BAD))
-def test_attention_names_the_bad_argument(case: str) -> None:
+def test_the_error_of_flex_attention_names_the_bad_argument(case: str) -> None:
     change, message = BAD[case]
     call = good()
     call |= change(call) if callable(change) else change
@@ -133,7 +133,7 @@ def test_attention_names_the_bad_argument(case: str) -> None:
 
 @pytest.mark.parametrize("function", [flashbwd.flex_attention_backward, flashbwd.plan_flex_attention_backward])
 @pytest.mark.parametrize("case", [*sorted(BAD_GRADIENTS), *sorted(set(BAD) - {"unknown_option"})])
-def test_the_backward_and_its_plan_name_the_bad_argument(case: str, function: Any) -> None:
+def test_the_errors_of_backward_and_plan_name_the_bad_argument(case: str, function: Any) -> None:
     change, message = {**BAD, **BAD_GRADIENTS}[case]
     call = good()
     out, lse = flashbwd.flex_attention(**call, return_lse=True)
@@ -143,7 +143,7 @@ def test_the_backward_and_its_plan_name_the_bad_argument(case: str, function: An
         function(**call)
 
 
-def test_a_modification_that_raises_is_named() -> None:
+def test_the_error_names_a_modification_that_raises() -> None:
     def broken(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         raise KeyError("missing")
 
@@ -151,18 +151,18 @@ def test_a_modification_that_raises_is_named() -> None:
         flashbwd.flex_attention(**good(), score_mod=broken)
 
 
-def test_a_mask_without_query_lists_serves_a_call_without_gradients() -> None:
+def test_a_mask_may_lack_query_lists_in_a_call_without_gradients() -> None:
     call = {name: value.detach() if isinstance(value, Tensor) else value for name, value in good().items()}
     with torch.no_grad():
         out = flashbwd.flex_attention(**call, block_mask=causal(q_indices=None, q_num_blocks=None))
     assert torch.equal(out, flashbwd.flex_attention(**call, block_mask=causal()))  # type: ignore[arg-type]
 
 
-def test_a_mask_without_query_lists_serves_inputs_that_require_no_gradient() -> None:
+def test_a_mask_may_lack_query_lists_if_no_input_requires_a_gradient() -> None:
     flashbwd.flex_attention(*SHAPE.tensors(torch.float32), block_mask=causal(q_indices=None), enable_gqa=True)
 
 
-def test_a_compiled_call_names_a_bad_deterministic() -> None:
+def test_a_compiled_call_refuses_a_wrong_value_of_deterministic() -> None:
     compiled = torch.compile(flashbwd.flex_attention, backend="eager")
     with pytest.raises(Exception, match="deterministic is 1, expected a bool"):
         compiled(**good(), deterministic=1)

@@ -1,4 +1,4 @@
-"""flex_decoding: outputs and statistics against a dense float64 oracle, for mods, masks, shapes, dtypes and layouts."""
+"""flex_decoding: outputs, LSE and largest scores agree with a dense float64 oracle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def run(shape: Shape, tensors: tuple[Tensor, ...], *args: Any, **options: Any) -
 def check(
     shape: Shape, dtype: torch.dtype, device: str, mod: Any = None, mask: Any = None, block: Any = 64, **options: Any
 ) -> None:
-    """Errors against float64: at most 1.1 times those of the dense computation as PyTorch's eager form rounds it."""
+    """Errors against float64 are at most 1.1 times those of the dense computation with the rounding of PyTorch's eager
+    operators."""
     q, k, v = shape.tensors(dtype, device)
     dense = None if mask is None else kit.dense_mask(mask, shape, device)
     scale = options.get("scale")
@@ -61,7 +62,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32, fp64], ids=str)
 @pytest.mark.parametrize("mod", MODS)
-def test_score_mods(mod: str, dtype: torch.dtype, device: str) -> None:
+def test_every_score_mod_agrees_with_the_oracle(mod: str, dtype: torch.dtype, device: str) -> None:
     shape = Shape()
     check(shape, dtype, device, kit.score_mods(shape, device)[mod])
 
@@ -69,21 +70,21 @@ def test_score_mods(mod: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", [bf16, fp32, fp64], ids=str)
 @pytest.mark.parametrize("block", [64, 128, (1, 32)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask: str, block: Any, dtype: torch.dtype, device: str) -> None:
+def test_every_mask_agrees_with_the_oracle(mask: str, block: Any, dtype: torch.dtype, device: str) -> None:
     shape = Shape(seqlen_k=333)
     check(shape, dtype, device, kit.score_mods(shape, device)["alibi"], kit.mask_mods(shape, device)[mask], block)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 16, 100, 127])
 @pytest.mark.parametrize("group", [1, 2, 3, 6, 8, 16])
-def test_group_sizes_and_query_lengths(group: int, seqlen_q: int, device: str) -> None:
+def test_every_group_size_and_query_length_agrees_with_the_oracle(group: int, seqlen_q: int, device: str) -> None:
     shape = Shape(heads=2 * group, seqlen_q=seqlen_q, seqlen_k=259)
     check(shape, bf16, device, kit.score_mods(shape, device)["bias_rank3"], kit.mask_mods(shape, device)["causal"])
 
 
 @pytest.mark.parametrize("group", [3, 8])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 96), (256, 256)], ids=str)
-def test_masks_that_differ_between_the_heads_of_a_group(group: int, dims: tuple[int, int], device: str) -> None:
+def test_heads_of_a_group_may_have_different_masks(group: int, dims: tuple[int, int], device: str) -> None:
     shape = Shape(heads=2 * group, seqlen_q=5, seqlen_k=259, head_dim=dims[0], head_dim_v=dims[1])
     for mask in ("per_head", "some_rows_empty"):
         for mod in ("alibi", "trig"):
@@ -93,7 +94,7 @@ def test_masks_that_differ_between_the_heads_of_a_group(group: int, dims: tuple[
 
 @pytest.mark.parametrize("seqlen_k", [1, 2, 63, 64, 65, 127, 129, 1000, 1023, 4097])
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
-def test_key_lengths(seqlen_k: int, dtype: torch.dtype, device: str) -> None:
+def test_every_key_length_agrees_with_the_oracle(seqlen_k: int, dtype: torch.dtype, device: str) -> None:
     shape = Shape(seqlen_q=1, seqlen_k=seqlen_k)
     check(shape, dtype, device)
     check(shape, dtype, device, mask=kit.mask_mods(shape, device)["causal"])
@@ -103,29 +104,29 @@ def test_key_lengths(seqlen_k: int, dtype: torch.dtype, device: str) -> None:
     "dims", [(1, 1), (16, 64), (33, 17), (64, 64), (100, 128), (128, 128), (192, 128), (96, 250), (256, 256)], ids=str
 )
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
-def test_head_dimensions(dims: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_every_head_dimension_agrees_with_the_oracle(dims: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     check(Shape(head_dim=dims[0], head_dim_v=dims[1]), dtype, device)
 
 
-def test_queries_longer_than_a_block_of_scores(device: str) -> None:
+def test_many_queries_agree_with_the_oracle(device: str) -> None:
     shape = Shape(batch=1, seqlen_q=700, seqlen_k=900)
     check(shape, bf16, device, kit.score_mods(shape, device)["alibi"], kit.mask_mods(shape, device)["causal"], 128)
 
 
-def test_keys_shared_by_the_batch(device: str) -> None:
+def test_the_batch_may_share_keys(device: str) -> None:
     shape = Shape(batch=3, batch_kv=1)
     check(shape, bf16, device)
     check(shape, fp64, device, kit.score_mods(shape, device)["bias_rank4"], kit.mask_mods(shape, device)["per_batch"])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
-def test_scale(scale: float, device: str) -> None:
+def test_the_scale_may_be_zero_or_negative(scale: float, device: str) -> None:
     check(Shape(), fp64, device, scale=scale)
     check(Shape(), fp64, device, scale=scale, kernel_options={"PRESCALE_QK": True})
 
 
 @pytest.mark.parametrize("layout", ["bshd", "padded", "offset", "transposed"])
-def test_any_strides(layout: str, device: str) -> None:
+def test_strides_do_not_change_the_result(layout: str, device: str) -> None:
     shape = Shape(head_dim=24, head_dim_v=24)
     tensors = shape.tensors(bf16, device)
 
@@ -153,7 +154,7 @@ def test_any_strides(layout: str, device: str) -> None:
         assert result[0].stride() == moved[0].stride()
 
 
-def test_rows_without_a_key(device: str) -> None:
+def test_rows_without_a_key_are_zero_and_their_lse_is_minus_infinity(device: str) -> None:
     shape = Shape()
     tensors = shape.tensors(bf16, device)
     for mod in (None, lambda s, b, h, q, k: torch.where(q == 1, -float("inf"), s)):
@@ -168,7 +169,7 @@ def test_rows_without_a_key(device: str) -> None:
 @pytest.mark.parametrize(
     "shape", [Shape(seqlen_k=0), Shape(seqlen_q=0), Shape(batch=0), Shape(heads=0, heads_kv=0)], ids=str
 )
-def test_empty_sizes(shape: Shape, dtype: torch.dtype, device: str) -> None:
+def test_empty_inputs_give_empty_or_zero_results(shape: Shape, dtype: torch.dtype, device: str) -> None:
     tensors = tuple(t.requires_grad_() for t in shape.tensors(dtype, device))
     out, lse = run(shape, tensors, lambda s, b, h, q, k: s * 2)
     assert out.shape == (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim_v) and out.dtype == dtype
@@ -181,14 +182,14 @@ def test_empty_sizes(shape: Shape, dtype: torch.dtype, device: str) -> None:
 
 
 def lists(rows: list[list[int]], columns: int, device: str) -> tuple[Tensor, Tensor]:
-    """(1, 1, rows) counts and (1, 1, rows, columns) indices, with rubbish behind the count."""
+    """(1, 1, rows) counts and (1, 1, rows, columns) indices, padded with block 0 after the count."""
     counts = torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32, device=device)
     indices = torch.tensor([[[row + [0] * (columns - len(row)) for row in rows]]], dtype=torch.int32, device=device)
     return counts, indices
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
-def test_block_lists_choose_the_blocks_and_full_blocks_do_not_ask(dtype: torch.dtype, device: str) -> None:
+def test_only_listed_blocks_are_computed_and_full_blocks_are_not_masked(dtype: torch.dtype, device: str) -> None:
     shape = Shape(seqlen_q=2, seqlen_k=160)
     q, k, v = shape.tensors(dtype, device)
 
@@ -207,7 +208,7 @@ def test_block_lists_choose_the_blocks_and_full_blocks_do_not_ask(dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
 @pytest.mark.parametrize("block", [64, 20])
-def test_what_lies_in_keys_that_nobody_sees_does_not_matter(block: int, dtype: torch.dtype, device: str) -> None:
+def test_the_values_of_hidden_keys_do_not_matter(block: int, dtype: torch.dtype, device: str) -> None:
     shape = Shape(seqlen_q=1, seqlen_k=333)
     q, k, v = (t.requires_grad_() for t in shape.tensors(dtype, device))
     mask = kit.block_mask(lambda b, h, q, k: (k >= 70) & (k < 200), shape, device, block)
@@ -226,11 +227,11 @@ def test_what_lies_in_keys_that_nobody_sees_does_not_matter(block: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
-def test_paged_cache_by_permuted_block_indices(dtype: torch.dtype, device: str) -> None:
+def test_block_indices_in_any_order_give_a_paged_cache(dtype: torch.dtype, device: str) -> None:
     shape, page = Shape(batch=1, seqlen_q=1, seqlen_k=5 * 32), 32
     q, k, v = shape.tensors(dtype, device)
     length = 4 * page + 7
-    pages = torch.tensor([6, 2, 7, 0, 4], device=device)  # of the physical cache of 8 pages
+    pages = torch.tensor([6, 2, 7, 0, 4], device=device)  # pages of the physical cache, which has 8
     physical = [torch.full((1, 2, 8 * page, 16), torch.nan, dtype=dtype, device=device) for _ in range(2)]
     for cache, tensor in zip(physical, (k, v), strict=True):
         for i, where in enumerate(pages.tolist()):
@@ -252,7 +253,7 @@ def test_paged_cache_by_permuted_block_indices(dtype: torch.dtype, device: str) 
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
-def test_the_paged_cache_of_pytorch(dtype: torch.dtype, device: str) -> None:
+def test_the_paged_cache_of_pytorch_agrees_with_the_oracle(dtype: torch.dtype, device: str) -> None:
     shape, page = Shape(seqlen_q=1, seqlen_k=5 * 32), 32
     q, k, v = shape.tensors(dtype, device)
     cache = PagedAttention(16, page, shape.batch, device=device)
@@ -271,7 +272,7 @@ def test_the_paged_cache_of_pytorch(dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_a_changed_closure_is_read_anew(device: str) -> None:
+def test_a_call_sees_a_changed_closure(device: str) -> None:
     shape = Shape()
     tensors = shape.tensors(fp64, device)
     weight = torch.ones(4, dtype=fp64, device=device)
@@ -293,7 +294,7 @@ def test_a_changed_closure_is_read_anew(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [bf16, fp64], ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 7, 500])
-def test_number_of_splits_changes_nothing_but_rounding(splits: int, dtype: torch.dtype, device: str) -> None:
+def test_the_number_of_splits_changes_only_rounding(splits: int, dtype: torch.dtype, device: str) -> None:
     shape = Shape()
     for name in ("causal", "per_head", "some_rows_empty"):
         check(shape, dtype, device, None, kit.mask_mods(shape, device)[name], kernel_options={"SPLIT_KV": splits})
@@ -304,7 +305,7 @@ def test_hints_are_accepted(device: str) -> None:
     check(Shape(), fp64, device, kernel_options={**hints, "ROWS_GUARANTEED_SAFE": True})
 
 
-def test_auxiliary_outputs(device: str) -> None:
+def test_auxiliary_outputs_are_returned_as_requested(device: str) -> None:
     shape = Shape()
     tensors = shape.tensors(fp64, device)
     mod = kit.score_mods(shape, device, fp64)["alibi"]
@@ -323,8 +324,8 @@ def test_auxiliary_outputs(device: str) -> None:
     assert isinstance(alone, Tensor) and torch.equal(alone, out)
 
 
-def test_results_may_be_written_to(device: str) -> None:
-    """The statistics do not lie in the output, whatever its size."""
+def test_results_share_no_memory(device: str) -> None:
+    """The LSE and the largest scores share no memory with the output, whatever its size."""
     tensors = Shape(batch=1, heads=3, heads_kv=1, seqlen_q=1, head_dim_v=17).tensors(bf16, device)
     out, aux = flashbwd.flex_decoding(*tensors, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True))
     results = [out, aux.lse, aux.max_scores]
@@ -365,7 +366,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def test_the_score_matrix_is_never_whole(device: str) -> None:
+def test_no_tensor_is_as_large_as_the_score_matrix(device: str) -> None:
     q = torch.randn(1, 64, 64, 8, device=device)
     k = torch.randn(1, 1, 20000, 8, device=device)
     with _Largest() as seen:

@@ -45,7 +45,7 @@ def leaves(shape: Shape, device: str, dtype: torch.dtype = fp64) -> tuple[Tensor
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mask", [None, "causal", "per_head", "some_rows_empty"])
 @pytest.mark.parametrize("mod", SMOOTH)
-def test_gradients_of_query_key_value(mod: str, mask: str | None, device: str) -> None:
+def test_gradients_of_query_key_and_value_agree_with_the_oracle(mod: str, mask: str | None, device: str) -> None:
     shape = Shape()
     inputs = leaves(shape, device)
     score_mod = kit.score_mods(shape, device, fp64)[mod]
@@ -68,20 +68,20 @@ def test_gradients_of_query_key_value(mod: str, mask: str | None, device: str) -
     ],
     ids=str,
 )
-def test_gradients_for_any_shape(shape: Shape, device: str) -> None:
+def test_gradients_of_any_shape_agree_with_the_oracle(shape: Shape, device: str) -> None:
     inputs = leaves(shape, device)
     out, lse = flashbwd.flex_decoding(*inputs, enable_gqa=True, return_lse=True)
     assert_same(gradients(out, lse, inputs), gradients(*kit.oracle(shape, *inputs), inputs))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_captured_tensors(device: str) -> None:
+def test_gradients_of_captured_tensors_agree_with_the_oracle(device: str) -> None:
     shape = Shape()
     inputs = leaves(shape, device)
     bias, weight, unused = (
         torch.randn(size, dtype=fp64, device=device, requires_grad=True) for size in ((4, 3, 203), (4,), (2,))
     )
-    doubled = bias * 2  # no leaf
+    doubled = bias * 2  # not a leaf
     layer = nn.Linear(1, 1, bias=False, dtype=fp64, device=device)
 
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def test_gradients_have_the_inputs_dtype_and_16_bit_ones_are_close(device: str) 
         torch.testing.assert_close(got.double(), want, rtol=0.03, atol=0.03 * float(want.abs().max()))
 
 
-def test_gradcheck() -> None:
+def test_gradients_pass_gradcheck() -> None:
     shape = Shape(batch=1, heads=2, heads_kv=1, seqlen_q=2, seqlen_k=5, head_dim=3, head_dim_v=2)
     bias = torch.randn(2, 5, dtype=fp64, requires_grad=True)
 
@@ -119,7 +119,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(attend, (*leaves(shape, "cpu"), bias))
 
 
-def test_gradient_of_the_statistics_alone_and_none_of_the_largest_score() -> None:
+def test_the_lse_has_gradients_and_the_largest_score_has_none() -> None:
     shape = Shape(heads=2)
     inputs = leaves(shape, "cpu")
     _, aux = flashbwd.flex_decoding(*inputs, return_aux=AuxRequest(lse=True, max_scores=True))
@@ -239,7 +239,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_bad_arguments_are_named(name: str) -> None:
+def test_the_error_names_the_bad_argument(name: str) -> None:
     changed, message = ERRORS[name]
     with pytest.raises(ValueError, match=f"flashbwd: {message}"):
         flashbwd.flex_decoding(**small(**changed))
@@ -254,12 +254,12 @@ def test_bad_arguments_are_named(name: str) -> None:
     ],
     ids=["branch", "item", "arity"],
 )
-def test_a_mod_that_cannot_be_vectorised_is_named(mod: Any, message: str) -> None:
+def test_the_error_names_a_modification_that_cannot_be_vectorised(mod: Any, message: str) -> None:
     with torch.no_grad(), pytest.raises(RuntimeError, match=f"flashbwd: {message}"):
         flashbwd.flex_decoding(**small(score_mod=mod))
 
 
-def test_mods_of_the_wrong_type_are_named() -> None:
+def test_the_error_names_a_modification_of_the_wrong_type() -> None:
     with pytest.raises(ValueError, match="flashbwd: score_mod returned bool, expected a floating-point score"):
         flashbwd.flex_decoding(**small(score_mod=lambda s, b, h, q, k: q > k))
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 3, 203, device="cpu")

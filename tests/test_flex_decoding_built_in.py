@@ -1,4 +1,4 @@
-"""Modifications that every build has kernels for: recognised however they are written, and nothing else is."""
+"""Built-in modifications, for which every build has kernels: all their forms are recognised, and no other function."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def masks(device: str = "cpu") -> dict[str, Any]:
 
 
 SCORES, MASKS = scores(), masks()
-# Recognised on the host; SCORES and MASKS above stand for the kernels that they reach.
+# These are only checked on the host. SCORES and MASKS above cover the kernels that they reach.
 MORE_SCORES: dict[str, Any] = {
     "rates_added": lambda s, b, h, q, k: s + (k - q) * torch.exp2(h * 0.5 + (h * -0.25 - 1.0)),
     "rates_subtracted": lambda s, b, h, q, k: s + (k - q) * torch.exp2(h * 0.5 - (h * 0.25 + 2.0)),
@@ -142,7 +142,7 @@ def grids() -> list[Tensor]:
 
 
 class Evaluation:
-    """What a BuiltIn means, on index tensors that broadcast to (B, H, Sq, Sk)."""
+    """Evaluates a BuiltIn on index tensors that broadcast to (B, H, Sq, Sk)."""
 
     def __init__(self, found: BuiltIn) -> None:
         self.found = found
@@ -175,7 +175,7 @@ class Evaluation:
 
 
 @pytest.mark.parametrize("name", SCORES | MORE_SCORES)
-def test_a_built_in_score_mod_is_recognised_with_its_meaning(name: str) -> None:
+def test_a_built_in_score_mod_is_recognised_and_keeps_its_meaning(name: str) -> None:
     mod = (SCORES | MORE_SCORES)[name]
     traced = traces(mod, None)
     found = recognise(*traced)
@@ -185,7 +185,7 @@ def test_a_built_in_score_mod_is_recognised_with_its_meaning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS | MORE_MASKS)
-def test_a_built_in_mask_mod_is_recognised_with_its_meaning(name: str) -> None:
+def test_a_built_in_mask_mod_is_recognised_and_keeps_its_meaning(name: str) -> None:
     mod = (MASKS | MORE_MASKS)[name]
     traced = traces(None, mod)
     found = recognise(*traced)
@@ -197,7 +197,7 @@ def test_a_built_in_mask_mod_is_recognised_with_its_meaning(name: str) -> None:
 @pytest.mark.parametrize("dims", [(16, 16), (128, 128), (192, 256)], ids=str)
 @pytest.mark.parametrize("mask", [None, "causal_shifted", "lengths", "causal_of_a_growing_cache"])
 @pytest.mark.parametrize("score", [None, *SCORES])
-def test_the_kernels_of_every_build_compute_it_and_nothing_is_compiled(
+def test_a_built_in_modification_is_right_and_compiles_nothing(
     score: str | None, mask: str | None, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if score in ("causal", "inverse_causal", "windowed", "alibi_causal") and mask is not None:
@@ -221,7 +221,7 @@ def test_the_kernels_of_every_build_compute_it_and_nothing_is_compiled(
 @pytest.mark.parametrize("dims", [(16, 16), (128, 128), (192, 256), (33, 65)], ids=str)
 @pytest.mark.parametrize("mask", [None, "causal_shifted", "lengths", "causal_of_a_growing_cache"])
 @pytest.mark.parametrize("score", [None, "softcap", "alibi", "alibi_by_formula", "alibi_with_softcap", "alibi_causal"])
-def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
+def test_gradients_of_a_built_in_modification_are_right_and_compile_nothing(
     score: str | None, mask: str | None, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if score == "alibi_causal" and mask is not None:
@@ -249,18 +249,18 @@ def test_the_kernels_of_every_build_differentiate_it_and_nothing_is_compiled(
     ("value", "taken"),
     [(2.0**-60, True), (-(2.0**60), True), (0.0, True), (-INF, True), (2.0**-61, False), (2.0**61, False)],
 )
-def test_numbers_whose_products_stay_normal_are_taken(value: float, taken: bool) -> None:
+def test_only_numbers_whose_products_stay_normal_are_built_in(value: float, taken: bool) -> None:
     assert built_in._is_of(value, torch.float32) is taken
 
 
-def test_a_score_mod_and_a_mask_together() -> None:
+def test_a_score_mod_and_a_mask_are_recognised_together() -> None:
     found = recognise(*traces(SCORES["alibi"], MASKS["window"]))
     assert found is not None and found.score.bias is not None
     assert found.mask is not None and len(found.mask.all) == 2
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_modifications_are_not_taken_for_built_in_ones(name: str) -> None:
+def test_other_modifications_are_not_recognised(name: str) -> None:
     assert recognise(*traces(*OTHERS[name])) is None
 
 
@@ -268,7 +268,7 @@ def test_other_modifications_are_not_taken_for_built_in_ones(name: str) -> None:
     ("score", "mask", "kind"),
     [("alibi", None, 1), (None, "window", 2), ("identity", "window", 2), ("alibi", "window", 3)],
 )
-def test_the_first_argument_says_whether_there_is_a_score_and_a_mask(
+def test_the_first_encoded_integer_is_the_kind_of_the_modification(
     score: str | None, mask: str | None, kind: int
 ) -> None:
     traced = traces(score and SCORES[score], mask and MASKS[mask])
@@ -277,7 +277,7 @@ def test_the_first_argument_says_whether_there_is_a_score_and_a_mask(
     assert encode(found, Slots(traced[2], "cpu"))[0][0] == kind
 
 
-def test_arguments_have_a_place_for_everything() -> None:
+def test_the_encoding_contains_every_part_of_a_modification() -> None:
     traced = traces(SCORES["alibi_of_a_growing_cache"], MASKS["causal_of_a_growing_cache"])
     found = recognise(*traced)
     assert found is not None
@@ -288,8 +288,8 @@ def test_arguments_have_a_place_for_everything() -> None:
     assert floats == [0.0, -1.0, 0.0, 0.0]
     # -SLOPES[h] * (LENGTHS32[b] - 1 - k)
     assert integers[:14] == [3, 0, -1, *(0, 0, -1), *(1, 1, 1, 0), *nothing]
-    # Of two: -k + (q - 5 + LENGTHS[b]) >= 0, the sum of 64 bits,
+    # Two bounds. The first is -k + (q - 5 + LENGTHS[b]) >= 0, with a 64-bit sum.
     assert integers[14:30] == [2, *(-1, 1, 0, 0), *(1, 1, -5), *(1, 2, 1, 1), *nothing]
-    # and k - (LENGTH - 7) >= 0.
+    # The second is k - (LENGTH - 7) >= 0.
     assert integers[30:45] == [*(1, -1, 0, 0), *(0, 0, -7), *(1, 3, 0, 0), *nothing]
     assert len(integers) == 15 + 4 * 15

@@ -1,4 +1,4 @@
-"""Warm calls on a GPU: what a function reads is never that of an earlier call."""
+"""Warm calls on a GPU: a modification always reads current values, never those of an earlier call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def gpu_case() -> tuple[Shape, tuple[Tensor, Tensor, Tensor]]:
 
 
 def assert_right(shape: Shape, tensors: tuple[Tensor, ...], mod: Any, same: Any, mask: Any = None) -> None:
-    """A call with ``mod`` (and ``mask``) computes what the oracle says of ``same``, which has its numbers as literals
-    (for a mask: of that function)."""
+    """Assert that a call with ``mod`` gives the oracle's result for ``same``, which has the numbers as literals.
+
+    ``mask`` is a pair of mask functions: one for the call, one for the oracle.
+    """
     block_mask = None
     if mask is not None:
         block_mask = create_block_mask(mask[0], None, None, shape.seqlen_q, shape.seqlen_k, device="cuda")
@@ -51,17 +53,17 @@ def relative(bias: Tensor) -> Any:
 
 @pytest.mark.parametrize("calls", [1, 4])
 @pytest.mark.parametrize("make", [relative, ring])
-def test_a_kernel_has_the_shape_of_its_own_tensors(make: Any, calls: int, gpu_case: Any) -> None:
+def test_each_call_uses_the_shape_of_its_own_tensors(make: Any, calls: int, gpu_case: Any) -> None:
     for size in (8, 64, 200, 16):
         pool = torch.full((4096,), 50.0, device="cuda")
-        bias = pool[:size]  # what lies behind it would show
+        bias = pool[:size]  # reads past the end of the bias would change the result
         bias.normal_()
         for _ in range(calls):
             assert_right(*gpu_case, make(bias), make(bias.clone()))
 
 
 @pytest.mark.parametrize("name", [name for name in CHANGES if name != "shape"])
-def test_a_kernel_sees_a_change_of_what_a_function_reads(
+def test_a_call_sees_changes_of_values_that_a_function_reads(
     name: str, gpu_case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mods, change, same = CHANGES[name]
@@ -76,7 +78,7 @@ def test_a_kernel_sees_a_change_of_what_a_function_reads(
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-def test_a_known_call_sees_what_has_changed(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_call_sees_every_change(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(seqlen_q=1)
     tensors = shape.tensors(torch.bfloat16, "cuda")
     length = torch.tensor(150, device="cuda")
@@ -90,7 +92,7 @@ def test_a_known_call_sees_what_has_changed(masked: bool, monkeypatch: pytest.Mo
         return k < length
 
     mask = None
-    if masked:  # all blocks are partial ones, so that a changed length needs no other lists
+    if masked:  # all blocks are partial, so a changed length needs no other lists
         number = torch.tensor([[[4]]], dtype=torch.int32, device="cuda")
         indices = torch.arange(4, dtype=torch.int32, device="cuda").view(1, 1, 1, 4)
         sizes = {"BLOCK_SIZE": (1, 64), "seq_lengths": (1, shape.seqlen_k)}
@@ -150,14 +152,12 @@ def test_a_known_call_sees_what_has_changed(masked: bool, monkeypatch: pytest.Mo
     ],
     ids=str,
 )
-def test_a_known_call_returns_the_statistics_that_are_wanted(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_call_returns_the_requested_outputs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(seqlen_q=1)
     tensors = shape.tensors(torch.bfloat16, "cuda")
     weight = torch.rand(4, device="cuda")
     causal = kit.mask_mods(shape, "cuda")["causal"]
-    mask = create_block_mask(causal, None, None, 1, shape.seqlen_k, device="cuda", BLOCK_SIZE=64)  # of all heads
+    mask = create_block_mask(causal, None, None, 1, shape.seqlen_k, device="cuda", BLOCK_SIZE=64)  # for all heads
 
     def call(tensors: tuple[Tensor, ...]) -> list[Tensor | None]:
         mod = lambda s, b, h, q, k: s * weight[h]  # noqa: E731
@@ -181,7 +181,7 @@ def test_a_known_call_returns_the_statistics_that_are_wanted(
         assert cast is not None and cast.dtype == torch.float16
 
 
-def test_a_known_call_still_has_a_gradient_when_one_is_asked_for() -> None:
+def test_a_warm_call_has_a_gradient_if_a_tensor_requires_one() -> None:
     tensors = Shape().tensors(torch.bfloat16, "cuda")
     weight = torch.ones(4, device="cuda")
 
@@ -197,7 +197,7 @@ def test_a_known_call_still_has_a_gradient_when_one_is_asked_for() -> None:
         assert flashbwd.flex_decoding(*(t.detach() for t in tensors), mod, enable_gqa=True).dtype == torch.float16
 
 
-def test_a_function_that_is_traced_again_compiles_nothing_when_its_graph_is_the_same(gpu_case: Any) -> None:
+def test_a_second_trace_with_the_same_graph_compiles_nothing(gpu_case: Any) -> None:
     shape, tensors = gpu_case
     numbers = [0.5]
     mod = lambda s, b, h, q, k: s + numbers[0] * torch.sin(k * 1.0)  # noqa: E731

@@ -1,4 +1,4 @@
-"""flex_decoding inside torch.compile: one operator in the graph, which does what happens without the compiler."""
+"""flex_decoding inside torch.compile is one operator of the graph, and gives the same results as without it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("mod", list(kit.score_mods(SHAPE)))
-def test_score_mods(mod: str) -> None:
+def test_every_score_mod_agrees_with_the_oracle(mod: str) -> None:
     tensors = SHAPE.tensors(fp64)
     score_mod = kit.score_mods(SHAPE, dtype=fp64)[mod]
 
@@ -47,7 +47,7 @@ def test_score_mods(mod: str) -> None:
 
 
 @pytest.mark.parametrize("mask", list(kit.mask_mods(SHAPE)))
-def test_masks(mask: str) -> None:
+def test_every_mask_agrees_with_the_oracle(mask: str) -> None:
     tensors = SHAPE.tensors(fp64)
     mask_mod = kit.mask_mods(SHAPE)[mask]
     block_mask = kit.block_mask(mask_mod, SHAPE)
@@ -59,7 +59,7 @@ def test_masks(mask: str) -> None:
     assert_same(compiled(attend)(*tensors), want)
 
 
-def test_options_and_auxiliary_outputs() -> None:
+def test_options_and_auxiliary_outputs_work_in_a_compiled_graph() -> None:
     q, k, v = SHAPE.tensors(fp64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -74,7 +74,7 @@ def test_options_and_auxiliary_outputs() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients(device: str) -> None:
+def test_gradients_of_a_compiled_graph_agree_with_the_oracle(device: str) -> None:
     inputs = tuple(t.requires_grad_() for t in SHAPE.tensors(fp64, device))
     bias = torch.randn(4, 203, dtype=fp64, device=device, requires_grad=True)
     factor = torch.tensor(0.5, dtype=fp64, device=device)
@@ -94,7 +94,7 @@ def test_gradients(device: str) -> None:
     assert_same(*(torch.autograd.grad(loss, (*inputs, bias)) for loss in losses))
 
 
-def test_the_graph_holds_one_operator_and_no_product_of_matrices() -> None:
+def test_the_graph_contains_one_operator_and_no_matrix_product() -> None:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -111,7 +111,7 @@ def test_the_graph_holds_one_operator_and_no_product_of_matrices() -> None:
     assert [name for name in targets if "getitem" not in name] == ["flashbwd.flex_decoding_in_graph.default"]
 
 
-def test_a_pytorch_that_traces_no_functions_gets_the_operators_of_the_reference(
+def test_a_pytorch_that_cannot_trace_functions_runs_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no() -> bool:
@@ -133,7 +133,7 @@ def test_a_pytorch_that_traces_no_functions_gets_the_operators_of_the_reference(
     assert_same(*(torch.autograd.grad(out.sin().sum(), inputs) for out, _ in (got, want)))
 
 
-def test_changed_tensors_and_growing_numbers_do_not_compile_each_time() -> None:
+def test_changed_tensors_and_growing_numbers_compile_at_most_twice() -> None:
     q, k, v = SHAPE.tensors(fp64)
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -147,10 +147,10 @@ def test_changed_tensors_and_growing_numbers_do_not_compile_each_time() -> None:
     for length in range(20, 30):
         slopes = torch.randn(4, dtype=fp64)
         assert_same(step(slopes, length), kit.oracle(SHAPE, q, k, v, attend(slopes, length)[1]))
-    assert counter.frame_count <= 2  # the second knows that the length changes
+    assert counter.frame_count <= 2  # the second compilation treats the length as dynamic
 
 
-def test_a_mod_that_branches_on_a_value_is_named() -> None:
+def test_the_error_names_a_modification_that_branches_on_a_value() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flashbwd.flex_decoding(q, k, v, lambda s, b, h, i, j: s if j > 3 else -s, enable_gqa=True)
 
@@ -158,7 +158,7 @@ def test_a_mod_that_branches_on_a_value_is_named() -> None:
         compiled(attend)(*SHAPE.tensors(fp64))
 
 
-def test_parts_of_one_allocation_leave_the_graph_as_tensors_of_their_own() -> None:
+def test_a_graph_copies_results_that_share_one_allocation() -> None:
     out, lse, largest = torch.randn(12).split(4)
     results = (out, in_graph.apart(lse, out), in_graph.apart(largest, out, lse))
     assert len({t.untyped_storage().data_ptr() for t in results}) == 3
@@ -166,7 +166,7 @@ def test_parts_of_one_allocation_leave_the_graph_as_tensors_of_their_own() -> No
         assert torch.equal(got, want)
 
 
-def test_tensors_of_their_own_leave_the_graph_as_they_are() -> None:
+def test_a_graph_does_not_copy_results_with_separate_memory() -> None:
     out, lse = torch.randn(4), torch.randn(4)
     assert in_graph.apart(lse, out) is lse
 
@@ -184,7 +184,7 @@ def test_the_kernels_run_inside_a_graph_of_inductor(dtype: torch.dtype, monkeypa
 
     def counted(*arguments: Any) -> list[Tensor]:
         results: list[Tensor] = real(*arguments)
-        launched.extend(results[:1])  # no results where the call had to be prepared first
+        launched.extend(results[:1])  # empty if the call had to be prepared first
         return results
 
     monkeypatch.setattr(run, "_decoding_forward", counted)

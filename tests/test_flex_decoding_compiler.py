@@ -1,4 +1,4 @@
-"""From Python modifications to CUDA: what is emitted, and calls of what was compiled."""
+"""Modifications become CUDA source, which is compiled and called."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_has_no_cuda_is_named(name: str) -> None:
+def test_the_emitter_names_the_unsupported_operation(name: str) -> None:
     mod, message = UNSUPPORTED[name]
     with pytest.raises(CannotEmitError, match=message):
         source_of(mod)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_has_no_cuda_raises_what_the_user_expects(name: str) -> None:
+def test_an_unsupported_operation_raises_a_runtime_error(name: str) -> None:
     mod, message = UNSUPPORTED[name]
     with pytest.raises(RuntimeError, match=f"flashbwd: .*{message}"):
         kernels.compiled_modification(mod, None, TILE)
@@ -86,12 +86,14 @@ def test_emitted_source_compiles_without_a_header_or_a_gpu(name: str) -> None:
 
 
 @needs_nvrtc
-def test_a_source_that_does_not_compile_shows_the_log() -> None:
+def test_the_error_of_a_failed_compilation_contains_the_log() -> None:
     with pytest.raises(nvrtc.CompilationError, match="expected a"):
         nvrtc.compile_source("int f( {", nvrtc.options_for((9, 0)))
 
 
-def test_a_kernel_is_built_once_per_tile_and_never_for_a_built_in_mod(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_compiled_once_per_tile_and_never_for_a_built_in_modification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     built: list[Any] = []
 
     def build(modification: kernels.Modification, source: str, tile: kernels.Tile) -> None:
@@ -111,7 +113,7 @@ def test_a_kernel_is_built_once_per_tile_and_never_for_a_built_in_mod(monkeypatc
 
 
 class Driver:
-    """Stands for libcuda: its function number ``fails`` returns error 100, the others succeed."""
+    """Replaces libcuda: call number ``fails`` returns error 100, and the other calls succeed."""
 
     def __init__(self, fails: int) -> None:
         self.fails = fails
@@ -131,7 +133,7 @@ LOADS = ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute"]
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2, 3])
-def test_loading_a_kernel_ends_at_the_first_error_of_the_driver(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_kernel_stops_at_the_first_error_of_the_driver(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(fails)
     monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -153,7 +155,7 @@ def test_loading_a_kernel_ends_at_the_first_error_of_the_driver(fails: int, monk
     ],
     ids=["fails", "no_tensor", "no_score", "no_bool"],
 )
-def test_a_wrong_function_is_named(mods: tuple[Any, Any], message: str) -> None:
+def test_the_error_names_the_wrong_function(mods: tuple[Any, Any], message: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=f"flashbwd: {message}"):
         source_of(*mods)
 
@@ -201,7 +203,7 @@ def test_changed_values_compile_nothing_and_changed_constants_do(
 
 
 @pytest.mark.gpu
-def test_a_warm_call_asks_the_operator_once_and_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_call_calls_the_operator_once_and_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape()
     tensors = shape.tensors(torch.bfloat16, "cuda")
     mask_mod = kit.mask_mods(shape, "cuda")["window"]
@@ -210,7 +212,7 @@ def test_a_warm_call_asks_the_operator_once_and_traces_nothing(monkeypatch: pyte
     calls: list[int] = []
     real = run._decoding_forward
     for step in range(3):
-        if step == 1:  # from here on warm
+        if step == 1:  # from now on, calls are warm
             monkeypatch.setattr(run, "_decoding_forward", lambda *a: calls.append(1) or real(*a))
             monkeypatch.setattr(kernels, "trace", lambda *a: pytest.fail("traced"))
         with torch.no_grad():
@@ -223,7 +225,7 @@ def test_a_warm_call_asks_the_operator_once_and_traces_nothing(monkeypatch: pyte
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_mod_without_cuda_raises_and_is_named(dtype: torch.dtype) -> None:
+def test_the_error_of_a_call_names_the_unsupported_operation(dtype: torch.dtype) -> None:
     tensors = Shape().tensors(dtype, "cuda")
 
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -235,14 +237,14 @@ def test_a_mod_without_cuda_raises_and_is_named(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["branch", "item", "int", "numpy", "tolist"])
-def test_a_score_mod_that_reads_back_raises_and_is_named(name: str) -> None:
+def test_a_score_mod_that_reads_a_value_back_is_refused_by_name(name: str) -> None:
     mod, message = UNSUPPORTED[name]
     with torch.no_grad(), pytest.raises(RuntimeError, match=f"flashbwd: .*{message}"):
         flashbwd.flex_decoding(*Shape().tensors(torch.bfloat16, "cuda"), mod, enable_gqa=True)
 
 
 @pytest.mark.gpu
-def test_a_mask_mod_that_branches_raises_and_is_named() -> None:
+def test_a_mask_mod_that_branches_is_refused_by_name() -> None:
     block_mask = kit.block_mask(lambda b, h, q, k: q >= k, Shape(), "cuda")
     block_mask.mask_mod = lambda b, h, q, k: q >= k if k > 3 else q < k
     with torch.no_grad(), pytest.raises(RuntimeError, match=f"flashbwd: mask_mod calls .*{READS_BACK}"):
@@ -250,7 +252,7 @@ def test_a_mask_mod_that_branches_raises_and_is_named() -> None:
 
 
 @pytest.mark.gpu
-def test_calls_of_several_threads_and_streams_do_not_meet() -> None:
+def test_calls_of_several_threads_and_streams_do_not_disturb_each_other() -> None:
     shape = Shape(batch=1, heads=8, heads_kv=2, seqlen_q=1, seqlen_k=4096, head_dim=128, head_dim_v=128)
     inputs = [shape.tensors(torch.bfloat16, "cuda", seed) for seed in range(6)]
     expected = [flashbwd.flex_decoding(*tensors, enable_gqa=True) for tensors in inputs]
@@ -258,7 +260,7 @@ def test_calls_of_several_threads_and_streams_do_not_meet() -> None:
     torch.cuda.synchronize()
     wrong: list[int] = []
 
-    def work(worker: int) -> None:  # every other worker on the same stream
+    def work(worker: int) -> None:  # every second worker uses the same stream
         with torch.no_grad(), torch.cuda.stream(shared if worker % 2 else torch.cuda.Stream()):
             outs = [flashbwd.flex_decoding(*inputs[worker], enable_gqa=True) for _ in range(200)]
             wrong.append(sum(not torch.equal(out, expected[worker]) for out in outs))
@@ -273,8 +275,8 @@ def test_calls_of_several_threads_and_streams_do_not_meet() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["prebuilt", "compiled"])
-def test_the_first_call_of_a_thread(compiled: bool) -> None:
-    """A thread has no CUDA context before it calls the runtime."""
+def test_the_first_call_of_a_thread_gives_equal_bits(compiled: bool) -> None:
+    """A new thread has no CUDA context before it calls the runtime."""
     q, k, v = Shape(heads=4, heads_kv=2).tensors(torch.bfloat16, "cuda")
     mod = (lambda s, b, h, q, k: s + torch.sin(s)) if compiled else None
 
@@ -283,7 +285,7 @@ def test_the_first_call_of_a_thread(compiled: bool) -> None:
             return flashbwd.flex_decoding(q, k, v, mod, enable_gqa=True)  # type: ignore[return-value]
 
     expected = call()
-    call()  # beside `expected`, and freed: the thread's call takes its memory
+    call()  # its result is freed at once, so the thread's call reuses that memory, not that of `expected`
     with ThreadPoolExecutor(max_workers=1) as thread:
         assert torch.equal(thread.submit(call).result(), expected)
 
@@ -291,9 +293,9 @@ def test_the_first_call_of_a_thread(compiled: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["prebuilt", "compiled"])
 @pytest.mark.parametrize(("heads", "seqlen_q"), [(8, 1), (32, 4)])
-def test_a_call_waits_for_what_it_reads(heads: int, seqlen_q: int, compiled: bool) -> None:
-    """Launches overlap. Each call's queries are the output of the one before, with scores so large that an old one
-    would show; some also become a key."""
+def test_a_kernel_waits_for_the_kernels_that_write_its_inputs(heads: int, seqlen_q: int, compiled: bool) -> None:
+    """Launches overlap, so each kernel must wait for the kernels that write its inputs. The output of each call is the
+    query of the next, and every fifth output also becomes a key. Scores are so large that an old value would show."""
     shape = Shape(1, heads, 2, seqlen_q, 4096, 128, 128)
     first, keys, v = shape.tensors(torch.bfloat16, "cuda")
     k, q = keys.clone(), first.clone()
@@ -344,8 +346,8 @@ def test_repeated_calls_give_equal_bits(mask: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_process_takes_what_another_compiled_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emptying the records of modifications stands for another process."""
+def test_a_process_loads_kernels_that_another_process_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test empties the records of modifications, as in a new process."""
     monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
     calls = []
     real = nvrtc.compile_source

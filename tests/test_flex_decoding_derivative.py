@@ -21,8 +21,8 @@ from flashbwd.mods.trace import trace
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
-# For each operator with a rule: expressions of {x} and {y}, where both get a gradient. Values at ties and bounds are
-# among the inputs.
+# Expressions of {x} and {y} for each operator with a rule. Both get a gradient. The inputs contain values at ties and
+# bounds.
 OPERATORS: dict[str, list[str]] = {
     **{n: [f"torch.{n}({{x}})"] for n in ("neg", "abs", "exp", "exp2", "expm1", "sin", "cos", "tan", "atan")},
     **{n: [f"torch.{n}({{x}})"] for n in ("sinh", "cosh", "tanh", "asinh", "erf", "erfc", "sigmoid", "relu", "floor")},
@@ -74,7 +74,7 @@ def in_double(text: str) -> Any:
 
 
 def expected(mod: Any) -> Tensor:
-    """Gradients by autograd in float64, from scores that float32 holds."""
+    """Gradients by autograd in float64, for scores that are exact in float32."""
     scores = SCORES.double().requires_grad_()
     result = mod(scores, *INDICES)
     return torch.autograd.grad(result.sum(), scores)[0] if result.requires_grad else torch.zeros_like(scores)
@@ -115,7 +115,7 @@ def by_operator(tmp_path_factory: pytest.TempPathFactory) -> HostMods:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_derivative_of_an_operator_is_autograds(operator: str, by_operator: HostMods) -> None:
+def test_the_derivative_of_an_operator_agrees_with_autograd(operator: str, by_operator: HostMods) -> None:
     for i, text in enumerate(expressions_of(operator)):
         want = expected(function_of(text))
         for suffix, limit in (("_double", 2e-7), ("", 2e-5)):
@@ -138,7 +138,7 @@ def generated(generator: random.Random) -> tuple[str, Tensor]:
             return text, want
 
 
-def test_derivatives_of_generated_expressions_are_autograds(tmp_path: Path) -> None:
+def test_derivatives_of_generated_expressions_agree_with_autograd(tmp_path: Path) -> None:
     profile = settings()
     seed = 0 if profile.derandomize else random.SystemRandom().randrange(2**32)
     generator = random.Random(seed)
@@ -154,7 +154,7 @@ def test_derivatives_of_generated_expressions_are_autograds(tmp_path: Path) -> N
         )
 
 
-def test_gradients_of_captured_tensors_are_autograds(tmp_path: Path) -> None:
+def test_gradients_of_captured_tensors_agree_with_autograd(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(9, 9, generator=generator)
     factor = torch.randn((), generator=generator)
@@ -181,7 +181,7 @@ def test_gradients_of_captured_tensors_are_autograds(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor.grad, double.grad.float(), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
 
 
-def test_gradients_are_those_of_the_result_times_its_gradient(tmp_path: Path) -> None:
+def test_gradients_are_multiplied_by_the_gradient_of_the_result(tmp_path: Path) -> None:
     slopes = torch.linspace(1, 2, 9)
     host = HostMods(tmp_path)
     host.add_gradient("scaled", lambda s, b, h, q, k: torch.exp(s * slopes[h]) + torch.sin(s), (slopes,))
@@ -193,8 +193,8 @@ def test_gradients_are_those_of_the_result_times_its_gradient(tmp_path: Path) ->
         torch.testing.assert_close(other, -2 * one)  # type: ignore[operator]
 
 
-def test_gradients_of_captured_tensors_are_added_only_where_the_caller_asks(tmp_path: Path) -> None:
-    """Several warps compute the gradient of the same score, and only one of them adds."""
+def test_gradients_of_captured_tensors_are_added_only_if_the_caller_asks(tmp_path: Path) -> None:
+    """Several warps compute the gradient of one score. Only one of them may add it to the gradient of a tensor."""
     slopes = torch.ones(9)
     host = HostMods(tmp_path)
     host.add_gradient("captured", lambda s, b, h, q, k: s * slopes[h], (slopes,))
@@ -204,7 +204,7 @@ def test_gradients_of_captured_tensors_are_added_only_where_the_caller_asks(tmp_
 
 
 def test_the_derivative_of_a_double_is_a_double(tmp_path: Path) -> None:
-    """The gradient of the first product is 1e60, more than a float holds."""
+    """The gradient of the first product is 1e60, which is beyond the range of float32."""
     host = HostMods(tmp_path)
     host.add_gradient("far", lambda s, b, h, q, k: s.double() * 1e-60 * 1e60)
     host.compile()

@@ -1,4 +1,4 @@
-"""Emitted modifications compute what PyTorch computes: each operator, compiled for the host and on a GPU."""
+"""Emitted modifications give the results of PyTorch: each operator, compiled for the host and run on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashbwd.mods.trace import trace
 NAMES = sorted(all_mods("cpu"))
 INDICES = [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(SHAPE)]
 
-# Sines are worked out in two ways, by the size of the argument.
+# Sines are computed in two ways, depending on the size of the argument.
 SINES: dict[str, Mod] = {
     "sine": lambda s, b, h, q, k: torch.sin(s * 10.0 ** (k % 9) + q),
     "cosine": lambda s, b, h, q, k: torch.cos(s * 10.0 ** (k % 9) + q),
@@ -28,7 +28,7 @@ SINES: dict[str, Mod] = {
     "cosine_at_zeros": lambda s, b, h, q, k: torch.cos((k + 0.5) * 3.14159265) * 1e6,
 }
 
-# Modifications whose result has every bit of PyTorch's.
+# Modifications whose results must equal PyTorch's bit for bit.
 EXACT: dict[str, Mod] = {
     "cube_in_16_bits": lambda s, b, h, q, k: (s.bfloat16() ** 3).float(),
     "integer_rounded_to_16_bits": lambda s, b, h, q, k: (s.bfloat16() * (k + 257)).float(),
@@ -40,7 +40,7 @@ EXACT: dict[str, Mod] = {
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor], Tensor]:
-    """``run(name, scores)``: the emitted modification as the host's compiler builds it."""
+    """A function of (name, scores) that runs the emitted modification, compiled with the host compiler."""
     if compiler() is None:
         pytest.skip("there is no C++ compiler")
     host = HostMods(tmp_path_factory.mktemp("emission"))
@@ -52,9 +52,7 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor],
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_emitted_modification_computes_what_pytorch_does(
-    name: str, on_host: Callable[[str, Tensor], Tensor]
-) -> None:
+def test_an_emitted_modification_agrees_with_pytorch(name: str, on_host: Callable[[str, Tensor], Tensor]) -> None:
     scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 8 - 4
     indices = [index.to(torch.int32) for index in INDICES]
     expected = all_mods("cpu")[name](scores, *indices).expand(SHAPE).float()
@@ -69,7 +67,9 @@ def test_sines_are_right_for_any_argument(name: str, on_host: Callable[[str, Ten
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_roundings_and_promotions_are_pytorchs(name: str, on_host: Callable[[str, Tensor], Tensor]) -> None:
+def test_roundings_and_type_promotions_equal_those_of_pytorch(
+    name: str, on_host: Callable[[str, Tensor], Tensor]
+) -> None:
     scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 8 - 4
     expected = EXACT[name](scores, *(index.to(torch.int32) for index in INDICES)).expand(SHAPE)
     assert torch.equal(on_host(name, scores), expected)
@@ -83,7 +83,7 @@ def test_a_captured_tensor_may_be_indexed_in_steps(name: str, on_host: Callable[
     torch.testing.assert_close(on_host(name, torch.zeros(SHAPE)), torch.stack(expected).view(SHAPE))
 
 
-def test_what_no_key_changes_is_worked_out_once_a_row() -> None:
+def test_terms_that_do_not_depend_on_the_key_are_computed_once_per_row() -> None:
     table = torch.zeros(3)
 
     def emitted(mod: Mod) -> tuple[str, str]:
@@ -117,8 +117,8 @@ def test_a_captured_tensor_may_be_indexed_in_steps_on_a_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(8))
-def test_emitted_modifications_compute_what_pytorch_does_on_a_gpu(part: int) -> None:
-    """Sums of modifications, to compile less often; each squashed, so that none hides the others."""
+def test_emitted_modifications_on_a_gpu_agree_with_pytorch(part: int) -> None:
+    """Each case sums several modifications, to compile less often. Sines bound the terms, so none hides the others."""
     shape = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=40)
     tensors = shape.tensors(torch.float16, "cuda")
     without_nan = {name: mod for name, mod in all_mods("cuda").items() if "nan" not in name}
@@ -137,8 +137,8 @@ def test_emitted_modifications_compute_what_pytorch_does_on_a_gpu(part: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen_q", [1, 9])
 @pytest.mark.parametrize("dims", [(16, 16), (128, 128), (192, 256)], ids=str)
-def test_what_is_worked_out_once_a_row_serves_every_tile(dims: tuple[int, int], seqlen_q: int) -> None:
-    """Beside sines near and far, which are worked out in two ways: side by side, and one after the other."""
+def test_terms_computed_once_per_row_are_right_in_every_tile(dims: tuple[int, int], seqlen_q: int) -> None:
+    """The modification also has sines of small and large arguments, which the kernel computes in two different ways."""
     shape = Shape(2, 8, 2, seqlen_q, 203, *dims)
     tensors = shape.tensors(torch.bfloat16, "cuda")
     factors, lengths = torch.rand(8, device="cuda") + 0.5, torch.tensor([200, 130], device="cuda")

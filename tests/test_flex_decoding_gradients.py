@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 def eager(
     shape: Shape, q: Tensor, k: Tensor, v: Tensor, mod: Any = None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As PyTorch's eager form rounds: fp32 scores, probabilities in the inputs' dtype."""
+    """Attention with the rounding of PyTorch's eager operators: fp32 scores, probabilities in the inputs' dtype."""
     group = shape.heads // shape.heads_kv
     keys, values = (t.repeat_interleave(group, 1).expand(shape.batch, -1, -1, -1) for t in (k, v))
     scores = (q.float() @ keys.float().mT) * shape.head_dim**-0.5
@@ -57,14 +57,14 @@ def gradients(attend: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor]
 
 def ours(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a warning says that the reference ran
+        warnings.simplefilter("error")  # a warning would mean that the reference ran
         return flashbwd.flex_decoding(q, k, v, *args, enable_gqa=True, return_lse=True)
 
 
 def assert_close(
     got: list[Tensor], rounded: list[Tensor], expected: list[Tensor], dtype: torch.dtype, names: tuple[str, ...] = NAMES
 ) -> None:
-    """Errors against float64: at most 1.1 times those of eager (10 times in float32), or a few roundings."""
+    """Errors against float64 are at most 1.1 times those of ``eager`` (10 times in float32), plus a few roundings."""
     for name, g, r, e in zip(names, got, rounded, expected, strict=True):
         assert g.dtype == r.dtype and g.shape == e.shape
         largest = float(e.abs().max()) if e.numel() else 0.0
@@ -93,7 +93,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mod", sorted(kit.score_mods(Shape())))
-def test_score_mods(mod: str, dtype: torch.dtype) -> None:
+def test_gradients_of_every_score_mod_agree_with_the_oracle(mod: str, dtype: torch.dtype) -> None:
     shape = Shape()
     check(shape, dtype, kit.score_mods(shape, "cuda")[mod])
 
@@ -114,14 +114,14 @@ OPERATORS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
-def test_derivatives_of_operators(name: str) -> None:
+def test_derivatives_of_operators_agree_with_the_oracle(name: str) -> None:
     check(Shape(), fp32 if name != "half" else bf16, OPERATORS[name])
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 @pytest.mark.parametrize("block", [64, 128, (1, 32), 20], ids=str)
 @pytest.mark.parametrize("mask", sorted(kit.mask_mods(Shape())))
-def test_masks(mask: str, block: Any, dtype: torch.dtype) -> None:
+def test_gradients_of_every_mask_agree_with_the_oracle(mask: str, block: Any, dtype: torch.dtype) -> None:
     shape = Shape(seqlen_k=333)
     mod = kit.score_mods(shape, "cuda")["alibi"]
     check(shape, dtype, mod, kit.mask_mods(shape, "cuda")[mask], block, with_lse=True)
@@ -129,14 +129,14 @@ def test_masks(mask: str, block: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 16, 100, 127])
 @pytest.mark.parametrize("group", [1, 2, 3, 6, 8, 16])
-def test_group_sizes_and_query_lengths(group: int, seqlen_q: int) -> None:
+def test_gradients_of_every_group_size_and_query_length_agree_with_the_oracle(group: int, seqlen_q: int) -> None:
     shape = Shape(heads=2 * group, seqlen_q=seqlen_q, seqlen_k=259)
     check(shape, bf16, kit.score_mods(shape, "cuda")["softcap"], kit.mask_mods(shape, "cuda")["causal"])
 
 
 @pytest.mark.parametrize("seqlen_k", [1, 2, 63, 64, 65, 127, 1000, 4097])
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
-def test_key_lengths(seqlen_k: int, dtype: torch.dtype) -> None:
+def test_gradients_of_every_key_length_agree_with_the_oracle(seqlen_k: int, dtype: torch.dtype) -> None:
     check(Shape(seqlen_q=1, seqlen_k=seqlen_k), dtype, with_lse=True)
 
 
@@ -144,19 +144,19 @@ def test_key_lengths(seqlen_k: int, dtype: torch.dtype) -> None:
     "dims", [(1, 1), (16, 64), (33, 17), (64, 64), (100, 128), (128, 128), (192, 128), (96, 250), (256, 256)], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_head_dimensions(dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gradients_of_every_head_dimension_agree_with_the_oracle(dims: tuple[int, int], dtype: torch.dtype) -> None:
     shape = Shape(head_dim=dims[0], head_dim_v=dims[1])
     check(shape, dtype, kit.score_mods(shape, "cuda")["alibi"], kit.mask_mods(shape, "cuda")["some_rows_empty"])
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
-def test_keys_shared_by_the_batch(dtype: torch.dtype) -> None:
+def test_gradients_of_keys_that_the_batch_shares_are_summed(dtype: torch.dtype) -> None:
     shape = Shape(batch=5, batch_kv=1)
     check(shape, dtype, with_lse=True)
     check(shape, dtype, kit.score_mods(shape, "cuda")["bias_rank4"], kit.mask_mods(shape, "cuda")["per_batch"])
 
 
-def test_any_strides() -> None:
+def test_gradients_are_right_for_any_strides() -> None:
     shape = Shape(head_dim=24, head_dim_v=40)
     q, k, v = shape.tensors(bf16, "cuda")
     padded = torch.full((*k.shape[:3], 27), torch.nan, dtype=bf16, device="cuda")[..., 1:25].copy_(k)
@@ -184,7 +184,7 @@ def test_captured_tensors_get_gradients() -> None:
         torch.testing.assert_close(g.double(), e, rtol=0.03, atol=0.03)
 
 
-def test_blocks_in_no_list_give_and_take_nothing() -> None:
+def test_blocks_in_no_list_are_not_read_and_get_zero_gradients() -> None:
     shape = Shape(seqlen_q=1, seqlen_k=333)
     q, k, v = leaves(shape.tensors(bf16, "cuda"))
     mask = kit.block_mask(lambda b, h, q, k: (k >= 70) & (k < 200), shape, "cuda", 64)
@@ -200,7 +200,7 @@ def test_blocks_in_no_list_give_and_take_nothing() -> None:
         assert not got[1][:, :, :70].any() and not got[2][:, :, 200:].any()
 
 
-def test_pages_in_any_order() -> None:
+def test_gradients_of_pages_in_any_order_agree_with_the_oracle() -> None:
     page, pages = 32, [6, 2, 7, 0]
     shape = Shape(batch=1, seqlen_q=1, seqlen_k=8 * page)
     counts = torch.tensor([[[len(pages)]]], dtype=torch.int32, device="cuda")
@@ -218,18 +218,18 @@ def test_pages_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
-def test_a_page_table_for_each_sequence_of_a_shared_cache(dtype: torch.dtype) -> None:
+def test_each_sequence_of_a_shared_cache_may_have_a_page_table_of_its_own(dtype: torch.dtype) -> None:
     page, tables, lengths = 32, [[6, 2, 7], [1, 4, 0, 5]], [70, 128]
     shape = Shape(batch=2, batch_kv=1, seqlen_q=1, seqlen_k=8 * page)
     counts = torch.tensor([[[len(table)]] for table in tables], dtype=torch.int32, device="cuda")
     indices = torch.tensor([[[table + [0] * (8 - len(table))]] for table in tables], dtype=torch.int32, device="cuda")
-    place = torch.full((2, 8), 1000, device="cuda")  # of a page in its sequence
+    position = torch.full((2, 8), 1000, device="cuda")  # position of each page in its sequence
     for b, table in enumerate(tables):
-        place[b, table] = torch.arange(len(table), device="cuda")
+        position[b, table] = torch.arange(len(table), device="cuda")
     length = torch.tensor(lengths, device="cuda")
 
     def filled(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return place[b, k // page] * page + k % page < length[b]
+        return position[b, k // page] * page + k % page < length[b]
 
     mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(1, page), mask_mod=filled, seq_lengths=(1, 8 * page))
     dense = kit.dense_mask(filled, shape, "cuda")
@@ -280,11 +280,13 @@ def test_repeated_gradients_have_equal_bits(mask: str | None) -> None:
     assert differing_elements(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)) == 0
 
 
-def test_deterministic_gradients_of_captured_tensors_take_the_reference() -> None:
+def test_deterministic_gradients_of_captured_tensors_come_from_the_reference() -> None:
     shape = Shape()
     inputs = leaves(shape.tensors(bf16, "cuda"))
     offsets = torch.zeros(4, device="cuda", requires_grad=True)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS needs a setting of its own
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # without warn_only, cuBLAS requires an environment variable
     try:
         out = flashbwd.flex_decoding(*inputs, lambda s, b, h, q, k: s + offsets[h], enable_gqa=True)
         with pytest.warns(UserWarning, match="captured tensors are added atomically"):

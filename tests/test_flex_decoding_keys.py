@@ -1,4 +1,4 @@
-"""Which modifications are known again without a trace, and that all others are read anew at each call."""
+"""Modifications with a key are recognised without a trace; all others are traced at every call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def key_of(*mods: Any) -> tuple[Any, ...]:
 
 @pytest.fixture
 def no_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known yet, and kernels take the tensors of the host."""
+    """Start without records, and let kernels accept tensors on the host."""
     monkeypatch.setattr(kernels, "_known", Recent(16))
     monkeypatch.setattr(kernels, "_modifications", Recent(16))
     monkeypatch.setattr(kernels, "Slots", functools.partial(Slots, device="cpu"))
@@ -54,7 +54,7 @@ def never(*_: Any) -> Any:
 # ---- functions that have a key ----
 
 
-def test_the_key_has_dtype_shape_strides_and_device_of_a_tensor_but_not_its_values() -> None:
+def test_the_key_contains_the_metadata_of_a_tensor_but_not_its_values() -> None:
     one = torch.zeros(3, 4)
     assert key_of(plus(one)) == key_of(plus(torch.ones(3, 4)))
     others = [
@@ -69,7 +69,7 @@ def test_the_key_has_dtype_shape_strides_and_device_of_a_tensor_but_not_its_valu
         assert key_of(plus(other)) != key_of(plus(one))
 
 
-def test_the_key_has_which_tensors_are_one() -> None:
+def test_the_key_tells_whether_two_tensors_are_the_same_one() -> None:
     one, two = torch.zeros(3), torch.zeros(3)
     assert key_of(plus(one, one)) == key_of(plus(two, two)) != key_of(plus(one, two))
     assert Captures(plus(one, one)).tensors == [one]
@@ -77,7 +77,7 @@ def test_the_key_has_which_tensors_are_one() -> None:
     assert [captures.position(tensor) for tensor in (one, two, table)] == [0, 1, None]
 
 
-def test_the_key_has_the_values_of_constants() -> None:
+def test_the_key_contains_the_values_of_constants() -> None:
     values = [
         2.0,
         3.0,
@@ -102,7 +102,7 @@ def test_the_key_has_the_values_of_constants() -> None:
     assert key_of(plus(2.0), None) != key_of(None, plus(2.0))
 
 
-def test_the_key_has_functions_that_a_function_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_contains_the_functions_that_a_function_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of(plus(plus(table, (1, plus(2.0)))))
     assert key_of(plus(plus(table, (1, plus(2.0))))) == before
     assert key_of(plus(plus(table, (1, plus(3.0))))) != before
@@ -110,7 +110,7 @@ def test_the_key_has_functions_that_a_function_reaches(monkeypatch: pytest.Monke
     assert key_of(plus(lambda s, b, h, q, k: s)) != key_of(plus(lambda s, b, h, q, k: -s))
 
 
-def test_the_key_has_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_contains_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         inner = lambda: torch.where(q - k < WINDOW, s, table[h])  # noqa: E731
         return inner()
@@ -128,7 +128,7 @@ def test_the_key_has_global_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Captures(mod).key is None
 
 
-def test_the_key_has_defaults() -> None:
+def test_the_key_contains_default_arguments() -> None:
     def mod(first: Any, second: Any) -> Any:
         return lambda s, b, h, q, k, f=first, *, g=second: s * f + g
 
@@ -139,7 +139,7 @@ def test_the_key_has_defaults() -> None:
     assert key_of(without) not in keys
 
 
-def test_the_key_has_the_names_of_keyword_defaults() -> None:
+def test_the_key_contains_the_names_of_keyword_defaults() -> None:
     def mod(**defaults: Any) -> Any:
         def of(s: Any, b: Any, h: Any, q: Any, k: Any, *, scale: float = 1.0, shift: float = 0.0) -> Any:
             return s * scale + shift
@@ -151,7 +151,7 @@ def test_the_key_has_the_names_of_keyword_defaults() -> None:
     assert key_of(mod(scale=2.0, shift=3.0)) != key_of(mod(shift=2.0, scale=3.0))
 
 
-def test_the_key_has_the_default_dtype() -> None:
+def test_the_key_contains_the_default_dtype() -> None:
     mod = lambda s, b, h, q, k: s + k * 1.0  # noqa: E731
     before = key_of(mod)
     torch.set_default_dtype(torch.float64)
@@ -161,7 +161,7 @@ def test_the_key_has_the_default_dtype() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_masks_that_pytorch_puts_together_have_a_key() -> None:
+def test_masks_that_pytorch_combines_have_a_key() -> None:
     def both(start: Any, end: Any) -> Any:
         return and_masks(lambda b, h, q, k: k < end[b], lambda b, h, q, k: k >= start)
 
@@ -169,7 +169,7 @@ def test_masks_that_pytorch_puts_together_have_a_key() -> None:
     assert key_of(both(3, table)) != key_of(both(4, table))
 
 
-# ---- functions that have none ----
+# ---- functions without a key ----
 
 
 def with_attribute() -> None: ...
@@ -220,23 +220,23 @@ NOT_PROVABLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NOT_PROVABLE)
-def test_a_function_that_reads_what_may_change_has_no_key(name: str) -> None:
+def test_a_function_that_reads_changeable_state_has_no_key(name: str) -> None:
     assert Captures(NOT_PROVABLE[name]).key is None
     assert Captures(None, NOT_PROVABLE[name]).tensors == []
 
 
-def test_a_function_of_an_unbound_variable_has_no_key() -> None:
+def test_a_function_with_an_unbound_variable_has_no_key() -> None:
     if gc is None:
         unbound = 1
     assert Captures(lambda s, b, h, q, k: s + unbound).key is None
 
 
-# ---- what is found for a function ----
+# ---- lookup ----
 
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.usefixtures("no_records")
-def test_a_change_of_what_a_function_reads_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_sees_changes_of_values_that_a_function_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mods, change, same = CHANGES[name]
     before = computes(*mods())
     assert computes(*mods()) is before
@@ -246,7 +246,7 @@ def test_a_change_of_what_a_function_reads_is_seen(name: str, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("no_records")
-def test_a_function_that_is_traced_again_finds_what_was_compiled_for_it() -> None:
+def test_a_function_that_is_traced_again_gets_the_same_record() -> None:
     first = computes(layer.of_class)
     records = torch.ops.flashbwd.decoding_modifications()
     assert first.source is not None
@@ -256,14 +256,14 @@ def test_a_function_that_is_traced_again_finds_what_was_compiled_for_it() -> Non
 
 
 @pytest.mark.usefixtures("no_records")
-def test_a_known_function_is_not_traced_and_its_tensors_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_function_is_not_traced_and_uses_the_tensors_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, three = (torch.zeros(4, dtype=torch.int32) for _ in range(3))
 
     def mod(x: Tensor, y: Tensor) -> Any:
         return lambda s, b, h, q, k: s + y[k] + x[h] * 2
 
     found, tensors = kernels.modification_of(mod(one, two), None)
-    assert [id(tensor) for tensor in tensors] == [id(two), id(one)]  # in the order of the kernel
+    assert [id(tensor) for tensor in tensors] == [id(two), id(one)]  # in the order of the kernel's slots
     monkeypatch.setattr(kernels, "trace", never)
     again, tensors = kernels.modification_of(mod(three, one), None)
     assert again is found
@@ -275,7 +275,7 @@ def test_a_known_function_is_not_traced_and_its_tensors_are_read_anew(monkeypatc
 
 @pytest.mark.usefixtures("no_records")
 @pytest.mark.parametrize("built_in", [True, False], ids=["built_in", "compiled"])
-def test_a_number_that_changes_at_each_step_leaves_no_more_than_the_bound(built_in: bool) -> None:
+def test_the_number_of_records_is_bounded_if_a_constant_changes_at_each_call(built_in: bool) -> None:
     gc.collect()
     before = torch.ops.flashbwd.decoding_modifications()
     for step in range(100):
@@ -289,7 +289,7 @@ def test_a_number_that_changes_at_each_step_leaves_no_more_than_the_bound(built_
 
 
 @pytest.mark.usefixtures("no_records")
-def test_a_record_in_use_outlives_its_place() -> None:
+def test_a_record_in_use_survives_its_eviction() -> None:
     held = computes(None, keys_before(1000))
     for step in range(100):
         computes(None, keys_before(step))
@@ -300,7 +300,7 @@ def test_a_record_in_use_outlives_its_place() -> None:
     assert torch.ops.flashbwd.decoding_modifications() == before - 1
 
 
-def test_the_entry_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_entry_is_evicted_first() -> None:
     recent: Recent[int] = Recent(2)
     recent.put("a", 1)
     recent.put("b", 2)

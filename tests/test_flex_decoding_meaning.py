@@ -1,7 +1,7 @@
-"""What a modification means: emitted code and the recogniser against PyTorch's eager operators, at extreme values too.
+"""Emitted code and recognised modifications give the results of PyTorch's eager operators, also at extreme values.
 
-The compiler of the host builds what the library emits, and the part of the built-in kernels that interprets what the
-recogniser returns.
+The host compiler builds the code that the library emits, and the part of the built-in kernels that interprets the
+result of the recogniser.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ host_only = pytest.mark.skipif(compiler() is None, reason="there is no C++ compi
 
 
 def seed_of_run() -> int:
-    """0 in CI; a new one for each thorough run."""
+    """0 in CI, and a new seed in each thorough run."""
     return 0 if settings().derandomize else random.SystemRandom().randrange(2**32)
 
 
@@ -50,7 +50,7 @@ def differing(got: Tensor, expression: Expression) -> Tensor:
 
 @host_only
 @pytest.mark.timeout(1200)
-def test_generated_expressions_have_every_bit_that_pytorch_gives_them(tmp_path: Path) -> None:
+def test_generated_expressions_equal_those_of_pytorch_bit_for_bit(tmp_path: Path) -> None:
     """Functions that libraries round differently, such as ``exp``, come last and have a tolerance."""
     thorough = not settings().derandomize
     seed = seed_of_run()
@@ -84,7 +84,7 @@ def test_an_operator_without_code_is_refused_by_name(name: str) -> None:
         HostMods(Path()).add("refused", mods[name])
 
 
-# ---- modifications that were once given another meaning ----
+# ---- modifications that an earlier version computed wrongly ----
 
 WIDE32 = torch.tensor(2**31 - 1, dtype=torch.int32)
 WIDE64 = torch.tensor(2**62, dtype=torch.int64)
@@ -145,7 +145,7 @@ SCORES = torch.randn(len(POINTS), generator=torch.Generator().manual_seed(1)) * 
 
 
 def at_all_points(score_mod: Any, mask_mod: Any, scores: Tensor, points: Tensor) -> Tensor:
-    """Scores after both functions, which PyTorch evaluates over all int32 indices at once."""
+    """The scores after both functions. PyTorch evaluates them on int32 tensors of all indices at once."""
     index = points.unbind(1)
     with AsOnCuda():
         values = scores if score_mod is None else score_mod(scores, *index).float()
@@ -166,7 +166,7 @@ CASES += [(name, None, mod) for name, mod in mask_cases().items()]
 
 @host_only
 @pytest.mark.parametrize(("name", "score_mod", "mask_mod"), CASES, ids=[c[0] for c in CASES])
-def test_a_case_once_misread_means_what_pytorch_computes(
+def test_cases_that_were_once_wrong_agree_with_pytorch(
     name: str, score_mod: Any, mask_mod: Any, tmp_path: Path
 ) -> None:
     host = HostMods(tmp_path)
@@ -182,7 +182,7 @@ def test_a_case_once_misread_means_what_pytorch_computes(
 
 
 def all_blocks(mask_mod: Any) -> BlockMask:
-    """All 4 blocks of 128 keys, each to be masked. create_block_mask would evaluate the mask over int64 indices."""
+    """List all 4 blocks of 128 keys as partial. create_block_mask would evaluate the mask on int64 indices."""
     count, blocks = torch.full((1, 1, 1), 4), torch.arange(4).view(1, 1, 1, 4)
     lists = (x.to("cuda", torch.int32) for x in (count, blocks))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 128), mask_mod=mask_mod, seq_lengths=(3, 512))
@@ -193,7 +193,7 @@ GPU_CASES = [("score", name) for name in score_cases()] + [("mask", name) for na
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "name"), GPU_CASES)
-def test_a_case_once_misread_means_what_pytorch_computes_on_a_gpu(kind: str, name: str) -> None:
+def test_cases_that_were_once_wrong_agree_with_pytorch_on_a_gpu(kind: str, name: str) -> None:
     shape = Shape(batch=1, heads=4, heads_kv=4, seqlen_q=3, seqlen_k=512, head_dim=64, head_dim_v=64)
     tensors = shape.tensors(torch.float32, "cuda")
     score_mod = score_cases("cuda")[name] if kind == "score" else None
@@ -217,7 +217,7 @@ EXTREMES64 = (*EXTREMES, 2**31, 2**32 + 3, 2**40, -(2**40), 2**62, 2**63 - 1, -(
 
 
 class Linear:
-    """Random functions close to those that are recognised: sums, casts, comparisons, slopes."""
+    """Random functions that resemble the recognised ones: sums, casts, comparisons, slopes."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -282,7 +282,7 @@ FEW_SCORES = torch.tensor([0.5, -2.0, 3.0, 100.0, 0.0, -0.25])
 
 
 @host_only
-def test_what_is_recognised_is_computed_as_pytorch_does_for_any_captured_integer(tmp_path: Path) -> None:
+def test_recognised_functions_agree_with_pytorch_for_any_captured_integer(tmp_path: Path) -> None:
     seed = seed_of_run()
     host = HostMods(tmp_path)
     found = {}
@@ -292,7 +292,7 @@ def test_what_is_recognised_is_computed_as_pytorch_does_for_any_captured_integer
         try:
             want = at_all_points(score_mod, mask_mod, FEW_SCORES, FEW)
             modification, captures = recognised(score_mod, mask_mod)
-        except (RuntimeError, ValueError, OverflowError):  # PyTorch refuses it
+        except (RuntimeError, ValueError, OverflowError):  # PyTorch refuses the function
             continue
         if modification is not None:
             host.add_built_in(f"case_{i}", modification, Slots(captures, "cpu"))

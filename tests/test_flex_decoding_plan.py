@@ -1,4 +1,4 @@
-"""What a flex decoding kernel is launched as: tiles that fit the device, splits that divide into clusters."""
+"""Launches of the flex decoding kernel: tiles fit the device, and splits divide into clusters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_head_dimensions_over_256_have_no_tile() -> None:
 
 
 @pytest.mark.parametrize("capability", sorted(SMEM))
-def test_one_sequence_fills_the_chip(capability: tuple[int, int]) -> None:
+def test_one_long_sequence_fills_the_gpu(capability: tuple[int, int]) -> None:
     for heads_kv in (1, 2, 3, 8, 16, 32):
         long = shape(heads_kv=heads_kv, seqlen_k=131072, head_dim=128, head_dim_v=128)
         info = device(capability)

@@ -1,4 +1,4 @@
-"""flex_decoding on the CPU: hidden keys count as 0 whatever their score or value is, and what kernel options change."""
+"""flex_decoding on the CPU: hidden keys contribute 0 whatever their score or value is; the effect of kernel options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import flashbwd
 
 INF, NAN = float("inf"), float("nan")
 SHAPE = Shape(seqlen_k=100)
-SEEN = 70  # keys that some row sees, unless a test says otherwise; the last partial block has both kinds
+SEEN = 70  # number of visible keys in most tests; the last partial block has visible and hidden keys
 
 
 def first_keys(count: int = SEEN) -> BlockMask:
@@ -36,7 +36,7 @@ def loss(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def assert_gradients(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """``want`` has no hidden keys; in ``got`` their gradients are 0."""
+    """Assert that ``got`` equals ``want``, which has no hidden keys, and is 0 for hidden keys."""
     for g, w in zip(got, want, strict=True):
         if g.shape != w.shape:
             assert not g[:, :, w.shape[2] :].any()  # NaN counts as True
@@ -59,7 +59,7 @@ def test_an_infinite_score_of_a_hidden_key_has_weight_zero(score: float) -> None
 
 
 @pytest.mark.parametrize("dirt", [INF, -INF, NAN])
-def test_hidden_keys_and_values_spoil_no_gradient_of_a_captured_tensor(dirt: float) -> None:
+def test_hidden_keys_and_values_do_not_change_gradients_of_captured_tensors(dirt: float) -> None:
     q, k, v = SHAPE.tensors(torch.float64)
     factor = torch.tensor([0.5, -1.5, 2.0, 1.0], dtype=torch.float64)
 
@@ -76,7 +76,9 @@ def test_hidden_keys_and_values_spoil_no_gradient_of_a_captured_tensor(dirt: flo
 
 def test_an_infinite_derivative_at_hidden_scores_gives_no_gradient() -> None:
     q, k, v = SHAPE.tensors(torch.float64)
-    hidden = k.index_fill(2, torch.arange(SEEN, 100), 0.0)  # their scores are 0, where the square root has no slope
+    hidden = k.index_fill(
+        2, torch.arange(SEEN, 100), 0.0
+    )  # their scores are 0, where the derivative of the square root is infinite
 
     def mod(s: Tensor, *_: Tensor) -> Tensor:
         return s.abs().sqrt()
@@ -87,7 +89,7 @@ def test_an_infinite_derivative_at_hidden_scores_gives_no_gradient() -> None:
 
 
 def test_a_product_that_overflows_at_a_hidden_score_gives_no_gradient() -> None:
-    """dout @ v.T is infinite for the query 1 and the key 0, which only the query 0 sees."""
+    """dout @ v.T is infinite for query 1 and key 0, but only query 0 sees key 0."""
     shape = Shape(batch=1, heads=1, heads_kv=1, seqlen_q=2, seqlen_k=5, head_dim=4, head_dim_v=4)
     q, k, v = shape.tensors(torch.float64)
     v[:, :, 0] = 1e200
@@ -103,7 +105,7 @@ def test_a_product_that_overflows_at_a_hidden_score_gives_no_gradient() -> None:
     out, _ = decode(inputs, mod_of(inputs[3]), mask)
     dq, _, _, dbias = torch.autograd.grad(out, inputs, dout)
 
-    alone = leaves(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], bias[1:, 1:])  # the query 1 and the keys that it sees
+    alone = leaves(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], bias[1:, 1:])  # query 1 and the keys that it sees
     one = Shape(batch=1, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=4, head_dim=4, head_dim_v=4)
     want, _ = kit.oracle(one, *alone[:3], mod_of(alone[3]))
     want_dq, want_dbias = torch.autograd.grad(want, [alone[0], alone[3]], dout[:, :, 1:])
@@ -113,7 +115,7 @@ def test_a_product_that_overflows_at_a_hidden_score_gives_no_gradient() -> None:
     assert bool(dbias.isfinite().all())
 
 
-def test_a_row_whose_scores_are_nan_spoils_no_key_that_it_does_not_see() -> None:
+def test_a_row_of_nan_scores_does_not_change_the_gradients_of_keys_that_it_does_not_see() -> None:
     q, k, v = SHAPE.tensors(torch.float64)
     inputs = leaves(q, k, v)
     mask = kit.block_mask(lambda b, h, i, j: (i != 1) | (j < 10), SHAPE)
@@ -166,7 +168,7 @@ def test_a_row_that_the_score_mod_hides_from_all_keys_has_gradients_of_zero() ->
 
 
 def parts_of(splits: int | None, seqlen_k: int) -> int:
-    """How many parts of the keys are reduced separately: score_mod is called once for each."""
+    """The number of parts of the keys that are reduced separately. score_mod is called once for each part."""
     calls = 0
 
     def mod(s: Tensor, *_: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def parts_of(splits: int | None, seqlen_k: int) -> int:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 60, 101, 203, 500])
-def test_split_kv_is_the_least_number_of_parts_of_the_keys(splits: int) -> None:
+def test_split_kv_is_a_lower_bound_of_the_number_of_parts(splits: int) -> None:
     seqlen_k = 203
     assert parts_of(None, seqlen_k) == 1
     assert min(splits, seqlen_k) <= parts_of(splits, seqlen_k) <= seqlen_k
@@ -192,7 +194,9 @@ def test_split_kv_is_the_least_number_of_parts_of_the_keys(splits: int) -> None:
 @pytest.mark.parametrize("splits", [None, 2, 7, 203])
 @pytest.mark.parametrize("prescale", [False, True])
 @pytest.mark.parametrize("scale", [None, 1.7])
-def test_gradients_depend_on_neither_option(scale: float | None, prescale: bool, splits: int | None) -> None:
+def test_split_kv_and_prescale_qk_do_not_change_gradients(
+    scale: float | None, prescale: bool, splits: int | None
+) -> None:
     shape = Shape()
     inputs, same = leaves(*shape.tensors(torch.float64)), leaves(*shape.tensors(torch.float64))
     mod = kit.score_mods(shape, dtype=torch.float64)["softcap"]
@@ -214,7 +218,7 @@ def test_gradients_depend_on_neither_option(scale: float | None, prescale: bool,
 def test_prescale_qk_scales_the_query_before_the_product(
     prescale: bool, query: float, key: float, scale: float
 ) -> None:
-    """Only one of the two orders is finite in float32."""
+    """Only one order of the multiplications is finite in float32."""
     shape = Shape(batch=1, heads=1, heads_kv=1, seqlen_q=2, seqlen_k=4, head_dim=1)
     q, k, v = shape.tensors(torch.float32)
     q = torch.tensor([1.0, 1.5]).view(1, 1, 2, 1) * query

@@ -1,4 +1,4 @@
-"""Slots of captured tensors: each tensor has one, in the order of its first use, within what a kernel takes."""
+"""Each captured tensor gets a slot, in the order of first use, up to the limits of a kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
 
 def slots_of(*tensors: Tensor) -> Slots:
-    """Of a function that captures these tensors."""
+    """The slots of a function that captures these tensors."""
     return Slots(Captures(FixedMod("mod", lambda arguments, given: given[0], tensors)), "cpu")
 
 
@@ -40,19 +40,19 @@ def test_a_tensor_that_was_not_captured_is_its_own_source() -> None:
     assert slots.positions() is None
 
 
-def test_equal_tensors_have_slots_of_their_own() -> None:
+def test_equal_tensors_have_separate_slots() -> None:
     a, b = torch.zeros(1), torch.zeros(1)
     slots = slots_of(a, b)
     assert [slots.of(x, "mod") for x in (a, b)] == [0, 1]
 
 
-def test_as_many_tensors_as_a_kernel_takes_are_taken() -> None:
+def test_a_modification_may_capture_as_many_tensors_as_a_kernel_takes() -> None:
     tensors = [torch.zeros(1) for _ in range(17)]
     slots = slots_of(*tensors)
     assert [slots.of(x, "mod") for x in tensors[:16]] == list(range(16))
     with pytest.raises(CannotEmitError, match="score_mod captures more than 16 tensors"):
         slots.of(tensors[16], "score_mod")
-    assert slots.of(tensors[15], "mod") == 15  # known ones are still found
+    assert slots.of(tensors[15], "mod") == 15  # tensors with a slot are still found
 
 
 def test_tensors_have_at_most_five_dimensions() -> None:
@@ -76,14 +76,14 @@ def test_tensors_of_another_device_are_refused() -> None:
         ("kModRowBytes", operators.ROW_BYTES),
     ],
 )
-def test_limits_are_those_of_the_kernels(name: str, limit: int) -> None:
+def test_limits_in_python_equal_those_of_the_kernels(name: str, limit: int) -> None:
     found = re.search(rf"constexpr int {name} = (\d+);", (CSRC / "decoding" / "params.h").read_text())
     assert found is not None
     assert int(found[1]) == limit
 
 
 def nested(depth: int) -> Any:
-    """A mod in which so many functions call one another."""
+    """A modification in which ``depth`` functions call one another."""
 
     def innermost(score: Tensor, *index: Tensor) -> Tensor:
         return score
@@ -146,11 +146,11 @@ def test_a_function_of_another_module_has_no_key_whatever_its_name() -> None:
     assert Captures(python_operators.neg).key is None
 
 
-def test_minus_zero_is_another_constant() -> None:
+def test_zero_and_minus_zero_are_different_constants() -> None:
     assert Captures(0.0).key != Captures(-0.0).key
 
 
-def test_the_number_of_recent_entries_is_bounded_and_reading_renews_one() -> None:
+def test_the_number_of_recent_entries_is_bounded_and_reading_renews_an_entry() -> None:
     recent: Recent[str] = Recent(2)
     recent.put("a", "A")
     recent.put("b", "B")
@@ -184,18 +184,18 @@ def test_a_source_that_does_not_compile_leaves_no_kernel(monkeypatch: pytest.Mon
         ([torch.float32] * 5, "0123"),
         ([torch.float64, torch.float64, torch.float32], "01"),
         ([torch.float64, torch.int32, torch.float64, torch.int32], "013"),
-        ([torch.bfloat16] * 5, "0123"),  # held as float
+        ([torch.bfloat16] * 5, "0123"),  # stored as float
         ([torch.bool] * 17, "0123456789101112131415"),
     ],
 )
-def test_a_row_takes_values_while_they_fit_into_its_bytes(dtypes: list[torch.dtype], taken: str) -> None:
+def test_values_are_stored_per_row_while_they_fit_into_its_bytes(dtypes: list[torch.dtype], taken: str) -> None:
     row = Row()
     fields = row.take("score", ["work"], {str(i): dtype for i, dtype in enumerate(dtypes)})
     assert "".join(fields) == taken
     assert all(f"score_{i};" in row.text() for i in fields)
 
 
-def test_a_row_of_two_functions_shares_its_bytes() -> None:
+def test_two_functions_share_the_bytes_of_a_row() -> None:
     row = Row()
     assert row.text() == ""
     assert list(row.take("score", [], {"a": torch.float64})) == ["a"]

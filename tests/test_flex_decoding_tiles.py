@@ -1,4 +1,4 @@
-"""Tiles of the reference flex decoding: they hold every pair that a block list lets see, once, and no key in vain."""
+"""Tiles of the reference's flex decoding contain every visible pair of a block list once, and no absent block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiles_of(states: Tensor | None, queries: int, keys: int, splits: int | None 
 
 
 def states_of(rows: list[list[int]]) -> Tensor:
-    """Of one head."""
+    """The block states of one head."""
     return torch.tensor(rows, dtype=torch.uint8)[None, None]
 
 
@@ -52,18 +52,18 @@ def test_a_pair_is_in_one_tile_if_its_block_is_listed_and_in_none_otherwise(
     assert all(0 < tile.q1 - tile.q0 <= rows_of_a_tile and tile.k0 < tile.k1 <= keys for tile in found)
 
 
-def test_neighbours_of_one_kind_share_a_tile() -> None:
+def test_neighbouring_blocks_of_one_kind_share_a_tile() -> None:
     found = tiles_of(states_of([[FULL, FULL, PARTIAL, ABSENT, PARTIAL, PARTIAL]]), 4, 48)
     assert [(tile.k0, tile.k1, tile.masked) for tile in found] == [(0, 16, False), (16, 24, True), (32, 48, True)]
 
 
-def test_a_block_is_left_out_only_if_every_head_and_sequence_lacks_it() -> None:
+def test_a_block_is_skipped_only_if_no_head_and_no_sequence_lists_it() -> None:
     states = torch.full((2, 2, 1, 3), ABSENT, dtype=torch.uint8)
     states[1, 0, 0, 1] = FULL
     assert [(tile.k0, tile.k1, tile.masked) for tile in tiles_of(states, 4, 24)] == [(8, 16, True)]
 
 
-def test_lists_that_cannot_be_read_at_once_leave_all_keys_in() -> None:
+def test_no_key_is_skipped_if_the_lists_cannot_be_read_without_waiting() -> None:
     states = states_of([[ABSENT, FULL, ABSENT]]).to("meta")
     assert [(tile.k0, tile.k1, tile.masked) for tile in tiles_of(states, 4, 24)] == [(0, 24, True)]
 
@@ -80,7 +80,7 @@ def test_splits_bound_the_keys_of_a_tile(splits: int, most: int) -> None:
 
 
 @pytest.mark.parametrize(("scores", "most"), [(2 * 4 * 500, 500), (2 * 4 * 20, decoding._FEWEST_KEYS)])
-def test_a_tile_has_as_many_scores_as_are_allowed_but_no_fewer_keys_than_the_least(
+def test_the_size_of_a_tile_is_bounded_by_its_scores_but_has_a_minimum_of_keys(
     scores: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "_SCORES", scores)

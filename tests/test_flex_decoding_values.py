@@ -1,4 +1,4 @@
-"""Sums of indices, captured integers and a constant: arithmetic, and when they cannot wrap around."""
+"""Sums of indices, captured integers and a constant: their arithmetic, and whether they can wrap around."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from flashbwd.mods.values import FAR, Captured, Score, Sum
 
 LENGTH, OTHER = torch.tensor(11, dtype=torch.int32), torch.tensor(7, dtype=torch.int32)
-WIDE = torch.tensor(11)  # of 64 bits
+WIDE = torch.tensor(11)  # int64
 ONE, TWO = Captured(LENGTH, ""), Captured(OTHER, "")
 
 
-def test_sums_add_weight_by_weight() -> None:
+def test_adding_sums_adds_their_weights() -> None:
     found = Sum(1, 2, 3, 4, 5, ((ONE, 1),)) + Sum(10, 20, 30, 40, 50, ((ONE, 2), (TWO, 3)), bits=64)
     assert found == Sum(11, 22, 33, 44, 55, ((ONE, 3), (TWO, 3)), bits=64)
 
 
-def test_a_sum_times_a_number_has_every_weight_times_it() -> None:
+def test_multiplying_a_sum_multiplies_every_weight() -> None:
     assert Sum(1, 2, 3, 4, 5, ((ONE, 6),), bits=64) * -2 == Sum(-2, -4, -6, -8, -10, ((ONE, -12),), bits=64)
 
 
-def test_terms_that_cancel_are_gone() -> None:
+def test_terms_that_cancel_are_removed() -> None:
     assert (Sum(terms=((ONE, 2),)) + Sum(terms=((ONE, -2),))).terms == ()
     assert (Sum(k=1, terms=((ONE, 2),)) * 0) == Sum()
 
@@ -62,7 +62,7 @@ def test_captured_elements_are_equal_by_tensor_and_index() -> None:
         (Sum(terms=((ONE, 1), (TWO, 1))), False),
     ],
 )
-def test_a_sum_is_exact_where_it_cannot_wrap_around(total: Sum, exact: bool) -> None:
+def test_a_sum_is_exact_if_it_cannot_wrap_around(total: Sum, exact: bool) -> None:
     assert total.is_exact is exact
 
 
@@ -70,7 +70,7 @@ def test_a_sum_is_exact_where_it_cannot_wrap_around(total: Sum, exact: bool) -> 
     ("total", "names"),
     [(Sum(b=1), "b"), (Sum(h=1), "h"), (Sum(h=1, bits=64), "h"), (Sum(h=2), ""), (Sum(b=1, h=1), ""), (Sum(k=1), "")],
 )
-def test_a_sum_is_an_index_where_it_is_nothing_else(total: Sum, names: str) -> None:
+def test_a_sum_of_a_single_index_is_that_index(total: Sum, names: str) -> None:
     assert "".join(name for name in "bh" if total.is_index(name)) == names
 
 

@@ -1,4 +1,4 @@
-"""The sm90 kernel with block lists against float64 autograd of the plain formula."""
+"""The sm90 kernel with block lists agrees with float64 autograd of the plain formula."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ CASES = [
     Case("window", alibi=True, head_dim=64, seqlen_q=500, seqlen_k=500),
     Case("random_blocks", softcap=3.0, alibi=True, seqlen_q=700, seqlen_k=700, dtype=torch.float16),
     Case("documents", dlse=True),
-    # enough memory for an overlapped preprocess, with and without queries that see no key
+    # large enough for an overlapped preprocess, with and without queries that see no key
     Case("documents", heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048),
     Case("documents", heads=32, heads_kv=32, seqlen_q=2048, seqlen_k=2048, head_dim=64),
     Case("random_blocks", heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048),
@@ -255,7 +255,7 @@ def test_deterministic_results_repeat_bit_for_bit(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_nothing_of_an_invisible_block_is_read(head_dim: int) -> None:
+def test_the_kernel_does_not_read_invisible_blocks(head_dim: int) -> None:
     case = Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4)
     p = build(case)
     expected = p.run(deterministic=True)
@@ -267,7 +267,7 @@ def test_nothing_of_an_invisible_block_is_read(head_dim: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_calls_are_captured_in_a_graph() -> None:
+def test_calls_can_be_captured_in_a_graph() -> None:
     p = build(Case("documents", seqlen_q=1024, seqlen_k=1024))
     expected = p.run(deterministic=True)
     stream = torch.cuda.Stream()
@@ -293,7 +293,7 @@ def public_problem(case: Case) -> tuple[Problem, Any]:
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_public_function_runs_the_kernel_and_says_so(head_dim: int, softcap: float) -> None:
+def test_the_public_function_runs_the_kernel_that_its_plan_names(head_dim: int, softcap: float) -> None:
     case = Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=head_dim, softcap=softcap)
     p, block_mask = public_problem(case)
     score_mod = (lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)) if softcap else None
@@ -322,7 +322,9 @@ def test_autograd_through_pytorchs_forward_agrees_with_the_plain_formula() -> No
         ({"dtype": torch.float32}, "it takes float16 and bfloat16, got float32"),
     ],
 )
-def test_a_call_without_a_kernel_goes_to_the_reference_with_the_reason(change: dict[str, Any], words: str) -> None:
+def test_the_reference_computes_a_call_without_a_kernel_and_the_plan_gives_the_reason(
+    change: dict[str, Any], words: str
+) -> None:
     p, block_mask = public_problem(Case("causal", **change))
     dout, q, k, v, out = p.tensors
     options = {"block_mask": block_mask, "enable_gqa": True}

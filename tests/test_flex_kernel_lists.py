@@ -1,4 +1,4 @@
-"""The block lists that the sm90 kernel reads, against the mask that they stand for. No GPU."""
+"""The block lists that the sm90 kernel reads describe the mask. These tests need no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def words_of_tile(row: torch.Tensor, queries: int) -> torch.Tensor:
     for thread in range(256):
         key = thread // 32 * 16 + thread % 32 // 4
         query = thread % 4 * 2
-        for value in range(queries // 2):  # accumulator of 64 keys and all queries: value i of a thread
+        for value in range(queries // 2):  # value i of a thread in the accumulator of 64 keys and all queries
             i = value % 4 // 2 * (queries // 4) + value // 4 * 2 + value % 2
             bit = words[thread * per_thread + i // 32] >> i % 32 & 1
             mask[value // 4 * 8 + query + value % 2, key + value % 4 // 2 * 8] = bool(bit)
@@ -80,7 +80,7 @@ def lists_of(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("name", "sizes", "heads_kv", "queries"), CASES)
-def test_kernel_lists_hold_the_mask(
+def test_kernel_lists_describe_the_mask(
     name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int, deterministic: bool
 ) -> None:
     seqlen_q, seqlen_k = sizes[2:]
@@ -96,7 +96,7 @@ def test_kernel_lists_hold_the_mask(
 
 
 @pytest.mark.parametrize(("name", "sizes", "heads_kv", "queries"), CASES)
-def test_adds_count_the_entries_of_earlier_work_tiles(
+def test_the_turn_number_of_an_add_counts_the_adds_of_earlier_work_tiles(
     name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int
 ) -> None:
     lists = lists_of(name, sizes, heads_kv, queries, deterministic=True)

@@ -1,4 +1,4 @@
-"""Block lists and mask bits of FlexAttention, against a loop over all pairs of the dense mask."""
+"""Block lists and mask bits of FlexAttention agree with a loop over all pairs of the dense mask."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def random_mask(sizes: Sizes, block: tuple[int, int], shared: tuple[bool, bool],
     lists = (1 if shared[0] else batch, 1 if shared[1] else heads)
     states = torch.randint(0, 3, (*lists, rows, columns), generator=generator)
     asked = torch.rand(batch, heads, seqlen_q, seqlen_k, generator=generator) < 0.5
-    asked[:, :, : seqlen_q // 2] |= torch.rand((), generator=generator) < 0.5  # tiles that turn out to be full
-    asked[:, :, seqlen_q // 2 :] &= torch.rand((), generator=generator) < 0.5  # or empty
+    asked[:, :, : seqlen_q // 2] |= torch.rand((), generator=generator) < 0.5  # makes some tiles full
+    asked[:, :, seqlen_q // 2 :] &= torch.rand((), generator=generator) < 0.5  # makes some tiles empty
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return asked[0 if shared[0] else b, 0 if shared[1] else h, q, k]
@@ -116,7 +116,7 @@ def test_tiles_without_a_visible_pair_are_in_no_list_and_full_tiles_have_no_bits
     ids=["neither", "batch", "head", "both"],
 )
 def test_lists_are_shared_unless_the_mask_reads_the_batch_or_head(mod: Any, batches: int, heads: int) -> None:
-    """The BlockMask itself is shared, as PyTorch evaluates mask_mod with the batch and head of the call."""
+    """The BlockMask itself has one batch and head, but PyTorch evaluates mask_mod with those of the call."""
     sizes = (3, 4, 100, 200)
     everything = torch.ones(1, 1, 1, dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(
@@ -171,7 +171,7 @@ def test_work_tiles_start_longest_first_within_a_section(section: int | None) ->
         assert [lengths[i] for i in part] == sorted((lengths[i] for i in part), reverse=True)
 
 
-def test_lists_are_made_once_per_mask_and_again_after_a_write_to_what_it_reads() -> None:
+def test_lists_are_computed_once_and_again_after_a_tensor_of_the_mask_changes() -> None:
     documents = torch.arange(300) // 100
     mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, 300, 300, device="cpu")
     sizes = (1, 1, 300, 300)
@@ -184,7 +184,15 @@ def test_lists_are_made_once_per_mask_and_again_after_a_write_to_what_it_reads()
     index = torch.arange(300)
     seen = documents[index[:, None]] == documents[index]
     listed = dense(first, sizes)[0, 0].new_zeros(300, 300)
-    for m, n in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2)):  # the BlockMask's own lists did not change
+    for m, n in (
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    ):  # blocks that the unchanged lists of the BlockMask contain
         listed[128 * m : 128 * m + 128, 128 * n : 128 * n + 128] = True
     assert torch.equal(dense(second, sizes)[0, 0], seen & listed)
 

@@ -243,7 +243,7 @@ def test_equal_work_tiles(deterministic: bool, head_dim: int, seqlen_q: int, tar
 
 
 @pytest.mark.parametrize("target", KERNELS)
-def test_the_first_call_of_a_thread(target: Target) -> None:
+def test_the_first_call_of_a_thread_gives_equal_bits(target: Target) -> None:
     """A thread, such as autograd's, has no CUDA context before it launches something."""
     x = built("dense_causal", target, deterministic=True)
     expected = present(run(x, target[1]))

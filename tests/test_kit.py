@@ -27,7 +27,7 @@ def gradients_of(result: oracle.AttentionResult) -> dict[str, Tensor]:
 def test_autograd_agrees_with_the_written_out_formulas(case: cases.Case) -> None:
     x = inputs.build(case, torch.float64)
     main = [x.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse")]
-    written = oracle.attention_from_statistics(*main, **inputs.forward_arguments(x.canonical))
+    written = oracle.attention_from_lse(*main, **inputs.forward_arguments(x.canonical))
     for name, expected in gradients_of(x.reference).items():
         tolerance.assert_close(getattr(written, name), expected, [], name)
 
@@ -268,7 +268,7 @@ def rounded_as_a_kernel(x: inputs.Inputs) -> dict[str, Tensor | None]:
     """The gradients in fp32, but for P and dS, which are rounded once to the precision of the inputs."""
     main = [x.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse")]
     options = inputs.forward_arguments(x.canonical)
-    result = oracle.attention_from_statistics(*main, **options, dtype=torch.float32, operands=x.dtype)
+    result = oracle.attention_from_lse(*main, **options, dtype=torch.float32, operands=x.dtype)
     found = {name: getattr(result, name) for name in GRADIENTS}
     return {name: None if g is None else g if name == "dsink" else g.to(x.dtype) for name, g in found.items()}
 
@@ -287,7 +287,7 @@ def test_a_bias_gradient_rounded_between_sharers_is_refused(name: str, dtype: to
     main = [x.canonical[of] for of in ("q", "k", "v", "dout", "out", "lse")]
     shape = (x.case.batch, x.case.heads, x.case.seqlen_q, x.case.seqlen_k)
     options = inputs.forward_arguments(x.canonical) | {"attn_bias": x.canonical["attn_bias"].expand(shape)}
-    shares = oracle.attention_from_statistics(*main, **options, dtype=torch.float32).dbias
+    shares = oracle.attention_from_lse(*main, **options, dtype=torch.float32).dbias
     dim = 0 if shape[0] > 1 else 1
     total = torch.zeros_like(shares.select(dim, 0), dtype=dtype)
     for share in shares.unbind(dim):

@@ -132,7 +132,7 @@ CASES = [
 @pytest.mark.parametrize("columns", [1, 7, 64, 1000, 4095, 8192, 20000])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_the_definition(device: str, case: Case, columns: int) -> None:
+def test_gradients_agree_with_the_definition(device: str, case: Case, columns: int) -> None:
     for rows in (0, 1, 21):
         changed = replace(case, columns=columns, rows=rows)
         inputs = make(changed, device)
@@ -141,7 +141,7 @@ def test_gradients_of_the_definition(device: str, case: Case, columns: int) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [768, 1024, 4096, 5000, 5120, 7919, 12288, 16384, 65536, 131072])
-def test_every_width_at_rows_around_the_number_of_sms(columns: int) -> None:
+def test_gradients_of_every_width_agree_for_rows_around_the_number_of_sms(columns: int) -> None:
     chance = random.Random(columns)
     for rows in (3, 131, 132, 133) if columns < 65536 else (3, 132):
         case = replace(chance.choice(CASES), rows=rows, columns=columns)

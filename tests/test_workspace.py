@@ -180,30 +180,30 @@ def test_blocks_give_eight_rows_the_elements_that_they_have_as_rows() -> None:
         assert places == list(range(places[0], places[0] + 32)) and places[0] % 32 == 0
 
 
-def test_parted_rows_have_the_same_places_in_another_order() -> None:
+def test_permuted_rows_hold_the_same_columns_in_another_order() -> None:
     for columns in range(4, 300, 4):
-        places = [host.parted_offset(column, columns) for column in range(0, columns, 4)]
+        places = [host.permuted_offset(column, columns) for column in range(0, columns, 4)]
         assert sorted(places) == list(range(0, columns, 4))
-        assert [host.parted_column(place, columns) for place in places] == list(range(0, columns, 4))
+        assert [host.permuted_column(place, columns) for place in places] == list(range(0, columns, 4))
         rest = columns // 32 * 32  # columns that make no block of 32 stay where they are
         assert places[rest // 4 :] == list(range(rest, columns, 4))
 
 
-def test_a_store_to_parted_rows_meets_every_bank_once_in_each_half_of_a_warp() -> None:
+def test_a_store_to_permuted_rows_meets_every_bank_once_in_each_half_of_a_warp() -> None:
     for group in range(4):  # of 8 columns; lane has row lane / 4, two columns from lane % 4 * 2 on
         for half in (range(16), range(16, 32)):
             banks = set()
             for lane in half:
                 column = group * 8 + lane % 4 * 2
-                place = host.parted_offset(column // 4 * 4, 32) + column % 4
+                place = host.permuted_offset(column // 4 * 4, 32) + column % 4
                 piece = place // 4 ^ lane // 4  # as the copy engine swizzles rows of 128 bytes
                 banks |= {piece * 4 + place % 4, piece * 4 + place % 4 + 1}
             assert banks == set(range(32))
 
 
-def test_rows_are_parted_where_that_is_asked_for() -> None:
+def test_rows_are_permuted_where_the_layout_says_so() -> None:
     for asked in (False, True):
-        assert host.plan_workspace(dense(1, 1, 1, 1, 64), request(dq_parted=asked)).dq_parted == asked
+        assert host.plan_workspace(dense(1, 1, 1, 1, 64), request(dq_permuted=asked)).dq_permuted == asked
 
 
 @pytest.mark.parametrize(
@@ -237,20 +237,20 @@ def test_a_request_of_negative_size_raises(field: str, value: int) -> None:
 
 
 def padded_rows(lengths: list[int], heads: int, packed: bool) -> tuple[list[range], int]:
-    """The row statistics of each (sequence, head), padded to whole tiles of 128 rows, and the rows of one array."""
+    """The rows of lse and delta of each (sequence, head), padded to whole tiles of 128 rows, and the rows of one array."""
     longest, total = max(lengths, default=0), sum(lengths)
-    statistics = host.RowStatistics(packed, len(lengths), heads, longest, total)
+    layout = host.LseDelta(packed, len(lengths), heads, longest, total)
     blocks = []
     for b, length in enumerate(lengths):
         begin = sum(lengths[:b]) if packed else 0
         for head in range(heads):
-            first = statistics.index(b, head, begin)
+            first = layout.index(b, head, begin)
             blocks.append(range(first, first + -(-length // 128) * 128))
-    return blocks, statistics.delta_offset
+    return blocks, layout.delta_offset
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_row_statistics_are_padded_rows_that_neither_overlap_nor_leave_their_array(packed: bool) -> None:
+def test_lse_and_delta_are_padded_rows_that_neither_overlap_nor_leave_their_array(packed: bool) -> None:
     rng = random.Random(8)
     calls = [([1], 1), ([1] * 7, 1), ([1], 5), ([128, 1, 129, 0, 1], 3)]
     calls += [([rng.choice(LENGTHS) for _ in range(rng.randrange(1, 9))], rng.randrange(1, 5)) for _ in range(100)]

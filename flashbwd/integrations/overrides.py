@@ -57,7 +57,7 @@ def _use_up_the_warning() -> None:
 
 
 def _is_pytorchs(operator: str, key: str) -> bool:
-    """Whether PyTorch's generated code registered the operator's current kernel for a dispatch key."""
+    """Return whether PyTorch's generated code registered the operator's current kernel for a dispatch key."""
     kernels = torch._C._dispatch_dump(operator).splitlines()
     return any(re.match(rf"{key}: registered at \S*/Register{key}_\d+\.cpp:", line) for line in kernels)
 
@@ -149,8 +149,10 @@ _held: set[Overrides] = set()
 
 
 class Overrides:
-    """Keeps overrides active, from :func:`enable` until :meth:`remove`, the end of the ``with`` block, or
-    :func:`disable`."""
+    """Keeps overrides active until :meth:`remove`, the end of the ``with`` block, or :func:`disable`.
+
+    :func:`enable` creates it.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
@@ -194,7 +196,8 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
     attention : bool
         Override the backwards of attention.
     norms : bool
-        Override the backwards of LayerNorm and RMSNorm. ``torch.compile`` with Inductor generates its own norms.
+        Override the backwards of LayerNorm and RMSNorm. These overrides have no effect on compiled models, for which
+        Inductor generates its own norm kernels.
 
     Returns
     -------
@@ -214,7 +217,7 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
 
 
 def disable() -> None:
-    """Restore all of PyTorch's kernels, whichever code enabled the overrides."""
+    """Restore all of PyTorch's kernels, also if other code enabled the overrides."""
     with _lock:
         _held.clear()
         _register_what_is_held()

@@ -1,9 +1,9 @@
 """Flex decoding inside torch.compile: one operator in the graph, with the modifications as Python source text.
 
-PyTorch's compiler can trace the functions that are passed to its own flex_attention. The same tracing is registered for
-a higher-order operator of this library. It passes the source text of the traced graphs, and the tensors that they
-capture, to a normal operator, which runs the code that is used without a compiler. The modifications are text, because
-a compiled graph may be cached on disk and loaded by another process, in which a number in a table would mean nothing.
+PyTorch's compiler can trace the functions that are passed to its own flex_attention. This module registers the same
+tracing for a higher-order operator. That operator passes the source text of the traced graphs, and the tensors that
+they capture, to a normal operator, which runs the code that is used without a compiler. The modifications are text,
+because another process may load the compiled graph from a disk cache and does not have this process's objects.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ _flex_decoding: Callable[..., Results] = _FlexDecoding()
 
 
 def compiler_traces_functions() -> bool:
-    """Register how PyTorch's compiler traces the operator's functions. Returns False if this PyTorch cannot do it.
+    """Register how PyTorch's compiler traces the operator's functions. Return False if this PyTorch cannot trace them.
 
-    The compiler calls this function while it traces, so the compiler is not imported before it is used.
+    The compiler calls this function while it traces. Until then, nothing imports the compiler.
     """
     try:
         from torch._dynamo.variables import higher_order_ops as known
@@ -204,7 +204,7 @@ def _call_of(
 
 
 def shaped_like_query(query: Tensor, head_dim: int) -> Tensor:
-    """Return an empty (B, H, Sq, head_dim) tensor with query's dtype and memory order, the last dimension innermost."""
+    """Return an empty (B, H, Sq, head_dim) tensor with query's dtype and order of strides, and a last stride of 1."""
     strides = query.stride()
     order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
     sizes = (*query.shape[:3], head_dim)
@@ -224,32 +224,63 @@ def as_outside() -> AbstractContextManager[None]:
 def apart(tensor: Tensor, *others: Tensor) -> Tensor:
     """Return the tensor, or a copy if it shares its storage with one of the others.
 
-    Results of an operator in a graph must not share storage, but the kernels put out, lse and max_scores into one
+    The results of an operator in a graph must not share storage, but the kernels return out, lse and max_scores in one
     allocation.
     """
     storages = [other.untyped_storage()._cdata for other in others]
     return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
 
 
+def _exact_size(query: Tensor, value: Tensor, exact: bool) -> tuple[int, ...]:
+    """Return the shape of the unrounded output: empty if it is not requested, or equal to the rounded one."""
+    return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
+
+
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
+    lse = query.new_empty(query.shape[:3], dtype=accumulator(query.dtype))
+    exact = lse.new_empty(_exact_size(query, value, rest[-1]))
+    return shaped_like_query(query, value.shape[3]), lse, torch.empty_like(lse), exact
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    wanted, query, key, value, _, captures = args[4:10]
+    dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
+    return dq, dk, dv, [torch.empty_like(c) for c, w in zip(captures, wanted, strict=True) if w]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    query, key, value, mask, score_captures, mask_captures, *ctx.rest = inputs
+    ctx.counts = (len(mask), len(score_captures))
+    out, lse, _, exact = output
+    ctx.save_for_backward(
+        exact if exact.numel() else out, lse, query, key, value, *mask, *score_captures, *mask_captures
+    )
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    out, lse, query, key, value, *tensors = ctx.saved_tensors
+    lists, scores = ctx.counts
+    mask, captures, others = tensors[:lists], tensors[lists : lists + scores], tensors[lists + scores :]
+    wanted = list(ctx.needs_input_grad[4])
+    dq, dk, dv, found = torch.ops.flashbwd.flex_decoding_in_graph_backward(
+        out, lse, dout, dlse, wanted, query, key, value, mask, captures, others, *ctx.rest
+    )
+    grads = iter(found)
+    dcaptures = [next(grads) if w else None for w in wanted]
+    return dq, dk, dv, [None] * lists, dcaptures, [None] * len(others), *[None] * len(ctx.rest)
+
+
 def implement(forward: Forward, backward: Backward) -> None:
     """Define the operators. ``forward`` and ``backward`` are the functions that run without a compiler."""
-
-    def exact_size(query: Tensor, value: Tensor, exact: bool) -> tuple[int, ...]:
-        """Return the shape of the unrounded output: empty if it is not requested, or equal to the rounded one."""
-        return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
 
     def run_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
         call = _call_of((query.shape[2], key.shape[2]), *rest)
         with as_outside():
             out, lse, largest, exact = forward(call, query, key, value, rest[-1])
-        empty = exact_size(query, value, rest[-1]) == (0,)
+        empty = _exact_size(query, value, rest[-1]) == (0,)
         unrounded = lse.new_empty(0) if empty else exact.float().contiguous()
         return out, apart(lse, out), apart(largest, out, lse), unrounded
-
-    def forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
-        lse = query.new_empty(query.shape[:3], dtype=accumulator(query.dtype))
-        exact = lse.new_empty(exact_size(query, value, rest[-1]))
-        return shaped_like_query(query, value.shape[3]), lse, torch.empty_like(lse), exact
 
     def run_backward(
         out: Tensor,
@@ -272,32 +303,6 @@ def implement(forward: Forward, backward: Backward) -> None:
         grads = [g.to(t.dtype) for g, t in zip((dq, dk, dv, *dleaves), (query, key, value, *leaves), strict=True)]
         return grads[0], grads[1], grads[2], grads[3:]
 
-    def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        wanted, query, key, value, _, captures = args[4:10]
-        dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
-        return dq, dk, dv, [torch.empty_like(c) for c, w in zip(captures, wanted, strict=True) if w]
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-        query, key, value, mask, score_captures, mask_captures, *ctx.rest = inputs
-        ctx.counts = (len(mask), len(score_captures))
-        out, lse, _, exact = output
-        ctx.save_for_backward(
-            exact if exact.numel() else out, lse, query, key, value, *mask, *score_captures, *mask_captures
-        )
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        out, lse, query, key, value, *tensors = ctx.saved_tensors
-        lists, scores = ctx.counts
-        mask, captures, others = tensors[:lists], tensors[lists : lists + scores], tensors[lists + scores :]
-        wanted = list(ctx.needs_input_grad[4])
-        dq, dk, dv, found = torch.ops.flashbwd.flex_decoding_in_graph_backward(
-            out, lse, dout, dlse, wanted, query, key, value, mask, captures, others, *ctx.rest
-        )
-        grads = iter(found)
-        dcaptures = [next(grads) if w else None for w in wanted]
-        return dq, dk, dv, [None] * lists, dcaptures, [None] * len(others), *[None] * len(ctx.rest)
-
     name = "flashbwd::flex_decoding_in_graph"
     gradients = "(Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, bool[] wanted, "
     torch.library.define(
@@ -310,6 +315,6 @@ def implement(forward: Forward, backward: Backward) -> None:
     )
     torch.library.impl(name, "CompositeExplicitAutograd", lib=library)(run_forward)
     torch.library.impl(f"{name}_backward", "CompositeExplicitAutograd", lib=library)(run_backward)
-    torch.library.register_fake(name, forward_fake, lib=library)
-    torch.library.register_fake(f"{name}_backward", backward_fake, lib=library)
-    torch.library.register_autograd(name, differentiate, setup_context=setup, lib=library)
+    torch.library.register_fake(name, _forward_fake, lib=library)
+    torch.library.register_fake(f"{name}_backward", _backward_fake, lib=library)
+    torch.library.register_autograd(name, _gradients, setup_context=_save_for_backward, lib=library)

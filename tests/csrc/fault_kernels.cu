@@ -1,5 +1,5 @@
-// Operators that fail on purpose, built as the kernels are (stable ABI, static CUDA runtime), for the tests of error
-// reports across two CUDA runtimes.
+// Operators that fail on purpose, for the tests of error reports with two CUDA runtimes in one process. They are built
+// as the kernels are: stable ABI, static CUDA runtime.
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -40,30 +40,30 @@ void check(cudaError_t error) { STD_TORCH_CHECK(error == cudaSuccess, "flashbwd:
 
 float* data_of(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
-// A launch as it should be.
+// A launch without an error.
 void add_one(Tensor x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int64_t blocks = (x.numel() + kThreads - 1) / kThreads;
   check(flashbwd::launch_kernel(config_of(x, blocks, kThreads), add_one_kernel, data_of(x), x.numel()));
 }
 
-// Cannot be launched; the error is reported and gone.
+// The launch fails, and the operator reports the error, which also clears it.
 void bad_launch(Tensor x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   check(flashbwd::launch_kernel(config_of(x, 1, kTooManyThreads), add_one_kernel, data_of(x), x.numel()));
 }
 
-// Cannot be launched; nobody asks, and the error stays in this library's runtime.
+// The launch fails, no code reads the error, and it stays in this library's runtime.
 void unreported_bad_launch(Tensor x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const cudaLaunchConfig_t config = config_of(x, 1, kTooManyThreads);
   (void)cudaLaunchKernelEx(&config, add_one_kernel, data_of(x), x.numel());
 }
 
-// What this library's runtime would say if it were asked now.
+// The error that is stored in this library's runtime.
 int64_t pending_error(Tensor) { return static_cast<int64_t>(cudaPeekAtLastError()); }
 
-// Launched without an error; the device meets it later, and the context is lost.
+// The launch succeeds. The device reports an error later, and the context is lost.
 void illegal_address(Tensor x) {
   auto* nowhere = reinterpret_cast<float*>(uintptr_t{16});
   check(flashbwd::launch_kernel(config_of(x, 1, 32), write_nowhere_kernel, nowhere));

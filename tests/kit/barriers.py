@@ -1,8 +1,8 @@
 """Simulates thread roles that synchronize with mbarriers, on the host and in random order.
 
-A role is a generator that yields each wait as (barrier, parity) and arrives by plain calls. The simulation may delay a
-runnable role for any length of time, as a GPU may delay a warp. If a barrier can complete two phases before a waiting
-role sees the first, the wait never ends, and the simulation reports a deadlock.
+A role is a generator. It yields each wait as (barrier, parity), and it arrives by calling ``Barrier.arrive``. The
+simulation may delay a runnable role for any length of time, as a GPU may delay a warp. If a barrier can complete two
+phases before a waiting role sees the first, the wait never ends, and the simulation reports a deadlock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Role = Generator[tuple[Barrier, int], None, None]
 def run(roles: Iterable[Role], rng: random.Random) -> bool:
     """Run all roles. True if every role ends; False if the remaining roles all wait forever (a deadlock).
 
-    Each turn runs a random role for one or two steps, or until it has to wait.
+    Each iteration runs a random role for one or two steps, or until it has to wait.
     """
     waits: dict[Role, tuple[Barrier, int] | None] = dict.fromkeys(roles)
     while waits:

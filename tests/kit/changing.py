@@ -55,7 +55,7 @@ def ring(t: Tensor) -> Any:
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
-    # the modifications; a change; modifications with literals that compute what the first must compute after the change
+    # The modifications, a change, and modifications with literals that give what the first must give after the change.
     "class": (
         lambda: (None, sliding),
         lambda patch: patch.setattr(Config, "window", 32),

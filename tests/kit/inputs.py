@@ -57,7 +57,7 @@ class Draw:
 
     def _written_out(self, dtype: torch.dtype) -> oracle.AttentionResult:
         given = [self.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse")]
-        return oracle.attention_from_statistics(*given, **forward_arguments(self.canonical), dtype=dtype)
+        return oracle.attention_from_lse(*given, **forward_arguments(self.canonical), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def _draw(case: Case, dtype: torch.dtype, seed: int) -> Draw:
     canonical["out"] = reference.out.to(dtype)
     canonical["lse"] = torch.where(reference.empty, case.empty_lse, reference.lse).to(lse_dtype(dtype))
     if canonical["dlse"] is not None:
-        # NaN where nothing depends on dlse. With a sink, the LSE of a row without keys is the sink, so dlse counts
-        # there.
+        # dlse is NaN in rows in which no gradient depends on it. With a sink, the LSE of a row without keys is the
+        # sink, so dlse matters in that row.
         canonical["dlse"] = torch.where(reference.lse == -torch.inf, torch.nan, canonical["dlse"])
     _poison(case, canonical)
     return Draw(canonical, reference)
@@ -316,15 +316,15 @@ def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> d
     arguments["attn_bias"] = None if bias is None else lay_out_bias(case.bias_layout, bias)
     for name, argument in (("lse", "softmax_lse"), ("dlse", "dlse")):
         x = canonical[name]
-        arguments[argument] = None if x is None else moved(statistics_in_form(case, x))
+        arguments[argument] = None if x is None else moved(lse_in_form(case, x))
     if case.varlen:
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = case.max_seqlen_q, case.max_seqlen_k
     arguments["deterministic"] = case.deterministic
     return arguments
 
 
-def statistics_in_form(case: Case, rows: Tensor) -> Tensor:
-    """Row statistics, (B, H, Sq) or (H, total_q), in the form that the case requests; padding is NaN."""
+def lse_in_form(case: Case, rows: Tensor) -> Tensor:
+    """The LSE or dlse, (B, H, Sq) or (H, total_q), in the form that the case requests; padding is NaN."""
     if case.lse_form == "rows":
         return rows
     if case.lse_form == "rows1":

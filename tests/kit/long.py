@@ -79,7 +79,7 @@ class LongInputs:
     dlse: Tensor | None  # (1, H, S)
 
     def scores(self, dtype: torch.dtype, rows_at_once: int = 0) -> Iterator[Scores]:
-        """Yields blocks of rows of each head, with matrices in ``dtype`` and row statistics at least in fp32."""
+        """Yields blocks of rows of each head, with matrices in ``dtype``, and the LSE and delta at least in fp32."""
         case = self.case
         step = rows_at_once or max(BLOCK_M, _ELEMENTS // case.seqlen)
         scale, wide = case.head_dim**-0.5, torch.promote_types(dtype, torch.float32)

@@ -203,7 +203,7 @@ def attention(
     return AttentionResult(out, lse, empty, dq, dk, dv, dbias, dsink)
 
 
-def attention_from_statistics(
+def attention_from_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,

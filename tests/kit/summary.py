@@ -15,7 +15,7 @@ import pytest
 from . import tolerance
 
 DECLARED = "refused as declared: "  # prefix of the skip reason of a case that a backend is expected to refuse
-NO_CASE = "no such case: "  # prefix where parameters together describe no case, so that nothing could run
+NO_CASE = "no such case: "  # prefix of the skip reason if the parameters describe no case, so nothing could run
 PROPERTY = "error_over_limit"
 
 Ratios = dict[str, dict[str, float]]  # "sm90 bfloat16" -> gradient -> largest ratio of an error to its limit

@@ -1,4 +1,4 @@
-"""out, lse and dlse that come from elsewhere: other shapes, other keys, other forwards."""
+"""out, LSE and dlse of other forwards: other shapes, LSEs of more keys, sinks that the forward did not have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_form_of_the_lse_gives_the_same_gradients(form: str, target: Targe
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_two_statistics_may_have_different_forms(target: Target) -> None:
+def test_lse_and_dlse_may_have_different_forms(target: Target) -> None:
     device, backend, dtype = target
     x = inputs.build(cases.Case("lse", dlse=True, lse_form="padded"), dtype, device)
     skip_where_refused(x, backend)
@@ -34,7 +34,7 @@ def test_the_two_statistics_may_have_different_forms(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_statistics_may_be_strided(target: Target) -> None:
+def test_lse_and_dlse_may_be_strided(target: Target) -> None:
     device, backend, dtype = target
     x = inputs.build(cases.Case("lse", dlse=True), dtype, device)
     skip_where_refused(x, backend)
@@ -45,14 +45,14 @@ def test_statistics_may_be_strided(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_given_lse_is_used_and_not_recomputed(target: Target) -> None:
-    """An LSE larger by log 2 halves p; out is what it is."""
+def test_the_given_lse_is_used_and_not_recomputed(target: Target) -> None:
+    """An LSE that is larger by log 2 halves p, while out stays the same."""
     device, backend, dtype = target
     x = inputs.build(cases.Case("lse", seqlen_q=30, seqlen_k=50), dtype, device)
     skip_where_refused(x, backend)
     lse = x.canonical["lse"] + torch.log(torch.tensor(2.0, dtype=x.canonical["lse"].dtype))
     main = [x.canonical[name] for name in ("q", "k", "v", "dout", "out")]
-    expected = oracle.attention_from_statistics(*main, lse)
+    expected = oracle.attention_from_lse(*main, lse)
     shifted = dataclasses.replace(x, draw=inputs.Draw(x.canonical | {"lse": lse}, expected))
     shifted.check(*run(x, backend, softmax_lse=lse.to(device)))
     dv = run(x, backend, softmax_lse=lse.to(device)).dv.double().cpu()
@@ -62,7 +62,7 @@ def test_given_lse_is_used_and_not_recomputed(target: Target) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_gradients_of_key_parts_add_up(with_sink: bool, target: Target) -> None:
-    """Ring attention: global out, lse and dlse, a part of the keys a call; dq is accumulated in fp32."""
+    """Ring attention: each call gets a part of the keys, and out, LSE and dlse of all keys; dq is summed in fp32."""
     device, backend, dtype = target
     case = cases.Case("ring", heads=4, heads_kv=2, seqlen_q=37, seqlen_k=96, dlse=True)
     x = inputs.build(dataclasses.replace(case, sink="finite" if with_sink else None), dtype, device)
@@ -89,7 +89,7 @@ def test_gradients_of_key_parts_add_up(with_sink: bool, target: Target) -> None:
 
 
 def test_causal_ring_steps_add_up() -> None:
-    """Two chunks of a causal sequence: the chunk's own keys are causal, earlier ones are seen in full."""
+    """The second half of a causal sequence sees its own keys through a causal mask, and all earlier keys."""
     x = inputs.build(cases.Case("ring", seqlen_q=64, seqlen_k=64, causal=True), torch.float64)
     a = x.arguments
     own, earlier = slice(32, 64), slice(0, 32)
@@ -106,7 +106,7 @@ def test_causal_ring_steps_add_up() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_sinks_can_be_added_to_a_forward_without_them(target: Target) -> None:
-    """lse' = logaddexp(lse, sink), out' = out * exp(lse - lse'): what the contract says of such a forward."""
+    """docs/numerics.md gives the rule: lse' = logaddexp(lse, sink), out' = out * exp(lse - lse')."""
     device, backend, dtype = target
     with_sink = inputs.build(cases.Case("sink", sink="finite", causal=True), dtype, device)
     skip_where_refused(with_sink, backend)
@@ -129,5 +129,5 @@ def test_dsink_has_the_dtype_of_sink(dtype_of_sink: torch.dtype, target: Target)
     assert dsink is not None
     assert dsink.dtype == dtype_of_sink
     main = [x.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse")]
-    expected = oracle.attention_from_statistics(*main, sink=sink.cpu().double()).dsink
+    expected = oracle.attention_from_lse(*main, sink=sink.cpu().double()).dsink
     torch.testing.assert_close(dsink.double().cpu(), expected, rtol=2e-2, atol=2e-2)

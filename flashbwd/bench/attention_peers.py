@@ -33,8 +33,8 @@ MASK_SEED = 1234
 
 def _alibi_as_bias(case: AttentionCase, x: AttentionInputs, slopes: Tensor) -> Tensor:
     """Return the ALiBi terms as a bias, (1, H, S, S)."""
-    places = torch.arange(case.seqlen, device=slopes.device)
-    return (-slopes[:, None, None] * (places[:, None] - places).abs())[None].to(x.q.dtype)
+    positions = torch.arange(case.seqlen, device=slopes.device)
+    return (-slopes[:, None, None] * (positions[:, None] - positions).abs())[None].to(x.q.dtype)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -269,9 +269,9 @@ def _bars(results: Sequence[CaseResult]) -> Any:
     figure = Figure(figsize=(10, 1 + len(results) * max(0.4, 0.14 * len(peers))), layout="constrained")
     axes = figure.add_subplot()
     for number, peer in enumerate(peers):
-        places = [i + number * height for i, r in enumerate(results) if peer in r.peers and r.peers[peer].timed]
+        positions = [i + number * height for i, r in enumerate(results) if peer in r.peers and r.peers[peer].timed]
         values = [r.rate(peer) for r in results if peer in r.peers and r.peers[peer].timed]
-        axes.barh(places, values, height, label=peer, color=f"C{number}", hatch=None if "flashbwd" in peer else "//")
+        axes.barh(positions, values, height, label=peer, color=f"C{number}", hatch=None if "flashbwd" in peer else "//")
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(results))], [r.name for r in results], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel(results[0].unit)

@@ -77,7 +77,9 @@ def test_every_shape_has_a_tile_that_fits(
     # Shuffles need lanes that divide a warp or fill warps; named barriers are 16.
     assert 32 % tile.lanes == 0 or tile.lanes % 32 == 0
     assert tile.lanes <= 32 or tile.groups <= 15
-    assert tile.cluster == (tile.ctas_per_row > 1 and capability[0] >= 9 and tile.ctas_per_row <= options["most_cluster"])
+    assert tile.cluster == (
+        tile.ctas_per_row > 1 and capability[0] >= 9 and tile.ctas_per_row <= options["most_cluster"]
+    )
     assert tile.ctas_per_row == 1 or tile.cluster or tile.groups == 1
 
 

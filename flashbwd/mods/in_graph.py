@@ -62,8 +62,8 @@ class _FlexDecoding(HigherOrderOperator):
             [tensor for tensor in lists if tensor is not None],
             _tensors(score_captures, query),
             _tensors(mask_captures, query),
-            _text("score_mod", score_mod) if options["score_mod"] else "",
-            _text("mask_mod", mask_mod) if lists[0] is not None else "",
+            text_of("score_mod", score_mod) if options["score_mod"] else "",
+            text_of("mask_mod", mask_mod) if lists[0] is not None else "",
             q_block,
             kv_block,
             scale,
@@ -123,7 +123,7 @@ def _tensors(captures: Sequence[Any], like: Tensor) -> list[Tensor]:
     return [c if isinstance(c, Tensor) else torch.full((), c, device=like.device) for c in captures]
 
 
-def _text(name: str, graph_module: fx.GraphModule) -> str:
+def text_of(name: str, graph_module: fx.GraphModule) -> str:
     """Return the Python source of a graph, with the imports that it needs, as JSON.
 
     JSON has no line breaks: the compiler writes string arguments into comments of the code that it generates.
@@ -146,17 +146,30 @@ def _text(name: str, graph_module: fx.GraphModule) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _function_of(text: str) -> Callable[..., Tensor]:
+def function_of(text: str) -> Callable[..., Tensor]:
     names: dict[str, Any] = dict(_KNOWN_NAMES)
     exec(compile(json.loads(text), f"<{_NAME}>", "exec"), names)
     function: Callable[..., Tensor] = names["forward"]
     return function
 
 
-def _bound(text: str, captures: Sequence[Tensor]) -> Mod:
-    """Return the function of a text. The text is its identity, because it determines what the function computes."""
-    function = _function_of(text)
-    return FixedMod(text, lambda arguments, tensors: function(None, *arguments, *tensors), captures)
+def bound(text: str, captures: Sequence[Tensor], numbers: tuple[tuple[int, int], ...] = ()) -> Mod:
+    """Return the function of a text. Text and numbers are its identity: they determine what the function computes.
+
+    Parameters
+    ----------
+    numbers : tuple of (int, int)
+        Captured numbers: the position among all captures, in ascending order, and the value.
+    """
+    function = function_of(text)
+
+    def call(arguments: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> Tensor:
+        everything: list[Any] = list(tensors)
+        for position, number in numbers:
+            everything.insert(position, number)
+        return function(None, *arguments, *everything)
+
+    return FixedMod((text, numbers), call, captures)
 
 
 _INPUTS = (
@@ -184,9 +197,9 @@ def _call_of(
     blocks = None
     if mask:
         counts, indices = (mask[2], mask[3]) if len(mask) == 4 else (None, None)
-        mod = _bound(mask_mod, mask_captures)
+        mod = bound(mask_mod, mask_captures)
         blocks = Blocks(mask[0], mask[1], counts, indices, (q_block, kv_block), lengths, mod)
-    score = _bound(score_mod, score_captures) if score_mod else None
+    score = bound(score_mod, score_captures) if score_mod else None
     return DecodingCall(score, blocks, scale, prescale, rows_safe, splits or None)
 
 

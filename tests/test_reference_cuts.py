@@ -18,7 +18,7 @@ from flashbwd import reference
 from flashbwd.options import AttentionOptions
 from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
-from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, cut_into_pieces
+from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, split_into_tasks
 from flashbwd.reference.modifications import GatherByIndex
 from flashbwd.reference.operands import write_scaled
 from flashbwd.reference.scores import Dropout, operand, sees_nothing
@@ -143,20 +143,20 @@ def test_pieces_have_every_row_that_sees_a_key_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: threads)
         mode = "bottom_right" if causal else "none"
-        pieces, used = cut_into_pieces(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
+        tasks, used = split_into_tasks(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
     assert 1 <= used <= threads
     for of in spans:
         count = torch.zeros(of.batches, heads * group, of.sq, dtype=torch.int64)
-        own = [piece for piece in pieces if piece.span is of]
-        for piece in own:
-            chunk = piece.chunk
-            for strip in piece.strips():
-                assert strip[1] - strip[0] <= piece.cut.block_q
+        own = [task for task in tasks if task.span is of]
+        for task in own:
+            chunk = task.chunk
+            for strip in task.strips():
+                assert strip[1] - strip[0] <= task.cut.block_q
                 batches = slice(chunk.batch0, chunk.batch0 + chunk.batches)
                 count[batches, chunk.query_range, slice(*strip)] += 1
         keyless = of.sq if of.sk == 0 else max(of.sq - of.sk, 0) if causal else 0
         assert (count[..., :keyless] == 0).all() and (count[..., keyless:] == 1).all()
-        assert not one_chunk or len({piece.chunk for piece in own}) <= 1
+        assert not one_chunk or len({task.chunk for task in own}) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -183,9 +183,9 @@ def test_pieces_run_side_by_side_on_a_cpu_unless_they_add_to_the_same_elements(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(48, 70, 1, 8, device=device)
-    pieces, found = cut_into_pieces([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
+    tasks, found = split_into_tasks([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
     assert found == threads
-    assert {piece.parts for piece in pieces} == {1}  # of one block of queries
+    assert {task.parts for task in tasks} == {1}  # of one block of queries
 
 
 @pytest.mark.parametrize(("batches", "threads"), [(1, 1), (31, 1), (32, 2), (48, 3), (99, 3)])
@@ -194,7 +194,7 @@ def test_a_thread_has_the_scores_of_a_whole_tile_at_least(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(batches, 64, 1, 8)
-    _, found = cut_into_pieces([span(batches, 64, 64)], x, x, "none", (-1, -1))
+    _, found = split_into_tasks([span(batches, 64, 64)], x, x, "none", (-1, -1))
     assert found == threads
 
 
@@ -204,8 +204,8 @@ def test_one_head_is_cut_into_as_many_parts_as_there_are_threads_and_blocks(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(1, 256 * blocks, 1, 8)
-    pieces, _ = cut_into_pieces([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
-    assert [(piece.part, piece.parts) for piece in pieces] == [(part, parts) for part in range(parts)]
+    tasks, _ = split_into_tasks([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
+    assert [(task.part, task.parts) for task in tasks] == [(part, parts) for part in range(parts)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -323,7 +323,7 @@ def test_an_operand_with_a_column_has_rows_of_whole_16_bytes_except_on_a_cpu(dim
 @pytest.mark.parametrize("given_one", ["rng_seed", "rng_offset"])
 def test_dropout_needs_both_words_of_its_generators_state(given_one: str) -> None:
     options = AttentionOptions(dropout_p=0.25, **{given_one: 3})
-    with pytest.raises(ValueError, match=r"dropout_p is 0\.25, which needs rng_state, got None"):
+    with pytest.raises(ValueError, match=r"rng_state is None, expected .* because dropout_p is 0\.25"):
         Dropout.of(torch.zeros(1, 2, 1, 8), options, 2, 2)
 
 

@@ -237,7 +237,7 @@ def test_a_request_of_negative_size_raises(field: str, value: int) -> None:
 
 
 def padded_rows(lengths: list[int], heads: int, packed: bool) -> tuple[list[range], int]:
-    """The rows of lse and delta of each (sequence, head), padded to whole tiles of 128 rows, and of one array."""
+    """The rows of LSE and delta of each (sequence, head), padded to tiles of 128 rows, and the rows of one array."""
     longest, total = max(lengths, default=0), sum(lengths)
     layout = host.LseDelta(packed, len(lengths), heads, longest, total)
     blocks = []

@@ -4,9 +4,9 @@ python3 dev.py demo [ARGS]    trains a small GPT with flashbwd's gradients and w
 python3 dev.py test [ARGS]    runs the tests with pytest ARGS, in several workers unless ARGS name files
 python3 dev.py setup          only creates the environment and builds
 
-A torch >= 2.10 that this python can import is used as it is; otherwise pip installs one. Without a GPU that is a build
-for the CPU, if pip's index offers one. Needs Python 3.10 or newer and g++. CUDA kernels are compiled for the GPUs of
-this machine; FLASHBWD_CUDA=1 compiles them without a GPU.
+If this python can import a torch >= 2.10, the environment uses it. Otherwise pip installs a torch; on a machine without
+a GPU, a torch without CUDA if pip's index offers one. The script needs Python 3.10 or newer and g++. It compiles CUDA
+kernels for the GPUs of this machine; FLASHBWD_CUDA=1 compiles them without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
-MADE = ENV / "made.txt"  # exists once the environment is complete; after an interruption it is made again
+MADE = ENV / "made.txt"  # exists if the environment is complete; otherwise the next run creates it again
 WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # options of pytest-xdist
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
@@ -41,7 +41,7 @@ def output(*arguments: str) -> str:
 
 
 def make_environment() -> None:
-    """Create a virtual environment, which sees the packages of this Python if these include a usable torch."""
+    """Create a virtual environment. It sees the packages of this Python if they include a usable torch."""
     from build_tools.toolchain import BuildError, find_torch
 
     venv.create(ENV, with_pip=False, symlinks=True, clear=True)
@@ -62,7 +62,7 @@ def make_environment() -> None:
 
 
 def wanted() -> tuple[list[str], str]:
-    """The requirements that are missing, and a text that changes when something has to be installed again."""
+    """Return the missing requirements, and a text that changes when packages must be installed again."""
     requirements = output("-m", "build_tools.requirements").split()
     return requirements, "\n".join([*requirements, (ROOT / "pyproject.toml").read_text()])
 

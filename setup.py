@@ -23,7 +23,7 @@ from build_tools.toolchain import BuildError  # noqa: E402
 
 
 class BuildLibraries(build_ext):
-    """Builds the libraries with ninja; the Extension objects only tell setuptools that there are extensions."""
+    """Builds the libraries with ninja. The Extension objects only tell setuptools that extensions exist."""
 
     extensions: list[Extension]
 
@@ -48,7 +48,7 @@ class BuildLibraries(build_ext):
         built = {f"flashbwd.{library.output.stem}": ROOT / library.output for library in libraries}
         for extension in self.extensions:
             target = Path(self.get_ext_fullpath(extension.name))
-            target.unlink(missing_ok=True)  # an older build's library, which this build may not contain
+            target.unlink(missing_ok=True)  # an earlier build may have made a library that this build does not make
             if extension.name in built:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(built[extension.name], target)
@@ -77,7 +77,7 @@ class BuildTestModules(Command):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """A wheel tagged for every Python: the libraries do not use Python's ABI."""
+    """Tags a wheel for every Python, because the libraries do not use Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

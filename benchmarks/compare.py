@@ -4,10 +4,10 @@
 
 Each PATH is a folder that contains a built package `flashbwd`. Each build runs in its own process, because one process
 cannot load two builds. The processes stay alive and use the device alternately, one slot at a time. Each process finds
-the case and prepares the call with its own `flashbwd.bench`. A case that a build does not know or does not support is
-skipped and named.
+the case and prepares the call with its own `flashbwd.bench`. The script names each case that it skips because a build
+does not know or support it.
 
-A ratio is the time of the first build over that of another build: the median over rounds of the ratio within a round.
+A ratio is the time of the first build over the time of another build: the median over rounds of the ratio in a round.
 If it is above 1, the other build is faster. The table ends with geometric means. --out writes all times as JSON.
 """
 
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-CALLS_OF_A_GRAPH = 40  # at most
+CALLS_OF_A_GRAPH = 40  # largest number of calls in one CUDA graph
 
 
 # ---- one build, in its own process ---------------------------------------------------------------
@@ -41,7 +41,7 @@ def serve() -> None:
         request = json.loads(line)
         try:
             answer = getattr(server, request.pop("do"))(**request)
-        except Exception as error:  # an error of the build under test; the table shows it
+        except Exception as error:  # the table shows an error of the build under test
             answer = {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
@@ -52,12 +52,12 @@ class _Server:
         self.call: Any = None
 
     def cases(self, suite: str, text: str) -> dict[str, Any]:
-        """The names of the cases that contain the text."""
+        """Return the names of the cases that contain the text."""
         from flashbwd.bench import machine
 
         try:
             from flashbwd.bench import suites
-        except ImportError:  # builds in which cases.py held the suites
+        except ImportError:  # older builds, in which cases.py contained the suites
             from flashbwd.bench import cases as suites  # type: ignore[no-redef]
         self.device = machine.default_device()
         found = {f"{case.table}: {case.name}": case for case in suites.suite(suite, self.device.type)}
@@ -109,7 +109,7 @@ class _Server:
         torch.cuda.synchronize()
 
     def slot(self) -> dict[str, Any]:
-        """Milliseconds of one call."""
+        """Return the milliseconds of one call."""
         with self.scope():
             return {"ms": self._milliseconds(self.call, self.repeats) * self.repeats / self.calls}
 
@@ -139,7 +139,7 @@ class Build:
 
     def __init__(self, name: str, path: Path) -> None:
         if not (path / "flashbwd" / "__init__.py").is_file():
-            raise SystemExit(f"compare.py: {name}={path} holds no package flashbwd")
+            raise SystemExit(f"compare.py: {name} is {path}, expected a folder with a built package flashbwd")
         self.name = name
         command = [sys.executable, os.path.abspath(__file__), "--serve"]
         environment = {**os.environ, "PYTHONPATH": str(path.resolve()), "PYTHONSAFEPATH": "1"}
@@ -174,7 +174,7 @@ class Row:
     times: dict[str, list[float]]
 
     def ratio(self, build: str) -> float:
-        """The time of the first build over that of ``build``: the median over rounds."""
+        """Return the time of the first build over the time of ``build``: the median over rounds."""
         first = next(iter(self.times.values()))
         return statistics.median(a / b for a, b in zip(first, self.times[build], strict=True))
 
@@ -188,7 +188,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def measure(builds: Sequence[Build], case: str, options: argparse.Namespace) -> Row | str:
-    """The times of one case, or the reason why it is skipped."""
+    """Return the times of one case, or the reason why it is skipped."""
     for build in builds:
         answer = build.ask("prepare", name=case, peer=options.peer, slot_ms=options.slot_ms)
         if "error" in answer:
@@ -205,7 +205,7 @@ def measure(builds: Sequence[Build], case: str, options: argparse.Namespace) -> 
 
 
 def summary(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Geometric mean, smallest and largest ratio of each table of cases, and of all cases."""
+    """Return the geometric mean, smallest and largest ratio of each table of cases, and of all cases."""
     lines = []
     groups = {table: [row for row in rows if row.table == table] for table in dict.fromkeys(row.table for row in rows)}
     for title, group in [*groups.items(), ("all", list(rows))]:
@@ -254,11 +254,13 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{'case':{width}}  " + "  ".join(f"{build.name + ' ms':>10}" for build in builds) + "  ratios")
         for case in known[0]:
             if time.monotonic() - begin > options.budget_s:
-                print(f"{case}: left out: the time budget is used up")
+                print(f"{case}: skipped: the time budget is used up")
                 continue
-            row = measure(builds, case, options) if all(case in names for names in known) else "not known to all"
+            row = (
+                measure(builds, case, options) if all(case in names for names in known) else "a build has no such case"
+            )
             if isinstance(row, str):
-                print(f"{case:{width}}  left out: {row}", flush=True)
+                print(f"{case:{width}}  skipped: {row}", flush=True)
                 continue
             rows.append(row)
             times = "  ".join(f"{statistics.median(values):10.4f}" for values in row.times.values())

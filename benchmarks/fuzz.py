@@ -4,10 +4,10 @@
     python benchmarks/fuzz.py --backend sm90 --call 123456        repeat one call and print its arguments
 
 Worker processes share one device. Each worker reports when a call begins and how it ended. If a worker reports nothing
-for ``--patience-s`` seconds, it is killed, and its call runs again alone, to distinguish a hang from a busy device.
-Calls that a backend refuses are counted by reason, and do not count toward ``--calls``.
+for ``--patience-s`` seconds, the script kills it and runs its call again alone, to distinguish a hang from a busy
+device. Calls that a backend refuses are counted by reason, and do not count toward ``--calls``.
 
-Exit status: 0 if all calls ran and agree with float64; 1 if a call hung, raised or was wrong, or if calls are left.
+Exit status: 0 if all calls ran and agree with float64; 1 if a call hung, raised or was wrong, or did not run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tally:
     calls: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
-    worst: dict[str, float] = field(default_factory=dict)  # largest error over its limit, by dtype and gradient
+    worst: dict[str, float] = field(default_factory=dict)  # largest ratio of error to limit, by dtype and gradient
     failures: list[dict[str, Any]] = field(default_factory=list)
     slow: int = 0  # calls that exceeded the patience but finished when they ran alone
 
@@ -68,7 +68,10 @@ class Worker:
 
 
 class Watchdog:
-    """Keeps workers running until enough calls have ended. ``command`` plus a first call number starts a worker."""
+    """Keeps workers running until enough calls have ended.
+
+    ``command`` and the number of the first call are the command line of a worker.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class Watchdog:
         self.workers.remove(worker)
 
     def hear(self, worker: Worker) -> None:
-        """Process the reports of a worker, or its end."""
+        """Process the reports of a worker, or the end of its process."""
         assert worker.process.stdout is not None
         heard = os.read(worker.process.stdout.fileno(), 1 << 16)
         worker.since = time.monotonic()
@@ -120,15 +123,15 @@ class Watchdog:
                 self.tally.add(message)
 
     def suspect(self, worker: Worker) -> None:
-        """Handle a worker that has not reported for too long: check whether its call ends if it runs alone."""
+        """Stop a worker that has not reported for too long, and check whether its call ends if it runs alone."""
         self.stop(worker)
         try:
             alone = [*self.command, str(worker.number), "one"]
             subprocess.run(alone, stdout=subprocess.DEVNULL, timeout=self.startup_s + self.patience_s, check=False)
             self.tally.slow += 1
         except subprocess.TimeoutExpired:
-            self.tally.fail(worker.number, f"never ended, nor in {self.patience_s:.0f} s alone")
-        for other in self.workers:  # their reports were not read in the meantime
+            self.tally.fail(worker.number, f"did not end, and not in {self.patience_s:.0f} s alone either")
+        for other in self.workers:  # the watchdog has not read their reports in the meantime
             other.since = time.monotonic()
         self.start(worker.number + 1)
 
@@ -163,6 +166,7 @@ def say(**message: Any) -> None:
 def work(backend: str, first: int, one: bool) -> None:
     """Run calls from number ``first`` on until the process is killed, or only one call."""
     import fuzz_calls
+    import fuzz_reference
     import torch
 
     import flashbwd
@@ -175,7 +179,7 @@ def work(backend: str, first: int, one: bool) -> None:
     before: dict[str, Any] | None = None
 
     def occupy(call: fuzz_calls.Call) -> None:
-        """Start work on a second stream that runs concurrently with the call."""
+        """Start work on a second stream, which runs concurrently with the call."""
         if side is None or call.beside == "nothing":
             return
         with torch.cuda.stream(side), flashbwd.use_backend(backend):
@@ -189,7 +193,7 @@ def work(backend: str, first: int, one: bool) -> None:
     while True:
         say(number=number, begins=True)
         call = fuzz_calls.draw(number, backend)
-        problem = fuzz_calls.build(call, device)
+        problem = fuzz_reference.build(call, device)
         try:
             with flashbwd.use_backend(backend):
                 options = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
@@ -200,7 +204,7 @@ def work(backend: str, first: int, one: bool) -> None:
             occupy(call)
             with flashbwd.use_backend(backend):
                 gradients = flashbwd.attention_backward(**problem.arguments)
-            ratios = fuzz_calls.worst(problem, gradients)
+            ratios = fuzz_reference.worst(problem, gradients)
             before = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
             bad = {name: ratio for name, ratio in ratios.items() if not ratio <= 1.0}
             failure = f"error over limit {bad} in {call.describe()}" if bad else ""

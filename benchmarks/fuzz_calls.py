@@ -1,36 +1,21 @@
-"""Random attention-backward calls and their float64 gradients.
+"""Random attention-backward calls.
 
-A call is data that is drawn from a number, so the number or the printed description reproduces it. The reference
-evaluates the formulas of docs/numerics.md over whole score matrices and shares no code with the library.
+A random generator draws a call from its number, so the number or the printed description reproduces the call.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from kit import dropout as masks  # noqa: E402
-
-import flashbwd  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BACKEND_DTYPES = {"sm90": ("bf16", "fp16"), "sm80": ("bf16", "fp16", "fp32"), "reference": ("fp32", "bf16")}
-# Relative error of one rounding. The value for fp32 is that of TF32, because products of fp32 may use TF32.
-ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-11}
-SUBNORMAL = {"bf16": 0.0, "fp16": 2.0**-24, "fp32": 0.0}  # absolute error of rounding a subnormal number
 MOST_SCORES = 6 << 20  # scores per call; the reference keeps a dozen float64 matrices of this size
 MOST_DROPPED = 400_000  # scores per call with dropout, whose mask is drawn on the host
-MOST_ELEMENTS = 8 << 20  # elements of the queries and keys of all query heads
+MOST_ELEMENTS = 8 << 20  # elements of queries and keys, summed over query heads
 HEAD_DIMS = (1, 16, 32, 40, 48, 64, 64, 72, 80, 96, 104, 128, 128, 160, 192, 200, 256)
 CAUSAL: tuple[bool | str, ...] = (False, True, "top_left")
 EDGES = (0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 200, 255, 257, 300)
@@ -81,7 +66,7 @@ class Call:
 
 
 def draw(number: int, backend: str) -> Call:
-    """The call with this number for a backend."""
+    """Draw the call with this number for a backend."""
     rng = random.Random(f"{backend} {number}")
 
     def one_in(n: int) -> bool:
@@ -135,217 +120,3 @@ def draw(number: int, backend: str) -> Call:
         head_dim_v, causal, window, softcap, bias, one_in(5), one_in(6), one_in(8), one_in(6), one_in(4), dropout,
         one_in(3), one_in(6), one_in(4), rng.choice(["nothing", "nothing", "nothing", "products", "calls"]),
     )  # fmt: skip
-
-
-@dataclass
-class Problem:
-    """Arguments of a call, its float64 gradients, and the largest allowed error of each element."""
-
-    call: Call
-    arguments: dict[str, Any]
-    expected: dict[str, Tensor]
-    limits: dict[str, Tensor]
-
-
-def _sequences(call: Call) -> Iterator[tuple[int, slice, slice, int]]:
-    """Yields (index, rows of q, rows of k, number of keys in use) of each sequence."""
-    first_q = first_k = 0
-    for b, (rows_q, rows_k) in enumerate(zip(call.lengths_q, call.lengths_k, strict=True)):
-        used = rows_k if call.used_k is None else call.used_k[b]
-        yield b, slice(first_q, first_q + rows_q), slice(first_k, first_k + rows_k), used
-        first_q, first_k = first_q + rows_q, first_k + rows_k
-
-
-def visible(call: Call, rows: int, keys: int, device: torch.device) -> Tensor:
-    """The visible pairs, (rows, keys) bool."""
-    offset = 0 if call.causal == "top_left" else keys - rows
-    distance = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None] - offset
-    left, right = call.window
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if left >= 0:
-        seen &= distance >= -left
-    if call.causal or right >= 0:
-        seen &= distance <= (0 if call.causal else right)
-    return seen
-
-
-def build(call: Call, device: torch.device) -> Problem:
-    """Draw the inputs from the call's number; compute the float64 gradients and the error limits."""
-    generator = torch.Generator(device).manual_seed(call.number)
-    dtype, batch = DTYPES[call.dtype], len(call.lengths_q)
-    total_q, total_k = sum(call.lengths_q), sum(call.lengths_k)
-    longest_q, longest_k = max(call.lengths_q), max(call.lengths_k)
-
-    def normal(*shape: int, to: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(to)
-
-    x: dict[str, Any] = {}
-    if call.interleaved and total_q == total_k and call.heads == call.heads_kv and call.head_dim == call.head_dim_v:
-        x["q"], x["k"], x["v"] = normal(total_q, 3, call.heads, call.head_dim).unbind(1)
-    else:
-        x["q"] = normal(total_q, call.heads, call.head_dim)
-        x["k"] = normal(total_k, call.heads_kv, call.head_dim)
-        x["v"] = normal(total_k, call.heads_kv, call.head_dim_v)
-    x["dout"] = normal(total_q, call.heads, call.head_dim_v)
-    if call.bias is not None:
-        sizes = {"b": batch, "h": call.heads, "q": longest_q, "k": longest_k}
-        shape = [n if letter in call.bias else 1 for letter, n in sizes.items()]
-        x["bias"] = normal(*shape, to=torch.float32 if call.bias_float32 else dtype)
-        if call.hides_rows:
-            x["bias"].masked_fill_(torch.rand(*shape[:3], 1, device=device, generator=generator) < 0.1, -torch.inf)
-    if call.alibi:
-        x["slopes"] = torch.rand(call.heads, device=device, generator=generator)
-    if call.sink:
-        x["sink"] = normal(call.heads, to=torch.float32)
-    if call.dlse:
-        x["dlse"] = normal(call.heads, total_q, to=torch.float32)
-    return _with_reference(call, x)
-
-
-def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
-    device = x["q"].device
-    group = call.heads // call.heads_kv
-    scale = call.head_dim**-0.5
-    keep = None
-    if call.dropout:
-        keep = masks.keep_masks(
-            call.dropout, call.number, 4, 0.3, heads=call.heads, seqlens_q=call.lengths_q,
-            seqlens_k=call.used_k or call.lengths_k, max_seqlen_q=max(call.lengths_q), max_seqlen_k=max(call.lengths_k),
-        )  # fmt: skip
-        factor = masks.keep_scale(call.dropout, 0.3, DTYPES[call.dtype])
-    eps, small = ROUNDING[call.dtype], 2.0**-18
-    expected: dict[str, Tensor] = {n: torch.zeros_like(x[n], dtype=torch.float64) for n in ("q", "k", "v")}
-    expected |= {n: torch.zeros_like(x[n], dtype=torch.float64) for n in ("bias", "sink") if n in x}
-    spread = {n: torch.zeros_like(t) for n, t in expected.items()}  # sums of magnitudes
-    out = torch.zeros_like(x["dout"])
-    lse = torch.full((call.heads, x["q"].shape[0]), torch.inf, device=device)
-    generator = random.Random(call.number)
-
-    def per_query_head(t: Tensor) -> Tensor:
-        return t.double().transpose(0, 1).repeat_interleave(group, 0)
-
-    for b, rows, keys, used in _sequences(call):
-        here = slice(keys.start, keys.start + used)
-        n = rows.stop - rows.start
-        q, dout = (x[name][rows].double().transpose(0, 1) for name in ("q", "dout"))
-        k, v = per_query_head(x["k"][here]), per_query_head(x["v"][here])
-        s = scale * (q @ k.mT)
-        t = torch.tanh(s / call.softcap) if call.softcap else None
-        if t is not None:
-            s = call.softcap * t
-        seen = visible(call, n, used, device)
-        if call.alibi:
-            offset = 0 if call.causal == "top_left" else used - n
-            line = torch.arange(n, device=device)[:, None] + offset - torch.arange(used, device=device)
-            s = s - x["slopes"].double()[:, None, None] * line.abs()
-        if "bias" in x:
-            bias = x["bias"][b if x["bias"].shape[0] > 1 else 0].double()
-            bias = bias[:, : n if bias.shape[1] > 1 else 1, : used if bias.shape[2] > 1 else 1]
-            s = s + bias
-        s = s.masked_fill(~seen, -torch.inf)
-        blind = ~(s > -torch.inf).any(-1)  # (H, n)
-        stat = torch.logsumexp(s, -1) if used else torch.full((call.heads, n), -torch.inf, device=device).double()
-        if call.sink:
-            stat = torch.logaddexp(stat, x["sink"].double()[:, None])
-        finite = stat.masked_fill(blind, 0.0)
-        p = torch.exp(s - finite[..., None]).masked_fill(blind[..., None], 0.0)
-        z = torch.ones_like(p) if keep is None else keep[b].to(device)[:, :n, :used].double() * factor
-        out[rows] = ((p * z) @ v).transpose(0, 1).to(out.dtype)
-        given = stat.float().masked_fill(blind, generator.choice([0.0, torch.inf, -torch.inf]))
-        lse[:, rows] = given
-        # From here on, use out and lse as the call gets them, rounded to their dtypes.
-        p = torch.exp(s - given.double().masked_fill(blind, 0.0)[..., None]).masked_fill(blind[..., None], 0.0)
-        dlse = x["dlse"][:, rows].double() if call.dlse else torch.zeros_like(stat)
-        products = dout * out[rows].double().transpose(0, 1)
-        delta = (products.sum(-1) - dlse).masked_fill(blind, 0.0)
-        dp = (dout @ v.mT) * z
-        ds = p * (dp - delta[..., None])
-        # Error bounds: fp32 sums, and one rounding of P and dS to the dtype of the inputs.
-        scores = s.abs().masked_fill(s == -torch.inf, 0.0) + given.double().masked_fill(blind, 0.0).abs()[..., None]
-        size = p * (dp.abs() + products.abs().sum(-1)[..., None] + dlse.abs()[..., None])
-        tiny = SUBNORMAL[call.dtype] * seen
-        ds_error = eps * ds.abs() + small * (1.0 + scores) * size + tiny
-        p_error = (eps + small * (1.0 + scores)) * p * z + tiny
-        if "bias" in x:
-            _add_bias(expected["bias"], b, ds)
-            _add_bias(spread["bias"], b, ds_error)
-        if call.sink:
-            share = torch.exp(x["sink"].double()[:, None] - given.double().masked_fill(blind, 0.0))
-            from_rows = torch.where(blind, dlse, -share * delta)
-            expected["sink"] += from_rows.sum(-1)
-            spread["sink"] += (small * (share * (products.abs().sum(-1) + dlse.abs()) + dlse.abs())).sum(-1)
-        if t is not None:
-            # A kernel may keep the derivative of the softcap in 16 bits, which costs one more rounding.
-            ds, ds_error = ds * (1 - t * t), (ds_error + eps * ds.abs()) * (1 - t * t) + small * ds.abs()
-
-        def of_keys(gradient: Tensor) -> Tensor:
-            return gradient.unflatten(0, (call.heads_kv, group)).sum(1).transpose(0, 1)
-
-        expected["q"][rows] = scale * (ds @ k).transpose(0, 1)
-        spread["q"][rows] = scale * (ds_error @ k.abs()).transpose(0, 1)
-        expected["k"][here] = scale * of_keys(ds.mT @ q)
-        spread["k"][here] = scale * of_keys(ds_error.mT @ q.abs())
-        expected["v"][here] = of_keys((p * z).mT @ dout)
-        spread["v"][here] = of_keys(p_error.mT @ dout.abs())
-    limits = {}
-    for name, error in spread.items():
-        last = ROUNDING["fp32" if name == "sink" or (name == "bias" and call.bias_float32) else call.dtype]
-        limits[name] = 1.5 * error + last * expected[name].abs() + 1e-6 + small * expected[name].abs()
-    x["out"], x["lse"] = out, lse
-    return Problem(call, _arguments(call, x), expected, limits)
-
-
-def _add_bias(total: Tensor, b: int, ds: Tensor) -> None:
-    """Add ds (H, n, keys) to a gradient of shape (B or 1, H or 1, Sq or 1, Sk or 1)."""
-    place = total[b if total.shape[0] > 1 else 0]
-    for dim in range(3):
-        if place.shape[dim] == 1:
-            ds = ds.sum(dim, keepdim=True)
-    place[:, : ds.shape[1], : ds.shape[2]] += ds
-
-
-def _arguments(call: Call, x: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of attention_backward; the output tensors are filled with NaN."""
-    device, batch = x["q"].device, len(call.lengths_q)
-    dense = {name: x[name] for name in ("dout", "q", "k", "v", "out")}
-    lse, dlse = x["lse"], x.get("dlse")
-    arguments: dict[str, Any] = {}
-
-    def int32(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    if call.packed:
-        for letter, lengths in (("q", call.lengths_q), ("k", call.lengths_k)):
-            arguments[f"cu_seqlens_{letter}"] = int32([sum(lengths[:b]) for b in range(batch + 1)])
-            arguments[f"max_seqlen_{letter}"] = max(lengths)
-    else:
-        dense = {name: t.unflatten(0, (batch, t.shape[0] // batch)) for name, t in dense.items()}
-        rows = (call.heads, batch, call.lengths_q[0])
-        lse = lse.view(rows).transpose(0, 1)
-        dlse = None if dlse is None else dlse.view(rows).transpose(0, 1)
-    arguments |= {**dense, "softmax_lse": lse, "dlse": dlse, "causal": call.causal, "window_size": call.window}
-    arguments |= {"softcap": call.softcap, "deterministic": call.deterministic, "attn_bias": x.get("bias")}
-    arguments |= {"alibi_slopes": x.get("slopes"), "sink": x.get("sink")}
-    if call.used_k is not None:
-        arguments["seqused_k"] = int32(list(call.used_k))
-    if call.dropout:
-        seed, offset = (torch.tensor(n, dtype=torch.int64, device=device) for n in (call.number, 4))
-        arguments |= {"dropout_p": 0.3, "rng_state": flashbwd.RngState(seed, offset, call.dropout)}
-    for name in "qkv":
-        to = torch.float32 if name == "q" and call.wide_dq else DTYPES[call.dtype]
-        arguments[f"d{name}"] = torch.full(dense[name].shape, torch.nan, dtype=to, device=device)
-    return arguments
-
-
-def worst(problem: Problem, gradients: Any) -> dict[str, float]:
-    """The largest ratio of error to limit of each gradient; inf if an element is NaN."""
-    results = {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv, "bias": gradients.dbias}
-    results["sink"] = gradients.dsink
-    found = {}
-    for name, expected in problem.expected.items():
-        got = results[name].double().reshape(expected.shape)
-        if got.numel() == 0:
-            continue
-        ratio = (got - expected).abs() / problem.limits[name]
-        found[f"d{name}"] = float(torch.where(ratio.isnan(), torch.inf, ratio).max())
-    return found

@@ -2,19 +2,19 @@
 
     python benchmarks/gpu_run.py OUT                          all stages, one after the other
     python benchmarks/gpu_run.py OUT --concurrent             tests, sanitizer and random calls at the same time
-    python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without what an earlier run finished
-    python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  of tests those that match, with as many processes
+    python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without the steps that an earlier run finished
+    python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  only tests that match, in 15 processes
     python benchmarks/gpu_run.py OUT --stage tests --seed 7   property tests with the examples of an earlier run
 
-Existing libraries are used as they are; missing ones are built first. Each stage consists of steps. ``OUT/state.json``
-records the finished steps. With ``--resume``, a run continues where an earlier run was interrupted, for example by
+The script uses existing libraries and builds missing ones. Each stage consists of steps, and ``OUT/state.json`` records
+the finished steps. With ``--resume``, a run continues where an earlier run was interrupted, for example by
 ``--budget-s``, which applies to each stage, or ``--stage-budget``. ``--step-tests`` divides the tests into steps that
-can be resumed singly. Outcomes of other sources or libraries are discarded.
+can be resumed one by one. Outcomes of other sources or libraries are discarded.
 
-The property tests of the stage ``tests`` draw their examples from a seed that is new in every run. The run prints it,
-and ``OUT/state.json`` and the record hold it. A resumed run keeps the seed.
+The property tests of the stage ``tests`` draw their examples from a seed, which is new in every run. The run prints the
+seed, and ``OUT/state.json`` and the record contain it. A resumed run keeps the seed.
 
-Exit status: 0 all passed, 1 something failed, 3 nothing failed but steps are left.
+Exit status: 0 if everything passed, 1 if something failed, 3 if nothing failed but some steps did not run.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_steps import FAILED, INCOMPLETE, LEFT, LIBRARIES, Plan, Step, file_name, shared_jobs, steps_of  # noqa: E402
 
 STAGES = ("check", "tests", "sanitizer", "fuzz", "bench")
-CONCURRENT = ("tests", "sanitizer", "fuzz")  # none of them measures time
+CONCURRENT = ("tests", "sanitizer", "fuzz")  # stages that do not measure time
 ARCHIVE = "flashbwd-gpu.tar.gz"
-SHORTEST_STEP_S = 15.0  # no step is begun with less time left
-TO_FINISH_A_CASE_S = 45.0  # the benchmark stops by itself so long before it would be stopped
-MOST_JOBS = 16  # by default: each process takes about 1 GiB of GPU memory before its first test
+SHORTEST_STEP_S = 15.0  # with less time left, no step begins
+TO_FINISH_A_CASE_S = 45.0  # the benchmark starts no new case in the last seconds of its step
+MOST_JOBS = 16  # default limit: each process takes about 1 GiB of GPU memory before its first test
 
 
 @dataclass
 class Outcome:
-    """How a step ended: PASSED, FAILED, or LEFT if time ran out."""
+    """The end of a step: PASSED, FAILED, or LEFT if time ran out."""
 
     status: str
     seconds: float = 0.0
@@ -106,7 +106,7 @@ def has_gpu() -> bool:
 
 
 def identity() -> dict[str, object]:
-    """The sources and libraries of an outcome; outcomes of others are stale."""
+    """Return the hashes of sources and libraries. Outcomes with other hashes are stale."""
     from flashbwd.bench import machine
 
     libraries = {path.name: machine.sha256([path]) for path in sorted(machine.PACKAGE.glob("*.so"))}
@@ -154,7 +154,7 @@ class State:
 
 
 class Stage:
-    """Takes the steps of a stage until its time is used up. The time starts with the first step."""
+    """Runs the steps of a stage until its time is used up. The time starts with the first step."""
 
     def __init__(self, name: str, state: State, plan: Plan, budget_s: float) -> None:
         self.name, self.state, self.plan, self.budget_s = name, state, plan, budget_s
@@ -173,9 +173,10 @@ class Stage:
         self.state.record(step.title, outcome)
 
     def run(self, steps: Iterable[Step] | None = None) -> None:
-        """Run ``steps``, by default all of the stage, one after the other.
+        """Run ``steps``, by default all steps of the stage, one after the other.
 
-        The steps of the sanitizer stage leave the GPU idle most of the time, so as many run in parallel as it has jobs.
+        Steps of the sanitizer stage leave the GPU idle most of the time, so as many run in parallel as the stage has
+        jobs.
         """
         if steps is None:
             steps = steps_of(self.name, self.plan)
@@ -197,7 +198,7 @@ def in_parallel(calls: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 def run_concurrently(stages: Sequence[Stage]) -> None:
-    """Run stages at the same time, after the steps that need the GPU's memory for themselves."""
+    """Run stages at the same time, after the steps that must be alone in the GPU's memory."""
     steps = {stage: list(steps_of(stage.name, stage.plan)) for stage in stages}
     for stage, own in steps.items():
         stage.run([step for step in own if step.alone])
@@ -207,7 +208,7 @@ def run_concurrently(stages: Sequence[Stage]) -> None:
 
 
 def run_stages(stages: Sequence[Stage], concurrent: bool) -> None:
-    """Run the stages in order; with ``concurrent``, those of CONCURRENT together when the first of them is due."""
+    """Run the stages in order. With ``concurrent``, all stages of CONCURRENT run with the first one of them."""
     together = [stage for stage in stages if concurrent and stage.name in CONCURRENT]
     for stage in stages:
         if stage not in together:
@@ -217,7 +218,7 @@ def run_stages(stages: Sequence[Stage], concurrent: bool) -> None:
 
 
 def pack(out: Path) -> Path:
-    """One archive of everything under ``out``."""
+    """Write one archive of everything under ``out``."""
     archive, part = out / ARCHIVE, out / f"{ARCHIVE}.part"
     with tarfile.open(part, "w:gz") as tar:
         for path in sorted(out.rglob("*")):
@@ -257,10 +258,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the short benchmark grid")
     cores = min(MOST_JOBS, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=cores, help=f"test processes (default: cores, at most {MOST_JOBS})")
-    parser.add_argument("--step-tests", type=int, default=0, help="least tests per step (default: all in one step)")
-    parser.add_argument("--fuzz-calls", type=int, default=20_000, help="of each kernel family (default 20000)")
-    parser.add_argument("--seed", type=int, help="of the property tests (default: drawn; resumed: the earlier run's)")
-    parser.add_argument("--select", default="", help="only tests that match, as pytest's -k")
+    parser.add_argument("--step-tests", type=int, default=0, help="minimum tests per step (default: one step)")
+    parser.add_argument("--fuzz-calls", type=int, default=20_000, help="calls per kernel family (default 20000)")
+    parser.add_argument("--seed", type=int, help="seed of the property tests (default: random, or the resumed run's)")
+    parser.add_argument("--select", default="", help="only tests that match this pytest -k expression")
     options = parser.parse_args(arguments)
     if not has_gpu():
         parser.error("no CUDA device: every GPU test would be skipped")
@@ -268,11 +269,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def seed_of(options: argparse.Namespace, state: State) -> int:
-    """The seed that was asked for, that of the run to resume, or a new one."""
+    """Return the requested seed, else the seed of the run to resume, else a new seed."""
     if options.seed is None:
         return random.SystemRandom().randrange(2**32) if state.seed is None else state.seed
     if state.seed not in (None, options.seed):
-        sys.exit(f"the run to resume has seed {state.seed}: its record can't hold tests of another")
+        sys.exit(f"--seed is {options.seed}, expected {state.seed}, the seed of the run to resume")
     return options.seed
 
 

@@ -1,6 +1,6 @@
-"""The steps of benchmarks/gpu_run.py: the commands of each stage, and what their output says.
+"""The steps of benchmarks/gpu_run.py: the commands of each stage, and how their output is judged.
 
-A stage consists of steps, one command each. A step with ``alone`` needs the GPU's memory for itself.
+A stage consists of steps, and a step is one command. A step with ``alone`` must be alone in the GPU's memory.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIBRARIES = ("_C.so", "_C_cuda.so")
 TEST_MODULES = ("fault_kernels.so", "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX"))  # for this Python
-TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")  # the slowest first: a step that starts late is short
+TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")  # slowest first, so that the last steps are short
 PASSED, FAILED, LEFT = "passed", "FAILED", "left"
 INCOMPLETE = 3
-SANITIZER_FOUND = 86  # exit status by which compute-sanitizer says that it found something
-REFUSED_AS_DECLARED = "refused as declared: "  # how the tests begin the reason of a skip that they expect
-STACKS_AFTER_S = 90  # a test that runs longer, as in a hang, prints its stack
-PROPERTY_PROFILE = "random"  # of hypothesis, in tests/conftest.py
-TOOLS_AT_ONCE = 3  # a step of the sanitizer stage is one tool over a share of the tests
+SANITIZER_FOUND = 86  # exit status of compute-sanitizer if it found an error
+REFUSED_AS_DECLARED = "refused as declared: "  # first words of the reason of an expected skip
+STACKS_AFTER_S = 90  # a test that runs longer, for example because it hangs, prints its stack
+PROPERTY_PROFILE = "random"  # hypothesis profile in tests/conftest.py
+TOOLS_AT_ONCE = 3  # a step of the sanitizer stage runs one tool on a share of the tests
 MUCH_MEMORY = "much_memory"  # marks tests that need up to 70 GiB
-# Mark -> what each file with such a test contains. Targets of tests/support.py bring the mark gpu with them.
+# Mark -> text that each file with such a test contains. Targets of tests/support.py add the mark gpu to their tests.
 WORDS = {"gpu": r"mark\.gpu|TARGETS", "sanitizer": r"mark\.sanitizer", MUCH_MEMORY: r"mark\.much_memory"}
 
 
@@ -57,22 +57,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the steps depend on."""
+    """The options of a run that its steps depend on."""
 
     out: Path  # the folder of the run
     jobs: dict[str, int]  # processes by stage
     select: str = ""  # pytest's -k
-    seed: int = 0  # of the property tests
-    step_tests: int = 0  # tests per step at least; 0 puts all tests that may share the GPU into one step
-    fuzz_calls: int = 20_000  # of each kernel family
+    seed: int = 0  # seed of the property tests
+    step_tests: int = 0  # minimum tests per step; 0 puts all tests that may share the GPU into one step
+    fuzz_calls: int = 20_000  # random calls per kernel family
     quick: bool = False  # the short benchmark grid
 
 
 def shared_jobs(jobs: int, concurrent: bool) -> dict[str, int]:
-    """Processes by stage. Concurrent stages share the cores, so together they start at most 1.75 times ``jobs``.
+    """Return the number of processes by stage. Concurrent stages together get at most 1.75 times ``jobs``.
 
     More processes than cores keep the cores busy while one stage starts, collects or waits for its last tests. The
-    sanitizer and the fuzzer get fewer of them, because each of their processes takes more of the GPU's memory.
+    sanitizer and the fuzzer get fewer processes, because each of them takes more of the GPU's memory.
     """
     if not concurrent:
         return {"tests": jobs, "sanitizer": jobs, "fuzz": min(14, jobs)}
@@ -92,19 +92,19 @@ def plain(status: int, output: str) -> tuple[str, str]:
 
 
 def pytest_summary(output: str) -> str:
-    """The counts in the last line of pytest's output: "3 failed, 20 passed"."""
+    """Return the counts in the last line of pytest's output: "3 failed, 20 passed"."""
     found = re.findall(r"^(?:=+ )?(\d+ \w+.*) in [\d.]+s", output, re.MULTILINE)
     return found[-1] if found else last_line(output)
 
 
 def by_pytest(status: int, output: str) -> tuple[str, str]:
-    """A step passes only if at least one test passed; skipped tests alone are not a success."""
+    """Judge a step of tests. It passes only if at least one test passed; skipped tests alone are not a success."""
     summary = pytest_summary(output)
     return (PASSED if status == 0 and re.search(r"\b[1-9]\d* passed", summary) else FAILED), summary
 
 
 def by_sanitizer(status: int, output: str) -> tuple[str, str]:
-    """Every test must run, except those that a backend refuses as declared in tests/kit/support_matrix.py."""
+    """Judge a sanitizer step. Every test must run, except refusals declared in tests/kit/support_matrix.py."""
     found = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", output)
     verdict, summary = by_pytest(status, output)
     skips = [line for line in re.findall(r"^SKIPPED .*$", output, re.MULTILINE) if REFUSED_AS_DECLARED not in line]
@@ -117,7 +117,7 @@ def by_bench(status: int, output: str) -> tuple[str, str]:
 
 
 def by_fuzz(status: int, output: str) -> tuple[str, str]:
-    """Calls that are left because time ran out are no failure, but an incomplete run."""
+    """Judge a fuzz step. If time ran out before all calls ran, the step is incomplete, but has not failed."""
     found = last_line(output)
     without_failure = status != 0 and found.endswith(" calls, 0 failures, calls are left")
     return (PASSED if status == 0 else LEFT if without_failure else FAILED), found
@@ -127,7 +127,7 @@ def by_fuzz(status: int, output: str) -> tuple[str, str]:
 
 
 def build_steps(plan: Plan) -> Iterator[Step]:
-    """Steps that build missing libraries and test modules."""
+    """Yield steps that build missing libraries and test modules."""
     if not all((ROOT / "flashbwd" / library).exists() for library in LIBRARIES):
         yield Step("build", "libraries", [sys.executable, "setup.py", "build_ext", "--inplace"], plain)
     if not all((ROOT / "tests" / "_built" / module).exists() for module in TEST_MODULES):
@@ -153,7 +153,7 @@ class Selection:
 
     @property
     def files(self) -> list[str]:
-        """The files that can hold such tests: importing all others takes seconds."""
+        """Return the files that can contain such tests. Importing all other files would take seconds."""
         wanted = re.sub(r"not \w+", "", self.marks)
         words = [word for mark, word in WORDS.items() if mark in wanted]
         texts = {file: file.read_text() for file in sorted((ROOT / "tests").glob("test_*.py"))}
@@ -165,12 +165,12 @@ class Selection:
         return [sys.executable, "-m", "pytest", *self.arguments, "--collect-only", "-q", *self.files]
 
     def tests(self) -> list[str]:
-        """The tests by their pytest ids."""
+        """Return the pytest ids of the tests."""
         listed = subprocess.run(self.collection, cwd=ROOT, capture_output=True, text=True)
         return re.findall(r"^tests/[^:\s]+\.py::.*$", listed.stdout, re.MULTILINE)
 
     def step_without_tests(self, stage: str) -> Step:
-        """A step that fails, because a stage without tests shows nothing."""
+        """Return a step that fails, because a stage without tests proves nothing."""
         found = f'no test is marked "{self.marks}"' + (f' and matches "{self.select}"' if self.select else "")
         return Step(stage, "collection", [sys.executable, "-c", ""], lambda status, output: (FAILED, found))
 
@@ -179,7 +179,7 @@ class Selection:
 
 
 def groups_of(counts: dict[str, int], least: int) -> Iterator[list[str]]:
-    """Consecutive files, divided into groups of at least ``least`` tests; the last group may have fewer."""
+    """Divide consecutive files into groups of at least ``least`` tests. The last group may have fewer tests."""
     group: list[str] = []
     for file in counts:
         group.append(file)
@@ -191,10 +191,10 @@ def groups_of(counts: dict[str, int], least: int) -> Iterator[list[str]]:
 
 
 def test_steps(plan: Plan) -> Iterator[Step]:
-    """One step for the tests that need much memory, alone on the GPU, and one or more for all others.
+    """Yield one step for the tests that need much memory, alone on the GPU, and one or more for all other tests.
 
-    The contexts and caches of other processes would take the memory that the former check for, so they would be
-    skipped. Tests are collected beforehand only where their number matters: collection takes as long as 100 tests.
+    Tests that need much memory are skipped if the contexts and caches of other processes take it. Tests are collected
+    in advance only if their number matters, because collection takes as long as 100 tests.
     """
     little, much = (Selection(f"gpu and {mark}", plan.select) for mark in (f"not {MUCH_MEMORY}", MUCH_MEMORY))
     if not plan.select and not plan.step_tests:
@@ -224,12 +224,12 @@ def _test_step(plan: Plan, selection: Selection, name: str, files: list[str]) ->
 
 
 def sanitizer_steps(plan: Plan) -> Iterator[Step]:
-    """Steps that run each tool on the tests marked for it, in shares, because the tools slow down the host.
+    """Yield steps that run each tool on shares of the tests marked for it, because the tools slow down the host.
 
     PyTorch's memory cache is off, so that an access past the end of a tensor leaves its allocation. initcheck must see
-    the writes of every kernel, also of PyTorch's; the other tools check only this library's kernels. initcheck does not
-    see TMA stores (a kernel with a single ``cp.async.bulk`` to global memory shows this), with which the sm90 kernel
-    writes its gradients. Tests with NaN in the workspace and the outputs replace it for sm90.
+    the writes of all kernels, including PyTorch's. The other tools check only this library's kernels. initcheck does
+    not see TMA stores (a kernel with a single ``cp.async.bulk`` to global memory shows this), with which the sm90
+    kernel writes its gradients. For sm90, tests with NaN in the workspace and the outputs replace initcheck.
     """
     selection = Selection("gpu and sanitizer", plan.select)
     tests = selection.tests()
@@ -252,7 +252,7 @@ def sanitizer_steps(plan: Plan) -> Iterator[Step]:
 
 
 def fuzz_steps(plan: Plan) -> Iterator[Step]:
-    """Steps that run random attention calls of each kernel family; fuzz.py has its own watchdog."""
+    """Yield steps that run random attention calls of each kernel family. fuzz.py has its own watchdog."""
     for backend in ("sm90", "sm80"):
         command = [sys.executable, "benchmarks/fuzz.py", "--backend", backend, "--calls", str(plan.fuzz_calls)]
         command += ["--workers", str(plan.jobs["fuzz"]), "--out", str(plan.out / f"fuzz-{backend}.json")]

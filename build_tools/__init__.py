@@ -1,1 +1,1 @@
-"""The build of `flashbwd/_C.so` and `flashbwd/_C_cuda.so`."""
+"""Builds `flashbwd/_C.so` and `flashbwd/_C_cuda.so`."""

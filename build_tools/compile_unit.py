@@ -1,4 +1,4 @@
-"""Runs one compiler command and records its CPU seconds and warnings, and the registers and spills of every kernel.
+"""Runs one compiler command. Records its CPU seconds and warnings, and the registers and spills of every kernel.
 
 Usage: compile_unit.py REPORT SOURCE COMMAND...
 """
@@ -20,7 +20,7 @@ _REPORT_LINE = re.compile(r"^ptxas info |^\s+\d+ bytes stack frame")
 
 
 def parse_ptxas(text: str) -> list[dict[str, Any]]:
-    """The kernels of a `ptxas -v` report, with their architecture, registers, stack and spilled bytes."""
+    """Return the kernels of a `ptxas -v` report, with their architecture, registers, stack and spilled bytes."""
     kernels: list[dict[str, Any]] = []
     for line in text.splitlines():
         if match := _ENTRY.search(line):

@@ -1,4 +1,4 @@
-"""Decides what is compiled, for which GPUs and with which flags; writes the ninja file and runs ninja.
+"""Chooses the sources, the GPUs and the compiler flags of a build; writes the ninja file and runs ninja.
 
 Each source is a unit with its own architecture flags. torch.utils.cpp_extension cannot do this, because its flags apply
 to a whole extension.
@@ -37,8 +37,8 @@ OUT = Path("build/native")  # relative to ROOT, in which ninja runs
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10, the oldest version that can load the libraries
 GB_PER_NVCC_JOB = 5
 
-# The GPU targets of each kernel family. The 8.0 code of a portable family also runs on 8.6 and 8.9, and newer GPUs
-# compile its PTX. 9.0a code runs only on 9.0.
+# The GPU targets of each kernel family. The 8.0 code of a portable family also runs on 8.6 and 8.9, and the driver
+# compiles its PTX for newer GPUs. 9.0a code runs only on 9.0.
 PORTABLE = ("8.0", "9.0", "9.0+PTX")
 FAMILIES = {
     "attention_sm90": ("csrc/attention/sm90", ("9.0a",)),
@@ -59,7 +59,7 @@ NVCC_FLAGS = [
     "--threads=1",
     "-diag-suppress=20012",  # a warning about the defaulted constructors of CuTe
 ]
-# z,defs makes a missing definition a link error; otherwise it would fail when a user imports the library.
+# z,defs makes a missing definition a link error. Otherwise it would be an error when a user imports the library.
 LINK_FLAGS = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-Wl,-O1", "-s"]
 EXPORTS = "-Wl,--version-script=build_tools/exports.map"
 
@@ -84,7 +84,7 @@ def cxx() -> str:
 
 
 def chosen_architectures(offered: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets of a family that serve the GPUs to compile for (``named_architectures``)."""
+    """Return the targets of a family that run on the GPUs to compile for (``named_architectures``)."""
     wanted = named_architectures()
     if not wanted:
         return offered
@@ -92,7 +92,7 @@ def chosen_architectures(offered: tuple[str, ...]) -> tuple[str, ...]:
     for name in wanted:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
         if match is None:
-            raise BuildError(f"FLASHBWD_CUDA_ARCHS: {name!r} is no architecture such as 8.0, 9.0a or 9.0+PTX")
+            raise BuildError(f"FLASHBWD_CUDA_ARCHS names {name!r}, expected architectures such as 8.0, 9.0a or 9.0+PTX")
         gpu = (int(match.group(1)), int(match.group(2)))
         native = []
         for target in offered:
@@ -118,15 +118,15 @@ def _gencode(targets: tuple[str, ...]) -> list[str]:
 
 
 def machine_targets(targets: tuple[str, ...]) -> set[str]:
-    """The compiler's names of the GPUs for which ``targets`` produce machine code: sm_90a for 9.0a, none for PTX."""
+    """Return the compiler's names of the targets with machine code: sm_90a for 9.0a, none for PTX."""
     return {f"sm_{target.replace('.', '')}" for target in targets if not target.endswith("+PTX")}
 
 
 def chosen_families() -> dict[str, tuple[str, ...]]:
-    """The kernel families of this build that have sources, and the architectures of each."""
+    """Return the kernel families of this build that have sources, and the architectures of each."""
     wanted = names_from_env("FLASHBWD_FAMILIES") or list(FAMILIES)
     if unknown := [name for name in wanted if name not in FAMILIES]:
-        raise BuildError(f"FLASHBWD_FAMILIES: no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+        raise BuildError(f"FLASHBWD_FAMILIES names {unknown[0]!r}, expected families of {', '.join(FAMILIES)}")
     families = {}
     for name in wanted:
         folder, offered = FAMILIES[name]
@@ -137,7 +137,7 @@ def chosen_families() -> dict[str, tuple[str, ...]]:
 
 
 def _head_dim(source: Path) -> int | None:
-    """The head dimension in the file name of an instantiation, such as `d128_bf16.cu`; None without one."""
+    """Return the head dimension in a file name such as `d128_bf16.cu`, or None."""
     match = re.search(r"(?:^|_)d(\d+)(?:_|x|$)", source.stem)
     return int(match.group(1)) if match else None
 
@@ -147,12 +147,12 @@ def _sources(pattern: str) -> list[Path]:
 
 
 def cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
-    """The CUDA sources of ``families`` and those that belong to no family."""
+    """Return the CUDA sources of ``families`` and the sources that belong to no family."""
     portable = chosen_architectures(PORTABLE)
     if not portable:
         raise BuildError(
-            f"flashbwd has no kernels for the GPUs {', '.join(named_architectures())}: they start at 8.0. Name others "
-            "with FLASHBWD_CUDA_ARCHS, or set FLASHBWD_CUDA=0 for a build without kernels"
+            f"flashbwd has no kernels for the GPUs {', '.join(named_architectures())}, expected 8.0 or later. Name "
+            "other GPUs with FLASHBWD_CUDA_ARCHS, or set FLASHBWD_CUDA=0 for a build without kernels"
         )
     head_dims = [int(number) for number in names_from_env("FLASHBWD_HEAD_DIMS")]
     units = []
@@ -168,7 +168,7 @@ def cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
 
 
 def _head_dim_macro() -> list[str]:
-    """FLASHBWD_BUILT_HEAD_DIMS=64,128 in a build that does not hold all of them."""
+    """Return the macro FLASHBWD_BUILT_HEAD_DIMS=64,128 of a build that contains only some head dimensions."""
     head_dims = names_from_env("FLASHBWD_HEAD_DIMS")
     return [f"-DFLASHBWD_BUILT_HEAD_DIMS={','.join(head_dims)}"] if head_dims else []
 
@@ -181,13 +181,13 @@ class NativeBuild:
         self.toolkit: CudaToolkit | None = None
         self.cutlass: Path | None = None
         if shutil.which(cxx()) is None:
-            raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or name another with CXX")
+            raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or set CXX to another compiler")
         print(f"flashbwd: torch {self.torch.version} (CUDA {self.torch.cuda}) in {self.torch.root}")
         if not cuda_wanted():
             why = (
                 "FLASHBWD_CUDA=0"
                 if os.environ.get("FLASHBWD_CUDA")
-                else "no GPU of compute capability 8.0 or later here"
+                else "this machine has no GPU of compute capability 8.0 or later"
             )
             print(f"flashbwd: {why}: library for the CPU only; FLASHBWD_CUDA=1 compiles the kernels too")
         elif self.torch.cuda is None:
@@ -224,7 +224,7 @@ class NativeBuild:
         return [*torch, f"-L{self.toolkit.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
     def libraries(self) -> list[Library]:
-        """`_C`, and `_C_cuda` if there is a CUDA toolkit."""
+        """Return `_C`, and `_C_cuda` if the build has a CUDA toolkit."""
         api = [Unit(path) for path in _sources("csrc/api/*.cpp")]
         host = [*_host_units(), *(unit for unit in api if not unit.source.name.startswith("cuda_"))]
         base = Library(
@@ -249,11 +249,11 @@ class NativeBuild:
         return [base, kernels]
 
     def test_modules(self) -> list[Library]:
-        """The modules that only tests load: Python bindings of the host code, and kernels that fail on purpose."""
+        """Return the modules that only tests load: bindings of the host code, and kernels that fail on purpose."""
         python = ["-isystem", sysconfig.get_paths()["include"], "-isystem", str(self.torch.include)]
         name = "flashbwd_host_tests" + sysconfig.get_config_var("EXT_SUFFIX")
         units = [Unit(Path("tests/csrc/host_module.cpp")), *_host_units()]
-        # The interpreter provides Python's own symbols.
+        # The interpreter defines the Python symbols.
         modules = [Library(Path("tests/_built") / name, units, python, ["-Wl,-z,undefs"])]
         if self.toolkit:
             units = [Unit(Path("tests/csrc/fault_kernels.cu"), PORTABLE)]
@@ -262,7 +262,7 @@ class NativeBuild:
         return modules
 
     def build(self, libraries: list[Library], name: str) -> None:
-        """Compile and link everything that is out of date. Prints the progress and the compilers' messages."""
+        """Compile and link everything that is out of date. Print the progress and the compilers' messages."""
         (ROOT / OUT).mkdir(parents=True, exist_ok=True)
         ninja_file = OUT / f"{name}.ninja"
         (ROOT / ninja_file).write_text(self._ninja(libraries, name))
@@ -329,12 +329,12 @@ class NativeBuild:
 
 
 def _host_units() -> list[Unit]:
-    """The C++ sources that do not depend on torch: plans, workspaces, schedules."""
+    """Return the C++ sources that do not depend on torch: plans, workspaces, schedules."""
     return [Unit(path) for path in _sources("csrc/**/*.cpp") if not path.is_relative_to("csrc/api")]
 
 
 def _share(unit: Unit) -> float:
-    """The fraction of the GPU targets of a unit's family that this build compiles."""
+    """Return the fraction of the GPU targets of a unit's family that this build compiles."""
     offered = next((t for folder, t in FAMILIES.values() if unit.source.is_relative_to(folder)), PORTABLE)
     return len(unit.arch) / len(offered)
 
@@ -348,19 +348,19 @@ def _report(unit: Unit, library: Library) -> Path:
 
 
 def _one_value(flag: str) -> str:
-    """A flag with escaped commas, because nvcc would split its value at them."""
+    """Escape the commas in a flag, at which nvcc would split its value."""
     return flag.replace(",", r"\,")
 
 
 def _quote(flags: list[str]) -> str:
-    """Flags quoted for a shell command in a ninja file, in which $ is written $$."""
+    """Quote flags for a shell command in a ninja file, which writes $ as $$."""
     return shlex.join(flags).replace("$", "$$")
 
 
 def job_limits() -> tuple[int, int]:
-    """The number of parallel jobs, and of nvcc jobs among them.
+    """Return the number of parallel jobs, and the number of nvcc jobs among them.
 
-    The first is MAX_JOBS if set, else the number of cores. The free memory also limits the second.
+    The first number is MAX_JOBS, by default the number of cores. The free memory also limits the number of nvcc jobs.
     """
     cores = len(os.sched_getaffinity(0))
     if given := os.environ.get("MAX_JOBS"):
@@ -369,7 +369,7 @@ def job_limits() -> tuple[int, int]:
 
 
 def _free_gigabytes() -> float:
-    """Available memory, or the unused part of the container's limit if that is smaller."""
+    """Return the available memory, or the unused part of the container's limit if it is smaller."""
     meminfo = Path("/proc/meminfo").read_text()
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
     free = int(match.group(1)) * 1024 if match else 0

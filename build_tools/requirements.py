@@ -33,7 +33,7 @@ def _read(name: str) -> list[str]:
 
 
 def build_requirements(torch: Torch | None = None) -> list[str]:
-    """The requirements of a build with the installed `torch`; with None, torch itself is one of them."""
+    """Return the requirements of a build with the installed `torch`. If it is None, they include torch."""
     requirements = _read("build.txt")
     if cuda_wanted() and not (torch and torch.cuda is None):
         cuda = _read("cuda.txt")
@@ -47,16 +47,16 @@ def build_requirements(torch: Torch | None = None) -> list[str]:
 
 
 def _versions_of_torch() -> str:
-    """What pip prints about the versions of torch that its index offers for this Python and machine."""
+    """Return what pip prints about the versions of torch that its index offers for this Python and machine."""
     command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def cpu_torch() -> str | None:
-    """The requirement of a torch without CUDA, if pip's index offers one: 0.2 GB instead of 2.7 GB.
+    """Return the requirement of a torch without CUDA, if pip's index offers one: 0.2 GB instead of 2.7 GB.
 
-    Version 2.11, with which flashbwd is tested most, comes before newer ones. PyPI itself offers no such build for
-    x86-64; PyTorch's own index does.
+    The function prefers version 2.11, with which flashbwd is tested most, to newer versions. For x86-64, PyTorch's own
+    index offers such a build, and PyPI does not.
     """
     builds = re.findall(r"\b(\d+)\.(\d+)\.(\d+)\+cpu\b", _versions_of_torch())
     offered = [tuple(map(int, version)) for version in builds]
@@ -68,10 +68,10 @@ def cpu_torch() -> str | None:
 
 
 def environment_requirements(torch: Torch | None = None) -> list[str]:
-    """The same for `.venv`, where dev.py also chooses the torch.
+    """Return the requirements of `.venv`, for which dev.py also chooses the torch.
 
-    With kernels it is the one that cuda.txt names, else a build for the CPU if there is one. A build for the CPU that
-    an earlier run installed makes way for the other one when kernels are wanted.
+    A build with kernels uses the torch that cuda.txt names. Other builds use a torch without CUDA if pip's index offers
+    one. If kernels are wanted and an earlier run installed a torch without CUDA, the requirements replace it.
     """
     tested = next(line for line in _read("cuda.txt") if line.startswith("torch"))
     if torch and cuda_wanted() and torch.cuda is None and torch.root.is_relative_to(sys.prefix):
@@ -82,7 +82,7 @@ def environment_requirements(torch: Torch | None = None) -> list[str]:
 
 
 def torch_of_target() -> Torch | None:
-    """The torch of the environment that pip installs into, if a build can use it instead of a torch of its own."""
+    """Return the torch of the environment into which pip installs, if a build can use it; else None."""
     try:
         torch = find_torch()
     except BuildError:

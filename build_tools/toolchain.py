@@ -1,4 +1,4 @@
-"""Finds torch, ninja, CUTLASS, a CUDA toolkit and this machine's GPUs. Imports nothing heavy."""
+"""Finds torch, ninja, CUTLASS, a CUDA toolkit and this machine's GPUs. Imports no large package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CUDA = Path("/usr/local/cuda")
-OLDEST_GPU = (8, 0)  # that has kernels
+OLDEST_GPU = (8, 0)  # the lowest compute capability that has kernels
 
 
 class BuildError(RuntimeError):
@@ -26,7 +26,7 @@ class BuildError(RuntimeError):
 
 @functools.lru_cache
 def gpus() -> tuple[tuple[int, int], ...]:
-    """Compute capabilities of this machine's GPUs, as NVIDIA's driver tells them; none without a driver."""
+    """Return the compute capabilities of this machine's GPUs from NVIDIA's driver; empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -54,14 +54,14 @@ def _asked_architectures() -> list[str]:
 
 
 def named_architectures() -> list[str]:
-    """The GPUs to compile for: those of the environment variables, else this machine's. Empty: all that there are."""
+    """Return the GPUs to compile for: the environment names them, else they are this machine's. Empty means all."""
     if asked := _asked_architectures():
         return [] if asked == ["all"] else asked
     return sorted({f"{major}.{minor}" for major, minor in gpus()})
 
 
 def cuda_wanted() -> bool:
-    """Whether this build has kernels: as FLASHBWD_CUDA says, else where GPUs are named or this machine has one."""
+    """Return whether this build has kernels: FLASHBWD_CUDA if set, else whether GPUs are named or present."""
     if asked := os.environ.get("FLASHBWD_CUDA", "").lower():
         return asked not in ("0", "off", "false", "no")
     return bool(_asked_architectures()) or any(gpu >= OLDEST_GPU for gpu in gpus())
@@ -73,14 +73,14 @@ def _package_dir(name: str) -> Path | None:
 
 
 def _outside_of_isolation(name: str) -> Path | None:
-    """The folder of a package in the environment that pip installs into; an isolated build cannot import it."""
+    """Return the folder of a package in pip's target environment, from which an isolated build cannot import."""
     folders = (Path(sysconfig.get_path(key)) / name for key in ("platlib", "purelib"))
     return next((folder for folder in folders if (folder / "version.py").is_file()), None)
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch whose headers and libraries the build uses; found without importing it."""
+    """The torch whose headers and libraries the build uses. It is found without an import."""
 
     root: Path
     version: str
@@ -106,7 +106,7 @@ def find_torch() -> Torch:
     version = str(facts["__version__"])
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < (2, 10):
-        raise BuildError(f"torch >= 2.10 is needed, found {version} in {root}")
+        raise BuildError(f"torch is {version} in {root}, expected 2.10 or later")
     return Torch(root, version, facts.get("cuda"))
 
 
@@ -127,7 +127,7 @@ class CudaToolkit:
 
     @property
     def includes(self) -> list[Path]:
-        """The toolkit's include folders. From CUDA 13 on, libcu++ and CUB have a separate folder."""
+        """Return the toolkit's include folders. From CUDA 13 on, libcu++ and CUB have a separate folder."""
         return [path for path in (self.root / "include", self.root / "include" / "cccl") if path.is_dir()]
 
 
@@ -147,7 +147,7 @@ def _run(*command: str) -> str:
 
 
 def _root_of_nvcc(nvcc: str) -> Path | None:
-    """The toolkit of an nvcc. The nvcc may be a wrapper script, so the function runs it instead of using its path."""
+    """Return the toolkit of an nvcc by running it, because the nvcc may be a wrapper script in another folder."""
     match = re.search(r"^#\$ TOP=(.*)$", _run(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull), re.MULTILINE)
     return Path(match.group(1).strip()).resolve() if match else None
 
@@ -162,7 +162,7 @@ def _candidates() -> list[tuple[str, Path]]:
 
 
 def find_cuda_toolkit(cuda: str) -> tuple[CudaToolkit | None, list[str]]:
-    """The first usable toolkit with the CUDA major version of `cuda`, and why the earlier candidates were rejected."""
+    """Return the first usable toolkit with the CUDA major version of `cuda`, and why others were rejected before it."""
     rejected = []
     for source, root in _candidates():
         if not (root / "bin" / "nvcc").is_file():
@@ -184,19 +184,19 @@ def find_cuda_toolkit(cuda: str) -> tuple[CudaToolkit | None, list[str]]:
 
 
 def local_cutlass() -> Path | None:
-    """The CUTLASS include folder of FLASHBWD_CUTLASS_PATH or else of third_party/cutlass; None without either."""
+    """Return the CUTLASS include folder of FLASHBWD_CUTLASS_PATH or third_party/cutlass; None without either."""
     given = os.environ.get("FLASHBWD_CUTLASS_PATH")
     root = Path(given).resolve() if given else ROOT / "third_party" / "cutlass"
     for folder in (root / "include", root):
         if (folder / "cute" / "tensor.hpp").is_file():
             return folder
     if given:
-        raise BuildError(f"FLASHBWD_CUTLASS_PATH={given} holds no include/cute/tensor.hpp")
+        raise BuildError(f"FLASHBWD_CUTLASS_PATH is {given}, expected a folder with include/cute/tensor.hpp")
     return None
 
 
 def find_cutlass() -> Path | None:
-    """The CUTLASS include folder: that of ``local_cutlass``, else that of pip's nvidia-cutlass."""
+    """Return the CUTLASS include folder of ``local_cutlass`` or else of pip's nvidia-cutlass; None without either."""
     if local := local_cutlass():
         return local
     package = _package_dir("cutlass_library")
@@ -210,7 +210,7 @@ def cutlass_is_used() -> bool:
 
 
 def find_ninja() -> str:
-    """The ninja of this environment, even if the environment is not activated, else the one on PATH."""
+    """Return the ninja of this environment, even if it is not activated, else the ninja on PATH."""
     beside_python = Path(sys.executable).parent / "ninja"
     if beside_python.is_file():
         return str(beside_python)

@@ -17,7 +17,7 @@ from flashbwd.bench import bug_report, machine, report, results, runner, suites
 from flashbwd.bench.measure import Settings
 
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
-PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # GPU only: idle time before a short slot; length of a slot with a settled clock
+PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # on a GPU: pause before a short slot; length of a slot with a settled clock
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
-    """Measure both short slots on a cool GPU and long slots with a settled clock, unless on a CPU or with --quick."""
+    """Return how long to measure. A GPU also gets pauses and slots with a settled clock, except with --quick."""
     rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
     slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
     if device.type != "cuda" or options.quick:
@@ -138,7 +138,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def bench_scale(options: argparse.Namespace) -> int:
-    """Run the suite of several devices and write its report."""
+    """Run the suite that needs several devices, and write its report."""
     from flashbwd.bench import scale  # imports torch.distributed
 
     where = machine.default_device()

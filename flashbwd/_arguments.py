@@ -1,9 +1,9 @@
-"""Errors about the types of arguments, in terms of the public argument names.
+"""Checks the Python types of arguments, with messages that use the public argument names.
 
-Shapes, dtypes, devices and ranges are checked in C++ (``csrc``). An argument of a wrong Python type does not get there:
-PyTorch rejects it against the operator's schema, with a message about the operator. After such a failure
-:func:`misfit` writes a message about the argument. Python itself checks only the arguments that it reads, and those
-that a schema would convert silently.
+C++ code (``csrc``) checks shapes, dtypes, devices and ranges. Before that code runs, PyTorch compares the arguments
+with the operator's schema, and its message is about the operator. After such a failure :func:`misfit` writes a message
+about the argument. Python itself checks only the arguments that it reads, and arguments that PyTorch would convert
+silently.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PUBLIC = {
 _MOST_FLOAT = 2**1023
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _MOST_DIMS = 8  # TensorDesc::kMaxDims in csrc/common/types.h
-# For each schema type: the accepted Python types, and their description.
+# Schema type -> accepted Python types, and their description in messages.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "Tensor": ((Tensor,), "a tensor"),
     "float": (_NUMBERS, "a number in the range of float64"),
-    "int": ((int, torch.SymInt), "an integer of 64 bits"),
-    "SymInt": ((int, torch.SymInt), "an integer of 64 bits"),
+    "int": ((int, torch.SymInt), "a 64-bit integer"),
+    "SymInt": ((int, torch.SymInt), "a 64-bit integer"),
     "bool": ((bool,), "a bool"),
     "str": ((str,), "a string"),
 }
@@ -40,7 +40,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 def came(value: Any) -> str:
     """Format a value for an error message: the value itself if it is short, else its type."""
     if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
+        return f"a {value.bit_length()}-bit integer"
     if isinstance(value, (type(None), int, float, str)):
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:37]}..."
@@ -55,7 +55,7 @@ def tensor(name: str, value: Any) -> Tensor:
 
 
 def number(name: str, value: Any) -> float:
-    """Return the argument, or raise if it is not a number. A schema would also accept a tensor, and synchronise."""
+    """Return the argument, or raise if it is not a number. PyTorch would also accept a tensor, and read it back."""
     if not isinstance(value, float) and not _is_number(value):
         raise ValueError(f"flashbwd: {name} is {came(value)}, expected {_TYPES['float'][1]}")
     number: float = value
@@ -69,7 +69,7 @@ def _is_number(value: Any) -> bool:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return the argument, or raise if it is not a bool. A schema would also accept numbers and None."""
+    """Return the argument, or raise if it is not a bool. PyTorch would also accept numbers and None."""
     if value is True or value is False:
         return value
     raise ValueError(f"flashbwd: {name} is {came(value)}, expected a bool")
@@ -87,7 +87,7 @@ def flags(name: str, value: Any, meaning: Sequence[str]) -> Sequence[bool]:
 
 
 def rng_words(state: Any) -> tuple[Tensor, Tensor, Any]:
-    """Return seed and offset of an RngState as one-element 64-bit tensors, and its layout unchecked."""
+    """Return the seed and the offset of an RngState as 64-bit tensors with one element, and its layout unchecked."""
     if not isinstance(state, (tuple, list)) or len(state) != 3:
         found = f"has {len(state)} elements" if isinstance(state, (tuple, list)) else f"is {came(state)}"
         raise ValueError(f"flashbwd: rng_state {found}, expected RngState(seed, offset, layout)")
@@ -103,9 +103,9 @@ def _word(name: str, value: Any) -> Tensor:
             raise ValueError(f"flashbwd: {name} is {dtype}, expected int64 or uint64")
         return value
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"flashbwd: {name} is {came(value)}, expected an integer or a tensor of one")
+        raise ValueError(f"flashbwd: {name} is {came(value)}, expected an integer or a tensor with one element")
     if not -(2**63) <= value < 2**64:
-        raise ValueError(f"flashbwd: {name} is {came(value)}, expected an integer of 64 bits")
+        raise ValueError(f"flashbwd: {name} is {came(value)}, expected a 64-bit integer")
     return torch.tensor(value - 2**64 if value >= 2**63 else value, dtype=torch.int64)
 
 
@@ -120,7 +120,7 @@ def is_about_types(error: Exception) -> bool:
 
 
 def misfit(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Describe the first argument that does not fit the operator's schema; None if all of them do."""
+    """Return a message about the first argument that does not fit the operator's schema; None if all of them fit."""
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
     for argument in schema.arguments:
         kind = str(argument.type)
@@ -137,7 +137,7 @@ def misfit(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str |
 
 
 def check_devices(main: str, given: Mapping[str, Any]) -> None:
-    """Raise if a tensor is not on the main tensor's device. For fake tensors, which the C++ checks do not see."""
+    """Raise if a tensor is not on the main tensor's device. The C++ checks do not run on fake tensors."""
     device = given[main].device
     for name, value in given.items():
         if isinstance(value, Tensor) and value.device != device and name not in ("rng_seed", "rng_offset"):
@@ -145,7 +145,7 @@ def check_devices(main: str, given: Mapping[str, Any]) -> None:
 
 
 def _inner(kind: str) -> tuple[str, str]:
-    """Split a schema type into "Optional" or "List" and its inner type. A plain type gives "" and itself."""
+    """Split a schema type into "Optional" or "List" and its inner type. Return "" and the type for other types."""
     wrapped = re.fullmatch(r"(Optional|List)\[(.*)\]", kind)
     return (wrapped[1], wrapped[2]) if wrapped else ("", kind)
 
@@ -172,5 +172,5 @@ def _words(kind: str) -> str:
     if wrapper == "Optional":
         return f"{_words(inner)} or None"
     if wrapper == "List":
-        return f"a list, each item {_words(inner)}"
+        return f"a list in which each item is {_words(inner)}"
     return _TYPES[kind][1]

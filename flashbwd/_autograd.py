@@ -1,8 +1,9 @@
 """Autograd kernels that raise for forward mode and support torch.func transforms.
 
-If an operator's autograd kernel ignores tangents, PyTorch silently takes its tangent to be zero. Nor can torch.func
-transform the rule that ``torch.library.register_autograd`` registers. The kernel here handles both for every operator.
-It also takes less time: that function reads the schema in every call, which takes 10 us per argument.
+If an operator's autograd kernel ignores tangents, PyTorch silently assumes that the tangent of the result is zero.
+torch.func cannot transform a rule that ``torch.library.register_autograd`` registers. The kernels of this module handle
+both cases for every operator. They are also faster: a kernel of ``register_autograd`` reads the schema in every call,
+which takes 10 us per argument.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class OperatorLibrary(torch.library.Library):
         super().impl(op_name, fn, dispatch_key, **options)
 
     def register_autograd(self, name: str, backward: Rule, setup_context: Rule | None = None) -> None:
-        """As :func:`torch.library.register_autograd`, but also for torch.func."""
+        """Register an autograd rule as :func:`torch.library.register_autograd` does, but also for torch.func."""
         operator = self._overload(name)
         self._transformed[name] = _transformed(operator, backward, setup_context)
         self.impl(name, _rule(operator, backward, setup_context), "Autograd", with_keyset=True)
@@ -72,7 +73,7 @@ def refuse_double_backward(name: str) -> Rule:
 
 
 def refuse_to_differentiate(name: str, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients that ``name`` computed from ``inputs``, so that differentiating them raises."""
+    """Connect the gradients that ``name`` computed to its ``inputs``, so that differentiating them raises."""
     with enable_single_level_autograd_function():
         refused: tuple[Tensor, ...] = _Refused.apply(name, *results, *inputs)  # type: ignore[attr-defined]
     return refused[: len(results)]
@@ -109,7 +110,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 class _Arguments:
-    """The arguments of an operator: their order and their defaults, read from its schema once."""
+    """The order and the defaults of an operator's arguments, which are read from its schema once."""
 
     def __init__(self, schema: Any) -> None:
         self._defaults = [(argument.name, argument.default_value) for argument in schema.arguments]
@@ -137,7 +138,7 @@ def _rule(operator: Any, backward: Rule, setup_context: Rule | None) -> Rule:
     def backward_of_all(ctx: Any, *grads: Any) -> Any:
         return (*backward(ctx, *grads), None)  # the last input is the pair (keyset, kwargs)
 
-    # autograd.Function would look for torch.func transforms, which do not come here, in every argument.
+    # autograd.Function would search every argument for torch.func transforms, which _kernel has already handled.
     function: Any = type(
         f"Gradient_{operator._schema.name.partition('::')[2]}",
         (torch.autograd.function._SingleLevelFunction,),
@@ -171,9 +172,9 @@ def _kernel(operator: Any, rule: Rule, transformed: type[torch.autograd.Function
 
 
 def _transformed(operator: Any, backward: Rule, setup_context: Rule | None) -> type[torch.autograd.Function]:
-    """Return the rule as a Function for one torch.func level. Its forward calls the operator at the levels below.
+    """Return the rule as a Function for one torch.func level.
 
-    vmap calls the operator once per sample.
+    The forward of this Function calls the operator at the levels below. vmap calls the operator once per sample.
     """
     schema = operator._schema
     positional = sum(not argument.kwarg_only for argument in schema.arguments)

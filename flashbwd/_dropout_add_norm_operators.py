@@ -1,4 +1,4 @@
-"""The operators behind dropout + residual + norm: reference implementations, fake kernels and the autograd rule."""
+"""Registers reference implementations, fake kernels and the autograd rule of dropout, residual add and norm."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def _draws(keep: Tensor | None, dropout_p: float) -> bool:
 
 
 # The tag keeps compilers from recomputing the forward in the backward, where the generator would draw another mask.
-# rms is an int and the first option: DTensor's cache key has the tensors and all arguments from the first int on.
+# rms is an int and comes before all other options, because DTensor's cache key holds only the tensors and the arguments
+# from the first int on.
 torch.library.define(
     "flashbwd::dropout_add_norm",
     "(Tensor x, Tensor residual, Tensor? gamma, Tensor? beta, Tensor? keep, int rms, float dropout_p, float eps, "

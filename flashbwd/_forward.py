@@ -1,7 +1,7 @@
-"""The operator behind :func:`flashbwd.attention`: its forward, and its gradient through ``attention_backward``.
+"""The operator that :func:`flashbwd.attention` calls: its forward, and its gradient by ``attention_backward``.
 
-The forward is PyTorch's own if PyTorch supports the case, else the reference. Apart from override fallbacks and
-benchmark peers, only this module may call attention kernels of other libraries.
+The forward is PyTorch's own if PyTorch supports the case, and otherwise the reference. Only this module, the fallbacks
+of overrides and the peers of benchmarks may call attention kernels of other libraries.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _has_cudnn_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
 def _fits_efficient(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether PyTorch's memory-efficient forward supports the call.
 
-    It has no GQA, and it writes an LSE of 0 for bottom-right causal rows that see no key.
+    That forward does not support GQA, and it writes an LSE of 0 for bottom-right causal rows that see no key.
     """
     bias = options.attn_bias
     return (
@@ -163,7 +163,7 @@ def run(forward: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:
-    """Repeat the KV heads of (B, Sk, Hkv, D) for each query head: PyTorch's CPU forward may not support GQA."""
+    """Repeat the KV heads of (B, Sk, Hkv, D) for each query head, because PyTorch's CPU forward may not support GQA."""
     return x if group == 1 else x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)
 
 
@@ -210,8 +210,8 @@ OPTIONS = INPUTS[3:]
 _TENSORS = [argument.name for argument in _CHECKED.arguments[3:] if "Tensor" in str(argument.type)]
 
 
-# The position of each option in the operator's inputs, or in the defaults that follow them. An itemgetter takes a third
-# of the time of keyword arguments.
+# The position of each option in the operator's inputs, or in the defaults that follow them. An itemgetter is three
+# times as fast as keyword arguments.
 _DEFAULTS = tuple(AttentionOptions())
 _in_order = operator.itemgetter(
     *(INPUTS.index(name) if name in INPUTS else len(INPUTS) + i for i, name in enumerate(AttentionOptions._fields))
@@ -284,6 +284,6 @@ _ops.library.register_autograd("attention", _attention_grads, _save_for_backward
 
 @register_flop_formula(torch.ops.flashbwd.attention)
 def _attention_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Floating-point operations of two matrix products over the visible pairs: ``pairs * (2 D + 2 Dv)``."""
+    """Return the floating-point operations of two products over the visible pairs: ``pairs * (2 D + 2 Dv)``."""
     bound = dict(zip(INPUTS, shapes, strict=True))
     return _ops.pairs_of_call(bound) * 2 * (bound["q"][-1] + bound["v"][-1])

@@ -1,4 +1,4 @@
-"""The operators behind the norms: reference implementations, fake kernels and autograd rules."""
+"""Registers reference implementations, fake kernels and autograd rules of LayerNorm and RMSNorm."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _rms_norm_backward_reference_fake(
 
 
 def _fake_grads(x: Tensor, gamma: Tensor | None, mask: list[bool], beta: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return fake dx, dgamma and, if the mask has three entries, dbeta. Gradients not requested are empty."""
+    """Return fake dx, dgamma and, if the mask has three entries, dbeta. A gradient that was not requested is empty."""
     parameter = next(t for t in (gamma, beta, x) if t is not None)
     present = (mask[0], mask[1] and gamma is not None, *mask[2:])
     shapes = [torch.empty_like(x)] + [parameter.new_empty(x.shape[-1]) for _ in present[1:]]
@@ -225,5 +225,5 @@ def _rms_norm_grads(ctx: Any, dz: Tensor | None, *_: Tensor | None) -> tuple[Ten
 _ops.library.register_autograd("layer_norm", _layer_norm_grads, _save_layer_norm)
 _ops.library.register_autograd("rms_norm", _rms_norm_grads, _save_rms_norm)
 
-# As in PyTorch: its CUDA autocast casts layer_norm to float32 but not rms_norm; its CPU autocast casts neither.
+# PyTorch's CUDA autocast also casts layer_norm to float32 but not rms_norm. Its CPU autocast casts neither.
 torch.library.register_autocast("flashbwd::layer_norm", "cuda", torch.float32, lib=_ops.library)

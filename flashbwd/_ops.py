@@ -1,6 +1,6 @@
 """Loads the C++ libraries and registers what PyTorch needs in Python for each operator.
 
-Schemas, checks, plans and CPU/CUDA implementations are C++ (``csrc/api``). Registered here are the shapes for fake
+Schemas, checks, plans and CPU/CUDA implementations are C++ (``csrc/api``). This module registers the shapes for fake
 tensors, the autograd rules, the FLOP formulas and the implementation of the reference backend.
 """
 
@@ -23,7 +23,7 @@ from flashbwd.options import AttentionOptions
 
 _PACKAGE = Path(__file__).parent
 
-#: The libraries that were loaded, and for each of the others the reason why it was not.
+#: The names of the loaded libraries; for each library that was not loaded, the reason.
 loaded: list[str] = []
 not_loaded: dict[str, str] = {}
 
@@ -91,7 +91,7 @@ def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
 
 
 def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator. Raises ValueError for bad arguments, and exceptions of its reference unchanged."""
+    """Call an operator. Bad arguments raise ValueError; an exception of the reference backend is raised unchanged."""
     try:
         return operator(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as caught:
@@ -108,9 +108,9 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """As :func:`call`, for an operator without a gradient. Skips its autograd kernel if that has nothing to refuse.
+    """Call an operator without a gradient as :func:`call` does, but skip an autograd kernel that could not raise.
 
-    The autograd kernel is in Python, and takes longer than all the rest of a small call.
+    The autograd kernel is Python code, and takes longer than the rest of a small call.
     """
     if torch.compiler.is_compiling() or may_be_refused(args, kwargs):
         return call(operator, *args, **kwargs)
@@ -134,7 +134,7 @@ def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callab
 
 
 def output_mask_for(x: Tensor, mask: Sequence[bool]) -> list[bool]:
-    """Return the operator's output mask: all gradients for a DTensor, whose cache key does not contain the mask."""
+    """Return the operator's output mask. A DTensor requests all gradients, because its cache key ignores the mask."""
     return [True] * len(mask) if type(x) is not Tensor and hasattr(x, "placements") else list(mask)
 
 
@@ -142,7 +142,7 @@ _REFERENCE = [argument.name for argument in torch.ops.flashbwd.attention_backwar
 
 
 def _attention_backward_reference(*args: Any) -> None:
-    """The first six arguments are tensors of the call, the last five are outputs, and those between are options."""
+    """Run the reference. ``args`` are six tensors, then the options, then five outputs."""
     options = AttentionOptions(*args[6:-5])
     reference.attention_backward(*(*args[:6], options, *args[-5:]))
 
@@ -155,7 +155,7 @@ _ARGUMENTS = [argument.name for argument in _SCHEMA.arguments]
 
 
 def _bind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, without those that have their default values."""
+    """Return the arguments of a call by name. Arguments that the caller did not pass are absent."""
     return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
 
 
@@ -192,10 +192,10 @@ def _attention_backward_reference_fake(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse_derivatives() -> None:
-    """Make differentiating the C++ operators an error: they compute gradients or run below an operator with a rule.
+    """Make differentiating the C++ operators an error: they compute gradients, or a differentiable operator calls them.
 
-    The flex decoding operators are left out, because an autograd kernel would slow down each call in a decoding loop.
-    :func:`flashbwd.flex_decoding` handles gradients and tangents itself. The norms have a rule of their own.
+    This function skips the flex decoding operators, because an autograd kernel would slow down each call in a decoding
+    loop. :func:`flashbwd.flex_decoding` handles gradients and tangents itself. The norms have autograd rules.
     """
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
@@ -228,8 +228,8 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, causal: str, window: tuple[int, 
 def pairs_of_call(call: Mapping[str, Any]) -> int:
     """Return the number of visible (query, key) pairs of a call, over all batches and heads.
 
-    ``call`` has shapes in place of tensors, so the lengths of packed sequences are unknown. They are assumed to be
-    ``max_seqlen_q`` and ``max_seqlen_k``, for as many sequences as the rows of q can fill.
+    ``call`` has shapes in place of tensors, so the lengths of packed sequences are unknown. The function assumes that
+    all lengths are ``max_seqlen_q`` and ``max_seqlen_k``, and that there are as many sequences as fill the rows of q.
     """
     q, k = call["q"], call["k"]
     mask = (call.get("causal", "none"), (call.get("window_left", -1), call.get("window_right", -1)))
@@ -241,7 +241,7 @@ def pairs_of_call(call: Mapping[str, Any]) -> int:
 
 
 def attention_backward_flops(*shapes: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Floating-point operations of five matrix products over the visible pairs: ``pairs * (6 D + 4 Dv)``."""
+    """Return the floating-point operations of five products over the visible pairs: ``pairs * (6 D + 4 Dv)``."""
     call = _bind(shapes, kwargs)
     return pairs_of_call(call) * (6 * call["q"][-1] + 4 * call["v"][-1])
 

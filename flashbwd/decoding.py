@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flashbwd._autograd import transforms_are_active
 from flashbwd.flex import arguments
-from flashbwd.integrations.distributed import decode_in_parts
+from flashbwd.integrations.distributed import decode_shards
 from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
@@ -43,9 +43,9 @@ def flex_decoding(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Compute ``softmax(mask(score_mod(scale * q @ k.T))) @ v`` for a few queries over a long KV cache.
 
-    The result is that of ``torch.nn.attention.flex_attention.flex_attention``, for any number of queries. Gradients
-    flow to query, key, value and every tensor that ``score_mod`` captures, and also from the returned lse. Double
-    backward is not supported.
+    The result equals the result of ``torch.nn.attention.flex_attention.flex_attention``, for any number of queries.
+    Gradients flow to query, key, value and every tensor that ``score_mod`` captures, and also from the returned lse.
+    Double backward is not supported.
 
     Parameters
     ----------
@@ -77,9 +77,9 @@ def flex_decoding(
     Returns
     -------
     out : Tensor, (B, H, Sq, Dv)
-        query's dtype and order of strides. 0 in a row that sees no key.
+        It has query's dtype and order of strides. A row that sees no key is 0.
     lse, max_scores : Tensor, (B, H, Sq)
-        float32 (float64 for float64 inputs). -inf in a row that sees no key. On a GPU they share one storage with
+        float32 (float64 for float64 inputs). A row that sees no key has -inf. On a GPU they share one storage with
         ``out``.
 
     Raises
@@ -93,7 +93,7 @@ def flex_decoding(
     if type(query) is not Tensor and hasattr(query, "placements"):
         rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
         rest |= {"kernel_options": kernel_options, "return_aux": return_aux}
-        return decode_in_parts(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
+        return decode_shards(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
     arguments.check_types(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )
@@ -149,7 +149,7 @@ def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tu
 def _forward(
     call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, exact: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, max_scores and out again; with ``exact`` the last one is in the accumulation dtype."""
+    """Return out, lse, max_scores and a second out, which with ``exact`` is in the accumulation dtype."""
     shape = query.shape[:3]
     if query.numel() == 0 or key.numel() == 0:
         statistics = query.new_full(shape, -torch.inf, dtype=accumulator(query.dtype))
@@ -193,7 +193,7 @@ implement(_forward, _backward)
 
 
 class _FlexDecoding(torch.autograd.Function):
-    """Flex decoding with its backward. Captured tensors are inputs, so that autograd tracks them."""
+    """Flex decoding with its backward. Captured tensors are inputs, because autograd tracks only inputs."""
 
     @staticmethod
     def forward(

@@ -25,7 +25,12 @@ _LAYOUT = "efficient64"
 class DropoutAddNormGrads(NamedTuple):
     """Gradients of a norm of ``residual + dropout(x)``. A gradient that was not requested is ``None``.
 
-    ``dbeta`` is always ``None`` for RMSNorm.
+    Attributes
+    ----------
+    dx, dresidual : Tensor, (..., N), optional
+    dgamma : Tensor, (N,), optional
+    dbeta : Tensor, (N,), optional
+        Always ``None`` for RMSNorm.
     """
 
     dx: Tensor | None
@@ -50,7 +55,7 @@ def dropout_add_layer_norm_backward(
 ) -> DropoutAddNormGrads:
     """Compute the gradients of ``z = layer_norm(h)`` with ``h = residual + dropout(x)``.
 
-    In one pass over h and dz, with the formulas of :func:`layer_norm_backward` for the norm::
+    The function reads h and dz once. It uses the formulas of :func:`layer_norm_backward` for the norm::
 
         dh = (dx of layer_norm_backward at h) + dresidual       # returned as the gradient of the residual
         dx = keep * dh / (1 - dropout_p)
@@ -91,8 +96,8 @@ def dropout_add_layer_norm_backward(
     Raises
     ------
     ValueError
-        If an argument is invalid. The message names the argument, its value and what was expected. No kernel has been
-        launched then.
+        If an argument is invalid. The message names the argument, its value and what was expected. The function raises
+        before it launches a kernel.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dresidual", "dgamma", "dbeta"))
     _arguments.tensor("mu", mu)
@@ -113,9 +118,10 @@ def dropout_add_rms_norm_backward(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> DropoutAddNormGrads:
-    """Compute the gradients of ``rms_norm(residual + dropout(x))``, as :func:`dropout_add_layer_norm_backward` does.
+    """Compute the gradients of ``z = rms_norm(h)`` with ``h = residual + dropout(x)``.
 
-    RMSNorm has no mean and no beta, so there is no ``mu``, and ``dbeta`` is ``None``.
+    :func:`dropout_add_layer_norm_backward` documents the parameters, results and errors. RMSNorm has no mean and no
+    beta: there is no ``mu``, ``dbeta`` is ``None``, and ``output_mask`` selects dx, dresidual and dgamma.
     """
     asked = _arguments.flags("output_mask", output_mask, ("dx", "dresidual", "dgamma"))
     rng, mask = _rng_tensor(rng_state, h), (asked[0], asked[1], asked[2], False)
@@ -159,6 +165,11 @@ def dropout_add_layer_norm(
         ``layer_norm(h)`` in x's dtype.
     h : Tensor, (..., N)
         ``residual + dropout(x)``, the new residual stream, in residual's dtype.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The message names the argument, its value and what was expected.
     """
     return _forward(x, residual, gamma, beta, keep, 0, dropout_p, eps, zero_centered_gamma)
 
@@ -173,9 +184,10 @@ def dropout_add_rms_norm(
     eps: float | None = None,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute RMSNorm of ``h = residual + dropout(x)``, as :func:`dropout_add_layer_norm` does for LayerNorm.
+    """Compute RMSNorm of ``h = residual + dropout(x)``, differentiable in x, residual and gamma.
 
-    The default ``eps`` is that of :func:`flashbwd.rms_norm`.
+    :func:`dropout_add_layer_norm` documents the parameters, results and errors. There is no beta. ``eps`` is added to
+    the mean square; its default is the default of :func:`flashbwd.rms_norm`.
     """
     eps = default_eps(_arguments.tensor("x", x).dtype) if eps is None else eps
     return _forward(x, residual, gamma, None, keep, 1, dropout_p, eps, zero_centered_gamma)
@@ -235,7 +247,7 @@ def _rng_tensor(state: RngState | None, h: Tensor) -> Tensor | None:
     for word in given:
         word = (word.view(torch.int64) if word.dtype == torch.uint64 else word).reshape(())
         if word.is_cpu and not h.is_cpu:
-            # Adding passes the value as a kernel argument. A CUDA graph capture allows no copy from pageable memory.
+            # An addition passes the value as a kernel argument. CUDA graph capture forbids copies from pageable memory.
             word = torch.zeros((), dtype=torch.int64, device=h.device) + word
         words.append(word.to(h.device))
     seed, offset = words

@@ -21,7 +21,7 @@ def layer_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """LayerNorm over the last dimension, differentiable in x, gamma and beta.
+    """Compute LayerNorm over the last dimension, differentiable in x, gamma and beta.
 
     Parameters
     ----------
@@ -41,6 +41,11 @@ def layer_norm(
     Tensor, (..., N)
         ``gamma * (x - mean) / sqrt(var + eps) + beta`` in x's dtype, computed in float32 (float64 for float64 inputs).
         CUDA autocast casts the inputs to float32, as it does for PyTorch's ``layer_norm``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The message names the argument, its value and what was expected.
     """
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
     _arguments.flag("memory_efficient", memory_efficient)
@@ -61,7 +66,7 @@ def rms_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """RMSNorm over the last dimension, differentiable in x and gamma.
+    """Compute RMSNorm over the last dimension, differentiable in x and gamma.
 
     Parameters
     ----------
@@ -70,8 +75,8 @@ def rms_norm(
     gamma : Tensor, (N,), optional
         x's dtype or float32.
     eps : float, optional
-        Added to the mean square. Default as in PyTorch: ``torch.finfo(torch.float32).eps``, or that of float64 for
-        float64 inputs.
+        Added to the mean square. The default is PyTorch's: ``torch.finfo(torch.float32).eps``, or
+        ``torch.finfo(torch.float64).eps`` for float64 inputs.
     zero_centered_gamma : bool
         Multiply by ``1 + gamma`` instead of gamma.
     memory_efficient : bool
@@ -81,6 +86,11 @@ def rms_norm(
     -------
     Tensor, (..., N)
         ``gamma * x / sqrt(mean(x**2) + eps)`` in x's dtype, computed in float32 (float64 for float64 inputs).
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The message names the argument, its value and what was expected.
     """
     eps = default_eps(_arguments.tensor("x", x).dtype) if eps is None else eps
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)

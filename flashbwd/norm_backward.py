@@ -20,7 +20,13 @@ __all__ = [
 
 
 class LayerNormGrads(NamedTuple):
-    """Gradients of a LayerNorm. A gradient that was not requested is ``None``."""
+    """Gradients of a LayerNorm. A gradient that was not requested is ``None``.
+
+    Attributes
+    ----------
+    dx : Tensor, (..., N), optional
+    dgamma, dbeta : Tensor, (N,), optional
+    """
 
     dx: Tensor | None
     dgamma: Tensor | None
@@ -28,7 +34,13 @@ class LayerNormGrads(NamedTuple):
 
 
 class RMSNormGrads(NamedTuple):
-    """Gradients of an RMSNorm. A gradient that was not requested is ``None``."""
+    """Gradients of an RMSNorm. A gradient that was not requested is ``None``.
+
+    Attributes
+    ----------
+    dx : Tensor, (..., N), optional
+    dgamma : Tensor, (N,), optional
+    """
 
     dx: Tensor | None
     dgamma: Tensor | None
@@ -47,7 +59,7 @@ def layer_norm_backward(
 ) -> LayerNormGrads:
     """Compute the gradients of LayerNorm, ``z = gamma * xhat + beta`` with ``xhat = (x - mu) * rs``.
 
-    Means are over a row::
+    Each mean is over one row::
 
         dy     = gamma * dz
         dx     = rs * (dy - mean(dy) - xhat * mean(dy * xhat)) + dresidual
@@ -85,8 +97,8 @@ def layer_norm_backward(
     Raises
     ------
     ValueError
-        If an argument is invalid. The message names the argument, its value and what was expected. No kernel has been
-        launched then.
+        If an argument is invalid. The message names the argument, its value and what was expected. The function raises
+        before it launches a kernel.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma", "dbeta"))
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
@@ -127,8 +139,8 @@ def rms_norm_backward(
         dgamma = sum over rows of dz * xhat
 
     (Derivative of the definition in Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) ``rs`` is
-    ``1 / sqrt(mean(x**2) + eps)`` of each row. There is no mean and no beta; all else is as in
-    :func:`layer_norm_backward`.
+    ``1 / sqrt(mean(x**2) + eps)`` of each row. RMSNorm has no mean and no beta, so ``output_mask`` selects dx and
+    dgamma. :func:`layer_norm_backward` documents the other parameters, the results and the errors.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
     _arguments.flag("zero_centered_gamma", zero_centered_gamma)
@@ -158,10 +170,10 @@ def layer_norm_backward_from_output(
 ) -> LayerNormGrads:
     """Compute the gradients of LayerNorm from its output z, so that the input x need not be kept.
 
-    The formulas are those of :func:`layer_norm_backward` with ``xhat = (z - beta) / gamma``. A divisor (gamma, or
-    ``1 + gamma`` with ``zero_centered_gamma``) with a magnitude below 1e-5 is replaced by 1e-5 with the same sign. xhat
-    inherits the rounding error of z. Gradients from a 16-bit z are therefore less accurate than those from x for
-    columns in which gamma is small compared with beta.
+    The function uses the formulas of :func:`layer_norm_backward` with ``xhat = (z - beta) / gamma``. It replaces a
+    divisor (gamma, or ``1 + gamma`` with ``zero_centered_gamma``) whose magnitude is below 1e-5 by 1e-5 with the same
+    sign. xhat inherits the rounding error of z: in columns in which gamma is small compared with beta, gradients from a
+    16-bit z are less accurate than gradients from x.
 
     Parameters
     ----------
@@ -182,7 +194,7 @@ def layer_norm_backward_from_output(
     Raises
     ------
     ValueError
-        If an argument is invalid.
+        If an argument is invalid. The message names the argument, its value and what was expected.
     """
     _arguments.flags("output_mask", output_mask, ("dx", "dgamma", "dbeta"))
     return LayerNormGrads(
@@ -200,7 +212,11 @@ def rms_norm_backward_from_output(
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool] = (True, True),
 ) -> RMSNormGrads:
-    """Compute the gradients of RMSNorm from its output z; see :func:`layer_norm_backward_from_output`."""
+    """Compute the gradients of RMSNorm from its output z, so that the input x need not be kept.
+
+    The function uses the formulas of :func:`rms_norm_backward` with ``xhat = z / gamma``. There is no beta.
+    :func:`layer_norm_backward_from_output` documents the parameters, results and errors.
+    """
     dx_and_dgamma = _arguments.flags("output_mask", output_mask, ("dx", "dgamma"))
     mask = (dx_and_dgamma[0], dx_and_dgamma[1], False)
     dx, dgamma, _ = _backward_from_output(dz, z, rs, gamma, None, dresidual, zero_centered_gamma, True, mask)

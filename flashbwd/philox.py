@@ -79,7 +79,10 @@ def _float32(value: float) -> float:
 
 
 def keep_scale(layout: str, dropout_p: float, dtype: torch.dtype) -> float:
-    """Return the factor on kept probabilities, 1 / (1 - p). PyTorch's memory-efficient forward rounds it to `dtype`."""
+    """Return 1 / (1 - p), by which kept probabilities are multiplied.
+
+    PyTorch's memory-efficient forward rounds this factor to `dtype`.
+    """
     scale = 1.0 / (1.0 - dropout_p)
     return scale if layout == "flash" else float(torch.tensor(scale, dtype=dtype).item())
 
@@ -118,7 +121,7 @@ def keep_mask(
     if layout == "flash":
         return _flash_tile(key, offset, dropout_p, batch_heads, rows, cols)
     if layout not in LAYOUTS:
-        raise ValueError(f"flashbwd: the layout of rng_state must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        raise ValueError(f"flashbwd: rng_state.layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
     wraps = layout == "efficient32"
     plane = batch_heads * (max_seqlen_q * max_seqlen_k)  # (n,)
     if wraps:
@@ -161,7 +164,7 @@ def keep_elements(seed: Word, offset: Word, dropout_p: float, first: int, count:
 
 
 def _efficient_blocks(key: tuple[Word, Word], block: Tensor, dropout_p: float) -> Tensor:
-    """Return which elements are kept, (..., 4), for blocks given by a 62-bit Philox counter in subsequence 0."""
+    """Return which elements are kept, (..., 4), for blocks that a 62-bit Philox counter in subsequence 0 numbers."""
     words = philox4x32((block & _MASK32, (block >> 32) & 0x3FFFFFFF, 0, 0), key, 10)
     threshold = _float32(dropout_p)
     return torch.stack([word.to(torch.float32).mul_(2.0**-32).add_(2.0**-33) > threshold for word in words], -1)

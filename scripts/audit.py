@@ -3,8 +3,8 @@
 Usage: audit.py WHEEL_OR_FOLDER    a wheel, or a folder that contains _C.so and perhaps _C_cuda.so
 
 The libraries may use only torch's stable ABI, no Python symbols, and no shared CUDA library except torch's. They may
-export only flashbwd_* symbols. For each GPU that the build targets, _C_cuda must contain code of every source and as
-many kernels as the budget states.
+export only flashbwd_* symbols. For each GPU that the build targets, _C_cuda must contain the code of every source, and
+the number of kernels that the budget states.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def cuobjdump() -> str:
 
 
 def expected_code(units: Iterable[Unit], budget: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
-    """Expected pieces of code (one per source and target, including PTX) and kernels of a library of ``units``."""
+    """Return the expected pieces of code (one per source and target, including PTX) and kernels of ``units``."""
     pieces: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
     for unit in units:
@@ -81,7 +81,7 @@ def expected_code(units: Iterable[Unit], budget: dict[str, Any]) -> tuple[Counte
 
 
 def code_found(elf: str, ptx: str, symbols: str) -> tuple[Counter[str], Counter[str]]:
-    """The actual pieces of code and kernels, from cuobjdump's listings."""
+    """Count the pieces of code and the kernels in cuobjdump's listings, by target."""
     pieces = Counter(re.findall(r"\.(sm_\w+)\.cubin", elf))
     pieces.update(name.replace("sm_", "compute_") for name in re.findall(r"\.(sm_\w+)\.ptx", ptx))
     kernels: Counter[str] = Counter()

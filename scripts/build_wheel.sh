@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The sdist, and the wheel built from what the sdist holds, in dist/. Run in an environment that has the build
-# requirements (requirements/build.txt, requirements/cuda.txt) and the dev extra. The wheel has all kernels, whatever
-# GPU this machine has.
+# Writes the sdist, and the wheel that is built from the sdist, into dist/. Run it in an environment that has the build
+# requirements (requirements/build.txt, requirements/cuda.txt) and the dev extra. The wheel has all kernels, even on a
+# machine without a GPU.
 set -euo pipefail
 export FLASHBWD_CUDA_ARCHS=all
 cd "$(dirname "$0")/.."

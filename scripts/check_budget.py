@@ -28,9 +28,9 @@ ROOT = native.ROOT
 REPORT = ROOT / "build" / "resource_usage.json"
 BUDGET = ROOT / "build_tools" / "budget.json"
 TOTAL_CPU_SECONDS = 40 * 60  # on the machine that wrote the budget
-# These units have no kernels; they launch those of other units.
+# These units have no kernels; they launch kernels of other units.
 HOST_ONLY = {"csrc/attention/sm90/launch.cu", "csrc/common/tensor_map.cu", "csrc/decoding/decoding.cu"}
-# Units that compile in parallel slow one another down, and the time of a short unit is mostly start-up.
+# Parallel compilations slow one another down, and start-up dominates the time of a short unit.
 SLACK_FACTOR, SLACK_SECONDS = 2.0, 15.0
 CALIBRATION = """
 #include <functional>
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 def required_units() -> dict[str, set[str]]:
-    """Every CUDA source of the tree, with the GPUs for which it must have kernels."""
+    """Return every CUDA source of the tree, with the GPUs for which it must have kernels."""
     units = {}
     for path in sorted((ROOT / "csrc").rglob("*.cu")):
         source = path.relative_to(ROOT)
@@ -54,7 +54,7 @@ def required_units() -> dict[str, set[str]]:
 
 
 def row(unit: Row) -> Row:
-    """The budget line of a unit: kernels, largest register count and total spilled bytes per GPU."""
+    """Return the budget line of a unit: kernels, largest register count and total spilled bytes per GPU."""
     by_target: dict[str, list[Row]] = {}
     for kernel in unit["kernels"]:
         by_target.setdefault(kernel["arch"], []).append(kernel)
@@ -67,7 +67,7 @@ def row(unit: Row) -> Row:
 
 
 def missing(rows: dict[str, Row], required: dict[str, set[str]], where: str) -> list[str]:
-    """Units and kernels that ``where`` (the build or the budget) lacks, or has without a source that requires them."""
+    """Return units and kernels that ``where`` (the build or the budget) lacks, or has without a source for them."""
     problems = [f"{source}: not in the {where}" for source in sorted(required.keys() - rows.keys())]
     problems += [f"{source}: in the {where}, but no source" for source in sorted(rows.keys() - required.keys())]
     for source in sorted(rows.keys() & required.keys()):
@@ -78,14 +78,14 @@ def missing(rows: dict[str, Row], required: dict[str, set[str]], where: str) -> 
 
 
 def slowness(rows: dict[str, Row], budget: dict[str, Row]) -> float:
-    """The compile time of all units on this machine over that in the budget, at least 1."""
+    """Return the compile time of all units on this machine over their time in the budget, at least 1."""
     shared = rows.keys() & budget.keys()
     allowed = sum(budget[source]["cpu_seconds"] for source in shared)
     return max(1.0, sum(rows[source]["cpu_seconds"] for source in shared) / max(allowed, 1.0))
 
 
 def compare(source: str, now: Row, allowed: Row, factor: float) -> list[str]:
-    """The ways in which a unit exceeds its budget. ``factor`` is the result of ``slowness``."""
+    """Return the ways in which a unit exceeds its budget. ``factor`` is the result of ``slowness``."""
     problems = []
     for target, count in allowed["kernels"].items():
         if (built := now["kernels"].get(target, 0)) != count:
@@ -101,14 +101,14 @@ def compare(source: str, now: Row, allowed: Row, factor: float) -> list[str]:
 
 
 def total_problems(units: list[Row], then: float, now: float) -> list[str]:
-    """Compare the total with its limit, which is scaled by the calibration time ``now`` over the budget's, ``then``."""
+    """Compare the total time with its limit. The calibration times, ``then`` and ``now``, scale the limit."""
     total, limit = sum(unit["cpu_seconds"] for unit in units), TOTAL_CPU_SECONDS * max(1.0, now / then)
     print(f"{len(units)} units, {total:.0f} CPU seconds of {limit:.0f} (a machine {now / then:.2f} times as slow)")
     return [f"{total:.0f} CPU seconds in all, the limit is {limit:.0f}"] if total > limit else []
 
 
 def check(units: list[Row], budget: Row, calibration: float) -> list[str]:
-    """All reasons why the report of a build does not pass."""
+    """Return all reasons why the report of a build does not pass."""
     rows = {unit["source"]: row(unit) for unit in units if unit["source"].endswith(".cu")}
     table, required = budget["units"], required_units()
     problems = missing(rows, required, "build") + missing(table, required, "budget")
@@ -122,7 +122,7 @@ def check(units: list[Row], budget: Row, calibration: float) -> list[str]:
 
 
 def calibration_seconds() -> float:
-    """CPU seconds in which the C++ compiler compiles a fixed program: the speed of this machine."""
+    """Measure the speed of this machine: the CPU seconds in which the C++ compiler compiles a fixed program."""
     command = [native.cxx(), "-std=c++17", "-O2", "-x", "c++", "-c", "-o", os.devnull, "-"]
     times = []
     for _ in range(3):

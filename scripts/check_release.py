@@ -1,4 +1,4 @@
-"""Fails unless there is a record of GPU tests and compute-sanitizer runs on the current kernel sources in csrc.
+"""Fails unless a record of GPU tests and compute-sanitizer runs on the current kernel sources in csrc exists.
 
 Usage: check_release.py [FOLDER]
 

@@ -20,7 +20,7 @@ INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 
 
 def kernels_of(dump: str) -> list[list[str]]:
-    """The instructions of each function of a dump, without addresses and encodings."""
+    """Return the instructions of each function of a dump, without addresses and encodings."""
     kernels: list[list[str]] = []
     for line in dump.splitlines():
         if "Function :" in line:
@@ -31,12 +31,12 @@ def kernels_of(dump: str) -> list[list[str]]:
 
 
 def opcodes_of(kernel: list[str]) -> Counter[str]:
-    """How often each opcode occurs, without predicates and modifiers."""
+    """Count each opcode, without predicates and modifiers."""
     return Counter(re.sub(r"^@\S+ ", "", instruction).split()[0].split(".")[0] for instruction in kernel)
 
 
 def compare(before: list[str], after: list[str]) -> tuple[bool, str]:
-    """Whether two kernels have the same opcodes, and a line that says what differs."""
+    """Return whether two kernels have the same opcodes, and a line that says what differs."""
     if before == after:
         return True, f"{len(before)} instructions, equal"
     counts = opcodes_of(before), opcodes_of(after)
@@ -48,7 +48,7 @@ def compare(before: list[str], after: list[str]) -> tuple[bool, str]:
 
 
 def dump_of(path: Path) -> str:
-    """The text of ``cuobjdump -sass``, read or made."""
+    """Return the text of ``cuobjdump -sass``: read the file, or run cuobjdump on it."""
     data = path.read_bytes()
     if b"\0" not in data:
         return data.decode()

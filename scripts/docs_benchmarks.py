@@ -17,7 +17,7 @@ PLOTS = "images/results"
 
 
 def newest_results() -> list[Path]:
-    """The tables of the newest results in benchmarks/results/, per machine and suite.
+    """Return the tables of the newest results in benchmarks/results/, per machine and suite.
 
     File names consist of machine, suite, "quick" for a --quick run, date and time.
     """

@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
-# The newest complete run of each suite. benchmarks/results holds these and no others.
+# The newest complete run of each suite. benchmarks/results holds only these runs.
 H100 = "nvidia-h100-80gb-hbm3"
 FILES = {
     "attention": f"{H100}-attention-20261123-101529",
@@ -45,7 +45,7 @@ FILES = {
 
 @functools.lru_cache
 def measured(suite: str) -> tuple[CaseResult, ...]:
-    """The results of a suite."""
+    """Return the results of a suite."""
     return tuple(results.load(RESULTS / f"{FILES[suite]}.json").results)
 
 
@@ -75,7 +75,7 @@ def value(result: CaseResult, name: str) -> Any:
 
 
 def matches(result: CaseResult, where: dict[str, Any]) -> bool:
-    """Whether a case has the wanted properties. A wanted property is a value, a set of values, or a predicate."""
+    """Return whether a case has the properties ``where``: each is a value, a set of values, or a predicate."""
     for name, wanted in where.items():
         if name not in (*result.case, "group", "table", "name"):
             return False
@@ -111,7 +111,7 @@ class Row:
         return chosen
 
     def cells(self, figures: Sequence[str] = (COOL,)) -> list[str]:
-        """The heading, the peer, the smallest and largest ratio of each figure, and the number of cases."""
+        """Return the heading, the peer, the smallest and largest ratio of each figure, and the number of cases."""
         chosen = self.selected()
         heading = re.sub(r"{(\w+)}", lambda name: extent([value(r, name[1]) for r, _ in chosen]), self.heading)
         spans = []
@@ -123,7 +123,7 @@ class Row:
 
 
 def extent(values: Iterable[Any]) -> str:
-    """Up to three values are listed; more are given as "smallest to largest"."""
+    """List up to three values; write more values as "smallest to largest"."""
     distinct = sorted(set(values))
     shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in distinct]
     if len(shown) > 3:
@@ -234,7 +234,7 @@ SUMMARY = [
 ]  # fmt: skip
 
 
-# The rows of the README: what people train with, and the case of a run that stands for it.
+# The rows of the README: a common training configuration -> the case that was measured for it.
 HEADLINE = {
     "full attention, 8192 tokens, head dimension 128": "bf16 B2 S8192 H16 D128 full",
     "the same with a causal mask": "bf16 B2 S8192 H16 D128 causal",
@@ -246,7 +246,7 @@ HEADLINE = {
 
 
 def headline() -> str:
-    """Each case of HEADLINE with the fastest other kernel that ran it."""
+    """Return a table of each case of HEADLINE with the fastest other kernel that ran it."""
     of_name = {result.name: result for result in measured("attention")}
     rows = []
     for words, name in HEADLINE.items():
@@ -259,19 +259,19 @@ def headline() -> str:
     return table(["gradient of attention", "best alternative", "its TFLOP/s", "flashbwd, TFLOP/s", "ratio"], rows)
 
 
-# In the order of the columns. The settled clock comes first, because it is the clock of a long run at the power limit.
+# The order of the columns. The settled clock comes first, because long runs at the power limit have it.
 FIGURES = {SUSTAINED: "settled clock", COOL: "short slots", EAGER: "eager, with the host"}
 
 
 def summary() -> str:
-    """SUMMARY as a table, with one column per figure that the runs contain."""
+    """Return SUMMARY as a table, with one column per figure that the runs contain."""
     held = [figure for figure in FIGURES if any(row.selected(figure) for row in SUMMARY)]
     names = ["speed, as a ratio"] if held == [COOL] else [FIGURES[figure] for figure in held]
     return table(["kernel and cases", "over", *names, "cases"], (row.cells(held) for row in SUMMARY))
 
 
 def missed() -> str:
-    """Every bar that was measured and missed in the runs of FILES."""
+    """Return every bar that was measured and missed in the runs of FILES."""
     rows = [
         [result.name, bar.ours, bar.over, str(result.verdict(bar).value), f"{bar.at_least:g}"]
         for suite in FILES
@@ -297,7 +297,7 @@ def runs() -> str:
 
 
 def times(suite: str) -> str:
-    """Milliseconds of the fastest peer and of this library."""
+    """Return a table of the milliseconds of the fastest peer and of this library."""
     rows = []
     for result in measured(suite):
         peer = result.fastest_peer()
@@ -309,7 +309,7 @@ def times(suite: str) -> str:
 
 
 def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> str:
-    """One line per case: the rate of each peer, and the ratio over the first of ``others`` with correct gradients."""
+    """Return a line per case: the rate of each peer, and the ratio over the first correct peer of ``others``."""
     rows = []
     for result in measured(suite):
         mine = result.peers.get(ours)
@@ -364,7 +364,7 @@ EXPERIMENTS = {"kernels", "lab"}  # folders of docs in which measured figures ar
 
 
 def rendered(text: str) -> str:
-    """The text of a page with the figures of the result files."""
+    """Return the text of a page with the figures of the result files."""
 
     def block(match: re.Match[str]) -> str:
         if match[2] not in BLOCKS:

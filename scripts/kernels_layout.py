@@ -64,7 +64,7 @@ def write_layout(path: Path, folder: Path) -> list[Path]:
     """Write the variants of a wheel and return their folders."""
     match = re.fullmatch(r"flashbwd-([^-]+)-py3-none-.*(x86_64|aarch64)\.whl", path.name)
     if match is None:
-        raise SystemExit(f"kernels_layout.py: {path.name} is no wheel of flashbwd for Linux")
+        raise SystemExit(f"kernels_layout.py: WHEEL is {path.name}, expected a wheel of flashbwd for Linux")
     version, machine = match.groups()
     shutil.rmtree(folder / "build", ignore_errors=True)
     written = []

@@ -15,6 +15,6 @@ VERSIONS = re.compile(
 
 
 def loose_figures(text: str, blocks: re.Pattern[str]) -> list[str]:
-    """Measured figures of a page outside of its generated blocks and its code."""
+    """Return the measured figures of a page outside of its generated blocks and its code."""
     prose = VERSIONS.sub("", re.sub(r"`[^`\n]*`|^```.*?^```|^    .*?$", "", blocks.sub("", text), flags=re.M | re.S))
     return MEASURED.findall(prose)

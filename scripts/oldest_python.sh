@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the path of a Python of the oldest version that pyproject.toml supports, or nothing if none is available. Looks
-# on the PATH, in pyenv, in the tool cache of a CI runner and, if run as root, in Debian's packages.
+# Prints the path of a Python of the oldest version that pyproject.toml supports, or nothing if none is available. The
+# script looks on the PATH, in pyenv, in the tool cache of a CI runner and, if it runs as root, in Debian's packages.
 set -euo pipefail
 version=$(sed -n 's/^requires-python = ">=\(.*\)"$/\1/p' "$(dirname "$0")/../pyproject.toml")
 

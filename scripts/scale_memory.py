@@ -1,6 +1,7 @@
-"""The table of docs/scale.md: memory of attention over 1M tokens that are split over devices, from the library's plans.
+"""Prints the table of docs/scale.md: the planned memory of attention over 1M tokens that are split over devices.
 
-Needs no GPU, but the test modules (``python setup.py build_test_modules``): they plan for a GPU that is not there.
+The script needs no GPU. It needs the test modules (``python setup.py build_test_modules``), which can plan for a GPU
+that the machine does not have.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "tests")]  # last: an installed package goes before the one of the tree
+sys.path += [str(ROOT), str(ROOT / "tests")]  # last, so that an installed package comes before the source tree
 
 import flashbwd  # noqa: E402
 from flashbwd.integrations import context_plan  # noqa: E402
 
 SEQLEN = 2**20
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
-GROUPS = 4  # of KV heads, which context_parallel_attention exchanges one after another
+GROUPS = 4  # groups of KV heads, which context_parallel_attention exchanges one after another
 H100 = {
     "usable": True,
     "cc_major": 9,
@@ -31,7 +32,7 @@ H100 = {
 
 
 def workspace_bytes(rows: int, keys: int, groups: int, deterministic: bool) -> int:
-    """Workspace of one causal bf16 backward on an H100, for a ``groups``-th of the heads."""
+    """Return the workspace of one causal bf16 backward on an H100 with 1 / ``groups`` of the heads."""
     from kit.host import device_info, load_host, planned_for
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -48,7 +49,7 @@ def workspace_bytes(rows: int, keys: int, groups: int, deterministic: bool) -> i
 
 
 def rows_of_table() -> Iterator[list[str]]:
-    """Devices, rows per device, and per device: tensors of the rows, workspace, keys on their way; bytes per row."""
+    """Yield the rows of the table; HEADER names the columns."""
     bounds, window = (0, SEQLEN), (-1, 0)
     element, exact = 2, 4  # bytes in bf16 and fp32
     for devices in (1, 2, 4, 8, 16, 32):

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Usage: test_install.sh PYTHON TORCH DISTRIBUTION...
-# Makes a fresh environment of PYTHON, installs each DISTRIBUTION (an sdist or a wheel) there, one after the other, and
-# checks it outside of the source tree. TORCH is a requirement such as torch==2.10.0, which is installed first, or
-# "shared": the environment then sees the packages of the virtual environment that PYTHON belongs to, so that torch and
-# the build requirements need not be installed twice.
-# Fails if pip's log has an error message of a compiler, or if the build of an sdist has kernels on a machine without a
-# GPU and without FLASHBWD_CUDA or FLASHBWD_CUDA_ARCHS.
+# Creates a new environment of PYTHON, installs each DISTRIBUTION (an sdist or a wheel) there, one after the other, and
+# checks it outside of the source tree. TORCH is "shared" or a requirement such as torch==2.10.0, which the script
+# installs first. A shared environment sees the packages of the virtual environment of PYTHON, so that torch and the
+# build requirements need not be installed twice.
+# The script fails if pip's log has an error message of a compiler. It also fails if the build of an sdist has kernels
+# on a machine without a GPU, unless FLASHBWD_CUDA or FLASHBWD_CUDA_ARCHS is set.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$1 torch=$2
@@ -30,7 +30,7 @@ fi
 cd "$place"
 for file in "${distributions[@]}"; do
     echo "pip install $(basename "$file")"
-    # --no-deps: pip check looks at the requirements afterwards, and nothing replaces the torch under test.
+    # With --no-deps, pip does not replace the torch under test. pip check verifies the requirements below.
     if ! "$installed" -m pip install -v --no-deps --force-reinstall "${isolation[@]}" "$file" >pip.log 2>&1; then
         cat pip.log
         exit 1

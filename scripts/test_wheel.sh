@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: test_wheel.sh WHEEL TORCH_REQUIREMENT [tests [PYTEST_ARGUMENTS...]]
-# Installs a built wheel and a torch (for example torch==2.10.0) in a fresh environment and checks it there. With
-# "tests", also runs the whole test suite against it; g++ then compiles the modules that only the tests load.
+# Installs a built wheel and a torch (for example torch==2.10.0) in a new environment and checks the wheel there. With
+# "tests", the script also runs the whole test suite against it; g++ then compiles the modules that only the tests load.
 # KEEP=1 keeps the environment.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -29,9 +29,9 @@ def _record(**changes) -> dict:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"machine": {"kernel_sources": "0" * 64}}, "its kernel sources are not those of csrc"),
-        ({"machine": {"kernel_sources": None}}, "its kernel sources are not those of csrc"),
-        ({"machine": {"kind": "cpu"}}, "it was not taken on a GPU"),
+        ({"machine": {"kernel_sources": "0" * 64}}, "its kernel sources differ from csrc"),
+        ({"machine": {"kernel_sources": None}}, "its kernel sources differ from csrc"),
+        ({"machine": {"kind": "cpu"}}, "its tests did not run on a GPU"),
         ({"select": "sm90"}, 'only tests that match "sm90" ran'),
         ({"session": {"counts": {"skipped": 968}}}, "no test of the stage tests passed"),
         ({"session": {"counts": {"passed": 9, "failed": 1}}}, "tests: 1 failed"),
@@ -52,7 +52,7 @@ def test_a_release_needs_a_whole_run_of_its_kernel_sources(changes, problem, tmp
 def test_no_record_is_accepted_if_the_sources_are_unknown():
     """An installed package has no csrc, so a record that it wrote contains no hash."""
     assert acceptance.problems(_record(machine={"kernel_sources": None}), None) == [
-        "its kernel sources are not those of csrc"
+        "its kernel sources differ from csrc"
     ]
 
 
@@ -68,6 +68,20 @@ def test_a_release_needs_both_stages_and_all_tools(stage, outcomes, problem):
     kept = _record(outcomes=outcomes)["stages"][stage]["steps"]
     record["stages"][stage]["steps"] = {title: kept[title] for title in outcomes}
     assert problem in acceptance.problems(record, machine.kernel_sources_hash())
+
+
+def test_a_record_has_the_sums_of_its_steps_and_their_worst_errors():
+    outcomes = {f"tests: {name}": {"status": "passed", "seconds": 1.0} for name in "ab"}
+    ratios = {"sm90": {"dq": 0.51251, "dk": 0.25}}, {"sm90": {"dq": 0.5, "dk": 0.75}, "sm80": {"dv": 2.0}}
+    summaries = {
+        title: {"counts": {"passed": n, name: 1}, "refusals": {name: n}, "skips": {"s": n}, "error_over_limit": worst}
+        for n, (title, worst) in enumerate(zip(outcomes, ratios, strict=True), 2)
+        for name in title[-1]
+    }
+    tests = acceptance.record({}, "", outcomes, summaries, seed=7)["stages"]["tests"]
+    assert tests["counts"] == {"a": 1, "b": 1, "passed": 5}
+    assert (tests["refusals"], tests["skips"]) == ({"a": 2, "b": 3}, {"s": 5})
+    assert tests["error_over_limit"] == {"sm90": {"dq": 0.513, "dk": 0.75}, "sm80": {"dv": 2.0}}
 
 
 def test_a_record_has_the_seconds_of_each_stage():
@@ -95,13 +109,50 @@ def test_one_good_record_among_others_is_enough(tmp_path, capsys):
     assert capsys.readouterr().out == 'good.json: accepted\npart.json: only tests that match "sm90" ran\n'
 
 
-def test_a_record_is_named_by_its_device_and_its_kernel_sources(monkeypatch, tmp_path):
-    machine_of_run = {"device": "NVIDIA H100 (80 GB)", "kernel_sources": "0123456789abcdef", "kind": "cuda"}
-    described = type("Machine", (), {"as_dict": lambda self: machine_of_run})()
-    monkeypatch.setattr(machine, "describe", lambda device: described)
-    outcomes = {"tests: x": {"status": "passed", "seconds": 1.0}}
-    acceptance.write(tmp_path, "", outcomes, {"tests: x": "tests-x"}, seed=7)
-    assert list(acceptance.load(tmp_path / "acceptance")) == ["nvidia-h100-80-gb-0123456789ab.json"]
+@pytest.fixture
+def written(monkeypatch, tmp_path):
+    """``written(outcomes, **machine)``: the folder of the record of these outcomes, on an H100."""
+    described = {"device": "NVIDIA H100 (80 GB)", "kernel_sources": "0123456789abcdef", "kind": "cuda"}
+    monkeypatch.setattr(machine, "describe", lambda device: type("Machine", (), {"as_dict": lambda self: described})())
+
+    def write(outcomes, **changes):
+        described.update(changes)
+        acceptance.write(tmp_path, "", outcomes, {title: title.replace(": ", "-") for title in outcomes}, seed=7)
+        return tmp_path / "acceptance"
+
+    return write
+
+
+RAN = {"tests: x": {"status": "passed", "seconds": 1.0}}
+
+
+def test_a_record_is_named_by_its_device_and_its_kernel_sources(written):
+    assert list(acceptance.load(written(RAN))) == ["nvidia-h100-80-gb-0123456789ab.json"]
+    both = acceptance.load(written(RAN, kernel_sources=None))
+    assert list(both) == ["nvidia-h100-80-gb-0123456789ab.json", "nvidia-h100-80-gb-unknown.json"]
+
+
+def test_a_record_holds_what_its_steps_have_summed_up_and_no_step_of_another_stage(written, tmp_path):
+    (tmp_path / "summaries").mkdir()
+    session = {"counts": {"passed": 9}, "refusals": {}, "skips": {}, "error_over_limit": {}}
+    (tmp_path / "summaries" / "tests-x.json").write_text(json.dumps(session))
+    outcomes = RAN | {f"{title}: y": {"status": "passed", "seconds": 1.0} for title in ("tests", "benchmarks")}
+    (record,) = acceptance.load(written(outcomes)).values()
+    assert record["stages"]["tests"]["steps"] == {"tests: x": "passed", "tests: y": "passed"}
+    assert record["stages"]["tests"]["counts"] == {"passed": 9}
+
+
+def test_without_a_stage_of_tests_there_is_no_record(written):
+    assert not written({"benchmarks: y": {"status": "passed", "seconds": 1.0}}).exists()
+
+
+def test_a_record_begins_as_the_committed_ones_do(written):
+    """With a field per line, and one space per level."""
+    (path,) = written(RAN).iterdir()
+    committed = next((ROOT / "benchmarks" / "acceptance").glob("*.json"))
+    first, second = (file.read_text().splitlines()[:3] for file in (path, committed))
+    assert first[:2] == second[:2]
+    assert [len(line) - len(line.lstrip()) for line in first] == [len(line) - len(line.lstrip()) for line in second]
 
 
 def test_records_are_read_from_the_tree_if_no_folder_is_named(monkeypatch, tmp_path):

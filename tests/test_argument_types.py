@@ -234,18 +234,18 @@ def test_values_of_a_wrong_type_are_refused_by_name(function: str, argument: str
 # ---- parts of arguments; the whole message is compared ----
 
 PARTS: dict[str, tuple[str, Arguments, str]] = {
-    "window_float": ("attention", {"window_size": (1.5, 0)}, "window_size[0] is 1.5, expected an integer of 64 bits"),
+    "window_float": ("attention", {"window_size": (1.5, 0)}, "window_size[0] is 1.5, expected a 64-bit integer"),
     "window_none": ("attention_backward", {"window_size": (1, None)},
-                    "window_size[1] is None, expected an integer of 64 bits"),
+                    "window_size[1] is None, expected a 64-bit integer"),
     "window_2**63": ("attention_backward", {"window_size": (2**63, 0)},
-                     "window_size[0] is 9223372036854775808, expected an integer of 64 bits"),
+                     "window_size[0] is 9223372036854775808, expected a 64-bit integer"),
     "window_one": ("attention", {"window_size": (1,)}, "window_size is (1,), expected a pair (left, right)"),
     "window": ("attention", {"window_size": None}, "window_size is None, expected a pair (left, right)"),
     "softcap": ("attention", {"softcap": None}, "softcap is None, expected a number in the range of float64"),
     "scale": ("attention_backward", {"softmax_scale": "0.5"},
               "softmax_scale is '0.5', expected a number in the range of float64 or None"),
     "length": ("attention_packed", {"max_seqlen_q": 5.0},
-               "max_seqlen_q is 5.0, expected an integer of 64 bits or None"),
+               "max_seqlen_q is 5.0, expected a 64-bit integer or None"),
     "slopes": ("attention", {"alibi_slopes": [1.0] * 4}, "alibi_slopes is a list, expected a tensor or None"),
     "sink": ("attention", {"sink": 1.0}, "sink is 1.0, expected a tensor"),
     "sink_integers": ("attention_backward", {"sink": torch.zeros(4, dtype=torch.int64)},
@@ -260,7 +260,7 @@ PARTS: dict[str, tuple[str, Arguments, str]] = {
                          "rng_state.layout is None, expected 'efficient64'"),
     "mask_none": ("layer_norm_backward", {"output_mask": (True, None, True)},
                   "output_mask[1] is None, expected a bool"),
-    "eps": ("rms_norm", {"eps": 2**1024}, "eps is an integer of 1025 bits, expected a number in the range of float64"),
+    "eps": ("rms_norm", {"eps": 2**1024}, "eps is a 1025-bit integer, expected a number in the range of float64"),
     "mu_none": ("dropout_add_layer_norm_backward", {"mu": None}, "mu is None, expected a tensor"),
     "sparse": ("layer_norm", {"gamma": torch.ones(8).to_sparse()},
                "gamma has layout torch.sparse_coo, expected torch.strided"),
@@ -268,11 +268,11 @@ PARTS: dict[str, tuple[str, Arguments, str]] = {
     "meta": ("attention", {"k": torch.zeros(2, 7, 2, 8, device="meta")}, "k is on meta, expected q's cpu"),
 }  # fmt: skip
 WORDS = {
-    None: "is None, expected an integer or a tensor of one",
-    1.5: "is 1.5, expected an integer or a tensor of one",
-    "1": "is '1', expected an integer or a tensor of one",
-    2**64: "is 18446744073709551616, expected an integer of 64 bits",
-    -(2**63) - 1: "is -9223372036854775809, expected an integer of 64 bits",
+    None: "is None, expected an integer or a tensor with one element",
+    1.5: "is 1.5, expected an integer or a tensor with one element",
+    "1": "is '1', expected an integer or a tensor with one element",
+    2**64: "is 18446744073709551616, expected a 64-bit integer",
+    -(2**63) - 1: "is -9223372036854775809, expected a 64-bit integer",
     torch.zeros(2, dtype=torch.int64): "has shape (2,), expected one element",
     torch.zeros((), dtype=torch.float32): "is float32, expected int64 or uint64",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, results
+from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, peers, results
 from flashbwd.bench.cases import AttentionCase, Bar, BlockCase, DecodingCase, NormCase
 
 CPU = torch.device("cpu")
@@ -88,9 +89,44 @@ def test_the_compared_rows_of_a_norm_include_the_first_and_the_last() -> None:
         assert errors.norm_errors(case, x, [dx, *rest])["dx"] > 0.01
 
 
+@pytest.mark.parametrize(("rows", "compared"), [(3000, 256), (257, 256), (256, 256), (7, 7)])
+def test_256_evenly_spaced_rows_of_a_norm_are_compared(
+    rows: int, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    gradients = oracle.norm_gradients
+
+    def noted(*arguments: Any, rows: Tensor, **options: Any) -> Any:
+        chosen.extend(rows.tolist())
+        return gradients(*arguments, rows=rows, **options)
+
+    monkeypatch.setattr(oracle, "norm_gradients", noted)
+    case = NormCase("t", 4, rows, "fp64")
+    x = norm_peers.make_inputs(case, CPU, 0)
+    assert max(errors.norm_errors(case, x, norm_gradients(case, x)).values()) < 1e-12
+    steps = {b - a for a, b in itertools.pairwise(chosen)}
+    assert (len(chosen), chosen[0], chosen[-1]) == (compared, 0, rows - 1)
+    assert max(steps) - min(steps) <= 1
+
+
+@pytest.mark.parametrize("row", [0, 127, 128, 255, 256, 299])
+def test_the_error_of_attention_is_that_of_the_worst_of_blocks_of_128_rows(row: int) -> None:
+    case = replace(ATTENTION, batch=1, seqlen=300, heads=1, heads_kv=1, head_dim_v=16, dtype="fp64")
+    x = errors.attention_inputs.make_inputs(case, CPU, 0)
+    leaves = [t[0, :, 0].detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    grads = [g[None, :, None].clone() for g in torch.autograd.grad(out, leaves, x.dout[0, :, 0])]
+    first = row // 128 * 128
+    norms = [g[0, first : first + 128].norm().item() for g in grads]
+    for grad in grads:
+        grad[0, row, 0, 0] += 0.001
+    found = errors.attention_errors(case, x, peers.Prepared(lambda: grads), grads)
+    assert [found[name] for name in ("dq", "dk", "dv")] == pytest.approx([0.001 / norm for norm in norms], rel=1e-6)
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_the_error_of_a_decoding_gradient_is_reported_under_its_name(wrong: int) -> None:
-    case = DecodingCase("t", 2, 4, 2, 3, 40, 16, "fp32", backward=True)
+    case = DecodingCase("t", 3, 4, 2, 3, 40, 16, "fp32", backward=True)
     x = decoding_peers.make_inputs(case, CPU, 0)
     leaves = [t.detach().double().requires_grad_() for t in (x.q, x.k, x.v)]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, enable_gqa=True)
@@ -139,6 +175,24 @@ def test_gradients_of_attention_do_not_depend_on_the_size_of_row_blocks(calls_of
         torch.testing.assert_close(got, want)
 
 
+def test_rows_wider_than_a_block_are_taken_one_by_one(calls_of_autograd: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 8, generator=generator), *torch.randn(2, 100, 8, generator=generator).unbind())
+    oracle.attention_slice(q[:, None], k, v, q[:, None])
+    assert calls_of_autograd == [1, 1, 1]
+    calls_of_autograd.clear()
+    x, gamma = torch.randn(3, 100, generator=generator), torch.ones(100)
+    oracle.norm_gradients(x, x, gamma, eps=1e-5, rms=False, rows=torch.arange(2))
+    assert calls_of_autograd == [2, 1, 1, 1]
+
+
+def test_queries_without_a_key_have_no_gradient() -> None:
+    q, none = torch.randn(3, 2, 8), torch.empty(0, 8)
+    dq, dk, dv, _ = oracle.attention_slice(q, none, none, q)
+    assert torch.equal(dq, torch.zeros(3, 2, 8, dtype=torch.float64))
+    assert dk.shape == dv.shape == (0, 8)
+
+
 def test_gradients_of_a_norm_do_not_depend_on_the_size_of_row_blocks(calls_of_autograd: list[int]) -> None:
     case = NormCase("t", 16, 30, "fp64")
     x = norm_peers.make_inputs(case, CPU, 0)
@@ -172,12 +226,41 @@ def test_the_name_of_a_training_step_contains_the_numbers_of_heads(heads_kv: int
     assert BlockCase("t", "gpt", 2, 8, 32, 4, heads_kv, 48).name == f"gpt block bf16 B2 S8 width 32 {shown}"
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "layer norm bf16 N48 rows 70"),
+        ({"rms": True, "dtype": "fp32"}, "rms norm fp32 N48 rows 70"),
+        ({"form": "dropout"}, "layer norm dropout bf16 N48 rows 70"),
+        ({"form": "output", "rms": True}, "rms norm output bf16 N48 rows 70"),
+    ],
+)
+def test_the_name_of_a_norm_has_its_form(changes: dict[str, Any], name: str) -> None:
+    assert replace(NormCase("t", 48, 70), **changes).name == name
+
+
+@pytest.mark.parametrize(("backward", "kind"), [(False, "decoding"), (True, "decoding backward")])
+def test_the_name_of_decoding_says_whether_it_is_the_backward(backward: bool, kind: str) -> None:
+    case = DecodingCase("t", 3, 4, 2, 5, 40, 16, backward=backward)
+    assert case.name == f"{kind} bf16 B3 H4:2 Sq5 Sk40 D16"
+
+
 # ---- result files -----------------------------------------------------------------------------------
 
 
 def test_committed_result_files_have_the_current_schema() -> None:
     paths = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))
     assert results.load(paths[0]).results
+
+
+def test_a_saved_file_makes_its_folders_and_begins_as_the_committed_ones(tmp_path: Path) -> None:
+    """With a field per line, and one space per level, so that two runs can be compared line by line."""
+    committed = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))[0]
+    written = tmp_path / "a" / "b" / "run.json"
+    results.load(committed).save(written)
+    assert written.read_text().splitlines()[:60] == committed.read_text().splitlines()[:60]
+    results.load(committed).save(written)
+    assert list(written.parent.iterdir()) == [written]
 
 
 def test_a_failed_peer_has_done_no_work() -> None:
@@ -226,6 +309,15 @@ def test_a_case_has_no_feature_by_default() -> None:
     assert (ATTENTION.dropout_p, ATTENTION.softcap, ATTENTION.bars) == (0.0, 0.0, ())
     norm = NormCase("t", 48, 70)
     assert (norm.rms, norm.form, norm.compiled) == (False, "", True)
+    decoding, block = DecodingCase("t", 3, 4, 2, 5, 40, 16), BlockCase("t", "gpt", 2, 8, 32, 4, 4, 48)
+    assert (decoding.backward, decoding.compiled, block.compiled) == (False, True, True)
+    assert not Bar("flashbwd sm90", "torch cuDNN", 1.0).goal
+
+
+def test_a_new_run_is_not_complete_and_a_case_has_one_set_of_inputs() -> None:
+    case = results.CaseResult("x", "t", "TFLOP/s", 0.1, {}, {}, [], {})
+    assert case.input_sets == 1
+    assert not results.Report("attention", "2026-01-01", {}, {}, [case]).complete
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -302,12 +394,14 @@ def test_the_work_of_a_block_counts_three_passes_over_weights_and_seven_over_hal
     assert case.work == 3 * 2 * 16 * weights + 7 * 2 * pairs * 32
 
 
-@pytest.mark.parametrize("expected", [2, 4])
-def test_a_block_needs_one_expected_gradient_for_x_and_each_parameter(expected: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_block_needs_a_gradient_and_an_expected_one_for_x_and_each_parameter(count: int) -> None:
     layer, one = torch.nn.Linear(1, 1), torch.ones(1)
     given = SimpleNamespace(block=layer, expected=[one] * 3)
     assert errors.block_errors(given, [one] * 3) == {"dx": 0.0, "weight": 0.0, "bias": 0.0}  # type: ignore[arg-type]
-    given.expected = [one] * expected
+    with pytest.raises(ValueError, match="zip"):
+        errors.block_errors(given, [one] * count)  # type: ignore[arg-type]
+    given.expected = [one] * count
     with pytest.raises(ValueError, match="zip"):
         errors.block_errors(given, [one] * 3)  # type: ignore[arg-type]
 
@@ -327,6 +421,29 @@ def test_the_middle_sequence_of_a_batch_is_checked() -> None:
     assert errors._attention_slices(case) == [(0, 0), (3, 2), (6, 3)]
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_decoding_needs_one_result_and_one_expected_result_per_name(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = DecodingCase("t", 2, 4, 2, 3, 40, 16, "fp32", backward=True)
+    x, one = decoding_peers.make_inputs(case, CPU, 0), torch.ones(2, 1)
+    monkeypatch.setattr(decoding_peers, "expected", lambda *_: expected)
+    expected = [one[-1]] * 3
+    assert errors.decoding_errors(case, x, [one] * 3) == {"dq": 0.0, "dk": 0.0, "dv": 0.0}
+    with pytest.raises(ValueError, match="zip"):
+        errors.decoding_errors(case, x, [one] * count)
+    expected = [one[-1]] * count
+    with pytest.raises(ValueError, match="zip"):
+        errors.decoding_errors(case, x, [one] * 3)
+
+
+def test_a_bias_that_sequences_do_not_share_asks_for_no_more_slices() -> None:
+    case = replace(ATTENTION, batch=7, heads=4, heads_kv=4)
+    assert errors._attention_slices(replace(case, bias_batch=7)) == errors._attention_slices(case)
+    shared = errors._attention_slices(replace(case, bias_batch=1))
+    assert sorted(shared) == [(b, kv) for b in range(7) for kv in (0, 3)]
+
+
 # ---- verdicts and comparisons -----------------------------------------------------------------------
 
 
@@ -343,6 +460,39 @@ def report_of(**peers: results.PeerResult) -> results.Report:
 def test_a_bar_is_reached_by_exactly_its_ratio() -> None:
     (case,) = report_of(flashbwd_sm90=peer(2.0), torch_cuDNN=peer(3.0)).results
     assert case.verdict(Bar("flashbwd sm90", "torch cuDNN", 1.5)).passed is True
+
+
+@pytest.mark.parametrize(
+    ("status", "times_ms", "timed"),
+    [
+        (results.OK, [1.0], True),
+        (results.WRONG, [1.0], True),
+        (results.OK, [], False),
+        (results.FAILED, [1.0], False),
+        (results.UNSUPPORTED, [], False),
+    ],
+)
+def test_a_peer_that_ran_with_times_is_timed_and_has_the_figures_that_were_measured(
+    status: str, times_ms: list[float], timed: bool
+) -> None:
+    found = peer(*times_ms, status=status)
+    assert (found.timed, found.has(results.COOL), found.has(results.SUSTAINED)) == (timed, timed, False)
+    found.sustained_ms = [2.0]
+    assert (found.timed, found.has(results.SUSTAINED)) == (timed, timed)
+
+
+def test_a_ratio_needs_times_of_the_same_rounds() -> None:
+    (case,) = report_of(ours=peer(1.0, 1.0), over=peer(1.0, 1.0, 1.0)).results
+    with pytest.raises(ValueError, match="zip"):
+        case.ratio("ours", "over")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"),
+    [((2.0, 1.0, 3.0), "2.00 (1.00-3.00)"), ((2.0, 2.0, 2.0), "2"), ((612.34, 612.34, 612.34), "612.3")],
+)
+def test_a_ratio_without_a_range_is_one_number(ratio: tuple[float, float, float], shown: str) -> None:
+    assert str(results.Ratio(*ratio)) == shown
 
 
 def test_only_wrong_and_failed_peers_of_this_library_are_wrong() -> None:

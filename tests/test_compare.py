@@ -66,14 +66,14 @@ def test_a_build_that_takes_half_the_time_is_twice_as_fast(tmp_path: Path) -> No
 
 def test_a_case_that_one_build_does_not_know_is_named_and_left_out(tmp_path: Path) -> None:
     done = compare(build(tmp_path, "new", 1.0), build(tmp_path, "old", 1.0, (("main", "short"),)), "--rounds", "3")
-    assert "left out: not known to all" in done.stdout
+    assert "skipped: a build has no such case" in done.stdout
     assert "all, 1 cases:" in done.stdout
 
 
 def test_a_case_that_one_build_refuses_is_named_and_left_out(tmp_path: Path) -> None:
     bad = build(tmp_path, "bad", 1.0, action='raise ValueError("no such tile")')
     done = compare(build(tmp_path, "old", 1.0), bad)
-    assert done.stdout.count("left out: bad: no such tile") == 2
+    assert done.stdout.count("skipped: bad: no such tile") == 2
     assert done.returncode != 0
     assert "no case was measured" in done.stderr
 
@@ -100,7 +100,7 @@ def test_fewer_than_two_named_builds_are_refused(words: list[str]) -> None:
 def test_a_folder_without_a_package_is_refused(tmp_path: Path) -> None:
     done = compare(build(tmp_path, "old", 1.0), f"new={tmp_path / 'nothing'}")
     assert done.returncode != 0
-    assert "holds no package flashbwd" in done.stderr
+    assert "expected a folder with a built package flashbwd" in done.stderr
 
 
 def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:

@@ -118,10 +118,12 @@ class Driver:
     def __init__(self, fails: int) -> None:
         self.fails = fails
         self.called: list[str] = []
+        self.arguments: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Any:
         def function(*arguments: Any) -> int:
             self.called.append(name)
+            self.arguments.append(arguments)
             if name == "cuLibraryGetKernel":
                 arguments[0]._obj.value = 7
             return 100 if len(self.called) == self.fails else 0
@@ -143,6 +145,18 @@ def test_loading_a_kernel_stops_at_the_first_error_of_the_driver(fails: int, mon
         with pytest.raises(nvrtc.CompilationError, match=r"could not load the compiled kernel \(CUDA error 100\)"):
             nvrtc.load_kernel(b"cubin", "name", 1024)
     assert driver.called == LOADS[: fails or 3]
+
+
+def test_a_kernel_is_loaded_without_options_and_may_use_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's parameters and the number of the attribute are those of cuda.h."""
+    driver = Driver(0)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    nvrtc.load_kernel(b"cubin", "name", 100 * 1024)
+    (_, cubin, *options), (_, _, name), (attribute, size, kernel, device) = driver.arguments
+    assert (cubin, name) == (b"cubin", b"name")
+    assert options == [None, None, 0, None, None, 0]  # of the JIT compiler and of the library: none
+    assert (attribute, size, kernel.value, device.value) == (8, 100 * 1024, 7, 3)
 
 
 @pytest.mark.parametrize(

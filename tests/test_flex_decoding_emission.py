@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -36,6 +37,12 @@ EXACT: dict[str, Mod] = {
     "bool_less_than_2": lambda s, b, h, q, k: torch.where((q > 1) < 2, s, -s),
     "integer_of_62_bits": lambda s, b, h, q, k: s + (k.long() + (2**62 + 1)) % 7,
 }
+EXPONENTS = (2, 3, 0.5, -1, -0.5)  # powers that PyTorch computes without pow
+SPECIAL = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0, -1.0, 1.0, 1.1, -3.3, 1e-20, 7e12])
+
+
+def power(exponent: float) -> Mod:
+    return lambda s, b, h, q, k: s**exponent
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,8 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor],
     if compiler() is None:
         pytest.skip("there is no C++ compiler")
     host = HostMods(tmp_path_factory.mktemp("emission"))
-    for name, mod in (all_mods("cpu") | captures_in_steps("cpu") | SINES | EXACT).items():
+    powers = {f"power_{i}": power(exponent) for i, exponent in enumerate(EXPONENTS)}
+    for name, mod in (all_mods("cpu") | captures_in_steps("cpu") | SINES | EXACT | powers).items():
         host.add(f"mod_{name}", mod)
     host.compile()
     indices = torch.cartesian_prod(*(torch.arange(n) for n in SHAPE)).T
@@ -73,6 +81,17 @@ def test_roundings_and_type_promotions_equal_those_of_pytorch(
     scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 8 - 4
     expected = EXACT[name](scores, *(index.to(torch.int32) for index in INDICES)).expand(SHAPE)
     assert torch.equal(on_host(name, scores), expected)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_a_power_has_pytorchs_results_also_at_zeros_and_infinities(
+    exponent: float, on_host: Callable[[str, Tensor], Tensor]
+) -> None:
+    scores = SPECIAL.repeat(-(-math.prod(SHAPE) // len(SPECIAL)))[: math.prod(SHAPE)].view(SHAPE)
+    found, expected = on_host(f"power_{EXPONENTS.index(exponent)}", scores), scores**exponent
+    torch.testing.assert_close(found, expected, rtol=2e-7, atol=0, equal_nan=True)
+    finite = ~expected.isnan()
+    assert torch.equal(found[finite].signbit(), expected[finite].signbit())
 
 
 @pytest.mark.parametrize("name", sorted(captures_in_steps("cpu")))

@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import fuzz
 import fuzz_calls
+import fuzz_reference
 
 CPU = torch.device("cpu")
 
 
-def gradients_of(problem: fuzz_calls.Problem) -> Any:
+def gradients_of(problem: fuzz_reference.Problem) -> Any:
     with flashbwd.use_backend("reference"):
         return flashbwd.attention_backward(**problem.arguments)
 
@@ -38,7 +39,7 @@ def calls(condition: Any, count: int) -> list[fuzz_calls.Call]:
 def test_the_reference_agrees_with_the_autograd_oracle(packed: bool) -> None:
     for call in calls(lambda c: c.packed == packed and not c.dropout and not c.hides_rows, 12):
         # In fp32, because the fuzzer starts from the output and LSE, which are nearly exact then.
-        problem = fuzz_calls.build(replace(call, dtype="fp32", bias_float32=True), CPU)
+        problem = fuzz_reference.build(replace(call, dtype="fp32", bias_float32=True), CPU)
         a = problem.arguments
         names = ["causal", "window_size", "softcap", "attn_bias", "alibi_slopes", "sink", "dlse", "seqused_k"]
         names += ["cu_seqlens_q", "cu_seqlens_k"]
@@ -53,8 +54,8 @@ def test_every_feature_is_drawn_and_right_gradients_pass(feature: str) -> None:
     drawn = calls(lambda call: feature in call.features, 4)
     assert len(drawn) == 4
     for call in drawn:
-        problem = fuzz_calls.build(replace(call, dtype="fp32"), CPU)
-        ratios = fuzz_calls.worst(problem, gradients_of(problem))
+        problem = fuzz_reference.build(replace(call, dtype="fp32"), CPU)
+        ratios = fuzz_reference.worst(problem, gradients_of(problem))
         assert all(ratio <= 1.0 for ratio in ratios.values()), (ratios, call.describe())
 
 
@@ -67,11 +68,11 @@ def plain(rows: int) -> fuzz_calls.Call:
 @pytest.mark.parametrize(("gradient", "block"), [("dq", 64), ("dk", 128), ("dv", 128)])
 def test_a_lost_tile_of_a_gradient_is_reported(gradient: str, block: int) -> None:
     """The contribution of one tile of 64 queries and 128 keys is missing, in the last rows of 1408."""
-    problem = fuzz_calls.build(plain(1408), CPU)
+    problem = fuzz_reference.build(plain(1408), CPU)
     call = replace(problem.call, dtype="fp32")
     a = problem.arguments
     s = (a["q"][0, :, 0].double() @ a["k"][0, :, 0].double().mT) * 64**-0.5
-    s = s.masked_fill(~fuzz_calls.visible(call, 1408, 1408, CPU), -torch.inf)
+    s = s.masked_fill(~fuzz_reference.visible(call, 1408, 1408, CPU), -torch.inf)
     p = torch.exp(s - a["softmax_lse"][0, 0].double()[:, None])
     delta = (a["dout"].double() * a["out"].double()).sum(-1)[0, :, 0]
     ds = p * (a["dout"][0, :, 0].double() @ a["v"][0, :, 0].double().mT - delta[:, None])
@@ -85,22 +86,22 @@ def test_a_lost_tile_of_a_gradient_is_reported(gradient: str, block: int) -> Non
     where, part = lost[gradient]
     exact[gradient][where, 0] -= part
     grads = flashbwd.AttentionGrads(exact["dq"], exact["dk"], exact["dv"], None, None)
-    ratios = fuzz_calls.worst(problem, grads)
+    ratios = fuzz_reference.worst(problem, grads)
     assert {name for name, ratio in ratios.items() if ratio > 1.0} == {gradient}
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_outputs_are_full_of_nan_before_a_call(packed: bool) -> None:
     (call,) = calls(lambda c: c.packed == packed, 1)
-    arguments = fuzz_calls.build(call, CPU).arguments
+    arguments = fuzz_reference.build(call, CPU).arguments
     assert all(bool(arguments[name].isnan().all()) for name in ("dq", "dk", "dv"))
 
 
 def test_nan_is_a_failure() -> None:
-    problem = fuzz_calls.build(plain(64), CPU)
+    problem = fuzz_reference.build(plain(64), CPU)
     grads = gradients_of(problem)
     grads.dk[0, 3] = torch.nan
-    assert fuzz_calls.worst(problem, grads)["dk"] == float("inf")
+    assert fuzz_reference.worst(problem, grads)["dk"] == float("inf")
 
 
 # ---- the watchdog ---------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def test_a_call_that_never_ends_is_reported_and_the_other_calls_run(tmp_path: Pa
     tally = watch(worker(tmp_path, ENDS.format(bad=120, what="time.sleep(1000)")))
     assert tally.calls >= 50
     assert [failure["number"] for failure in tally.failures] == [120]
-    assert "never ended" in tally.failures[0]["failure"]
+    assert "did not end" in tally.failures[0]["failure"]
 
 
 def test_a_call_that_ends_when_it_runs_alone_counts_as_slow(tmp_path: Path) -> None:

@@ -191,10 +191,10 @@ def test_gpu_run_records_tests_and_sanitizer_for_a_release(gpu_run, monkeypatch,
     assert found["stages"]["sanitizer"]["counts"]["passed"] == 8
     sources = machine.kernel_sources_hash()
     assert found["machine"]["kernel_sources"] == sources
-    assert acceptance.problems(found, sources) == ["it was not taken on a GPU"]
+    assert acceptance.problems(found, sources) == ["its tests did not run on a GPU"]
     found["machine"]["kind"] = "cuda"
     assert acceptance.problems(found, sources) == []
-    assert acceptance.problems(found, "other") == ["its kernel sources are not those of csrc"]
+    assert acceptance.problems(found, "other") == ["its kernel sources differ from csrc"]
 
 
 def test_gpu_run_recognises_declared_refusals_as_the_tests_write_them(steps):
@@ -507,7 +507,7 @@ def test_gpu_run_uses_a_given_seed(gpu_run, monkeypatch, tmp_path):
 
 def test_gpu_run_refuses_to_resume_with_another_seed(gpu_run, monkeypatch, tmp_path):
     _seeds(gpu_run, monkeypatch, tmp_path, "--seed", "11")
-    with pytest.raises(SystemExit, match="the run to resume has seed 11"):
+    with pytest.raises(SystemExit, match="expected 11, the seed of the run to resume"):
         gpu_run.main([str(tmp_path), "--stage", "tests", "--resume", "--seed", "12"])
 
 

@@ -58,7 +58,7 @@ def test_a_wheel_has_a_variant_for_the_cpu_and_with_kernels_one_for_cuda(
 
 
 def test_a_file_that_is_no_wheel_of_flashbwd_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="is no wheel of flashbwd"):
+    with pytest.raises(SystemExit, match="expected a wheel of flashbwd"):
         kernels_layout.write_layout(tmp_path / "torch-2.11.0-cp311-cp311-linux_x86_64.whl", tmp_path)
 
 

@@ -70,15 +70,17 @@ def test_every_shape_has_a_tile_that_fits(
     assert tile.vectors * tile.elements <= MAX_COLUMNS_A_THREAD
     assert tile.smem_bytes <= gpu.smem_per_block
     # Every column has a thread, even if rows start between vector boundaries.
-    assert tile.vectors * tile.lanes >= tile.chunk_vectors
-    assert tile.chunks * tile.chunk_vectors * tile.elements >= columns + (
+    assert tile.vectors * tile.lanes >= tile.cta_vectors
+    assert tile.ctas_per_row * tile.cta_vectors * tile.elements >= columns + (
         tile.elements - 1 if options["shifted"] else 0
     )
     # For shuffles, the number of lanes must divide a warp or be a multiple of it. There are 16 named barriers.
     assert 32 % tile.lanes == 0 or tile.lanes % 32 == 0
     assert tile.lanes <= 32 or tile.groups <= 15
-    assert tile.cluster == (tile.chunks > 1 and capability[0] >= 9 and tile.chunks <= options["most_cluster"])
-    assert tile.chunks == 1 or tile.cluster or tile.groups == 1
+    assert tile.cluster == (
+        tile.ctas_per_row > 1 and capability[0] >= 9 and tile.ctas_per_row <= options["most_cluster"]
+    )
+    assert tile.ctas_per_row == 1 or tile.cluster or tile.groups == 1
 
 
 @given(
@@ -96,7 +98,7 @@ def test_every_row_has_one_worker_and_its_columns_stay_aligned(
     step, base = columns % elements, base % elements
     problem = shape(rows, columns, x_bytes, x_bytes, shifted=step != 0 or base != 0)
     tile = host.choose_tile(problem, device(capability, sm_count))
-    schedule = host.schedule_rows(problem, tile, max(1, sm_count // tile.chunks), base, step)
+    schedule = host.schedule_rows(problem, tile, max(1, sm_count // tile.ctas_per_row), base, step)
     assert schedule.workers % schedule.period == 0
     seen = bytearray(rows)
     for worker in range(schedule.workers):
@@ -114,7 +116,7 @@ def test_workers_are_throttled_if_there_are_several_rounds() -> None:
     for rows, columns, waits in ((300, 8192, False), (32768, 8192, True), (32768, 7919, True), (4096, 65536, True)):
         problem = shape(rows, columns)
         tile = host.choose_tile(problem, gpu)
-        schedule = host.schedule_rows(problem, tile, 132 // tile.chunks, 0, 0)
+        schedule = host.schedule_rows(problem, tile, 132 // tile.ctas_per_row, 0, 0)
         assert schedule.workers * schedule.rounds * tile.groups >= rows
         assert (schedule.ahead > 0) == waits
 
@@ -135,7 +137,7 @@ def test_the_lead_of_a_worker_depends_on_the_bytes_per_round() -> None:
         shifted = columns % (16 // size) != 0
         problem = shape(rows, columns, size, size, shifted=shifted, from_output=output)
         tile = host.choose_tile(problem, gpu)
-        schedule = host.schedule_rows(problem, tile, 132 // tile.chunks, 0, columns % (16 // size))
+        schedule = host.schedule_rows(problem, tile, 132 // tile.ctas_per_row, 0, columns % (16 // size))
         assert schedule.ahead == int(rounds * schedule.workers)
 
 
@@ -167,9 +169,9 @@ def test_the_round_count_of_throttled_workers_fits_in_32_bits(
     step = columns % (16 // x_bytes)
     problem = shape(rows, columns, x_bytes, x_bytes, shifted=step != 0, from_output=output)
     tile = host.choose_tile(problem, device((9, 0), sm_count))
-    rounds = -(-rows // (max(1, sm_count // tile.chunks) * tile.groups))
+    rounds = -(-rows // (max(1, sm_count // tile.ctas_per_row) * tile.groups))
     assume(rounds < 2**30)
-    schedule = host.schedule_rows(problem, tile, max(1, sm_count // tile.chunks), 0, step)
+    schedule = host.schedule_rows(problem, tile, max(1, sm_count // tile.ctas_per_row), 0, step)
     assert schedule.rounds >= 1
     assert schedule.workers * schedule.rounds * tile.groups >= rows
     assert 0 <= schedule.ahead <= 2 * schedule.workers

@@ -228,7 +228,8 @@ def rms_norm() -> Iterator[OnCPU]:
 
 
 def test_stats_list_the_operators_and_can_be_reset(rms_norm: OnCPU) -> None:
-    assert list(flashbwd.stats()) == [f"aten::{name}" for name in ATTENTION + NORMS]
+    names = [*(f"aten::{name}" for name in ATTENTION + NORMS), "higher_order::flex_attention_backward"]
+    assert list(flashbwd.stats()) == names
     x, statistics = torch.randn(5, 8), torch.ones(5, 1)
     with flashbwd.use_backend("reference"):
         rms_norm.operator(x, x, (8,), statistics, None, (True, False))

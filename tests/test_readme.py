@@ -65,7 +65,9 @@ def test_api_page_has_a_section_with_the_docstring_of_every_public_name() -> Non
     page = (ROOT / "docs" / "api.md").read_text()
     sections = dict(re.findall(r"^## (flashbwd\.\w+)\n\n::: (\S+)$", page, re.MULTILINE))
     assert sections.pop("flashbwd.integrations").startswith("flashbwd.integrations.")
-    assert sections == {f"flashbwd.{name}": f"flashbwd.{name}" for name in PUBLIC}
+    # For these two names the site's generator would take the module of the same name.
+    modules = {f"flashbwd.{name}": f"flashbwd.{name}.{name}" for name in ("attention", "layer_norm")}
+    assert sections == {f"flashbwd.{name}": f"flashbwd.{name}" for name in PUBLIC} | modules
 
 
 @pytest.mark.parametrize("name", PUBLIC)

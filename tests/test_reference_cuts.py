@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -18,10 +20,14 @@ from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, cut_into_pieces
 from flashbwd.reference.modifications import GatherByIndex
+from flashbwd.reference.operands import write_scaled
+from flashbwd.reference.scores import Dropout, operand, sees_nothing
 from flashbwd.reference.spans import Span
 
 LENGTHS = st.integers(1, 600)
 FEWEST = 16  # blocks of at most this many rows or keys are not divided further
+DEVICES = ("cpu", "meta")  # the meta device represents a GPU
+WINDOW = st.integers(-1, 6)
 GROUPS = st.sampled_from([1, 2, 8, 64])
 
 
@@ -76,6 +82,100 @@ def test_a_tile_is_masked_along_a_diagonal_only_if_that_hides_a_pair(
     assert (lower is not None, upper is not None) == (hidden_left, hidden_right)
 
 
+@st.composite
+def bands(draw: st.DrawFn) -> tuple[Band, torch.Tensor]:
+    """A band, and which keys each query sees: (sq, sk) bool."""
+    sq, sk = draw(st.integers(1, 12)), draw(st.integers(0, 12))
+    causal, left, right = draw(st.sampled_from(["none", "top_left", "bottom_right"])), *draw(st.tuples(WINDOW, WINDOW))
+    distance = torch.arange(sk) - torch.arange(sq)[:, None] - (0 if causal == "top_left" else sk - sq)
+    visible = torch.ones(sq, sk, dtype=torch.bool)
+    if left >= 0:
+        visible &= distance >= -left
+    if causal != "none":
+        visible &= distance <= 0
+    elif right >= 0:
+        visible &= distance <= right
+    return Band.of(sq, sk, causal, left, right), visible
+
+
+def extent(seen: torch.Tensor) -> tuple[int, int]:
+    """From the first to the last that is True; (0, 0) if none is."""
+    places = seen.nonzero().flatten().tolist()
+    return (places[0], places[-1] + 1) if places else (0, 0)
+
+
+@given(bands(), st.data())
+def test_a_band_has_the_rows_that_see_a_key_and_the_keys_that_they_see(
+    drawn: tuple[Band, torch.Tensor], data: st.DataObject
+) -> None:
+    band, visible = drawn
+    assert band.rows == extent(visible.any(1))
+    assume(band.rows != (0, 0))
+    assert visible.any(1)[slice(*band.rows)].all()
+    first = data.draw(st.integers(band.rows[0], band.rows[1] - 1))
+    rows = first, data.draw(st.integers(first + 1, band.rows[1]))
+    keys, block_k = extent(visible[slice(*rows)].any(0)), data.draw(st.integers(1, 5))
+    assert band.keys(rows) == keys
+    tiles = [(start, min(start + block_k, keys[1])) for start in range(*keys, block_k)]
+    assert list(band.tiles(rows, block_k)) == tiles
+    for cols in tiles:
+        hidden = ~visible[slice(*rows), slice(*cols)]
+        found = band.hidden(rows, cols, torch.device("cpu"))
+        assert (found is None) == (not hidden.any())
+        assert found is None or torch.equal(found, hidden)
+        tile = torch.where(hidden, torch.nan, 1.0)[None]
+        band.zero_hidden_(tile, rows, cols)
+        assert torch.equal(tile[0], (~hidden).float())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.integers(0, 700)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 7),
+)
+def test_pieces_have_every_row_that_sees_a_key_once(
+    sizes: list[tuple[int, int, int]], heads: int, group: int, causal: bool, one_chunk: bool, threads: int
+) -> None:
+    spans = [Span(10 * i, *size, packed=False) for i, size in enumerate(sizes)]
+    q, k = torch.empty(1, 1, heads * group, 8), torch.empty(1, 1, heads, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        mode = "bottom_right" if causal else "none"
+        pieces, used = cut_into_pieces(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
+    assert 1 <= used <= threads
+    for of in spans:
+        count = torch.zeros(of.batches, heads * group, of.sq, dtype=torch.int64)
+        own = [piece for piece in pieces if piece.span is of]
+        for piece in own:
+            chunk = piece.chunk
+            for strip in piece.strips():
+                assert strip[1] - strip[0] <= piece.cut.block_q
+                batches = slice(chunk.batch0, chunk.batch0 + chunk.batches)
+                count[batches, chunk.query_range, slice(*strip)] += 1
+        keyless = of.sq if of.sk == 0 else max(of.sq - of.sk, 0) if causal else 0
+        assert (count[..., :keyless] == 0).all() and (count[..., keyless:] == 1).all()
+        assert not one_chunk or len({piece.chunk for piece in own}) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_row_sees_nothing_if_its_lse_is_infinite_or_has_a_last_bit_above_1(dtype: torch.dtype) -> None:
+    least = -(2.0**24) if dtype == torch.float32 else -(2.0**53)  # from here on neighbours are 2 apart
+    lse = torch.tensor([least, least + 1, 2 * least, least / 2, 0.0, -least, -torch.inf, torch.inf], dtype=dtype)
+    assert sees_nothing(lse).tolist() == [True, False, True, False, False, False, True, True]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.0, -0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_gradient_is_written_times_its_scale(dtype: torch.dtype, scale: float) -> None:
+    total = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    target = torch.full((2, 3, 5), torch.nan, dtype=dtype)
+    write_scaled(total.clone(), scale, target)
+    assert torch.equal(target, (total * scale).view(2, 3, 5).to(dtype))
+
+
 @pytest.mark.parametrize(
     ("shared_sums", "device", "threads"), [(False, "cpu", 3), (True, "cpu", 1), (False, "meta", 1), (True, "meta", 1)]
 )
@@ -119,6 +219,27 @@ def test_the_gradient_of_a_shared_bias_is_summed_in_fp32(dtype: torch.dtype) -> 
         gradient.add(torch.ones(1, 1, 1, 3), all_rows, chunk, (row, row + 1), (0, 3))
     gradient.finish()
     assert dbias.flatten().tolist() == [1000.0] * 3
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+@pytest.mark.parametrize("summed", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_a_dense_bias_that_only_batch_or_heads_share_asks_for_all_heads_at_once(
+    summed: tuple[bool, ...], spans: int
+) -> None:
+    """The gradient of such a bias, and of one that nothing shares, is written to its place without a copy in fp32."""
+    full = (4, 3, 5, 7)
+    dbias = torch.full([1 if one else size for one, size in zip(summed, full, strict=True)], torch.nan).bfloat16()
+    parts = [Span(4 // spans * i, 4 // spans, 5, 7, packed=False) for i in range(spans)]
+    gradient = BiasGradient(dbias, full, parts, torch.float32)
+    by_batch, by_head, by_query, by_key = summed
+    assert gradient.one_chunk == ((by_batch or by_head) and not by_query and not by_key and spans == 1)
+    assert gradient.shared == (by_batch or by_head or by_query)
+    for part in parts:
+        gradient.add(torch.ones(part.batches, 3, 5, 7), part, Chunk(0, part.batches, 0, 3, 1), (0, 5), (0, 7))
+    sums = math.prod(size for one, size in zip(summed, full, strict=True) if one)
+    assert bool((dbias == sums).all()) == (gradient.one_chunk or not any(summed))
+    gradient.finish()
+    assert bool((dbias == sums).all())
 
 
 @pytest.mark.parametrize("given_one", ["max_seqlen_q", "max_seqlen_k"])
@@ -178,6 +299,87 @@ def test_a_norm_without_dx_sums_the_rows_of_every_chunk(threads: int, monkeypatc
     _, dgamma, dbeta = reference.layer_norm_backward(dz, x, mu, rs, gamma, output_mask=(False, True, True))
     torch.testing.assert_close(dgamma, (dz * x).sum(0))
     torch.testing.assert_close(dbeta, dz.sum(0))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5])
+@pytest.mark.parametrize("column", [None, 3.0, torch.arange(2.0 * 5).view(1, 2, 5, 1)], ids=["none", "number", "rows"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_operand_is_its_rows_times_the_scale_and_the_column(dtype: torch.dtype, column: Any, scale: float) -> None:
+    rows = torch.randn(1, 2, 5, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = operand(rows, torch.float32, scale, column)
+    assert torch.equal(found[..., :6], rows.float() * scale)
+    if column is None:
+        assert found.shape == rows.shape
+    else:
+        assert torch.equal(found[..., 6:], torch.as_tensor(column).expand(1, 2, 5, 1))
+
+
+@pytest.mark.parametrize("dim", range(1, 9))
+def test_an_operand_with_a_column_has_rows_of_whole_16_bytes_except_on_a_cpu(dim: int) -> None:
+    rows = [torch.empty(1, 1, 2, dim, device=device) for device in DEVICES]
+    widths = [operand(x, torch.float32, column=1.0).shape[-1] for x in rows]
+    assert widths == [dim + 1, next(width for width in range(dim + 1, dim + 5) if width * 4 % 16 == 0)]
+
+
+@pytest.mark.parametrize("given_one", ["rng_seed", "rng_offset"])
+def test_dropout_needs_both_words_of_its_generators_state(given_one: str) -> None:
+    options = AttentionOptions(dropout_p=0.25, **{given_one: 3})
+    with pytest.raises(ValueError, match=r"dropout_p is 0\.25, which needs rng_state, got None"):
+        Dropout.of(torch.zeros(1, 2, 1, 8), options, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "rows", "columns", "chunks"),
+    [
+        ("cpu", 2, 4, 100, [[1, 1], [1, 1]]),  # rows wider than a chunk
+        ("cpu", 4, 4, 64, [[1], [1], [1], [1]]),
+        ("cpu", 3, 9, 32, [[2, 2], [2, 2], [1]]),
+        ("cpu", 2, 65, 1, [[64], [1]]),
+        ("cpu", 2, 0, 32, [[]]),
+        ("cpu", 2, 9, 0, [[]]),
+        ("meta", 2, 9, 64, [[4, 4, 1]]),
+    ],
+)
+def test_threads_share_the_chunks_of_a_norms_rows_on_a_cpu_alone(
+    device: str, threads: int, rows: int, columns: int, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk has 64 elements here, and 256 on a GPU."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(norms, "_CPU_CHUNK", 64)
+    monkeypatch.setattr(norms, "_CUDA_CHUNK", 256)
+    monkeypatch.setattr(norms, "run_all", lambda tasks, most: ran_on.append(most) or [task() for task in tasks])
+    ran_on: list[int] = []
+    found = norms._run_on_chunks(torch.empty(rows, columns, device=device), lambda chunks: chunks)
+    assert [[part.stop - part.start for part in share] for share in found] == chunks
+    every = [part for share in found for part in share]
+    assert [part.start for part in every] == [0, *(part.stop for part in every)][: len(every)]
+    assert ran_on == [threads if device == "cpu" else 1]
+
+
+def test_the_epsilon_of_a_norm_is_1e_5_by_default() -> None:
+    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-3
+    layer, rms = (norm(x, (20,), eps=1e-5) for norm in (torch.nn.functional.layer_norm, torch.nn.functional.rms_norm))
+    nothing = torch.zeros_like(x)
+    torch.testing.assert_close(norms.layer_norm_forward(x)[0], layer)
+    torch.testing.assert_close(norms.rms_norm_forward(x)[0], rms)
+    for is_rms, want in ((False, layer), (True, rms)):
+        z, _, mu, rs = reference.dropout_add_norm_forward(nothing, x, rms=is_rms)
+        torch.testing.assert_close(z, want)
+        assert (mu.numel(), rs.shape) == (0 if is_rms else 3, (3, 1))
+
+
+@pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_a_norm_computes_the_gradients_that_are_asked_for(mask: tuple[bool, ...]) -> None:
+    x, dz = torch.randn(7, 20, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)
+    gamma = torch.randn(20, dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (x, gamma, torch.zeros_like(gamma))]
+    want = torch.autograd.grad(torch.nn.functional.layer_norm(leaves[0], (20,), *leaves[1:]), leaves, dz)
+    _, mu, rs = norms.layer_norm_forward(x, gamma)
+    found = reference.layer_norm_backward(dz, x, mu, rs, gamma, output_mask=mask)
+    assert [gradient is not None for gradient in found] == list(mask)
+    for got, of in zip(found, want, strict=True):
+        if got is not None:
+            torch.testing.assert_close(got, of)
 
 
 @pytest.mark.parametrize(

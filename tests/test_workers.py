@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from flashbwd.reference import workers
 from flashbwd.reference.workers import run_all
 
 
@@ -42,9 +43,25 @@ def test_at_most_the_requested_number_of_threads_run() -> None:
     assert len(set(run_all([threading.get_ident] * 40, 2))) <= 2
 
 
+def test_threads_are_kept_for_later_calls_of_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_pool", None)
+    pool = workers._pool_of(4)
+    assert workers._pool_of(4) is workers._pool_of(2) is pool
+    larger = workers._pool_of(5)
+    assert larger is not pool
+    assert workers._pool_of(4) is larger
+
+
 def test_autograd_records_nothing_in_the_threads() -> None:
     weight = torch.ones(2, requires_grad=True)
     assert not any(result.requires_grad for result in run_all([lambda: weight * 2] * 4, 2))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_tensors_of_the_workers_are_inference_tensors_where_the_callers_are(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        results = run_all([lambda: torch.ones(2)] * 4, 2)
+    assert [result.is_inference() for result in results] == [inference] * 4
 
 
 def test_an_error_in_a_task_is_raised() -> None:

@@ -180,30 +180,30 @@ def test_a_block_stores_each_element_of_eight_rows_once() -> None:
         assert offsets == list(range(offsets[0], offsets[0] + 32)) and offsets[0] % 32 == 0
 
 
-def test_parted_rows_are_permutations_of_rows() -> None:
+def test_permuted_rows_are_permutations_of_rows() -> None:
     for columns in range(4, 300, 4):
-        offsets = [host.parted_offset(column, columns) for column in range(0, columns, 4)]
+        offsets = [host.permuted_offset(column, columns) for column in range(0, columns, 4)]
         assert sorted(offsets) == list(range(0, columns, 4))
-        assert [host.parted_column(offset, columns) for offset in offsets] == list(range(0, columns, 4))
+        assert [host.permuted_column(offset, columns) for offset in offsets] == list(range(0, columns, 4))
         rest = columns // 32 * 32  # columns after the last whole block of 32 are not reordered
         assert offsets[rest // 4 :] == list(range(rest, columns, 4))
 
 
-def test_a_half_warp_that_stores_to_parted_rows_uses_every_bank_once() -> None:
+def test_a_half_warp_that_stores_to_permuted_rows_uses_every_bank_once() -> None:
     for group in range(4):  # groups of 8 columns; a lane has row lane / 4 and two columns from lane % 4 * 2 on
         for half in (range(16), range(16, 32)):
             banks = set()
             for lane in half:
                 column = group * 8 + lane % 4 * 2
-                offset = host.parted_offset(column // 4 * 4, 32) + column % 4
+                offset = host.permuted_offset(column // 4 * 4, 32) + column % 4
                 vector = offset // 4 ^ lane // 4  # TMA's swizzle of rows with 128 bytes
                 banks |= {vector * 4 + offset % 4, vector * 4 + offset % 4 + 1}
             assert banks == set(range(32))
 
 
-def test_rows_are_parted_if_requested() -> None:
+def test_rows_are_permuted_if_requested() -> None:
     for asked in (False, True):
-        assert host.plan_workspace(dense(1, 1, 1, 1, 64), request(dq_parted=asked)).dq_parted == asked
+        assert host.plan_workspace(dense(1, 1, 1, 1, 64), request(dq_permuted=asked)).dq_permuted == asked
 
 
 @pytest.mark.parametrize(
@@ -237,20 +237,20 @@ def test_a_request_of_negative_size_raises(field: str, value: int) -> None:
 
 
 def padded_rows(lengths: list[int], heads: int, packed: bool) -> tuple[list[range], int]:
-    """The LSE rows of each (sequence, head), padded to whole tiles of 128 rows, and the number of rows of one array."""
+    """The rows of LSE and delta of each (sequence, head), padded to tiles of 128 rows, and the rows of one array."""
     longest, total = max(lengths, default=0), sum(lengths)
-    statistics = host.RowStatistics(packed, len(lengths), heads, longest, total)
+    layout = host.LseDelta(packed, len(lengths), heads, longest, total)
     blocks = []
     for b, length in enumerate(lengths):
         begin = sum(lengths[:b]) if packed else 0
         for head in range(heads):
-            first = statistics.index(b, head, begin)
+            first = layout.index(b, head, begin)
             blocks.append(range(first, first + -(-length // 128) * 128))
-    return blocks, statistics.delta_offset
+    return blocks, layout.delta_offset
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_padded_rows_of_the_lse_do_not_overlap_and_stay_in_their_array(packed: bool) -> None:
+def test_padded_rows_of_lse_and_delta_do_not_overlap_and_stay_in_their_array(packed: bool) -> None:
     rng = random.Random(8)
     calls = [([1], 1), ([1] * 7, 1), ([1], 5), ([128, 1, 129, 0, 1], 3)]
     calls += [([rng.choice(LENGTHS) for _ in range(rng.randrange(1, 9))], rng.randrange(1, 5)) for _ in range(100)]

@@ -1,4 +1,4 @@
-// The attention operators. Each reads its arguments, checks them, plans, allocates outputs and launches the kernels.
+// The attention operators. Each reads and checks its arguments, plans the call, allocates outputs and launches kernels.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <memory>
@@ -20,7 +20,7 @@ DeviceInfo device_info(Device device) {
   DeviceInfo info;
   if (device.type != DeviceType::kCUDA) return info;
   if (cuda_backend() == nullptr) {
-    info.why_not = "this installation holds no CUDA kernels";
+    info.why_not = "this installation has no CUDA kernels";
     return info;
   }
   info = cuda_backend()->device_info(device.index);
@@ -37,7 +37,7 @@ AttentionPlan plan_for(AttentionProblem problem, int64_t plan_device) {
   return plan_attention(problem, device_info(problem.device));
 }
 
-// View of (B, H, S, D) as (B, S, H, D), or the reverse.
+// Returns a view of (B, H, S, D) as (B, S, H, D), or the reverse.
 Tensor rows_first(const Tensor& tensor) { return torch::stable::transpose(tensor, 1, 2); }
 
 void swap_heads_and_rows(TensorDesc* tensor) {
@@ -128,14 +128,14 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   stack[4] = boxed(or_empty(outputs.dsink, call));
 }
 
-// A call with the tensors of a block mask, which stand before the options in the schemas.
+// A call with a block mask. Its tensors come before the options in the schemas.
 struct BlockMaskCall {
   AttentionCall call;
   Tensor lists, entries, bits;
 
   explicit BlockMaskCall(ArgumentReader& reader)
       : call{reader.tensor(), reader.tensor(), reader.tensor(),
-             reader.tensor(), reader.tensor(), reader.tensor()},  // in order
+             reader.tensor(), reader.tensor(), reader.tensor()},  // braces evaluate the calls in order
         lists(reader.tensor()),
         entries(reader.tensor()),
         bits(reader.tensor()) {
@@ -193,7 +193,7 @@ void attention_backward_out(StableIValue* stack, uint64_t, uint64_t) {
   stack[1] = boxed(or_empty(outputs.dsink, call));
 }
 
-// A bias gradient as PyTorch's memory-efficient backward allocates it: contiguous, with rows padded to 16 elements.
+// Allocates a bias gradient like PyTorch's memory-efficient backward: contiguous, with rows padded to 16 elements.
 Tensor empty_padded_rows(const Tensor& bias) {
   constexpr int64_t kAlignment = 16;
   const int64_t last = bias.dim() - 1;
@@ -287,7 +287,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
          "(Tensor dbias, Tensor dsink)");
   define("plan_attention_backward" + backward +
          ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
-  // The query loops of a block mask (csrc/attention/params.h). For kernels only: no other backend takes it.
+  // block_lists, block_entries and block_bits encode the query loops of a block mask (csrc/attention/params.h). Only
+  // kernels support them; the reference backend does not.
   const std::string block_mask =
       tensors + ", Tensor block_lists, Tensor block_entries, Tensor block_bits, bool block_mask_covers" +
       flashbwd::option_schema(flashbwd::kOfBackward);

@@ -17,9 +17,9 @@ void set_options(AttentionArguments* a, std::optional<double> scale, const char*
   a->backend = forced_backend();
 }
 
-// With use_deterministic_algorithms(True, warn_only=True), PyTorch's attention keeps its non-deterministic algorithm
-// and warns. This does the same, with PyTorch's message.
-void warn_where_asked(const char* forward) {
+// With use_deterministic_algorithms(True, warn_only=True), PyTorch's attention uses its non-deterministic algorithm and
+// warns. This function issues the same warning for this library's kernel.
+void warn_if_requested(const char* forward) {
   if (deterministic_algorithms() != Determinism::kWarnOnly) return;
   const std::string message = std::string(forward) +
                               " defaults to a non-deterministic algorithm. To explicitly enable determinism call "
@@ -30,19 +30,19 @@ void warn_where_asked(const char* forward) {
 Attempt run(AttentionCall& call, const char* forward, bool heads_first, bool contiguous_grads) {
   AttentionGradients grads = attention_backward_or_refusal(call, heads_first, contiguous_grads);
   if (!grads.refusal.empty()) return refused(std::move(grads.refusal));
-  warn_where_asked(forward);
+  warn_if_requested(forward);
   if (grads.dbias.has_value()) grads.dq_dk_dv.push_back(*grads.dbias);
   return {std::move(grads.dq_dk_dv), {}};
 }
 
-// _scaled_dot_product_cudnn_attention_backward: (B, H, S, D); the bias has no gradient.
+// _scaled_dot_product_cudnn_attention_backward. Tensors are (B, H, S, D); the bias has no gradient.
 Attempt cudnn_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                  const Tensor& out, const Tensor& lse, const Tensor& /*philox_seed*/,
                                  const Tensor& /*philox_offset*/, const Tensor& attn_bias, const Tensor& cu_seqlens_q,
                                  const Tensor& /*cu_seqlens_k*/, const int64_t& /*max_q*/, const int64_t& /*max_k*/,
                                  const double& dropout_p, const bool& is_causal, const std::optional<double>& scale) {
   if (!is_given(dout)) return refused(kNoGradient);
-  if (dropout_p > 0.0) return refused("cuDNN does not say how it draws its dropout mask, so it cannot be drawn again");
+  if (dropout_p > 0.0) return refused("cuDNN does not document its dropout mask, so the mask cannot be regenerated");
   if (is_given(cu_seqlens_q)) return refused("cuDNN's packed sequences");
   AttentionCall call(dout, q, k, v, out, lse);
   call.attn_bias = given(attn_bias);
@@ -55,7 +55,7 @@ Attempt cudnn_attention_backward(const Tensor& dout, const Tensor& q, const Tens
 
 int64_t window_of(const std::optional<int64_t>& size) { return size.has_value() && *size >= 0 ? *size : -1; }
 
-// _flash_attention_backward: (B, S, H, D), or (total, H, D) with cu_seqlens; rng_state is (seed, offset).
+// _flash_attention_backward. Tensors are (B, S, H, D), or (total, H, D) with cu_seqlens. rng_state is (seed, offset).
 Attempt flash_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                  const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
                                  const Tensor& cu_seqlens_k, const int64_t& max_q, const int64_t& max_k,
@@ -87,13 +87,13 @@ Attempt flash_attention_backward(const Tensor& dout, const Tensor& q, const Tens
   return run(call, "Flash Attention", false, false);
 }
 
-// PyTorch's memory-efficient kernel counted the elements of its dropout mask in 32 bits up to torch 2.11.
+// Up to torch 2.11, PyTorch's memory-efficient kernel counts the elements of its dropout mask in 32 bits.
 const char* efficient_rng_layout() { return aoti_torch_abi_version() >> 48 <= 0x020b ? "efficient32" : "efficient64"; }
 
-constexpr const char* kEfficientMasks[] = {"none", "top_left", "bottom_right"};  // by custom_mask_type
+constexpr const char* kEfficientMasks[] = {"none", "top_left", "bottom_right"};  // index: custom_mask_type
 
-// _efficient_attention_backward: (B, S, H, D), or (1, total, H, D) with cu_seqlens; contiguous results. With a window
-// of w, a query sees the key on the diagonal of its causal mask and the w - 1 keys before that.
+// _efficient_attention_backward. Tensors are (B, S, H, D), or (1, total, H, D) with cu_seqlens; results are contiguous.
+// With a window of w, a query sees the key on the diagonal of its causal mask and the w - 1 keys before it.
 Attempt efficient_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                      const MaybeTensor& bias, const Tensor& out, const MaybeTensor& cu_seqlens_q,
                                      const MaybeTensor& cu_seqlens_k, const int64_t& max_q, const int64_t& max_k,
@@ -103,7 +103,7 @@ Attempt efficient_attention_backward(const Tensor& dout, const Tensor& q, const 
                                      const std::optional<int64_t>& /*num_splits_key*/,
                                      const std::optional<int64_t>& window_size, const bool& one_storage) {
   if (!is_given(dout)) return refused(kNoGradient);
-  if (one_storage) return refused("dq, dk and dv are asked for in one storage");
+  if (one_storage) return refused("dq, dk and dv are requested in one storage");
   if (mask < 0 || mask >= 3) return refused("custom_mask_type is " + std::to_string(mask));
   const bool windowed = window_size.has_value() && *window_size > 0;
   if (windowed && mask == 0) return refused("a window without a causal mask");

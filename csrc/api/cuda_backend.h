@@ -1,5 +1,5 @@
-// The interface between the two libraries. _C has the schemas, checks and plans, and loads anywhere. _C_cuda has the
-// kernels, is loaded if torch has CUDA, and registers its entry points here.
+// The interface between the two libraries. _C has the schemas, checks and plans, and loads on every machine. _C_cuda
+// has the kernels, is loaded if torch has CUDA, and registers its entry points here.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// _C_cuda: registers this build's kernels with _C when the library is loaded.
+// Registers the kernels of this build with _C when the library _C_cuda is loaded.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
@@ -56,7 +56,7 @@ DeviceInfo query_device(int index) {
   return info;
 }
 
-// Cached, since device properties do not change.
+// Caches the properties of each device, since they do not change.
 DeviceInfo device_info(int index) {
   static std::mutex mutex;
   static std::map<int, DeviceInfo> known;

@@ -32,8 +32,8 @@ StreamMemory stream_memory(int device, void* stream) {
   static std::mutex mutex;
   static std::map<std::pair<int, void*>, StreamMemory> known;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (cuda_stream == cudaStreamPerThread) return {};  // one handle for a different stream in each thread
-  // No check for the default stream, which cannot be captured.
+  if (cuda_stream == cudaStreamPerThread) return {};  // this handle means a different stream in each thread
+  // The default stream needs no check, since it cannot be captured.
   if (cuda_stream != nullptr) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(cuda_stream, &status) != cudaSuccess) {

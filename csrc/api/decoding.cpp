@@ -1,4 +1,5 @@
-// The operators of flex decoding: convert tensors that Python has checked to launch parameters, and launch.
+// The operators of flex decoding. They convert tensors that Python has checked to launch parameters, and launch the
+// kernels.
 #include "decoding.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -22,8 +23,8 @@ namespace flashbwd {
 namespace {
 
 // The score_mod and mask_mod of a call: either a built-in modification, encoded as numbers for the prebuilt kernels, or
-// kernels compiled at run time per tile, dtype, alignment and device. Python registers a modification, adds kernels and
-// passes its id; id 0 means no modification.
+// kernels compiled at run time, one per tile, dtype, alignment and device. Python registers a modification, adds
+// kernels to it, and passes its id with a call. Id 0 means no modification.
 struct Modification {
   struct Kernel {
     DecodingTile tile;
@@ -91,8 +92,8 @@ OutputShape output_shape(const TensorDesc& q, int64_t head_dim) {
   return shape;
 }
 
-// The output, then `statistics` tensors (B, H, Sq) in float32. All share one storage, because an allocation has more
-// host overhead than a tensor.
+// Allocates the output, then `statistics` tensors (B, H, Sq) in float32. All share one storage, because an allocation
+// has more host overhead than a tensor.
 std::vector<OwnedTensor> output_and_statistics(AtenTensorHandle q, const OutputShape& out, DType dtype,
                                                int statistics) {
   std::vector<OwnedTensor> results;
@@ -105,11 +106,11 @@ std::vector<OwnedTensor> output_and_statistics(AtenTensorHandle q, const OutputS
   const int64_t rows = out.sizes[0] * out.sizes[1] * out.sizes[2];
   const int64_t out_floats = (rows * out.sizes[3] * size_of(dtype) + kFloat - 1) / kFloat;
   const OwnedTensor all = empty_strided<1>(q, {out_floats + statistics * rows}, {1}, DType::kFloat32);
-  results.push_back(part_of(all.get(), 0, out.sizes, out.strides, dtype));
+  results.push_back(tensor_in(all.get(), 0, out.sizes, out.strides, dtype));
   for (int i = 0; i < statistics; ++i) {
-    results.push_back(part_of<3>(all.get(), (out_floats + i * rows) * kFloat,
-                                 {out.sizes[0], out.sizes[1], out.sizes[2]},
-                                 {out.sizes[1] * out.sizes[2], out.sizes[2], 1}, DType::kFloat32));
+    results.push_back(tensor_in<3>(all.get(), (out_floats + i * rows) * kFloat,
+                                   {out.sizes[0], out.sizes[1], out.sizes[2]},
+                                   {out.sizes[1] * out.sizes[2], out.sizes[2], 1}, DType::kFloat32));
   }
   return results;
 }
@@ -125,19 +126,19 @@ struct Plan {
   DecodingSplits splits;
 };
 
-// Caches the last plan, since a decoding loop repeats the same shape at every step.
-Plan plan_of(const DecodingShape& shape, const DeviceInfo& info, int64_t asked) {
-  const std::array<int64_t, 10> question = {
-      shape.batch,      shape.heads_kv,      shape.rows,    shape.seqlen_k,      shape.head_dim,
-      shape.head_dim_v, shape.element_bytes, info.sm_count, info.smem_per_block, asked};
-  static thread_local std::array<int64_t, 10> last = {};
-  static thread_local Plan answer;
-  if (question != last) {
-    answer.tile = decoding_tile(shape, info);
-    if (answer.tile.head_dim != 0) answer.splits = decoding_splits(shape, answer.tile, info, asked);
-    last = question;
+// Caches the last plan, since a decoding loop repeats the same shape for every token.
+Plan plan_of(const DecodingShape& shape, const DeviceInfo& info, int64_t requested_splits) {
+  const std::array<int64_t, 10> key = {shape.batch,         shape.heads_kv,   shape.rows,          shape.seqlen_k,
+                                       shape.head_dim,      shape.head_dim_v, shape.element_bytes, info.sm_count,
+                                       info.smem_per_block, requested_splits};
+  static thread_local std::array<int64_t, 10> last_key = {};
+  static thread_local Plan plan;
+  if (key != last_key) {
+    plan.tile = decoding_tile(shape, info);
+    if (plan.tile.head_dim != 0) plan.splits = decoding_splits(shape, plan.tile, info, requested_splits);
+    last_key = key;
   }
-  return answer;
+  return plan;
 }
 
 // Scratch memory from the caching allocator for the kernels of one call.
@@ -157,9 +158,9 @@ class Scratch {
   void* data_;
 };
 
-// True if the last CTA of each row tile should reduce the slots (last-arriver finalization). The combine kernel uses
-// more CTAs but costs a launch, so it is used only for larger reductions.
-bool last_block_adds_up(const DecodingParams& p, DecodingTile tile, int64_t slots) {
+// True if the last CTA to arrive at a row tile should reduce its slots (last-arriver finalization). The combine kernel
+// uses more CTAs but costs a launch, so it is used only for larger reductions.
+bool uses_last_arriver(const DecodingParams& p, DecodingTile tile, int64_t slots) {
   constexpr int64_t kMostFloats = 1 << 15, kMostWeights = 1 << 12;
   const int64_t rows = std::min<int64_t>(tile.rows, int64_t{p.group} * p.seqlen_q);
   const int64_t tiles = int64_t{p.batch} * p.heads_kv * p.row_tiles;
@@ -170,12 +171,12 @@ bool last_block_adds_up(const DecodingParams& p, DecodingTile tile, int64_t slot
 
 struct DecodingSettings {
   int64_t modification;
-  int64_t splits;  // 0: chosen by the planner
+  int64_t splits;  // 0: the planner chooses
   bool need_lse, need_max_scores, need_exact_out;
 };
 
-// Launches a call. Returns out, then lse and max_scores as requested, then the float32 out if it is requested and out
-// is rounded. Returns an empty vector if no kernel supports the call as it is.
+// Launches a call. Returns out, then lse and max_scores if they are requested, then the float32 out if it is requested
+// and out is rounded. Returns an empty vector if no kernel supports the call as it is.
 std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall& call,
                                           const DecodingSettings& settings, std::optional<double> scale) {
   const CudaBackend* cuda = cuda_backend();
@@ -216,7 +217,7 @@ std::vector<OwnedTensor> decoding_results(AtenTensorHandle q, const DecodingCall
   const int64_t slots = p.splits > p.cluster ? p.splits / p.cluster : 0;
   const int64_t columns = (p.head_dim_v + 1) / 2 * 2;
   const int64_t floats = slots * rows * (columns + 2);
-  if (slots > 0 && last_block_adds_up(p, tile, slots)) {
+  if (slots > 0 && uses_last_arriver(p, tile, slots)) {
     const StreamMemory memory = cuda->stream_memory(device, stream);
     p.arrivals = memory.arrivals;
     p.partial_out = memory.scratch;
@@ -314,7 +315,7 @@ void decoding_refusal(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t device = reader.read<int64_t>();
   std::string reason;
   if (cuda_backend() == nullptr || cuda_backend()->decoding == nullptr) {
-    reason = "this installation holds no decoding kernels";
+    reason = "this installation has no decoding kernels";
   } else {
     const DeviceInfo info = cuda_backend()->device_info(static_cast<int>(device));
     if (!info.usable) reason = info.why_not;

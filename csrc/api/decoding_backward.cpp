@@ -1,4 +1,5 @@
-// The operators of the flex decoding backward: convert tensors that Python prepared to launch parameters, and launch.
+// The operators of the flex decoding backward. They convert tensors that Python has prepared to launch parameters, and
+// launch the kernels.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <vector>
@@ -18,7 +19,8 @@ void copy_strides(const TensorDesc& tensor, long long (&strides)[3]) {
   for (int i = 0; i < 3; ++i) strides[i] = tensor.strides[i];
 }
 
-bool rows_begin_at_16_bytes(const DecodingCall& call, const TensorDesc& dout) {
+// True if the rows of q, k, v and dout are 16-byte aligned and multiples of 16 bytes long.
+bool all_rows_are_aligned(const DecodingCall& call, const TensorDesc& dout) {
   DecodingCall others = call;
   others.q = dout;
   return rows_are_aligned(call) && rows_are_aligned(others);
@@ -49,7 +51,7 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   call.mask_shape[3] = call.k.sizes[2];
   for (const Tensor& tensor : captured) call.captured.push_back(describe(tensor));
   const CudaBackend* cuda = cuda_backend();
-  check(cuda != nullptr && cuda->decoding_backward != nullptr, "this installation holds no decoding kernels");
+  check(cuda != nullptr && cuda->decoding_backward != nullptr, "this installation has no decoding kernels");
   check(kernel_takes(call), "the decoding kernel does not support these tensors");
   check(gradients.size() == gradient_slots.size(), "gradient_slots has ", gradient_slots.size(),
         " elements, expected one for each of the ", gradients.size(), " gradients");
@@ -90,8 +92,8 @@ void decoding_backward(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
   const Tensor slots = new_empty(q, {p.splits * rows * ((p.head_dim + 1) / 2 * 2)}, DType::kFloat32);
   p.dq_slots = static_cast<float*>(slots.data_ptr());
-  const char* error = cuda->decoding_backward(p, head_dim, call.q.dtype, rows_begin_at_16_bytes(call, dout_desc),
-                                              kernel, info, cuda->current_stream(device));
+  const char* error = cuda->decoding_backward(p, head_dim, call.q.dtype, all_rows_are_aligned(call, dout_desc), kernel,
+                                              info, cuda->current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 
@@ -104,7 +106,7 @@ void decoding_backward_tile(StableIValue* stack, uint64_t, uint64_t) {
   call.v = describe(reader.tensor());
   const int head_dim = padded_head_dim(call.q.sizes[3], call.v.sizes[3]);
   stack[0] = boxed<int64_t>(head_dim);
-  stack[1] = boxed<bool>(rows_begin_at_16_bytes(call, dout));
+  stack[1] = boxed<bool>(all_rows_are_aligned(call, dout));
   stack[2] = boxed<int64_t>(backward_shared_bytes(head_dim, static_cast<int>(size_of(call.q.dtype))));
 }
 

@@ -40,14 +40,14 @@ cpu::Threads host_threads() {
 DeviceInfo norm_device_info(Device device) {
   DeviceInfo info;
   if (cuda_backend() == nullptr || cuda_backend()->layer_norm_backward == nullptr) {
-    info.why_not = "this installation holds no LayerNorm kernels";
+    info.why_not = "this installation has no LayerNorm kernels";
   } else if (device.type == DeviceType::kCUDA) {
     info = cuda_backend()->device_info(device.index);
   }
   return info;
 }
 
-void Dropout::place(DropoutParams* params) {
+void Dropout::write_to(DropoutParams* params) {
   if (keep.has_value()) {
     keep_rows = with_one_row_stride(*keep);
     params->keep = static_cast<const uint8_t*>(keep_rows->tensor.data_ptr());

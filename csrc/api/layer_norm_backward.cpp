@@ -1,4 +1,4 @@
-// The LayerNorm and RMSNorm backward operators: check, allocate, launch.
+// The LayerNorm and RMSNorm backward operators. Each checks its arguments, allocates the gradients and launches.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <stdexcept>
@@ -34,7 +34,8 @@ Tensor as_statistics(const Tensor& tensor) {
   return torch::stable::to(packed(tensor), ScalarType::Float);
 }
 
-// A gradient's memory for the kernel: the gradient itself, or a contiguous copy if its rows are not equidistant.
+// The memory that the kernel writes a gradient to: the gradient itself, or a contiguous copy if its rows are not
+// equidistant.
 struct Target {
   std::optional<Rows> rows;
 
@@ -63,7 +64,7 @@ void run_on_cuda(const NormCall& call, LayerNormBackwardParams params, const Dev
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 
-// Allocates the gradients and runs the CUDA kernel, or the CPU's loops.
+// Allocates the gradients and runs the CUDA kernel, or the C++ loops on a CPU.
 NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const DeviceInfo& info) {
   const LayerNormArguments& a = call.arguments;
   const bool on_cuda = a.x.device.type == DeviceType::kCUDA;
@@ -101,7 +102,7 @@ NormGradients run_kernel(NormCall& call, LayerNormBackwardParams params, const D
   }
   const Target dx(dropout ? grads.dresidual : grads.dx, &params.dx, &params.dx_row_stride);
   const Target branch(dropout ? grads.dx : std::nullopt, &params.dbranch, &params.dbranch_row_stride);
-  call.dropout.place(&params.dropout);
+  call.dropout.write_to(&params.dropout);
   std::optional<Rows> dresidual;
   if (call.dresidual.has_value()) {
     dresidual = with_one_row_stride(*call.dresidual);
@@ -189,7 +190,7 @@ NormGradients run_in_python(const NormCall& call) {
   return grads;
 }
 
-// The reference backend: C++ loops if the tensors are on the CPU and the loops support the call, else Python.
+// Runs the reference backend: C++ loops if the tensors are on the CPU and the loops support the call, else Python.
 NormGradients run_reference(NormCall& call, const LayerNormBackwardParams& params) {
   const LayerNormArguments& a = call.arguments;
   const bool on_cpu = a.x.device.type == DeviceType::kCPU;

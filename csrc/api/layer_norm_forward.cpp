@@ -1,4 +1,4 @@
-// The LayerNorm and RMSNorm forward operators: check, allocate, launch.
+// The LayerNorm and RMSNorm forward operators. Each checks its arguments, allocates the results and launches.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
@@ -39,15 +39,15 @@ struct Results {
   Tensor mu, rs;
 };
 
-// Uninitialised statistics (..., 1) of x's rows. They keep x's leading dimensions, so that a sharding of x (DTensor)
-// applies to them too.
+// Allocates mu or rs (..., 1) for the rows of x. They keep the leading dimensions of x, so that a sharding of x
+// (DTensor) applies to them too.
 Tensor new_statistics(const Tensor& x) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = 1;
   return torch::stable::new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
 }
 
-// Allocates the results and runs the CUDA kernel, or the CPU's loops.
+// Allocates the results and runs the CUDA kernel, or the C++ loops on a CPU.
 Results run_kernel(ForwardCall& call, LayerNormForwardParams params) {
   const LayerNormForwardArguments& a = call.arguments;
   const bool on_cuda = a.x.device.type == DeviceType::kCUDA;
@@ -70,7 +70,7 @@ Results run_kernel(ForwardCall& call, LayerNormForwardParams params) {
     params.residual_row_stride = residual->stride;
     params.h = h->tensor.data_ptr();
     params.h_row_stride = h->stride;
-    call.dropout.place(&params.dropout);
+    call.dropout.write_to(&params.dropout);
   }
   std::optional<Tensor> gamma, beta;
   if (call.gamma.has_value()) {
@@ -120,7 +120,7 @@ std::array<StableIValue, 3> run(ForwardCall& call) {
 
 }  // namespace
 
-// The forward below autograd, whose rule is in Python. The last argument is for that rule only.
+// The forward without autograd. The autograd rule is in Python; it alone reads the operator's last argument.
 void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   ForwardCall call{reader.tensor(), std::nullopt, reader.optional_tensor(), reader.optional_tensor(), {}, {}};
@@ -130,7 +130,7 @@ void layer_norm(StableIValue* stack, uint64_t, uint64_t) {
   std::copy(results.begin(), results.end(), stack);
 }
 
-// As layer_norm(), for RMSNorm: z and rs.
+// Like layer_norm(), but for RMSNorm. Returns z and rs.
 void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   ForwardCall call{reader.tensor(), std::nullopt, reader.optional_tensor(), std::nullopt, {}, {}};
@@ -138,12 +138,12 @@ void rms_norm(StableIValue* stack, uint64_t, uint64_t) {
   call.arguments.zero_centered_gamma = reader.read<bool>();
   call.arguments.rms = true;
   const auto [z, mu, rs] = run(call);
-  torch::stable::detail::to<Tensor>(mu);  // takes the ownership and releases it
+  torch::stable::detail::to<Tensor>(mu);  // takes ownership of the unused mu and releases it
   stack[0] = z;
   stack[1] = rs;
 }
 
-// As layer_norm() and rms_norm(), but normalises h = residual + dropout(x) and returns it too.
+// Like layer_norm() and rms_norm(), but normalises h = residual + dropout(x) and returns h too.
 void dropout_add_norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   ForwardCall call{reader.tensor(),

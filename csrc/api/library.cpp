@@ -1,4 +1,4 @@
-// The registration of the CUDA backend, through which _C_cuda adds its kernels (see cuda_backend.h).
+// Registers the CUDA backend: _C_cuda adds its kernels here when it is loaded (see cuda_backend.h).
 #include <torch/csrc/stable/library.h>
 
 #include "../common/check.h"
@@ -16,7 +16,8 @@ const CudaBackend* cuda_backend() { return has_cuda ? &installed : nullptr; }
 
 }  // namespace flashbwd
 
-// The message of the last failed check. Python turns an exception whose message starts with it into a ValueError.
+// Returns the message of the last failed check. Python converts an exception whose message starts with it to a
+// ValueError.
 extern "C" __attribute__((visibility("default"))) const char* flashbwd_last_refusal() {
   return flashbwd::last_refusal.c_str();
 }

@@ -28,7 +28,7 @@ struct Dropout {
   std::optional<Rows> keep_rows = {};
 
   // Writes the addresses to `params`.
-  void place(DropoutParams* params);
+  void write_to(DropoutParams* params);
 };
 
 // Owns the tensors that `arguments` describes.

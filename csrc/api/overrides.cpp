@@ -21,7 +21,8 @@ Override& find(const std::string& name) {
   refuse("there is no override of ", name);
 }
 
-// Registers an override for a dispatch key ("CUDA"). `over_pytorchs`: the implementation it replaces is PyTorch's own.
+// Registers an override for a dispatch key ("CUDA"). `over_pytorchs` is true if it replaces PyTorch's own
+// implementation.
 void register_override(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const std::string name = reader.read<std::string>();
@@ -44,7 +45,7 @@ void unregister_override(StableIValue* stack, uint64_t, uint64_t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_delete_library_object(std::exchange(override.library, nullptr)));
 }
 
-// Returns the number of calls that this library ran; then one line "CALLS REASON" per reason for passing calls on.
+// Returns the number of calls that this library ran, then one line "CALLS REASON" per reason for forwarding calls.
 void override_stats(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   const std::string name = reader.read<std::string>();

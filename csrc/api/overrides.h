@@ -1,5 +1,5 @@
-// Shared by the overrides of PyTorch's backward operators. An override tries a kernel of this library; if none supports
-// the call, it passes the call unchanged to the implementation that was registered before. It counts both outcomes.
+// Shared code of the overrides of PyTorch's backward operators. An override runs a kernel of this library. If no kernel
+// supports the call, it forwards the call unchanged to the implementation that was registered before. It counts both.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct Override {
   TorchLibraryHandle library = nullptr;    // not null while the override is registered
   std::atomic<int64_t> hits{0};
   std::mutex mutex{};                          // guards `fallbacks`
-  std::map<std::string, int64_t> fallbacks{};  // number of calls passed on, by reason
+  std::map<std::string, int64_t> fallbacks{};  // number of forwarded calls per reason
 };
 
 extern Override cudnn_attention_override;
@@ -74,7 +74,7 @@ inline StableIValue boxed(const std::vector<bool>& values) {
 inline constexpr char kNoGradient[] = "the output has no gradient";
 
 // Runs an override on an operator's stack; `attempt` receives the unboxed arguments. `pytorchs` calls PyTorch's own
-// kernel directly, which avoids the call through Python. If it returns nothing, the Python fallback runs, which then
+// kernel directly, which avoids the call through Python. If it returns no results, the fallback in Python runs and
 // raises PyTorch's error.
 template <typename... Arguments>
 void run_override(Override& override, Attempt (*attempt)(const Arguments&...), StableIValue* stack,
@@ -89,12 +89,12 @@ void run_override(Override& override, Attempt (*attempt)(const Arguments&...), S
   }
   for (size_t i = 0; i < found.results.size(); ++i) stack[i] = boxed(found.results[i]);
   if (!found.results.empty()) return;
-  const auto hand_on = [](const Arguments&... values) {
+  const auto box_all = [](const Arguments&... values) {
     return std::array<StableIValue, sizeof...(Arguments)>{boxed(values)...};
   };
-  std::array<StableIValue, sizeof...(Arguments)> handed_on = std::apply(hand_on, arguments);
-  call_operator(override.fallback, handed_on.data());
-  for (size_t i = 0; i < sizeof...(Arguments); ++i) stack[i] = handed_on[i];  // the results come first
+  std::array<StableIValue, sizeof...(Arguments)> forwarded = std::apply(box_all, arguments);
+  call_operator(override.fallback, forwarded.data());
+  for (size_t i = 0; i < sizeof...(Arguments); ++i) stack[i] = forwarded[i];  // the results replace the first arguments
 }
 
 }  // namespace flashbwd

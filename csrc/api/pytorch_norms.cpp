@@ -1,7 +1,7 @@
-// PyTorch's C interface has no norm backward, so this calls the C++ functions, looked up by mangled name. The name
-// contains all parameter types, so a PyTorch with a different signature has no such symbol. The code relies on the
-// layouts of std types and c10::ArrayRef, and on an AtenTensorHandle pointing to an at::Tensor that is one owning
-// pointer and nothing else.
+// PyTorch's C interface has no norm backward, so this file looks up the C++ functions by mangled name. The name
+// contains all parameter types, so a PyTorch with another signature lacks the symbol. The code relies on the layouts of
+// std types and c10::ArrayRef, and assumes that an AtenTensorHandle points to an at::Tensor, which is a single owning
+// pointer.
 #include <dlfcn.h>
 
 #include <tuple>
@@ -20,7 +20,7 @@ static_assert(sizeof(Slot) == sizeof(void*));
 
 Slot& slot_of(AtenTensorHandle handle) { return *reinterpret_cast<Slot*>(handle); }
 
-// Borrowed: the caller keeps ownership.
+// The caller keeps ownership of the tensor.
 std::optional<Slot> slot_of(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? std::optional<Slot>(slot_of(tensor->get())) : std::nullopt;
 }

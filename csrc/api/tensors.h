@@ -53,10 +53,10 @@ OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims
   return OwnedTensor(handle);
 }
 
-// A tensor at `offset_bytes` in the storage of `all`, whose storage offset is 0. For autograd it is not a view.
+// Makes a tensor at `offset_bytes` in the storage of `all`, whose storage offset is 0. For autograd it is not a view.
 template <size_t kDims>
-OwnedTensor part_of(AtenTensorHandle all, int64_t offset_bytes, const std::array<int64_t, kDims>& sizes,
-                    const std::array<int64_t, kDims>& strides, DType dtype) {
+OwnedTensor tensor_in(AtenTensorHandle all, int64_t offset_bytes, const std::array<int64_t, kDims>& sizes,
+                      const std::array<int64_t, kDims>& strides, DType dtype) {
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch__alloc_from_pool(all, offset_bytes, static_cast<int32_t>(scalar_type_of(dtype)),
                                                      kDims, sizes.data(), strides.data(), &handle));

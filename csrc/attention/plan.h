@@ -8,6 +8,7 @@
 
 #include "../common/types.h"
 #include "problem.h"
+#include "sm80/layout.h"
 #include "sm90/layout.h"
 #include "workspace.h"
 
@@ -25,6 +26,7 @@ struct AttentionPlan {
   int32_t sm_count = 0;      // of the device that the plan is for
   WorkspaceLayout workspace;
   sm90::KernelPlan sm90;                                      // if sm90 is the backend
+  sm80::KernelPlan sm80;                                      // if sm80 is the backend
   std::vector<std::pair<std::string, std::string>> refusals;  // for each backend not chosen, the reason
   std::string refusal;                                        // why the requested backend cannot run this problem
 };

@@ -59,7 +59,7 @@ WorkspaceLayout plan_workspace(const AttentionProblem& problem, const WorkspaceR
   layout.has_accumulator = request.accumulator;
   if (request.accumulator) {
     layout.row_stride = round_up_checked(problem.head_dim, 4);  // dq_row_stride with an overflow check
-    layout.dq_parted = request.dq_parted;
+    layout.dq_permuted = request.dq_permuted;
     layout.dq_blocks = request.dq_blocks && layout.row_stride % kDqBlock == 0;
     const int64_t rows = multiply(problem.heads, problem.total_q);
     layout.accumulator_bytes = multiply(multiply(rows, layout.row_stride), sizeof(float));

@@ -22,7 +22,7 @@ struct WorkspaceRequest {
   bool accumulator = false;      // dq is summed in an fp32 accumulator
   bool zero_accumulator = true;  // false if the first key block stores to a tile instead of adding
   bool dq_blocks = false;        // the accumulator is in MMA fragment order, see dq_block_offset in index/dq_layout.h
-  bool dq_parted = false;        // the accumulator's rows are permuted, see parted_offset in index/dq_layout.h
+  bool dq_permuted = false;      // the accumulator's rows are permuted, see permuted_offset in index/dq_layout.h
   int64_t semaphore_bytes = 0;   // zeroed on every launch before the main kernel
   int64_t delta_rows = 0;        // rows of delta and of the scaled LSE together, 4 bytes each
   int64_t partial_bytes = 0;     // dk/dv or dbias partials
@@ -33,7 +33,7 @@ struct WorkspaceLayout {
   bool has_accumulator = false;
   int64_t row_stride = 0;          // floats from one accumulator row to the next
   bool dq_blocks = false;          // 8 x 8 blocks in MMA fragment order, see dq_block_offset in index/dq_layout.h
-  bool dq_parted = false;          // permuted rows, see parted_offset in index/dq_layout.h
+  bool dq_permuted = false;        // permuted rows, see permuted_offset in index/dq_layout.h
   int64_t accumulator_offset = 0;  // fp32 dq accumulator
   int64_t accumulator_bytes = 0;
   bool zero_accumulator = false;                      // the preprocess zeroes it

@@ -130,14 +130,6 @@ __device__ __forceinline__ void discard_lines(const float* numbers, int32_t coun
   }
 }
 
-// Prefetches to L2.
-__device__ __forceinline__ void tensor_prefetch_3d(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(reinterpret_cast<uint64_t>(map)),
-      "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-
 __device__ __forceinline__ void tensor_load_4d(const CUtensorMap* map, uint64_t* barrier, void* smem, int32_t c0,
                                                int32_t c1, int32_t c2, int32_t c3) {
   asm volatile(
@@ -145,6 +137,20 @@ __device__ __forceinline__ void tensor_load_4d(const CUtensorMap* map, uint64_t*
       "[%2];" ::"r"(smem_address(smem)),
       "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
+}
+
+// Prefetches to L2.
+__device__ __forceinline__ void tensor_prefetch_4d(const CUtensorMap* map, int32_t c0, int32_t c1, int32_t c2,
+                                                   int32_t c3) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(map)),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_prefetch(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes)
+               : "memory");
 }
 
 // L2 eviction priorities, encoded as createpolicy.fractional does for a fraction of 1.
@@ -314,16 +320,16 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 
 // Accesses to shared memory in program order: otherwise the compiler loads a whole tile ahead, into registers that do
 // not exist.
-__device__ __forceinline__ float4 load_in_order(const float4& place) {
+__device__ __forceinline__ float4 load_in_order(const float4& source) {
   float4 value;
   asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(smem_address(&place))
+               : "r"(smem_address(&source))
                : "memory");
   return value;
 }
-__device__ __forceinline__ void store_in_order(float4& place, const float4& value) {
-  asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(&place)), "f"(value.x),
+__device__ __forceinline__ void store_in_order(float4& destination, const float4& value) {
+  asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(&destination)), "f"(value.x),
                "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
 }

@@ -1,7 +1,7 @@
 // Warp-level matrix products on tiles in shared memory, for compute capability 8.0 and later.
 //
 // 16-bit elements (m16n8k16) and fp32 (m16n8k8 in TF32, with three products to keep fp32 precision or with one) have
-// the same interface and addresses: a step covers 32 bytes of the summed dimension. The 16-byte pieces of each row are
+// the same interface and addresses: a step covers 32 bytes of the summed dimension. The 16-byte vectors of each row are
 // swizzled, so that the eight rows of a fragment are in different banks.
 #pragma once
 
@@ -15,18 +15,18 @@
 
 namespace flashbwd {
 
-// The swizzle of the 16-byte pieces of a row: an XOR over eight pieces, or over four if the row is an odd number of
+// The swizzle of the 16-byte vectors of a row: an XOR over eight vectors, or over four if the row is an odd number of
 // 64-byte halves (such rows alternate between two groups of banks anyway). kWords: elements of 32 bits, which are also
 // loaded singly, eight columns of four consecutive rows at a time, without bank conflicts.
 template <int kRowBytes, bool kWords = false>
-struct PieceSwizzle {
+struct VectorSwizzle {
   static_assert(kRowBytes % 64 == 0, "rows are a multiple of 64 bytes");
   static __device__ __forceinline__ uint32_t key(uint32_t row) {
     if constexpr (kRowBytes % 128 != 0) return row / 2 % 4;
     return kWords ? row % 4 * 2 + row / 4 % 2 : row % 8;
   }
-  static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t piece) {
-    return row * kRowBytes + (piece ^ key(row)) * 16;
+  static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t vector) {
+    return row * kRowBytes + (vector ^ key(row)) * 16;
   }
 };
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void named_barrier(int32_t barrier, int32_t threads) 
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Copies the first `bytes` (0 to 16) of a 16-byte piece and fills the rest with zeros. Both addresses are 16-byte
+// Copies the first `bytes` (0 to 16) of a 16-byte vector and fills the rest with zeros. Both addresses are 16-byte
 // aligned.
 __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source, int32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
@@ -76,29 +76,29 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A lane's address in an operand tile. `row` and the low bit of `piece` depend on the lane, the rest does not. kPieces:
-// the number of pieces per row that the warp reads, from first_piece on.
-template <int kRowBytes, int kPieces, bool kWords = false>
+// A lane's address in an operand tile. `row` and the low bit of `vector` depend on the lane, the rest does not.
+// kVectors: the number of vectors per row that the warp reads, from first_vector on.
+template <int kRowBytes, int kVectors, bool kWords = false>
 struct LaneAddress {
   uint32_t row_base;
-  uint32_t piece;  // swizzled
+  uint32_t vector;  // swizzled
 
-  __device__ __forceinline__ LaneAddress(uint32_t tile, uint32_t row, uint32_t low_piece, uint32_t first_piece)
-      : row_base(tile + row * kRowBytes), piece(low_piece ^ PieceSwizzle<kRowBytes, kWords>::key(row)) {
-    // The swizzle permutes groups of eight pieces, so higher bits of the piece are a plain offset.
-    if constexpr (kPieces % 8 == 0) {
-      row_base += first_piece * 16;
-    } else if constexpr (8 % kPieces == 0) {
-      row_base += first_piece / 8 * 128;
-      piece ^= first_piece % 8;
+  __device__ __forceinline__ LaneAddress(uint32_t tile, uint32_t row, uint32_t low_vector, uint32_t first_vector)
+      : row_base(tile + row * kRowBytes), vector(low_vector ^ VectorSwizzle<kRowBytes, kWords>::key(row)) {
+    // The swizzle permutes groups of eight vectors, so higher bits of the vector are a plain offset.
+    if constexpr (kVectors % 8 == 0) {
+      row_base += first_vector * 16;
+    } else if constexpr (8 % kVectors == 0) {
+      row_base += first_vector / 8 * 128;
+      vector ^= first_vector % 8;
     } else {
-      first = first_piece;
+      first = first_vector;
     }
   }
-  // `row` must be a multiple of 8, `even_piece` even.
-  __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t even_piece) const {
-    const uint32_t from = 8 % kPieces == 0 || kPieces % 8 == 0 ? even_piece : first + even_piece;
-    return row_base + row * kRowBytes + ((piece ^ from % 8) << 4) + from / 8 * 128;
+  // `row` must be a multiple of 8, `even_vector` even.
+  __device__ __forceinline__ uint32_t at(uint32_t row, uint32_t even_vector) const {
+    const uint32_t from = 8 % kVectors == 0 || kVectors % 8 == 0 ? even_vector : first + even_vector;
+    return row_base + row * kRowBytes + ((vector ^ from % 8) << 4) + from / 8 * 128;
   }
 
  private:
@@ -198,12 +198,12 @@ struct Mma {
   template <int kRowBytes>
   static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
                                                const Held& held) {
-    using Swizzle = PieceSwizzle<kRowBytes>;
-    const uint32_t r = row + lane / 4, piece = column / 8, within = lane % 4 * 4;
-    store_shared_word(tile + Swizzle::offset(r, piece) + within, held.r[0]);
-    store_shared_word(tile + Swizzle::offset(r + 8, piece) + within, held.r[1]);
-    store_shared_word(tile + Swizzle::offset(r, piece + 1) + within, held.r[2]);
-    store_shared_word(tile + Swizzle::offset(r + 8, piece + 1) + within, held.r[3]);
+    using Swizzle = VectorSwizzle<kRowBytes>;
+    const uint32_t r = row + lane / 4, vector = column / 8, within = lane % 4 * 4;
+    store_shared_word(tile + Swizzle::offset(r, vector) + within, held.r[0]);
+    store_shared_word(tile + Swizzle::offset(r + 8, vector) + within, held.r[1]);
+    store_shared_word(tile + Swizzle::offset(r, vector + 1) + within, held.r[2]);
+    store_shared_word(tile + Swizzle::offset(r + 8, vector + 1) + within, held.r[3]);
   }
 };
 
@@ -281,7 +281,7 @@ struct MmaFp32 {
     static_assert(kRowBytes % 128 == 0, "whole lines");
     uint32_t first;
     __device__ __forceinline__ WordAddress(uint32_t tile, uint32_t row, uint32_t column)
-        : first(tile + PieceSwizzle<kRowBytes, true>::offset(row, column / 4) + column % 4 * 4) {}
+        : first(tile + VectorSwizzle<kRowBytes, true>::offset(row, column / 4) + column % 4 * 4) {}
     // The word kRow rows further. kRow = 4: the lane's row is one of the first four of eight; kRow = 1: it is even.
     template <int kRow>
     __device__ __forceinline__ uint32_t word(int step, int column) const {
@@ -369,7 +369,7 @@ struct MmaFp32 {
   template <int kRowBytes>
   static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
                                                const Held& held) {
-    using Swizzle = PieceSwizzle<kRowBytes, true>;
+    using Swizzle = VectorSwizzle<kRowBytes, true>;
     const uint32_t r = row + lane / 4, c = column + lane % 4 * 2;
     const uint32_t upper = tile + Swizzle::offset(r, c / 4) + c % 4 * 4;
     const uint32_t lower = tile + Swizzle::offset(r + 8, c / 4) + c % 4 * 4;

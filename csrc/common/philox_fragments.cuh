@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t bytes_above(uint32_t bytes, uint32_t thresho
   return logic3<(kFirstWord & ~kSecondWord | ~kThirdWord & (kFirstWord | ~kSecondWord)) & 0xff>(bytes, below, high);
 }
 
-// One bit per byte of two words of a draw, placed above those of earlier draws in each byte.
+// Appends one bit per byte of two words of a draw to the bits of earlier draws in each byte, from the highest bit down.
 __device__ __forceinline__ uint32_t append(uint32_t taken, uint32_t first, uint32_t second, uint32_t threshold) {
   constexpr int kSelect = (kFirstWord & kThirdWord | kSecondWord & ~kThirdWord) & 0xff;
   const uint32_t two = logic3<kSelect>(bytes_above(first, threshold), bytes_above(second, threshold) >> 1, 0x80808080u);
@@ -66,13 +66,13 @@ __device__ __forceinline__ uint32_t draw_dropped_alone(uint64_t seed, uint64_t o
   return own_keys(__shfl_sync(0xffffffffu, taken, source), __shfl_sync(0xffffffffu, taken, source + 4), lane);
 }
 
-// Called by two warps, which have the two halves of the keys; one word per 64 queries. Each draws half of the queries
-// and passes bits through shared memory: `places`, 256 bytes of each warp, kPlacesApart bytes apart. From `sync` of
-// both warps on, each may write its own places until it draws again.
-template <int kPlacesApart, int kWords, typename Sync>
+// Called by two warps; each has half of the keys, and one word per 64 queries. Each warp draws the bits of half of the
+// queries for both and exchanges them through shared memory: `buffers` holds 256 bytes per warp, kBufferBytes apart.
+// `sync` synchronizes the two warps; after it, a warp may reuse its own buffer until it draws again.
+template <int kBufferBytes, int kWords, typename Sync>
 __device__ __forceinline__ void draw_dropped(uint32_t (&dropped)[kWords], const PhiloxState& state, uint64_t head,
                                              int32_t first_query, int32_t first_key, uint32_t threshold, int32_t half,
-                                             int32_t lane, uint8_t* places, Sync sync) {
+                                             int32_t lane, uint8_t* buffers, Sync sync) {
   constexpr int kDraws = 2 * kWords;
   const uint64_t counter = state.offset + head * 32 + lane;
   uint32_t taken[2] = {};  // of the keys of each warp
@@ -84,10 +84,10 @@ __device__ __forceinline__ void draw_dropped(uint32_t (&dropped)[kWords], const 
   }
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    reinterpret_cast<uint32_t*>(places + k * kPlacesApart)[2 * lane + half] = taken[k];
+    reinterpret_cast<uint32_t*>(buffers + k * kBufferBytes)[2 * lane + half] = taken[k];
   }
   sync();
-  const uint2* const own = reinterpret_cast<const uint2*>(places + half * kPlacesApart);
+  const uint2* const own = reinterpret_cast<const uint2*>(buffers + half * kBufferBytes);
   const uint2 of_first = own[drawing_lane(lane)], of_second = own[drawing_lane(lane) + 4];
   const uint32_t first_half = own_keys(of_first.x, of_second.x, lane);
   const uint32_t second_half = own_keys(of_first.y, of_second.y, lane);

@@ -1,7 +1,7 @@
 // Warpgroup matrix products on tiles in shared memory with the 128-byte or the 64-byte swizzle.
 //
 // A tile is stored in atoms, column blocks that are one swizzle atom wide: 64 columns of 16-bit elements
-// (SWIZZLE_128B) or 32 columns (SWIZZLE_64B). In an atom, each row is 128 (64) bytes, and its 16-byte piece p is at
+// (SWIZZLE_128B) or 32 columns (SWIZZLE_64B). In an atom, each row is 128 (64) bytes, and its 16-byte vector v is at
 // position p ^ (r % 8) (p ^ (r / 2 % 4)). Atoms follow each other, 1024-byte aligned. A TMA copy with a box one atom
 // wide writes this layout.
 #pragma once
@@ -24,11 +24,11 @@ using cute::SM90::GMMA::ScaleOut;
 constexpr int kAtomColumns = 64;
 constexpr int kAtomRowBytes = 128;
 
-// The position of 16-byte piece `piece` within its row.
+// The position of 16-byte vector `vector` within its row.
 template <int kRowBytes = kAtomRowBytes>
-__device__ __forceinline__ int32_t swizzled(int32_t piece, int32_t row) {
+__device__ __forceinline__ int32_t swizzled(int32_t vector, int32_t row) {
   static_assert(kRowBytes == 128 || kRowBytes == 64, "a swizzle that tensor copies have");
-  return kRowBytes == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
+  return kRowBytes == 128 ? vector ^ row % 8 : vector ^ row / 2 % 4;
 }
 
 template <int kRowBytes>

@@ -1,7 +1,7 @@
-// Work on the accumulators of a warpgroup between its products: row statistics, packing to 16 bits, operands and
-// results in shared memory. Thread `lane` of warp w holds rows 16 w + lane / 4 and 8 further of 64, and of each 8
-// columns j the pair 8 j + lane % 4 * 2 and the next: values 4 j and 4 j + 1 of the first row, 4 j + 2 and 4 j + 3 of
-// the second.
+// What a warpgroup does with its accumulators between matrix products: it subtracts lse or delta, packs to 16 bits, and
+// moves operands and results through shared memory. Of the 64 rows of an accumulator, thread `lane` of warp w holds row
+// r = 16 w + lane / 4 and row r + 8. Of columns 8 j to 8 j + 7, it holds c = 8 j + lane % 4 * 2 and c + 1: values 4 j
+// and 4 j + 1 belong to row r, 4 j + 2 and 4 j + 3 to row r + 8.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace flashbwd {
 
-// Numbers of a thread's columns in shared memory, a pair for each four values of an accumulator. `first` points at its
-// first column. The first kEarly pairs are loaded before they are needed.
+// lse or delta of a thread's columns, in shared memory. Each four values of an accumulator need one pair. `first`
+// points at the number of the thread's first column. The first kEarly pairs are loaded early, into registers.
 template <int kEarly>
 struct QueryValues {
   const float* first;
@@ -87,8 +87,8 @@ __device__ __forceinline__ void load_operand(uint32_t (&operand)[kRegisters], ui
   const uint32_t row = address + (warp * 16 + lane % 16) * kRowBytes;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    const int32_t place = swizzled<kRowBytes>(k % kAtomSteps * 2 + lane / 16, lane % 16);
-    load_matrix_x4(row + k / kAtomSteps * kAtomBytes + place * 16, operand[4 * k], operand[4 * k + 1],
+    const int32_t vector = swizzled<kRowBytes>(k % kAtomSteps * 2 + lane / 16, lane % 16);
+    load_matrix_x4(row + k / kAtomSteps * kAtomBytes + vector * 16, operand[4 * k], operand[4 * k + 1],
                    operand[4 * k + 2], operand[4 * k + 3]);
   }
 }
@@ -100,34 +100,34 @@ __device__ __forceinline__ void store_operand(uint32_t address, const uint32_t (
   const int32_t row = first_row + lane % 16;
 #pragma unroll
   for (int k = 0; k < kPairs / 4; ++k) {
-    const int32_t piece = k % 4 * 2 + lane / 16;
-    const uint32_t in_atom = address + row * kAtomRowBytes + ((piece ^ row % 8) * 16);
+    const int32_t vector = k % 4 * 2 + lane / 16;  // of 16 bytes, in the row of an atom
+    const uint32_t in_atom = address + row * kAtomRowBytes + ((vector ^ row % 8) * 16);
     store_matrix_x4(in_atom + k / 4 * (kRows * kAtomRowBytes), packed[4 * k], packed[4 * k + 1], packed[4 * k + 2],
                     packed[4 * k + 3]);
   }
 }
 
-// A transposed tile: its rows are the columns of an accumulator, 64 of whose rows make an atom. Returns the address at
-// which lane `lane` of warp `warp` finds its row of the first 16. Matrices of 8 x 8 lie in the order of a fragment: the
-// two of the warp's rows, then those 8 columns further.
+// A transposed tile: its rows are the columns of an accumulator, and an atom holds 64 rows of the accumulator. Returns
+// the offset of the row that lane `lane` of warp `warp` passes to stmatrix or ldmatrix for the first 16 columns. The
+// four 8 x 8 matrices are in the order of a fragment: both of the warp's rows, then both again for the next 8 columns.
 __device__ __forceinline__ uint32_t transposed_offset(int32_t warp, int32_t lane) {
-  const int32_t column = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-  return column * kAtomRowBytes + swizzled(piece, column) * 16;
+  const int32_t column = lane / 16 * 8 + lane % 8, vector = warp * 2 + lane / 8 % 2;
+  return column * kAtomRowBytes + swizzled(vector, column) * 16;
 }
 constexpr int kTransposedStep = 16 * kAtomRowBytes;  // bytes to the next 16 columns
 
 // Stores a packed accumulator of one warp to a transposed tile.
 template <int kPairs>
-__device__ __forceinline__ void store_operand_transposed(uint32_t place, const uint32_t (&packed)[kPairs]) {
+__device__ __forceinline__ void store_operand_transposed(uint32_t offset, const uint32_t (&packed)[kPairs]) {
 #pragma unroll
   for (int k = 0; k < kPairs / 4; ++k) {
-    store_matrix_x4_transposed(place + k * kTransposedStep, packed[4 * k], packed[4 * k + 1], packed[4 * k + 2],
+    store_matrix_x4_transposed(offset + k * kTransposedStep, packed[4 * k], packed[4 * k + 1], packed[4 * k + 2],
                                packed[4 * k + 3]);
   }
 }
 
-// Stages up to kAtoms atoms of 64 columns of an accumulator, from atom kFirst on, as 16-bit values, kAtomBytes
-// apart, as TMA reads them.
+// Writes atoms kFirst to kFirst + kAtoms - 1 of an accumulator (64 columns each) to shared memory as 16-bit values, in
+// the swizzled layout that TMA reads. Atoms are kAtomBytes apart.
 template <typename T, int kAtomBytes, int kFirst, int kAtoms, int kValues>
 __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&values)[kValues]) {
   const auto thread = read_thread();  // read again, so that no register holds it over the main loop
@@ -135,16 +135,16 @@ __device__ __forceinline__ void stage_16bit(uint8_t* staging, const float (&valu
   const int32_t row = thread % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll
   for (int k = 4 * kFirst; k < kValues / 8 && k < 4 * (kFirst + kAtoms); ++k) {
-    const int32_t piece = k % 4 * 2 + lane / 16;
+    const int32_t vector = k % 4 * 2 + lane / 16;
     store_matrix_x4(
-        smem_address(staging) + (k / 4 - kFirst) * kAtomBytes + row * kAtomRowBytes + (piece ^ row % 8) * 16,
+        smem_address(staging) + (k / 4 - kFirst) * kAtomBytes + row * kAtomRowBytes + (vector ^ row % 8) * 16,
         pack2<T>(values[8 * k], values[8 * k + 1]), pack2<T>(values[8 * k + 2], values[8 * k + 3]),
         pack2<T>(values[8 * k + 4], values[8 * k + 5]), pack2<T>(values[8 * k + 6], values[8 * k + 7]));
   }
 }
 
-// Zeroes rows from `valid` on of a tile, because they hold other data, and 0 * NaN is NaN. Called by kThreads
-// consecutive threads, which meet at `barrier`.
+// Zeroes the rows of a tile from `valid` on. They may hold NaN, and a matrix product would spread it, because 0 * NaN
+// is NaN. Called by kThreads consecutive threads, which synchronize at named barrier `barrier`.
 template <int kAtoms, int kAtomBytes, int kThreads, int kRowBytes = kAtomRowBytes>
 __device__ void zero_invalid_rows(uint8_t* tile, int32_t valid, uint32_t barrier) {
   constexpr int kRows = kAtomBytes / kRowBytes;

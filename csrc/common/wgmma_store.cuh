@@ -40,17 +40,17 @@ __device__ void store_16bit(T* destination, const int64_t& stride, const int32_t
     const int32_t r = i / (kColumns / 8);
     const int32_t staged_column = i % (kColumns / 8) * 8, column = kFirstColumn + staged_column;
     if (r >= rows || column >= columns) continue;
-    const int32_t piece = staged_column % kAtomColumns / 8 ^ r % 8;
+    const int32_t swizzled = staged_column % kAtomColumns / 8 ^ r % 8;
     const uint4 vector = *reinterpret_cast<const uint4*>(staging + staged_column / kAtomColumns * kAtomBytes +
-                                                         r * kAtomRowBytes + piece * 16);
-    T* place = destination + r * stride + column;
+                                                         r * kAtomRowBytes + swizzled * 16);
+    T* target = destination + r * stride + column;
     if (vectors && column + 8 <= columns) {
-      *reinterpret_cast<uint4*>(place) = vector;
+      *reinterpret_cast<uint4*>(target) = vector;
     } else {
       const T* elements = reinterpret_cast<const T*>(&vector);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        if (column + e < columns) place[e] = elements[e];
+        if (column + e < columns) target[e] = elements[e];
       }
     }
   }

@@ -1,8 +1,8 @@
-// Backward of split-KV attention: few query rows, many keys. A CTA handles one KV head and one split of its keys. It
-// keeps one key tile at a time in shared memory and loops over the query rows that attend to it, 16 rows per iteration
-// (the rows of all heads of the group, and of all batches if they share K and V).
+// The backward of split-KV attention, for few query rows and many keys. A CTA handles one KV head and one split of its
+// keys. It keeps one key tile at a time in shared memory and loops over the query rows that attend to it, 16 rows per
+// iteration: the rows of all heads of the group, and of all batches if they share K and V.
 //
-//   each warp owns 16 keys of the tile (if the tile has fewer than 64 keys, warps share keys and split the columns):
+//   each warp owns 16 keys of the tile (if the tile has fewer than 64 keys, warps share keys and divide the columns):
 //     S^T = K Q^T -> scale, score_mod, mask -> P^T = exp(S^T - lse)
 //     dP^T = V dO^T -> dS^T = P^T (dP^T - delta), then the derivative of score_mod
 //     dV += P^T dO, dK += dS^T Q                            accumulated in registers over all rows
@@ -56,8 +56,8 @@ class Backward {
     const int tiles = (p.seqlen_k + kKeys - 1) / kKeys;
     const int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.y / p.splits);
     const int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.y + 1) / p.splits);
-    // With a single row tile, prefetch the next key tile while computing this one; more row tiles hide the latency by
-    // themselves. The prologue iteration (tile == begin - 1) then only starts the first load.
+    // With a single row tile, prefetch the next key tile while computing this one. With more row tiles, their
+    // iterations hide the latency. The prologue iteration (tile == begin - 1) only starts the first load.
     const bool ahead = all_rows <= kRows;
     listed = false;
     for (int tile = begin - (ahead ? 1 : 0); tile < end; ++tile) {
@@ -103,7 +103,7 @@ class Backward {
   __device__ void clear_slot() {
     const int columns = slot_columns();
     for (int i = threadIdx.x; i < all_rows * columns; i += kThreads) slot_of(row_at(i / columns))[i % columns] = 0.f;
-    __syncthreads();  // add_dq() of other threads adds to what this thread cleared
+    __syncthreads();  // all threads have cleared; add_dq() of any thread adds
   }
 
   __device__ uint32 keys_at(int tile) const { return shared_keys + tile % 2 * 2 * kTileBytes; }
@@ -139,30 +139,30 @@ class Backward {
                                                 p.head_dim_v);
       return;
     }
-    for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
-      const int row = i / Tile::kPieces, piece = i % Tile::kPieces;
+    for (int i = threadIdx.x; i < kKeys * Tile::kVectors; i += kThreads) {
+      const int row = i / Tile::kVectors, vector = i % Tile::kVectors;
       const bool inside = tile * kKeys + row < p.seqlen_k;
       const long long key = inside ? tile * kKeys + row : 0;
-      Tile::template load_piece<kAligned>(to_k, row, piece, k + key * p.k_strides[2], p.head_dim, inside);
-      Tile::template load_piece<kAligned>(to_v, row, piece, v + key * p.v_strides[2], p.head_dim_v, inside);
+      Tile::template load_vector<kAligned>(to_k, row, vector, k + key * p.k_strides[2], p.head_dim, inside);
+      Tile::template load_vector<kAligned>(to_v, row, vector, v + key * p.v_strides[2], p.head_dim_v, inside);
     }
   }
 
   __device__ void load_rows() {
-    for (int i = threadIdx.x; i < kRows * Tile::kPieces; i += kThreads) {
-      const int piece = i % Tile::kPieces;
-      const Row row = row_at(first_row + i / Tile::kPieces);
+    for (int i = threadIdx.x; i < kRows * Tile::kVectors; i += kThreads) {
+      const int vector = i % Tile::kVectors;
+      const Row row = row_at(first_row + i / Tile::kVectors);
       const Storage* q = static_cast<const Storage*>(p.q) + row.offset(p.q_strides);
       const Storage* dout = static_cast<const Storage*>(p.dout) + row.offset(p.dout_strides);
-      Tile::template load_piece<kAligned>(shared_q, i / Tile::kPieces, piece, q, p.head_dim, row.inside);
-      Tile::template load_piece<kAligned>(shared_dout, i / Tile::kPieces, piece, dout, p.head_dim_v, row.inside);
+      Tile::template load_vector<kAligned>(shared_q, i / Tile::kVectors, vector, q, p.head_dim, row.inside);
+      Tile::template load_vector<kAligned>(shared_dout, i / Tile::kVectors, vector, dout, p.head_dim_v, row.inside);
     }
     load_statistics();
     rows_loaded = first_row;
   }
 
-  // Loads what add_rows() needs; returns false if no row of the row tile sees the key tile. With `ahead`, this waits
-  // for the key tile that the previous call started to load, and starts to load the next one.
+  // Loads the key tile and the rows for add_rows(). Returns false if no row of the row tile sees the key tile. If
+  // `ahead` is true, waits for the key tile that the previous call started to load, and starts to load the next one.
   __device__ bool load(int tile, int end, bool ahead) {
     const int wanted = ahead ? tile + 1 : tile;
     const bool any = wanted < end && any_visible(wanted);
@@ -205,10 +205,10 @@ class Backward {
   // Adds the contributions of the current row tile to dK and dV, and those of the key tile to dQ. This thread has
   // waited for its own cp.async copies.
   __device__ void add_rows() {
-    __syncthreads();  // the copies of all threads have arrived
+    __syncthreads();  // the copies of all threads have arrived; all threads read them
     const int key_group = warp % (kKeys / 16);
     const int first_column = warp / (kKeys / 16) * kColumns;
-    // Of the warps that share these keys, only the owner writes dS and adds gradients of captured tensors.
+    // If several warps share these keys, only the owner writes dS and adds gradients of captured tensors.
     const bool owner = first_column == 0;
 
     float tS[kRows / 8][4], tdP[kRows / 8][4];  // S^T and dP^T (16 keys, kRows)
@@ -227,8 +227,34 @@ class Backward {
       multiply<T>(tdP[1], a, b[2], b[3]);
     }
 
-    // In place: P^T overwrites S^T, and dS^T overwrites dP^T.
     bool seen[2] = {false, false};
+    differentiate(tS, tdP, seen, key_group, owner);
+#pragma unroll
+    for (int step = 0; step < kRowSteps; ++step) {
+      SplitA<T> tP, tdS;
+      split_a<T>(tP, tS + step * (kStep<T> / 8));
+      split_a<T>(tdS, tdP + step * (kStep<T> / 8));
+#pragma unroll
+      for (int pair = 0; pair < kColumns / 16; ++pair) {
+        uint32 b[4];
+        Tile::load_b_rows(b, shared_dout, step * kStep<T>, first_column / 16 + pair);
+        multiply<T>(tdV[2 * pair], tP, b[0], b[1]);
+        multiply<T>(tdV[2 * pair + 1], tP, b[2], b[3]);
+        Tile::load_b_rows(b, shared_q, step * kStep<T>, first_column / 16 + pair);
+        multiply<T>(tdK[2 * pair], tdS, b[0], b[1]);
+        multiply<T>(tdK[2 * pair + 1], tdS, b[2], b[3]);
+      }
+    }
+    if constexpr (Mod::kHasMask) clear_unseen(seen, key_group, owner);
+    __syncthreads();  // all warps have written dS; all warps read it
+    add_dq();
+    __syncthreads();  // all warps have read dS, Q and dO; the next iteration overwrites them
+  }
+
+  // Replaces S^T by P^T and dP^T by dS^T (16 keys, kRows), and writes dS to shared memory. Sets seen[half] if any row
+  // of this lane sees its key of that half.
+  __device__ __forceinline__ void differentiate(float (&tS)[kRows / 8][4], float (&tdP)[kRows / 8][4], bool (&seen)[2],
+                                                int key_group, bool owner) {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
       const int local_row = i / 4 * 8 + lane % 4 * 2 + i % 2;
@@ -261,42 +287,21 @@ class Backward {
       ds = gradient * p.scale;
       if (owner) dS[local_row * kDsStride + local_key] = ds;
     }
-
-#pragma unroll
-    for (int step = 0; step < kRowSteps; ++step) {
-      SplitA<T> tP, tdS;
-      split_a<T>(tP, tS + step * (kStep<T> / 8));
-      split_a<T>(tdS, tdP + step * (kStep<T> / 8));
-#pragma unroll
-      for (int pair = 0; pair < kColumns / 16; ++pair) {
-        uint32 b[4];
-        Tile::load_b_rows(b, shared_dout, step * kStep<T>, first_column / 16 + pair);
-        multiply<T>(tdV[2 * pair], tP, b[0], b[1]);
-        multiply<T>(tdV[2 * pair + 1], tP, b[2], b[3]);
-        Tile::load_b_rows(b, shared_q, step * kStep<T>, first_column / 16 + pair);
-        multiply<T>(tdK[2 * pair], tdS, b[0], b[1]);
-        multiply<T>(tdK[2 * pair + 1], tdS, b[2], b[3]);
-      }
-    }
-    if constexpr (Mod::kHasMask) clear_unseen(seen, key_group, owner);
-    __syncthreads();  // all warps have written dS
-    add_dq();
-    __syncthreads();  // all warps have read dS, Q and dO; the next iteration overwrites them
   }
 
-  // Keys that no row of this tile sees may hold NaN or Inf, and 0 * NaN is NaN. Zero them before dS K; load() reads the
-  // key tile again for the next rows.
+  // Zeroes K of the keys that no row of this row tile sees, since K may be NaN or Inf there and 0 * NaN is NaN in dS K.
+  // load() then loads the key tile again for the next rows.
   __device__ void clear_unseen(const bool (&seen)[2], int key_group, bool owner) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32 lanes = __ballot_sync(0xffffffffu, seen[half]) >> (lane / 4 * 4) & 15u;
       if (owner && lane % 4 == 0) seen_key[key_group * 16 + half * 8 + lane / 4] = lanes != 0;
     }
-    __syncthreads();  // all warps have read K and written seen_key
+    __syncthreads();  // all warps have read K and written seen_key; all threads read seen_key and overwrite K
     bool cleared = false;
-    for (int i = threadIdx.x; i < kKeys * Tile::kPieces; i += kThreads) {
-      if (seen_key[i / Tile::kPieces]) continue;
-      store_shared(shared_k + Tile::at(i / Tile::kPieces, i % Tile::kPieces), {0u, 0u, 0u, 0u});
+    for (int i = threadIdx.x; i < kKeys * Tile::kVectors; i += kThreads) {
+      if (seen_key[i / Tile::kVectors]) continue;
+      store_shared(shared_k + Tile::at(i / Tile::kVectors, i % Tile::kVectors), {0u, 0u, 0u, 0u});
       cleared = true;
     }
     if (__syncthreads_or(cleared)) keys_loaded = false;
@@ -310,15 +315,15 @@ class Backward {
     for (int i = 0; i < 8 * kPairs; ++i) tdQ[i / 4][i % 4] = 0.f;
 #pragma unroll 2
     for (int step = 0; step < kKeys / kStep<T>; ++step) {
-      float tiles[kStep<T> / 8][4];  // dS in mma accumulator tiles of (16, 8 keys)
+      float tdS[kStep<T> / 8][4];  // (16, kStep keys) in MMA tiles of (16, 8)
 #pragma unroll
       for (int i = 0; i < kStep<T> / 4; ++i) {
         const float* from = dS + (i % 2 * 8 + lane / 4) * kDsStride + step * kStep<T> + i / 2 * 8 + lane % 4 * 2;
-        tiles[i / 2][i % 2 * 2] = from[0];
-        tiles[i / 2][i % 2 * 2 + 1] = from[1];
+        tdS[i / 2][i % 2 * 2] = from[0];
+        tdS[i / 2][i % 2 * 2 + 1] = from[1];
       }
       SplitA<T> a;
-      split_a<T>(a, tiles);
+      split_a<T>(a, tdS);
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         uint32 b[4];
@@ -336,7 +341,7 @@ class Backward {
       for (int n = 0; n < 2 * kPairs; ++n) {
         const int column = warp * kPairs * 16 + n * 8 + lane % 4 * 2;
         if (column >= p.head_dim) continue;
-        atomicAdd(to + column, tdQ[n][half * 2]);  // the only thread that adds to this address: deterministic
+        atomicAdd(to + column, tdQ[n][half * 2]);  // only this thread adds to this address, so dq is deterministic
         atomicAdd(to + column + 1, tdQ[n][half * 2 + 1]);
       }
     }

@@ -1,12 +1,13 @@
-// Parameters of the decoding backward kernel. NVRTC compiles this file too, so it may include no header but params.h.
+// Parameters of the decoding backward kernel. NVRTC compiles this file too, so it must include no header except
+// params.h.
 #pragma once
 
 #include "params.h"
 
 namespace flashbwd {
 
-// `out` is the forward's unrounded float32 output (exact_out), and `lse` the forward's. The block lists and the partial
-// results of the base struct are unused.
+// `out` is the unrounded float32 output of the forward (exact_out), and `lse` is that of the forward. The block lists
+// and the partial results of the base struct are unused.
 struct DecodingBackwardParams : DecodingParams {
   const void* dout;   // (B, H, Sq, Dv)
   const float* dlse;  // (B, H, Sq), contiguous; null: none
@@ -26,8 +27,8 @@ struct DecodingBackwardParams : DecodingParams {
 constexpr int kBackwardRows = 16;
 constexpr int kBackwardWarps = 4;
 
-// Keys per tile. A warp accumulates dK and dV of 16 keys and 128 columns in registers, or 64 columns for float32, whose
-// split products need more registers.
+// Keys per tile. A warp accumulates dK and dV of 16 keys and 128 columns in registers. For float32 it has 64 columns,
+// since the MMAs of split operands need more registers.
 constexpr int backward_keys(int head_dim, int element_bytes) {
   const int columns = element_bytes == 4 ? 64 : 128;
   return head_dim <= columns ? 64 : 64 * columns / head_dim;

@@ -1,4 +1,4 @@
-// The built-in modifications, which every build has kernels for. They interpret BuiltInMod (params.h), which
+// The built-in modifications, for which every build has kernels. They interpret BuiltInMod (params.h), which
 // flashbwd/mods/built_in.py fills.
 #pragma once
 
@@ -28,7 +28,8 @@ __device__ inline long long sum_of(const DecodingParams& p, const BuiltInSum& su
   return sum.wide ? static_cast<long long>(total) : static_cast<int>(total);
 }
 
-// sign * sum + q * q_idx + constant of a bound, saturated to int. Saturation keeps a limit beyond all keys beyond them.
+// Returns sign * sum + q * q_idx + constant of a bound, saturated to int. Saturation keeps a limit that is larger than
+// all key indices larger than them.
 __device__ inline int limit_of(const DecodingParams& p, const BuiltInBound& bound, int b, int h, int q) {
   constexpr long long kBeyond = 1ll << 40, kMost = 0x7fffffff;
   const long long sum = min(max(sum_of(p, bound.sum, b, h, q), -kBeyond), kBeyond);

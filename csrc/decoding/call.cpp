@@ -5,7 +5,7 @@
 namespace flashbwd {
 namespace {
 
-// A mask with blocks of at least this size is PyTorch's empty BlockMask (everything is visible); it fits any lengths.
+// PyTorch's empty BlockMask, under which every query sees every key, has blocks of this size. It fits any lengths.
 constexpr int64_t kLargestBlock = 1 << 30;
 
 bool rows_are_aligned(const TensorDesc& tensor) {
@@ -16,7 +16,8 @@ bool rows_are_aligned(const TensorDesc& tensor) {
   return tensor.sizes[3] % elements == 0 && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
 }
 
-bool begins_like(const TensorDesc& list, const TensorDesc& q) {
+// True if the batch and head dimensions of a mask tensor equal those of q or are broadcast.
+bool has_batch_and_heads_of(const TensorDesc& list, const TensorDesc& q) {
   return (list.sizes[0] == 1 || list.sizes[0] == q.sizes[0]) && (list.sizes[1] == 1 || list.sizes[1] == q.sizes[1]);
 }
 
@@ -26,7 +27,8 @@ bool takes_lists(const DecodingCall& call, const TensorDesc& counts, const Tenso
     return false;
   }
   if (counts.device != call.q.device || indices.device != call.q.device) return false;
-  if (!begins_like(counts, call.q) || !begins_like(indices, call.q) || counts.sizes[1] != indices.sizes[1]) {
+  if (!has_batch_and_heads_of(counts, call.q) || !has_batch_and_heads_of(indices, call.q) ||
+      counts.sizes[1] != indices.sizes[1]) {
     return false;
   }
   const bool shared = counts.sizes[1] == 1 || call.q.sizes[1] == call.k.sizes[1];
@@ -42,7 +44,7 @@ bool takes_mask(const DecodingCall& call) {
   if (call.mask.size() == 1) {
     const TensorDesc& states = call.mask[0];
     return states.dim == 4 && states.dtype == DType::kUInt8 && states.device == call.q.device &&
-           begins_like(states, call.q) && (states.sizes[3] <= 1 || states.strides[3] == 1);
+           has_batch_and_heads_of(states, call.q) && (states.sizes[3] <= 1 || states.strides[3] == 1);
   }
   if (kv_block % keys_of(static_cast<int>(size_of(call.q.dtype))) != 0 && kv_block < call.k.sizes[2]) return false;
   if (!takes_lists(call, call.mask[0], call.mask[1])) return false;

@@ -1,5 +1,5 @@
-// Converts the tensors of a decoding call to launch parameters, without copies. Rejects calls whose tensors Python has
-// to prepare first.
+// Converts the tensors of a decoding call to launch parameters, without copies. Rejects a call if Python must prepare
+// its tensors first.
 #pragma once
 
 #include <array>
@@ -17,19 +17,20 @@ struct DecodingCall {
   // Empty: no mask. One tensor: block states (B or 1, H or 1, nq, nk). Two or four: counts and indices of the partial
   // blocks, then of the full blocks.
   std::vector<TensorDesc> mask;
-  // (q_block, kv_block, seqlen_q, seqlen_k): the block sizes, and the lengths that the mask was made for.
+  // (q_block, kv_block, seqlen_q, seqlen_k): the block sizes and the sequence lengths of the mask.
   std::array<int64_t, 4> mask_shape{};
   std::vector<TensorDesc> captured;
   bool enable_gqa = false;
 };
 
-// True if the kernels support these tensors as they are. Among others: no tensor is empty and rows are contiguous.
+// True if the kernels support these tensors as they are. In particular, no tensor may be empty and rows must be
+// contiguous.
 bool kernel_takes(const DecodingCall& call);
 
 // True if every row of q, k and v is 16-byte aligned and a multiple of 16 bytes long.
 bool rows_are_aligned(const DecodingCall& call);
 
-// The planner's view of q, k and v.
+// The properties of q, k and v that the planner uses.
 DecodingShape shape_of(const DecodingCall& call);
 
 // Launch parameters of a call, except outputs, scale and splits. Requires kernel_takes(call).

@@ -1,4 +1,5 @@
-// Combine kernel: reduces the slots of the partial results. One CTA per row; its warps take the slots round-robin.
+// The combine kernel, which reduces the slots of the partial results. Each CTA reduces one row; its warps take the
+// slots round-robin.
 #pragma once
 
 #include "merge.cuh"
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
   const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + row;
 
   wait_for_previous();
-  // Every warp reduces the statistics of all slots redundantly; there are few slots.
+  // There are few slots, so every warp reduces the statistics of all of them.
   const auto [largest, base, sum] = reduce_slot_stats(stats, slots, all_rows);
 
   float2 total[kCombinePairs];
@@ -30,11 +31,11 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
 #pragma unroll 8
   for (int slot = warp; slot < slots; slot += kCombineWarps) {
     const float weight = exp2_approx(stats[slot * all_rows].x - base);
-    const float2* part = reinterpret_cast<const float2*>(p.partial_out) + (slot * all_rows + row) * pairs;
+    const float2* values = reinterpret_cast<const float2*>(p.partial_out) + (slot * all_rows + row) * pairs;
 #pragma unroll
     for (int i = 0; i < kCombinePairs; ++i) {
       if (i * 32 + lane < pairs) {
-        const float2 value = part[i * 32 + lane];
+        const float2 value = values[i * 32 + lane];
         total[i].x += weight * value.x;
         total[i].y += weight * value.y;
       }
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
   for (int i = 0; i < kCombinePairs; ++i) {
     if (i * 32 + lane < pairs) merging[warp * pairs + i * 32 + lane] = total[i];
   }
-  __syncthreads();
+  __syncthreads();  // all warps have written their sums; all threads read them
   const float norm = sum > 0.f ? 1.f / sum : 0.f;
   const long long head_row = row / p.seqlen_q;
   const long long offset = head_row / p.heads * p.out_strides[0] + head_row % p.heads * p.out_strides[1] +
@@ -57,13 +58,9 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
       value.x += merging[w * pairs + pair].x;
       value.y += merging[w * pairs + pair].y;
     }
-    store_pair<T>(out, pair, p.head_dim_v, value.x * norm, value.y * norm);
-    store_exact(p, row, pair, value.x * norm, value.y * norm);
+    store_out<T>(p, out, row, pair, value.x * norm, value.y * norm);
   }
-  if (threadIdx.x == 0) {
-    if (p.lse != nullptr) p.lse[row] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;
-    if (p.max_scores != nullptr) p.max_scores[row] = largest * kLn2;
-  }
+  if (threadIdx.x == 0) store_stats(p, row, largest, sum);
 }
 
 }  // namespace flashbwd

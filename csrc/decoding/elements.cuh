@@ -1,11 +1,10 @@
-// Dtype-specific parts of the kernels: shared memory layout and tensor core products.
+// The code that depends on the dtype: the shared memory layout and the MMAs.
 //
-// Shared memory rows consist of 16-byte pieces. Piece c of row r is stored at r * pieces + (c ^ r % 8), the XOR swizzle
-// that makes ldmatrix free of bank conflicts. A product multiplies A (16, step) by B (step, 8), where step is 32 bytes
-// of elements: 16, or 8 for float32.
+// A shared memory row consists of 16-byte vectors. Vector c of row r is stored at r * kVectors + (c ^ r % 8). This XOR
+// swizzle makes ldmatrix free of bank conflicts. An MMA multiplies A (16, kStep) by B (kStep, 8).
 //
-// Operands computed in fp32 (P and dS) are split into a high part in the operand's precision and a residual, so that
-// only the final result is rounded. float32 operands are split in the same way, since TF32 keeps only 11 bits.
+// P and dS are computed in fp32. They are split into the value rounded to the operand's precision and the residual, so
+// that only the final result is rounded. float32 operands are split in the same way, since TF32 keeps only 11 bits.
 #pragma once
 
 #include "params.h"
@@ -37,34 +36,34 @@ constexpr bool kIsFloat = kSame<T, Float>;
 template <class T>
 constexpr int kBytes = sizeof(typename T::Storage);
 template <class T>
-constexpr int kStep = 32 / kBytes<T>;  // inner dimension of one mma, in elements
+constexpr int kStep = 32 / kBytes<T>;  // inner dimension of one MMA, in elements: 16, or 8 for float32
 
-// A swizzled shared memory tile with rows of kColumns elements.
+// Addresses and copies of a swizzled shared memory tile, (rows, kColumns).
 template <class T, int kColumns>
 struct SharedTile {
-  static constexpr int kPieces = kColumns * kBytes<T> / 16;  // per row
-  static constexpr int kPieceElements = 16 / kBytes<T>;
-  static constexpr int kSteps = kColumns / kStep<T>;
+  static constexpr int kVectors = kColumns * kBytes<T> / 16;  // 16-byte vectors per row
+  static constexpr int kVectorElements = 16 / kBytes<T>;
+  static constexpr int kSteps = kColumns / kStep<T>;  // MMAs along the columns
 
-  __device__ static __forceinline__ uint32 at(int row, int piece) {
-    return static_cast<uint32>((row * kPieces + (piece ^ (row & 7))) * 16);
+  __device__ static __forceinline__ uint32 at(int row, int vector) {
+    return static_cast<uint32>((row * kVectors + (vector ^ (row & 7))) * 16);
   }
 
-  // Loads A: 16 rows from `row`, the columns of `step`.
+  // Loads the A operand: rows [row, row + 16) and columns [step * kStep, (step + 1) * kStep).
   __device__ static __forceinline__ void load_a(uint32 (&a)[4], uint32 tile, int row, int step) {
     const int lane = threadIdx.x % 32;
     load_matrices(a, tile + at(row + lane % 16, step * 2 + lane / 16));
   }
 
-  // Loads two B operands from rows stored as (n, k): rows [row, row + 8) into b[0..1] and the next 8 into b[2..3], the
-  // columns of `step`.
+  // Loads two B operands from a tile stored as (n, k): rows [row, row + 8) into b[0..1] and the next 8 rows into
+  // b[2..3]. Both have columns [step * kStep, (step + 1) * kStep).
   __device__ static __forceinline__ void load_b(uint32 (&b)[4], uint32 tile, int row, int step) {
     const int lane = threadIdx.x % 32;
     load_matrices(b, tile + at(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
   }
 
-  // Loads two B operands from rows stored as (k, n): kStep rows from `row`, columns [16 * pair, 16 * pair + 8) into
-  // b[0..1] and the next 8 into b[2..3]. For float32, k is permuted as in split_a().
+  // Loads two B operands from a tile stored as (k, n), rows [row, row + kStep): columns [16 * pair, 16 * pair + 8) go
+  // into b[0..1] and the next 8 columns into b[2..3]. For float32, k is permuted as in split_a().
   __device__ static __forceinline__ void load_b_rows(uint32 (&b)[4], uint32 tile, int row, int pair) {
     const int lane = threadIdx.x % 32;
     if constexpr (kIsFloat<T>) {
@@ -78,51 +77,51 @@ struct SharedTile {
     }
   }
 
-  // Starts cp.async copies of kRows aligned rows. A thread copies the same piece of several rows, so its swizzled
-  // addresses differ only by an XOR and an offset that are compile-time constants.
+  // Starts cp.async copies of kRows aligned rows. Each thread copies vectors of one column index from several rows, so
+  // its swizzled addresses differ only by an XOR and an offset that are compile-time constants.
   template <int kThreads, int kRows>
   __device__ static __forceinline__ void load_rows(uint32 tile, int thread, const typename T::Storage* source,
                                                    long long stride, int columns) {
-    constexpr int kRowsAtOnce = kThreads / kPieces;
-    const int row = thread / kPieces, piece = thread % kPieces;
-    const bool inside = piece * kPieceElements < columns;
-    const typename T::Storage* from = source + row * stride + (inside ? piece * kPieceElements : 0);
-    const uint32 to = tile + at(row, piece);
+    constexpr int kRowsAtOnce = kThreads / kVectors;
+    const int row = thread / kVectors, vector = thread % kVectors;
+    const bool inside = vector * kVectorElements < columns;
+    const typename T::Storage* from = source + row * stride + (inside ? vector * kVectorElements : 0);
+    const uint32 to = tile + at(row, vector);
 #pragma unroll
-    for (int i = 0; i < kRows * kPieces / kThreads; ++i) {
+    for (int i = 0; i < kRows * kVectors / kThreads; ++i) {
       const int first = i * kRowsAtOnce;
-      copy_async_16((to ^ first % 8 * 16) + first * kPieces * 16, from, inside ? 16 : 0);
+      copy_async_16((to ^ first % 8 * 16) + first * kVectors * 16, from, inside ? 16 : 0);
       from += kRowsAtOnce * stride;
     }
   }
 
-  // Loads one piece of a row of `columns` elements, with zeros past the end, or only zeros if not `inside`. Uses
-  // cp.async if kAligned, otherwise the copy is synchronous.
+  // Copies vector number `vector` of a row of `columns` elements, with zeros past the end. Stores only zeros if
+  // `inside` is false. The copy uses cp.async if kAligned is true; else it is synchronous.
   template <bool kAligned>
-  __device__ static __forceinline__ void load_piece(uint32 tile, int row, int piece, const typename T::Storage* source,
-                                                    int columns, bool inside) {
+  __device__ static __forceinline__ void load_vector(uint32 tile, int row, int vector,
+                                                     const typename T::Storage* source, int columns, bool inside) {
     if constexpr (kAligned) {
-      const int left = inside ? columns - piece * kPieceElements : 0;
-      copy_async_16(tile + at(row, piece), source + (left > 0 ? piece * kPieceElements : 0),
+      const int left = inside ? columns - vector * kVectorElements : 0;
+      copy_async_16(tile + at(row, vector), source + (left > 0 ? vector * kVectorElements : 0),
                     max(0, min(left * kBytes<T>, 16)));
     } else {
-      copy_piece<false>(tile, row, piece, source, columns, inside);
+      copy_vector<false>(tile, row, vector, source, columns, inside);
     }
   }
 
-  // The same, always synchronous.
+  // Like load_vector(), but always synchronous.
   template <bool kAligned>
-  __device__ static __forceinline__ void copy_piece(uint32 tile, int row, int piece, const typename T::Storage* source,
-                                                    int columns, bool inside) {
-    const int left = inside ? columns - piece * kPieceElements : 0;
-    const typename T::Storage* const from = source + piece * kPieceElements;
+  __device__ static __forceinline__ void copy_vector(uint32 tile, int row, int vector,
+                                                     const typename T::Storage* source, int columns, bool inside) {
+    const int left = inside ? columns - vector * kVectorElements : 0;
+    const typename T::Storage* const from = source + vector * kVectorElements;
     uint32 words[4] = {};
-    if (kAligned && left >= kPieceElements) {
+    if (kAligned && left >= kVectorElements) {
       const uint4 whole = *reinterpret_cast<const uint4*>(from);
       words[0] = whole.x, words[1] = whole.y, words[2] = whole.z, words[3] = whole.w;
     } else {
 #pragma unroll
-      for (int i = 0; i < kPieceElements; ++i) {
+      for (int i = 0; i < kVectorElements; ++i) {
         if (i >= left) continue;
         if constexpr (kIsFloat<T>) {
           words[i] = __float_as_uint(from[i]);
@@ -131,70 +130,83 @@ struct SharedTile {
         }
       }
     }
-    store_shared(tile + at(row, piece), words);
+    store_shared(tile + at(row, vector), words);
   }
 };
 
-// An A operand, split into a high part and a residual.
+// An A operand, split into its rounded value and the residual.
 template <class T>
 struct SplitA {
-  uint32 part[4], rest[4];
+  uint32 high[4], residual[4];
 };
 
-__device__ __forceinline__ void split_tf32(float x, uint32& part, uint32& rest) {
-  part = to_tf32(x);
-  rest = to_tf32(x - __uint_as_float(part));
+__device__ __forceinline__ void split_tf32(float x, uint32& high, uint32& residual) {
+  high = to_tf32(x);
+  residual = to_tf32(x - __uint_as_float(high));
 }
 
-// Splits the (16, kStep) accumulators of a previous product: one tile of 8 columns, or two for 16-bit operands.
+// Splits the accumulators (16, kStep) of a previous MMA: one fragment of 8 columns, or two for 16-bit operands.
 template <class T>
-__device__ __forceinline__ void split_a(SplitA<T>& a, const float (*tiles)[4]) {
+__device__ __forceinline__ void split_a(SplitA<T>& a, const float (*fragments)[4]) {
   if constexpr (kIsFloat<T>) {
     // Permutes k to match the accumulator layout: accumulator column 2c is k index c, column 2c + 1 is k index c + 4.
 #pragma unroll
-    for (int i = 0; i < 4; ++i) split_tf32(tiles[0][i % 2 * 2 + i / 2], a.part[i], a.rest[i]);
+    for (int i = 0; i < 4; ++i) split_tf32(fragments[0][i % 2 * 2 + i / 2], a.high[i], a.residual[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float low = tiles[i / 2][i % 2 * 2], high = tiles[i / 2][i % 2 * 2 + 1];
-      a.part[i] = pack_16bit<kIsBFloat16<T>>(low, high);
-      a.rest[i] = pack_16bit<kIsBFloat16<T>>(low - unpack_16bit<kIsBFloat16<T>, 0>(a.part[i]),
-                                             high - unpack_16bit<kIsBFloat16<T>, 1>(a.part[i]));
+      const float x0 = fragments[i / 2][i % 2 * 2], x1 = fragments[i / 2][i % 2 * 2 + 1];
+      a.high[i] = pack_16bit<kIsBFloat16<T>>(x0, x1);
+      a.residual[i] = pack_16bit<kIsBFloat16<T>>(x0 - unpack_16bit<kIsBFloat16<T>, 0>(a.high[i]),
+                                                 x1 - unpack_16bit<kIsBFloat16<T>, 1>(a.high[i]));
     }
   }
 }
 
-// d (16, 8) += a b, with a split and b as loaded from memory.
+// d (16, 8) += a (16, kStep) @ b (kStep, 8). `a` is split; b0 and b1 are as loaded from memory.
 template <class T>
 __device__ __forceinline__ void multiply(float (&d)[4], const SplitA<T>& a, uint32 b0, uint32 b1) {
   if constexpr (kIsFloat<T>) {
-    uint32 part[2], rest[2];
-    split_tf32(__uint_as_float(b0), part[0], rest[0]);
-    split_tf32(__uint_as_float(b1), part[1], rest[1]);
-    mma_16x8x8(d, a.rest, part[0], part[1]);
-    mma_16x8x8(d, a.part, rest[0], rest[1]);
-    mma_16x8x8(d, a.part, part[0], part[1]);
+    uint32 high[2], residual[2];
+    split_tf32(__uint_as_float(b0), high[0], residual[0]);
+    split_tf32(__uint_as_float(b1), high[1], residual[1]);
+    mma_16x8x8(d, a.residual, high[0], high[1]);
+    mma_16x8x8(d, a.high, residual[0], residual[1]);
+    mma_16x8x8(d, a.high, high[0], high[1]);
   } else {
-    mma_16x8x16<kIsBFloat16<T>>(d, a.part, b0, b1);
-    mma_16x8x16<kIsBFloat16<T>>(d, a.rest, b0, b1);
+    mma_16x8x16<kIsBFloat16<T>>(d, a.high, b0, b1);
+    mma_16x8x16<kIsBFloat16<T>>(d, a.residual, b0, b1);
   }
 }
 
-// d (16, 8) += a b, both as loaded from memory.
+// d (16, 8) += a (16, kStep) @ b (kStep, 8). Both operands are as loaded from memory.
 template <class T>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   if constexpr (kIsFloat<T>) {
     SplitA<T> split;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) split_tf32(__uint_as_float(a[i]), split.part[i], split.rest[i]);
+    for (int i = 0; i < 4; ++i) split_tf32(__uint_as_float(a[i]), split.high[i], split.residual[i]);
     multiply(d, split, b0, b1);
   } else {
     mma_16x8x16<kIsBFloat16<T>>(d, a, b0, b1);
   }
 }
 
-// Stores elements 2 * pair and 2 * pair + 1 of a row of `columns` elements; omits the second one past the end. Rows of
-// odd length are not aligned to pairs, so their elements are stored one by one.
+// d (16, 16) += a (16, kStep) @ b (kStep, 16), for the two B operands that load_b() or load_b_rows() loads.
+template <class T, class A>
+__device__ __forceinline__ void multiply_two(float (*d)[4], const A& a, const uint32 (&b)[4]) {
+  multiply<T>(d[0], a, b[0], b[1]);
+  multiply<T>(d[1], a, b[2], b[3]);
+}
+
+template <int kFragments>
+__device__ __forceinline__ void set_zero(float (&fragments)[kFragments][4]) {
+#pragma unroll
+  for (int i = 0; i < kFragments * 4; ++i) fragments[i / 4][i % 4] = 0.f;
+}
+
+// Stores elements 2 * pair and 2 * pair + 1 of a row of `columns` elements; omits the second element if it is past the
+// end. Rows of odd length are not aligned to pairs, so their elements are stored one by one.
 template <class T>
 __device__ __forceinline__ void store_pair(void* row, int pair, int columns, float low, float high) {
   typename T::Storage* const to = static_cast<typename T::Storage*>(row) + pair * 2;

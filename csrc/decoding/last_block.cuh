@@ -1,5 +1,5 @@
-// Last-arriver finalization of the partial results, instead of the combine kernel: the last CTA of a row tile to write
-// its slot reduces the slots of that tile.
+// Last-arriver finalization of the partial results, which replaces the combine kernel: the last CTA of a row tile to
+// write its slot reduces all slots of that tile.
 #pragma once
 
 #include "merge.cuh"
@@ -8,23 +8,23 @@
 
 namespace flashbwd {
 
-// True in the last CTA of a row tile to arrive. All threads call this after they have written their part of the slot.
+// Returns true in the last CTA of a row tile to arrive. All threads call this after they have written to the slot.
 __device__ inline bool arrives_last(const DecodingParams& p, unsigned char* shared) {
   int* const last = reinterpret_cast<int*>(shared);
-  __threadfence();  // release: this thread's part of the slot is visible before the arrival below
+  __threadfence();  // release: this thread's stores to the slot are visible before the arrival below
   __syncthreads();  // all threads have passed the fence and finished reading `shared`
   if (threadIdx.x == 0) {
     *last = atomicAdd(p.arrivals + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
     if (*last) p.arrivals[blockIdx.x] = 0;  // reset for the next call
   }
-  __syncthreads();
-  const bool answer = *last;
+  __syncthreads();  // thread 0 has written *last; all threads read it
+  const bool is_last = *last;
   __threadfence();  // acquire: the slots of the other CTAs are read after their arrivals
-  __syncthreads();  // all threads have read `last`, whose memory is reused
-  return answer;
+  __syncthreads();  // all threads have read *last; its memory is reused
+  return is_last;
 }
 
-// Reduces the slots of rows [first_row, first_row + count) of a KV head and writes the output. `shared` holds the
+// Reduces the slots of rows [first_row, first_row + count) of a KV head and writes the output. `shared` is used for the
 // weights of the slots, (count, slots) floats.
 template <class T, int kWarps>
 __device__ void reduce_slots(const DecodingParams& p, unsigned char* shared, int b, int head_kv, int first_row,
@@ -43,28 +43,24 @@ __device__ void reduce_slots(const DecodingParams& p, unsigned char* shared, int
     const float norm = sum > 0.f ? 1.f / sum : 0.f;
     for (int slot = lane; slot < slots; slot += 32)
       weights[i * slots + slot] = exp2_approx(stats[slot * all_rows].x - base) * norm;
-    if (lane == 0) {
-      if (p.lse != nullptr) p.lse[row0 + i] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;
-      if (p.max_scores != nullptr) p.max_scores[row0 + i] = largest * kLn2;
-    }
+    if (lane == 0) store_stats(p, row0 + i, largest, sum);
   }
-  __syncthreads();
+  __syncthreads();  // all warps have written the weights; all threads read them
   for (int at = threadIdx.x; at < count * pairs; at += kWarps * 32) {
     const int i = at / pairs, pair = at % pairs;
-    const float2* part = reinterpret_cast<const float2*>(p.partial_out) + (row0 + i) * pairs + pair;
+    const float2* values = reinterpret_cast<const float2*>(p.partial_out) + (row0 + i) * pairs + pair;
     float2 total = make_float2(0.f, 0.f);
 #pragma unroll 16
     for (int slot = 0; slot < slots; ++slot) {
       const float weight = weights[i * slots + slot];
-      const float2 value = part[slot * all_rows * pairs];
+      const float2 value = values[slot * all_rows * pairs];
       total.x += weight * value.x;
       total.y += weight * value.y;
     }
     const int head = head_kv * p.group + (first_row + i) / p.seqlen_q, query = (first_row + i) % p.seqlen_q;
     typename T::Storage* const out = static_cast<typename T::Storage*>(p.out) + b * p.out_strides[0] +
                                      head * p.out_strides[1] + query * p.out_strides[2];
-    store_pair<T>(out, pair, p.head_dim_v, total.x, total.y);
-    store_exact(p, row0 + i, pair, total.x, total.y);
+    store_out<T>(p, out, row0 + i, pair, total.x, total.y);
   }
 }
 

@@ -11,17 +11,17 @@ namespace flashbwd {
 struct StreamMemory {
   static constexpr int64_t kArrivals = 1 << 14;
   static constexpr int64_t kScratch = 1 << 21;  // floats; enough for one wave of CTAs at head dimension 256
-  int* arrivals = nullptr;                      // zeros between calls
-  float* scratch = nullptr;
+  int* arrivals = nullptr;                      // (kArrivals,), zeros between calls
+  float* scratch = nullptr;                     // (kScratch,)
 };
 
-// Launches the split-KV kernel: `kernel` (a CUkernel compiled at run time), or if null the prebuilt one for
-// params.built_in. Then launches the combine kernel if there are several slots and params.arrivals is null. `aligned`:
-// rows_are_aligned() of q, k and v. Returns null, or an error message.
+// Launches the split-KV kernel: `kernel` (a CUkernel compiled at run time), or the prebuilt kernel for params.built_in
+// if `kernel` is null. Then launches the combine kernel if there are several slots and params.arrivals is null.
+// `aligned` is the result of rows_are_aligned() for q, k and v. Returns null, or an error message.
 const char* run_decoding(const DecodingParams& params, DecodingTile tile, DType dtype, bool aligned, void* kernel,
                          const DeviceInfo& info, void* stream);
 
-// Launches the backward kernel (`kernel` as above) and the kernel that sums the slots of dq.
+// Launches the backward kernel (`kernel` as in run_decoding()), then the kernel that sums the slots of dq.
 const char* run_decoding_backward(const DecodingBackwardParams& params, int head_dim, DType dtype, bool aligned,
                                   void* kernel, const DeviceInfo& info, void* stream);
 

@@ -1,5 +1,5 @@
-// Launches prebuilt kernels and kernels compiled at run time through the driver API, which has less host overhead than
-// the runtime API.
+// Launches kernels, prebuilt or compiled at run time, through the driver API. It has less host overhead than the
+// runtime API.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +30,7 @@ inline CUlaunchConfig config_of(dim3 grid, unsigned threads, unsigned bytes, voi
 struct LaunchForm {
   int device = 0;
   int cluster = 1;
-  bool overlaps = false;  // programmatic dependent launch; the kernel itself must wait for the previous grid
+  bool overlaps = false;  // programmatic dependent launch; the kernel must itself wait for the previous grid
 };
 
 // Looks up a driver API function, to avoid linking libcuda.
@@ -75,7 +75,7 @@ inline cudaError_t launch_with_driver(const void* params, void* kernel, CUlaunch
   return result == CUDA_SUCCESS ? cudaSuccess : static_cast<cudaError_t>(result);  // both enums have the same values
 }
 
-// What a launch needs to know about a prebuilt kernel on one device.
+// A prebuilt kernel on one device, as looked up for its launch.
 struct Prebuilt {
   const void* kernel = nullptr;
   int device = -1;

@@ -1,5 +1,5 @@
-// Epilogue of a CTA: merges the online softmax of its warps, then that of the CTAs of its cluster, and writes the
-// result, either as the final output or as one slot of the partial results.
+// The epilogue of a CTA. It merges the online softmax of the CTA's warps, then that of the CTAs of its cluster. It
+// writes the result as the final output, or as one slot of the partial results.
 #pragma once
 
 #include "elements.cuh"
@@ -12,11 +12,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 #define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 
-// Softmax statistics of one row over all slots of its partial results. One warp computes them.
+// The softmax statistics of one row over all slots of its partial results.
 struct RowStats {
-  float largest, base, sum;  // base: `largest`, or 0 for a row without keys, where largest is -inf
+  float largest, base, sum;  // base: `largest`, or 0 for a row without keys, whose `largest` is -inf
 };
 
+// Called by all lanes of a warp. `stats`: (slots,) pairs (max, sum) of the row, with stride all_rows.
 __device__ inline RowStats reduce_slot_stats(const float2* stats, int slots, long long all_rows) {
   const int lane = threadIdx.x % 32;
   float largest = -FLASHBWD_INFINITY;
@@ -34,21 +35,31 @@ __device__ inline RowStats reduce_slot_stats(const float2* stats, int slots, lon
   return {largest, base, sum};
 }
 
-__device__ inline void store_exact(const DecodingParams& p, long long row, int pair, float low, float high) {
+// Stores columns 2 * pair and 2 * pair + 1 of an output row, and of the unrounded output if it is needed.
+template <class T>
+__device__ __forceinline__ void store_out(const DecodingParams& p, void* out, long long row, int pair, float low,
+                                          float high) {
+  store_pair<T>(out, pair, p.head_dim_v, low, high);
   if (p.exact_out != nullptr) store_pair<Float>(p.exact_out + row * p.head_dim_v, pair, p.head_dim_v, low, high);
+}
+
+// Stores lse and max_scores of a row from its maximum, in log2 units, and its sum of exp2(s - max).
+__device__ __forceinline__ void store_stats(const DecodingParams& p, long long row, float largest, float sum) {
+  if (p.lse != nullptr) p.lse[row] = sum > 0.f ? largest * kLn2 + logf(sum) : -FLASHBWD_INFINITY;
+  if (p.max_scores != nullptr) p.max_scores[row] = largest * kLn2;
 }
 
 template <int kD, int kM, int kWarps>
 class SoftmaxMerge {
  public:
-  // Layout of `shared`: (kWarps, kM, kD) floats, then (kWarps, kM) pairs (max, sum), then (2, kM) such pairs.
+  // `shared` holds out_, stats_, cta_stats_ and cluster_stats_, in this order.
   __device__ explicit SoftmaxMerge(unsigned char* shared)
       : out_(reinterpret_cast<float2*>(shared)),
         stats_(out_ + kWarps * kM * kD / 2),
-        of_block_(stats_ + kWarps * kM),
-        of_cluster_(of_block_ + kM) {}
+        cta_stats_(stats_ + kWarps * kM),
+        cluster_stats_(cta_stats_ + kM) {}
 
-  // Stores this warp's accumulators (in mma layout) and statistics to shared memory.
+  // Stores this warp's accumulators (in MMA layout) and statistics to shared memory.
   __device__ void store_warp(const float (&tO)[kM / 16][kD / 8][4], const float (&row_max)[kM / 16][2],
                              const float (&row_sum)[kM / 16][2]) {
     const int lane = threadIdx.x % 32;
@@ -67,9 +78,10 @@ class SoftmaxMerge {
           out_[at(row, n * 4 + lane % 4)] = make_float2(tO[m][n][half * 2], tO[m][n][half * 2 + 1]);
       }
     }
-    __syncthreads();
+    __syncthreads();  // all warps have written; all threads read
   }
 
+  // Merges the warps and the CTAs of the cluster, and writes the rows from first_row.
   template <class T>
   __device__ void finish(const DecodingParams& p, int b, int head_kv, int first_row) {
     static_assert(kM <= kWarps * 32);
@@ -77,59 +89,60 @@ class SoftmaxMerge {
     const int count = min(kM, p.group * p.seqlen_q - first_row);
     const int row_of_thread = threadIdx.x;
     if (row_of_thread < count) {
-      of_block_[row_of_thread] =
-          weigh(kWarps, row_of_thread, [&](int warp) { return stats_[warp * kM + row_of_thread]; });
+      cta_stats_[row_of_thread] =
+          merge_stats(kWarps, row_of_thread, [&](int warp) { return stats_[warp * kM + row_of_thread]; });
     }
-    __syncthreads();  // the weights of all warps have been written
+    __syncthreads();  // the first `count` threads have written the weights of all warps; all threads read them
     for (int i = threadIdx.x; i < count * pairs; i += kWarps * 32) {
       const int row = i / pairs, pair = i % pairs;
-      const float2 total = add(kWarps, row, [&](int warp) { return out_[at(warp * kM + row, pair)]; });
+      const float2 total = weighted_sum(kWarps, row, [&](int warp) { return out_[at(warp * kM + row, pair)]; });
       if (p.cluster == 1) {
-        write<T>(p, b, head_kv, first_row + row, pair, total, of_block_[row]);
+        write<T>(p, b, head_kv, first_row + row, pair, total, cta_stats_[row]);
       } else {
         out_[at(row, pair)] = total;  // overwrites the value of warp 0, which only this thread reads
       }
     }
     if (p.cluster == 1) return;
-    cluster_barrier();  // all CTAs of the cluster have written their sums
+    cluster_barrier();  // all threads of the cluster's CTAs have written their sums; all of them read
     if (row_of_thread < count) {
-      of_cluster_[row_of_thread] = weigh(p.cluster, row_of_thread, [&](int block) {
-        return load_cluster(shared_address(of_block_ + row_of_thread), block);
+      cluster_stats_[row_of_thread] = merge_stats(p.cluster, row_of_thread, [&](int cta) {
+        return load_cluster(shared_address(cta_stats_ + row_of_thread), cta);
       });
     }
-    __syncthreads();  // the weights of all CTAs have been written
+    __syncthreads();  // the first `count` threads have written the weights of all CTAs; all threads read them
     const int rank = blockIdx.y % p.cluster;
-    const int share = (count * pairs + p.cluster - 1) / p.cluster;
-    const int end = min(count * pairs, (rank + 1) * share);
-    for (int i = rank * share + threadIdx.x; i < end; i += kWarps * 32) {
+    const int pairs_per_cta = (count * pairs + p.cluster - 1) / p.cluster;
+    const int end = min(count * pairs, (rank + 1) * pairs_per_cta);
+    for (int i = rank * pairs_per_cta + threadIdx.x; i < end; i += kWarps * 32) {
       const int row = i / pairs, pair = i % pairs;
-      const float2 total =
-          add(p.cluster, row, [&](int block) { return load_cluster(shared_address(out_ + at(row, pair)), block); });
-      write<T>(p, b, head_kv, first_row + row, pair, total, of_cluster_[row]);
+      const float2 total = weighted_sum(
+          p.cluster, row, [&](int cta) { return load_cluster(shared_address(out_ + at(row, pair)), cta); });
+      write<T>(p, b, head_kv, first_row + row, pair, total, cluster_stats_[row]);
     }
-    cluster_barrier();  // no CTA may exit while another reads its shared memory
+    cluster_barrier();  // all threads have read; no CTA may exit while another CTA reads its shared memory
   }
 
  private:
-  float2* out_;
-  float2* stats_;
-  float2* of_block_;    // (kM,): (max, sum) of each row over the CTA's warps
-  float2* of_cluster_;  // (kM,): the same over the cluster's CTAs
+  float2* out_;            // (kWarps, kM, kD / 2): pairs of columns
+  float2* stats_;          // (kWarps, kM): (max, sum)
+  float2* cta_stats_;      // (kM,): (max, sum) of each row over the CTA's warps
+  float2* cluster_stats_;  // (kM,): (max, sum) of each row over the cluster's CTAs
 
-  // XOR swizzle: the store of a warp (eight rows, four pairs each) has no bank conflicts.
+  // The index of a pair in out_. With this XOR swizzle, the store of a warp (eight rows, four pairs each) has no bank
+  // conflicts.
   __device__ static int at(int row, int pair) { return row * (kD / 2) + (pair ^ row % 8 * 4); }
 
-  // Returns (max, sum) of a row over `parts` parts, at most kWarps. Stores the factor that rescales each part to the
-  // common maximum over the maxima in stats_.
+  // Merges the (max, sum) of a row from `count` warps or CTAs, at most kWarps. Replaces the maxima in stats_ by the
+  // factors that rescale each of them to the common maximum.
   template <class StatsOf>
-  __device__ float2 weigh(int parts, int row, const StatsOf& stats_of) {
+  __device__ float2 merge_stats(int count, int row, const StatsOf& stats_of) {
     float largest = -FLASHBWD_INFINITY;
 #pragma unroll 8
-    for (int i = 0; i < parts; ++i) largest = fmaxf(largest, stats_of(i).x);
+    for (int i = 0; i < count; ++i) largest = fmaxf(largest, stats_of(i).x);
     const float base = largest == -FLASHBWD_INFINITY ? 0.f : largest;
     float sum = 0.f;
 #pragma unroll 8
-    for (int i = 0; i < parts; ++i) {
+    for (int i = 0; i < count; ++i) {
       const float2 stat = stats_of(i);
       const float weight = exp2_approx(stat.x - base);
       sum += weight * stat.y;
@@ -138,12 +151,12 @@ class SoftmaxMerge {
     return make_float2(largest, sum);
   }
 
-  // Sum of the parts' values, weighted by the factors from weigh().
+  // The sum of the values of `count` warps or CTAs, weighted by the factors from merge_stats().
   template <class ValueOf>
-  __device__ float2 add(int parts, int row, const ValueOf& value_of) const {
+  __device__ float2 weighted_sum(int count, int row, const ValueOf& value_of) const {
     float2 total = make_float2(0.f, 0.f);
 #pragma unroll 8
-    for (int i = 0; i < parts; ++i) {
+    for (int i = 0; i < count; ++i) {
       const float weight = stats_[i * kM + row].x;
       const float2 value = value_of(i);
       total.x += weight * value.x;
@@ -152,6 +165,7 @@ class SoftmaxMerge {
     return total;
   }
 
+  // Writes one pair of columns of row `local` of the KV head: normalized, or to a slot of the partial results.
   template <class T>
   __device__ static void write(const DecodingParams& p, int b, int head_kv, int local, int pair, float2 total,
                                float2 stat) {
@@ -162,12 +176,8 @@ class SoftmaxMerge {
       const float norm = stat.y > 0.f ? 1.f / stat.y : 0.f;
       typename T::Storage* const to = static_cast<typename T::Storage*>(p.out) + b * p.out_strides[0] +
                                       head * p.out_strides[1] + query * p.out_strides[2];
-      store_pair<T>(to, pair, p.head_dim_v, total.x * norm, total.y * norm);
-      store_exact(p, row, pair, total.x * norm, total.y * norm);
-      if (pair == 0) {
-        if (p.lse != nullptr) p.lse[row] = stat.y > 0.f ? stat.x * kLn2 + logf(stat.y) : -FLASHBWD_INFINITY;
-        if (p.max_scores != nullptr) p.max_scores[row] = stat.x * kLn2;
-      }
+      store_out<T>(p, to, row, pair, total.x * norm, total.y * norm);
+      if (pair == 0) store_stats(p, row, stat.x, stat.y);
     } else {
       const long long all_rows = static_cast<long long>(p.batch) * p.heads * p.seqlen_q;
       const long long slot_row = blockIdx.y / p.cluster * all_rows + row;

@@ -11,16 +11,16 @@ namespace flashbwd {
 // Defaults for the optional members of a modification.
 struct AnyMod {
   static constexpr bool kTotal = false;  // true: score_mod() and mask_mod() accept rows and keys past the end
-  // score_mod() has a parameter of this name; generated code elsewhere uses this null pointer. If not null, sine() and
-  // cosine() always use an approximation for small arguments, and set *near to false if it is invalid.
+  // score_mod() has a parameter of this name; other generated code uses this null pointer. If it is not null, sine()
+  // and cosine() use an approximation for small arguments, and set *near to false if an argument is too large for it.
   static constexpr bool* near = nullptr;
-  static constexpr bool kHasRanges = false;  // true: sees_all(row, first, last) says whether a row sees a range of keys
+  static constexpr bool kHasRanges = false;  // true: sees_all(row, first, last) is true if the row sees these keys
   static constexpr bool kHasRow = false;     // true: Row is not empty
   struct Row {                               // state computed once per query row
     Row() = default;
     __device__ Row(const DecodingParams&, int, int, int) {}
   };
-  // Applied to all scores of a chunk before score_mod() is called per score.
+  // Modifies all scores of a key tile, before score_mod() is called for each score.
   template <int kRowTiles, int kKeyTiles>
   __device__ static void all_scores(const DecodingParams&, float (&)[kRowTiles][kKeyTiles][4]) {}
 };

@@ -1,4 +1,5 @@
-// Parameters of the decoding kernels. nvcc, g++ and (at run time) NVRTC compile this file, so it may include no header.
+// Parameters of the decoding kernels. nvcc, g++ and, at run time, NVRTC compile this file, so it must not include a
+// header.
 #pragma once
 
 namespace flashbwd {
@@ -13,12 +14,14 @@ struct CapturedTensor {
 
 // Built-in modifications (those that every build has kernels for), encoded as numbers. flashbwd/mods/built_in.py fills
 // these structs in the order of their members.
-//
-// A term is weight * captured[slot], indexed by batch, head or not at all. `wide`: the tensor is int64, else int32.
+
+// The term weight * captured[slot].
 struct BuiltInTerm {
   static constexpr int kBatch = 1, kHead = 2;
   int weight;  // 0: no term
-  int slot, index, wide;
+  int slot;
+  int index;  // kBatch or kHead: the index of the tensor; 0: the tensor is a scalar
+  int wide;   // true if the tensor is int64, false if it is int32
 };
 
 // q * q_idx + constant + terms. Wraps around like PyTorch's integers: at 32 bits, or at 64 bits if `wide`.
@@ -34,10 +37,8 @@ struct BuiltInBound {
   BuiltInSum sum;
 };
 
-// Applied in this order:
-//   score = softcap * tanh(score / softcap), if softcap > 0
-//   score += slope_of(h) * (bias_k * kv_idx + origin), whose sum wraps around at 32 bits
-//   the bounds, which hide the keys that violate one of them
+// First score = softcap * tanh(score / softcap), if softcap > 0. Then score += slope_of(h) * (bias_k * kv_idx +
+// origin), where the sum wraps around at 32 bits. Then a key that violates one of the bounds is masked out.
 struct BuiltInMod {
   enum Kind { kNone, kScore, kMask, kBoth };
   int kind;
@@ -69,10 +70,9 @@ struct DecodingParams {
   float* lse;         // (B, H, Sq), contiguous, natural log; null: not needed
   float* max_scores;  // (B, H, Sq), contiguous, natural units; null: not needed
   float* exact_out;   // (B, H, Sq, Dv), contiguous: the unrounded output, for the backward; null: not needed
-  // Partial results per slot: sums of exp2(s - max) * v, (slots, B * H * Sq, Dv rounded up to 2), and pairs (max, sum),
-  // (slots, B * H * Sq, 2), with s and max in log2 units. slots = splits / cluster; unused if that is 1.
-  float* partial_out;
-  float* partial_stats;
+  // Partial results, with s and max in log2 units. slots = splits / cluster; both are unused if there is one slot.
+  float* partial_out;    // (slots, B * H * Sq, Dv rounded up to 2): sums of exp2(s - max) * v
+  float* partial_stats;  // (slots, B * H * Sq, 2): (max, sum)
   int* arrivals;  // (B * Hkv * row_tiles,): CTAs that have written their slot, 0 between calls; null: combine kernel
   long long q_strides[3];  // batch, head, row, in elements; the last dimension is contiguous
   long long k_strides[3];  // batch stride 0 if all batches share K and V
@@ -85,8 +85,8 @@ struct DecodingParams {
   int row_tiles;  // tiles for the group * seqlen_q rows of a KV head
   float scale;
   // The block mask. If `states` is null, the rows of a tile share the block lists of its first row, and the kernel
-  // visits only the listed blocks. Else `states` is (B or 1, H or 1, nq, nk): 0 empty, 1 partial, 2 full; the kernel
-  // visits all blocks.
+  // visits only the listed blocks. Else the kernel visits all blocks, and `states`, (B or 1, H or 1, nq, nk), says
+  // which of them are empty (0), partial (1) or full (2).
   BlockList partial, full;  // counts null: no such list
   const unsigned char* states;
   long long state_strides[3];
@@ -95,25 +95,25 @@ struct DecodingParams {
   BuiltInMod built_in;
 };
 
-// Keys per ring stage (a chunk): the inner dimension of one mma, 16, or 8 for float32.
+// Keys per key tile, which is one ring stage: the inner dimension of one MMA, 16, or 8 for float32.
 constexpr int keys_of(int element_bytes) { return 32 / element_bytes; }
 
-// Stages of a warp's ring. The rings of 4 warps take 96 KiB up to head dimension 128, so that two CTAs fit into the 228
-// KiB of an SM, and 128 KiB at 256.
+// Stages of a warp's ring. Up to head dimension 128, the rings of 4 warps take 96 KiB, so that two CTAs fit into the
+// 228 KiB of an SM. At 256, they take 128 KiB.
 constexpr int stages_of(int head_dim) { return head_dim <= 64 ? 6 : head_dim <= 128 ? 3 : 2; }
 constexpr int stage_bytes(int head_dim) { return 2 * 32 * head_dim; }  // K and V
-// The stages, and 12 bytes per stage for its `Place`.
+// The stages, plus 12 bytes per stage for its KeyTile.
 constexpr int ring_bytes(int head_dim, int warps) {
   const int stages = warps * stages_of(head_dim);
   return stages * stage_bytes(head_dim) + (stages * 12 + 127) / 128 * 128;
 }
 
-// True if Q is kept in shared memory because registers cannot hold it beside the output accumulators.
+// True if Q is kept in shared memory, because Q and the output accumulators together need too many registers.
 constexpr bool q_in_shared(int head_dim, int rows, int element_bytes) {
   return rows > 16 || head_dim > 128 || element_bytes == 4;
 }
 
-// The same for the per-row state of a modification (Mod::Row), which takes at most kModRowBytes.
+// True if the per-row states of a modification (Mod::Row, at most kModRowBytes each) are kept in shared memory.
 constexpr int kModRowBytes = 16;
 constexpr bool mod_rows_in_shared(int head_dim, int rows) { return rows * head_dim > 2048; }
 

@@ -1,8 +1,8 @@
-// Embeds the kernels' source text, from which NVRTC compiles kernels with user modifications.
+// Embeds the source text of the kernels. NVRTC compiles it together with the code of a user's modification.
 #include "source.h"
 
-// These headers are (almost) empty for a host compiler. Including them makes this file depend on the files embedded
-// below, so that a change rebuilds it.
+// These headers are (almost) empty for a host compiler. The includes make the build depend on the files embedded below,
+// so that a change of one of them rebuilds this file.
 #include "backward.cuh"
 #include "backward_params.h"
 #include "backward_rows.cuh"
@@ -12,6 +12,7 @@
 #include "merge.cuh"
 #include "mod.cuh"
 #include "mod_functions.cuh"
+#include "online_softmax.cuh"
 #include "params.h"
 #include "ptx.cuh"
 #include "ring.cuh"
@@ -28,6 +29,7 @@ FLASHBWD_EMBED(flashbwd_decoding_ptx, "csrc/decoding/ptx.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_block_lists, "csrc/decoding/block_lists.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_elements, "csrc/decoding/elements.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_merge, "csrc/decoding/merge.cuh")
+FLASHBWD_EMBED(flashbwd_decoding_online_softmax, "csrc/decoding/online_softmax.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_last_block, "csrc/decoding/last_block.cuh")
 FLASHBWD_EMBED(flashbwd_decoding_backward_params, "csrc/decoding/backward_params.h")
 FLASHBWD_EMBED(flashbwd_decoding_backward_rows, "csrc/decoding/backward_rows.cuh")
@@ -40,7 +42,8 @@ namespace flashbwd {
 std::string decoding_source() {
   return std::string(flashbwd_decoding_params) + flashbwd_decoding_mod + flashbwd_decoding_ptx +
          flashbwd_decoding_block_lists + flashbwd_decoding_elements + flashbwd_decoding_merge +
-         flashbwd_decoding_last_block + flashbwd_decoding_ring + flashbwd_decoding_split_kv;
+         flashbwd_decoding_last_block + flashbwd_decoding_online_softmax + flashbwd_decoding_ring +
+         flashbwd_decoding_split_kv;
 }
 
 std::string decoding_backward_source() {

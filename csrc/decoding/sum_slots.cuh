@@ -1,4 +1,4 @@
-// dq: the sum of the splits' slots, always in the same order (deterministic).
+// Sums the slots of the splits to dq, always in the same order, so dq is deterministic.
 #pragma once
 
 #include "backward_params.h"
@@ -8,7 +8,7 @@ namespace flashbwd {
 
 constexpr int kSumThreads = 128;
 
-// One thread per pair of columns.
+// Each thread sums one pair of columns of one row.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(const __grid_constant__ DecodingBackwardParams p) {
   const int pairs = (p.head_dim + 1) / 2;
@@ -19,9 +19,9 @@ __global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(const __grid_con
   float2 total = make_float2(0.f, 0.f);
 #pragma unroll 8
   for (int slot = 0; slot < p.splits; ++slot) {
-    const float2 part = slots[slot * rows * pairs];
-    total.x += part.x;
-    total.y += part.y;
+    const float2 value = slots[slot * rows * pairs];
+    total.x += value.x;
+    total.y += value.y;
   }
   const long long row = i / pairs;
   const long long head_row = row / p.seqlen_q;

@@ -19,7 +19,7 @@ struct Dropout {
   bool vector_keep = false;       // the mask's rows are aligned like x's, which allows vector loads
   const int64_t* rng = nullptr;   // (2,): seed and offset
   uint32_t keep_from = 0;         // an element is kept if its Philox word is at least this
-  float scale = 1.f;              // of the kept elements: 1 / (1 - p)
+  float scale = 1.f;              // factor of the kept elements: 1 / (1 - p)
 };
 
 inline Dropout dropout_of(const DropoutParams& p) {

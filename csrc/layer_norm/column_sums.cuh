@@ -1,4 +1,4 @@
-// dgamma and dbeta by columns, without partial sums, for few rows.
+// Sums dgamma and dbeta by columns, without partial sums in global memory. Used if there are few rows.
 #pragma once
 
 #include "arguments.h"
@@ -23,14 +23,14 @@ struct Loaded {
 };
 
 // Executed by threads >= first_thread of CTAs >= first_cta, which take blocks of columns round-robin and sum each over
-// all rows. They read x and dz a second time, mostly from L2, while other threads compute dx. `parts`: shared memory,
-// (warps, 2, kColumnLanes * kElements).
+// all rows. They read x and dz a second time, mostly from L2, while other threads compute dx. `warp_sums`: shared
+// memory, (warps, 2, kColumnLanes * kElements).
 template <typename TX, typename TDZ>
-__device__ void sum_columns(const BackwardArguments& a, float* parts, int first_thread, int first_cta) {
+__device__ void sum_columns(const BackwardArguments& a, float* warp_sums, int first_thread, int first_cta) {
   constexpr int kElements = elements_of(sizeof(TX), sizeof(TDZ));
   constexpr int kColumns = columns_at_a_time(kElements);
   constexpr int kLoads = sizeof(TX) == sizeof(TDZ) ? 8 : 4;  // outstanding rows per thread: 64 or 48 registers
-  constexpr int kBarrier = 15;                               // the row groups use named barriers from 1 upwards
+  constexpr int kBarrier = 15;                               // the groups of rows use named barriers from 1 upwards
   const int thread = threadIdx.x - first_thread;
   const int threads = blockDim.x - first_thread;
   const int lane = thread % kColumnLanes;
@@ -79,16 +79,16 @@ __device__ void sum_columns(const BackwardArguments& a, float* parts, int first_
       }
     }
     if (thread % kWarp < kColumnLanes) {
-      float* own = parts + thread / kWarp * 2 * kColumns + lane * kElements;
+      float* own = warp_sums + thread / kWarp * 2 * kColumns + lane * kElements;
       store_floats(own, dgamma);
       store_floats(own + kColumns, dbeta);
     }
-    group_barrier(kBarrier, threads);  // all warps that sum columns have written their part
+    group_barrier(kBarrier, threads);  // all warps that sum columns have written their sums; all of them read
     constexpr int kAdders = 4;         // threads per column
     for (int i = thread / kAdders; i < 2 * kColumns; i += threads / kAdders) {
       double sum = 0.;
 #pragma unroll 4
-      for (int w = thread % kAdders; w < warps; w += kAdders) sum += parts[w * 2 * kColumns + i];
+      for (int w = thread % kAdders; w < warps; w += kAdders) sum += warp_sums[w * 2 * kColumns + i];
 #pragma unroll
       for (int offset = 1; offset < kAdders; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       void* target = i < kColumns ? a.dgamma : a.dbeta;
@@ -97,7 +97,7 @@ __device__ void sum_columns(const BackwardArguments& a, float* parts, int first_
         store_float(target, a.gamma_dtype, of_column, static_cast<float>(sum));
       }
     }
-    group_barrier(kBarrier, threads);  // the parts have been read; the next block overwrites them
+    group_barrier(kBarrier, threads);  // these warps have read the sums; the next block overwrites them
   }
 }
 

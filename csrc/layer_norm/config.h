@@ -1,4 +1,4 @@
-// Tile and schedule of the LayerNorm backward: host arithmetic, no GPU.
+// Chooses the tile and the schedule of the LayerNorm backward. This is host code that needs no GPU.
 //
 // A row of x is a sequence of vectors of `elements` elements (16 bytes of the narrower of x and dz). A CTA processes
 // `groups` rows at a time with `lanes` threads per row. A thread has the same `vectors` vectors of columns in every
@@ -13,31 +13,30 @@
 
 namespace flashbwd::layer_norm {
 
-constexpr int kMaxThreads =
-    512;  // 128 registers each: up to 64 for dgamma and dbeta, the rest for a vector of x, dz, gamma
+// Threads per CTA with 128 registers each: up to 64 for dgamma and dbeta, the rest for a vector of x, dz and gamma.
+constexpr int kMaxThreads = 512;
 constexpr int kMinStages = 2;  // stages of the cp.async ring, including the one in use
 constexpr int kMaxStages = 4;
 constexpr int kMaxCluster = 16;
 constexpr int kWarp = 32;
 constexpr int kRowSumsThreads = 512;
-// Minimum number of rows per CTA at a time: while one group waits for its exchange, another one computes. Drawing a
-// dropout mask doubles the instruction count, so it needs more groups. Gain on an H100: 2 to 8 %.
+// Minimum number of rows per CTA at a time, so that one group computes while another one waits for its exchange.
+// Drawing a dropout mask doubles the instruction count, so it needs more groups. Gain on an H100: 2 to 8 %.
 constexpr int kFewestGroups = 2;
 constexpr int kFewestGroupsDrawing = 3;
 // Limits of Throttle: the minimum number of rounds per worker for which it is used, and how far a worker may be ahead
-// of the mean of all workers, in rounds and in bytes of x and dz per CTA. most_ahead() says when only the limit in
-// rounds applies. Effect on an H100: 1 to 4 %.
+// of the mean of all workers, in rounds and in bytes of x and dz per CTA. In most_ahead(), only the limit in rounds
+// applies to some shapes. Effect on an H100: 1 to 4 %.
 constexpr int64_t kFewestInStep = 32;
 constexpr double kMostRoundsAhead = 2.0;
 constexpr double kMostBytesAhead = 96 * 1024;
 constexpr int kLargeCluster = 8;
-// dgamma and dbeta are summed by columns, concurrently with dx, if x and dz take at most this share of L2.
+// dgamma and dbeta are summed by columns, concurrently with dx, if x and dz take at most this fraction of L2.
 constexpr double kColumnSumsShare = 0.4;
 constexpr int kColumnLanes = 4;       // adjacent threads per row, one vector each: 64 bytes of the narrower of x and dz
 constexpr int kColumnThreads = 128;   // minimum number of threads per CTA that sum columns
 constexpr float kLeastGamma = 1e-5f;  // lower limit of |gamma| where xhat = (z - beta) / gamma
-constexpr int kSlotStride =
-    16 * kMaxThreads;  // bytes between consecutive slots of a thread: a constant saves registers
+constexpr int kSlotStride = 16 * kMaxThreads;  // bytes between slots of a thread: a constant saves registers
 // Alignment of the slots. cp.async copies that straddle shared memory sectors lose up to a tenth of the bandwidth.
 constexpr int kSlotAlignment = 128;
 
@@ -57,18 +56,19 @@ struct BackwardTile {
   int lanes = 0;              // threads per row in a CTA: a power of two up to 32, else a multiple of 32
   int groups = 0;             // rows per CTA at a time
   int vectors = 0;            // per thread and row
-  int chunks = 1;             // CTAs per row
-  int chunk_vectors = 0;      // vectors per row in one CTA
+  int ctas_per_row = 1;       // CTAs per row
+  int cta_vectors = 0;        // vectors per row in one CTA
   int stages = 0;             // of the cp.async ring, including the one in use
   int planes = 0;             // 16-byte slots per thread and stage
   int residual_planes = 0;    // 16-byte slots per thread for dresidual
   int keep_bytes = 0;         // bytes per thread for a given dropout mask
   int keep_offset = 0;        // of the mask, in shared memory
   int parameters = 1;         // values per column in shared memory: 1 (gamma), or 2 (gamma and beta)
-  int parts = 1;              // partial sums of a row in the exchange: one per warp that shares the row
+  int partials = 1;           // partial sums of a row in the exchange: one per warp that shares the row
   bool sums_columns = false;  // the CTA's threads after the tile's threads compute dgamma and dbeta by columns
   int columns_offset = 0;     // of their shared memory
-  bool cluster = false;   // the CTAs of a row exchange sums in a cluster; if chunks > 1 without, row_sums_kernel runs
+  // The CTAs of a row exchange sums in a cluster. If there is no cluster but ctas_per_row > 1, row_sums_kernel runs.
+  bool cluster = false;
   int stages_offset = 0;  // of the ring, in shared memory
   int64_t smem_bytes = 0;
 
@@ -91,23 +91,24 @@ struct BackwardShape {
   int most_cluster = kMaxCluster;  // largest cluster size to try
 };
 
-// Sizes of the shared memory regions, in bytes: exchange, parameters (gamma and beta in fp32), then mask and dresidual
-// of one row, then the stages.
-//
-// Stride between the parameters of adjacent lanes: an odd multiple of 16 bytes avoids bank conflicts.
+// Shared memory holds the exchange, then the parameters (gamma and beta in fp32), then mask and dresidual of one row,
+// then the stages. The functions below return sizes in bytes.
+
+// The stride between the parameters of adjacent lanes is an odd multiple of 16 bytes, which avoids bank conflicts.
 constexpr int64_t parameter_stride(const BackwardTile& t) {
   return int64_t{16} * (t.parameters * t.vectors * t.elements / 4 | 1);
 }
 constexpr int64_t parameter_bytes(const BackwardTile& t) { return parameter_stride(t) * t.lanes; }
-// Per group: two mbarriers, and the partial sums of two rows. Then the Philox keys and offset of a drawn dropout mask.
+// Each group has two mbarriers, and the partial sums of two rows. The Philox keys and offset of a drawn dropout mask
+// follow.
 constexpr int kBarrierBytes = 16;
 constexpr int kDrawnFromBytes = 96;
 constexpr int64_t exchange_bytes(const BackwardTile& t) {
-  return int64_t{kBarrierBytes} * t.groups + int64_t{16} * t.groups * t.parts + kDrawnFromBytes;
+  return int64_t{kBarrierBytes} * t.groups + int64_t{16} * t.groups * t.partials + kDrawnFromBytes;
 }
-// For sum_columns(): partial dgamma and dbeta of one block of columns, for each warp.
+// sum_columns() needs partial dgamma and dbeta of one block of columns for each warp.
 constexpr int64_t kColumnBytes = int64_t{kMaxThreads / kWarp} * 2 * columns_at_a_time(kMostElements) * 4;
-// For write_partial(): dgamma and dbeta of all threads, in the memory of the stages.
+// write_partial() stores dgamma and dbeta of all threads in the memory of the stages.
 constexpr int64_t reduce_bytes(const BackwardTile& t) {
   return t.groups == 1 ? 0 : int64_t{8} * t.vectors * t.elements * t.threads();
 }
@@ -117,7 +118,8 @@ constexpr int64_t ahead_bytes(const BackwardTile& t) {
   return int64_t{kMaxThreads} * t.keep_bytes + int64_t{kSlotStride} * t.residual_planes;
 }
 
-inline void place(BackwardTile* t, int stages) {
+// Sets the number of stages and the offsets of all regions of shared memory.
+inline void set_layout(BackwardTile* t, int stages) {
   t->stages = stages;
   const int64_t before = exchange_bytes(*t) + parameter_bytes(*t);
   t->keep_offset = static_cast<int>((before + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment);
@@ -133,58 +135,59 @@ inline int power_of_two_at_least(int64_t n) {
   return p;
 }
 
-// The tile with `chunks` CTAs per row and up to `vectors` vectors per thread; found() is false if it does not fit.
-inline BackwardTile tile_of(const BackwardShape& shape, int chunks, int vectors, const DeviceInfo& device) {
+// The tile with `ctas_per_row` CTAs per row and up to `vectors` vectors per thread; found() is false if it does not
+// fit.
+inline BackwardTile tile_of(const BackwardShape& shape, int ctas_per_row, int vectors, const DeviceInfo& device) {
   BackwardTile t;
   t.elements = elements_of(shape.x_bytes, shape.dz_bytes);
   t.parameters = shape.from_output ? 2 : 1;
   const int64_t shift = shape.shifted ? t.elements - 1 : 0;
   const int64_t row_vectors = (shape.columns + shift + t.elements - 1) / t.elements;
-  const int64_t chunk_vectors = (row_vectors + chunks - 1) / chunks;
+  const int64_t cta_vectors = (row_vectors + ctas_per_row - 1) / ctas_per_row;
   const int most_threads = kMaxThreads - shape.column_threads;
-  if (chunk_vectors > int64_t{vectors} * most_threads) return {};
-  t.chunks = chunks;
-  t.cluster = chunks > 1 && chunks <= shape.most_cluster && device.cc_major >= 9;
-  t.chunk_vectors = static_cast<int>(chunk_vectors);
+  if (cta_vectors > int64_t{vectors} * most_threads) return {};
+  t.ctas_per_row = ctas_per_row;
+  t.cluster = ctas_per_row > 1 && ctas_per_row <= shape.most_cluster && device.cc_major >= 9;
+  t.cta_vectors = static_cast<int>(cta_vectors);
   // A row of up to 32 vectors is spread over the lanes of a warp, one vector each, so that loads coalesce.
-  const int64_t lanes = (chunk_vectors + vectors - 1) / vectors;
-  t.lanes = chunk_vectors <= kWarp ? power_of_two_at_least(chunk_vectors)
-                                   : static_cast<int>((lanes + kWarp - 1) / kWarp * kWarp);
-  if (chunks > 1) t.lanes = std::max(t.lanes, kWarp);
+  const int64_t lanes = (cta_vectors + vectors - 1) / vectors;
+  t.lanes =
+      cta_vectors <= kWarp ? power_of_two_at_least(cta_vectors) : static_cast<int>((lanes + kWarp - 1) / kWarp * kWarp);
+  if (ctas_per_row > 1) t.lanes = std::max(t.lanes, kWarp);
   t.sums_columns = shape.column_threads > 0;
-  t.parts = (t.lanes + kWarp - 1) / kWarp * (t.cluster ? t.chunks : 1);
-  t.vectors = (t.chunk_vectors + t.lanes - 1) / t.lanes;
+  t.partials = (t.lanes + kWarp - 1) / kWarp * (t.cluster ? t.ctas_per_row : 1);
+  t.vectors = (t.cta_vectors + t.lanes - 1) / t.lanes;
   const int64_t row_bytes = shape.x_bytes + shape.dz_bytes;
   t.planes = static_cast<int>(t.vectors * t.elements * row_bytes / 16);
   const int64_t most_vectors = max_vectors_of(shape.x_bytes, shape.dz_bytes);  // a constant offset in the kernel
   if (shape.residual) t.residual_planes = static_cast<int>(most_vectors * t.elements * shape.x_bytes / 16);
   if (shape.keep) t.keep_bytes = t.vectors * t.elements;
-  // As many rows per CTA as its threads allow, but no more than leave a row for every SM.
+  // Give a CTA as many rows as its threads allow, but few enough that every SM has a row.
   const int step = std::max(1, kWarp / t.lanes);
-  const int64_t workers = std::max(1, device.sm_count / (t.cluster ? chunks : 1));
+  const int64_t workers = std::max(1, device.sm_count / (t.cluster ? ctas_per_row : 1));
   const int64_t wanted = (shape.rows + workers - 1) / workers;
   int64_t groups =
-      chunks > 1 && !t.cluster ? 1 : std::min<int64_t>(most_threads / t.lanes, std::max<int64_t>(1, wanted));
+      ctas_per_row > 1 && !t.cluster ? 1 : std::min<int64_t>(most_threads / t.lanes, std::max<int64_t>(1, wanted));
   for (groups = (groups + step - 1) / step * step; groups >= step; groups -= step) {
     t.groups = static_cast<int>(groups);
     const int64_t rounds = (wanted + groups - 1) / groups;
     for (int stages = std::clamp<int>(rounds, kMinStages, kMaxStages); stages >= kMinStages; --stages) {
-      place(&t, stages);
+      set_layout(&t, stages);
       if (t.smem_bytes <= device.smem_per_block) return t;
     }
   }
   return {};
 }
 
-// The best tile with `chunks` CTAs per row: the one that holds most of x and dz at a time, then the one with most
-// threads. If other CTAs sum columns (beside_columns), the number of threads counts first.
-inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const DeviceInfo& device) {
+// The best tile with `ctas_per_row` CTAs per row: the one that holds most of x and dz at a time and, among those, the
+// one with most threads. If other CTAs sum columns (beside_columns), the number of threads has priority.
+inline BackwardTile tile_of(const BackwardShape& shape, int ctas_per_row, const DeviceInfo& device) {
   BackwardTile best;
   for (int vectors = max_vectors_of(shape.x_bytes, shape.dz_bytes); vectors >= 1; --vectors) {
-    const BackwardTile tile = tile_of(shape, chunks, vectors, device);
+    const BackwardTile tile = tile_of(shape, ctas_per_row, vectors, device);
     if (!tile.found()) continue;
-    const int64_t held = int64_t{tile.groups} * tile.chunk_vectors;
-    const int64_t best_held = int64_t{best.groups} * best.chunk_vectors;
+    const int64_t held = int64_t{tile.groups} * tile.cta_vectors;
+    const int64_t best_held = int64_t{best.groups} * best.cta_vectors;
     const bool longer = held > best_held, as_long = held == best_held;
     const bool fuller = tile.threads() > best.threads(), as_full = tile.threads() == best.threads();
     if (shape.beside_columns ? fuller || (as_full && longer) : longer || (as_long && fuller)) best = tile;
@@ -197,19 +200,19 @@ inline BackwardTile tile_of(const BackwardShape& shape, int chunks, const Device
 inline BackwardTile choose_tile(const BackwardShape& shape, const DeviceInfo& device) {
   const int groups = shape.draws && shape.x_bytes + shape.dz_bytes == 4 ? kFewestGroupsDrawing : kFewestGroups;
   BackwardTile best;
-  for (int chunks = 1; chunks <= 1 << 20; chunks *= 2) {
-    const BackwardTile tile = tile_of(shape, chunks, device);
+  for (int ctas_per_row = 1; ctas_per_row <= 1 << 20; ctas_per_row *= 2) {
+    const BackwardTile tile = tile_of(shape, ctas_per_row, device);
     if (tile.groups > best.groups) best = tile;
     if (!best.found()) continue;
-    const bool may_split = device.cc_major >= 9 && chunks < shape.most_cluster && shape.rows >= device.sm_count;
+    const bool may_split = device.cc_major >= 9 && ctas_per_row < shape.most_cluster && shape.rows >= device.sm_count;
     if (kMaxThreads / best.lanes >= groups || !may_split) break;
   }
   return best;
 }
 
-// The number of CTAs that sum dgamma and dbeta by columns, concurrently with those that compute dx. 0: the row CTAs
-// keep partial sums instead, because x and dz do not stay in L2 for a second read or there are more column blocks than
-// SMs. At most half of the SMs, and no more CTAs than the same maximum of blocks per CTA needs.
+// The number of CTAs that sum dgamma and dbeta by columns while other CTAs compute dx: at most half of the SMs, and the
+// fewest CTAs with the same maximum of blocks per CTA. Returns 0 if x and dz do not stay in L2 for a second read or
+// there are more column blocks than SMs; then the row CTAs keep partial sums instead.
 constexpr int column_ctas(const BackwardShape& shape, const DeviceInfo& device) {
   const double bytes = static_cast<double>(shape.rows) * static_cast<double>(shape.columns) *
                        static_cast<double>(shape.x_bytes + shape.dz_bytes);
@@ -236,18 +239,17 @@ inline BackwardTile tile_with_columns(BackwardShape shape, const BackwardTile& b
   shape.column_threads = kColumnThreads;
   const BackwardTile tile = choose_tile(shape, device);
   const bool halves =
-      tile.found() && tile.chunks == 1 &&
+      tile.found() && tile.ctas_per_row == 1 &&
       2 * rounds_of(shape, tile, device.sm_count) <= rounds_of(shape, beside, device.sm_count - column_ctas);
   return halves ? tile : BackwardTile{};
 }
 
-// Static persistent schedule: rows are assigned round-robin to workers (a worker is one CTA, or the CTAs that share a
-// row), `groups` rows at a time.
-//
-// If the row stride is no multiple of a vector, the offset of a row from a 16-byte boundary is periodic in the row
-// index. A worker takes only rows with one residue modulo that period, so its columns never shift.
+// A static persistent schedule, which assigns rows round-robin to workers, `groups` rows at a time. A worker is one
+// CTA, or the CTAs that share a row.
 struct RowSchedule {
   int workers = 1;  // a multiple of `period`
+  // If the row stride is not a multiple of a vector, the offset of a row from a 16-byte boundary is periodic in the row
+  // index. A worker processes only rows with one residue modulo this period, so its columns do not shift between rows.
   int period = 1;
   int phase_base = 0;  // residue r has phase (phase_base + r * phase_step) % elements
   int phase_step = 0;
@@ -259,8 +261,8 @@ struct RowSchedule {
 // the output, to shifted rows in vectors of 8 elements, and to large clusters, where the mean covers few workers.
 inline double most_ahead(const BackwardShape& shape, const BackwardTile& tile) {
   const bool shared = shape.shifted && tile.elements == kMostElements;
-  if (shape.from_output || shared || tile.chunks >= kLargeCluster) return kMostRoundsAhead;
-  const double bytes = static_cast<double>(tile.groups) * tile.chunk_vectors * tile.elements *
+  if (shape.from_output || shared || tile.ctas_per_row >= kLargeCluster) return kMostRoundsAhead;
+  const double bytes = static_cast<double>(tile.groups) * tile.cta_vectors * tile.elements *
                        static_cast<double>(shape.x_bytes + shape.dz_bytes);
   return std::min(kMostRoundsAhead, kMostBytesAhead / bytes);
 }

@@ -1,4 +1,4 @@
-// Reduces the workers' partial sums to dgamma and dbeta, in a fixed order (deterministic).
+// Reduces the workers' partial sums to dgamma and dbeta, in a fixed order, so the results are deterministic.
 #pragma once
 
 #include "device.cuh"
@@ -23,19 +23,17 @@ struct FinalizeArguments {
   DType dtype = DType::kFloat32;
 };
 
-// Sums in double, so that this step adds no error to that of the partial sums.
-//
-// Grid: (columns / 32, 2). Each thread sums every 16th worker, then one warp sums the results. This gives enough CTAs
-// and outstanding loads to fill a GPU at N = 1024 already.
+// Grid: (columns / 32, 2). Each thread sums every 16th worker, then one warp sums the results. Even at N = 1024, this
+// gives enough CTAs and outstanding loads to fill a GPU.
 __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
     finalize_kernel(const __grid_constant__ FinalizeArguments a) {
   __shared__ double sums[kFinalizeRows][kFinalizeColumns];
   const int column = blockIdx.x * kFinalizeColumns + threadIdx.x;
-  const int which = blockIdx.y;  // dgamma, dbeta
+  const int which = blockIdx.y;  // 0: dgamma, 1: dbeta
   void* target = which == 0 ? a.dgamma : a.dbeta;
   if (target == nullptr) return;
   const float* source = a.partial + which * a.partial_columns + column;
-  double sum = 0.;
+  double sum = 0.;  // its rounding error is negligible next to that of the partial sums
   wait_for_prerequisites();
   if (column < a.columns) {
 #pragma unroll 1
@@ -54,15 +52,15 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();  // all threads have written their sum; the first row of threads reads them
   if (threadIdx.y > 0 || column >= a.columns) return;
-  double parts[kFinalizeRows];
+  double totals[kFinalizeRows];
 #pragma unroll
-  for (int r = 0; r < kFinalizeRows; ++r) parts[r] = sums[r][threadIdx.x];
+  for (int r = 0; r < kFinalizeRows; ++r) totals[r] = sums[r][threadIdx.x];
 #pragma unroll
   for (int half = kFinalizeRows / 2; half > 0; half /= 2) {
 #pragma unroll
-    for (int r = 0; r < half; ++r) parts[r] += parts[r + half];
+    for (int r = 0; r < half; ++r) totals[r] += totals[r + half];
   }
-  store_float(target, a.dtype, column, static_cast<float>(parts[0]));
+  store_float(target, a.dtype, column, static_cast<float>(totals[0]));
 }
 
 }  // namespace flashbwd::layer_norm

@@ -17,7 +17,7 @@ BackwardTile forward_tile(int64_t columns, int elements, int held) {
                 ? power_of_two_at_least(vectors)
                 : static_cast<int>(std::min<int64_t>((lanes + kWarp - 1) / kWarp * kWarp, kForwardThreads));
   t.groups = std::max(1, kForwardThreads / 2 / t.lanes);
-  t.parts = (t.lanes + kWarp - 1) / kWarp;
+  t.partials = (t.lanes + kWarp - 1) / kWarp;
   return t;
 }
 

@@ -31,7 +31,7 @@ Variant variant_of(const LayerNormBackwardParams& p) {
   }
 }
 
-// Everything a launch needs except the workspace's address.
+// All arguments of a launch except the address of the workspace.
 struct Launch {
   Variant kernels;
   BackwardArguments arguments;
@@ -57,7 +57,7 @@ cudaLaunchConfig_t config_of(const BackwardTile& tile, int ctas, int threads, cu
   config.stream = static_cast<cudaStream_t>(stream);
   if (tile.cluster) {
     cluster->id = cudaLaunchAttributeClusterDimension;
-    cluster->val.clusterDim = {static_cast<unsigned>(tile.chunks), 1, 1};
+    cluster->val.clusterDim = {static_cast<unsigned>(tile.ctas_per_row), 1, 1};
     config.attrs = cluster;
     config.numAttrs = 1;
   }
@@ -83,16 +83,16 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   int index = 0;
   *status = cudaGetDevice(&index);
   if (*status != cudaSuccess) return 0;
-  const Key key(kernel, index, tile.chunks, tile.threads(), tile.cluster ? tile.smem_bytes : 0);
+  const Key key(kernel, index, tile.ctas_per_row, tile.threads(), tile.cluster ? tile.smem_bytes : 0);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = known.find(key); found != known.end()) return found->second;
   const AllowedInCapture allowed;
   *status = prepare(kernel, device);
   if (*status != cudaSuccess) return 0;
-  int workers = std::max(1, device.sm_count / tile.chunks);
+  int workers = std::max(1, device.sm_count / tile.ctas_per_row);
   if (tile.cluster) {
     cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = config_of(tile, workers * tile.chunks, tile.threads(), &attribute, nullptr);
+    const cudaLaunchConfig_t config = config_of(tile, workers * tile.ctas_per_row, tile.threads(), &attribute, nullptr);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
       cudaGetLastError();  // clear the error: the device does not support clusters of this size
@@ -103,13 +103,8 @@ int concurrent_workers(const void* kernel, const BackwardTile& tile, const Devic
   return known.emplace(key, workers).first->second;
 }
 
-Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
-  Launch launch;
-  launch.kernels = variant_of(p);
-  launch.needs_sums = p.dx != nullptr || p.dbranch != nullptr;
-  BackwardArguments& a = launch.arguments;
-  const int elements = elements_of(size_of(p.x_dtype), size_of(p.dz_dtype));
-  const Phase phase = phase_of(p.x, p.x_row_stride, p.x_dtype, elements);
+// Sets the tensors of the arguments, and which of them allow 16-byte accesses.
+void set_tensors(BackwardArguments& a, const LayerNormBackwardParams& p, const Phase& phase, int elements) {
   const auto in_phase = [&](const void* data, int64_t row_stride, DType dtype) {
     return phase_of(data, row_stride, dtype, elements) == phase;
   };
@@ -118,66 +113,7 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   a.vector_residual = in_phase(p.dresidual, p.dresidual_row_stride, p.x_dtype);
   a.vector_dx = in_phase(p.dx, p.dx_row_stride, p.x_dtype);
   a.vector_branch = in_phase(p.dbranch, p.dbranch_row_stride, p.dz_dtype);
-
-  BackwardShape shape;
-  shape.rows = p.rows;
-  shape.columns = p.columns;
-  shape.x_bytes = size_of(p.x_dtype);
-  shape.dz_bytes = size_of(p.dz_dtype);
-  shape.from_output = p.from_output;
-  shape.residual = p.dresidual != nullptr;
-  shape.keep = p.dropout.keep != nullptr;
-  shape.draws = p.dropout.keep == nullptr && p.dropout.p > 0.0;
-  shape.shifted = !phase.none();
-  // The tile does not depend on which gradients are needed, so omitting one changes no bit of the others.
-  const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
-  int num_column_ctas = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
-  bool by_columns = num_column_ctas > 0;  // dgamma and dbeta by columns, in separate CTAs or inside the row CTAs
-  DeviceInfo for_rows = device;
-  for_rows.sm_count -= num_column_ctas;
-  cudaError_t status = cudaSuccess;
-  int concurrent = 0;
-  for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
-    shape.beside_columns = by_columns;
-    a.tile = choose_tile(shape, for_rows);
-    if (by_columns && a.tile.chunks > 1) {
-      by_columns = shape.beside_columns = false;
-      num_column_ctas = 0;
-      for_rows = device;
-      a.tile = choose_tile(shape, device);
-    }
-    if (by_columns) {
-      if (const BackwardTile within = tile_with_columns(shape, a.tile, num_column_ctas, device); within.found()) {
-        a.tile = within;
-        num_column_ctas = 0;
-      }
-    }
-    if (!a.tile.found() || launch.kernels.backward == nullptr) {
-      launch.error = "no LayerNorm kernel supports this problem";
-      return launch;
-    }
-    concurrent = concurrent_workers(reinterpret_cast<const void*>(launch.kernels.backward), a.tile, device, &status);
-  }
-  if (status != cudaSuccess) {
-    launch.error = cudaGetErrorString(status);
-    return launch;
-  }
   a.all_vectors = a.vector_x && a.vector_dz;
-  const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
-  if (!parameters) {
-    by_columns = false;
-    num_column_ctas = 0;
-  }
-  a.schedule = schedule_rows(shape, a.tile, concurrent - num_column_ctas, phase.base, phase.step);
-  if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
-  launch.ctas = a.schedule.workers * a.tile.chunks + num_column_ctas;
-  launch.threads = a.tile.threads();
-  if (by_columns && num_column_ctas == 0) {
-    const int columns = columns_at_a_time(elements);
-    launch.ctas = std::max(launch.ctas, static_cast<int>((p.columns + columns - 1) / columns));
-    launch.threads = kMaxThreads;
-  }
-
   a.rows = p.rows;
   a.columns = static_cast<int>(p.columns);
   a.inverse_columns = 1.f / static_cast<float>(p.columns);
@@ -200,16 +136,88 @@ Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
   a.dx_stride = p.dx_row_stride;
   a.zero_centered = p.zero_centered_gamma;
   a.gamma_dtype = p.gamma_dtype;
-
-  const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   a.dgamma = p.dgamma;
   a.dbeta = p.dbeta;
+}
+
+BackwardShape shape_of(const LayerNormBackwardParams& p, const Phase& phase) {
+  BackwardShape shape;
+  shape.rows = p.rows;
+  shape.columns = p.columns;
+  shape.x_bytes = size_of(p.x_dtype);
+  shape.dz_bytes = size_of(p.dz_dtype);
+  shape.from_output = p.from_output;
+  shape.residual = p.dresidual != nullptr;
+  shape.keep = p.dropout.keep != nullptr;
+  shape.draws = p.dropout.keep == nullptr && p.dropout.p > 0.0;
+  shape.shifted = !phase.none();
+  return shape;
+}
+
+Launch plan_launch(const LayerNormBackwardParams& p, const DeviceInfo& device) {
+  Launch launch;
+  launch.kernels = variant_of(p);
+  launch.needs_sums = p.dx != nullptr || p.dbranch != nullptr;
+  BackwardArguments& a = launch.arguments;
+  const int elements = elements_of(size_of(p.x_dtype), size_of(p.dz_dtype));
+  const Phase phase = phase_of(p.x, p.x_row_stride, p.x_dtype, elements);
+  set_tensors(a, p, phase, elements);
+  BackwardShape shape = shape_of(p, phase);
+  // The tile does not depend on which gradients are needed, so omitting one changes no bit of the others.
+  const bool in_vectors = !shape.shifted && a.vector_dz && p.columns % elements == 0;
+  int num_column_ctas = in_vectors && !p.from_output && !p.of_sum ? column_ctas(shape, device) : 0;
+  bool by_columns = num_column_ctas > 0;  // dgamma and dbeta by columns, in separate CTAs or inside the row CTAs
+  DeviceInfo for_rows = device;
+  for_rows.sm_count -= num_column_ctas;
+  cudaError_t status = cudaSuccess;
+  int concurrent = 0;
+  for (; concurrent == 0 && status == cudaSuccess; shape.most_cluster /= 2) {
+    shape.beside_columns = by_columns;
+    a.tile = choose_tile(shape, for_rows);
+    if (by_columns && a.tile.ctas_per_row > 1) {
+      by_columns = shape.beside_columns = false;
+      num_column_ctas = 0;
+      for_rows = device;
+      a.tile = choose_tile(shape, device);
+    }
+    if (by_columns) {
+      if (const BackwardTile within = tile_with_columns(shape, a.tile, num_column_ctas, device); within.found()) {
+        a.tile = within;
+        num_column_ctas = 0;
+      }
+    }
+    if (!a.tile.found() || launch.kernels.backward == nullptr) {
+      launch.error = "no LayerNorm kernel supports this problem";
+      return launch;
+    }
+    concurrent = concurrent_workers(reinterpret_cast<const void*>(launch.kernels.backward), a.tile, device, &status);
+  }
+  if (status != cudaSuccess) {
+    launch.error = cudaGetErrorString(status);
+    return launch;
+  }
+  const bool parameters = p.dgamma != nullptr || p.dbeta != nullptr;
+  if (!parameters) {
+    by_columns = false;
+    num_column_ctas = 0;
+  }
+  a.schedule = schedule_rows(shape, a.tile, concurrent - num_column_ctas, phase.base, phase.step);
+  if (by_columns && !launch.needs_sums) a.schedule.workers = a.schedule.ahead = 0;
+  launch.ctas = a.schedule.workers * a.tile.ctas_per_row + num_column_ctas;
+  launch.threads = a.tile.threads();
+  if (by_columns && num_column_ctas == 0) {
+    const int columns = columns_at_a_time(elements);
+    launch.ctas = std::max(launch.ctas, static_cast<int>((p.columns + columns - 1) / columns));
+    launch.threads = kMaxThreads;
+  }
+
+  const auto aligned = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   if (parameters && !by_columns) {
-    a.partial_columns = int64_t{a.tile.chunks} * a.tile.chunk_vectors * a.tile.elements;
+    a.partial_columns = int64_t{a.tile.ctas_per_row} * a.tile.cta_vectors * a.tile.elements;
     launch.partial_bytes = aligned(a.schedule.workers * 2 * a.partial_columns * 4);
   }
   if (a.schedule.ahead > 0) launch.progress_bytes = aligned(sizeof(int));
-  launch.sums_first = a.tile.chunks > 1 && !a.tile.cluster && launch.needs_sums;
+  launch.sums_first = a.tile.ctas_per_row > 1 && !a.tile.cluster && launch.needs_sums;
   if (launch.sums_first) launch.sums_bytes = aligned(p.rows * int64_t{sizeof(float2)});
   return launch;
 }

@@ -17,22 +17,22 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
   const int lanes = a.tile.lanes;
   const int group = thread / lanes;
   const int lane = thread - group * lanes;
-  const int worker = block / a.tile.chunks;
-  const int chunk_start = (block - worker * a.tile.chunks) * a.tile.chunk_vectors;
-  // (2, partial_columns), starting at this chunk's columns
-  float* partial = a.partial + worker * 2 * a.partial_columns + chunk_start * kElements;
+  const int worker = block / a.tile.ctas_per_row;
+  const int first_vector = (block - worker * a.tile.ctas_per_row) * a.tile.cta_vectors;
+  // (2, partial_columns), starting at this CTA's columns
+  float* partial = a.partial + worker * 2 * a.partial_columns + first_vector * kElements;
   if (a.tile.groups == 1) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int vector = v * lanes + lane;
-      if (vector < a.tile.chunk_vectors) {
+      if (vector < a.tile.cta_vectors) {
         store_floats(partial + vector * kElements, dgamma[v]);
         store_floats(partial + a.partial_columns + vector * kElements, dbeta[v]);
       }
     }
     return;
   }
-  // If a warp holds several groups, each thread has a single vector (see tile_of); reduce them into the first lanes.
+  // If a warp holds several groups, each thread has a single vector (see tile_of). Reduce them into the first lanes.
 #pragma unroll 1
   for (int offset = lanes; offset < kWarp; offset *= 2) {
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
   const int row_floats = lanes * kElements;
   const int plane_floats = units * row_floats;
   wait_copies(0);
-  __syncthreads();  // all threads have finished using the stages, whose memory is reused
+  __syncthreads();  // all threads have finished reading the stages; their memory is reused
   if (lanes >= kWarp || thread % kWarp < lanes) {
     float* own = reduce_s + unit * row_floats + lane * kElements;
 #pragma unroll
@@ -57,23 +57,23 @@ __device__ void write_partial(const BackwardArguments& a, float* reduce_s, float
       }
     }
   }
-  __syncthreads();  // all threads have written their sums
+  __syncthreads();  // all threads have written their sums; all threads read them
   const int row_quads = row_floats / 4;
   for (int i = thread; i < 2 * a.tile.vectors * row_quads; i += blockDim.x) {  // four columns each
     const int plane = i / row_quads;
     const int quad = i - plane * row_quads;
     const bool second = plane >= a.tile.vectors;  // dbeta
     const int column = (second ? plane - a.tile.vectors : plane) * row_floats + 4 * quad;
-    if (column >= a.tile.chunk_vectors * kElements) continue;
+    if (column >= a.tile.cta_vectors * kElements) continue;
     const float* source = reduce_s + plane * plane_floats + 4 * quad;
     double sum[4] = {};  // double: rounded to float only once
 #pragma unroll 4
     for (int u = 0; u < units; ++u) {
-      const float4 part = *reinterpret_cast<const float4*>(source + u * row_floats);
-      sum[0] += part.x;
-      sum[1] += part.y;
-      sum[2] += part.z;
-      sum[3] += part.w;
+      const float4 values = *reinterpret_cast<const float4*>(source + u * row_floats);
+      sum[0] += values.x;
+      sum[1] += values.y;
+      sum[2] += values.z;
+      sum[3] += values.w;
     }
     *reinterpret_cast<float4*>(partial + (second ? a.partial_columns : 0) + column) = make_float4(
         static_cast<float>(sum[0]), static_cast<float>(sum[1]), static_cast<float>(sum[2]), static_cast<float>(sum[3]));

@@ -6,7 +6,7 @@
 
 namespace flashbwd::layer_norm {
 
-// One tensor's part of a stage. Slots are given by their address in the shared window.
+// The slots of one tensor in a stage. A slot is given by its shared memory address.
 template <typename T, int kElements>
 struct Plane {
   static constexpr int kSlots = kElements * static_cast<int>(sizeof(T)) / 16;  // per vector
@@ -20,7 +20,7 @@ struct Plane {
 
   // Copies elements [skip, count) of a vector and zeroes the others. With `vector`, `source` is 16-byte aligned and the
   // copy includes the elements before `skip`, which clear_head() zeroes later.
-  static __device__ void fill_part(uint32_t slots, const T* source, int skip, int count, bool vector) {
+  static __device__ void fill_elements(uint32_t slots, const T* source, int skip, int count, bool vector) {
 #pragma unroll 1
     for (int h = 0; h < kSlots; ++h) {
       const uint32_t slot = slots + h * kSlotStride;
@@ -75,7 +75,7 @@ struct Plane {
   }
 
   // Stores elements [skip, count) of a vector from its slots to global memory.
-  static __device__ void store_part(uint32_t slots, T* target, int skip, int count) {
+  static __device__ void store_elements(uint32_t slots, T* target, int skip, int count) {
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
       if (e >= skip && e < count) target[e] = load_shared<T>(element_of(slots, e));

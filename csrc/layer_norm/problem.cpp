@@ -21,8 +21,8 @@ struct Named {
   const TensorDesc& tensor;
 };
 
-// check() evaluates the parts of its message on every call. Where a part is a std::string, the code below tests the
-// condition itself and calls refuse(), so that a valid call does not build the string.
+// check() evaluates all arguments of its message on every call. If one of them is a std::string, the code below tests
+// the condition itself and calls refuse(), so that a valid call does not build the string.
 
 void check_device(const char* name, const TensorDesc& tensor, const Named& x) {
   if (tensor.device == x.tensor.device) return;
@@ -191,7 +191,7 @@ std::optional<int64_t> row_stride_of(const TensorDesc& tensor) {
   const int last = tensor.dim - 1;
   if (tensor.sizes[last] > 1 && tensor.strides[last] != 1) return std::nullopt;
   std::optional<int64_t> stride;
-  int64_t rows = 1;  // product of the sizes of the dimensions visited so far, innermost first
+  int64_t rows = 1;  // product of the sizes of the inner dimensions, except the last one
   for (int i = last - 1; i >= 0; --i) {
     if (tensor.sizes[i] == 0) return 0;
     if (tensor.sizes[i] == 1) continue;
@@ -202,8 +202,8 @@ std::optional<int64_t> row_stride_of(const TensorDesc& tensor) {
   return stride.value_or(tensor.sizes[last]);
 }
 
-std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device place, const DeviceInfo& device) {
-  if (place.type != DeviceType::kCUDA) return "the tensors are not on a CUDA device";
+std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device device_of_x, const DeviceInfo& device) {
+  if (device_of_x.type != DeviceType::kCUDA) return "the tensors are not on a CUDA device";
   if (!device.usable) return device.why_not;
   if (device.cc_major < 8) return "the device is older than compute capability 8.0";
   if (x_dtype == DType::kFloat64) return "float64";

@@ -25,8 +25,8 @@ struct DropoutArguments {
 // A backward operator's arguments, before any check. Names are those of the public functions.
 struct LayerNormArguments {
   NormForm form = NormForm::kInput;
-  TensorDesc dz, x, mu, rs, gamma, beta,
-      dresidual;  // x holds z or h in the other forms; mu is undefined for RMSNorm or if it is not needed
+  // x is z in NormForm::kOutput and h in NormForm::kDropout. mu is undefined for RMSNorm or if it is not needed.
+  TensorDesc dz, x, mu, rs, gamma, beta, dresidual;
   DropoutArguments dropout;
   bool rms = false;
   bool zero_centered_gamma = false;
@@ -57,6 +57,6 @@ LayerNormForwardParams check_layer_norm_forward(const LayerNormForwardArguments&
 std::optional<int64_t> row_stride_of(const TensorDesc& tensor);
 
 // The reason why no kernel supports rows of this dtype and length on the device; empty if a kernel does.
-std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device place, const DeviceInfo& device);
+std::string layer_norm_refusal(DType x_dtype, int64_t columns, Device device_of_x, const DeviceInfo& device);
 
 }  // namespace flashbwd

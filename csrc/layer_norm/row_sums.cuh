@@ -1,5 +1,5 @@
-// The two row sums that dx needs, for rows that are too wide for a CTA or cluster. x and dz are then read twice: here
-// and by the backward kernel.
+// Computes the two row sums that dx needs, for rows that are too wide for a CTA or cluster. x and dz are then read
+// twice: here and by the backward kernel.
 #pragma once
 
 #include "backward.cuh"
@@ -10,7 +10,7 @@ namespace flashbwd::layer_norm {
 template <Form kForm, typename TX, typename TDZ>
 __global__ void __launch_bounds__(kRowSumsThreads)
     row_sums_kernel(const __grid_constant__ BackwardArguments a, float2* row_sums) {
-  __shared__ float2 parts[kRowSumsThreads / kWarp];
+  __shared__ float2 warp_sums[kRowSumsThreads / kWarp];
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const TX* x = static_cast<const TX*>(a.x) + row * a.x_stride;
     const TDZ* dz = static_cast<const TDZ*>(a.dz) + row * a.dz_stride;
@@ -32,14 +32,14 @@ __global__ void __launch_bounds__(kRowSumsThreads)
       sums.y += dy * xhat;
     }
     sums = warp_sum(sums, kWarp);
-    if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = sums;
-    __syncthreads();  // all warps have written their part
+    if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = sums;
+    __syncthreads();  // all warps have written their sums; warp 0 reads them
     if (threadIdx.x < kWarp) {
-      sums = threadIdx.x < kRowSumsThreads / kWarp ? parts[threadIdx.x] : make_float2(0.f, 0.f);
+      sums = threadIdx.x < kRowSumsThreads / kWarp ? warp_sums[threadIdx.x] : make_float2(0.f, 0.f);
       sums = warp_sum(sums, kWarp);
       if (threadIdx.x == 0) row_sums[row] = sums;
     }
-    __syncthreads();  // warp 0 has read the parts; the next iteration overwrites them
+    __syncthreads();  // warp 0 has read the sums; in the next iteration, all warps overwrite them
   }
 }
 

@@ -1,4 +1,4 @@
-// Throttling of workers that run ahead of the others.
+// Throttles workers that run ahead of the others.
 #pragma once
 
 #include <climits>
@@ -7,19 +7,17 @@
 
 namespace flashbwd::layer_norm {
 
-// Makes a worker wait while it is too far ahead of the mean of all workers.
-//
-// SMs get unequal shares of a saturated memory, and the kernel ends with its slowest worker. Throttling fast SMs leaves
-// bandwidth to slow ones. Correctness and progress do not depend on it: after kMostPolls polls (the other workers may
-// not be resident) a worker stops throttling for good.
-//
-// A worker loads the progress counter one iteration before it needs it, since the load takes up to half an iteration.
+// Makes a worker wait while it is too far ahead of the mean of all workers. SMs get unequal shares of a saturated
+// memory, and the kernel ends with its slowest worker. Throttling fast SMs leaves bandwidth to slow ones.
 struct Throttle {
+  // Other workers may not be resident, so after this number of polls a worker stops throttling for good.
   static constexpr int kMostPolls = 1000;
   static constexpr int kFree = INT_MAX;
-  int begun;  // value of a.progress as loaded in the previous iteration; kFree: never wait again
+  // The value of a.progress, or kFree to never wait again. It is loaded one iteration before it is needed, since the
+  // load takes up to half an iteration.
+  int begun;
 
-  // Only one lane of each group in the row's first CTA waits here; the other threads wait for it in the exchange.
+  // Only one lane of each group in the row's first CTA waits in hold(). The other threads wait for it in the exchange.
   __device__ Throttle(const BackwardArguments& a, bool first_of_group, int rank)
       : begun(a.progress != nullptr && rank == 0 && first_of_group ? 0 : kFree) {}
 

@@ -1,6 +1,6 @@
-"""The benchmark harness: cases as data, peers as plug-ins, one process, one report.
+"""The benchmark harness: cases are data, peers are plug-ins, one process measures a suite and writes one report.
 
-``python -m flashbwd bench`` runs it. The modules, in the order in which data flows through them:
+``python -m flashbwd bench`` runs it. These are the modules, in the order in which data flows through them:
 
 =============== ===========================================================================
 cases           the cases: shapes, features, and the bars that each case must reach

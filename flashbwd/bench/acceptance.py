@@ -1,6 +1,7 @@
 """The record of a test run on a GPU: passed tests and refusals, the kernel sources, and the device.
 
-``benchmarks/gpu_run.py`` writes such records. ``scripts/check_release.py`` reads those in ``benchmarks/acceptance/``.
+``benchmarks/gpu_run.py`` writes such records. ``scripts/check_release.py`` reads the records in
+``benchmarks/acceptance/``.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from flashbwd.bench import machine
 
 STAGES = ("tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Skips that hide nothing: parameters that describe no case (tests/kit/summary.py), tests of several GPUs, and code of a
-# docs page that calls FlashAttention's own package.
+# Reasons of skips that leave no case untested: parameters that describe no case (tests/kit/summary.py), tests that need
+# several GPUs, and code of a docs page that calls FlashAttention's own package.
 HARMLESS_SKIP = re.compile(r"no such case: |needs \d+ GPUs|needs the package flash_attn")
 
 Json = dict[str, Any]
 
 
 def record(here: Json, select: str, outcomes: dict[str, Json], summaries: dict[str, Json], seed: int) -> Json:
-    """One run.
+    """Return the record of one run.
 
     Parameters
     ----------
@@ -33,11 +34,11 @@ def record(here: Json, select: str, outcomes: dict[str, Json], summaries: dict[s
     select
         The pytest expression that selected tests; empty for a complete run.
     outcomes
-        ``status`` and ``seconds`` of each step, by "stage: name".
+        ``status`` and ``seconds`` of each step, by the step's title, "stage: name".
     summaries
-        What the test session of each step wrote (tests/kit/summary.py), by the same titles.
+        The summary that the test session of each step wrote (tests/kit/summary.py), by the step's title.
     seed
-        Of the examples of the property tests.
+        The seed from which the property tests drew their examples.
     """
     return {
         "machine": here,
@@ -74,7 +75,10 @@ def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def write(out: Path, select: str, outcomes: dict[str, Json], files: dict[str, str], seed: int) -> None:
-    """The record of the steps in ``outcomes``, whose summaries are ``files`` of ``out``/summaries, if any ran tests."""
+    """Write the record of the steps in ``outcomes`` if any of them ran tests.
+
+    ``files`` names the summary of each step in the folder ``out``/summaries.
+    """
     outcomes = {title: outcome for title, outcome in outcomes.items() if title.split(":")[0] in STAGES}
     if not outcomes:
         return
@@ -88,12 +92,12 @@ def write(out: Path, select: str, outcomes: dict[str, Json], files: dict[str, st
 
 
 def problems(found: Json, kernel_sources: str | None) -> list[str]:
-    """The reasons why a record does not qualify these kernel sources for a release; empty if it does."""
+    """Return the reasons why a record does not qualify these kernel sources for a release; empty if it does."""
     wrong = []
     if kernel_sources is None or found["machine"]["kernel_sources"] != kernel_sources:
-        wrong.append("its kernel sources are not those of csrc")
+        wrong.append("its kernel sources differ from csrc")
     if found["machine"]["kind"] != "cuda":
-        wrong.append("it was not taken on a GPU")
+        wrong.append("its tests did not run on a GPU")
     if found["select"]:
         wrong.append(f'only tests that match "{found["select"]}" ran')
     for stage in STAGES:
@@ -113,5 +117,5 @@ def problems(found: Json, kernel_sources: str | None) -> list[str]:
 
 
 def load(folder: Path) -> dict[str, Json]:
-    """The records in a folder, by file name."""
+    """Return the records in a folder, by file name."""
     return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}

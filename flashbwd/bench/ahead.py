@@ -1,7 +1,7 @@
 """Compiles slow peers before the measurement, in parallel processes.
 
-The measuring process then finds the compiled kernels on disk instead of compiling for seconds per shape. Autotuning
-results are not kept, because parallel processes would disturb the timings behind them.
+The measuring process then finds the compiled kernels on disk instead of compiling each shape for seconds. Autotuning
+results are not kept, because parallel processes would disturb the timings on which autotuning relies.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def compile_ahead(
 ) -> None:
     """Compile each peer for its case, at most ``at_once`` at a time (default: one per CPU).
 
-    Stops when ``time.monotonic()`` reaches ``until``. Errors are ignored here: a peer that fails does so again in the
-    measuring process, which reports the reason.
+    The function stops when ``time.monotonic()`` reaches ``until``. It ignores errors: a peer that fails will fail again
+    in the measuring process, which reports the reason.
     """
     at_once = at_once or os.cpu_count() or 1
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}

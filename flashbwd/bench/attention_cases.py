@@ -34,7 +34,7 @@ def _hopper_bars(ratio: float) -> tuple[Bar, ...]:
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 
-# (head_dim, causal) -> the bar over cuDNN at each of SEQLENS
+# (head_dim, causal) -> required speed over cuDNN at each of SEQLENS
 MAIN_BARS: dict[tuple[int, bool], tuple[float, ...]] = {
     (64, False): (1.23, 1.16, 1.15, 1.17, 1.17, 1.20),
     (64, True): (1.22, 1.26, 1.24, 1.26, 1.27, 1.24),
@@ -68,7 +68,7 @@ def _main_table() -> Iterator[AttentionCase]:
 
 
 # ---- grouped heads -------------------------------------------------------------------------------
-# GQA with 4 query heads per KV head: head dim, smallest and largest ratio of the fastest public kernel over cuDNN
+# GQA with 4 query heads per KV head: head dim; smallest and largest speed of the fastest public kernel over cuDNN
 
 GROUPED_BARS = ((64, 1.06, 1.25), (128, 1.00, 1.15))
 
@@ -92,8 +92,8 @@ def _grouped_table() -> Iterator[AttentionCase]:
                 )
 
 
-# ---- other shapes: B, S, H, Hkv, D, Dv, mask, dtype, TFLOP/s of cuDNN (None: unsupported), of the fastest public
-# kernel
+# ---- other shapes: B, S, H, Hkv, D, Dv, mask, dtype, TFLOP/s of cuDNN (None: unsupported), TFLOP/s of the fastest
+# public kernel
 
 OTHER_SHAPES: tuple[tuple[int, int, int, int, int, int, str, str, int | None, int], ...] = (
     (4, 4096, 16, 16, 32, 32, "full", "bf16", 232, 370),
@@ -132,7 +132,7 @@ def _other_table() -> Iterator[AttentionCase]:
         bars: tuple[Bar, ...] = (Bar(SM90, "TFLOP/s", WINDOW_BARS[window]),) if window else ()
         if cudnn is not None:
             bars += (Bar(SM90, CUDNN, round(best / cudnn, 3)),)
-        # FlashAttention-2 requires equal head dims; for other shapes the bar is over the memory-efficient kernel.
+        # FlashAttention-2 requires equal head dims. For other shapes the bar refers to the memory-efficient kernel.
         bars += (Bar(SM80, FLASH, 1.0) if dim == dim_v else Bar(SM80, EFFICIENT, 2.2),)
         yield AttentionCase(
             "other",

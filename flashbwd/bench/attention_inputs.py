@@ -25,7 +25,7 @@ class AttentionInputs:
 
 
 def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
-    """Random normal inputs. Kernels run faster on zeros than on such data, so zeros would mislead."""
+    """Return random normal inputs. Kernels run faster on zeros, so timings with zeros would mislead."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -47,14 +47,14 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> Attenti
 
 
 def _slopes(heads: int, device: torch.device) -> Tensor:
-    """2^(-8 h / H), as in Press et al., "Train Short, Test Long", 2022."""
+    """Return the ALiBi slopes 2^(-8 h / H) of Press et al., "Train Short, Test Long", 2022."""
     return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=device))
 
 
 def dropout_mask(case: AttentionCase, x: AttentionInputs, forward: Callable[[Tensor], Tensor], batch: int) -> Tensor:
-    """The dropout mask of a forward, (S, H, S) bool.
+    """Return the dropout mask of a forward, (S, H, S) bool.
 
-    The mask shows in the forward's output if v is the identity matrix. Each call recovers the mask of Dv keys.
+    If v is the identity matrix, the forward's output shows the mask. Each call recovers the mask of Dv keys.
     """
     keep = torch.empty(case.seqlen, case.heads, case.seqlen, dtype=torch.bool, device=x.q.device)
     for first in range(0, case.seqlen, case.head_dim_v):

@@ -32,7 +32,7 @@ MASK_SEED = 1234
 
 
 def _alibi_as_bias(case: AttentionCase, x: AttentionInputs, slopes: Tensor) -> Tensor:
-    """(1, H, S, S)"""
+    """Return the ALiBi terms as a bias, (1, H, S, S)."""
     places = torch.arange(case.seqlen, device=slopes.device)
     return (-slopes[:, None, None] * (places[:, None] - places).abs())[None].to(x.q.dtype)
 
@@ -42,7 +42,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _fold_groups(grad: Tensor, heads_kv: int) -> Tensor:
-    """(..., H, D) -> (..., Hkv, D): the sum over the query heads of each KV head."""
+    """Sum over the query heads of each KV head: (..., H, D) -> (..., Hkv, D)."""
     if grad.shape[-2] == heads_kv:
         return grad
     return grad.unflatten(-2, (heads_kv, -1)).sum(-2)
@@ -54,7 +54,7 @@ def _expand_groups(x: Tensor, heads: int) -> Tensor:
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's deterministic mode, without filling uninitialized memory, which the timing would include."""
+    """Enable PyTorch's deterministic mode without filling uninitialized memory, which the timing would include."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def _flash_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FlashAttention-2's out, lse and rng_state, and the operator's unused tensor."""
+    """Return FlashAttention-2's out, lse and rng_state, and the operator's unused tensor."""
     refuse(x.bias is not None, "does not support a bias")
     refuse(case.softcap > 0 or case.alibi, "PyTorch passes it neither softcap nor ALiBi")
     refuse(case.dtype not in ("bf16", "fp16"), "supports only 16-bit dtypes")
@@ -102,7 +102,7 @@ def torch_flash_deterministic(case: AttentionCase, x: AttentionInputs) -> Prepar
 
 
 def _efficient_forward(case: AttentionCase, x: AttentionInputs, v: Tensor) -> tuple[Any, ...]:
-    """q, k, v and bias as the memory-efficient kernel takes them (heads expanded), then out, lse, seed, offset."""
+    """Return q, k, v and bias with expanded heads for the memory-efficient kernel, then out, lse, seed and offset."""
     refuse(case.softcap > 0, "does not support softcap")
     torch.manual_seed(MASK_SEED)
     q, k, v = x.q, _expand_groups(x.k, case.heads), _expand_groups(v, case.heads)
@@ -174,7 +174,7 @@ def torch_cudnn(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def torch_cudnn_heads_first(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    """The same kernel with inputs stored as (B, H, S, D), which is faster for some shapes."""
+    """Prepare the cuDNN kernel with inputs stored as (B, H, S, D), which is faster for some shapes."""
     refuse(x.cu_seqlens is not None, "packed sequences are always stored with rows first")
     moved = {name: _heads_first(getattr(x, name)).contiguous().transpose(1, 2) for name in ("q", "k", "v", "dout")}
     return torch_cudnn(case, replace(x, **moved))
@@ -194,7 +194,7 @@ def _torch_cudnn_varlen(case: AttentionCase, x: AttentionInputs, cu_seqlens: Ten
 
 
 def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    """The compiled backward of flex_attention, through autograd."""
+    """Prepare the compiled backward of flex_attention, called through autograd."""
     refuse(x.bias is not None or case.dropout_p > 0 or x.cu_seqlens is not None, "measured on masks only")
     import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -217,7 +217,7 @@ def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
     score_mod = score if case.softcap or case.alibi else None
     q, k, v = inputs = tuple(_heads_first(t).detach().requires_grad_() for t in (x.q, x.k, x.v))
     dout = _heads_first(x.dout)
-    with functorch_config.patch(donated_buffer=False):  # the graph is reused by many backwards
+    with functorch_config.patch(donated_buffer=False):  # many backwards reuse the graph
         compiled: Callable[..., Any] = torch.compile(flex_attention)
         out = compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=case.heads != case.heads_kv)
         torch.autograd.grad(out, inputs, dout, retain_graph=True)
@@ -254,7 +254,7 @@ def torch_cpu_flash(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
-    """Autograd of the plain formula, with S^2 memory.
+    """Prepare autograd of the plain formula, with S^2 memory.
 
     On the CPU, PyTorch has no better backward for a window or for a bias with gradient.
     """
@@ -287,7 +287,7 @@ def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
 
 def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, AttentionInputs], Prepared]:
-    """This library with a forced backend, or "auto". ``flashbwd.attention`` chooses the forward."""
+    """Prepare this library with a forced backend, or with "auto". ``flashbwd.attention`` chooses the forward."""
 
     def prepare(case: AttentionCase, x: AttentionInputs) -> Prepared:
         options: dict[str, Any] = {"causal": case.causal}
@@ -344,7 +344,7 @@ def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, 
 def _forward_with_dropout(
     case: AttentionCase, x: AttentionInputs, v: Tensor
 ) -> tuple[Tensor, Tensor, flashbwd.RngState]:
-    """out, lse and rng_state of the forward that the case names in ``dropout_layout``."""
+    """Return out, lse and rng_state of the forward that the case names in ``dropout_layout``."""
     if case.dropout_layout == "flash":
         out, lse, rng_state, _ = _flash_forward(case, x, v)
         return out, lse, flashbwd.RngState(rng_state[0], rng_state[1], "flash")

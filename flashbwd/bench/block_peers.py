@@ -22,7 +22,7 @@ from flashbwd.bench.peers import Peer, Prepared
 
 
 class Attention(nn.Module):
-    """Causal self-attention over (B, S, width); groups of query heads share a KV head."""
+    """Causal self-attention over (B, S, width) with GQA: groups of query heads share a KV head."""
 
     def __init__(self, case: BlockCase, bias: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ SHAPES: dict[str, type[nn.Module]] = {"gpt": GPTBlock, "llama": LlamaBlock}
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """A block with its parameters; x and the gradient of the block's output, (B, S, width)."""
+    """A block with its parameters, its input x, and the gradient of its output; both are (B, S, width)."""
 
     block: nn.Module
     x: Tensor
@@ -82,14 +82,14 @@ class BlockInputs:
 
     @functools.cached_property
     def expected(self) -> tuple[Tensor, ...]:
-        """Gradients of x and of the parameters that PyTorch computes in float32."""
+        """Return the gradients of x and of the parameters that PyTorch computes in float32."""
         wide = copy.deepcopy(self.block).float()
         x = self.x.detach().float().requires_grad_()
         return torch.autograd.grad(wide(x), (x, *wide.parameters()), self.dout.float())
 
 
 def make_inputs(case: BlockCase, device: torch.device, seed: int) -> BlockInputs:
-    """A block with PyTorch's default initialisation, and random normal x and output gradient."""
+    """Return a block with PyTorch's default initialisation, a random normal x and a random normal output gradient."""
     torch.manual_seed(seed)
     dtype = DTYPES[case.dtype]
     with device:
@@ -99,7 +99,7 @@ def make_inputs(case: BlockCase, device: torch.device, seed: int) -> BlockInputs
 
 
 def _step(call: Callable[[Tensor], Tensor], x: BlockInputs) -> Callable[[], tuple[Tensor | None, ...]]:
-    """Forward, backward and an AdamW step. The learning rate is 0, so every step computes the same gradients."""
+    """Return a training step with AdamW. Its learning rate is 0, so every step computes the same gradients."""
     parameters = list(x.block.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=x.x.is_cuda)
 
@@ -123,7 +123,7 @@ def compiled(case: BlockCase, x: BlockInputs, options: dict[str, Any] | None = N
 
 
 def compiled_with_options(case: BlockCase, x: BlockInputs) -> Prepared:
-    from flashbwd.integrations import inductor  # slow to import, and not needed by the other peers
+    from flashbwd.integrations import inductor  # slow to import, and the other peers do not need it
 
     return compiled(case, x, inductor.options())
 

@@ -1,4 +1,4 @@
-"""What ``python -m flashbwd`` prints: the machine, ten common shapes, and what ``flashbwd.enable()`` takes over."""
+"""Prints the report of ``python -m flashbwd``: the machine, ten common shapes, and what ``enable()`` overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashbwd.bench import attention_peers, cases, contenders, machine, report, 
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer
 
-PACKAGES = ("triton", "transformers", "flash-attn", "kernels")  # that can change which kernels run
+PACKAGES = ("triton", "transformers", "flash-attn", "kernels")  # they can change which kernels run
 HEADER = ["", "gradient of", "backend", "worst error", "ms", "PyTorch ms", "speedup", "gradients"]
 
 
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def machine_lines(where: machine.Machine) -> list[str]:
-    """The device, the versions of everything that decides which kernel runs, and the libraries that were loaded."""
+    """Return the device, the versions of all software that affects which kernel runs, and the loaded libraries."""
     versions = [f"torch {where.torch}", f"Python {where.python}"]
     if where.kind == "cuda":
         versions += [f"CUDA {where.cuda}", f"cuDNN {where.cudnn}", f"driver {where.driver}"]
@@ -86,7 +86,7 @@ def _gpu(number: int) -> str:
 
 
 def _say(text: str) -> None:
-    """Show the progress on a terminal, in one line that the next one replaces."""
+    """Show the progress on a terminal, in a line that replaces the previous one."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -94,7 +94,7 @@ def _say(text: str) -> None:
 def _measured(case: cases.Case, device: torch.device) -> results.CaseResult:
     _say(f"checking {case.name}")
     settings = Settings(rounds=5, slot_ms=10.0)
-    sets = 1 if device.type == "cpu" else None  # a server's cache holds 64 sets, which take a minute to make
+    sets = 1 if device.type == "cpu" else None  # 64 sets fit into a server's cache and take a minute to create
     return runner.run_case(case, device, settings, _peers_of(case, device), sets=sets)
 
 
@@ -150,7 +150,7 @@ def _wrong(number: int, result: results.CaseResult) -> list[str]:
 
 
 def takeover_lines(device: torch.device) -> list[str]:
-    """The backward operators that a training step of a small Llama calls, and which kernels run them."""
+    """Return which backward operators a training step of a small Llama calls, and which kernels run them."""
     if device.type != "cuda":
         return ["nothing: these are CUDA operators, and there is no CUDA device; flashbwd.attention runs on the CPU"]
     try:
@@ -184,7 +184,7 @@ def takeover_lines(device: torch.device) -> list[str]:
 
 
 def calls_since(before: dict[str, flashbwd.OperatorStats], after: dict[str, flashbwd.OperatorStats]) -> list[str]:
-    """One line for each operator that was called between two readings of :func:`flashbwd.stats`."""
+    """Return one line for each operator that was called between two readings of :func:`flashbwd.stats`."""
     lines = []
     for name, now in after.items():
         earlier = before.get(name, flashbwd.OperatorStats(0, {}))

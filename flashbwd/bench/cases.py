@@ -3,8 +3,8 @@
 ``attention_cases`` and ``suites`` list the cases.
 
 A *bar* is the speed that one of this library's backends must reach on a case, as a ratio over a peer in the same run or
-as an absolute rate. The bars over cuDNN are the ratios of the fastest public kernel to PyTorch's cuDNN backward,
-measured on one H100 80GB HBM3 with torch 2.11 and cuDNN 9.19. A *goal* is a bar that may be missed.
+as an absolute rate. A bar over cuDNN is the speed of the fastest public kernel over PyTorch's cuDNN backward, measured
+on one H100 80GB HBM3 with torch 2.11 and cuDNN 9.19. A *goal* is a bar that may be missed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ DETERMINISTIC = " deterministic"  # suffix of a peer's name
 class Bar:
     """``ours`` must run at ``at_least`` times the speed of ``over``.
 
-    ``over`` is the name of a peer, ``ANY_PEER`` (the fastest peer that is not of this library), or the unit of an
-    absolute rate, "TFLOP/s" or "GB/s".
+    ``over`` is the name of a peer, ``ANY_PEER`` (the fastest peer that does not belong to this library), or the unit of
+    an absolute rate, "TFLOP/s" or "GB/s".
     """
 
     ours: str
@@ -109,7 +109,7 @@ class AttentionCase:
 
     @property
     def pairs(self) -> float:
-        """Visible (query, key) pairs of one head. By convention, a causal mask counts as half of the square."""
+        """Number of visible (query, key) pairs per head. By convention, a causal mask counts as half of the square."""
         total = 0.0
         for s in self.lengths or (self.seqlen,) * self.batch:
             if self.window is not None:
@@ -165,8 +165,11 @@ class NormCase:
 
     @property
     def work(self) -> float:
-        """Bytes that every implementation has to move: read x and dz, write dx. With dropout: read h, dz and the
-        gradient of h from the residual connection, write dx and the gradient of the residual."""
+        """Bytes that every implementation must move: it reads x and dz and writes dx.
+
+        With dropout, it reads h, dz and the gradient of h from the residual connection, and writes dx and the gradient
+        of the residual.
+        """
         return (5.0 if self.form == "dropout" else 3.0) * self.rows * self.columns * DTYPES[self.dtype].itemsize
 
     @property
@@ -204,7 +207,7 @@ class DecodingCase:
 
     @property
     def work(self) -> float:
-        """Bytes of the keys and values that are read; in the backward also of their gradients, which are written."""
+        """Bytes of the keys and values, which are read, and for a backward of their gradients, which are written."""
         return (
             (4.0 if self.backward else 2.0)
             * self.batch
@@ -219,7 +222,7 @@ class DecodingCase:
         return int(self.work) + self.batch * self.heads * self.seqlen_q * self.head_dim * DTYPES[self.dtype].itemsize
 
 
-# Minimum slot length of blocks. The clock of a card at its power limit needs some tenths of a second to settle.
+# Minimum slot length of block cases: the clock of a card at its power limit takes a few tenths of a second to settle.
 BLOCK_SLOT_MS = 1000.0
 
 
@@ -250,8 +253,11 @@ class BlockCase:
 
     @property
     def work(self) -> float:
-        """Operations of all matrix products: three products per weight matrix (forward, gradient of the input, gradient
-        of the weight), and seven attention products over half of the pairs."""
+        """Floating-point operations of all matrix products.
+
+        Each weight matrix has three products: the forward, the gradient of the input and the gradient of the weight.
+        Attention has seven products over half of the pairs.
+        """
         tokens = self.batch * self.seqlen
         width_kv = self.width // self.heads * self.heads_kv
         products = {"gpt": 2, "llama": 3}[self.shape]
@@ -267,7 +273,7 @@ Case = AttentionCase | NormCase | DecodingCase | BlockCase
 
 
 def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: int = 8192) -> tuple[int, ...]:
-    """Sequence lengths that sum to ``total``, log-normal around ``typical``: many short and a few very long ones."""
+    """Return lengths that sum to ``total``, log-normal around ``typical``: many short and a few very long ones."""
     law = random.Random(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -277,6 +283,6 @@ def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: 
 
 
 def packed(case: AttentionCase, total: int) -> AttentionCase:
-    """``case`` with packed sequences of long-tailed lengths, ``total`` tokens in all."""
+    """Return ``case`` with packed sequences of long-tailed lengths, ``total`` tokens in all."""
     lengths = long_tailed_lengths(total)
     return replace(case, batch=len(lengths), seqlen=max(lengths), lengths=lengths)

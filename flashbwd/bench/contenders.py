@@ -1,4 +1,4 @@
-"""Which peers run a case, and the inputs that all of them get."""
+"""Chooses the peers that run a case, and creates the inputs that all of them get."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SEED = 20
 
 
 def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list[Peer]:
-    """The peers measured on a case on this device. Deterministic and compiled peers run only if the case requests them.
+    """Return the peers of a case on this device. Deterministic and compiled peers run only if the case requests them.
 
-    ``only`` restricts the peers to those whose name contains one of its strings.
+    If ``only`` has strings, the name of a peer must contain one of them.
     """
     table = norm_peers.NORM_PEERS
     if isinstance(case, AttentionCase):

@@ -17,7 +17,7 @@ from flashbwd.bench.peers import Peer, Prepared, refuse
 
 @dataclass(frozen=True)
 class DecodingInputs:
-    """q and dout (B, H, Sq, D), k and v (B, Hkv, Sk, D); slopes (H,) of ALiBi."""
+    """q and dout (B, H, Sq, D), k and v (B, Hkv, Sk, D), ALiBi slopes (H,)."""
 
     q: Tensor
     k: Tensor
@@ -27,7 +27,7 @@ class DecodingInputs:
 
 
 def make_inputs(case: DecodingCase, device: torch.device, seed: int) -> DecodingInputs:
-    """Random normal inputs."""
+    """Return random normal inputs."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(heads: int, length: int) -> Tensor:
@@ -43,7 +43,7 @@ def make_inputs(case: DecodingCase, device: torch.device, seed: int) -> Decoding
 
 
 def expected(case: DecodingCase, x: DecodingInputs) -> list[Tensor]:
-    """The output of the last batch element in float64, for all heads; for a backward, its dq, dk and dv."""
+    """Return the float64 output of the last batch element for all heads; for a backward case, its dq, dk and dv."""
     group = case.heads // case.heads_kv
     q, k, v = (t[-1].detach().double().requires_grad_(case.backward) for t in (x.q, x.k, x.v))
     parts = [(q[h] @ k[h // group].T * case.head_dim**-0.5).softmax(-1) @ v[h // group] for h in range(case.heads)]
@@ -59,13 +59,13 @@ def sdpa(case: DecodingCase, x: DecodingInputs) -> Prepared:
 
 
 def _flex(mode: str | None) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
-    """PyTorch's compiled flex_attention with a mask that lists all keys.
+    """Prepare PyTorch's compiled flex_attention with a mask that lists all keys.
 
     Without a mask, torch 2.11 splits one block of 2**30 keys, so the first split gets all existing keys.
     """
 
     def prepare(case: DecodingCase, x: DecodingInputs) -> Prepared:
-        refuse(case.backward and mode is not None, "the backward is measured as it is by default: tuning takes minutes")
+        refuse(case.backward and mode is not None, "the backward is measured without autotuning, which takes minutes")
         from torch.nn.attention.flex_attention import flex_attention
 
         compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
@@ -106,7 +106,7 @@ def _ours(name: str) -> Callable[[DecodingCase, DecodingInputs], Prepared]:
 
 
 def _causal(case: DecodingCase, x: DecodingInputs) -> Prepared:
-    """This library with a causal mask that hides about the last 8 keys: full blocks and one partial block."""
+    """Prepare this library with a causal mask that hides about the last 8 keys: full blocks and one partial block."""
     length, block = case.seqlen_k - 8, 128
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _causal(case: DecodingCase, x: DecodingInputs) -> Prepared:
 
 
 def _prepared(case: DecodingCase, x: DecodingInputs, attend: Callable[[], Any]) -> Prepared:
-    """A peer that runs the forward without autograd or, for a backward case, the backward of a finished forward."""
+    """Return a peer that runs the forward without autograd or, for a backward case, the backward of a past forward."""
     if case.backward:
         out = attend()
         # Autograd runs the backward on the stream of the forward, not on the captured stream.

@@ -1,4 +1,4 @@
-"""Errors of a peer's gradients against float64."""
+"""Compares a peer's gradients with float64."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NORM_ROWS_CHECKED = 256
 
 
 def _attention_slices(case: AttentionCase) -> list[tuple[int, int]]:
-    """(sequence, KV head) pairs whose gradients are compared, with all their rows.
+    """Return the (sequence, KV head) pairs whose gradients are compared, with all their rows.
 
-    Dense: the first, the middle and the last sequence. Packed: the longest, the shortest and the last sequence. If
-    sequences share the gradient of a bias: all sequences.
+    For dense inputs these are the first, the middle and the last sequence. For packed inputs they are the longest, the
+    shortest and the last sequence. If sequences share the gradient of a bias, all sequences are compared.
     """
     first, middle, last = 0, case.heads_kv // 2, case.heads_kv - 1
     if case.lengths:
@@ -34,7 +34,7 @@ def _attention_slices(case: AttentionCase) -> list[tuple[int, int]]:
 
 
 def _slice_of(case: AttentionCase, b: int) -> Any:
-    """The index that selects the rows of sequence ``b``."""
+    """Return the index that selects the rows of sequence ``b``."""
     if not case.lengths:
         return b
     start = sum(case.lengths[:b])
@@ -44,9 +44,9 @@ def _slice_of(case: AttentionCase, b: int) -> Any:
 def attention_errors(
     case: AttentionCase, x: attention_inputs.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
 ) -> dict[str, float]:
-    """Relative error of dq, dk, dv (and dbias) against float64 on slices, the largest over blocks of rows.
+    """Return the relative errors of dq, dk, dv (and dbias) against float64 on slices: the largest over row blocks.
 
-    NaN if any element of a gradient is not finite, also outside of the slices.
+    The error is NaN if any element of a gradient is not finite, also outside of the slices.
     """
     names = ["dq", "dk", "dv", "dbias"][: len(grads)]
     expected: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -91,7 +91,7 @@ def attention_errors(
 
 
 def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
-    """Relative error of dx (on evenly spaced rows), dgamma and dbeta against float64."""
+    """Return the relative errors of dx (on evenly spaced rows), dgamma and dbeta against float64."""
     rows = torch.linspace(0, case.rows - 1, min(case.rows, NORM_ROWS_CHECKED), device=x.x.device).long()
     references = oracle.norm_gradients(x.dz, x.x, x.gamma, eps=norm_peers.EPS, rms=case.rms, rows=rows)
     names = ["dx", "dgamma"] + ([] if case.rms else ["dbeta"])
@@ -103,7 +103,7 @@ def norm_errors(case: NormCase, x: norm_peers.NormInputs, grads: Sequence[Tensor
 def decoding_errors(
     case: DecodingCase, x: decoding_peers.DecodingInputs, outputs: Sequence[Tensor | None]
 ) -> dict[str, float]:
-    """Relative error of the output of the last batch element, or of its gradients, against float64."""
+    """Return the relative errors of the output of the last batch element, or of its gradients, against float64."""
     names = ["dq", "dk", "dv"] if case.backward else ["out"]
     expected = {name: [tensor] for name, tensor in zip(names, decoding_peers.expected(case, x), strict=True)}
     actual = {name: [tensor[-1]] for name, tensor in zip(names, outputs, strict=True) if tensor is not None}
@@ -111,7 +111,7 @@ def decoding_errors(
 
 
 def block_errors(x: block_peers.BlockInputs, grads: Sequence[Tensor | None]) -> dict[str, float]:
-    """Relative error of dx and of every parameter's gradient against float32."""
+    """Return the relative errors of dx and of every parameter's gradient against float32."""
     names = ["dx", *(name for name, _ in x.block.named_parameters())]
     return _worst_errors(
         names,

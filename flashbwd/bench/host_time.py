@@ -1,10 +1,10 @@
 """Measures the host time of flex_decoding calls: ``python -m flashbwd.bench.host_time`` on a machine with a GPU.
 
 Warm calls are timed in bursts. A burst starts with an idle GPU and is short enough to fit into its launch queue, so the
-host never waits for the GPU. Machines differ and may be busy, so the bursts of a row are spread over the run, and the
-table has two rows for comparison: PyTorch's addition of two numbers on the GPU (an operator, an allocation and a
-launch) and SDPA. A first call is the first of a new process; its time includes the GPU work, but not the creation of
-the inputs.
+host never waits for the GPU. Machines differ and may be busy, so the script spreads the bursts of a row over the run.
+Two rows of the table serve as a comparison: PyTorch's addition of two numbers on the GPU (an operator, an allocation
+and a launch) and SDPA. A first call is the first call of a new process; its time includes the GPU work, but not the
+creation of the inputs.
 
 ``--warm`` skips the first calls. ``--only NAME`` prints the time of the first call of one row, in milliseconds.
 """
@@ -36,7 +36,7 @@ SDPA, ADDITION = "PyTorch's SDPA", "PyTorch's addition of two numbers"
 
 
 def modifications() -> dict[str, tuple[Any, ...]]:
-    """(score_mod, mask_mod, other options of flex_decoding) by row name."""
+    """Return (score_mod, mask_mod, other options of flex_decoding) by row name."""
     slopes, offsets = torch.rand(2, 32, device="cuda")
     table = torch.rand(32, SEQLEN_K, device="cuda")
 
@@ -78,7 +78,7 @@ def modifications() -> dict[str, tuple[Any, ...]]:
 
 
 def call_of(name: str) -> Callable[[], Any]:
-    """The call of a row: one query per head, 32 query heads and 8 KV heads."""
+    """Return the call of a row: one query per head, 32 query heads and 8 KV heads."""
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = ((1, 32, 1, 128), (1, 8, SEQLEN_K, 128), (1, 8, SEQLEN_K, 128))
     q, k, v = (torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16) for size in sizes)
@@ -113,7 +113,7 @@ def copy_of(mask: BlockMask) -> BlockMask:
 
 @torch.no_grad()
 def warm_calls(names: Sequence[str]) -> dict[str, list[float]]:
-    """Microseconds per call, one value per burst."""
+    """Return microseconds per call by name, one value per burst."""
     calls = {name: call_of(name) for name in names}
     for call in calls.values():
         host_bursts(call, 1, CALLS)
@@ -126,7 +126,7 @@ def warm_calls(names: Sequence[str]) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def first_call(name: str) -> float:
-    """Milliseconds of the first call in this process, which must not have called flex_decoding before."""
+    """Return the milliseconds of the first call in this process, which must not have called flex_decoding before."""
     call = call_of(name)
     torch.cuda.synchronize()
     start = time.perf_counter()

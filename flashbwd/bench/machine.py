@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement, and the sources that were measured."""
+"""Describes the machine and the sources of a measurement."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def cpu_name() -> str:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None."""
+    """Return the version of the NVIDIA driver, or None."""
     found = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return found.splitlines()[0].strip() if found else None
 
 
 def commit() -> str | None:
-    """The commit of the source tree from which the package is imported; None for an installed package.
+    """Return the commit of the source tree from which the package is imported; None for an installed package.
 
     The environment variable FLASHBWD_COMMIT takes precedence, for copies of the tree without git history.
     """
@@ -94,7 +94,7 @@ def commit() -> str | None:
 
 
 def kernel_sources_hash() -> str | None:
-    """SHA-256 over the names and contents of csrc/**; None for an installed package."""
+    """Return a SHA-256 over the names and contents of csrc/**; None for an installed package."""
     root = SOURCE_TREE / "csrc"
     return sha256(path for path in sorted(root.rglob("*")) if path.is_file()) if root.is_dir() else None
 

@@ -1,16 +1,18 @@
 """Measures time and memory.
 
-All peers of a case are timed in one process on the same inputs, in interleaved rounds. A round gives each peer one slot
-of many calls. A peer that follows one which heated the card runs at a lower clock, so the order changes from round to
-round; see ``order``. A time is the median over rounds of (time of a slot / calls). A ratio is the median over rounds of
-the ratio within the round, so that slow drifts of the clock cancel. Allocation and zeroing inside a call count.
+All peers of a case are timed in one process on the same inputs, in interleaved rounds. In a round, each peer gets one
+slot of many calls. A peer runs at a lower clock if the previous peer heated the card, so the order of the peers differs
+between rounds (``order``). A time is the median over rounds of (time of a slot / calls). A ratio is the median over
+rounds of the ratio within the round, so that slow drifts of the clock cancel. A time includes the allocations and the
+zeroing of a call.
 
 On CUDA, slots are timed with events. The first call of a slot is not counted: while it runs, the host launches the
-others, and it absorbs the one-time cost of switching to another peer's memory. If a call is so short that launching it
-would dominate the time, a slot replays a CUDA graph of it. The time of eager calls, which includes the host, and the
-host time of one call are then reported as well. If all inputs fit into the cache, calls rotate among several sets.
+other calls, and it absorbs the one-time cost of switching to another peer's memory. If a call is so short that its
+launch would dominate the time, a slot replays a CUDA graph of it. The report then also contains the time of eager
+calls, which includes the host, and the host time of one call. If all inputs fit into the cache, calls rotate among
+several sets of inputs.
 
-A card at its power limit lowers its clock over some tenths of a second, so there are two figures: cool (short slots,
+A card at its power limit lowers its clock over a few tenths of a second, so there are two figures: cool (short slots,
 each after a pause) and sustained (long slots, of which the second half is timed).
 """
 
@@ -33,7 +35,7 @@ from flashbwd.bench.peers import Prepared
 
 GRAPH_BELOW_MS = 0.15  # includes host time: launching a call of 50 us of device time often takes 100 us
 FEWEST_ROUNDS = 5
-SUSTAINED_ROUNDS = 3  # of slots with a settled clock, which are long and vary little
+SUSTAINED_ROUNDS = 3  # rounds of slots with a settled clock, which are long and vary little
 CPU_CACHE_BYTES = 2**25  # used if the system does not report the size
 
 
@@ -63,7 +65,7 @@ class Settings:
             raise ValueError(f"flashbwd: rounds is {self.rounds}, expected at least {FEWEST_ROUNDS}")
 
     def rounds_of(self, peers: int) -> int:
-        """Number of rounds for this number of peers, a multiple of it; see ``order``."""
+        """Return the number of rounds for this number of peers. It is a multiple of the number of peers (``order``)."""
         return math.ceil(self.rounds / max(peers, 1)) * max(peers, 1)
 
 
@@ -94,7 +96,7 @@ class Timer:
             time.sleep(milliseconds / 1e3)
 
     def slot(self, calls: Iterator[Callable[[], Any]], repeats: int, lead: int = 1) -> float:
-        """Milliseconds per call over ``repeats`` calls; on CUDA after ``lead`` calls that are not counted."""
+        """Return milliseconds per call over ``repeats`` calls; on CUDA after ``lead`` calls that are not counted."""
         if not self.cuda:
             start = time.perf_counter()
             for call in itertools.islice(calls, repeats):
@@ -112,7 +114,7 @@ class Timer:
         return first.elapsed_time(last) / repeats
 
     def host_us(self, call: Callable[[], Any]) -> float:
-        """Median microseconds until a call returns, if the device is idle before it."""
+        """Return the median of the microseconds until a call returns, if the device is idle before the call."""
         times = []
         for _ in range(20):
             self.synchronize()
@@ -124,7 +126,7 @@ class Timer:
 
 
 def host_bursts(call: Callable[[], Any], bursts: int, calls: int) -> list[float]:
-    """Host microseconds per call, one value per burst of ``calls`` calls; each burst starts with an idle GPU."""
+    """Return host microseconds per call, one value per burst of ``calls`` calls; a burst starts with an idle GPU."""
     times = []
     for _ in range(bursts):
         torch.cuda.synchronize()
@@ -136,7 +138,7 @@ def host_bursts(call: Callable[[], Any], bursts: int, calls: int) -> list[float]
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph that runs all ``calls`` in sequence."""
+    """Return a CUDA graph that runs all ``calls`` in sequence."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -151,7 +153,7 @@ def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 
 
 class _Runner:
-    """The calls of one peer, one per set of inputs, and how a slot of them is timed."""
+    """The calls of one peer, one per set of inputs, and the method by which their slots are timed."""
 
     def __init__(self, sets: Sequence[Prepared], method: str) -> None:
         self.scope = sets[0].scope
@@ -166,17 +168,17 @@ class _Runner:
         self.capturable = sets[0].capturable
 
     def slot(self, timer: Timer) -> float:
-        """Milliseconds of one backward."""
+        """Return the milliseconds of one backward."""
         with self.scope():
             return timer.slot(self.calls, self.repeats) / self.backwards_a_call
 
     def eager_slot(self, timer: Timer) -> float:
-        """Milliseconds of one backward called without the graph; includes the host's time."""
+        """Return the milliseconds of one backward without the graph, which include the host time."""
         with self.scope():
             return timer.slot(self.eager, self.eager_repeats)
 
     def sustained_slot(self, timer: Timer, slot_ms: float, call_ms: float) -> float:
-        """Milliseconds of one backward in the second half of a slot; the clock settles in the first half."""
+        """Return the milliseconds of one backward in the second half of a slot; the clock settles in the first half."""
         repeats = repeats_for(slot_ms / 2, call_ms * self.backwards_a_call)
         with self.scope():
             return timer.slot(self.calls, repeats, lead=repeats) / self.backwards_a_call
@@ -238,20 +240,20 @@ def interleaved(
 
 
 def repeats_for(slot_ms: float, call_ms: float) -> int:
-    """Number of calls that fill a slot."""
+    """Return the number of calls that fill a slot."""
     return max(1, math.ceil(slot_ms / max(call_ms, 1e-3)))
 
 
 def in_rounds(names: Sequence[str], settings: Settings) -> Iterator[str]:
-    """The peers in the order of their slots, through all rounds."""
+    """Yield the names of the peers in the order of their slots, for all rounds."""
     for turn in range(settings.rounds_of(len(names)) if names else 0):
         yield from order(names, turn)
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """The order of the peers in round ``turn``.
+    """Return the order of the peers in round ``turn``.
 
-    In ``len(names)`` rounds each peer comes first once and follows each other peer once; for an odd number of peers, in
+    In ``len(names)`` rounds, each peer is first once and follows each other peer once. An odd number of peers needs
     twice as many rounds. (E. J. Williams, Experimental designs balanced for the estimation of residual effects of
     treatments, 1949.)
     """
@@ -262,7 +264,7 @@ def order(names: Sequence[str], turn: int) -> list[str]:
 
 
 def extra_bytes(prepared: Prepared, device: torch.device) -> int | None:
-    """Peak memory of one call beyond its inputs and the gradients that it returns, in bytes; None on the CPU."""
+    """Return the peak memory of one call in bytes, without inputs and returned gradients; None on the CPU."""
     if device.type != "cuda":
         return None
     with prepared.scope():
@@ -277,7 +279,7 @@ def extra_bytes(prepared: Prepared, device: torch.device) -> int | None:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last-level cache in bytes."""
+    """Return the size of the last-level cache in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     try:
@@ -288,12 +290,12 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def input_sets(input_bytes: int, device: torch.device) -> int:
-    """Number of input sets that together are three times as large as the cache, so that calls miss it; at most 64."""
+    """Return how many input sets are three times as large as the cache, so that calls miss it; at most 64."""
     return min(64, max(1, math.ceil(3 * cache_bytes(device) / max(input_bytes, 1))))
 
 
 def ceilings(device: torch.device, settings: Settings) -> dict[str, float]:
-    """Upper bounds of the rates on this machine: a large matrix product (TFLOP/s) and a large copy (GB/s)."""
+    """Measure upper bounds of the rates on this machine: a large matrix product (TFLOP/s), a large copy (GB/s)."""
     cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if cuda else (2048, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

@@ -20,7 +20,7 @@ COPY_BYTES = {"cuda": 2**29, "cpu": 2**26}  # size of one buffer, much larger th
 
 @dataclass(frozen=True)
 class NormInputs:
-    """x, dz (rows, N); gamma, beta (N,); mu, rs (rows, 1), the row statistics that PyTorch's forward saves."""
+    """x, dz (rows, N), gamma, beta (N,), and the row statistics that PyTorch's forward saves, mu, rs (rows, 1)."""
 
     x: Tensor
     dz: Tensor
@@ -31,7 +31,7 @@ class NormInputs:
 
 
 def make_inputs(case: NormCase, device: torch.device, seed: int) -> NormInputs:
-    """Random normal inputs; gamma around 1."""
+    """Return random normal inputs; gamma is around 1."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -67,7 +67,7 @@ def _refuse_forms(case: NormCase) -> None:
 
 def torch_native(case: NormCase, x: NormInputs) -> Prepared:
     _refuse_forms(case)
-    if case.rms and not x.x.is_cuda:  # the CPU has no fused operator, so autograd runs the composite one
+    if case.rms and not x.x.is_cuda:  # the CPU has no fused operator, so autograd runs the composite operator
         inputs = x.x.detach().requires_grad_(), x.gamma.detach().requires_grad_()
         z = torch.nn.functional.rms_norm(inputs[0], [case.columns], inputs[1], EPS)
         return Prepared(lambda: (*torch.autograd.grad(z, inputs, x.dz, retain_graph=True), None))
@@ -101,7 +101,7 @@ def _copy_buffers(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def device_copy(case: NormCase, x: NormInputs) -> Prepared:
-    """The upper bound of the rate: a large copy, counted in bytes read plus bytes written."""
+    """Prepare the upper bound of the rate: a large copy, whose work is bytes read plus bytes written."""
     source, target = _copy_buffers(x.x.device)
 
     def copy() -> tuple[Tensor | None, ...]:

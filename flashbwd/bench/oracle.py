@@ -1,4 +1,4 @@
-"""Float64 gradients of the naive formulas, by autograd, for slices of a problem.
+"""Computes float64 gradients of the naive formulas by autograd, for slices of a problem.
 
 This module shares no code with the library or with any peer. A slice is one sequence and one KV head with all its query
 heads. Queries are processed in blocks of rows, which is exact because the loss is a sum over rows.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2**23  # float64 scores held at once: 64 MB
-CHECKED_ROWS = 128  # rows of queries or keys per error: the error of a gradient is the largest over such blocks
+CHECKED_ROWS = 128  # queries or keys per block: the error of a gradient is the largest error of these blocks
 
 
 def attention_slice(
@@ -27,7 +27,7 @@ def attention_slice(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients for one KV head of one sequence.
+    """Return the gradients for one KV head of one sequence.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def attention_slice(
     Returns
     -------
     dq, dk, dv, dbias
-        float64, of the shapes of q, k, v, bias.
+        float64, with the shapes of q, k, v and bias.
     """
     k64 = k.double().requires_grad_()
     v64 = v.double().requires_grad_()
@@ -94,9 +94,9 @@ def attention_slice(
 def norm_gradients(
     dz: Tensor, x: Tensor, gamma: Tensor, *, eps: float, rms: bool, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx of LayerNorm (or RMSNorm) at the given ``rows``, and dgamma and dbeta over all rows, in float64.
+    """Return float64 dx of LayerNorm (or RMSNorm) at the given ``rows``, and dgamma and dbeta over all rows.
 
-    x, dz : (R, N); gamma : (N,). dgamma and dbeta are summed over blocks of rows, so that memory stays bounded.
+    x and dz are (R, N), gamma is (N,). dgamma and dbeta are summed over blocks of rows, so that memory stays bounded.
     """
     gamma64 = gamma.double().requires_grad_()
     beta64 = torch.zeros_like(gamma64).requires_grad_()
@@ -122,11 +122,11 @@ def norm_gradients(
 
 
 def relative_error(value: Tensor, reference: Tensor, rows: int | None = None) -> float:
-    """``||value - reference|| / ||reference||`` in float64; NaN if any element is not finite.
+    """Return ``||value - reference|| / ||reference||`` in float64; NaN if any element is not finite.
 
-    With ``rows``, the error is computed for each block of ``rows`` along the first dimension, and the largest is
-    returned: under a causal mask the last keys contribute almost nothing to the norm of the whole tensor. The norm of a
-    block counts as at least 1e-6 of the largest block norm.
+    With ``rows``, the function returns the largest error of the blocks of ``rows`` rows, because under a causal mask
+    the last keys contribute almost nothing to the norm of the whole tensor. The norm of a block counts as at least 1e-6
+    of the largest block norm.
     """
     reference = reference.double()
     difference = value.double() - reference

@@ -2,7 +2,7 @@
 
 Run ``python -m flashbwd.bench.override_time`` on a machine with a GPU. It times PyTorch's operators alternately with
 and without overrides, and this library's operators on the same tensors. The tensors are small and each burst of calls
-starts with an idle GPU, so the host never waits for it. The times depend on the machine and its load; as a yardstick,
+starts with an idle GPU, so the host never waits for it. The times depend on the machine and its load. For comparison,
 the script also times PyTorch's LayerNorm backward of a few rows on the CPU.
 """
 
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
     name: str
     pytorchs: Callable[[], Any]
-    ours: Callable[[], Any] | None = None  # this library's operator, if a kernel of it supports the call
+    ours: Callable[[], Any] | None = None  # this library's operator, if one of its kernels supports the call
     backend: str = "auto"
 
 
@@ -92,12 +92,12 @@ def norm_calls() -> Iterator[Call]:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Microseconds per call in the fastest burst."""
+    """Return microseconds per call in the fastest burst."""
     return min(host_bursts(call, BURSTS, CALLS))
 
 
 def one_round(calls: list[Call], times: dict[tuple[str, str], list[float]]) -> set[str]:
-    """Time every call; return the names of those that fell back to PyTorch's kernel."""
+    """Time every call. Return the names of the calls that fell back to PyTorch's kernel."""
     handed_on = set()
     for call in calls:
         times[call.name, "PyTorch's"].append(microseconds(call.pytorchs))

@@ -1,4 +1,4 @@
-"""The interface of a peer, which turns a case and its inputs into a callable that runs only the backward."""
+"""The interface of a peer. A peer turns a case and its inputs into a callable that runs only the backward."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Prepared:
     work
         Work of one call (FLOPs or bytes), if it differs from the work of the case.
     plan
-        The backend and its schedule, in words.
+        A description of the backend and its schedule.
     refusals
-        For each backend that was not chosen, the reason.
+        Name of each backend that was not chosen, and the reason.
     checked
         Whether to compare the gradients with the reference of the case. If false, the peer is only timed.
     workspace_bytes
@@ -65,7 +65,7 @@ class Peer:
     name: str
     prepare: Callable[[Any, Any], Prepared]
     devices: tuple[str, ...] = ("cuda",)
-    compiled: bool = False  # compiles for seconds per shape
+    compiled: bool = False  # compiles each shape, which takes seconds
     ahead: bool = False  # separate processes compile it for all cases before the first measurement
 
     @property

@@ -1,4 +1,4 @@
-"""Markdown tables and plots of a report."""
+"""Writes the Markdown tables and plots of a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashbwd.bench.results import COOL, EAGER, OK, SUSTAINED, CaseResult, Chang
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with padded columns, which is also readable in a terminal."""
+    """Return a Markdown table with padded columns, which is also readable in a terminal."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     text = [
@@ -30,7 +30,7 @@ def by_table(report: Report) -> dict[str, list[CaseResult]]:
 
 
 def timed_peers(results: Sequence[CaseResult], figure: str = COOL) -> list[str]:
-    """Peers for which this time was measured on any of the cases, in the order of measurement."""
+    """Return the peers for which this time was measured on any of the cases, in the order of measurement."""
     names = itertools.chain.from_iterable(result.peers for result in results)
     return [
         name for name in dict.fromkeys(names) if any(r.peers[name].has(figure) for r in results if name in r.peers)
@@ -51,7 +51,7 @@ FIGURES = {SUSTAINED: "with a settled clock", COOL: "", EAGER: "without a CUDA g
 
 
 def rates(results: Sequence[CaseResult]) -> str:
-    """One table per kind of time that was measured, the sustained one first."""
+    """Return one table for each kind of time that was measured, beginning with the sustained times."""
     tables = []
     for figure, how in FIGURES.items():
         if peers := timed_peers(results, figure):
@@ -62,7 +62,7 @@ def rates(results: Sequence[CaseResult]) -> str:
 
 
 def bars(results: Sequence[CaseResult]) -> str:
-    """Every bar that could be measured, together with the goal for the same ratio; empty if there is none."""
+    """Return a table of the bars that were measured, with the goals for the same ratios; empty without bars."""
     rows: dict[tuple[str, str, str], dict[bool, Verdict]] = {}
     for result in results:
         for bar in result.bars:
@@ -84,7 +84,7 @@ def bars(results: Sequence[CaseResult]) -> str:
 
 
 def details(results: Sequence[CaseResult]) -> str:
-    """Time, spread, host time, error and memory of every timed peer."""
+    """Return a table of time, spread, host time, error and memory of every timed peer."""
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -110,7 +110,7 @@ def details(results: Sequence[CaseResult]) -> str:
 
 
 def not_measured(report: Report) -> str:
-    """The peers that were not timed: one line per peer and reason."""
+    """Return the peers that were not timed, with one line per peer and reason."""
     reasons: dict[tuple[str, str, str], int] = {}
     for result in report.results:
         for name, peer in result.peers.items():
@@ -121,7 +121,7 @@ def not_measured(report: Report) -> str:
 
 
 def bar_summary(report: Report) -> str:
-    """The numbers of bars and goals that were reached, missed and not measured."""
+    """Return the numbers of bars and goals that were reached, missed and not measured."""
     verdicts = [result.verdict(bar) for result in report.results for bar in result.bars]
     lines = []
     for goal, word in ((False, "bars"), (True, "goals")):
@@ -200,7 +200,7 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
 
 
 def plots(report: Report, stem: Path) -> list[Path]:
-    """Write one PNG per table, named ``stem``-TABLE.png; return their paths. Empty without matplotlib."""
+    """Write one PNG per table, named ``stem``-TABLE.png, and return their paths; none without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -218,7 +218,7 @@ def plots(report: Report, stem: Path) -> list[Path]:
     return written
 
 
-# Tables that are drawn as lines: the properties that define a panel, and the property on its x axis.
+# Tables that are drawn as lines -> the properties that define a panel, and the property on its x axis.
 _PANELS: dict[str, tuple[tuple[str, ...], str]] = {
     "main": (("head_dim", "causal"), "seqlen"),
     "layer_norm": (("dtype",), "columns"),
@@ -227,7 +227,7 @@ _PANELS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _color(peer: str) -> dict[str, Any]:
-    """Line style: solid and thick for this library, dashed for other peers, dotted for the copy."""
+    """Return a line style: solid and thick for this library, dashed for other peers, dotted for the copy."""
     if peer.startswith("flashbwd"):
         return {"linewidth": 2.2, "linestyle": "-"}
     return {"linewidth": 1.2, "linestyle": ":" if peer == COPY else "--"}

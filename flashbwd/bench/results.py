@@ -1,4 +1,4 @@
-"""Results: records, their JSON file, the verdict on every bar, and the comparison of two files."""
+"""The records of results: their JSON file, whether they reach the bars, and the comparison of two files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PeerResult:
         return self.timed and bool(getattr(self, figure))
 
     def rates(self, figure: str = COOL) -> list[float]:
-        """Work per millisecond in each round."""
+        """Return the work per millisecond in each round."""
         return [self.work / time for time in getattr(self, figure)]
 
 
@@ -83,12 +83,12 @@ class CaseResult:
     input_sets: int = 1
 
     def rate(self, peer: str, figure: str = COOL) -> float:
-        """Median rate of a peer, in ``unit``."""
+        """Return the median rate of a peer, in ``unit``."""
         scale = 1e9 if self.unit == "TFLOP/s" else 1e6
         return statistics.median(self.peers[peer].rates(figure)) / scale
 
     def ratio(self, ours: str, over: str, figure: str = COOL) -> Ratio | None:
-        """Speed of one peer over the fastest correct variant of another, per round; None if either is missing."""
+        """Return the speed of one peer over the fastest correct variant of another; None if either is missing."""
         a, others = self.peers.get(ours), [self.peers.get(name) for name in VARIANTS.get(over, (over,))]
         right = [peer for peer in others if peer is not None and peer.status == OK and peer.has(figure)]
         if a is None or not a.has(figure) or not right:
@@ -97,7 +97,7 @@ class CaseResult:
         return Ratio.of([x / y for x, y in zip(a.rates(figure), b.rates(figure), strict=True)])
 
     def fastest_peer(self) -> str | None:
-        """The fastest peer with correct gradients that is not of this library."""
+        """Return the fastest peer with correct gradients that does not belong to this library."""
         others = [
             name
             for name, peer in self.peers.items()
@@ -106,7 +106,7 @@ class CaseResult:
         return max(others, key=self.rate, default=None)
 
     def verdict(self, bar: Bar) -> Verdict:
-        """Whether a bar is reached, by the times with a settled clock if they were measured."""
+        """Return whether a bar is reached. Times with a settled clock decide if they were measured."""
         ours = self.peers.get(bar.ours)
         if ours is None or not ours.timed:
             return Verdict(bar, None, None)
@@ -164,7 +164,7 @@ class Report:
         return {f"{result.table}: {result.name}": result for result in self.results}
 
     def wrong(self) -> list[str]:
-        """The gradients of this library that are wrong or could not be computed."""
+        """Return the gradients of this library that are wrong or could not be computed."""
         return [
             f"{result.name}, {name}: {peer.status}, {peer.reason}"
             for result in self.results
@@ -211,9 +211,9 @@ def load(path: Path) -> Report:
 class Change:
     """One peer on one case in two runs.
 
-    ``change`` is the new rate over the old rate. ``relative`` is the same ratio after each rate is divided by that of
-    the fastest foreign peer in the same run, so it can be compared across days and cards. ``significant`` says whether
-    ``relative`` (or ``change`` if ``relative`` is None) differs from 1 by more than the spreads of both runs together.
+    ``change`` is the new rate over the old rate. ``relative`` is the same ratio after each rate is divided by the rate
+    of the fastest foreign peer in the same run, so it can be compared across days and cards. ``significant`` says
+    whether ``relative`` (or ``change`` if ``relative`` is None) differs from 1 by more than the sum of both spreads.
     """
 
     case: str
@@ -227,7 +227,7 @@ class Change:
 
 
 def compare(old: Report, new: Report) -> list[Change]:
-    """Every (case, peer) timed in both runs, in the order of ``new``."""
+    """Compare every peer and case that both runs timed, in the order of ``new``."""
     changes = []
     before = old.by_name()
     for key, now in new.by_name().items():

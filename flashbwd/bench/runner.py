@@ -1,4 +1,4 @@
-"""The loop over cases: prepare the peers, check their gradients, time them, record."""
+"""Runs the cases of a suite: prepares the peers, checks their gradients, times them, and saves the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, P
 
 
 class DeviceLostError(RuntimeError):
-    """The device is unusable for this process. ``result`` has what is known of the case that caused it."""
+    """The device is unusable for this process. ``result`` is the incomplete result of the case that caused it."""
 
     def __init__(self, message: str, result: CaseResult) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ def run_case(
     tick: Callable[[], None] = lambda: None,
     sets: int | None = None,
 ) -> CaseResult:
-    """Prepare, check and time each of ``peers`` on one case; by default with as many input sets as exceed the cache."""
+    """Prepare, check and time each of ``peers`` on one case. By default, the input sets together exceed the cache."""
     if isinstance(case, BlockCase):
         slot_ms = max(settings.slot_ms, BLOCK_SLOT_MS)  # long enough for the clock to settle
         settings = dataclasses.replace(settings, slot_ms=slot_ms, pause_ms=0.0, sustained_ms=0.0)
@@ -105,9 +105,9 @@ POWER_LIMITED_SEQLEN = 4096
 
 
 def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
-    """The peers among ``names`` that a bar of the case compares, if it is an attention case.
+    """Return the peers among ``names`` that a bar of an attention case compares; none for other cases.
 
-    Only attention with long sequences brings a GPU to its power limit; blocks always have long slots.
+    Only attention with long sequences brings a GPU to its power limit. Block cases always have long slots.
     """
     if not isinstance(case, AttentionCase) or case.seqlen < POWER_LIMITED_SEQLEN or case.table not in POWER_LIMITED:
         return []
@@ -118,7 +118,7 @@ def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
 
 
 def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> PeerResult:
-    """The result of a peer before it is timed: correctness, work and memory."""
+    """Return the result of a peer before it is timed: correctness, work and memory."""
     with prepared.scope():
         grads = prepared.backward()
     found: dict[str, float] = {}
@@ -151,7 +151,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_broken(device: torch.device) -> bool:
-    """Whether an earlier error, such as an illegal access, made the device unusable for this process."""
+    """Return whether an earlier error, such as an illegal access, made the device unusable for this process."""
     if device.type != "cuda":
         return False
     try:
@@ -171,7 +171,7 @@ def result_path(directory: Path, suite: str, device_name: str) -> Path:
 
 
 def unfinished(directory: Path, suite: str, now: machine.Machine, settings: Settings) -> Path | None:
-    """The newest incomplete result file of the same suite, settings, machine and kernels, which a run can resume."""
+    """Return the newest incomplete result file with the same suite, settings, machine and kernels."""
     for path in sorted(directory.glob("*.json"), reverse=True):
         try:
             report = load(path)
@@ -196,10 +196,14 @@ def run_suite(
     budget_s: float = float("inf"),
     progress: bool = True,
 ) -> Report:
-    """Measure ``cases`` and save the report to ``path`` after each; resume an incomplete file at ``path``.
+    """Measure ``cases`` and save the report to ``path`` after each. An incomplete file at ``path`` is continued.
 
-    No case starts after ``budget_s`` seconds; ``report.complete`` then stays False. Raises ``DeviceLostError`` if a
-    peer makes the device unusable.
+    No case starts after ``budget_s`` seconds; ``report.complete`` then stays False.
+
+    Raises
+    ------
+    DeviceLostError
+        If a peer makes the device unusable.
     """
     deadline = time.monotonic() + budget_s
     report = load(path) if path.exists() else None
@@ -216,7 +220,7 @@ def run_suite(
     slots = sum(count * settings.rounds_of(count) for count in counts)
     work = [(case, peer) for case in left for peer in peers_of(case, device, only) if peer.ahead]
     if len(work) > 1:
-        in_order = sorted(work, key=lambda pair: pair[1].name, reverse=True)  # autotuned peers, the slowest, first
+        in_order = sorted(work, key=lambda pair: pair[1].name, reverse=True)  # slow, autotuned peers first
         ahead.compile_ahead(in_order, time.monotonic() + budget_s / 3)
     ceilings = measure.ceilings(device, settings) if left else {}
     with Progress(slots, progress) as bar:
@@ -234,7 +238,7 @@ def run_suite(
             bar.finish(len(peers) * settings.rounds_of(len(peers)))
             report.save(path)
             gc.collect()
-            if gc.get_freeze_count() == 0:  # mostly compiler modules, which cost 0.2 s in every later collection
+            if gc.get_freeze_count() == 0:  # compiler modules, which would cost 0.2 s in every later collection
                 gc.freeze()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

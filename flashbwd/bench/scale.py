@@ -1,8 +1,8 @@
 """Runs the suite ``scale``: one process per GPU of this machine, or two processes on the CPU.
 
-Every device runs every peer at the same time, also those that do not split the work, so that the temperatures and the
-clocks of all devices are alike. A time is that of the slowest device. Peers are timed in interleaved rounds of one step
-each (a forward and a backward), so a ratio is the median over rounds of the ratio within the round.
+All devices run the same peer at the same time, even if the peer does not split the work, so that the temperatures and
+the clocks of all devices are alike. A time is the time of the slowest device. Peers are timed in interleaved rounds of
+one step each (a forward and a backward). A ratio is the median over rounds of the ratio within the round.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _CPU_DEVICES = 2
 
 
 def devices() -> int:
-    """Number of devices that the suite uses on this machine."""
+    """Return the number of devices that the suite uses on this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else _CPU_DEVICES
 
 
 def chosen_cases(quick: bool, texts: Sequence[str]) -> list[ScaleCase]:
-    """The cases on this machine whose "table: name" contains one of ``texts``."""
+    """Return the cases on this machine whose "table: name" contains one of ``texts``."""
     kind = machine.default_device().type
     return [c for c in scale_cases(devices(), kind, quick) if any(text in f"{c.table}: {c.name}" for text in texts)]
 
@@ -64,7 +64,7 @@ def run_suite(path: Path, *, quick: bool, texts: Sequence[str] = ("",), progress
         while any(process.is_alive() for process in processes):
             if any(process.exitcode not in (None, 0) for process in processes):
                 for process in processes:
-                    process.terminate()  # a process that waits for a failed one would wait for ever
+                    process.terminate()  # a process that waits for a failed process would wait forever
             processes[0].join(timeout=0.2)
     failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
     if failed:
@@ -112,7 +112,7 @@ def _work(rank: int, size: int, store: str, path: Path, quick: bool, texts: Sequ
 def run_case(
     case: ScaleCase, device: torch.device, mesh: DeviceMesh, silent: DeviceMesh, ceilings: dict[str, float]
 ) -> CaseResult:
-    """Check and time all peers of a case; every device calls it, and all get the same result."""
+    """Check and time all peers of a case. Every device must call it, and all devices get the same result."""
     x = scale_peers.make_inputs(case, device, _SEED)
     peers = list(scale_peers.prepare(case, x, mesh, silent))
     reference = [grad.clone() for grad in peers[0].step()]
@@ -129,7 +129,7 @@ def run_case(
 def _checked(
     case: ScaleCase, peer: ScalePeer, x: ScaleInputs, reference: list[Tensor], device: torch.device, mesh: DeviceMesh
 ) -> PeerResult:
-    """The result of a peer before it is timed; its gradients are compared with those of the first peer."""
+    """Return the result of a peer before it is timed, after comparing its gradients with the first peer's."""
     cuda = device.type == "cuda"
     before = 0
     if cuda:
@@ -157,7 +157,7 @@ def _checked(
 
 
 def _relative_error(got: Tensor, want: Tensor, mesh: DeviceMesh) -> float:
-    """||got - want|| / ||want|| over the rows of all devices."""
+    """Return ||got - want|| / ||want|| over the rows of all devices."""
     norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (got.float() - want, want)]
     squares = torch.stack(norms).square()
     dist.all_reduce(squares, group=mesh.get_group())
@@ -165,8 +165,8 @@ def _relative_error(got: Tensor, want: Tensor, mesh: DeviceMesh) -> float:
 
 
 def _time_ms(peer: ScalePeer, device: torch.device, mesh: DeviceMesh) -> float:
-    """Time of one step on the slowest device, in milliseconds. All devices start together."""
-    # On NCCL, the barrier is a kernel that the stream waits for, so the devices start within microseconds.
+    """Return the time of one step on the slowest device, in milliseconds. All devices start together."""
+    # With NCCL, the barrier is a kernel for which the stream waits, so the devices start within microseconds.
     ready = torch.zeros(1, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -193,10 +193,10 @@ def _largest(value: float, mesh: DeviceMesh) -> float:
 
 
 def efficiency_table(results: Sequence[CaseResult]) -> str:
-    """For each peer that splits the work: time, efficiency over one device, exposed communication and memory.
+    """Return a table of time, efficiency, exposed communication and memory of each peer that splits the work.
 
-    Efficiency is the time of one device divided by the number of devices and by the time of the peer. Communication is
-    exposed by the time that the step takes longer than without the exchange.
+    Efficiency is the time on one device divided by the number of devices and by the time of the peer. Exposed
+    communication is the time that a step takes in addition to the time of a step without exchange.
     """
     rows = []
     for result in results:

@@ -41,7 +41,7 @@ class ScaleCase:
 
     @property
     def work(self) -> float:
-        """Floating-point operations of the forward (two products) and the backward (five), half of each square."""
+        """Floating-point operations: two products in the forward, five in the backward, each over half the pairs."""
         pairs = sum(length * length / 2 for length in self.lengths or (self.seqlen,))
         return self.heads * pairs * 14 * self.head_dim
 
@@ -51,7 +51,7 @@ class ScaleCase:
 
     @property
     def bars(self) -> tuple[Bar, ...]:
-        """Efficiency over one device, and speed over the same exchange with PyTorch's own backward."""
+        """Bars for the efficiency over one device, and for the speed over the same exchange with PyTorch's backward."""
         if self.lengths or self.dtype != "bf16" or self.seqlen < EFFICIENT_FROM * self.devices:
             return ()
         found = []
@@ -62,7 +62,7 @@ class ScaleCase:
 
 
 def scale_cases(devices: int, device_type: str, quick: bool) -> tuple[ScaleCase, ...]:
-    """The cases on a machine, the short ones first. On the CPU, and with ``quick``, they are small."""
+    """Return the cases on a machine, shortest first. They are small on the CPU and with ``quick``."""
     if device_type == "cpu":
         dense = ScaleCase("scale", devices, 256, 4, 2, 16, "fp32", 2)
         return (

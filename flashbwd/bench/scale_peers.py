@@ -1,7 +1,7 @@
 """The peers of the suite ``scale``: PyTorch's and this library's attention over rows that are split over devices.
 
-A peer is prepared on every device. PyTorch's private module of context parallelism is used where its public function
-has no equivalent: to split tensors once, and not in every timed call.
+A peer is prepared on every device. The peers use PyTorch's private module of context parallelism to split tensors once;
+its public function would split them in every timed call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROTATE = dict(zip(RINGS, ("alltoall", "allgather"), strict=True))
 
 @dataclass(frozen=True)
 class ScaleInputs:
-    """q, k, v and the gradient of the output on this device: of the whole sequence, (1, S, heads, D)."""
+    """q, k, v and the gradient of the output for the whole sequence on this device, (1, S, heads, D)."""
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     cu_seqlens: Tensor | None
@@ -36,22 +36,22 @@ class ScaleInputs:
 
 @dataclass(frozen=True)
 class ScalePeer:
-    """``step()`` runs the forward and the backward and returns dq, dk, dv of this device's rows.
+    """A peer whose ``step()`` runs the forward and the backward and returns dq, dk, dv of this device's rows.
 
-    ``rows`` selects these rows of a tensor of the whole sequence, (1, S, heads, D). ``split`` tells whether the work is
-    split over the devices; otherwise every device does all of it.
+    ``rows`` selects these rows of a tensor of the whole sequence, (1, S, heads, D). ``split`` says whether the work is
+    split over the devices; otherwise every device does all the work.
     """
 
     name: str
     step: Callable[[], tuple[Tensor, ...]]
     rows: Callable[[Tensor], Tensor]
     split: bool
-    checked: bool = True  # False if the exchange is left out, so that the values are wrong
+    checked: bool = True  # False if the peer omits the exchange, so that its gradients are wrong
     overrides: bool = False
 
 
 def make_inputs(case: ScaleCase, device: torch.device, seed: int) -> ScaleInputs:
-    """Random inputs, equal on all devices."""
+    """Return random inputs, which are equal on all devices."""
     generator = torch.Generator(device).manual_seed(seed)
     heads = (case.heads, case.heads_kv, case.heads_kv, case.heads)
 
@@ -67,7 +67,7 @@ def make_inputs(case: ScaleCase, device: torch.device, seed: int) -> ScaleInputs
 
 
 def prepare(case: ScaleCase, x: ScaleInputs, mesh: DeviceMesh, silent: DeviceMesh) -> Iterator[ScalePeer]:
-    """The peers of a case. ``silent`` is a mesh of the same size that exchanges nothing."""
+    """Yield the peers of a case. ``silent`` is a mesh of the same size that exchanges nothing."""
     yield from _one_device(case, x)
     if mesh.device_type == "cuda" and case.lengths is None:
         for ring in RINGS:
@@ -158,12 +158,12 @@ def _torch_ring(
     rank, size = mesh.get_local_rank(), mesh.size()
 
     def rows(whole: Tensor) -> Tensor:
-        """PyTorch's balanced chunks for a causal mask: one early and one late chunk per device."""
+        """Return PyTorch's balanced rows for a causal mask: one early and one late chunk per device."""
         chunks = whole.chunk(2 * size, dim=1)
         return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # The function is looked up in each call, because the context manager replaces it.
+        # Look up the function in each call, because the context manager replaces it.
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     step = _step(attention, tuple(rows(t).transpose(1, 2).contiguous() for t in x.tensors), overrides)
@@ -178,7 +178,7 @@ def _torch_ring(
 
 
 def silent_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of the same size and rank, whose collectives return without communicating."""
+    """Return a mesh of the same size and rank whose collectives return without communicating."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
     group = dist.new_group(list(range(mesh.size())), backend="fake")

@@ -1,4 +1,4 @@
-"""The suites: the cases of norms, decoding and blocks, a few typical shapes, and which cases a run measures."""
+"""The suites: the cases of norms, decoding and blocks, a few typical shapes, and the choice of cases for a run."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _decoding_cases() -> Iterator[DecodingCase]:
         if case.work > 128e6:
             bars += tuple(Bar(ours, "GB/s", 2800.0) for ours in (DECODING, *DECODING_FORMS))
         if index == 0:
-            # The requirement is 1500 GB/s, and less than 22 us from a CUDA graph. The latter is stricter.
+            # The requirements are 1500 GB/s, and less than 22 us in a CUDA graph. The second one is stricter.
             bars += (Bar(DECODING, "GB/s", round(case.work / 22e-6 / 1e9)),)
         yield replace(case, bars=bars)
 
@@ -181,7 +181,7 @@ SMOKE_CASES: dict[str, tuple[Case, ...]] = {
 
 
 def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
-    """The cases of suite ``name`` on ``device`` ("cuda" or "cpu")."""
+    """Return the cases of suite ``name`` on ``device`` ("cuda" or "cpu")."""
     attention: tuple[Case, ...] = ATTENTION_CASES if device == "cuda" else CPU_ATTENTION_CASES
     norms: tuple[Case, ...] = NORM_CASES if device == "cuda" else CPU_NORM_CASES
     decoding: tuple[Case, ...] = CPU_DECODING_CASES

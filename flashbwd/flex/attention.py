@@ -18,9 +18,10 @@ from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
 from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kept, tensors_of
 from flashbwd.flex.forward import forward
+from flashbwd.flex.gradients import gradients
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.modifications import captured_of, name_of
-from flashbwd.reference.decoding import DecodingCall, decoding_backward
+from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import Mod, accumulator
 
 # PyTorch annotates kernel_options and the results more narrowly than it accepts and returns them.
@@ -213,7 +214,7 @@ def flex_attention_backward(
         arguments.check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
-    dq, dk, dv, found = _backward(call, query, key, value, out, lse, dout, dlse, captured, order)
+    dq, dk, dv, found = gradients(call, query, key, value, out, lse, dout, dlse, captured, order)
     names = [name_of(score_mod, tensor) or i for i, tensor in enumerate(captured)]
     return FlexAttentionGrads(dq, dk, dv, dict(zip(names, found, strict=True)))
 
@@ -308,35 +309,6 @@ def _requires_order(deterministic: bool) -> bool:
     return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def _backward(
-    call: DecodingCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    captured: list[Tensor],
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    inputs = (query, key, value)
-    if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
-        dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs)
-        return dq, dk, dv, [torch.zeros_like(tensor) for tensor in captured]
-    q, k, v = query.detach(), key.detach(), value.detach()
-    try:
-        kernel = backends.choose(call, q, k, v, captured, deterministic)
-        given = torch.zeros_like(out) if dout is None else dout.detach()
-        return *kernel.gradients(given, q, k, v, out.detach(), lse.detach(), dlse), []
-    except UnsupportedError:
-        pass
-    with torch.no_grad(), arguments.without_autocast(query.device):
-        *grads, found = decoding_backward(call, q, k, v, out.detach(), lse.detach(), dout, dlse, captured)
-    dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
-    return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]
-
-
 class _FlexAttention(torch.autograd.Function):
     """FlexAttention with its backward. Captured tensors are inputs, so that autograd tracks them."""
 
@@ -365,7 +337,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        dq, dk, dv, found = _backward(
+        dq, dk, dv, found = gradients(
             ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic
         )
         grads = [dq, dk, dv, *found]

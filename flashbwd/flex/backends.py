@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,10 @@ from flashbwd.flex.softcap import softcap_of
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import accumulator
 
-__all__ = ["KernelCall", "choose"]
+__all__ = ["KernelCall", "ListsOf", "choose"]
+
+# (block_mask, tensors that mask_mod captures, query, key, value, deterministic) -> lists, or None if too large
+ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tensor, bool], KernelLists | None]
 
 _REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
 
@@ -39,10 +43,22 @@ class KernelCall:
     lists: KernelLists | None
 
     def plan(
-        self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+        self,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        device: int | None = None,
     ) -> dict[str, Any]:
-        """Return the plan. Raises :class:`UnsupportedError` if no kernel computes the call."""
-        plan = json.loads(self._run(self.plan_operator, dout, query, key, value, out, lse, dlse, query.device.index))
+        """Return the plan, for meta tensors that of a CUDA device.
+
+        Raises :class:`UnsupportedError` if no kernel computes the call.
+        """
+        device = query.device.index if device is None else device
+        plan = json.loads(self._run(self.plan_operator, dout, query, key, value, out, lse, dlse, device))
         if plan["backend"] == "reference":
             raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
         return dict(plan)
@@ -100,11 +116,17 @@ def _rows_first(tensor: Tensor) -> Tensor:
 
 
 def choose(
-    call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, captured: list[Tensor], deterministic: bool
+    call: DecodingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: list[Tensor],
+    deterministic: bool,
+    lists_of: ListsOf = kernel_lists_of,
 ) -> KernelCall:
     """Return the kernel call that computes a backward. Raises :class:`UnsupportedError` if there is none.
 
-    The lists of a block mask are computed once per BlockMask.
+    By default, the lists of a block mask are computed once per BlockMask.
     """
     if not query.is_cuda:
         raise UnsupportedError("query is on the CPU")
@@ -123,7 +145,7 @@ def choose(
         return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None)
     if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
         raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
-    lists = kernel_lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
+    lists = lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
     return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists)

@@ -16,7 +16,7 @@ from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, key_block_lists
 from flashbwd.flex.tile import Tile
 from flashbwd.reference.modifications import mask_captures
 
-__all__ = ["kept", "kernel_lists_of", "lists_of"]
+__all__ = ["keep_for_graph", "kept", "kernel_lists_maker", "kernel_lists_of", "lists_of", "version_of"]
 
 _Value = TypeVar("_Value")
 _State = tuple["weakref.ref[Tensor]", int]  # a tensor and its version
@@ -33,7 +33,7 @@ def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callab
     """
     # Not id(tensor): another tensor may get the id of one that was freed.
     read = list(tensors)
-    state = [(weakref.ref(tensor), _version(tensor)) for tensor in read]
+    state = [(weakref.ref(tensor), version_of(tensor)) for tensor in read]
     entries = _known.setdefault(block_mask, {})
     found = entries.get(key)
     if found is not None and _is_state_of(found[0], read):
@@ -43,13 +43,14 @@ def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callab
     return value
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return a number that every write to the tensor increases, except in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_state_of(state: list[_State], tensors: list[Tensor]) -> bool:
     return len(state) == len(tensors) and all(
-        known() is tensor and version == _version(tensor)
+        known() is tensor and version == version_of(tensor)
         for (known, version), tensor in zip(state, tensors, strict=True)
     )
 
@@ -88,20 +89,32 @@ def kernel_lists_of(
     None if the bits of the BlockMask would exceed the limit on memory. Raises UnsupportedError during a graph capture,
     which cannot compute them. ``mask_captured`` are the tensors that ``mask_mod`` captures.
     """
+    key_of_call, make = kernel_lists_maker(block_mask, query, key, value, deterministic)
+    name = ("kernel lists", *key_of_call, block_mask.mask_mod)
+    return keep_for_graph(kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make))
+
+
+def kernel_lists_maker(
+    block_mask: Any, query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+) -> tuple[tuple[Hashable, ...], Callable[[], KernelLists | None]]:
+    """Return what the lists depend on besides the block mask, and the function that computes them."""
     batch, heads, seqlen_q, head_dim = query.shape
     sizes, heads_kv = (batch, heads, seqlen_q, key.shape[2]), key.shape[1]
     tile = kernel_tile(head_dim, value.shape[3])
 
     def make() -> KernelLists | None:
-        if torch.cuda.is_current_stream_capturing():
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
             reason = "a graph is being captured, and block_mask was in no call before"
             warnings.warn(f"flashbwd: the graph gets the slow reference backward: {reason}", stacklevel=2)
             raise UnsupportedError(reason)
         lists = key_block_lists(block_mask, sizes, tile)
         return None if lists.bits is None else kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
 
-    name = ("kernel lists", sizes, heads_kv, tile, deterministic, block_mask.mask_mod)
-    found = kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make)
-    if found is not None and torch.cuda.is_current_stream_capturing():
-        _of_graphs[id(found)] = found
-    return found
+    return (sizes, heads_kv, tile, deterministic), make
+
+
+def keep_for_graph(lists: KernelLists | None) -> KernelLists | None:
+    """Return the lists. If a CUDA graph is being captured, they are never freed."""
+    if lists is not None and lists.lists.is_cuda and torch.cuda.is_current_stream_capturing():
+        _of_graphs[id(lists)] = lists
+    return lists

@@ -1,8 +1,8 @@
-"""Attention over rows that are split over devices: packed documents and ordinary sequences.
+"""Attention over rows that are split over devices, for packed documents and for batches of sequences.
 
 Each device keeps its queries and receives the keys and values that they see, in one all-to-all per group of KV heads.
-While it computes one group, the next group is on its way. In the backward, the keys travel once more, and the gradients
-travel back and are added where the rows lie.
+The exchange of the next group runs while the device computes the current one. The backward exchanges keys and values
+again. Each device then sends the gradients of received rows back to the device that holds the rows, which adds them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def context_parallel_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Differentiable self-attention of rows that are split over devices; every device of the split must call it.
+    """Compute differentiable self-attention of rows that are split over devices; every device must call it.
 
-    The result and the gradients are this device's rows of those of :func:`flashbwd.attention` on the whole sequence,
-    with the mask of ``split``. Each device receives the keys and values that its queries see, so short documents and
-    narrow windows need little communication. Under ``torch.autocast`` q, k and v are cast as in
-    :func:`flashbwd.attention`. ``torch.compile`` calls this function as it is.
+    :func:`flashbwd.attention` on the whole sequence, with the mask of ``split``, gives the same output and gradients;
+    each device gets its own rows of them. It receives only the keys and values that its queries see, so short documents
+    and narrow windows need little communication. Under ``torch.autocast`` q, k and v are cast as in
+    :func:`flashbwd.attention`. ``torch.compile`` calls this function without compiling it.
 
     Parameters
     ----------
@@ -69,8 +69,8 @@ def context_parallel_attention(
     Raises
     ------
     ValueError
-        If an argument is invalid. The message names the argument, its value and what was expected. Nothing has been
-        sent then.
+        If an argument is invalid. The message names the argument, its value and what was expected. The function raises
+        before it sends anything.
     """
     if not isinstance(split, ContextSplit):
         raise ValueError(f"flashbwd: split is {_arguments.came(split)}, expected a ContextSplit from split_context")
@@ -93,7 +93,7 @@ def context_parallel_attention(
         "deterministic": _arguments.flag("deterministic", deterministic)
         or torch.are_deterministic_algorithms_enabled(),
     }
-    # Check all arguments before anything is sent: later errors would leave other devices waiting.
+    # Check all arguments before sending anything: after a later error the other devices would wait forever.
     empty = [x[:, :0].detach() for x in (q, k, v)]
     attention(empty[0], empty[1], empty[2], **options)
     out, lse = _ContextParallel.apply(q, k, v, split, options)
@@ -127,7 +127,7 @@ class _ContextParallel(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         split, options = ctx.split, ctx.options
         if dout is None:
-            dout = torch.zeros_like(out)  # this device takes part in the exchange whatever its own gradients are
+            dout = torch.zeros_like(out)  # the other devices need this one in the exchange
         work = plan(split.bounds, split.window, split.chunks, split.rank)
         exact = _accumulator_dtype(q)
         dq = torch.empty_like(q)
@@ -162,7 +162,7 @@ def _accumulator_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _lengths(call: Call, device: torch.device) -> dict[str, Any]:
-    """The arguments that describe packed documents; none for a single document."""
+    """Return the arguments that describe packed documents; empty for a single document."""
     if len(call.queries) == 1:
         return {}
     return {
@@ -184,7 +184,7 @@ def _mask(call: Call) -> dict[str, Any]:
 
 
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Output (B, rows, H, Dv) and LSE (B, H, rows) of one call."""
+    """Return the output (B, rows, H, Dv) and the LSE (B, H, rows) of one call."""
     lengths = _lengths(call, q.device)
     if lengths:
         q, k, v = (x[0] for x in (q, k, v))
@@ -193,15 +193,15 @@ def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
     before = k.shape[1] - q.shape[1]
     if before == 0 or call.window != (-1, 0):
         return attention(q, k, v, **_mask(call), **options, return_lse=True)
-    # PyTorch's fastest forwards support causal masks for squares only, so the keys before the rows are a call of their
-    # own without a mask.
+    # PyTorch's fastest forwards support a causal mask only for as many keys as queries. A second call without a mask
+    # therefore computes the keys before the rows.
     whole = attention(q, k[:, :before], v[:, :before], **options, return_lse=True)
     square = attention(q, k[:, before:], v[:, before:], causal=True, **options, return_lse=True)
     return _merged(whole, square)
 
 
 def _merged(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, from the output and the LSE over each; every row sees a key of each set."""
+    """Merge the outputs and LSEs of attention over two sets of keys; every row must see a key of each set."""
     lse = torch.logaddexp(some[1], others[1])
     shares = [torch.exp(part[1] - lse).transpose(1, 2).unsqueeze(-1) for part in (some, others)]
     return (some[0] * shares[0] + others[0] * shares[1]).to(some[0].dtype), lse
@@ -210,9 +210,9 @@ def _merged(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple
 def _backward(
     call: Call, k: Tensor, v: Tensor, of_rows: Mapping[str, Tensor | None], options: dict[str, Any]
 ) -> Tensor:
-    """Write dq of one call, and return its dk and dv side by side, (B, keys, Hkv, D + Dv).
+    """Write dq of one call, and return its dk and dv in one tensor, (B, keys, Hkv, D + Dv).
 
-    ``of_rows`` are the rows of dout, q, out, softmax_lse, dlse and dq, by the names of ``attention_backward``.
+    ``of_rows`` holds the rows of dout, q, out, softmax_lse, dlse and dq, by the names of ``attention_backward``.
     """
     dkv = torch.empty(*k.shape[:-1], k.shape[-1] + v.shape[-1], dtype=_accumulator_dtype(k), device=k.device)
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -229,7 +229,7 @@ def _backward(
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that are on their way. The sent tensor is kept until they have arrived."""
+    """A running all-to-all of rows. It keeps the sent tensor alive until the rows have arrived."""
 
     sent: Tensor
     arriving: Tensor
@@ -248,10 +248,10 @@ class Exchange:
 
 
 def _received(k: Tensor, v: Tensor, heads: int, split: ContextSplit, work: Plan) -> Iterator[tuple[slice, Tensor]]:
-    """For each group of KV heads: its query heads, and the keys and values that this device needs.
+    """Yield, for each group of KV heads, its query heads, and the keys and values that this device needs.
 
-    The keys and values lie side by side, (B, needed rows, KV heads, D + Dv). The next group is sent before this one is
-    used.
+    Keys and values are in one tensor, (B, needed rows, KV heads, D + Dv). The exchange of the next group starts before
+    this function yields the current one.
     """
     heads_kv = k.shape[2]
     count = min(_KV_HEAD_GROUPS, heads_kv) if len(split.chunks) > 1 else 1
@@ -273,7 +273,7 @@ def _received(k: Tensor, v: Tensor, heads: int, split: ContextSplit, work: Plan)
 
 
 def _rows_of(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """The rows in ``ranges``, one range after another; contiguous."""
+    """Return the rows in ``ranges``, one range after another, as a contiguous tensor."""
     return torch.cat([tensor[start:stop] for start, stop in ranges] or [tensor[:0]])
 
 

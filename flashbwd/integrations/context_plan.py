@@ -1,7 +1,7 @@
-"""Which rows of a long sequence each device holds, and which keys its queries read.
+"""Plans which rows of a long sequence each device holds, and which keys its queries read.
 
-Everything here runs on the host and needs no process group: the result depends on the lengths of the documents, the
-mask and the number of devices alone, so every process computes the same split.
+All functions run on the host and need no process group. Their results depend only on the lengths of the documents, the
+mask and the number of devices, so every process computes the same split.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Range = tuple[int, int]  # start and stop
 
 # More chunks per device balance the work of packed documents better, but cost more attention calls per device.
 _CHUNKS_PER_DEVICE = (2, 4, 8, 16)
-_BALANCED = 1.02  # the largest work of a device over the mean that needs no further chunks
+_BALANCED = 1.02  # at this ratio of the largest to the mean work of a device, more chunks are not tried
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chunks of every device, and the exchange of keys that one device takes part in.
+    """The attention calls of one device, and its part of the exchange of keys.
 
-    ``sent[p]`` are ranges of this device's rows that device p reads. ``received`` are ranges of the rows that arrive,
-    which are ordered by device, in the order of the sequence. ``counts[p]`` is the number of rows that come from p.
+    ``sent[p]`` holds the ranges of this device's rows that device p reads. ``counts[p]`` is the number of rows that
+    arrive from device p. Arriving rows are ordered by device; ``received`` holds their ranges in the order of the
+    sequence.
     """
 
     sent: tuple[tuple[Range, ...], ...]
@@ -55,7 +56,10 @@ class Plan:
 
 
 def visible_bounds(bounds: Sequence[int], window: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last key that each row sees, (total,) int64 each; ``bounds`` are cumulative lengths of documents."""
+    """Return the first and the last key that each row sees, (total,) int64 each.
+
+    ``bounds`` holds the cumulative lengths of the documents.
+    """
     cumulative = torch.tensor(bounds, dtype=torch.int64, device="cpu")
     lengths = cumulative.diff()
     first = cumulative[:-1].repeat_interleave(lengths)
@@ -71,10 +75,10 @@ def visible_bounds(bounds: Sequence[int], window: tuple[int, int]) -> tuple[torc
 
 @functools.lru_cache(maxsize=64)
 def balanced_chunks(bounds: tuple[int, ...], window: tuple[int, int], size: int) -> tuple[tuple[Range, ...], ...]:
-    """Ranges of rows for each of ``size`` devices, with almost equally many rows and almost equal attention work.
+    """Return ranges of rows for each of ``size`` devices, with almost equal lengths and almost equal attention work.
 
-    The sequence is cut into equally long chunks, and every device gets equally many of them. A long causal sequence
-    gives the usual pairs of one early and one late chunk.
+    The function cuts the sequence into equally long chunks and gives every device equally many of them. For a long
+    causal sequence, each device gets the usual pair of one early and one late chunk.
     """
     first, last = visible_bounds(bounds, window)
     work = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (last - first + 1).cumsum(0)])
@@ -97,7 +101,7 @@ def balanced_chunks(bounds: tuple[int, ...], window: tuple[int, int], size: int)
 
 
 def _assign(work: Sequence[int], size: int) -> list[list[int]]:
-    """Give each of ``size`` devices equally many items: the largest item first, to the device with the least work."""
+    """Give each of ``size`` devices equally many items, the largest item first, to the device with the least work."""
     owned: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for item in sorted(range(len(work)), key=lambda i: (-work[i], i)):
@@ -109,7 +113,7 @@ def _assign(work: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _joined(ranges: Iterator[Range]) -> Iterator[Range]:
-    """Join ranges that touch or overlap, and drop empty ones; the ranges are ordered by their starts."""
+    """Join ranges that touch or overlap, and drop empty ones. The ranges must be ordered by their starts."""
     current: Range | None = None
     for start, stop in ranges:
         if start == stop:
@@ -149,10 +153,10 @@ def _segments(chunk: Range, bounds: Sequence[int], window: tuple[int, int]) -> I
 
 
 def _groups(segments: Iterator[_Segment], window: tuple[int, int]) -> Iterator[tuple[list[_Segment], tuple[int, int]]]:
-    """Segments that one call computes, and the window of that call.
+    """Yield segments that one call can compute, and the window of that call.
 
-    A mask is aligned with the last key of a call. Where the keys go on after the last row, the window moves by the
-    number of those keys, so the last document of a chunk may need a window of its own.
+    A mask is aligned with the last key of a call. If a document has keys after the last row of a segment, the window
+    moves by the number of these keys. The last document of a chunk may therefore need a call with another window.
     """
     left, right = window
     group: list[_Segment] = []
@@ -173,7 +177,7 @@ def _groups(segments: Iterator[_Segment], window: tuple[int, int]) -> Iterator[t
 def plan(bounds: tuple[int, ...], window: tuple[int, int], chunks: tuple[tuple[Range, ...], ...], rank: int) -> Plan:
     """Plan the exchange and the calls of one device."""
     needed = [_needed(bounds, window, mine) for mine in chunks]
-    arrivals: list[tuple[Range, Range]] = []  # rows of the sequence, and where they arrive
+    arrivals: list[tuple[Range, Range]] = []  # rows of the sequence, and their range among the arriving rows
     counts = []
     arrived = 0
     for owned in chunks:
@@ -192,7 +196,7 @@ def plan(bounds: tuple[int, ...], window: tuple[int, int], chunks: tuple[tuple[R
 
 
 def _needed(bounds: Sequence[int], window: tuple[int, int], chunks: Sequence[Range]) -> tuple[Range, ...]:
-    """Rows whose keys the queries in ``chunks`` see."""
+    """Return the ranges of keys that the queries in ``chunks`` see."""
     keys = sorted(segment.keys for chunk in chunks for segment in _segments(chunk, bounds, window))
     return tuple(_joined(iter(keys)))
 
@@ -203,7 +207,7 @@ def _intersection(some: Sequence[Range], others: Sequence[Range]) -> list[Range]
 
 
 def _local(chunks: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Ranges of the sequence as ranges of the rows in ``chunks``, each of which lies within one chunk."""
+    """Convert ranges of the sequence, each within one chunk, to ranges of the concatenated rows of ``chunks``."""
     found = []
     for start, stop in ranges:
         before = 0

@@ -1,4 +1,4 @@
-"""The rows of a long sequence that each device of a mesh holds: to take them, and to gather them."""
+"""Splits the rows of a long sequence over the devices of a mesh, and gathers them."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class ContextSplit:
         return self.mesh.get_local_rank()
 
     def length(self, rank: int | None = None) -> int:
-        """Number of rows of a device, by default of this one."""
+        """Return the number of rows of a device, by default of this one."""
         return sum(stop - start for start, stop in self.chunks[self.rank if rank is None else rank])
 
     def rows(self, device: torch.device | str | None = None) -> Tensor:
-        """Index in the whole sequence of each row that this device holds, (rows,) int64."""
+        """Return the index in the whole sequence of each row that this device holds, (rows,) int64."""
         return self.take(torch.arange(self.bounds[-1], device=device))
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Position within its document of each row that this device holds, (rows,) int64; for rotary embeddings."""
+        """Return the position in its document of each row of this device, (rows,) int64, for rotary embeddings."""
         bounds = torch.tensor(self.bounds, device=device)
         starts = bounds[:-1].repeat_interleave(bounds.diff(), output_size=self.bounds[-1])
         return self.rows(device) - self.take(starts)
@@ -100,8 +100,8 @@ def split_context(
 ) -> ContextSplit:
     """Split the rows of a sequence, or of packed documents, over the devices of a mesh dimension.
 
-    Every device gets almost equally many rows (at most 16 rows more than another one) and almost equal attention work.
-    A document may span several devices. Make one split per batch and use it for all layers.
+    All devices get almost equally many rows (the numbers differ by at most 16) and almost equal attention work. A
+    document may span several devices. Make one split per batch and use it for all layers.
 
     Parameters
     ----------
@@ -111,10 +111,10 @@ def split_context(
         Number of rows of each sequence, for q, k and v of shape (B, rows, H, D). Pass either this or ``cu_seqlens``.
     cu_seqlens : Tensor or sequence of int, (documents + 1,), optional
         Cumulative lengths of the packed documents of the whole sequence, starting with 0, for q, k and v of shape
-        (rows, H, D). Equal on all devices. The lengths are needed on the host: a GPU tensor is copied, so the CPU waits
-        for the GPU. Documents may be empty.
+        (rows, H, D). They must be equal on all devices. The host reads the lengths, so it waits for the GPU if the
+        tensor is on the GPU. Documents may be empty.
     causal : bool
-        Whether queries see no later keys.
+        True hides the keys after each query's own position.
     window_size : (int, int)
         Number of visible keys to the left and right of the diagonal; -1 is unbounded. Causal masking sets right to 0.
 
@@ -179,6 +179,6 @@ def _window(window_size: Any) -> tuple[int, int]:
 def check_rows(name: str, tensor: Tensor, dim: int, length: int) -> None:
     _arguments.tensor(name, tensor)
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"flashbwd: dim is {dim}, expected a dimension of {name}, which has {tensor.dim()}")
+        raise ValueError(f"flashbwd: dim is {dim}, expected a dimension of {name}, which has {tensor.dim()} dimensions")
     if tensor.shape[dim] != length:
         raise ValueError(f"flashbwd: {name} has {tensor.shape[dim]} rows in dimension {dim}, expected {length}")

@@ -1,8 +1,8 @@
-"""DTensor sharding rules of the operators of this library, and attention over rows that are split over devices.
+"""DTensor sharding rules for the operators of this library, and attention over rows that are split over devices.
 
-Attention is independent per batch and head, and a norm is independent per row. Tensors that are sharded along these
-dimensions are computed on their devices without communication. Gradients of replicated arguments (gamma, beta, a bias
-or sinks that broadcast) are partial sums. Tensors with any other sharding are gathered first.
+Attention is independent for each batch and head, and a norm is independent for each row. If tensors are sharded along
+these dimensions, each device computes its shards without communication. Gradients of replicated arguments (gamma, beta,
+a bias or sinks that broadcast) are partial sums. DTensor gathers tensors with any other sharding first.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-Call = Mapping[str, Any]  # an operator's arguments by name; tensors are given as specs with shape and placements
-Placements = Mapping[str, Any]  # placements of tensors by name; tensors that are not named are replicated
+Call = Mapping[str, Any]  # an operator's arguments by name; a tensor is a spec with shape and placements
+Placements = Mapping[str, Any]  # placements of tensors by name; tensors without a name here are replicated
 Sharding = tuple[Sequence[Any], Placements]  # placements of the results, and of the arguments
 
 # Generator state -> tensor of the forward. Each device drew its own dropout mask, so the backward must keep the
-# sharding of that tensor, whatever the sharding of the incoming gradient.
+# sharding of that tensor and ignore the sharding of the incoming gradient.
 _MASKED = {"rng": "h", "rng_seed": "q"}
 
 
@@ -68,8 +68,11 @@ def register() -> None:
 def _acceptable(
     operator: torch._ops.OpOverload, rule: Callable[[Call], Iterator[Sharding]], *args: Any, **kwargs: Any
 ) -> list[tuple[list[Any], list[Any]]]:
-    """All shardings that a rule allows, and full replication, in the form that ``register_sharding`` requires: one
-    placement per result, and one per argument in the order of the call, None for arguments that are not tensors."""
+    """Return full replication and all shardings that a rule allows, in the form that ``register_sharding`` requires.
+
+    A sharding has one placement per result, and one per argument in the order of the call. Arguments that are not
+    tensors have None.
+    """
     from torch.distributed.tensor import Replicate
 
     names = [argument.name for argument in operator._schema.arguments]
@@ -81,8 +84,8 @@ def _acceptable(
     shardings = [((Replicate(),) * len(operator._schema.returns), {}), *rule(call)]
     for state, tensor in _MASKED.items():
         if _is_tensor(call.get(state)):
-            lies = call[tensor].placements
-            shardings = [s for s in shardings if s[1].get(tensor, Replicate()) in lies]
+            forward_placements = call[tensor].placements
+            shardings = [s for s in shardings if s[1].get(tensor, Replicate()) in forward_placements]
     return [(list(results), of_arguments(placements)) for results, placements in shardings]
 
 
@@ -94,19 +97,19 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _attention(call: Call) -> Iterator[Sharding]:
-    """Results: out, softmax_lse, rng. Each device draws its own dropout mask."""
+    """Yield shardings whose results are out, softmax_lse and rng. Each device draws its own dropout mask."""
     from torch.distributed.tensor import Replicate
 
-    for placements in _attention_parts(call):
+    for placements in _attention_placements(call):
         yield (placements["q"], placements["softmax_lse"], Replicate()), placements
 
 
 def _attention_backward(call: Call) -> Iterator[Sharding]:
-    """Results: dq, dk, dv, dbias, dsink; the last two are empty if they are not requested."""
+    """Yield shardings whose results are dq, dk, dv, dbias and dsink; the last two may be empty."""
     from torch.distributed.tensor import Partial, Replicate
 
     asked = {"attn_bias": call.get("need_dbias", True), "sink": True}
-    for placements in _attention_parts(call):
+    for placements in _attention_placements(call):
         gradients = [placements[name] for name in ("q", "k", "v")]
         for name, wanted in asked.items():
             placement = placements.get(name, Replicate())
@@ -115,15 +118,15 @@ def _attention_backward(call: Call) -> Iterator[Sharding]:
         yield gradients, placements
 
 
-def _attention_parts(call: Call) -> Iterator[Placements]:
-    """Placements of the arguments of a forward or backward that is sharded over the batch, or over the heads."""
+def _attention_placements(call: Call) -> Iterator[Placements]:
+    """Yield placements of the arguments of a forward or backward: sharded over the batch, and over the heads."""
     from torch.distributed.tensor import Replicate, Shard
 
     q, k, bias, slopes, lse = (call.get(name) for name in ("q", "k", "attn_bias", "alibi_slopes", "softmax_lse"))
     assert q is not None and k is not None
 
     def bias_by(dim: int) -> Any:
-        """A bias that broadcasts along a dimension is replicated if that dimension is sharded."""
+        """Return the placement of the bias if ``dim`` is sharded: replicated if the bias broadcasts along it."""
         return Shard(dim) if bias is not None and bias.shape[dim] > 1 else Replicate()
 
     if q.ndim == 4:
@@ -133,8 +136,8 @@ def _attention_parts(call: Call) -> Iterator[Placements]:
 
     heads_dim = q.ndim - 2
     heads = Shard(heads_dim)
-    parts = [size for size, place in zip(q.mesh.shape, q.placements, strict=True) if place.is_shard(heads_dim)]
-    if parts and k.shape[heads_dim] % math.prod(parts) == 0:  # every device has the KV heads of its query heads
+    sizes = [size for size, placement in zip(q.mesh.shape, q.placements, strict=True) if placement.is_shard(heads_dim)]
+    if sizes and k.shape[heads_dim] % math.prod(sizes) == 0:  # every device has the KV heads of its query heads
         first = q.ndim == 3 and (lse is None or lse.ndim == 2)  # (H, total_q)
         yield (
             dict.fromkeys(("dout", "q", "k", "v", "out"), heads)
@@ -148,7 +151,7 @@ def _attention_parts(call: Call) -> Iterator[Placements]:
 
 
 def _norm(call: Call, results: str) -> Iterator[Sharding]:
-    """Shardings over any dimension except the last.
+    """Yield the shardings over every dimension except the last.
 
     ``results`` has one letter per result: z has the shape of x, s is a row statistic, p is the gradient of a parameter,
     and - is a value that each device computes for itself.
@@ -158,7 +161,7 @@ def _norm(call: Call, results: str) -> Iterator[Sharding]:
     x = next(call[name] for name in ("x", "h", "z") if name in call)
     statistics = call.get("rs")
     tensors = ("x", "z", "h", "dz", "residual", "dresidual", "keep", "mu", "rs")
-    # Statistics of shape (rows,) can only be sharded together with the first dimension of x.
+    # Statistics of shape (rows,) can be sharded only together with the first dimension of x.
     dims = range(x.ndim - 1 if statistics is None or statistics.ndim == x.ndim else 1)
     for rows in map(Shard, dims):
         placed = {"z": rows, "s": rows, "p": Partial(), "-": Replicate()}
@@ -166,7 +169,7 @@ def _norm(call: Call, results: str) -> Iterator[Sharding]:
 
 
 def _dropout_add_norm(call: Call) -> Iterator[Sharding]:
-    """Results: z, h, mu, rs, rng; RMSNorm has no mu."""
+    """Yield shardings whose results are z, h, mu, rs and rng; mu is empty for RMSNorm."""
     return _norm(call, results="zz-s-" if call["rms"] else "zzss-")
 
 
@@ -175,7 +178,7 @@ def _dropout_add_norm(call: Call) -> Iterator[Sharding]:
 Mod = Callable[..., Any]
 
 
-def decode_in_parts(
+def decode_shards(
     function: Callable[..., Any],
     query: Any,
     key: Any,
@@ -183,10 +186,10 @@ def decode_in_parts(
     score_mod: Mod | None,
     block_mask: BlockMask | None,
 ) -> Any:
-    """Call ``function`` on each device's part of the DTensors, the modification and the mask; return DTensors.
+    """Call ``function`` on each device's shard of the DTensors, the modification and the mask; return DTensors.
 
-    The work is sharded as query is. Batch and heads each stay sharded over at most one mesh dimension, and only in
-    equal parts; any other sharding is gathered.
+    The work is sharded as query is. Batch and heads each stay sharded over at most one mesh dimension, and only into
+    equal shards. Any other sharding is gathered.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -196,29 +199,29 @@ def decode_in_parts(
             raise ValueError(f"flashbwd: {name} is a {type(tensor).__name__}, expected a DTensor on query's mesh")
     keys_of_all = key.shape[0] == 1 and query.shape[0] != 1
     whole = {0: query.shape[0], 1: math.gcd(query.shape[1], key.shape[1])}
-    parts: dict[int, slice] = {}  # this device's batches and query heads
+    shards: dict[int, slice] = {}  # this device's batches and query heads
     placements: list[Any] = [Replicate()] * mesh.ndim
     of_keys, gradients_of_keys = list(placements), list(placements)
-    for i, place in enumerate(query.placements):
-        dim = place.dim if place.is_shard() else None
-        if dim in parts or dim not in whole or whole[dim] % mesh.size(i) != 0:
+    for i, placement in enumerate(query.placements):
+        dim = placement.dim if placement.is_shard() else None
+        if dim in shards or dim not in whole or whole[dim] % mesh.size(i) != 0:
             continue
         placements[i] = of_keys[i] = gradients_of_keys[i] = Shard(dim)
         if dim == 0 and keys_of_all:
             of_keys[i], gradients_of_keys[i] = Replicate(), Partial()
         size = query.shape[dim] // mesh.size(i)
         first = mesh.get_local_rank(i) * size
-        parts[dim] = slice(first, first + size)
+        shards[dim] = slice(first, first + size)
 
-    def part(tensor: Any, lies: list[Any], gradient_lies: list[Any]) -> Tensor:
-        return tensor.redistribute(mesh, lies).to_local(grad_placements=gradient_lies)
+    def shard(tensor: Any, tensor_placements: list[Any], gradient_placements: list[Any]) -> Tensor:
+        return tensor.redistribute(mesh, tensor_placements).to_local(grad_placements=gradient_placements)
 
     results = function(
-        part(query, placements, placements),
-        part(key, of_keys, gradients_of_keys),
-        part(value, of_keys, gradients_of_keys),
-        _part_of_mod(score_mod, parts),
-        _part_of_mask(block_mask, parts),
+        shard(query, placements, placements),
+        shard(key, of_keys, gradients_of_keys),
+        shard(value, of_keys, gradients_of_keys),
+        _shard_of_mod(score_mod, shards),
+        _shard_of_mask(block_mask, shards),
     )
 
     def whole_of(result: Any) -> Any:
@@ -232,9 +235,9 @@ def decode_in_parts(
     return whole_of(out), type(statistics)(*map(whole_of, statistics))
 
 
-def _part_of_mod(mod: Mod | None, parts: Mapping[int, slice], of_mask: bool = False) -> Mod | None:
-    """The modification, called with global batch and head indices."""
-    batch, head = (parts[dim].start if dim in parts else 0 for dim in range(2))
+def _shard_of_mod(mod: Mod | None, shards: Mapping[int, slice], of_mask: bool = False) -> Mod | None:
+    """Return a modification that adds the offsets of this shard to its batch and head indices."""
+    batch, head = (shards[dim].start if dim in shards else 0 for dim in range(2))
     if mod is None or (batch == 0 and head == 0):
         return mod
     if of_mask:
@@ -242,12 +245,12 @@ def _part_of_mod(mod: Mod | None, parts: Mapping[int, slice], of_mask: bool = Fa
     return lambda score, b, h, q_idx, kv_idx: mod(score, b + batch, h + head, q_idx, kv_idx)
 
 
-def _part_of_mask(mask: BlockMask | None, parts: Mapping[int, slice]) -> BlockMask | None:
-    if mask is None or not parts:
+def _shard_of_mask(mask: BlockMask | None, shards: Mapping[int, slice]) -> BlockMask | None:
+    if mask is None or not shards:
         return mask
     sizes = mask.kv_num_blocks.shape
-    part = mask[tuple(parts[dim] if dim in parts and sizes[dim] > 1 else slice(None) for dim in range(2))]
-    mask_mod = _part_of_mod(mask.mask_mod, parts, of_mask=True)
+    shard = mask[tuple(shards[dim] if dim in shards and sizes[dim] > 1 else slice(None) for dim in range(2))]
+    mask_mod = _shard_of_mod(mask.mask_mod, shards, of_mask=True)
     assert mask_mod is not None
-    part.mask_mod = mask_mod
-    return part
+    shard.mask_mod = mask_mod
+    return shard

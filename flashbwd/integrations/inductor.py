@@ -1,4 +1,4 @@
-"""Passes over Inductor's graphs that fuse additions and copies into kernels of this library.
+"""Passes over Inductor's graphs that make compiled models use kernels of this library.
 
 ``NormsOfBranches`` replaces a norm at the start of a residual branch, ``x + f(norm(x))``. This library's backward adds
 both parts of x's gradient and sums the gradients of the parameters in one pass over the rows. If the output of the norm
@@ -7,6 +7,8 @@ these norms alone.
 
 ``GradientsInOne`` handles attention whose q, k and v are parts of one projection. The kernels write dq, dk and dv
 directly into the gradient of the projection's output.
+
+``FlexGradients`` replaces the backward of FlexAttention (``flashbwd.integrations.flex_pass``).
 """
 
 from __future__ import annotations
@@ -21,17 +23,22 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from flashbwd import _ops
 from flashbwd.attention import attention_backward
+from flashbwd.integrations.flex_pass import flex_pass_key, replace_flex_backwards
 from flashbwd.layer_norm import default_eps
 from flashbwd.norm_backward import layer_norm_backward, rms_norm_backward
 
-__all__ = ["GradientsInOne", "NormsOfBranches", "options"]
+__all__ = ["FlexGradients", "GradientsInOne", "NormsOfBranches", "options"]
 
 Node = Any  # fx.Node, whose arguments are of every type
 
 
 def options() -> dict[str, Any]:
-    """Both passes, for ``torch.compile(model, options=...)``."""
-    return {"pre_grad_custom_pass": NormsOfBranches(), "post_grad_custom_post_pass": GradientsInOne()}
+    """All passes, for ``torch.compile(model, options=...)``."""
+    return {
+        "pre_grad_custom_pass": NormsOfBranches(),
+        "post_grad_custom_pre_pass": FlexGradients(),
+        "post_grad_custom_post_pass": GradientsInOne(),
+    }
 
 
 class _Pass(CustomGraphPass):
@@ -135,6 +142,19 @@ def _runs_on(device: torch.device) -> bool:
 
 
 # ---- attention ----
+
+
+class FlexGradients(_Pass):
+    """Replaces PyTorch's backward of FlexAttention wherever a kernel of this library computes it.
+
+    Runs on the graph after autograd. :func:`flashbwd.stats` counts the calls, and the reasons why others stay.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        replace_flex_backwards(graph)
+
+    def uuid(self) -> Any:
+        return flex_pass_key()
 
 
 class GradientsInOne(_Pass):

@@ -3,6 +3,9 @@
 An override is implemented in C++ and first tries a kernel of this library. If none supports the call, the kernel that
 was registered before runs with the same arguments, and the override counts the reason. C++ calls PyTorch's own kernels;
 this module calls previous kernels that another library registered.
+
+The backward of FlexAttention is no operator with kernels: PyTorch's compiler generates it. A pass over the compiler's
+graphs replaces it instead.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashbwd import _arguments, _ops
+from flashbwd.flex import counts
 
 __all__ = ["OperatorStats", "Overrides", "disable", "enable", "stats"]
 
@@ -30,7 +34,8 @@ class OperatorStats(NamedTuple):
     hits : int
         Calls that a kernel of this library ran.
     fallbacks : dict of str to int
-        Calls that PyTorch's own kernel ran, by reason.
+        Calls that PyTorch's own kernel ran, by reason. For FlexAttention in compiled models: calls that a graph keeps,
+        counted once, when the graph is compiled.
     """
 
     hits: int
@@ -52,7 +57,7 @@ def _use_up_the_warning() -> None:
 
 
 def _is_pytorchs(operator: str, key: str) -> bool:
-    """Whether PyTorch's generated code registered the operator's current kernel for a dispatch key."""
+    """Return whether PyTorch's generated code registered the operator's current kernel for a dispatch key."""
     kernels = torch._C._dispatch_dump(operator).splitlines()
     return any(re.match(rf"{key}: registered at \S*/Register{key}_\d+\.cpp:", line) for line in kernels)
 
@@ -65,6 +70,7 @@ class _Override:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.qualified_name = f"aten::{name}"
         self._key: str | None = None
         self._original: Any = None
         schema = str(getattr(torch.ops.aten, name).default._schema)
@@ -83,7 +89,7 @@ class _Override:
         return self._original.call_boxed(self._keyset, *args, **kwargs)
 
     def register(self, key: str = "CUDA") -> None:
-        operator = f"aten::{self.name}"
+        operator = self.qualified_name
         if self._key is not None or not torch._C._dispatch_has_kernel_for_dispatch_key(operator, key):
             return  # a PyTorch without CUDA has nothing to replace
         self._key = key
@@ -98,6 +104,31 @@ class _Override:
         self._key = None  # _original stays valid, because another thread may be about to call it
 
 
+class _CompiledFlexAttention:
+    """The pass that replaces PyTorch's backward of FlexAttention in the graphs of Inductor."""
+
+    qualified_name = "higher_order::flex_attention_backward"
+
+    def __init__(self) -> None:
+        self._installed: Any = None
+
+    def stats(self, *, reset: bool = False) -> OperatorStats:
+        return OperatorStats(*counts.compiled.read(reset=reset))
+
+    def register(self) -> None:
+        if self._installed is None:
+            from flashbwd.integrations import flex_override  # imports PyTorch's compiler
+
+            self._installed = flex_override.install()
+
+    def unregister(self) -> None:
+        if self._installed is not None:
+            from flashbwd.integrations import flex_override
+
+            flex_override.remove(self._installed)
+        self._installed = None
+
+
 _ATTENTION = {
     name: _Override(name)
     for name in (
@@ -108,14 +139,20 @@ _ATTENTION = {
 }
 _NORMS = {name: _Override(name) for name in ("native_layer_norm_backward", "_fused_rms_norm_backward")}
 _ALL = _ATTENTION | _NORMS
+_REPLACED: dict[str, _Override | _CompiledFlexAttention] = {
+    **_ALL,
+    "flex_attention_backward": _CompiledFlexAttention(),
+}
 
 _lock = threading.RLock()
 _held: set[Overrides] = set()
 
 
 class Overrides:
-    """Keeps overrides active, from :func:`enable` until :meth:`remove`, the end of the ``with`` block, or
-    :func:`disable`."""
+    """Keeps overrides active until :meth:`remove`, the end of the ``with`` block, or :func:`disable`.
+
+    :func:`enable` creates it.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
@@ -137,7 +174,7 @@ class Overrides:
 
 def _register_what_is_held() -> None:
     names = frozenset().union(*(overrides.names for overrides in _held))
-    for name, override in _ALL.items():
+    for name, override in _REPLACED.items():
         if name in names:
             override.register()
         else:
@@ -149,7 +186,8 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
 
     After this call, this library computes the CUDA gradients of ``scaled_dot_product_attention`` (after PyTorch's
     cuDNN, flash and memory-efficient forwards), ``layer_norm`` and ``rms_norm`` in the whole process, also in compiled
-    graphs. If no kernel supports a call, PyTorch's own kernel runs; :func:`stats` counts these calls by reason.
+    graphs, and those of ``flex_attention`` in models that are compiled from now on. If no kernel supports a call,
+    PyTorch's own kernel runs; :func:`stats` counts these calls by reason.
     Enabling an override that is already enabled has no effect. The function may be called on a machine without a GPU,
     where none of these operators runs.
 
@@ -158,7 +196,8 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
     attention : bool
         Override the backwards of attention.
     norms : bool
-        Override the backwards of LayerNorm and RMSNorm. ``torch.compile`` with Inductor generates its own norms.
+        Override the backwards of LayerNorm and RMSNorm. These overrides have no effect on compiled models, for which
+        Inductor generates its own norm kernels.
 
     Returns
     -------
@@ -170,7 +209,7 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
     """
     _arguments.flag("attention", attention)
     _arguments.flag("norms", norms)
-    overrides = Overrides([*(_ATTENTION if attention else ()), *(_NORMS if norms else ())])
+    overrides = Overrides(name for name in _REPLACED if (norms if name in _NORMS else attention))
     with _lock:
         _held.add(overrides)
         _register_what_is_held()
@@ -178,7 +217,7 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
 
 
 def disable() -> None:
-    """Restore all of PyTorch's kernels, whichever code enabled the overrides."""
+    """Restore all of PyTorch's kernels, also if other code enabled the overrides."""
     with _lock:
         _held.clear()
         _register_what_is_held()
@@ -195,10 +234,11 @@ def stats(*, reset: bool = False) -> dict[str, OperatorStats]:
     Returns
     -------
     dict of str to OperatorStats
-        By the operator's name, ``"aten::..."``. A call in a CUDA graph is counted once, at capture.
+        By the operator's name: ``"aten::..."`` or ``"higher_order::flex_attention_backward"``. A call in a CUDA graph
+        is counted once, at capture.
     """
     _arguments.flag("reset", reset)
-    return {f"aten::{name}": override.stats(reset=reset) for name, override in _ALL.items()}
+    return {override.qualified_name: override.stats(reset=reset) for override in _REPLACED.values()}
 
 
 def _offer_to_torch() -> None:

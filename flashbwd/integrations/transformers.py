@@ -39,7 +39,7 @@ def register() -> None:
 
 
 class _LookupOfOthers:
-    """Transformers' search for a FlashAttention package; it finds none for this implementation."""
+    """Replaces Transformers' search for a FlashAttention package, and finds none for this implementation."""
 
     def __init__(self, lookup: Callable[..., Any]) -> None:
         self._lookup = lookup
@@ -81,14 +81,14 @@ def _packing(starts: Tensor, rows: Tensor | None) -> _Packing:
 
 @_OncePerTensor
 def _unpadded(mask: Tensor, length: int) -> _Packing:
-    """Packing of the rows without padding, from the last ``length`` columns of a padding mask (batch, keys)."""
+    """Return the packing of the rows without padding, from the last ``length`` columns of a (batch, keys) mask."""
     kept = mask[:, -length:]
     return _packing(nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)), kept.flatten().nonzero().squeeze(1))
 
 
 @_OncePerTensor
 def _packed(position_ids: Tensor, batch: int) -> _Packing | None:
-    """Packing of the sequences in each row of (batch, queries) positions; None if every row is one sequence."""
+    """Return the packing of the sequences in (batch, queries) positions; None if every row is one sequence."""
     positions = position_ids.expand(batch, -1)
     follows = positions[:, 1:] - positions[:, :-1] == 1
     if bool(follows.all()):
@@ -117,7 +117,7 @@ def attention_forward(
     max_length_k: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """:func:`flashbwd.attention`, called as Transformers calls attention implementations.
+    """Call :func:`flashbwd.attention` with the arguments that Transformers passes to attention implementations.
 
     Parameters
     ----------
@@ -126,10 +126,10 @@ def attention_forward(
     query, key, value : Tensor, (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
         The last query is aligned with the last key; earlier keys may come from a cache.
     attention_mask : Tensor, optional
-        (B, Sk), false or 0 for padding, on either side. Or (B or 1, H or 1, Sq, Sk), booleans or a bias; no causal
-        mask or window is applied in addition to it.
+        (B, Sk): false or 0 for padding, on either side. (B or 1, H or 1, Sq, Sk): booleans or a bias, which replaces
+        the causal mask and the window.
     dropout, scaling, sliding_window, softcap
-        As models pass them. The size of a window includes the query's own key.
+        The values that models pass. The size of a window includes the query's own key.
     s_aux : Tensor, (H,), optional
         Attention sinks.
     position_ids : Tensor, (B or 1, Sq), optional
@@ -197,7 +197,7 @@ def _given(cu_seqlens: Tensor, max_seqlen: int | None) -> _Packing:
 
 
 def _flat(x: Tensor, packing: _Packing) -> Tensor:
-    """The rows of (B, S, H, D) without padding, one sequence after another."""
+    """Return the rows of (B, S, H, D) without padding, one sequence after another."""
     x = x.flatten(0, 1)
     return x if packing.rows is None else x.index_select(0, packing.rows)
 
@@ -265,7 +265,7 @@ _like: dict[tuple[Any, bool], type[nn.Module]] = {}
 
 
 def _like_rms_norm(kind: type[nn.Module], zero_centered_gamma: bool) -> type[nn.Module]:
-    """The subclass of ``kind`` that computes with the operators of this library; created once per class."""
+    """Return the subclass of ``kind`` that computes with the operators of this library; created once per class."""
     key = (kind, zero_centered_gamma)
     if key not in _like:
         _like[key] = type(kind.__name__, (_LikeRMSNorm, kind), {"zero_centered_gamma": zero_centered_gamma})
@@ -274,12 +274,12 @@ def _like_rms_norm(kind: type[nn.Module], zero_centered_gamma: bool) -> type[nn.
 
 @torch.no_grad()
 def _agree(module: nn.Module, candidate: type[nn.Module]) -> bool:
-    """Whether ``candidate`` computes the same as the module up to rounding, with the module's own parameters."""
+    """Return whether ``candidate`` computes the same as the module up to rounding, with the module's parameters."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
         return False
     generator = torch.Generator().manual_seed(0)
-    x = 1e-2 * torch.randn(4, weight.numel(), generator=generator)  # small, so that a different eps shows
+    x = 1e-2 * torch.randn(4, weight.numel(), generator=generator)  # small enough that another eps changes the result
     x = x.to(weight.device, weight.dtype)
     own_class = type(module)
     try:

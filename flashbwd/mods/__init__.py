@@ -6,6 +6,7 @@ trace      traces a function to a graph of operators on scalars
 built_in   recognises built-in modifications (causal, window, softcap, ALiBi), which need no compilation
 values     the symbolic values with which built_in evaluates a graph
 operators  the C++ expression of each operator
+element    the C++ expressions that address an element of a captured tensor
 emit       writes any other graph as CUDA C++
 row        subexpressions that a kernel computes once per query row
 derivative writes the derivative of a score_mod, for the backward kernel

@@ -13,8 +13,8 @@ from torch import Tensor
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import CannotEmitError, Captures, Recent, Slots
 from flashbwd.mods.derivative import emit_gradient
-from flashbwd.mods.emit import c_element
 from flashbwd.mods.kernels import NoKernelError, modification_of
+from flashbwd.mods.operators import c_element
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import DecodingCall, block_states
 from flashbwd.reference.modifications import Mod
@@ -34,13 +34,13 @@ class _Tile:
 
 @dataclass(eq=False)
 class _Gradient:
-    """CUDA source of the modifications and their derivative. ``places`` is that of :func:`emit_gradient`."""
+    """CUDA source of the modifications and their derivative, as :func:`emit_gradient` returns them."""
 
     source: str
-    places: dict[int, int]
+    slots: dict[int, int]  # position among the tensors that get a gradient -> slot among the kernel's captured tensors
 
 
-# Key of the functions and positions of the tensors with a gradient -> source, and positions of the captured tensors.
+# (Key of the functions, positions of the tensors that get a gradient) -> source, and positions of the captured tensors.
 _known: Recent[tuple[_Gradient, list[int]]] = Recent(256)
 
 
@@ -57,8 +57,8 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute the gradients of query, key, value and the captured tensors of a call that the forward kernel supports.
 
-    ``out`` is the float32 output, not rounded to query's dtype. Gradients of captured tensors are accumulated with
-    atomics in float32 (float64 for float64 tensors).
+    ``out`` is the float32 output before it is rounded to query's dtype. The kernel accumulates gradients of captured
+    tensors with atomics, in float32 (float64 for float64 tensors).
 
     Raises
     ------
@@ -76,7 +76,7 @@ def run_backward(
     kernel = number = 0
     tensors: list[Tensor] = []
     gradients = {i: torch.zeros(t.shape, dtype=_sum_dtype(t), device=t.device) for i, t in enumerate(captured)}
-    places: dict[int, int] = {}
+    slots: dict[int, int] = {}
     if call.score_mod is not None or mask is not None:
         mods = (call.score_mod, None if mask is None else mask.mask_mod)
         built_in = None if captured else modification_of(*mods)
@@ -85,7 +85,7 @@ def run_backward(
         else:
             known, tensors = _gradient_of(*mods, captured)
             kernel = _kernel(known.source, tile)
-            places = known.places
+            slots = known.slots
     states = None if mask is None else block_states(mask, key.shape[2]).contiguous()
     q_block, kv_block = (1, 1) if mask is None else mask.BLOCK_SIZE
     dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
@@ -102,8 +102,8 @@ def run_backward(
         dv,
         states,
         tensors,
-        [gradients[i] for i in places],
-        list(places.values()),
+        [gradients[i] for i in slots],
+        list(slots.values()),
         call.scale,
         q_block,
         kv_block,
@@ -124,7 +124,7 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 def _gradient_of(
     score_mod: Mod | None, mask_mod: Mod | None, differentiable: Sequence[Tensor]
 ) -> tuple[_Gradient, list[Tensor]]:
-    """Return source and derivative of the modifications, and the tensors that they capture in this call."""
+    """Return the source of the modifications and their derivative, and the tensors that they capture in this call."""
     captures = Captures(score_mod, mask_mod)
     chosen = tuple(captures.position(tensor) for tensor in differentiable)
     key = None if captures.key is None or None in chosen else (captures.key, chosen)
@@ -135,10 +135,10 @@ def _gradient_of(
     try:
         score = None if score_mod is None else trace("score_mod", score_mod, True)
         mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
-        source, places = emit_gradient(score, mask, slots, list(differentiable))
+        source, gradient_slots = emit_gradient(score, mask, slots, list(differentiable))
     except CannotEmitError as error:
         raise NoKernelError(str(error)) from error
-    known = _Gradient(source, places)
+    known = _Gradient(source, gradient_slots)
     positions = slots.positions()
     if key is not None and positions is not None:
         _known.put(key, (known, positions))
@@ -146,7 +146,7 @@ def _gradient_of(
 
 
 def backward_source(mod: str, head_dim: int, dtype: torch.dtype, aligned: bool) -> str:
-    """Return the complete CUDA source of a backward kernel. It includes no header."""
+    """Return the complete CUDA source of a backward kernel, without any include."""
     source = torch.ops.flashbwd.decoding_backward_source() + mod
     source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
     arguments = f"{head_dim}, {c_element(dtype)}, {str(aligned).lower()}, flashbwd::Mod"

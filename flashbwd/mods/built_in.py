@@ -1,7 +1,7 @@
 """Recognises built-in modifications, for which every build has kernels, by what they compute.
 
-A traced function is evaluated symbolically with a few kinds of values: sums of indices, conditions on the key index,
-functions of the head, and the score itself. A function is built in, however it is written, if it computes
+This module evaluates a traced function symbolically with a few kinds of values: sums of indices, conditions on the key
+index, functions of the head, and the score itself. A function is built in, however it is written, if it computes
 
     score = cap * tanh(score / cap)                    softcap
     score = score + slope(h) * (+-k + q * n + c)       ALiBi, relative position
@@ -10,8 +10,8 @@ functions of the head, and the score itself. A function is built in, however it 
 Here c is a sum of numbers and captured integers (0-d, or one per batch or head). csrc/decoding/built_in.cuh applies it.
 
 A function is recognised only if the kernel provably computes what PyTorch computes, for all values of the captured
-tensors. PyTorch's integers wrap around. A sum that may wrap around is therefore stored separately from terms that were
-moved across a comparison (``Bound``). Every value must have the dtype of its kind, so a function with a cast that may
+tensors. PyTorch's integers wrap around. ``Bound`` therefore stores a sum that may wrap around separately from terms
+that were moved across a comparison. Every value must have the dtype of its kind, so a function with a cast that may
 change a value is not recognised.
 """
 
@@ -53,14 +53,14 @@ class NotBuiltInError(Exception):
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in modification: what happens to the score, and the bounds of the visible keys if there is a mask."""
+    """A built-in modification: the change of the score, and the bounds of the visible keys if there is a mask."""
 
     score: Score
     mask: Bounds | None
 
 
 def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> BuiltIn | None:
-    """Return the built-in modification that two traces compute, or None. ``captures`` is that of both functions."""
+    """Return the built-in modification that two traces compute, or None. ``captures`` belongs to both functions."""
     try:
         value = Score() if score is None else _evaluate(score, captures)
         visible = None if mask is None else _evaluate(mask, captures)
@@ -80,7 +80,7 @@ def _fits(total: Sum) -> bool:
 
 
 def _fits_bias(total: Sum) -> bool:
-    """Return whether 32 bits, in which the kernel adds up a bias, hold every value of the sum."""
+    """Return whether 32 bits hold every value of the sum. The kernel adds up a bias in 32 bits."""
     return _fits(total) and (total.bits == 32 or (not total.terms and replace(total, bits=32).is_exact))
 
 
@@ -145,7 +145,7 @@ def _evaluate(trace: Trace, captures: Captures) -> Value:
 
 def _tensor(tensor: Tensor, captures: Captures) -> Value:
     if tensor.dim() == 0 and tensor.device.type == "cpu" and captures.position(tensor) is None:
-        return tensor.item()  # a constant made by the function
+        return tensor.item()  # the function made this constant
     if tensor.dim() == 0 and tensor.dtype in _BITS:
         return Sum(terms=((Captured(tensor, ""), 1),), bits=_BITS[tensor.dtype])
     return tensor
@@ -176,7 +176,7 @@ def _operator(node: Any, values: dict[fx.Node, Value]) -> Value:
 
 
 def _is_of(value: Value, dtype: torch.dtype) -> bool:
-    """Return whether a value of this kind has dtype ``dtype``. Any other dtype would have rounded or truncated it."""
+    """Return whether values of this kind have dtype ``dtype``. Any other dtype would have changed the value."""
     if isinstance(value, (Sum, Distance)) or _is_int(value):
         return dtype in _BITS and not (_is_int(value) and abs(value) > FAR)
     if isinstance(value, (Bounds, bool)):
@@ -397,4 +397,4 @@ _FILLS: dict[str, Callable[[Any], Any]] = {
     "scalar_tensor": lambda node: node.args[0],
     "new_ones": lambda node: 1,
 }
-_KEYWORDS_MEAN_NOTHING = frozenset({"_to_copy", "clone"})  # except the dtype, which is taken from the result
+_KEYWORDS_MEAN_NOTHING = frozenset({"_to_copy", "clone"})  # except the dtype, which the result also has

@@ -1,8 +1,8 @@
-"""Keys for Python functions: functions with equal keys compute the same with the tensors that they capture.
+"""Keys for Python functions. Two functions with equal keys compute the same from the tensors that they capture.
 
 A function has a key only if it reads nothing but its code, immutable constants, tensors (the key holds their dtype,
 shape, strides and device), plain functions that have a key, and tuples of these. A function that can reach anything
-else (an object, a class, a method, a list, a module other than torch and math) has no key: it is traced at every call.
+else (an object, a class, a method, a list, a module other than torch and math) has no key. It is traced at every call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CannotEmitError(Exception):
 
 
 class _NotProvableError(Exception):
-    """A function can read something that may change without a change of its key."""
+    """A function can read something whose change would not change the key."""
 
 
 class Recent(Generic[_Value]):
@@ -85,12 +85,12 @@ class Recent(Generic[_Value]):
 
 
 class FixedMod:
-    """A modification with explicit tensors. The caller guarantees that nothing else that it reads changes.
+    """A modification with explicit tensors. The caller guarantees that everything else that it reads stays the same.
 
     Attributes
     ----------
     identity : object
-        Hashable. Modifications with equal identities compute the same with their tensors.
+        Hashable. Two modifications with equal identities compute the same from their tensors.
     function : callable
         ``function(arguments, tensors)``. ``arguments`` is the tuple of the modification's arguments.
     tensors : sequence of Tensor
@@ -110,10 +110,10 @@ class FixedMod:
 
 
 class Captures:
-    """Key and captured tensors of one or several functions.
+    """The key and the captured tensors of one or several functions.
 
-    Functions with equal keys compute the same if given each other's tensors, in order. Of a tensor the key holds dtype,
-    shape, strides and device, or the position of the same tensor object earlier in the list. It never holds values.
+    Functions with equal keys compute the same from the same list of tensors. For each tensor, the key holds its dtype,
+    shape, strides and device, or the earlier position of the same tensor object. It never holds values.
 
     Attributes
     ----------
@@ -148,7 +148,7 @@ class Slots:
     Attributes
     ----------
     sources : list
-        For each slot, the position of its tensor in ``captures.tensors``, or the tensor itself if it is not in there.
+        For each slot, the position of its tensor in ``captures.tensors``, or the tensor itself if that list lacks it.
     """
 
     def __init__(self, captures: Captures, device: str = "cuda") -> None:
@@ -157,7 +157,7 @@ class Slots:
         self.sources: list[int | Tensor] = []
 
     def of(self, tensor: Tensor, owner: str) -> int:
-        """Return the slot of ``tensor``, after adding one if necessary. ``owner`` names the function in errors.
+        """Return the slot of ``tensor``; add it if it has none. ``owner`` names the function in error messages.
 
         Raises
         ------
@@ -195,7 +195,7 @@ def _position(tensor: Tensor, tensors: list[Tensor]) -> int | None:
 
 
 def _value(value: Any, key: list[Any], tensors: list[Tensor], depth: int) -> None:
-    """Append a description of ``value`` to ``key`` that no different value has."""
+    """Append to ``key`` a description that only values equal to ``value`` have."""
     kind = type(value)
     if kind in _TENSORS:
         _tensor(value, key, tensors)

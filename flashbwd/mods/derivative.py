@@ -63,12 +63,12 @@ _PASSES = frozenset({"alias", "clone", "contiguous", "view", "expand", "squeeze"
 
 
 class Derivative:
-    """Appends the derivative to the lines of an emitter, and uses the values that they compute.
+    """Appends the derivative to the lines of an emitter. The derivative uses values that these lines compute.
 
     Parameters
     ----------
     emitter : Emitter
-        Emitter of ``score_mod``, after a call of its ``forward``.
+        Emitter of ``score_mod``, whose ``forward`` has been called.
     captured : list of Tensor
         Captured tensors that get a gradient.
     """
@@ -80,7 +80,7 @@ class Derivative:
         self.slots: dict[int, int] = {}  # position in ``captured`` -> slot among the kernel's captured tensors
 
     def run(self, output: Any, gradient: str) -> str:
-        """Propagate ``gradient`` of ``output`` back through all operators. Returns the gradient of the score."""
+        """Propagate the gradient of ``output`` back through all operators. Return the gradient of the score."""
         nodes = list(self.emitter.trace.graph.nodes)
         score = nodes[0]
         active = {score} | {node for node in nodes if self._captured(node) is not None}
@@ -119,20 +119,16 @@ class Derivative:
 
     def _store(self, node: Any, gradient: str) -> None:
         """Write an atomic add to one element of a captured tensor's gradient. The gradient is contiguous."""
-        slot, indices = self.emitter.captured[node]
+        selected = self.emitter.captured[node]
         whole = node
         while whole.op != "get_attr":
             whole = whole.args[0]
         position = self._captured(whole)
         if position is None:
             return
-        self.slots[position] = slot
-        offset = "0ll"
-        for dim, index in enumerate(indices):
-            size = f"p.captured[{slot}].sizes[{dim}]"
-            offset = f"({offset} * {size} + wrap({index}, {size}))"
+        self.slots[position] = selected.slot
         kind = self._type(node)
-        element = f"static_cast<{kind}*>(p.gradients[{slot}]) + {offset}"
+        element = f"static_cast<{kind}*>(p.gradients[{selected.slot}]) + {selected.contiguous_offset()}"
         self.emitter.lines.append(f"if (first) atomicAdd({element}, static_cast<{kind}>({gradient}));")
 
     def _through(self, node: Any, gradient: str, active: set[Any]) -> None:
@@ -240,8 +236,8 @@ def emit_gradient(
     Returns
     -------
     source : str
-    places : dict
-        For the position of each tensor in ``differentiable`` on which the score depends: its slot in ``slots``.
+    gradient_slots : dict of int to int
+        Position in ``differentiable`` -> slot in ``slots``, for each tensor on which the score depends.
     """
     score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
     places: dict[int, int] = {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from flashbwd.mods.captures import CannotEmitError, Slots
+from flashbwd.mods.element import Element
 from flashbwd.mods.operators import (
     BINARY,
     COMPARISONS,
@@ -32,17 +33,16 @@ MASK_PARAMETERS = SCORE_PARAMETERS[1:]
 
 
 class Emitter:
-    """Writes the body of one function. ``slots`` is shared by all functions of a kernel."""
+    """Writes the body of one C++ function. All functions of a kernel share ``slots``."""
 
     def __init__(self, name: str, trace: Trace, slots: Slots) -> None:
         self.name = name
         self.trace = trace
         self.slots = slots
         self.lines: list[str] = []
-        self.defined: list[fx.Node] = []  # the node that each of the lines computes
+        self.defined: list[fx.Node] = []  # for each line, the node that it computes
         self.names: dict[fx.Node, str] = {}
-        # Captured tensors and parts of them: slot, and for each dimension its index, or None if not indexed yet.
-        self.captured: dict[fx.Node, tuple[int, list[str | None]]] = {}
+        self.captured: dict[fx.Node, Element] = {}  # nodes that are captured tensors or select from them
 
     def run(self, parameters: list[str], result: torch.dtype, row: Row | None = None) -> str:
         value = self.cast(self.forward(parameters), result)
@@ -51,7 +51,7 @@ class Emitter:
         return "\n    ".join([*self.lines, f"return {value};"])
 
     def forward(self, parameters: list[str]) -> Any:
-        """Write everything but the return statement. Returns the node whose value the function returns."""
+        """Write all lines except the return statement. Return the node whose value the function returns."""
         inputs = iter(parameters)
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
@@ -67,7 +67,10 @@ class Emitter:
         raise CannotEmitError(f"{self.name} has a {node.op} of {node.target}")
 
     def move_to_row(self, row: Row) -> None:
-        """Move values that depend on captured tensors, but not on score or key, to ``row``: computed once per row."""
+        """Move values that depend on captured tensors, but not on the score or the key, to ``row``.
+
+        The kernel then computes them once per query row instead of once per score.
+        """
         per_key: set[fx.Node] = set()
         of_captured = set(self.captured)
         wanted: dict[str, fx.Node] = {}
@@ -104,7 +107,7 @@ class Emitter:
         """Return the C++ expression of ``value`` converted to ``dtype`` as PyTorch does.
 
         In operators on 16-bit tensors, PyTorch rounds Python numbers to 16 bits, except in sums, products, quotients
-        and activations. ``round_number=False`` is for these.
+        and activations. For these exceptions pass ``round_number=False``.
         """
         if not isinstance(value, fx.Node) and dtype.is_floating_point:
             rounds = round_number and dtype in ROUNDED
@@ -118,7 +121,7 @@ class Emitter:
         return f"{ROUNDED[dtype]}({text})" if rounds else text
 
     def _common(self, *values: Any) -> torch.dtype:
-        """Return the dtype in which PyTorch compares. Of a Python number only the category counts."""
+        """Return the dtype in which PyTorch compares. A Python number contributes only its category, not its dtype."""
         nodes = [self.dtype(value) for value in values if isinstance(value, fx.Node)]
         dtype = nodes[0]
         for other in nodes[1:]:
@@ -144,37 +147,24 @@ class Emitter:
     def _capture(self, node: Any) -> None:
         tensor = self.trace.tensors[str(node.target)]
         made = self.slots.captures.position(tensor) is None
-        if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # a constant made by the function
+        if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # the function made this constant
             self.names[node] = literal(tensor.item())
             return
-        self.captured[node] = (self.slots.of(tensor, self.name), [None] * tensor.dim())
+        self.captured[node] = Element(self.slots.of(tensor, self.name), (None,) * tensor.dim())
 
     def _load(self, node: Any) -> None:
         """Load the element of a captured tensor that ``node`` selects; every dimension must have an index."""
-        slot, indices = self.captured[node]
-        terms = []
-        for dim, index in enumerate(indices):
-            if index is None:
-                shape = tuple(node.meta["val"].shape)
-                raise CannotEmitError(
-                    f"{self.name} uses a captured tensor, or a part of one, of shape {shape} as a whole"
-                )
-            terms.append(f"wrap({index}, p.captured[{slot}].sizes[{dim}]) * p.captured[{slot}].strides[{dim}]")
-        dtype = self.dtype(node)
-        functions = {torch.float16: "load_half", torch.bfloat16: "load_bfloat16"}
-        function = functions.get(dtype, f"load_captured<{c_type(dtype)}>")
-        self._define(node, f"{function}(p.captured[{slot}].data, {' + '.join(terms) or '0'})", False)
+        element = self.captured[node]
+        if not element.is_complete:
+            shape = tuple(node.meta["val"].shape)
+            raise CannotEmitError(f"{self.name} uses a captured tensor, or a part of one, of shape {shape} as a whole")
+        self._define(node, element.load(self.dtype(node)), False)
 
     def _choose(self, node: Any, source: Any, chosen: dict[int, Any]) -> None:
-        """Record that ``node`` is ``source`` with indices for some of the dimensions not indexed yet."""
+        """Record that ``node`` is ``source`` with indices for some of the dimensions that have none yet."""
         if source not in self.captured:
             raise CannotEmitError(f"{self.name} indexes a tensor that it created, which has no CUDA implementation")
-        slot, indices = self.captured[source]
-        open_dims = [dim for dim, index in enumerate(indices) if index is None]
-        indices = list(indices)
-        for place, index in chosen.items():
-            indices[open_dims[place]] = self.value(index)
-        self.captured[node] = (slot, indices)
+        self.captured[node] = self.captured[source].select({d: self.value(index) for d, index in chosen.items()})
 
     # ---- operators ----
 
@@ -226,7 +216,7 @@ class Emitter:
         raise CannotEmitError(f"{self.name} calls {node.target}{options}, which has no CUDA implementation")
 
     def _format(self, node: Any, expression: str, values: Any, round_numbers: bool = True) -> str:
-        """Fill the values, converted to the dtype of the result, into ``expression``."""
+        """Convert the values to the dtype of the result and insert them into ``expression``."""
         return expression.format(*(self.cast(value, self.dtype(node), round_numbers) for value in values))
 
     def _comparison(self, node: Any, sign: str) -> None:
@@ -259,7 +249,7 @@ class Emitter:
         mode = node.kwargs.get("rounding_mode")
         number = node.args[1]
         if mode is None and self.dtype(node) != torch.float64 and isinstance(number, (int, float)) and number != 0:
-            # To divide by a number, PyTorch's CUDA kernel multiplies by its reciprocal: the last bit may differ.
+            # PyTorch's CUDA kernel multiplies by the reciprocal of the number, which may change the last bit.
             reciprocal = (torch.ones(()) / torch.tensor(float(number), dtype=torch.float32)).item()
             a = self.cast(node.args[0], self.dtype(node), False)
             self._define(node, f"times({a}, static_cast<float>({literal(reciprocal)}))")
@@ -309,12 +299,12 @@ class Emitter:
     def _op__to_copy(self, node: Any) -> None:
         self._define(node, self.cast(node.args[0], self.dtype(node)))
 
-    def _fill(self, node: Any, place: int = 1) -> None:
-        self._define(node, self.cast(node.args[place], self.dtype(node)))
+    def _fill(self, node: Any, position: int = 1) -> None:
+        self._define(node, self.cast(node.args[position], self.dtype(node)))
 
     _op_full = _op_full_like = _fill
-    _op_new_full = functools.partialmethod(_fill, place=2)
-    _op_scalar_tensor = functools.partialmethod(_fill, place=0)
+    _op_new_full = functools.partialmethod(_fill, position=2)
+    _op_scalar_tensor = functools.partialmethod(_fill, position=0)
 
     def _op_pow(self, node: Any) -> None:
         base, exponent = node.args
@@ -365,13 +355,6 @@ class Emitter:
         self._define(
             node, f"{x} != {x} ? {nan} : {x} == {infinity} ? {most} : {x} == -{infinity} ? {least} : {x}", False
         )
-
-
-def c_element(dtype: torch.dtype) -> str:
-    """Return the C++ name of the dtype of query, key and value in the kernels."""
-    return {torch.float16: "flashbwd::Half", torch.bfloat16: "flashbwd::BFloat16", torch.float32: "flashbwd::Float"}[
-        dtype
-    ]
 
 
 def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:

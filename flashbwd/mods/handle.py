@@ -15,7 +15,7 @@ _INDICES = {"score_mod": 5, "mask_mod": 4}
 
 
 class Mods(NamedTuple):
-    """Modifications bound to their tensors, for one or more calls. ``None`` for a modification that was not given."""
+    """Modifications that are bound to their tensors. A modification that was not given is ``None``."""
 
     score_mod: Mod | None
     mask_mod: Mod | None
@@ -101,11 +101,11 @@ def _tensor_names(owner: str, function: Callable[..., Tensor]) -> tuple[str, ...
 def compile_mods(
     score_mod: Callable[..., Tensor] | None = None, mask_mod: Callable[..., Tensor] | None = None
 ) -> CompiledMods:
-    """Create a handle on modifications for ``flex_decoding`` that are traced only once, whatever they read.
+    """Create a handle for modifications of ``flex_decoding``, which traces them only once, even if they read objects.
 
-    ``flex_decoding`` reuses the trace of a function that reads only numbers, tensors and plain functions. It traces a
-    function that reads anything else (an object, a method, a list) at every call, because the object may have changed.
-    With a handle the caller promises that only the named tensors change::
+    Without a handle, ``flex_decoding`` reuses the trace of a function that reads only numbers, tensors and plain
+    functions. It traces a function that reads anything else (an object, a method, a list) at every call, because the
+    object may have changed. With a handle, the caller promises that only the named tensors change::
 
         def biased(score, b, h, q_idx, kv_idx, *, table):
             return score + layer.gain * table[h, kv_idx]

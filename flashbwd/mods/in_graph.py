@@ -1,9 +1,9 @@
 """Flex decoding inside torch.compile: one operator in the graph, with the modifications as Python source text.
 
-PyTorch's compiler can trace the functions that are passed to its own flex_attention. The same tracing is registered for
-a higher-order operator of this library. It passes the source text of the traced graphs, and the tensors that they
-capture, to a normal operator, which runs the code that is used without a compiler. The modifications are text, because
-a compiled graph may be cached on disk and loaded by another process, in which a number in a table would mean nothing.
+PyTorch's compiler can trace the functions that are passed to its own flex_attention. This module registers the same
+tracing for a higher-order operator. That operator passes the source text of the traced graphs, and the tensors that
+they capture, to a normal operator, which runs the code that is used without a compiler. The modifications are text,
+because another process may load the compiled graph from a disk cache and does not have this process's objects.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _FlexDecoding(HigherOrderOperator):
             [tensor for tensor in lists if tensor is not None],
             _tensors(score_captures, query),
             _tensors(mask_captures, query),
-            _text("score_mod", score_mod) if options["score_mod"] else "",
-            _text("mask_mod", mask_mod) if lists[0] is not None else "",
+            text_of("score_mod", score_mod) if options["score_mod"] else "",
+            text_of("mask_mod", mask_mod) if lists[0] is not None else "",
             q_block,
             kv_block,
             scale,
@@ -79,9 +79,9 @@ _flex_decoding: Callable[..., Results] = _FlexDecoding()
 
 
 def compiler_traces_functions() -> bool:
-    """Register how PyTorch's compiler traces the operator's functions. Returns False if this PyTorch cannot do it.
+    """Register how PyTorch's compiler traces the operator's functions. Return False if this PyTorch cannot trace them.
 
-    The compiler calls this function while it traces, so the compiler is not imported before it is used.
+    The compiler calls this function while it traces. Until then, nothing imports the compiler.
     """
     try:
         from torch._dynamo.variables import higher_order_ops as known
@@ -123,7 +123,7 @@ def _tensors(captures: Sequence[Any], like: Tensor) -> list[Tensor]:
     return [c if isinstance(c, Tensor) else torch.full((), c, device=like.device) for c in captures]
 
 
-def _text(name: str, graph_module: fx.GraphModule) -> str:
+def text_of(name: str, graph_module: fx.GraphModule) -> str:
     """Return the Python source of a graph, with the imports that it needs, as JSON.
 
     JSON has no line breaks: the compiler writes string arguments into comments of the code that it generates.
@@ -146,17 +146,30 @@ def _text(name: str, graph_module: fx.GraphModule) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _function_of(text: str) -> Callable[..., Tensor]:
+def function_of(text: str) -> Callable[..., Tensor]:
     names: dict[str, Any] = dict(_KNOWN_NAMES)
     exec(compile(json.loads(text), f"<{_NAME}>", "exec"), names)
     function: Callable[..., Tensor] = names["forward"]
     return function
 
 
-def _bound(text: str, captures: Sequence[Tensor]) -> Mod:
-    """Return the function of a text. The text is its identity, because it determines what the function computes."""
-    function = _function_of(text)
-    return FixedMod(text, lambda arguments, tensors: function(None, *arguments, *tensors), captures)
+def bound(text: str, captures: Sequence[Tensor], numbers: tuple[tuple[int, int], ...] = ()) -> Mod:
+    """Return the function of a text. Text and numbers are its identity: they determine what the function computes.
+
+    Parameters
+    ----------
+    numbers : tuple of (int, int)
+        Captured numbers: the position among all captures, in ascending order, and the value.
+    """
+    function = function_of(text)
+
+    def call(arguments: tuple[Tensor, ...], tensors: Sequence[Tensor]) -> Tensor:
+        everything: list[Any] = list(tensors)
+        for position, number in numbers:
+            everything.insert(position, number)
+        return function(None, *arguments, *everything)
+
+    return FixedMod((text, numbers), call, captures)
 
 
 _INPUTS = (
@@ -184,14 +197,14 @@ def _call_of(
     blocks = None
     if mask:
         counts, indices = (mask[2], mask[3]) if len(mask) == 4 else (None, None)
-        mod = _bound(mask_mod, mask_captures)
+        mod = bound(mask_mod, mask_captures)
         blocks = Blocks(mask[0], mask[1], counts, indices, (q_block, kv_block), lengths, mod)
-    score = _bound(score_mod, score_captures) if score_mod else None
+    score = bound(score_mod, score_captures) if score_mod else None
     return DecodingCall(score, blocks, scale, prescale, rows_safe, splits or None)
 
 
 def shaped_like_query(query: Tensor, head_dim: int) -> Tensor:
-    """Return an empty (B, H, Sq, head_dim) tensor with query's dtype and memory order, the last dimension innermost."""
+    """Return an empty (B, H, Sq, head_dim) tensor with query's dtype and order of strides, and a last stride of 1."""
     strides = query.stride()
     order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
     sizes = (*query.shape[:3], head_dim)
@@ -201,7 +214,7 @@ def shaped_like_query(query: Tensor, head_dim: int) -> Tensor:
 _excluded_at_import = torch._C._dispatch_tls_local_exclude_set()
 
 
-def _as_outside() -> AbstractContextManager[None]:
+def as_outside() -> AbstractContextManager[None]:
     """Reset the dispatcher to its state outside of an operator, because the reference uses vmap and autograd."""
     included = torch._C._dispatch_tls_local_include_set()
     guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, _excluded_at_import)
@@ -211,32 +224,63 @@ def _as_outside() -> AbstractContextManager[None]:
 def apart(tensor: Tensor, *others: Tensor) -> Tensor:
     """Return the tensor, or a copy if it shares its storage with one of the others.
 
-    Results of an operator in a graph must not share storage, but the kernels put out, lse and max_scores into one
+    The results of an operator in a graph must not share storage, but the kernels return out, lse and max_scores in one
     allocation.
     """
     storages = [other.untyped_storage()._cdata for other in others]
     return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
 
 
+def _exact_size(query: Tensor, value: Tensor, exact: bool) -> tuple[int, ...]:
+    """Return the shape of the unrounded output: empty if it is not requested, or equal to the rounded one."""
+    return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
+
+
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
+    lse = query.new_empty(query.shape[:3], dtype=accumulator(query.dtype))
+    exact = lse.new_empty(_exact_size(query, value, rest[-1]))
+    return shaped_like_query(query, value.shape[3]), lse, torch.empty_like(lse), exact
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    wanted, query, key, value, _, captures = args[4:10]
+    dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
+    return dq, dk, dv, [torch.empty_like(c) for c, w in zip(captures, wanted, strict=True) if w]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    query, key, value, mask, score_captures, mask_captures, *ctx.rest = inputs
+    ctx.counts = (len(mask), len(score_captures))
+    out, lse, _, exact = output
+    ctx.save_for_backward(
+        exact if exact.numel() else out, lse, query, key, value, *mask, *score_captures, *mask_captures
+    )
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    out, lse, query, key, value, *tensors = ctx.saved_tensors
+    lists, scores = ctx.counts
+    mask, captures, others = tensors[:lists], tensors[lists : lists + scores], tensors[lists + scores :]
+    wanted = list(ctx.needs_input_grad[4])
+    dq, dk, dv, found = torch.ops.flashbwd.flex_decoding_in_graph_backward(
+        out, lse, dout, dlse, wanted, query, key, value, mask, captures, others, *ctx.rest
+    )
+    grads = iter(found)
+    dcaptures = [next(grads) if w else None for w in wanted]
+    return dq, dk, dv, [None] * lists, dcaptures, [None] * len(others), *[None] * len(ctx.rest)
+
+
 def implement(forward: Forward, backward: Backward) -> None:
     """Define the operators. ``forward`` and ``backward`` are the functions that run without a compiler."""
 
-    def exact_size(query: Tensor, value: Tensor, exact: bool) -> tuple[int, ...]:
-        """Return the shape of the unrounded output: empty if it is not requested, or equal to the rounded one."""
-        return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
-
     def run_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
         call = _call_of((query.shape[2], key.shape[2]), *rest)
-        with _as_outside():
+        with as_outside():
             out, lse, largest, exact = forward(call, query, key, value, rest[-1])
-        empty = exact_size(query, value, rest[-1]) == (0,)
+        empty = _exact_size(query, value, rest[-1]) == (0,)
         unrounded = lse.new_empty(0) if empty else exact.float().contiguous()
         return out, apart(lse, out), apart(largest, out, lse), unrounded
-
-    def forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:
-        lse = query.new_empty(query.shape[:3], dtype=accumulator(query.dtype))
-        exact = lse.new_empty(exact_size(query, value, rest[-1]))
-        return shaped_like_query(query, value.shape[3]), lse, torch.empty_like(lse), exact
 
     def run_backward(
         out: Tensor,
@@ -254,36 +298,10 @@ def implement(forward: Forward, backward: Backward) -> None:
         captures = [c.detach().requires_grad_(w) for c, w in zip(score_captures, wanted, strict=True)]
         leaves = [c for c in captures if c.requires_grad]
         call = _call_of((query.shape[2], key.shape[2]), mask, captures, *rest)
-        with _as_outside():
+        with as_outside():
             dq, dk, dv, dleaves = backward(call, query, key, value, out, lse, dout, dlse, leaves)
         grads = [g.to(t.dtype) for g, t in zip((dq, dk, dv, *dleaves), (query, key, value, *leaves), strict=True)]
         return grads[0], grads[1], grads[2], grads[3:]
-
-    def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        wanted, query, key, value, _, captures = args[4:10]
-        dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
-        return dq, dk, dv, [torch.empty_like(c) for c, w in zip(captures, wanted, strict=True) if w]
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-        query, key, value, mask, score_captures, mask_captures, *ctx.rest = inputs
-        ctx.counts = (len(mask), len(score_captures))
-        out, lse, _, exact = output
-        ctx.save_for_backward(
-            exact if exact.numel() else out, lse, query, key, value, *mask, *score_captures, *mask_captures
-        )
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        out, lse, query, key, value, *tensors = ctx.saved_tensors
-        lists, scores = ctx.counts
-        mask, captures, others = tensors[:lists], tensors[lists : lists + scores], tensors[lists + scores :]
-        wanted = list(ctx.needs_input_grad[4])
-        dq, dk, dv, found = torch.ops.flashbwd.flex_decoding_in_graph_backward(
-            out, lse, dout, dlse, wanted, query, key, value, mask, captures, others, *ctx.rest
-        )
-        grads = iter(found)
-        dcaptures = [next(grads) if w else None for w in wanted]
-        return dq, dk, dv, [None] * lists, dcaptures, [None] * len(others), *[None] * len(ctx.rest)
 
     name = "flashbwd::flex_decoding_in_graph"
     gradients = "(Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, bool[] wanted, "
@@ -297,6 +315,6 @@ def implement(forward: Forward, backward: Backward) -> None:
     )
     torch.library.impl(name, "CompositeExplicitAutograd", lib=library)(run_forward)
     torch.library.impl(f"{name}_backward", "CompositeExplicitAutograd", lib=library)(run_backward)
-    torch.library.register_fake(name, forward_fake, lib=library)
-    torch.library.register_fake(f"{name}_backward", backward_fake, lib=library)
-    torch.library.register_autograd(name, differentiate, setup_context=setup, lib=library)
+    torch.library.register_fake(name, _forward_fake, lib=library)
+    torch.library.register_fake(f"{name}_backward", _backward_fake, lib=library)
+    torch.library.register_autograd(name, _gradients, setup_context=_save_for_backward, lib=library)

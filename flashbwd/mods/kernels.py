@@ -13,7 +13,8 @@ from torch import Tensor
 from flashbwd.mods import nvrtc
 from flashbwd.mods.built_in import encode, recognise
 from flashbwd.mods.captures import CannotEmitError, Captures, FixedMod, Recent, Slots
-from flashbwd.mods.emit import c_element, emit
+from flashbwd.mods.emit import emit
+from flashbwd.mods.operators import c_element
 from flashbwd.mods.trace import trace
 from flashbwd.reference.modifications import Mod
 
@@ -34,14 +35,14 @@ class Tile:
 
 @dataclass(eq=False)
 class Modification:
-    """A pair of score_mod and mask_mod, identified by what they compute.
+    """A score_mod and a mask_mod, identified by what they compute.
 
     Attributes
     ----------
     number : int
         Identifies the C++ record that holds the compiled kernels. The record is deleted together with this object.
     source : str, optional
-        CUDA source; None for a built-in modification, whose kernels are part of the library.
+        CUDA source; None for a built-in modification, whose kernels every build contains.
     tiles : set of Tile
         Tiles for which a kernel has been compiled.
     """
@@ -56,7 +57,7 @@ class NoKernelError(Exception):
 
 
 _MOST = 1024
-# Key of the functions -> their modification, and the positions of the captured tensors that the kernel takes.
+# Key of the functions -> their modification, and the positions of the captured tensors that the kernel reads.
 _known: Recent[tuple[Modification, list[int]]] = Recent(_MOST)
 # Source, or parameters of a built-in modification -> modification.
 _modifications: Recent[Modification] = Recent(_MOST)
@@ -64,7 +65,7 @@ _lock = threading.Lock()
 
 
 def known_modification(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]] | None:
-    """Return the modification and the tensors that its kernel takes; None if the functions must be traced first."""
+    """Return the modification and the tensors that its kernel reads; None if the functions must be traced first."""
     captures = Captures(score_mod, mask_mod)
     known = None if captures.key is None else _known.get(captures.key)
     if known is None:
@@ -74,7 +75,7 @@ def known_modification(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Mod
 
 
 def modification_of(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, list[Tensor]]:
-    """As :func:`known_modification`, but trace functions that are not known yet.
+    """Return what :func:`known_modification` returns, but trace functions that are not known yet.
 
     Raises
     ------
@@ -85,7 +86,7 @@ def modification_of(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modifi
 
 
 def compiled_modification(score_mod: Mod | None, mask_mod: Mod | None, tile: Tile) -> tuple[Modification, list[Tensor]]:
-    """As :func:`modification_of`, and make sure that there is a kernel for ``tile``, from a cache or by compiling it.
+    """Return what :func:`modification_of` returns, and make sure that a kernel for ``tile`` is compiled and loaded.
 
     Raises
     ------
@@ -126,7 +127,7 @@ def _trace(score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Modification, l
 
 
 def _same_modification(source: str | None, integers: list[int], floats: list[float]) -> Modification:
-    """Return the modification with this source or these parameters; make it if there is none."""
+    """Return the modification with this source or these parameters; create it if it does not exist."""
     key = source, tuple(integers), tuple(map(repr, floats))  # repr: -0.0 differs from 0.0, NaN equals NaN
     with _lock:
         known = _modifications.get(key)
@@ -139,7 +140,7 @@ def _same_modification(source: str | None, integers: list[int], floats: list[flo
 
 
 def kernel_source(mod: str, tile: Tile) -> str:
-    """Return the complete CUDA source of a kernel. It includes no header."""
+    """Return the complete CUDA source of a kernel, without any include."""
     source = torch.ops.flashbwd.decoding_source() + mod
     source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
     sizes = f"{tile.head_dim}, {tile.rows}, {tile.warps}"
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__({tile.warps * 32}, 1)
 
 
 def shared_bytes(tile: Tile) -> int:
-    """Return the dynamic shared memory of a kernel in bytes, from csrc/decoding/params.h."""
+    """Return the dynamic shared memory of a kernel in bytes; csrc/decoding/params.h computes it."""
     return torch.ops.flashbwd.decoding_shared_bytes(tile.head_dim, tile.rows, tile.warps, tile.dtype.itemsize)
 
 

@@ -26,8 +26,8 @@ class CompilationError(Exception):
 def cache_folder() -> Path | None:
     """Return ``FLASHBWD_CACHE_DIR``, or ``flashbwd`` in the user's cache folder by default.
 
-    Returns None, with one warning, unless the folder belongs to the user and no other user can write to it: another
-    user could otherwise place a kernel there that this process would run.
+    Returns None and warns once if the folder belongs to another user or another user can write to it. That user could
+    otherwise store a kernel there that this process would run.
     """
     try:
         given = os.environ.get("FLASHBWD_CACHE_DIR")
@@ -110,7 +110,7 @@ def compile_source(source: str, options: Sequence[str]) -> bytes:
 
 
 def cubin_of(source: str, options: Sequence[str]) -> bytes:
-    """As :func:`compile_source`, but read the cubin from the disk cache if there is an intact entry.
+    """Return the cubin of a source from the disk cache, or compile it if the cache has no intact entry.
 
     An entry starts with the SHA-256 of the rest. It is written under a temporary name and then renamed, so that
     processes that share the folder see a complete entry or none.

@@ -97,7 +97,7 @@ BINARY = {
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGICAL = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
 SAME = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "contiguous"}
-# Operators with numeric options after the value, and the defaults of the options; in the dtype of the result.
+# Operators with numeric options after the value, and the defaults of these options. All have the dtype of the result.
 WITH_NUMBERS: dict[str, tuple[str, tuple[float, ...]]] = {
     "softplus": ("softplus({0}, {1}, {2})", (1.0, 20.0)),
     "elu": ("elu({0}, {1}, {2}, {3})", (1.0, 1.0, 1.0)),
@@ -114,6 +114,13 @@ def c_type(dtype: torch.dtype) -> str:
     if dtype not in C_TYPES:
         raise CannotEmitError(f"{dtype} has no CUDA type here")
     return C_TYPES[dtype]
+
+
+def c_element(dtype: torch.dtype) -> str:
+    """Return the C++ type with which the kernels read query, key and value of this dtype."""
+    return {torch.float16: "flashbwd::Half", torch.bfloat16: "flashbwd::BFloat16", torch.float32: "flashbwd::Float"}[
+        dtype
+    ]
 
 
 def literal(value: Any) -> str:

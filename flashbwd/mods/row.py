@@ -15,7 +15,7 @@ class Row:
         self._lines: list[str] = []
 
     def take(self, function: str, lines: list[str], values: dict[str, torch.dtype]) -> dict[str, str]:
-        """Make fields of ``values``, which ``lines`` compute, while the struct stays within ``ROW_BYTES``.
+        """Add ``values``, which ``lines`` compute, as fields until the struct has ``ROW_BYTES`` bytes.
 
         Returns the field name of each value that became a field.
         """
@@ -33,7 +33,7 @@ class Row:
         """Return the struct definition, or an empty string if there are no fields."""
         if not self._fields:
             return ""
-        by_size = sorted(self._fields.items(), key=lambda field: -_bytes_of(field[1]))  # so that there is no padding
+        by_size = sorted(self._fields.items(), key=lambda field: -_bytes_of(field[1]))  # avoids padding
         fields = "\n    ".join(f"{c_type(dtype)} {name};" for name, dtype in by_size)
         lines = "\n      ".join(self._lines)
         return f"""  static constexpr bool kHasRow = true;

@@ -1,4 +1,4 @@
-"""Launches the forward kernel of flex decoding: at once if the kernel is ready, else after making it."""
+"""Launches the forward kernel of flex decoding, after compiling it if necessary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashbwd.mods.kernels import Tile, compiled_modification, known_modificatio
 from flashbwd.reference.decoding import Blocks, DecodingCall, block_states
 from flashbwd.reference.modifications import Mod
 
-_CHUNK = 16  # keys per warp and iteration; blocks of a list must be a multiple of it
+_KEYS_PER_ITERATION = 16  # of one warp; block sizes of a list must be a multiple of it
 _decoding_forward = torch.ops.flashbwd.decoding_forward.default._op  # the C++ callable without a Python wrapper
 
 # enable_gqa, splits (0: chosen by the plan), need_lse, need_max_scores, need_exact_out
@@ -31,10 +31,10 @@ def run_at_once(
     scale: float | None,
     wanted: Wanted,
 ) -> list[Tensor]:
-    """Launch a call that needs no preparation. Returns out and the requested statistics, or [] for any other call.
+    """Launch a call that needs no preparation, and return out and the requested statistics. Return [] otherwise.
 
-    This is the fast path of a decoding loop. The operator itself returns nothing unless all tensors are plain CUDA
-    tensors that pass the checks and the kernel already exists; errors are left to the slow path.
+    This is the fast path of a decoding loop. The operator returns [] unless all tensors are plain CUDA tensors that
+    pass the checks and the kernel already exists. The slow path then raises the errors.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or not query.is_cuda:
         return []
@@ -73,8 +73,8 @@ def _mask_lists(mask: Any) -> list[Tensor]:
     return lists
 
 
-# Under autocast the fast path returns [], because the arguments must be cast first. As a dispatcher rule this costs
-# calls without autocast nothing.
+# Under autocast the fast path returns [], because the arguments must be cast first. A dispatcher rule costs nothing in
+# calls without autocast.
 library.impl("decoding_forward", lambda *_: [], "AutocastCUDA")
 
 
@@ -100,7 +100,7 @@ def kernel_refusal(query: Tensor, key: Tensor, value: Tensor) -> str:
 def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, exact: bool) -> list[Tensor]:
     """Launch a call that has passed all checks and :func:`kernel_refusal`; compile its kernel first if necessary.
 
-    Returns out, lse and max_scores; with ``exact`` also out before it is rounded to 16 bits.
+    Returns out, lse and max_scores. With ``exact`` it also returns out before rounding to 16 bits.
 
     Raises
     ------
@@ -133,12 +133,12 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, ex
 def _lists(mask: BlockMask, group: int, seqlen_k: int) -> list[Tensor]:
     """Return the mask's block lists if the kernel can read them directly, else [].
 
-    It can if all rows of a KV head share one list, and key blocks are a multiple of ``_CHUNK`` keys.
+    It can if all rows of a KV head share one list, and key blocks are a multiple of ``_KEYS_PER_ITERATION`` keys.
     """
     lists = _mask_lists(mask)
     shared = all((t.shape[1] == 1 or group == 1) and t.shape[2] == 1 and t.dtype == torch.int32 for t in lists)
     kv_block: int = mask.BLOCK_SIZE[1]
-    if not shared or (kv_block % _CHUNK != 0 and kv_block < seqlen_k):
+    if not shared or (kv_block % _KEYS_PER_ITERATION != 0 and kv_block < seqlen_k):
         return []
     return [t if t.dim() == 3 else _rows_contiguous(t) for t in lists]
 

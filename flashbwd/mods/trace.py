@@ -2,8 +2,8 @@
 
 The function runs once under a dispatch mode that records every operator. Its arguments are 0-d CPU tensors with the
 right dtypes (stand-ins). Types are promoted as when PyTorch evaluates the function on broadcast int32 indices: there, a
-value that depends on an argument has dimensions, and a captured number has none. Tracing does not read captured tensors
-or use the GPU. It does not import PyTorch's compiler, because that alone would take half a second.
+value that depends on an argument has dimensions, and a captured number has none. Tracing neither reads captured tensors
+nor uses the GPU. It does not import PyTorch's compiler, because the import alone takes half a second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOST_METHODS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor
 # Operators that select a part of a captured tensor. Any other operator would need the whole tensor.
 _CHOOSES = frozenset({aten.index, aten.select, aten.detach, aten.alias})
 
-# Operators that raise if they divide an integer by 0, which is the value of the stand-ins for indices.
+# Operators that raise if they divide an integer by 0. Their stand-ins are 1; stand-ins of indices are otherwise 0.
 _DIVISIONS = frozenset({aten.floor_divide, aten.remainder, aten.fmod, aten.div})
 
 
@@ -42,7 +42,7 @@ class Trace:
         ``placeholder`` nodes are the arguments. ``get_attr`` nodes name a tensor in ``tensors``. ``meta["val"]`` of a
         node is a CPU tensor with the dtype and the number of dimensions of its result.
     tensors : dict of str to Tensor
-        Captured tensors, and constants made by the function.
+        Captured tensors, and constants that the function made.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -170,12 +170,12 @@ class _Recorder(TorchDispatchMode):
         operands = list(args)
         if func.overloadpacket in _CHOOSES or func.overloadpacket is aten._to_copy:
             return operands
-        places = [i for i, x in enumerate(operands) if isinstance(x, Tensor) and x.dim() == 0]
-        varying = [operands[i].dtype for i in places if id(operands[i]) in self.varying]
+        scalars = [i for i, x in enumerate(operands) if isinstance(x, Tensor) and x.dim() == 0]
+        varying = [operands[i].dtype for i in scalars if id(operands[i]) in self.varying]
         if not varying:
             return operands
         common = functools.reduce(torch.promote_types, varying)
-        for i in places:
+        for i in scalars:
             x = operands[i]
             if id(x) not in self.varying and x.dtype != common and _kind(x.dtype) == _kind(common):
                 operands[i] = self.__torch_dispatch__(aten._to_copy.default, (), (x,), {"dtype": common})

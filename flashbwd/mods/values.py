@@ -13,7 +13,7 @@ FAR = 2**29  # upper limit for the magnitude of indices and of constants in a su
 
 @dataclass(frozen=True)
 class Captured:
-    """One element of a captured tensor: of a 0-d tensor (``index`` ""), or selected by batch ("b") or head ("h")."""
+    """The element of a 0-d tensor (``index`` ""), or the element that the batch ("b") or head ("h") index selects."""
 
     tensor: Tensor  # compared and hashed by identity
     index: str
@@ -60,7 +60,7 @@ class Sum:
     def is_exact(self) -> bool:
         """Whether the sum cannot wrap around.
 
-        True for one captured integer with weight 1, and for indices with a constant if no value reaches the limit.
+        True for one captured integer with weight 1, and for indices with a constant whose sum stays below the limit.
         """
         if self.terms:
             term = self.terms[0][0]

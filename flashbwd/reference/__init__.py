@@ -1,7 +1,7 @@
 """The reference backend: blockwise implementations with matrix products and elementwise operators of PyTorch.
 
-It runs on CPUs, and on GPUs for cases without a kernel. No function here calls an attention or normalisation kernel of
-PyTorch or another library. None allocates an (Sq, Sk) tensor: memory is O(S * block).
+It runs on CPUs, and on GPUs for cases without a kernel. No function calls an attention or normalisation kernel of
+PyTorch or another library. No function allocates an (Sq, Sk) tensor: memory is O(S * block).
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def attention_backward(
 ) -> None:
     """Write the gradients of an attention call into dq, dk, dv, dbias and dsink.
 
-    The arguments are already checked; ``options`` holds the scale and the lengths. Every element of the outputs is
-    written, whatever they hold: rows beyond ``seqused`` and keys that no query sees get zeros. dq, dk and dv have any
-    strides, and the inputs' dtype or float32. dbias has the shape of attn_bias. dsink is (H,).
+    The caller has checked the arguments; ``options`` holds the scale and the lengths. The function writes every element
+    of the outputs: rows beyond ``seqused`` and keys that no query sees get zeros. dq, dk and dv have any strides, and
+    the inputs' dtype or float32. dbias has the shape of attn_bias. dsink is (H,).
 
     Dense calls without ``seqused`` do not synchronise with the GPU. Calls with ``cu_seqlens`` or ``seqused`` read the
     lengths on the host, and raise RuntimeError while a CUDA graph is captured. Results are bitwise identical from run
@@ -86,7 +86,7 @@ def attention_backward(
 
 
 def _cover(pieces: list[Piece], q: Tensor, k: Tensor) -> bool:
-    """Return whether the pieces write every row of the gradients: a dense batch in which all rows and keys meet."""
+    """Return whether the pieces write every row of the gradients: the batch is dense and no row or key is hidden."""
     if not pieces or pieces[0].span.packed:
         return False
     span, band = pieces[0].span, pieces[0].band
@@ -111,8 +111,8 @@ def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:
 def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor | None]:
     """Compute the gradients of one piece. The rows of a tile are the queries of all query heads of a KV head.
 
-    Writes dq. Writes dk and dv if the piece has all queries of its heads, else returns them as partial sums. Also
-    returns the piece's sum for dsink, (query heads,), if dsink was requested.
+    The function writes dq. It writes dk and dv if the piece has all queries of its heads, and otherwise returns them as
+    partial sums. It also returns the piece's sum for dsink, (query heads,), if dsink was requested.
     """
     options, span, band, cut, chunk = call.options, piece.span, piece.band, piece.cut, piece.chunk
     key_side = KeySide(call, piece)

@@ -13,9 +13,9 @@ from flashbwd.reference.spans import Span
 class BiasGradient:
     """Sums score gradients into the shape of the bias.
 
-    If each element of dbias gets its complete sum from one tile, it is written once, in its own dtype. Otherwise tiles
-    are summed in the accumulation dtype. For a dense bias that broadcasts only over batch or heads, ``one_chunk`` asks
-    for all heads in one chunk, which makes the first case possible.
+    If one tile has the complete sum of each element of dbias, the tile writes it in dbias's dtype. Otherwise the tiles
+    are summed in the accumulation dtype. For a dense bias that broadcasts only over batch or heads, ``one_chunk``
+    requests all heads in one chunk, so that each tile has the complete sums.
     """
 
     def __init__(self, dbias: Tensor, full: tuple[int, int, int, int], spans: list[Span], dtype: torch.dtype) -> None:

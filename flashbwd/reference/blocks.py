@@ -1,4 +1,4 @@
-"""Partitions the work: chunks of heads, blocks of queries and keys, and the visible part of a tile."""
+"""Partitions a call into chunks of heads and blocks of queries and keys, and finds the visible part of a tile."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flashbwd.reference.spans import Span, narrow, narrow_broadcast
 
 @dataclass(frozen=True)
 class TileSize:
-    """Limits for the work that one thread, or one CUDA stream, does at a time.
+    """Limits of the work that one thread, or one CUDA stream, does at a time.
 
     Attributes
     ----------
     rows, keys : int
         Size of a tile: queries (counted over all query heads of a KV head) and keys.
     elements : int
-        Total elements of the tiles, of several heads, that one operator call processes.
+        Largest number of elements that one operator call processes: the elements of the tiles of several heads.
     held : int
-        Number of keys, over several heads, whose operands and gradients are in memory at a time. A single head with
-        more keys may exceed it.
+        Largest number of keys, summed over heads, whose operands and gradients are in memory at a time. A single head
+        with more keys may exceed it.
     """
 
     rows: int
@@ -61,7 +61,7 @@ class Cut(NamedTuple):
 
     @staticmethod
     def whole(tile: TileSize, span: Span, heads_kv: int, group: int) -> Cut:
-        """Choose sizes such that one chunk has all heads. Its blocks are smaller, to stay within the limits."""
+        """Choose sizes such that one chunk has all heads. Smaller blocks then keep the work within the limits."""
         block_q, block_k = min(max(tile.rows // group, 1), span.sq), min(tile.keys, span.sk)
         while span.batches * heads_kv * block_q * group * block_k > tile.elements and max(block_q, block_k) > 16:
             if block_q * group >= block_k and block_q > 16:
@@ -186,7 +186,7 @@ class Band:
 
 
 class Piece(NamedTuple):
-    """A unit of work for one thread: of one chunk, the query blocks `part`, `part + parts`, `part + 2 * parts`, ..."""
+    """The work of one thread: the query blocks `part`, `part + parts`, `part + 2 * parts`, ... of one chunk."""
 
     span: Span
     band: Band
@@ -213,10 +213,10 @@ def cut_into_pieces(
     shared_sums: bool = False,
     one_chunk: bool = False,
 ) -> tuple[list[Piece], int]:
-    """Return the pieces of a call in which any key is visible, and the number of CPU threads to run them on.
+    """Return the pieces of a call in which a key is visible, and the number of CPU threads that run them.
 
-    Each thread gets different heads or, if there are fewer heads than threads, different query blocks. With
-    `shared_sums`, heads add to the same elements. Pieces then run one after another, and each operator uses all
+    Each thread gets different heads or, if there are fewer heads than threads, different query blocks. `shared_sums`
+    says that several heads add to the same elements. Pieces then run one after another, and each operator uses all
     threads. `one_chunk` requests all heads of a span in one piece.
     """
     heads_kv = k.shape[-2]

@@ -1,7 +1,8 @@
 """Reference implementation of flex decoding, blockwise over the keys.
 
-Modifications are vectorised with ``torch.vmap``. As in the kernels, the block lists of a BlockMask determine which keys
-are visible: a full block is, a partial one where ``mask_mod`` is True, and a block in neither list is hidden.
+``torch.vmap`` vectorises the modifications. As in the kernels, the block lists of a BlockMask determine which keys are
+visible: all keys of a full block, the keys of a partial block for which ``mask_mod`` is True, and no key of a block
+that is in neither list.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class DecodingCall:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The fields of a BlockMask that are used here. The operator of a compiled graph makes it."""
+    """The fields of a BlockMask that this module reads. The operator of a compiled graph creates it."""
 
     kv_num_blocks: Tensor
     kv_indices: Tensor
@@ -100,8 +101,8 @@ class _Tile:
 def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) -> Iterator[tuple[int, list[_Tile]]]:
     """Yield the number of queries of each range of queries, and its tiles.
 
-    If the states can be read, all blocks of a tile have the same state for each batch and head, and no tile consists of
-    absent blocks. So a value in one block reaches only the rows and keys of that block, even if it is NaN.
+    If the host can read the states, all blocks of a tile have the same state for each batch and head, and no tile
+    consists of absent blocks. So a NaN in one block reaches only the rows and keys of that block.
     """
     B, H, Sq, _ = q.shape
     known = None if states is None or not _readable(states) else states.flatten(0, 1).cpu()
@@ -109,7 +110,7 @@ def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) 
     for q0, q1 in _equal_ranges(None if known is None else known.transpose(1, 2), size[0], Sq, _QUERIES):
         most = max(_FEWEST_KEYS, _SCORES // (B * H * (q1 - q0)))
         if call.splits is not None:
-            most = min(most, max(seqlen_k // call.splits, 1))  # rounded down: no fewer parts than asked for
+            most = min(most, max(seqlen_k // call.splits, 1))  # rounded down: at least as many splits as requested
         row = None if known is None else known[:, q0 // size[0]]
         tiles = []
         for k0, k1 in _equal_ranges(row, size[1], seqlen_k, most):
@@ -120,14 +121,14 @@ def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) 
 
 
 def _readable(states: Tensor) -> bool:
-    """Return whether the host can read the states: they have values, and reading them is not captured in a graph."""
+    """Return whether the host can read the states: they have values, and no CUDA graph is being captured."""
     if type(states) is not Tensor or torch.compiler.is_compiling() or states.device.type not in ("cpu", "cuda"):
         return False
     return not (states.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _extremes(states: Tensor) -> tuple[bool, bool]:
-    """Return whether some block is present, and whether all are full."""
+    """Return whether any block is present, and whether all blocks are full."""
     least, largest = states.aminmax()
     return int(largest) != ABSENT, int(least) == FULL
 
@@ -135,7 +136,7 @@ def _extremes(states: Tensor) -> tuple[bool, bool]:
 def _equal_ranges(blocks: Tensor | None, size: int, length: int, most: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of at most ``most`` positions that cover ``length``.
 
-    All blocks of a range, in the last dimension of ``blocks``, are equal.
+    Within a range, all entries of the last dimension of ``blocks`` are equal.
     """
     bounds = []
     if blocks is not None:
@@ -180,7 +181,7 @@ class _Operands:
         return rows.unflatten(2, (self.group, -1)).flatten(1, 2)
 
     def keys(self, source: Tensor, tile: _Tile, visible: Tensor | None) -> Tensor:
-        """Return (B or 1, Hkv, n, D) of k or v. Keys that no row of the tile sees are zeroed: they may hold NaN."""
+        """Return (B or 1, Hkv, n, D) of k or v. Keys that no row of the tile sees become 0: they may hold NaN."""
         keys = source[:, :, tile.k0 : tile.k1].to(self.dtype)
         if visible is None:
             return keys
@@ -289,7 +290,8 @@ def decoding_backward(
         p  = exp(score_mod(s) - lse);  dp = dout @ v.T
         ds = vjp of score_mod at s applied to p * (dp - rowsum(dout * out) + dlse)
 
-    ``out`` and ``lse`` are those of the forward.
+    (Differentiated from the forward, as in Dao et al., "FlashAttention", 2022, section B.2.) ``out`` and ``lse`` are
+    results of the forward.
     """
     x = _Operands(call, q, k, v)
     dq, dk, dv = (torch.zeros_like(t, dtype=x.dtype) for t in (q, k, v))
@@ -345,5 +347,5 @@ def _through_mod(
 
 
 def _add(total: Tensor, part: Tensor) -> None:
-    """Add a gradient with the full batch to a total that may have a batch size of 1."""
+    """Add a gradient of the full batch to a total whose batch size may be 1."""
     total += part.sum(0, keepdim=True) if total.shape[0] < part.shape[0] else part

@@ -19,12 +19,12 @@ _DEFAULTS = AttentionOptions()
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions = _DEFAULTS) -> tuple[Tensor, Tensor]:
     """Compute softmax attention with an online softmax over key blocks.
 
-    The arguments are already checked. ``dlse`` and the options that choose a backward's algorithm have no effect.
+    The caller has checked the arguments. ``dlse`` and the options that choose a backward's algorithm have no effect.
 
     Returns
     -------
     out : Tensor, (B, Sq, H, Dv) or (total_q, H, Dv), q's dtype, contiguous
-        0 in rows that see no key.
+        A row that sees no key is 0.
     softmax_lse : Tensor, (B, H, Sq) or (H, total_q), float32 (float64 for float64 inputs)
         Natural logarithm, including the sink. A row that sees no key has the sink logit, or -inf without a sink.
     """

@@ -1,4 +1,4 @@
-"""Calls score_mod and mask_mod: on scalars to find what they capture, and vectorised over index tensors."""
+"""Calls score_mod and mask_mod: on scalars, to find the tensors that they capture, and vectorised over indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mod = Callable[..., Tensor]
 
 
 class GatherByIndex(TorchFunctionMode):
-    """Makes ``tensor[i, j]`` with 0-d index tensors a gather. PyTorch would read the indices back to make a view."""
+    """Turns ``tensor[i, j]`` with 0-d index tensors into a gather. PyTorch would read the indices to make a view."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ def _as_index(entry: Any, like: Tensor) -> Tensor | None:
 
 
 class CapturedTensors(GatherByIndex):
-    """Collects the tensors that a function reads, except its arguments and what it computes."""
+    """Collects the tensors that a function reads, except its arguments and the results of its operators."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class CapturedTensors(GatherByIndex):
 
 
 class LeavesFor(TorchFunctionMode):
-    """Replaces each of these tensors by a leaf, where a function reads it.
+    """Replaces each of these tensors by a leaf when a function reads it.
 
-    The gradient of a captured tensor then stops there, even if the tensor was computed from another captured tensor.
+    The gradient of a captured tensor then stops at the leaf, even if another captured tensor was its input.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -100,7 +100,7 @@ def mask_captures(mask_mod: Mod, device: torch.device) -> list[Tensor]:
 
 
 def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
-    """Call a modification. An exception inside it is raised again with the name of the modification."""
+    """Call a modification. If it raises, raise RuntimeError with the name of the modification."""
     if torch.compiler.is_compiling():
         return mod(*args)
     try:
@@ -110,7 +110,7 @@ def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
 
 
 def vectorised(mod: Mod, with_score: bool) -> Mod:
-    """Vectorise a function of scalars to (B, H, Sq, n) scores and (B,), (H,), (Sq,) and (n,) indices."""
+    """Vectorise a function of scalars over (B, H, Sq, n) scores and (B,), (H,), (Sq,) and (n,) indices."""
     score = (0,) if with_score else ()
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mod = torch.vmap(mod, in_dims=(*score, *dims))

@@ -15,7 +15,7 @@ from flashbwd.reference.workers import run_all
 
 T = TypeVar("T")
 
-#: Minimum magnitude of the divisor that gives xhat from the output.
+#: Minimum magnitude of the divisor with which xhat is computed from the output.
 LEAST_GAMMA = 1e-5
 
 # Elements per chunk: on a CPU the temporaries stay in cache, on a GPU a chunk is large enough to hide launch overhead.
@@ -50,8 +50,8 @@ def layer_norm_backward(
     Returns
     -------
     dx, dgamma, dbeta
-        dx like x; dgamma and dbeta (N,) in gamma's dtype (x's without gamma). A gradient that was not requested is
-        None, and so is dgamma without gamma.
+        dx is like x. dgamma and dbeta are (N,) in gamma's dtype, or in x's dtype without gamma. A gradient that was not
+        requested is None; without gamma, dgamma is None.
     """
     normalise = _from_input(x, mu, rs)
     return _norm_backward(dz, x, normalise, rs, gamma, dresidual, zero_centered_gamma, output_mask, True)
@@ -83,9 +83,9 @@ def norm_backward_from_output(
     rms: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`layer_norm_backward` (:func:`rms_norm_backward` with `rms`), with ``xhat = (z - beta) / gamma``.
+    """Compute the gradients of LayerNorm, or of RMSNorm with `rms`, from the output z: ``xhat = (z - beta) / gamma``.
 
-    A divisor with a magnitude below `LEAST_GAMMA` is replaced by `LEAST_GAMMA` with the same sign.
+    A divisor whose magnitude is below `LEAST_GAMMA` is replaced by `LEAST_GAMMA` with the same sign.
     """
     dtype = accumulation_dtype(z.dtype)
     factor = _factor(gamma, zero_centered_gamma, dtype)
@@ -166,7 +166,7 @@ def _norm_backward(
     centred: bool,
     parameter_like: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute dx, dgamma and dbeta. ``normalise(rows of x, their index, out)`` writes the rows of xhat to ``out``.
+    """Compute dx, dgamma and dbeta. ``normalise(rows of x, their slice, out)`` writes the rows of xhat to ``out``.
 
     Without gamma, dbeta has the dtype of ``parameter_like``, or of x.
     """
@@ -220,14 +220,14 @@ def layer_norm_forward(
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute LayerNorm over the last dimension: z like x; mu and rs (..., 1) in float32 (float64 for float64 x)."""
+    """Compute LayerNorm over the last dimension. z is like x; mu, rs are (..., 1), float32 (float64 for float64 x)."""
     return _norm_forward(x, gamma, beta, eps, zero_centered_gamma, centred=True)
 
 
 def rms_norm_forward(
     x: Tensor, gamma: Tensor | None = None, eps: float = 1e-5, zero_centered_gamma: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute RMSNorm over the last dimension: z like x; rs (..., 1) in float32 (float64 for float64 x)."""
+    """Compute RMSNorm over the last dimension. z is like x; rs is (..., 1), float32 (float64 for float64 x)."""
     z, _, rs = _norm_forward(x, gamma, None, eps, zero_centered_gamma, centred=False)
     return z, rs
 
@@ -246,9 +246,9 @@ def dropout_add_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute LayerNorm (or RMSNorm) of ``h = residual + dropout(x)``.
 
-    Returns z in x's dtype, h like residual, and mu and rs (..., 1); mu is empty for RMSNorm. The mask is ``keep`` if it
-    is given. Otherwise ``rng`` is an int64 tensor of seed and offset, and element n of x, in row-major order, uses
-    Philox number ``offset + n`` of the "efficient64" layout.
+    Returns z in x's dtype, h like residual, and mu and rs (..., 1); mu is empty for RMSNorm. ``keep``, if it is given,
+    is the dropout mask. Otherwise ``rng`` is an int64 tensor of seed and offset, and element n of x, in row-major
+    order, uses Philox number ``offset + n`` of the "efficient64" layout.
     """
     with torch.no_grad():
         h = torch.empty_like(residual)
@@ -305,7 +305,7 @@ def _factor(gamma: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Te
 
 
 def _run_on_chunks(x: Tensor, work: Callable[[Sequence[slice]], T]) -> list[T]:
-    """Call `work` with lists of row chunks, consecutive ones per CPU thread. Without rows: one empty list."""
+    """Call `work` once per CPU thread with consecutive chunks of rows, or once with [] if there are no rows."""
     rows, columns = x.shape[:-1].numel(), x.shape[-1]
     on_cpu = x.device.type == "cpu"
     step = max((_CPU_CHUNK if on_cpu else _CUDA_CHUNK) // max(columns, 1), 1)
@@ -317,7 +317,7 @@ def _run_on_chunks(x: Tensor, work: Callable[[Sequence[slice]], T]) -> list[T]:
 
 
 def _scratch(count: int, chunks: Sequence[slice], columns: int, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Allocate buffers that all chunks reuse: faulting in new pages would cost as much as the arithmetic."""
+    """Allocate buffers that all chunks reuse. Page faults of new buffers would cost as much as the arithmetic."""
     rows = chunks[0].stop - chunks[0].start if chunks else 0
     return [x.new_empty(rows, columns, dtype=dtype) for _ in range(count)]
 

@@ -1,6 +1,6 @@
 """Operands of the backward's tiles: a block of queries, blocks of keys with their accumulators, and scratch memory.
 
-Views are cached: a tile runs ten operators of about 50 us, and creating its views takes a third of that.
+Views are cached, because a tile runs ten operators of about 50 us, and creating its views takes a third of that time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Call:
     def narrow(self) -> torch.dtype | None:
         """The dtype of the three products that give dq, dk and dv, or None for the accumulation dtype.
 
-        A CPU with bfloat16 instructions multiplies bfloat16 four times as fast as fp32, but rounds the products. That
-        is accurate enough for sums of gradients that are rounded to bfloat16 anyway, but not for scores.
+        A CPU with bfloat16 instructions multiplies bfloat16 four times as fast as fp32, but rounds the results. This is
+        accurate enough for gradients, which are rounded to bfloat16 anyway, but not for scores.
         """
         gradients = (self.dq.dtype, self.dk.dtype, self.dv.dtype)
         if self.q.device.type != "cpu" or {self.q.dtype, *gradients} != {torch.bfloat16}:
@@ -60,7 +60,7 @@ class Call:
 
     @property
     def scale_in_product(self) -> float:
-        """The factor on q before its product with k. The product is a score in units of ln 2, or tanh's argument."""
+        """The factor of q in its product with k. The product is the score in units of ln 2, or tanh's argument."""
         return self.scale / self.options.softcap if self.options.softcap else self.scale * LOG2E
 
 
@@ -91,7 +91,7 @@ class Strip(NamedTuple):
         blind = sees_nothing(lse)
         # A huge but finite LSE gives p = 0 without an infinity in the matrix product.
         lse = (lse.to(dtype) * LOG2E).masked_fill_(blind, torch.finfo(dtype).max / 4)
-        # dp - delta cancels. With an fp32 sum, its rounding would be half of the error of ds.
+        # dp - delta cancels: if delta were summed in fp32, its rounding would be half of the error of ds.
         delta = (dout.to(torch.float64) * out).sum(-1, keepdim=True).to(dtype)
         if call.options.dlse is not None:
             delta = delta.sub_(statistics(call.options.dlse))
@@ -148,7 +148,7 @@ class KeySide:
         self._blocks: dict[tuple[int, int], KeyBlock] = {}
 
     def _seen(self, tensor: Tensor) -> Tensor:
-        """Return the keys that the piece sees, (batches, KV heads, keys, dim)."""
+        """Return the keys or values that the piece sees, (batches, KV heads, keys, dim)."""
         keys = self._piece.chunk.of_keys(self._piece.span.keys(tensor))
         return narrow(keys, 2, self._first, self._last - self._first)
 
@@ -203,7 +203,7 @@ class Tile(NamedTuple):
 
 
 class Scratch:
-    """The tile shapes of a piece, which all use the same memory."""
+    """Scratch memory that tiles of all shapes of a piece share."""
 
     def __init__(self, call: Call, piece: Piece) -> None:
         self._call, self._chunk = call, piece.chunk

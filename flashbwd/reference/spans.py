@@ -1,4 +1,4 @@
-"""Spans: a common view of dense batches and packed sequences, as sequences of equal lengths."""
+"""Spans: dense batches and packed sequences, both as groups of sequences of equal lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashbwd.options import AttentionOptions
 
 
 class Span(NamedTuple):
-    """`batches` sequences, the first of which is `batch0`, with `sq` queries and `sk` keys each (rows in use)."""
+    """`batches` sequences, beginning with sequence `batch0`, that each have `sq` queries and `sk` keys in use."""
 
     batch0: int
     batches: int
@@ -58,7 +58,7 @@ class Span(NamedTuple):
 
 
 def narrow(tensor: Tensor, dim: int, first: int, length: int) -> Tensor:
-    """As ``tensor.narrow``, but without an operator if the range is the whole dimension: each takes 1-2 us."""
+    """Call ``tensor.narrow``, unless the range is the whole dimension: an operator takes 1-2 us."""
     return tensor if tensor.shape[dim] == length else tensor.narrow(dim, first, length)
 
 

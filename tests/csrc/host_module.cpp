@@ -17,7 +17,7 @@
 #include "../../csrc/attention/index/tile_visibility.h"
 #include "../../csrc/attention/params.h"
 #include "../../csrc/attention/plan.h"
-#include "../../csrc/attention/pre_post/row_statistics.h"
+#include "../../csrc/attention/pre_post/lse_delta.h"
 #include "../../csrc/attention/problem.h"
 #include "../../csrc/attention/sm80/config.h"
 #include "../../csrc/attention/sm90/schedule.h"
@@ -217,7 +217,7 @@ void bind_workspace(py::module_& m) {
       .def_readwrite("accumulator", &WorkspaceRequest::accumulator)
       .def_readwrite("zero_accumulator", &WorkspaceRequest::zero_accumulator)
       .def_readwrite("dq_blocks", &WorkspaceRequest::dq_blocks)
-      .def_readwrite("dq_parted", &WorkspaceRequest::dq_parted)
+      .def_readwrite("dq_permuted", &WorkspaceRequest::dq_permuted)
       .def_readwrite("semaphore_bytes", &WorkspaceRequest::semaphore_bytes)
       .def_readwrite("delta_rows", &WorkspaceRequest::delta_rows)
       .def_readwrite("partial_bytes", &WorkspaceRequest::partial_bytes);
@@ -225,7 +225,7 @@ void bind_workspace(py::module_& m) {
       .def_readonly("has_accumulator", &WorkspaceLayout::has_accumulator)
       .def_readonly("row_stride", &WorkspaceLayout::row_stride)
       .def_readonly("dq_blocks", &WorkspaceLayout::dq_blocks)
-      .def_readonly("dq_parted", &WorkspaceLayout::dq_parted)
+      .def_readonly("dq_permuted", &WorkspaceLayout::dq_permuted)
       .def_readonly("accumulator_offset", &WorkspaceLayout::accumulator_offset)
       .def_readonly("accumulator_bytes", &WorkspaceLayout::accumulator_bytes)
       .def_readonly("zero_accumulator", &WorkspaceLayout::zero_accumulator)
@@ -239,16 +239,16 @@ void bind_workspace(py::module_& m) {
       .def_readonly("lengths_bytes", &WorkspaceLayout::lengths_bytes)
       .def_readonly("bytes", &WorkspaceLayout::bytes);
   m.def("plan_workspace", &plan_workspace);
-  py::class_<RowStatistics>(m, "RowStatistics")
+  py::class_<LseDelta>(m, "LseDelta")
       .def(py::init([](bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t total_q) {
-        return RowStatistics::make(nullptr, varlen, batch, heads, seqlen_q, total_q);
+        return LseDelta::make(nullptr, varlen, batch, heads, seqlen_q, total_q);
       }))
-      .def_property_readonly("delta_offset", [](const RowStatistics& s) { return s.delta - s.lse_log2; })
-      .def("index", &RowStatistics::index);
+      .def_property_readonly("delta_offset", [](const LseDelta& s) { return s.delta - s.lse_log2; })
+      .def("index", &LseDelta::index);
   m.def("dq_row_offset", &dq_row_offset);
   m.def("dq_block_offset", &dq_block_offset);
-  m.def("parted_offset", &parted_offset);
-  m.def("parted_column", &parted_column);
+  m.def("permuted_offset", &permuted_offset);
+  m.def("permuted_column", &permuted_column);
 }
 
 // Plans for GPUs that this machine need not have.
@@ -381,7 +381,6 @@ void bind_sm90_schedule(py::module_& m) {
       .def_readonly("reversed", &Schedule::reversed)
       .def_readonly("reversed_tiles", &Schedule::reversed_tiles)
       .def_readonly("work_tiles", &Schedule::work_tiles)
-      .def_readonly("ctas", &Schedule::ctas)
       .def_readonly("heads_outermost", &Schedule::heads_outermost)
       .def_readonly("wave_size", &Schedule::wave_size)
       .def_readonly("query_blocks_apart", &Schedule::query_blocks_apart)
@@ -412,8 +411,8 @@ void bind_layer_norm(py::module_& m) {
       .def_readonly("lanes", &BackwardTile::lanes)
       .def_readonly("groups", &BackwardTile::groups)
       .def_readonly("vectors", &BackwardTile::vectors)
-      .def_readonly("chunks", &BackwardTile::chunks)
-      .def_readonly("chunk_vectors", &BackwardTile::chunk_vectors)
+      .def_readonly("ctas_per_row", &BackwardTile::ctas_per_row)
+      .def_readonly("cta_vectors", &BackwardTile::cta_vectors)
       .def_readonly("cluster", &BackwardTile::cluster)
       .def_readonly("smem_bytes", &BackwardTile::smem_bytes)
       .def_property_readonly("threads", &BackwardTile::threads);

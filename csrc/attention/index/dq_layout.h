@@ -29,26 +29,28 @@ FLASHBWD_HOST_DEVICE constexpr int64_t dq_block_offset(int64_t row, int64_t colu
          column % kDqBlock / 2;
 }
 
-// Accumulators of parted rows (WorkspaceLayout::dq_parted). In each whole block of 32 columns, the even groups of four
-// columns come before the odd groups. A warp's store of MMA accumulators to such rows in shared memory, swizzled by
-// row, then uses all banks equally.
-constexpr int32_t kPartedBlock = 32;
+// Permuted rows of the accumulator (WorkspaceLayout::dq_permuted). In each whole block of 32 columns, the even vectors
+// of four columns come before the odd vectors. A warp that stores MMA accumulators to such rows in shared memory,
+// swizzled by row, then uses all banks equally.
+constexpr int32_t kPermutedBlock = 32;
 
 // True if the block that holds this column is whole.
-FLASHBWD_HOST_DEVICE constexpr bool is_parted(int32_t column, int32_t columns) {
-  return column / kPartedBlock * kPartedBlock + kPartedBlock <= columns;
+FLASHBWD_HOST_DEVICE constexpr bool is_permuted(int32_t column, int32_t columns) {
+  return column / kPermutedBlock * kPermutedBlock + kPermutedBlock <= columns;
 }
 
-// Where the four columns from `column` on lie in a row of `columns`. `column` is a multiple of four.
-FLASHBWD_HOST_DEVICE constexpr int32_t parted_offset(int32_t column, int32_t columns) {
-  const int32_t piece = column % kPartedBlock / 4;
-  return is_parted(column, columns) ? column / kPartedBlock * kPartedBlock + (piece % 2 * 4 + piece / 2) * 4 : column;
+// The offset of columns `column` to `column` + 3 in a row of `columns`. `column` is a multiple of four.
+FLASHBWD_HOST_DEVICE constexpr int32_t permuted_offset(int32_t column, int32_t columns) {
+  const int32_t vector = column % kPermutedBlock / 4;
+  return is_permuted(column, columns) ? column / kPermutedBlock * kPermutedBlock + (vector % 2 * 4 + vector / 2) * 4
+                                      : column;
 }
 
-// The inverse: which four columns lie at `place`.
-FLASHBWD_HOST_DEVICE constexpr int32_t parted_column(int32_t place, int32_t columns) {
-  const int32_t piece = place % kPartedBlock / 4;
-  return is_parted(place, columns) ? place / kPartedBlock * kPartedBlock + (piece % 4 * 2 + piece / 4) * 4 : place;
+// The inverse: the first of the four columns at `offset`.
+FLASHBWD_HOST_DEVICE constexpr int32_t permuted_column(int32_t offset, int32_t columns) {
+  const int32_t vector = offset % kPermutedBlock / 4;
+  return is_permuted(offset, columns) ? offset / kPermutedBlock * kPermutedBlock + (vector % 4 * 2 + vector / 4) * 4
+                                      : offset;
 }
 
 }  // namespace flashbwd

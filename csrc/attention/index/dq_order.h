@@ -63,15 +63,15 @@ FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_in_ring(const TilesInWave& wa
 
 // Mirrored pairs, which balance causal masks. With P pairs per head, pair p is key block num_key_blocks - P + p, from
 // the last query block down, then key block P - 1 - p, from its diagonal up. Together they have as many query blocks as
-// any other pair. In a head with an odd number of key blocks, pair 0 has no second part.
+// any other pair. In a head with an odd number of key blocks, pair 0 has no second tile.
 //
-// Returns how many parts of pairs add to a dq tile before this part does: in a wave all first parts come before all
-// second parts, each in ascending order of pairs. `seen` is the number of key blocks that the tile sees, which are the
+// Returns how many tiles of pairs add to a dq tile before this one does: in a wave all first tiles come before all
+// second tiles, each in ascending order of pairs. `seen` is the number of key blocks that the tile sees, which are the
 // first ones of the head. With a dynamic scheduler all pairs of a head count as one wave, and only the first and the
-// last add of a tile have a place in the order; the last belongs to the pair handed out last.
+// last add of a tile have a fixed position in the order; the last belongs to the pair handed out last.
 FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_in_pairs(const TilesInWave& wave, bool second, int32_t seen,
                                                             int32_t num_key_blocks) {
-  // The tile sees the first parts of pairs [0, end_first) and the second parts of pairs [first_second, pairs).
+  // The dq tile sees the first tiles of pairs [0, end_first) and the second tiles of pairs [first_second, pairs).
   const int32_t pairs = (num_key_blocks + 1) / 2, pair = wave.before + wave.rank;
   const int32_t first_second = pairs - (seen < num_key_blocks / 2 ? seen : num_key_blocks / 2);
   if (!second) return pair + (wave.before > first_second ? wave.before - first_second : 0);

@@ -9,6 +9,7 @@
 #include "../scalars.cuh"
 #include "../sequence.cuh"
 #include "bias_gradient.h"
+#include "store_columns.cuh"
 
 namespace flashbwd {
 namespace {
@@ -69,33 +70,15 @@ __global__ void __launch_bounds__(kReduceThreads)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
     if (thread % lanes != 0) continue;
-    const int64_t place =
+    const int64_t offset =
         batch * a.dbias.batch_stride + head * a.dbias.head_stride + row * a.dbias.row_stride + col * a.dbias.col_stride;
     if (a.dbias.dtype == DType::kFloat32) {
-      static_cast<float*>(a.dbias.data)[place] = sum;
+      static_cast<float*>(a.dbias.data)[offset] = sum;
     } else if (a.dbias.dtype == DType::kBFloat16) {
-      static_cast<__nv_bfloat16*>(a.dbias.data)[place] = __float2bfloat16_rn(sum);
+      static_cast<__nv_bfloat16*>(a.dbias.data)[offset] = __float2bfloat16_rn(sum);
     } else {
-      static_cast<__half*>(a.dbias.data)[place] = __float2half_rn(sum);
+      static_cast<__half*>(a.dbias.data)[offset] = __float2half_rn(sum);
     }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void store_columns(const BiasView& view, int64_t place, const float (&sum)[4],
-                                              int32_t columns, bool vectors) {
-  T* const out = static_cast<T*>(view.data) + place;
-  if (vectors && columns >= 4) {
-    if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float4*>(out) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    } else {
-      *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(sum[0], sum[1]), pack2<T>(sum[2], sum[3]));
-    }
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (e < columns) out[e * view.col_stride] = from_float<T>(sum[e]);
   }
 }
 
@@ -110,7 +93,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     const uint32_t batch = plane / a.out.head, head = plane - batch * a.out.head;
     const float* const first = static_cast<const float*>(a.source.data) + batch * a.source.batch_stride +
                                head * a.source.head_stride + row * a.source.row_stride;
-    const int64_t place = batch * a.dbias.batch_stride + head * a.dbias.head_stride + row * a.dbias.row_stride;
+    const int64_t offset = batch * a.dbias.batch_stride + head * a.dbias.head_stride + row * a.dbias.row_stride;
     for (int32_t column = threadIdx.x * 4; column < a.out.col; column += kReduceThreads * 4) {
       const int32_t columns = a.out.col - column;
       float sum[4] = {};
@@ -131,20 +114,14 @@ __global__ void __launch_bounds__(kReduceThreads)
           }
         }
       }
-      store_columns<T>(a.dbias, place + column * a.dbias.col_stride, sum, columns, vectors);
+      T* const out = static_cast<T*>(a.dbias.data) + offset + column * a.dbias.col_stride;
+      store_columns(out, sum, column, a.out.col, vectors, a.dbias.col_stride);
     }
   }
 }
 
-bool four_at_a_time(const ReduceArguments& a) {
-  const BiasView& d = a.dbias;
-  return a.source.row_stride % 4 == 0 && d.col_stride == 1 &&
-         reinterpret_cast<uintptr_t>(d.data) % (4 * size_of(d.dtype)) == 0 && d.batch_stride % 4 == 0 &&
-         d.head_stride % 4 == 0 && d.row_stride % 4 == 0;
-}
-
 cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t config) {
-  const bool vectors = four_at_a_time(a);
+  const bool vectors = a.source.row_stride % 4 == 0 && has_vector_rows(a.dbias, 4);
   switch (a.dbias.dtype) {
     case DType::kFloat32:
       return launch_kernel(config, sum_planes_kernel<float>, a, vectors);
@@ -155,30 +132,31 @@ cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t confi
   }
 }
 
-// For tiles of 16-bit elements: a warp covers 256 columns of a row, eight per lane.
+// In tiles of 16-bit elements a warp covers 256 columns of a row, eight per lane.
 constexpr int32_t kTileColumns = 32 * kTiledColumns;
 
 // Sums `terms` planes of a tiled source to one plane of dbias. `vectors`: dbias rows start at multiples of 16 bytes.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     sum_tiles_kernel(const __grid_constant__ ReduceArguments a, int32_t terms, int64_t term_stride, bool vectors) {
-  const int32_t lane = threadIdx.x % 32, columns = a.out.col, chunks = (columns + kTileColumns - 1) / kTileColumns;
+  const int32_t lane = threadIdx.x % 32, columns = a.out.col,
+                column_blocks = (columns + kTileColumns - 1) / kTileColumns;
   const int64_t rows = int64_t{a.out.batch} * a.out.head * a.out.row;
   const int64_t warps = int64_t{gridDim.x} * (kReduceThreads / 32);
-  for (int64_t i = (int64_t{blockIdx.x} * kReduceThreads + threadIdx.x) / 32; i < rows * chunks; i += warps) {
-    const int64_t plane_row = i / chunks;
-    const int32_t column = static_cast<int32_t>(i - plane_row * chunks) * kTileColumns + lane * kTiledColumns;
+  for (int64_t i = (int64_t{blockIdx.x} * kReduceThreads + threadIdx.x) / 32; i < rows * column_blocks; i += warps) {
+    const int64_t plane_row = i / column_blocks;
+    const int32_t column = static_cast<int32_t>(i - plane_row * column_blocks) * kTileColumns + lane * kTiledColumns;
     if (column >= columns) continue;
     const int32_t plane = static_cast<int32_t>(plane_row / a.out.row);
     const int32_t row = static_cast<int32_t>(plane_row - int64_t{plane} * a.out.row);
     const int32_t batch = plane / a.out.head, head = plane - batch * a.out.head;
     float sums[8] = {};
     if (key_blocks(a.visibility, row / a.block_m, a.block_m, a.block_n).contains(column / a.block_n)) {
-      const T* place = static_cast<const T*>(a.source.data) + batch * a.source.batch_stride +
-                       head * a.source.head_stride + row * a.source.row_stride + column;
+      const T* source = static_cast<const T*>(a.source.data) + batch * a.source.batch_stride +
+                        head * a.source.head_stride + row * a.source.row_stride + column;
 #pragma unroll 4
-      for (int32_t term = 0; term < terms; ++term, place += term_stride) {
-        const uint4 pairs = *reinterpret_cast<const uint4*>(place);
+      for (int32_t term = 0; term < terms; ++term, source += term_stride) {
+        const uint4 pairs = *reinterpret_cast<const uint4*>(source);
         const uint32_t words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -190,15 +168,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
     T* const out = static_cast<T*>(a.dbias.data) + batch * a.dbias.batch_stride + head * a.dbias.head_stride +
                    row * a.dbias.row_stride + column;
-    if (vectors) {
-      *reinterpret_cast<uint4*>(out) = make_uint4(pack2<T>(sums[0], sums[1]), pack2<T>(sums[2], sums[3]),
-                                                  pack2<T>(sums[4], sums[5]), pack2<T>(sums[6], sums[7]));
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (column + e < columns) out[e] = from_float<T>(sums[e]);
-      }
-    }
+    store_columns(out, sums, column, columns, vectors);
   }
 }
 
@@ -221,12 +191,12 @@ __device__ __forceinline__ void zero_columns(const BiasGradient& g, int64_t row,
   uint8_t* const begin = static_cast<uint8_t*>(g.data) + (row + first) * bytes;
   uint8_t* const end = static_cast<uint8_t*>(g.data) + (row + last) * bytes;
   const auto zero_scalars = [&](uint8_t* from, uint8_t* to) {  // at most one element per lane
-    uint8_t* const place = from + lane * bytes;
-    if (place >= to) return;
+    uint8_t* const element = from + lane * bytes;
+    if (element >= to) return;
     if (bytes == 4) {
-      *reinterpret_cast<uint32_t*>(place) = 0;
+      *reinterpret_cast<uint32_t*>(element) = 0;
     } else {
-      *reinterpret_cast<uint16_t*>(place) = 0;
+      *reinterpret_cast<uint16_t*>(element) = 0;
     }
   };
   constexpr uintptr_t kMask = sizeof(uint4) - 1;
@@ -235,8 +205,8 @@ __device__ __forceinline__ void zero_columns(const BiasGradient& g, int64_t row,
   if (body >= tail) return zero_scalars(begin, end);
   zero_scalars(begin, body);
 #pragma unroll 4
-  for (uint8_t* place = body + lane * sizeof(uint4); place < tail; place += 32 * sizeof(uint4)) {
-    *reinterpret_cast<uint4*>(place) = uint4{};
+  for (uint8_t* vector = body + lane * sizeof(uint4); vector < tail; vector += 32 * sizeof(uint4)) {
+    *reinterpret_cast<uint4*>(vector) = uint4{};
   }
   zero_scalars(tail, end);
 }
@@ -254,9 +224,9 @@ __global__ void __launch_bounds__(kReduceThreads) zero_unseen_kernel(const __gri
     const int32_t batch = static_cast<int32_t>(plane / p.heads), head = static_cast<int32_t>(plane - batch * p.heads);
     const Visibility visibility = visibility_of(p, load_sequence(p, batch));
     const BlockRange seen = key_blocks(visibility, row / a.block_m, a.block_m, a.block_n);
-    const int64_t place = batch * g.batch_stride + head * g.head_stride + row * g.row_stride;
-    zero_columns(g, place, 0, seen.empty() ? p.seqlen_k : seen.begin * a.block_n, lane);
-    if (!seen.empty()) zero_columns(g, place, min(seen.end * a.block_n, p.seqlen_k), p.seqlen_k, lane);
+    const int64_t offset = batch * g.batch_stride + head * g.head_stride + row * g.row_stride;
+    zero_columns(g, offset, 0, seen.empty() ? p.seqlen_k : seen.begin * a.block_n, lane);
+    if (!seen.empty()) zero_columns(g, offset, min(seen.end * a.block_n, p.seqlen_k), p.seqlen_k, lane);
   }
 }
 
@@ -271,10 +241,7 @@ cudaLaunchConfig_t config_of_warps(int64_t warps, void* stream) {
 
 template <typename T>
 cudaError_t launch_sum_tiles(const ReduceArguments& a, int64_t heads_of_call, void* stream) {
-  const BiasView& d = a.dbias;
-  const bool vectors = a.out.col % kTiledColumns == 0 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0 &&
-                       d.batch_stride % kTiledColumns == 0 && d.head_stride % kTiledColumns == 0 &&
-                       d.row_stride % kTiledColumns == 0;
+  const bool vectors = a.out.col % kTiledColumns == 0 && has_vector_rows(a.dbias, kTiledColumns);
   // The terms are all heads of one or all batches, or one head of all batches. Either way their distance is constant.
   const int64_t stride = a.out.head == 1 ? a.source.head_stride : a.source.head_stride * heads_of_call;
   const int64_t warps = int64_t{a.out.batch} * a.out.head * a.out.row * ceil_div(a.out.col, kTileColumns);

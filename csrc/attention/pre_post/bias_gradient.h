@@ -12,8 +12,10 @@ enum class BiasGradientMode : int32_t {
   kNone,
   kStore,    // one CTA stores each element of (batch, heads, seqlen_q, seqlen_k)
   kAdd,      // CTAs add to elements that start at zero: the bias is broadcast over batch or heads
-  kKeySums,  // sums over queries, (batch, heads, slots, seqlen_k), from zero; warps that share keys have a slot each
-  kRowSums,  // sums over keys, (batch, heads, slots, seqlen_q), from zero; each warp's group of keys has a slot
+  kKeySums,  // adds to sums over queries, (batch, heads, slots, seqlen_k), zero at the start; one slot per warp that
+             // shares keys
+  kRowSums,  // stores sums over keys, (batch, heads, slots, seqlen_q), zero at the start; one slot per group of keys of
+             // a warp
 };
 
 struct BiasGradient {
@@ -23,7 +25,7 @@ struct BiasGradient {
   int64_t batch_stride = 0, head_stride = 0, slot_stride = 0, row_stride = 0, col_stride = 0;
 };
 
-// What a plan needs to know: the mode, and the number of scratch elements (0 if the main kernel writes dbias itself).
+// What the plan chooses: the mode, and the number of scratch elements (0 if the main kernel writes dbias itself).
 struct BiasGradientScratch {
   BiasGradientMode mode = BiasGradientMode::kNone;
   int64_t slots = 1;
@@ -95,6 +97,14 @@ inline BiasGradientScratch tiled_bias_gradient_scratch(const BiasBroadcast& broa
 inline BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
   return {p.dbias.batch_stride == 0 && p.batch != 1, p.dbias.head_stride == 0 && p.heads != 1,
           p.dbias.row_stride == 0 && p.seqlen_q != 1, p.dbias.col_stride == 0 && p.seqlen_k != 1};
+}
+
+// True if every row of a BiasView or BiasGradient consists of whole aligned vectors of `elements` elements. A broadcast
+// dimension has stride 0.
+template <typename View>
+bool has_vector_rows(const View& view, int64_t elements) {
+  return view.col_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % (elements * size_of(view.dtype)) == 0 &&
+         view.batch_stride % elements == 0 && view.head_stride % elements == 0 && view.row_stride % elements == 0;
 }
 
 // Where the main kernel writes the gradient of the bias: dbias itself, or scratch at `storage`.

@@ -1,5 +1,5 @@
-// The main kernel's half of bias_gradient.h: writes the gradient of attn_bias from tiles of dS, transposed accumulators
-// of a warp of 16 keys, into dbias or its scratch. Tiles that no work tile visits hold zeros before the kernel starts.
+// Writes the gradient of attn_bias from tiles of dS to dbias or its scratch, as BiasGradientMode says. A warp has dS of
+// 16 keys as transposed accumulators. Tiles that no work tile visits hold zeros before the kernel starts.
 #pragma once
 
 #include "../../common/numeric.cuh"
@@ -16,8 +16,8 @@ struct BiasGradientWriter {
   const AttentionBackwardParams& attention;
   const WorkTile& work;
   int32_t lane;
-  int32_t group;  // number of these 16 keys within the longest sequence: a slot of row sums
-  int32_t j0;     // this thread's first key; the other is 8 further
+  int32_t group;  // index of these 16 keys within the longest sequence: the slot of row sums
+  int32_t j0;     // this thread's first key; its other key is j0 + 8
   float key_sums[2] = {};
 
   // Adds dS of a tile before the derivative of the softcap. i0: this thread's first query.

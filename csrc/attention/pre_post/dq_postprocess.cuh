@@ -1,5 +1,5 @@
 // The dq postprocess: dq = softmax_scale * the accumulator, converted to dq's dtype.
-// It runs after the main kernel, or overlaps it and waits head by head (HeadsFinished).
+// It runs after the main kernel, or overlaps it and waits for each head (HeadsFinished).
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "../sequence.cuh"
 #include "../workspace.h"
 #include "launch.h"
+#include "store_columns.cuh"
 
 namespace flashbwd {
 
@@ -19,18 +20,7 @@ constexpr int kDqPostprocessThreads = 256;
 constexpr int kPostprocessRows = 2;     // per thread, loaded at the same time
 constexpr int kPostprocessColumns = 8;  // per thread: 32 bytes of the accumulator, 16 bytes of a 16-bit dq
 
-template <typename T>
-__device__ __forceinline__ void store_columns(T* destination, const float (&values)[kPostprocessColumns]) {
-  if constexpr (sizeof(T) == 4) {
-    reinterpret_cast<float4*>(destination)[0] = make_float4(values[0], values[1], values[2], values[3]);
-    reinterpret_cast<float4*>(destination)[1] = make_float4(values[4], values[5], values[6], values[7]);
-  } else {
-    *reinterpret_cast<uint4*>(destination) = make_uint4(pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
-                                                        pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7]));
-  }
-}
-
-// The arrangement of a CTA's threads over rows and columns.
+// How the threads of a CTA are distributed over rows and columns.
 struct RowThreads {
   int32_t lanes_log2 = 0;  // log2 of the threads per row
   bool vectors = false;    // kPostprocessColumns columns of the result can be stored at once
@@ -48,11 +38,11 @@ struct SlotRows {
   int64_t slot_stride;
   int64_t row_stride;  // a multiple of 4
   int32_t slots;
-  bool parted = false;  // rows are permuted, see parted_offset in index/dq_layout.h
+  bool permuted = false;  // rows are permuted, see permuted_offset in index/dq_layout.h
 };
 
-// Writes this thread's rows of the result: scale * the sum over the slots, or 0 for rows that are not `live`. `rows`
-// rows exist, counted from the thread's first one.
+// Writes this thread's rows of the result: scale * the sum over the slots, or 0 for rows that are not `live`. `rows`:
+// the number of rows from the thread's first one to the end of the tensor.
 template <typename T>
 __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotRows& in, float scale,
                                           const bool (&live)[kPostprocessRows], T* out, int64_t out_row_stride,
@@ -62,37 +52,30 @@ __device__ __forceinline__ void sum_slots(const RowThreads& threads, const SlotR
   for (int32_t column = threads.lane() * kPostprocessColumns; column < columns; column += step) {
     float sums[kPostprocessRows][kPostprocessColumns] = {};
     const bool upper = column + 4 < columns;
-    const int32_t lower_place = in.parted ? parted_offset(column, columns) : column;
-    const int32_t upper_place = in.parted ? parted_offset(column + 4, columns) : column + 4;
+    const int32_t lower_offset = in.permuted ? permuted_offset(column, columns) : column;
+    const int32_t upper_offset = in.permuted ? permuted_offset(column + 4, columns) : column + 4;
     for (int32_t slot = 0; slot < in.slots; ++slot) {
-      float4 parts[kPostprocessRows][2] = {};
+      float4 loaded[kPostprocessRows][2] = {};
 #pragma unroll
       for (int r = 0; r < kPostprocessRows; ++r) {
         const float* row = in.first + slot * in.slot_stride + r * rows_at_once * in.row_stride;
-        if (live[r]) parts[r][0] = __ldcg(reinterpret_cast<const float4*>(row + lower_place));
-        if (live[r] && upper) parts[r][1] = __ldcg(reinterpret_cast<const float4*>(row + upper_place));
+        if (live[r]) loaded[r][0] = __ldcg(reinterpret_cast<const float4*>(row + lower_offset));
+        if (live[r] && upper) loaded[r][1] = __ldcg(reinterpret_cast<const float4*>(row + upper_offset));
       }
 #pragma unroll
       for (int r = 0; r < kPostprocessRows; ++r) {
-        const float* part = reinterpret_cast<const float*>(parts[r]);
+        const float* values = reinterpret_cast<const float*>(loaded[r]);
 #pragma unroll
-        for (int i = 0; i < kPostprocessColumns; ++i) sums[r][i] += part[i];
+        for (int i = 0; i < kPostprocessColumns; ++i) sums[r][i] += values[i];
       }
     }
 #pragma unroll
     for (int r = 0; r < kPostprocessRows; ++r) {
       if (r * rows_at_once >= rows) continue;
-      T* place = out + r * rows_at_once * out_row_stride + column;
+      T* destination = out + r * rows_at_once * out_row_stride + column;
 #pragma unroll
       for (int i = 0; i < kPostprocessColumns; ++i) sums[r][i] *= scale;
-      if (threads.vectors && column + kPostprocessColumns <= columns) {
-        store_columns(place, sums[r]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kPostprocessColumns; ++i) {
-          if (column + i < columns) place[i] = from_float<T>(sums[r][i]);
-        }
-      }
+      store_columns(destination, sums[r], column, columns, threads.vectors);
     }
   }
 }
@@ -153,7 +136,7 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
     live[r] = sees_a_key(visibility, first_row + r * a.threads.rows_at_once());
   }
 
-  sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_parted}, p.softmax_scale, live, dq,
+  sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_permuted}, p.softmax_scale, live, dq,
             p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
   // A later launch waits only for this kernel, so this kernel must not end before the main kernel.
   if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_on_dependent_grids();

@@ -53,14 +53,7 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
     if (live) load_row_of_blocks(rows, row - first_row, column, w.row_stride, whole, sums);
 #pragma unroll
     for (int i = 0; i < kPostprocessColumns; ++i) sums[i] *= p.softmax_scale;
-    if (a.threads.vectors && column + kPostprocessColumns <= p.head_dim) {
-      store_columns(dq + column, sums);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPostprocessColumns; ++i) {
-        if (column + i < p.head_dim) dq[column + i] = from_float<T>(sums[i]);
-      }
-    }
+    store_columns(dq + column, sums, column, p.head_dim, a.threads.vectors);
   }
 }
 

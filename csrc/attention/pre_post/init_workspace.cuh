@@ -1,5 +1,5 @@
-// Zeroes the semaphores, and the accumulator if the plan wants it, before the main kernel. The preprocess kernel calls
-// init_workspace, so this needs no launch of its own.
+// Zeroes the semaphores, and the accumulator if the plan requests it, before the main kernel. The preprocess kernel
+// calls init_workspace, so this needs no launch of its own.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct WorkspaceInit {
   int64_t semaphore_vectors = 0;
 };
 
-// Host only.
+// Called by the host.
 inline WorkspaceInit workspace_init(const AttentionBackwardParams& params, const WorkspaceLayout& layout) {
   constexpr auto kVectorBytes = static_cast<int64_t>(sizeof(uint4));
   auto* base = static_cast<uint8_t*>(params.workspace);
@@ -34,7 +34,7 @@ inline WorkspaceInit workspace_init(const AttentionBackwardParams& params, const
 }
 
 // Called by all kThreads threads of every block of the preprocess kernel; `block` is its linear index, num_blocks >= 1.
-// Only the next kernel may read what this writes, not other blocks.
+// Only the next kernel may read the zeros; other blocks of this kernel must not.
 template <int kThreads>
 __device__ inline void init_workspace(const WorkspaceInit& init, int64_t block, int64_t num_blocks) {
   constexpr int64_t kZeroBlocks = 1024;  // several per SM on any GPU

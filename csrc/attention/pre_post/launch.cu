@@ -69,56 +69,54 @@ bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes) {
          view.seq_stride * element_bytes % bytes == 0 && view.head_stride * element_bytes % bytes == 0;
 }
 
-RowStatistics row_statistics(const AttentionBackwardParams& params, const WorkspaceLayout& workspace) {
+LseDelta lse_delta_of(const AttentionBackwardParams& params, const WorkspaceLayout& workspace) {
   float* storage = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) + workspace.delta_offset);
-  return RowStatistics::make(storage, params.cu_seqlens_q != nullptr, params.batch, params.heads, params.seqlen_q,
-                             params.total_q);
+  return LseDelta::make(storage, params.cu_seqlens_q != nullptr, params.batch, params.heads, params.seqlen_q,
+                        params.total_q);
 }
 
-// For overlapped_preprocess_kernel: at least kAheadRows threads per row, because each of the first kAheadRows lanes
-// finishes one row.
-int32_t ahead_lanes_log2(const AttentionBackwardParams& params) {
-  static_assert(kAheadRows == 8, "three bits of a lane");
+// log2 of the threads per row of overlapped_preprocess_kernel: at least kOverlappedRows threads, because each of the
+// first kOverlappedRows lanes finishes one row.
+int32_t overlapped_lanes_log2(const AttentionBackwardParams& params) {
+  static_assert(kOverlappedRows == 8, "max(..., 3) below is log2 of kOverlappedRows");
   return std::max(lanes_log2(params.head_dim_v, 16 / size_of(params.dtype)), 3);
 }
 
 int32_t rows_of_flag(const AttentionBackwardParams& params) {
-  return (kAheadThreads >> ahead_lanes_log2(params)) * kAheadRows;
+  return (kOverlappedThreads >> overlapped_lanes_log2(params)) * kOverlappedRows;
 }
 
-PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const RowStatistics& statistics) {
+PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const LseDelta& lse_delta) {
   PreprocessFlags flags;
   const int32_t rows = rows_of_flag(params);
-  flags.words = reinterpret_cast<int32_t*>(statistics.lse_log2) +
-                2 * RowStatistics::rows(false, params.batch, params.heads, params.seqlen_q, 0);
+  flags.words = reinterpret_cast<int32_t*>(lse_delta.lse_log2) +
+                2 * LseDelta::rows(false, params.batch, params.heads, params.seqlen_q, 0);
   while (1 << flags.rows_log2 < rows) ++flags.rows_log2;
-  flags.flags_per_head = static_cast<int32_t>(round_up(ceil_div(RowStatistics::padded(params.seqlen_q), rows), 4));
+  flags.flags_per_head = static_cast<int32_t>(round_up(ceil_div(LseDelta::padded(params.seqlen_q), rows), 4));
   return flags;
 }
 
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
-                              const RowStatistics& statistics, void* stream, const RowsReady& ready) {
+                              const LseDelta& lse_delta, void* stream, const RowsReady& ready) {
   PreprocessArguments arguments;
   arguments.params = params;
   arguments.workspace = workspace_init(params, workspace);
-  arguments.statistics = statistics;
+  arguments.lse_delta = lse_delta;
   arguments.lanes_log2 = lanes_log2(params.head_dim_v, 16 / size_of(params.dtype));
   const int64_t rows = (kPreprocessThreads >> arguments.lanes_log2) * kPreprocessRows;
-  // At least one CTA, which fills the tables.
-  arguments.row_blocks =
-      static_cast<uint32_t>(std::max<int64_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows), 1));
+  // At least one CTA runs per head, because the CTAs also call init_workspace.
+  arguments.row_blocks = static_cast<uint32_t>(std::max<int64_t>(ceil_div(LseDelta::padded(params.seqlen_q), rows), 1));
   arguments.vectors =
       rows_aligned(params.out, size_of(params.dtype), 16) && rows_aligned(params.dout, size_of(params.dtype), 16);
   const int64_t batch_heads = int64_t{params.batch} * params.heads;
   if (ready.flags != nullptr) {
     arguments.ready = ready;
-    arguments.lanes_log2 = ahead_lanes_log2(params);
-    arguments.row_blocks =
-        static_cast<uint32_t>(ceil_div(RowStatistics::padded(params.seqlen_q), rows_of_flag(params)));
-    return params.dtype == DType::kFloat16
-               ? launch_ctas(overlapped_preprocess_kernel<__half>, arguments, ready.ctas, kAheadThreads, false, stream)
-               : launch_ctas(overlapped_preprocess_kernel<__nv_bfloat16>, arguments, ready.ctas, kAheadThreads, false,
-                             stream);
+    arguments.lanes_log2 = overlapped_lanes_log2(params);
+    arguments.row_blocks = static_cast<uint32_t>(ceil_div(LseDelta::padded(params.seqlen_q), rows_of_flag(params)));
+    return params.dtype == DType::kFloat16 ? launch_ctas(overlapped_preprocess_kernel<__half>, arguments, ready.ctas,
+                                                         kOverlappedThreads, false, stream)
+                                           : launch_ctas(overlapped_preprocess_kernel<__nv_bfloat16>, arguments,
+                                                         ready.ctas, kOverlappedThreads, false, stream);
   }
   switch (params.dtype) {
     case DType::kFloat16:

@@ -3,7 +3,7 @@
 
 #include "../params.h"
 #include "../workspace.h"
-#include "row_statistics.h"
+#include "lse_delta.h"
 #include "rows_ready.h"
 
 namespace flashbwd {
@@ -17,7 +17,7 @@ struct HeadsFinished {
   int32_t block_n = 0;
 };
 
-// Compute capability 9.0 and later: the main kernel starts while the preprocess is still writing row statistics, and
+// Compute capability 9.0 and later: the main kernel starts while the preprocess is still writing lse and delta, and
 // waits for each block of rows that it needs.
 struct RowsReady {
   // (batch * heads, flags_per_head); kRowsReady once the block of rows is written. null: no overlap
@@ -27,15 +27,15 @@ struct RowsReady {
   int32_t ctas = 0;             // grid size, one CTA per SM
 };
 constexpr uint32_t kRowsReady = 255;
-// The same flags as the main kernel reads them. They follow the row statistics. Dense inputs.
-PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const RowStatistics& statistics);
+// The same flags as the main kernel reads them. They are stored after lse and delta. Dense inputs only.
+PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const LseDelta& lse_delta);
 
 // True if every row starts at a multiple of `bytes`.
 bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes);
 
 // Each function launches on `stream`, a cudaStream_t, and returns null or an error message.
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
-                              const RowStatistics& statistics, void* stream, const RowsReady& ready = {});
+                              const LseDelta& lse_delta, void* stream, const RowsReady& ready = {});
 const char* launch_dq_postprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
                                   const HeadsFinished& finished = {});
 
@@ -50,7 +50,7 @@ struct PartialSums {
 const char* launch_add_partial_sums(const AttentionBackwardParams& params, const PartialSums& partial, int32_t splits,
                                     void* stream);
 
-// The row statistics of a plan. They occupy the delta region of the workspace.
-RowStatistics row_statistics(const AttentionBackwardParams& params, const WorkspaceLayout& workspace);
+// Scaled LSE and delta of a plan, in the delta region of the workspace.
+LseDelta lse_delta_of(const AttentionBackwardParams& params, const WorkspaceLayout& workspace);
 
 }  // namespace flashbwd

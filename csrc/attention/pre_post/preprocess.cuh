@@ -1,10 +1,11 @@
-// The preprocess, which runs before the main kernel: computes the row statistics (row_statistics.h), fills the tables
-// and zeroes parts of the workspace, and zeroes the gradients of rows that belong to no sequence.
+// The preprocess, which runs before the main kernel: computes delta and the scaled LSE (lse_delta.h), zeroes the
+// accumulator and semaphores (init_workspace.cuh), and zeroes the gradients of rows that belong to no sequence.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "../../common/hopper.cuh"
 #include "../../common/launch_overlap.cuh"
 #include "../../common/numeric.cuh"
 #include "../../common/ordered.cuh"
@@ -13,19 +14,19 @@
 #include "../sequence.cuh"
 #include "init_workspace.cuh"
 #include "launch.h"
-#include "row_statistics.h"
+#include "lse_delta.h"
 
 namespace flashbwd {
 
 constexpr int kPreprocessThreads = 256;
-constexpr int kPreprocessRows = 2;  // per thread, loaded at the same time; 1 and 4 are slower on an H100
-constexpr int kAheadThreads = 512;  // per CTA of overlapped_preprocess_kernel
-constexpr int kAheadRows = 8;       // per thread of overlapped_preprocess_kernel
+constexpr int kPreprocessRows = 2;       // per thread, loaded at the same time; 1 and 4 are slower on an H100
+constexpr int kOverlappedThreads = 512;  // per CTA of overlapped_preprocess_kernel
+constexpr int kOverlappedRows = 8;       // per thread of overlapped_preprocess_kernel
 
 struct PreprocessArguments {
   AttentionBackwardParams params;
   WorkspaceInit workspace;
-  RowStatistics statistics;
+  LseDelta lse_delta;
   RowsReady ready;
   uint32_t row_blocks = 0;  // CTAs per (batch, head)
   int32_t lanes_log2 = 0;   // log2 of the threads per row
@@ -39,16 +40,16 @@ inline __device__ void zero_rows(const HeadsView& view, DType dtype, int32_t hea
   const int64_t threads = int64_t{gridDim.x} * kPreprocessThreads;
   for (int64_t i = int64_t{blockIdx.x} * kPreprocessThreads + threadIdx.x; i < elements; i += threads) {
     const int64_t row = first + i / columns / heads;
-    const int64_t place = row * view.seq_stride + i / columns % heads * view.head_stride + i % columns;
+    const int64_t index = row * view.seq_stride + i / columns % heads * view.head_stride + i % columns;
     if (dtype == DType::kFloat32) {
-      static_cast<uint32_t*>(view.data)[place] = 0;
+      static_cast<uint32_t*>(view.data)[index] = 0;
     } else {
-      static_cast<uint16_t*>(view.data)[place] = 0;
+      static_cast<uint16_t*>(view.data)[index] = 0;
     }
   }
 }
 
-// Adds this lane's part of rowsum(a * b) for kPreprocessRows rows that are `row_stride_*` elements apart.
+// Adds this lane's columns of rowsum(a * b) for kPreprocessRows rows that are `row_stride_*` elements apart.
 template <typename T>
 __device__ __forceinline__ void dot_rows(float (&sums)[kPreprocessRows], const T* a, int64_t row_stride_a, const T* b,
                                          int64_t row_stride_b, const bool (&live)[kPreprocessRows], int32_t columns,
@@ -124,17 +125,16 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   for (int r = 0; r < kPreprocessRows; ++r) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], offset);
     const int32_t row = first_row + r * rows_at_once;
-    if (lane != 0 || row >= RowStatistics::padded(sequence.rows_q)) continue;
+    if (lane != 0 || row >= LseDelta::padded(sequence.rows_q)) continue;
     const bool counts = live[r] && !sees_nothing(lse[r]);
     if (counts && p.dlse.data != nullptr) {
       const int64_t dlse_row = p.dlse.packed_rows ? sequence.begin_q + row : row;
       delta[r] -= static_cast<const float*>(
           p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + dlse_row * p.dlse.seq_stride];
     }
-    const int64_t index = a.statistics.index(batch, head, sequence.begin_q) + row;
-    constexpr float kLog2E = 1.44269504088896340736f;
-    a.statistics.lse_log2[index] = counts ? lse[r] * kLog2E : INFINITY;
-    a.statistics.delta[index] = counts ? delta[r] : 0.f;
+    const int64_t index = a.lse_delta.index(batch, head, sequence.begin_q) + row;
+    a.lse_delta.lse_log2[index] = counts ? lse[r] * kLog2E : INFINITY;
+    a.lse_delta.delta[index] = counts ? delta[r] : 0.f;
   }
 
   if (p.cu_seqlens_q != nullptr) zero_rows(p.dq, p.dq_dtype, p.heads, p.head_dim, p.cu_seqlens_q[p.batch], p.total_q);
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __
   init_workspace<kPreprocessThreads>(a.workspace, blockIdx.x, gridDim.x);
 }
 
-// One unit of work of overlapped_preprocess_kernel: a block of rows of one head. The order is the one in which the main
-// kernel needs them: heads_per_group heads at a time, and within these, each block of rows of all heads.
+// A block of rows of one head in overlapped_preprocess_kernel. The kernel visits blocks in the order in which the main
+// kernel needs them: heads_per_group heads at a time, and in such a group, each block of rows of all heads in turn.
 struct RowBlock {
   int32_t batch, head, first_row;  // first_row: this thread's first row
   int64_t flag;                    // index of its flag
@@ -159,31 +159,31 @@ struct RowBlock {
     const uint32_t row_block = within / heads, batch_head = first_head + (within - row_block * heads);
     batch = static_cast<int32_t>(batch_head / a.params.heads);
     head = static_cast<int32_t>(batch_head) - batch * a.params.heads;
-    first_row = row_block * ((kAheadThreads >> a.lanes_log2) * kAheadRows) + (threadIdx.x >> a.lanes_log2);
+    first_row = row_block * ((kOverlappedThreads >> a.lanes_log2) * kOverlappedRows) + (threadIdx.x >> a.lanes_log2);
     flag = int64_t{batch_head} * a.ready.flags_per_head + row_block;
   }
 };
 
 // Loads 16 bytes if `live`, otherwise returns zeros. Uses a predicate instead of a branch.
-__device__ __forceinline__ uint4 load_vector_if(bool live, const void* place) {
+__device__ __forceinline__ uint4 load_vector_if(bool live, const void* source) {
   uint4 v;
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
       "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(place), "r"(static_cast<int32_t>(live)));
+      : "l"(source), "r"(static_cast<int32_t>(live)));
   return v;
 }
 
-// A thread's part of a block: one 16-byte vector of each of its rows, and the LSE of the row that it finishes, which is
-// its row number lane % kAheadRows.
+// The loads of one thread: one 16-byte vector of each of its rows of a block, and the LSE of the row that it finishes.
+// Lane i < kOverlappedRows finishes the thread's row i.
 template <typename T>
 struct OverlappedRows {
   const PreprocessArguments& a;
   const AttentionBackwardParams& p = a.params;
   const int32_t lane = threadIdx.x & ((1 << a.lanes_log2) - 1);
-  const int32_t rows_at_once = kAheadThreads >> a.lanes_log2;
-  uint4 out[kAheadRows], dout[kAheadRows];
+  const int32_t rows_at_once = kOverlappedThreads >> a.lanes_log2;
+  uint4 out[kOverlappedRows], dout[kOverlappedRows];
   float lse = INFINITY;
   // Source of the block that is being prefetched.
   const T *out_row, *dout_row;
@@ -199,7 +199,7 @@ struct OverlappedRows {
     live_begin = max(0, 1 - v.hi);
     live_end = any ? min(v.seqlen_q, v.seqlen_k - v.lo) : 0;
     const int32_t finished_row = block.first_row + lane * rows_at_once;
-    lse = lane < kAheadRows && live_begin <= finished_row && finished_row < live_end
+    lse = lane < kOverlappedRows && live_begin <= finished_row && finished_row < live_end
               ? static_cast<const float*>(p.lse.data)[block.batch * p.lse.batch_stride +
                                                       block.head * p.lse.head_stride + finished_row * p.lse.seq_stride]
               : INFINITY;
@@ -220,7 +220,7 @@ struct OverlappedRows {
     dout_row += rows_at_once * p.dout.seq_stride;
   }
 
-  // This thread's part of delta of its row r.
+  // This thread's columns of delta of its row r.
   __device__ __forceinline__ float product(int r) const {
     const T* const ea = reinterpret_cast<const T*>(&out[r]);
     const T* const eb = reinterpret_cast<const T*>(&dout[r]);
@@ -230,11 +230,11 @@ struct OverlappedRows {
     return sum;
   }
 
-  // Sums over the lanes of a row. The lane gets the sum of row lane % kAheadRows: in each exchange it keeps half of its
-  // rows and sends the other half.
-  __device__ __forceinline__ float sum_lanes(float (&sums)[kAheadRows]) const {
+  // Sums over the lanes of a row. The lane gets the sum of row lane % kOverlappedRows: in each exchange it keeps half
+  // of its rows and sends the other half.
+  __device__ __forceinline__ float sum_lanes(float (&sums)[kOverlappedRows]) const {
 #pragma unroll
-    for (int half = kAheadRows / 2; half > 0; half /= 2) {
+    for (int half = kOverlappedRows / 2; half > 0; half /= 2) {
       const bool upper = lane & half;
 #pragma unroll
       for (int r = 0; r < half; ++r) {
@@ -242,7 +242,7 @@ struct OverlappedRows {
         sums[r] = mine + __shfl_xor_sync(0xffffffffu, other, half);
       }
     }
-    for (int offset = kAheadRows; offset < 1 << a.lanes_log2; offset *= 2) {
+    for (int offset = kOverlappedRows; offset < 1 << a.lanes_log2; offset *= 2) {
       sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], offset);
     }
     return sums[0];
@@ -250,32 +250,31 @@ struct OverlappedRows {
 
   __device__ __forceinline__ void store(const RowBlock& block, float delta, float lse_of_row) const {
     const int32_t finished_row = block.first_row + lane * rows_at_once;
-    if (lane >= kAheadRows || finished_row >= RowStatistics::padded(p.seqlen_q)) return;
+    if (lane >= kOverlappedRows || finished_row >= LseDelta::padded(p.seqlen_q)) return;
     const bool counts = !sees_nothing(lse_of_row);
     if (counts && p.dlse.data != nullptr) {
       delta -=
           static_cast<const float*>(p.dlse.data)[block.batch * p.dlse.batch_stride + block.head * p.dlse.head_stride +
                                                  finished_row * p.dlse.seq_stride];
     }
-    const int64_t index = a.statistics.index(block.batch, block.head, 0) + finished_row;
-    constexpr float kLog2E = 1.44269504088896340736f;
-    a.statistics.lse_log2[index] = counts ? lse_of_row * kLog2E : INFINITY;
-    a.statistics.delta[index] = counts ? delta : 0.f;
+    const int64_t index = a.lse_delta.index(block.batch, block.head, 0) + finished_row;
+    a.lse_delta.lse_log2[index] = counts ? lse_of_row * kLog2E : INFINITY;
+    a.lse_delta.delta[index] = counts ? delta : 0.f;
   }
 };
 
-// For dense inputs whose rows consist of whole 16-byte vectors; at least kAheadRows threads per row. Few CTAs run, one
-// per SM, while the main kernel starts on the other SMs. To keep these CTAs busy, the loads of the next block are in
-// flight while the current block is summed.
+// Requires dense inputs, rows of whole 16-byte vectors, and at least kOverlappedRows threads per row. Few CTAs run,
+// one per SM, while the main kernel starts on the other SMs. To keep these CTAs busy, the loads of the next block are
+// in flight while the current block is summed.
 template <typename T>
-__global__ void __launch_bounds__(kAheadThreads, 1)
+__global__ void __launch_bounds__(kOverlappedThreads, 1)
     overlapped_preprocess_kernel(const __grid_constant__ PreprocessArguments a) {
   // CTA i writes row blocks i, i + gridDim.x, ... It clears the flags that it will set.
   const uint32_t blocks = a.params.batch * a.params.heads * a.row_blocks;
-  for (uint32_t block = blockIdx.x + threadIdx.x * gridDim.x; block < blocks; block += gridDim.x * kAheadThreads) {
+  for (uint32_t block = blockIdx.x + threadIdx.x * gridDim.x; block < blocks; block += gridDim.x * kOverlappedThreads) {
     a.ready.flags[RowBlock(a, block).flag] = 0;
   }
-  init_workspace<kAheadThreads>(a.workspace, blockIdx.x, gridDim.x);
+  init_workspace<kOverlappedThreads>(a.workspace, blockIdx.x, gridDim.x);
   __threadfence();
   __syncthreads();  // all writes so far are visible to the next launch
   launch_dependent_grids();
@@ -283,21 +282,21 @@ __global__ void __launch_bounds__(kAheadThreads, 1)
   OverlappedRows<T> rows(a);
   rows.begin(RowBlock(a, blockIdx.x));
 #pragma unroll
-  for (int r = 0; r < kAheadRows; ++r) rows.load(r);
+  for (int r = 0; r < kOverlappedRows; ++r) rows.load(r);
 #pragma unroll 1
   for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
     const float lse = rows.lse;
     // after the last block the prefetched rows are not used
     rows.begin(RowBlock(a, min(block + gridDim.x, blocks - 1)));
-    float sums[kAheadRows];
+    float sums[kOverlappedRows];
 #pragma unroll
-    for (int r = 0; r < kAheadRows; ++r) {
+    for (int r = 0; r < kOverlappedRows; ++r) {
       sums[r] = rows.product(r);
       rows.load(r);
     }
     const RowBlock here(a, block);
     rows.store(here, rows.sum_lanes(sums), lse);
-    __syncthreads();  // all threads have written their statistics
+    __syncthreads();  // all threads have written lse and delta of their rows
     if (threadIdx.x == 0) {
       __threadfence();
       store_release(a.ready.flags + here.flag, kRowsReady);

@@ -1,5 +1,5 @@
-// The flags by which an overlapped preprocess says that row statistics are written, as the main kernel reads them. The
-// preprocess's side is RowsReady in launch.h.
+// The flags that an overlapped preprocess sets when it has written lse and delta, as the main kernel reads them.
+// RowsReady in launch.h describes the same flags for the preprocess.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace flashbwd {
 
-// Floats after the row statistics for the flags: one byte per 128 rows or more, in whole words per head. The preprocess
-// clears the flags that it sets, so they need not be zeroed.
+// 32-bit words of flags, stored after lse and delta: one byte per 128 rows or more, in whole words per head. The
+// preprocess clears the flags that it sets, so no other kernel zeroes them.
 inline int64_t rows_ready_words(bool packed, int64_t batch, int64_t heads, int64_t seqlen_q) {
   return packed ? 0 : batch * heads * ceil_div(ceil_div(seqlen_q, 128), 4);
 }
@@ -26,8 +26,8 @@ struct PreprocessFlags {
   int32_t flags_per_head = 0;  // a multiple of four
 
 #if defined(__CUDACC__)
-  // By one thread: returns when the rows of flags [first_flag, last_flag] are written. References, because the thread
-  // has few registers and reads the numbers from shared memory again.
+  // Called by one thread: returns when the rows of flags [first_flag, last_flag] are written. The arguments are
+  // references, so that the thread rereads them from shared memory instead of keeping them in registers.
   __device__ __forceinline__ void wait(const int32_t& first_flag, const int32_t& last_flag) const {
     for (int32_t word = first_flag / 4; word <= last_flag / 4; ++word) {
       uint32_t mask = ~0u;
@@ -36,7 +36,7 @@ struct PreprocessFlags {
       while (~load_relaxed(words + word) & mask) __nanosleep(32);
     }
     __threadfence();       // the flags were read in any order
-    fence_async_global();  // TMA sees what this thread sees
+    fence_async_global();  // makes the rows visible to TMA, which loads them next
   }
 #endif
 };

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "../../common/hopper.cuh"
 #include "../../common/launch.h"
 #include "../../common/numeric.cuh"
 #include "../index/arithmetic.h"
@@ -33,30 +34,29 @@ __device__ bool hidden_by_bias(const AttentionBackwardParams& p, const Visibilit
 __device__ float lse_gradient(const AttentionBackwardParams& p, const Sequence& sequence, int32_t batch, int32_t head,
                               int32_t row) {
   if (p.dlse.data == nullptr) return 0.f;
-  const int64_t place = p.dlse.packed_rows ? sequence.begin_q + row : row;
+  const int64_t dlse_row = p.dlse.packed_rows ? sequence.begin_q + row : row;
   return static_cast<const float*>(
-      p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + place * p.dlse.seq_stride];
+      p.dlse.data)[batch * p.dlse.batch_stride + head * p.dlse.head_stride + dlse_row * p.dlse.seq_stride];
 }
 
 // dsink = -sum of exp(sink - lse) * delta over the rows of all sequences, summed by one CTA per head in a fixed order.
 // A row without a visible key has lse = sink, whatever the caller wrote there: it adds its dlse. A sink of -inf gets 0.
 __global__ void __launch_bounds__(kThreads)
-    sink_kernel(const __grid_constant__ AttentionBackwardParams p, const __grid_constant__ RowStatistics statistics) {
-  constexpr float kLog2E = 1.44269504088896340736f;
+    sink_kernel(const __grid_constant__ AttentionBackwardParams p, const __grid_constant__ LseDelta lse_delta) {
   const int32_t head = blockIdx.x;
   const float sink = p.sink[head] * kLog2E;
   float sum = 0.f;
   for (int32_t batch = 0; batch < p.batch; ++batch) {
     const Sequence sequence = load_sequence(p, batch);
     const Visibility visibility = visibility_of(p, sequence);
-    const int64_t first = statistics.index(batch, head, sequence.begin_q);
+    const int64_t first = lse_delta.index(batch, head, sequence.begin_q);
     for (int32_t row = threadIdx.x; row < sequence.seqlen_q && sink > -INFINITY; row += kThreads) {
-      const float lse = statistics.lse_log2[first + row];
+      const float lse = lse_delta.lse_log2[first + row];
       // The preprocess wrote +inf if the row sees no key, or if sees_nothing() is true for its LSE.
       if (lse == INFINITY || hidden_by_bias(p, visibility, batch, head, row)) {
         sum += lse_gradient(p, sequence, batch, head, row);
       } else {
-        sum -= exp2f(sink - lse) * statistics.delta[first + row];
+        sum -= exp2f(sink - lse) * lse_delta.delta[first + row];
       }
     }
   }
@@ -74,13 +74,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-const char* launch_sink_gradient(const AttentionBackwardParams& params, const RowStatistics& statistics, void* stream) {
+const char* launch_sink_gradient(const AttentionBackwardParams& params, const LseDelta& lse_delta, void* stream) {
   if (params.sink == nullptr || params.dsink == nullptr) return nullptr;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(params.heads);
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = launch_kernel(config, sink_kernel, params, statistics);
+  const cudaError_t error = launch_kernel(config, sink_kernel, params, lse_delta);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

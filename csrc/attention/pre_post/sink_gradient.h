@@ -1,12 +1,12 @@
-// The gradient of the attention sink, computed from the row statistics.
+// The gradient of the attention sink, computed from lse and delta of each row.
 #pragma once
 
 #include "../params.h"
-#include "row_statistics.h"
+#include "lse_delta.h"
 
 namespace flashbwd {
 
 // Runs after launch_preprocess on the same stream. Does nothing if there is no sink. Returns null or a message.
-const char* launch_sink_gradient(const AttentionBackwardParams& params, const RowStatistics& statistics, void* stream);
+const char* launch_sink_gradient(const AttentionBackwardParams& params, const LseDelta& lse_delta, void* stream);
 
 }  // namespace flashbwd

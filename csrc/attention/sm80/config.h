@@ -12,13 +12,13 @@ namespace flashbwd::sm80 {
 // head dimensions: they process blocks of columns and keep dk and dv in global memory between query tiles.
 struct Tile {
   int32_t element_bytes;
-  int32_t head_dim;  // columns in shared memory, padded with zeros. Large: only a name, for partial builds
+  int32_t head_dim;  // columns in shared memory, padded with zeros. Large: only selects the tile in partial builds
   int32_t block_m;   // queries
   int32_t block_n;   // keys
   int32_t warps_n;   // warps along the keys of s, dk and dv
   int32_t warps_s;   // warps that share 16 or 32 keys; they split the queries of s and the columns of dk and dv
   int32_t warps_q;   // warps along the queries of dq; the remaining factor of warps() splits its columns
-  int32_t stages;    // of q and dout; large: pieces in shared memory
+  int32_t stages;    // stages of q and dout; large: stages of operands, see stage_bytes
   bool large = false;
 
   constexpr int32_t warps() const { return warps_n * warps_s; }
@@ -26,29 +26,30 @@ struct Tile {
   constexpr int32_t row_bytes() const { return head_dim * element_bytes; }
   constexpr int32_t score_bytes() const { return block_m * block_n * element_bytes; }
 
-  // Large: the size of one piece. For s and dp, a piece holds 128 bytes of each row of keys and queries. For dv, dk and
-  // dq, it holds gradient_columns of block_n rows of dout, q or k.
+  // Large: the size of one stage. For s and dp, a stage holds 128 bytes of each row of keys and queries. For dv, dk and
+  // dq, it holds gradient_columns() columns of block_n rows of dout, q or k.
   constexpr int32_t gradient_columns() const { return 64 * warps_s; }  // 64 per warp
-  constexpr int32_t piece_bytes() const {
+  constexpr int32_t stage_bytes() const {
     const int32_t scores = (block_m + block_n) * 128, rows = block_n * gradient_columns() * element_bytes;
     return scores > rows ? scores : rows;
   }
 
-  // k, v; stages of q, dout, lse and delta; ds; p if warps exchange it. Large: pieces, lse, delta, ds, p.
+  // Holds k, v, the stages of q, dout, lse and delta, then ds, and p if warps exchange it. Large: the operand stages,
+  // lse, delta, ds and p.
   constexpr int32_t shared_bytes() const {
-    if (large) return stages * piece_bytes() + 2 * block_m * 4 + 2 * score_bytes();
+    if (large) return stages * stage_bytes() + 2 * block_m * 4 + 2 * score_bytes();
     return 2 * block_n * row_bytes() + stages * (2 * block_m * row_bytes() + 2 * block_m * 4) +
            score_bytes() * (warps_s > 1 ? 2 : 1);
   }
 };
 
 // The variant of a kernel: the features it supports, or how it schedules plain attention.
-enum class Extras : int32_t {
-  kNone,
+enum class Variant : int32_t {
+  kPlain,
   kLoadsAhead,   // plain attention; see has_loads_ahead
   kWholeHeads,   // plain attention; a CTA processes all key blocks of a head, see has_whole_heads
-  kBias,         // only a bias, in 16-byte pieces; its gradient is stored likewise or added in fp32
-  kAll,          // bias, ALiBi, softcap, dropout
+  kBias,         // only a bias that 16-byte vectors load; its gradient is stored as vectors or added in fp32
+  kAllFeatures,  // bias, ALiBi, softcap, dropout
   kSharedBias,   // as kBias, but heads that share a bias add to its gradient, in a fixed order or in any order
   kFirstStores,  // plain attention; the first key block of a query tile stores dq, see has_first_stores
 };
@@ -97,8 +98,8 @@ constexpr bool bias_kernel_adds(const Tile& tile) { return !has_shared_bias_kern
 // Tiles that have a kLoadsAhead kernel. It loads the first tiles of the next work tile during the last iteration of the
 // current one, which needs shared memory for a second k and v. At head dimension 64 the kWholeHeads kernels do so too.
 constexpr bool has_loads_ahead(const Tile& tile) { return has_whole_heads(tile); }
-constexpr bool loads_ahead(const Tile& tile, Extras extras) {
-  return extras == Extras::kLoadsAhead || (extras == Extras::kWholeHeads && tile.head_dim == 64);
+constexpr bool loads_ahead(const Tile& tile, Variant variant) {
+  return variant == Variant::kLoadsAhead || (variant == Variant::kWholeHeads && tile.head_dim == 64);
 }
 constexpr int32_t keys_bytes(const Tile& tile) { return 2 * tile.block_n * tile.row_bytes(); }
 
@@ -109,11 +110,12 @@ constexpr bool has_first_stores(const Tile& tile) {
 
 // Whether a kernel with one stage loads the first q, dout and v of the next work tile during the last iteration of the
 // current one, each as soon as its buffer is free.
-constexpr bool refills(const Tile& tile, Extras extras) {
-  return tile.stages == 1 && tile.element_bytes == 2 && (extras == Extras::kNone || extras == Extras::kFirstStores);
+constexpr bool refills(const Tile& tile, Variant variant) {
+  return tile.stages == 1 && tile.element_bytes == 2 &&
+         (variant == Variant::kPlain || variant == Variant::kFirstStores);
 }
 
-// Shared memory beyond Tile::shared_bytes(): a little state, and the alignment of tiles to 1024 bytes.
+// Shared memory beyond Tile::shared_bytes(): scheduler state, barriers, and the alignment of tiles to 1024 bytes.
 constexpr int32_t kAlignmentBytes = 1024;
 
 // Returns a row of kTiles, or -1 if none fits.

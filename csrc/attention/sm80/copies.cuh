@@ -1,5 +1,5 @@
-// The next work tile of a CTA, and the copies of its tiles to shared memory. Threads that compute also copy: one thread
-// finds the source of the next tiles, and all threads start the copies.
+// Takes work tiles and copies their operands to shared memory. The threads that compute also copy: one thread finds the
+// source of the next tiles, and all threads start the copies.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Copies {
       return;
     }
     do {
-      // Taken in increasing order, so no CTA waits for a work tile that has not been taken yet.
+      // CTAs take work tiles in increasing order, so no CTA waits for a work tile that no CTA has taken yet.
       auto index = static_cast<uint32_t>(atomicAdd(params.work_tile_counter, 1));
       if constexpr (Traits::kWholeHeads) index *= params.key_blocks;
       if (index >= params.num_work_tiles) {
@@ -75,11 +75,11 @@ struct Copies {
     return Traits::kLoadsAhead ? smem.keys_offset : 0;
   }
 
-  // Two stages: starts the copies of the tiles of the step after `place`, or with kLoadsAhead those of the next work
-  // tile. Requires that all threads are done with the previous tiles of that stage.
-  static __device__ __forceinline__ void start_copies(const KernelParams& params, SharedStorage& smem, int32_t place,
-                                                      bool more) {
-    const int32_t stage = (place + 1) % 2;
+  // Two stages: starts the copies of the tiles of iteration `ring_index` + 1, or with kLoadsAhead those of the next
+  // work tile. Requires that all threads are done with the previous tiles of that stage.
+  static __device__ __forceinline__ void start_copies(const KernelParams& params, SharedStorage& smem,
+                                                      int32_t ring_index, bool more) {
+    const int32_t stage = (ring_index + 1) % 2;
     const bool ahead = Traits::kLoadsAhead && !more && loads_ahead(params, smem);
     if (more || ahead) {
       load_queries(params, smem, stage);
@@ -92,7 +92,7 @@ struct Copies {
       if (threadIdx.x == 0) smem.iterations[stage] = QueryIteration(smem.next_work);
     }
     copy_async_commit();
-    if (threadIdx.x == 0 && more) smem.iterations[stage] = QueryIteration(smem.iterations[place % 2], smem.work);
+    if (threadIdx.x == 0 && more) smem.iterations[stage] = QueryIteration(smem.iterations[ring_index % 2], smem.work);
   }
 
   // Copies the keys of `work` to `offset` bytes after smem.k.
@@ -113,22 +113,22 @@ struct Copies {
         work.sequence.seqlen_k - first, columns, aligned);
   }
 
-  // Called by one thread: sets the source of the tiles of `step`.
+  // Called by one thread: sets the source of the tiles of `iteration`.
   static __device__ __forceinline__ void set_source(const KernelParams& params, SharedStorage& smem,
-                                                    const WorkTile& work, const QueryIteration& step) {
+                                                    const WorkTile& work, const QueryIteration& iteration) {
     const AttentionBackwardParams& p = params.attention;
-    const int32_t first = step.query_block(work) * Traits::kBlockM;
-    const int64_t row = params.statistics.index(work.batch, step.head, work.sequence.begin_q) + first;
-    smem.source.q = head_rows<const T>(p.q, work.batch, step.head, work.sequence.begin_q + first);
-    smem.source.dout = head_rows<const T>(p.dout, work.batch, step.head, work.sequence.begin_q + first);
-    smem.source.lse = params.statistics.lse_log2 + row;
-    smem.source.delta = params.statistics.delta + row;
+    const int32_t first = iteration.query_block(work) * Traits::kBlockM;
+    const int64_t row = params.lse_delta.index(work.batch, iteration.head, work.sequence.begin_q) + first;
+    smem.source.q = head_rows<const T>(p.q, work.batch, iteration.head, work.sequence.begin_q + first);
+    smem.source.dout = head_rows<const T>(p.dout, work.batch, iteration.head, work.sequence.begin_q + first);
+    smem.source.lse = params.lse_delta.lse_log2 + row;
+    smem.source.delta = params.lse_delta.delta + row;
     smem.source.rows = work.sequence.seqlen_q - first;
     smem.source.exists = true;
   }
 
-  // Called by one thread: moves the source from step `index` to the next iteration, or to the next work tile's first
-  // step.
+  // Called by one thread: moves the source from iteration `index` to the next iteration, or to the next work tile's
+  // first iteration.
   static __device__ __forceinline__ void advance(const KernelParams& params, SharedStorage& smem, int32_t index) {
     if (index + 1 < smem.work.num_iterations()) {
       advance_source(params, smem, smem.work, smem.iterations[(index + first_stage(smem)) % 2]);
@@ -137,18 +137,18 @@ struct Copies {
     }
   }
 
-  // Heads and rows have constant strides, so additions suffice.
+  // Moves the source by the heads and rows between two iterations. Both strides are constant, so additions suffice.
   static __device__ __forceinline__ void advance_source(const KernelParams& params, SharedStorage& smem,
-                                                        const WorkTile& work, const QueryIteration& step) {
-    const QueryIteration next(step, work);
-    const int32_t heads = next.head - step.head;
-    const int32_t rows = (next.query_block(work) - step.query_block(work)) * Traits::kBlockM;
+                                                        const WorkTile& work, const QueryIteration& iteration) {
+    const QueryIteration next(iteration, work);
+    const int32_t heads = next.head - iteration.head;
+    const int32_t rows = (next.query_block(work) - iteration.query_block(work)) * Traits::kBlockM;
     const AttentionBackwardParams& p = params.attention;
     smem.source.q += heads * p.q.head_stride + rows * p.q.seq_stride;
     smem.source.dout += heads * p.dout.head_stride + rows * p.dout.seq_stride;
-    const int64_t statistics = heads * params.statistics.head_stride + rows;
-    smem.source.lse += statistics;
-    smem.source.delta += statistics;
+    const int64_t offset = heads * params.lse_delta.head_stride + rows;
+    smem.source.lse += offset;
+    smem.source.delta += offset;
     smem.source.rows -= rows;
   }
 
@@ -161,13 +161,13 @@ struct Copies {
   static __device__ __forceinline__ void load_douts(const KernelParams& params, SharedStorage& smem, int32_t stage) {
     load_tile<Traits, Traits::kBlockM>(smem.dout[stage], smem.source.dout, params.attention.dout.seq_stride,
                                        smem.source.rows, params.attention.head_dim_v, params.dout_aligned);
-    constexpr int kPieces = Traits::kBlockM / 4;
-    static_assert(2 * kPieces <= Traits::kThreads, "a thread a piece");
-    if (threadIdx.x < 2 * kPieces) {
-      const bool is_delta = threadIdx.x >= kPieces;
-      const int32_t piece = threadIdx.x % kPieces * 4;
-      copy_async_16(smem_address((is_delta ? smem.delta : smem.lse)[stage] + piece),
-                    (is_delta ? smem.source.delta : smem.source.lse) + piece, 16);
+    constexpr int kVectors = Traits::kBlockM / 4;
+    static_assert(2 * kVectors <= Traits::kThreads, "each thread copies at most one vector");
+    if (threadIdx.x < 2 * kVectors) {
+      const bool is_delta = threadIdx.x >= kVectors;
+      const int32_t vector = threadIdx.x % kVectors * 4;
+      copy_async_16(smem_address((is_delta ? smem.delta : smem.lse)[stage] + vector),
+                    (is_delta ? smem.source.delta : smem.source.lse) + vector, 16);
     }
   }
 };

@@ -12,9 +12,9 @@ namespace flashbwd::sm80 {
 // bit within the word is given by the query tile and the octet.
 template <typename Traits>
 struct DropoutMask {
-  using Place = ScorePosition<Traits>;
+  using Position = ScorePosition<Traits>;
   static constexpr int kOctets = 2 * Traits::kKeyTiles;
-  static_assert(Traits::kScoreTiles <= 8 && kOctets <= 4, "32 bits a word");
+  static_assert(Traits::kScoreTiles <= 8 && kOctets <= 4, "a word has one bit per element");
   static constexpr uint32_t kEveryTile = 0x11111111u;  // the bits of octet 0 in every tile
 
   uint32_t words[2] = {};
@@ -29,7 +29,7 @@ struct DropoutMask {
     const AttentionBackwardParams& p = params.attention;
     const uint64_t seed = p.philox.current_seed(), offset = p.philox.current_offset();
     const uint64_t plane = static_cast<uint64_t>(work.batch) * p.heads + head;
-    const int32_t query = Place::first_query(query_block), key = Place::first_key(work);
+    const int32_t query = Position::first_query(query_block), key = Position::first_key(work);
     if (p.dropout_layout == DropoutLayout::kFlash) {
       draw_flash(seed, offset + plane * 32, query, key, params.dropout_threshold);
       return;

@@ -25,10 +25,10 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
 template <typename Traits>
 struct Features {
   using T = typename Traits::T;
-  using Place = ScorePosition<Traits>;
-  using Accumulator = typename Place::Accumulator;
+  using Position = ScorePosition<Traits>;
+  using Accumulator = typename Position::Accumulator;
 
-  static constexpr bool kAll = Traits::kExtras == Extras::kAll;
+  static constexpr bool kAll = Traits::kVariant == Variant::kAllFeatures;
 
   const KernelParams& params;
   const WorkTile& work;
@@ -59,9 +59,9 @@ struct Features {
       apply_all<kPending>(head, query_block, lse, delta, bias, ds, s, dp);
     } else {
       Bias<Traits>::template probabilities<kPending>(bias, lse, params.attention.softmax_scale * kLog2E, s);
-      if (!work.interior.contains(query_block)) Place::mask(work, query_block, 0.f, s);
+      if (!work.interior.contains(query_block)) Position::mask(work, query_block, 0.f, s);
       finish_with_bias(delta, s, dp);
-      if constexpr (Traits::kExtras == Extras::kBias && bias_kernel_adds(Traits::kTile)) {
+      if constexpr (Traits::kVariant == Variant::kBias && bias_kernel_adds(Traits::kTile)) {
         if (params.bias_gradient.mode == BiasGradientMode::kAdd) {
           Bias<Traits>::add_gradient(params, work, head, query_block, dp);
         }
@@ -90,7 +90,7 @@ struct Features {
 
   // Called after this warp has stored ds of the tile.
   __device__ __forceinline__ void finish_tile(int32_t head, int32_t query_block, const uint8_t* ds) const {
-    if (params.bias_gradient_pieces) Bias<Traits>::store_pieces(params, work, head, query_block, ds);
+    if (params.bias_gradient_vectors) Bias<Traits>::store_vectors(params, work, head, query_block, ds);
   }
 
  private:
@@ -115,8 +115,8 @@ struct Features {
       scale = 1.f;
     }
     if (!work.interior.contains(query_block)) {
-      Place::for_each([&](int mt, int nt, int e) { s[mt][nt][e] *= scale; });
-      Place::mask(work, query_block, -INFINITY, s);
+      Position::for_each([&](int mt, int nt, int e) { s[mt][nt][e] *= scale; });
+      Position::mask(work, query_block, -INFINITY, s);
       scale = 1.f;
     }
     if (p.dropout_p > 0.f) {
@@ -143,13 +143,13 @@ struct Features {
     }
     if (finite) return;
     // If the bias hides a whole row, its probabilities are 0 and its delta may have any value.
-    Place::for_each([&](int mt, int nt, int e) {
+    Position::for_each([&](int mt, int nt, int e) {
       if (!(s[mt][nt][e] > 0.f)) dp[mt][nt][e] = 0.f;
     });
   }
   static __device__ __forceinline__ float of_query(float2 pair, int e) { return e % 2 == 0 ? pair.x : pair.y; }
   static __device__ __forceinline__ float2 row_pair(const float* rows, int nt) {
-    return *reinterpret_cast<const float2*>(rows + Place::first_column() + nt * 8);
+    return *reinterpret_cast<const float2*>(rows + Position::first_column() + nt * 8);
   }
 
   // s becomes the capped score times log2(e). The factor 1 - tanh^2 of ds is stored, rounded to T, where this thread
@@ -176,14 +176,14 @@ struct Features {
   // Calls f(mt, nt, h) for each pair of elements with neighbouring queries.
   template <typename F>
   static __device__ __forceinline__ void for_each_pair(const F& f) {
-    Place::for_each([&](int mt, int nt, int e) {
+    Position::for_each([&](int mt, int nt, int e) {
       if (e % 2 == 0) f(mt, nt, e / 2);
     });
   }
   static __device__ __forceinline__ uint32_t pair_address(const uint8_t* ds, int mt, int nt, int h) {
     const uint32_t row = (Traits::warp_n() * Traits::kKeyTiles + mt) * 16 + h * 8 + Traits::lane() / 4;
-    const uint32_t byte = (Place::first_column() + nt * 8) * sizeof(T);
-    return smem_address(ds) + PieceSwizzle<Traits::kScoreRowBytes, sizeof(T) == 4>::offset(row, byte / 16) + byte % 16;
+    const uint32_t byte = (Position::first_column() + nt * 8) * sizeof(T);
+    return smem_address(ds) + VectorSwizzle<Traits::kScoreRowBytes, sizeof(T) == 4>::offset(row, byte / 16) + byte % 16;
   }
   static __device__ __forceinline__ void store_pair(uint32_t address, float x, float y) {
     if constexpr (sizeof(T) == 2) {
@@ -205,9 +205,9 @@ struct Features {
     const AttentionBackwardParams& p = params.attention;
     const float slope = -kLog2E * p.alibi_slopes[work.batch * p.alibi_batch_stride + head];
     const int32_t off = p.causal == CausalAlignment::kTopLeft ? 0 : work.sequence.seqlen_k - work.sequence.seqlen_q;
-    const float distance = static_cast<float>(Place::first_query(query_block) + off - Place::first_key(work));
-    Place::for_each([&](int mt, int nt, int e) {
-      const float d = fabsf(distance + static_cast<float>(Place::query(nt, e) - Place::key(mt, e)));
+    const float distance = static_cast<float>(Position::first_query(query_block) + off - Position::first_key(work));
+    Position::for_each([&](int mt, int nt, int e) {
+      const float d = fabsf(distance + static_cast<float>(Position::query(nt, e) - Position::key(mt, e)));
       s[mt][nt][e] = fmaf(s[mt][nt][e], scale, slope * d);
     });
   }
@@ -241,19 +241,19 @@ struct Features {
       case BiasGradientMode::kNone:
         break;
       case BiasGradientMode::kStore:
-        if (params.bias_gradient_pieces) break;  // finish_tile stores it
+        if (params.bias_gradient_vectors) break;  // finish_tile stores it
         if (g.dtype == DType::kFloat32) {
           Bias<Traits>::template write_elements<float>(params, work, head, query_block, p.seqlen_q, p.seqlen_k, ds,
-                                                       [](float* place, float x) { *place = x; });
+                                                       [](float* element, float x) { *element = x; });
         } else {
           Bias<Traits>::template write_elements<T>(params, work, head, query_block, p.seqlen_q, p.seqlen_k, ds,
-                                                   [](T* place, float x) { *place = from_float<T>(x); });
+                                                   [](T* element, float x) { *element = from_float<T>(x); });
         }
         break;
       case BiasGradientMode::kAdd:
         Bias<Traits>::template write_elements<float>(params, work, head, query_block, work.visibility.seqlen_q,
                                                      work.visibility.seqlen_k, ds,
-                                                     [](float* place, float x) { add_to_global(place, x); });
+                                                     [](float* element, float x) { add_to_global(element, x); });
         break;
       case BiasGradientMode::kKeySums:
         Bias<Traits>::add_key_sums(params, work, head, ds);

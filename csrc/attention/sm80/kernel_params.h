@@ -5,22 +5,22 @@
 
 #include "../params.h"
 #include "../pre_post/bias_gradient.h"
-#include "../pre_post/row_statistics.h"
+#include "../pre_post/lse_delta.h"
 
 namespace flashbwd::sm80 {
 
 // Where a CTA stores dk, dv or dq: to the gradient, or to the CTA's fp32 partial sums if its work tile is split.
 struct GradientTarget {
   HeadsView view;
-  float* parts = nullptr;  // (parts, block_n, part_row_stride), one part per CTA of a split work tile
-  int64_t part_row_stride = 0;
+  float* partial_sums = nullptr;  // (CTAs of split work tiles, block_n, partial_row_stride)
+  int64_t partial_row_stride = 0;
   DType dtype = DType::kFloat32;
   int32_t columns = 0;
   bool aligned = false;  // rows allow stores of two columns at once
-  bool pieces = false;   // 16-bit gradient whose rows allow 16-byte stores
+  bool vectors = false;  // the gradient has 16 bits and its rows allow 16-byte stores
 };
 
-// For heads that share a bias and add to its gradient in a fixed order: fp32 sums of each tile, in the order of the
+// Used if heads that share a bias add to its gradient in a fixed order: fp32 sums of each tile, in the order of the
 // threads' registers, and a semaphore per tile that counts the heads that have added. The last head stores the
 // gradient.
 struct OrderedBiasSums {
@@ -31,30 +31,30 @@ struct OrderedBiasSums {
 
 struct KernelParams {
   AttentionBackwardParams attention;
-  RowStatistics statistics;
+  LseDelta lse_delta;
   float* dq_accumulator = nullptr;  // one slot per sequence, see workspace.h
   int64_t dq_row_stride = 0;
   bool dq_blocks = false;          // see dq_block_offset in index/dq_layout.h
-  int64_t num_work_tiles = 0;      // number of work tiles; a split one counts once per CTA
-  int64_t unsplit_work_tiles = 0;  // those before the split ones
+  int64_t num_work_tiles = 0;      // a split work tile counts once per CTA
+  int64_t unsplit_work_tiles = 0;  // these precede the split work tiles
   int32_t splits = 1;              // CTAs per split work tile
   bool packed_work_tiles = false;  // work tiles follow cu_seqlens_k; otherwise every sequence has `key_blocks`
   int32_t key_blocks = 0;          // of the longest sequence
   int32_t query_blocks = 0;
   int32_t swizzle_heads = 1;     // KV heads per head swizzle group, see dense_work_tile
   bool swizzle_batches = false;  // a group has the same head of all batches, not all heads of a batch
-  // Rows that can be copied 16 bytes at a time.
+  // True if the rows can be copied 16 bytes at a time.
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
   GradientTarget dk, dv;
 
-  // kWholeHeads: each CTA accumulates dq in its own part of `dq_tiles`, (heads per KV head, query_blocks, block_m *
-  // head_dim of the tile), in the order of its threads' registers.
+  // kWholeHeads: dq sums in the order of the threads' registers, one slice per CTA:
+  // (num_ctas, heads per KV head, query_blocks, block_m * head_dim of the tile).
   float* dq_tiles = nullptr;
   GradientTarget dq;
   bool loads_ahead = false;  // see loads_ahead in config.h
 
-  int32_t* work_tile_counter = nullptr;  // taken so far; kWholeHeads: heads taken
-  int32_t workers = 0;                   // CTAs of the grid
+  int32_t* work_tile_counter = nullptr;  // number of work tiles taken; kWholeHeads: of KV heads taken
+  int32_t num_ctas = 0;                  // grid size
   // Deterministic: a semaphore per (head, query block) that counts the key blocks that have added to its dq. Null: key
   // blocks add in any order.
   int32_t* dq_semaphores = nullptr;
@@ -68,10 +68,10 @@ struct KernelParams {
   float* gradients = nullptr;
 
   BiasGradient bias_gradient;
-  // The tensor has q's 16-bit dtype and its rows can be accessed 16 bytes at a time.
-  bool bias_pieces = false, bias_gradient_pieces = false;
+  // True if the tensor has q's 16-bit dtype and its rows can be accessed as 16-byte vectors.
+  bool bias_vectors = false, bias_gradient_vectors = false;
 
-  float dropout_scale = 1.f;       // of elements that are kept
+  float dropout_scale = 1.f;       // multiplies the probabilities that are kept
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; otherwise 32-bit words from this one on
 
   OrderedBiasSums ordered_bias_sums;

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) large_kernel(const __grid
 #pragma unroll 1
   for (;;) {
     if (threadIdx.x == 0) {
-      // Taken in increasing order, so no CTA waits for a work tile that has not been taken yet.
+      // CTAs take work tiles in increasing order, so no CTA waits for a work tile that no CTA has taken yet.
       smem.work_index = atomicAdd(params.work_tile_counter, 1);
       if (smem.work_index < params.num_work_tiles)
         smem.work = WorkTile(params, smem.work_index, Traits::kBlockM, Traits::kBlockN);

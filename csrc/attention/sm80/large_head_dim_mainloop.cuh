@@ -1,4 +1,4 @@
-// The query loop of one CTA for large head dimensions, for any head dimensions.
+// The query loop of one CTA for head dimensions of any size.
 //
 // s and dp are summed over blocks of columns in registers. p and ds of the whole tile go to shared memory. Then dv, dk
 // and dq are computed one block of columns after the other. Between query tiles, dk and dv are in global memory, in the
@@ -19,8 +19,8 @@ struct LargeMainloop : Mainloop<Traits> {
   using SharedStorage = typename Traits::SharedStorage;
   using Gradient = typename Base::Gradient;
   using ScoreTile = typename Base::ScoreTile;
-  using DqTile = typename DqRows<Traits>::Tile;
-  static constexpr int kPartSteps = Traits::kPartRows / M::kStep;
+  using DqTile = typename DqAccumulator<Traits>::Tile;
+  static constexpr int kSubtileSteps = Traits::kSubtileRows / M::kStep;
   // 16-byte vectors of a thread per block of columns
   static constexpr int kVectors = Traits::kKeyTiles * Traits::kGradientTiles;
 
@@ -34,35 +34,35 @@ struct LargeMainloop : Mainloop<Traits> {
   // Writes dk and dv of the key block, and adds dq of all query tiles.
   static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
     const AttentionBackwardParams& p = params.attention;
-    const int32_t blocks_k = PieceCursor<Traits>::blocks_for_gradients(p.head_dim);
-    const int32_t blocks_v = PieceCursor<Traits>::blocks_for_gradients(p.head_dim_v);
+    const int32_t blocks_k = OperandCursor<Traits>::blocks_for_gradients(p.head_dim);
+    const int32_t blocks_v = OperandCursor<Traits>::blocks_for_gradients(p.head_dim_v);
     constexpr int64_t kBlockFloats = Traits::kBlockN * Traits::kGradientColumns;
     float* const kept = params.gradients + int64_t{blockIdx.x} * (blocks_k + blocks_v) * kBlockFloats + threadIdx.x * 4;
     const Target dk = {kept, params.dk, p.softmax_scale};
     const Target dv = {kept + blocks_k * kBlockFloats, params.dv, 1.f};
-    const int32_t steps = work.num_iterations();
-    if (steps == 0) {
+    const int32_t num_iterations = work.num_iterations();
+    if (num_iterations == 0) {
       for (int32_t block = 0; block < blocks_k; ++block) store_zeros(dk, work, block);
       for (int32_t block = 0; block < blocks_v; ++block) store_zeros(dv, work, block);
       return;
     }
 
     typename Base::ScoreWork scores(params, work);
-    PieceStream<Traits> stream(params, smem, work);
+    OperandStream<Traits> stream(params, smem, work);
 #pragma unroll 1
-    for (QueryIteration step(work); step.index < steps; step.advance(work)) {
-      const int32_t query_block = step.query_block(work);
+    for (QueryIteration iteration(work); iteration.index < num_iterations; iteration.advance(work)) {
+      const int32_t query_block = iteration.query_block(work);
       {
         ScoreTile s = {}, dp = {};
         multiply<typename M::Scores>(stream, p.head_dim, s);
         // All threads have passed a barrier since the previous query tile, so no thread reads its p and ds any more.
         if constexpr (Traits::kFeatures) {
-          scores.load_bias(step.head, query_block, smem.p);
-          scores.draw_mask(step.head, query_block);
+          scores.load_bias(iteration.head, query_block, smem.p);
+          scores.draw_mask(iteration.head, query_block);
         }
         multiply<M>(stream, p.head_dim_v, dp);
         if constexpr (Traits::kFeatures) {
-          scores.template apply<0>(step.head, query_block, smem.lse, smem.delta, smem.p, smem.ds, s, dp);
+          scores.template apply<0>(iteration.head, query_block, smem.lse, smem.delta, smem.p, smem.ds, s, dp);
         } else {
           scores.apply(query_block, smem.lse, smem.delta, s, dp);
         }
@@ -71,28 +71,28 @@ struct LargeMainloop : Mainloop<Traits> {
         Base::store_scores(smem.p, held);
         Base::hold(dp, held);
         Base::store_scores(smem.ds, held);
-        if constexpr (Traits::kFeatures) scores.finish_tile(step.head, query_block, smem.ds);
+        if constexpr (Traits::kFeatures) scores.finish_tile(iteration.head, query_block, smem.ds);
       }
-      const BlockRange parts = PieceCursor<Traits>::parts(work, query_block);
-      add_gradient(stream, smem.p, parts, dv, work, step.index == 0, step.index + 1 == steps);
-      add_gradient(stream, smem.ds, parts, dk, work, step.index == 0, step.index + 1 == steps);
-      add_dq(stream, step.head, query_block);
+      const BlockRange subtiles = OperandCursor<Traits>::subtiles(work, query_block);
+      add_gradient(stream, smem.p, subtiles, dv, work, iteration.index == 0, iteration.index + 1 == num_iterations);
+      add_gradient(stream, smem.ds, subtiles, dk, work, iteration.index == 0, iteration.index + 1 == num_iterations);
+      add_dq(stream, iteration.head, query_block);
     }
   }
 
  private:
   // c (keys, queries) += keys (kBlockN, columns) * queries (kBlockM, columns)^T.
   template <typename Products>
-  static __device__ __forceinline__ void multiply(PieceStream<Traits>& stream, int32_t columns, ScoreTile& c) {
+  static __device__ __forceinline__ void multiply(OperandStream<Traits>& stream, int32_t columns, ScoreTile& c) {
     ScoreTile chain = {};
 #pragma unroll 1
-    for (int32_t block = PieceCursor<Traits>::blocks_for_scores(columns); block > 0; --block) {
-      const uint8_t* const piece = stream.acquire();
-      const uint8_t* const queries = piece + Traits::kBlockN * Traits::kRowBytes;
+    for (int32_t block = OperandCursor<Traits>::blocks_for_scores(columns); block > 0; --block) {
+      const uint8_t* const keys = stream.acquire();
+      const uint8_t* const queries = keys + Traits::kBlockN * Traits::kRowBytes;
       if constexpr (Products::kChain == 0) {
-        Base::template multiply_keys<Products>(piece, queries, c);
+        Base::template multiply_keys<Products>(keys, queries, c);
       } else {
-        Base::template multiply_keys<Products>(piece, queries, c, chain);
+        Base::template multiply_keys<Products>(keys, queries, c, chain);
       }
     }
     if constexpr (Products::kChain > 0) Base::end_chain(chain, c);
@@ -110,11 +110,11 @@ struct LargeMainloop : Mainloop<Traits> {
   }
 
   // Adds scores (keys, queries) * rows (queries, columns) to dk or dv, over all columns.
-  static __device__ __forceinline__ void add_gradient(PieceStream<Traits>& stream, const uint8_t* scores,
-                                                      const BlockRange& parts, const Target& target,
+  static __device__ __forceinline__ void add_gradient(OperandStream<Traits>& stream, const uint8_t* scores,
+                                                      const BlockRange& subtiles, const Target& target,
                                                       const WorkTile& work, bool first, bool last) {
     const int32_t columns = target.gradient.columns;
-    const int32_t blocks = PieceCursor<Traits>::blocks_for_gradients(columns);
+    const int32_t blocks = OperandCursor<Traits>::blocks_for_gradients(columns);
 #pragma unroll 1
     for (int32_t block = 0; block < blocks; ++block) {
       const int32_t left = columns - block * Traits::kGradientColumns;
@@ -135,12 +135,12 @@ struct LargeMainloop : Mainloop<Traits> {
         }
       }
 #pragma unroll 1
-      for (int32_t part = parts.begin; part < parts.end; ++part) {
+      for (int32_t subtile = subtiles.begin; subtile < subtiles.end; ++subtile) {
         const uint8_t* const rows = stream.acquire();
         if (pairs == Traits::kPairs) {
-          multiply_part<true>(scores, rows, part, pairs, sum);
+          multiply_subtile<true>(scores, rows, subtile, pairs, sum);
         } else {
-          multiply_part<false>(scores, rows, part, pairs, sum);
+          multiply_subtile<false>(scores, rows, subtile, pairs, sum);
         }
       }
 #pragma unroll
@@ -163,18 +163,18 @@ struct LargeMainloop : Mainloop<Traits> {
     }
   }
 
-  // c (keys, columns) += scores (keys, queries of a part) * rows (kPartRows, columns). kWhole: all pairs of tiles
-  // exist.
+  // c (keys, columns) += scores (keys, queries of a subtile) * rows (kSubtileRows, columns). kWhole: all pairs of
+  // column tiles exist.
   template <bool kWhole>
-  static __device__ __forceinline__ void multiply_part(const uint8_t* scores, const uint8_t* rows, int32_t part,
-                                                       int32_t pairs, Gradient& c) {
+  static __device__ __forceinline__ void multiply_subtile(const uint8_t* scores, const uint8_t* rows, int32_t subtile,
+                                                          int32_t pairs, Gradient& c) {
     const int32_t lane = Traits::lane();
-    const typename M::template RowsA<Traits::kScoreRowBytes, kPartSteps> rows_a(
-        smem_address(scores), lane, Traits::warp_n() * Traits::kKeyTiles * 16, part * kPartSteps);
+    const typename M::template RowsA<Traits::kScoreRowBytes, kSubtileSteps> rows_a(
+        smem_address(scores), lane, Traits::warp_n() * Traits::kKeyTiles * 16, subtile * kSubtileSteps);
     const typename M::template ColumnsB<Traits::kGradientRowBytes, 16, false> columns_b(smem_address(rows), lane,
                                                                                         Traits::warp_s() * 16);
 #pragma unroll(Base::kUnroll)
-    for (int k = 0; k < kPartSteps; ++k) {
+    for (int k = 0; k < kSubtileSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
@@ -189,11 +189,11 @@ struct LargeMainloop : Mainloop<Traits> {
   }
 
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, columns), added to the accumulator in global memory.
-  static __device__ __forceinline__ void add_dq(PieceStream<Traits>& stream, int32_t head, int32_t query_block) {
+  static __device__ __forceinline__ void add_dq(OperandStream<Traits>& stream, int32_t head, int32_t query_block) {
     const KernelParams& params = stream.params;
     const AttentionBackwardParams& p = params.attention;
     const WorkTile& work = stream.work;
-    const DqRows<Traits> dq_rows(params, work, head, query_block);
+    const DqAccumulator<Traits> accumulator(params, work, head, query_block);
     const bool ordered = params.dq_semaphores != nullptr;
     if (ordered) DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
@@ -204,7 +204,7 @@ struct LargeMainloop : Mainloop<Traits> {
       for (int32_t column = 0; column < columns; column += Traits::kDqStep) {
         DqTile dq = {};
         multiply_dq(stream.smem.ds, keys, column, dq);
-        dq_rows.add(dq, block + column);
+        accumulator.add(dq, block + column);
       }
     }
     if (ordered) DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).release();

@@ -3,7 +3,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../../common/launch.h"
@@ -12,164 +11,135 @@
 #include "../pre_post/bounded_lengths.h"
 #include "../pre_post/launch.h"
 #include "../pre_post/sink_gradient.h"
+#include "combine_splits.cuh"
 #include "config.h"
 #include "launch.h"
 #include "layout.h"
-#include "sum_parts.cuh"
 
 namespace flashbwd::sm80 {
 namespace {
 
-bool aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(view.data) % bytes == 0 && view.batch_stride * element_bytes % bytes == 0 &&
-         view.seq_stride * element_bytes % bytes == 0 && view.head_stride * element_bytes % bytes == 0;
+// True if the kernel can access the rows as 16-byte vectors of q's 16-bit dtype.
+template <typename View>
+bool has_16_byte_vectors(const View& view, DType dtype) {
+  return view.data != nullptr && view.dtype == dtype && is_16bit(dtype) && has_vector_rows(view, 8);
 }
 
-CallSizes sizes_of(const AttentionBackwardParams& p) {
-  CallSizes sizes;
-  sizes.packed_q = p.cu_seqlens_q != nullptr;
-  sizes.packed_k = p.cu_seqlens_k != nullptr;
-  sizes.batch = p.batch;
-  sizes.heads = p.heads;
-  sizes.heads_kv = p.heads_kv;
-  sizes.seqlen_q = p.seqlen_q;
-  sizes.seqlen_k = p.seqlen_k;
-  sizes.total_q = p.total_q;
-  sizes.total_k = p.total_k;
-  sizes.head_dim = p.head_dim;
-  sizes.head_dim_v = p.head_dim_v;
-  sizes.window_left = p.window_left;
-  sizes.window_right = p.window_right;
-  sizes.causal = p.causal;
-  sizes.deterministic = p.deterministic;
-  sizes.seqused = p.seqused_q != nullptr || p.seqused_k != nullptr;
-  sizes.bias_gradient = p.dbias.data != nullptr;
-  sizes.bias_alone = p.alibi_slopes == nullptr && p.softcap <= 0.f && p.dropout_p <= 0.f;
-  sizes.bias_broadcast = broadcast_of(p);
-  return sizes;
-}
-
-// The largest dynamic shared memory of a CTA; 0 if the query fails.
-int32_t shared_bytes_of_device() {
-  int device = 0, bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return 0;
-  return bytes;
-}
-
-// Whether 16-bit rows can be accessed 16 bytes at a time. A broadcast dimension has stride 0.
-bool in_pieces(void* data, DType dtype, DType wanted, int64_t batch_stride, int64_t head_stride, int64_t row_stride,
-               int64_t col_stride) {
-  return data != nullptr && dtype == wanted && is_16bit(dtype) && col_stride == 1 &&
-         reinterpret_cast<uintptr_t>(data) % 16 == 0 && batch_stride % 8 == 0 && head_stride % 8 == 0 &&
-         row_stride % 8 == 0;
-}
-
-GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, void* parts) {
+GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, void* partial_sums) {
   return {view,
-          static_cast<float*>(parts),
-          part_row_stride(columns),
+          static_cast<float*>(partial_sums),
+          partial_row_stride(columns),
           dtype,
           columns,
-          aligned(view, size_of(dtype), 2 * size_of(dtype)),
-          is_16bit(dtype) && columns % 8 == 0 && aligned(view, 2, 16)};
+          rows_aligned(view, size_of(dtype), 2 * size_of(dtype)),
+          is_16bit(dtype) && columns % 8 == 0 && rows_aligned(view, 2, 16)};
 }
 
 // Sums dk and dv of split work tiles over their CTAs.
-const char* launch_sum_parts(const KernelParams& params, const SplitTiles& shared, const Tile& tile, void* stream) {
+const char* launch_combine_splits(const KernelParams& params, const SplitTiles& split, const Tile& tile, void* stream) {
+  if (split.count == 0) return nullptr;
   const auto vectors = [](const GradientTarget& target) {
-    return aligned(target.view, size_of(target.dtype), 4 * size_of(target.dtype));
+    return rows_aligned(target.view, size_of(target.dtype), 4 * size_of(target.dtype));
   };
-  const SumPartsArguments arguments = {params, tile.block_n, vectors(params.dk), vectors(params.dv)};
+  const CombineSplitsArguments arguments = {params, tile.block_n, vectors(params.dk), vectors(params.dv)};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(shared.count), static_cast<unsigned>(tile.block_n / kSumPartsRows), 2);
-  config.blockDim = dim3(kSumPartsThreads);
+  config.gridDim = dim3(static_cast<unsigned>(split.count), static_cast<unsigned>(tile.block_n / kCombineRows), 2);
+  config.blockDim = dim3(kCombineThreads);
   config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = launch_kernel(config, sum_parts_kernel, arguments);
+  const cudaError_t error = launch_kernel(config, combine_splits_kernel, arguments);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// KV heads per head swizzle group. Within a group, key blocks run in LPT order. A group has as many heads as fit in L2,
-// but at least enough for two waves: in shorter groups the long work tiles would run alone at the end of each group.
-int64_t heads_per_swizzle(const AttentionBackwardParams& p, const KernelParams& params) {
-  constexpr int64_t kL2Bytes = 24 << 20;  // of an A100's 40 MB; a small L2 holds few heads in any order
-  const int64_t all = int64_t{p.batch} * p.heads_kv;
-  const int64_t in_l2 =
-      heads_in_l2(kL2Bytes, p.seqlen_q, p.head_dim, p.head_dim_v, size_of(p.dtype), p.heads / p.heads_kv);
-  const int64_t two_waves = 2 * params.workers / std::max(params.key_blocks, 1);
-  if (two_waves <= in_l2 || two_waves >= all) return std::min(std::max(in_l2, two_waves), all);
-  // Prefer slightly smaller groups of equal size to a short last group.
-  for (int64_t heads = two_waves; heads > two_waves * 3 / 4 && heads > in_l2; --heads) {
-    if (all % heads == 0) return heads;
-  }
-  return two_waves;
+uint8_t* workspace_at(const AttentionBackwardParams& p, int64_t offset) {
+  return static_cast<uint8_t*>(p.workspace) + offset;
 }
 
-KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& plan, const CallSizes& sizes) {
-  const Tile& tile = kTiles[plan.config];
+void encode_work_tiles(const Schedule& schedule, KernelParams* params) {
+  const AttentionBackwardParams& p = params->attention;
+  params->num_work_tiles = schedule.num_work_tiles();
+  params->unsplit_work_tiles = schedule.unsplit_work_tiles;
+  params->splits = schedule.split_tiles.splits;
+  params->packed_work_tiles = schedule.packed_work_tiles;
+  params->key_blocks = schedule.key_blocks;
+  params->query_blocks = schedule.query_blocks;
+  params->swizzle_heads = schedule.swizzle_heads;
+  // Batches that share a bias read it, and add to its gradient, while it is in L2.
+  params->swizzle_batches = !schedule.packed_work_tiles && p.bias.data != nullptr && p.bias.batch_stride == 0;
+  params->num_ctas = schedule.num_ctas;
+  params->loads_ahead = schedule.loads_ahead;
+}
+
+// The accumulator of dq, and the counters and semaphores in the zeroed region.
+void encode_dq(const AttentionPlan& plan, KernelParams* params) {
+  const AttentionBackwardParams& p = params->attention;
   const WorkspaceLayout& workspace = plan.workspace;
-  uint8_t* const base = static_cast<uint8_t*>(p.workspace);
+  const ZeroedRegion& zeroed = plan.sm80.zeroed;
+  const auto zeroed_words = [&](int64_t offset) {
+    return reinterpret_cast<int32_t*>(workspace_at(p, workspace.semaphore_offset + offset));
+  };
+  params->dq_accumulator = reinterpret_cast<float*>(workspace_at(p, workspace.accumulator_offset));
+  params->dq_row_stride = workspace.row_stride;
+  params->dq_blocks = workspace.dq_blocks;
+  params->work_tile_counter = zeroed_words(0);
+  if (plan.sm80.schedule.ordered_dq) {
+    params->dq_semaphores = zeroed_words(zeroed.dq_semaphores_offset);
+    params->semaphores_per_head = zeroed.semaphores_per_head;
+  }
+  if (plan.sm80.schedule.first_stores) {
+    params->stored = zeroed_words(zeroed.stored_offset);
+    params->stored_words = static_cast<int32_t>(zeroed.stored_words);
+  }
+}
+
+// dk and dv, and the sums of gradients in the partial region.
+void encode_gradients(const AttentionPlan& plan, KernelParams* params) {
+  const AttentionBackwardParams& p = params->attention;
+  const PartialRegion& partial = plan.sm80.partial;
+  const auto partial_floats = [&](int64_t offset) {
+    return reinterpret_cast<float*>(workspace_at(p, plan.workspace.partial_offset + offset));
+  };
+  if (plan.sm80.schedule.whole_heads) {
+    params->dq_tiles = partial_floats(partial.dq_tiles_offset);
+    params->dq = gradient_target(p.dq, p.dq_dtype, p.head_dim, nullptr);
+  }
+  if (kTiles[plan.config].large) params->gradients = partial_floats(partial.gradients_offset);
+  params->dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, partial_floats(partial.partial_dk_offset));
+  params->dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial_floats(partial.partial_dv_offset));
+}
+
+void encode_bias(const AttentionPlan& plan, KernelParams* params) {
+  const AttentionBackwardParams& p = params->attention;
+  const KernelPlan& kernel = plan.sm80;
+  const int64_t zeroed_offset = plan.workspace.semaphore_offset, partial_offset = plan.workspace.partial_offset;
+  params->bias_gradient =
+      bias_gradient(p, kernel.bias_gradient,
+                    workspace_at(p, kernel.bias_gradient.zeroed ? zeroed_offset + kernel.zeroed.bias_gradient_offset
+                                                                : partial_offset));
+  const bool capped = p.softcap > 0.f;  // softcap keeps its factor in the ds tile, so vectors cannot go through it
+  params->bias_vectors = !capped && p.bias.row_stride != 0 && has_16_byte_vectors(p.bias, p.dtype);
+  const BiasGradient& g = params->bias_gradient;
+  params->bias_gradient_vectors = !capped && g.mode == BiasGradientMode::kStore && has_16_byte_vectors(g, p.dtype);
+  if (kernel.schedule.ordered_bias_gradient) {
+    params->ordered_bias_sums = {
+        reinterpret_cast<float*>(workspace_at(p, partial_offset + kernel.partial.bias_sums_offset)),
+        reinterpret_cast<int32_t*>(workspace_at(p, zeroed_offset + kernel.zeroed.bias_semaphores_offset)),
+        kernel.bias_sharers};
+  }
+}
+
+KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& plan) {
   const int64_t bytes = size_of(p.dtype);
   KernelParams params;
   params.attention = p;
-  params.statistics = row_statistics(p, workspace);
-  params.dq_accumulator = reinterpret_cast<float*>(base + workspace.accumulator_offset);
-  params.dq_row_stride = workspace.row_stride;
-  params.dq_blocks = workspace.dq_blocks;
-  params.splits = sizes.shared.splits;
-  params.unsplit_work_tiles = count_work_tiles(sizes, tile) - sizes.shared.count;
-  params.num_work_tiles = params.unsplit_work_tiles + sizes.shared.parts();
-  params.packed_work_tiles = packed_work_tiles(sizes);
-  params.key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, tile.block_n));
-  params.query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, tile.block_m));
-  params.workers = static_cast<int32_t>(worker_count(sizes, tile, plan.sm_count));
-  params.swizzle_heads = sizes.whole_heads ? 1 : static_cast<int32_t>(heads_per_swizzle(p, params));
-  // All work tiles take equally long, so a group needs no more heads than run at the same time.
-  if (sizes.first_stores) params.swizzle_heads = std::max(params.workers / std::max(params.key_blocks, 1), 1);
-  // Batches that share a bias read it, and add to its gradient, while it is in L2.
-  params.swizzle_batches = !params.packed_work_tiles && p.bias.data != nullptr && p.bias.batch_stride == 0;
-  params.q_aligned = aligned(p.q, bytes, 16);
-  params.k_aligned = aligned(p.k, bytes, 16);
-  params.v_aligned = aligned(p.v, bytes, 16);
-  params.dout_aligned = aligned(p.dout, bytes, 16);
-
-  uint8_t* const zeroed = base + workspace.semaphore_offset;
-  const ZeroedRegion region = zeroed_region(sizes, tile);
-  params.work_tile_counter = reinterpret_cast<int32_t*>(zeroed);
-  if (p.deterministic && !sizes.whole_heads) {
-    params.dq_semaphores = reinterpret_cast<int32_t*>(zeroed + region.dq_semaphores_offset);
-    params.semaphores_per_head = region.semaphores_per_head;
-  }
-  if (sizes.first_stores) {
-    params.stored = reinterpret_cast<int32_t*>(zeroed + region.stored_offset);
-    params.stored_words = static_cast<int32_t>(region.stored_words);
-  }
-  uint8_t* const partial = base + workspace.partial_offset;
-  const PartialRegion places = partial_region(sizes, tile, plan.sm_count);
-  if (sizes.whole_heads) {
-    params.dq_tiles = reinterpret_cast<float*>(partial + places.dq_tiles_offset);
-    params.dq = gradient_target(p.dq, p.dq_dtype, p.head_dim, nullptr);
-  }
-  params.loads_ahead =
-      has_loads_ahead(tile) && tile.shared_bytes() + kAlignmentBytes + keys_bytes(tile) <= shared_bytes_of_device();
-  if (tile.large) params.gradients = reinterpret_cast<float*>(partial + places.gradients_offset);
-  params.dk = gradient_target(p.dk, p.dk_dtype, p.head_dim, partial + places.parts_dk_offset);
-  params.dv = gradient_target(p.dv, p.dv_dtype, p.head_dim_v, partial + places.parts_dv_offset);
-  const BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  params.bias_gradient = bias_gradient(p, scratch, scratch.zeroed ? zeroed + region.bias_gradient_offset : partial);
-  const bool capped = p.softcap > 0.f;  // with softcap, its factor is stored where pieces would be, and ds includes it
-  const BiasView& b = p.bias;
-  params.bias_pieces = !capped && b.row_stride != 0 &&
-                       in_pieces(b.data, b.dtype, p.dtype, b.batch_stride, b.head_stride, b.row_stride, b.col_stride);
-  const BiasGradient& g = params.bias_gradient;
-  params.bias_gradient_pieces =
-      !capped && g.mode == BiasGradientMode::kStore &&
-      in_pieces(g.data, g.dtype, p.dtype, g.batch_stride, g.head_stride, g.row_stride, g.col_stride);
-  if (sizes.ordered_bias_gradient) {
-    params.ordered_bias_sums = {reinterpret_cast<float*>(partial + places.bias_sums_offset),
-                                reinterpret_cast<int32_t*>(zeroed + region.bias_semaphores_offset),
-                                static_cast<int32_t>(bias_sharers(sizes))};
-  }
+  params.lse_delta = lse_delta_of(p, plan.workspace);
+  encode_work_tiles(plan.sm80.schedule, &params);
+  encode_dq(plan, &params);
+  encode_gradients(plan, &params);
+  encode_bias(plan, &params);
+  params.q_aligned = rows_aligned(p.q, bytes, 16);
+  params.k_aligned = rows_aligned(p.k, bytes, 16);
+  params.v_aligned = rows_aligned(p.v, bytes, 16);
+  params.dout_aligned = rows_aligned(p.dout, bytes, 16);
   if (p.dropout_p > 0.f) {
     params.dropout_scale = dropout_scale(p);
     params.dropout_threshold =
@@ -178,83 +148,83 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   return params;
 }
 
-Extras extras_of(const KernelParams& params, const Tile& tile) {
+// The rows of a bias that heads share have no 16-byte alignment: adds to its gradient in any order. Zeroes the gradient
+// in the scratch of the ordered sums.
+const char* add_bias_gradient_unordered(const BiasGradientScratch& scratch, KernelParams* params, void* stream) {
+  params->bias_gradient = bias_gradient(params->attention, scratch, params->ordered_bias_sums.sums);
+  params->bias_gradient_vectors = false;
+  params->ordered_bias_sums = {};
+  const cudaError_t error = cudaMemsetAsync(params->bias_gradient.data, 0, scratch.elements * sizeof(float),
+                                            static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// The kernel that supports the features of the call. Whether 16-byte vectors can load a bias and store its gradient
+// depends on the caller's pointers, so the launch decides between the bias kernels.
+Variant variant_of(const Schedule& schedule, const KernelParams& params, const Tile& tile) {
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
-  if (params.dq_tiles != nullptr) return Extras::kWholeHeads;
-  if (params.stored != nullptr) return Extras::kFirstStores;
-  if (p.bias.data == nullptr) return others ? Extras::kAll : params.loads_ahead ? Extras::kLoadsAhead : Extras::kNone;
-  if (params.ordered_bias_sums.sums != nullptr) return Extras::kSharedBias;
+  if (schedule.whole_heads) return Variant::kWholeHeads;
+  if (schedule.first_stores) return Variant::kFirstStores;
+  if (p.bias.data == nullptr)
+    return others ? Variant::kAllFeatures : schedule.loads_ahead ? Variant::kLoadsAhead : Variant::kPlain;
+  if (params.ordered_bias_sums.sums != nullptr) return Variant::kSharedBias;
   const BiasGradient& g = params.bias_gradient;
-  const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_pieces ||
+  const bool gradient = g.mode == BiasGradientMode::kNone || params.bias_gradient_vectors ||
                         (g.mode == BiasGradientMode::kAdd && g.col_stride == 1);
-  if (!params.bias_pieces || !gradient || others) return Extras::kAll;
-  return g.mode == BiasGradientMode::kAdd && !bias_kernel_adds(tile) ? Extras::kSharedBias : Extras::kBias;
+  if (!params.bias_vectors || !gradient || others) return Variant::kAllFeatures;
+  return g.mode == BiasGradientMode::kAdd && !bias_kernel_adds(tile) ? Variant::kSharedBias : Variant::kBias;
 }
 
 // Finds row tile_index among the tiles with elements of T.
 template <typename T, int kTileIndex = 0>
-const char* dispatch(int tile_index, const KernelParams& params, Extras extras, void* stream) {
+const char* dispatch(int tile_index, const KernelParams& params, Variant variant, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
     return "sm80: no such tile";
   } else {
     if constexpr (kTiles[kTileIndex].element_bytes == sizeof(T) && is_built(kTiles[kTileIndex].head_dim)) {
       if (tile_index == kTileIndex) {
-        return launch<T, kTiles[kTileIndex].head_dim>(tile_index, params, extras, stream);
+        return launch<T, kTiles[kTileIndex].head_dim>(tile_index, params, variant, stream);
       }
     }
-    return dispatch<T, kTileIndex + 1>(tile_index, params, extras, stream);
+    return dispatch<T, kTileIndex + 1>(tile_index, params, variant, stream);
   }
 }
 
-const char* launch_main(const AttentionBackwardParams& p, int tile_index, const KernelParams& params, void* stream) {
-  const Extras extras = extras_of(params, kTiles[tile_index]);
-  switch (p.dtype) {
+const char* launch_main(const AttentionPlan& plan, const KernelParams& params, void* stream) {
+  if (params.num_work_tiles == 0) return nullptr;
+  const Variant variant = variant_of(plan.sm80.schedule, params, kTiles[plan.config]);
+  switch (params.attention.dtype) {
     case DType::kBFloat16:
-      return dispatch<__nv_bfloat16>(tile_index, params, extras, stream);
+      return dispatch<__nv_bfloat16>(plan.config, params, variant, stream);
     case DType::kFloat16:
-      return dispatch<__half>(tile_index, params, extras, stream);
+      return dispatch<__half>(plan.config, params, variant, stream);
     default:
-      return dispatch<float>(tile_index, params, extras, stream);
+      return dispatch<float>(plan.config, params, variant, stream);
   }
 }
 
 }  // namespace
 
-const char* run(const AttentionBackwardParams& given, const AttentionPlan& plan, void* stream) {
-  const Tile& tile = kTiles[plan.config];
-  AttentionBackwardParams p = given;
+const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan, void* stream) {
+  const Schedule& schedule = plan.sm80.schedule;
+  AttentionBackwardParams p = caller_params;
   if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
-  CallSizes sizes = sizes_of(p);
-  sizes.whole_heads = !plan.workspace.has_accumulator;
-  if (!sizes.whole_heads) sizes.shared = split_tiles(sizes, tile, plan.sm_count);
-  sizes.first_stores = plan.workspace.has_accumulator && !plan.deterministic && !plan.workspace.zero_accumulator;
-  sizes.ordered_bias_gradient = ordered_bias_gradient(sizes, tile);
-  KernelParams params = make_params(p, plan, sizes);
-  BiasGradientScratch scratch = bias_gradient_of(sizes, tile);
-  if (sizes.ordered_bias_gradient && !(params.bias_pieces && params.bias_gradient_pieces)) {
-    // Falls back to adding in any order, to zeros, in the scratch of the ordered sums.
-    sizes.ordered_bias_gradient = false;
-    scratch = bias_gradient_of(sizes, tile);
-    params.bias_gradient = bias_gradient(p, scratch, params.ordered_bias_sums.sums);
-    params.bias_gradient_pieces = false;
-    params.ordered_bias_sums = {};
-    const cudaError_t error = cudaMemsetAsync(params.bias_gradient.data, 0, scratch.elements * sizeof(float),
-                                              static_cast<cudaStream_t>(stream));
-    if (error != cudaSuccess) return cudaGetErrorString(error);
+  KernelParams params = make_params(p, plan);
+  BiasGradientScratch scratch = plan.sm80.bias_gradient;
+  if (schedule.ordered_bias_gradient && !(params.bias_vectors && params.bias_gradient_vectors)) {
+    scratch = plan.sm80.unordered_bias_gradient;
+    if (const char* error = add_bias_gradient_unordered(scratch, &params, stream)) return error;
   }
-  if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream)) return error;
-  if (params.num_work_tiles > 0) {
-    if (const char* error = launch_main(p, plan.config, params, stream)) return error;
-  }
-  if (sizes.shared.count > 0) {
-    if (const char* error = launch_sum_parts(params, sizes.shared, tile, stream)) return error;
-  }
-  if (!sizes.whole_heads) {
+  if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream)) return error;
+  if (const char* error = launch_main(plan, params, stream)) return error;
+  if (const char* error = launch_combine_splits(params, schedule.split_tiles, kTiles[plan.config], stream))
+    return error;
+  if (!schedule.whole_heads) {
     if (const char* error = launch_dq_postprocess(p, plan.workspace, stream)) return error;
   }
   if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
-  return launch_sink_gradient(p, params.statistics, stream);
+  return launch_sink_gradient(p, params.lse_delta, stream);
 }
 
 }  // namespace flashbwd::sm80

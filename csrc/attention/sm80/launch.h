@@ -11,6 +11,6 @@ namespace flashbwd::sm80 {
 // Launches the kernel for row tile_index of kTiles, which must have head dimension kHeadDim and elements of type T, on
 // `stream`. Returns null or a message.
 template <typename T, int kHeadDim>
-const char* launch(int tile_index, const KernelParams& params, Extras extras, void* stream);
+const char* launch(int tile_index, const KernelParams& params, Variant variant, void* stream);
 
 }  // namespace flashbwd::sm80

@@ -15,7 +15,7 @@ struct Source {
   const T* dout;
   const float* lse;
   const float* delta;
-  int32_t rows;  // rows that exist, from the first row of the tile
+  int32_t rows;  // from the first row of the tile to the end of the sequence
   bool exists;
 };
 
@@ -25,46 +25,47 @@ __device__ __forceinline__ T* head_rows(const HeadsView& view, int32_t batch, in
   return static_cast<T*>(view.data) + batch * view.batch_stride + head * view.head_stride + first_row * view.seq_stride;
 }
 
-// Copies kRows rows of which `rows` exist and have `columns` elements. Zeros fill the rest. If not `aligned`, the copy
-// is element by element.
+// Copies kRows rows, of which the first `rows` exist and have `columns` elements. Zeros fill the rest. If not
+// `aligned`, the copy is element by element.
 template <typename Traits, int kRows, typename T>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_t stride, int32_t rows, int32_t columns,
                                           bool aligned) {
-  using Swizzle = PieceSwizzle<Traits::kRowBytes, sizeof(T) == 4>;
-  constexpr int kPieces = Traits::kRowBytes / 16;  // per row
-  constexpr int kElements = 16 / sizeof(T);        // per piece
-  // Pieces of a row that threads copy at once: all, or as many as the swizzle permutes among themselves.
-  constexpr int kGroup = Traits::kThreads % kPieces == 0 ? kPieces : kPieces % 8 == 0 ? 8 : 4;
+  using Swizzle = VectorSwizzle<Traits::kRowBytes, sizeof(T) == 4>;
+  constexpr int kVectors = Traits::kRowBytes / 16;  // per row
+  constexpr int kElements = 16 / sizeof(T);         // per vector
+  // Vectors of a row that threads copy at once: all, or as many as the swizzle permutes among themselves.
+  constexpr int kGroup = Traits::kThreads % kVectors == 0 ? kVectors : kVectors % 8 == 0 ? 8 : 4;
   constexpr int kGroupBytes = kGroup * 16, kGroupElements = kGroup * kElements;
   constexpr int kPassRows = Traits::kThreads / kGroup;  // rows that all threads copy at once
-  static_assert(kPieces % kGroup == 0 && kRows % kPassRows == 0, "a thread has one piece of each group, of some rows");
-  const int32_t piece = threadIdx.x % kGroup, first_row = threadIdx.x / kGroup;
+  static_assert(kVectors % kGroup == 0 && kRows % kPassRows == 0,
+                "the threads copy whole groups of vectors and whole passes of rows");
+  const int32_t vector = threadIdx.x % kGroup, first_row = threadIdx.x / kGroup;
   // The swizzle repeats every eight rows.
-  const auto place = [&](int row) {
-    return kPassRows % 8 == 0 ? smem_address(tile) + Swizzle::offset(first_row, piece) + row * Traits::kRowBytes
-                              : smem_address(tile) + Swizzle::offset(first_row + row, piece);
+  const auto address = [&](int row) {
+    return kPassRows % 8 == 0 ? smem_address(tile) + Swizzle::offset(first_row, vector) + row * Traits::kRowBytes
+                              : smem_address(tile) + Swizzle::offset(first_row + row, vector);
   };
   const int64_t pass_stride = kPassRows * stride;
-  const T* pointer = source + first_row * stride + piece * kElements;
-  if (aligned && rows >= kRows && columns >= kPieces * kElements) {
+  const T* pointer = source + first_row * stride + vector * kElements;
+  if (aligned && rows >= kRows && columns >= kVectors * kElements) {
 #pragma unroll
     for (int row = 0; row < kRows; row += kPassRows, pointer += pass_stride) {
 #pragma unroll
-      for (int group = 0; group < kPieces / kGroup; ++group) {
-        copy_async_16(place(row) + group * kGroupBytes, pointer + group * kGroupElements, 16);
+      for (int group = 0; group < kVectors / kGroup; ++group) {
+        copy_async_16(address(row) + group * kGroupBytes, pointer + group * kGroupElements, 16);
       }
     }
     return;
   }
-  const int32_t left = columns - piece * kElements;
+  const int32_t left = columns - vector * kElements;
   if (aligned) {
 #pragma unroll
     for (int row = 0; row < kRows; row += kPassRows, pointer += pass_stride) {
 #pragma unroll
-      for (int group = 0; group < kPieces / kGroup; ++group) {
+      for (int group = 0; group < kVectors / kGroup; ++group) {
         const int32_t elements = max(min(left - group * kGroupElements, kElements), 0);
         const bool exists = first_row + row < rows && elements > 0;
-        copy_async_16(place(row) + group * kGroupBytes, exists ? pointer + group * kGroupElements : source,
+        copy_async_16(address(row) + group * kGroupBytes, exists ? pointer + group * kGroupElements : source,
                       exists ? elements * static_cast<int32_t>(sizeof(T)) : 0);
       }
     }
@@ -73,14 +74,14 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_
 #pragma unroll 1
   for (int32_t row = 0; row < kRows; row += kPassRows, pointer += pass_stride) {
 #pragma unroll 1
-    for (int32_t group = 0; group < kPieces / kGroup; ++group) {
+    for (int32_t group = 0; group < kVectors / kGroup; ++group) {
       alignas(16) T values[kElements];
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
         const bool exists = first_row + row < rows && e < left - group * kGroupElements;
         values[e] = exists ? pointer[group * kGroupElements + e] : from_float<T>(0.f);
       }
-      *reinterpret_cast<uint4*>(tile + Swizzle::offset(first_row + row, piece + group * kGroup)) =
+      *reinterpret_cast<uint4*>(tile + Swizzle::offset(first_row + row, vector + group * kGroup)) =
           *reinterpret_cast<const uint4*>(values);
     }
   }

@@ -2,7 +2,7 @@
 //
 // s^T = k q^T and dp^T = v dout^T are computed transposed, so that a warp's p^T and ds^T are already operand A of `dv
 // += p^T dout` and `dk += ds^T q`. dv and dk stay in registers. ds^T goes through shared memory for `dq = ds k`, which
-// is added to an fp32 accumulator in global memory. docs/kernels/attention_sm80.md draws one step.
+// is added to an fp32 accumulator in global memory. docs/kernels/attention_sm80.md draws one iteration.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
   using T = typename Traits::T;
   using M = typename Traits::M;
   using SharedStorage = typename Traits::SharedStorage;
-  using DqSums = typename DqRows<Traits>::Tile;
+  using DqSums = typename DqAccumulator<Traits>::Tile;
   using ScoreWork = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
   using FromCopies = sm80::Copies<Traits>;
   using FromProducts = sm80::Products<Traits>;
@@ -28,7 +28,8 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
   using FromProducts::add_others, FromProducts::add_own, FromProducts::hold, FromProducts::kUnroll,
       FromProducts::store_scores;
   using typename FromProducts::Gradient, typename FromProducts::Held, typename FromProducts::ScoreTile;
-  // Operands of dq loaded at a time. The three products of an fp32 tile depend on each other, so more tiles interleave.
+  // Operands B of dq loaded at a time. The three products of an fp32 tile depend on each other, so more tiles
+  // interleave.
   static constexpr int kDqPairs = sizeof(T) == 4 && Traits::kColumnTiles % 4 == 0 ? 2 : 1;
 
   // Runs the query loop of smem.work, whose first copies have been started: sums dk and dv, starting at zero, and adds
@@ -36,6 +37,85 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
   static __device__ __forceinline__ void run(const KernelParams& params, SharedStorage& smem, Gradient& dk,
                                              Gradient& dv) {
     const WorkTile& work = smem.work;
+    zero(dk, dv);
+    if (work.num_iterations() == 0) {
+      if (threadIdx.x == 0) fetch_work_tile(params, smem);
+      return;
+    }
+    const AttentionBackwardParams& p = params.attention;
+    ScoreWork scores(params, work);
+    if constexpr (Traits::kStages > 1) {
+      if (threadIdx.x == 0) advance(params, smem, 0);
+      copy_async_wait<0>();
+      smem.tiles_loaded.arrive();
+    }
+    // Plain attention rereads this from shared memory, which saves a register.
+    const int32_t all_iterations = work.num_iterations();
+    const auto num_iterations = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
+#pragma unroll 1
+    for (int32_t index = 0; index < num_iterations(); ++index) {
+      const int32_t ring_index = index + first_stage(smem);
+      const int32_t stage = ring_index % Traits::kStages;
+      const uint32_t phase = ring_index % 2;
+      const QueryIteration& iteration = smem.iterations[ring_index % 2];
+      const bool more = index + 1 < num_iterations();
+      if constexpr (Traits::kStages > 1) {
+        smem.tiles_loaded.wait(phase);  // the copies of all threads have landed; all warps are done with the previous p
+        if constexpr (!Traits::kExchange) smem.done.wait(phase ^ 1);
+      } else {
+        copy_async_wait<0>();
+        // The tiles of this iteration have landed, thread 0 has written the next source, and all threads are done with
+        // the previous iteration.
+        __syncthreads();
+      }
+      const int32_t query_block = iteration.query_block(work);
+      uint8_t* const bias = Traits::kExchange ? smem.p : smem.ds;
+      if constexpr (Traits::kFeatures) scores.load_bias(iteration.head, query_block, bias);
+      if constexpr (Traits::kStages == 1) {
+        if (threadIdx.x == 0) prepare_next(params, smem, iteration, index, ring_index, query_block, more);
+      }
+      if constexpr (Traits::kFeatures) scores.draw_mask(iteration.head, query_block);
+      ScoreTile s = {}, dp = {};
+      FromProducts::template multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
+      if constexpr (Traits::kStages > 1) {
+        if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // all threads are done with the previous iteration
+        start_copies(params, smem, ring_index, more);
+      }
+      FromProducts::template multiply_keys<M>(smem.v + keys_offset(smem), smem.dout[stage], dp);
+      if constexpr (Traits::kFeatures) {
+        scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(iteration.head, query_block, smem.lse[stage],
+                                                             smem.delta[stage], bias, smem.ds, s, dp);
+      } else {
+        scores.apply(query_block, smem.lse[stage], smem.delta[stage], s, dp);
+      }
+      Held p_held, ds_held;
+      hold(s, p_held);
+      if constexpr (Traits::kVariant == Variant::kSharedBias) {
+        // p is used first, because the sums of the bias gradient need its registers.
+        store_scores(smem.p, p_held);
+        typename ScoreWork::Sums sums = {};
+        scores.load_sums(iteration.head, query_block, sums);
+        add_own(p_held, smem.dout[stage], dv);
+        scores.add_gradient(iteration.head, query_block, smem.ds, dp, sums);
+      }
+      hold(dp, ds_held);
+      store_scores(smem.ds, ds_held);
+      if constexpr (Traits::kVariant == Variant::kAllFeatures) scores.finish_tile(iteration.head, query_block, smem.ds);
+      if constexpr (Traits::kExchange && Traits::kVariant != Variant::kSharedBias) store_scores(smem.p, p_held);
+      if constexpr (Traits::kStages > 1) smem.scores_stored.arrive();
+      if constexpr (Traits::kVariant == Variant::kBias) scores.finish_tile(iteration.head, query_block, smem.ds);
+      if constexpr (Traits::kVariant != Variant::kSharedBias) add_own(p_held, smem.dout[stage], dv);
+      if constexpr (Traits::kStages > 1) {
+        finish_two_stages(params, smem, scores, iteration, index, stage, phase, query_block, more, ds_held, dk, dv);
+      } else {
+        finish_one_stage(params, smem, iteration, query_block, more, ds_held, dk, dv);
+      }
+    }
+    scale(dk, p.softmax_scale);
+  }
+
+ protected:
+  static __device__ __forceinline__ void zero(Gradient& dk, Gradient& dv) {
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
@@ -44,127 +124,78 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
         for (int e = 0; e < 4; ++e) dk[mt][nt][e] = dv[mt][nt][e] = 0.f;
       }
     }
-    if (work.num_iterations() == 0) {
-      if (threadIdx.x == 0) fetch_work_tile(params, smem);
-      return;
-    }
-
-    const AttentionBackwardParams& p = params.attention;
-    ScoreWork scores(params, work);
-    if constexpr (Traits::kStages > 1) {
-      if (threadIdx.x == 0) advance(params, smem, 0);
-      copy_async_wait<0>();
-      smem.tiles_loaded.arrive();
-    }
-
-    // Plain attention rereads this from shared memory, which saves a register.
-    const int32_t all_iterations = work.num_iterations();
-    const auto num_iterations = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
-#pragma unroll 1
-    for (int32_t index = 0; index < num_iterations(); ++index) {
-      const int32_t place = index + first_stage(smem);
-      const int32_t stage = place % Traits::kStages;
-      const uint32_t phase = place % 2;
-      const QueryIteration& step = smem.iterations[place % 2];
-      const bool more = index + 1 < num_iterations();
-      if constexpr (Traits::kStages > 1) {
-        smem.tiles_loaded.wait(phase);  // and all warps are done with p of the previous iteration
-        if constexpr (!Traits::kExchange) smem.done.wait(phase ^ 1);
-      } else {
-        copy_async_wait<0>();
-        // this step's tiles and the next source are ready; all threads are done with the previous iteration
-        __syncthreads();
-      }
-      const int32_t query_block = step.query_block(work);
-      uint8_t* const bias = Traits::kExchange ? smem.p : smem.ds;
-      if constexpr (Traits::kFeatures) scores.load_bias(step.head, query_block, bias);
-      if constexpr (Traits::kStages == 1) {
-        if (threadIdx.x == 0) {
-          if constexpr (Traits::kFirstStores) {
-            if (index > 0) smem.first_add.release();
-            smem.first_add.find(params, work, step.head, query_block, Traits::kBlockM, Traits::kBlockN);
-          }
-          if (more) smem.iterations[(place + 1) % 2] = QueryIteration(step, work);
-          advance(params, smem, index);
-        }
-      }
-
-      if constexpr (Traits::kFeatures) scores.draw_mask(step.head, query_block);
-      ScoreTile s = {}, dp = {};
-      FromProducts::template multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
-      if constexpr (Traits::kStages > 1) {
-        if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // all threads are done with the previous iteration
-        start_copies(params, smem, place, more);
-      }
-      FromProducts::template multiply_keys<M>(smem.v + keys_offset(smem), smem.dout[stage], dp);
-      if constexpr (Traits::kFeatures) {
-        scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(step.head, query_block, smem.lse[stage], smem.delta[stage],
-                                                             bias, smem.ds, s, dp);
-      } else {
-        scores.apply(query_block, smem.lse[stage], smem.delta[stage], s, dp);
-      }
-      Held p_held, ds_held;
-      hold(s, p_held);
-      if constexpr (Traits::kExtras == Extras::kSharedBias) {
-        // First the work that uses p: the sums of the bias gradient need its registers.
-        store_scores(smem.p, p_held);
-        typename ScoreWork::Sums sums = {};
-        scores.load_sums(step.head, query_block, sums);
-        add_own(p_held, smem.dout[stage], dv);
-        scores.add_gradient(step.head, query_block, smem.ds, dp, sums);
-      }
-      hold(dp, ds_held);
-      store_scores(smem.ds, ds_held);
-      if constexpr (Traits::kExtras == Extras::kAll) scores.finish_tile(step.head, query_block, smem.ds);
-      if constexpr (Traits::kExchange && Traits::kExtras != Extras::kSharedBias) store_scores(smem.p, p_held);
-      if constexpr (Traits::kStages > 1) smem.scores_stored.arrive();
-      if constexpr (Traits::kExtras == Extras::kBias) scores.finish_tile(step.head, query_block, smem.ds);
-      if constexpr (Traits::kExtras != Extras::kSharedBias) add_own(p_held, smem.dout[stage], dv);
-      DqSums dq = {};
-      if constexpr (Traits::kStages > 1) {
-        // dv and dk need p and ds only from the warps that share this warp's keys.
-        if constexpr (Traits::kExchange) named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);
-        add_others(smem.p, smem.dout[stage], dv);
-        add_own(ds_held, smem.q[stage], dk);
-        add_others(smem.ds, smem.q[stage], dk);
-        if (more) {
-          copy_async_wait<0>();
-          smem.tiles_loaded.arrive();
-        }
-        // Recomputing the phase saves a register, except with the sums of a shared bias.
-        smem.scores_stored.wait(Traits::kExtras == Extras::kSharedBias ? phase : (index + first_stage(smem)) % 2);
-        if constexpr (Traits::kExtras == Extras::kSharedBias) scores.release(step.head, query_block);
-        if constexpr (Traits::kWholeHeads) DqTile<Traits>(params, work, step.head, query_block).load(dq);  // for add_dq
-        if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
-        // Its reductions complete during the products of the next iteration.
-        add_dq(params, smem, work, step.head, query_block, dq);
-        smem.done.arrive();
-      } else {
-        __syncthreads();  // ds (and p) of all warps are stored; all threads are done with v
-        add_others(smem.p, smem.dout[stage], dv);
-        if constexpr (Traits::kExchange) __syncthreads();  // all threads are done with dout
-        if (Traits::kRefills && !more && smem.source.exists) load_values(params, smem, smem.next_work, 0);
-        if (Traits::kRefills ? smem.source.exists : more) load_douts(params, smem, 0);
-        add_own(ds_held, smem.q[stage], dk);
-        add_others(smem.ds, smem.q[stage], dk);
-        if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.wait();
-        __syncthreads();  // all threads are done with q, and may store or add dq
-        if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
-        copy_async_commit();
-        add_dq(params, smem, work, step.head, query_block, dq);  // while the copies run
-      }
-    }
+  }
+  static __device__ __forceinline__ void scale(Gradient& gradient, const float& factor) {
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
       for (int nt = 0; nt < Traits::kGradientTiles; ++nt) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dk[mt][nt][e] *= p.softmax_scale;
+        for (int e = 0; e < 4; ++e) gradient[mt][nt][e] *= factor;
       }
     }
   }
 
- protected:
+  // One stage, called by one thread: writes the next iteration and the source of its tiles.
+  static __device__ __forceinline__ void prepare_next(const KernelParams& params, SharedStorage& smem,
+                                                      const QueryIteration& iteration, int32_t index,
+                                                      int32_t ring_index, int32_t query_block, bool more) {
+    if constexpr (Traits::kFirstStores) {
+      if (index > 0) smem.first_add.release();
+      smem.first_add.find(params, smem.work, iteration.head, query_block, Traits::kBlockM, Traits::kBlockN);
+    }
+    if (more) smem.iterations[(ring_index + 1) % 2] = QueryIteration(iteration, smem.work);
+    advance(params, smem, index);
+  }
+
+  // Two stages, after this warp has added its own queries to dv: adds the other warps' queries to dv, then dk and dq.
+  static __device__ __forceinline__ void finish_two_stages(const KernelParams& params, SharedStorage& smem,
+                                                           ScoreWork& scores, const QueryIteration& iteration,
+                                                           int32_t index, int32_t stage, uint32_t phase,
+                                                           int32_t query_block, bool more, const Held& ds_held,
+                                                           Gradient& dk, Gradient& dv) {
+    constexpr bool kSharedBias = Traits::kVariant == Variant::kSharedBias;
+    const WorkTile& work = smem.work;
+    DqSums dq = {};
+    // dv and dk need p and ds only from the warps that share this warp's keys. All of these warps arrive and wait.
+    if constexpr (Traits::kExchange) named_barrier(1 + Traits::warp_n(), Traits::kWarpsS * 32);
+    add_others(smem.p, smem.dout[stage], dv);
+    add_own(ds_held, smem.q[stage], dk);
+    add_others(smem.ds, smem.q[stage], dk);
+    if (more) {
+      copy_async_wait<0>();
+      smem.tiles_loaded.arrive();
+    }
+    // Waits until all threads have stored ds. Recomputing the phase saves a register, except with a shared bias.
+    smem.scores_stored.wait(kSharedBias ? phase : (index + first_stage(smem)) % 2);
+    if constexpr (kSharedBias) scores.release(iteration.head, query_block);
+    if constexpr (Traits::kWholeHeads)
+      DqTile<Traits>(params, work, iteration.head, query_block).load(dq);  // for add_dq
+    if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
+    // The reductions of dq complete during the products of the next iteration.
+    add_dq(params, smem, work, iteration.head, query_block, dq);
+    smem.done.arrive();
+  }
+
+  // One stage: as finish_two_stages. Also starts the copies of the next tiles as their buffers become free.
+  static __device__ __forceinline__ void finish_one_stage(const KernelParams& params, SharedStorage& smem,
+                                                          const QueryIteration& iteration, int32_t query_block,
+                                                          bool more, const Held& ds_held, Gradient& dk, Gradient& dv) {
+    DqSums dq = {};
+    __syncthreads();  // ds (and p) of all warps are stored; all threads are done with v
+    add_others(smem.p, smem.dout[0], dv);
+    if constexpr (Traits::kExchange) __syncthreads();  // all threads are done with dout
+    if (Traits::kRefills && !more && smem.source.exists) load_values(params, smem, smem.next_work, 0);
+    if (Traits::kRefills ? smem.source.exists : more) load_douts(params, smem, 0);
+    add_own(ds_held, smem.q[0], dk);
+    add_others(smem.ds, smem.q[0], dk);
+    if (Traits::kFirstStores && threadIdx.x == 0) smem.first_add.wait();
+    __syncthreads();  // all threads are done with q, and may store or add dq
+    if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
+    copy_async_commit();
+    add_dq(params, smem, smem.work, iteration.head, query_block, dq);  // while the copies run
+  }
+
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, kHeadDim), added to the accumulator in global memory.
   // `dq` must be zero on entry; with whole heads it has the sum of the earlier key blocks.
   static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const WorkTile& work,
@@ -174,12 +205,12 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       DqTile<Traits>(params, work, head, query_block).store(params, work, head, query_block, dq);
       return;
     }
-    const DqRows<Traits> dq_rows(params, work, head, query_block);
+    const DqAccumulator<Traits> accumulator(params, work, head, query_block);
     if constexpr (Traits::kDqPasses == 1) {
       multiply_dq(smem, 0, dq);
       if (params.dq_semaphores != nullptr)
         DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
-      put_dq(smem, dq_rows, dq, 0);
+      add_or_store_dq(smem, accumulator, dq, 0);
     } else {
       if (params.dq_semaphores != nullptr)
         DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
@@ -187,15 +218,15 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       for (int32_t column = 0; column < Traits::kHeadDim; column += Traits::kHeadDim / Traits::kDqPasses) {
         DqSums dq = {};
         multiply_dq(smem, column, dq);
-        put_dq(smem, dq_rows, dq, column);
+        add_or_store_dq(smem, accumulator, dq, column);
       }
     }
     if (params.dq_semaphores != nullptr)
       DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).release();
   }
 
-  static __device__ __forceinline__ void put_dq(const SharedStorage& smem, const DqRows<Traits>& rows, const DqSums& dq,
-                                                int32_t column) {
+  static __device__ __forceinline__ void add_or_store_dq(const SharedStorage& smem, const DqAccumulator<Traits>& rows,
+                                                         const DqSums& dq, int32_t column) {
     if (Traits::kFirstStores && smem.first_add.stores) {
       rows.template add<true>(dq, column);
     } else {

@@ -1,4 +1,4 @@
-// The products of a warp: its parts of s and dp, of dv and dk.
+// The products of a warp: its keys and queries of s and dp, its keys and columns of dv and dk.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,12 @@ struct Products {
   static constexpr int kUnrollKeys = sizeof(T) == 2 ? 16 : 2;
   static constexpr int kUnroll = Traits::kTile.head_dim <= 128 || sizeof(T) == 2 ? kUnrollKeys : 1;
 
-  // Whether a warp keeps its own part of p and ds in registers as an operand. For fp32 this takes too many registers.
+  // Whether a warp keeps p and ds of its own queries in registers as an operand. For fp32 this takes too many
+  // registers.
   static constexpr bool kHoldsOwn = sizeof(T) == 2;
 
-  // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, the part of this warp.
+  // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, for the keys and queries of
+  // this warp.
   template <typename Kind>
   static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c) {
     if constexpr (Kind::kChain == 0) {
@@ -38,7 +40,8 @@ struct Products {
     }
   }
 
-  // The same if the tensor core chains several steps. `chain` has the sum of the steps that c does not include yet.
+  // The same if the tensor core sums several k steps in a chain. `chain`: the sum of the k steps that c does not
+  // include yet.
   template <typename Kind>
   static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
                                                        ScoreTile& chain) {
@@ -47,8 +50,8 @@ struct Products {
     });
   }
 
-  // Calls after_step(k) after each step of the head dimension. Unrolled kInFlight times.
-  template <typename Kind, int kInFlight, typename F>
+  // Calls after_step(k) after each k step. The loop is unrolled kUnrolled times.
+  template <typename Kind, int kUnrolled, typename F>
   static __device__ __forceinline__ void add_products(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
                                                       const F& after_step) {
     const int32_t lane = Traits::lane();
@@ -56,7 +59,7 @@ struct Products {
         smem_address(keys), lane, Traits::warp_n() * Traits::kKeyTiles * 16);
     const typename Kind::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
                                                                   Traits::warp_s() * Traits::kScoreTiles * 8);
-#pragma unroll(kInFlight)
+#pragma unroll(kUnrolled)
     for (int k = 0; k < kHeadSteps; ++k) {
       typename Kind::A a[Traits::kKeyTiles];
 #pragma unroll
@@ -124,13 +127,13 @@ struct Products {
     }
   }
 
-  // kSteps steps, starting at the first query of warp `part` of those that share the keys.
+  // Adds kSteps k steps, from the first query of warp `warp` of the warps that share the keys.
   template <int kSteps>
-  static __device__ __forceinline__ void add_steps(const uint8_t* scores, const uint8_t* rows, int32_t part,
+  static __device__ __forceinline__ void add_steps(const uint8_t* scores, const uint8_t* rows, int32_t warp,
                                                    Gradient& c) {
-    const auto columns_b = columns_of<false>(rows, part);
+    const auto columns_b = columns_of<false>(rows, warp);
     const typename M::template RowsA<Traits::kScoreRowBytes, kSteps> rows_a(
-        smem_address(scores), Traits::lane(), Traits::warp_n() * Traits::kKeyTiles * 16, part * kWarpSteps);
+        smem_address(scores), Traits::lane(), Traits::warp_n() * Traits::kKeyTiles * 16, warp * kWarpSteps);
 #pragma unroll(kUnroll)
     for (int k = 0; k < kSteps; ++k) {
       typename M::A a[Traits::kKeyTiles];
@@ -140,11 +143,11 @@ struct Products {
     }
   }
 
-  // Operand B: this warp's columns of the rows that belong to the queries of warp `part`.
+  // Operand B: this warp's columns of the rows that belong to the queries of warp `warp`.
   template <bool kHeld>
-  static __device__ __forceinline__ auto columns_of(const uint8_t* rows, int32_t part) {
+  static __device__ __forceinline__ auto columns_of(const uint8_t* rows, int32_t warp) {
     return typename M::template ColumnsB<Traits::kRowBytes, Traits::kGradientTiles * 8, kHeld>(
-        smem_address(rows) + part * kWarpSteps * M::kStep * Traits::kRowBytes, Traits::lane(),
+        smem_address(rows) + warp * kWarpSteps * M::kStep * Traits::kRowBytes, Traits::lane(),
         Traits::warp_s() * Traits::kGradientTiles * 8);
   }
 

@@ -27,12 +27,12 @@ struct WorkTile {
   Sequence sequence;
   Visibility visibility;
   BlockRange query_range;  // query blocks that see the key block, for each query head
-  BlockRange interior;     // those that need no mask
-  BlockRange iterations;   // this CTA's steps; they count query tiles over all query heads of the KV head
+  BlockRange interior;     // query blocks that need no mask
+  BlockRange iterations;   // of this CTA: a range of the query tiles of all query heads of the KV head
   int32_t batch = 0;
   int32_t head_kv = 0;
   int32_t key_block = 0;
-  int32_t part = -1;  // index among all parts of split work tiles; -1: not split
+  int32_t split_cta = -1;  // index among the CTAs of all split work tiles; -1: not split
   int32_t heads_per_kv = 1;
   int32_t heads_at_once = 1;  // query heads that the loop interleaves, see heads_per_pass
   bool descending = false;    // the loop starts at the last query block
@@ -42,14 +42,14 @@ struct WorkTile {
 
   __device__ __forceinline__ WorkTile(const KernelParams& params, int32_t index, int32_t block_m, int32_t block_n) {
     const AttentionBackwardParams& p = params.attention;
-    // CTAs of one key block are consecutive, so all CTAs of earlier key blocks have been taken before.
+    // The CTAs of one key block have consecutive indices, so the indices of all earlier key blocks are smaller.
     int32_t split = 0, splits = 1;
     const auto whole = static_cast<int32_t>(params.unsplit_work_tiles);
     if (index >= whole) {
-      part = index - whole;
+      split_cta = index - whole;
       splits = params.splits;
-      split = part % splits;
-      index = whole + part / splits;
+      split = split_cta % splits;
+      index = whole + split_cta / splits;
     }
     const WorkTileIndex found = work_tile_at(params, index, block_n);
     if (found.batch < 0) return;
@@ -60,9 +60,9 @@ struct WorkTile {
     sequence = load_sequence(p, batch);
     visibility = visibility_of(p, sequence);
     set_key_block(found.key_block, block_m, block_n, split, splits);
-    // Ordered adds: ascending, key block n would start on its diagonal, a tile to which all lower key blocks add before
-    // it and come later. With GQA and a causal mask, all key blocks then start at the same queries, so a group's
-    // queries, which L2 cannot hold, pass through it once.
+    // Deterministic: in ascending order, key block n would start at its diagonal tile and wait there for all lower key
+    // blocks, which reach that tile later. GQA: under a causal mask all key blocks of a KV head see the last queries,
+    // so they read the same query tiles at the same time, and L2 serves all but one of them.
     descending = (params.dq_semaphores != nullptr || heads_per_kv > 1) && !visibility.full();
     // A stored bias gradient is as wide as the longest sequence.
     const bool whole_bias = params.bias_gradient.mode == BiasGradientMode::kStore;
@@ -80,20 +80,21 @@ struct WorkTile {
   __device__ __forceinline__ int32_t num_iterations() const { return iterations.size(); }
 };
 
-// One step of the query loop, which runs over the query tiles of all heads of the group.
+// One iteration of the query loop, which runs over the query tiles of all query heads of the KV head.
 struct QueryIteration {
-  int32_t index = 0;  // 0 to steps
+  int32_t index = 0;  // from 0 to num_iterations()
   int32_t head = 0;   // query head
   QueryLoopPosition position;
 
   QueryIteration() = default;
-  // The first step.
+  // The first iteration.
   __device__ __forceinline__ explicit QueryIteration(const WorkTile& work)
       : position(work.iterations.begin, work.query_range.size(), work.heads_at_once) {
     head = work.head_kv * work.heads_per_kv + position.head;
   }
-  // The step after `step`.
-  __device__ __forceinline__ QueryIteration(const QueryIteration& step, const WorkTile& work) : QueryIteration(step) {
+  // The iteration after `iteration`.
+  __device__ __forceinline__ QueryIteration(const QueryIteration& iteration, const WorkTile& work)
+      : QueryIteration(iteration) {
     advance(work);
   }
 
@@ -138,8 +139,9 @@ struct DqSemaphore {
   }
 };
 
-// kFirstStores: the first key block that sees a query tile stores its part of dq; the others wait for that and then
-// add. They wait only for smaller key blocks of the same (batch, head), as above. One thread calls these functions.
+// kFirstStores: the first key block that sees a query tile stores its dq. The other key blocks wait for this store and
+// then add. They wait only for smaller key blocks of the same (batch, head), as above. One thread calls these
+// functions.
 struct FirstAdd {
   int32_t* word = nullptr;  // bits of 32 tiles, see KernelParams::stored
   int32_t bit = 0;          // of this tile
@@ -149,9 +151,9 @@ struct FirstAdd {
   __device__ void find(const KernelParams& params, const WorkTile& work, int32_t head, int32_t query_block,
                        int32_t block_m, int32_t block_n) {
     const int64_t index = int64_t{work.batch} * params.attention.heads + head;
-    int32_t* const place = params.stored + index * params.stored_words + query_block / 32;
-    if (place != word) seen = 0;
-    word = place;
+    int32_t* const next_word = params.stored + index * params.stored_words + query_block / 32;
+    if (next_word != word) seen = 0;
+    word = next_word;
     bit = static_cast<int32_t>(1u << query_block % 32);
     stores = work.key_block == key_blocks(work.visibility, query_block, block_m, block_n).begin;
     if (!stores && (bit & ~seen) != 0) seen = load_acquire(word);

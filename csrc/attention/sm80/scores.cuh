@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../pre_post/row_statistics.h"
+#include "../pre_post/lse_delta.h"
 #include "scheduler.cuh"
 
 namespace flashbwd::sm80 {
@@ -36,14 +36,14 @@ struct ScorePosition {
   static __device__ __forceinline__ int32_t first_key(const WorkTile& work) {
     return work.key_block * Traits::kBlockN + Traits::warp_n() * kKeyTiles * 16 + Traits::lane() / 4;
   }
-  // Relative to the tile.
+  // The thread's first query, relative to the tile.
   static __device__ __forceinline__ int32_t first_column() {
     return Traits::warp_s() * kScoreTiles * 8 + Traits::lane() % 4 * 2;
   }
   static __device__ __forceinline__ int32_t first_query(int32_t query_block) {
     return query_block * Traits::kBlockM + first_column();
   }
-  // Relative to the thread's first query or key.
+  // The query and the key of element e of tile (mt, nt), relative to the thread's first ones.
   static constexpr __device__ __forceinline__ int32_t query(int nt, int e) { return nt * 8 + e % 2; }
   static constexpr __device__ __forceinline__ int32_t key(int mt, int e) { return mt * 16 + e / 2 * 8; }
 
@@ -74,11 +74,11 @@ struct ScorePosition {
   }
 };
 
-// Without bias, ALiBi, softcap and dropout.
+// Computes scores without bias, ALiBi, softcap and dropout.
 template <typename Traits>
 struct Scores {
-  using Place = ScorePosition<Traits>;
-  using Accumulator = typename Place::Accumulator;
+  using Position = ScorePosition<Traits>;
+  using Accumulator = typename Position::Accumulator;
 
   const KernelParams& params;
   const WorkTile& work;
@@ -100,7 +100,7 @@ struct Scores {
         }
       }
     });
-    if (!work.interior.contains(query_block)) Place::mask(work, query_block, 0.f, s);
+    if (!work.interior.contains(query_block)) Position::mask(work, query_block, 0.f, s);
     for_each_query_tile(delta, [&](int nt, float2 row_delta) {
 #pragma unroll
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
@@ -118,7 +118,7 @@ struct Scores {
   static __device__ __forceinline__ void for_each_query_tile(const float* rows, const F& f) {
 #pragma unroll
     for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
-      f(nt, *reinterpret_cast<const float2*>(rows + Place::first_column() + nt * 8));
+      f(nt, *reinterpret_cast<const float2*>(rows + Position::first_column() + nt * 8));
     }
   }
 };

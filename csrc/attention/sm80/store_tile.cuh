@@ -18,8 +18,8 @@ struct StoreTile {
   static __device__ __forceinline__ void store(const GradientTarget& target, int64_t offset, int32_t rows,
                                                int32_t first_column, const Tile& tile) {
     if constexpr (sizeof(T) == 2) {
-      if (target.pieces) {
-        store_pieces(target, offset, rows, first_column, tile);
+      if (target.vectors) {
+        store_vectors(target, offset, rows, first_column, tile);
         return;
       }
     }
@@ -36,13 +36,13 @@ struct StoreTile {
 #pragma unroll
         for (int nt = 0; nt < kColumnTiles; ++nt) {
           const int32_t tile_column = nt / 2 * kPairColumns + nt % 2 * 8;
-          const int64_t place = offset + row * row_stride + tile_column;
+          const int64_t index = offset + row * row_stride + tile_column;
           const float low = tile[mt][nt][half * 2], high = tile[mt][nt][half * 2 + 1];
           const int32_t left = target.columns - column - tile_column;
           if (target.dtype == DType::kFloat32) {
-            store_pair(static_cast<float*>(target.view.data) + place, low, high, left, target.aligned);
+            store_pair(static_cast<float*>(target.view.data) + index, low, high, left, target.aligned);
           } else if constexpr (sizeof(T) == 2) {
-            store_pair(static_cast<T*>(target.view.data) + place, low, high, left, target.aligned);
+            store_pair(static_cast<T*>(target.view.data) + index, low, high, left, target.aligned);
           }
         }
       }
@@ -52,14 +52,14 @@ struct StoreTile {
  private:
   // Stores eight columns of a row per lane. The four lanes of a row transpose four column tiles, so that each lane has
   // all columns of one tile. If only two tiles are left, only the first two of the lanes store.
-  static __device__ __forceinline__ void store_pieces(const GradientTarget& target, int64_t offset, int32_t rows,
-                                                      int32_t first_column, const Tile& tile) {
+  static __device__ __forceinline__ void store_vectors(const GradientTarget& target, int64_t offset, int32_t rows,
+                                                       int32_t first_column, const Tile& tile) {
     const int32_t lane = threadIdx.x % 32;
     const int64_t row_stride = target.view.seq_stride;
     const int32_t column = first_column + lane % 4 / 2 * kPairColumns + lane % 2 * 8;
-    T* place = static_cast<T*>(target.view.data) + offset + column;
+    T* destination = static_cast<T*>(target.view.data) + offset + column;
 #pragma unroll
-    for (int row = 0; row < kRowTiles * 16; row += 8, place += 8 * row_stride) {
+    for (int row = 0; row < kRowTiles * 16; row += 8, destination += 8 * row_stride) {
 #pragma unroll
       for (int nt = 0; nt < kColumnTiles; nt += 4) {
         uint32_t words[4] = {};
@@ -73,7 +73,8 @@ struct StoreTile {
         const bool exists = nt + 4 <= kColumnTiles || lane % 4 < 2;
         if (row < rows && exists && column + tile_column < target.columns) {
           // The compiler often splits an assignment of a uint4 into four stores.
-          __stcg(reinterpret_cast<uint4*>(place + tile_column), make_uint4(words[0], words[1], words[2], words[3]));
+          __stcg(reinterpret_cast<uint4*>(destination + tile_column),
+                 make_uint4(words[0], words[1], words[2], words[3]));
         }
       }
     }
@@ -93,17 +94,18 @@ struct StoreTile {
   }
 
   template <typename Out>
-  static __device__ __forceinline__ void store_pair(Out* place, float low, float high, int32_t left, bool aligned) {
+  static __device__ __forceinline__ void store_pair(Out* destination, float low, float high, int32_t left,
+                                                    bool aligned) {
     if (aligned && left >= 2) {
       if constexpr (sizeof(Out) == 4) {
-        *reinterpret_cast<float2*>(place) = make_float2(low, high);
+        *reinterpret_cast<float2*>(destination) = make_float2(low, high);
       } else {
-        *reinterpret_cast<uint32_t*>(place) = pack2<Out>(low, high);
+        *reinterpret_cast<uint32_t*>(destination) = pack2<Out>(low, high);
       }
       return;
     }
-    if (left >= 1) place[0] = from_float<Out>(low);
-    if (left >= 2) place[1] = from_float<Out>(high);
+    if (left >= 1) destination[0] = from_float<Out>(low);
+    if (left >= 2) destination[1] = from_float<Out>(high);
   }
 };
 

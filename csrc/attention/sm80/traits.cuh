@@ -1,4 +1,4 @@
-// Constants of a tile and a dtype: the parts of each warp, and the layout of shared memory.
+// Constants of a tile and a dtype: the arrangement of the warps, and the layout of shared memory.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace flashbwd::sm80 {
 
-template <typename T_, int kTileIndex, Extras kExtras_, typename M_ = Mma<T_>>
+template <typename T_, int kTileIndex, Variant kVariant_, typename M_ = Mma<T_>>
 struct Traits {
   using T = T_;
   using M = M_;
   static constexpr Tile kTile = kTiles[kTileIndex];
-  static constexpr Extras kExtras = kExtras_;
-  static constexpr bool kWholeHeads = kExtras == Extras::kWholeHeads;
-  static constexpr bool kBiasAlone = kExtras == Extras::kBias || kExtras == Extras::kSharedBias;
-  static constexpr bool kFeatures = kBiasAlone || kExtras == Extras::kAll;
+  static constexpr Variant kVariant = kVariant_;
+  static constexpr bool kWholeHeads = kVariant == Variant::kWholeHeads;
+  static constexpr bool kBiasAlone = kVariant == Variant::kBias || kVariant == Variant::kSharedBias;
+  static constexpr bool kFeatures = kBiasAlone || kVariant == Variant::kAllFeatures;
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -32,9 +32,9 @@ struct Traits {
   static constexpr int kStages = kTile.stages;
   static constexpr int kRowBytes = kTile.row_bytes();
   static constexpr int kScoreRowBytes = kBlockM * static_cast<int>(sizeof(T));
-  static constexpr bool kLoadsAhead = loads_ahead(kTile, kExtras);
-  static constexpr bool kRefills = refills(kTile, kExtras);
-  static constexpr bool kFirstStores = kExtras == Extras::kFirstStores;
+  static constexpr bool kLoadsAhead = loads_ahead(kTile, kVariant);
+  static constexpr bool kRefills = refills(kTile, kVariant);
+  static constexpr bool kFirstStores = kVariant == Variant::kFirstStores;
   static constexpr bool kExchange = kWarpsS > 1;  // several warps share keys and exchange p and ds
 
   static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each
@@ -49,7 +49,7 @@ struct Traits {
   static_assert(kScoreTiles % 2 == 0 && kScoreTiles * kWarpsS * 8 == kBlockM, "queries in pairs of 8");
   static_assert(kGradientTiles % 2 == 0 && kGradientTiles * kWarpsS * 8 == kHeadDim, "columns in pairs of 8");
   static_assert(kColumnTiles % 2 == 0 && kColumnTiles * kWarpsD * 8 * kDqPasses == kHeadDim, "columns in pairs of 8");
-  static_assert(kRowPadding % kBlockM == 0, "the statistics of a tile are one aligned run");
+  static_assert(kRowPadding % kBlockM == 0, "lse and delta of a tile are contiguous and aligned");
 
   static __device__ __forceinline__ int32_t lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int32_t warp() { return threadIdx.x / 32; }
@@ -72,12 +72,12 @@ struct Traits {
     QueryIteration iterations[2];  // the current iteration and the next one, alternating
     Source<T> source;
     FirstAdd first_add;  // of the current iteration
-    // Two stages: the stage of the work tile's first step, that is the number of earlier steps modulo 2.
+    // Two stages: the stage of the work tile's first iteration: the number of earlier iterations of the CTA, modulo 2.
     int32_t first_stage;
     // kLoadsAhead: the byte offset of this work tile's keys and values from `k` and `v`, 0 or sizeof(SharedStorage).
     int32_t keys_offset;
-    // Two stages, each completes once per step when all threads have arrived: the step's tiles are loaded; ds (and p)
-    // of all warps are stored; all threads are done with the step's tiles and ds.
+    // Two stages. Each barrier completes once per iteration, when all threads have arrived. A thread arrives when its
+    // copies have landed, when it has stored ds (and p), and when it is done with the tiles and ds of the iteration.
     SplitBarrier tiles_loaded, scores_stored, done;
   };
 };

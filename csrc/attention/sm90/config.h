@@ -43,7 +43,7 @@ struct Tile {
   int32_t block_n;     // keys of a work tile
   int32_t stages;      // of q
   int32_t dout_stages;
-  int32_t ctas = 1;         // per cluster; each has an equal part of the keys
+  int32_t ctas = 1;         // per cluster; each has an equal share of the keys
   bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, not half of the keys
   uint32_t features = 0;    // that the kernel can compute
 };
@@ -107,7 +107,7 @@ constexpr bool last_writes_dq(const Tile& tile) {
 // True if the kernel with heads outermost always counts adds.
 constexpr bool by_heads_counts_adds(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
 
-// Parts of a dq tile that are added independently of one another.
+// Semaphores per dq tile: each CTA of a cluster adds its own columns.
 constexpr int semaphores_of_tile(const Tile& tile) { return is_large(tile) ? tile.ctas : 1; }
 
 // Bytes of a row of a swizzle atom of q, k, v or dout in shared memory: 64 columns, or 32 if these need no padding. At

@@ -1,5 +1,5 @@
-// The path of fp32 dq: a consumer warpgroup writes its part to a buffer in shared memory (DqBuffer), and a store warp
-// adds it to the accumulator with TMA (StoreWarps). docs/kernels/attention_sm90.md: "The order of dq adds".
+// The path of fp32 dq: a consumer warpgroup writes its elements to a buffer in shared memory (DqBuffer), and a store
+// warp adds it to the accumulator with TMA (StoreWarps). docs/kernels/attention_sm90.md: "The order of dq adds".
 #pragma once
 
 #include "../../common/ordered.cuh"
@@ -42,13 +42,13 @@ struct DqBuffer {
   }
 
  private:
-  // Columns of the head dimension from the first one of this warpgroup's part of dq on.
+  // Columns of the head dimension from this warpgroup's first column of dq on.
   template <typename Consumer>
   static __device__ __forceinline__ int32_t columns(const Consumer& c) {
-    return c.params.attention.head_dim - c.warpgroup % Traits::kDqColumnParts * 64;
+    return c.params.attention.head_dim - c.warpgroup % Traits::kDqColumnTiles * 64;
   }
 
-  // Adds the sums of the earlier adds and writes dq in 16 bits: one atom of 64 columns in place of the first box. A
+  // Adds the sums of the earlier adds and writes dq in 16 bits: one atom of 64 columns, which replaces the first box. A
   // warp overwrites only its own rows.
   template <typename Consumer, int kValues>
   static __device__ __forceinline__ void finish(const Consumer& c, float (&dq)[kValues], float (*boxes)[64 * 32]) {
@@ -119,11 +119,11 @@ struct StoreWarps {
         if (!Traits::kLastWritesDq && !params.schedule.counts_adds()) begin_add(params, add);
         if (assume_single_lane()) {
 #pragma unroll
-          for (int part = 0; part < kConsumerWarpgroups; ++part) {
+          for (int warpgroup = 0; warpgroup < kConsumerWarpgroups; ++warpgroup) {
             if (writes_dq) {
-              store_dq16(params, smem.dq[kBuffer][part], work, it, part);
+              store_dq16(params, smem.dq[kBuffer][warpgroup], work, it, warpgroup);
             } else {
-              add_dq(params, smem.dq[kBuffer][part], work, it, part, add.stores);
+              add_dq(params, smem.dq[kBuffer][warpgroup], work, it, warpgroup, add.stores);
             }
           }
           bulk_commit();
@@ -211,10 +211,10 @@ struct StoreWarps {
     const int32_t slab = (any ? work.batch : params.attention.batch) * params.attention.heads + it.head();
 #pragma unroll
     for (int box = 0; box < 4; ++box) {
-      const int part = box / 2;  // of a warpgroup
-      tensor_load_3d(&params.maps.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][part][box % 2],
-                     part % Traits::kDqColumnParts * 64 + box % 2 * 32,
-                     it.query_block() * kBlockM + part / Traits::kDqColumnParts * 64, slab);
+      const int warpgroup = box / 2;
+      tensor_load_3d(&params.maps.dq_accumulator, &smem.sums_full[kBuffer], smem.dq[kBuffer][warpgroup][box % 2],
+                     warpgroup % Traits::kDqColumnTiles * 64 + box % 2 * 32,
+                     it.query_block() * kBlockM + warpgroup / Traits::kDqColumnTiles * 64, slab);
     }
   }
 
@@ -228,11 +228,11 @@ struct StoreWarps {
     discard_lines(sums, rows * params.dq.row_stride, lane);
   }
 
-  // `part`: the consumer warpgroup that wrote these boxes.
+  // `warpgroup`: the consumer warpgroup that wrote these boxes.
   static __device__ __forceinline__ void store_dq16(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                    const WorkTile& work, const Iterator& it, int part) {
-    const int32_t column = part % Traits::kDqColumnParts * 64;
-    const int32_t row = it.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
+                                                    const WorkTile& work, const Iterator& it, int warpgroup) {
+    const int32_t column = warpgroup % Traits::kDqColumnTiles * 64;
+    const int32_t row = it.query_block() * kBlockM + warpgroup / Traits::kDqColumnTiles * 64;
     if (column < params.attention.head_dim) {
       tensor_store_4d(&params.maps.dq, boxes, column, row, it.head(), work.batch);
     }
@@ -252,13 +252,13 @@ struct StoreWarps {
   }
 
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
-                                                const WorkTile& work, const Iterator& it, int part, bool stores) {
-    const int32_t row = it.query_block() * kBlockM + part / Traits::kDqColumnParts * 64;
+                                                const WorkTile& work, const Iterator& it, int warpgroup, bool stores) {
+    const int32_t row = it.query_block() * kBlockM + warpgroup / Traits::kDqColumnTiles * 64;
     if (row >= work.sequence.seqlen_q) return;
     const DqRows rows = dq_rows(params, work, it.head(), row);
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
-      add_dq_box(params, boxes[box], part % Traits::kDqColumnParts * 64 + box * 32, rows, stores);
+      add_dq_box(params, boxes[box], warpgroup % Traits::kDqColumnTiles * 64 + box * 32, rows, stores);
     }
   }
 };

@@ -1,4 +1,5 @@
-// The order of adds to a dq tile, by a semaphore for each part of the tile (Schedule::dq_order).
+// The order of adds to a dq tile, by a semaphore (Schedule::dq_order). Each CTA of a cluster adds its own columns
+// and has a semaphore of its own.
 // docs/kernels/attention_sm90.md, "The order of dq adds", says what the semaphore counts in each order.
 #pragma once
 
@@ -59,10 +60,10 @@ __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const
 
 template <typename Traits>
 __device__ __forceinline__ DqAdd add_of_tile(const KernelParams& params, const typename Traits::WorkTile& work,
-                                             int32_t part, int32_t head, int32_t query_block) {
+                                             int32_t rank, int32_t head, int32_t query_block) {
   const int32_t tile = (work.batch * params.attention.heads + head) * params.schedule.query_blocks + query_block;
   DqAdd add;
-  add.semaphore = tile * Traits::kSemaphores + part;  // less than the rows of q, so it fits in 32 bits
+  add.semaphore = tile * Traits::kSemaphores + rank;  // less than the rows of q, so it fits in 32 bits
   return add;
 }
 
@@ -102,10 +103,10 @@ inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) 
 // before the add is complete, so the latencies overlap; one fence serves both.
 template <typename Traits>
 __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add, const typename Traits::WorkTile& work,
-                                         int32_t part, int32_t head, int32_t query_block, int32_t listed_adds = 0) {
+                                         int32_t rank, int32_t head, int32_t query_block, int32_t listed_adds = 0) {
   if (params.dq.semaphores == nullptr) return;
   const bool counts = params.schedule.counts_adds();
-  DqAdd next = add_of_tile<Traits>(params, work, part, head, query_block);
+  DqAdd next = add_of_tile<Traits>(params, work, rank, head, query_block);
   int32_t seen;
   if (counts) {
     seen = load_relaxed(params.dq.semaphores + next.semaphore);

@@ -32,7 +32,7 @@ __device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work
 }
 
 // Stores zeros in these rows, because no query sees these keys. Called by one warpgroup. It uses no shared memory and
-// arrives at no barrier, so the work tile takes part in no pipeline.
+// arrives at no barrier, so no pipeline advances.
 template <typename T, typename WorkTile>
 __device__ void zero_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row) {
   const int32_t first_row = work.first_key + part_row;
@@ -95,13 +95,13 @@ struct Epilogue {
     }
   }
 
-  // With half of the queries per warpgroup: afterwards part 0 of warpgroup 0 is the sum of the first 64 keys over all
-  // queries, and part 0 of warpgroup 1 that of the other 64 keys. Each passes its sums of the other's keys through its
-  // dS.
+  // With half of the queries per warpgroup: afterwards, MMA tile 0 of warpgroup 0 holds the gradients of the first 64
+  // keys and MMA tile 0 of warpgroup 1 those of the other 64 keys. Each warpgroup passes its sums of the other keys
+  // through its dS.
   static __device__ void add_queries(typename Traits::SharedStorage& smem, int32_t warpgroup,
-                                     float (&dk)[Traits::kKeyParts][kHeadDim / 2],
-                                     float (&dv)[Traits::kKeyParts][kHeadDim / 2]) {
-    static_assert(Traits::kKeyParts == 2 && sizeof(smem.ds[0][0]) >= kWarpgroupThreads * kHeadDim * sizeof(float));
+                                     float (&dk)[Traits::kMmaTiles][kHeadDim / 2],
+                                     float (&dv)[Traits::kMmaTiles][kHeadDim / 2]) {
+    static_assert(Traits::kMmaTiles == 2 && sizeof(smem.ds[0][0]) >= kWarpgroupThreads * kHeadDim * sizeof(float));
     const int32_t thread = threadIdx.x % kWarpgroupThreads;
     float* outgoing = reinterpret_cast<float*>(smem.ds[0][warpgroup]) + thread;
     const float* incoming = reinterpret_cast<const float*>(smem.ds[0][warpgroup ^ 1]) + thread;
@@ -125,7 +125,7 @@ struct Epilogue {
   static __device__ __forceinline__ void pass_to_store_warp(typename Traits::SharedStorage& smem, int32_t warpgroup,
                                                             int32_t index, const float (&values)[kHeadDim / 2]) {
     static_assert(sizeof(smem.dq[0][0]) >= Traits::kGradientAtoms * 64 * kAtomRowBytes,
-                  "a gradient fits in a part of dq");
+                  "a gradient fits in the dq boxes of a warpgroup");
     const int32_t buffer = index % kDqAdders;
     named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
     stage_16bit<T, 64 * kAtomRowBytes, 0, Traits::kGradientAtoms>(

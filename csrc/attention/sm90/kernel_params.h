@@ -7,7 +7,7 @@
 
 #include "../params.h"
 #include "../pre_post/bias_gradient.h"
-#include "../pre_post/row_statistics.h"
+#include "../pre_post/lse_delta.h"
 #include "../pre_post/rows_ready.h"
 #include "schedule.h"
 
@@ -35,7 +35,7 @@ struct DqParams {
   const float* accumulator = nullptr;
   int32_t row_stride = 0;       // floats
   bool starts_at_zero = false;  // the preprocess zeroes the accumulator, so the first add need not store
-  // (batch * heads, query blocks, parts of a tile), zero at the start (../index/dq_order.h). Null: adds happen in any
+  // (batch * heads, query blocks, CTAs of a cluster), zero at the start (../index/dq_order.h). Null: adds happen in any
   // order, into zeros.
   int32_t* semaphores = nullptr;
   int32_t* finished = nullptr;  // (batch, heads_kv), zero at the start: see HeadsFinished
@@ -53,7 +53,7 @@ struct KernelParams {
   AttentionBackwardParams attention;
   Schedule schedule;
   int32_t* tiles_taken = nullptr;  // dynamic dispatch: the counter of work tiles, zero at the start
-  RowStatistics statistics;
+  LseDelta lse_delta;
   PreprocessFlags preprocess;  // no words: all rows are written before the kernel starts
   DqParams dq;
   KeyGradient dk, dv;
@@ -66,7 +66,7 @@ struct KernelParams {
 
 // Launches the kernel of row `tile_index` of kTiles, whose head dimension is kHeadDim, on `stream`; returns null or a
 // message. Defined in launch.cuh, which the files in instantiations/ compile for one head dimension and dtype each.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kTileIndex = 0>
 const char* launch(int tile_index, const KernelParams& params, void* stream);
 
 }  // namespace flashbwd::sm90

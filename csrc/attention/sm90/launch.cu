@@ -114,7 +114,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   const KernelPlan& kernel = plan.sm90;
   params->attention = p;
   params->schedule = kernel.schedule;
-  params->statistics = row_statistics(p, plan.workspace);
+  params->lse_delta = lse_delta_of(p, plan.workspace);
   params->rows_may_be_poisoned =
       p.cu_seqlens_q != nullptr || p.cu_seqlens_k != nullptr || p.seqused_q != nullptr || p.seqused_k != nullptr;
 
@@ -127,7 +127,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   if (kernel.has_semaphores) {
     params->dq.semaphores = zeroed + kernel.zeroed.semaphore_offset / static_cast<int64_t>(sizeof(int32_t));
   }
-  if (params->schedule.preprocess_ctas > 0) params->preprocess = preprocess_flags(p, params->statistics);
+  if (params->schedule.preprocess_ctas > 0) params->preprocess = preprocess_flags(p, params->lse_delta);
   FeatureParams& features = params->features;
   const int64_t scratch = kernel.bias_gradient.zeroed
                               ? plan.workspace.semaphore_offset + kernel.zeroed.bias_gradient_offset
@@ -195,7 +195,7 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
   if (const char* error = launch_zero_bias_gradient(p, bias_gradient, scratch, tile.block_m, tile.block_n, stream)) {
     return error;
   }
-  if (const char* error = launch_preprocess(p, plan.workspace, params.statistics, stream, rows_ready(params))) {
+  if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream, rows_ready(params))) {
     return error;
   }
   if (const char* error = launch_kernel_of(plan, params, stream)) return error;
@@ -207,7 +207,7 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
     }
   }
   if (const char* error = launch_reduce_bias_gradient(p, bias_gradient, scratch, stream)) return error;
-  return launch_sink_gradient(p, params.statistics, stream);
+  return launch_sink_gradient(p, params.lse_delta, stream);
 }
 
 }  // namespace flashbwd::sm90

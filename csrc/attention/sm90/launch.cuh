@@ -15,7 +15,7 @@ const char* launch_kernel(void (*kernel)(KernelParams), int threads, const Kerne
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(params.schedule.ctas);
+    config.gridDim = dim3(params.schedule.wave_size * Traits::kTile.ctas);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
@@ -57,20 +57,15 @@ const char* launch_tile(const KernelParams& params, void* stream) {
 
 // Compiles a kernel for each row of kTiles with this head dimension, from row kTileIndex on.
 template <typename T, int kHeadDim, int kTileIndex>
-const char* launch_row(int tile_index, const KernelParams& params, void* stream) {
+const char* launch(int tile_index, const KernelParams& params, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
     return "sm90: no such tile";
   } else {
     if constexpr (kTiles[kTileIndex].head_dim == kHeadDim) {
       if (tile_index == kTileIndex) return launch_tile<T, kTileIndex>(params, stream);
     }
-    return launch_row<T, kHeadDim, kTileIndex + 1>(tile_index, params, stream);
+    return launch<T, kHeadDim, kTileIndex + 1>(tile_index, params, stream);
   }
-}
-
-template <typename T, int kHeadDim>
-const char* launch(int tile_index, const KernelParams& params, void* stream) {
-  return launch_row<T, kHeadDim, 0>(tile_index, params, stream);
 }
 
 }  // namespace flashbwd::sm90

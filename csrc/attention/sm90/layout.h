@@ -20,7 +20,7 @@ inline bool adds_into_zeros(const AttentionProblem& p) {
 inline bool has_semaphores(const AttentionProblem& p) { return p.deterministic || !adds_into_zeros(p); }
 
 // The zeroed region of the workspace: the counter of work tiles; the count of finished dq adds of each KV head; a
-// semaphore for each part of a dq tile; a bias gradient that is added into. Offsets are bytes from its start.
+// semaphores for each dq tile; a bias gradient that is added into. Offsets are bytes from its start.
 struct ZeroedRegion {
   int64_t semaphore_offset = 0;
   int64_t bias_gradient_offset = 0;

@@ -12,20 +12,20 @@
 
 namespace flashbwd::sm90 {
 
-// One work tile in one consumer warpgroup. kDqColumns: columns of this warpgroup's part of dq.
+// One work tile in one consumer warpgroup. kDqColumns: columns of dq that it computes.
 template <typename Traits, int kDqColumns>
 struct Mainloop {
   using T = typename Traits::T;
   using ScoreMod = sm90::ScoreMod<Traits>;
   using DqBuffer = sm90::DqBuffer<Traits>;
-  using TileMask = std::conditional_t<Traits::kBlockMask, BitMask<Traits>, BandMask<Traits>>;
+  using TileMask = sm90::TileMask<Traits>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr bool kEarlyDv = Traits::kEarlyDv;
   static constexpr bool kByQueries = Traits::kByQueries;
   static constexpr bool kBias = Traits::kBias;
-  static constexpr int kKeyParts = Traits::kKeyParts;
+  static constexpr int kMmaTiles = Traits::kMmaTiles;
   static constexpr int kRowBytes = Traits::kRowBytes;
   using QueryRing = Ring<Traits::kStages>;
   using DoutRing = Ring<Traits::kDoutStages>;
@@ -35,10 +35,10 @@ struct Mainloop {
   using QueryRows = MnMajorOperand<Traits::kQueryAtomBytes, kRowBytes>;
   using DsOperand =
       std::conditional_t<kBias, KMajorOperand<Traits::kDsAtomBytes>, MnMajorOperand<Traits::kDsAtomBytes>>;
-  // Per 64 keys of a warpgroup: accumulators and their 16-bit copies. Then its part of dq.
-  using Scores = float[kKeyParts][Traits::kOwnQueries / 2];
-  using Operand = uint32_t[kKeyParts][Traits::kOwnQueries / 4];
-  using KeyAccumulators = float[kKeyParts][kHeadDim / 2];
+  // Per 64 keys of a warpgroup: accumulators and their 16-bit copies. Then the elements of dq that it computes.
+  using Scores = float[kMmaTiles][Traits::kOwnQueries / 2];
+  using Operand = uint32_t[kMmaTiles][Traits::kOwnQueries / 4];
+  using KeyAccumulators = float[kMmaTiles][kHeadDim / 2];
   using Dq = float[kDqColumns / 2];  // (64 queries, kDqColumns)
 
   const KernelParams& params;
@@ -58,11 +58,11 @@ struct Mainloop {
   // First key and first query of this warpgroup within the tile.
   int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
 
-  // Operands of this warpgroup: its rows of k and v, and the columns of k for its part of dq.
+  // Operands of this warpgroup: its rows of k and v, and the columns of k for its columns of dq.
   uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
   uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
-  uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnParts * KeyRows::column_bytes(64);
-  uint32_t ds_part = warpgroup / Traits::kDqColumnParts * (kBias ? 64 * kAtomRowBytes : Traits::kDsAtomBytes);
+  uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnTiles * KeyRows::column_bytes(64);
+  uint32_t ds_rows = warpgroup / Traits::kDqColumnTiles * (kBias ? 64 * kAtomRowBytes : Traits::kDsAtomBytes);
   uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)] = {}, v_operand[4 * std::max(Traits::kValueSteps, 1)] = {};
 
   // dk, dv: (64 keys, kHeadDim) accumulators of this warpgroup, zero at entry.
@@ -98,7 +98,7 @@ struct Mainloop {
       issue_s(s);
       if constexpr (kEarlyDv) {
         const bool is_last = DqBuffer::wait_buffer(*this, index);
-        wait_products<kKeyParts>();  // dQ is complete
+        wait_products<kMmaTiles>();  // dQ is complete
         signal_scores(warpgroup);
         release(stage, dout_stage);
         DqBuffer::write(*this, dq, index, is_last);
@@ -106,7 +106,7 @@ struct Mainloop {
         signal_scores(warpgroup);
         issue_dk(ds16, dk, stage);
         const bool is_last = DqBuffer::wait_buffer(*this, index);
-        wait_products<2 * kKeyParts>();  // dQ is complete
+        wait_products<2 * kMmaTiles>();  // dQ is complete
         DqBuffer::write(*this, dq, index, is_last);
         wait_products<0>();
         release(stage, dout_stage);
@@ -124,9 +124,9 @@ struct Mainloop {
     arrive_warp(&smem.k_empty, lane);
     DqBuffer::write(*this, dq, it.index, is_last);
 #pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
-      fence_registers(dk[part]);
-      fence_registers(dv[part]);
+    for (int m = 0; m < kMmaTiles; ++m) {
+      fence_registers(dk[m]);
+      fence_registers(dv[m]);
     }
   }
 
@@ -154,7 +154,7 @@ struct Mainloop {
       wait_ds(warpgroup, index);
     }
     product<T, kBlockN / 16, false, DsOperand, KeyRows>(
-        dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_part, k_columns);
+        dq, smem_address(smem.ds[index % Traits::kDsBuffers][0]) + ds_rows, k_columns);
   }
 
   // May zero rows, which synchronizes both warpgroups: call it only where the other one cannot be waiting for this one.
@@ -162,9 +162,9 @@ struct Mainloop {
 
   __device__ __forceinline__ void issue_s(Scores& s) {
 #pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
+    for (int m = 0; m < kMmaTiles; ++m) {
       product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
-          s[part], k_operand, k_rows + part * 64 * kRowBytes,
+          s[m], k_operand, k_rows + m * 64 * kRowBytes,
           smem_address(smem.q[QueryRing::stage(it.index)]) + own_query * kRowBytes);
     }
   }
@@ -173,9 +173,9 @@ struct Mainloop {
     constexpr bool kDeltaFirst = ScoreMod::kDeltaFirst;
     constexpr ScaleIn kSign = kDeltaFirst ? ScaleIn::Neg : ScaleIn::One;
 #pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
+    for (int m = 0; m < kMmaTiles; ++m) {
       product<T, kHeadDim / 16, Traits::kValueSteps, kDeltaFirst, KeyColumns, QueryColumns, kSign>(
-          dp[part], v_operand, v_rows + part * 64 * kRowBytes, dout + own_query * kRowBytes);
+          dp[m], v_operand, v_rows + m * 64 * kRowBytes, dout + own_query * kRowBytes);
     }
   }
 
@@ -189,8 +189,8 @@ struct Mainloop {
 
   __device__ __forceinline__ void multiply_rows(Operand& a, KeyAccumulators& gradient, uint32_t queries) {
 #pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
-      product<T, true, QueryRows>(gradient[part], a[part], queries + own_query * kRowBytes);
+    for (int m = 0; m < kMmaTiles; ++m) {
+      product<T, true, QueryRows>(gradient[m], a[m], queries + own_query * kRowBytes);
     }
   }
 
@@ -226,7 +226,7 @@ struct Mainloop {
     if constexpr (kEarlyDv) {
       mod.pack_probabilities(*this, p16, s);
       issue_dv(p16, dv, stage);
-      wait_products<kKeyParts>();
+      wait_products<kMmaTiles>();
     } else {
       wait_products<0>();
     }
@@ -247,10 +247,10 @@ struct Mainloop {
 
   static __device__ __forceinline__ void fence_parts(Scores& values) {
 #pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) fence_registers(values[part]);
+    for (int m = 0; m < kMmaTiles; ++m) fence_registers(values[m]);
   }
 
-  // Releases these stages of q and dout. Every thread arrives, because each has read row statistics.
+  // Releases these stages of q and dout. Every thread arrives, because each has read lse and delta.
   __device__ __forceinline__ void release(int32_t stage, int32_t dout_stage) {
     ScoreMod::release_gradients();
     mbarrier_arrive(&smem.dout_empty[dout_stage]);

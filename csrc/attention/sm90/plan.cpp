@@ -5,7 +5,7 @@
 
 #include "../families.h"
 #include "../index/tile_order.h"
-#include "../pre_post/row_statistics.h"
+#include "../pre_post/lse_delta.h"
 #include "../pre_post/rows_ready.h"
 #include "config.h"
 #include "layout.h"
@@ -106,7 +106,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
     return "TMA needs pointers and strides of q, k, v, out and dout that are multiples of 16 bytes";
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  const int64_t rows = problem.batch * problem.heads * RowStatistics::padded(problem.seqlen_q);
+  const int64_t rows = problem.batch * problem.heads * LseDelta::padded(problem.seqlen_q);
   if (most_work_tiles(problem, kTiles[tile_index]) > kMost / 2 || rows > kMost / 2 ||
       problem.heads * problem.total_q > kMost) {
     return "batch * heads * rows is too large for one launch";
@@ -151,14 +151,14 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
 
   WorkspaceRequest request;
   request.accumulator = true;
-  request.dq_parted = true;
+  request.dq_permuted = true;
   request.zero_accumulator = adds_into_zeros(problem);
   request.semaphore_bytes = kernel.zeroed.bytes;
   const int64_t bias_bytes = bias_scratch_bytes(problem, tile);
   request.partial_bytes = bias_bytes + partial_elements(problem, kernel.schedule) * static_cast<int64_t>(sizeof(float));
   // lse * log2(e), delta, and the flags of an overlapped preprocess
   request.delta_rows =
-      2 * RowStatistics::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q) +
+      2 * LseDelta::rows(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q) +
       rows_ready_words(problem.varlen, problem.batch, problem.heads, problem.seqlen_q);
   plan->workspace = plan_workspace(problem, request);
   kernel.partial_sums_offset = plan->workspace.partial_offset + bias_bytes;

@@ -1,5 +1,5 @@
 // Two roles of the producer warpgroup. `schedule_tiles`: one thread that finds work tiles. `load_tiles`: one thread
-// that loads k, v, q, dout and row statistics with TMA. Each goes from work tile to work tile by itself. The third role
+// that loads k, v, q, dout, lse and delta with TMA. Each goes from work tile to work tile by itself. The third role
 // adds dq (dq_accumulate.cuh).
 #pragma once
 
@@ -25,15 +25,14 @@ struct Producer {
     SchedulerState& state = smem.scheduler;
     const Schedule& schedule = params.schedule;
     state = {};
-    state.tile = static_cast<int32_t>(blockIdx.x) - schedule.ctas;
     do {
       mbarrier_wait(&smem.work_empty[state.slot.index()], state.slot.phase() ^ 1);
       mbarrier_wait(&smem.work_wanted, ~state.slot.tiles_before % 2);  // the first tile is wanted from the start
       do {
         state.second = schedule.mirrored_pairs && !state.second;
         if (!state.second) {
-          state.tile =
-              schedule.dispatch == Dispatch::kStatic ? state.tile + schedule.ctas : atomicAdd(params.tiles_taken, 1);
+          state.tile = schedule.dispatch == Dispatch::kStatic ? static_tile(schedule, blockIdx.x, state.taken++)
+                                                              : atomicAdd(params.tiles_taken, 1);
         }
         smem.work[state.slot.index()].find(params, state);
       } while (!smem.work[state.slot.index()].is_final());
@@ -75,7 +74,7 @@ struct Producer {
                                                       batch_k(params, work), 0);
   }
 
-  // One thread: loads q, dout and row statistics of a work tile. `after_first_q` is called when k and v may follow.
+  // One thread: loads q, dout, lse and delta of a work tile. `after_first_q` is called when k and v may follow.
   template <typename LoadKeys>
   static __device__ __forceinline__ void load_queries(const KernelParams& params, SharedStorage& smem,
                                                       const WorkTile& work, LoadKeys after_first_q) {
@@ -86,15 +85,18 @@ struct Producer {
       const int32_t stage = QueryRing::stage(it.index), dout_stage = DoutRing::stage(it.index);
       const int32_t first_query = it.query_block() * kBlockM, head = it.head();
       const int32_t query_row = static_cast<int32_t>(work.sequence.begin_q) + first_query;
-      const int64_t statistic = params.statistics.index(work.batch, head, work.sequence.begin_q) + first_query;
+      const int64_t first_row = params.lse_delta.index(work.batch, head, work.sequence.begin_q) + first_query;
 
       if (fetches_early(params) && it.end - it.index == min(Traits::kEarlyIterations, work.iterations)) {
         mbarrier_arrive(&smem.work_wanted);
       }
+      if (WorkTile::kStaggers && leads(params, work)) {
+        prefetch_queries(params, work, it.query_block(), query_row, first_row, head, batch_q);
+      }
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(it.index) ^ 1);
       if constexpr (WorkTile::kListed) smem.listed[stage] = {it.query_block(), head, it.entry.bits, 0};
       load_tile<Traits::kAtoms, Traits::kQueryAtomBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage], query_row,
-                                                         head, batch_q, Traits::kStatisticBytes + kBiasBytes);
+                                                         head, batch_q, Traits::kRowValueBytes + kBiasBytes);
       if constexpr (Traits::kBias) {
 #pragma unroll
         for (int atom = 0; atom < Traits::kDsAtoms; ++atom) {
@@ -104,22 +106,46 @@ struct Producer {
                          params.attention.bias.batch_stride != 0 ? work.batch : 0, params.features.bias_cache_hint);
         }
       }
-      bulk_load(smem.lse_log2[stage], params.statistics.lse_log2 + statistic, Traits::kStatisticBytes,
+      bulk_load(smem.lse_log2[stage], params.lse_delta.lse_log2 + first_row, Traits::kRowValueBytes,
                 &smem.q_full[stage]);
       if (it.index == first_index) after_first_q();
       mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(it.index) ^ 1);
       load_tile<Traits::kAtomsV, Traits::kQueryAtomBytes>(&params.maps.dout, &smem.dout_full[dout_stage],
                                                           smem.dout[dout_stage], query_row, head, batch_q,
-                                                          Traits::kStatisticBytes);
-      bulk_load(smem.delta[dout_stage], params.statistics.delta + statistic, Traits::kStatisticBytes,
+                                                          Traits::kRowValueBytes);
+      bulk_load(smem.delta[dout_stage], params.lse_delta.delta + first_row, Traits::kRowValueBytes,
                 &smem.dout_full[dout_stage]);
     }
   }
 
-  // Called by the scheduler: returns when an overlapped preprocess has written the row statistics of a work tile.
+  // Called by the scheduler: returns when an overlapped preprocess has written lse and delta of the rows of a work
+  // tile.
   static __device__ __forceinline__ void wait_for_rows(const KernelParams& params, const WorkTile& work) {
     if (params.preprocess.words == nullptr || work.exhausted || work.iterations == 0) return;
     params.preprocess.wait(work.first_flag, work.last_flag);
+  }
+
+  // True if this work tile is the first of its wave to come to most query blocks. In deterministic mode the other work
+  // tiles of the wave follow at its pace, so it must not wait for memory.
+  static __device__ __forceinline__ bool leads(const KernelParams& params, const WorkTile& work) {
+    return params.schedule.dispatch == Dispatch::kStatic && work.in_wave.rank == work.in_wave.size - 1;
+  }
+
+  // Prefetches to L2 what the loader loads kPrefetchedBlocks iterations later.
+  static __device__ __forceinline__ void prefetch_queries(const KernelParams& params, const WorkTile& work,
+                                                          int32_t query_block, int32_t query_row, int64_t first_row,
+                                                          int32_t head, int32_t batch) {
+    constexpr int32_t kPrefetchedBlocks = 4;  // longer than the latency of memory
+    const bool wraps = query_block + kPrefetchedBlocks >= work.query_range.end;
+    const int32_t rows = (kPrefetchedBlocks - (wraps ? work.query_range.size() : 0)) * kBlockM;
+#pragma unroll 1
+    for (int atom = 0; atom < max(Traits::kAtoms, Traits::kAtomsV); ++atom) {
+      const int32_t column = atom * (row_bytes(Traits::kTile) / 2);
+      if (atom < Traits::kAtoms) tensor_prefetch_4d(&params.maps.q, column, query_row + rows, head, batch);
+      if (atom < Traits::kAtomsV) tensor_prefetch_4d(&params.maps.dout, column, query_row + rows, head, batch);
+    }
+    bulk_prefetch(params.lse_delta.lse_log2 + first_row + rows, Traits::kRowValueBytes);
+    bulk_prefetch(params.lse_delta.delta + first_row + rows, Traits::kRowValueBytes);
   }
 
   static __device__ __forceinline__ int32_t key_row(const WorkTile& work) {

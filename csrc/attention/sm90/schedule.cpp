@@ -168,7 +168,6 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
     s.dispatch = Dispatch::kStatic;
     s.wave_size = static_cast<int32_t>(ceil_div(s.work_tiles, ceil_div(s.work_tiles, s.wave_size)));  // equal waves
   }
-  s.ctas = s.wave_size * tile.ctas;
   s.heads_per_group = choose_heads_per_group(p, tile, workers, s);
   if (p.varlen && s.counts_adds() && !s.reversed) {
     s.key_blocks_per_group =

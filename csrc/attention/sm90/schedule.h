@@ -40,8 +40,7 @@ struct Schedule {
   bool reversed = false;             // key blocks are handed out, and add to dq, from the last to the first ...
   int32_t reversed_tiles = 0;        // ... in these first work tiles
   int32_t work_tiles = 0;            // an upper bound for packed inputs
-  int32_t ctas = 0;
-  int32_t wave_size = 0;  // static dispatch: work tiles that run at the same time
+  int32_t wave_size = 0;             // work tiles that run at the same time, each on a CTA or a cluster
 
   // The query loop
   bool heads_outermost = false;    // all query blocks of a query head, then the next head; else heads are innermost

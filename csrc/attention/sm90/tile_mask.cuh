@@ -52,8 +52,8 @@ struct BandMask {
     if (interior.contains(c.it.query_block())) return;
     const TileVisibility tile(c.work.visibility, c.work.first_key, c.it.query_block() * Traits::kBlockM);
 #pragma unroll
-    for (int part = 0; part < Traits::kKeyParts; ++part) {
-      mask<Traits::kOwnQueries>(values[part], tile, c.first_own_key() + part * 64, c.own_query + c.pair);
+    for (int m = 0; m < Traits::kMmaTiles; ++m) {
+      mask<Traits::kOwnQueries>(values[m], tile, c.first_own_key() + m * 64, c.own_query + c.pair);
     }
   }
 };
@@ -118,5 +118,8 @@ struct BitMask {
     }
   }
 };
+
+template <typename Traits>
+using TileMask = std::conditional_t<Traits::kBlockMask, BitMask<Traits>, BandMask<Traits>>;
 
 }  // namespace flashbwd::sm90

@@ -36,13 +36,18 @@ struct TileSlot {
 struct SchedulerState {
   TileSlot slot;                  // of the next work tile
   int32_t tile = 0;               // its index in the order of the schedule
-  bool second = true;             // the second part of a mirrored pair
+  bool second = true;             // the second tile of a mirrored pair
   int32_t iterations_before = 0;  // of the work tiles before it
-  uint32_t taken = 0;             // large head dimensions: indices taken from the counter
+  uint32_t taken = 0;             // static dispatch, large head dimensions: indices taken before
   // Phase of the barriers of k and v. It flips only for work tiles with query blocks. Otherwise the consumers could get
   // two phases ahead of the loader, and the loader would wait forever.
   uint32_t keys_phase = 0;
 };
+
+// Static dispatch: the index of the work tile that `worker`, a CTA or cluster, computes after `taken` others.
+__device__ __forceinline__ int32_t static_tile(const Schedule& schedule, uint32_t worker, uint32_t taken) {
+  return static_cast<int32_t>(worker + taken * schedule.wave_size);
+}
 
 // One key block of one KV head; a mirrored pair is two of these, one after the other. kByHeads_: heads are outermost in
 // the query loop (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a
@@ -72,11 +77,11 @@ struct WorkTile : ListedLoop<kListed_> {
   int32_t end_head;
   int32_t key_block;
   int32_t first_key;
-  int32_t first_flag, last_flag;  // of the row statistics that it needs, see PreprocessFlags
+  int32_t first_flag, last_flag;  // of the rows that it needs, see PreprocessFlags
   TilesInWave in_wave;            // its position in its wave, if adds go by waves
   bool descending;                // the query loop goes from the last query block to the first
   bool reversed;                  // Schedule::reversed holds for this tile
-  bool second;                    // the second part of a mirrored pair
+  bool second;                    // the second tile of a mirrored pair
   bool tma_dkdv;                  // TMA stores dk and dv: no row of the key block belongs to another sequence
   bool exhausted;                 // no work tile is left
   bool exists;                    // false: past the end of its sequence, nothing to load and nothing to write

@@ -55,7 +55,7 @@ struct Traits {
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole atoms");
   // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries.
   static constexpr bool kByQueries = kTile.by_queries;
-  static constexpr int kKeyParts = kByQueries ? kBlockN / 64 : 1;  // parts of 64 keys of a warpgroup
+  static constexpr int kMmaTiles = kByQueries ? kBlockN / 64 : 1;  // MMA tiles of 64 keys per warpgroup
   static constexpr int kOwnQueries = kByQueries ? 64 : kBlockM;
   // Shared memory holds whole swizzle atoms; products stop at kHeadDim.
   static constexpr int kRowBytes = row_bytes(kTile);
@@ -63,12 +63,12 @@ struct Traits {
   static constexpr int kGradientAtoms = ceil_div(kHeadDim, kAtomColumns);  // of dq, dk, dv: 64 columns
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr int kDsBuffers = kByQueries ? 1 : 2;  // with kByQueries a warpgroup knows when its own dS is read
-  // A dq tile consists of one part of 64 rows and 64 columns per warpgroup, side by side or on top of each other.
-  static constexpr int kDqColumnParts = kGradientAtoms;
+  // Each warpgroup computes 64 rows and 64 columns of a dq tile. They are side by side or on top of each other.
+  static constexpr int kDqColumnTiles = kGradientAtoms;
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   // Columns of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
-  static_assert(kBlockM / 64 * kDqColumnParts == kConsumerWarpgroups, "each warpgroup computes one 64 x 64 part of dq");
+  static_assert(kBlockM / 64 * kDqColumnTiles == kConsumerWarpgroups, "each warpgroup computes 64 x 64 elements of dq");
 
   static constexpr int kAtomsV = kAtoms;                       // named as in large_head_dim::Traits, for producer.cuh
   static constexpr int kKeyAtomBytes = kBlockN * kRowBytes;    // of k or v
@@ -79,7 +79,7 @@ struct Traits {
   static constexpr int kDsAtoms = (kBias ? kBlockN : kBlockM) / 64;
   static constexpr int kKeyBytes = kAtoms * kKeyAtomBytes;
   static constexpr int kQueryBytes = kAtoms * kQueryAtomBytes;
-  static constexpr int kStatisticBytes = kBlockM * 4;
+  static constexpr int kRowValueBytes = kBlockM * 4;
 
   static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "the dS buffers are too small to stage dk");
   static_assert(!kBias || kStages == kDsBuffers, "the stage of q is also the dS buffer of its bias");

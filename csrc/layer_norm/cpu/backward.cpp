@@ -1,5 +1,5 @@
-// The backward. For each row, a first loop over the columns computes the row's two means and adds to the sums over
-// rows; a second one, which finds x and dz in the cache, writes dx.
+// The backward. For each row, a first loop over the columns computes the two means of the row and adds to the sums over
+// rows. A second loop writes dx; x and dz are then in the cache.
 #include <vector>
 
 #include "rows.h"
@@ -20,7 +20,7 @@ struct RowMeans {
   float dy, dy_xhat;
 };
 
-// Computes the means of row `index`, and adds to the column sums if kSums.
+// Computes the two means of a row, and adds to the column sums if kSums.
 template <typename X, typename Dz, bool kSums>
 FLASHBWD_INLINE RowMeans reduce_row(const X* x, const Dz* dz, float mu, float rs, const float* factor, int64_t columns,
                                     ColumnSums sums) {
@@ -105,28 +105,28 @@ void write_sums(const float* sums, int64_t columns, void* target, DType dtype) {
 }  // namespace
 
 void layer_norm_backward(const LayerNormBackwardParams& p, const Threads& threads) {
-  const int64_t parts = thread_parts(p.rows, p.columns, threads);
+  const int64_t ranges = threads_for(p.rows, p.columns, threads);
   const bool need_sums = p.dgamma != nullptr || p.dbeta != nullptr;
   const Parameter factor(p.gamma, p.columns, p.gamma_dtype, 1.0f, p.zero_centered_gamma ? 1.0f : 0.0f);
-  std::vector<std::vector<float>> sums(static_cast<size_t>(parts));  // (4, N) each
-  for_each_part(p.rows, parts, threads, [&](int64_t part, int64_t first, int64_t last) {
-    std::vector<float>& of_part = sums[static_cast<size_t>(part)];
-    if (need_sums) of_part.resize(static_cast<size_t>(4 * p.columns));
+  std::vector<std::vector<float>> sums(static_cast<size_t>(ranges));  // (4, N) each
+  for_each_range(p.rows, ranges, threads, [&](int64_t range, int64_t first, int64_t last) {
+    std::vector<float>& own_sums = sums[static_cast<size_t>(range)];
+    if (need_sums) own_sums.resize(static_cast<size_t>(4 * p.columns));
     with_type(p.x_dtype, [&](auto x) {
       with_type(p.dz_dtype, [&](auto dz) {
         using X = decltype(x);
         using Dz = decltype(dz);
         if (need_sums) {
-          run_vectorised<Rows<X, Dz, true>>(p, factor.data(), first, last, of_part.data());
+          run_vectorised<Rows<X, Dz, true>>(p, factor.data(), first, last, own_sums.data());
         } else {
-          run_vectorised<Rows<X, Dz, false>>(p, factor.data(), first, last, of_part.data());
+          run_vectorised<Rows<X, Dz, false>>(p, factor.data(), first, last, own_sums.data());
         }
       });
     });
   });
   if (!need_sums) return;
-  for (int64_t part = 1; part < parts; ++part) {
-    add_and_clear(sums[static_cast<size_t>(part)].data(), sums[0].data(), 2 * p.columns);
+  for (int64_t range = 1; range < ranges; ++range) {
+    add_and_clear(sums[static_cast<size_t>(range)].data(), sums[0].data(), 2 * p.columns);
   }
   write_sums(sums[0].data(), p.columns, p.dgamma, p.gamma_dtype);
   write_sums(sums[0].data() + p.columns, p.columns, p.dbeta, p.gamma_dtype);

@@ -1,4 +1,5 @@
-// The forward: each row is read for its mean, for its variance and for z; after the first time it is in the cache.
+// The forward. It reads each row for its mean, for its variance and for z. After the first read, the row is in the
+// cache.
 #include <cmath>
 #include <vector>
 
@@ -66,7 +67,7 @@ bool supports(DType x_dtype) { return x_dtype != DType::kFloat64; }
 void layer_norm_forward(const LayerNormForwardParams& p, const Threads& threads) {
   const Parameter factor(p.gamma, p.columns, p.parameter_dtype, 1.0f, p.zero_centered_gamma ? 1.0f : 0.0f);
   const Parameter beta(p.beta, p.columns, p.parameter_dtype, 0.0f, 0.0f);
-  for_each_part(p.rows, thread_parts(p.rows, p.columns, threads), threads, [&](int64_t, int64_t first, int64_t last) {
+  for_each_range(p.rows, threads_for(p.rows, p.columns, threads), threads, [&](int64_t, int64_t first, int64_t last) {
     with_type(p.x_dtype,
               [&](auto x) { run_vectorised<Rows<decltype(x)>>(p, factor.data(), beta.data(), first, last); });
   });

@@ -37,7 +37,8 @@ FLASHBWD_INLINE float to_float(Float16 value) {
   const uint32_t magnitude = (uint32_t{value.bits} & 0x7fffu) << 13;  // exponent and mantissa in float's positions
   const uint32_t normal = magnitude + 0x38000000u;                    // adds the difference of the exponents' biases
   const uint32_t special = 0u - uint32_t{magnitude >= 0x0f800000u};   // all bits set for infinities and NaN
-  // Subnormal numbers have no hidden bit. They are no denormals of float, which a processor may be set to flush.
+  // Subnormal numbers have no hidden bit. As floats they are normal numbers, so a processor that flushes denormals
+  // keeps them.
   const uint32_t subnormal = bits_of(float_of(magnitude + 0x38800000u) - 0x1p-14f);
   const uint32_t is_subnormal = 0u - uint32_t{magnitude < 0x00800000u};
   return float_of(sign | (is_subnormal & subnormal) | (~is_subnormal & normal) | (special & 0x7f800000u));

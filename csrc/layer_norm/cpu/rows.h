@@ -1,4 +1,4 @@
-// Shared by the forward and the backward: which threads work on which rows, and the compilation for two instruction
+// Shared code of the forward and the backward: assigns rows to threads, and compiles the loops for two instruction
 // sets.
 #pragma once
 
@@ -14,19 +14,20 @@ namespace flashbwd::cpu {
 // A float32 sum is accurate over this many columns; the sums of such blocks are added in double.
 constexpr int64_t kColumnBlock = 1024;
 
-// Elements for which starting a thread pays.
+// The least number of elements per thread. With fewer, starting the thread takes longer than its work.
 constexpr int64_t kLeastElements = 16384;
 
-inline int64_t thread_parts(int64_t rows, int64_t columns, const Threads& threads) {
+// The number of threads to use for (rows, columns).
+inline int64_t threads_for(int64_t rows, int64_t columns, const Threads& threads) {
   const int64_t useful = rows * columns / kLeastElements;
   return std::max<int64_t>(std::min({threads.count, rows, useful}), 1);
 }
 
-// Calls work(part, first row, last row + 1) for equal parts of the rows, each on one thread.
+// Divides the rows into equal ranges and calls work(range, first row, last row + 1) for each of them on one thread.
 template <typename Work>
-void for_each_part(int64_t rows, int64_t parts, const Threads& threads, const Work& work) {
-  if (parts == 1) return work(int64_t{0}, int64_t{0}, rows);
-  threads.run(parts, [&](int64_t part) { work(part, rows * part / parts, rows * (part + 1) / parts); });
+void for_each_range(int64_t rows, int64_t ranges, const Threads& threads, const Work& work) {
+  if (ranges == 1) return work(int64_t{0}, int64_t{0}, rows);
+  threads.run(ranges, [&](int64_t range) { work(range, rows * range / ranges, rows * (range + 1) / ranges); });
 }
 
 template <typename T>
@@ -66,7 +67,7 @@ void with_type(DType dtype, const Use& use) {
   use(float{});
 }
 
-// gamma or beta in float32, a copy unless it is given so.
+// gamma or beta in float32: the tensor itself if it is float32 and needs no shift, else a copy.
 class Parameter {
  public:
   // `absent`: its value without a tensor. `shift` is added to a tensor's values.

@@ -1,3 +1,3 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm80::launch<__nv_bfloat16, 256>(int, const KernelParams&, Extras, void*);
+template const char* flashbwd::sm80::launch<__nv_bfloat16, 256>(int, const KernelParams&, Variant, void*);

@@ -1,3 +1,3 @@
 #include "../launch.cuh"
 
-template const char* flashbwd::sm80::launch<__half, 64>(int, const KernelParams&, Extras, void*);
+template const char* flashbwd::sm80::launch<__half, 64>(int, const KernelParams&, Variant, void*);

@@ -1,3 +1,2 @@
 #include "../launch.cuh"
-
 template const char* flashbwd::sm90::launch<__nv_bfloat16, 32>(int, const KernelParams&, void*);

@@ -1,3 +1,2 @@
 #include "../launch.cuh"
-
 template const char* flashbwd::sm90::launch<__half, 64>(int, const KernelParams&, void*);

@@ -12,8 +12,8 @@ namespace flashbwd::sm90::large_head_dim {
 __device__ __forceinline__ float encode_probability(float p, bool kept) { return kept ? p : -p; }
 __device__ __forceinline__ bool is_kept(float encoded) { return __float_as_int(encoded) >= 0; }
 
-// A thread's part of a tile of scores (../tile_mask.cuh): value v is query i0 + 8 (v / 4) + v % 2, key j0 + 8 (v % 4 /
-// 2). Tiles begin at multiples of kBlockM and kBlockN.
+// The scores of a tile that one thread holds (../tile_mask.cuh): value v is query i0 + 8 (v / 4) + v % 2, key j0 + 8 (v
+// % 4 / 2). Tiles begin at multiples of kBlockM and kBlockN.
 template <typename Traits>
 struct ScoreTile {
   using T = typename Traits::T;

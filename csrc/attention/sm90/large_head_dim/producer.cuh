@@ -90,7 +90,7 @@ struct Producer {
   static __device__ __forceinline__ int32_t take_tile(const KernelParams& params, SharedStorage& smem, int32_t rank,
                                                       uint32_t taken) {
     if (WorkTile::kStaggers && params.schedule.dispatch == Dispatch::kStatic) {
-      return static_cast<int32_t>(blockIdx.x / Traits::kCtas + taken * params.schedule.wave_size);
+      return static_tile(params.schedule, blockIdx.x / Traits::kCtas, taken);
     }
     if (!Traits::kPairs) return atomicAdd(params.tiles_taken, 1);
     int32_t tile;

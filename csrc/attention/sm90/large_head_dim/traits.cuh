@@ -34,7 +34,7 @@ struct Traits {
   static constexpr int kDqBuffers = kHeadDim + kHeadDimV <= 320 ? 2 : 1;
   static constexpr int kSemaphores = semaphores_of_tile(kTile);
   static constexpr int kEarlyIterations = early_iterations(kTile);
-  static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its part of a tile on its own
+  static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its own columns of a tile
   static constexpr RoleRegisters kRegisters = role_registers(kTile);
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one atom");
   static_assert(kCtas <= 2, "a CTA exchanges dS with at most one other");
@@ -44,7 +44,7 @@ struct Traits {
   static constexpr int kAtomsV = kHeadDimV / kAtomColumns;
   static constexpr int kKeyAtomBytes = kBlockN * kAtomRowBytes;    // 64 columns of k or v
   static constexpr int kQueryAtomBytes = kBlockM * kAtomRowBytes;  // 64 columns of q or dout
-  static constexpr int kStatisticBytes = kBlockM * 4;
+  static constexpr int kRowValueBytes = kBlockM * 4;
   static constexpr bool kBias = false;  // for producer.cuh: no bias through TMA
   static constexpr int kWarps = kWarpgroupThreads / 32;
 
@@ -63,7 +63,7 @@ struct Traits {
   static constexpr int kDsBytes = kBlockN * kAtomRowBytes;
 
   // Each CTA of a cluster adds some atoms of columns of dq, summed over the keys of both CTAs. Of an odd number, it
-  // adds the smaller and the larger part alternately. It keeps these columns of the other CTA's keys.
+  // adds the smaller and the larger share alternately. It keeps these columns of the other CTA's keys.
   static constexpr int kOtherAtoms = (kAtoms + 1) / 2;
   static __device__ BlockRange atoms_of(int32_t rank, int32_t query_block) {
     if constexpr (!kPairs) return {0, kAtoms};

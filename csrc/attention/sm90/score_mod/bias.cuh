@@ -57,7 +57,7 @@ struct BiasScores : PlainScores<Traits> {
   }  // TMA has read dS; the next bias may overwrite it
 
  private:
-  // Where the bias and dS of this iteration lie: the warpgroup's, and this thread's part of it.
+  // Where the bias and dS of this iteration lie: those of the warpgroup, and those of this thread.
   template <typename Consumer>
   static __device__ __forceinline__ uint8_t* tile(const Consumer& c) {
     return c.smem.ds[c.it.index % Traits::kDsBuffers][c.warpgroup];

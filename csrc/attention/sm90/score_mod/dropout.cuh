@@ -32,7 +32,7 @@ struct DroppedScores : Base {
 
   template <typename Consumer>
   __device__ __forceinline__ void pack_probabilities(const Consumer&, Operand& p16, const Scores& s) const {
-    Base::template pack_parts<true>(p16, s);
+    Base::template pack_tiles<true>(p16, s);
   }
 
   template <typename Consumer, typename Lse, typename Delta>

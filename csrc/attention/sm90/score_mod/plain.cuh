@@ -9,10 +9,10 @@ namespace flashbwd::sm90 {
 
 template <typename Traits>
 struct PlainScores {
-  static constexpr int kParts = Traits::kKeyParts, kValues = Traits::kOwnQueries / 2;  // per part of 64 keys
+  static constexpr int kMmaTiles = Traits::kMmaTiles, kValues = Traits::kOwnQueries / 2;  // values per MMA tile
   using T = typename Traits::T;
-  using Scores = float[kParts][kValues];
-  using Operand = uint32_t[kParts][kValues / 2];
+  using Scores = float[kMmaTiles][kValues];
+  using Operand = uint32_t[kMmaTiles][kValues / 2];
 
   // The accumulators of dP start as delta, from which the product is subtracted; else 32 subtractions follow the
   // product. 1 % faster with 64 queries, 1 to 3 % slower with 128.
@@ -25,14 +25,14 @@ struct PlainScores {
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, Scores& s, Operand&, const Lse& lse) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) exponentiate(s[part], lse, c.scale_log2);
+    for (int m = 0; m < kMmaTiles; ++m) exponentiate(s[m], lse, c.scale_log2);
     c.tile_mask.apply(c, s);
   }
 
   // The first operand of dV.
   template <typename Consumer>
   __device__ __forceinline__ void pack_probabilities(const Consumer&, Operand& p16, const Scores& s) const {
-    pack_parts(p16, s);
+    pack_tiles(p16, s);
   }
 
   // dP becomes dS = P * (dP - delta). With kDeltaFirst, dp holds delta - dP.
@@ -40,12 +40,12 @@ struct PlainScores {
   __device__ __forceinline__ void gradients(const Consumer&, Scores& s, Operand&, Scores& dp, const Lse&,
                                             const Delta& delta) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int m = 0; m < kMmaTiles; ++m) {
       if constexpr (kDeltaFirst) {
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) dp[part][i] = s[part][i] * -dp[part][i];
+        for (int i = 0; i < kValues; ++i) dp[m][i] = s[m][i] * -dp[m][i];
       } else {
-        for_each_query<0, kValues>(delta, [&](int i, float row) { dp[part][i] = s[part][i] * (dp[part][i] - row); });
+        for_each_query<0, kValues>(delta, [&](int i, float row) { dp[m][i] = s[m][i] * (dp[m][i] - row); });
       }
     }
   }
@@ -53,7 +53,7 @@ struct PlainScores {
   // The first operand of dK.
   template <typename Consumer>
   __device__ __forceinline__ void pack_gradients(const Consumer&, Operand& ds16, const Scores& ds) const {
-    pack_parts(ds16, ds);
+    pack_tiles(ds16, ds);
   }
 
   // Writes dS to shared memory, from where dQ reads it.
@@ -61,8 +61,8 @@ struct PlainScores {
   static __device__ __forceinline__ void store_gradients(const Consumer& c, const Operand& ds16) {
     auto& buffer = c.smem.ds[c.it.index % Traits::kDsBuffers][Traits::kByQueries ? c.warpgroup : 0];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      store_operand<Traits::kBlockN>(smem_address(buffer), ds16[part], c.own_key + part * 64 + c.warp * 16, c.lane);
+    for (int m = 0; m < kMmaTiles; ++m) {
+      store_operand<Traits::kBlockN>(smem_address(buffer), ds16[m], c.own_key + m * 64 + c.warp * 16, c.lane);
     }
   }
 
@@ -73,9 +73,9 @@ struct PlainScores {
 
  protected:
   template <bool kPositive = false>
-  static __device__ __forceinline__ void pack_parts(Operand& packed, const Scores& values) {
+  static __device__ __forceinline__ void pack_tiles(Operand& packed, const Scores& values) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) pack<T, kPositive>(packed[part], values[part]);
+    for (int m = 0; m < kMmaTiles; ++m) pack<T, kPositive>(packed[m], values[m]);
   }
 };
 

@@ -1,5 +1,5 @@
 // Softcap, ALiBi and a bias per key, in the kernel of two consumer warpgroups. P is packed at once; after that only P
-// times the derivative of the softcap is needed, which takes the place of S. ALiBi and the bias also go with dropout.
+// times the derivative of the softcap is needed, which replaces S. ALiBi and the bias also go with dropout.
 #pragma once
 
 #include "plain.cuh"
@@ -79,7 +79,7 @@ class ScoreFunction {
 
 // The function of a consumer warpgroup's thread in this iteration.
 template <typename Traits>
-using ScoreFunctionOf = ScoreFunction<Traits::kBlockMask ? BitMask<Traits>::kWords : 0>;
+using ScoreFunctionOf = ScoreFunction<TileMask<Traits>::kWords>;
 
 template <typename Traits, typename Consumer>
 __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c) {
@@ -116,8 +116,8 @@ struct ShiftedScores : PlainScores<Traits> {
   }
 };
 
-// Softcap, ALiBi and a bias per key. Only a part of P is computed while dP is, because registers do not hold all of
-// both. Masks come last, on packed values; the bits of a block mask are part of the function.
+// Softcap, ALiBi and a bias per key. Only some of P is computed under dP, because the registers do not hold both. Masks
+// come last, on packed values; the bits of a block mask belong to the function.
 template <typename Traits>
 struct CappedScores : PlainScores<Traits> {
   using Base = PlainScores<Traits>;
@@ -155,7 +155,7 @@ struct CappedScores : PlainScores<Traits> {
 
   template <typename Consumer>
   __device__ __forceinline__ void pack_gradients(const Consumer& c, Operand& ds16, const Scores& ds) const {
-    Base::pack_parts(ds16, ds);
+    Base::pack_tiles(ds16, ds);
     c.tile_mask.apply(c, ds16);
   }
 };

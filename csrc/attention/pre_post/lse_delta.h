@@ -18,7 +18,7 @@ FLASHBWD_HOST_DEVICE inline bool sees_nothing(float lse) {
   return lse == INFINITY || lse <= -16777216.f;  // -2^24
 }
 
-struct RowStatistics {
+struct LseDelta {
   float* lse_log2 = nullptr;
   float* delta = nullptr;
   int64_t batch_stride = 0;  // 0 when packed
@@ -34,14 +34,13 @@ struct RowStatistics {
   }
 
   // `storage` has 2 * rows(...) floats.
-  static RowStatistics make(float* storage, bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q,
-                            int64_t total_q) {
-    RowStatistics statistics;
-    statistics.lse_log2 = storage;
-    statistics.delta = storage + rows(varlen, batch, heads, seqlen_q, total_q);
-    statistics.head_stride = varlen ? padded(total_q + batch * kRowPadding) : padded(seqlen_q);
-    statistics.batch_stride = varlen ? 0 : heads * statistics.head_stride;
-    return statistics;
+  static LseDelta make(float* storage, bool varlen, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t total_q) {
+    LseDelta lse_delta;
+    lse_delta.lse_log2 = storage;
+    lse_delta.delta = storage + rows(varlen, batch, heads, seqlen_q, total_q);
+    lse_delta.head_stride = varlen ? padded(total_q + batch * kRowPadding) : padded(seqlen_q);
+    lse_delta.batch_stride = varlen ? 0 : heads * lse_delta.head_stride;
+    return lse_delta;
   }
 
   // Index of row 0 of (batch, head). `begin_q` is the first packed row of the sequence, 0 when dense.

@@ -1,0 +1,59 @@
+"""Computes the gradients of a checked call, on a kernel or on the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flashbwd.flex import arguments, backends
+from flashbwd.flex.cache import kernel_lists_of
+from flashbwd.flex.kernel_lists import UnsupportedError
+from flashbwd.reference.decoding import DecodingCall, decoding_backward
+
+__all__ = ["gradients"]
+
+
+def _ignore(reason: UnsupportedError) -> None:
+    pass
+
+
+def gradients(
+    call: DecodingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    captured: list[Tensor],
+    deterministic: bool,
+    lists_of: backends.ListsOf = kernel_lists_of,
+    on_refusal: Callable[[UnsupportedError], None] = _ignore,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return dq, dk, dv and the gradients of the captured tensors.
+
+    Parameters
+    ----------
+    lists_of : callable, optional
+        Returns the lists of the block mask, as :func:`~flashbwd.flex.cache.kernel_lists_of`.
+    on_refusal : callable, optional
+        Called with the reason before the reference computes the call because no kernel does.
+    """
+    inputs = (query, key, value)
+    if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
+        dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs)
+        return dq, dk, dv, [torch.zeros_like(tensor) for tensor in captured]
+    q, k, v = query.detach(), key.detach(), value.detach()
+    try:
+        kernel = backends.choose(call, q, k, v, captured, deterministic, lists_of)
+        given = torch.zeros_like(out) if dout is None else dout.detach()
+        return *kernel.gradients(given, q, k, v, out.detach(), lse.detach(), dlse), []
+    except UnsupportedError as reason:
+        on_refusal(reason)
+    with torch.no_grad(), arguments.without_autocast(query.device):
+        *grads, found = decoding_backward(call, q, k, v, out.detach(), lse.detach(), dout, dlse, captured)
+    dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
+    return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]

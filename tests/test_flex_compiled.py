@@ -1,0 +1,252 @@
+"""FlexAttention in compiled models: the pass over the backward graph, on a CPU.
+
+PyTorch has no FlexAttention backward for a CPU, and Inductor no forward for training. So most tests run the rewritten
+backward graph node by node, and some compile only the backward with Inductor. The reference computes the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit import compiled as kit
+from kit import decoding
+from kit.compiled import OURS, PYTORCHS, Compiled, counted
+from kit.decoding import Shape
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flashbwd.integrations import inductor
+
+SHAPE = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=75, seqlen_k=101, head_dim=8, head_dim_v=5)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with kit.on_the_cpu(monkeypatch):
+        yield
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+def loss(out: Tensor, lse: Tensor) -> Tensor:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return (out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mod: Any = None, mask: BlockMask | None = None, **options: Any) -> Any:
+    # return_lse=True recompiles once, because PyTorch warns about it once.
+    out, auxiliary = flex_attention(q, k, v, mod, mask, enable_gqa=True, return_aux=AuxRequest(lse=True), **options)
+    return out, auxiliary.lse
+
+
+def check(shape: Shape, mod: Any = None, mask_mod: Any = None, block: Any = 64, **options: Any) -> Compiled:
+    """Compare the gradients of a compiled call with float64 autograd of the dense formula."""
+    inputs, same = leaves(*shape.tensors(torch.float64)), leaves(*shape.tensors(torch.float64))
+    dense = None if mask_mod is None else decoding.dense_mask(mask_mod, shape, "cpu")
+    mask = None if mask_mod is None else decoding.block_mask(mask_mod, shape, block=block)
+    compiled = Compiled(lambda q, k, v: attend(q, k, v, mod, mask, **options))
+    grads = torch.autograd.grad(loss(*compiled(*inputs)), inputs)
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (1, 0)
+    assert counted() == (1, {})
+    want = torch.autograd.grad(loss(*decoding.oracle(shape, *same, mod, dense, options.get("scale"))), same)
+    torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+    assert [g.stride() for g in grads] == [t.stride() for t in inputs]
+    return compiled
+
+
+def operator_of(compiled: Compiled) -> Any:
+    """The only node of this library's operator."""
+    (node,) = (node for module in compiled.graphs for node in module.graph.nodes if node.target is OURS)
+    return node
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("mod", ["identity", "softcap", "relative_bias", "bias_rank3", "document", "integers"])
+def test_score_mods(mod: str) -> None:
+    check(SHAPE, decoding.score_mods(SHAPE, dtype=torch.float64)[mod])
+
+
+@pytest.mark.parametrize("mask", ["causal", "document", "per_batch", "some_rows_empty", "all_rows_empty"])
+def test_masks(mask: str) -> None:
+    check(SHAPE, None, decoding.mask_mods(SHAPE)[mask])
+
+
+@pytest.mark.parametrize("block", [128, 16, (20, 48)], ids=str)
+def test_block_sizes(block: Any) -> None:
+    check(SHAPE, decoding.score_mods(SHAPE)["softcap"], decoding.mask_mods(SHAPE)["causal"], block, scale=0.7)
+
+
+def test_keys_that_all_batches_share() -> None:
+    shape = Shape(batch=3, batch_kv=1, seqlen_q=33, seqlen_k=70)
+    check(shape, None, lambda b, h, q, k: k <= q + 3 * b)
+
+
+def test_a_call_without_a_block_mask_passes_no_lists() -> None:
+    assert operator_of(check(SHAPE)).args[7] == []
+
+
+def test_a_mask_without_lists_of_full_blocks() -> None:
+    all_partial = decoding.block_mask(decoding.mask_mods(SHAPE)["per_head"], SHAPE)
+    assert all_partial.full_kv_num_blocks is not None and not all_partial.full_kv_num_blocks.any()
+    lists, mask_mod = (all_partial.kv_num_blocks, all_partial.kv_indices), all_partial.mask_mod
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, mask_mod=mask_mod, seq_lengths=(75, 101))
+    inputs, same = leaves(*SHAPE.tensors(torch.float64)), leaves(*SHAPE.tensors(torch.float64))
+    compiled = Compiled(lambda q, k, v: attend(q, k, v, None, mask))
+    grads = torch.autograd.grad(loss(*compiled(*inputs)), inputs)
+    assert len(operator_of(compiled).args[7]) == 4
+    dense = decoding.dense_mask(mask_mod, SHAPE, "cpu")
+    want = torch.autograd.grad(loss(*decoding.oracle(SHAPE, *same, None, dense)), same)
+    torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["out", "lse"])
+def test_only_one_result_is_used(used: int) -> None:
+    inputs, same = leaves(*SHAPE.tensors(torch.float64)), leaves(*SHAPE.tensors(torch.float64))
+    compiled = Compiled(lambda q, k, v: attend(q, k, v)[used])
+    grads = torch.autograd.grad(compiled(*inputs).sin().sum(), inputs, materialize_grads=True)
+    dout, dlse = operator_of(compiled).args[5:7]
+    assert (dout is None, dlse is None) == (used == 1, used == 0)
+    want = decoding.oracle(SHAPE, *same)[used].sin().sum()
+    expected = torch.autograd.grad(want, same, materialize_grads=True)
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_gradients_of_captured_tensors() -> None:
+    inputs, same = leaves(*SHAPE.tensors(torch.float64)), leaves(*SHAPE.tensors(torch.float64))
+    fixed = torch.randn(101, dtype=torch.float64)
+    factor, bias = leaves(torch.randn(4, dtype=torch.float64), torch.randn(75, 101, dtype=torch.float64))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * factor[h] + fixed[j] + bias[i, j]
+
+    compiled = Compiled(lambda q, k, v: attend(q, k, v, mod))
+    grads = torch.autograd.grad(loss(*compiled(*inputs)), [*inputs, factor, bias])
+    assert sorted(operator_of(compiled).args[15]) == [False, True, True]
+    want = torch.autograd.grad(loss(*decoding.oracle(SHAPE, *same, mod)), [*same, factor, bias])
+    torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lower_precisions_are_as_close_as_pytorchs_own_backward(dtype: torch.dtype) -> None:
+    def gradients(rewrite: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = leaves(*(t.to(dtype) for t in SHAPE.tensors(torch.bfloat16)))
+        return torch.autograd.grad(loss(*Compiled(attend, rewrite)(*inputs)), inputs)
+
+    exact = gradients(lambda graph: None, torch.float64)
+    ours, pytorchs = gradients(None, dtype), gradients(lambda graph: None, dtype)
+    for got, plain, want in zip(ours, pytorchs, exact, strict=True):
+        assert got.dtype == dtype
+        error, allowed = ((x.double() - want).abs().max() for x in (got, plain))
+        assert error <= 2 * allowed
+
+
+# ---- layouts ----
+
+
+def layouts() -> dict[str, list[Tensor]]:
+    packed = torch.randn(2, 40, 8, 16, dtype=torch.float64).transpose(1, 2)
+    rows = [torch.randn(2, 40, heads, 16, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2)]
+    return {
+        "heads_after_rows": rows,
+        "packed": list(packed.split([4, 2, 2], 1)),
+        "heads_outermost": [torch.randn(h, 2, 40, 16, dtype=torch.float64).transpose(0, 1) for h in (4, 2, 2)],
+        "one_head": [torch.randn(2, 40, 1, 16, dtype=torch.float64).transpose(1, 2) for _ in range(3)],
+    }
+
+
+@pytest.mark.parametrize("layout", sorted(layouts()))
+def test_gradients_have_the_strides_of_pytorchs(layout: str) -> None:
+    inputs = [t.detach().requires_grad_() for t in layouts()[layout]]
+    strides, found = [], []
+    for rewrite in (None, lambda graph: None):
+        out, _ = Compiled(attend, rewrite)(*inputs)
+        found.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+        strides.append([grad.stride() for grad in found[-1]])
+    assert strides[0] == strides[1]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
+
+
+def test_the_operator_agrees_with_its_schema_and_its_shapes() -> None:
+    compiled = check(SHAPE, decoding.score_mods(SHAPE, dtype=torch.float64)["bias_rank2"], lambda b, h, q, k: q >= k)
+    node, values = operator_of(compiled), {}
+
+    def real(argument: Any) -> Tensor:
+        value = argument.meta["val"]
+        if argument not in values:
+            values[argument] = torch.ones(value.shape, dtype=value.dtype)
+        return values[argument]
+
+    args = torch.fx.node.map_arg(node.args, real)
+    torch.library.opcheck(OURS, args, test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- shapes ----
+
+
+def test_no_length_recompiles() -> None:
+    def one(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Any:
+        return attend(q, k, v, lambda s, b, h, i, j: 2 * torch.tanh(s / 2), mask)
+
+    compiled = Compiled(one, dynamic=True)
+    for seqlen in (150, 48, 70, 129, 300):  # five blocks first: PyTorch makes equal sizes equal in later calls too
+        shape = Shape(batch=2, seqlen_q=seqlen, seqlen_k=seqlen + 5)
+        inputs, same = leaves(*shape.tensors(torch.float64)), leaves(*shape.tensors(torch.float64))
+        mask = decoding.block_mask(decoding.mask_mods(shape)["causal"], shape, block=32)
+        grads = torch.autograd.grad(loss(*compiled(*inputs, mask)), inputs)
+        dense = decoding.dense_mask(mask.mask_mod, shape, "cpu")
+        mod = decoding.score_mods(shape)["softcap"]
+        want = torch.autograd.grad(loss(*decoding.oracle(shape, *same, mod, dense)), same)
+        torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+    assert len(compiled.graphs) == 1
+    assert counted() == (5, {})
+
+
+def test_a_mask_that_captures_a_length() -> None:
+    """PyTorch passes the captured number, which differs between calls, as a symbol."""
+
+    def up_to(last: int) -> Any:
+        return lambda b, h, q, k: k <= q + last // 2
+
+    def one(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Any:
+        return attend(q, k, v, None, mask)
+
+    compiled = Compiled(one, dynamic=True)
+    for seqlen in (33, 48, 70):
+        shape = Shape(batch=1, seqlen_q=seqlen, seqlen_k=seqlen)
+        inputs, same = leaves(*shape.tensors(torch.float64)), leaves(*shape.tensors(torch.float64))
+        mask = decoding.block_mask(up_to(seqlen - 3), shape, block=16)
+        grads = torch.autograd.grad(loss(*compiled(*inputs, mask)), inputs)
+        dense = decoding.dense_mask(mask.mask_mod, shape, "cpu")
+        want = torch.autograd.grad(loss(*decoding.oracle(shape, *same, None, dense)), same)
+        torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+    assert counted() == (3, {})
+
+
+# ---- through Inductor ----
+
+
+def two_layers(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    out, lse = attend(q, k, v, None, mask)
+    return attend(out + lse.unsqueeze(-1), k, v, None, mask)[0]
+
+
+def test_inductor_compiles_the_backward_of_two_layers() -> None:
+    shape = Shape(batch=1, seqlen_q=96, seqlen_k=96)
+    mask = decoding.block_mask(decoding.mask_mods(shape)["document"], shape, block=32)
+    backend = kit.inductors_backward(**inductor.options())
+    inputs, same = leaves(*shape.tensors(torch.float32)), leaves(*shape.tensors(torch.float64))
+    compiled = torch.compile(two_layers, backend=backend, fullgraph=True)
+    grads = torch.autograd.grad(compiled(*inputs, mask).sin().sum(), inputs)
+    assert counted() == (2, {})
+    dense = decoding.dense_mask(mask.mask_mod, shape, "cpu")
+    out, lse = decoding.oracle(shape, *same, None, dense)
+    want = decoding.oracle(shape, out + lse.unsqueeze(-1), *same[1:], None, dense)[0]
+    expected = torch.autograd.grad(want.sin().sum(), same)
+    torch.testing.assert_close([g.double() for g in grads], list(expected), rtol=1e-4, atol=1e-4)

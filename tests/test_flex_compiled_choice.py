@@ -1,0 +1,339 @@
+"""FlexAttention in compiled models: which backwards are replaced, what is counted, and what is kept between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from kit import compiled as kit
+from kit import decoding
+from kit.compiled import OURS, PYTORCHS, Compiled, counted
+from kit.decoding import Shape
+from torch import Tensor, fx
+from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._pytree import tree_map_only
+
+import flashbwd
+from flashbwd.flex import graph_operator
+from flashbwd.flex.backends import KernelCall
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
+from flashbwd.flex.storages import ByStorage
+from flashbwd.integrations import flex_override, flex_pass, inductor
+
+SHAPE = Shape(batch=2, seqlen_q=96, seqlen_k=96)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with kit.on_the_cpu(monkeypatch):
+        yield
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def softcap(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return 5 * torch.tanh(s / 5)
+
+
+def leaves(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [tensor.requires_grad_() for tensor in shape.tensors(dtype)]
+
+
+def run(compiled: Callable[..., Tensor], inputs: Sequence[Tensor], *others: Any) -> None:
+    torch.autograd.grad(compiled(*inputs, *others).float().sin().sum(), inputs)
+
+
+# ---- on a GPU, as far as a machine without one can tell ----
+
+
+def as_on_a_gpu(graph: fx.Graph) -> None:
+    """Run the pass on a graph whose tensors pretend to be on a GPU."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        with FakeTensorMode():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+    for node in graph.nodes:
+        node.meta["val"] = tree_map_only(Tensor, moved, node.meta.get("val"))
+    flex_pass.replace_flex_backwards(graph)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelCall, tuple[Any, ...]]]:
+    """The calls that were planned; a kernel computes each."""
+    calls: list[tuple[KernelCall, tuple[Any, ...]]] = []
+
+    def plan(call: KernelCall, *arguments: Any) -> dict[str, Any]:
+        calls.append((call, arguments))
+        return {"backend": "sm90"}
+
+    monkeypatch.setattr(KernelCall, "plan", plan)
+    monkeypatch.setattr(flex_pass, "_COMPUTED_BY_THE_REFERENCE", frozenset())
+    return calls
+
+
+def attention(mod: Any = None, masked: bool = True, shape: Shape = SHAPE, **options: Any) -> Compiled:
+    mask = decoding.block_mask(causal, shape, block=32) if masked else None
+    return Compiled(lambda *x: flex_attention(*x, mod, mask, enable_gqa=True, **options), as_on_a_gpu)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_call_that_a_kernel_computes_is_replaced(masked: bool, planned: list[Any]) -> None:
+    compiled = attention(softcap, masked, scale=0.3)
+    run(compiled, leaves(SHAPE))
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (1, 0)
+    assert counted() == (1, {})
+    ((call, (*tensors, device)),) = planned
+    name = "block_mask_attention_backward" if masked else "attention_backward"
+    assert call.operator is getattr(torch.ops.flashbwd, name) and device == 0
+    assert call.options == {"softmax_scale": 0.3, "softcap": 5.0, "deterministic": False}
+    dout, query, key, value, out, lse, dlse = tensors
+    assert query.shape == dout.shape == out.shape == (2, 4, 96, 16) and key.shape == value.shape == (2, 2, 96, 16)
+    assert query.dtype == torch.bfloat16 and query.device.type == "meta"
+    assert lse.shape == (2, 4, 96) and lse.dtype == torch.float32 and dlse is None
+
+
+bias = torch.zeros(4, requires_grad=True)
+DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "score_mod": ("score_mod is not a softcap", {"mod": lambda s, b, h, i, j: s + (i - j)}),
+    "captured": ("captures a tensor that requires a gradient", {"mod": lambda s, b, h, i, j: s + bias[h]}),
+    "broadcast": ("are broadcast over the batch", {"shape": Shape(batch_kv=1, seqlen_q=96, seqlen_k=96)}),
+    "head_dim": ("head dimensions of at most 128", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=160)}),
+    "prescale": ("PRESCALE_QK rounds the query", {"kernel_options": {"PRESCALE_QK": True}}),
+    "backend": ("asks for BACKEND 'FLASH'", {"kernel_options": {"BACKEND": "FLASH"}}),
+}
+
+
+@pytest.mark.parametrize("case", sorted(DECLINED))
+def test_other_calls_stay_pytorchs_and_are_counted_with_the_reason(case: str, planned: list[Any]) -> None:
+    words, options = DECLINED[case]
+    compiled = attention(**options)
+    inputs = leaves(options.get("shape", SHAPE))
+    run(compiled, inputs)
+    run(compiled, inputs)
+    assert (compiled.count(OURS), compiled.count(PYTORCHS), planned) == (0, 1, [])
+    hits, ((reason, times),) = counted().hits, counted().fallbacks.items()
+    assert (hits, times) == (0, 1)
+    assert words in reason
+
+
+def test_the_plan_refuses_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_pass, "_COMPUTED_BY_THE_REFERENCE", frozenset())
+    compiled = attention()
+    run(compiled, leaves(SHAPE, torch.float64))
+    assert compiled.count(PYTORCHS) == 1
+    (reason,) = counted().fallbacks
+    assert reason.startswith("no kernel takes this call with a block mask; sm90: ") and "; sm80: " in reason
+
+
+def test_masks_are_left_to_pytorch_where_inductor_records_cuda_graphs(planned: list[Any]) -> None:
+    with config.patch({"triton.cudagraphs": True}):
+        run(attention(), leaves(SHAPE))
+        run(attention(masked=False), leaves(SHAPE))
+    assert len(planned) == 1
+    assert counted() == (1, {"CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')": 1})
+
+
+# ---- what the pass does not know ----
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("_COMPUTED_BY_THE_REFERENCE", frozenset(), "query is on the device cpu"),
+        ("_ARGUMENTS", ("query", "key"), "has other arguments than the known ones"),
+        ("_FIELDS_OF_MASK", 14, "block_mask has 13 fields, expected 14"),
+        ("_score_of", None, "the pass failed: TypeError"),
+    ],
+)
+def test_no_graph_fails_because_of_the_pass(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, words: str) -> None:
+    monkeypatch.setattr(flex_pass, name, value)
+    mask = decoding.block_mask(causal, SHAPE, block=32)
+    compiled = Compiled(lambda *x: flex_attention(*x, None, mask, enable_gqa=True))
+    run(compiled, leaves(SHAPE))
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (0, 1)
+    (reason,) = counted().fallbacks
+    assert words in reason
+
+
+def test_a_mask_that_holds_a_constant_tensor_stays() -> None:
+    mask = decoding.block_mask(lambda b, h, q, k: q >= k - torch.tensor(3), SHAPE, block=32)
+    compiled = Compiled(lambda *x: flex_attention(*x, None, mask, enable_gqa=True))
+    run(compiled, leaves(SHAPE))
+    assert compiled.count(OURS) + compiled.count(PYTORCHS) == 1
+    assert counted().hits == compiled.count(OURS)
+    assert sum(counted().fallbacks.values()) == compiled.count(PYTORCHS)
+
+
+# ---- what is kept between calls ----
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[KernelLists | None]:
+    """The lists of each backward, as a kernel would read them. The reference still computes the gradients."""
+    found: list[KernelLists | None] = []
+    real = graph_operator.gradients
+
+    def gradients(call: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        lists_of = rest[6]
+        if call.block_mask is not None:
+            found.append(lists_of(call.block_mask, call.mask_captured, query, key, value, False))
+        return real(call, query, key, value, *rest)
+
+    monkeypatch.setattr(graph_operator, "gradients", gradients)
+    return found
+
+
+def documents(document: Tensor) -> BlockMask:
+    n = document.numel()
+    return create_block_mask(
+        lambda b, h, q, k: (document[q] == document[k]) & (q >= k), None, None, n, n, device="cpu", BLOCK_SIZE=32
+    )
+
+
+def two_layers(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    out = flex_attention(q, k, v, None, mask, enable_gqa=True)
+    return flex_attention(out.sin(), k, v, None, mask, enable_gqa=True)
+
+
+def test_layers_and_steps_share_the_lists_of_a_mask(made: list[Any]) -> None:
+    document = torch.arange(96) // 40
+    mask, compiled = documents(document), Compiled(two_layers)
+    for _ in range(2):
+        run(compiled, leaves(SHAPE), mask)
+    assert len(made) == 4 and all(lists is made[0] for lists in made)
+
+
+def test_lists_are_made_again_after_a_write_and_for_another_mask(made: list[Any]) -> None:
+    document = torch.arange(96) // 40
+    mask, compiled = documents(document), Compiled(two_layers)
+    run(compiled, leaves(SHAPE), mask)
+    document.copy_(torch.arange(96) // 33)
+    run(compiled, leaves(SHAPE), mask)
+    run(compiled, leaves(SHAPE), documents(torch.arange(96) // 50))
+    first, second, third = made[0], made[2], made[4]
+    assert made == [first, first, second, second, third, third]
+    assert first is not second and second is not third
+    assert not torch.equal(first.bits, second.bits)
+
+
+def test_lists_that_the_backward_itself_computes_are_not_kept(made: list[Any]) -> None:
+    """Inductor reuses the memory of such lists, and a storage then says nothing about its contents."""
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    computed = graph.call_function(torch.ops.aten.clone.default, (given,))
+    same = graph.call_function(torch.ops.aten.detach.default, (given,))
+    assert [flex_pass._is_input(node) for node in (given, computed, same)] == [True, False, True]
+    mask, compiled = documents(torch.arange(96) // 40), Compiled(two_layers, computing_lists)
+    run(compiled, leaves(SHAPE), mask)
+    assert len(made) == 2 and made[0] is not made[1]
+
+
+def computing_lists(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=PYTORCHS):
+        block_mask = list(node.args[9])
+        with graph.inserting_before(node):
+            clone = graph.call_function(torch.ops.aten.clone.default, (block_mask[6],))
+        clone.meta["val"] = block_mask[6].meta["val"]
+        block_mask[6] = clone
+        node.update_arg(9, tuple(block_mask))
+    flex_pass.replace_flex_backwards(graph)
+
+
+def test_values_by_storage() -> None:
+    kept: ByStorage[object] = ByStorage(2)
+    a, b = torch.zeros(4), torch.zeros(4)
+    first = kept.get("key", [a, b], object)
+    assert kept.get("key", [a.detach(), b], object) is first
+    for other in ([b, a], [a[:2], b], [a.view(2, 2), b], [a.clone(), b]):
+        assert kept.get("key", other, object) is not first
+    first = kept.get("key", [a, b], object)
+    assert kept.get("another", [a, b], object) is not first
+    assert kept.get("key", [a, b], object) is first
+    a.add_(1)
+    assert kept.get("key", [a, b], object) is not first
+    assert len(kept) == 2
+    del a
+    kept.get("key", [b], object)
+    assert len(kept) == 1
+
+
+# ---- the reference on a GPU ----
+
+
+def test_a_call_that_the_reference_computes_after_all_is_counted_and_warned_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    query = torch.empty(1)
+    refusal = graph_operator._Refusal(query)
+    refusal(UnsupportedError("why"))
+    assert not refusal.counted and counted() == (0, {})
+    with FakeTensorMode():
+        refusal = graph_operator._Refusal(torch.empty(1, device="cuda"))
+    with pytest.warns(UserWarning, match="slow reference backward: why"):
+        refusal(UnsupportedError("why"))
+    assert refusal.counted
+    assert counted() == (0, {"why; the reference ran instead of PyTorch's kernel": 1})
+
+
+# ---- enable() ----
+
+
+def test_enable_puts_the_pass_into_inductors_configuration() -> None:
+    assert config.post_grad_custom_pre_pass is None
+    with flashbwd.enable():
+        with flashbwd.enable(norms=False):
+            pass
+        installed = config.post_grad_custom_pre_pass
+        assert isinstance(installed, flex_override._Installed) and installed.uuid()
+    assert config.post_grad_custom_pre_pass is None and not installed.active
+    with flashbwd.enable(attention=False):
+        assert config.post_grad_custom_pre_pass is None
+    flashbwd.enable()
+    flashbwd.disable()
+    assert config.post_grad_custom_pre_pass is None
+
+
+def test_the_pass_of_the_user_runs_first_and_comes_back() -> None:
+    graphs: list[fx.Graph] = []
+    with config.patch(post_grad_custom_pre_pass=graphs.append):
+        with flashbwd.enable():
+            installed = config.post_grad_custom_pre_pass
+            assert installed.uuid() is None  # nor has the user's pass a key for the cache
+            installed(fx.Graph())
+            assert len(graphs) == 1
+        assert config.post_grad_custom_pre_pass == graphs.append
+    own = inductor.FlexGradients()
+    with config.patch(post_grad_custom_pre_pass=own), flashbwd.enable():
+        key = config.post_grad_custom_pre_pass.uuid()
+        assert key and own.uuid() in key
+    with config.patch(post_grad_custom_pre_pass=None):
+        with flashbwd.enable():
+            config.post_grad_custom_pre_pass = own
+        assert config.post_grad_custom_pre_pass is own
+
+
+def test_models_compiled_while_it_is_enabled_are_counted() -> None:
+    inputs = leaves(Shape(batch=1, seqlen_q=32, seqlen_k=32), torch.float32)
+    with flashbwd.enable():
+        compiled = torch.compile(
+            lambda *x: flex_attention(*x, enable_gqa=True), backend=kit.inductors_backward(), fullgraph=True
+        )
+        run(compiled, inputs)
+    assert counted() == (1, {})
+    run(compiled, inputs)  # it was compiled before disable()
+    assert counted() == (2, {})
+
+
+def test_the_pass_has_a_key_for_inductors_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = inductor.FlexGradients().uuid()
+    assert key and key == inductor.FlexGradients().uuid()
+    monkeypatch.setattr(flex_pass, "_COMPUTED_BY_THE_REFERENCE", frozenset())
+    assert inductor.FlexGradients().uuid() != key

@@ -773,9 +773,8 @@ def test_backwards_of_decoding_time_no_forward():
 def test_calls_rotate_among_input_sets():
     order = []
     sets = [peers.Prepared(lambda n=n: order.append(n) or ()) for n in range(3)]
-    measure.interleaved(
-        {"a": sets}, CPU, Settings(rounds=6, slot_ms=1e-9)
-    )  # one call per slot, after warm-up and pilot
+    # One call per slot, after warm-up and pilot.
+    measure.interleaved({"a": sets}, CPU, Settings(rounds=6, slot_ms=1e-9))
     assert order == [0, 0, 1, 2, 0, 1, 2, 0]
 
 

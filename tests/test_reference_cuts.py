@@ -136,7 +136,7 @@ def test_a_band_has_the_rows_that_see_a_key_and_the_keys_that_they_see(
     st.booleans(),
     st.integers(1, 7),
 )
-def test_pieces_have_every_row_that_sees_a_key_once(
+def test_tasks_have_every_row_that_sees_a_key_once(
     sizes: list[tuple[int, int, int]], heads: int, group: int, causal: bool, one_chunk: bool, threads: int
 ) -> None:
     spans = [Span(10 * i, *size, packed=False) for i, size in enumerate(sizes)]
@@ -179,7 +179,7 @@ def test_a_gradient_is_written_times_its_scale(dtype: torch.dtype, scale: float)
 @pytest.mark.parametrize(
     ("shared_sums", "device", "threads"), [(False, "cpu", 3), (True, "cpu", 1), (False, "meta", 1), (True, "meta", 1)]
 )
-def test_pieces_run_in_parallel_on_a_cpu_unless_they_add_to_the_same_elements(
+def test_tasks_run_in_parallel_on_a_cpu_unless_they_add_to_the_same_elements(
     shared_sums: bool, device: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

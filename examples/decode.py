@@ -1,11 +1,11 @@
 """Generate text with a small model: a growing key-value cache, ALiBi and a document mask, one token at a time.
 
 In each step, one query per sequence attends to all keys so far, first with flashbwd's flex_decoding, then with
-PyTorch's flex_attention on the same tokens. Both must predict the same tokens; in bf16, three out of four, because near
-ties may break differently. Otherwise the exit status is 1. The script prints the tokens per second of both and plots
-the time of every step in `out/decode.png`.
+PyTorch's flex_attention on the same tokens. Both must predict the same tokens, or the exit status is 1. In bf16, three
+out of four must agree, because near ties may break differently. The script prints the tokens per second of both and
+plots the time of every step in `out/decode.png`.
 
-    python examples/decode.py                      # seconds on a CPU; on a GPU bf16 and a longer prompt
+    python examples/decode.py                      # seconds on a CPU; bf16 and a longer prompt on a GPU
     python examples/decode.py --prompt 16384 --steps 256 --out /tmp/decode
 
 The weights are random, so the text is noise. The example shows how to combine a cache, a mask and a score modification.
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of decode.png (%(default)s)")
     options = parser.parse_args(argv)
     if options.steps < 2:
-        parser.error("--steps: at least 2, the first of which is not timed")
+        parser.error("--steps: expected at least 2, because the first step is not timed")
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -1,11 +1,11 @@
 """Train a Llama of Transformers on real text: with PyTorch's gradients, and with flashbwd's in two ways.
 
-    python examples/finetune_transformers.py                      # a GPU: bf16, some minutes; a CPU: a toy, seconds
+    python examples/finetune_transformers.py                      # minutes in bf16 on a GPU; a toy model on a CPU
     python examples/finetune_transformers.py --steps 50 --lengths 1024,4096
 
-    torch       attn_implementation="sdpa", as Transformers comes
+    torch       attn_implementation="sdpa", the default of Transformers
     overrides   the same model under flashbwd.enable()
-    flashbwd    attn_implementation="flashbwd", and norms swapped in place by flashbwd's
+    flashbwd    attn_implementation="flashbwd", and norms replaced in place by flashbwd's
 
 All three start from the same random weights and see the same batches of the Python language reference, one token per
 byte. Their loss curves must agree within the tolerance stated below; otherwise the exit status is 1. Then the script
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="training steps of each run")
     parser.add_argument("--lengths", type=lengths, metavar="N,N,...", help="sequence lengths to time")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of results and plot (%(default)s)")
     options = parser.parse_args(arguments)
 

@@ -49,7 +49,8 @@ from torch.nn.functional import cross_entropy, silu
 import flashbwd
 from flashbwd.integrations import distributed
 
-# As in train_gpt.py: for the loss of one step in nats, and for all gradients on the first batch (relative, 2-norms).
+# The tolerances of train_gpt.py, for the loss of one step in nats and for all gradients on the first batch (relative
+# 2-norm).
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02}
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -154,13 +155,13 @@ def axis_sizes(text: str, devices: int) -> dict[str, int]:
             free.append(axis)
     left, rest = divmod(devices, max(1, math.prod(sizes.values())))
     prime = 2
-    turn = 0
+    factors = 0
     while free and left > 1:
         if left % prime:
             prime += 1
             continue
-        sizes[free[turn % len(free)]] *= prime
-        left, turn = left // prime, turn + 1
+        sizes[free[factors % len(free)]] *= prime
+        left, factors = left // prime, factors + 1
     if left != 1 or rest:
         raise ValueError(f"--parallel {text} makes {math.prod(sizes.values())} devices, expected {devices}")
     return sizes
@@ -190,9 +191,9 @@ class Layout:
 
     def distribute(self, model: Transformer) -> None:
         if self.size("tensor") > 1:
-            # Attention over split sequences takes the local heads as plain tensors, all other attention as DTensors.
+            # Attention over split sequences gets the local heads as plain tensors. All other attention gets DTensors.
             split_tensors(model, self.mesh["tensor"], local_heads=self.splits_sequences)
-        # Devices that hold different tokens: gradients are averaged over all of them.
+        # Gradients are averaged over all devices that hold different tokens.
         different_tokens = self.mesh["fsdp", "context"]._flatten("tokens")
         if different_tokens.size() > 1:
             for block in model.blocks:
@@ -200,7 +201,7 @@ class Layout:
             fully_shard(model, mesh=different_tokens)
 
     def part_of(self, batch: list[Tensor]) -> list[Tensor]:
-        """This device's sequences, and of these its rows unless PyTorch's context manager selects them."""
+        """This device's sequences. The function also selects the rows, unless PyTorch's context manager does."""
         mesh = self.mesh["fsdp"]
         batch = [x.chunk(mesh.size())[mesh.get_local_rank()].clone() for x in batch]
         if self.splits_sequences and self.ring == "flashbwd":
@@ -259,12 +260,12 @@ def whole(tensor: Tensor) -> Tensor:
 def train(
     text: Tensor, config: Config, device: torch.device, layout: Layout | None, report: Callable[[str], None]
 ) -> tuple[Tensor, list[float]]:
-    """All gradients of the first step as one vector, and the loss of every step. Without a layout: on one device."""
+    """All gradients of the first step as one vector, and the loss of every step. Without a layout, use one device."""
     torch.manual_seed(config.seed)
     model = Transformer(config, our_attention if layout is None else layout.attention(config)).to(device)
     if layout is not None:
         layout.distribute(model)
-    # DTensors of different meshes do not mix in one multi-tensor kernel.
+    # A multi-tensor kernel does not accept DTensors of different meshes.
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, foreach=False)
     generator = torch.Generator().manual_seed(config.seed)
     gradients = torch.empty(0)
@@ -321,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda":
         device, dtype = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.bfloat16
         torch.cuda.set_device(device)
-    # Gathering a gradient that FSDP and tensor parallelism both split is slow, of which PyTorch warns; it happens once.
+    # PyTorch warns that gathering a gradient is slow if FSDP and tensor parallelism both split it. This happens once.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # PyTorch's default backend on a machine with a GPU serves only the GPU, but --device may be cpu.
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
@@ -342,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.perf_counter() - start
     agree = [one is not None and compare(options, config, device, dtype, one, several, seconds)]
     dist.broadcast_object_list(agree)
-    dist.barrier()  # no process leaves while another one still communicates with it
+    dist.barrier()  # no process exits while another one still communicates with it
     dist.destroy_process_group()
     return 0 if agree[0] else 1
 

@@ -3,7 +3,7 @@
 Both runs start from the same weights and see the same batches. Their gradients on the first batch and their loss curves
 must agree within the tolerances stated below; otherwise the exit status is 1.
 
-    python examples/train_gpt.py                  # about a minute on four cores; on a GPU, bf16 and seconds
+    python examples/train_gpt.py                  # about a minute on four cores; seconds, in bf16, on a GPU
     python examples/train_gpt.py --steps 50 --out /tmp/gpt
 
 The text is the Python language reference that every CPython contains for `help()` (about 0.5 million characters).
@@ -234,7 +234,7 @@ def sample(model: GPT, text: Text, config: Config, device: torch.device, prompt:
 
 
 def describe_backend(config: Config, device: torch.device) -> dict[str, Any]:
-    """Print which backend computes the attention gradients of this model, and why no other."""
+    """Print which backend computes the attention gradients of this model, and why the others do not."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = (config.batch, config.context, config.heads, config.width // config.heads)
     q, k, v, out, dout = torch.zeros(5, *shape, device=device, dtype=dtype).unbind(0)
@@ -269,8 +269,10 @@ def plot(path: Path, runs: dict[str, dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=Config.steps, help="training steps of each run (%(default)s)")
-    parser.add_argument("--seed", type=int, default=Config.seed, help="of weights, batches and sample (%(default)s)")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument(
+        "--seed", type=int, default=Config.seed, help="seed of weights, batches and sample (%(default)s)"
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of train_gpt.png and .json (%(default)s)")
     options = parser.parse_args(arguments)
 

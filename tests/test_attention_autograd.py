@@ -57,7 +57,7 @@ def leaves_of(x: inputs.Inputs) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_gradcheck(name: str) -> None:
+def test_gradients_pass_gradcheck(name: str) -> None:
     x = small(name)
     leaves = leaves_of(x)
     given = [leaf for leaf in leaves if leaf is not None]

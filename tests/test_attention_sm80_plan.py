@@ -1,4 +1,4 @@
-"""What the sm_80 family takes and asks for: its host half, on a GPU that need not be there."""
+"""Plans of the sm80 family: supported calls, tiles, schedules and workspace. The host half runs without a GPU."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
         ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
     ],
 )
-def test_each_refusal_says_what_it_does_not_take(host: ModuleType, changes: dict[str, Any], words: str) -> None:
+def test_a_refusal_names_the_unsupported_property(host: ModuleType, changes: dict[str, Any], words: str) -> None:
     assert words in reason(host, **changes)
 
 
-def test_refuses_double_precision(host: ModuleType) -> None:
+def test_float64_is_refused(host: ModuleType) -> None:
     assert "it takes float16, bfloat16 and float32, got float64" in reason(host, dtype=host.DType.kFloat64)
 
 
@@ -52,12 +52,12 @@ def test_refuses_double_precision(host: ModuleType) -> None:
         ({"has_attention_sm80": False}, "this build holds no sm80 attention kernels"),
     ],
 )
-def test_refuses_other_devices_with_the_reason(host: ModuleType, device: dict[str, Any], words: str) -> None:
+def test_an_unsupported_device_is_refused_with_the_reason(host: ModuleType, device: dict[str, Any], words: str) -> None:
     assert words in reason(host, device)
 
 
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0), (10, 0), (12, 1)])
-def test_takes_every_device_from_compute_capability_8_on(host: ModuleType, cc: tuple[int, int]) -> None:
+def test_every_device_from_compute_capability_8_on_is_supported(host: ModuleType, cc: tuple[int, int]) -> None:
     assert plan_of(host, {"cc_major": cc[0], "cc_minor": cc[1]}).backend == "sm80"
 
 
@@ -74,7 +74,7 @@ def test_takes_every_device_from_compute_capability_8_on(host: ModuleType, cc: t
         ((256, 256), (64, 64), (32, 32)),
     ],
 )
-def test_tile_follows_the_wider_head_dimension_and_the_shared_memory(
+def test_the_tile_depends_on_the_larger_head_dimension_and_the_shared_memory(
     host: ModuleType, head_dims: tuple[int, int], large: tuple[int, int], small: tuple[int, int]
 ) -> None:
     for device, tile in ((None, large), (CONSUMER, small)):
@@ -83,18 +83,20 @@ def test_tile_follows_the_wider_head_dimension_and_the_shared_memory(
 
 
 @pytest.mark.parametrize(("head_dim", "tile"), [(160, (128, 64)), (192, (128, 64)), (256, (128, 64))])
-def test_wider_tiles_on_the_shared_memory_of_an_h100(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
+def test_tiles_are_larger_with_the_shared_memory_of_an_h100(
+    host: ModuleType, head_dim: int, tile: tuple[int, int]
+) -> None:
     plan = plan_of(host, {"smem_per_block": 227 * 1024}, head_dim=head_dim, head_dim_v=head_dim)
     assert (plan.block_m, plan.block_n) == tile
 
 
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 64)), (128, (32, 32)), (256, (64, 64)), (512, (64, 64))])
-def test_fp32_on_little_shared_memory(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
+def test_fp32_has_a_tile_for_little_shared_memory(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
     plan = plan_of(host, CONSUMER, dtype=host.DType.kFloat32, head_dim=head_dim, head_dim_v=head_dim)
     assert (plan.block_m, plan.block_n) == tile
 
 
-# dk and dv of a block of 64 keys for each SM, in whole blocks of columns: 256 of them, or 128.
+# Each SM has scratch for dk and dv of 64 keys. Columns are rounded up to blocks of 256, or of 128 in fp32.
 @pytest.mark.parametrize(
     ("head_dims", "device", "dtype", "tile", "floats"),
     [
@@ -105,7 +107,7 @@ def test_fp32_on_little_shared_memory(host: ModuleType, head_dim: int, tile: tup
         ((320, 320), None, "kFloat32", (64, 64), 64 * (384 + 384)),
     ],
 )
-def test_wider_heads_keep_gradients_of_keys_in_global_memory(
+def test_large_head_dimensions_keep_dk_and_dv_in_global_memory(
     host: ModuleType,
     head_dims: tuple[int, int],
     device: dict[str, Any] | None,
@@ -119,10 +121,10 @@ def test_wider_heads_keep_gradients_of_keys_in_global_memory(
     assert plan.workspace.partial_bytes == A100["sm_count"] * floats * 4
     assert plan.workspace.semaphore_bytes == 16  # work tiles taken
     few = plan_of(host, device, batch=1, heads=1, heads_kv=1, seqlen_q=64, seqlen_k=65, **changes)
-    assert few.workspace.partial_bytes == 2 * floats * 4  # no more places than key blocks
+    assert few.workspace.partial_bytes == 2 * floats * 4  # scratch for each key block, of which there are only two
 
 
-# Dense: 2 * 6 heads of rows padded to a multiple of 128. Packed: 6 heads of the rows and 128 for each of 2 sequences.
+# Dense: 2 * 6 heads, with rows padded to a multiple of 128. Packed: 6 heads, with 128 more rows per sequence.
 @pytest.mark.parametrize(
     ("seqlen_q", "dense_rows", "packed_rows"),
     [(1, 2 * 6 * 128, 6 * 384), (64, 2 * 6 * 128, 6 * 384), (65, 2 * 6 * 128, 6 * 512), (300, 2 * 6 * 384, 6 * 896)],
@@ -145,24 +147,24 @@ def test_one_query_row_of_one_head_has_an_lse_and_a_delta(host: ModuleType, dtyp
     plan = plan_of(host, **sizes)
     assert plan.backend == "sm80"
     assert plan.workspace.delta_bytes == 2 * 128 * 4
-    # One padded row of head dimension 128 in the accumulator, before the statistics.
+    # The accumulator holds one row of head dimension 128. The LSE and delta follow it.
     assert plan.workspace.accumulator_bytes == 128 * 4
     assert plan.workspace.delta_offset >= plan.workspace.accumulator_offset + 128 * 4
 
 
-# 108 SMs; tiles of 64 x 128, one CTA at a time each.
+# The device has 108 SMs, and each runs one CTA at a time. Tiles are 64 x 128.
 @pytest.mark.parametrize(
     ("changes", "splits"),
     [
-        ({}, 4),  # 24 work tiles of 10 steps
-        ({"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 128}, 86),  # 256 steps, 3 each
+        ({}, 4),  # 24 work tiles of 10 iterations
+        ({"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_q": 16384, "seqlen_k": 128}, 86),  # 256 iterations, 3 per CTA
         ({"batch": 1, "heads": 32, "heads_kv": 1, "seqlen_q": 2048, "seqlen_k": 2048}, 13),
         ({"batch": 1, "heads": 8, "heads_kv": 8, "seqlen_q": 8192, "seqlen_k": 512}, 3),
         ({"batch": 8, "heads": 16, "heads_kv": 16, "seqlen_q": 4096, "seqlen_k": 4096}, 1),
         ({"heads": 3, "seqlen_q": 16384, "seqlen_k": 128, "window_left": 64, "window_right": 0}, 1),
     ],
 )
-def test_ctas_share_key_blocks_where_those_are_few(host: ModuleType, changes: dict[str, Any], splits: int) -> None:
+def test_ctas_share_key_blocks_if_there_are_few(host: ModuleType, changes: dict[str, Any], splits: int) -> None:
     plan = plan_of(host, **changes)
     assert plan.splits == splits
     problem = dense_problem(host, **changes)
@@ -170,16 +172,16 @@ def test_ctas_share_key_blocks_where_those_are_few(host: ModuleType, changes: di
     assert plan.workspace.partial_bytes == (splits * rows * 256 * 4 if splits > 1 else 0)
 
 
-# Of two rounds of 108 key blocks and some: the some.
+# Two full waves of 108 key blocks, and ``left`` key blocks in an incomplete wave.
 @pytest.mark.parametrize(("left", "splits"), [(0, 1), (10, 10), (64, 5), (100, 1)])
-def test_ctas_share_what_whole_rounds_leave(host: ModuleType, left: int, splits: int) -> None:
+def test_ctas_share_the_key_blocks_of_an_incomplete_last_wave(host: ModuleType, left: int, splits: int) -> None:
     heads = 2 * 108 + left
     sizes = {"batch": 1, "heads": heads, "heads_kv": heads, "seqlen_q": 4096, "seqlen_k": 128}
     plan = plan_of(host, **sizes)
     assert plan.splits == splits
     assert plan.workspace.partial_bytes == (left * splits * 128 * 256 * 4 if splits > 1 else 0)
     assert ("queries of the last" in plan.schedule) == (splits > 1)
-    # Short query loops come last.
+    # With a mask, short query loops run last, so nothing is split.
     masked = plan_of(host, window_left=64, window_right=0, **sizes)
     assert (masked.splits, masked.workspace.partial_bytes) == (1, 0)
 
@@ -190,7 +192,8 @@ def test_ctas_share_what_whole_rounds_leave(host: ModuleType, left: int, splits:
 def test_every_head_dimension_has_a_launch_that_the_device_allows(
     host: ModuleType, kib: int, dtype: str, features: bool
 ) -> None:
-    """8.6, 8.9 and 12.0 have 99 KB a block, 8.0 and 8.7 have 163, 9.0 and 10.0 have 227."""
+    """The shared memory per block is 99 KB on compute capability 8.6, 8.9 and 12.0, 163 KB on 8.0 and 8.7, and 227 KB
+    on 9.0 and 10.0."""
     for wider in [*range(1, 530), 1024, 4096]:
         for head_dims in ((wider, wider), (wider, 64), (64, wider)):
             plan = plan_of(
@@ -216,7 +219,7 @@ def test_a_default_plan_adds_into_a_zeroed_accumulator(host: ModuleType) -> None
     assert plan.workspace.semaphore_bytes == 16  # work tiles taken
 
 
-# 132 SMs, 50 MB of L2; head dimension 64 has tiles of 128 x 128, 128 of 64 x 128.
+# 132 SMs and 50 MB of L2. Tiles are 128 x 128 for head dimension 64, and 64 x 128 for 128.
 H100 = {"cc_major": 9, "sm_count": 132, "smem_per_block": 227 * 1024, "l2_bytes": 50 << 20}
 SHORT = {"batch": 32, "heads": 16, "heads_kv": 16, "seqlen_q": 512, "seqlen_k": 512}
 
@@ -227,11 +230,11 @@ SHORT = {"batch": 32, "heads": 16, "heads_kv": 16, "seqlen_q": 512, "seqlen_k": 
         ({}, True),
         ({"deterministic": True}, True),
         ({"window_right": 0}, True),
-        ({"batch": 2, "heads": 264, "heads_kv": 132}, False),  # two heads in work: 69 MB become 138
-        ({"batch": 25}, False),  # 400 heads are 3.03 rounds
+        ({"batch": 2, "heads": 264, "heads_kv": 132}, False),  # two query heads per KV head: 138 MB instead of 69 MB
+        ({"batch": 25}, False),  # 400 heads are 3.03 waves
         ({"seqlen_q": 1024, "seqlen_k": 1024}, False),
         ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64, "window_right": 0}, True),
-        ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64}, False),  # eight passes
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64}, False),  # eight key blocks
         ({"seqlen_q": 640, "seqlen_k": 512, "window_right": 0}, False),  # the first queries see no key
         ({"head_dim": 160}, False),
         ({"has_seqused": True}, False),
@@ -242,7 +245,7 @@ SHORT = {"batch": 32, "heads": 16, "heads_kv": 16, "seqlen_q": 512, "seqlen_k": 
         ({"varlen": True}, False),
     ],
 )
-def test_ctas_take_whole_heads_where_those_are_short_and_many(
+def test_ctas_compute_whole_heads_if_heads_are_short_and_many(
     host: ModuleType, changes: dict[str, Any], taken: bool
 ) -> None:
     changes = {**SHORT, **changes}
@@ -254,7 +257,7 @@ def test_ctas_take_whole_heads_where_those_are_short_and_many(
         rows = -(-changes["seqlen_q"] // plan.block_m) * plan.block_m
         columns = changes.get("head_dim", 128)
         assert plan.workspace.partial_bytes == 132 * rows * columns * 4
-        assert plan.workspace.semaphore_bytes == 16  # heads taken; no turns
+        assert plan.workspace.semaphore_bytes == 16  # the counter of heads; no semaphores
         assert (plan.splits, plan.deterministic) == (1, changes.get("deterministic", False))
 
 
@@ -275,19 +278,19 @@ def test_ctas_take_whole_heads_where_those_are_short_and_many(
         ({"varlen": True}, False),
     ],
 )
-def test_first_key_block_stores_where_query_tiles_see_few(
+def test_the_first_key_block_stores_dq_if_query_tiles_see_few(
     host: ModuleType, changes: dict[str, Any], taken: bool
 ) -> None:
     changes = {**SHORT, "head_dim": 256, "head_dim_v": 256, **changes}
     plan = plan_of(host, H100, **changes)
     assert plan.workspace.zero_accumulator != taken
     assert ("stored by the first key block" in plan.schedule) == taken
-    if taken:  # work tiles taken; a bit for each tile of 128 queries, in words
+    if taken:  # the counter of work tiles, and a bit per tile of 128 queries, in words
         words = 32 * 16 * -(-changes["seqlen_q"] // (128 * 32))
         assert plan.workspace.semaphore_bytes == 16 + words * 4
 
 
-def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None:
+def test_a_deterministic_plan_has_a_semaphore_per_query_block(host: ModuleType) -> None:
     plan = plan_of(host, deterministic=True)
     assert plan.deterministic
     assert plan.workspace.has_accumulator
@@ -295,7 +298,7 @@ def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None
 
 
 # Scratch for the gradient of a (2, 6, 300, 500) bias with some dimensions broadcast; tile 64 x 128, 4 groups of keys,
-# each shared by two warps. Two batches take turns in each of 6 x 5 x 4 tiles.
+# each shared by two warps. Two batches add to each of the 6 x 5 x 4 tiles, in the order of semaphores.
 @pytest.mark.parametrize(
     ("broadcast", "deterministic", "zeroed", "stored"),
     [
@@ -309,7 +312,7 @@ def test_deterministic_plan_takes_turns_by_query_block(host: ModuleType) -> None
         (("batch", "head", "row", "col"), False, 2 * 6 * 2 * 500, 0),
     ],
 )
-def test_scratch_of_the_bias_gradient(
+def test_the_scratch_of_the_bias_gradient_depends_on_its_broadcast(
     host: ModuleType, broadcast: tuple[str, ...], deterministic: bool, zeroed: int, stored: int
 ) -> None:
     changes = {f"bias_broadcast_{name}": True for name in broadcast}
@@ -323,7 +326,7 @@ def test_scratch_of_the_bias_gradient(
     ("changes", "in_turn"),
     [
         ({}, True),
-        ({"seqlen_q": 192}, False),  # three tiles: the second batch would be a part of one of three steps late
+        ({"seqlen_q": 192}, False),  # three query tiles are too few for two batches
         ({"has_seqused": True}, False),
         ({"varlen": True, "total_q": 600, "total_k": 1000}, False),
         ({"head_dim": 160}, False),
@@ -331,7 +334,9 @@ def test_scratch_of_the_bias_gradient(
         ({"dropout_p": 0.5}, False),
     ],
 )
-def test_few_heads_that_share_a_bias_take_turns(host: ModuleType, changes: dict[str, Any], in_turn: bool) -> None:
+def test_few_heads_that_share_a_bias_add_to_its_gradient_in_order(
+    host: ModuleType, changes: dict[str, Any], in_turn: bool
+) -> None:
     plan = plan_of(host, {}, has_bias=True, need_dbias=True, bias_broadcast_batch=True, **changes)
     added = 6 * changes.get("seqlen_q", 300) * 500 * 4  # fp32 sums of all rows and columns, zeroed
     assert (plan.workspace.semaphore_bytes < added) == in_turn

@@ -1,4 +1,4 @@
-"""Each way in which the sm_80 family takes dq through the workspace, reached through the public function."""
+"""The public function reaches each way in which the sm80 family accumulates dq."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def test_key_blocks_add_into_a_compact_accumulator(
 @pytest.mark.parametrize("target", [target for target in KERNELS if "float32" not in str(target.id)])
 @pytest.mark.parametrize("seqlen_k", [60, 270, 640, 641])
 @pytest.mark.parametrize(("heads_kv", "head_dim"), [(4, 256), (2, 200)])
-def test_first_key_block_of_a_query_tile_stores(heads_kv: int, head_dim: int, seqlen_k: int, target: Target) -> None:
-    """Up to ten key blocks, where a tile of 128 queries and 64 keys fits; NaN in the workspace is never added to."""
+def test_the_first_key_block_of_a_query_tile_stores_dq(
+    heads_kv: int, head_dim: int, seqlen_k: int, target: Target
+) -> None:
+    """With up to ten key blocks and a tile of 128 x 64, dq is never added to the NaN in the workspace."""
     device, backend, dtype = target
     case = dataclasses.replace(DENSE, heads_kv=heads_kv, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim)
     x = inputs.build(case, dtype, device)
@@ -63,10 +65,10 @@ def test_first_key_block_of_a_query_tile_stores(heads_kv: int, head_dim: int, se
 @pytest.mark.parametrize(
     ("heads", "seqlen_q", "seqlen_k", "head_dim"), [(2, 200, 270, 64), (4, 300, 300, 90), (2, 257, 400, 128)]
 )
-def test_no_accumulator_where_each_cta_has_whole_heads(
+def test_calls_in_whole_heads_need_no_accumulator(
     heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, deterministic: bool, target: Target
 ) -> None:
-    """Two KV heads for each SM."""
+    """The call has at least one KV head per SM."""
     device, backend, dtype = target
     case = dataclasses.replace(
         DENSE, batch=1, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim

@@ -1,4 +1,4 @@
-"""What the sm_90a family takes and asks for: its host half, on a GPU that need not be there."""
+"""Plans of the sm90 family: supported calls, tiles, schedules and workspace. The host half runs without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_of(host: ModuleType, changed: dict[str, Any] | None = None, **changes: 
 
 
 def given(host: ModuleType, changes: dict[str, Any]) -> dict[str, Any]:
-    """With names of enumerators as what they name, and dropout where there is a layout."""
+    """``changes`` with enumerators instead of their names, and with dropout if a layout is given."""
     if (dtype := changes.get("bias_dtype")) is not None:
         changes = changes | {"bias_dtype": getattr(host.DType, dtype)}
     if (layout := changes.get("dropout_layout")) is None:
@@ -36,7 +36,7 @@ def given(host: ModuleType, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def square(batch: int, rows: int) -> dict[str, int]:
-    """Sizes of so many sequences with as many keys as queries."""
+    """Sizes of a batch of sequences that have ``rows`` queries and ``rows`` keys."""
     return {"batch": batch, "seqlen_q": rows, "seqlen_k": rows, "total_q": batch * rows, "total_k": batch * rows}
 
 
@@ -64,12 +64,12 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
         ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
     ],
 )
-def test_each_refusal_says_what_it_does_not_take(host: ModuleType, changes: dict[str, Any], words: str) -> None:
+def test_a_refusal_names_the_unsupported_property(host: ModuleType, changes: dict[str, Any], words: str) -> None:
     assert words in reason(host, **changes)
 
 
 @pytest.mark.parametrize("dtype", ["kFloat32", "kFloat64"])
-def test_refuses_other_types_than_16_bit_ones(host: ModuleType, dtype: str) -> None:
+def test_other_dtypes_than_16_bit_ones_are_refused(host: ModuleType, dtype: str) -> None:
     assert "it takes float16 and bfloat16, got float" in reason(host, dtype=getattr(host.DType, dtype))
 
 
@@ -84,7 +84,7 @@ def test_refuses_other_types_than_16_bit_ones(host: ModuleType, dtype: str) -> N
         ({"has_attention_sm90": False}, "this build holds no sm90 attention kernels"),
     ],
 )
-def test_refuses_other_devices_with_the_reason(host: ModuleType, device: dict[str, Any], words: str) -> None:
+def test_an_unsupported_device_is_refused_with_the_reason(host: ModuleType, device: dict[str, Any], words: str) -> None:
     assert words in reason(host, device)
 
 
@@ -104,7 +104,7 @@ def test_refuses_other_devices_with_the_reason(host: ModuleType, device: dict[st
         (256, 256, (64, 128)),
     ],
 )
-def test_tile_is_the_first_that_holds_both_head_dimensions(
+def test_the_tile_is_the_first_that_fits_both_head_dimensions(
     host: ModuleType, head_dim: int, head_dim_v: int, tile: tuple[int, int]
 ) -> None:
     plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v)
@@ -123,7 +123,7 @@ def test_tile_is_the_first_that_holds_both_head_dimensions(
     ids=str,
 )
 @pytest.mark.parametrize(("head_dim", "ctas"), [(64, 1), (128, 1), (192, 2), (256, 2)])
-def test_features_beside_others_take_tiles_of_64_keys_a_cta(
+def test_combined_features_use_tiles_of_64_keys_per_cta(
     host: ModuleType, head_dim: int, ctas: int, feature: dict[str, Any]
 ) -> None:
     plan = plan_of(host, head_dim=head_dim, head_dim_v=min(head_dim, 128), **given(host, feature))
@@ -145,7 +145,7 @@ def test_features_beside_others_take_tiles_of_64_keys_a_cta(
         (128, {"softcap": 30.0}, (64, 64)),
     ],
 )
-def test_dropout_alone_with_alibi_or_a_bias_of_keys_keeps_128_keys_a_cta(
+def test_dropout_alone_with_alibi_or_a_bias_of_keys_uses_128_keys_per_cta(
     host: ModuleType, head_dim: int, layout: str, others: dict[str, Any], tile: tuple[int, int]
 ) -> None:
     drops = given(host, {"dropout_layout": layout})
@@ -154,7 +154,7 @@ def test_dropout_alone_with_alibi_or_a_bias_of_keys_keeps_128_keys_a_cta(
 
 
 @pytest.mark.parametrize(("layout", "keys"), [("kFlash", 64), ("kEfficient32", 128), ("kEfficient64", 128)])
-def test_a_bias_that_is_copied_keeps_128_keys_a_cta_beside_memory_efficient_dropout(
+def test_a_bias_loaded_by_tma_with_memory_efficient_dropout_uses_128_keys_per_cta(
     host: ModuleType, layout: str, keys: int
 ) -> None:
     drops = given(host, {"dropout_layout": layout})
@@ -166,7 +166,7 @@ def test_a_bias_that_is_copied_keeps_128_keys_a_cta_beside_memory_efficient_drop
     ("layout", "seqlen_k", "taken"),
     [("kEfficient32", 2**16, True), ("kEfficient32", 2**16 + 1, False), ("kEfficient64", 2**16 + 1, True)],
 )
-def test_numbers_of_dropout_that_begin_again_within_a_head_are_refused(
+def test_dropout_numbers_that_wrap_around_within_a_head_are_refused(
     host: ModuleType, layout: str, seqlen_k: int, taken: bool
 ) -> None:
     drops = given(host, {"dropout_layout": layout})
@@ -197,7 +197,7 @@ def test_numbers_of_dropout_that_begin_again_within_a_head_are_refused(
     ],
     ids=str,
 )
-def test_softcap_alibi_and_a_bias_of_keys_keep_128_keys_a_cta(
+def test_softcap_alibi_and_a_bias_of_keys_use_128_keys_per_cta(
     host: ModuleType, head_dim: int, others: dict[str, Any], tile: tuple[int, int], feature: dict[str, Any]
 ) -> None:
     plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim, **feature, **others)
@@ -241,13 +241,13 @@ SHARED_FLOAT32_BIAS = {
     ],
     ids=str,
 )
-def test_the_faster_family_goes_first(host: ModuleType, changes: dict[str, Any], why: str) -> None:
+def test_the_faster_family_is_chosen(host: ModuleType, changes: dict[str, Any], why: str) -> None:
     changes = given(host, changes) | {"head_dim_v": changes["head_dim"]}
     plan = plan_of(host, {"has_attention_sm80": True}, **changes)
     assert plan.backend == ("sm80" if why else "sm90")
     assert why in dict(plan.refusals).get("sm90", "")
     assert "sm80" in dict(plan.refusals) or why
-    # Without the other family, or asked for, it takes what it can.
+    # Without the sm80 family, or if a caller forces sm90, the sm90 family runs all calls that it supports.
     assert plan_of(host, **changes).backend == "sm90"
     assert "sm90" not in dict(plan_of(host, **changes).refusals)
     assert plan_of(host, {"has_attention_sm80": True}, backend="sm90", **changes).backend == "sm90"
@@ -257,13 +257,13 @@ def test_the_faster_family_goes_first(host: ModuleType, changes: dict[str, Any],
     ("broadcast", "deterministic", "zeroed", "partial"),
     [
         ({}, False, 0, 0),  # dbias itself is written
-        ({"bias_broadcast_head": True}, False, 2 * 300 * 500, 0),  # added into
-        ({"bias_broadcast_head": True}, True, 0, 2 * 6 * 300 * 500),  # stored for each head, then summed in order
+        ({"bias_broadcast_head": True}, False, 2 * 300 * 500, 0),  # heads add to one plane
+        ({"bias_broadcast_head": True}, True, 0, 2 * 6 * 300 * 500),  # one plane per head, summed in order
         ({"bias_broadcast_row": True}, False, 2 * 6 * 500, 0),
-        ({"bias_broadcast_col": True}, False, 2 * 6 * 32 * 300, 0),  # a slot for each 16 of 512 keys
+        ({"bias_broadcast_col": True}, False, 2 * 6 * 32 * 300, 0),  # a slot per 16 of 512 keys
     ],
 )
-def test_bias_gradient_takes_the_scratch_of_its_broadcast(
+def test_the_scratch_of_a_bias_gradient_depends_on_its_broadcast(
     host: ModuleType, broadcast: dict[str, bool], deterministic: bool, zeroed: int, partial: int
 ) -> None:
     plan = plan_of(host, has_bias=True, need_dbias=True, deterministic=deterministic, **broadcast)
@@ -280,7 +280,7 @@ def test_bias_gradient_takes_the_scratch_of_its_broadcast(
         (64, {"bias_broadcast_head": True, "need_dbias": True}, (128, 128)),
         (1, {"need_dbias": True, "deterministic": True}, (128, 128)),
         (192, {"need_dbias": True}, (64, 128)),
-        (128, {"bias_has_rows": False}, (64, 64)),  # fp32, say, or the same for all queries
+        (128, {"bias_has_rows": False}, (64, 64)),  # for example fp32, or one row for all queries
         (128, {"varlen": True}, (64, 64)),
         (128, {"has_seqused": True}, (64, 64)),
         (128, {"softcap": 30.0}, (64, 64)),
@@ -291,7 +291,7 @@ def test_bias_gradient_takes_the_scratch_of_its_broadcast(
     ],
     ids=str,
 )
-def test_a_bias_alone_that_the_copy_engine_brings_keeps_128_keys_a_cta(
+def test_a_bias_alone_that_tma_can_load_uses_128_keys_per_cta(
     host: ModuleType, head_dim: int, changes: dict[str, Any], tile: tuple[int, int]
 ) -> None:
     bias = {"has_bias": True, "bias_has_rows": True} | changes
@@ -305,12 +305,12 @@ def test_a_bias_alone_that_the_copy_engine_brings_keeps_128_keys_a_cta(
     [
         (504, {}, 0),  # dbias itself is written
         (500, {}, 2 * 6 * 300 * 504),  # its rows do not begin on 16 bytes
-        (504, {"bias_broadcast_batch": True}, 2 * 6 * 300 * 504),  # a plane for each of those that share an element
+        (504, {"bias_broadcast_batch": True}, 2 * 6 * 300 * 504),  # a plane per head that shares an element
         (504, {"bias_broadcast_head": True}, 2 * 6 * 300 * 504),
     ],
     ids=str,
 )
-def test_bias_gradient_in_tiles_takes_a_plane_for_each_head_or_none(
+def test_a_bias_gradient_in_tiles_needs_one_plane_per_head_or_none(
     host: ModuleType, seqlen_k: int, broadcast: dict[str, bool], elements: int, deterministic: bool
 ) -> None:
     bias = {"has_bias": True, "bias_has_rows": True, "need_dbias": True} | broadcast
@@ -322,7 +322,9 @@ def test_bias_gradient_in_tiles_takes_a_plane_for_each_head_or_none(
 
 @pytest.mark.parametrize("dtype", ["kBFloat16", "kFloat16"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_first_add_to_a_tile_of_a_dense_accumulator_stores(host: ModuleType, dtype: str, deterministic: bool) -> None:
+def test_the_first_add_to_a_tile_of_a_dense_accumulator_stores(
+    host: ModuleType, dtype: str, deterministic: bool
+) -> None:
     plan = plan_of(host, dtype=getattr(host.DType, dtype), deterministic=deterministic)
     assert plan.deterministic is deterministic
     assert not plan.workspace.zero_accumulator
@@ -331,7 +333,7 @@ def test_first_add_to_a_tile_of_a_dense_accumulator_stores(host: ModuleType, dty
     assert plan.workspace.semaphore_bytes == COUNTER_BYTES + semaphores * 4
 
 
-def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
+def test_the_accumulator_of_packed_rows_is_zeroed(host: ModuleType) -> None:
     plan = plan_of(host, varlen=True)
     assert plan.workspace.zero_accumulator
     assert plan.workspace.semaphore_bytes == 8 * 4
@@ -341,7 +343,7 @@ def test_packed_rows_are_added_into_zeros(host: ModuleType) -> None:
     ("heads_kv", "splits", "pairs"), [(32, 1, False), (4, 1, True), (2, 1, True), (1, 2, True)], ids=str
 )
 @pytest.mark.parametrize(("batch", "rows"), [(16, 1024), (2, 8192)])
-def test_grouped_causal_heads_are_cut_into_a_work_tile_or_two_for_each_sm(
+def test_causal_heads_of_a_group_form_mirrored_pairs_or_are_split(
     host: ModuleType, batch: int, rows: int, heads_kv: int, splits: int, pairs: bool
 ) -> None:
     sizes = square(batch, rows)
@@ -358,7 +360,7 @@ def test_grouped_causal_heads_are_cut_into_a_work_tile_or_two_for_each_sm(
 @pytest.mark.parametrize(
     ("head_dim", "heads_kv", "rows", "batch", "pairs"),
     [
-        # eight rounds of key blocks, and two
+        # eight waves of key blocks, and two
         (128, 8, 1024, 16, False),
         (128, 8, 1024, 4, True),
         (128, 8, 512, 32, False),
@@ -374,7 +376,7 @@ def test_grouped_causal_heads_are_cut_into_a_work_tile_or_two_for_each_sm(
     ],
     ids=str,
 )
-def test_key_blocks_of_short_causal_query_loops_in_many_rounds_are_no_pairs(
+def test_key_blocks_of_short_causal_query_loops_in_many_waves_form_no_pairs(
     host: ModuleType, head_dim: int, heads_kv: int, rows: int, batch: int, pairs: bool, deterministic: bool
 ) -> None:
     sizes = square(batch, rows)
@@ -385,7 +387,9 @@ def test_key_blocks_of_short_causal_query_loops_in_many_rounds_are_no_pairs(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_wide_plans_take_a_semaphore_for_each_cta_and_query_block(host: ModuleType, deterministic: bool) -> None:
+def test_plans_of_large_head_dimensions_have_a_semaphore_per_cta_and_query_block(
+    host: ModuleType, deterministic: bool
+) -> None:
     plan = plan_of(host, deterministic=deterministic, head_dim=192)
     assert not plan.workspace.zero_accumulator
     # 300 queries are 5 blocks of 64; 2 CTAs; int32.
@@ -405,7 +409,7 @@ def test_wide_plans_take_a_semaphore_for_each_cta_and_query_block(host: ModuleTy
     ],
     ids=str,
 )
-def test_warpgroups_of_long_work_tiles_halve_the_queries(
+def test_warpgroups_split_the_queries_of_long_work_tiles(
     host: ModuleType, changes: dict[str, Any], halves: bool
 ) -> None:
     sizes = {"head_dim": 32, "head_dim_v": 32, "seqlen_q": 2048, "seqlen_k": 2048, "total_q": 4096, "total_k": 4096}
@@ -460,7 +464,7 @@ def test_warpgroups_of_long_work_tiles_halve_the_queries(
     ],
     ids=str,
 )
-def test_the_last_add_writes_dq_in_short_loops_and_narrow_windows_of_head_dimensions_64_and_128(
+def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
     host: ModuleType, changes: dict[str, Any], default: bool, in_order: bool
 ) -> None:
     rows = changes["rows"]
@@ -490,7 +494,7 @@ def test_the_last_add_writes_dq_in_short_loops_and_narrow_windows_of_head_dimens
         ((136, 96), 512, (-1, 0), 192),
     ],
 )
-def test_short_causal_work_tiles_of_80_and_96_columns_take_the_tile_of_128(
+def test_short_causal_work_tiles_of_80_and_96_columns_use_the_tile_of_128(
     host: ModuleType, head_dims: tuple[int, int], rows: int, window: tuple[int, int], tile: int, deterministic: bool
 ) -> None:
     sizes = {"seqlen_q": rows, "seqlen_k": rows, "total_q": 2 * rows, "total_k": 2 * rows}
@@ -525,7 +529,7 @@ def test_short_causal_work_tiles_of_80_and_96_columns_take_the_tile_of_128(
     ],
     ids=str,
 )
-def test_full_masks_of_head_dimension_256_start_staggered(
+def test_work_tiles_of_full_masks_with_head_dimension_256_have_a_staggered_start(
     host: ModuleType, changes: dict[str, Any], staggered: bool
 ) -> None:
     sizes = square(2, 2048) | {"heads": 8, "heads_kv": 8, "head_dim": 256, "head_dim_v": 256}
@@ -539,7 +543,7 @@ def test_full_masks_of_head_dimension_256_start_staggered(
     [
         ({}, 24),  # 2 / 11 of 132
         ({"head_dim": 256, "head_dim_v": 256, "window_right": 0}, 12),
-        ({"head_dim": 256, "head_dim_v": 256}, 0),  # late CTAs would make one more wave
+        ({"head_dim": 256, "head_dim_v": 256}, 0),  # CTAs that start late would make one more wave
         ({"batch": 1, "total_q": 8192, "total_k": 8192}, 24),  # exactly 32 MB of out and dout
         ({"batch": 1, "seqlen_q": 8191, "total_q": 8191}, 0),
         ({"heads_kv": 4}, 0),
@@ -602,14 +606,16 @@ def test_every_schedule_covers_its_work_and_groups_whole_heads(
 
 
 @pytest.mark.parametrize(("varlen", "rows", "flags"), [(False, 2 * 6 * 384, 2 * 6 * 4), (True, 6 * 896, 0)])
-def test_row_statistics_take_two_padded_rows_a_query(host: ModuleType, varlen: bool, rows: int, flags: int) -> None:
-    # Dense: 300 queries padded to 384, and a byte for each 128 of them. Packed: 600 rows and 128 a sequence, padded to
-    # 896.
+def test_the_lse_and_delta_take_two_floats_per_padded_row(
+    host: ModuleType, varlen: bool, rows: int, flags: int
+) -> None:
+    # Dense: 300 queries padded to 384, and a byte per 128 of them. Packed: 600 rows and 128 more per sequence, padded
+    # to 896.
     plan = plan_of(host, varlen=varlen)
     assert plan.workspace.delta_bytes == 2 * rows * 4 + flags
 
 
-def test_windows_packed_grouped_heads_and_sinks_are_taken(host: ModuleType) -> None:
+def test_windows_packed_sequences_grouped_heads_and_sinks_are_supported(host: ModuleType) -> None:
     plan = plan_of(
         host, varlen=True, window_left=7, window_right=0, has_seqused=True, heads=32, heads_kv=1, has_sink=True
     )
@@ -624,7 +630,7 @@ def test_windows_packed_grouped_heads_and_sinks_are_taken(host: ModuleType) -> N
     windows=st.sampled_from([(-1, -1), (-1, 0), (255, 0), (100, 100)]),
     deterministic=st.booleans(),
 )
-def test_only_deterministic_plans_are_cooperative_and_a_plan_names_the_one_way_that_runs(
+def test_only_deterministic_plans_are_cooperative_and_the_schedule_is_unambiguous(
     rows: int, batch: int, heads: tuple[int, int], head_dim: int, windows: tuple[int, int], deterministic: bool
 ) -> None:
     host = load_host()
@@ -641,7 +647,7 @@ def test_only_deterministic_plans_are_cooperative_and_a_plan_names_the_one_way_t
     assert " or " not in plan.schedule
 
 
-def test_only_mirrored_pairs_and_staggered_starts_of_deterministic_calls_need_a_cooperative_launch(
+def test_deterministic_mirrored_pairs_and_staggered_starts_need_a_cooperative_launch(
     host: ModuleType,
 ) -> None:
     sizes = square(2, 8192) | {"heads": 16, "head_dim": 128, "head_dim_v": 128, "deterministic": True}

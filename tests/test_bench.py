@@ -773,9 +773,8 @@ def test_backwards_of_decoding_time_no_forward():
 def test_calls_rotate_among_input_sets():
     order = []
     sets = [peers.Prepared(lambda n=n: order.append(n) or ()) for n in range(3)]
-    measure.interleaved(
-        {"a": sets}, CPU, Settings(rounds=6, slot_ms=1e-9)
-    )  # one call per slot, after warm-up and pilot
+    # One call per slot, after warm-up and pilot.
+    measure.interleaved({"a": sets}, CPU, Settings(rounds=6, slot_ms=1e-9))
     assert order == [0, 0, 1, 2, 0, 1, 2, 0]
 
 
@@ -852,7 +851,7 @@ def test_a_report_of_blocks_says_how_long_their_slots_are(tmp_path, monkeypatch)
         monkeypatch.setattr(module, "BLOCK_SLOT_MS", 0.5)
     suite = [replace(BLOCKS[0], table="block", compiled=False), TINY]
     for chosen, slots in (
-        (suite, "slots of at least 0.1 ms, of blocks 0.5 ms;"),
+        (suite, "slots of at least 0.1 ms, for blocks 0.5 ms;"),
         (suite[1:], "slots of at least 0.1 ms;"),
     ):
         path = tmp_path / f"{len(chosen)}.json"

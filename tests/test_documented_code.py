@@ -1,4 +1,4 @@
-"""The code in README and docs runs, and computes, prints and leaves behind what it should."""
+"""The code in README and docs runs, and computes and prints the right values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CODE = {
 
 
 def run(code: str) -> tuple[Names, str]:
-    """The names that a block leaves behind, and what it prints."""
+    """The variables after a block has run, and its output."""
     names: Names = {"__name__": "documentation"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "documentation", "exec"), names)
@@ -44,7 +44,7 @@ def close(value: Tensor, reference: Tensor, tolerance: float) -> None:
 
 
 def right_gradients(names: Names, printed: str) -> None:
-    """grads.dq, .dk, .dv are those of the causal formula for q, k, v and dout."""
+    """grads.dq, .dk and .dv are the gradients of causal attention for q, k, v and dout."""
     want = oracle.attention(*(names[name] for name in ("q", "k", "v", "dout")), causal=True)
     tolerance = 1e-5 if names["q"].dtype == torch.float32 else 2e-2
     for name in ("dq", "dk", "dv"):
@@ -100,7 +100,7 @@ def right_gradients_of_the_compiled_model(names: Names, printed: str) -> None:
 
 def right_gradients_of_the_llama(names: Names, printed: str) -> None:
     model = names["model"]
-    assert printed == "5 norms\n"  # two a layer, and the last
+    assert printed == "5 norms\n"  # two per layer, and the last norm
     got = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.set_attn_implementation("eager")
@@ -169,7 +169,7 @@ def scores_of_the_keys_in_use(names: Names, printed: str) -> None:
 
 
 def right_attention_of_packed_documents(names: Names, printed: str) -> None:
-    """The gathered output is that of one device, for the documents of the block."""
+    """The gathered output and the gradients equal those of one device for these documents."""
     rows = names["hidden"].view(-1, 4, 16)
     lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), names["cu_seqlens"].int())
     want = oracle.attention(rows, rows, rows, torch.ones_like(rows), causal=True, **lengths)
@@ -248,7 +248,7 @@ def test_every_block_has_a_check_of_what_it_computes():
 
 
 @pytest.mark.parametrize("name", blocks(distributed=False))
-def test_python_block_does_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_block_computes_what_the_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     CHECKS[name](*run(CODE[name]))
@@ -256,19 +256,20 @@ def test_python_block_does_what_it_says(name: str, tmp_path: Path, monkeypatch: 
 
 def _on_a_rank(name: str) -> None:
     torch.manual_seed(0)
-    code = CODE[name].replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cpu"')  # the ranks' group is gloo's
+    # The processes communicate through gloo, so the block must run on the CPU.
+    code = CODE[name].replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cpu"')
     CHECKS[name](*run(code))
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 @pytest.mark.parametrize("name", blocks(distributed=True))
-def test_python_block_for_two_devices_does_what_it_says(name: str, tmp_path: Path) -> None:
+def test_a_python_block_for_two_devices_computes_what_the_page_says(name: str, tmp_path: Path) -> None:
     with Ranks(2, tmp_path) as ranks:
         ranks.run(_on_a_rank, name)
 
 
 def test_the_block_for_compiled_models_compiles_with_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the passes replace nothing, so the gradients do not show whether the block passes them."""
+    """On a CPU the passes replace nothing, so the gradients do not show whether the block uses them."""
     given: Names = {}
 
     def eager(model: Any, **arguments: Any) -> Any:
@@ -283,13 +284,13 @@ def test_the_block_for_compiled_models_compiles_with_both_passes(monkeypatch: py
     }
 
 
-def test_no_python_code_stands_outside_of_the_blocks_that_run() -> None:
+def test_no_python_code_is_outside_of_the_blocks_that_run() -> None:
     for page in PAGES:
         text = BLOCK.sub("", page.read_text())
         assert re.findall(r"^    (?:import [\w.]+|from [\w.]+ import .+)$", text, re.MULTILINE) == [], page.name
 
 
-def test_readme_starts_with_enable_and_calls_nothing_private() -> None:
+def test_the_readme_starts_with_enable_and_calls_nothing_private() -> None:
     shown = [code for name, code in CODE.items() if name.startswith("README.md")]
     assert "flashbwd.enable()" in shown[0] and "flashbwd.stats()" in shown[0]
     assert not any("torch.ops" in code or "._" in code for code in shown)

@@ -231,7 +231,7 @@ def test_results_are_right_for_any_memory_offset(device: str, given: bool, offse
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_output_mask_leaves_out_and_changes_nothing_else(device: str) -> None:
+def test_the_output_mask_omits_gradients_and_does_not_change_the_others(device: str) -> None:
     case = Case(x=bf16, residual=fp32)
     inputs = make(case, device)
     every = backward(inputs, case)
@@ -369,7 +369,7 @@ def test_the_generator_determines_the_mask(device: str) -> None:
 
 
 @pytest.mark.parametrize("rms", [False, True])
-def test_gradcheck(rms: bool) -> None:
+def test_gradients_pass_gradcheck(rms: bool) -> None:
     torch.manual_seed(0)
     x, residual = (torch.randn(3, 11, dtype=fp64, requires_grad=True) for _ in range(2))
     gamma, beta = (torch.randn(11, dtype=fp64, requires_grad=True) for _ in range(2))
@@ -395,7 +395,7 @@ def test_either_result_alone_may_be_used(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
+def test_operators_pass_opcheck(device: str) -> None:
     x, residual, dz = (torch.randn(3, 4, 24, device=device) for _ in range(3))
     gamma, beta = (torch.randn(24, device=device) for _ in range(2))
     leaves = [t.clone().requires_grad_() for t in (x, residual, gamma, beta)]
@@ -413,7 +413,7 @@ def test_opcheck(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiles_whole_with_the_same_gradients(device: str) -> None:
+def test_a_norm_compiles_in_one_graph_with_the_same_gradients(device: str) -> None:
     def loss(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         z, h = flashbwd.dropout_add_layer_norm(x * 1.5, residual, gamma, beta)
         return (z * h).sum()
@@ -494,7 +494,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_the_error_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         flashbwd.dropout_add_layer_norm_backward(**(GOOD | change))
     assert str(raised.value) == f"flashbwd: {message}"
@@ -511,7 +511,7 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
         ({"beta": X[0, :5]}, "beta has shape (5,), expected (6,)"),
     ],
 )
-def test_bad_arguments_of_the_forward_are_named(change: dict[str, Any], message: str) -> None:
+def test_the_error_of_the_forward_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         flashbwd.dropout_add_layer_norm(**({"x": X, "residual": X} | change))
     assert str(raised.value) == f"flashbwd: {message}"

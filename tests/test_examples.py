@@ -1,4 +1,4 @@
-"""The examples run from start to end, and notice when a gradient is wrong."""
+"""The examples run from start to end, and fail if a gradient is wrong."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_train_gpt_learns(train_gpt: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tolerance", ["LOSS_TOLERANCE", "GRADIENT_TOLERANCE"])
-def test_train_gpt_fails_beyond_either_tolerance(
+def test_train_gpt_fails_if_an_error_exceeds_its_tolerance(
     tolerance: str, train_gpt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_gpt, tolerance, dict.fromkeys(getattr(train_gpt, tolerance), -1.0))
@@ -70,11 +70,11 @@ def test_train_gpt_fails_beyond_either_tolerance(
 
 
 def scaled_gradient(factor: float) -> Callable[[Tensor], Tensor]:
-    """The identity, whose gradient is off by a factor."""
+    """The identity with a gradient that is wrong by a factor."""
     return lambda x: x.detach() + factor * (x - x.detach())
 
 
-def test_train_gpt_notices_a_gradient_that_is_one_percent_off(
+def test_train_gpt_fails_if_a_gradient_is_one_percent_off(
     train_gpt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = train_gpt.flashbwd_operators()
@@ -182,11 +182,11 @@ def test_train_distributed_on_several_gpus_agrees_with_one(parallel: str, count:
     if parallel == "context":
         layers, steps = result["config"]["layers"], 3
         hits = [stats["hits"] for name, stats in result["overridden"].items() if "attention" in name]
-        assert hits == [layers * steps * count]  # as many steps of the ring as devices
+        assert hits == [layers * steps * count]  # the ring has as many steps as devices
 
 
 @pytest.mark.gpu
-def test_train_distributed_splits_sequences_over_gpus_by_itself(tmp_path: Path) -> None:
+def test_train_distributed_splits_sequences_over_gpus_by_default(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     done = train_distributed("context", "cuda", tmp_path, 2, "--ring", "flashbwd")

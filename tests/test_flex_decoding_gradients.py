@@ -284,9 +284,8 @@ def test_deterministic_gradients_of_captured_tensors_come_from_the_reference() -
     shape = Shape()
     inputs = leaves(shape.tensors(bf16, "cuda"))
     offsets = torch.zeros(4, device="cuda", requires_grad=True)
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # without warn_only, cuBLAS requires an environment variable
+    # Without warn_only, cuBLAS requires an environment variable.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         out = flashbwd.flex_decoding(*inputs, lambda s, b, h, q, k: s + offsets[h], enable_gqa=True)
         with pytest.warns(UserWarning, match="captured tensors are added atomically"):

@@ -76,9 +76,8 @@ def test_hidden_keys_and_values_do_not_change_gradients_of_captured_tensors(dirt
 
 def test_an_infinite_derivative_at_hidden_scores_gives_no_gradient() -> None:
     q, k, v = SHAPE.tensors(torch.float64)
-    hidden = k.index_fill(
-        2, torch.arange(SEEN, 100), 0.0
-    )  # their scores are 0, where the derivative of the square root is infinite
+    # Their scores are 0, where the derivative of the square root is infinite.
+    hidden = k.index_fill(2, torch.arange(SEEN, 100), 0.0)
 
     def mod(s: Tensor, *_: Tensor) -> Tensor:
         return s.abs().sqrt()

@@ -1,4 +1,4 @@
-"""The fuzzer of benchmarks/fuzz.py: its reference agrees with autograd, it sees wrong gradients, and it names hangs."""
+"""The fuzzer benchmarks/fuzz.py: its reference agrees with autograd, and it reports wrong gradients and hangs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def calls(condition: Any, count: int) -> list[fuzz_calls.Call]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_reference_agrees_with_the_autograd_oracle(packed: bool) -> None:
     for call in calls(lambda c: c.packed == packed and not c.dropout and not c.hides_rows, 12):
-        # In fp32, whose output and LSE, from which the fuzzer starts, are all but exact.
+        # In fp32, because the fuzzer starts from the output and LSE, which are nearly exact then.
         problem = fuzz_reference.build(replace(call, dtype="fp32", bias_float32=True), CPU)
         a = problem.arguments
         names = ["causal", "window_size", "softcap", "attn_bias", "alibi_slopes", "sink", "dlse", "seqused_k"]
@@ -66,8 +66,8 @@ def plain(rows: int) -> fuzz_calls.Call:
 
 
 @pytest.mark.parametrize(("gradient", "block"), [("dq", 64), ("dk", 128), ("dv", 128)])
-def test_a_lost_tile_of_a_gradient_is_seen(gradient: str, block: int) -> None:
-    """The part that one tile of 64 queries and 128 keys adds, at the far end of 1408 rows and keys."""
+def test_a_lost_tile_of_a_gradient_is_reported(gradient: str, block: int) -> None:
+    """The contribution of one tile of 64 queries and 128 keys is missing, in the last rows of 1408."""
     problem = fuzz_reference.build(plain(1408), CPU)
     call = replace(problem.call, dtype="fp32")
     a = problem.arguments
@@ -83,8 +83,8 @@ def test_a_lost_tile_of_a_gradient_is_seen(gradient: str, block: int) -> None:
         "dv": (keys, p[rows, keys].mT @ a["dout"][0, rows, 0].double()),
     }
     exact = {name: problem.expected[name[1]].clone() for name in lost}
-    place, part = lost[gradient]
-    exact[gradient][place, 0] -= part
+    where, part = lost[gradient]
+    exact[gradient][where, 0] -= part
     grads = flashbwd.AttentionGrads(exact["dq"], exact["dk"], exact["dv"], None, None)
     ratios = fuzz_reference.worst(problem, grads)
     assert {name for name, ratio in ratios.items() if ratio > 1.0} == {gradient}
@@ -108,7 +108,7 @@ def test_nan_is_a_failure() -> None:
 
 
 def worker(tmp_path: Path, body: str) -> list[str]:
-    """A worker that is told its first number, and with "one" behind it to do no more than that."""
+    """A worker. Its arguments are the number of the first call, and "one" if it must make no other call."""
     program = tmp_path / "worker.py"
     program.write_text(
         "import json, sys, time\nnumber, one = int(sys.argv[1]), 'one' in sys.argv\n" + textwrap.dedent(body)
@@ -135,17 +135,17 @@ def watch(command: list[str], calls: int = 50, **changes: Any) -> fuzz.Tally:
     return fuzz.Watchdog(command, calls=calls, **options).run(100)
 
 
-def test_a_call_that_never_ends_is_named_and_the_rest_go_on(tmp_path: Path) -> None:
+def test_a_call_that_never_ends_is_reported_and_the_other_calls_run(tmp_path: Path) -> None:
     tally = watch(worker(tmp_path, ENDS.format(bad=120, what="time.sleep(1000)")))
     assert tally.calls >= 50
     assert [failure["number"] for failure in tally.failures] == [120]
     assert "did not end" in tally.failures[0]["failure"]
 
 
-def test_a_call_that_ends_when_it_is_alone_is_slow_and_no_failure(tmp_path: Path) -> None:
+def test_a_call_that_ends_when_it_runs_alone_counts_as_slow(tmp_path: Path) -> None:
     tally = watch(worker(tmp_path, ENDS.format(bad=120, what="time.sleep(0 if one else 1000)")))
     assert tally.failures == []
-    assert tally.slow >= 1  # others may be slow on a machine that is busy
+    assert tally.slow >= 1  # on a busy machine, other calls may be slow too
 
 
 def test_a_process_that_dies_is_a_failure_of_its_call(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_process_that_dies_is_a_failure_of_its_call(tmp_path: Path) -> None:
     assert "status 7" in tally.failures[0]["failure"]
 
 
-def test_calls_that_are_left_when_time_is_up_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_did_not_run_in_time_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         fuzz, "Watchdog", lambda *a: type("None", (), {"run": lambda self, seed: fuzz.Tally(calls=3)})()
     )

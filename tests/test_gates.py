@@ -1,4 +1,4 @@
-"""The gates on a build fail where something is missing from it: tried on reports and listings with one fault each."""
+"""The gates on a build fail if part of it is missing. Each test puts one fault into a report or a listing."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_family_without_kernels_for_one_gpu_fails(report, family, target):
 
 
 @pytest.mark.parametrize(("family", "target"), FAMILIES_ON)
-def test_a_family_that_is_in_neither_build_nor_budget_fails(report, family, target):
-    """As after --update from a build that had lost it."""
+def test_a_family_that_is_missing_in_build_and_budget_fails(report, family, target):
+    """This happens after --update from a build that lacks the family."""
     budget = copy.deepcopy(BUDGET)
     folder = native.FAMILIES[family][0]
     for each in report:
@@ -108,7 +108,7 @@ def test_an_update_from_an_incomplete_build_writes_nothing(report, monkeypatch, 
     assert not (tmp_path / "budget.json").exists()
 
 
-def test_an_update_from_a_build_that_is_as_the_budget_says_changes_no_byte(report, monkeypatch, tmp_path):
+def test_an_update_from_a_build_that_equals_the_budget_changes_no_byte(report, monkeypatch, tmp_path):
     written = tmp_path / "budget.json"
     committed = check_budget.BUDGET.read_text()
     monkeypatch.setattr(check_budget, "BUDGET", written)
@@ -117,7 +117,7 @@ def test_an_update_from_a_build_that_is_as_the_budget_says_changes_no_byte(repor
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_one_kernel_less_on_one_gpu_fails(report, target):
+def test_a_missing_kernel_on_one_gpu_fails(report, target):
     kernels = unit(report)["kernels"]
     kernels.remove([kernel for kernel in kernels if kernel["arch"] == target][-1])
     count = BUDGET["units"][SM80_UNIT]["kernels"][target]
@@ -146,20 +146,20 @@ def test_a_warning_in_any_unit_fails(report, source):
 # ---- CPU seconds ----------------------------------------------------------------------------------
 
 
-def test_a_machine_that_is_slower_with_all_units_is_no_growth(report):
+def test_a_machine_that_is_slower_for_all_units_passes(report):
     for each in report:
         each["cpu_seconds"] *= 3
     assert problems(report, slower=3.0) == []
 
 
-def test_growth_of_all_units_fails_on_a_machine_that_is_no_slower(report):
+def test_growth_of_all_units_fails_on_a_machine_of_equal_speed(report):
     for each in report:
         each["cpu_seconds"] *= 3
     assert [line.split(" CPU seconds")[1] for line in problems(report)] == [" in all, the limit is 2400"]
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_unit_that_grows_alone_is_over_its_budget(report, cached):
+def test_growth_of_a_single_unit_fails(report, cached):
     for each in report:
         each["cpu_seconds"] *= 0.0 if cached else 1.0
     unit(report)["cpu_seconds"] = 15 + 2.1 * BUDGET["units"][SM80_UNIT]["cpu_seconds"]
@@ -169,12 +169,12 @@ def test_a_unit_that_grows_alone_is_over_its_budget(report, cached):
 
 
 @pytest.mark.parametrize(("seconds", "fails"), [(35.0, False), (35.1, True)])
-def test_a_unit_may_take_twice_its_seconds_and_15_more(seconds, fails):
+def test_a_unit_may_take_15_seconds_more_than_twice_its_budget(seconds, fails):
     allowed = {"cpu_seconds": 10.0, "kernels": {}, "registers": {}, "spilled_bytes": {}}
     assert bool(check_budget.compare("a.cu", allowed | {"cpu_seconds": seconds}, allowed, 1.0)) is fails
 
 
-def test_registers_on_a_gpu_that_the_budget_lacks_are_over_none():
+def test_the_budget_of_a_gpu_that_is_not_listed_is_zero():
     allowed = {"cpu_seconds": 10.0, "kernels": {}, "registers": {}, "spilled_bytes": {}}
     (problem,) = check_budget.compare("a.cu", allowed | {"registers": {"sm_80": 32}}, allowed, 1.0)
     assert problem == "a.cu: 32 registers on sm_80, the budget says 0"
@@ -184,7 +184,7 @@ def test_registers_on_a_gpu_that_the_budget_lacks_are_over_none():
     ("seconds", "calibration", "fails"),
     [(2400.0, 1.0, False), (2401.0, 1.0, True), (2400.0, 0.5, False), (4800.0, 2.0, False), (4801.0, 2.0, True)],
 )
-def test_all_units_may_take_40_minutes_and_more_on_a_slower_machine_alone(seconds, calibration, fails):
+def test_all_units_may_take_40_minutes_or_more_on_a_slower_machine(seconds, calibration, fails):
     assert bool(check_budget.total_problems([{"cpu_seconds": seconds}], 1.0, calibration)) is fails
 
 
@@ -200,7 +200,7 @@ def test_the_calibration_takes_the_compiler_some_time(monkeypatch):
 
 
 def test_the_calibration_is_the_shortest_cpu_time_of_three_children(monkeypatch):
-    """Each child's CPU time is the growth of user and system time, which earlier children have made large."""
+    """The CPU time of a child is the increase of user and system time, which contain the time of earlier children."""
     children = iter([(5.0, 1.0), (6.5, 1.5), (9.0, 2.0), (9.753, 2.5), (20.0, 4.0), (22.0, 5.0)])
     usage = lambda who: SimpleNamespace(**dict(zip(("ru_utime", "ru_stime"), next(children), strict=True)))  # noqa: E731
     monkeypatch.setattr(check_budget.resource, "getrusage", usage)
@@ -209,14 +209,14 @@ def test_the_calibration_is_the_shortest_cpu_time_of_three_children(monkeypatch)
 
 
 @pytest.mark.parametrize(("now", "budget", "factor"), [(3.0, 0.5, 3.0), (3.0, 2.0, 1.5), (1.0, 2.0, 1.0)])
-def test_units_of_less_than_a_second_do_not_make_a_machine_slow(now, budget, factor):
+def test_units_of_less_than_a_second_do_not_count_in_the_speed_of_a_machine(now, budget, factor):
     rows = ({"unit": {"cpu_seconds": seconds}} for seconds in (now, budget))
     assert check_budget.slowness(*rows) == factor
 
 
 @pytest.fixture
 def built(report, monkeypatch, tmp_path) -> Path:
-    """The report and the budget as files that main reads; gives the budget's."""
+    """Write the report and the budget to the files that main reads; return the path of the budget."""
     for name, text in (("REPORT", json.dumps(report)), ("BUDGET", check_budget.BUDGET.read_text())):
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(check_budget, name, tmp_path / name)
@@ -255,7 +255,7 @@ def test_an_update_writes_the_budget_of_the_build(built, monkeypatch):
 # ---- .ci/run ----
 
 
-def test_ci_does_the_readmes_commands_before_it_installs_anything():
+def test_ci_runs_the_commands_of_the_readme_before_it_installs_anything():
     readme = (ROOT / "README.md").read_text()
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if not line.startswith("#")]
     script = "\n".join(lines)
@@ -283,7 +283,7 @@ def test_ci_has_every_gate(gate):
 
 
 def listings(pieces: Counter[str], kernels: Counter[str]) -> tuple[str, str, str]:
-    """What cuobjdump would print."""
+    """The output of cuobjdump."""
     elf = [f"ELF file {n}: _C_cuda.{n}.{t}.cubin" for t, count in pieces.items() if "sm" in t for n in range(count)]
     ptx = [f"PTX file {n}: _C_cuda.{n}.sm_90.ptx" for n in range(pieces["compute_90"])]
     line = "FUNC          GLOBAL  DEFAULT    {}                                _ZN8flashbwd1kEv"
@@ -298,7 +298,7 @@ def expected_code() -> tuple[Counter[str], Counter[str]]:
     return audit.expected_code(native.cuda_units(native.chosen_families()), BUDGET)
 
 
-def test_a_library_is_read_off_the_listings():
+def test_the_contents_of_a_library_are_read_from_the_listings():
     pieces, kernels = expected_code()
     assert min(pieces.values()) > 10
     assert min(kernels.values()) > 100
@@ -319,7 +319,7 @@ def test_a_library_without_a_familys_kernels_for_one_gpu_fails(monkeypatch, fami
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_90a", "compute_90"])
-def test_a_library_without_one_sources_code_fails(monkeypatch, target):
+def test_a_library_without_the_code_of_one_source_fails(monkeypatch, target):
     pieces, kernels = expected_code()
     shown = iter(listings(pieces - Counter({target: 1}), kernels))
     monkeypatch.setattr(audit, "cuobjdump", lambda: "cuobjdump")

@@ -1,5 +1,5 @@
-"""CUDA errors reach Python as exceptions, of the call that made them, although torch and flashbwd each have a CUDA
-runtime of their own."""
+"""The call that causes a CUDA error raises it in Python, although torch and flashbwd each have a CUDA runtime of their
+own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 FAULTS = Path(__file__).parent / "_built" / "fault_kernels.so"
 
-# What a subprocess does first; a context that met a device error is of no further use to anybody.
+# The start of each subprocess. Device errors are tested in a subprocess, because they make a CUDA context unusable.
 PRELUDE = f"""
 import torch
 torch.ops.load_library({str(FAULTS)!r})
@@ -63,7 +63,7 @@ def in_a_process(program: str) -> None:
     assert done.stdout.strip().endswith("done"), done.stdout + done.stderr
 
 
-def test_a_launch_that_cannot_be_raises_from_its_operator(faults: Any, x: Tensor) -> None:
+def test_the_operator_of_an_invalid_launch_raises(faults: Any, x: Tensor) -> None:
     with pytest.raises(RuntimeError, match=r"flashbwd: invalid (configuration argument|argument)"):
         faults.bad_launch(x)
     assert faults.pending_error(x) == 0
@@ -73,7 +73,7 @@ def test_a_launch_that_cannot_be_raises_from_its_operator(faults: Any, x: Tensor
     attention_works()
 
 
-def test_an_unreported_error_is_not_blamed_on_the_next_launch(faults: Any, x: Tensor) -> None:
+def test_the_next_launch_does_not_report_an_earlier_error(faults: Any, x: Tensor) -> None:
     faults.unreported_bad_launch(x)
     assert faults.pending_error(x) != 0
     faults.add_one(x)
@@ -81,11 +81,11 @@ def test_an_unreported_error_is_not_blamed_on_the_next_launch(faults: Any, x: Te
     assert bool(x.eq(1).all())
     attention_works()
     with pytest.raises(RuntimeError, match="flashbwd: invalid"):
-        faults.bad_launch(x)  # reports its own and clears the runtime
+        faults.bad_launch(x)  # reports its own error and clears the runtime
     assert faults.pending_error(x) == 0
 
 
-def test_torch_is_not_told_of_an_error_of_this_runtime(faults: Any, x: Tensor) -> None:
+def test_torch_does_not_see_an_error_of_this_runtime(faults: Any, x: Tensor) -> None:
     faults.unreported_bad_launch(x)
     (torch.ones(8, device="cuda") + 1).sum().item()  # torch checks its runtime's last error after each launch
     torch.cuda.synchronize()
@@ -137,8 +137,8 @@ print("done")
 """)
 
 
-def test_wild_lengths_on_the_device_do_not_end_the_process() -> None:
-    """Lengths on the device are not read back to be checked; whatever they lead to is an exception at most."""
+def test_wrong_lengths_on_the_device_do_not_end_the_process() -> None:
+    """The host does not check lengths on the device. Wrong lengths may at most raise an exception."""
     in_a_process("""
 import flashbwd
 q = torch.randn(64, 2, 64, device="cuda", dtype=torch.bfloat16)

@@ -52,7 +52,8 @@ def built(name: str, target: Target, **changes: Any) -> inputs.Inputs:
 
 
 def other_work() -> Callable[[], object]:
-    """A matrix product, deterministic gradients, and so on, which hold up who takes turns, each time elsewhere."""
+    """Alternately a matrix product and deterministic gradients. They delay CTAs that wait for semaphores, at varying
+    times."""
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     x = inputs.build(dataclasses.replace(MEDIUM, batch=1, causal=True, deterministic=True), torch.bfloat16, "cuda")
     tensors = {name: repeated(x.arguments[name], 30) for name in MAIN}
@@ -66,8 +67,8 @@ def present(grads: flashbwd.AttentionGrads) -> list[Tensor]:
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_side_streams_keep_order(name: str, target: Target) -> None:
-    """Inputs made late on a side stream, gradients used at once on it, 200 times."""
+def test_work_on_a_side_stream_keeps_its_order(name: str, target: Target) -> None:
+    """200 times, a side stream writes an input late, computes gradients, and reads them at once."""
     x = built(name, target, deterministic=True)
     expected = present(run(x, target[1]))
     q = x.arguments["q"]
@@ -89,13 +90,13 @@ def test_side_streams_keep_order(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_captured_graph_replays_with_other_inputs(name: str, target: Target) -> None:
     x = built(name, target, deterministic=True)
-    # Memory of its own: the values of x are copied in again below.
+    # The graph needs memory of its own, because the values of x are copied into it again below.
     arguments = arguments_of(x, **{argument: tensor.clone() for argument, tensor in x.tensors().items()})
     state = x.rng_state()
     if state is not None:
         words = [torch.tensor(word, device="cuda") for word in state[:2]]
         arguments["rng_state"] = flashbwd.RngState(*words, state[2])
-    run(x, target[1])  # anything that is made once is made now
+    run(x, target[1])  # initialises everything that the first call initialises
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), flashbwd.use_backend(target[1]):
         captured = flashbwd.attention_backward(**arguments)
@@ -103,8 +104,8 @@ def test_a_captured_graph_replays_with_other_inputs(name: str, target: Target) -
     for source in (other, x, other):
         for argument, tensor in source.tensors().items():
             arguments[argument].copy_(tensor)
-        for place, word in zip(arguments.get("rng_state", ())[:2], source.rng_state() or (), strict=False):
-            place.fill_(word)
+        for static, word in zip(arguments.get("rng_state", ())[:2], source.rng_state() or (), strict=False):
+            static.fill_(word)
         for grad in present(captured):
             grad.fill_(torch.nan)
         graph.replay()
@@ -113,8 +114,8 @@ def test_a_captured_graph_replays_with_other_inputs(name: str, target: Target) -
 
 
 @pytest.mark.parametrize("target", KERNELS)
-def test_a_captured_graph_follows_the_lengths_of_the_moment(target: Target) -> None:
-    """The lengths lie on the device: a replay reads those that are there then."""
+def test_a_replayed_graph_reads_the_current_lengths(target: Target) -> None:
+    """The lengths are on the device, and each replay reads their current values."""
     first = built("varlen_causal", target, deterministic=True, slack=60)
     arguments = arguments_of(first)
     run(first, target[1])
@@ -128,9 +129,9 @@ def test_a_captured_graph_follows_the_lengths_of_the_moment(target: Target) -> N
             dataclasses.replace(first.case, seqlens_q=seqlens_q, seqlens_k=seqlens_k, slack=slack), first.dtype, "cuda"
         )
         for argument, tensor in other.tensors().items():
-            there = arguments[argument]
-            there.fill_(torch.nan if there.is_floating_point() else 0)
-            there[tuple(slice(n) for n in tensor.shape)].copy_(tensor)  # rows that no sequence holds stay NaN
+            static = arguments[argument]
+            static.fill_(torch.nan if static.is_floating_point() else 0)
+            static[tuple(slice(n) for n in tensor.shape)].copy_(tensor)  # rows outside the sequences stay NaN
         graph.replay()
         torch.cuda.synchronize()
         end_q, end_k = sum(seqlens_q), sum(seqlens_k)
@@ -142,7 +143,7 @@ def test_a_captured_graph_follows_the_lengths_of_the_moment(target: Target) -> N
 
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_nothing_waits_for_the_gpu(name: str, target: Target) -> None:
+def test_a_call_does_not_wait_for_the_gpu(name: str, target: Target) -> None:
     x = built(name, target)
     run(x, target[1])
     torch.cuda.set_sync_debug_mode("error")
@@ -172,7 +173,7 @@ def test_a_thousand_deterministic_runs_agree_bitwise(name: str, target: Target) 
 def test_a_thousand_deterministic_runs_of_many_key_blocks_agree_bitwise(
     head_dims: tuple[int, int], order: str, target: Target
 ) -> None:
-    """17 blocks of keys for each of 8 heads, or of 4 groups of 4 heads."""
+    """8 heads, or 4 groups of 4 heads, with 17 key blocks each."""
     device, backend, dtype = target
     head_dim, head_dim_v = head_dims
     case = dataclasses.replace(MEDIUM, batch=1, heads=1, heads_kv=1, seqlen_q=2100, seqlen_k=2100, deterministic=True)
@@ -186,7 +187,7 @@ def test_a_thousand_deterministic_runs_of_many_key_blocks_agree_bitwise(
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_no_more_memory_than_the_plan_says(name: str, deterministic: bool, target: Target) -> None:
+def test_a_call_uses_at_most_the_memory_of_its_plan(name: str, deterministic: bool, target: Target) -> None:
     x = built(name, target, deterministic=deterministic)
     with flashbwd.use_backend(target[1]):
         plan = flashbwd.plan_attention_backward(**arguments_of(x))
@@ -203,8 +204,10 @@ def test_no_more_memory_than_the_plan_says(name: str, deterministic: bool, targe
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("heads", "seqlen_q"), [(2, 1024), (6, 400)])
-def test_a_few_work_tiles_more_than_sms(heads: int, seqlen_q: int, deterministic: bool, target: Target) -> None:
-    """12 KV heads of 12 blocks of keys on an H100's 132: the last ones are shared."""
+def test_gradients_are_right_with_a_few_more_work_tiles_than_sms(
+    heads: int, seqlen_q: int, deterministic: bool, target: Target
+) -> None:
+    """12 KV heads have 12 key blocks each. On the 132 SMs of an H100, CTAs share the last ones."""
     case = dataclasses.replace(
         MEDIUM, batch=1, heads=heads, heads_kv=2, seqlen_q=seqlen_q, seqlen_k=1500, deterministic=deterministic
     )
@@ -214,8 +217,10 @@ def test_a_few_work_tiles_more_than_sms(heads: int, seqlen_q: int, deterministic
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
-def test_more_work_tiles_than_sms(head_dim: int, deterministic: bool, target: Target) -> None:
-    """40 heads of 6 blocks of keys: many SMs have a second one, and heads finish while others begin."""
+def test_gradients_are_right_with_many_more_work_tiles_than_sms(
+    head_dim: int, deterministic: bool, target: Target
+) -> None:
+    """40 heads have 6 key blocks each. Many SMs compute two, and some heads finish while others begin."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=2, heads_kv=2, seqlen_q=700, seqlen_k=700, causal=True)
     case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
     run_copies(case, target, 20, heads=True)
@@ -224,8 +229,8 @@ def test_more_work_tiles_than_sms(head_dim: int, deterministic: bool, target: Ta
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("heads", [3, 8])
 @pytest.mark.parametrize("length", [450, 1450])
-def test_pairs_of_key_blocks_in_order(length: int, heads: int, target: Target) -> None:
-    """30 KV heads of 2 or 6 pairs: more work tiles than SMs where they are 6."""
+def test_gradients_of_mirrored_tile_pairs_are_right(length: int, heads: int, target: Target) -> None:
+    """30 KV heads have 2 or 6 mirrored tile pairs. With 6 there are more work tiles than SMs."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=heads, heads_kv=1, seqlen_q=length, seqlen_k=length, causal=True)
     case = dataclasses.replace(case, head_dim=128, head_dim_v=128, deterministic=True)
     run_copies(case, target, 30, heads=True)
@@ -235,8 +240,10 @@ def test_pairs_of_key_blocks_in_order(length: int, heads: int, target: Target) -
 @pytest.mark.parametrize("seqlen_q", [2200, 900, 100])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_equal_work_tiles(deterministic: bool, head_dim: int, seqlen_q: int, target: Target) -> None:
-    """20 heads of 12 blocks of keys, rounds of all SMs; more or fewer blocks of queries than of keys."""
+def test_gradients_of_work_tiles_of_equal_length_are_right(
+    deterministic: bool, head_dim: int, seqlen_q: int, target: Target
+) -> None:
+    """20 heads have 12 key blocks each, which make several waves. There are more or fewer query blocks than that."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=1, heads_kv=1, seqlen_q=seqlen_q, seqlen_k=1450)
     case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, deterministic=deterministic)
     run_copies(case, target, 20, heads=True)
@@ -244,10 +251,10 @@ def test_equal_work_tiles(deterministic: bool, head_dim: int, seqlen_q: int, tar
 
 @pytest.mark.parametrize("target", KERNELS)
 def test_the_first_call_of_a_thread_gives_equal_bits(target: Target) -> None:
-    """A thread, such as autograd's, has no CUDA context before it launches something."""
+    """A new thread, such as a thread of autograd, has no CUDA context before its first launch."""
     x = built("dense_causal", target, deterministic=True)
     expected = present(run(x, target[1]))
-    present(run(x, target[1]))  # beside `expected`, and freed: the thread's call takes its memory
+    present(run(x, target[1]))  # freed at once, so the thread's call reuses this memory, not that of `expected`
     with ThreadPoolExecutor(max_workers=1) as thread:
         grads = present(thread.submit(run, x, target[1]).result())
     for actual, reference in zip(grads, expected, strict=True):
@@ -255,7 +262,7 @@ def test_the_first_call_of_a_thread_gives_equal_bits(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
-def test_another_device_than_the_current_one(target: Target) -> None:
+def test_a_call_runs_on_the_device_of_its_inputs(target: Target) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     _, backend, dtype = target
@@ -269,7 +276,7 @@ def test_another_device_than_the_current_one(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
-def test_the_plan_names_what_runs(target: Target) -> None:
+def test_the_plan_names_the_backend_that_runs(target: Target) -> None:
     x = built("dense_causal", target)
     with flashbwd.use_backend(target[1]):
         plan = flashbwd.plan_attention_backward(**arguments_of(x))
@@ -279,7 +286,7 @@ def test_the_plan_names_what_runs(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", KERNELS)
-def test_compiled_with_cuda_graphs(target: Target) -> None:
+def test_compiled_calls_with_cuda_graphs_have_right_gradients(target: Target) -> None:
     backend = target[1]
     x = built("dense_causal", target)
     leaves = [x.arguments[name].detach().requires_grad_() for name in ("q", "k", "v")]

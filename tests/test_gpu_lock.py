@@ -1,4 +1,4 @@
-"""The lock under which tests that need much GPU memory run alone."""
+"""The lock that lets tests which need much GPU memory run alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_several_processes_share_the_lock(tmp_path: Path) -> None:
 
 
 def test_an_exclusive_holder_waits_and_is_not_overtaken(tmp_path: Path) -> None:
-    """A file lock belongs to the opened file, so threads with locks of their own behave like processes."""
+    """A file lock belongs to the open file, so threads with separate locks behave like processes."""
     events: list[str] = []
     at_gate = threading.Event()
 
@@ -33,7 +33,7 @@ def test_an_exclusive_holder_waits_and_is_not_overtaken(tmp_path: Path) -> None:
     with GpuLock(tmp_path).shared():
         first.start()
         assert at_gate.wait(PATIENCE_S)
-        first.join(0.2)  # it has the gate by now
+        first.join(0.2)  # by then it holds the gate
         second.start()
         second.join(0.2)
         events.append("leaving")

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_run.py: stages and steps, what their output says, the record of a run."""
+"""benchmarks/gpu_run.py: its stages and steps, how it judges their output, and the record of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ BENCHMARKS = str(ROOT / "benchmarks")
 
 @pytest.fixture
 def gpu_run(monkeypatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [BENCHMARKS, *sys.path])  # it adds the tree, which later tests would import
+    # The module adds the source tree to the path; later tests must not import from there.
+    monkeypatch.setattr(sys, "path", [BENCHMARKS, *sys.path])
     for name in ("gpu_steps", "gpu_run"):
         spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
         assert spec is not None
@@ -32,7 +33,7 @@ def gpu_run(monkeypatch) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "LIBRARIES", ("__init__.py",))  # always there
+    monkeypatch.setattr(module, "LIBRARIES", ("__init__.py",))  # a file that always exists
     monkeypatch.setattr(module, "has_gpu", lambda: True)
     monkeypatch.setattr(module, "identity", lambda: {"commit": "c"})
     return module
@@ -55,7 +56,7 @@ def _steps(gpu_run, monkeypatch, *steps):
     monkeypatch.setattr(gpu_run, "steps_of", lambda stage, plan: [s for s in steps if s.stage == stage])
 
 
-def test_gpu_run_reports_and_packs(gpu_run, monkeypatch, tmp_path, capsys):
+def test_gpu_run_reports_each_step_and_packs_the_logs(gpu_run, monkeypatch, tmp_path, capsys):
     _steps(
         gpu_run,
         monkeypatch,
@@ -72,14 +73,14 @@ def test_gpu_run_reports_and_packs(gpu_run, monkeypatch, tmp_path, capsys):
     assert "flashbwd-gpu/logs/check-good.log" in names
 
 
-def test_gpu_run_stops_a_step_whose_time_is_up(gpu_run, tmp_path):
+def test_gpu_run_stops_a_step_at_its_time_limit(gpu_run, tmp_path):
     endless = _python(gpu_run, "endless", "import time; time.sleep(1000)")
     outcome = gpu_run.run(endless, tmp_path, 0.5)
     assert (outcome.status, outcome.detail) == (gpu_run.LEFT, "stopped after 0 s")
 
 
 def test_gpu_run_records_the_seconds_of_a_step(gpu_run, monkeypatch, tmp_path):
-    """A clock on which 30 seconds pass between two readings."""
+    """The clock advances by 30 seconds at each reading."""
     clock = itertools.count(0.0, 30.0)
     monkeypatch.setattr(gpu_run.time, "monotonic", lambda: next(clock))
     for status in ("passed", "FAILED"):
@@ -87,7 +88,7 @@ def test_gpu_run_records_the_seconds_of_a_step(gpu_run, monkeypatch, tmp_path):
         assert (outcome.status, outcome.seconds) == (status, 30.0)
 
 
-def test_gpu_run_resumes_what_is_left(gpu_run, monkeypatch, tmp_path):
+def test_gpu_run_resumes_with_the_steps_that_are_left(gpu_run, monkeypatch, tmp_path):
     mark = tmp_path / "ran"
     first = _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')")
     second = _python(gpu_run, "second", "pass")
@@ -113,7 +114,7 @@ def test_gpu_run_starts_over_with_other_libraries(gpu_run, monkeypatch, tmp_path
     assert mark.read_text() == "11"
 
 
-def test_gpu_run_without_libraries_runs_nothing_else(gpu_run, monkeypatch, tmp_path):
+def test_gpu_run_stops_if_the_libraries_cannot_be_built(gpu_run, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_run, "LIBRARIES", ("no such library.so",))
     mark = tmp_path / "ran"
     _steps(
@@ -137,7 +138,7 @@ def test_gpu_run_without_libraries_runs_nothing_else(gpu_run, monkeypatch, tmp_p
         (2, "1 error in 0.5s", ("FAILED", "1 error")),
     ],
 )
-def test_gpu_run_judges_pytest(steps, status, output, outcome):
+def test_gpu_run_judges_the_output_of_pytest(steps, status, output, outcome):
     assert steps.by_pytest(status, output) == outcome
 
 
@@ -159,17 +160,17 @@ def test_gpu_run_judges_pytest(steps, status, output, outcome):
         (86, "9 passed in 4s\n========= ERROR SUMMARY: 2 errors", ("FAILED", "9 passed, ERROR SUMMARY: 2 errors")),
     ],
 )
-def test_gpu_run_judges_the_sanitizer(steps, status, output, outcome):
+def test_gpu_run_judges_the_output_of_the_sanitizer(steps, status, output, outcome):
     assert steps.by_sanitizer(status, output) == outcome
 
 
 @pytest.mark.parametrize(("status", "word"), [(0, "passed"), (3, "left"), (1, "FAILED")])
-def test_gpu_run_judges_the_benchmark(steps, status, word):
+def test_gpu_run_judges_the_output_of_the_benchmark(steps, status, word):
     assert steps.by_bench(status, "x\nbars: 3 reached\nwritten: y") == (word, "bars: 3 reached")
 
 
 def _session(gpu_run, name: str, stage: str, passed: int):
-    """A step that writes what a test session would."""
+    """A step that writes the summary of a test session."""
     found = {"counts": {"passed": passed, "skipped": 1}, "refusals": {"it needs 9.0": 1}, "skips": {}}
     found["error_over_limit"] = {"sm90 bfloat16": {"dq": passed / 10}}
     code = "import json, os, pathlib; path = pathlib.Path(os.environ['FLASHBWD_TEST_SUMMARY'])\n"
@@ -196,11 +197,11 @@ def test_gpu_run_records_tests_and_sanitizer_for_a_release(gpu_run, monkeypatch,
     assert acceptance.problems(found, "other") == ["its kernel sources differ from csrc"]
 
 
-def test_gpu_run_knows_declared_refusals_as_the_tests_write_them(steps):
+def test_gpu_run_recognises_declared_refusals_as_the_tests_write_them(steps):
     assert steps.REFUSED_AS_DECLARED == summary.DECLARED
 
 
-def test_gpu_run_wants_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):
+def test_gpu_run_fails_without_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):
     _steps(gpu_run, monkeypatch)
     monkeypatch.setattr(gpu_run, "has_gpu", lambda: False)
     with pytest.raises(SystemExit) as stopped:
@@ -220,13 +221,14 @@ def test_gpu_run_gives_each_tool_every_test_once(steps, monkeypatch):
             given[step.name.split(",")[0]] += [word for word in step.command if "::" in word]
         assert len({step.log_name for step in found}) == len(found)
         assert all(step.command[step.command.index("--tool") + 1] == step.name.split(",")[0] for step in found)
-        unseen = {"initcheck": "sm90"}  # what bulk copies write
+        unseen = {"initcheck": "sm90"}  # initcheck does not see writes of bulk copies
         for tool, of_tool in given.items():
             assert sorted(of_tool) == sorted(test for test in tests if unseen.get(tool, "no backend") not in test)
 
 
-def test_gpu_run_gives_each_tool_the_flags_that_let_it_find_something(steps, monkeypatch):
-    """Errors fail the run, accesses past a tensor leave its allocation, and initcheck sees PyTorch's writes too."""
+def test_gpu_run_gives_each_tool_the_flags_that_make_it_find_errors(steps, monkeypatch):
+    """With these flags, errors fail the run, an access past a tensor leaves its allocation, and initcheck sees the
+    writes of PyTorch's kernels."""
     tests = ["tests/test_x.py::test_y[sm80]", "tests/test_x.py::test_y[sm90]"]
     monkeypatch.setattr(steps.Selection, "tests", lambda self: tests)
     found = list(steps.sanitizer_steps(_plan(steps, 1)))
@@ -262,7 +264,7 @@ def test_gpu_run_tests_every_file_once(steps, monkeypatch, least, count):
 
 
 def _marks(step) -> str:
-    return step.command[step.command.index("-m", 3) + 1]  # the first -m is Python's
+    return step.command[step.command.index("-m", 3) + 1]  # the first -m belongs to Python
 
 
 @pytest.mark.parametrize("step_tests", [0, 500])
@@ -278,26 +280,26 @@ def test_gpu_run_runs_tests_that_need_much_memory_alone_in_one_process(steps, mo
         assert step.command[step.command.index("-n") + 1] == "4"
 
 
-def test_gpu_run_leaves_out_tests_that_need_much_memory_where_none_is_selected(steps, monkeypatch):
+def test_gpu_run_has_no_step_for_much_memory_if_no_such_test_is_selected(steps, monkeypatch):
     _collects(steps, monkeypatch)
     assert [_marks(step) for step in steps.test_steps(_plan(steps, select="x"))] == ["gpu and not much_memory"]
 
 
-def test_gpu_run_collects_no_tests_beforehand_where_one_step_takes_all(steps, monkeypatch):
+def test_gpu_run_collects_no_tests_beforehand_if_one_step_runs_all(steps, monkeypatch):
     monkeypatch.setattr(steps.Selection, "tests", lambda self: pytest.fail("collected"))
     assert [step.name for step in steps.test_steps(_plan(steps))] == ["much memory", "all others"]
 
 
 @pytest.mark.parametrize("marks", ["gpu and not much_memory", "gpu and much_memory", "gpu and sanitizer"])
-def test_gpu_run_looks_in_every_file_that_has_such_tests(steps, marks, request):
-    """Of the files that this pytest session collected."""
+def test_gpu_run_finds_every_file_with_tests_of_the_given_marks(steps, marks, request):
+    """Checks the files that this pytest session collected."""
     wanted = [word for word in marks.split(" and ") if not word.startswith("not ")]
     items = [item for item in request.session.items if all(item.get_closest_marker(mark) for mark in wanted)]
     assert {str(item.path.relative_to(ROOT)) for item in items} <= set(steps.Selection(marks, "").files)
 
 
-def test_gpu_run_finds_all_of_these_files(steps):
-    """A file whose tests get the mark from the targets of tests/support.py, and one that names the mark."""
+def test_gpu_run_finds_files_that_name_a_mark_or_a_gpu_target(steps):
+    """In one file, tests get the mark from the targets of tests/support.py. The other file names the mark."""
     files = steps.Selection("gpu and not much_memory", "").files
     assert {"tests/test_attention_features.py", "tests/test_sanitizer.py"} <= set(files)
     assert steps.Selection("gpu and sanitizer", "").files == ["tests/test_flex_kernel.py", "tests/test_sanitizer.py"]
@@ -321,11 +323,15 @@ def test_concurrent_stages_start_at_most_seven_quarters_of_the_processes(steps, 
     shares = steps.shared_jobs(jobs, concurrent=True)
     assert set(shares) == {"tests", "sanitizer", "fuzz"}
     assert min(shares.values()) >= 1
-    assert shares["tests"] == jobs  # the tests are never slowed down by a smaller share of their own
+    assert shares["tests"] == jobs  # the stage tests keeps all its processes
     assert sum(shares.values()) <= max(jobs + 2, 1.75 * jobs)
 
 
-GIB_OF_A_PROCESS = {"tests": 2.0, "sanitizer": 2.0, "fuzz": 0.06 * 79}  # context, cache and one test; MEMORY_SHARE
+GIB_OF_A_PROCESS = {
+    "tests": 2.0,
+    "sanitizer": 2.0,
+    "fuzz": 0.06 * 79,
+}  # context, cache and one test; for fuzz: MEMORY_SHARE
 
 
 def test_sixteen_concurrent_jobs_fit_the_memory_of_an_h100(steps):
@@ -346,7 +352,7 @@ def test_the_stages_get_their_share_of_the_processes(steps, monkeypatch, concurr
 
 
 def _meets(gpu_run, here: Path, mine: str, other: str, stage: str):
-    """A step that ends when the other one has begun."""
+    """A step that ends after another step has begun."""
     code = f"import pathlib, time; here = pathlib.Path({str(here)!r}); (here / {mine!r}).touch()\n"
     code += f"while not (here / {other!r}).exists(): time.sleep(0.01)"
     return _python(gpu_run, mine, code, stage)
@@ -377,13 +383,13 @@ def _overlap_of(gpu_run, monkeypatch, tmp_path, *steps) -> list[str]:
     return log.read_text().split()
 
 
-def test_a_step_that_needs_the_memory_alone_shares_it_with_no_other(gpu_run, monkeypatch, tmp_path):
+def test_no_step_runs_at_the_same_time_as_a_step_that_needs_the_memory(gpu_run, monkeypatch, tmp_path):
     large = replace(_python(gpu_run, "large", "pass", "tests"), alone=True)
     others = [_python(gpu_run, stage, "pass", stage) for stage in ("tests", "sanitizer", "fuzz")]
     assert _overlap_of(gpu_run, monkeypatch, tmp_path, large, *others)[:2] == ["large+", "large-"]
 
 
-def test_nothing_runs_beside_the_benchmarks(gpu_run, monkeypatch, tmp_path):
+def test_no_step_runs_at_the_same_time_as_the_benchmarks(gpu_run, monkeypatch, tmp_path):
     stages = ("check", "tests", "sanitizer", "fuzz", "bench")
     order = _overlap_of(gpu_run, monkeypatch, tmp_path, *(_python(gpu_run, name, "pass", name) for name in stages))
     assert order[:2] == ["check+", "check-"]
@@ -422,7 +428,7 @@ def test_a_stage_has_a_budget_of_its_own(gpu_run, monkeypatch, tmp_path):
 
 
 def test_the_time_of_a_stage_covers_all_its_steps(gpu_run, monkeypatch, tmp_path):
-    """The step that is alone on the GPU takes its time from the same budget as those that follow."""
+    """The step that runs alone on the GPU shares the budget of the stage with the steps after it."""
     now = [0.0]
     monkeypatch.setattr(gpu_run.time, "monotonic", lambda: now[0])
     given = []
@@ -439,7 +445,7 @@ def test_the_time_of_a_stage_covers_all_its_steps(gpu_run, monkeypatch, tmp_path
     assert given == [130.0, 70.0]  # 10 seconds are too few for the last one
 
 
-def test_a_budget_of_no_stage_is_an_error(gpu_run, tmp_path, capsys):
+def test_a_budget_for_an_unknown_stage_is_an_error(gpu_run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu_run.main([str(tmp_path), "--stage-budget", "test=300"])
     assert "expected STAGE=SECONDS" in capsys.readouterr().err
@@ -456,7 +462,7 @@ def test_a_budget_of_no_stage_is_an_error(gpu_run, tmp_path, capsys):
         (1, "", "FAILED"),
     ],
 )
-def test_random_calls_that_are_left_are_no_failure(steps, status, line, word):
+def test_a_random_run_with_calls_left_is_incomplete_and_not_failed(steps, status, line, word):
     assert steps.by_fuzz(status, line)[0] == word
 
 
@@ -464,7 +470,7 @@ def test_random_calls_that_are_left_are_no_failure(steps, status, line, word):
 
 
 def _seeds(gpu_run, monkeypatch, out: Path, *arguments: str) -> tuple[int, int, int]:
-    """Of a run of the stage tests: what its steps get, what its record holds, and what it prints."""
+    """The seeds that a run of the stage tests passes to its steps, writes to its record, and prints."""
     got = []
 
     def steps_of(stage, plan):
@@ -495,11 +501,11 @@ def test_gpu_run_keeps_the_seed_of_the_run_that_it_resumes(gpu_run, monkeypatch,
     assert _seeds(gpu_run, monkeypatch, tmp_path, "--resume") == first
 
 
-def test_gpu_run_takes_a_given_seed(gpu_run, monkeypatch, tmp_path):
+def test_gpu_run_uses_a_given_seed(gpu_run, monkeypatch, tmp_path):
     assert _seeds(gpu_run, monkeypatch, tmp_path, "--seed", "11") == (11, 11, 11)
 
 
-def test_gpu_run_resumes_with_no_other_seed(gpu_run, monkeypatch, tmp_path):
+def test_gpu_run_refuses_to_resume_with_another_seed(gpu_run, monkeypatch, tmp_path):
     _seeds(gpu_run, monkeypatch, tmp_path, "--seed", "11")
     with pytest.raises(SystemExit, match="expected 11, the seed of the run to resume"):
         gpu_run.main([str(tmp_path), "--stage", "tests", "--resume", "--seed", "12"])
@@ -512,13 +518,13 @@ def test_gpu_run_collects_the_tests_that_have_the_marks_and_match(steps, monkeyp
 
 
 @pytest.mark.parametrize("stage", ["tests", "sanitizer"])
-def test_gpu_run_fails_where_it_finds_no_tests(gpu_run, steps, monkeypatch, tmp_path, stage, capsys):
+def test_gpu_run_fails_if_it_finds_no_tests(gpu_run, steps, monkeypatch, tmp_path, stage, capsys):
     monkeypatch.setattr(steps.Selection, "tests", lambda self: [])
     assert gpu_run.main([str(tmp_path), "--stage", stage, "--select", "no_such_test"]) == 1
     assert 'and matches "no_such_test"' in capsys.readouterr().out
 
 
-def test_gpu_run_takes_sanitizer_steps_side_by_side(gpu_run, monkeypatch, tmp_path):
+def test_gpu_run_runs_sanitizer_steps_at_the_same_time(gpu_run, monkeypatch, tmp_path):
     pairs = [("one", "two"), ("two", "one")]
     _steps(gpu_run, monkeypatch, *(_meets(gpu_run, tmp_path, *names, "sanitizer") for names in pairs))
     assert gpu_run.main([str(tmp_path / "out"), "--stage", "sanitizer", "--jobs", "2", "--budget-s", "60"]) == 0

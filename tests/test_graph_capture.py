@@ -1,4 +1,4 @@
-"""Capturing calls in a CUDA graph: the first call of a process, calls with dropout, seeds given by the host."""
+"""Calls can be captured in a CUDA graph: the first call of a process, calls with dropout, seeds from the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashbwd.reference import norms
 
 
 class RefuseTransfers(TorchDispatchMode):
-    """Raises where an operator copies between the CPU and the GPU, or waits for a value of the GPU."""
+    """Raises if an operator copies between the CPU and the GPU, or waits for a value on the GPU."""
 
     WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::unique")
 
@@ -44,7 +44,7 @@ def cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def features(name: str) -> dict[str, Any]:
-    """Of a call with q (2, 40, 4, 16) and k (2, 50, 2, 16)."""
+    """The options of a call with q (2, 40, 4, 16) and k (2, 50, 2, 16)."""
     extras: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": dict,
         "softcap": lambda: {"softcap": 3.0},
@@ -105,8 +105,8 @@ def test_a_seed_of_the_host_reaches_the_gpu_without_a_copy(word: Any) -> None:
     assert (rng.device.type, rng.dtype, rng.shape) == ("cuda", torch.int64, (2,))
 
 
-def test_copies_and_waits_are_refused() -> None:
-    """Of the mode that the tests above rely on."""
+def test_copies_and_waits_raise() -> None:
+    """Checks RefuseTransfers, on which the tests above rely."""
     if torch.version.cuda is None:
         pytest.skip("this PyTorch has no CUDA tensors to imitate")
     with FakeTensorMode(), RefuseTransfers():
@@ -162,9 +162,9 @@ if replays_agree:
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 print("captured")
 """
-# What PyTorch prepares in first calls of its own. "cublas": the handles of this thread and of autograd's, which the
-# products of the reference need. "forwards": also each forward that flashbwd.attention may choose. No function of
-# flashbwd has run in either case.
+# Initialisation that PyTorch does in its own first calls. "cublas": the cuBLAS handles of this thread and of autograd's
+# thread, which the products of the reference need. "forwards": also every forward that flashbwd.attention may choose.
+# In both cases, no function of flashbwd has run before the capture.
 CUBLAS = """
 for t in (q, q32):
     torch.bmm(t.flatten(1, 2), t.flatten(1, 2).mT).sum().backward()
@@ -207,8 +207,8 @@ def test_the_first_call_of_a_process_can_be_captured(name: str, prepared: str) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [0.0, 20.0], ids=["flash_forward", "reference_forward"])
-def test_each_replay_of_attention_draws_a_mask_that_its_backward_uses(softcap: float) -> None:
-    """out is linear in v: its derivative along v is out itself, only if both used one mask."""
+def test_each_replay_draws_a_new_mask_that_its_backward_uses(softcap: float) -> None:
+    """out is linear in v, so its derivative along v equals out, but only if forward and backward used one mask."""
     q, k, v = (torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     def step() -> tuple[Tensor, Tensor]:

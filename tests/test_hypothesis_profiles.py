@@ -1,4 +1,4 @@
-"""Which examples property tests get: the same in every run of CI, new ones with a printed seed elsewhere."""
+"""Property tests get the same examples in every run of CI. Other runs get new examples and print their seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_seed_1(request):
 
 
 def examples(folder: Path, profile: str | None, *options: str, ci: bool = False) -> tuple[list[str], str]:
-    """Of a property under a profile, in the order of the run, on a machine of CI or not; and what pytest printed."""
+    """The examples of a property under a profile, in the order of the run, and the output of pytest."""
     folder.mkdir()
     (folder / "test_it.py").write_text(PROPERTY)
     outer = ("HYPOTHESIS_PROFILE", "FLASHBWD_TEST_SUMMARY", "CI")

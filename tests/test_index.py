@@ -1,4 +1,4 @@
-"""The index arithmetic that host and kernels share, against plain enumeration."""
+"""The index arithmetic that host and kernels share agrees with plain enumeration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, causal: A
 
 
 def tiles_of(seen: np.ndarray, block_m: int, block_n: int, beyond: int = 2) -> dict[tuple[int, int], np.ndarray]:
-    """Every tile, cut at the lengths, and a few beyond the ends."""
+    """Every tile, clipped at the lengths, and a few tiles beyond the ends."""
     rows, keys = seen.shape
     return {
         (m, n): seen[m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
@@ -63,7 +63,7 @@ blocks = st.sampled_from([1, 2, 3, 7, 16, 64])
 
 @given(mask=masks())
 @settings(max_examples=500, deadline=None)
-def test_visible_is_the_definition(mask: tuple[int, int, int, int, Any]) -> None:
+def test_visible_agrees_with_the_definition(mask: tuple[int, int, int, int, Any]) -> None:
     v, seen = host.make_visibility(*mask), visible_pairs(*mask)
     got = [[v.visible(i, j) for j in range(-2, mask[1] + 2)] for i in range(-2, mask[0] + 2)]
     np.testing.assert_array_equal(np.array(got), np.pad(seen, 2))
@@ -72,7 +72,7 @@ def test_visible_is_the_definition(mask: tuple[int, int, int, int, Any]) -> None
 
 @given(mask=masks(), block_m=blocks, block_n=blocks)
 @settings(max_examples=1500, deadline=None)
-def test_tiles_are_visited_iff_they_hold_a_visible_pair(
+def test_a_tile_is_visited_iff_it_contains_a_visible_pair(
     mask: tuple[int, int, int, int, Any], block_m: int, block_n: int
 ) -> None:
     v = host.make_visibility(*mask)
@@ -117,7 +117,7 @@ def test_a_tile_is_interior_iff_all_of_it_is_visible(
     block_m=st.sampled_from([64, 128]),
 )
 @settings(max_examples=1500, deadline=None)
-def test_a_column_of_a_thread_has_a_bit_iff_its_pair_is_visible(
+def test_the_bit_of_a_column_is_set_iff_its_pair_is_visible(
     mask: tuple[int, int, int, int, Any], first_key: int, first_query: int, row: int, lane: int, block_m: int
 ) -> None:
     v = host.make_visibility(*mask)
@@ -150,7 +150,7 @@ def test_a_query_loop_visits_the_blocks_of_all_heads_in_order(
 
 
 @given(**LOOPS, start=st.integers(0, 5))
-def test_a_staggered_loop_goes_on_at_its_first_block_after_the_last(
+def test_a_staggered_loop_wraps_around_after_the_last_block(
     first_index: int, heads: tuple[int, int], blocks: tuple[int, int], start: int
 ) -> None:
     size = blocks[1] - blocks[0]
@@ -194,7 +194,7 @@ def test_lengths_and_windows_up_to_the_integer_limit_do_not_overflow(length: int
 # Splits
 
 
-def test_every_step_of_a_walk_belongs_to_one_split_and_splits_are_even() -> None:
+def test_every_iteration_of_a_query_loop_belongs_to_one_split_and_splits_are_even() -> None:
     for steps in range(40):
         for num_splits in range(1, 45):
             loops = [range(*host.split_query_loop(steps, s, num_splits)) for s in range(num_splits)]
@@ -205,10 +205,10 @@ def test_every_step_of_a_walk_belongs_to_one_split_and_splits_are_even() -> None
 
 @given(mask=masks(), block_m=blocks, block_n=blocks, heads_per_kv=st.integers(1, 6), num_splits=st.integers(1, 12))
 @settings(max_examples=2000, deadline=None)
-def test_each_key_block_of_a_dq_tile_is_one_ctas(
+def test_each_key_block_adds_to_a_dq_tile_once(
     mask: tuple[int, int, int, int, Any], block_m: int, block_n: int, heads_per_kv: int, num_splits: int
 ) -> None:
-    """The CTAs that touch a dq tile are as many as its key blocks, however the loops are shared."""
+    """Each key block adds to a dq tile once, whatever the number of CTAs that share its query loop."""
     v = host.make_visibility(*mask)
     touched: dict[tuple[int, int], list[int]] = defaultdict(list)
     per_pass = host.heads_per_pass(heads_per_kv, num_splits)
@@ -226,7 +226,7 @@ def test_each_key_block_of_a_dq_tile_is_one_ctas(
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5])
-def test_a_loop_takes_the_heads_of_a_group_tile_by_tile(tiles: int) -> None:
+def test_a_query_loop_visits_the_heads_of_a_group_tile_by_tile(tiles: int) -> None:
     for heads in range(1, 9):
         for num_splits in range(1, 12):
             per_pass = host.heads_per_pass(heads, num_splits)
@@ -247,7 +247,7 @@ def test_a_loop_takes_the_heads_of_a_group_tile_by_tile(tiles: int) -> None:
 
 
 def greedy(loops: list[int], at_once: int) -> int:
-    """When the last CTA ends, if each takes a step more than its loop, and starts as soon as there is room."""
+    """The time at which the last CTA ends, if each takes one iteration more than its loop and starts when it can."""
     free = [0] * at_once
     for loop in loops:
         heapq.heapreplace(free, free[0] + loop + 1)
@@ -255,7 +255,7 @@ def greedy(loops: list[int], at_once: int) -> int:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_walks_are_shared_where_that_saves_time_and_little_memory(causal: bool) -> None:
+def test_query_loops_are_split_if_that_saves_time_and_takes_little_memory(causal: bool) -> None:
     for at_once in (1, 2, 8, 108, 132):
         for work_tiles in (1, 2, 3, 5, 8, 16, 31, 66, 67, 107, 108, 131, 132, 133, 200, 264, 265, 5000):
             for steps in (1, 2, 3, 7, 16, 128, 1000):
@@ -270,16 +270,16 @@ def test_walks_are_shared_where_that_saves_time_and_little_memory(causal: bool) 
                     for loop in loops
                     for begin, end in (host.split_query_loop(loop, split, splits) for split in range(splits))
                 ]
-                # Of unequal loops the mean and the longest are what the rule knows.
+                # The rule knows only the mean and the longest of unequal loops.
                 assert greedy(shared, at_once) <= (1.05 if causal else 0.95) * greedy(loops, at_once)
 
 
 def test_one_key_block_of_many_queries_fills_the_device() -> None:
-    assert host.split_count(1, 256, 256, 132) == 128  # two steps each; 132 splits would have no fewer
+    assert host.split_count(1, 256, 256, 132) == 128  # two iterations each; with 132 splits, some would still have two
     assert host.split_count(16, 256, 256, 132) == 8
     assert host.split_count(16, 272, 512, 132) == 16  # causal: the longest loop counts
     assert host.split_count(100, 64, 64, 132) == 1
-    assert host.split_count(80, 64, 64, 132) == 3  # in two rounds of a third each
+    assert host.split_count(80, 64, 64, 132) == 3  # in two waves, with a third of a loop each
     assert host.split_count(5000, 64, 64, 132) == 1
 
 
@@ -304,7 +304,7 @@ class Ordered:
         return [(m, before(self.v, m, n, self.block_m, self.block_n)) for m in (blocks if ascending else blocks[::-1])]
 
     def run(self, workers: int, rng: random.Random) -> bool:
-        """Whether all work tiles end, when CTAs take them from a counter and advance in random order."""
+        """Whether all work tiles end if CTAs take them from a counter and advance in random order."""
         waiting = list(reversed(self.work_tiles))
         busy: list[list[Any]] = []
         while True:
@@ -331,7 +331,7 @@ class Ordered:
 
 @given(mask=masks(60), block_m=st.sampled_from([3, 7, 16]), block_n=st.sampled_from([3, 7, 16]))
 @settings(max_examples=1000, deadline=None)
-def test_turns_of_a_tile_count_up_to_its_number_of_key_blocks(
+def test_adds_to_a_dq_tile_are_numbered_by_its_key_blocks(
     mask: tuple[int, int, int, int, Any], block_m: int, block_n: int
 ) -> None:
     v = host.make_visibility(*mask)
@@ -339,7 +339,7 @@ def test_turns_of_a_tile_count_up_to_its_number_of_key_blocks(
         seen = range(*host.key_blocks(v, m, block_m, block_n))
         orders = [host.adds_before_ascending(v, m, n, block_m, block_n) for n in seen]
         assert orders == list(range(len(seen)))
-        # What the kernels compute instead.
+        # The kernels compute the same numbers in this way.
         assert orders == [n - max(m * block_m + v.lo, 0) // block_n for n in seen]
         orders = [host.adds_before_descending(v, m, n, block_m, block_n) for n in seen]
         assert orders == list(reversed(range(len(seen))))
@@ -376,15 +376,15 @@ def test_ordered_adds_never_deadlock_whatever_the_number_of_ctas(
         assert all(ordered.semaphores[head, m] == end - begin for head in range(heads))
 
 
-def test_the_simulation_sees_a_deadlock() -> None:
-    """One CTA that takes the key blocks in the wrong order waits forever."""
+def test_the_simulation_detects_a_deadlock() -> None:
+    """A single CTA that takes the key blocks in the wrong order waits forever."""
     ordered = Ordered(host.make_visibility(64, 64, -1, -1, Causal.kNone), 8, 8, heads=1, head_group=1)
     ordered.work_tiles.reverse()
     assert not ordered.run(1, random.Random(0))
 
 
 def makespan(ordered: Ordered) -> int:
-    """Iterations until all work tiles end when each has a CTA and an iteration takes one unit."""
+    """The time until all work tiles end, if each has a CTA and an iteration takes one unit."""
     progress = [0] * len(ordered.work_tiles)
     for now in range(10_000):
         if all(done == len(steps) for done, (_, steps) in zip(progress, ordered.work_tiles, strict=True)):
@@ -402,7 +402,7 @@ def makespan(ordered: Ordered) -> int:
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5, 16])
-def test_under_a_mask_no_key_block_waits_longer_than_the_longest_one_takes(tiles: int) -> None:
+def test_under_a_mask_ordered_adds_take_no_longer_than_the_longest_query_loop(tiles: int) -> None:
     length = 8 * tiles
     causal = host.make_visibility(length, length, -1, 0, Causal.kBottomRight)
     window = host.make_visibility(length, length, 15, 0, Causal.kBottomRight)
@@ -413,7 +413,7 @@ def test_under_a_mask_no_key_block_waits_longer_than_the_longest_one_takes(tiles
 
 @given(blocks_apart=st.integers(1, 8), query_blocks=st.integers(1, 6000))
 @settings(max_examples=500, deadline=None)
-def test_a_staggered_loop_starts_inside_and_so_far_after_its_neighbour(blocks_apart: int, query_blocks: int) -> None:
+def test_staggered_starts_have_a_constant_distance(blocks_apart: int, query_blocks: int) -> None:
     starts = [host.staggered_start(n, blocks_apart, query_blocks) for n in range(3000)]
     assert all(0 <= start < query_blocks for start in starts)
     apart = [(after - before) % query_blocks for before, after in itertools.pairwise(starts)]
@@ -424,14 +424,14 @@ def test_a_staggered_loop_starts_inside_and_so_far_after_its_neighbour(blocks_ap
 
 
 class Waves:
-    """Work tiles dealt to CTAs: (head, iterations of (tile, adds before)), in groups of `head_group` heads."""
+    """Work tiles that a static scheduler assigns to CTAs: (head, [(tile, adds before) of each iteration])."""
 
     def __init__(self, workers: int, work_tiles: list[tuple[Any, list[tuple[int, int]]]]) -> None:
         self.workers, self.work_tiles = workers, work_tiles
         self.semaphores: dict[tuple[Any, int], int] = defaultdict(int)
 
     def _loops(self) -> list[list[Any]]:
-        """What each worker has to do, its first step last."""
+        """The iterations of each worker, in reverse order."""
         queues = [self.work_tiles[worker :: self.workers] for worker in range(self.workers)]
         return [[(head, *step) for head, steps in queue for step in steps][::-1] for queue in queues]
 
@@ -443,7 +443,7 @@ class Waves:
         self.semaphores[head, tile] += 1
 
     def run(self, rng: random.Random) -> bool:
-        """Whether all work tiles end, when workers advance in random order."""
+        """Whether all work tiles end if workers advance in random order."""
         loops = self._loops()
         while any(loops):
             able = list(filter(self._may_add, loops))
@@ -453,7 +453,7 @@ class Waves:
         return True
 
     def makespan(self) -> int:
-        """Steps until all work tiles end, where a step takes one unit."""
+        """The time until all work tiles end, if an iteration takes one unit."""
         loops = self._loops()
         for now in range(100_000):
             if not any(loops):
@@ -468,7 +468,7 @@ class Waves:
 def paired_waves(
     workers: int, heads: int, head_group: int, v: Any, block_m: int, block_n: int, group: int, spare_blocks: int
 ) -> Waves:
-    """Pairs of key blocks, of which the last `spare_blocks` hold no keys of the sequence."""
+    """Mirrored tile pairs. The last `spare_blocks` key blocks contain no keys of the sequence."""
     key_blocks = -(-v.seqlen_k // block_n) + spare_blocks
     pairs = -(-key_blocks // 2)
     work_tiles = []
@@ -498,7 +498,7 @@ def paired_waves(
 
 
 def assert_adds_are_numbered(waves: Waves) -> None:
-    """Turns of each tile are 0, 1, 2, ... once each."""
+    """Assert that the numbers of adds before an add to a tile are 0, 1, 2, ..., each once."""
     orders: dict[Any, list[int]] = defaultdict(list)
     for head, steps in waves.work_tiles:
         for tile, before in steps:
@@ -506,7 +506,7 @@ def assert_adds_are_numbered(waves: Waves) -> None:
     assert all(sorted(seen) == list(range(len(seen))) for seen in orders.values())
 
 
-# CTAs, heads and groups of them, and what a causal mask leaves of a sequence.
+# CTAs, heads and their groups, and sequences with a causal mask.
 PAIRS: dict[str, Any] = {
     "workers": st.integers(1, 20),
     "heads": st.integers(1, 6),
@@ -521,7 +521,7 @@ PAIRS: dict[str, Any] = {
 
 @given(**PAIRS, group=st.integers(1, 12), spare_blocks=st.integers(0, 3))
 @settings(max_examples=1000, deadline=None)
-def test_waves_of_pairs_add_in_order_and_never_deadlock(
+def test_waves_of_mirrored_pairs_add_in_order_and_never_deadlock(
     workers: int,
     heads: int,
     head_group: int,
@@ -546,7 +546,7 @@ def test_waves_of_pairs_add_in_order_and_never_deadlock(
 
 @given(**PAIRS)
 @settings(max_examples=500, deadline=None)
-def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_the_last_for_all(
+def test_mirrored_pairs_from_a_counter_never_deadlock_with_last_arriver_finalization(
     workers: int,
     heads: int,
     head_group: int,
@@ -556,7 +556,7 @@ def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_t
     blocks: tuple[int, int],
     seed: int,
 ) -> None:
-    """Jobs are taken one by one, as soon as one is done; all of a head are one wave."""
+    """CTAs take work tiles one by one from a counter. All work tiles of a head form one wave."""
     v = host.make_visibility(*lengths, -1, right, kind)
     pairs = -(-lengths[1] // (2 * blocks[1]))
     work_tiles = paired_waves(heads * pairs, heads, head_group, v, *blocks, 1, 0).work_tiles
@@ -590,7 +590,7 @@ def test_pairs_from_a_counter_never_deadlock_where_adds_wait_for_the_first_and_t
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
-def test_in_a_wave_of_pairs_work_tiles_wait_in_the_beginning_only(group: int) -> None:
+def test_in_a_wave_of_mirrored_pairs_work_tiles_wait_only_at_the_beginning(group: int) -> None:
     v = host.make_visibility(128, 128, -1, 0, Causal.kBottomRight)
     assert paired_waves(64, 2, 2, v, 1, 2, group, 0).makespan() == group * 2 * (64 + 1) + 31
 
@@ -624,7 +624,7 @@ def test_waves_of_a_staggered_start_add_in_order_and_never_deadlock(
 ) -> None:
     at_once = min(key_blocks, workers)
     query_blocks = at_once + spare_query_blocks
-    apart = max((query_blocks - 1) // max(at_once - 1, 1), 1)  # the most with which all starts are different
+    apart = max((query_blocks - 1) // max(at_once - 1, 1), 1)  # the largest distance for which all starts differ
     waves = ring_waves(workers, heads, head_group, key_blocks, query_blocks, apart)
     assert_adds_are_numbered(waves)
     assert waves.run(random.Random(seed))
@@ -638,7 +638,7 @@ def test_in_a_wave_of_a_staggered_start_no_key_block_waits() -> None:
 # The order of work
 
 
-def test_every_dense_work_tile_comes_once() -> None:
+def test_every_dense_work_tile_occurs_once() -> None:
     for batch in (0, 1, 2, 3):
         for heads in (1, 2, 5):
             for num_blocks in (0, 1, 3, 4):
@@ -649,7 +649,7 @@ def test_every_dense_work_tile_comes_once() -> None:
                     assert len(work_tiles) == len(every) and set(work_tiles) == every
 
 
-def test_key_blocks_of_a_head_come_in_ascending_order_and_heads_in_groups() -> None:
+def test_key_blocks_of_a_head_are_ascending_and_heads_form_groups() -> None:
     for head_group in (1, 2, 3, 7):
         work_tiles = [host.dense_work_tile(i, 2, 5, 4, head_group) for i in range(40)]
         for index, (b, h, n) in enumerate(work_tiles):
@@ -676,7 +676,7 @@ def test_dense_work_tiles_are_64_bit() -> None:
     list_blocks=st.integers(0, 30),
 )
 @settings(max_examples=1500, deadline=None)
-def test_every_varlen_work_tile_comes_once_with_at_most_one_idle_block_a_sequence(
+def test_every_packed_work_tile_occurs_once_with_at_most_one_idle_block_per_sequence(
     lengths: list[int], slack: int, heads: int, block_n: int, head_group: int, list_blocks: int
 ) -> None:
     cu_seqlens = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
@@ -689,7 +689,7 @@ def test_every_varlen_work_tile_comes_once_with_at_most_one_idle_block_a_sequenc
     )
     assert len(idle) <= heads * len(lengths)
     assert all(b >= 0 and n == len(range(0, lengths[b], block_n)) for b, _, n in idle)
-    # A grid sized with spare rows behind the last sequence finds nothing there.
+    # If the grid also covers spare rows after the last sequence, these have no work tiles.
     bound = host.varlen_work_tiles(cu_seqlens[-1] + slack, len(lengths), heads, block_n)
     beyond = [
         host.varlen_work_tile(i, cu_seqlens, heads, block_n, head_group, list_blocks) for i in range(total, bound)
@@ -709,10 +709,10 @@ def test_every_varlen_work_tile_comes_once_with_at_most_one_idle_block_a_sequenc
     block_n=st.sampled_from([1, 7, 64]),
 )
 @settings(max_examples=1500, deadline=None)
-def test_the_dq_postprocess_waits_for_as_many_key_blocks_as_there_are_whatever_cu_seqlens_holds(
+def test_the_dq_postprocess_waits_for_the_right_number_of_key_blocks_for_any_cu_seqlens(
     given_cu_seqlens: list[int], total: int, longest: int, heads: int, block_n: int
 ) -> None:
-    """cu_seqlens as bounded_lengths.h says, sequences cut to the host's longest as load_sequence does."""
+    """cu_seqlens are bounded as in bounded_lengths.h, and sequences are clipped as in load_sequence."""
     cu_seqlens = np.maximum.accumulate(np.clip([0, *given_cu_seqlens], 0, total)).tolist()
     rows = [min(end - begin, longest) for begin, end in itertools.pairwise(cu_seqlens)]
     found: Counter[tuple[int, int]] = Counter()
@@ -733,14 +733,14 @@ def test_longest_work_tiles_of_a_causal_head_come_first() -> None:
         assert sizes == sorted(sizes, reverse=True)
 
 
-def test_heads_abreast_divide_all_heads_and_fill_the_workers_at_most_once() -> None:
+def test_the_group_size_of_the_head_swizzle_divides_the_heads_and_is_bounded() -> None:
     for workers, heads, key_blocks in itertools.product((1, 60, 132), (1, 7, 16, 48, 256), (1, 8, 64, 1000)):
         per_pass = host.heads_at_once(workers, heads, key_blocks)
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * key_blocks <= workers]
         assert per_pass == max(fitting, default=1)
 
 
-def test_heads_of_a_group_fit_the_cache_and_one_more_would_not() -> None:
+def test_heads_of_a_group_fit_in_the_cache_and_one_more_would_not() -> None:
     rng = random.Random(7)
     for _ in range(500):
         cache, rows = rng.randrange(0, 50 << 20), rng.randrange(0, 20000)

@@ -1,4 +1,4 @@
-"""Passes over Inductor's graphs: what they replace, what they leave, and that gradients stay what they were."""
+"""Passes over Inductor's graphs replace the nodes that they should, no others, and do not change gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _fresh_dynamo() -> None:
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms of CPU tensors are taken too, which the reference computes."""
+    """Make the pass replace norms of CPU tensors too, which the reference computes."""
     monkeypatch.setattr(inductor, "_runs_on", lambda device: True)
 
 
@@ -48,7 +48,7 @@ def gradients(call: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor, do
 
 
 def taken(function: Callable[..., Any], *tensors: Tensor) -> int:
-    """How many norms of a function the pass replaces; gradients of the first result's sum must not change."""
+    """The number of norms of a function that the pass replaces. Asserts that results and gradients do not change."""
     found: list[int] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -81,7 +81,7 @@ def rows(*shape: int, grad: bool = True) -> Tensor:
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("shape", "norms"), [("gpt", 2), ("llama", 1)])
-def test_norms_with_one_reader_in_a_block_are_taken(shape: str, norms: int) -> None:
+def test_norms_with_one_user_in_a_block_are_replaced(shape: str, norms: int) -> None:
     x = block_inputs(shape)
     assert taken(x.block, x.x) == norms
 
@@ -97,12 +97,12 @@ def test_norms_with_one_reader_in_a_block_are_taken(shape: str, norms: int) -> N
         lambda x, g, b: layer_norm(x, (16,), g).cos() + x,
     ],
 )
-def test_arguments_of_norms(function: Callable[..., Tensor]) -> None:
+def test_norms_are_replaced_for_all_forms_of_their_arguments(function: Callable[..., Tensor]) -> None:
     assert taken(function, rows(3, 5, 16), rows(16), rows(16)) == 1
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_two_norms_of_the_same_rows_pass_them_on() -> None:
+def test_two_norms_of_the_same_rows_are_both_replaced() -> None:
     def two(x: Tensor, g: Tensor) -> Tensor:
         return rms_norm(x, (16,), g).sin() + layer_norm(x, (16,), g).cos() + x
 
@@ -110,7 +110,7 @@ def test_two_norms_of_the_same_rows_pass_them_on() -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_what_is_left() -> None:
+def test_norms_outside_of_the_pattern_are_not_replaced() -> None:
     def no_sum(x: Tensor, g: Tensor) -> Tensor:
         return rms_norm(x, (16,), g).sin()
 
@@ -135,13 +135,13 @@ def test_what_is_left() -> None:
     assert taken(branch, rows(5, 16).detach().bfloat16().requires_grad_(), rows(16)) == 0
 
 
-def test_norms_on_the_cpu_are_inductors() -> None:
+def test_norms_on_the_cpu_are_not_replaced() -> None:
     x = block_inputs("gpt")
     assert taken(x.block, x.x) == 0
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_inductor_takes_the_options() -> None:
+def test_inductor_accepts_the_options() -> None:
     x = block_inputs("llama")
     compiled = torch.compile(x.block, fullgraph=True, options=inductor.options())
     for got, want in zip(
@@ -164,7 +164,7 @@ def graph_that_joins(
     read_again: bool = False,
     by_heads: bool = False,
 ) -> fx.Graph:
-    """A backward of 4 heads over 2, of dimension 8, in a batch of 2, and its gradients joined."""
+    """A graph that concatenates the gradients of a backward with batch 2, 4 query heads, 2 KV heads and dimension 8."""
     graph = fx.Graph()
 
     def node(value: Tensor | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -193,7 +193,7 @@ def graph_that_joins(
     return graph
 
 
-def test_gradients_that_a_graph_joins_are_written_in_one() -> None:
+def test_gradients_that_a_graph_concatenates_are_written_to_one_tensor() -> None:
     graph = graph_that_joins()
     inductor.GradientsInOne()(graph)
     graph.lint()
@@ -214,7 +214,7 @@ def test_gradients_that_a_graph_joins_are_written_in_one() -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_other_graphs_stay(other: dict[str, Any]) -> None:
+def test_other_graphs_do_not_change(other: dict[str, Any]) -> None:
     graph = graph_that_joins(**other)
     before = str(graph)
     inductor.GradientsInOne()(graph)
@@ -233,7 +233,7 @@ def test_the_operator_gives_the_three_gradients_side_by_side(causal: bool, scale
     torch.library.opcheck(IN_ONE, (*first, lse, scale, causal), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_passes_have_keys_for_inductors_cache() -> None:
+def test_passes_have_stable_keys_for_the_cache_of_inductor() -> None:
     keys, again = ([chosen.uuid() for chosen in inductor.options().values()] for _ in range(2))
     assert keys == again and None not in keys
 
@@ -253,7 +253,7 @@ def test_a_compiled_block_runs_kernels_of_this_library(shape: str) -> None:
     kernels = " ".join(event.name for event in profiler.events())
     attention = re.search("flashbwd::(sm90|sm80)::backward_kernel", kernels)
     assert "flashbwd::layer_norm::backward_kernel" in kernels
-    if torch.cuda.get_device_capability()[0] >= 9:  # cuDNN's forward is the first choice there
+    if torch.cuda.get_device_capability()[0] >= 9:  # PyTorch's first choice there is cuDNN
         assert attention and "cat" not in kernels
     naive = gradients(x.block, x.block, x.x, x.dout)
     wide = copy.deepcopy(x.block).double()

@@ -1,4 +1,4 @@
-"""A wheel, written as a folder, is loaded by the `kernels` package of Hugging Face."""
+"""The `kernels` package of Hugging Face loads a wheel that is written as a folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wheel(folder: Path, *, kernels: bool) -> Path:
 
 
 def python(program: str, folder: Path, **environment: str) -> str:
-    """What a program prints in a process that does not see the package under test."""
+    """The output of a program in a process that does not see the package under test."""
     hidden = f"import sys; sys.path = [p for p in sys.path if p not in ({str(ROOT)!r}, {str(FOLDER.parent)!r})]\n"
     hidden += "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
@@ -57,7 +57,7 @@ def test_a_wheel_has_a_variant_for_the_cpu_and_with_kernels_one_for_cuda(
         assert (path / kernels_layout.KERNELS).exists() is (path.name == CUDA_VARIANT)
 
 
-def test_another_file_is_no_wheel_of_flashbwd(tmp_path: Path) -> None:
+def test_a_file_that_is_no_wheel_of_flashbwd_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="expected a wheel of flashbwd"):
         kernels_layout.write_layout(tmp_path / "torch-2.11.0-cp311-cp311-linux_x86_64.whl", tmp_path)
 

@@ -1,4 +1,4 @@
-"""The kit itself: the oracle against PyTorch's own attention, the dropout masks against known answers, the rule."""
+"""The kit: the oracle agrees with PyTorch's attention, dropout masks with known answers, and the rule finds errors."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def test_a_sink_is_a_key_without_a_value() -> None:
         (7, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
     ],
 )
-def test_philox_known_answers(rounds: int, expected: list[int]) -> None:
+def test_philox_gives_the_known_answers(rounds: int, expected: list[int]) -> None:
     words = dropout.philox4x32([np.zeros(1, dtype=np.uint64)] * 4, 0, rounds)
     assert [int(word[0]) for word in words] == expected
 
 
-def test_philox_ten_rounds_of_ones_and_of_pi() -> None:
+def test_ten_rounds_of_philox_give_the_known_answers_for_ones_and_pi() -> None:
     ones = dropout.philox4x32([np.full(1, 0xFFFFFFFF, dtype=np.uint64)] * 4, 0xFFFFFFFFFFFFFFFF, 10)
     assert [int(word[0]) for word in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     digits = [np.array([word], dtype=np.uint64) for word in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
@@ -124,7 +124,7 @@ def test_masks_keep_the_expected_share(layout: str, p: float) -> None:
     assert not torch.equal(mask[0], mask[1])
 
 
-def test_the_two_efficient_numberings_differ_only_beyond_32_bits() -> None:
+def test_the_two_memory_efficient_numberings_differ_only_beyond_32_bits() -> None:
     def corner(wide: bool, heads: int, h: int, length: int, first_row: int) -> np.ndarray:
         return dropout.keep_efficient(
             3, 16, 0.5, b=0, h=h, heads=heads, seqlen_q=8, seqlen_k=64, max_seqlen_q=length, max_seqlen_k=length,
@@ -160,7 +160,7 @@ def test_flash_bytes_of_one_block_are_each_used_once() -> None:
     assert row[i, j] == ((int(words[0][0]) & 0xFF) <= 127)
 
 
-def test_nan_surrounds_every_logical_part() -> None:
+def test_memory_outside_the_logical_lengths_contains_nan() -> None:
     case = dataclasses.replace(cases.BY_NAME["varlen_seqused"], bias="bhqk", layout="odd_strides", lse_form="padded")
     x = inputs.build(case, torch.float32)
     for name in ("q", "k", "v", "dout", "out"):
@@ -180,7 +180,7 @@ def test_nan_surrounds_every_logical_part() -> None:
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
-def test_layouts_hold_the_values_with_a_contiguous_last_dimension(layout: str) -> None:
+def test_every_layout_contains_the_values_with_a_contiguous_last_dimension(layout: str) -> None:
     case = dataclasses.replace(cases.Case("layout"), layout=layout)
     x = inputs.build(case, torch.bfloat16)
     for name in ("q", "k", "v", "dout", "out"):
@@ -223,7 +223,7 @@ def test_the_rule_refuses_nan_wrong_shapes_and_a_float64_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["layout_every_other_row", "varlen_seqused", "bias_bhqk"])
-def test_calls_are_given_outputs_full_of_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_get_outputs_full_of_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs.build(cases.BY_NAME[name], torch.bfloat16)
     given: dict[str, Tensor] = {}
 
@@ -244,7 +244,7 @@ def test_calls_are_given_outputs_full_of_nan(name: str, monkeypatch: pytest.Monk
 def test_memory_of_the_size_of_a_gradient_that_cannot_be_given_is_filled_with_nan(
     name: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """dbias and dsink then come from the caching allocator with NaN in them."""
+    """dbias and dsink then come from the caching allocator and contain NaN."""
     filled: list[tuple[torch.Size, torch.dtype]] = []
     full_like = torch.full_like
 
@@ -265,7 +265,7 @@ SIXTEEN_BIT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], 
 
 
 def rounded_as_a_kernel(x: inputs.Inputs) -> dict[str, Tensor | None]:
-    """The gradients in fp32, but for P and dS, which are rounded once to the precision of the inputs."""
+    """The gradients in fp32, except for P and dS, which are rounded once to the precision of the inputs."""
     main = [x.canonical[name] for name in ("q", "k", "v", "dout", "out", "lse")]
     options = inputs.forward_arguments(x.canonical)
     result = oracle.attention_from_lse(*main, **options, dtype=torch.float32, operands=x.dtype)
@@ -275,14 +275,14 @@ def rounded_as_a_kernel(x: inputs.Inputs) -> dict[str, Tensor | None]:
 
 @SIXTEEN_BIT
 @pytest.mark.parametrize("case", cases.with_prefix("many_", "few_", "heads_", "bias_", "varlen_", "sink"), ids=str)
-def test_a_kernel_s_roundings_keep_to_the_limits(case: cases.Case, dtype: torch.dtype) -> None:
+def test_the_roundings_of_a_kernel_are_within_the_limits(case: cases.Case, dtype: torch.dtype) -> None:
     x = inputs.build(case, dtype)
     x.check(**rounded_as_a_kernel(x))
 
 
 @SIXTEEN_BIT
 @pytest.mark.parametrize("name", ["bias_one_sign_heads", "bias_one_sign_group", "bias_one_sign_batches"])
-def test_a_bias_gradient_rounded_between_sharers_is_refused(name: str, dtype: torch.dtype) -> None:
+def test_a_bias_gradient_that_is_rounded_between_heads_is_refused(name: str, dtype: torch.dtype) -> None:
     x = inputs.build(cases.BY_NAME[name], dtype)
     main = [x.canonical[of] for of in ("q", "k", "v", "dout", "out", "lse")]
     shape = (x.case.batch, x.case.heads, x.case.seqlen_q, x.case.seqlen_k)
@@ -299,7 +299,7 @@ def test_a_bias_gradient_rounded_between_sharers_is_refused(name: str, dtype: to
 
 
 @pytest.mark.parametrize("gradient", ["dq", "dk", "dv", "dbias"])
-def test_each_block_of_64_rows_of_each_head_has_a_limit_of_its_own(gradient: str) -> None:
+def test_each_block_of_64_rows_of_each_head_has_a_separate_limit(gradient: str) -> None:
     generator = torch.Generator().manual_seed(0)
     expected = torch.randn(2, 3, 150, 8, generator=generator, dtype=torch.float64)  # batches, heads, rows
     expected[:, :2] *= 1000
@@ -312,7 +312,7 @@ def test_each_block_of_64_rows_of_each_head_has_a_limit_of_its_own(gradient: str
     blocks.check(expected.bfloat16(), limits)
     row = (1, 2, 149) if gradient == "dbias" else (1, 149, 2)
     off = expected.clone()
-    off[row] = 0  # less than a rounding of the others' values
+    off[row] = 0  # an error that is smaller than the rounding errors of other blocks
     with pytest.raises(
         AssertionError, match=rf"{gradient}: error .* at \({row[0]}, {row[1]}, {row[2]}, \d\) .* 1 of 18"
     ):

@@ -1,4 +1,4 @@
-"""The tolerance rule on long sequences: it accepts a kernel's roundings and refuses the loss of any one tile."""
+"""On long sequences, the tolerance rule accepts the roundings of a kernel and refuses the loss of any single tile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_chunked_oracle_has_the_gradient_of_the_lse() -> None:
 
 
 def accepted_without_tiles(x: LongInputs) -> dict[str, int]:
-    """How many visible tiles of 64 queries and 128 keys can be lost, one at a time, and pass the rule."""
+    """The number of visible tiles of 64 queries and 128 keys whose loss, one at a time, passes the rule."""
     kernel = long.as_a_kernel(x)
     limits = {name: x.limits(name).flatten() for name in ("dq", "dk", "dv")}
     error = {name: (getattr(kernel, name).double() - getattr(x.reference, name))[0, :, 0] for name in limits}
@@ -71,7 +71,7 @@ def test_the_last_five_blocks_of_random_values_cannot_be_zero(name: str, dtype: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("case", [LEVELLED, ONE_SIGN], ids=str)
-def test_a_kernel_s_roundings_keep_to_the_limits(case: LongCase, dtype: torch.dtype) -> None:
+def test_the_roundings_of_a_kernel_are_within_the_limits(case: LongCase, dtype: torch.dtype) -> None:
     x = long.build(case, dtype)
     kernel = long.as_a_kernel(x)
     tolerance.RATIOS.clear()

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: gradients against a float64 oracle, for every size, dtype, option and memory layout."""
+"""LayerNorm and RMSNorm: gradients agree with a float64 oracle for every size, dtype, option and memory layout."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @dataclass(frozen=True)
 class Case:
-    """One backward. ``layout`` says how the rows of x and dz lie in memory."""
+    """One backward. ``layout`` is the memory layout of the rows of x and dz."""
 
     rows: int = 5
     columns: int = 64
     x: torch.dtype = fp32
-    dz: torch.dtype | None = None  # x's
-    gamma: torch.dtype | None = None  # x's
-    stats: torch.dtype | None = None  # float32, float64 for float64
+    dz: torch.dtype | None = None  # None: the dtype of x
+    gamma: torch.dtype | None = None  # None: the dtype of x
+    stats: torch.dtype | None = None  # None: float32, or float64 if x is float64
     rms: bool = False
     with_gamma: bool = True
     zero_centered: bool = False
     dresidual: bool = False
     layout: str = "contiguous"
     eps: float = 1e-5
-    scale: float = 1.0  # of x
+    scale: float = 1.0  # a factor on x
 
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -53,10 +53,10 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     rows, columns = tensor.shape
     if layout == "contiguous":
         return tensor
-    if layout == "offset":  # off a 16-byte boundary
+    if layout == "offset":  # starts between 16-byte boundaries
         memory = tensor.new_full((tensor.numel() + 1,), torch.nan)
         view = memory[1:].view(rows, columns)
-    elif layout == "strided":  # rows apart, boundaries kept
+    elif layout == "strided":  # gaps between rows; every row starts at a 16-byte boundary
         view = tensor.new_full((rows, columns + 64), torch.nan)[:, :columns]
     elif layout == "odd_stride":
         view = tensor.new_full((rows, columns + 5), torch.nan)[:, 2 : 2 + columns]
@@ -108,7 +108,7 @@ def oracle(x: Tensor, dz: Tensor, gamma: Tensor | None, dresidual: Tensor | None
 
 
 def written_out(inputs: dict[str, Any], case: Case) -> dict[str, Tensor]:
-    """The formulas in plain PyTorch in float32, rounded to the dtypes of the gradients: "the same precision"."""
+    """The formulas in plain PyTorch in float32, rounded to the dtypes of the gradients, for the tolerance rule."""
     x, dz, rs = (inputs[name].float() for name in ("x", "dz", "rs"))
     xhat = (x if case.rms else x - inputs["mu"].float()) * rs
     gamma = inputs["gamma"]
@@ -169,9 +169,9 @@ def check(grads: dict[str, Any], inputs: Inputs, case: Case) -> None:
         if inputs.naive and expected.numel() > 0:
             reached = float((inputs.naive[name].double() - expected).abs().max())
         limit = tolerance.bound(expected, reached, grad.dtype)
-        if name == "dx" and case.columns == 1 and case.rows > 0:  # 0, left over by terms of the size of rs * dz
+        if name == "dx" and case.columns == 1 and case.rows > 0:  # dx is 0, because terms of the size of rs * dz cancel
             limit += 2**-20 * float((inputs.rs[:, None] * inputs.dz).abs().max())
-        # Compared where the tensors are; only a failure is worth taking a large tensor to the CPU.
+        # Compare on the device of the tensors. Large tensors are copied to the CPU only after a failure.
         if not bool(((grad.double() - expected).abs() <= limit).all()):
             tolerance.assert_within(grad, expected, limit, f"{name} of {case}")
 
@@ -198,7 +198,7 @@ OPTIONS = [
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_at_every_size(device: str, columns: int, dtype: torch.dtype) -> None:
+def test_gradients_of_every_size_agree_with_the_oracle(device: str, columns: int, dtype: torch.dtype) -> None:
     for rows in ROWS:
         if rows * columns <= MOST_ELEMENTS[device]:
             run(Case(rows=rows, columns=columns, x=dtype), device)
@@ -206,7 +206,7 @@ def test_gradients_at_every_size(device: str, columns: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_dtypes_options_and_layouts_at_every_width(device: str, columns: int) -> None:
+def test_dtypes_options_and_layouts_of_every_width_agree_with_the_oracle(device: str, columns: int) -> None:
     chance = random.Random(columns)
     for rows in (1, 3, 131, 132, 133) * (4 if device == "cuda" else 1):
         x, dz, gamma = chance.choice(DTYPES)
@@ -218,21 +218,23 @@ def test_dtypes_options_and_layouts_at_every_width(device: str, columns: int) ->
 @pytest.mark.parametrize("columns", [48, 77, 4096])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda t: "-".join(str(d).removeprefix("torch.") for d in t))
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_in_every_dtype(device: str, dtypes: tuple[torch.dtype, ...], columns: int) -> None:
+def test_gradients_of_every_dtype_agree_with_the_oracle(
+    device: str, dtypes: tuple[torch.dtype, ...], columns: int
+) -> None:
     run(Case(rows=67, columns=columns, x=dtypes[0], dz=dtypes[1], gamma=dtypes[2], dresidual=True), device)
 
 
 @pytest.mark.parametrize("columns", [64, 999, 20480])
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_with_every_option(device: str, case: Case, columns: int) -> None:
+def test_gradients_with_every_option_agree_with_the_oracle(device: str, case: Case, columns: int) -> None:
     for dtype in (bf16, fp16, fp32):
         run(replace(case, rows=29, columns=columns, x=dtype), device)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
 @pytest.mark.parametrize("device", DEVICES)
-def test_inputs_of_any_scale(device: str, scale: float) -> None:
+def test_gradients_of_inputs_of_any_scale_agree_with_the_oracle(device: str, scale: float) -> None:
     for dtype in (bf16, fp32):
         for rms in (False, True):
             run(Case(rows=40, columns=264, x=dtype, rms=rms, eps=0.0, scale=scale), device)
@@ -240,7 +242,7 @@ def test_inputs_of_any_scale(device: str, scale: float) -> None:
 
 @pytest.mark.parametrize("stats", [bf16, fp16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_statistics_may_be_16_bit(device: str, stats: torch.dtype) -> None:
+def test_mu_and_rs_may_be_16_bit(device: str, stats: torch.dtype) -> None:
     case = Case(rows=40, columns=96, x=bf16)
     inputs = make(case, device)
     assert inputs.mu is not None
@@ -253,14 +255,14 @@ def test_statistics_may_be_16_bit(device: str, stats: torch.dtype) -> None:
 @pytest.mark.parametrize("columns", [8, 100, 768, 4095, 16391])
 @pytest.mark.parametrize("layout", ["offset", "strided", "odd_stride", "transposed"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_layouts_with_poison_between_rows(device: str, layout: str, columns: int) -> None:
+def test_memory_between_rows_is_not_read(device: str, layout: str, columns: int) -> None:
     for dtype in (bf16, fp32):
         run(Case(rows=19, columns=columns, x=dtype, layout=layout, dresidual=True), device)
 
 
 @pytest.mark.parametrize("columns", [8, 77, 1000, 4095])
 @pytest.mark.parametrize("device", DEVICES)
-def test_layouts_may_differ_between_x_and_dz(device: str, columns: int) -> None:
+def test_x_and_dz_may_have_different_layouts(device: str, columns: int) -> None:
     case = Case(rows=35, columns=columns, x=bf16)
     inputs = make(case, device)
     for layout in ("offset", "strided", "odd_stride", "transposed"):
@@ -269,7 +271,7 @@ def test_layouts_may_differ_between_x_and_dz(device: str, columns: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_expanded_dz_of_a_sum(device: str) -> None:
+def test_dz_may_be_expanded_from_one_element(device: str) -> None:
     case = Case(rows=6, columns=40)
     inputs = make(case, device)
     ones = torch.ones((), device=device).expand(6, 40)
@@ -281,7 +283,7 @@ def test_expanded_dz_of_a_sum(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_leading_dimensions_and_statistics_shapes(device: str) -> None:
+def test_tensors_may_have_any_leading_dimensions(device: str) -> None:
     case = Case(rows=24, columns=33, x=bf16)
     inputs = make(case, device)
     assert inputs.mu is not None
@@ -312,7 +314,7 @@ def test_dx_has_the_strides_of_empty_like(device: str) -> None:
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(50, 72), (1024, 1024), (1024, 3072), (50, 77)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_output_mask_leaves_out_and_changes_nothing_else(
+def test_the_output_mask_omits_gradients_and_does_not_change_the_others(
     device: str, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     case = Case(rows=rows, columns=columns, x=dtype)
@@ -335,7 +337,7 @@ def test_output_mask_leaves_out_and_changes_nothing_else(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_rows_give_zero_parameter_gradients(device: str) -> None:
+def test_parameter_gradients_of_no_rows_are_zero(device: str) -> None:
     case = Case(rows=0, columns=96, x=bf16, gamma=fp32)
     grads = backward(make(case, device), case)
     assert grads["dx"] is not None
@@ -353,7 +355,7 @@ def test_inputs_are_not_written_to(device: str) -> None:
     assert all(torch.equal(getattr(inputs, name), t) for name, t in before.items())
 
 
-def test_float64_is_exact_to_rounding() -> None:
+def test_float64_gradients_are_exact_up_to_rounding() -> None:
     for rms in (False, True):
         run(Case(rows=33, columns=70, x=fp64, rms=rms, dresidual=True), "cpu")
 
@@ -368,9 +370,9 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# In float64 every CPU thread gets consecutive chunks of at least 2**18 elements, here of 4 rows. In float32 every
-# thread gets an equal share of the rows. The row counts
-# leave a chunk that is not full, or fewer chunks for the last thread than for the others, or fewer chunks than threads.
+# In float64 every CPU thread gets consecutive chunks of at least 2**18 elements, which are 4 rows here. In float32
+# every thread gets an equal share of the rows. The row counts give a chunk that is not full, fewer chunks for the last
+# thread than for the others, or fewer chunks than threads.
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [7, 19, 29])
 def test_no_row_is_lost_when_cpu_threads_share_the_rows(rows: int, threads: int) -> None:
@@ -407,7 +409,7 @@ def test_no_row_is_lost_when_cpu_threads_share_the_rows(rows: int, threads: int)
     dresidual=st.booleans(),
     layout=st.sampled_from(["contiguous", "offset", "strided", "odd_stride", "transposed"]),
 )
-def test_any_combination(
+def test_random_combinations_agree_with_the_oracle(
     rows: int,
     columns: int,
     x: torch.dtype,
@@ -430,7 +432,7 @@ def test_any_combination(
     run(case, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-# ---- the kernels' own properties ----
+# ---- properties of the kernels ----
 
 
 @pytest.mark.gpu
@@ -445,7 +447,7 @@ def test_a_thousand_runs_give_the_same_bits(rows: int, columns: int, dtype: torc
 
 
 def check_by_blocks(rows: int, columns: int, dtype: torch.dtype, layout: str = "contiguous") -> None:
-    """The definition in float64, a block of rows at a time: for tensors that leave no room for a copy in float64."""
+    """Compare with float64 by blocks of rows, for tensors that leave no memory for a copy in float64."""
     torch.manual_seed(rows + columns)
     stride = {"contiguous": columns, "odd_stride": columns + 5, "overlapping": 8}[layout]
     memory = (torch.randn(rows * stride + columns + 5, device="cuda", dtype=dtype) for _ in range(2))
@@ -472,25 +474,25 @@ def check_by_blocks(rows: int, columns: int, dtype: torch.dtype, layout: str = "
         error = (dx[block].double() - want).abs_()
         assert bool((error <= resolution * want.abs() + 2e-5).all()), f"{rows} x {columns} {dtype}, rows {block}"
     for got, wanted in ((dgamma, want_dgamma), (dbeta, want_dbeta)):
-        # fp32 sums of terms near 1, then one rounding to gamma's dtype.
+        # The sums of terms near 1 are fp32, and are rounded once to the dtype of gamma.
         limit = resolution * wanted.abs() + 1e-5 * rows**0.5
         assert bool(((got.double() - wanted).abs() <= limit).all()), f"{rows} x {columns} {dtype}"
 
 
-MOST_BYTES_A_TENSOR = 2**33 + 2**16  # of x, dz and dx each
+MOST_BYTES_PER_TENSOR = 2**33 + 2**16  # for each of x, dz and dx
 
 
 @pytest.mark.gpu
 @pytest.mark.much_memory
-def test_many_rows_at_every_width() -> None:
-    """What test_gradients_at_every_size leaves out for its size: to 2^18 + 1 rows of 16384 columns of 16-bit."""
+def test_gradients_of_many_rows_agree_at_every_width() -> None:
+    """The sizes that are too large for the other tests: up to 2^18 + 1 rows of 16384 16-bit columns."""
     most = 0
     for columns in COLUMNS:
         for rows in ROWS:
             for dtype in (bf16, fp16, fp32):
                 elements = rows * columns
                 size = elements * dtype.itemsize
-                fits = size <= MOST_BYTES_A_TENSOR and 3 * size + 2**33 < torch.cuda.mem_get_info()[0]
+                fits = size <= MOST_BYTES_PER_TENSOR and 3 * size + 2**33 < torch.cuda.mem_get_info()[0]
                 if elements > MOST_ELEMENTS["cuda"] and fits:
                     check_by_blocks(rows, columns, dtype)
                     torch.cuda.empty_cache()
@@ -500,7 +502,7 @@ def test_many_rows_at_every_width() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.much_memory
-def test_rows_beyond_2_to_31_elements_off_their_boundaries() -> None:
+def test_unaligned_rows_beyond_2_to_31_elements_have_right_gradients() -> None:
     check_by_blocks(2**18 + 1, 8192, bf16, "odd_stride")
     torch.cuda.empty_cache()
 
@@ -508,8 +510,8 @@ def test_rows_beyond_2_to_31_elements_off_their_boundaries() -> None:
 @pytest.mark.gpu
 @pytest.mark.much_memory
 @pytest.mark.parametrize("columns", [65536, 131072])
-def test_the_widest_rows_beyond_2_to_31_elements(columns: int) -> None:
-    """Rows of x, and of dz, that share memory but for 16 bytes: dx alone takes 34 or 69 GB."""
+def test_the_widest_rows_beyond_2_to_31_elements_have_right_gradients(columns: int) -> None:
+    """All rows of x share memory except for 16 bytes per row, and so do the rows of dz. Only dx takes 34 or 69 GB."""
     rows = 2**18 + 1
     if (free := torch.cuda.mem_get_info()[0]) < 2 * rows * columns + 5 * 2**30:
         pytest.skip(f"needs a GPU with {2 * rows * columns / 2**30 + 5:.0f} GiB free, this one has {free / 2**30:.0f}")
@@ -518,7 +520,7 @@ def test_the_widest_rows_beyond_2_to_31_elements(columns: int) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_apart_are_not_copied() -> None:
+def test_rows_with_gaps_are_not_copied() -> None:
     rows, columns = 2048, 4096
     x, dz, dresidual = (torch.randn(rows, columns + 64, device="cuda", dtype=bf16)[:, :columns] for _ in range(3))
     mu, rs = torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")
@@ -534,7 +536,7 @@ def test_rows_apart_are_not_copied() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.much_memory
-def test_forward_beyond_2_to_31_elements() -> None:
+def test_the_forward_is_right_beyond_2_to_31_elements() -> None:
     x = torch.randn(2**18 + 1, 8192, device="cuda", dtype=bf16)
     gamma, beta = (torch.randn(8192, device="cuda", dtype=bf16) for _ in range(2))
     z = flashbwd.layer_norm(x, gamma, beta)
@@ -554,7 +556,7 @@ def test_dgamma_of_a_million_rows_is_as_accurate_as_float32_allows(gamma: torch.
     for name in ("dgamma", "dbeta"):
         got, want = grads[name], inputs.expected[name]
         assert got is not None
-        # The sums are near sqrt(rows) = 1e3, their terms near 1; fp32 resolves 6e-5 there.
+        # The sums are near sqrt(rows) = 1e3 and their terms near 1. fp32 resolves 6e-5 at 1e3.
         nearest = want.to(gamma).double()
         assert float((got.double() - nearest).abs().max()) < 5e-3 + float((nearest - want).abs().max())
     theirs = torch.ops.aten.native_layer_norm_backward(
@@ -574,8 +576,8 @@ def test_dgamma_of_a_million_rows_is_as_accurate_as_float32_allows(gamma: torch.
 
 
 @pytest.mark.gpu
-def test_rows_of_an_sm_80_gpu_that_are_read_twice() -> None:
-    """Rows beyond what a cluster holds take the form without clusters, which is the one of wide rows before sm_90."""
+def test_rows_that_are_read_twice_have_right_gradients() -> None:
+    """Rows that do not fit in a cluster use the kernel without clusters, which sm_80 GPUs run for all wide rows."""
     for dtype in (bf16, fp32):
         for rows in (1, 3, 40):
             run(Case(rows=rows, columns=300_001, x=dtype, dresidual=True), "cuda")
@@ -583,7 +585,7 @@ def test_rows_of_an_sm_80_gpu_that_are_read_twice() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [768, 4095, 65536])
-def test_a_captured_graph_replays_on_new_values(columns: int) -> None:
+def test_a_replayed_graph_uses_the_new_values(columns: int) -> None:
     case = Case(rows=64, columns=columns, x=bf16)
     inputs, other = make(case, "cuda"), make(case, "cuda", seed=1)
     assert inputs.mu is not None
@@ -600,7 +602,7 @@ def test_a_captured_graph_replays_on_new_values(columns: int) -> None:
 
 
 @pytest.mark.gpu
-def test_order_on_a_side_stream() -> None:
+def test_work_on_a_side_stream_keeps_its_order() -> None:
     case = Case(rows=4096, columns=4096, x=bf16)
     inputs = make(case, "cuda")
     want = backward(inputs, case)
@@ -624,7 +626,7 @@ def forward(case: Case, x: Tensor, gamma: Tensor | None, beta: Tensor | None) ->
 
 
 @pytest.mark.parametrize("case", [c for c in OPTIONS if not c.dresidual], ids=str)
-def test_gradcheck_of_the_differentiable_forms(case: Case) -> None:
+def test_the_differentiable_forms_pass_gradcheck(case: Case) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 4, 11, dtype=fp64, requires_grad=True)
     gamma = torch.randn(11, dtype=fp64, requires_grad=True) if case.with_gamma else None
@@ -640,7 +642,7 @@ def test_gradcheck_of_the_differentiable_forms(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_forward_is_that_of_torch(device: str, dtype: torch.dtype) -> None:
+def test_the_forward_agrees_with_torch(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 5, 72, device=device).to(dtype)
     gamma, beta = (torch.randn(72, device=device).to(dtype) for _ in range(2))
@@ -653,7 +655,7 @@ def test_forward_is_that_of_torch(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32, torch.float64], ids=str)
-def test_what_is_added_to_the_mean_square_by_default_is_what_torch_adds(dtype: torch.dtype) -> None:
+def test_the_default_eps_of_rms_norm_equals_that_of_torch(dtype: torch.dtype) -> None:
     x = (3e-4 * torch.randn(6, 72, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).to(dtype)
     want = functional.rms_norm(x, (72,))
     torch.testing.assert_close(flashbwd.rms_norm(x), want)
@@ -664,7 +666,7 @@ def test_what_is_added_to_the_mean_square_by_default_is_what_torch_adds(dtype: t
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
 @pytest.mark.parametrize("columns", [*COLUMNS, 24576])
 @pytest.mark.parametrize("device", DEVICES)
-def test_forward_at_every_size(device: str, columns: int, dtype: torch.dtype) -> None:
+def test_the_forward_agrees_with_torch_at_every_size(device: str, columns: int, dtype: torch.dtype) -> None:
     torch.manual_seed(columns)
     for rows, layout in ((0, "contiguous"), (1, "contiguous"), (5, "odd_stride"), (37, "contiguous")):
         x = laid_out((torch.randn(rows, columns, device=device) + 3).to(dtype), layout)
@@ -685,7 +687,7 @@ def test_forward_at_every_size(device: str, columns: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_16_bit_input_with_float32_parameters(device: str) -> None:
+def test_16_bit_input_may_have_float32_parameters(device: str) -> None:
     x = torch.randn(8, 40, device=device).to(bf16).requires_grad_()
     gamma, beta = (torch.randn(40, device=device).requires_grad_() for _ in range(2))
     z = flashbwd.layer_norm(x, gamma, beta)
@@ -707,7 +709,7 @@ def test_double_backward_is_refused(device: str) -> None:
 @pytest.mark.parametrize("shape", [(48,), (6, 8)])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_modules_replace_those_of_torch(device: str, affine: bool, shape: tuple[int, ...]) -> None:
+def test_modules_give_the_results_of_those_of_torch(device: str, affine: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     pairs: list[tuple[Any, Any]] = [(flashbwd.LayerNorm, torch.nn.LayerNorm), (flashbwd.RMSNorm, torch.nn.RMSNorm)]
     for ours_class, theirs_class in pairs:
@@ -726,14 +728,14 @@ def test_modules_replace_those_of_torch(device: str, affine: bool, shape: tuple[
             torch.testing.assert_close(mine.grad, his.grad)
 
 
-def test_module_without_bias() -> None:
+def test_a_module_may_have_no_bias() -> None:
     module = flashbwd.LayerNorm(16, bias=False)
     module(torch.randn(2, 16)).sum().backward()
     assert module.weight.grad is not None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_autocast_gives_the_dtypes_that_torch_gives(device: str) -> None:
+def test_autocast_gives_the_same_dtypes_as_torch(device: str) -> None:
     x = torch.randn(4, 32, device=device, dtype=bf16)
     gamma, beta = torch.ones(32, device=device, dtype=bf16), torch.zeros(32, device=device, dtype=bf16)
     with torch.autocast(device, bf16):
@@ -745,11 +747,11 @@ def test_autocast_gives_the_dtypes_that_torch_gives(device: str) -> None:
     assert module.weight.grad.dtype == fp32
 
 
-# ---- what PyTorch asks of operators ----
+# ---- requirements of PyTorch on operators ----
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
+def test_operators_pass_opcheck(device: str) -> None:
     x = torch.randn(4, 5, 24, device=device, requires_grad=True)
     gamma, beta = (torch.randn(24, device=device, requires_grad=True) for _ in range(2))
     dz, mu, rs = torch.randn(4, 5, 24, device=device), torch.randn(20, device=device), torch.rand(20, device=device)
@@ -770,7 +772,7 @@ def test_opcheck(device: str) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiles_whole_with_the_same_gradients(device: str, dynamic: bool) -> None:
+def test_a_norm_compiles_in_one_graph_with_the_same_gradients(device: str, dynamic: bool) -> None:
     def loss(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         return (flashbwd.rms_norm(flashbwd.layer_norm(x * 1.5, gamma, beta), gamma) ** 2).mean()
 
@@ -787,12 +789,12 @@ def test_compiles_whole_with_the_same_gradients(device: str, dynamic: bool) -> N
             torch.testing.assert_close(got, want)
 
 
-def test_exports() -> None:
+def test_a_norm_can_be_exported() -> None:
     exported = torch.export.export(flashbwd.LayerNorm(16), (torch.randn(2, 16),))
     assert "flashbwd.layer_norm" in str(exported.graph)
 
 
-def test_checkpointing_recomputes_or_keeps() -> None:
+def test_checkpointing_may_recompute_or_keep_the_norm() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     gamma = torch.randn(16, requires_grad=True)
 
@@ -811,7 +813,7 @@ def _keep_layer_norm() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.flashbwd.layer_norm.default])
 
 
-def test_parameter_gradients_of_row_shards_add_up() -> None:
+def test_parameter_gradients_of_parts_of_the_rows_add_up() -> None:
     case = Case(rows=30, columns=20)
     inputs = make(case, "cpu")
     assert inputs.mu is not None
@@ -855,7 +857,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_the_error_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         flashbwd.layer_norm_backward(**(GOOD | change))
     assert str(raised.value).startswith(f"flashbwd: {message}")
@@ -880,14 +882,14 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
         (lambda: flashbwd.LayerNorm(5)(X), "x has shape (4, 6), expected its last dimensions to be (5,)"),
     ],
 )
-def test_bad_arguments_of_the_forward_are_named(call: Any, message: str) -> None:
+def test_the_error_of_the_forward_names_the_bad_argument(call: Any, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         call()
     assert str(raised.value) == f"flashbwd: {message}"
 
 
 @pytest.mark.gpu
-def test_tensors_on_several_devices_are_named() -> None:
+def test_the_error_names_a_tensor_on_another_device() -> None:
     x = X.cuda()
     with pytest.raises(ValueError, match="gamma is on cpu, expected x's cuda:0"):
         flashbwd.layer_norm_backward(x, x, x[:, 0], x[:, 1], X[0])

@@ -1,4 +1,4 @@
-"""The C++ loops of the norms on CPUs: conversions of 16-bit numbers, which the loops do themselves."""
+"""The C++ loops of the norms on CPUs convert 16-bit numbers as PyTorch does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NARROW = [torch.bfloat16, torch.float16]
 
 
 def every_number(dtype: torch.dtype) -> Tensor:
-    """All 65536 values of a 16-bit dtype, infinities and NaN among them."""
+    """All 65536 values of a 16-bit dtype, including infinities and NaN."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
@@ -35,7 +35,7 @@ def test_every_16_bit_number_is_read_and_written_unchanged(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_results_round_to_16_bits_as_torch_rounds(dtype: torch.dtype) -> None:
-    """With one row, x = 1 and rs = 1, dgamma is dz. The values lie between, on and around the 16-bit numbers."""
+    """With one row, x = 1 and rs = 1, dgamma is dz. Its values are 16-bit numbers and numbers between them."""
     numbers = every_number(dtype).float()
     finite = numbers[numbers.isfinite()].sort().values
     middles = (finite[1:].double() + finite[:-1].double()).div_(2).float()  # ties

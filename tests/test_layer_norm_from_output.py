@@ -1,4 +1,4 @@
-"""Backwards of LayerNorm and RMSNorm from their output: against float64 autograd of the norm whose output it is."""
+"""Backwards of LayerNorm and RMSNorm from the output agree with float64 autograd of the norm that gave this output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Case:
     rows: int = 21
     columns: int = 64
     z: torch.dtype = fp32
-    gamma: torch.dtype | None = None  # z's
+    gamma: torch.dtype | None = None  # None: the dtype of z
     rms: bool = False
     with_gamma: bool = True
     with_beta: bool = True
@@ -55,7 +55,7 @@ def make(case: Case, device: str) -> Inputs:
 
     dtype = case.gamma or case.z
     gamma = None
-    if case.with_gamma:  # away from zero
+    if case.with_gamma:  # move gamma away from zero
         gamma = random(case.columns, dtype=dtype).sign() * (0.5 + torch.rand(case.columns, device=device)).to(dtype)
         gamma = (gamma - 1).to(dtype) if case.zero_centered else gamma
     beta = random(case.columns, dtype=dtype) if case.with_beta and not case.rms else None
@@ -74,7 +74,7 @@ def factor(gamma: Tensor | None, case: Case) -> Any:
 
 
 def expected(inputs: Inputs, case: Case, dtype: torch.dtype = fp64) -> dict[str, Tensor]:
-    """The definition in ``dtype``, from the output as it was rounded."""
+    """The definition in ``dtype``, from the rounded output."""
     scale = factor(inputs.gamma, case)
     divisor = scale
     if isinstance(scale, Tensor):
@@ -109,7 +109,7 @@ def check(grads: dict[str, Tensor | None], inputs: Inputs, case: Case) -> None:
         assert grad is not None, f"{name} is missing"
         reached = tolerance.largest_error(want[name], [plain[name].to(grad.dtype)])
         limit = tolerance.bound(want[name], reached, grad.dtype)
-        if name == "dx" and case.columns == 1 and case.rows > 0:  # what cancels is of the size of rs * dz
+        if name == "dx" and case.columns == 1 and case.rows > 0:  # terms of the size of rs * dz cancel
             limit += 2**-20 * float((inputs.rs[:, None] * inputs.dz).abs().max())
         tolerance.assert_within(grad, want[name], limit, f"{name} of {case}")
 
@@ -149,7 +149,7 @@ def test_gradients_of_every_width_agree_for_rows_around_the_number_of_sms(column
         check(backward(inputs, case), inputs, case)
 
 
-def test_float64_is_exact_to_rounding() -> None:
+def test_float64_gradients_are_exact_up_to_rounding() -> None:
     case = replace(BASE, z=fp64)
     inputs = make(case, "cpu")
     check(backward(inputs, case), inputs, case)
@@ -157,7 +157,7 @@ def test_float64_is_exact_to_rounding() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "columns"), [(4000, 1024), (8192, 4095), (2**18 + 1, 64), (300, 65536), (3, 300_001)])
-def test_many_rows_and_wide_ones(rows: int, columns: int) -> None:
+def test_gradients_of_many_rows_and_of_wide_rows_agree_with_the_definition(rows: int, columns: int) -> None:
     case = replace(BASE, z=bf16, rows=rows, columns=columns)
     inputs = make(case, "cuda")
     check(backward(inputs, case), inputs, case)
@@ -165,7 +165,7 @@ def test_many_rows_and_wide_ones(rows: int, columns: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.much_memory
-def test_more_than_2_to_31_elements() -> None:
+def test_gradients_are_right_beyond_2_to_31_elements() -> None:
     case = replace(BASE, z=bf16, gamma=fp32)
     rows, columns = 2**18 + 1, 8192
     torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_a_thousand_runs_give_the_same_bits(rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_factor_near_zero_divides_as_its_bound(device: str) -> None:
+def test_a_gamma_near_zero_is_replaced_by_its_lower_bound(device: str) -> None:
     case = replace(BASE, columns=8)
     inputs = make(case, device)
     gamma = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 1e-5, 1.0, -1.0, 0.5], device=device)
@@ -198,7 +198,7 @@ def test_a_factor_near_zero_divides_as_its_bound(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_output_mask(device: str) -> None:
+def test_the_output_mask_omits_gradients_and_does_not_change_the_others(device: str) -> None:
     case = replace(BASE, z=bf16)
     inputs = make(case, device)
     every = backward(inputs, case)
@@ -212,7 +212,7 @@ def test_output_mask(device: str) -> None:
 
 
 @pytest.mark.parametrize("rms", [False, True])
-def test_gradcheck_of_the_memory_efficient_forms(rms: bool) -> None:
+def test_the_memory_efficient_forms_pass_gradcheck(rms: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 4, 11, dtype=fp64, requires_grad=True)
     gamma, beta = (torch.randn(11, dtype=fp64) + 3 for _ in range(2))
@@ -228,7 +228,7 @@ def test_gradcheck_of_the_memory_efficient_forms(rms: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_memory_efficient_form_keeps_no_input(device: str) -> None:
+def test_the_memory_efficient_form_saves_no_input(device: str) -> None:
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_the_memory_efficient_form_keeps_no_input(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device: str) -> None:
+def test_operators_pass_opcheck(device: str) -> None:
     x = torch.randn(4, 5, 24, device=device)
     gamma, beta = (torch.randn(24, device=device) for _ in range(2))
     rs = torch.rand(20, device=device)
@@ -279,7 +279,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_the_error_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         flashbwd.layer_norm_backward_from_output(**(GOOD | change))
     assert str(raised.value) == f"flashbwd: {message}"

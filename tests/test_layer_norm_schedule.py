@@ -1,4 +1,4 @@
-"""How LayerNorm backward deals rows and columns out to threads, against plain enumeration."""
+"""The assignment of rows and columns to threads in the backward of LayerNorm agrees with plain enumeration."""
 
 from __future__ import annotations
 
@@ -69,15 +69,17 @@ def test_every_shape_has_a_tile_that_fits(
     assert tile.threads % 32 == 0
     assert tile.vectors * tile.elements <= MAX_COLUMNS_A_THREAD
     assert tile.smem_bytes <= gpu.smem_per_block
-    # Every column has a thread, also where rows start off a vector's boundary.
+    # Every column has a thread, even if rows start between vector boundaries.
     assert tile.vectors * tile.lanes >= tile.cta_vectors
     assert tile.ctas_per_row * tile.cta_vectors * tile.elements >= columns + (
         tile.elements - 1 if options["shifted"] else 0
     )
-    # Shuffles need lanes that divide a warp or fill warps; named barriers are 16.
+    # For shuffles, the number of lanes must divide a warp or be a multiple of it. There are 16 named barriers.
     assert 32 % tile.lanes == 0 or tile.lanes % 32 == 0
     assert tile.lanes <= 32 or tile.groups <= 15
-    assert tile.cluster == (tile.ctas_per_row > 1 and capability[0] >= 9 and tile.ctas_per_row <= options["most_cluster"])
+    assert tile.cluster == (
+        tile.ctas_per_row > 1 and capability[0] >= 9 and tile.ctas_per_row <= options["most_cluster"]
+    )
     assert tile.ctas_per_row == 1 or tile.cluster or tile.groups == 1
 
 
@@ -89,7 +91,7 @@ def test_every_shape_has_a_tile_that_fits(
     capability=capabilities,
     sm_count=st.integers(1, 160),
 )
-def test_every_row_has_one_worker_whose_columns_never_shift(
+def test_every_row_has_one_worker_and_its_columns_stay_aligned(
     rows: int, columns: int, x_bytes: int, base: int, capability: tuple[int, int], sm_count: int
 ) -> None:
     elements = 16 // x_bytes
@@ -109,7 +111,7 @@ def test_every_row_has_one_worker_whose_columns_never_shift(
     assert set(seen) == {1}
 
 
-def test_workers_keep_together_where_there_are_rounds_to() -> None:
+def test_workers_are_throttled_if_there_are_several_rounds() -> None:
     gpu = device((9, 0), 132)
     for rows, columns, waits in ((300, 8192, False), (32768, 8192, True), (32768, 7919, True), (4096, 65536, True)):
         problem = shape(rows, columns)
@@ -119,10 +121,10 @@ def test_workers_keep_together_where_there_are_rounds_to() -> None:
         assert (schedule.ahead > 0) == waits
 
 
-def test_how_far_ahead_of_the_others_a_worker_may_be() -> None:
+def test_the_lead_of_a_worker_depends_on_the_bytes_per_round() -> None:
     gpu = device((9, 0), 132)
     for rows, columns, size, output, rounds in (
-        (65536, 4096, 2, False, 1.5),  # 64 KB of x and dz a round
+        (65536, 4096, 2, False, 1.5),  # 64 KB of x and dz per round
         (32768, 4096, 4, False, 1.5),
         (16384, 16384, 2, False, 1.5),
         (65536, 4096, 2, True, 2.0),
@@ -139,9 +141,9 @@ def test_how_far_ahead_of_the_others_a_worker_may_be() -> None:
         assert schedule.ahead == int(rounds * schedule.workers)
 
 
-# Throttle adds up the rounds that all workers begin in one int, and compares it with workers * round - ahead.
+# The throttle counts the rounds of all workers in one int, and compares it with workers * round - ahead.
 @pytest.mark.parametrize(("columns", "x_bytes"), [(8, 2), (768, 2), (4096, 2), (8192, 4), (7919, 2)])
-def test_workers_keep_together_only_while_32_bits_count_the_rounds_of_all(columns: int, x_bytes: int) -> None:
+def test_workers_are_throttled_only_while_32_bits_count_the_rounds_of_all(columns: int, x_bytes: int) -> None:
     shifted = columns % (16 // x_bytes) != 0
     workers = 128
     tile = host.choose_tile(shape(1, columns, x_bytes, x_bytes, shifted=shifted), device((9, 0), workers))
@@ -161,7 +163,7 @@ def test_workers_keep_together_only_while_32_bits_count_the_rounds_of_all(column
     sm_count=st.integers(1, 160),
     output=st.booleans(),
 )
-def test_no_count_of_workers_that_keep_together_exceeds_32_bits(
+def test_the_round_count_of_throttled_workers_fits_in_32_bits(
     rows: int, columns: int, x_bytes: int, sm_count: int, output: bool
 ) -> None:
     step = columns % (16 // x_bytes)
@@ -178,7 +180,7 @@ def test_no_count_of_workers_that_keep_together_exceeds_32_bits(
 
 
 @given(rows=st.integers(1, 10**6), columns=columns, x_bytes=sizes, dz_bytes=sizes, sm_count=st.integers(1, 160))
-def test_columns_are_summed_beside_dx_where_the_rows_stay_in_l2(
+def test_separate_ctas_sum_columns_only_if_the_rows_stay_in_l2(
     rows: int, columns: int, x_bytes: int, dz_bytes: int, sm_count: int
 ) -> None:
     gpu = device((9, 0), sm_count)
@@ -189,14 +191,14 @@ def test_columns_are_summed_beside_dx_where_the_rows_stay_in_l2(
         assert rows * columns * (x_bytes + dz_bytes) <= gpu.l2_bytes / 2
         columns_at_a_time = 4 * 16 // min(x_bytes, dz_bytes)
         assert (ctas - 1) * columns_at_a_time < columns <= sm_count * columns_at_a_time
-        # One CTA fewer, and the last of them would end later.
+        # With one CTA fewer, the last CTA would end later.
         blocks = -(-columns // columns_at_a_time)
-        turns = -(-blocks // ctas)
-        assert turns == -(-blocks // (sm_count // 2))
-        assert ctas == 1 or -(-blocks // (ctas - 1)) > turns
+        blocks_per_cta = -(-blocks // ctas)
+        assert blocks_per_cta == -(-blocks // (sm_count // 2))
+        assert ctas == 1 or -(-blocks // (ctas - 1)) > blocks_per_cta
 
 
-def test_columns_are_summed_in_the_ctas_of_rows_where_that_halves_their_rounds() -> None:
+def test_the_ctas_of_rows_sum_columns_if_that_halves_their_rounds() -> None:
     gpu = device((9, 0), 132)
     gpu.l2_bytes = 50 * 2**20
     for rows, columns, size, within in (
@@ -215,7 +217,7 @@ def test_columns_are_summed_in_the_ctas_of_rows_where_that_halves_their_rounds()
 
 
 @given(p=st.floats(0.0, 1.0, exclude_max=True))
-def test_the_least_word_that_dropout_keeps(p: float) -> None:
+def test_the_threshold_of_kept_random_words_is_exact(p: float) -> None:
     def kept(word: int) -> bool:
         uniform = torch.tensor(word, dtype=torch.int64).to(torch.float32) * 2.0**-32 + 2.0**-33
         return bool(uniform > torch.tensor(p, dtype=torch.float32))

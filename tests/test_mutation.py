@@ -1,4 +1,4 @@
-"""The script for mutation testing: what it counts as a mutant, how it counts, and that its table names what exists."""
+"""The script for mutation testing: its mutants, its scores, and its table of modules and tests."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_every_module_belongs_to_one_group() -> None:
         ("= 1", "= 2", False),
     ],
 )
-def test_changes_that_no_call_can_show_have_the_same_meaning(old: str, new: str, same: bool) -> None:
+def test_changes_without_effect_are_no_mutants(old: str, new: str, same: bool) -> None:
     changed = SOURCE.replace(old, new, 1)
     assert changed != SOURCE
     assert (mutation.meaning(changed) == mutation.meaning(SOURCE)) is same
 
 
-def test_what_does_not_compile_has_no_meaning() -> None:
+def test_code_that_does_not_compile_is_no_mutant() -> None:
     assert mutation.meaning("def f(:") is None
 
 
@@ -88,7 +88,7 @@ def test_the_table_has_a_row_for_each_module_and_one_for_the_group() -> None:
     ]
 
 
-def test_names_choose_groups_and_modules() -> None:
+def test_names_select_groups_and_modules() -> None:
     assert mutation.chosen([]) == mutation.GROUPS
     assert mutation.chosen(["gates"]) == {"gates": mutation.GROUPS["gates"]}
     spans = "flashbwd/reference/spans.py"
@@ -97,7 +97,7 @@ def test_names_choose_groups_and_modules() -> None:
         mutation.chosen(["nothing"])
 
 
-def test_every_equivalent_mutant_is_of_a_line_that_exists_and_has_a_reason() -> None:
+def test_every_equivalent_mutant_names_an_existing_line_and_a_reason() -> None:
     for entry in json.loads(mutation.EQUIVALENT.read_text()):
         lines = [line.strip() for line in (ROOT / entry["module"]).read_text().splitlines()]
         assert entry["before"] in lines
@@ -113,7 +113,7 @@ def test_a_seed_repeats_the_sample_and_another_seed_draws_another() -> None:
     assert len(first) == len({mutant.source for mutant in first}) == 5
 
 
-def test_a_failing_test_kills_a_mutant_and_the_tree_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_failing_test_kills_a_mutant_and_the_tree_does_not_change(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "tests").mkdir(parents=True)
     (tree / "subject.py").write_text("def f(x):\n    return x + 1\n")

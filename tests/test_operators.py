@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: schemas, fake tensors, autograd registration, FLOPs, modes."""
+"""The operators meet the requirements of PyTorch: schemas, fake tensors, autograd, FLOP counts, dispatch modes."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ def tensors_for_opcheck(x: inputs.Inputs) -> tuple[tuple[Tensor, ...], dict[str,
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_opcheck_attention_backward(name: str) -> None:
+def test_attention_backward_passes_opcheck(name: str) -> None:
     main, options = tensors_for_opcheck(inputs.build(SAMPLES[name], torch.float32))
     torch.library.opcheck(ops.attention_backward.default, main, options)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_opcheck_attention_backward_out(name: str) -> None:
+def test_attention_backward_out_passes_opcheck(name: str) -> None:
     main, options = tensors_for_opcheck(inputs.build(SAMPLES[name], torch.float32))
     options |= {f"d{of}": torch.empty_like(main[1 + n]) for n, of in enumerate("qkv")}
     torch.library.opcheck(ops.attention_backward_out.default, main, options)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_opcheck_attention(name: str) -> None:
+def test_attention_passes_opcheck(name: str) -> None:
     x = inputs.build(SAMPLES[name], torch.float32)
     (_, q, k, v, _, _), o = tensors_for_opcheck(x)
-    if name == "dropout":  # drawn anew on each call, which opcheck would take for an error
+    if name == "dropout":  # each call draws a new mask, which opcheck would report as an error
         o["dropout_p"] = 0.0
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     scale = q.shape[-1] ** -0.5 if o["softmax_scale"] is None else o["softmax_scale"]
@@ -94,7 +94,7 @@ def test_opcheck_attention(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_fake_tensors_on_cuda_have_the_shapes_and_strides_of_real_ones(name: str) -> None:
-    """Shape propagation for a GPU needs no GPU."""
+    """The test needs no GPU, because fake tensors have no data."""
     x = inputs.build(SAMPLES[name], torch.bfloat16)
     real = flashbwd.attention_backward(**arguments_of(x))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -195,7 +195,7 @@ def test_gradients_do_not_alias_each_other_or_an_input() -> None:
 
 
 def test_dropout_is_tagged_as_random() -> None:
-    """So that no compiler runs it again for the backward, with another mask."""
+    """Otherwise a compiler could run the forward again for the backward, with another mask."""
     assert torch.Tag.nondeterministic_seeded in ops.attention.default.tags
 
 

@@ -1,4 +1,4 @@
-"""The samples that torch ships for its own operators, with overrides on: gradients as good as PyTorch's own."""
+"""Under the overrides, gradients of the samples that torch ships for its operators are as accurate as PyTorch's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 pytest.importorskip("expecttest", reason="torch's samples need the package expecttest")
 
-#: Operator, and the forward that scaled_dot_product_attention is held to.
+#: The operator, and the forward that scaled_dot_product_attention must use.
 OPERATORS = {
     "cudnn": ("nn.functional.scaled_dot_product_attention", SDPBackend.CUDNN_ATTENTION),
     "flash": ("nn.functional.scaled_dot_product_attention", SDPBackend.FLASH_ATTENTION),
@@ -49,7 +49,7 @@ def as_leaf(value: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def gradients(operator: Any, call: tuple[Any, ...]) -> list[Tensor]:
-    """Of everything in a sample that has one, for the same random numbers and the same gradient of the result."""
+    """The gradients of all tensors of a sample, for fixed random numbers and a fixed gradient of the result."""
     leaves = [t for t in tree_leaves(call) if isinstance(t, Tensor) and t.requires_grad]
     torch.manual_seed(0)
     args, kwargs = call
@@ -75,7 +75,7 @@ def plain_attention(
     scale: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """What aten's flash and memory-efficient operators compute from (B, S, H, D), in plain operators."""
+    """The formula of aten's flash and memory-efficient operators for (B, S, H, D), in plain operators."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
@@ -86,7 +86,7 @@ def plain_attention(
 
 
 def plain_form(name: str, operator: Any, call: tuple[Any, ...]) -> Any:
-    """A function of the same arguments in plain operators; none where there is none."""
+    """A function of the same arguments in plain operators, or None if there is none."""
     _, kwargs = call
     if kwargs.get("dropout_p") or kwargs.get("cu_seqlens_q") is not None:
         return None
@@ -94,21 +94,21 @@ def plain_form(name: str, operator: Any, call: tuple[Any, ...]) -> Any:
 
 
 def rows_in_use(grad: Tensor, index: int, call: tuple[Any, ...]) -> Tensor:
-    """The gradient of q, k or v up to the end of the last packed sequence: behind it PyTorch leaves what was there."""
+    """The gradient of q, k or v up to the end of the last packed sequence. PyTorch does not write the rows after it."""
     cu_seqlens = call[1].get("cu_seqlens_q" if index == 0 else "cu_seqlens_k")
     return grad if cu_seqlens is None else grad[:, : int(cu_seqlens[-1])]
 
 
 def check(ours: Tensor, stock: Tensor, plain: Tensor | None, exact: Tensor | None, dtype: torch.dtype) -> None:
-    """The tolerance rule where there is a float64 form; near PyTorch's own where not."""
+    """Apply the tolerance rule if there is a float64 form; otherwise compare with PyTorch's gradient."""
     assert ours.shape == stock.shape and ours.stride() == stock.stride() and ours.dtype == stock.dtype
     if plain is not None and exact is not None and bool(exact.isfinite().all()):
-        if dtype == torch.float32:  # rows of one column are 0, of values that are 300 times larger
+        if dtype == torch.float32:  # gradients of rows with one column are 0, but their terms are 300 times larger
             near = 1e-4 * max(1.0, float(exact.abs().max())) if exact.numel() else 0.0
             torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=near)
         else:
             tolerance.assert_close(ours, exact, [stock.double(), plain.double()], "gradient", dtype=dtype)
-    else:  # NaN where a sample's eps is negative
+    else:  # a sample with a negative eps has NaN
         near = 2e-2 if dtype != torch.float32 else 1e-3
         largest = max(1.0, float(stock.nan_to_num().abs().max())) if stock.numel() else 1.0
         torch.testing.assert_close(ours, stock, rtol=near, atol=near * largest, equal_nan=True)
@@ -116,7 +116,7 @@ def check(ours: Tensor, stock: Tensor, plain: Tensor | None, exact: Tensor | Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", OPERATORS)
-def test_gradients_of_torchs_samples(case: str, dtype: torch.dtype) -> None:
+def test_gradients_of_torchs_samples_are_as_accurate_as_pytorchs(case: str, dtype: torch.dtype) -> None:
     name, forward = OPERATORS[case]
     info = operator_called(name)
     if dtype not in info.supported_dtypes("cuda"):
@@ -128,7 +128,7 @@ def test_gradients_of_torchs_samples(case: str, dtype: torch.dtype) -> None:
             try:
                 stock = gradients(info.op, call)
             except RuntimeError as error:
-                assert "No available kernel" in str(error)  # this forward does not take the sample
+                assert "No available kernel" in str(error)  # this forward does not support the sample
                 continue
             with flashbwd.enable():
                 ours = gradients(info.op, call)
@@ -143,5 +143,5 @@ def test_gradients_of_torchs_samples(case: str, dtype: torch.dtype) -> None:
     stats = {name: each for name, each in flashbwd.stats().items() if each != (0, {})}
     print(f"{case} {dtype}: {ran} samples; {stats}")
     if ran == 0:
-        pytest.skip(NO_CASE + "no sample is taken by this forward")
+        pytest.skip(NO_CASE + "this forward supports no sample")
     assert sum(each.hits for each in stats.values()) > 0

@@ -1,5 +1,4 @@
-"""Memory that outputs share: the host arithmetic against an enumeration of bytes, and what attention_backward makes of
-it."""
+"""Outputs must not share memory with inputs or each other. The host arithmetic agrees with an enumeration of bytes."""
 
 from __future__ import annotations
 
@@ -36,28 +35,28 @@ def views(draw: st.DrawFn) -> View:
 def bytes_of(view: View) -> list[int]:
     """The address of each byte of each element."""
     address, sizes, strides, dtype = view
-    places = itertools.product(*(range(size) for size in sizes))
-    first = (sum(i * stride for i, stride in zip(place, strides, strict=True)) for place in places)
+    indices = itertools.product(*(range(size) for size in sizes))
+    first = (sum(i * stride for i, stride in zip(index, strides, strict=True)) for index in indices)
     return [address + BYTES[dtype] * element + byte for element in first for byte in range(BYTES[dtype])]
 
 
 @given(views(), views())
-def test_views_share_memory_where_an_enumeration_finds_a_common_byte(a: View, b: View) -> None:
+def test_views_share_memory_if_and_only_if_they_have_a_common_byte(a: View, b: View) -> None:
     expected = bool(set(bytes_of(a)) & set(bytes_of(b)))
     assert host.share_memory(host.view_of(*a), host.view_of(*b)) == expected
     assert host.share_memory(host.view_of(*b), host.view_of(*a)) == expected
 
 
 @given(views())
-def test_elements_overlap_where_an_enumeration_finds_a_byte_twice(view: View) -> None:
+def test_elements_overlap_if_and_only_if_two_have_a_common_byte(view: View) -> None:
     found = bytes_of(view)
     assert host.elements_overlap(host.view_of(*view)) == (len(set(found)) < len(found))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_parts_of_one_buffer_are_told_apart_at_any_size(order: tuple[int, ...], parts: int) -> None:
-    """Views of (2**10, 2**15, 2**5, 2**7) elements in any order of memory, side by side in every dimension."""
+def test_adjacent_parts_of_one_buffer_do_not_overlap(order: tuple[int, ...], parts: int) -> None:
+    """The views have (2**10, 2**15, 2**5, 2**7) elements, any order of dimensions in memory, and are adjacent."""
     sizes = [1 << 10, 1 << 15, 1 << 5, 1 << 7]
     for cut in range(4):
         whole = list(sizes)
@@ -118,7 +117,7 @@ def with_gradients_around(name: str, output: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("output", ["dq", "dk", "dv", "workspace"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_an_output_that_reaches_into_an_input_is_refused(name: str, output: str) -> None:
+def test_an_output_that_overlaps_an_input_is_refused(name: str, output: str) -> None:
     arguments = with_gradients_around(name, output)
     with pytest.raises(ValueError) as caught:  # the whole message is compared
         flashbwd.attention_backward(**arguments)
@@ -128,7 +127,7 @@ def test_an_output_that_reaches_into_an_input_is_refused(name: str, output: str)
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(["dq", "dk", "dv", "workspace"], 2)))
-def test_outputs_that_reach_into_one_another_are_refused(pair: tuple[str, str]) -> None:
+def test_outputs_that_overlap_each_other_are_refused(pair: tuple[str, str]) -> None:
     arguments = arguments_of(
         inputs.build(cases.Case("e", seqlen_q=5, seqlen_k=5, head_dim=8, head_dim_v=8), torch.float32)
     )

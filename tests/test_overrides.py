@@ -1,4 +1,4 @@
-"""Overrides of PyTorch's backward operators: registered and restored, mapped right, falling back with a reason."""
+"""Overrides of PyTorch's backward operators: registration, the meaning of arguments, and fallbacks with a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _nothing_stays_overridden() -> Iterator[None]:
 
 
 def dispatch_tables() -> dict[str, str]:
-    """What is registered for each operator, and what the dispatcher computed from it for every key."""
+    """The registered kernels of each operator, and the dispatch table that the dispatcher computed from them."""
     operators = {name: f"aten::{name}" for name in ATTENTION + NORMS}
     return {
         name: torch._C._dispatch_dump(operator) + torch._C._dispatch_dump_table(operator)
@@ -63,7 +63,7 @@ def test_enable_overrides_each_operator_and_disable_restores_the_dispatcher() ->
 @pytest.mark.parametrize(
     ("kind", "names"), [({"norms": False}, ATTENTION), ({"attention": False}, NORMS), ({}, ATTENTION + NORMS)]
 )
-def test_enable_overrides_what_is_asked_for(kind: dict[str, bool], names: list[str]) -> None:
+def test_enable_overrides_only_the_requested_operators(kind: dict[str, bool], names: list[str]) -> None:
     before = dispatch_tables()
     with flashbwd.enable(**kind):
         assert overridden(before) == names
@@ -71,7 +71,7 @@ def test_enable_overrides_what_is_asked_for(kind: dict[str, bool], names: list[s
 
 
 @needs_cuda_torch
-def test_enable_twice_changes_nothing() -> None:
+def test_a_second_enable_has_no_effect() -> None:
     before = dispatch_tables()
     flashbwd.enable()
     once = dispatch_tables()
@@ -82,7 +82,7 @@ def test_enable_twice_changes_nothing() -> None:
 
 
 @needs_cuda_torch
-def test_the_end_of_a_block_leaves_what_was_enabled_before_it() -> None:
+def test_the_end_of_a_block_keeps_earlier_overrides() -> None:
     before = dispatch_tables()
     flashbwd.enable(norms=False)
     with flashbwd.enable():
@@ -99,13 +99,13 @@ def test_a_block_that_raises_restores_the_dispatcher() -> None:
 
 
 @needs_cuda_torch
-def test_enabling_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+def test_enable_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     flashbwd.enable()
     assert not recwarn.list
 
 
 @needs_cuda_torch
-def test_another_override_below_is_restored() -> None:
+def test_an_override_by_another_library_is_restored() -> None:
     library = torch.library.Library("aten", "IMPL", "CUDA")
     try:
         library.impl("_flash_attention_backward", lambda *args, **kwargs: (None,) * 3, allow_override=True)
@@ -118,7 +118,7 @@ def test_another_override_below_is_restored() -> None:
 
 
 @needs_cuda_torch
-def test_torch_lists_and_activates_it() -> None:
+def test_torch_lists_and_activates_this_attention_implementation() -> None:
     attention = torch.nn.attention
     if not hasattr(attention, "restore_flash_attention_impl"):  # torch 2.10 activates, but cannot restore
         pytest.skip("this PyTorch cannot restore its own attention implementation")
@@ -132,8 +132,8 @@ def test_torch_lists_and_activates_it() -> None:
 
 
 @needs_cuda_torch
-def test_enabling_writes_nothing_to_stderr() -> None:
-    """PyTorch's warning of a replaced kernel would come from C++, once a process."""
+def test_enable_writes_nothing_to_stderr() -> None:
+    """PyTorch would warn of a replaced kernel from C++, once per process."""
     code = "import flashbwd; flashbwd.enable(); flashbwd.disable(); print('done')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("done\n", "")
@@ -141,8 +141,8 @@ def test_enabling_writes_nothing_to_stderr() -> None:
 
 @needs_cuda_torch
 @pytest.mark.parametrize("name", ATTENTION)
-def test_a_kernel_that_is_not_pytorchs_own_is_told_apart(name: str) -> None:
-    """What is not is reached through the dispatcher's record of it, never by PyTorch's function of that name."""
+def test_a_kernel_of_another_library_is_recognised(name: str) -> None:
+    """The override must call a foreign kernel through the dispatcher, and not PyTorch's function of that name."""
     operator = f"aten::{name}"
     assert overrides._is_pytorchs(operator, "CUDA")
     library = torch.library.Library("aten", "IMPL")
@@ -154,11 +154,11 @@ def test_a_kernel_that_is_not_pytorchs_own_is_told_apart(name: str) -> None:
     assert overrides._is_pytorchs(operator, "CUDA")
 
 
-# ---- on the CPU: what the dispatcher calls for PyTorch's operator, and what it gets to hear ----
+# ---- on the CPU: the arguments that an override passes on, and the reasons that it records ----
 
 
 class OnCPU:
-    """One operator overridden on the CPU, before a kernel that remembers its calls and returns zeros."""
+    """Overrides one operator on the CPU. The previous kernel records its calls and returns zeros."""
 
     def __init__(self, name: str) -> None:
         self.override = overrides._ALL[name]
@@ -181,7 +181,7 @@ class OnCPU:
         self._library._destroy()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of a call that the override has to take."""
+        """The results of a call that the override must handle itself."""
         with flashbwd.use_backend("reference"), torch.no_grad():
             results = self.operator(*args, **kwargs)
         assert self.override.stats() == (1, {})
@@ -189,7 +189,7 @@ class OnCPU:
         return results
 
     def refusal(self, *args: Any, backend: str = "auto", **kwargs: Any) -> str:
-        """The reason for which a call is passed on."""
+        """The reason why the override passes a call on."""
         with flashbwd.use_backend(backend), torch.no_grad():
             self.operator(*args, **kwargs)
         hits, fallbacks = self.override.stats()
@@ -227,7 +227,7 @@ def rms_norm() -> Iterator[OnCPU]:
         yield overridden
 
 
-def test_stats_name_the_operators_and_can_be_reset(rms_norm: OnCPU) -> None:
+def test_stats_list_the_operators_and_can_be_reset(rms_norm: OnCPU) -> None:
     names = [*(f"aten::{name}" for name in ATTENTION + NORMS), "higher_order::flex_attention_backward"]
     assert list(flashbwd.stats()) == names
     x, statistics = torch.randn(5, 8), torch.ones(5, 1)
@@ -247,7 +247,7 @@ def assert_same_arguments(passed: Sequence[Any], given: Sequence[Any]) -> None:
             assert actual == (list(expected) if isinstance(expected, tuple) else expected)
 
 
-def test_a_refused_call_goes_on_as_it_came(
+def test_a_refused_call_is_passed_on_unchanged(
     cudnn: OnCPU, flash: OnCPU, efficient: OnCPU, layer_norm: OnCPU, rms_norm: OnCPU
 ) -> None:
     def some(*shape: int) -> Tensor:
@@ -278,7 +278,7 @@ def test_a_refused_call_goes_on_as_it_came(
 
 @pytest.fixture
 def layer_norm_before_pytorchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[overrides._Override]:
-    """The override of LayerNorm on the CPU, before PyTorch's own kernel, with no way to it through Python."""
+    """The override of LayerNorm on the CPU, which can reach PyTorch's kernel only from C++."""
     override = overrides._ALL["native_layer_norm_backward"]
     assert overrides._is_pytorchs("aten::native_layer_norm_backward", "CPU")
     override.register("CPU")
@@ -290,7 +290,7 @@ def layer_norm_before_pytorchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[over
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3)), ids=str)
 @pytest.mark.parametrize("parameters", [0, 1, 2])
-def test_pytorchs_own_norm_is_called_past_python(
+def test_pytorchs_norm_is_called_without_python(
     dtype: torch.dtype, mask: tuple[bool, ...], parameters: int, layer_norm_before_pytorchs: overrides._Override
 ) -> None:
     x, dz = (torch.randn(5, 3, 4, 2, dtype=dtype) for _ in range(2))
@@ -308,7 +308,7 @@ def test_pytorchs_own_norm_is_called_past_python(
             assert got.stride() == want.stride()
 
 
-def test_an_error_of_pytorchs_own_norm_is_raised_as_it_is(layer_norm_before_pytorchs: overrides._Override) -> None:
+def test_an_error_of_pytorchs_norm_is_raised_unchanged(layer_norm_before_pytorchs: overrides._Override) -> None:
     x, statistics = torch.randn(5, 8), torch.ones(5, 1)
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[9\]"):
         torch.ops.aten.native_layer_norm_backward(x, x, (9,), statistics, statistics, None, None, (True, False, False))
@@ -320,14 +320,14 @@ def test_an_output_mask_of_another_length_is_refused(
 ) -> None:
     x, statistics = torch.randn(5, 8), torch.ones(5, 1)
     with (
-        torch.inference_mode(),  # no autograd, whose kernel in PyTorch checks the mask
+        torch.inference_mode(),  # without autograd, because PyTorch's autograd kernel checks the mask
         pytest.raises((ValueError, RuntimeError), match=f"output_mask has {length} elements, expected 3"),
     ):
         torch.ops.aten.native_layer_norm_backward(x, x, (8,), statistics, statistics, None, None, (True,) * length)
 
 
 @pytest.mark.parametrize("shape", [(), (5, 8, 1), (1, 5, 8), (4, 8)])
-def test_a_shape_that_x_does_not_end_with_is_left_to_pytorch(
+def test_pytorch_gets_calls_with_a_wrong_normalized_shape(
     shape: tuple[int, ...], layer_norm_before_pytorchs: overrides._Override
 ) -> None:
     x, statistics = torch.randn(5, 8), torch.ones(5, 1)
@@ -336,7 +336,7 @@ def test_a_shape_that_x_does_not_end_with_is_left_to_pytorch(
     assert layer_norm_before_pytorchs.stats() == (0, {"x does not end with normalized_shape": 1})
 
 
-# ---- what each operator's arguments mean: on the CPU, by the reference, which is forced ----
+# ---- the meaning of each operator's arguments: on the CPU, with the reference backend ----
 
 ROWS = Case("rows", seqlen_q=40, seqlen_k=40, heads=4, heads_kv=4)
 GROUPED = Case("grouped", seqlen_q=33, seqlen_k=70, heads=4, heads_kv=2)
@@ -397,7 +397,7 @@ def flash_arguments(x: inputs.Inputs) -> tuple[list[Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", FLASH, ids=str)
-def test_flash_arguments_mean_what_they_do_to_pytorch(case: Case, flash: OnCPU) -> None:
+def test_flash_arguments_have_the_meaning_that_pytorch_gives_them(case: Case, flash: OnCPU) -> None:
     x = inputs.build(case)
     args, kwargs = flash_arguments(x)
     results = flash(*args, **kwargs)
@@ -406,7 +406,7 @@ def test_flash_arguments_mean_what_they_do_to_pytorch(case: Case, flash: OnCPU) 
 
 
 @pytest.mark.parametrize("case", EFFICIENT, ids=str)
-def test_efficient_arguments_mean_what_they_do_to_pytorch(case: Case, efficient: OnCPU) -> None:
+def test_memory_efficient_arguments_have_the_meaning_that_pytorch_gives_them(case: Case, efficient: OnCPU) -> None:
     x = inputs.build(case)
     packed = [t.unsqueeze(0) if case.varlen else t for t in given(x, "dout", "q", "k", "v", "out")]
     results = efficient(
@@ -430,7 +430,7 @@ def test_efficient_arguments_mean_what_they_do_to_pytorch(case: Case, efficient:
         assert results[3].stride()[-2:] == (48, 1)  # rows of 35 padded to a multiple of 16, as PyTorch's
 
 
-def test_a_bias_without_gradient_gets_none(efficient: OnCPU) -> None:
+def test_a_bias_that_needs_no_gradient_gets_none(efficient: OnCPU) -> None:
     x = inputs.build(replace(ROWS, bias="bhqk"))
     results = efficient(
         *given(x, "dout", "q", "k", "v", "attn_bias", "out"),
@@ -440,7 +440,7 @@ def test_a_bias_without_gradient_gets_none(efficient: OnCPU) -> None:
 
 
 @pytest.mark.parametrize("case", CUDNN, ids=str)
-def test_cudnn_arguments_mean_what_they_do_to_pytorch(case: Case, cudnn: OnCPU) -> None:
+def test_cudnn_arguments_have_the_meaning_that_pytorch_gives_them(case: Case, cudnn: OnCPU) -> None:
     x = inputs.build(case)
     heads_first = [t.transpose(1, 2) for t in given(x, "dout", "q", "k", "v", "out")]
     results = cudnn(
@@ -470,7 +470,7 @@ def test_cudnn_bias_of_any_dimensions_is_added(dims: int, cudnn: OnCPU) -> None:
 @pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 24), (3, 4, 6)], ids=str)
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
-def test_norm_arguments_mean_what_they_do_to_pytorch(
+def test_norm_arguments_have_the_meaning_that_pytorch_gives_them(
     shape: tuple[int, ...], kind: str, mask: Any, layer_norm: OnCPU, rms_norm: OnCPU
 ) -> None:
     normalized = shape[-2:] if shape == (3, 4, 6) else shape[-1:]
@@ -506,12 +506,12 @@ def test_norm_parameters_keep_their_dtype(layer_norm: OnCPU) -> None:
     assert (dx.dtype, dweight.dtype, dbias.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
 
 
-# ---- the whole way, on the CPU: PyTorch's autograd calls the operator, the dispatcher calls the override ----
+# ---- end to end, on the CPU: PyTorch's autograd calls the operator, and the dispatcher calls the override ----
 
 
 @pytest.fixture
 def flash_forward() -> Iterator[None]:
-    """aten's flash attention on the CPU, by plain operators."""
+    """Register plain operators as the CPU kernel of aten's flash attention."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
         scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
@@ -527,7 +527,7 @@ def flash_forward() -> Iterator[None]:
 
 
 def flash_gradients(compiled: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Gradients of a block around aten's flash attention, and the same by float64 operators."""
+    """Gradients of a block that contains aten's flash attention, and the same gradients from float64 operators."""
     generator = torch.Generator().manual_seed(1)
     leaves = [torch.randn(2, 12, 2, 8, generator=generator, requires_grad=True) for _ in range(3)]
 
@@ -543,7 +543,7 @@ def flash_gradients(compiled: bool = False) -> tuple[tuple[Tensor, ...], tuple[T
 
 @pytest.mark.usefixtures("flash_forward")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autograd_reaches_the_override(flash: OnCPU, compiled: bool) -> None:
+def test_autograd_calls_the_override(flash: OnCPU, compiled: bool) -> None:
     with flashbwd.use_backend("reference"):
         actual, expected = flash_gradients(compiled)
     assert flash.override.stats() == (1, {})
@@ -553,7 +553,7 @@ def test_autograd_reaches_the_override(flash: OnCPU, compiled: bool) -> None:
 
 @pytest.mark.usefixtures("flash_forward")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_no_kernel_takes_reaches_the_kernel_that_was_there(flash: OnCPU, compiled: bool) -> None:
+def test_a_call_without_a_kernel_reaches_the_previous_kernel(flash: OnCPU, compiled: bool) -> None:
     actual, _ = flash_gradients(compiled)
     assert flash.override.stats() == (0, {"sm90: q is on the CPU; sm80: q is on the CPU": 1})
     assert all(not grad.any() for grad in actual)
@@ -569,14 +569,14 @@ def deterministic_mode(mode: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["not asked", "warn only", "asked"])
-def test_pytorchs_deterministic_mode_is_known_to_the_overrides(mode: str) -> None:
+def test_overrides_read_pytorchs_deterministic_mode(mode: str) -> None:
     with deterministic_mode(mode):
         assert torch.ops.flashbwd.determinism() == mode
 
 
 @pytest.mark.usefixtures("flash_forward")
 @pytest.mark.parametrize("mode", ["not asked", "warn only", "asked"])
-def test_a_hit_warns_where_pytorchs_own_would(flash: OnCPU, mode: str) -> None:
+def test_an_override_warns_when_pytorch_would_warn(flash: OnCPU, mode: str) -> None:
     with warnings.catch_warnings(record=True) as caught, deterministic_mode(mode), flashbwd.use_backend("reference"):
         warnings.simplefilter("always")
         flash_gradients(compiled=False)
@@ -586,7 +586,7 @@ def test_a_hit_warns_where_pytorchs_own_would(flash: OnCPU, mode: str) -> None:
     assert warned == ([True] if mode == "warn only" else [])
 
 
-# ---- what no kernel takes ----
+# ---- calls without a kernel ----
 
 
 def test_attention_without_a_kernel_is_refused_with_the_reason_of_each_backend(flash: OnCPU) -> None:
@@ -594,12 +594,12 @@ def test_attention_without_a_kernel_is_refused_with_the_reason_of_each_backend(f
     assert flash.refusal(*args, **kwargs) == "sm90: q is on the CPU; sm80: q is on the CPU"
 
 
-def test_a_forced_backend_that_refuses_is_a_reason(flash: OnCPU) -> None:
+def test_the_refusal_of_a_forced_backend_is_a_reason(flash: OnCPU) -> None:
     args, kwargs = flash_arguments(inputs.build(ROWS))
     assert 'backend "sm80" cannot run this: q is on the CPU' in flash.refusal(*args, backend="sm80", **kwargs)
 
 
-def test_bad_attention_arguments_are_refused_not_raised(flash: OnCPU) -> None:
+def test_bad_attention_arguments_are_refused_without_an_error(flash: OnCPU) -> None:
     args, kwargs = flash_arguments(inputs.build(ROWS))
     args[2] = args[2][:, :7]
     assert "v has shape (2, 40, 4, 16)" in flash.refusal(*args, backend="reference", **kwargs)
@@ -629,7 +629,7 @@ def test_norms_without_a_kernel_are_refused_with_a_reason(rms_norm: OnCPU) -> No
     assert refusal == "the tensors are not on a CUDA device"
 
 
-def test_bad_norm_arguments_are_refused_not_raised(rms_norm: OnCPU) -> None:
+def test_bad_norm_arguments_are_refused_without_an_error(rms_norm: OnCPU) -> None:
     x = torch.randn(5, 8)
     refusal = rms_norm.refusal(x, x, (8,), torch.ones(4, 1), None, (True, False), backend="reference")
     assert "rs has shape (4, 1)" in refusal

@@ -1,4 +1,4 @@
-"""Overrides on a GPU: gradients of PyTorch's own functions against float64, and proof of what computed them."""
+"""Overrides on a GPU: gradients of PyTorch's functions agree with float64, and come from kernels of this library."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def gradients(function: Callable[..., Tensor], tensors: list[Tensor], dout: Tens
 
 
 def check(actual: tuple[Tensor, ...], function: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> None:
-    """The tolerance rule, against PyTorch's unfused attention in float64 and in the inputs' own precision."""
+    """Apply the tolerance rule: compare with PyTorch's unfused attention in float64 and in the inputs' precision."""
     with sdpa_kernel(SDPBackend.MATH):
         expected = gradients(function, [t.double() for t in tensors], dout.double())
         naive = gradients(function, tensors, dout)
@@ -102,7 +102,7 @@ def test_gradients_of_each_forward_come_from_a_kernel(
 
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
-def test_gradients_lie_in_memory_as_pytorchs_own(forward: SDPBackend, layout: str) -> None:
+def test_gradients_have_the_strides_of_pytorchs_gradients(forward: SDPBackend, layout: str) -> None:
     *tensors, dout = heads_first(dtype=torch.bfloat16)
     if layout != "heads_first":
         rows = [t.transpose(1, 2).contiguous() for t in tensors]
@@ -121,7 +121,7 @@ def test_gradients_lie_in_memory_as_pytorchs_own(forward: SDPBackend, layout: st
 
 
 @pytest.mark.parametrize("forward", [FORWARDS[0], FORWARDS[2]])
-def test_gradients_with_a_bias(forward: SDPBackend) -> None:
+def test_gradients_with_a_bias_agree_with_float64(forward: SDPBackend) -> None:
     *tensors, dout = heads_first(seqlen=136, dtype=torch.bfloat16)
     bias = torch.randn(1, 4, 136, 136, device="cuda", dtype=torch.bfloat16)
     with_gradient = forward is SDPBackend.EFFICIENT_ATTENTION
@@ -138,7 +138,7 @@ def test_gradients_with_a_bias(forward: SDPBackend) -> None:
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_gradients_with_dropout_are_those_of_pytorchs_mask(forward: SDPBackend) -> None:
+def test_gradients_with_dropout_use_the_mask_of_pytorch(forward: SDPBackend) -> None:
     *tensors, dout = heads_first(dtype=torch.bfloat16)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def test_gradients_with_dropout_are_those_of_pytorchs_mask(forward: SDPBackend) 
 
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-def test_a_call_handed_on_gets_what_pytorchs_kernel_gives(forward: SDPBackend, dropout_p: float) -> None:
+def test_a_call_that_is_passed_on_gets_the_results_of_pytorch(forward: SDPBackend, dropout_p: float) -> None:
     *tensors, dout = heads_first(dtype=torch.bfloat16, seqlen=136)
     if forward is SDPBackend.EFFICIENT_ATTENTION:
         tensors.append(torch.randn(1, 4, 136, 136, device="cuda", dtype=torch.bfloat16))
@@ -176,10 +176,10 @@ def test_a_call_handed_on_gets_what_pytorchs_kernel_gives(forward: SDPBackend, d
     assert stats.hits == 0 and sum(stats.fallbacks.values()) == 1
     for got, want in zip(actual, expected, strict=True):
         assert got.stride() == want.stride()
-        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # atomics add in another order
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)  # atomics add in a different order
 
 
-def test_float64_runs_pytorchs_own_and_nothing_is_overridden_on_the_way() -> None:
+def test_float64_calls_no_overridden_operator() -> None:
     *tensors, dout = heads_first(dtype=torch.float64, seqlen=20)
     gradients(scaled_dot_product_attention, tensors, dout)
     assert all(stats == (0, {}) for stats in flashbwd.stats().values())
@@ -195,7 +195,7 @@ def test_a_head_dimension_without_a_kernel_falls_back_and_is_right() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_packed_sequences_of_the_flash_operator(window: int | None) -> None:
+def test_gradients_of_packed_sequences_come_from_a_kernel(window: int | None) -> None:
     skip_without_kernels()
     lengths = [70, 1, 129]
     cu_seqlens = torch.tensor([0, 70, 71, 200], dtype=torch.int32, device="cuda")
@@ -223,7 +223,7 @@ def test_packed_sequences_of_the_flash_operator(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("forward", [FORWARDS[1], FORWARDS[2]])
-def test_nested_tensors(forward: SDPBackend) -> None:
+def test_gradients_of_nested_tensors_come_from_a_kernel(forward: SDPBackend) -> None:
     skip_without_kernels()
     offsets = torch.tensor([0, 70, 71, 200], device="cuda")
     *values, dout = (torch.randn(200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -244,8 +244,8 @@ def test_nested_tensors(forward: SDPBackend) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 320])
-def test_scores_of_float32_are_those_of_the_forward(head_dim: int) -> None:
-    """Of a single key the probability is 1, and dv is dout: as far as the LSE is that of the scores of the backward."""
+def test_float32_scores_equal_those_of_the_forward(head_dim: int) -> None:
+    """With a single key the probability is 1 and dv is dout, if the backward computes the same scores as the LSE."""
     skip_without_kernels()
     x = torch.randn(512, 2, 1, head_dim, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
@@ -256,7 +256,7 @@ def test_scores_of_float32_are_those_of_the_forward(head_dim: int) -> None:
 
 @pytest.mark.parametrize("forward", FORWARDS[1:])
 def test_deterministic_algorithms_give_bitwise_equal_gradients(forward: SDPBackend) -> None:
-    """cuDNN's forward is not offered where PyTorch is asked for determinism."""
+    """PyTorch does not offer cuDNN's forward in deterministic mode."""
     skip_without_kernels()
     *tensors, dout = heads_first(seqlen=1100, dtype=torch.bfloat16)
     torch.use_deterministic_algorithms(True)
@@ -275,7 +275,8 @@ def test_a_compiled_block_calls_the_override(forward: SDPBackend) -> None:
     skip_without_kernels()
     *tensors, dout = heads_first(dtype=torch.bfloat16)
 
-    factor = 1.5 + list(OPERATORS).index(forward)  # the same code would be taken from a cache, with its forward
+    # For equal code, the compiler would reuse the graph with another forward.
+    factor = 1.5 + list(OPERATORS).index(forward)
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q * factor, k + 1, v, is_causal=True).sin()
@@ -289,7 +290,7 @@ def test_a_compiled_block_calls_the_override(forward: SDPBackend) -> None:
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gradients_of_norms(kind: str, dtype: torch.dtype) -> None:
+def test_gradients_of_norms_agree_with_float64(kind: str, dtype: torch.dtype) -> None:
     x, dz = (torch.randn(37, 5, 768, device="cuda", dtype=dtype) for _ in range(2))
     parameters = [torch.randn(768, device="cuda", dtype=dtype) for _ in range(2 if kind == "layer_norm" else 1)]
 
@@ -308,10 +309,10 @@ def test_gradients_of_norms(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("parameters", [0, 1, 2])
-def test_a_norm_handed_on_gets_what_pytorchs_kernel_gives(
+def test_a_norm_that_is_passed_on_gets_the_results_of_pytorch(
     kind: str, parameters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not through Python; what it makes is freed again."""
+    """The override calls PyTorch's kernel from C++. The tensors that the kernel allocates must be freed."""
     if parameters == 2 and kind == "rms_norm":
         pytest.skip(NO_CASE + "RMSNorm has no bias")
     x, dz = (torch.randn(37, 5, 48, 2, device="cuda", dtype=torch.float64) for _ in range(2))
@@ -328,7 +329,7 @@ def test_a_norm_handed_on_gets_what_pytorchs_kernel_gives(
     in_use = torch.cuda.memory_allocated()
     for _ in range(3):
         gradients(normalise, [x, *weights], dz)
-    deadline = time.monotonic() + 5  # autograd's thread may let go of a graph after the gradients are out
+    deadline = time.monotonic() + 5  # autograd's thread may free a graph after it returned the gradients
     while torch.cuda.memory_allocated() > in_use and time.monotonic() < deadline:
         time.sleep(0.01)
     assert torch.cuda.memory_allocated() <= in_use
@@ -348,7 +349,7 @@ def kernels_of(call: Callable[[], Any]) -> list[str]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
 def test_a_transformer_block_runs_kernels_of_this_library(shape: str, compiled: bool) -> None:
-    """Attention by the override; norms too, or as modules of this library, which Inductor leaves as they are."""
+    """The override computes attention. It also computes norms in eager mode; the compiled model has swapped norms."""
     skip_without_kernels()
     case = BlockCase("test", shape, 2, 256, 256, 4, 4 if shape == "gpt" else 2, 512)
     x = block_peers.make_inputs(case, torch.device("cuda"), 0)

@@ -32,8 +32,8 @@ def test_importing_starts_no_cuda_and_no_compiler() -> None:
     assert python(f"{before}; import flashbwd; print(torch.cuda.is_initialized(), {heavy} == before)") == "False True"
 
 
-def test_modules_form_no_import_circle() -> None:
-    """Imports within functions count too: they hide a circle, and do not break it."""
+def test_modules_form_no_import_cycle() -> None:
+    """Imports within functions count too, because they hide a cycle without breaking it."""
     root = Path(flashbwd.__file__).parent
     paths = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in root.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in paths.items()}

@@ -1,4 +1,4 @@
-"""The dropout masks: Philox's known answers, and each numbering element by element against a scalar reading of it."""
+"""Dropout masks: Philox gives the known answers, and each layout agrees with a scalar implementation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def scalar_keep(
 @pytest.mark.parametrize("layout", philox.LAYOUTS)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.83])
 @pytest.mark.parametrize(("seed", "offset"), [(0, 0), (0x0123456789ABCDEF, 7), (2**64 - 3, 2**33 + 1), (5, 2**64 - 30)])
-def test_tile_matches_a_scalar_reading_of_the_numbering(layout: str, p: float, seed: int, offset: int) -> None:
+def test_a_tile_agrees_with_a_scalar_implementation(layout: str, p: float, seed: int, offset: int) -> None:
     rows, cols, bhs = (13, 35), (27, 71), (0, 3, 10)
     sizes = {"seqlen_k": 75, "max_seqlen_q": 40, "max_seqlen_k": 80}
     device = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_tile_matches_a_scalar_reading_of_the_numbering(layout: str, p: float, s
 
 @pytest.mark.parametrize("first", [0, 6, 2**34 - 9])
 @pytest.mark.parametrize(("seed", "offset"), [(0, 0), (0x0123456789ABCDEF, 7), (5, 2**33 + 1)])
-def test_elements_match_a_scalar_reading_of_the_numbering(seed: int, offset: int, first: int) -> None:
+def test_elements_agree_with_a_scalar_implementation(seed: int, offset: int, first: int) -> None:
     kept = philox.keep_elements(seed, offset, 0.4, first, 50, torch.device("cpu"))
     expected = [scalar_keep("efficient64", seed, offset, 0.4, 0, 0, n, 0, 0, 0) for n in range(first, first + 50)]
     assert kept.tolist() == expected
@@ -104,7 +104,7 @@ def test_numbers_beyond_32_bits_wrap_only_in_the_32_bit_numbering(layout: str) -
     sk = 70001
     row = 2**32 // sk
     sizes = {"seqlen_k": sk, "max_seqlen_q": 70003, "max_seqlen_k": sk}
-    border = 2**32 - row * sk  # the column where i * Sk + j reaches 2**32
+    border = 2**32 - row * sk  # the column at which i * Sk + j reaches 2**32
     rows, cols = (row - 1, row + 2), (border - 6, border + 7)
     mask = philox.keep_mask(layout, 9, 3, 0.4, torch.tensor([0, 5]), rows, cols, **sizes)
     expected = [
@@ -115,7 +115,7 @@ def test_numbers_beyond_32_bits_wrap_only_in_the_32_bit_numbering(layout: str) -
 
 
 @pytest.mark.parametrize("layout", philox.LAYOUTS)
-def test_tiles_put_together_are_the_whole_mask(layout: str) -> None:
+def test_tiles_together_form_the_whole_mask(layout: str) -> None:
     sizes: Any = {"seqlen_k": 90, "max_seqlen_q": 50, "max_seqlen_k": 90}
     mask: Any = functools.partial(philox.keep_mask, layout, 77, 12, 0.3, torch.arange(3), **sizes)
     whole = mask((0, 50), (0, 90))
@@ -127,13 +127,13 @@ def test_tiles_put_together_are_the_whole_mask(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", philox.LAYOUTS)
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_share_of_kept_elements_is_one_minus_p(layout: str, p: float) -> None:
+def test_the_share_of_kept_elements_is_one_minus_p(layout: str, p: float) -> None:
     sizes = {"seqlen_k": 512, "max_seqlen_q": 512, "max_seqlen_k": 512}
     mask = philox.keep_mask(layout, 1234, 0, p, torch.arange(4), (0, 512), (0, 512), **sizes)
     assert mask.float().mean().item() == pytest.approx(1.0 - p, abs=0.005)
 
 
-def test_seeds_are_read_from_ints_and_tensors_alike() -> None:
+def test_a_seed_may_be_an_integer_or_a_tensor() -> None:
     device = torch.device("cpu")
     top = 2**64 - 5
     assert philox.as_word64(top, device) == -5
@@ -147,7 +147,7 @@ def test_scale_is_rounded_to_the_inputs_dtype_by_the_memory_efficient_forward_on
     assert philox.keep_scale("efficient64", 0.1, torch.bfloat16) == float(torch.tensor(1.0 / 0.9).bfloat16())
 
 
-def test_unknown_layout_is_named() -> None:
+def test_the_error_names_an_unknown_layout() -> None:
     with pytest.raises(ValueError, match="'cudnn'"):
         philox.keep_mask(
             "cudnn", 0, 0, 0.1, torch.arange(1), (0, 1), (0, 1), seqlen_k=1, max_seqlen_q=1, max_seqlen_k=1

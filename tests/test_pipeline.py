@@ -1,5 +1,5 @@
-"""The roles of the sm90 kernel for large head dimensions and features, simulated on the host: they hand work tiles,
-keys, queries, P, dS and dq to one another, and end whatever the work tiles hold and in whatever order they run."""
+"""A host simulation of the warp roles of the sm90 kernel for large head dimensions and features. The roles pass work
+tiles, keys, queries, P, dS and dq to each other. They must end for all work tiles and every order of execution."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.barriers import Barrier, Role, run
 
-STAGES = 2  # of q, dout and dS
+STAGES = 2  # stages of q, dout and dS
 ADDERS = 2
 DQ_BUFFERS = 2
-SLOTS = 2  # places for work tiles in shared memory
+SLOTS = 2  # slots for work tiles in shared memory
 
 
 @dataclass(frozen=True)
 class Tile:
-    steps: int  # query blocks that see these keys
-    first_step: int  # steps of the work tiles before it
-    stepping: int  # work tiles before it that have steps
+    steps: int  # iterations: query blocks that see these keys
+    first_step: int  # iterations of the work tiles before this one
+    stepping: int  # work tiles before this one that have iterations
 
 
 def tiles_of(steps: list[int]) -> list[Tile]:
@@ -47,7 +47,7 @@ class LargeHeadDimCta:
         self.ds_full, self.ds_empty = self._ring(1), self._ring(1)
         self.dq_full = [[Barrier() for _ in range(DQ_BUFFERS)] for _ in range(ADDERS)]
         self.dq_empty = [Barrier() for _ in range(DQ_BUFFERS)]
-        self.busy = Barrier(phase=1)  # a wait for parity 0 passes: the role may be held up here
+        self.busy = Barrier(phase=1)  # a wait for parity 0 passes, but the simulation may delay the role here
 
     @staticmethod
     def _ring(count: int) -> list[Barrier]:
@@ -114,7 +114,7 @@ class LargeHeadDimCta:
                 self.dout_empty[stage].arrive()
             if tile.steps > 0:
                 self.k_empty.arrive()
-                yield self.p_empty, end % 2 ^ 1  # dv is staged where P was
+                yield self.p_empty, end % 2 ^ 1  # dv is staged in the buffer of P
             self.work_empty[i % SLOTS].arrive()
 
     def score_gradients(self) -> Role:
@@ -169,13 +169,13 @@ WALKS = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 5]), max_size=12)
 
 
 @given(WALKS, st.randoms(use_true_random=False))
-def test_roles_end_whatever_the_work_tiles_hold(steps: list[int], rng: random.Random) -> None:
+def test_roles_end_for_all_work_tiles(steps: list[int], rng: random.Random) -> None:
     assert run(LargeHeadDimCta(steps).roles(), rng)
 
 
 @pytest.mark.parametrize("steps", [[2, 0, 0], [0, 0, 1], [1, 0, 2], [0, 0, 0, 0]], ids=str)
-def test_a_barrier_at_which_empty_work_tiles_arrive_is_outrun(steps: list[int]) -> None:
-    """The simulation finds the deadlock that this protocol has, so it could find one in the kernel's."""
+def test_the_simulation_finds_the_deadlock_of_empty_work_tiles_that_arrive(steps: list[int]) -> None:
+    """The simulation finds the known deadlock of this protocol, so it would also find one in the kernel's protocol."""
     ends = [run(LargeHeadDimCta(steps, zero_tiles_arrive=True).roles(), random.Random(seed)) for seed in range(300)]
     assert not all(ends)
     assert any(ends)

@@ -1,4 +1,4 @@
-"""README and docs say what is true: links lead somewhere, the reference is complete, quoted messages come."""
+"""README and docs: links have targets, the API reference is complete, and quoted messages are those of the library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         if re.match(r"[a-z]+:", link):
@@ -45,11 +45,11 @@ def test_every_page_is_reached_from_the_index() -> None:
 PUBLIC = [name for name in flashbwd.__all__ if not name.startswith("__")]
 
 
-def test_readme_is_short() -> None:
+def test_the_readme_has_at_most_120_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_no_page_is_long() -> None:
+def test_no_page_has_more_than_350_lines() -> None:
     long = {page.name: len(page.read_text().splitlines()) for page in (ROOT / "docs").rglob("*.md")}
     assert {name: lines for name, lines in long.items() if lines > 350} == {}
 
@@ -71,7 +71,7 @@ def test_api_page_has_a_section_with_the_docstring_of_every_public_name() -> Non
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_docstring_names_every_argument(name: str) -> None:
+def test_a_docstring_names_every_argument(name: str) -> None:
     public = getattr(flashbwd, name)
     documented = inspect.getdoc(public) or ""
     for other in re.findall(r":func:`(\w+)`", documented):  # "as for" the other function
@@ -84,7 +84,7 @@ def test_docstring_names_every_argument(name: str) -> None:
     assert missing == []
 
 
-def test_messages_quoted_on_troubleshooting_are_those_of_the_calls() -> None:
+def test_troubleshooting_quotes_the_messages_of_the_library() -> None:
     q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 3, 16)
     packed, cu_seqlens = q[0], torch.tensor([0, 4], dtype=torch.int32)
     quoted = re.findall(r"^    (flashbwd: .*)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)

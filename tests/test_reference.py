@@ -1,4 +1,4 @@
-"""The reference backend called directly: values, poisoned memory, bounded memory, and what it is made of."""
+"""The reference backend, called directly: values, memory that must not be read, bounded memory, allowed operators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def options_of(arguments: dict[str, Any], rng_state: Any) -> AttentionOptions:
 
 
 def run_backward(arguments: dict[str, Any], rng_state: Any = None, **outputs: Tensor | None) -> dict[str, Any]:
-    """Call with the keywords of the public function; outputs hold NaN before."""
+    """Call with the keywords of the public function. Outputs contain NaN before the call."""
     a = arguments
     q, k, v, bias, sink = a["q"], a["k"], a["v"], a["attn_bias"], a["sink"]
     varlen = a["cu_seqlens_q"] is not None
@@ -80,16 +80,16 @@ def set_tiles(monkeypatch: pytest.MonkeyPatch, tile: blocks.TileSize) -> None:
 
 @pytest.fixture
 def tiny_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that little inputs have many of them, and several chunks of heads."""
+    """Tiles so small that small inputs have many of them, and several chunks of heads."""
     case = request.getfixturevalue("case") if "case" in request.fixturenames else None
     large = isinstance(case, cases.Case) and max((*case.physical_q, *case.physical_k), default=0) > 128
-    rows, keys = (32, 64) if large else (8, 16)  # smaller ones take seconds there, and show nothing else
+    rows, keys = (32, 64) if large else (8, 16)  # on large cases, smaller tiles take seconds and find nothing more
     set_tiles(monkeypatch, blocks.TileSize(rows, keys, 2 * rows * keys, 1000))
 
 
 @pytest.fixture(scope="module", params=cases.CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> cases.Case:
-    """Every named case. Because of the scope, all tests of a case follow each other and share its oracle."""
+    """Every named case. With module scope, all tests of a case run one after another and share its oracle."""
     found: cases.Case = request.param
     return found
 
@@ -107,10 +107,10 @@ def test_gradients_match_the_oracle_when_cut_into_many_tiles(case: cases.Case) -
 @pytest.mark.usefixtures("tiny_tiles")
 def test_forward_matches_the_oracle(case: cases.Case) -> None:
     if case.bias_floor == cases.LEAST:
-        pytest.skip("to a forward the least finite numbers are numbers: a row of them is the mean of the values")
+        pytest.skip("for a forward, the lowest finite numbers are no mask: such a row is the mean of the values")
     x = inputs.build(case, torch.float64)
     out, lse = forward_of(x)
-    expected = x.reference.out.nan_to_num(0.0)  # the kit poisons what lies outside the logical lengths
+    expected = x.reference.out.nan_to_num(0.0)  # the kit writes NaN outside the logical lengths
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(lse, x.reference.lse, rtol=1e-9, atol=1e-9)
 
@@ -135,13 +135,13 @@ def test_sums_of_16_bit_gradients_are_not_rounded_between_blocks(case: cases.Cas
 def test_dq_is_not_rounded_to_16_bits_between_blocks_of_keys(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many blocks that a 16-bit sum would stop growing: each block adds less than half of its last bit."""
+    """There are so many blocks that a 16-bit sum would stop growing: each block adds less than half of its last bit."""
     set_tiles(monkeypatch, blocks.TileSize(8, 1, 2 * 8, 1000))
     check(replace(ONE_SIGN, name="one_sign_many_keys", seqlen_q=8, seqlen_k=6000), dtype)
 
 
-def test_delta_keeps_what_an_fp32_sum_of_large_products_loses() -> None:
-    """All probabilities are 1 / 64, v is the identity and dout is 0 for key 0: its dk is -delta / 64."""
+def test_delta_keeps_small_terms_beside_large_products() -> None:
+    """All probabilities are 1 / 64, v is the identity and dout is 0 for key 0, so dk of key 0 is -delta / 64."""
     n, pairs = 64, 31
     generator = torch.Generator().manual_seed(0)
     large = torch.randint(2**22, 2**24 - 1, (pairs,), generator=generator)
@@ -174,7 +174,7 @@ def test_random_cases_match_the_oracle(case: cases.Case, seed: int, tile: blocks
 
 
 @pytest.mark.parametrize("case", cases.with_prefix("varlen", "heads", "layout", "dense_seqused"), ids=str)
-def test_gradients_go_to_fp32_and_strided_outputs_of_16_bit_inputs(case: cases.Case) -> None:
+def test_gradients_of_16_bit_inputs_may_be_fp32_and_strided(case: cases.Case) -> None:
     x = inputs.build(case, torch.bfloat16)
     wide = {
         f"d{name}": inputs.lay_out("odd_strides", poisoned_like(x.arguments[name], torch.float32)) for name in "qkv"
@@ -190,7 +190,7 @@ def forward_of(x: inputs.Inputs) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_forward_rounds_its_output_only(dtype: torch.dtype) -> None:
+def test_forward_rounds_only_its_output(dtype: torch.dtype) -> None:
     x = inputs.build(cases.BY_NAME["bias_softcap_alibi_sink"], dtype)
     out, lse = forward_of(x)
     assert out.dtype == dtype
@@ -224,7 +224,7 @@ def test_autocast_changes_nothing() -> None:
     assert torch.equal(plain["dq"], within["dq"])
 
 
-def test_extreme_lse_in_rows_without_keys_gives_exact_zeros() -> None:
+def test_rows_without_keys_have_zero_gradients_whatever_their_lse_is() -> None:
     case = cases.Case("empty", batch=1, seqlen_q=50, seqlen_k=11, causal=True, dlse=True)
     x = inputs.build(case, torch.float32)
     x.arguments["softmax_lse"] = x.arguments["softmax_lse"].clone()
@@ -238,7 +238,7 @@ def test_extreme_lse_in_rows_without_keys_gives_exact_zeros() -> None:
 
 
 @pytest.mark.parametrize("name", ["heads_6to2", "varlen_many", "bias_bh1k", "sink", "dropout_efficient32_small"])
-def test_thread_count_changes_no_more_than_rounding(name: str) -> None:
+def test_the_number_of_threads_changes_only_rounding(name: str) -> None:
     x = inputs.build(replace(cases.BY_NAME[name], heads=6, heads_kv=3), torch.float32)
     results = []
     for count in (2, 3):
@@ -263,7 +263,7 @@ FEW_HEADS = [
 
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("case", FEW_HEADS, ids=str)
-def test_queries_are_spread_over_threads_where_heads_are_few(case: cases.Case) -> None:
+def test_threads_share_the_queries_if_there_are_few_heads(case: cases.Case) -> None:
     with threads(5):
         check(case, torch.float64)
         x = inputs.build(case, torch.float64)
@@ -273,7 +273,7 @@ def test_queries_are_spread_over_threads_where_heads_are_few(case: cases.Case) -
             torch.testing.assert_close(forward_of(x)[0], x.reference.out)
 
 
-def test_inference_mode_reaches_the_threads() -> None:
+def test_the_threads_inherit_inference_mode() -> None:
     case = cases.BY_NAME["heads_4to2"]
     x = inputs.build(case, torch.float32)
     with torch.inference_mode(), threads(2):
@@ -287,7 +287,7 @@ def run_in_child(x: inputs.Inputs, pipe: Any) -> None:
     pipe.send(float(run_backward(x.arguments)["dq"].sum()))
 
 
-@pytest.mark.usefixtures("tiny_tiles")  # so that the work is enough for two threads
+@pytest.mark.usefixtures("tiny_tiles")  # otherwise there is not enough work for two threads
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     x = inputs.build(cases.BY_NAME["heads_4to2"], torch.float32)
     with threads(2):
@@ -295,7 +295,8 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+            # Newer Pythons warn of a fork in a process with threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = context.Process(target=run_in_child, args=(x, theirs))
             child.start()
         assert ours.poll(60)
@@ -304,9 +305,9 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Records every operator called, and the largest tensor that one of them made.
+    """Records every operator that is called, and the size of the largest tensor that an operator allocates.
 
-    A mode sees its own thread, so the work must stay there.
+    A dispatch mode sees only its own thread, so the work must stay on that thread.
     """
 
     def __init__(self) -> None:
@@ -346,7 +347,7 @@ VARIETY = [
 
 
 def backward_without_oracle(case: cases.Case) -> Callable[[], None]:
-    """Inputs of the right shapes; what they hold does not matter."""
+    """A call with inputs of the right shapes and arbitrary values."""
     x = inputs.build(replace(case, seqlen_q=1, seqlen_k=1, seqlens_q=None, seqlens_k=None), torch.float32)
     q = torch.randn(case.batch, case.seqlen_q, case.heads, case.head_dim)
     lse = torch.full((case.batch, case.heads, case.seqlen_q), 9.0)
@@ -473,7 +474,7 @@ def test_norm_forward_and_gradients_match_the_oracle(
         check_norm(dbeta, expected.dbeta, dtype)
 
 
-def test_norm_takes_16_bit_statistics_columns_and_strided_rows() -> None:
+def test_norm_accepts_16_bit_column_shaped_mu_and_rs_and_strided_rows() -> None:
     wide = torch.randn(6, 9, 40)
     x, dz = wide[:, ::2, :20], wide.transpose(0, 1)[1:6, :, 20:].transpose(0, 1)
     z, mu, rs = reference.layer_norm_forward(x)
@@ -498,7 +499,7 @@ def test_norm_writes_permuted_outputs() -> None:
     torch.testing.assert_close(dx, reference.layer_norm_backward(dz, x.contiguous(), mu, rs)[0])
 
 
-def test_norm_output_mask_leaves_out_what_is_not_asked_for() -> None:
+def test_norm_output_mask_omits_gradients() -> None:
     x, gamma = torch.randn(4, 8), torch.randn(8)
     _, mu, rs = reference.layer_norm_forward(x, gamma)
     for mask in [(True, False, False), (False, True, False), (False, False, True), (False, False, False)]:
@@ -506,7 +507,7 @@ def test_norm_output_mask_leaves_out_what_is_not_asked_for() -> None:
         assert tuple(value is not None for value in got) == mask
 
 
-def test_norm_chunks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_results_do_not_depend_on_the_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashbwd.reference import norms as module
 
     x, dz, gamma = torch.randn(50, 16), torch.randn(50, 16), torch.randn(16)
@@ -521,9 +522,9 @@ def test_norm_chunks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "name", ["heads_4to2", "bias_softcap", "alibi_batch_causal", "sink", "dropout_efficient64_small"]
 )
-def test_dense_calls_are_captured_in_a_cuda_graph(name: str) -> None:
+def test_dense_calls_can_be_captured_in_a_cuda_graph(name: str) -> None:
     x = inputs.build(cases.BY_NAME[name], torch.float32, "cuda")
-    eager = run_backward(x.arguments, x.rng_state())  # also what warms up the libraries
+    eager = run_backward(x.arguments, x.rng_state())  # also initialises the libraries
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run_backward(x.arguments, x.rng_state())
@@ -533,7 +534,7 @@ def test_dense_calls_are_captured_in_a_cuda_graph(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_packed_calls_refuse_to_be_captured() -> None:
+def test_packed_calls_raise_when_they_are_captured() -> None:
     x = inputs.build(cases.BY_NAME["varlen_one"], torch.float32, "cuda")
     with pytest.raises(RuntimeError, match="cu_seqlens_q is on the GPU"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         run_backward(x.arguments)

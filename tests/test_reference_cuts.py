@@ -1,4 +1,4 @@
-"""How the reference backend cuts a call into chunks and blocks, and what it takes where arguments are left out."""
+"""How the reference backend divides a call into chunks and blocks, and the defaults of its arguments."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flashbwd import reference
 from flashbwd.options import AttentionOptions
 from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
-from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, cut_into_pieces
+from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, split_into_tasks
 from flashbwd.reference.modifications import GatherByIndex
 from flashbwd.reference.operands import write_scaled
 from flashbwd.reference.scores import Dropout, operand, sees_nothing
 from flashbwd.reference.spans import Span
 
 LENGTHS = st.integers(1, 600)
-FEWEST = 16  # rows, or keys, below which a block is not cut
-DEVICES = ("cpu", "meta")  # the second stands for a GPU
+FEWEST = 16  # blocks of at most this many rows or keys are not divided further
+DEVICES = ("cpu", "meta")  # the meta device represents a GPU
 WINDOW = st.integers(-1, 6)
 GROUPS = st.sampled_from([1, 2, 8, 64])
 
@@ -36,7 +36,7 @@ def span(batches: int, sq: int, sk: int) -> Span:
 
 
 @given(st.integers(1, 5), LENGTHS, LENGTHS, st.integers(1, 4), GROUPS, st.sampled_from([2**10, 2**14, 2**20]))
-def test_one_chunk_of_all_heads_has_blocks_that_fit_as_far_as_they_can_be_cut(
+def test_blocks_of_a_single_chunk_fit_unless_they_have_the_minimum_size(
     batches: int, sq: int, sk: int, heads: int, group: int, elements: int
 ) -> None:
     tile = TileSize(256, 256, elements, 8192)
@@ -50,7 +50,7 @@ def test_one_chunk_of_all_heads_has_blocks_that_fit_as_far_as_they_can_be_cut(
 
 
 @given(st.integers(1, 5), LENGTHS, LENGTHS, st.integers(1, 4), GROUPS, st.integers(1, 9))
-def test_chunks_hold_no_more_than_is_allowed_but_one_head_at_least(
+def test_a_chunk_is_within_the_limits_or_has_a_single_head(
     batches: int, sq: int, sk: int, heads: int, group: int, most: int
 ) -> None:
     tile = TileSize(64, 32, 2**14, 1000)
@@ -67,14 +67,15 @@ def test_chunks_hold_no_more_than_is_allowed_but_one_head_at_least(
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(-1, 9), st.integers(-1, 9), st.data())
-def test_a_tile_is_cut_along_a_diagonal_only_where_that_hides_something(
+def test_a_tile_is_masked_along_a_diagonal_only_if_that_hides_a_pair(
     sq: int, sk: int, causal: bool, left: int, right: int, data: st.DataObject
 ) -> None:
     band = Band.of(sq, sk, "bottom_right" if causal else "none", left, right)
     rows, cols = (tuple(sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))) for n in (sq, sk))
     assume(rows[0] < rows[1] and cols[0] < cols[1])
     lower, upper = band.cuts(rows, cols)
-    distance = torch.arange(*cols) - torch.arange(*rows)[:, None] - (sk - sq)  # 0: the diagonal of the last query
+    # 0 is the diagonal that ends at the last query and key.
+    distance = torch.arange(*cols) - torch.arange(*rows)[:, None] - (sk - sq)
     right = 0 if causal else right
     hidden_left = left >= 0 and bool((distance < -left).any())
     hidden_right = right >= 0 and bool((distance > right).any())
@@ -135,7 +136,7 @@ def test_a_band_has_the_rows_that_see_a_key_and_the_keys_that_they_see(
     st.booleans(),
     st.integers(1, 7),
 )
-def test_pieces_have_every_row_that_sees_a_key_once(
+def test_tasks_have_every_row_that_sees_a_key_once(
     sizes: list[tuple[int, int, int]], heads: int, group: int, causal: bool, one_chunk: bool, threads: int
 ) -> None:
     spans = [Span(10 * i, *size, packed=False) for i, size in enumerate(sizes)]
@@ -143,20 +144,20 @@ def test_pieces_have_every_row_that_sees_a_key_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: threads)
         mode = "bottom_right" if causal else "none"
-        pieces, used = cut_into_pieces(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
+        tasks, used = split_into_tasks(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
     assert 1 <= used <= threads
     for of in spans:
         count = torch.zeros(of.batches, heads * group, of.sq, dtype=torch.int64)
-        own = [piece for piece in pieces if piece.span is of]
-        for piece in own:
-            chunk = piece.chunk
-            for strip in piece.strips():
-                assert strip[1] - strip[0] <= piece.cut.block_q
+        own = [task for task in tasks if task.span is of]
+        for task in own:
+            chunk = task.chunk
+            for strip in task.strips():
+                assert strip[1] - strip[0] <= task.cut.block_q
                 batches = slice(chunk.batch0, chunk.batch0 + chunk.batches)
                 count[batches, chunk.query_range, slice(*strip)] += 1
         keyless = of.sq if of.sk == 0 else max(of.sq - of.sk, 0) if causal else 0
         assert (count[..., :keyless] == 0).all() and (count[..., keyless:] == 1).all()
-        assert not one_chunk or len({piece.chunk for piece in own}) <= 1
+        assert not one_chunk or len({task.chunk for task in own}) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -178,39 +179,39 @@ def test_a_gradient_is_written_times_its_scale(dtype: torch.dtype, scale: float)
 @pytest.mark.parametrize(
     ("shared_sums", "device", "threads"), [(False, "cpu", 3), (True, "cpu", 1), (False, "meta", 1), (True, "meta", 1)]
 )
-def test_pieces_run_side_by_side_on_a_cpu_unless_they_add_to_the_same_elements(
+def test_tasks_run_in_parallel_on_a_cpu_unless_they_add_to_the_same_elements(
     shared_sums: bool, device: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(48, 70, 1, 8, device=device)
-    pieces, found = cut_into_pieces([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
+    tasks, found = split_into_tasks([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
     assert found == threads
-    assert {piece.parts for piece in pieces} == {1}  # of one block of queries
+    assert {task.parts for task in tasks} == {1}  # one block of queries cannot be divided
 
 
 @pytest.mark.parametrize(("batches", "threads"), [(1, 1), (31, 1), (32, 2), (48, 3), (99, 3)])
-def test_a_thread_has_the_scores_of_a_whole_tile_at_least(
+def test_each_thread_has_at_least_the_scores_of_a_whole_tile(
     batches: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(batches, 64, 1, 8)
-    _, found = cut_into_pieces([span(batches, 64, 64)], x, x, "none", (-1, -1))
+    _, found = split_into_tasks([span(batches, 64, 64)], x, x, "none", (-1, -1))
     assert found == threads
 
 
 @pytest.mark.parametrize(("blocks", "parts"), [(1, 1), (2, 2), (9, 3)])
-def test_one_head_is_cut_into_as_many_parts_as_there_are_threads_and_blocks(
+def test_one_head_is_divided_into_as_many_parts_as_there_are_threads_and_blocks(
     blocks: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(1, 256 * blocks, 1, 8)
-    pieces, _ = cut_into_pieces([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
-    assert [(piece.part, piece.parts) for piece in pieces] == [(part, parts) for part in range(parts)]
+    tasks, _ = split_into_tasks([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
+    assert [(task.part, task.parts) for task in tasks] == [(part, parts) for part in range(parts)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_gradient_of_a_shared_bias_adds_up_in_fp32(dtype: torch.dtype) -> None:
-    """Of 1000 rows, one per tile: in bf16 the sum would stay at 256."""
+def test_the_gradient_of_a_shared_bias_is_summed_in_fp32(dtype: torch.dtype) -> None:
+    """1000 rows, one per tile, each add 1. In bf16 the sum would stay at 256."""
     dbias = torch.full((1, 1, 1, 3), torch.nan, dtype=dtype)
     all_rows, chunk = span(1, 1000, 3), Chunk(0, 1, 0, 1, 1)
     gradient = BiasGradient(dbias, (1, 1, 1000, 3), [all_rows], torch.float32)
@@ -260,7 +261,7 @@ def test_dense_sequences_need_neither(given_one: str) -> None:
         assert torch.equal(got, want)
 
 
-def test_without_more_arguments_a_norm_is_a_layer_norm_and_nothing_is_dropped() -> None:
+def test_by_default_a_norm_is_a_layer_norm_without_dropout() -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual, dz = (torch.randn(3, 20, generator=generator, dtype=torch.float64) for _ in range(3))
     z, h, mu, rs = reference.dropout_add_norm_forward(x, residual)
@@ -270,7 +271,7 @@ def test_without_more_arguments_a_norm_is_a_layer_norm_and_nothing_is_dropped() 
     torch.testing.assert_close(from_output, reference.layer_norm_backward(dz, h, mu, rs)[0])
 
 
-def test_without_a_mask_of_outputs_every_gradient_of_a_norm_is_computed() -> None:
+def test_by_default_every_gradient_of_a_norm_is_computed() -> None:
     x, dz, gamma = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
     _, h, mu, rs = reference.dropout_add_norm_forward(x, x, gamma)
     found = reference.dropout_add_norm_backward(dz, h, mu, rs, gamma)
@@ -280,7 +281,7 @@ def test_without_a_mask_of_outputs_every_gradient_of_a_norm_is_computed() -> Non
     assert [g is not None for g in reference.rms_norm_backward(dz, x, rs, gamma)] == [True] * 2
 
 
-def test_gamma_is_not_around_zero_by_default() -> None:
+def test_gamma_is_not_zero_centred_by_default() -> None:
     x, dz, gamma = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
     _, h, mu, rs = reference.dropout_add_norm_forward(x, x, gamma)
     found = reference.dropout_add_norm_backward(dz, h, mu, rs, gamma)[1]
@@ -323,7 +324,7 @@ def test_an_operand_with_a_column_has_rows_of_whole_16_bytes_except_on_a_cpu(dim
 @pytest.mark.parametrize("given_one", ["rng_seed", "rng_offset"])
 def test_dropout_needs_both_words_of_its_generators_state(given_one: str) -> None:
     options = AttentionOptions(dropout_p=0.25, **{given_one: 3})
-    with pytest.raises(ValueError, match=r"dropout_p is 0\.25, which needs rng_state, got None"):
+    with pytest.raises(ValueError, match=r"rng_state is None, expected .* because dropout_p is 0\.25"):
         Dropout.of(torch.zeros(1, 2, 1, 8), options, 2, 2)
 
 
@@ -393,19 +394,19 @@ def test_an_index_tensor_gathers_instead_of_making_a_view(index: tuple[Any, ...]
     assert found.untyped_storage().data_ptr() != table.untyped_storage().data_ptr()
 
 
-def test_an_index_of_bools_still_selects() -> None:
+def test_a_bool_index_selects() -> None:
     table = torch.arange(4.0)
     with GatherByIndex():
         assert table[table > 1].tolist() == [2.0, 3.0]
 
 
-def test_keys_that_a_head_does_not_see_do_not_matter_to_it_where_the_batch_shares_them() -> None:
+def test_hidden_keys_of_a_head_do_not_matter_if_the_batch_shares_keys() -> None:
     shape = Shape(batch=2, batch_kv=1, heads=2, heads_kv=2, seqlen_q=1, seqlen_k=40)
     q, k, v = shape.tensors(torch.float64, "cpu")
     mask = kit.block_mask(lambda b, h, q, k: k >= 10 * (h + 1), shape, "cpu", 8)
     clean = flashbwd.flex_decoding(q, k, v, None, mask, enable_gqa=True)
     dirty_k, dirty_v = k.clone(), v.clone()
     for tensor in (dirty_k, dirty_v):
-        tensor[:, 0, 8:10] = torch.nan  # head 0 sees them in no sequence
-        tensor[:, 1, 16:20] = torch.nan  # head 0 sees its own keys there, head 1 does not
+        tensor[:, 0, 8:10] = torch.nan  # head 0 sees these keys in no sequence
+        tensor[:, 1, 16:20] = torch.nan  # head 0 sees its own keys at these positions, but head 1 does not
     assert torch.equal(flashbwd.flex_decoding(q, dirty_k, dirty_v, None, mask, enable_gqa=True), clean)

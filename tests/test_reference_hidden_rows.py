@@ -1,4 +1,4 @@
-"""Rows that a bias hides from all keys: the reference backend sees that in the bias, whatever the LSE says."""
+"""The reference backend finds rows for which a bias hides every key, whatever their LSE is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ def test_the_lse_of_a_hidden_row_changes_no_gradient(name: str, lse: float) -> N
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -(2.0**24)), (torch.float64, -(2.0**53))], ids=str)
-def test_an_lse_whose_last_bit_is_worth_more_than_1_is_that_of_a_row_without_keys(
-    dtype: torch.dtype, least: float
-) -> None:
+def test_an_lse_whose_last_bit_exceeds_1_marks_a_row_without_keys(dtype: torch.dtype, least: float) -> None:
     lse = torch.tensor([torch.inf, -torch.inf, 2 * least, least, least + 1, 0.0, -least], dtype=dtype)
     assert sees_nothing(lse).tolist() == [True, True, True, True, False, False, False]

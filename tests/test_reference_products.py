@@ -1,4 +1,4 @@
-"""Products of the reference backend in bfloat16 and in fp32: either is held to the oracle, whatever the CPU prefers."""
+"""Gradients of the reference backend agree with the oracle with bf16 products and with fp32 products, on any CPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CASES = [
 
 @pytest.fixture(params=[True, False], ids=["bf16_products", "fp32_products"])
 def bfloat16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the CPU is said to multiply bfloat16; PyTorch does so on every CPU, if slowly."""
+    """Whether PyTorch reports bf16 instructions. It can multiply bf16 matrices on every CPU, but slowly on some."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: request.param)
     return bool(request.param)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each tile, whether its products were those of bfloat16."""
+    """For each tile, whether its products had bf16 operands."""
     found: list[bool] = []
     add_products = operands.Tile.add_products
 
@@ -66,7 +66,9 @@ def test_gradients_obey_the_tolerance_rule_with_products_of_either_dtype_in_many
     x.check(*run(x, "reference"))
 
 
-def test_products_are_those_that_the_cpu_prefers(bfloat16_products: bool, taken: list[bool]) -> None:
+def test_products_have_bf16_operands_if_the_cpu_has_bf16_instructions(
+    bfloat16_products: bool, taken: list[bool]
+) -> None:
     run(inputs.build(cases.BY_NAME["heads_4to2"], torch.bfloat16), "reference")
     assert set(taken) == {bfloat16_products}
 

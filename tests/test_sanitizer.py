@@ -1,7 +1,8 @@
-"""What runs under compute-sanitizer: each kernel family once over every feature, in the smallest shapes that do it.
+"""The tests for compute-sanitizer run each kernel family with every feature, in the smallest shapes that use it.
 
-``benchmarks/gpu_run.py --stage sanitizer`` runs these under memcheck, racecheck, initcheck and synccheck; without it
-they are like any other test. What decoding is compared with runs on the CPU: the tools make PyTorch's kernels slow.
+``benchmarks/gpu_run.py --stage sanitizer`` runs them under memcheck, racecheck, initcheck and synccheck. They also run
+without these tools. The expected values of decoding are computed on the CPU, because the tools slow down PyTorch's
+kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import flashbwd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 
-# Several tiles in both directions, the last of each partly filled.
+# Several tiles in both directions; the last tiles are partly filled.
 TILES = Case("tiles", batch=1, heads=2, heads_kv=1, seqlen_q=300, seqlen_k=270, head_dim=64, head_dim_v=64, causal=True)
 ATTENTION = [
     TILES,
@@ -50,7 +51,7 @@ ATTENTION = [
         TILES, name="tiles_window_128", seqlen_q=400, window_size=(40, 20), causal=False, head_dim=128, head_dim_v=128
     ),
     replace(TILES, name="tiles_varlen", seqlens_q=(300, 1, 0, 65), seqlens_k=(270, 130, 5, 0), deterministic=True),
-    replace(TILES, name="tiles_whole_heads", batch=33, heads=4, heads_kv=4),  # on 132 sms
+    replace(TILES, name="tiles_whole_heads", batch=33, heads=4, heads_kv=4),  # on 132 SMs
     replace(TILES, name="tiles_many_work_tiles_128", batch=33, heads=4, heads_kv=4, head_dim=128, head_dim_v=128),
     replace(TILES, name="tiles_many_work_tiles_256", batch=33, heads=2, heads_kv=2, head_dim=256, head_dim_v=256),
     replace(TILES, name="tiles_shared_bias", seqlen_q=520, seqlen_k=272, bias="b1qk"),
@@ -80,7 +81,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize("backend", ["sm80", "sm90"])
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_attention_kernels(case: Case, backend: str) -> None:
+def test_attention_kernels_agree_with_the_oracle(case: Case, backend: str) -> None:
     x = inputs.build(case, torch.bfloat16, "cuda")
     skip_where_refused(x, backend)
     x.check(*run(x, backend))
@@ -90,9 +91,16 @@ def test_attention_kernels(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(1, 64), (300, 1000), (5, 7919), (70, 4096), (3, 20000), (300_000, 64)],  # the last: workers in lock step
+    [
+        (1, 64),
+        (300, 1000),
+        (5, 7919),
+        (70, 4096),
+        (3, 20000),
+        (300_000, 64),
+    ],  # in the last shape, workers are throttled
 )
-def test_norm_kernels(rows: int, columns: int, dtype: torch.dtype, rms: bool) -> None:
+def test_norm_kernels_agree_with_the_formulas(rows: int, columns: int, dtype: torch.dtype, rms: bool) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     x, dz = (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype) for _ in range(2))
     gamma = torch.randn(columns, generator=generator, device="cuda").to(dtype)
@@ -114,7 +122,7 @@ def test_norm_kernels(rows: int, columns: int, dtype: torch.dtype, rms: bool) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (70, 1000), (5, 7919), (3, 20000)])
-def test_norm_forms(rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_other_forms_of_norms_agree_with_the_cpu(rows: int, columns: int, dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     h, dz, dh = (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype) for _ in range(3))
     gamma, beta = (torch.randn(columns, generator=generator, device="cuda").to(dtype) for _ in range(2))
@@ -167,7 +175,7 @@ DECODING = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", DECODING)
-def test_decoding_kernels(name: str, dtype: torch.dtype) -> None:
+def test_decoding_kernels_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
     shape, mod, mask, options = DECODING[name]
     on_cpu, tensors = (tuple(t.requires_grad_() for t in shape.tensors(dtype, device)) for device in ("cpu", "cuda"))
     score_mod, expected_mod = (mod and decoding.score_mods(shape, device)[mod] for device in ("cuda", "cpu"))
@@ -182,15 +190,15 @@ def test_decoding_kernels(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(g.cpu(), e, rtol=0.05, atol=0.05)
 
 
-def test_pages_in_any_order() -> None:
+def test_pages_in_any_order_agree_with_the_oracle() -> None:
     page, pages, length = 32, [6, 2, 7, 0], 3 * 32 + 7
     shape = replace(SHAPE, seqlen_q=1, seqlen_k=8 * page)
-    place = torch.full((8,), 8)  # of a page in the sequence
-    place[pages] = torch.arange(4)
+    position = torch.full((8,), 8)  # position of each page in the sequence
+    position[pages] = torch.arange(4)
 
     def filled(device: str) -> Callable[..., torch.Tensor]:
-        place_there = place.to(device)
-        return lambda b, h, q, k: place_there[k // page] * page + k % page < length
+        moved = position.to(device)
+        return lambda b, h, q, k: moved[k // page] * page + k % page < length
 
     counts = torch.tensor([[[4]]], dtype=torch.int32, device="cuda")
     indices = torch.tensor([[[pages + [0] * 4]]], dtype=torch.int32, device="cuda")
@@ -205,7 +213,7 @@ def test_pages_in_any_order() -> None:
         torch.testing.assert_close(g.cpu(), e, rtol=0.05, atol=0.05)
 
 
-def test_gradients_of_captured_tensors() -> None:
+def test_gradients_of_captured_tensors_agree_with_the_oracle() -> None:
     def out_and_bias(device: str, attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = (t.requires_grad_() for t in SHAPE.tensors(torch.bfloat16, device))
         bias = torch.zeros(4, 333, device=device, requires_grad=True)

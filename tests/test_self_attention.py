@@ -1,4 +1,4 @@
-"""The module of a self-attention layer computes what its parts do, and its gradients are right."""
+"""The self-attention module gives the results and gradients of its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parts(layer: flashbwd.SelfAttention, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kv_heads", [None, 2, 1])
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradient_of_the_projection_is_that_of_the_formula(kv_heads: int | None, causal: bool) -> None:
+def test_the_gradient_of_the_projection_agrees_with_the_formula(kv_heads: int | None, causal: bool) -> None:
     torch.manual_seed(0)
     layer = flashbwd.SelfAttention(32, 4, num_kv_heads=kv_heads, causal=causal, dtype=torch.float64)
     x = torch.randn(2, 9, 32, dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_packed_documents_do_not_see_one_another() -> None:
     torch.testing.assert_close(packed, torch.cat([layer(document[None])[0] for document in documents]))
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_dropout_is_applied_only_in_training() -> None:
     layer = flashbwd.SelfAttention(16, 2, dropout_p=0.5)
     x = torch.randn(1, 32, 16)
     assert not torch.equal(layer(x), layer(x))

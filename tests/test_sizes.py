@@ -1,4 +1,4 @@
-"""Sizes that do not fit 16 or 32 bits."""
+"""Sizes that do not fit in 16 or 32 bits."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def need_memory(gib: float) -> None:
 
 
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
-def test_more_than_65535_batches_times_heads(target: Target) -> None:
+def test_gradients_of_more_than_65535_batches_times_heads_are_right(target: Target) -> None:
     case = cases.Case("many", batch=1, heads=3, heads_kv=1, seqlen_q=9, seqlen_k=17, head_dim=64, head_dim_v=64)
     run_copies(case, target, 25_000)
 
 
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
-def test_more_than_65535_batches(target: Target) -> None:
+def test_gradients_of_more_than_65535_batches_are_right(target: Target) -> None:
     case = cases.Case("many", batch=1, heads=1, heads_kv=1, seqlen_q=5, seqlen_k=5, head_dim=64, head_dim_v=64)
     run_copies(case, target, 66_000)
 
 
 @pytest.mark.much_memory
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
-def test_tensors_of_more_than_2_to_the_31_elements(target: Target) -> None:
+def test_gradients_of_tensors_with_more_than_2_to_31_elements_are_right(target: Target) -> None:
     need_memory(70)
     case = cases.Case(
         "huge", batch=1, heads=16, heads_kv=16, seqlen_q=256, seqlen_k=256, head_dim=128, head_dim_v=128, causal=True
@@ -54,8 +54,8 @@ def test_tensors_of_more_than_2_to_the_31_elements(target: Target) -> None:
 
 @pytest.mark.much_memory
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
-def test_packed_rows_beyond_2_to_the_31_elements(target: Target) -> None:
-    """One packed sequence after another until the last begins past 2^31 elements."""
+def test_gradients_of_packed_rows_beyond_2_to_31_elements_are_right(target: Target) -> None:
+    """There are so many packed sequences that the last one begins after 2^31 elements."""
     need_memory(70)
     device, backend, dtype = target
     length, heads, dim = 256, 16, 128
@@ -94,10 +94,10 @@ def test_packed_rows_beyond_2_to_the_31_elements(target: Target) -> None:
 @pytest.mark.much_memory
 @pytest.mark.parametrize("target", [t for t in CPU_TARGETS if "bfloat16" in str(t.id)] + GPU_TARGETS)
 @pytest.mark.parametrize("which", ["batch", "row", "head"])
-def test_strides_beyond_32_bits(which: str, target: Target) -> None:
+def test_gradients_with_strides_beyond_32_bits_are_right(which: str, target: Target) -> None:
     """A small problem whose elements lie more than 2^31 elements apart; one buffer serves all inputs.
 
-    On a CPU the buffer is address space alone: what is not touched takes no memory.
+    On a CPU the buffer is only address space. Pages that are not touched take no memory.
     """
     device, backend, dtype = target
     if device == "cuda":

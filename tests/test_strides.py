@@ -1,4 +1,4 @@
-"""Strides of new tensors: those that torch.empty_like gives."""
+"""New tensors have the strides that torch.empty_like gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ host = load_host()
 
 @st.composite
 def sizes_and_strides(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Permuted, sliced, expanded, and any other: strides that a view can have."""
+    """Sizes and strides of permuted, sliced, expanded and other views."""
     sizes = draw(st.lists(st.integers(0, 5), max_size=5))
     order = draw(st.permutations(range(len(sizes))))
     strides = [0] * len(sizes)
@@ -24,7 +24,7 @@ def sizes_and_strides(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(sizes_and_strides())
-def test_strides_without_gaps_are_those_of_empty_like(drawn: tuple[list[int], list[int]]) -> None:
+def test_new_strides_equal_those_of_empty_like(drawn: tuple[list[int], list[int]]) -> None:
     sizes, strides = drawn
     found = host.strides_without_gaps(sizes, strides)
     if found is not None:
@@ -32,7 +32,7 @@ def test_strides_without_gaps_are_those_of_empty_like(drawn: tuple[list[int], li
         assert found == list(torch.empty_like(view).stride())
 
 
-def test_strides_of_common_layouts_are_found() -> None:
+def test_new_strides_of_common_layouts_are_right() -> None:
     packed = torch.empty(2, 7, 3, 4, 8).unbind(2)[1]
     for x in (torch.empty(2, 7, 4, 8), torch.empty(2, 7, 4, 8).transpose(1, 2), packed, packed.transpose(1, 2)):
         assert host.strides_without_gaps(x.shape, x.stride()) == list(torch.empty_like(x).stride())

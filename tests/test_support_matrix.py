@@ -1,4 +1,4 @@
-"""Each kernel family takes and refuses what the support matrix declares, planned on the host for GPUs not there."""
+"""Each kernel family accepts and refuses the calls that the support matrix declares. The plans need no GPU."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_random_cases_run_and_are_refused_as_declared(case: Case) -> None:
         (None, ["it holds no tile"], "sm90 runs what the support matrix says it refuses: it holds no tile"),
     ],
 )
-def test_what_differs_from_the_matrix_fails(reason: str | None, expected: list[str], message: str) -> None:
+def test_a_difference_from_the_matrix_is_a_failure(reason: str | None, expected: list[str], message: str) -> None:
     with pytest.raises(pytest.fail.Exception, match=message):
         as_declared(reason, expected, "sm90")
     assert as_declared("it holds no tile for 9", ["it holds no tile"], "sm90") == "it holds no tile for 9"
     assert as_declared(None, [], "sm90") is None
 
 
-def test_the_families_that_are_built_are_those_that_must_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_that_must_run_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = inputs.arguments_to_plan(Case("plain"), torch.bfloat16)
     assert support_matrix.declared_refusals(arguments, "sm90", (9, 0)) == []
     monkeypatch.setenv("FLASHBWD_FAMILIES", "attention_sm80,layer_norm")

@@ -1,4 +1,4 @@
-"""Transformers' models with attn_implementation="flashbwd" and with swapped norms, against eager ones."""
+"""Models of Transformers with attn_implementation="flashbwd" and with swapped norms agree with eager models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same(model: Any, other: Any, **inputs: Any) -> None:
-    """Same logits where tokens count, and the same gradients of a loss over them."""
+    """Assert equal logits of the tokens in use, and equal gradients of a loss over these logits."""
     results = []
     counted = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     for m in (model, other):
@@ -50,7 +50,7 @@ def assert_same(model: Any, other: Any, **inputs: Any) -> None:
         torch.testing.assert_close(grad, other_grads[name], atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_model_without_padding() -> None:
+def test_a_model_without_padding_agrees_with_eager() -> None:
     assert_same(llama("flashbwd"), llama("eager"), input_ids=tokens())
 
 
@@ -67,7 +67,7 @@ def test_each_layer_calls_the_attention_of_this_library(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_masks(side: str) -> None:
+def test_a_model_with_a_padding_mask_agrees_with_eager(side: str) -> None:
     mask = torch.ones(3, 12, dtype=torch.int64)
     for row, padded in enumerate((0, 5, 11)):
         mask[row, slice(0, padded) if side == "left" else slice(12 - padded, 12)] = 0
@@ -75,7 +75,7 @@ def test_padding_masks(side: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_packed_sequences_by_position_ids(batch: int) -> None:
+def test_position_ids_define_packed_sequences(batch: int) -> None:
     positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(6)])
     ids = tokens(batch)
     model = llama("flashbwd")
@@ -84,7 +84,7 @@ def test_packed_sequences_by_position_ids(batch: int) -> None:
     torch.testing.assert_close(packed, torch.cat(apart, 1), atol=1e-5, rtol=1e-4)
 
 
-def test_packed_sequences_by_cu_seq_lens() -> None:
+def test_cu_seq_lens_define_packed_sequences() -> None:
     ids, cu_seqlens = tokens(1), torch.tensor([0, 5, 12], dtype=torch.int32)
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     model = llama("flashbwd")
@@ -94,7 +94,7 @@ def test_packed_sequences_by_cu_seq_lens() -> None:
     torch.testing.assert_close(packed, torch.cat(apart, 1), atol=1e-5, rtol=1e-4)
 
 
-def test_an_explicit_mask_of_four_dimensions() -> None:
+def test_a_mask_of_four_dimensions_is_applied_as_a_bias() -> None:
     mask = torch.ones(12, 12).tril().bool()
     mask[7:, :4] = False
     ids = tokens()
@@ -113,7 +113,7 @@ def attention_tensors(seqlen_q: int, seqlen_k: int) -> list[Tensor]:
 
 
 def visible_to_causal(mask: Tensor) -> Tensor:
-    """(batch, 1, rows, rows) of a padding mask."""
+    """The causal mask (batch, 1, rows, rows) of a padding mask."""
     return mask[:, None, None].bool() & torch.ones(mask.shape[1], mask.shape[1]).tril().bool()
 
 
@@ -131,7 +131,7 @@ def test_a_padding_mask_that_changes_in_place_is_read_again() -> None:
 def test_position_ids_that_change_in_place_are_read_again() -> None:
     q, k, v = attention_tensors(9, 9)
     positions = torch.arange(9).expand(2, 9).clone()
-    for length in (4, 6):  # of the first of two sequences
+    for length in (4, 6):  # length of the first of two sequences
         positions.copy_(torch.cat([torch.arange(length), torch.arange(9 - length)]).expand(2, 9))
         out = integration.attention_forward(nn.Module(), q, k, v, None, position_ids=positions)[0].transpose(1, 2)
         parts = [[x.split((length, 9 - length), dim=2)[part] for x in (q, k, v)] for part in (0, 1)]
@@ -151,7 +151,7 @@ def test_a_mask_of_four_dimensions_may_be_longer_than_a_static_cache(kind: str) 
 
 def test_a_static_cache_may_be_longer_than_a_padding_mask() -> None:
     q, k, v = attention_tensors(5, 16)
-    k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan  # not written yet
+    k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan  # these entries of the cache are not written yet
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
     visible = visible_to_causal(mask)[:, :, -5:]
@@ -159,7 +159,7 @@ def test_a_static_cache_may_be_longer_than_a_padding_mask() -> None:
     torch.testing.assert_close(attention_of(mask, q, k, v), expected)
 
 
-def test_generation_with_a_cache_and_left_padding() -> None:
+def test_generation_with_a_cache_and_left_padding_agrees_with_eager() -> None:
     ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.int64)
     mask[0, :3] = 0
     kwargs = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -167,7 +167,7 @@ def test_generation_with_a_cache_and_left_padding() -> None:
     assert torch.equal(*generated)
 
 
-def test_a_sliding_window() -> None:
+def test_a_sliding_window_is_applied() -> None:
     def mistral(implementation: str) -> Any:
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -179,7 +179,7 @@ def test_a_sliding_window() -> None:
     assert_same(mistral("flashbwd"), mistral("eager"), input_ids=tokens())
 
 
-def test_an_encoder_attends_both_ways() -> None:
+def test_an_encoder_attends_in_both_directions() -> None:
     def bert(implementation: str) -> Any:
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -192,7 +192,7 @@ def test_an_encoder_attends_both_ways() -> None:
     assert_same(bert("flashbwd"), bert("eager"), input_ids=tokens(), attention_mask=mask)
 
 
-def test_registering_twice_and_other_implementations() -> None:
+def test_register_may_be_called_twice_and_keeps_other_implementations() -> None:
     integration.register()
     integration.register()
     llama("sdpa")
@@ -219,7 +219,7 @@ def test_swapped_norms_give_the_same_gradients() -> None:
     assert integration.swap_norms(model) == 0
 
 
-def test_norms_around_one_are_recognised() -> None:
+def test_zero_centred_norms_are_recognised() -> None:
     module = transformers.models.gemma.modeling_gemma.GemmaRMSNorm(16)
     nn.init.normal_(module.weight, std=0.2)
     x = torch.randn(3, 16, requires_grad=True)
@@ -229,7 +229,7 @@ def test_norms_around_one_are_recognised() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_torch_norms_are_swapped_and_strangers_left_alone() -> None:
+def test_torch_norms_are_swapped_and_unknown_norms_are_not() -> None:
     class OddRMSNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -254,7 +254,7 @@ PACKED = (70, 1, 89)  # lengths of sequences that share a row
 
 
 def padding_mask(ids: Tensor, kind: str) -> Tensor:
-    """For each row another number of padded columns on the left or right; none else."""
+    """A mask with a different number of padded columns per row, on the left or right; None for any other side."""
     mask = torch.ones_like(ids)
     for row, padded in enumerate((0, 33, 159) if kind in ("left", "right") else ()):
         mask[row, slice(0, padded) if kind == "left" else slice(160 - padded, 160)] = 0
@@ -263,7 +263,7 @@ def padding_mask(ids: Tensor, kind: str) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["whole", "left", "right", "packed"])
-def test_gradients_on_a_gpu(kind: str, device: str = "cuda") -> None:
+def test_gradients_on_a_gpu_agree_with_eager(kind: str, device: str = "cuda") -> None:
     ids = tokens(3, 160).to(device)
     mask = padding_mask(ids, kind)
     positions = torch.cat([torch.arange(n, device=device) for n in PACKED]).expand(3, -1)

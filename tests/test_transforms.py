@@ -1,4 +1,4 @@
-"""Forward mode and torch.func: every function and operator has the derivative or raises, and none drops a tangent."""
+"""Forward mode and torch.func: every function and operator has the derivative or raises. None ignores a tangent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import flashbwd.integrations.inductor  # defines an operator
 Function = Callable[..., Any]
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# vmap has no rule for the operators: it calls them once for each sample, and says that it is slow.
+# vmap has no rule for the operators, so it calls them once per sample and warns that this is slow.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
@@ -40,7 +40,7 @@ X, GAMMA, ROWS = some(3, 8), some(8), some(3)
 NORM = {"x": X, "gamma": GAMMA, "beta": GAMMA + 1}
 DROPOUT = {"x": X, "residual": X * 2, "gamma": GAMMA}
 
-# Each public function of tensors, with the arguments that it has a derivative for, or that it is one for.
+# Each public function of tensors, with its differentiable arguments. GRADIENTS has the functions that give gradients.
 DIFFERENTIABLE: dict[str, tuple[Function, dict[str, Tensor]]] = {
     "attention": (flashbwd.attention, attention_inputs()),
     "attention_lse": (lambda **a: flashbwd.attention(**a, return_lse=True, causal=True), attention_inputs()),
@@ -118,7 +118,7 @@ def test_a_tangent_of_any_argument_is_refused(name: str, argument: str, device: 
 
 
 def dummy(argument: Any) -> Any:
-    """A value of an argument's type; no operator would take it for more than that."""
+    """A value of an argument's type. No operator would accept it as a valid argument."""
     kind = str(argument.type)
     if "List[Tensor]" in kind:
         return [torch.ones(1)]
@@ -131,7 +131,7 @@ def dummy(argument: Any) -> Any:
 
 
 def operators() -> list[str]:
-    """Operators with tensors among what they return or write to, but those that only flex_decoding can call."""
+    """Operators that return or write tensors, except the internal ones of flex_decoding."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flashbwd::")]
     return sorted(
         name.removeprefix("flashbwd::")
@@ -222,7 +222,7 @@ def test_gradients_are_not_differentiated_silently(name: str) -> None:
             torch.autograd.grad(loss(leaf), leaf)
 
 
-# ---- flex_decoding and flex_attention, which PyTorch's operators compute under every transform ----
+# ---- flex_decoding and flex_attention: under every transform, PyTorch's operators compute them ----
 
 
 def flex(function: Function, device: str) -> tuple[Function, tuple[Tensor, ...]]:
@@ -261,7 +261,7 @@ def test_flex_functions_are_differentiable_under_every_transform(name: str, devi
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_mod", [False, True])
 def test_warm_calls_of_flex_decoding_do_not_drop_a_tangent(with_mod: bool) -> None:
-    """Of tensors that a kernel takes; the first calls make it one of those that go straight to the kernel."""
+    """A kernel supports these tensors. After the first calls, a call would go directly to the kernel."""
     query, tangent, key, value = (torch.randn(1, 2, n, 64, device="cuda") for n in (4, 4, 128, 128))
     mod = (lambda s, b, h, i, j: s * 0.5 + j * 0.01) if with_mod else None
 

@@ -22,7 +22,7 @@ CHECKERS = {
 
 def checked(checker: str, program: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", checker, *CHECKERS[checker], program.name]
-    # The type checkers look for the package where this process has found it.
+    # The type checkers search for the package in the folder from which this process imported it.
     where = {"MYPYPATH": str(PACKAGE.parent), "PYTHONPATH": str(PACKAGE.parent)}
     variables = {**os.environ, **where}
     return subprocess.run(command, cwd=program.parent, env=variables, capture_output=True, text=True, check=False)
@@ -36,8 +36,8 @@ def test_a_program_that_uses_the_package_passes_a_type_checker(checker: str) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_wrong_type_does_not_pass(tmp_path: Path) -> None:
-    """The types of the package are used at all."""
+def test_a_wrong_type_is_an_error(tmp_path: Path) -> None:
+    """This shows that the type checker uses the types of the package."""
     pytest.importorskip("mypy", reason="mypy is not installed")
     (tmp_path / "wrong.py").write_text("import flashbwd\nflashbwd.SelfAttention('64', 4)\n")
     assert "incompatible type" in checked("mypy", tmp_path / "wrong.py").stdout

@@ -1,5 +1,5 @@
-"""Many work tiles of keys that no query sees, beside others, with a bias that has a gradient: every call ends, and the
-gradients are right."""
+"""Many work tiles have keys that no query sees, and a bias has a gradient. Every such call must end with the right
+gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support import GPU_TARGETS, Target, refusal, run
 
 pytestmark = pytest.mark.gpu
 
-# More work tiles than an H100 has SMs, most of them without queries: few queries and a window, or a mask that is
-# aligned with the first query and key.
+# There are more work tiles than SMs on an H100, and most have no queries, because of few queries and a window or a mask
+# that is aligned with the first query and key.
 DENSE = Case("unseen_keys", batch=1, heads=132, heads_kv=132, bias="bhqk")
 WINDOW = replace(DENSE, seqlen_q=64, seqlen_k=256, window_size=(3, 20), bias="11qk")
 CASES = [

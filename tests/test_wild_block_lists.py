@@ -1,5 +1,5 @@
-"""Block lists on the GPU that name no block, or claim more blocks than they have columns: decoding reads nothing
-outside its tensors, and takes what names no block for a block without keys."""
+"""Block lists on the GPU may contain numbers that are no block, or larger counts than columns. Decoding must then read
+nothing outside its tensors, and treat such a number as a block without keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, counts: int, indices: list[int]) -> 
     lists = torch.arange(len(indices), dtype=torch.int32, device=q.device).view(1, 1, 1, -1)
     count = torch.full((1, 1, 1), len(indices), dtype=torch.int32, device=q.device)
     mask = BlockMask.from_kv_blocks(count, lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=everything, seq_lengths=(1, KEYS))
-    # PyTorch makes other lists of these when it makes the mask, and asserts on the device that they name blocks.
+    # The lists are replaced after PyTorch created the mask, because PyTorch asserts on the device that they are valid.
     mask.kv_num_blocks = torch.full_like(count, counts)
     mask.kv_indices = torch.tensor(indices, dtype=torch.int32, device=q.device).view_as(lists)
     return flashbwd.flex_decoding(q, k, v, block_mask=mask)
@@ -49,7 +49,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, blocks: list[int]) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_numbers_that_are_no_block_stand_for_blocks_without_keys(
+def test_numbers_that_are_no_block_count_as_blocks_without_keys(
     dtype: torch.dtype, counts: int, indices: list[int], blocks: list[int]
 ) -> None:
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""cu_seqlens and seqused on the GPU that contradict what the host was told: the call ends, reads and writes inside its
-tensors, raises no CUDA error and leaves the next call right. Which numbers it computes is undefined."""
+"""cu_seqlens and seqused on the GPU may contradict the lengths that the host knows. The call must then end, access
+only its tensors, raise no CUDA error, and not disturb the next call. Its results are undefined."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-SECONDS = 120  # for all lengths of a program; each takes milliseconds
+SECONDS = 120  # time limit for all lengths of a program, each of which takes milliseconds
 
-# Names of cases are printed before they run, so that a hang has one.
+# The program prints the name of each case before it runs, so that the last line of a hang names the case.
 PROGRAM = """
 import sys
 import torch

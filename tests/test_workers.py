@@ -1,4 +1,4 @@
-"""The CPU threads of the reference backend: order, errors, and whose number of threads they change."""
+"""The CPU threads of the reference backend: the order of results, errors, and the number of threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_workers_run_operators_on_one_thread_and_the_caller_keeps_its_number() -
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        # Only a thread that has run an operator shows what number it runs with.
+        # A thread reports its number of threads only after it has run an operator.
         numbers = run_all([lambda: (torch.ones(1 << 17).exp_(), torch.get_num_threads())[1] for _ in range(12)], 3)
         assert numbers == [1] * 12
         assert torch.get_num_threads() == 3
@@ -34,11 +34,11 @@ def test_workers_run_operators_on_one_thread_and_the_caller_keeps_its_number() -
         torch.set_num_threads(before)
 
 
-def test_one_thread_is_the_callers() -> None:
+def test_one_thread_is_the_thread_of_the_caller() -> None:
     assert set(run_all([threading.get_ident] * 4, 1)) == {threading.get_ident()}
 
 
-def test_no_more_threads_work_than_asked_for() -> None:
+def test_at_most_the_requested_number_of_threads_run() -> None:
     run_all([int] * 8, 4)
     assert len(set(run_all([threading.get_ident] * 40, 2))) <= 2
 
@@ -52,7 +52,7 @@ def test_threads_are_kept_for_later_calls_of_no_more_threads(monkeypatch: pytest
     assert workers._pool_of(4) is larger
 
 
-def test_gradients_are_not_recorded() -> None:
+def test_autograd_records_nothing_in_the_threads() -> None:
     weight = torch.ones(2, requires_grad=True)
     assert not any(result.requires_grad for result in run_all([lambda: weight * 2] * 4, 2))
 

@@ -1,4 +1,4 @@
-"""The workspace layout, row by row of its table, against sums written out here."""
+"""The workspace layout agrees with sizes that the tests compute separately."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_without_an_accumulator_only_packed_sequences_need_bytes_for_their_bound
 
 
 @pytest.mark.parametrize("field", ["semaphore_bytes", "delta_rows", "partial_bytes"])
-def test_other_scratch_without_an_accumulator_has_bytes(field: str) -> None:
+def test_a_workspace_without_an_accumulator_may_have_other_scratch(field: str) -> None:
     layout = host.plan_workspace(dense(2, 3, 64, 64, 64), request(accumulator=False, **{field: 1}))
     assert layout.bytes == {"semaphore_bytes": 16, "delta_rows": 4, "partial_bytes": 1}[field]
     assert_laid_out(layout)
@@ -113,12 +113,12 @@ def test_a_packed_accumulator_has_every_packed_row_once(known: bool) -> None:
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-def test_the_accumulator_is_zeroed_as_its_schedule_asks(zeros: bool) -> None:
+def test_the_accumulator_is_zeroed_if_the_schedule_asks(zeros: bool) -> None:
     assert host.plan_workspace(dense(1, 1, 8, 8, 8), request(zero_accumulator=zeros)).zero_accumulator is zeros
 
 
 @pytest.mark.parametrize("accumulator", [True, False])
-def test_nothing_is_zeroed_where_there_are_no_rows(accumulator: bool) -> None:
+def test_nothing_is_zeroed_if_there_are_no_rows(accumulator: bool) -> None:
     layout = host.plan_workspace(dense(2, 2, 0, 70, 8, window_right=0), request(accumulator))
     assert (layout.accumulator_bytes, layout.zero_accumulator) == (0, False)
 
@@ -138,14 +138,14 @@ def test_every_region_has_its_bytes_and_its_alignment(accumulator: bool) -> None
         assert_laid_out(layout)
 
 
-def test_rows_are_whole_16_byte_vectors() -> None:
+def test_rows_consist_of_whole_16_byte_vectors() -> None:
     for head_dim in range(1, 300):
         layout = host.plan_workspace(dense(1, 1, 1, 1, head_dim), request())
         assert layout.row_stride == padded(head_dim)
         assert layout.row_stride * 4 % 16 == 0 and 0 <= layout.row_stride - head_dim < 4
 
 
-def test_every_row_has_an_address_of_its_own_and_none_is_left_over() -> None:
+def test_the_addresses_of_rows_are_distinct_and_fill_the_accumulator() -> None:
     rng = random.Random(6)
     for _ in range(100):
         lengths = [(rng.randrange(0, 6), rng.randrange(0, 9)) for _ in range(rng.randrange(0, 5))]
@@ -162,7 +162,7 @@ def test_every_row_has_an_address_of_its_own_and_none_is_left_over() -> None:
         assert addresses == list(range(0, layout.accumulator_bytes // 4, stride))
 
 
-def test_rows_lie_in_blocks_only_where_they_are_asked_for_and_whole() -> None:
+def test_rows_are_stored_in_blocks_only_if_requested_and_if_blocks_are_whole() -> None:
     for head_dim in range(1, 300):
         for asked in (False, True):
             layout = host.plan_workspace(dense(1, 1, 1, 1, head_dim), request(dq_blocks=asked))
@@ -170,38 +170,38 @@ def test_rows_lie_in_blocks_only_where_they_are_asked_for_and_whole() -> None:
             assert layout.accumulator_bytes == padded(head_dim) * 4
 
 
-def test_blocks_give_eight_rows_the_elements_that_they_have_as_rows() -> None:
+def test_a_block_stores_each_element_of_eight_rows_once() -> None:
     for columns in (8, 64, 136):
-        places = [host.dq_block_offset(row, column) for row in range(8) for column in range(columns)]
-        assert sorted(places) == list(range(8 * columns))
-    # An accumulator of 16 x 8 of a warp: lane has row lane / 4, columns lane % 4 * 2 and the next.
+        offsets = [host.dq_block_offset(row, column) for row in range(8) for column in range(columns)]
+        assert sorted(offsets) == list(range(8 * columns))
+    # In the 16 x 8 accumulator of a warp, a lane has row lane / 4 and the columns lane % 4 * 2 and lane % 4 * 2 + 1.
     for odd in range(2):
-        places = [host.dq_block_offset(lane // 4, 24 + lane % 4 * 2 + odd) for lane in range(32)]
-        assert places == list(range(places[0], places[0] + 32)) and places[0] % 32 == 0
+        offsets = [host.dq_block_offset(lane // 4, 24 + lane % 4 * 2 + odd) for lane in range(32)]
+        assert offsets == list(range(offsets[0], offsets[0] + 32)) and offsets[0] % 32 == 0
 
 
-def test_permuted_rows_hold_the_same_columns_in_another_order() -> None:
+def test_permuted_rows_are_permutations_of_rows() -> None:
     for columns in range(4, 300, 4):
-        places = [host.permuted_offset(column, columns) for column in range(0, columns, 4)]
-        assert sorted(places) == list(range(0, columns, 4))
-        assert [host.permuted_column(place, columns) for place in places] == list(range(0, columns, 4))
-        rest = columns // 32 * 32  # columns that make no block of 32 stay where they are
-        assert places[rest // 4 :] == list(range(rest, columns, 4))
+        offsets = [host.permuted_offset(column, columns) for column in range(0, columns, 4)]
+        assert sorted(offsets) == list(range(0, columns, 4))
+        assert [host.permuted_column(offset, columns) for offset in offsets] == list(range(0, columns, 4))
+        rest = columns // 32 * 32  # columns after the last whole block of 32 are not reordered
+        assert offsets[rest // 4 :] == list(range(rest, columns, 4))
 
 
-def test_a_store_to_permuted_rows_meets_every_bank_once_in_each_half_of_a_warp() -> None:
-    for group in range(4):  # of 8 columns; lane has row lane / 4, two columns from lane % 4 * 2 on
+def test_a_half_warp_that_stores_to_permuted_rows_uses_every_bank_once() -> None:
+    for group in range(4):  # groups of 8 columns; a lane has row lane / 4 and two columns from lane % 4 * 2 on
         for half in (range(16), range(16, 32)):
             banks = set()
             for lane in half:
                 column = group * 8 + lane % 4 * 2
-                place = host.permuted_offset(column // 4 * 4, 32) + column % 4
-                piece = place // 4 ^ lane // 4  # as the copy engine swizzles rows of 128 bytes
-                banks |= {piece * 4 + place % 4, piece * 4 + place % 4 + 1}
+                offset = host.permuted_offset(column // 4 * 4, 32) + column % 4
+                vector = offset // 4 ^ lane // 4  # TMA's swizzle of rows with 128 bytes
+                banks |= {vector * 4 + offset % 4, vector * 4 + offset % 4 + 1}
             assert banks == set(range(32))
 
 
-def test_rows_are_permuted_where_the_layout_says_so() -> None:
+def test_rows_are_permuted_if_requested() -> None:
     for asked in (False, True):
         assert host.plan_workspace(dense(1, 1, 1, 1, 64), request(dq_permuted=asked)).dq_permuted == asked
 
@@ -237,7 +237,7 @@ def test_a_request_of_negative_size_raises(field: str, value: int) -> None:
 
 
 def padded_rows(lengths: list[int], heads: int, packed: bool) -> tuple[list[range], int]:
-    """The rows of lse and delta of each (sequence, head), padded to whole tiles of 128 rows, and the rows of one array."""
+    """The rows of LSE and delta of each (sequence, head), padded to tiles of 128 rows, and the rows of one array."""
     longest, total = max(lengths, default=0), sum(lengths)
     layout = host.LseDelta(packed, len(lengths), heads, longest, total)
     blocks = []
@@ -250,7 +250,7 @@ def padded_rows(lengths: list[int], heads: int, packed: bool) -> tuple[list[rang
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_lse_and_delta_are_padded_rows_that_neither_overlap_nor_leave_their_array(packed: bool) -> None:
+def test_padded_rows_of_lse_and_delta_do_not_overlap_and_stay_in_their_array(packed: bool) -> None:
     rng = random.Random(8)
     calls = [([1], 1), ([1] * 7, 1), ([1], 5), ([128, 1, 129, 0, 1], 3)]
     calls += [([rng.choice(LENGTHS) for _ in range(rng.randrange(1, 9))], rng.randrange(1, 5)) for _ in range(100)]

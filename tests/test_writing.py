@@ -1,4 +1,4 @@
-"""What a reader relies on: pages and files of bounded length, and the vocabulary of the field."""
+"""Pages and files have a bounded length, and use the vocabulary of the field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRIVATE = {
     r"ordinary (call|run|mod|mode|modification)s?": "default, built-in",
     r"nobody": "no CTA, no thread, no caller",
 }
-# "job" is also what make, nvcc and CI run.
+# make, nvcc and CI also use the word "job".
 ELSEWHERE = {"jobs?|JobCursor": re.compile(r"MAX_JOBS|nvcc|--jobs|parallel|at the same time")}
 
 

@@ -88,6 +88,24 @@ def test_keys_that_all_batches_share() -> None:
     check(shape, None, lambda b, h, q, k: k <= q + 3 * b)
 
 
+def test_casts() -> None:
+    """Inductor decomposes them to an operator without a derivative."""
+    factor = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return 3 * torch.tanh(s.float() / 3) + factor[h].float() * i.to(torch.int64).float()
+
+    inputs = leaves(*SHAPE.tensors(torch.float32))
+    mask = decoding.block_mask(lambda b, h, q, k: q.float() * 0.7 >= k.to(torch.int64), SHAPE)
+    compiled = Compiled(lambda q, k, v: attend(q, k, v, mod, mask))
+    grads = torch.autograd.grad(loss(*compiled(*inputs)), inputs)
+    args = operator_of(compiled).args
+    assert all("_to_copy" in text and "prims" not in text for text in (args[9], args[13]))
+    same, dense = leaves(*(t.double() for t in inputs)), decoding.dense_mask(mask.mask_mod, SHAPE, "cpu")
+    want = torch.autograd.grad(loss(*decoding.oracle(SHAPE, *same, mod, dense)), same)
+    torch.testing.assert_close([g.double() for g in grads], list(want), rtol=1e-3, atol=1e-4)
+
+
 def test_a_call_without_a_block_mask_passes_no_lists() -> None:
     assert operator_of(check(SHAPE)).args[7] == []
 

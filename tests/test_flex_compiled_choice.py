@@ -140,6 +140,12 @@ def test_masks_are_left_to_pytorch_where_inductor_records_cuda_graphs(planned: l
     assert counted() == (1, {"CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')": 1})
 
 
+def test_a_graph_in_cpp_stays(planned: list[Any]) -> None:
+    with config.patch({"cpp_wrapper": True}):
+        run(attention(), leaves(SHAPE))
+    assert counted() == (0, {"Inductor's cpp_wrapper calls no operators in Python": 1})
+
+
 # ---- what the pass does not know ----
 
 

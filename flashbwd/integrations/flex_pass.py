@@ -139,9 +139,19 @@ def _graph_module(graph: fx.Graph, node: Node) -> fx.GraphModule:
 
 def _text(name: str, module: fx.GraphModule) -> str:
     try:
-        return text_of(name, module)
+        return text_of(name, _without_prims(module))
     except RuntimeError as error:  # it reads a constant tensor
         raise _DeclinedError(str(error).removeprefix("flashbwd: ")) from None
+
+
+def _without_prims(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph in operators that autograd and vmap support. Inductor decomposes a cast to another."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        source, dtype = node.args
+        node.target, node.args, node.kwargs = torch.ops.aten._to_copy.default, (source,), {"dtype": dtype}
+    return fx.GraphModule(module, graph)
 
 
 def _result(module: fx.GraphModule) -> Any:
@@ -246,19 +256,17 @@ def _check_backend(call: dict[str, Any], mask: _Mask, score: _Score) -> None:
         return
     if query.device.type != "cuda":
         raise _DeclinedError(f"query is on the device {query.device.type}")
-    if mask.lists and _records_cuda_graphs():
+    from torch._inductor import config
+
+    if config.cpp_wrapper:
+        raise _DeclinedError("Inductor's cpp_wrapper calls no operators in Python")
+    if mask.lists and config.triton.cudagraphs:
         raise _DeclinedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
     dlse = None if call["grad_logsumexp"] is None else lse
     try:
         _plan(call["scale"], mask, score, (out, query, key, value, out, lse, dlse))
     except UnsupportedError as reason:
         raise _DeclinedError(str(reason)) from None
-
-
-def _records_cuda_graphs() -> bool:
-    from torch._inductor import config
-
-    return bool(config.triton.cudagraphs)
 
 
 def _plan(scale: float, mask: _Mask, score: _Score, tensors: Sequence[Tensor | None]) -> None:

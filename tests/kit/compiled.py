@@ -15,6 +15,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 
 import flashbwd
 from flashbwd.integrations import flex_pass
@@ -54,7 +55,7 @@ def _as_it_is(module: fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 class Compiled:
-    """A compiled function whose backward graph is rewritten and then run node by node.
+    """A compiled function whose backward graph, in Inductor's operators, is rewritten and then run node by node.
 
     Attributes
     ----------
@@ -65,9 +66,7 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], rewrite: Rewrite | None = None, **options: Any) -> None:
         self.graphs: list[fx.GraphModule] = []
         self.rewrite = flex_pass.replace_flex_backwards if rewrite is None else rewrite
-        backend = aot_autograd(
-            fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=self._backward
-        )
+        backend = aot_autograd(fw_compiler=_as_it_is, bw_compiler=self._backward, decompositions=select_decomp_table())
         self._call = torch.compile(function, backend=backend, fullgraph=True, **options)
 
     def __call__(self, *args: Any) -> Any:

@@ -215,6 +215,7 @@ def test_layers_and_steps_share_the_lists_of_a_mask(made: list[Any]) -> None:
     for _ in range(2):
         run(compiled, leaves(SHAPE), mask)
     assert len(made) == 4 and all(lists is made[0] for lists in made)
+    assert made[0].lists.shape[:2] == (1, 1)  # all batches and heads share them too
 
 
 def test_lists_are_made_again_after_a_write_and_for_another_mask(made: list[Any]) -> None:

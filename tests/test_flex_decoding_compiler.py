@@ -155,7 +155,7 @@ def test_a_kernel_is_loaded_without_options_and_may_use_its_shared_memory(monkey
     nvrtc.load_kernel(b"cubin", "name", 100 * 1024)
     (_, cubin, *options), (_, _, name), (attribute, size, kernel, device) = driver.arguments
     assert (cubin, name) == (b"cubin", b"name")
-    assert options == [None, None, 0, None, None, 0]  # of the JIT compiler and of the library: none
+    assert options == [None, None, 0, None, None, 0]  # no options for the JIT compiler or the library
     assert (attribute, size, kernel.value, device.value) == (8, 100 * 1024, 7, 3)
 
 

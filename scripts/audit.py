@@ -60,8 +60,8 @@ def cuobjdump() -> str:
 
     pip = [Path(entry) / "nvidia/cu13/bin/cuobjdump" for entry in sys.path]
     toolkit = find_cuda_toolkit("13")[0]
-    places = [*pip, *([toolkit.root / "bin" / "cuobjdump"] if toolkit else [])]
-    found = next((str(path) for path in places if path.is_file()), None) or shutil.which("cuobjdump")
+    candidates = [*pip, *([toolkit.root / "bin" / "cuobjdump"] if toolkit else [])]
+    found = next((str(path) for path in candidates if path.is_file()), None) or shutil.which("cuobjdump")
     if found is None:
         sys.exit("cuobjdump is missing: pip install nvidia-cuda-cuobjdump")
     return found

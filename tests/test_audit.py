@@ -170,6 +170,17 @@ def test_a_wheel_beyond_the_limit_fails(libraries, monkeypatch):
         run(monkeypatch, wheel_of(libraries, megabytes=40))
 
 
+@pytest.mark.parametrize("below", [0, 1])
+def test_a_wheel_of_exactly_the_limit_passes(libraries, monkeypatch, below):
+    wheel = wheel_of(libraries)
+    monkeypatch.setattr(audit, "WHEEL_LIMIT_MB", (wheel.stat().st_size - below) / 2**20)
+    if below:
+        with pytest.raises(SystemExit, match="the wheel is larger than"):
+            run(monkeypatch, wheel)
+    else:
+        run(monkeypatch, wheel)
+
+
 def test_a_wheel_for_one_python_fails(libraries, monkeypatch):
     name = "flashbwd-0.1.0-cp311-cp311-linux_x86_64.whl"
     with pytest.raises(SystemExit, match=f"^{name} is not for every Python$"):

@@ -851,7 +851,7 @@ def test_a_report_of_blocks_says_how_long_their_slots_are(tmp_path, monkeypatch)
         monkeypatch.setattr(module, "BLOCK_SLOT_MS", 0.5)
     suite = [replace(BLOCKS[0], table="block", compiled=False), TINY]
     for chosen, slots in (
-        (suite, "slots of at least 0.1 ms, of blocks 0.5 ms;"),
+        (suite, "slots of at least 0.1 ms, for blocks 0.5 ms;"),
         (suite[1:], "slots of at least 0.1 ms;"),
     ):
         path = tmp_path / f"{len(chosen)}.json"

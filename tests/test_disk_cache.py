@@ -64,6 +64,48 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sources
 
 
+@pytest.mark.parametrize("cubin", [b"", b"x", b"cubin"], ids=["nothing", "one byte", "more"])
+def test_an_entry_holds_one_byte_of_a_kernel_at_least(
+    cubin: bytes, compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
+    nvrtc.cubin_of("source", OPTIONS)
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(hashlib.sha256(cubin).digest() + cubin)
+    assert nvrtc.cubin_of("source", OPTIONS) == (cubin or b"of source")
+    assert compiler == ["source"] * (1 if cubin else 2)
+
+
+@pytest.mark.parametrize(("cuda", "major"), [("12.8", 12), ("13.0", 13), (None, 13)])
+@pytest.mark.parametrize("found", [0, 1, 2, 3])
+def test_nvrtc_is_that_of_pytorchs_cuda_from_the_library_path_or_the_installation(
+    found: int, cuda: str | None, major: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"libnvrtc.so.{major}"
+    installed = [tmp_path / "nvidia" / "cuda_nvrtc" / "lib" / f"{name}.1", tmp_path / "torch" / "lib" / name]
+    for path in (*installed, tmp_path / "torch" / "__init__.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    places = [name, *map(str, installed)]
+    tried: list[str] = []
+
+    def load(path: str) -> str:
+        tried.append(path)
+        if path not in places[found : found + 1]:
+            raise OSError("not there")
+        return f"loaded {path}"
+
+    monkeypatch.setattr(nvrtc.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(nvrtc.torch.version, "cuda", cuda)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", load)
+    if found < 3:
+        assert nvrtc._nvrtc.__wrapped__() == f"loaded {places[found]}"
+    else:
+        with pytest.raises(nvrtc.CompilationError, match=f"{name} is neither on the library path nor in PyTorch"):
+            nvrtc._nvrtc.__wrapped__()
+    assert tried == places[: found + 1]
+
+
 def _compiles_in_memory(compiler: list[str], message: str) -> None:
     """Assert that two calls both compile, that only the first one warns, and that neither fails."""
     compiler.clear()

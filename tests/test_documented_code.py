@@ -201,6 +201,15 @@ def right_gradient_of_relative_positions(names: Names, printed: str) -> None:
     assert printed == "torch.Size([4, 511])\n"
 
 
+def right_gradient_of_a_compiled_mask(names: Names, printed: str) -> None:
+    q, k, v = (names[name].detach().double() for name in "qkv")
+    hidden = torch.ones(1024, 1024, dtype=torch.bool, device=q.device).triu(1)
+    scores = q.requires_grad_() @ k.mT * q.shape[-1] ** -0.5
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    close(names["q"].grad, torch.autograd.grad(out.square().sum(), q)[0], 2e-2)
+    assert printed.startswith("OperatorStats(hits=")
+
+
 CHECKS: dict[str, Callable[[Names, str], None]] = {
     "README.md-0": right_gradients_of_the_layer,
     "README.md-1": right_gradient_in_a_window,
@@ -219,6 +228,7 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/tutorials/deterministic.md-0": equal_gradients,
     "docs/tutorials/flex_attention.md-0": right_gradient_within_documents,
     "docs/tutorials/flex_attention.md-1": right_gradient_of_relative_positions,
+    "docs/tutorials/flex_attention.md-2": right_gradient_of_a_compiled_mask,
     "docs/tutorials/packed_documents.md-0": packed_output_of_each_document,
     "docs/tutorials/transformers.md-0": losses_that_fall,
     "docs/scale.md-0": right_attention_of_packed_documents,
@@ -268,7 +278,7 @@ def test_a_python_block_for_two_devices_computes_what_the_page_says(name: str, t
         ranks.run(_on_a_rank, name)
 
 
-def test_the_block_for_compiled_models_compiles_with_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_for_compiled_models_compiles_with_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the passes replace nothing, so the gradients do not show whether the block uses them."""
     given: Names = {}
 
@@ -280,6 +290,7 @@ def test_the_block_for_compiled_models_compiles_with_both_passes(monkeypatch: py
     names, _ = run(CODE["docs/integrations.md-1"])
     assert {type(each) for each in given["options"].values()} == {
         names["inductor"].NormsOfBranches,
+        names["inductor"].FlexGradients,
         names["inductor"].GradientsInOne,
     }
 

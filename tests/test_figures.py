@@ -192,6 +192,19 @@ def test_a_peer_that_did_not_run_a_case_has_no_rate_and_no_ratio(monkeypatch):
     assert re.fullmatch(rf"\| {re.escape(one.name)} \| - \| \S+ \| - \| - \|", row)
 
 
+@pytest.mark.parametrize(("ms", "shown"), [(0.12345, "0.123"), (9.876, "9.88"), (99.4, "99.4"), (1234.0, "1234")])
+def test_a_time_has_three_digits_and_never_an_exponent(monkeypatch, ms, shown):
+    (one,) = copy.deepcopy(figures.measured("cpu")[:1])
+    peer = one.fastest_peer()
+    ours = next(name for name, found in one.peers.items() if name.startswith("flashbwd") and found.timed)
+    one.peers[peer].times_ms, one.peers[ours].times_ms = [4 * ms] * 5, [ms] * 5
+    one.peers[peer].work = one.peers[ours].work = 1e9
+    one.peers = {name: one.peers[name] for name in (peer, ours)}
+    monkeypatch.setattr(figures, "measured", lambda suite: (one,))
+    row = figures.times("cpu").splitlines()[2]
+    assert row.split(" | ")[2:] == [shown, "4 |"]
+
+
 @pytest.mark.parametrize(
     ("values", "shown"),
     [
@@ -235,6 +248,8 @@ def test_the_check_names_what_differs_and_writes_nothing(page, monkeypatch):
     with pytest.raises(SystemExit, match=r"-old\n\+\n\+new"):
         figures.main()
     assert page.read_text() == before
+    shown = figures.problems_of(page, before)
+    assert [line for line in shown if not line.startswith(("---", "+++", "@@"))] == ["-old", "+", "+new", "+"]
 
 
 def test_the_check_passes_what_was_written(page, monkeypatch):

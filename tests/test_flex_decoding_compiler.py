@@ -112,6 +112,35 @@ def test_a_kernel_is_compiled_once_per_tile_and_never_for_a_built_in_modificatio
     assert built == [TILE, other]
 
 
+@pytest.mark.parametrize("warps", [1, 4, 8])
+def test_a_kernel_is_launched_with_32_threads_per_warp(warps: int) -> None:
+    source = kernels.kernel_source("struct Mod {};", dataclasses.replace(TILE, warps=warps))
+    kernel = source[source.rindex('extern "C"') :]
+    assert f"__launch_bounds__({32 * warps}, 1)" in kernel
+    assert f"split_kv<64, 16, {warps}, flashbwd::BFloat16, true, flashbwd::Mod>" in kernel
+    assert "struct Mod {};" in source and "#include" not in source
+
+
+def test_the_record_of_a_modification_goes_with_it_but_not_at_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the end of the process the library may be gone before Python's own objects."""
+    registered: list[Any] = []
+    finalize = kernels.weakref.finalize
+    monkeypatch.setattr(
+        kernels.weakref, "finalize", lambda *arguments: registered.append(finalize(*arguments)) or registered[-1]
+    )
+    monkeypatch.setattr(kernels, "_known", Recent(16))
+    monkeypatch.setattr(kernels, "_modifications", Recent(16))
+    found, _ = kernels.modification_of(None, lambda b, h, q, k: q >= k + 3)
+    (record,) = registered
+    assert record.alive and not record.atexit
+    kernels._known.clear()
+    kernels._modifications.clear()
+    del found
+    assert not record.alive
+
+
 class Driver:
     """Replaces libcuda: call number ``fails`` returns error 100, and the other calls succeed."""
 

@@ -174,10 +174,28 @@ def test_a_unit_may_take_15_seconds_more_than_twice_its_budget(seconds, fails):
     assert bool(check_budget.compare("a.cu", allowed | {"cpu_seconds": seconds}, allowed, 1.0)) is fails
 
 
-def test_the_budget_of_a_gpu_that_is_not_listed_is_zero():
+@pytest.mark.parametrize("what", ["registers", "spilled_bytes"])
+@pytest.mark.parametrize("number", [1, 32])
+def test_the_budget_of_a_gpu_that_is_not_listed_is_zero(number, what):
     allowed = {"cpu_seconds": 10.0, "kernels": {}, "registers": {}, "spilled_bytes": {}}
-    (problem,) = check_budget.compare("a.cu", allowed | {"registers": {"sm_80": 32}}, allowed, 1.0)
-    assert problem == "a.cu: 32 registers on sm_80, the budget says 0"
+    (problem,) = check_budget.compare("a.cu", allowed | {what: {"sm_80": number}}, allowed, 1.0)
+    assert problem == f"a.cu: {number} {what} on sm_80, the budget says 0"
+    assert check_budget.compare("a.cu", allowed | {what: {"sm_80": 0}}, allowed, 1.0) == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_kernels_on_a_gpu_that_the_build_lacks_are_none(number):
+    allowed = {"cpu_seconds": 10.0, "kernels": {"sm_80": number}, "registers": {}, "spilled_bytes": {}}
+    (problem,) = check_budget.compare("a.cu", allowed | {"kernels": {}}, allowed, 1.0)
+    assert problem == f"a.cu: 0 kernels on sm_80, the budget says {number}"
+
+
+@pytest.mark.parametrize(("then", "now", "said"), [(2.0, 5.0, "2.50"), (4.0, 1.0, "0.25")])
+def test_the_total_says_how_much_slower_the_machine_is(then, now, said, capsys):
+    check_budget.total_problems([{"cpu_seconds": 7.0}, {"cpu_seconds": 5.0}], then, now)
+    limit = 2400 * max(float(said), 1.0)
+    expected = f"2 units, 12 CPU seconds of {limit:.0f} (a machine {said} times as slow)\n"
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

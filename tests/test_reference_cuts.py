@@ -18,7 +18,7 @@ from flashbwd import reference
 from flashbwd.options import AttentionOptions
 from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
-from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, cut_into_pieces
+from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, split_into_tasks
 from flashbwd.reference.modifications import GatherByIndex
 from flashbwd.reference.operands import write_scaled
 from flashbwd.reference.scores import Dropout, operand, sees_nothing
@@ -136,7 +136,7 @@ def test_a_band_has_the_rows_that_see_a_key_and_the_keys_that_they_see(
     st.booleans(),
     st.integers(1, 7),
 )
-def test_pieces_have_every_row_that_sees_a_key_once(
+def test_tasks_have_every_row_that_sees_a_key_once(
     sizes: list[tuple[int, int, int]], heads: int, group: int, causal: bool, one_chunk: bool, threads: int
 ) -> None:
     spans = [Span(10 * i, *size, packed=False) for i, size in enumerate(sizes)]
@@ -144,20 +144,20 @@ def test_pieces_have_every_row_that_sees_a_key_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: threads)
         mode = "bottom_right" if causal else "none"
-        pieces, used = cut_into_pieces(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
+        tasks, used = split_into_tasks(spans, q, k, mode, (-1, -1), one_chunk=one_chunk)
     assert 1 <= used <= threads
     for of in spans:
         count = torch.zeros(of.batches, heads * group, of.sq, dtype=torch.int64)
-        own = [piece for piece in pieces if piece.span is of]
-        for piece in own:
-            chunk = piece.chunk
-            for strip in piece.strips():
-                assert strip[1] - strip[0] <= piece.cut.block_q
+        own = [task for task in tasks if task.span is of]
+        for task in own:
+            chunk = task.chunk
+            for strip in task.strips():
+                assert strip[1] - strip[0] <= task.cut.block_q
                 batches = slice(chunk.batch0, chunk.batch0 + chunk.batches)
                 count[batches, chunk.query_range, slice(*strip)] += 1
         keyless = of.sq if of.sk == 0 else max(of.sq - of.sk, 0) if causal else 0
         assert (count[..., :keyless] == 0).all() and (count[..., keyless:] == 1).all()
-        assert not one_chunk or len({piece.chunk for piece in own}) <= 1
+        assert not one_chunk or len({task.chunk for task in own}) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -179,14 +179,14 @@ def test_a_gradient_is_written_times_its_scale(dtype: torch.dtype, scale: float)
 @pytest.mark.parametrize(
     ("shared_sums", "device", "threads"), [(False, "cpu", 3), (True, "cpu", 1), (False, "meta", 1), (True, "meta", 1)]
 )
-def test_pieces_run_in_parallel_on_a_cpu_unless_they_add_to_the_same_elements(
+def test_tasks_run_in_parallel_on_a_cpu_unless_they_add_to_the_same_elements(
     shared_sums: bool, device: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(48, 70, 1, 8, device=device)
-    pieces, found = cut_into_pieces([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
+    tasks, found = split_into_tasks([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
     assert found == threads
-    assert {piece.parts for piece in pieces} == {1}  # one block of queries cannot be divided
+    assert {task.parts for task in tasks} == {1}  # one block of queries cannot be divided
 
 
 @pytest.mark.parametrize(("batches", "threads"), [(1, 1), (31, 1), (32, 2), (48, 3), (99, 3)])
@@ -195,7 +195,7 @@ def test_each_thread_has_at_least_the_scores_of_a_whole_tile(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(batches, 64, 1, 8)
-    _, found = cut_into_pieces([span(batches, 64, 64)], x, x, "none", (-1, -1))
+    _, found = split_into_tasks([span(batches, 64, 64)], x, x, "none", (-1, -1))
     assert found == threads
 
 
@@ -205,8 +205,8 @@ def test_one_head_is_divided_into_as_many_parts_as_there_are_threads_and_blocks(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.zeros(1, 256 * blocks, 1, 8)
-    pieces, _ = cut_into_pieces([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
-    assert [(piece.part, piece.parts) for piece in pieces] == [(part, parts) for part in range(parts)]
+    tasks, _ = split_into_tasks([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
+    assert [(task.part, task.parts) for task in tasks] == [(part, parts) for part in range(parts)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

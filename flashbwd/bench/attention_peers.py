@@ -33,8 +33,8 @@ MASK_SEED = 1234
 
 def _alibi_as_bias(case: AttentionCase, x: AttentionInputs, slopes: Tensor) -> Tensor:
     """Return the ALiBi terms as a bias, (1, H, S, S)."""
-    places = torch.arange(case.seqlen, device=slopes.device)
-    return (-slopes[:, None, None] * (places[:, None] - places).abs())[None].to(x.q.dtype)
+    positions = torch.arange(case.seqlen, device=slopes.device)
+    return (-slopes[:, None, None] * (positions[:, None] - positions).abs())[None].to(x.q.dtype)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _torch_cudnn_varlen(case: AttentionCase, x: AttentionInputs, cu_seqlens: Ten
 
 def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
     """Prepare the compiled backward of flex_attention, called through autograd."""
-    refuse(x.bias is not None or case.dropout_p > 0 or x.cu_seqlens is not None, "measured on masks only")
+    refuse(x.bias is not None or case.dropout_p > 0 or x.cu_seqlens is not None, "measured only with masks")
     import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -258,9 +258,9 @@ def torch_math(case: AttentionCase, x: AttentionInputs) -> Prepared:
 
     On the CPU, PyTorch has no better backward for a window or for a bias with gradient.
     """
-    refuse(x.bias is None and case.window is None, "measured where PyTorch has nothing better")
-    refuse(case.softcap > 0 or case.alibi, "measured on masks and a bias")
-    refuse(x.cu_seqlens is not None or case.dropout_p > 0, "measured without dropout and packed sequences")
+    refuse(x.bias is None and case.window is None, "measured only if PyTorch has no better backward")
+    refuse(case.softcap > 0 or case.alibi, "measured only with masks and a bias")
+    refuse(x.cu_seqlens is not None or case.dropout_p > 0, "not measured with dropout or packed sequences")
     k, v = (_heads_first(_expand_groups(t, case.heads)).detach().requires_grad_() for t in (x.k, x.v))
     q, dout = _heads_first(x.q).detach().requires_grad_(), _heads_first(x.dout)
     bias = None if x.bias is None else x.bias.detach().requires_grad_()
@@ -305,7 +305,7 @@ def ours(backend: str, deterministic: bool = False) -> Callable[[AttentionCase, 
                 cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, max_seqlen_q=case.seqlen, max_seqlen_k=case.seqlen
             )
         if case.dropout_p > 0:
-            refuse(not x.q.is_cuda, "dropout is measured with masks of GPU forwards")
+            refuse(not x.q.is_cuda, "dropout is measured only with masks of GPU forwards")
             out, lse, options["rng_state"] = _forward_with_dropout(case, x, x.v)
             options["dropout_p"] = case.dropout_p
 

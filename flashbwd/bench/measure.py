@@ -259,7 +259,7 @@ def order(names: Sequence[str], turn: int) -> list[str]:
     """
     count = len(names)
     side = -1 if count % 2 and turn % 2 else 1
-    zigzag = [(place + 1) // 2 * side * (-1) ** place for place in range(count)]
+    zigzag = [(i + 1) // 2 * side * (-1) ** i for i in range(count)]
     return [names[(turn + step) % count] for step in zigzag]
 
 

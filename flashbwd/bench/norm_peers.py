@@ -62,7 +62,7 @@ def _arguments(x: NormInputs) -> tuple[Tensor, ...]:
 
 
 def _refuse_forms(case: NormCase) -> None:
-    refuse(case.form != "", "measured on the norm alone")
+    refuse(case.form != "", "measured only for the plain norm")
 
 
 def torch_native(case: NormCase, x: NormInputs) -> Prepared:
@@ -84,7 +84,7 @@ def inductor(case: NormCase, x: NormInputs) -> Prepared:
 
 
 def liger(case: NormCase, x: NormInputs) -> Prepared:
-    refuse(case.rms, "measured on LayerNorm")
+    refuse(case.rms, "measured only for LayerNorm")
     _refuse_forms(case)
     try:
         from liger_kernel.ops.layer_norm import layer_norm_backward

@@ -47,7 +47,7 @@ def rate_cell(result: CaseResult, peer: str, figure: str = COOL) -> str:
     return f"{result.rate(peer, figure):.4g}{mark}"
 
 
-FIGURES = {SUSTAINED: "with a settled clock", COOL: "", EAGER: "without a CUDA graph, the host's time included"}
+FIGURES = {SUSTAINED: "with a settled clock", COOL: "", EAGER: "without a CUDA graph, including host time"}
 
 
 def rates(results: Sequence[CaseResult]) -> str:
@@ -156,7 +156,7 @@ def slots(report: Report) -> str:
     slot_ms = report.settings["slot_ms"]
     text = f"slots of at least {slot_ms:g} ms" if slot_ms else "slots of one call"
     if "block" in by_table(report):
-        text += f", of blocks {max(slot_ms, BLOCK_SLOT_MS):g} ms"
+        text += f", for blocks {max(slot_ms, BLOCK_SLOT_MS):g} ms"
     if pause_ms := report.settings.get("pause_ms"):
         text += f", each after a pause of {pause_ms:g} ms"
     if sustained_ms := report.settings.get("sustained_ms"):
@@ -174,8 +174,8 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
         f"{report.date}; {', '.join(versions)}; {machine['threads']} CPU threads; commit {machine['commit']}; "
         f"kernel sources {(machine['kernel_sources'] or 'not present')[:12]}."
         + ("" if report.complete else " **The run is not complete.**"),
-        f"{report.settings['rounds']} or more interleaved rounds, {slots(report)}; a rate is the median over rounds, a "
-        "ratio the median (least-greatest) over rounds. " + bar_summary(report) + ".",
+        f"{report.settings['rounds']} or more interleaved rounds, {slots(report)}; a rate is the median over rounds, "
+        "and a ratio is the median (smallest-largest) over rounds. " + bar_summary(report) + ".",
     ]
     if report.results and (ceilings := report.results[-1].ceilings):
         parts.append(
@@ -188,7 +188,9 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
     if earlier is not None:
         parts += [
             f"## Compared with {earlier.date}, commit {earlier.machine['commit']}",
-            changes_table(compare(earlier, report)) if (earlier.results and report.results) else "Nothing in common.",
+            changes_table(compare(earlier, report))
+            if (earlier.results and report.results)
+            else "The two runs have no case in common.",
         ]
     if missing := not_measured(report):
         parts += ["## Not measured", missing]
@@ -269,9 +271,9 @@ def _bars(results: Sequence[CaseResult]) -> Any:
     figure = Figure(figsize=(10, 1 + len(results) * max(0.4, 0.14 * len(peers))), layout="constrained")
     axes = figure.add_subplot()
     for number, peer in enumerate(peers):
-        places = [i + number * height for i, r in enumerate(results) if peer in r.peers and r.peers[peer].timed]
+        positions = [i + number * height for i, r in enumerate(results) if peer in r.peers and r.peers[peer].timed]
         values = [r.rate(peer) for r in results if peer in r.peers and r.peers[peer].timed]
-        axes.barh(places, values, height, label=peer, color=f"C{number}", hatch=None if "flashbwd" in peer else "//")
+        axes.barh(positions, values, height, label=peer, color=f"C{number}", hatch=None if "flashbwd" in peer else "//")
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(results))], [r.name for r in results], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel(results[0].unit)

@@ -103,7 +103,7 @@ def kernel_lists_maker(
     tile = kernel_tile(head_dim, value.shape[3])
 
     def make() -> KernelLists | None:
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
             reason = "a graph is being captured, and block_mask was in no call before"
             warnings.warn(f"flashbwd: the graph gets the slow reference backward: {reason}", stacklevel=2)
             raise UnsupportedError(reason)
@@ -115,6 +115,6 @@ def kernel_lists_maker(
 
 def keep_for_graph(lists: KernelLists | None) -> KernelLists | None:
     """Return the lists. If a CUDA graph is being captured, they are never freed."""
-    if lists is not None and lists.lists.is_cuda and torch.cuda.is_current_stream_capturing():
+    if lists is not None and torch.cuda.is_current_stream_capturing():
         _of_graphs[id(lists)] = lists
     return lists

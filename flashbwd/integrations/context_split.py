@@ -65,8 +65,8 @@ class ContextSplit:
         Differentiable with respect to ``whole``.
         """
         check_rows("whole", whole, dim, self.bounds[-1])
-        pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks[self.rank]]
-        return torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
+        rows = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks[self.rank]]
+        return torch.cat(rows, dim) if rows else whole.narrow(dim, 0, 0)
 
     @torch.no_grad()
     def gather(self, part: Tensor, dim: int = 0) -> Tensor:

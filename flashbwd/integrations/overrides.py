@@ -196,8 +196,8 @@ def enable(*, attention: bool = True, norms: bool = True) -> Overrides:
     attention : bool
         Override the backwards of attention.
     norms : bool
-        Override the backwards of LayerNorm and RMSNorm. These overrides have no effect on compiled models, for which
-        Inductor generates its own norm kernels.
+        Override the backwards of LayerNorm and RMSNorm. These overrides have no effect in models that Inductor
+        compiles, because it generates its own norm kernels.
 
     Returns
     -------

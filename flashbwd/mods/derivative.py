@@ -240,14 +240,14 @@ def emit_gradient(
         Position in ``differentiable`` -> slot in ``slots``, for each tensor on which the score depends.
     """
     score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
-    places: dict[int, int] = {}
+    gradient_slots: dict[int, int] = {}
     if score is not None:
         score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
         emitter = Emitter("score_mod", score, slots)
         output = emitter.forward(SCORE_PARAMETERS)
         derivative = Derivative(emitter, differentiable)
         result = derivative.run(output, "ds")
-        places = derivative.slots
+        gradient_slots = derivative.slots
         gradient = "\n    ".join([*emitter.lines, f"return static_cast<float>({result});"])
     if mask is not None:
         mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
@@ -257,4 +257,4 @@ def emit_gradient(
     {gradient}
   }}
 """
-    return struct_of(score is not None, mask is not None, params, score_body, mask_body, function), places
+    return struct_of(score is not None, mask is not None, params, score_body, mask_body, function), gradient_slots

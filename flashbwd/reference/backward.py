@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
-from flashbwd.reference.blocks import Piece, cut_into_pieces
+from flashbwd.reference.blocks import Task, split_into_tasks
 from flashbwd.reference.operands import Call, KeySide, Scratch, Strip, write_scaled
 from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, without_autocast
 from flashbwd.reference.sink import keyless_sink_gradient
@@ -61,7 +61,7 @@ def attention_backward(
             dv,
             None if dbias is None else BiasGradient(dbias, full, spans, dtype),
         )
-        pieces, threads = cut_into_pieces(
+        tasks, threads = split_into_tasks(
             spans,
             q,
             k,
@@ -70,59 +70,59 @@ def attention_backward(
             shared_sums=call.dbias is not None and call.dbias.shared,
             one_chunk=call.dbias is not None and call.dbias.one_chunk,
         )
-        if not _cover(pieces, q, k):
+        if not _cover(tasks, q, k):
             for gradient in (dq, dk, dv):
                 gradient.zero_()
-        results = run_all([functools.partial(_piece_backward, call, piece) for piece in pieces], threads)
-        _sum_parts(pieces, [key_side for key_side, _ in results])
+        results = run_all([functools.partial(_task_backward, call, task) for task in tasks], threads)
+        _sum_parts(tasks, [key_side for key_side, _ in results])
         if call.dbias is not None:
             call.dbias.finish()
         if dsink is not None:
             total = torch.zeros_like(dsink, dtype=dtype)
-            for piece, (_, share) in zip(pieces, results, strict=True):
+            for task, (_, share) in zip(tasks, results, strict=True):
                 if share is not None:
-                    total[piece.chunk.query_range] -= share
+                    total[task.chunk.query_range] -= share
             dsink.copy_(total + keyless_sink_gradient(call, spans))
 
 
-def _cover(pieces: list[Piece], q: Tensor, k: Tensor) -> bool:
-    """Return whether the pieces write every row of the gradients: the batch is dense and no row or key is hidden."""
-    if not pieces or pieces[0].span.packed:
+def _cover(tasks: list[Task], q: Tensor, k: Tensor) -> bool:
+    """Return whether the tasks write every row of the gradients: the batch is dense and no row or key is hidden."""
+    if not tasks or tasks[0].span.packed:
         return False
-    span, band = pieces[0].span, pieces[0].band
+    span, band = tasks[0].span, tasks[0].band
     whole = (span.batches, span.sq, span.sk) == (q.shape[0], q.shape[1], k.shape[1])
     return whole and band.rows == (0, span.sq) and band.keys(band.rows) == (0, span.sk)
 
 
-def _sum_parts(pieces: list[Piece], key_sides: list[KeySide | None]) -> None:
-    """Sum and write dk and dv of heads whose queries are split over several pieces. Such pieces are adjacent."""
+def _sum_parts(tasks: list[Task], key_sides: list[KeySide | None]) -> None:
+    """Sum and write dk and dv of heads whose queries are split over several tasks. Such tasks are adjacent."""
     first = None
-    for piece, key_side in zip(pieces, key_sides, strict=True):
+    for task, key_side in zip(tasks, key_sides, strict=True):
         if key_side is None:
             continue
-        if piece.part == 0 or first is None:
+        if task.part == 0 or first is None:
             first = key_side
         else:
             first.add(key_side)
-        if piece.part == piece.parts - 1:
+        if task.part == task.parts - 1:
             first.write()
 
 
-def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor | None]:
-    """Compute the gradients of one piece. The rows of a tile are the queries of all query heads of a KV head.
+def _task_backward(call: Call, task: Task) -> tuple[KeySide | None, Tensor | None]:
+    """Compute the gradients of one task. The rows of a tile are the queries of all query heads of a KV head.
 
-    The function writes dq. It writes dk and dv if the piece has all queries of its heads, and otherwise returns them as
-    partial sums. It also returns the piece's sum for dsink, (query heads,), if dsink was requested.
+    The function writes dq. It writes dk and dv if the task has all queries of its heads, and otherwise returns them as
+    partial sums. It also returns the task's sum for dsink, (query heads,), if dsink was requested.
     """
-    options, span, band, cut, chunk = call.options, piece.span, piece.band, piece.cut, piece.chunk
-    key_side = KeySide(call, piece)
-    scratch = Scratch(call, piece)
+    options, span, band, cut, chunk = call.options, task.span, task.band, task.cut, task.chunk
+    key_side = KeySide(call, task)
+    scratch = Scratch(call, task)
     terms = AdditiveTerms.of(span, chunk, band, options.attn_bias, options.alibi_slopes, call.dtype)
     dq_heads = chunk.of_queries(span.queries(call.dq))
     sink_share: Tensor | None = None
 
-    for rows in piece.strips():
-        strip = Strip.of(call, piece, rows, terms.dead_rows(rows, cut.block_k))
+    for rows in task.strips():
+        strip = Strip.of(call, task, rows, terms.dead_rows(rows, cut.block_k))
         if options.sink is not None:
             share = strip.sink_share(options.sink[chunk.query_range], chunk.batches)
             sink_share = share if sink_share is None else sink_share + share
@@ -156,7 +156,7 @@ def _piece_backward(call: Call, piece: Piece) -> tuple[KeySide | None, Tensor | 
 
             tile.add_products(strip, keys, dq)
         write_scaled(dq, call.scale, narrow(dq_heads, 2, rows[0], rows[1] - rows[0]))
-    if piece.parts > 1:
+    if task.parts > 1:
         return key_side, sink_share
     key_side.write()
     return None, sink_share

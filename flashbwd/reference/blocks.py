@@ -185,7 +185,7 @@ class Band:
             tile.triu_(lower)
 
 
-class Piece(NamedTuple):
+class Task(NamedTuple):
     """The work of one thread: the query blocks `part`, `part + parts`, `part + 2 * parts`, ... of one chunk."""
 
     span: Span
@@ -196,14 +196,14 @@ class Piece(NamedTuple):
     parts: int
 
     def strips(self) -> Iterator[tuple[int, int]]:
-        """Yield the query ranges of the piece's blocks."""
+        """Yield the query ranges of the task's blocks."""
         first, last = self.band.rows
         step = self.cut.block_q
         for row in range(first + self.part * step, last, self.parts * step):
             yield row, min(row + step, last)
 
 
-def cut_into_pieces(
+def split_into_tasks(
     spans: Sequence[Span],
     q: Tensor,
     k: Tensor,
@@ -212,12 +212,12 @@ def cut_into_pieces(
     *,
     shared_sums: bool = False,
     one_chunk: bool = False,
-) -> tuple[list[Piece], int]:
-    """Return the pieces of a call in which a key is visible, and the number of CPU threads that run them.
+) -> tuple[list[Task], int]:
+    """Return the tasks of a call in which a key is visible, and the number of CPU threads that run them.
 
     Each thread gets different heads or, if there are fewer heads than threads, different query blocks. `shared_sums`
-    says that several heads add to the same elements. Pieces then run one after another, and each operator uses all
-    threads. `one_chunk` requests all heads of a span in one piece.
+    says that several heads add to the same elements. Tasks then run one after another, and each operator uses all
+    threads. `one_chunk` requests all heads of a span in one task.
     """
     heads_kv = k.shape[-2]
     group = q.shape[-2] // max(heads_kv, 1)
@@ -226,7 +226,7 @@ def cut_into_pieces(
     tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if shared_sums else _CPU_TILE
     scores = sum(span.batches * q.shape[-2] * span.sq * span.sk for span in spans)
     threads = max(min(threads, scores // (tile.rows * tile.keys)), 1)  # starting a thread takes as long as a small tile
-    pieces = []
+    tasks = []
     for span in spans:
         band = Band.of(span.sq, span.sk, causal, *window)
         if band.rows == (0, 0) or span.batches * heads_kv == 0:
@@ -237,12 +237,12 @@ def cut_into_pieces(
             cut = Cut.of(tile, span, heads_kv, group, items // threads)
         blocks = -(-(band.rows[1] - band.rows[0]) // cut.block_q)
         parts = min(-(-threads // items), blocks)
-        pieces += [
-            Piece(span, band, cut, chunk, part, parts)
+        tasks += [
+            Task(span, band, cut, chunk, part, parts)
             for chunk in chunks(span.batches, heads_kv, group, cut)
             for part in range(parts)
         ]
-    return pieces, threads
+    return tasks, threads
 
 
 def arange(bounds: tuple[int, int], device: torch.device) -> Tensor:

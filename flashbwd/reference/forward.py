@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashbwd.options import AttentionOptions
-from flashbwd.reference.blocks import Piece, cut_into_pieces
+from flashbwd.reference.blocks import Task, split_into_tasks
 from flashbwd.reference.scores import LOG2E, AdditiveTerms, Dropout, accumulation_dtype, operand, without_autocast
 from flashbwd.reference.spans import split_spans
 from flashbwd.reference.workers import run_all
@@ -46,33 +46,31 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
         if options.sink is not None:
             for span in spans:
                 span.statistics(lse).copy_(options.sink[:, None])
-        pieces, threads = cut_into_pieces(spans, q, k, options.causal, options.window)
+        tasks, threads = split_into_tasks(spans, q, k, options.causal, options.window)
 
-        def run(piece: Piece) -> None:
-            terms = AdditiveTerms.of(
-                piece.span, piece.chunk, piece.band, options.attn_bias, options.alibi_slopes, dtype
-            )
-            _piece_forward(q, k, v, out, lse, piece, terms, scale, options.softcap, options.sink, dropout)
+        def run(task: Task) -> None:
+            terms = AdditiveTerms.of(task.span, task.chunk, task.band, options.attn_bias, options.alibi_slopes, dtype)
+            _task_forward(q, k, v, out, lse, task, terms, scale, options.softcap, options.sink, dropout)
 
-        run_all([functools.partial(run, piece) for piece in pieces], threads)
+        run_all([functools.partial(run, task) for task in tasks], threads)
     return out, lse
 
 
-def _piece_forward(
+def _task_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    piece: Piece,
+    task: Task,
     terms: AdditiveTerms,
     scale: float,
     softcap: float,
     sink: Tensor | None,
     dropout: Dropout | None,
 ) -> None:
-    """Compute the query blocks of one piece. Shapes are as in the backward."""
-    span, band, cut, chunk = piece.span, piece.band, piece.cut, piece.chunk
+    """Compute the query blocks of one task. Shapes are as in the backward."""
+    span, band, cut, chunk = task.span, task.band, task.cut, task.chunk
     dtype, items = lse.dtype, chunk.items
     key0, key1 = band.keys(band.rows)
     keys = operand(chunk.of_keys(span.keys(k))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, D)
@@ -82,7 +80,7 @@ def _piece_forward(
     lse_heads = chunk.of_plane(span.statistics(lse))  # (batches, query heads, sq)
     scale = scale / softcap if softcap else scale * LOG2E
 
-    for rows in piece.strips():
+    for rows in task.strips():
         by_row = (chunk.batches, chunk.query_heads, rows[1] - rows[0])
         folded = (items, chunk.group * by_row[2])
         queries = operand(chunk.of_queries(span.queries(q))[:, :, rows[0] : rows[1]], dtype, scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
-from flashbwd.reference.blocks import Piece
+from flashbwd.reference.blocks import Task
 from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operand, sees_nothing
 from flashbwd.reference.spans import narrow
 
@@ -75,9 +75,9 @@ class Strip(NamedTuple):
     delta: Tensor  # (items, rows, 1)
 
     @staticmethod
-    def of(call: Call, piece: Piece, rows: tuple[int, int], dead: Tensor | None) -> Strip:
-        """Copy the rows of a piece. `dead` rows become zeros, even if they hold NaN."""
-        dtype, span, chunk = call.dtype, piece.span, piece.chunk
+    def of(call: Call, task: Task, rows: tuple[int, int], dead: Tensor | None) -> Strip:
+        """Copy the rows of a task. `dead` rows become zeros, even if they hold NaN."""
+        dtype, span, chunk = call.dtype, task.span, task.chunk
         first, count = rows[0], rows[1] - rows[0]
 
         def heads(tensor: Tensor) -> Tensor:  # (batches, query heads, rows, dim)
@@ -134,11 +134,11 @@ class KeyBlock(NamedTuple):
 
 
 class KeySide:
-    """The keys and values that a piece sees, and their gradients."""
+    """The keys and values that a task sees, and their gradients."""
 
-    def __init__(self, call: Call, piece: Piece) -> None:
-        self._call, self._piece = call, piece
-        self._first, self._last = piece.band.keys(piece.band.rows)
+    def __init__(self, call: Call, task: Task) -> None:
+        self._call, self._task = call, task
+        self._first, self._last = task.band.keys(task.band.rows)
         k, v = self._seen(call.k), self._seen(call.v)
         self._k = operand(k, call.dtype, column=None if call.options.softcap else 1.0).flatten(0, 1)
         self._v = operand(v, call.dtype, column=None if call.dropout else 1.0).flatten(0, 1)
@@ -148,8 +148,8 @@ class KeySide:
         self._blocks: dict[tuple[int, int], KeyBlock] = {}
 
     def _seen(self, tensor: Tensor) -> Tensor:
-        """Return the keys or values that the piece sees, (batches, KV heads, keys, dim)."""
-        keys = self._piece.chunk.of_keys(self._piece.span.keys(tensor))
+        """Return the keys or values that the task sees, (batches, KV heads, keys, dim)."""
+        keys = self._task.chunk.of_keys(self._task.span.keys(tensor))
         return narrow(keys, 2, self._first, self._last - self._first)
 
     def block(self, cols: tuple[int, int]) -> KeyBlock:
@@ -203,11 +203,11 @@ class Tile(NamedTuple):
 
 
 class Scratch:
-    """Scratch memory that tiles of all shapes of a piece share."""
+    """Scratch memory that tiles of all shapes of a task share."""
 
-    def __init__(self, call: Call, piece: Piece) -> None:
-        self._call, self._chunk = call, piece.chunk
-        size = piece.chunk.items * piece.chunk.group * piece.cut.block_q * piece.cut.block_k
+    def __init__(self, call: Call, task: Task) -> None:
+        self._call, self._chunk = call, task.chunk
+        size = task.chunk.items * task.chunk.group * task.cut.block_q * task.cut.block_k
         self._buffers = [call.q.new_empty(size, dtype=call.dtype) for _ in range(3 if call.options.softcap else 2)]
         self._narrow = [] if call.narrow is None else [call.q.new_empty(size, dtype=call.narrow) for _ in range(2)]
         self._tiles: dict[tuple[int, int], Tile] = {}

@@ -11,7 +11,9 @@ import torch
 import torch.nn.attention.flex_attention as pytorchs
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 import flashbwd
@@ -25,13 +27,21 @@ Rewrite = Callable[[fx.Graph], None]
 
 
 @contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile every graph anew: the pass does not see a graph that comes from Inductor's cache."""
+    with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+@contextmanager
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let PyTorch trace the backward on a CPU, and the pass replace it there by the reference."""
     monkeypatch.setattr(pytorchs, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_pass, "_COMPUTED_BY_THE_REFERENCE", frozenset({"cpu"}))
     torch._dynamo.reset()
     flashbwd.stats(reset=True)
-    yield
+    with without_caches():
+        yield
     torch._dynamo.reset()
 
 

@@ -56,13 +56,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
       uint32_t last_add_phases = 0;
       if (warpgroup == 1) Mainloop::signal_scores(0);  // consumer 1 may issue its first S
       for_each_work_tile(smem, [&](const typename Traits::WorkTile& work) {
-        float dk[Traits::kMmaTiles][Traits::kHeadDim / 2];
-        float dv[Traits::kMmaTiles][Traits::kHeadDim / 2];
-#pragma unroll
-        for (int m = 0; m < Traits::kMmaTiles; ++m) {
-#pragma unroll
-          for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[m][i] = dv[m][i] = 0.f;
-        }
+        float dk[Traits::kMmaTiles][Traits::kHeadDim / 2] = {};
+        float dv[Traits::kMmaTiles][Traits::kHeadDim / 2] = {};
         if (work.iterations > 0) {
           Mainloop{params, smem, work, warpgroup - 1, last_add_phases}.compute(dk, dv);
         }

@@ -90,9 +90,7 @@ struct Producer {
       if (fetches_early(params) && it.end - it.index == min(Traits::kEarlyIterations, work.iterations)) {
         mbarrier_arrive(&smem.work_wanted);
       }
-      if (WorkTile::kStaggers && leads(params, work)) {
-        prefetch_queries(params, work, it.query_block(), query_row, first_row, head, batch_q);
-      }
+      if (WorkTile::kStaggers) prefetch_queries(params, work, it.query_block(), query_row, first_row, head, batch_q);
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(it.index) ^ 1);
       if constexpr (WorkTile::kListed) smem.listed[stage] = {it.query_block(), head, it.entry.bits, 0};
       load_tile<Traits::kAtoms, Traits::kQueryAtomBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage], query_row,
@@ -125,17 +123,13 @@ struct Producer {
     params.preprocess.wait(work.first_flag, work.last_flag);
   }
 
-  // True if this work tile is the first of its wave to come to most query blocks. In deterministic mode the other work
-  // tiles of the wave follow at its pace, so it must not wait for memory.
-  static __device__ __forceinline__ bool leads(const KernelParams& params, const WorkTile& work) {
-    return params.schedule.dispatch == Dispatch::kStatic && work.in_wave.rank == work.in_wave.size - 1;
-  }
-
-  // Prefetches to L2 what the loader loads kPrefetchedBlocks iterations later.
+  // If this work tile is the first of its wave to come to most query blocks, the others follow at its pace, so it must
+  // not wait for memory: prefetches to L2 what the loader loads kPrefetchedBlocks iterations later.
   static __device__ __forceinline__ void prefetch_queries(const KernelParams& params, const WorkTile& work,
                                                           int32_t query_block, int32_t query_row, int64_t first_row,
                                                           int32_t head, int32_t batch) {
     constexpr int32_t kPrefetchedBlocks = 4;  // longer than the latency of memory
+    if (params.schedule.dispatch != Dispatch::kStatic || work.in_wave.rank != work.in_wave.size - 1) return;
     const bool wraps = query_block + kPrefetchedBlocks >= work.query_range.end;
     const int32_t rows = (kPrefetchedBlocks - (wraps ? work.query_range.size() : 0)) * kBlockM;
 #pragma unroll 1

@@ -70,9 +70,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
         zero_gradient<typename Traits::T>(params.dv, work, 0);
         return;
       }
-      float dv[Traits::kHeadDimV / 2];
-#pragma unroll
-      for (int i = 0; i < Traits::kHeadDimV / 2; ++i) dv[i] = 0.f;
+      float dv[Traits::kHeadDimV / 2] = {};
       Probabilities<Traits>{{params, smem, work}}.run(dv);
       store_dv<Traits>(params, smem, work, dv);
     });
@@ -83,9 +81,7 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
         zero_gradient<typename Traits::T>(params.dk, work, 0);
         return;
       }
-      float dk[Traits::kHeadDim / 2];
-#pragma unroll
-      for (int i = 0; i < Traits::kHeadDim / 2; ++i) dk[i] = 0.f;
+      float dk[Traits::kHeadDim / 2] = {};
       ScoreGradients<Traits>{{params, smem, work}}.run(dk);
       store_dk<Traits>(params, smem, work, dk);
     });

@@ -121,10 +121,10 @@ def test_a_kernel_is_launched_with_32_threads_per_warp(warps: int) -> None:
     assert "struct Mod {};" in source and "#include" not in source
 
 
-def test_the_record_of_a_modification_goes_with_it_but_not_at_the_end_of_the_process(
+def test_freeing_a_modification_frees_its_record_except_at_process_exit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the end of the process the library may be gone before Python's own objects."""
+    """When the process exits, the library may be unloaded before Python frees its objects."""
     registered: list[Any] = []
     finalize = kernels.weakref.finalize
     monkeypatch.setattr(

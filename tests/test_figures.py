@@ -165,14 +165,42 @@ def test_a_case_matches_one_value_or_one_of_a_set(wanted, has):
     assert figures.matches(result, {"seqlen": wanted}) is has
 
 
-def test_the_row_of_groups_takes_every_size_of_a_group_but_one():
-    (row,) = (row for row in figures.SUMMARY if row.heading == "sm90, {group} query heads per KV head")
-    assert [bool(row.where["group"](size)) for size in (1, 2, 4, 8)] == [False, True, True, True]
+@pytest.mark.parametrize(
+    ("start", "name", "taken", "others"),
+    [
+        ("sm90, {group} query heads", "group", [2, 4, 8], [1]),
+        ("sm80, {group} query heads", "group", [2, 4, 8], [1]),
+        ("sm90, softcap", "softcap", [0.5, 1.0, 30.0], [0.0]),
+        ("sm90, FlashAttention-2's dropout", "dropout_p", [0.1, 0.5], [0.0]),
+        ("sm80, memory-efficient dropout,", "dropout_p", [0.1, 0.5], [0.0]),
+        ("sm90, windows", "window", [1, 4096], [None]),
+        ("sm80, windows", "window", [1, 4096], [None]),
+        ("sm90, packed", "lengths", [[1, 2]], [None]),
+        ("sm80, packed", "lengths", [[1, 2]], [None]),
+        ("sm90, bias", "bias_batch", [1, 4], [None]),
+        ("sm80, bias", "bias_batch", [1, 4], [None]),
+        ("sm80, D {head_dim} (runs the kernel for D 64)", "head_dim", [32, 63], [64, 128]),
+        ("decoding, {seqlen_q} queries", "seqlen_q", [2, 16], [1]),
+    ],
+)
+def test_a_row_takes_every_value_of_its_feature_and_no_case_without_it(start, name, taken, others):
+    rows = [row for row in figures.SUMMARY if row.heading.startswith(start)]
+    assert rows
+    for row in rows:
+        if callable(wanted := row.where[name]):
+            assert all(wanted(value) for value in taken), row
+            assert not any(wanted(value) for value in others), row
 
 
-def test_the_row_of_several_queries_takes_two_and_more():
-    (row,) = (row for row in figures.SUMMARY if row.heading == "decoding, {seqlen_q} queries")
-    assert [bool(row.where["seqlen_q"](queries)) for queries in (1, 2, 16)] == [False, True, True]
+def test_the_rows_of_dense_sm80_take_every_head_dimension_from_64_on_or_beyond_256():
+    of_flash, of_efficient = (
+        row.where["head_dim"]
+        for row in figures.SUMMARY
+        if row.heading == "sm80, D {head_dim}" and row.ours == figures.SM80
+    )
+    dims = (63, 64, 65, 256, 257, 264)
+    assert [of_flash(dim) for dim in dims] == [False, True, True, True, True, True]
+    assert [of_efficient(dim) for dim in dims] == [False, False, False, False, True, True]
 
 
 def test_a_table_of_every_case_leaves_out_cases_that_this_library_did_not_run(monkeypatch):

@@ -159,7 +159,7 @@ def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, fl
 
 
 def table(ablation: dict[int, dict[str, dict[str, float | None]]]) -> str:
-    """A Markdown table of the timed steps; the speed is PyTorch's time over that of the variant."""
+    """Return a Markdown table of the timed steps; the speed is PyTorch's time divided by the variant's."""
     lines = ["| sequence length | gradients | ms per step | speed over torch | peak MiB |", "|" + " --- |" * 5]
     for length, variants in ablation.items():
         stock = variants["torch"]["step_ms"] or 0.0

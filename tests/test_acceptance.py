@@ -147,7 +147,7 @@ def test_without_a_stage_of_tests_there_is_no_record(written):
 
 
 def test_a_record_begins_as_the_committed_ones_do(written):
-    """With a field per line, and one space per level."""
+    """The file has one field per line and indents by one space per level."""
     (path,) = written(RAN).iterdir()
     committed = next((ROOT / "benchmarks" / "acceptance").glob("*.json"))
     first, second = (file.read_text().splitlines()[:3] for file in (path, committed))

@@ -210,7 +210,7 @@ FUNCTIONS = {
 
 
 def complaint(f: Function, argument: str, value: Any) -> str | None:
-    """How the refusal of a value differs from what is expected; None if it does not differ."""
+    """Return how the refusal of a value differs from the expected one, or None if they agree."""
     name = "backend" if argument == "name" else argument
     try:
         f.call(**f.given | {argument: value})

@@ -175,7 +175,7 @@ def test_gradients_of_attention_do_not_depend_on_the_size_of_row_blocks(calls_of
         torch.testing.assert_close(got, want)
 
 
-def test_rows_wider_than_a_block_are_taken_one_by_one(calls_of_autograd: list[int]) -> None:
+def test_rows_wider_than_a_block_are_computed_one_at_a_time(calls_of_autograd: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, 8, generator=generator), *torch.randn(2, 100, 8, generator=generator).unbind())
     oracle.attention_slice(q[:, None], k, v, q[:, None])
@@ -254,7 +254,7 @@ def test_committed_result_files_have_the_current_schema() -> None:
 
 
 def test_a_saved_file_makes_its_folders_and_begins_as_the_committed_ones(tmp_path: Path) -> None:
-    """With a field per line, and one space per level, so that two runs can be compared line by line."""
+    """One field per line, indented by one space per level, lets diff compare two runs line by line."""
     committed = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.json"))[0]
     written = tmp_path / "a" / "b" / "run.json"
     results.load(committed).save(written)

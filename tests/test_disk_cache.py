@@ -65,7 +65,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("cubin", [b"", b"x", b"cubin"], ids=["nothing", "one byte", "more"])
-def test_an_entry_holds_one_byte_of_a_kernel_at_least(
+def test_an_entry_without_a_kernel_is_compiled_again(
     cubin: bytes, compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
@@ -78,7 +78,7 @@ def test_an_entry_holds_one_byte_of_a_kernel_at_least(
 
 @pytest.mark.parametrize(("cuda", "major"), [("12.8", 12), ("13.0", 13), (None, 13)])
 @pytest.mark.parametrize("found", [0, 1, 2, 3])
-def test_nvrtc_is_that_of_pytorchs_cuda_from_the_library_path_or_the_installation(
+def test_nvrtc_has_the_version_of_pytorchs_cuda(
     found: int, cuda: str | None, major: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"libnvrtc.so.{major}"
@@ -86,12 +86,12 @@ def test_nvrtc_is_that_of_pytorchs_cuda_from_the_library_path_or_the_installatio
     for path in (*installed, tmp_path / "torch" / "__init__.py"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-    places = [name, *map(str, installed)]
+    paths = [name, *map(str, installed)]
     tried: list[str] = []
 
     def load(path: str) -> str:
         tried.append(path)
-        if path not in places[found : found + 1]:
+        if path not in paths[found : found + 1]:
             raise OSError("not there")
         return f"loaded {path}"
 
@@ -99,11 +99,11 @@ def test_nvrtc_is_that_of_pytorchs_cuda_from_the_library_path_or_the_installatio
     monkeypatch.setattr(nvrtc.torch.version, "cuda", cuda)
     monkeypatch.setattr(nvrtc.ctypes, "CDLL", load)
     if found < 3:
-        assert nvrtc._nvrtc.__wrapped__() == f"loaded {places[found]}"
+        assert nvrtc._nvrtc.__wrapped__() == f"loaded {paths[found]}"
     else:
         with pytest.raises(nvrtc.CompilationError, match=f"{name} is neither on the library path nor in PyTorch"):
             nvrtc._nvrtc.__wrapped__()
-    assert tried == places[: found + 1]
+    assert tried == paths[: found + 1]
 
 
 def _compiles_in_memory(compiler: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The figures in the pages equal those of the result files, and a row covers all cases of its heading."""
+"""The figures of the pages are those of the result files, and a row counts all cases of its heading."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_figures_of_a_page_are_those_of_the_result_files(page):
 @pytest.mark.parametrize(
     ("figure", "wrong"), [("1.16 to 1.70", "3.16 to 9.70"), ("| 38 |", "| 36 |"), ("0.28", "0.82")]
 )
-def test_a_changed_figure_in_a_block_is_a_problem(figure, wrong):
+def test_another_figure_in_a_block_is_a_problem(figure, wrong):
     text = BENCHMARKS.read_text()
     assert figure in text
     assert any(wrong in line for line in figures.problems_of(BENCHMARKS, text.replace(figure, wrong)))
@@ -70,13 +70,13 @@ def test_a_row_of_the_readme_has_the_fastest_other_kernel():
     assert all(float(row[4].rstrip(" |")) == pytest.approx(int(row[3]) / int(row[2]), rel=0.05) for row in rows)
 
 
-def test_a_block_with_an_unknown_name_is_refused():
+def test_a_block_without_a_name_that_is_known_is_refused():
     with pytest.raises(ValueError, match="no figures named 'speed'"):
         figures.rendered("<!-- figures: speed -->\n<!-- end of figures -->")
 
 
 def raw_ratios(stem: str, ours: str, over: str) -> dict[str, float]:
-    """Median ratios of a result file by case, computed without the library."""
+    """Median ratios of a result file by case, without the library's reading of it."""
     found = {}
     for case in json.loads((ROOT / "benchmarks" / "results" / f"{stem}.json").read_text())["results"]:
         a, b = (case["peers"].get(name) for name in (ours, over))
@@ -86,8 +86,8 @@ def raw_ratios(stem: str, ours: str, over: str) -> dict[str, float]:
     return found
 
 
-def test_a_row_has_the_smallest_and_the_largest_ratio_of_its_heading():
-    """In the row of sm80, D 96 with a full mask has the smallest ratio of D 64 to 256."""
+def test_a_row_has_the_least_and_the_greatest_of_its_heading():
+    """The row of sm80 has D 96, full, the least of D 64 to 256."""
     ratios = raw_ratios(figures.FILES["attention"], "flashbwd sm80", "torch flash")
     plain = re.compile(r"(bf16|fp16) B\d+ S\d+ H\d+ D(64|80|96|112|128|160|192|256) (full|causal)")
     counted = [ratio for name, ratio in ratios.items() if plain.fullmatch(name)]
@@ -114,7 +114,7 @@ def test_every_case_with_a_bar_over_a_peer_is_counted_by_a_row_of_the_summary():
                     assert (suite, bar.ours, result.name) in counted, (result.name, bar)
 
 
-def test_figures_with_a_settled_clock_come_first(monkeypatch):
+def test_figures_of_a_settled_clock_come_first(monkeypatch):
     rows = [row for row in figures.SUMMARY if row.suite == "decoding"]
     monkeypatch.setattr(figures, "SUMMARY", rows)
     results = copy.deepcopy(figures.measured("decoding"))
@@ -153,7 +153,7 @@ def test_the_committed_results_are_one_complete_run_per_suite_and_device():
     assert extra == []
 
 
-def test_a_case_without_the_requested_property_does_not_match():
+def test_a_case_without_a_property_that_is_asked_for_does_not_match():
     result = figures.measured("layer_norm")[0]
     assert "softcap" not in result.case
     assert not figures.matches(result, {"softcap": lambda softcap: True})
@@ -165,17 +165,45 @@ def test_a_case_matches_one_value_or_one_of_a_set(wanted, has):
     assert figures.matches(result, {"seqlen": wanted}) is has
 
 
-def test_the_row_of_gqa_covers_all_group_sizes_above_one():
-    (row,) = (row for row in figures.SUMMARY if row.heading == "sm90, {group} query heads per KV head")
-    assert [bool(row.where["group"](size)) for size in (1, 2, 4, 8)] == [False, True, True, True]
+@pytest.mark.parametrize(
+    ("start", "name", "taken", "others"),
+    [
+        ("sm90, {group} query heads", "group", [2, 4, 8], [1]),
+        ("sm80, {group} query heads", "group", [2, 4, 8], [1]),
+        ("sm90, softcap", "softcap", [0.5, 1.0, 30.0], [0.0]),
+        ("sm90, FlashAttention-2's dropout", "dropout_p", [0.1, 0.5], [0.0]),
+        ("sm80, memory-efficient dropout,", "dropout_p", [0.1, 0.5], [0.0]),
+        ("sm90, windows", "window", [1, 4096], [None]),
+        ("sm80, windows", "window", [1, 4096], [None]),
+        ("sm90, packed", "lengths", [[1, 2]], [None]),
+        ("sm80, packed", "lengths", [[1, 2]], [None]),
+        ("sm90, bias", "bias_batch", [1, 4], [None]),
+        ("sm80, bias", "bias_batch", [1, 4], [None]),
+        ("sm80, D {head_dim} (runs the kernel for D 64)", "head_dim", [32, 63], [64, 128]),
+        ("decoding, {seqlen_q} queries", "seqlen_q", [2, 16], [1]),
+    ],
+)
+def test_a_row_takes_every_value_of_its_feature_and_no_case_without_it(start, name, taken, others):
+    rows = [row for row in figures.SUMMARY if row.heading.startswith(start)]
+    assert rows
+    for row in rows:
+        if callable(wanted := row.where[name]):
+            assert all(wanted(value) for value in taken), row
+            assert not any(wanted(value) for value in others), row
 
 
-def test_the_row_of_several_queries_covers_two_or_more():
-    (row,) = (row for row in figures.SUMMARY if row.heading == "decoding, {seqlen_q} queries")
-    assert [bool(row.where["seqlen_q"](queries)) for queries in (1, 2, 16)] == [False, True, True]
+def test_the_rows_of_dense_sm80_take_every_head_dimension_from_64_on_or_beyond_256():
+    of_flash, of_efficient = (
+        row.where["head_dim"]
+        for row in figures.SUMMARY
+        if row.heading == "sm80, D {head_dim}" and row.ours == figures.SM80
+    )
+    dims = (63, 64, 65, 256, 257, 264)
+    assert [of_flash(dim) for dim in dims] == [False, True, True, True, True, True]
+    assert [of_efficient(dim) for dim in dims] == [False, False, False, False, True, True]
 
 
-def test_a_table_of_every_case_omits_cases_that_this_library_did_not_run(monkeypatch):
+def test_a_table_of_every_case_leaves_out_cases_that_this_library_did_not_run(monkeypatch):
     one, two, three = copy.deepcopy(figures.measured("layer_norm")[:3])
     del one.peers[figures.cases.NORM]
     two.peers[figures.cases.NORM].times_ms = []
@@ -215,18 +243,18 @@ def test_a_time_has_three_digits_and_never_an_exponent(monkeypatch, ms, shown):
         ([0.5, 30.0], "0.5 and 30"),
     ],
 )
-def test_a_heading_lists_up_to_three_values(values, shown):
+def test_values_of_a_heading_stand_for_themselves_up_to_three(values, shown):
     assert figures.extent(values) == shown
 
 
 @pytest.mark.parametrize(("medians", "shown"), [([1.234, 1.231], "1.23"), ([2.0, 1.5, 1.75], "1.50 to 2.00")])
-def test_a_span_has_two_ends_if_they_differ(medians, shown):
+def test_a_span_has_two_ends_where_they_differ(medians, shown):
     assert figures.span(medians) == shown
 
 
 @pytest.fixture
 def page(monkeypatch, tmp_path) -> Path:
-    """The only page, whose block differs from the result files."""
+    """A page whose block is not that of the result files, the only page."""
     path = tmp_path / "docs" / "page.md"
     path.parent.mkdir()
     path.write_text("<!-- figures: two -->\nold\n<!-- end of figures -->\n")

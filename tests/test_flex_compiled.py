@@ -69,21 +69,21 @@ def operator_of(compiled: Compiled) -> Any:
 
 
 @pytest.mark.parametrize("mod", ["identity", "softcap", "relative_bias", "bias_rank3", "document", "integers"])
-def test_score_mods(mod: str) -> None:
+def test_gradients_with_a_score_mod_equal_pytorchs(mod: str) -> None:
     check(SHAPE, decoding.score_mods(SHAPE, dtype=torch.float64)[mod])
 
 
 @pytest.mark.parametrize("mask", ["causal", "document", "per_batch", "some_rows_empty", "all_rows_empty"])
-def test_masks(mask: str) -> None:
+def test_gradients_with_a_mask_equal_pytorchs(mask: str) -> None:
     check(SHAPE, None, decoding.mask_mods(SHAPE)[mask])
 
 
 @pytest.mark.parametrize("block", [128, 16, (20, 48)], ids=str)
-def test_block_sizes(block: Any) -> None:
+def test_gradients_with_any_block_size_equal_pytorchs(block: Any) -> None:
     check(SHAPE, decoding.score_mods(SHAPE)["softcap"], decoding.mask_mods(SHAPE)["causal"], block, scale=0.7)
 
 
-def test_keys_that_all_batches_share() -> None:
+def test_all_batches_can_share_one_batch_of_keys() -> None:
     shape = Shape(batch=3, batch_kv=1, seqlen_q=33, seqlen_k=70)
     check(shape, None, lambda b, h, q, k: k <= q + 3 * b)
 
@@ -110,7 +110,7 @@ def test_a_call_without_a_block_mask_passes_no_lists() -> None:
     assert operator_of(check(SHAPE)).args[7] == []
 
 
-def test_a_mask_without_lists_of_full_blocks() -> None:
+def test_a_mask_can_lack_the_lists_of_full_blocks() -> None:
     all_partial = decoding.block_mask(decoding.mask_mods(SHAPE)["per_head"], SHAPE)
     assert all_partial.full_kv_num_blocks is not None and not all_partial.full_kv_num_blocks.any()
     lists, mask_mod = (all_partial.kv_num_blocks, all_partial.kv_indices), all_partial.mask_mod
@@ -125,7 +125,7 @@ def test_a_mask_without_lists_of_full_blocks() -> None:
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["out", "lse"])
-def test_only_one_result_is_used(used: int) -> None:
+def test_the_loss_can_use_only_one_of_the_two_results(used: int) -> None:
     inputs, same = leaves(*SHAPE.tensors(torch.float64)), leaves(*SHAPE.tensors(torch.float64))
     compiled = Compiled(lambda q, k, v: attend(q, k, v)[used])
     grads = torch.autograd.grad(compiled(*inputs).sin().sum(), inputs, materialize_grads=True)
@@ -136,7 +136,7 @@ def test_only_one_result_is_used(used: int) -> None:
     torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
 
 
-def test_gradients_of_captured_tensors() -> None:
+def test_captured_tensors_get_gradients() -> None:
     inputs, same = leaves(*SHAPE.tensors(torch.float64)), leaves(*SHAPE.tensors(torch.float64))
     fixed = torch.randn(101, dtype=torch.float64)
     factor, bias = leaves(torch.randn(4, dtype=torch.float64), torch.randn(75, 101, dtype=torch.float64))
@@ -226,7 +226,7 @@ def test_no_length_recompiles() -> None:
     assert counted() == (5, {})
 
 
-def test_a_mask_that_captures_a_length() -> None:
+def test_a_mask_can_capture_a_length() -> None:
     """PyTorch passes the captured number, which differs between calls, as a symbol."""
 
     def up_to(last: int) -> Any:

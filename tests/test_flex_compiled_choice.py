@@ -132,7 +132,7 @@ def test_the_plan_refuses_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> N
     assert reason.startswith("no kernel takes this call with a block mask; sm90: ") and "; sm80: " in reason
 
 
-def test_masks_are_left_to_pytorch_where_inductor_records_cuda_graphs(planned: list[Any]) -> None:
+def test_pytorch_keeps_masked_calls_if_inductor_records_cuda_graphs(planned: list[Any]) -> None:
     with config.patch({"triton.cudagraphs": True}):
         run(attention(), leaves(SHAPE))
         run(attention(masked=False), leaves(SHAPE))

@@ -67,7 +67,7 @@ DEFAULT = small(128)
 
 @dataclass(frozen=True)
 class Case:
-    """``refusals``: why no kernel computes the call, as part of the reason; None if one must."""
+    """``refusal`` is a part of the reason why no kernel computes the call, or None if a kernel must compute it."""
 
     mask: str
     shape: Shape = DEFAULT
@@ -83,7 +83,7 @@ class Case:
         return None if mod is None else create_block_mask(mod, *sizes, device="cuda")
 
     def inputs(self) -> list[Tensor]:
-        """q, k and v in the memory order of a projection: heads after rows."""
+        """Return q, k and v in the memory order of a projection, where heads follow rows."""
         return [
             tensor.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
             for tensor in self.shape.tensors(self.dtype, "cuda")
@@ -209,7 +209,7 @@ def test_enable_replaces_the_backward_of_models_compiled_after_it() -> None:
     case.gradients(before)
     assert counted() == (0, {})
     with flashbwd.enable():
-        case.gradients(before)  # compiled before
+        case.gradients(before)  # compiled before enable()
         assert counted() == (0, {})
         torch._dynamo.reset()
         case.gradients(torch.compile(case.attend, fullgraph=True))
@@ -231,7 +231,7 @@ def test_deterministic_gradients_have_equal_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_masks_stay_pytorchs_under_inductors_cuda_graphs() -> None:
+def test_pytorch_keeps_masked_calls_if_inductor_records_cuda_graphs() -> None:
     case = Case("causal", small(64))
     options = inductor.options() | {"triton.cudagraphs": True}
     compiled = torch.compile(case.attend, fullgraph=True, options=options)

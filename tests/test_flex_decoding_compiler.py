@@ -121,10 +121,10 @@ def test_a_kernel_is_launched_with_32_threads_per_warp(warps: int) -> None:
     assert "struct Mod {};" in source and "#include" not in source
 
 
-def test_the_record_of_a_modification_goes_with_it_but_not_at_the_end_of_the_process(
+def test_freeing_a_modification_frees_its_record_except_at_process_exit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the end of the process the library may be gone before Python's own objects."""
+    """When the process exits, the library may be unloaded before Python frees its objects."""
     registered: list[Any] = []
     finalize = kernels.weakref.finalize
     monkeypatch.setattr(
@@ -184,7 +184,7 @@ def test_a_kernel_is_loaded_without_options_and_may_use_its_shared_memory(monkey
     nvrtc.load_kernel(b"cubin", "name", 100 * 1024)
     (_, cubin, *options), (_, _, name), (attribute, size, kernel, device) = driver.arguments
     assert (cubin, name) == (b"cubin", b"name")
-    assert options == [None, None, 0, None, None, 0]  # of the JIT compiler and of the library: none
+    assert options == [None, None, 0, None, None, 0]  # no options for the JIT compiler or the library
     assert (attribute, size, kernel.value, device.value) == (8, 100 * 1024, 7, 3)
 
 

@@ -184,7 +184,7 @@ def test_the_budget_of_a_gpu_that_is_not_listed_is_zero(number, what):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_kernels_on_a_gpu_that_the_build_lacks_are_none(number):
+def test_a_gpu_that_the_build_lacks_counts_as_zero_kernels(number):
     allowed = {"cpu_seconds": 10.0, "kernels": {"sm_80": number}, "registers": {}, "spilled_bytes": {}}
     (problem,) = check_budget.compare("a.cu", allowed | {"kernels": {}}, allowed, 1.0)
     assert problem == f"a.cu: 0 kernels on sm_80, the budget says {number}"

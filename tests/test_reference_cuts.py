@@ -99,7 +99,7 @@ def bands(draw: st.DrawFn) -> tuple[Band, torch.Tensor]:
 
 
 def extent(seen: torch.Tensor) -> tuple[int, int]:
-    """From the first to the last that is True; (0, 0) if none is."""
+    """Return the slice from the first True element to the last, or (0, 0) if no element is True."""
     places = seen.nonzero().flatten().tolist()
     return (places[0], places[-1] + 1) if places else (0, 0)
 
@@ -340,7 +340,7 @@ def test_dropout_needs_both_words_of_its_generators_state(given_one: str) -> Non
         ("meta", 2, 9, 64, [[4, 4, 1]]),
     ],
 )
-def test_threads_share_the_chunks_of_a_norms_rows_on_a_cpu_alone(
+def test_threads_share_the_chunks_of_a_norms_rows_only_on_a_cpu(
     device: str, threads: int, rows: int, columns: int, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk has 64 elements here, and 256 on a GPU."""
@@ -369,7 +369,7 @@ def test_the_epsilon_of_a_norm_is_1e_5_by_default() -> None:
 
 
 @pytest.mark.parametrize("mask", list(itertools.product([False, True], repeat=3)), ids=str)
-def test_a_norm_computes_the_gradients_that_are_asked_for(mask: tuple[bool, ...]) -> None:
+def test_a_norm_computes_only_the_requested_gradients(mask: tuple[bool, ...]) -> None:
     x, dz = torch.randn(7, 20, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)
     gamma = torch.randn(20, dtype=torch.float64)
     leaves = [t.clone().requires_grad_() for t in (x, gamma, torch.zeros_like(gamma))]

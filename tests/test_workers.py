@@ -58,7 +58,7 @@ def test_autograd_records_nothing_in_the_threads() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_tensors_of_the_workers_are_inference_tensors_where_the_callers_are(inference: bool) -> None:
+def test_workers_create_inference_tensors_if_the_caller_does(inference: bool) -> None:
     with torch.inference_mode(inference):
         results = run_all([lambda: torch.ones(2)] * 4, 2)
     assert [result.is_inference() for result in results] == [inference] * 4

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from flashbwd import _ops
 from flashbwd.flex import backends, counts, graph_operator
-from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_tile
 from flashbwd.mods.in_graph import text_of
 
 __all__ = ["flex_pass_key", "replace_flex_backwards"]
@@ -307,12 +307,14 @@ def _like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=device or tensor.device)
 
 
-def _any_lists(*_: Any) -> KernelLists:
-    """Lists for a plan, which does not depend on how long they are."""
+def _any_lists(
+    _mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, _deterministic: bool
+) -> KernelLists:
+    """Lists for a plan, which depends on the number of lists and the tile but not on how long the lists are."""
+    tile = kernel_tile(query.shape[3], value.shape[3])
+    shapes = ((1, 1, -(-key.shape[2] // tile.keys), 4), (1, 4), (1, 4 * tile.queries))
     with unset_fake_temporarily():
-        lists, entries, bits = (
-            torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((1, 1, 1, 4), (1, 4), (1, 256))
-        )
+        lists, entries, bits = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
     return KernelLists(lists, entries, bits, covers=False)
 
 

@@ -123,10 +123,12 @@ def test_other_calls_stay_pytorchs_and_are_counted_with_the_reason(case: str, pl
     assert words in reason
 
 
-def test_the_plan_refuses_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_the_plan_refuses_with_its_reasons(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_pass, "_COMPUTED_BY_THE_REFERENCE", frozenset())
-    compiled = attention()
-    run(compiled, leaves(SHAPE, torch.float64))
+    shape = Shape(batch=1, seqlen_q=300, seqlen_k=500, head_dim=head_dim)  # several key blocks of the kernel
+    compiled = attention(shape=shape)
+    run(compiled, leaves(shape, torch.float64))
     assert compiled.count(PYTORCHS) == 1
     (reason,) = counted().fallbacks
     assert reason.startswith("no kernel takes this call with a block mask; sm90: ") and "; sm80: " in reason

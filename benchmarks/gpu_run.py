@@ -9,7 +9,8 @@
 The script uses existing libraries and builds missing ones. Each stage consists of steps, and ``OUT/state.json`` records
 the finished steps. With ``--resume``, a run continues where an earlier run was interrupted, for example by
 ``--budget-s``, which applies to each stage, or ``--stage-budget``. ``--step-tests`` divides the tests into steps that
-can be resumed one by one. Outcomes of other sources or libraries are discarded.
+can be resumed one by one. Outcomes of other kernel sources or libraries are discarded. If only the commit differs,
+failed steps run again and passed ones stay; the record lists the commits.
 
 The property tests of the stage ``tests`` draw their examples from a seed, which is new in every run. The run prints the
 seed, and ``OUT/state.json`` and the record contain it. A resumed run keeps the seed.
@@ -20,6 +21,7 @@ Exit status: 0 if everything passed, 1 if something failed, 3 if nothing failed 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -51,11 +53,12 @@ MOST_JOBS = 16  # default limit: each process takes about 1 GiB of GPU memory be
 
 @dataclass
 class Outcome:
-    """The end of a step: PASSED, FAILED, or LEFT if time ran out."""
+    """The end of a step: PASSED, FAILED, or LEFT if time ran out. ``commit`` is that of the tree that it ran in."""
 
     status: str
     seconds: float = 0.0
     detail: str = ""
+    commit: str = ""
 
 
 # ---- running --------------------------------------------------------------------------------------
@@ -124,24 +127,31 @@ class State:
         self.seed: int | None = None
         if resume and path.exists():
             data = json.loads(path.read_text())
-            self.outcomes = {title: Outcome(**outcome) for title, outcome in data["outcomes"].items()}
             self.identity = data["identity"]
+            of = {"commit": str(data["identity"]["commit"])}
+            self.outcomes = {title: Outcome(**of | outcome) for title, outcome in data["outcomes"].items()}
             self.seed = data.get("seed")
 
     def belongs_to(self, now: dict[str, object]) -> None:
-        """Discard outcomes of other sources or libraries."""
-        if self.identity not in (None, now):
+        """Discard outcomes of other kernel sources or libraries, and failures of other commits."""
+        if self.identity is not None and self.identity | {"commit": now["commit"]} != now:
             print("sources or libraries have changed: starting over", flush=True)
             self.outcomes = {title: o for title, o in self.outcomes.items() if title.startswith("build")}
+        elif self.identity not in (None, now):
+            print("the kernels are those of an earlier commit: only its failed steps run again", flush=True)
+            self.outcomes = {title: o for title, o in self.outcomes.items() if o.status != FAILED}
         self.identity = now
         self.save()
 
     def ended(self, title: str) -> bool:
-        return title in self.outcomes and self.outcomes[title].status != LEFT
+        """Return whether a step ended. A build step exists only if a library is missing, so it never has."""
+        of_build = title.startswith("build: ")
+        return not of_build and title in self.outcomes and self.outcomes[title].status != LEFT
 
     def record(self, title: str, outcome: Outcome) -> None:
         with self.lock:
-            self.outcomes[title] = outcome
+            commit = str((self.identity or {}).get("commit", ""))
+            self.outcomes[title] = dataclasses.replace(outcome, commit=commit)
             self.save()
 
     def save(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import io
 import itertools
 import re
@@ -109,9 +110,28 @@ def test_gpu_run_starts_over_with_other_libraries(gpu_run, monkeypatch, tmp_path
     _steps(gpu_run, monkeypatch, _python(gpu_run, "first", f"open({str(mark)!r}, 'a').write('1')"))
     out = tmp_path / "out"
     gpu_run.main([str(out), "--stage", "check"])
-    monkeypatch.setattr(gpu_run, "identity", lambda: {"commit": "d"})
+    monkeypatch.setattr(gpu_run, "identity", lambda: {"commit": "c", "libraries": {"_C.so": "other"}})
     gpu_run.main([str(out), "--stage", "check", "--resume"])
     assert mark.read_text() == "11"
+
+
+def test_after_another_commit_with_the_same_kernels_only_failed_steps_run_again(gpu_run, monkeypatch, tmp_path):
+    ran = tmp_path / "ran"
+    for kernels, commit, status, expected in [
+        ("k", "a", 1, {"first": "a", "second": "a"}),
+        ("k", "a", 0, {"first": "a", "second": "a"}),
+        ("k", "b", 0, {"first": "a", "second": "b"}),
+        ("l", "c", 0, {"first": "c", "second": "c"}),
+    ]:
+        first = _python(gpu_run, "first", f"open({str(ran)!r}, 'a').write('1')")
+        second = _python(gpu_run, "second", f"open({str(ran)!r}, 'a').write('2'); raise SystemExit({status})")
+        _steps(gpu_run, monkeypatch, first, second)
+        monkeypatch.setattr(gpu_run, "identity", lambda of=(kernels, commit): dict(zip(("k", "commit"), of, strict=True)))
+        ended = gpu_run.main([str(tmp_path / "out"), "--stage", "check", "--resume"])
+        assert ended == (1 if commit == "a" else 0)
+        outcomes = json.loads((tmp_path / "out" / "state.json").read_text())["outcomes"]
+        assert {title.split(": ")[1]: outcome["commit"] for title, outcome in outcomes.items()} == expected
+    assert ran.read_text() == "12" + "2" + "12"
 
 
 def test_gpu_run_stops_if_the_libraries_cannot_be_built(gpu_run, monkeypatch, tmp_path):

@@ -34,7 +34,7 @@ def record(here: Json, select: str, outcomes: dict[str, Json], summaries: dict[s
     select
         The pytest expression that selected tests; empty for a complete run.
     outcomes
-        ``status`` and ``seconds`` of each step, by the step's title, "stage: name".
+        ``status``, ``seconds`` and ``commit`` of each step, by the step's title, "stage: name".
     summaries
         The summary that the test session of each step wrote (tests/kit/summary.py), by the step's title.
     seed
@@ -59,6 +59,7 @@ def _stage(stage: str, outcomes: dict[str, Json], summaries: dict[str, Json]) ->
                 of_target[gradient] = max(of_target.get(gradient, 0.0), round(ratio, 3))
     return {
         "steps": {title: outcome["status"] for title, outcome in steps.items()},
+        "commits": sorted({outcome.get("commit", "") for outcome in steps.values()}),
         "seconds": round(sum(outcome["seconds"] for outcome in steps.values()), 1),
         "counts": _added(summary["counts"] for summary in found),
         "refusals": _added(summary["refusals"] for summary in found),

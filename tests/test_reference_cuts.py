@@ -49,6 +49,14 @@ def test_one_chunk_of_all_heads_has_blocks_that_fit_as_far_as_they_can_be_cut(
     assert scores <= elements or max(cut.block_q, cut.block_k) <= FEWEST
 
 
+@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.integers(14, 20))
+def test_blocks_of_one_chunk_are_cut_at_their_larger_side(batches: int, heads: int, group: int, bits: int) -> None:
+    cut = Cut.whole(TileSize(256, 256, 2**bits, 8192), span(batches, 600, 600), heads, group)
+    rows = cut.block_q * group
+    assert cut.block_k <= 2 * rows
+    assert rows <= 2 * cut.block_k or cut.block_q <= FEWEST
+
+
 @given(st.integers(1, 5), LENGTHS, LENGTHS, st.integers(1, 4), GROUPS, st.integers(1, 9))
 def test_chunks_hold_no_more_than_is_allowed_but_one_head_at_least(
     batches: int, sq: int, sk: int, heads: int, group: int, most: int
@@ -67,7 +75,7 @@ def test_chunks_hold_no_more_than_is_allowed_but_one_head_at_least(
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(-1, 9), st.integers(-1, 9), st.data())
-def test_a_tile_is_cut_along_a_diagonal_only_where_that_hides_something(
+def test_a_tile_is_cut_at_a_diagonal_only_where_that_hides_something(
     sq: int, sk: int, causal: bool, left: int, right: int, data: st.DataObject
 ) -> None:
     band = Band.of(sq, sk, "bottom_right" if causal else "none", left, right)

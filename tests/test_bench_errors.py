@@ -481,6 +481,19 @@ def test_a_peer_that_ran_with_times_is_timed_and_has_the_figures_that_were_measu
     assert (found.timed, found.has(results.SUSTAINED)) == (timed, timed)
 
 
+@pytest.mark.parametrize("missing", ["ours", "over"])
+def test_there_is_no_ratio_where_either_peer_has_no_time(missing: str) -> None:
+    (case,) = report_of(ours=peer(1.0), over=peer(2.0)).results
+    assert case.ratio("ours", "over") == results.Ratio(2.0, 2.0, 2.0)
+    other = "over" if missing == "ours" else "ours"
+    case.peers[other].sustained_ms = [1.0]
+    assert case.ratio("ours", "over", results.SUSTAINED) is None
+    case.peers[missing] = peer(status=results.FAILED)
+    assert case.ratio("ours", "over") is None
+    del case.peers[missing]
+    assert case.ratio("ours", "over") is None
+
+
 def test_a_ratio_needs_times_of_the_same_rounds() -> None:
     (case,) = report_of(ours=peer(1.0, 1.0), over=peer(1.0, 1.0, 1.0)).results
     with pytest.raises(ValueError, match="zip"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import flashbwd
 from flashbwd.mods.captures import Captures, Slots
+from flashbwd.mods.derivative import emit_gradient
 from flashbwd.mods.emit import emit
 from flashbwd.mods.trace import trace
 
@@ -35,8 +36,13 @@ EXACT: dict[str, Mod] = {
     "integer_rounded_to_16_bits": lambda s, b, h, q, k: (s.bfloat16() * (k + 257)).float(),
     "bool_equal_to_2": lambda s, b, h, q, k: torch.where((q > 1) == 2, s, -s),
     "bool_less_than_2": lambda s, b, h, q, k: torch.where((q > 1) < 2, s, -s),
+    "floor_in_16_bits": lambda s, b, h, q, k: torch.div(
+        s.bfloat16(), (k + 3).bfloat16(), rounding_mode="floor"
+    ).float(),
     "integer_of_62_bits": lambda s, b, h, q, k: s + (k.long() + (2**62 + 1)) % 7,
 }
+# PyTorch's CUDA operator rounds the quotient of 16-bit numbers to 16 bits before it truncates it.
+TRUNCATED: Mod = lambda s, b, h, q, k: torch.div(s.bfloat16(), (k + 3).bfloat16(), rounding_mode="trunc").float()  # noqa: E731
 EXPONENTS = (2, 3, 0.5, -1, -0.5)  # powers that PyTorch computes without pow
 SPECIAL = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0, -1.0, 1.0, 1.1, -3.3, 1e-20, 7e12])
 
@@ -52,7 +58,9 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Tensor],
         pytest.skip("there is no C++ compiler")
     host = HostMods(tmp_path_factory.mktemp("emission"))
     powers = {f"power_{i}": power(exponent) for i, exponent in enumerate(EXPONENTS)}
-    for name, mod in (all_mods("cpu") | captures_in_steps("cpu") | SINES | EXACT | powers).items():
+    for name, mod in (
+        all_mods("cpu") | captures_in_steps("cpu") | SINES | EXACT | powers | {"truncated": TRUNCATED}
+    ).items():
         host.add(f"mod_{name}", mod)
     host.compile()
     indices = torch.cartesian_prod(*(torch.arange(n) for n in SHAPE)).T
@@ -83,6 +91,14 @@ def test_roundings_and_type_promotions_equal_those_of_pytorch(
     assert torch.equal(on_host(name, scores), expected)
 
 
+def test_a_quotient_of_16_bits_is_rounded_before_it_is_truncated(on_host: Callable[[str, Tensor], Tensor]) -> None:
+    scores = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 600
+    a, b = scores.bfloat16(), (INDICES[3] + 3).bfloat16()
+    expected = (a / b).trunc().float()
+    assert not torch.equal(expected, torch.trunc(a.float() / b.float()))
+    assert torch.equal(on_host("truncated", scores), expected)
+
+
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_a_power_has_pytorchs_results_also_at_zeros_and_infinities(
     exponent: float, on_host: Callable[[str, Tensor], Tensor]
@@ -100,6 +116,24 @@ def test_a_captured_tensor_may_be_indexed_in_steps(name: str, on_host: Callable[
     zero = torch.zeros(())
     expected = [mod(zero, *index) for index in torch.cartesian_prod(*(torch.arange(n) for n in SHAPE))]
     torch.testing.assert_close(on_host(name, torch.zeros(SHAPE)), torch.stack(expected).view(SHAPE))
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("with_score", [False, True])
+def test_the_kernels_of_both_passes_are_told_which_functions_there_are(with_score: bool, with_mask: bool) -> None:
+    def mod(s: Tensor, *_: Tensor) -> Tensor:
+        return s * 2
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    score = trace("score_mod", mod, True) if with_score else None
+    mask = trace("mask_mod", mask_mod, False) if with_mask else None
+    slots = Slots(Captures(mod, mask_mod), "cpu")
+    for text in (emit(score, mask, slots), emit_gradient(score, mask, slots, [])[0]):
+        struct = text[text.rindex("struct Mod") :]
+        assert f"kHasScoreMod = {'true' if with_score else 'false'};" in struct
+        assert f"kHasMask = {'true' if with_mask else 'false'};" in struct
 
 
 def test_terms_that_do_not_depend_on_the_key_are_computed_once_per_row() -> None:

@@ -49,6 +49,14 @@ def test_blocks_of_a_single_chunk_fit_unless_they_have_the_minimum_size(
     assert scores <= elements or max(cut.block_q, cut.block_k) <= FEWEST
 
 
+@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.integers(14, 20))
+def test_blocks_of_one_chunk_are_cut_at_their_larger_side(batches: int, heads: int, group: int, bits: int) -> None:
+    cut = Cut.whole(TileSize(256, 256, 2**bits, 8192), span(batches, 600, 600), heads, group)
+    rows = cut.block_q * group
+    assert cut.block_k <= 2 * rows
+    assert rows <= 2 * cut.block_k or cut.block_q <= FEWEST
+
+
 @given(st.integers(1, 5), LENGTHS, LENGTHS, st.integers(1, 4), GROUPS, st.integers(1, 9))
 def test_a_chunk_is_within_the_limits_or_has_a_single_head(
     batches: int, sq: int, sk: int, heads: int, group: int, most: int

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import io
 import itertools
+import json
 import re
 import sys
 import tarfile
@@ -126,7 +126,8 @@ def test_after_another_commit_with_the_same_kernels_only_failed_steps_run_again(
         first = _python(gpu_run, "first", f"open({str(ran)!r}, 'a').write('1')")
         second = _python(gpu_run, "second", f"open({str(ran)!r}, 'a').write('2'); raise SystemExit({status})")
         _steps(gpu_run, monkeypatch, first, second)
-        monkeypatch.setattr(gpu_run, "identity", lambda of=(kernels, commit): dict(zip(("k", "commit"), of, strict=True)))
+        now = {"kernels": kernels, "commit": commit}
+        monkeypatch.setattr(gpu_run, "identity", lambda now=now: now)
         ended = gpu_run.main([str(tmp_path / "out"), "--stage", "check", "--resume"])
         assert ended == (1 if commit == "a" else 0)
         outcomes = json.loads((tmp_path / "out" / "state.json").read_text())["outcomes"]

@@ -113,11 +113,12 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   return static_cast<int32_t>(std::min(group, all));
 }
 
-// The distance of a staggered start; 0 for none. An add to dq takes longer than an iteration, so 2 is best; each of the
-// key blocks of a head that run at the same time must have a start of its own.
+// The distance of a staggered start; 0 for none. 4 is up to 5 % faster than 2 up to 4096 queries. If adds are ordered,
+// 2 is best, and each of the key blocks of a head that run at the same time must have a start of its own.
 int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, int64_t workers, const Schedule& s) {
   const bool can = staggers_start(tile) && is_full(p) && !is_gqa(p) && has_whole_sequences(p);
   if (!can || s.key_blocks < 2 || s.query_blocks == 0) return 0;
+  if (!p.deterministic) return 4;
   return static_cast<int32_t>(
       std::min(int64_t{2}, (s.query_blocks - 1) / (std::min<int64_t>(s.key_blocks, workers) - 1)));
 }

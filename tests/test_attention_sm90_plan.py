@@ -474,7 +474,7 @@ def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
     for deterministic, writes in ((False, default), (True, in_order)):
         plan = plan_of(host, **sizes, deterministic=deterministic)
         assert plan.sm90.last_add_writes_dq is writes
-        order = "kOrdered" if deterministic else "kLastArriver" if writes else "kUnordered"
+        order = "kOrdered" if deterministic else "kFirstAndLast" if writes else "kUnordered"
         assert plan.sm90.dq_order == getattr(host.DqOrder, order)
 
 

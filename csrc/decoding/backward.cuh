@@ -1,6 +1,6 @@
 // The backward of split-KV attention, for few query rows and many keys. A CTA handles one KV head and one split of its
-// keys. It keeps one key tile at a time in shared memory and loops over the query rows that attend to it, 16 rows per
-// iteration: the rows of all heads of the group, and of all batches if they share K and V.
+// keys. It works on one key tile at a time (shared memory has room for the next one) and loops over the query rows that
+// attend to it, 16 rows per iteration: the rows of all heads of the group, and of all batches if they share K and V.
 //
 //   each warp owns 16 keys of the tile (if the tile has fewer than 64 keys, warps share keys and divide the columns):
 //     S^T = K Q^T -> scale, score_mod, mask -> P^T = exp(S^T - lse)

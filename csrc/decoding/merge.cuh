@@ -132,8 +132,8 @@ class SoftmaxMerge {
   // conflicts.
   __device__ static int at(int row, int pair) { return row * (kD / 2) + (pair ^ row % 8 * 4); }
 
-  // Merges the (max, sum) of a row from `count` warps or CTAs, at most kWarps. Replaces the maxima in stats_ by the
-  // factors that rescale each of them to the common maximum.
+  // Merges the (max, sum) of a row from `count` warps or CTAs, at most kWarps. Writes to stats_[i].x the factor
+  // that rescales the sums of warp or CTA i to the common maximum.
   template <class StatsOf>
   __device__ float2 merge_stats(int count, int row, const StatsOf& stats_of) {
     float largest = -FLASHBWD_INFINITY;

@@ -70,7 +70,8 @@ struct DecodingParams {
   float* lse;         // (B, H, Sq), contiguous, natural log; null: not needed
   float* max_scores;  // (B, H, Sq), contiguous, natural units; null: not needed
   float* exact_out;   // (B, H, Sq, Dv), contiguous: the unrounded output, for the backward; null: not needed
-  // Partial results, with s and max in log2 units. slots = splits / cluster; both are unused if there is one slot.
+  // Partial results, with s and max in log2 units. slots = splits / cluster; a cluster holds all splits, and
+  // then there is one slot, and partial_out and partial_stats are unused.
   float* partial_out;    // (slots, B * H * Sq, Dv rounded up to 2): sums of exp2(s - max) * v
   float* partial_stats;  // (slots, B * H * Sq, 2): (max, sum)
   int* arrivals;  // (B * Hkv * row_tiles,): CTAs that have written their slot, 0 between calls; null: combine kernel

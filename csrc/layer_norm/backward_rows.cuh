@@ -81,7 +81,7 @@ class BackwardRows {
 #pragma unroll 1
     for (int s = 1; s < stages - 1; ++s) {
       fetch(s, row + s * row_step);
-      if (has_epilogue_inputs) fetch_epilogue_inputs(a.rows);
+      if (has_epilogue_inputs) fetch_epilogue_inputs(a.rows);  // an empty group: each stage counts two groups
     }
     // All threads wait for the staged parameters, and in a cluster also for the mbarriers of the other CTAs.
     if (kHasClusters && a.tile.cluster) {

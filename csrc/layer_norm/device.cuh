@@ -198,7 +198,8 @@ __device__ T* keep(T* pointer) {
 }
 inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most `pending` of this thread's cp.async groups are outstanding.
+// Waits until at most `pending` of this thread's cp.async groups are outstanding. `pending` is 1 or 2 per stage but
+// one, so 1 to 4 or 6; with any other value it waits for all groups.
 inline __device__ void wait_copies(int pending) {
   switch (pending) {
     case 1:

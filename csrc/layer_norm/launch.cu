@@ -259,15 +259,15 @@ cudaError_t run(const LayerNormBackwardParams& p, const DeviceInfo& device, Laun
     if (status != cudaSuccess) return status;
   }
   if (launch.sums_first) {
-    float2* means = reinterpret_cast<float2*>(workspace + launch.partial_bytes + launch.progress_bytes);
+    float2* row_sums = reinterpret_cast<float2*>(workspace + launch.partial_bytes + launch.progress_bytes);
     const int grid = static_cast<int>(std::min<int64_t>(p.rows, 4 * device.sm_count));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(grid);
     config.blockDim = dim3(kRowSumsThreads);
     config.stream = static_cast<cudaStream_t>(stream);
-    status = cudaLaunchKernelEx(&config, launch.kernels.row_sums, a, means);
+    status = cudaLaunchKernelEx(&config, launch.kernels.row_sums, a, row_sums);
     if (status != cudaSuccess) return status;
-    a.row_sums = means;
+    a.row_sums = row_sums;
   }
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = config_of(a.tile, launch.ctas, launch.threads, &attribute, stream);

@@ -10,7 +10,8 @@ namespace flashbwd::layer_norm {
 // Makes a worker wait while it is too far ahead of the mean of all workers. SMs get unequal shares of a saturated
 // memory, and the kernel ends with its slowest worker. Throttling fast SMs leaves bandwidth to slow ones.
 struct Throttle {
-  // Other workers may not be resident, so after this number of polls a worker stops throttling for good.
+  // Other workers may not be resident, so after this number of polls a worker stops throttling for good. It then
+  // also stops counting its rounds, so the others soon stop as well.
   static constexpr int kMostPolls = 1000;
   static constexpr int kFree = INT_MAX;
   // The value of a.progress, or kFree to never wait again. It is loaded one iteration before it is needed, since the

@@ -367,7 +367,7 @@ void bind_sm90_schedule(py::module_& m) {
       .value("kStatic", sm90::Dispatch::kStatic);
   py::enum_<sm90::DqOrder>(m, "DqOrder")
       .value("kUnordered", sm90::DqOrder::kUnordered)
-      .value("kLastArriver", sm90::DqOrder::kLastArriver)
+      .value("kFirstAndLast", sm90::DqOrder::kFirstAndLast)
       .value("kOrdered", sm90::DqOrder::kOrdered);
   py::class_<Schedule>(m, "Sm90Schedule")
       .def_readonly("dispatch", &Schedule::dispatch)

@@ -14,7 +14,8 @@
 namespace flashbwd {
 namespace {
 
-// Threads of the kernels below, which sum the gradient of a broadcast bias from scratch in a fixed order.
+// Threads per CTA of the kernels below. Those that sum the gradient of a broadcast bias read the scratch buffer in a
+// fixed order.
 constexpr int kReduceThreads = 256;
 
 struct Extents {

@@ -22,7 +22,7 @@ inline int64_t rows_ready_words(bool packed, int64_t batch, int64_t heads, int64
 // Words of four flags each.
 struct PreprocessFlags {
   int32_t* words = nullptr;    // null: the preprocess does not overlap
-  int32_t rows_log2 = 0;       // rows per flag
+  int32_t rows_log2 = 0;       // log2 of the rows per flag
   int32_t flags_per_head = 0;  // a multiple of four
 
 #if defined(__CUDACC__)

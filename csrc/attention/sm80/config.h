@@ -83,7 +83,7 @@ constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 // Tiles that have a kBias kernel.
 constexpr bool has_bias_kernel(const Tile& tile) { return tile.element_bytes == 2 && tile.head_dim <= 128; }
 
-// Tiles that have a kWholeHeads kernel. whole_heads in layout.h decides when it is used.
+// Tiles that have a kWholeHeads kernel. whole_heads in schedule.cpp decides when it is used.
 constexpr bool has_whole_heads(const Tile& tile) {
   return tile.element_bytes == 2 && tile.head_dim <= 128 && tile.stages > 1 && tile.warps_s > 1;
 }
@@ -103,7 +103,7 @@ constexpr bool loads_ahead(const Tile& tile, Variant variant) {
 }
 constexpr int32_t keys_bytes(const Tile& tile) { return 2 * tile.block_n * tile.row_bytes(); }
 
-// Tiles that have a kFirstStores kernel. first_stores in layout.h decides when it is used.
+// Tiles that have a kFirstStores kernel. first_stores in schedule.cpp decides when it is used.
 constexpr bool has_first_stores(const Tile& tile) {
   return tile.element_bytes == 2 && tile.head_dim == 256 && tile.block_m == 128;
 }

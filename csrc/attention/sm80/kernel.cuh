@@ -1,4 +1,5 @@
-// The kernel for narrow tiles: persistent CTAs, each of which processes one key block of one KV head at a time.
+// The kernel for all tiles but the large ones: persistent CTAs, each of which processes one key block of one KV head at
+// a time. The loop starts with an empty work tile, whose only effect is that the main loop fetches the first one.
 #pragma once
 
 #include "epilogue.cuh"
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
 #pragma unroll 1
   for (;;) {
     Mainloop<Traits>::run(params, smem, dk, dv);
+    // ahead: the last iteration has started the copies of the next work tile; loaded: all of them, those of k too
     const bool ahead = Mainloop<Traits>::loads_ahead(params, smem), loaded = ahead && !Traits::kRefills;
     if (!loaded) __syncthreads();  // thread 0 has written next_work; all threads are done with the tiles of this one
     const bool more = smem.next_work.exists;

@@ -60,7 +60,9 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       const QueryIteration& iteration = smem.iterations[ring_index % 2];
       const bool more = index + 1 < num_iterations();
       if constexpr (Traits::kStages > 1) {
-        smem.tiles_loaded.wait(phase);  // the copies of all threads have landed; all warps are done with the previous p
+        // The copies of all threads have landed, and all warps are done with the previous p: a thread arrives after
+        // add_others.
+        smem.tiles_loaded.wait(phase);
         if constexpr (!Traits::kExchange) smem.done.wait(phase ^ 1);
       } else {
         copy_async_wait<0>();

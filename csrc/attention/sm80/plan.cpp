@@ -40,10 +40,10 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
 }
 
 std::string in_words(const AttentionProblem& problem, const Tile& tile, const Schedule& schedule) {
-  std::string words = tile.large
-                          ? "persistent CTAs, one key block at a time, dk and dv in global memory by blocks of columns"
-                      : schedule.whole_heads ? "one CTA per KV head, its key blocks in order"
-                                             : "one CTA per key block";
+  std::string words =
+      tile.large ? "persistent CTAs, one key block at a time, dk and dv in global memory by blocks of columns"
+      : schedule.whole_heads ? "persistent CTAs, each one KV head at a time with its key blocks in order"
+                             : "persistent CTAs, each one key block at a time";
   if (schedule.split_tiles.count > 0) {
     words += ", queries of the last " + std::to_string(schedule.split_tiles.count) + " split over " +
              std::to_string(schedule.split_tiles.splits) + " CTAs each";

@@ -102,7 +102,8 @@ struct Products {
     }
   }
 
-  // c (keys, columns) += scores (keys, queries) * rows (kBlockM, kHeadDim), over this warp's own queries.
+  // c (keys, columns) += scores (keys, queries) * rows (kBlockM, kHeadDim), over this warp's own queries. fp32: does
+  // nothing, add_others adds all queries.
   static __device__ __forceinline__ void add_own(const Held& held, const uint8_t* rows, Gradient& c) {
     if constexpr (!kHoldsOwn) return;
     const auto columns_b = columns_of<true>(rows, Traits::kExchange ? Traits::warp_s() : 0);
@@ -115,7 +116,8 @@ struct Products {
     }
   }
 
-  // The same over the queries of the other warps, which have stored their scores (kBlockN, kBlockM) in shared memory.
+  // The same over the queries of the other warps (fp32: of all warps), which have stored their scores (kBlockN,
+  // kBlockM) in shared memory.
   static __device__ __forceinline__ void add_others(const uint8_t* scores, const uint8_t* rows, Gradient& c) {
     if constexpr (kHoldsOwn) {
 #pragma unroll

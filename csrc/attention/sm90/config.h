@@ -95,8 +95,8 @@ constexpr bool copies_bias(const Tile& tile) { return has(tile, feature::kBias) 
 
 constexpr RoleRegisters role_registers(const Tile& tile) {
   if (tile.head_dim > 192) return {32, 208, 208, 64};
-  const bool plain = tile.features == 0;
-  return tile.head_dim_v == 192 && plain ? RoleRegisters{40, 200, 200, 72} : RoleRegisters{40, 192, 208, 72};
+  return tile.head_dim_v == 192 && tile.features == 0 ? RoleRegisters{40, 200, 200, 72}
+                                                      : RoleRegisters{40, 192, 208, 72};
 }
 
 // True if the tile has a kernel whose last add to a dq tile can write dq (dq_semaphores.cuh).
@@ -116,9 +116,7 @@ constexpr int row_bytes(const Tile& tile) { return tile.head_dim % 64 == 32 ? 64
 
 // True if full masks use a staggered start. With one stage of dout and one buffer of dq, key blocks that add to the
 // same dq tile at the same time delay one another: 2 to 5 % at head dimension 256.
-constexpr bool staggers_start(const Tile& tile) {
-  return is_large(tile) && tile.dout_stages == 1 && tile.features == 0;
-}
+constexpr bool staggers_start(const Tile& t) { return is_large(t) && t.dout_stages == 1 && t.features == 0; }
 
 // Threads that add dq of a work tile. Two per CTA take every other iteration each: one waits until its adds are
 // complete while the other adds.
@@ -128,8 +126,8 @@ constexpr int dq_adders(const Tile& tile) { return tile.ctas * kDqAdders; }
 // Iterations before its last one at which a CTA takes its next work tile: finding it takes as long as two iterations.
 constexpr int early_iterations(const Tile& tile) { return !is_large(tile) && tile.head_dim >= 64 ? 2 : 0; }
 
-// True if the kernel with features writes the gradient of a bias. Above head dimension 192, dk leaves no registers for
-// it.
+// True if the kernel with features writes the gradient of a bias; above head dimension 192, dk leaves too few
+// registers.
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
 // The first row of kTiles that fits these head dimensions and computes all of these features, or -1. Rows with fewer

@@ -87,9 +87,11 @@ __device__ __forceinline__ void count_adds_before(const KernelParams& params, co
   add.stores = add.required == 0 && !params.dq.starts_at_zero;
   if constexpr (Traits::kLastWritesDq) {
     add.is_last = params.schedule.last_add_writes_dq && add.required == key_blocks.size() - 1;
-    if (params.schedule.dq_order == DqOrder::kLastArriver && !add.is_last) add.required = min(add.required, 1);
+    if (params.schedule.dq_order == DqOrder::kFirstAndLast && !add.is_last) add.required = min(add.required, 1);
   }
 }
+
+enum SemaphoreState : int32_t { kNoAdd, kArrived, kStored };  // of unordered adds; finish_add adds 1 to kArrived
 
 // Called by the adding thread: publishes its add when everything that it has written is complete.
 inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add,
     count_adds_before<Traits>(params, work, query_block, next, listed_adds);
   } else {
     seen = load_acquire(params.dq.semaphores + next.semaphore);
-    next.required = 2;
+    next.required = kStored;
   }
   const bool finishes = add.semaphore >= 0;
   if (finishes) {
@@ -126,8 +128,8 @@ __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add,
   add = next;
 }
 
-// Called by the adding thread if adds are counted: returns when all adds before this one are complete. The last
-// arriver's semaphore may be past this number already. docs/kernels/attention_sm90.md: "Why no wait lasts forever".
+// Called by the adding thread if adds are counted: returns when the adds that this one waits for are complete. With
+// DqOrder::kFirstAndLast, others may have added too. docs/kernels/attention_sm90.md: "Why no wait lasts forever".
 inline __device__ void await_adds_before(const KernelParams& params, const DqAdd& add) {
   while (load_acquire(params.dq.semaphores + add.semaphore) < add.required) __nanosleep(32);
   fence_async_global();  // earlier adds, seen through the semaphore, come before ours
@@ -143,10 +145,10 @@ inline __device__ void begin_add(const KernelParams& params, DqAdd& add) {
       while (load_acquire(semaphore) != add.required) __nanosleep(32);
     }
   } else {
-    add.stores = !add.may_begin && atomicMax(semaphore, 1) == 0;
+    add.stores = !add.may_begin && atomicMax(semaphore, kArrived) == kNoAdd;
     if (add.stores) return;
     if (!add.may_begin) {
-      while (load_acquire(semaphore) != 2) __nanosleep(32);
+      while (load_acquire(semaphore) != kStored) __nanosleep(32);
     }
     add.semaphore = -1;
   }

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     const auto consume = [&](auto dq_columns) {
       using Mainloop = sm90::Mainloop<Traits, decltype(dq_columns)::value>;
       uint32_t last_add_phases = 0;
-      if (warpgroup == 1) Mainloop::signal_scores(0);  // consumer 1 may issue its first S
+      if (warpgroup == 1) Mainloop::signal_scores(0);  // consumer 1 may pass its first wait_scores
       for_each_work_tile(smem, [&](const typename Traits::WorkTile& work) {
         float dk[Traits::kMmaTiles][Traits::kHeadDim / 2] = {};
         float dv[Traits::kMmaTiles][Traits::kHeadDim / 2] = {};

@@ -18,7 +18,6 @@ struct Mainloop {
   using T = typename Traits::T;
   using ScoreMod = sm90::ScoreMod<Traits>;
   using DqBuffer = sm90::DqBuffer<Traits>;
-  using TileMask = sm90::TileMask<Traits>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kHeadDim = Traits::kHeadDim;
@@ -46,8 +45,8 @@ struct Mainloop {
   const typename Traits::WorkTile& work;
   int32_t warpgroup;
   uint32_t& last_add_phases;  // a phase bit for each buffer of dq, flipped by each last add
-  typename TileMask::Iterator it = TileMask::first_iteration(smem, work);
-  TileMask tile_mask{work};
+  typename TileMask<Traits>::Iterator it = TileMask<Traits>::first_iteration(smem, work);
+  TileMask<Traits> tile_mask{work};
   int32_t last_index = it.end - 1;
   int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
   int32_t lane = threadIdx.x % 32;
@@ -88,7 +87,7 @@ struct Mainloop {
 #pragma unroll 1
     while (it.index < last_index) {
       const int32_t index = it.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
-      issue_dq(p16, ds16, dq, dk, dv);
+      issue_covered_dq(p16, ds16, dq, dk, dv);
       ScoreMod::store_bias_gradient(*this);
       wait_products<1>();  // dK or dV is complete, so the registers of its first operand are free
       it.advance(work);
@@ -115,7 +114,7 @@ struct Mainloop {
     }
     const int32_t stage = QueryRing::stage(it.index);
     arrive_warp(&smem.v_empty, lane);
-    issue_dq(p16, ds16, dq, dk, dv);
+    issue_covered_dq(p16, ds16, dq, dk, dv);
     ScoreMod::store_bias_gradient(*this);
     if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
     const bool is_last = DqBuffer::wait_buffer(*this, it.index);
@@ -147,7 +146,7 @@ struct Mainloop {
   }
 
   // Issues dQ when dS of all keys that it sums over is written.
-  __device__ __forceinline__ void multiply_dq(Dq& dq, int32_t index) {
+  __device__ __forceinline__ void issue_dq(Dq& dq, int32_t index) {
     if constexpr (kByQueries) {
       named_barrier_sync(kWarpgroupBarrier + warpgroup, kWarpgroupThreads);
     } else {
@@ -194,15 +193,15 @@ struct Mainloop {
     }
   }
 
-  // Issues dQ of this iteration after a product that covers the wait for the other warpgroup.
-  __device__ __forceinline__ void issue_dq(Operand& p16, Operand& ds16, Dq& dq, KeyAccumulators& dk,
-                                           KeyAccumulators& dv) {
+  // Issues dK or dV, which covers the wait for the other warpgroup, and then dQ of this iteration.
+  __device__ __forceinline__ void issue_covered_dq(Operand& p16, Operand& ds16, Dq& dq, KeyAccumulators& dk,
+                                                   KeyAccumulators& dv) {
     if constexpr (kEarlyDv) {
       issue_dk(ds16, dk, QueryRing::stage(it.index));
     } else {
       issue_dv(p16, dv, DoutRing::stage(it.index));
     }
-    multiply_dq(dq, it.index);
+    issue_dq(dq, it.index);
   }
 
   // From an outstanding S to dS in registers and in shared memory. No product is outstanding at exit.

@@ -123,15 +123,15 @@ struct Producer {
     params.preprocess.wait(work.first_flag, work.last_flag);
   }
 
-  // If this work tile is the first of its wave to come to most query blocks, the others follow at its pace, so it must
-  // not wait for memory: prefetches to L2 what the loader loads kPrefetchedBlocks iterations later.
+  // The last key block of a wave starts furthest on, so it is the first to load the query blocks from there to the end,
+  // and in ring order the others add to them after it. Prefetches them to L2, so that it does not wait for memory.
   static __device__ __forceinline__ void prefetch_queries(const KernelParams& params, const WorkTile& work,
                                                           int32_t query_block, int32_t query_row, int64_t first_row,
                                                           int32_t head, int32_t batch) {
     constexpr int32_t kPrefetchedBlocks = 4;  // longer than the latency of memory
     if (params.schedule.dispatch != Dispatch::kStatic || work.in_wave.rank != work.in_wave.size - 1) return;
-    const bool wraps = query_block + kPrefetchedBlocks >= work.query_range.end;
-    const int32_t rows = (kPrefetchedBlocks - (wraps ? work.query_range.size() : 0)) * kBlockM;
+    const int32_t blocks = work.query_range.size(), ahead = min(kPrefetchedBlocks, blocks);
+    const int32_t rows = (ahead - (query_block + ahead >= work.query_range.end ? blocks : 0)) * kBlockM;
 #pragma unroll 1
     for (int atom = 0; atom < max(Traits::kAtoms, Traits::kAtomsV); ++atom) {
       const int32_t column = atom * (row_bytes(Traits::kTile) / 2);

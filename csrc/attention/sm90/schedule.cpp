@@ -155,7 +155,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   s.last_add_writes_dq = last_add_writes_dq(p, tile);
   // At head dimension 128 the kernel with heads outermost always counts adds, except for packed inputs.
   const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_counts_adds(tile) && !p.varlen);
-  s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kLastArriver : DqOrder::kUnordered;
+  s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kFirstAndLast : DqOrder::kUnordered;
   s.reversed = s.counts_adds() && is_causal(p) && !is_gqa(p);
   if (!is_large(tile) && !p.has_block_mask) choose_gqa(p, tile, sm_count, &s);
   s.tiles_per_head = s.mirrored_pairs ? static_cast<int32_t>(ceil_div(s.key_blocks, 2)) : s.key_blocks;
@@ -196,7 +196,7 @@ std::string in_words(const Schedule& s, const Tile& tile) {
   if (s.query_blocks_apart > 0) words += ", staggered start";
   if (s.gqa_splits > 1) words += ", query heads split over " + std::to_string(s.gqa_splits) + " CTAs";
   if (s.preprocess_ctas > 0) words += ", overlapped preprocess";
-  words += s.dq_order == DqOrder::kOrdered ? ", dq added in order of the key blocks" : ", dq added by TMA reductions";
+  words += s.dq_order == DqOrder::kOrdered ? ", dq added in a fixed order" : ", dq added in any order";
   return words + (s.last_add_writes_dq ? ", the last add writes dq" : "");
 }
 

@@ -21,9 +21,9 @@ enum class Dispatch : int8_t {
 };
 
 enum class DqOrder : int8_t {
-  kUnordered,    // the first add to arrive stores, the others add in any order; packed inputs: all add into zeros
-  kLastArriver,  // the first add stores, the last waits for all others and can write dq, the rest add in any order
-  kOrdered,      // adds happen in the order of index/dq_order.h: deterministic
+  kUnordered,     // the first add to arrive stores, the others add in any order; packed inputs: all add into zeros
+  kFirstAndLast,  // the first add stores, the last waits for all others and can write dq, the rest add in any order
+  kOrdered,       // adds happen in the order of index/dq_order.h: deterministic
 };
 
 struct Schedule {

@@ -73,7 +73,8 @@ struct Traits {
   static __device__ int32_t first_other_atom(int32_t rank) { return rank == 0 ? 0 : kAtoms / 2; }
 
   using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads>;
-  static_assert(!WorkTile::kStaggers || kDqBuffers == 1, "adders must visit query tiles in the same order");
+  static_assert(!WorkTile::kStaggers || kDqBuffers == 1,
+                "with two buffers, key blocks must visit query tiles in one order");
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kAtoms * kKeyAtomBytes];                     // (kBlockN, kHeadDim)

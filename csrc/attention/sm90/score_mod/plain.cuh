@@ -1,6 +1,6 @@
-// What the main loop does to a tile of scores is a policy: one type per feature, composed by score_mod.cuh. This is the
-// policy without a feature, which the others extend. The main loop makes one object per iteration before S is complete
-// and then calls the members in the order below. `c` is the consumer warpgroup.
+// The policy without a feature, which the others extend; score_mod.cuh composes them. The main loop makes one object
+// per iteration and calls the members in the order below; with 128 queries, pack_probabilities comes after
+// pack_gradients. After `gradients`, dp is the gradient of softmax_scale * q k^T. `c` is the consumer warpgroup.
 #pragma once
 
 #include "../tile_mask.cuh"

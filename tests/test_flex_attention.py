@@ -237,7 +237,12 @@ def test_a_call_on_a_gpu_without_a_block_mask_goes_to_the_kernels_of_attention(m
 @pytest.mark.parametrize(
     ("call", "key", "captured", "reason"),
     [
-        (DecodingCall(lambda s, b, h, i, j: s + i - j, None, 1.0), on_a_gpu(), [], "score_mod is not a softcap"),
+        (
+            DecodingCall(lambda s, b, h, i, j: s * 2, None, 1.0),
+            on_a_gpu(),
+            [],
+            "score_mod is neither a softcap nor ALiBi",
+        ),
         (DecodingCall(None, None, 1.0, prescale=True), on_a_gpu(), [], "PRESCALE_QK rounds the query"),
         (DecodingCall(None, None, 1.0), on_a_gpu(1), [], "key and value are broadcast over the batch"),
         (DecodingCall(None, None, 1.0), on_a_gpu(), [torch.ones(1)], "captures a tensor that requires a gradient"),

@@ -21,9 +21,11 @@ import flashbwd
 from flashbwd.flex import graph_operator
 from flashbwd.flex.backends import KernelCall
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
+from flashbwd.flex.score_change import Slopes, score_change_of
 from flashbwd.flex.storages import ByStorage
 from flashbwd.integrations import flex_override, flex_pass, inductor
 
+Mod = Callable[..., Tensor]
 SHAPE = Shape(batch=2, seqlen_q=96, seqlen_k=96)
 
 
@@ -99,9 +101,44 @@ def test_a_call_that_a_kernel_computes_is_replaced(masked: bool, planned: list[A
     assert lse.shape == (2, 4, 96) and lse.dtype == torch.float32 and dlse is None
 
 
+slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+ALIBI: dict[str, Mod] = {
+    "captured": lambda s, b, h, i, j: s + slopes[h] * (j - i),
+    "absolute": lambda s, b, h, i, j: s - (i - j).abs() * slopes[h],
+    "formula": lambda s, b, h, i, j: s + (j - i) * torch.exp2(-((h + 1) * 8.0 / 16)),
+    "number": lambda s, b, h, i, j: s - 0.05 * (i - j),
+    "softcap": lambda s, b, h, i, j: 5 * torch.tanh(s / 5) - slopes[h].exp() * (i - j).abs(),
+}
+HEADS = torch.arange(1.0, 5.0)
+SLOPES = dict.fromkeys(ALIBI, slopes)
+SLOPES |= {"formula": torch.exp2(-HEADS / 2), "number": torch.full((4,), 0.05), "softcap": slopes.exp()}
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_alibi_is_replaced_and_gets_its_slopes(name: str, planned: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run_kernel: list[Tensor] = []
+    real = graph_operator.gradients
+
+    def gradients(call: Any, query: Tensor, *rest: Any) -> Any:
+        change = score_change_of(call.score_mod)
+        assert change is not None and change.alibi is not None
+        run_kernel.append(Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1]).tensor(query.device))
+        return real(call, query, *rest)
+
+    monkeypatch.setattr(graph_operator, "gradients", gradients)
+    compiled = attention(ALIBI[name])
+    run(compiled, leaves(SHAPE))
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (1, 0)
+    ((call, _),) = planned
+    assert call.options["softcap"] == (5.0 if name == "softcap" else 0.0) and call.slopes.shape == (4,)
+    torch.testing.assert_close(run_kernel, [SLOPES[name]])
+
+
 bias = torch.zeros(4, requires_grad=True)
 DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "score_mod": ("score_mod is not a softcap", {"mod": lambda s, b, h, i, j: s + (i - j)}),
+    "score_mod": ("score_mod is neither a softcap nor ALiBi", {"mod": lambda s, b, h, i, j: s * 2}),
+    "alibi_without_mask": ("no block_mask hides later keys", {"mod": ALIBI["captured"], "masked": False}),
+    "alibi_of_lengths": ("expected q_idx + 0 - kv_idx", {"mod": lambda s, b, h, i, j: s - (i + 3 - j).abs()}),
     "captured": ("captures a tensor that requires a gradient", {"mod": lambda s, b, h, i, j: s + bias[h]}),
     "broadcast": ("are broadcast over the batch", {"shape": Shape(batch_kv=1, seqlen_q=96, seqlen_k=96)}),
     "head_dim": ("head dimensions of at most 128", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=160)}),

@@ -42,6 +42,10 @@ def alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return s - (i - j).abs() * 0.05
 
 
+def squared(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s + 0.01 * s * s
+
+
 def mask_mod(name: str, shape: Shape) -> Mod | None:
     if name == "documents":
         ends = torch.tensor([0.13, 0.2, 0.61, 0.9], device="cuda") * shape.seqlen_q
@@ -121,7 +125,8 @@ CASES = {
     "no_mask_fp32": Case("none", small(64), torch.float32),
     "fp32": Case("causal", small(64), torch.float32, refusal="it takes float16 and bfloat16, got float32"),
     "head_dim_192": Case("causal", small(192), refusal="head dimensions of at most 128"),
-    "alibi": Case("causal", mod=alibi, refusal="score_mod is not a softcap"),
+    "alibi": Case("causal", mod=alibi),
+    "other_score_mod": Case("causal", mod=squared, refusal="score_mod is neither a softcap nor ALiBi"),
 }
 
 

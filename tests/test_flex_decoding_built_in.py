@@ -12,7 +12,7 @@ from kit.summary import NO_CASE
 from torch import Tensor
 
 import flashbwd
-from flashbwd.mods import built_in, nvrtc
+from flashbwd.mods import nvrtc, rules
 from flashbwd.mods.built_in import BuiltIn, encode, recognise
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.trace import Trace, trace
@@ -254,7 +254,7 @@ def test_gradients_of_a_built_in_modification_are_right_and_compile_nothing(
     [(2.0**-60, True), (-(2.0**60), True), (0.0, True), (-INF, True), (2.0**-61, False), (2.0**61, False)],
 )
 def test_only_numbers_whose_products_stay_normal_are_built_in(value: float, taken: bool) -> None:
-    assert built_in._is_of(value, torch.float32) is taken
+    assert rules.is_of(value, torch.float32) is taken
 
 
 def test_a_score_mod_and_a_mask_are_recognised_together() -> None:

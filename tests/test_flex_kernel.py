@@ -315,6 +315,58 @@ def test_autograd_through_pytorchs_forward_agrees_with_the_plain_formula() -> No
     check(p, torch.autograd.grad(out, inputs, dout))
 
 
+def alibi_mods(p: Problem) -> dict[str, Any]:
+    """Forms of ALiBi with the slopes of a problem, whose lengths are equal."""
+    slopes, cap = p.slopes, p.case.softcap
+    assert slopes is not None
+    by_batch = slopes.expand(p.case.batch, -1).contiguous()
+    return {
+        "signed": lambda s, b, h, i, j: s + slopes[h] * (j - i),
+        "absolute": lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(),
+        "function": lambda s, b, h, i, j: s - slopes[h].sqrt().square() * (i - j).abs(),
+        "by_batch": lambda s, b, h, i, j: s + by_batch[b, h] * (j - i),
+        "softcap": lambda s, b, h, i, j: cap * torch.tanh(s / cap) - slopes[h] * (i - j).abs(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "mask", "head_dim", "softcap"),
+    [
+        ("signed", "documents", 128, 0.0),
+        ("signed", "causal", 64, 0.0),
+        ("absolute", "prefix", 128, 0.0),
+        ("absolute", "random_pairs", 64, 0.0),
+        ("function", "random_pairs", 128, 0.0),
+        ("by_batch", "window", 64, 0.0),
+        ("softcap", "documents", 128, 5.0),
+    ],
+)
+def test_alibi_as_a_score_mod_runs_the_kernel(form: str, mask: str, head_dim: int, softcap: float) -> None:
+    case = Case(mask, seqlen_q=777, seqlen_k=777, head_dim=head_dim, softcap=softcap, alibi=True)
+    p, block_mask = public_problem(case)
+    dout, q, k, v, out = p.tensors
+    options = {"score_mod": alibi_mods(p)[form], "block_mask": block_mask, "enable_gqa": True}
+    assert flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options).backend == "sm90"
+    check(p, flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)[:3])
+
+
+def test_alibi_without_a_block_mask_runs_the_kernels_of_attention() -> None:
+    case = Case("full", seqlen_q=500, seqlen_k=500, head_dim=64, alibi=True)
+    p = build(case)
+    dout, q, k, v, out = p.tensors
+    options = {"score_mod": alibi_mods(p)["absolute"], "enable_gqa": True}
+    assert flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options).backend == "sm90"
+    check(p, flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)[:3])
+
+
+def test_signed_alibi_with_visible_later_keys_runs_the_reference() -> None:
+    p, block_mask = public_problem(Case("prefix", seqlen_q=300, seqlen_k=300, head_dim=64, alibi=True))
+    dout, q, k, v, out = p.tensors
+    options = {"score_mod": alibi_mods(p)["signed"], "block_mask": block_mask, "enable_gqa": True}
+    plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+    assert plan.backend == "reference" and "block_mask shows later keys" in plan.reasons["sm90"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

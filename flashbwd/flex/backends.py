@@ -13,7 +13,7 @@ from torch import Tensor
 from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists, UnsupportedError
-from flashbwd.flex.softcap import softcap_of
+from flashbwd.flex.score_change import Alibi, ScoreChange, Slopes, score_change_of
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import accumulator
 
@@ -35,12 +35,15 @@ class KernelCall:
         The operator, and the one that returns its plan, without the tensors of the call.
     lists : KernelLists, optional
         Of the block mask, if there is one.
+    slopes : Slopes, optional
+        Of ALiBi.
     """
 
     operator: Any
     plan_operator: Any
     options: dict[str, Any]
     lists: KernelLists | None
+    slopes: Slopes | None = None
 
     def plan(
         self,
@@ -97,8 +100,13 @@ class KernelCall:
         options = self.options | {"dlse": None if dlse is None else dlse.to(statistics)}
         if plan_device is not None:
             options["plan_device"] = plan_device
+        if self.slopes is not None and plan_device is not None:  # a plan reads only the shape
+            options["alibi_slopes"] = torch.empty(self.slopes.shape, dtype=torch.float32, device=query.device)
+        elif self.slopes is not None:
+            options["alibi_slopes"] = self.slopes.tensor(query.device)
+        operands = () if self.lists is None else self.lists.operands()
         try:
-            return _ops.call(operator, *tensors, lse.to(statistics), *(self.lists or ()), **options)
+            return _ops.call(operator, *tensors, lse.to(statistics), *operands, **options)
         except ValueError as error:
             if not any(words in str(error) for words in _REFUSALS):
                 raise
@@ -136,16 +144,33 @@ def choose(
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
     if key.shape[0] != query.shape[0]:
         raise UnsupportedError("key and value are broadcast over the batch")
-    softcap = 0.0 if call.score_mod is None else softcap_of(call.score_mod)
-    if softcap is None:
-        raise UnsupportedError("score_mod is not a softcap")
-    options = {"softmax_scale": float(call.scale), "softcap": softcap, "deterministic": deterministic}
+    change = ScoreChange() if call.score_mod is None else score_change_of(call.score_mod)
+    if change is None:
+        raise UnsupportedError("score_mod is neither a softcap nor ALiBi")
+    slopes = None
+    if call.score_mod is not None and change.alibi is not None:
+        _check_distance(change.alibi, query.shape[2], key.shape[2], call.block_mask is not None)
+        slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
+    options = {"softmax_scale": float(call.scale), "softcap": change.softcap, "deterministic": deterministic}
     ops = torch.ops.flashbwd
     if call.block_mask is None:
-        return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None)
+        return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None, slopes)
     if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
         raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
     lists = lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
-    return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists)
+    if change.alibi is not None and not change.alibi.absolute and not lists.hides_above_diagonal:
+        raise UnsupportedError("score_mod is ALiBi without an absolute value, and block_mask shows later keys")
+    return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists, slopes)
+
+
+def _check_distance(alibi: Alibi, seqlen_q: int, seqlen_k: int, is_masked: bool) -> None:
+    """Refuse distances that the kernels do not compute. They align the last query with the last key."""
+    if alibi.offset != seqlen_k - seqlen_q:
+        raise UnsupportedError(
+            f"score_mod is ALiBi with the distance q_idx + {alibi.offset} - kv_idx, "
+            f"expected q_idx + {seqlen_k - seqlen_q} - kv_idx (Sk - Sq)"
+        )
+    if not alibi.absolute and not is_masked:
+        raise UnsupportedError("score_mod is ALiBi without an absolute value, and no block_mask hides later keys")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flashbwd.flex import diagonal
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lists, kernel_tile
 from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, key_block_lists
 from flashbwd.flex.tile import Tile
@@ -108,7 +109,11 @@ def kernel_lists_maker(
             warnings.warn(f"flashbwd: the graph gets the slow reference backward: {reason}", stacklevel=2)
             raise UnsupportedError(reason)
         lists = key_block_lists(block_mask, sizes, tile)
-        return None if lists.bits is None else kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
+        if lists.bits is None:
+            return None
+        hides_above = diagonal.hides_above(lists, key.shape[2] - seqlen_q)
+        of_kernel = kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
+        return of_kernel._replace(hides_above_diagonal=hides_above)
 
     return (sizes, heads_kv, tile, deterministic), make
 

@@ -43,6 +43,11 @@ class KernelLists(NamedTuple):
     entries: Tensor
     bits: Tensor
     covers: bool  # every query block of every head is in a list, so the kernel need not add dq into zeros
+    hides_above_diagonal: bool = False  # no pair with kv_idx > q_idx + Sk - Sq is visible; not for the operator
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """Return the arguments of the operator."""
+        return self[:4]
 
 
 MAX_HEAD_DIM = 128

@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flashbwd import _ops
 from flashbwd.flex import backends, counts, graph_operator
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_tile
+from flashbwd.flex.score_change import hides_above_diagonal
 from flashbwd.mods.in_graph import text_of
 
 __all__ = ["flex_pass_key", "replace_flex_backwards"]
@@ -295,6 +297,9 @@ def _plan(scale: float, mask: _Mask, score: _Score, tensors: Sequence[Tensor | N
         wanted = [capture for capture, want in zip(score_captures, score.wanted, strict=True) if want]
         kernel = backends.choose(call, query, key, value, wanted, False, _any_lists)
         device = query.device.index or 0
+    seqlen_q, seqlen_k = (t.shape[2] for t in tensors[1:3] if t is not None)
+    if kernel.slopes is not None and not statically_known_true(seqlen_k - seqlen_q == kernel.slopes.alibi.offset):
+        raise UnsupportedError("score_mod is ALiBi, and Sk - Sq may change")
     with unset_fake_temporarily():
         metas: list[Any] = [None if t is None else _like(t, torch.device("meta")) for t in tensors]
         dout, query, key, value, out, lse, dlse = metas
@@ -308,14 +313,18 @@ def _like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def _any_lists(
-    _mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, _deterministic: bool
+    mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, _deterministic: bool
 ) -> KernelLists:
-    """Lists for a plan, which depends on the number of lists and the tile but not on how long the lists are."""
+    """Lists for a plan, which depends on the number of lists and the tile but not on how long the lists are.
+
+    ALiBi without an absolute value needs a mask that hides later keys. Here ``mask_mod`` must prove this.
+    """
     tile = kernel_tile(query.shape[3], value.shape[3])
     shapes = ((1, 1, -(-key.shape[2] // tile.keys), 4), (1, 4), (1, 4 * tile.queries))
     with unset_fake_temporarily():
         lists, entries, bits = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
-    return KernelLists(lists, entries, bits, covers=False)
+    hides_above = hides_above_diagonal(mask.mask_mod, key.shape[2] - query.shape[2])
+    return KernelLists(lists, entries, bits, covers=False, hides_above_diagonal=hides_above)
 
 
 # ---- replacing it ----

@@ -4,6 +4,7 @@ captures   a key that is equal for functions that compute the same, and the tens
 handle     compile_mods: functions that may read any object and take their tensors as named arguments
 trace      traces a function to a graph of operators on scalars
 built_in   recognises built-in modifications (causal, window, softcap, ALiBi), which need no compilation
+rules      the rules by which built_in evaluates operators
 values     the symbolic values with which built_in evaluates a graph
 operators  the C++ expression of each operator
 element    the C++ expressions that address an element of a captured tensor

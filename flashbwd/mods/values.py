@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,9 +87,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class Distance:
-    """Absolute value of a sum."""
+    """``sign`` times the absolute value of a sum."""
 
     sum: Sum
+    sign: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,14 @@ class OfHead:
 
 
 @dataclass(frozen=True)
+class OfBatchAndHead:
+    """Any other function of the batch index and the head index. Only PyTorch can evaluate it."""
+
+    dtype: torch.dtype
+    batch: bool  # whether it reads the batch index
+
+
+@dataclass(frozen=True)
 class LinearInHead:
     """``rate * h + start``"""
 
@@ -119,10 +128,22 @@ class LinearInHead:
 
 @dataclass(frozen=True)
 class Bias:
-    """``slope * sum``"""
+    """``slope * sum``, or ``slope * abs(sum)``"""
 
-    slope: OfHead
+    slope: OfHead | OfBatchAndHead
     sum: Sum
+    absolute: bool = False
+
+    @property
+    def factor(self) -> float | None:
+        """The slope if it is a number, else None."""
+        return self.slope.factor if isinstance(self.slope, OfHead) and self.slope == OfHead(self.slope.factor) else None
+
+    def times(self, number: float) -> Bias:
+        """Return the product with a number. The value of a slope that only PyTorch evaluates is not tracked."""
+        if isinstance(self.slope, OfBatchAndHead):
+            return self
+        return replace(self, slope=replace(self.slope, factor=self.slope.factor * number))
 
 
 @dataclass(frozen=True)
@@ -140,3 +161,17 @@ class Score:
 
 
 Value = Any  # one of the classes above, a Python number, or None if unsupported
+
+
+def reads_batch(value: Value) -> bool | None:
+    """Return whether a function of the batch and head index reads the batch index. None: it reads another argument."""
+    if isinstance(value, Sum):
+        return None if value.q or value.k else bool(value.b) or any(term.index == "b" for term, _ in value.terms)
+    if isinstance(value, Distance):
+        return reads_batch(value.sum)
+    if isinstance(value, OfBatchAndHead):
+        return value.batch
+    if isinstance(value, Bias):
+        slope, total = reads_batch(value.slope), reads_batch(value.sum)
+        return None if slope is None or total is None else slope or total
+    return False if isinstance(value, (OfHead, LinearInHead, Tensor, bool, int, float)) else None

@@ -1,0 +1,38 @@
+"""Finds out whether a block mask shows pairs above the diagonal."""
+
+from __future__ import annotations
+
+import torch
+
+from flashbwd.flex.lists import KeyBlockLists
+from flashbwd.flex.mask_bits import unpack
+
+__all__ = ["hides_above"]
+
+_PAIRS = 2**22  # pairs that are looked at together
+
+
+def hides_above(lists: KeyBlockLists, offset: int) -> bool:
+    """Return whether the mask hides every pair with ``kv_idx > q_idx + offset``. Reads sizes back from the device.
+
+    Only tiles across the diagonal or above it are looked at. Without bits the answer is False if such a tile exists.
+    """
+    tile = lists.tile
+    lengths = lists.offsets.diff().long()
+    key_block = torch.arange(lengths.numel(), device=lengths.device) % lists.key_blocks
+    first_key = torch.repeat_interleave(key_block, lengths) * tile.keys
+    diagonal = lists.entries.long() // 2 * tile.queries + offset - first_key  # of the tile: key <= query + diagonal
+    crossed = diagonal < tile.keys - 1
+    tiles, diagonal = lists.bit_tiles[crossed].long(), diagonal[crossed]
+    if not tiles.numel():
+        return True
+    if lists.bits is None or bool((tiles < 0).any()):  # a full tile shows the pair of its last key and first query
+        return False
+    query = torch.arange(tile.queries, device=tiles.device).view(1, -1, 1)
+    key = torch.arange(tile.keys, device=tiles.device)
+    at_once = max(_PAIRS // (tile.queries * tile.keys), 1)
+    for some, diagonals in zip(tiles.split(at_once), diagonal.split(at_once), strict=True):
+        above = key > query + diagonals.view(-1, 1, 1)
+        if bool((unpack(lists.bits[some]) & above).any()):
+            return False
+    return True

@@ -1,0 +1,149 @@
+"""Recognises a score_mod that the kernels of every build compute: a softcap, ALiBi, or ALiBi after a softcap.
+
+After the softcap, the kernels subtract ``slope * abs(q_idx + offset - kv_idx)`` with ``offset = Sk - Sq``. Without an
+absolute value, ALiBi adds ``slope * (kv_idx - q_idx - offset)``. That is the same where ``kv_idx <= q_idx + offset``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashbwd.flex.storages import ByStorage
+from flashbwd.mods.built_in import necessary_bounds, recognise_score
+from flashbwd.mods.captures import CannotEmitError, Captures
+from flashbwd.mods.trace import trace
+from flashbwd.mods.values import Bias, OfBatchAndHead, Sum
+from flashbwd.reference.decoding import Mod
+from flashbwd.reference.modifications import GatherByIndex, run_mod
+
+__all__ = ["Alibi", "ScoreChange", "Slopes", "hides_above_diagonal", "score_change_of"]
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """``-slope * distance``, where the distance is ``q_idx + offset - kv_idx`` or its absolute value.
+
+    Attributes
+    ----------
+    by_batch : bool
+        Whether the slopes depend on the batch index. They always may depend on the head index.
+    captured : int, optional
+        Position of the captured tensor whose element ``h``, times ``factor``, is the slope of head h. None if only the
+        function itself gives the slopes.
+    """
+
+    offset: int
+    absolute: bool
+    by_batch: bool
+    captured: int | None
+    factor: float
+
+
+@dataclass(frozen=True)
+class ScoreChange:
+    """A softcap (0: none), and then ALiBi."""
+
+    softcap: float = 0.0
+    alibi: Alibi | None = None
+
+
+_known: dict[Hashable, ScoreChange | None] = {}
+_MOST = 1024  # functions that are remembered
+_constant_slopes: ByStorage[Tensor] = ByStorage(256)
+
+
+def score_change_of(score_mod: Mod) -> ScoreChange | None:
+    """Return what ``score_mod`` computes, or None if it is something else."""
+    captures = Captures(score_mod)
+    if captures.key is None:
+        return _recognised(score_mod, captures)
+    if captures.key not in _known:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[captures.key] = _recognised(score_mod, captures)
+    return _known[captures.key]
+
+
+def _recognised(score_mod: Mod, captures: Captures) -> ScoreChange | None:
+    try:
+        score = recognise_score(trace("score_mod", score_mod, True), captures)
+    except CannotEmitError:
+        return None
+    if score is None or score.bounds.all:
+        return None
+    if score.bias is None:
+        return ScoreChange(score.softcap)
+    alibi = _alibi_of(score.bias, captures)
+    return None if alibi is None else ScoreChange(score.softcap, alibi)
+
+
+def _alibi_of(bias: Bias, captures: Captures) -> Alibi | None:
+    total, slope = bias.sum, bias.slope
+    if total != Sum(q=-total.k, k=total.k, constant=total.constant, bits=total.bits) or abs(total.k) != 1:
+        return None
+    offset = -total.k * total.constant  # the sum is -k * (q_idx + offset - kv_idx)
+    if isinstance(slope, OfBatchAndHead):
+        return Alibi(offset, bias.absolute, slope.batch, None, 1.0)
+    position = None
+    if slope.captured is not None and slope.rate == slope.start == 0.0:
+        position = captures.position(slope.captured.tensor)
+    factor = slope.factor * (-1 if bias.absolute else total.k)
+    return Alibi(offset, bias.absolute, False, position, factor)
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """The slopes of a call with this ALiBi, which are read when the kernel runs."""
+
+    alibi: Alibi
+    score_mod: Mod
+    batch: int
+    heads: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.batch, self.heads) if self.alibi.by_batch else (self.heads,)
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Return the slopes in float32. They are evaluated once if the function captures no tensor."""
+        captures = Captures(self.score_mod)
+        with torch.no_grad():
+            if self.alibi.captured is not None:  # no evaluation, which would cost several small kernels
+                slopes = captures.tensors[self.alibi.captured][: self.heads]
+                return slopes.contiguous() if self.alibi.factor == 1 else slopes * self.alibi.factor
+            if captures.key is None or captures.tensors or _is_capturing(device):
+                return self._evaluated(device)
+            key = (captures.key, self.shape, device)
+            return _constant_slopes.get(key, (), lambda: self._evaluated(device))
+
+    def _evaluated(self, device: torch.device) -> Tensor:
+        """Return minus the score of a pair with distance 1 whose products are 0."""
+        score = torch.zeros((), device=device, dtype=torch.float32)
+        q = torch.zeros((), device=device, dtype=torch.int32)
+        k = q + (self.alibi.offset - 1)
+        batch, head = (torch.arange(n, device=device, dtype=torch.int32) for n in (self.batch, self.heads))
+        mod = torch.vmap(self.score_mod, in_dims=(None, None, 0, None, None))
+        if self.alibi.by_batch:
+            mod = torch.vmap(mod, in_dims=(None, 0, None, None, None))
+        else:
+            batch = batch.new_zeros(())
+        with GatherByIndex():
+            return -run_mod("score_mod", mod, score, batch, head, q, k).float().contiguous()
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def hides_above_diagonal(mask_mod: Mod, offset: int) -> bool:
+    """Return whether ``mask_mod`` provably hides all pairs with ``kv_idx > q_idx + offset``."""
+    captures = Captures(mask_mod)
+    try:
+        bounds = necessary_bounds(trace("mask_mod", mask_mod, False), captures)
+    except (CannotEmitError, RuntimeError):
+        return False
+    return any((b.k, b.q, b.sum) == (-1, 1, Sum()) and b.constant <= offset for b in bounds)

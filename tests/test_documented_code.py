@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,17 @@ def scores_of_the_keys_in_use(names: Names, printed: str) -> None:
     close(names["out"], scores.softmax(-1) @ values, 1e-4)
 
 
+def right_gradient_of_both_alibis(names: Names, printed: str) -> None:
+    """The first call has no mask and the second is causal; their gradients are added."""
+    q, k, v, slopes = (names[name].detach().double() for name in ("q", "k", "v", "slopes"))
+    scores = q.requires_grad_() @ k.transpose(2, 3) / 32**0.5
+    distance = torch.arange(256).view(-1, 1) - torch.arange(256)
+    alibi = scores - slopes.view(4, 1, 1) * distance.abs()
+    out = alibi.softmax(-1) @ v + alibi.masked_fill(distance < 0, -math.inf).softmax(-1) @ v
+    (want,) = torch.autograd.grad(out.sum(), q)
+    close(names["q"].grad, want, 1e-4)
+
+
 def right_attention_of_packed_documents(names: Names, printed: str) -> None:
     """The gathered output and the gradients equal those of one device for these documents."""
     rows = names["hidden"].view(-1, 4, 16)
@@ -228,7 +240,8 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/tutorials/deterministic.md-0": equal_gradients,
     "docs/tutorials/flex_attention.md-0": right_gradient_within_documents,
     "docs/tutorials/flex_attention.md-1": right_gradient_of_relative_positions,
-    "docs/tutorials/flex_attention.md-2": right_gradient_of_a_compiled_mask,
+    "docs/tutorials/flex_attention.md-2": right_gradient_of_both_alibis,
+    "docs/tutorials/flex_attention.md-3": right_gradient_of_a_compiled_mask,
     "docs/tutorials/packed_documents.md-0": packed_output_of_each_document,
     "docs/tutorials/transformers.md-0": losses_that_fall,
     "docs/scale.md-0": right_attention_of_packed_documents,

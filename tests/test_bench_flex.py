@@ -77,7 +77,12 @@ def test_the_oracle_agrees_with_the_reference(mask: str, score: str) -> None:
 def test_a_case_without_a_kernel_is_unsupported_and_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
     reference = errors.attention_reference
-    monkeypatch.setattr(errors, "attention_reference", lambda *a: computed.append(1) or reference(*a))  # type: ignore[func-returns-value]
+
+    def counted(*arguments: Any) -> errors.AttentionReference:
+        computed.append(1)
+        return reference(*arguments)
+
+    monkeypatch.setattr(errors, "attention_reference", counted)
 
     def spoilt(case: FlexCase, x: AttentionInputs) -> peers.Prepared:
         prepared: Any = flex_peers.ours(reference=True)(case, x)

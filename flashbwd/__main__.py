@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add = bench_parser.add_argument
     add(
         "--suite",
-        choices=("attention", "layer_norm", "decoding", "block", "scale", "all"),
+        choices=("attention", "layer_norm", "decoding", "block", "flex", "scale", "all"),
         default="all",
         help="scale: attention split over all GPUs, or over two processes on the CPU; not part of all",
     )

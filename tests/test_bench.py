@@ -33,6 +33,7 @@ from flashbwd.bench import (
     contenders,
     decoding_peers,
     errors,
+    flex_peers,
     machine,
     measure,
     norm_peers,
@@ -158,6 +159,7 @@ def test_bars_name_peers_that_exist():
         norm_peers.NORM_PEERS,
         decoding_peers.DECODING_PEERS,
         block_peers.BLOCK_PEERS,
+        flex_peers.FLEX_PEERS,
     )
     names = {peer.name for table in tables for peer in table}
     names |= {"TFLOP/s", "GB/s", cases.ANY_PEER}

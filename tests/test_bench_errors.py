@@ -14,7 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashbwd.bench import block_peers, decoding_peers, errors, norm_peers, oracle, peers, results
+from flashbwd.bench import (
+    attention_inputs,
+    block_peers,
+    decoding_peers,
+    errors,
+    measure,
+    norm_peers,
+    oracle,
+    peers,
+    results,
+    runner,
+)
 from flashbwd.bench.cases import AttentionCase, Bar, BlockCase, DecodingCase, NormCase
 
 CPU = torch.device("cpu")
@@ -527,3 +538,27 @@ def test_a_change_counts_if_it_exceeds_the_spreads_of_both_runs_together(slower:
     new = report_of(flashbwd=peer(*(slower * time for time in (0.95, 1.0, 1.05))))
     (change,) = results.compare(old, new)
     assert change.significant == significant
+
+
+@pytest.mark.parametrize("dropout_p, times", [(0.0, 1), (0.5, 2)])
+def test_the_oracle_runs_once_per_slice_unless_the_mask_depends_on_the_peer(
+    monkeypatch: pytest.MonkeyPatch, dropout_p: float, times: int
+) -> None:
+    case = AttentionCase("t", 1, 32, 2, 2, 8, 8, dtype="fp32", dropout_p=dropout_p)
+    calls: list[int] = []
+    real = oracle.attention_slice
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(oracle, "attention_slice", counted)
+
+    def prepare(case: AttentionCase, x: attention_inputs.AttentionInputs) -> peers.Prepared:
+        return peers.Prepared(lambda: (x.q, x.k, x.v))
+
+    settings = measure.Settings(rounds=5, slot_ms=0.0)
+    both = [peers.Peer(name, prepare) for name in ("one", "two")]
+    found = runner.run_case(case, torch.device("cpu"), settings, both, sets=1)
+    assert {peer.status for peer in found.peers.values()} == {results.WRONG}
+    assert len(calls) == times * len(errors._attention_slices(case))

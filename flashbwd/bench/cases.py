@@ -34,6 +34,11 @@ EFFICIENT = "torch efficient"
 CUDNN = "torch cuDNN"
 CUDNN_HEADS_FIRST = "torch cuDNN, heads first"  # inputs stored as (B, H, S, D) instead of (B, S, H, D)
 FLEX = "flex"
+FLEX_TUNED = "flex autotuned"
+OURS_FLEX = "flashbwd flex"
+PLAIN = "flashbwd plain"  # attention_backward with the same mask given as arguments
+MASKS = ("causal", "documents", "prefix", "window")  # of FlexAttention
+SOFTCAP = 30.0
 CPU_FLASH = "torch CPU flash"
 COPY = "device copy"
 DECODING = "flashbwd decoding"
@@ -269,7 +274,91 @@ class BlockCase:
         return 2 * self.batch * self.seqlen * self.width * DTYPES[self.dtype].itemsize
 
 
-Case = AttentionCase | NormCase | DecodingCase | BlockCase
+@dataclass(frozen=True)
+class FlexCase:
+    """The backward of one FlexAttention. ``mask`` is one of ``MASKS``; "documents" is causal within each document."""
+
+    table: str
+    batch: int
+    seqlen: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    mask: str
+    score: str = ""  # "", "softcap" or "ALiBi"
+    documents: int = 1
+    window: int = 1024
+    dtype: str = "bf16"
+    deterministic: bool = True
+    compiled: bool = True
+    tuned: bool = False  # also measure PyTorch's autotuned kernels, which takes long
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.heads}" if self.heads == self.heads_kv else f"H{self.heads}:{self.heads_kv}"
+        mask = {
+            "causal": "causal",
+            "documents": f"{self.documents} documents",
+            "prefix": f"prefix {self.seqlen // 4}",
+            "window": f"window {self.window}",
+        }[self.mask]
+        score = f" {self.score}" if self.score else ""
+        return f"flex {self.dtype} B{self.batch} S{self.seqlen} {heads} D{self.head_dim} {mask}{score}"
+
+    @property
+    def unit(self) -> str:
+        return "TFLOP/s"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the documents of every sequence: random, but the same in every run."""
+        cuts = sorted(random.Random(self.seqlen).sample(range(1, self.seqlen), self.documents - 1))
+        return tuple(b - a for a, b in zip((0, *cuts), (*cuts, self.seqlen), strict=True))
+
+    @property
+    def pairs(self) -> int:
+        """Number of visible (query, key) pairs per head, over all sequences."""
+        s = self.seqlen
+        visible = s * (s + 1) // 2
+        if self.mask == "documents":
+            visible = sum(n * (n + 1) // 2 for n in self.lengths)
+        elif self.mask == "prefix":  # the queries of the prefix also see the later keys of the prefix
+            prefix = s // 4
+            visible += prefix * (prefix - 1) // 2
+        elif self.mask == "window":
+            w = min(self.window, s)
+            visible = w * (w + 1) // 2 + (s - w) * w
+        return self.batch * visible
+
+    @property
+    def work(self) -> float:
+        return 10.0 * self.heads * self.pairs * self.head_dim
+
+    @property
+    def input_bytes(self) -> int:
+        return self.dense.input_bytes
+
+    @property
+    def dense(self) -> AttentionCase:
+        """The attention case with the same inputs, and with the same mask if it is causal or a window."""
+        return AttentionCase(
+            self.table,
+            self.batch,
+            self.seqlen,
+            self.heads,
+            self.heads_kv,
+            self.head_dim,
+            self.head_dim,
+            causal=self.mask in ("causal", "window"),
+            window=self.window if self.mask == "window" else None,
+            dtype=self.dtype,
+            softcap=SOFTCAP if self.score == "softcap" else 0.0,
+            alibi=self.score == "ALiBi",
+        )
+
+
+Case = AttentionCase | NormCase | DecodingCase | BlockCase | FlexCase
 
 
 def long_tailed_lengths(total: int, seed: int = 0, typical: int = 512, longest: int = 8192) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from flashbwd.bench import attention_inputs, attention_peers, block_peers, decoding_peers, norm_peers
-from flashbwd.bench.cases import AttentionCase, BlockCase, Case, DecodingCase
+from flashbwd.bench import attention_inputs, attention_peers, block_peers, decoding_peers, flex_peers, norm_peers
+from flashbwd.bench.cases import AttentionCase, BlockCase, Case, DecodingCase, FlexCase
 from flashbwd.bench.peers import Peer
 
 SEED = 20
@@ -24,6 +24,8 @@ def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list
         table = attention_peers.ATTENTION_PEERS
     elif isinstance(case, DecodingCase):
         table = decoding_peers.DECODING_PEERS
+    elif isinstance(case, FlexCase):
+        table = flex_peers.FLEX_PEERS
     elif isinstance(case, BlockCase):
         table = block_peers.BLOCK_PEERS
     return [
@@ -32,13 +34,15 @@ def peers_of(case: Case, device: torch.device, only: Sequence[str] = ()) -> list
         if device.type in peer.devices
         and (not only or any(part in peer.name for part in only))
         and (case.compiled or not peer.compiled)
-        and (not peer.deterministic or (isinstance(case, AttentionCase) and case.deterministic))
+        and (not peer.deterministic or (isinstance(case, AttentionCase | FlexCase) and case.deterministic))
     ]
 
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> Any:
     if isinstance(case, AttentionCase):
         return attention_inputs.make_inputs(case, device, seed)
+    if isinstance(case, FlexCase):
+        return attention_inputs.make_inputs(case.dense, device, seed)
     if isinstance(case, DecodingCase):
         return decoding_peers.make_inputs(case, device, seed)
     if isinstance(case, BlockCase):

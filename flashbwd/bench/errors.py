@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,18 +42,27 @@ def _slice_of(case: AttentionCase, b: int) -> Any:
     return slice(start, start + case.lengths[b])
 
 
-def attention_errors(
-    case: AttentionCase, x: attention_inputs.AttentionInputs, prepared: Prepared, grads: Sequence[Tensor | None]
-) -> dict[str, float]:
-    """Return the relative errors of dq, dk, dv (and dbias) against float64 on slices: the largest over row blocks.
+@dataclass(frozen=True)
+class AttentionReference:
+    """Float64 gradients of an attention case. They depend on a peer only if the case has dropout.
 
-    The error is NaN if any element of a gradient is not finite, also outside of the slices.
+    ``slices`` has (sequence, KV head, dq, dk, dv) of each checked slice. ``bias_sums`` is dbias by the batch index of
+    the bias and the KV head.
     """
-    names = ["dq", "dk", "dv", "dbias"][: len(grads)]
-    expected: dict[str, list[Tensor]] = {name: [] for name in names}
-    actual: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    slices: list[tuple[int, int, Tensor, Tensor, Tensor]]
+    bias_sums: dict[tuple[int, int], Tensor]
+
+
+def attention_reference(
+    case: AttentionCase, x: attention_inputs.AttentionInputs, prepared: Prepared, visible: Tensor | None = None
+) -> AttentionReference:
+    """Return the float64 gradients of the checked slices. ``prepared`` is used only for its dropout mask.
+
+    ``visible`` (S, S) replaces the mask of the case.
+    """
+    found = AttentionReference([], {})
     group = case.heads // case.heads_kv
-    bias_sums: dict[tuple[int, int], Tensor] = {}  # by the batch index of the bias and the KV head
     masks: dict[int, Tensor] = {}
     for b, kv in _attention_slices(case):
         where = _slice_of(case, b)
@@ -68,21 +78,45 @@ def attention_errors(
             x.dout[where][:, heads],
             causal=case.causal,
             window=case.window,
+            visible=visible,
             softcap=case.softcap,
             slopes=None if x.alibi_slopes is None else x.alibi_slopes[heads],
             bias=None if x.bias is None else x.bias[bias_b, heads],
             keep=masks[b][:, heads].transpose(0, 1) if b in masks else None,
             dropout_p=case.dropout_p,
         )
-        for name, reference in (("dq", dq), ("dk", dk), ("dv", dv)):
+        found.slices.append((b, kv, dq, dk, dv))
+        if dbias is not None:
+            earlier = found.bias_sums.get((bias_b, kv))
+            found.bias_sums[bias_b, kv] = dbias if earlier is None else earlier + dbias
+    return found
+
+
+def attention_errors(
+    case: AttentionCase,
+    x: attention_inputs.AttentionInputs,
+    prepared: Prepared,
+    grads: Sequence[Tensor | None],
+    reference: AttentionReference | None = None,
+) -> dict[str, float]:
+    """Return the relative errors of dq, dk, dv (and dbias) against float64 on slices: the largest over row blocks.
+
+    The error is NaN if any element of a gradient is not finite, also outside of the slices. By default, the reference
+    is computed.
+    """
+    reference = reference or attention_reference(case, x, prepared)
+    names = ["dq", "dk", "dv", "dbias"][: len(grads)]
+    expected: dict[str, list[Tensor]] = {name: [] for name in names}
+    actual: dict[str, list[Tensor]] = {name: [] for name in names}
+    group = case.heads // case.heads_kv
+    for b, kv, dq, dk, dv in reference.slices:
+        where = _slice_of(case, b)
+        for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
             grad = grads[names.index(name)]
             assert grad is not None
-            expected[name].append(reference)
-            actual[name].append(grad[where][:, heads if name == "dq" else kv])
-        if dbias is not None:
-            earlier = bias_sums.get((bias_b, kv))
-            bias_sums[bias_b, kv] = dbias if earlier is None else earlier + dbias
-    for (bias_b, kv), bias_sum in bias_sums.items():
+            expected[name].append(gradient)
+            actual[name].append(grad[where][:, slice(kv * group, (kv + 1) * group) if name == "dq" else kv])
+    for (bias_b, kv), bias_sum in reference.bias_sums.items():
         dbias = grads[3]
         assert dbias is not None
         expected["dbias"].append(bias_sum.transpose(0, 1))

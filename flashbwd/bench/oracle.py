@@ -21,6 +21,7 @@ def attention_slice(
     *,
     causal: bool = False,
     window: int | None = None,
+    visible: Tensor | None = None,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -37,6 +38,8 @@ def attention_slice(
         Key j is visible to query i iff j <= i + Sk - Sq.
     window
         Only the last ``window`` of these keys are visible.
+    visible : (Sq, Sk) bool, optional
+        The keys that each query sees, if neither argument describes the mask.
     softcap
         0 means no softcap.
     slopes : (G,), optional
@@ -74,11 +77,13 @@ def attention_slice(
             last = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (sk - sq)
             if slopes is not None:
                 scores = scores - slopes[g].double() * (last - columns).abs()
-            if causal:
-                visible = columns <= last
+            seen = None if visible is None else visible[rows]
+            if visible is None and causal:
+                seen = columns <= last
                 if window is not None:
-                    visible &= columns > last - window
-                scores = scores.masked_fill(~visible, -torch.inf)
+                    seen &= columns > last - window
+            if seen is not None:
+                scores = scores.masked_fill(~seen, -torch.inf)
             p = scores.softmax(-1)
             if keep is not None:
                 p = p * keep[g, rows] / (1 - dropout_p)

@@ -45,6 +45,8 @@ class Prepared:
         Whether to compare the gradients with the reference of the case. If false, the peer is only timed.
     workspace_bytes
         Size of the scratch memory according to the plan.
+    first_ms
+        Time of the first call, including compilation and what is computed once per mask; None if it was not measured.
     """
 
     backward: Callable[[], tuple[Tensor | None, ...]]
@@ -56,6 +58,7 @@ class Prepared:
     refusals: Mapping[str, str] = field(default_factory=dict)
     workspace_bytes: int | None = None
     checked: bool = True
+    first_ms: float | None = None
 
 
 @dataclass(frozen=True)

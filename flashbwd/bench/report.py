@@ -106,6 +106,10 @@ def details(results: Sequence[CaseResult]) -> str:
         if peer.timed
     ]
     header = ["case", "peer", "ms", "spread", "timed by", "host us", "worst error", "extra MiB", "workspace MiB"]
+    timed = [peer for result in results for peer in result.peers.values() if peer.timed]
+    if any(peer.first_ms is not None for peer in timed):
+        header.append("first call ms")
+        rows = [[*row, number(peer.first_ms, ".0f")] for row, peer in zip(rows, timed, strict=True)]
     return table(header, rows)
 
 

@@ -46,6 +46,7 @@ class PeerResult:
     refusals: dict[str, str] = field(default_factory=dict)
     eager_ms: list[float] = field(default_factory=list)
     sustained_ms: list[float] = field(default_factory=list)
+    first_ms: float | None = None  # the first call, with compilation and the lists of its mask
 
     @property
     def timed(self) -> bool:

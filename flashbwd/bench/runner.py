@@ -23,8 +23,10 @@ from flashbwd.bench.cases import (
     BlockCase,
     Case,
     DecodingCase,
+    FlexCase,
 )
 from flashbwd.bench.contenders import SEED, make_inputs, peers_of
+from flashbwd.bench.flex_cases import visible_pairs
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
@@ -70,10 +72,11 @@ def run_case(
     ready: dict[str, list[Prepared]] = {}
     if any(peer.compiled for peer in peers):
         torch.compiler.reset()  # otherwise torch.compile falls back to eager after a few shapes
+    references: list[errors.AttentionReference] = []
     for peer in peers:
         try:
             prepared = [peer.prepare(case, x) for x in inputs]
-            results[peer.name] = _checked(case, inputs[0], prepared[0], device)
+            results[peer.name] = _checked(case, inputs[0], prepared[0], device, references)
             ready[peer.name] = prepared
         except (UnsupportedCaseError, NotImplementedError) as reason:
             results[peer.name] = PeerResult(UNSUPPORTED, _first_line(reason))
@@ -82,6 +85,7 @@ def run_case(
             if is_broken(device):
                 message = f"flashbwd: the GPU is unusable after {peer.name}: {_first_line(error)}"
                 raise DeviceLostError(message, found) from error
+    references.clear()  # frees their memory before the timing
     if ready:
         try:
             timings = measure.interleaved(ready, device, settings, tick, sustained_peers(case, list(ready)))
@@ -117,14 +121,25 @@ def sustained_peers(case: Case, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in wanted or (every and not name.startswith("flashbwd"))]
 
 
-def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> PeerResult:
-    """Return the result of a peer before it is timed: correctness, work and memory."""
+def _checked(
+    case: Case, x: Any, prepared: Prepared, device: torch.device, references: list[errors.AttentionReference]
+) -> PeerResult:
+    """Return the result of a peer before it is timed: correctness, work and memory.
+
+    ``references`` keeps the float64 gradients for the next peers, unless a dropout mask depends on the peer.
+    """
     with prepared.scope():
         grads = prepared.backward()
     found: dict[str, float] = {}
     if grads and prepared.checked:
-        if isinstance(case, AttentionCase):
-            found = errors.attention_errors(case, x, prepared, grads)
+        if isinstance(case, AttentionCase | FlexCase):
+            dense = case.dense if isinstance(case, FlexCase) else case
+            if not references:
+                visible = visible_pairs(case, device) if isinstance(case, FlexCase) else None
+                references.append(errors.attention_reference(dense, x, prepared, visible))
+            found = errors.attention_errors(dense, x, prepared, grads, references[0])
+            if dense.dropout_p > 0:
+                references.clear()
         elif isinstance(case, DecodingCase):
             found = errors.decoding_errors(case, x, grads)
         elif isinstance(case, BlockCase):
@@ -142,6 +157,7 @@ def _checked(case: Case, x: Any, prepared: Prepared, device: torch.device) -> Pe
         workspace_bytes=prepared.workspace_bytes,
         plan=prepared.plan,
         refusals=dict(prepared.refusals),
+        first_ms=prepared.first_ms,
     )
 
 

@@ -25,6 +25,7 @@ from flashbwd.bench.cases import (
     NormCase,
     packed,
 )
+from flashbwd.bench.flex_cases import FLEX_CASES
 
 # ---- LayerNorm: (N, rows of bf16, rows of fp32) --------------------------------------------------
 
@@ -188,12 +189,14 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
     if device == "cuda":
         decoding = (*DECODING_CASES, *DECODING_BACKWARD_CASES)
     blocks: tuple[Case, ...] = BLOCK_CASES if device == "cuda" else ()
+    flex: tuple[Case, ...] = FLEX_CASES if device == "cuda" else ()
     if quick:
+        flex = tuple(case for case in FLEX_CASES if case in flex and case.seqlen == 4096)
         decoding = (*decoding[:3], *decoding[len(DECODING_CASES) :][:1])
         blocks = tuple(case for case in blocks if isinstance(case, BlockCase) and case.width < 4096)
         attention = tuple(case for case in attention if isinstance(case, AttentionCase) and _is_quick(case))
         norms = tuple(case for case in norms if isinstance(case, NormCase) and case.columns in (1024, 4096, 16384))
-    chosen = {"attention": attention, "layer_norm": norms, "decoding": decoding, "block": blocks}
+    chosen = {"attention": attention, "layer_norm": norms, "decoding": decoding, "block": blocks, "flex": flex}
     return sum(chosen.values(), ()) if name == "all" else chosen[name]
 
 

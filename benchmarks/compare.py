@@ -221,7 +221,8 @@ def summary(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", nargs="+", metavar="NAME=PATH")
-    parser.add_argument("--suite", default="attention", choices=["attention", "layer_norm", "decoding", "block"])
+    suites = ("attention", "layer_norm", "decoding", "block", "flex")
+    parser.add_argument("--suite", default="attention", choices=suites)
     parser.add_argument("--cases", default="", metavar="TEXT", help="only cases whose name contains this")
     parser.add_argument("--peer", default="flashbwd sm90", help="the peer of this library to time, by its exact name")
     parser.add_argument("--rounds", type=int, default=7)

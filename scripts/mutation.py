@@ -100,11 +100,11 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "flashbwd/reference/norms.py": _NORMS,
     },
     "mods": {
-        **{f"flashbwd/mods/{name}.py": _EMIT for name in ("derivative", "emit", "operators", "row")},
+        **{f"flashbwd/mods/{name}.py": _EMIT for name in ("derivative", "element", "emit", "operators", "row")},
         **{f"flashbwd/mods/{name}.py": _KEYS for name in ("captures", "kernels")},
         "flashbwd/mods/nvrtc.py": ("tests/test_disk_cache.py", *_KEYS),
         "flashbwd/mods/handle.py": ("tests/test_compile_mods.py",),
-        **{f"flashbwd/mods/{name}.py": _RECOGNITION for name in ("built_in", "values")},
+        **{f"flashbwd/mods/{name}.py": _RECOGNITION for name in ("built_in", "rules", "values")},
         "flashbwd/mods/trace.py": ("tests/test_flex_decoding_emission.py", *_KEYS),
     },
     "bench": {

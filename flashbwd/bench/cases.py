@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -289,8 +290,8 @@ class FlexCase:
     documents: int = 1
     window: int = 1024
     dtype: str = "bf16"
-    deterministic: bool = True
-    compiled: bool = True
+    deterministic: ClassVar[bool] = True
+    compiled: ClassVar[bool] = True
     tuned: bool = False  # also measure PyTorch's autotuned kernels, which takes long
     bars: tuple[Bar, ...] = ()
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from flashbwd.flex.lists import KeyBlockLists
-from flashbwd.flex.mask_bits import unpack
+from flashbwd.flex.mask_bits import tiles_at_once, unpack
 
 __all__ = ["hides_above"]
-
-_PAIRS = 2**22  # pairs that are looked at together
 
 
 def hides_above(lists: KeyBlockLists, offset: int) -> bool:
@@ -30,7 +28,7 @@ def hides_above(lists: KeyBlockLists, offset: int) -> bool:
         return False
     query = torch.arange(tile.queries, device=tiles.device).view(1, -1, 1)
     key = torch.arange(tile.keys, device=tiles.device)
-    at_once = max(_PAIRS // (tile.queries * tile.keys), 1)
+    at_once = tiles_at_once(tile)
     for some, diagonals in zip(tiles.split(at_once), diagonal.split(at_once), strict=True):
         above = key > query + diagonals.view(-1, 1, 1)
         if bool((unpack(lists.bits[some]) & above).any()):

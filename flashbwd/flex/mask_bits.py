@@ -16,6 +16,11 @@ from flashbwd.reference.modifications import GatherByIndex, Mod, run_mod
 _PAIRS = 2**22  # pairs that are evaluated together
 
 
+def tiles_at_once(tile: Tile) -> int:
+    """Return how many tiles may be unpacked together. The limit bounds the memory of their pairs."""
+    return max(_PAIRS // (tile.queries * tile.keys), 1)
+
+
 def depends_on_batch_and_head(mask_mod: Mod) -> tuple[bool, bool]:
     """Return whether a ``mask_mod`` reads the batch index and the head index. True if that cannot be found out."""
     try:
@@ -45,9 +50,8 @@ def evaluate(
     bits : Tensor, (n, tile.queries, tile.keys // 32), int32
     any_visible, all_visible : Tensor, (n,), bool
     """
-    at_once = max(_PAIRS // (tile.queries * tile.keys), 1)
     parts = []
-    for some in tiles.split(at_once):
+    for some in tiles.split(tiles_at_once(tile)):
         visible = _visible(block_mask, states, some, sizes, tile)
         parts.append((pack(visible), visible.flatten(1).any(1), visible.flatten(1).all(1)))
     bits, any_visible, all_visible = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -85,21 +89,3 @@ def unpack(bits: Tensor) -> Tensor:
     """Unpack (..., words) int32 to (..., 32 * words) bool. The inverse of :func:`pack`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts & 1).bool().flatten(-2)
-
-
-def permuted(bits: Tensor, order: Tensor) -> Tensor:
-    """Reorder the bits of each tile, for a kernel whose threads read them in the order of their registers.
-
-    Parameters
-    ----------
-    bits : Tensor, (tiles, queries, words), int32
-    order : Tensor, (queries * words * 32,), int64
-        ``order[i]`` is the position ``query * words * 32 + key`` of the pair whose bit becomes bit ``i % 32`` of word
-        ``i // 32`` of the tile.
-
-    Returns
-    -------
-    Tensor, (tiles, queries * words), int32
-    """
-    parts = [pack(unpack(some).flatten(1)[:, order]) for some in bits.split(max(_PAIRS // order.numel(), 1))]
-    return torch.cat(parts)

@@ -1,4 +1,4 @@
-// Stores of adjacent columns of a row of a gradient, from fp32 registers.
+// Stores adjacent columns of one row of a gradient from fp32 registers.
 #pragma once
 
 #include <cstdint>

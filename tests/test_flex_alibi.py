@@ -24,7 +24,7 @@ from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.score_change import Slopes, hides_above_diagonal, score_change_of
 from flashbwd.flex.tile import Tile
-from flashbwd.integrations import flex_pass
+from flashbwd.integrations import flex_node, flex_pass
 from flashbwd.mods.in_graph import text_of
 from flashbwd.reference.decoding import DecodingCall
 
@@ -320,11 +320,12 @@ def test_in_a_graph_the_numbers_of_queries_and_keys_must_change_together(
     seqlen_q, seqlen_k = (shapes.create_symintnode(symbols[i], hint=640) for i in (0, 0 if together else 1))
     with FakeTensorMode(shape_env=shapes):
         query, key = (torch.empty(B, H, n, 64, device="cuda") for n in (seqlen_q, seqlen_k))
-    tensors = (query, query, key, key, query, query[..., 0], None)
-    score = flex_pass._Score(text, [], [])
+        lse = torch.empty(B, H, seqlen_q, device="cuda")
+    tensors = (query, query, key, key, query, lse, None)
+    score = flex_node.Score(text, [], [])
     if together:
-        flex_pass._plan(0.1, flex_pass._NO_MASK, score, tensors)
+        flex_pass._plan(0.1, flex_node._NO_MASK, score, tensors)
         assert len(planned) == 1
     else:
         with pytest.raises(UnsupportedError, match="Sk - Sq may change"):
-            flex_pass._plan(0.1, flex_pass._NO_MASK, score, tensors)
+            flex_pass._plan(0.1, flex_node._NO_MASK, score, tensors)

@@ -55,7 +55,7 @@ def make_environment() -> None:
         parents = [path for path in sys.path if path.endswith("-packages")]
         (packages / "packages_of_parent.pth").write_text("\n".join(parents) + "\n")
     pip = subprocess.run([str(PYTHON), "-m", "pip", "--version"], capture_output=True, check=False)
-    if pip.returncode and subprocess.run([str(PYTHON), "-m", "ensurepip"], check=False).returncode:
+    if pip.returncode and subprocess.run([str(PYTHON), "-m", "ensurepip", "--default-pip"], check=False).returncode:
         shutil.rmtree(ENV)
         sys.exit("this python has no pip: on Debian and Ubuntu, apt install python3-venv")
     MADE.touch()
@@ -76,10 +76,11 @@ def install() -> None:
         if torch := [line for line in requirements if line.startswith("torch")]:
             size = "0.2 GB" if torch[-1].endswith("+cpu") else "2.7 GB with CUDA's libraries"
             print(f"installing {torch[-1]}, a download of about {size}", flush=True)
-        run("-m", "pip", "install", "--quiet", *requirements)
+        run("-m", "pip", "install", *requirements)
     run("setup.py", "-q", "build_ext", "--inplace")
     if changed:
-        editable = ("-m", "pip", "install", "--quiet", "--no-build-isolation", "-e")
+        print("installing what the tests and the demo need", flush=True)
+        editable = ("-m", "pip", "install", "--no-build-isolation", "-e")
         if not succeeds(*editable, ".[test]"):
             print("pip failed, perhaps without a network: continuing with the installed packages", flush=True)
             run(*editable, ".", "--no-deps")
@@ -95,6 +96,9 @@ def main() -> None:
     if not MADE.exists():
         make_environment()
     install()
+    if command == "setup":
+        print(f"flashbwd is built. Activate its environment with: source {ENV.name}/bin/activate")
+        return
     if command == "test":
         run("setup.py", "-q", "build_test_modules")
         has_xdist = (
@@ -102,9 +106,8 @@ def main() -> None:
         )
         if has_xdist and all(argument.startswith("-") for argument in arguments):
             arguments = [*WORKERS, *arguments]
-    if command != "setup":
-        os.chdir(ROOT)
-        os.execv(PYTHON, [str(PYTHON), *COMMANDS[command], *arguments])
+    os.chdir(ROOT)
+    os.execv(PYTHON, [str(PYTHON), *COMMANDS[command], *arguments])
 
 
 if __name__ == "__main__":

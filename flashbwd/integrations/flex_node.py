@@ -72,7 +72,7 @@ def call_of(node: Node) -> dict[str, Any]:
     parameters = list(inspect.signature(type(AFTER_PYTORCH).__call__).parameters)[1:]
     if tuple(parameters) != _ARGUMENTS:
         raise DeclinedError("this PyTorch's flex_attention_backward has other arguments than the known ones")
-    call = {"score_mod_other_buffers": (), "mask_mod_other_buffers": ()}
+    call: dict[str, Any] = {"score_mod_other_buffers": (), "mask_mod_other_buffers": ()}
     call |= dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
     fields = _fields_of_mask()
     if unknown := set(fields) - _FIELDS_OF_MASK:

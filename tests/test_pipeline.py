@@ -1,181 +1,129 @@
-"""A host simulation of the warp roles of the sm90 kernel for large head dimensions and features. The roles pass work
-tiles, keys, queries, P, dS and dq to each other. They must end for all work tiles and every order of execution."""
+"""A host simulation of the sm90 kernel for large head dimensions. All clusters must end, for all work tiles and every
+order of execution, and must have added to every dq tile once per work tile that visits it."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.barriers import Barrier, Role, run
+from kit.barriers import run
+from kit.large_head_dim import Config, Grid
 
-STAGES = 2  # stages of q, dout and dS
-ADDERS = 2
-DQ_BUFFERS = 2
-SLOTS = 2  # slots for work tiles in shared memory
-
-
-@dataclass(frozen=True)
-class Tile:
-    steps: int  # iterations: query blocks that see these keys
-    first_step: int  # iterations of the work tiles before this one
-    stepping: int  # work tiles before this one that have iterations
-
-
-def tiles_of(steps: list[int]) -> list[Tile]:
-    return [Tile(n, sum(steps[:i]), sum(s > 0 for s in steps[:i])) for i, n in enumerate(steps)]
+CONFIGS = {
+    "features to 128": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=2, ctas=1, atoms=2, features=True),
+    "192, 128": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=2, ctas=2, atoms=3),
+    "192, 192": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=1, ctas=2, atoms=3),
+    "features to 192": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=1, ctas=2, atoms=3, features=True),
+    "256": Config(stages=2, dout_stages=1, ds_buffers=1, dq_buffers=1, ctas=2, atoms=4),
+    "features to 256": Config(stages=2, dout_stages=1, ds_buffers=1, dq_buffers=1, ctas=2, atoms=4, features=True),
+}
+BANDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=6)
+RANDOM = st.randoms(use_true_random=False)
 
 
-class LargeHeadDimCta:
-    """One CTA, with one arrival per role where the kernel has one per thread or warp.
+def bands(ends: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The query blocks of work tiles: ranges, of which many are empty."""
+    return [tuple(range(begin, end)) for begin, end in ends]
 
-    With ``zero_tiles_arrive``, the warpgroup of dS also arrives at v_empty after a work tile without query blocks,
-    whose zeros it stages in the buffer of v, and the warp that loads keys waits for it there.
+
+def ascending(tiles: list[tuple[int, ...]]) -> Callable[[int, int], int]:
+    return lambda number, query_block: sum(query_block in queries for queries in tiles[:number])
+
+
+def descending(tiles: list[tuple[int, ...]]) -> Callable[[int, int], int]:
+    return lambda number, query_block: sum(query_block in queries for queries in tiles[number + 1 :])
+
+
+def ring(size: int, static: bool = True) -> Grid:
+    """A wave with a staggered start.
+
+    Work tile n visits query blocks n, n + 1, ..., n - 1 (mod size), and adds to each
+    after those that begin behind it.
     """
-
-    def __init__(self, steps: list[int], zero_tiles_arrive: bool = False) -> None:
-        self.tiles, self.zero_tiles_arrive = tiles_of(steps), zero_tiles_arrive
-        self.work_full = [Barrier() for _ in range(SLOTS)]
-        self.work_empty = [Barrier(4 + ADDERS) for _ in range(SLOTS)]
-        self.work_wanted, self.k_empty, self.v_empty = Barrier(), Barrier(2), Barrier()
-        self.k_full, self.v_full = Barrier(), Barrier()
-        self.q_full, self.q_empty = self._ring(1), self._ring(2)
-        self.dout_full, self.dout_empty = self._ring(1), self._ring(2)
-        self.p_full, self.p_empty = Barrier(), Barrier()
-        self.ds_full, self.ds_empty = self._ring(1), self._ring(1)
-        self.dq_full = [[Barrier() for _ in range(DQ_BUFFERS)] for _ in range(ADDERS)]
-        self.dq_empty = [Barrier() for _ in range(DQ_BUFFERS)]
-        self.busy = Barrier(phase=1)  # a wait for parity 0 passes, but the simulation may delay the role here
-
-    @staticmethod
-    def _ring(count: int) -> list[Barrier]:
-        return [Barrier(count) for _ in range(STAGES)]
-
-    def roles(self) -> list[Role]:
-        adders = [self.adder(number) for number in range(ADDERS)]
-        return [
-            self.keys(),
-            self.queries(),
-            self.probabilities(),
-            self.score_gradients(),
-            self.query_gradients(),
-            *adders,
-        ]
-
-    def keys(self) -> Role:
-        """The warp that finds work tiles and loads k and v."""
-        for i, tile in enumerate(self.tiles):
-            yield self.work_empty[i % SLOTS], i // SLOTS % 2 ^ 1
-            yield self.work_wanted, (i + 1) % 2
-            self.work_full[i % SLOTS].arrive()
-            yield self.busy, 0
-            if tile.steps > 0:
-                yield self.k_empty, tile.stepping % 2 ^ 1
-                self.k_full.arrive()
-            if self.zero_tiles_arrive:
-                yield self.v_empty, (i + 1) % 2
-            elif tile.steps > 0:
-                yield self.v_empty, tile.stepping % 2 ^ 1
-            if tile.steps > 0:
-                self.v_full.arrive()
-            yield self.busy, 0
-
-    def tile(self, i: int) -> tuple[Barrier, int]:
-        """The wait for work tile i."""
-        return self.work_full[i % SLOTS], i // SLOTS % 2
-
-    def queries(self) -> Role:
-        for i, tile in enumerate(self.tiles):
-            yield self.tile(i)
-            for step in range(tile.first_step, tile.first_step + tile.steps):
-                stage, phase = step % STAGES, step // STAGES % 2
-                yield self.q_empty[stage], phase ^ 1
-                self.q_full[stage].arrive()
-                yield self.dout_empty[stage], phase ^ 1
-                self.dout_full[stage].arrive()
-            self.work_wanted.arrive()
-            self.work_empty[i % SLOTS].arrive()
-
-    def probabilities(self) -> Role:
-        for i, tile in enumerate(self.tiles):
-            yield self.tile(i)
-            end = tile.first_step + tile.steps
-            if tile.steps > 0:
-                yield self.k_full, tile.stepping % 2
-            for step in range(tile.first_step, end):
-                stage, phase = step % STAGES, step // STAGES % 2
-                yield self.q_full[stage], phase
-                yield self.p_empty, step % 2 ^ 1
-                self.q_empty[stage].arrive()
-                self.p_full.arrive()
-                yield self.dout_full[stage], phase
-                self.dout_empty[stage].arrive()
-            if tile.steps > 0:
-                self.k_empty.arrive()
-                yield self.p_empty, end % 2 ^ 1  # dv is staged in the buffer of P
-            self.work_empty[i % SLOTS].arrive()
-
-    def score_gradients(self) -> Role:
-        for i, tile in enumerate(self.tiles):
-            yield self.tile(i)
-            if tile.steps > 0:
-                yield self.v_full, tile.stepping % 2
-            for step in range(tile.first_step, tile.first_step + tile.steps):
-                stage, phase = step % STAGES, step // STAGES % 2
-                yield self.dout_full[stage], phase
-                yield self.p_full, step % 2
-                self.p_empty.arrive()
-                self.dout_empty[stage].arrive()
-                yield self.ds_empty[stage], phase ^ 1
-                self.ds_full[stage].arrive()
-                yield self.q_full[stage], phase
-                self.q_empty[stage].arrive()
-            if tile.steps > 0 or self.zero_tiles_arrive:
-                self.v_empty.arrive()
-            self.work_empty[i % SLOTS].arrive()
-
-    def query_gradients(self) -> Role:
-        for i, tile in enumerate(self.tiles):
-            yield self.tile(i)
-            if tile.steps > 0:
-                yield self.k_full, tile.stepping % 2
-            for step in range(tile.first_step, tile.first_step + tile.steps):
-                stage, buffer = step % STAGES, step % DQ_BUFFERS
-                yield self.ds_full[stage], step // STAGES % 2
-                self.ds_empty[stage].arrive()
-                yield self.dq_empty[buffer], step // DQ_BUFFERS % 2 ^ 1
-                self.dq_full[step % ADDERS][buffer].arrive()
-            if tile.steps > 0:
-                self.k_empty.arrive()
-            self.work_empty[i % SLOTS].arrive()
-
-    def adder(self, number: int) -> Role:
-        phases = [0] * DQ_BUFFERS
-        for i, tile in enumerate(self.tiles):
-            yield self.tile(i)
-            for step in range(tile.first_step, tile.first_step + tile.steps):
-                if step % ADDERS != number:
-                    continue
-                buffer = step % DQ_BUFFERS
-                yield self.dq_full[number][buffer], phases[buffer]
-                phases[buffer] ^= 1
-                self.dq_empty[buffer].arrive()
-            self.work_empty[i % SLOTS].arrive()
+    tiles = [tuple((number + i) % size for i in range(size)) for number in range(size)]
+    return Grid(tiles, lambda number, query_block: (query_block - number) % size, size, static)
 
 
-WALKS = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 5]), max_size=12)
+def ends(config: Config, grid: Grid, rng: random.Random) -> bool:
+    return run(grid.roles(config), rng)
 
 
-@given(WALKS, st.randoms(use_true_random=False))
-def test_roles_end_for_all_work_tiles(steps: list[int], rng: random.Random) -> None:
-    assert run(LargeHeadDimCta(steps).roles(), rng)
+def check_adds(config: Config, grid: Grid) -> None:
+    visits = {block: [n for n, tile in enumerate(grid.tiles) if block in tile] for tile in grid.tiles for block in tile}
+    want = {(block, rank): numbers for block, numbers in visits.items() for rank in range(config.ctas)}
+    assert {tile: sorted(numbers) for tile, numbers in grid.adds.items()} == want
+    assert sorted(grid.stores) == sorted(want)
+    if (before := grid.adds_before) is not None:
+        for (block, _), numbers in grid.adds.items():
+            assert [before(number, block) for number in numbers] == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=15)
+@given(ends_of=BANDS, clusters=st.integers(1, 3), rng=RANDOM)
+def test_unordered_adds_end_and_are_complete(
+    name: str, ends_of: list[tuple[int, int]], clusters: int, rng: random.Random
+) -> None:
+    grid = Grid(bands(ends_of), clusters=clusters)
+    assert ends(CONFIGS[name], grid, rng)
+    check_adds(CONFIGS[name], grid)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=15)
+@given(ends_of=BANDS, clusters=st.integers(1, 3), rng=RANDOM)
+def test_ordered_adds_end_and_keep_their_order(
+    name: str, ends_of: list[tuple[int, int]], clusters: int, rng: random.Random
+) -> None:
+    tiles = bands(ends_of)
+    grid = Grid(tiles, ascending(tiles), clusters)
+    assert ends(CONFIGS[name], grid, rng)
+    check_adds(CONFIGS[name], grid)
+
+
+@settings(max_examples=15)
+@given(size=st.integers(1, 5), rng=RANDOM)
+def test_a_wave_with_a_staggered_start_ends_and_keeps_its_order(size: int, rng: random.Random) -> None:
+    grid = ring(size)
+    assert ends(CONFIGS["256"], grid, rng)
+    check_adds(CONFIGS["256"], grid)
+
+
+# ---- planted faults, which show that the simulation can find a deadlock ----
 
 
 @pytest.mark.parametrize("steps", [[2, 0, 0], [0, 0, 1], [1, 0, 2], [0, 0, 0, 0]], ids=str)
 def test_the_simulation_finds_the_deadlock_of_empty_work_tiles_that_arrive(steps: list[int]) -> None:
-    """The simulation finds the known deadlock of this protocol, so it would also find one in the kernel's protocol."""
-    ends = [run(LargeHeadDimCta(steps, zero_tiles_arrive=True).roles(), random.Random(seed)) for seed in range(300)]
-    assert not all(ends)
-    assert any(ends)
+    config = replace(CONFIGS["features to 128"], zero_tiles_arrive=True)
+    tiles = [tuple(range(count)) for count in steps]
+    results = [ends(config, Grid(tiles), random.Random(seed)) for seed in range(300)]
+    assert not all(results)
+    assert any(results)
+
+
+def test_the_simulation_finds_the_deadlock_of_adds_that_wait_for_later_work_tiles() -> None:
+    tiles = [(0, 1)] * 4
+    assert not ends(CONFIGS["256"], Grid(tiles, descending(tiles)), random.Random(0))
+
+
+def test_the_simulation_finds_the_deadlock_of_a_staggered_start_from_a_counter() -> None:
+    """A cluster may take two work tiles of a wave, of which the first waits for the second."""
+    results = [ends(CONFIGS["256"], ring(2, static=False), random.Random(seed)) for seed in range(100)]
+    assert not all(results)
+
+
+def test_the_simulation_finds_the_deadlock_of_adds_that_are_published_too_late() -> None:
+    assert not ends(replace(CONFIGS["256"], publishes_late=True), ring(4), random.Random(0))
+
+
+@pytest.mark.parametrize("field", ["dq_buffers", "ds_buffers"])
+def test_the_simulation_runs_with_more_buffers_too(field: str) -> None:
+    config = replace(CONFIGS["256"], **{field: 3})
+    tiles = [(0, 1, 2), (), (1, 2), (0,)]
+    grid = Grid(tiles, clusters=2)
+    assert ends(config, grid, random.Random(0))
+    check_adds(config, grid)

@@ -1,8 +1,9 @@
 """Simulates thread roles that synchronize with mbarriers, on the host and in random order.
 
-A role is a generator. It yields each wait as (barrier, parity), and it arrives by calling ``Barrier.arrive``. The
-simulation may delay a runnable role for any length of time, as a GPU may delay a warp. If a barrier can complete two
-phases before a waiting role sees the first, the wait never ends, and the simulation reports a deadlock.
+A role is a generator. It yields each wait as (barrier, parity), and it arrives by calling ``Barrier.arrive``. It waits
+for a semaphore in global memory in the same way: (semaphore, value). The simulation may delay a runnable role for any
+length of time, as a GPU may delay a warp. If a barrier can complete two phases before a waiting role sees the first,
+the wait never ends, and the simulation reports a deadlock.
 """
 
 from __future__ import annotations
@@ -31,7 +32,40 @@ class Barrier:
         return self.phase % 2 != parity % 2
 
 
-Role = Generator[tuple[Barrier, int], None, None]
+@dataclass
+class BytesBarrier(Barrier):
+    """An mbarrier with one arrival, which expects bytes. The bytes may come before the arrival."""
+
+    bytes_to_come: int = field(default=0, init=False)
+
+    def expect(self) -> None:
+        self._change(1, 1)
+
+    def deliver(self) -> None:
+        self._change(0, -1)
+
+    def _change(self, arrivals: int, more_bytes: int) -> None:
+        self.pending += arrivals
+        self.bytes_to_come += more_bytes
+        assert self.pending <= 1, "the receiver expects the next bytes before the last ones have come"
+        assert self.bytes_to_come >= -1, "the sender overwrites bytes that the receiver has not read"
+        if self.pending == 1 and self.bytes_to_come == 0:
+            self.pending = 0
+            self.phase += 1
+
+
+@dataclass
+class Semaphore:
+    """An integer in global memory. A wait ends when it has exactly the required value."""
+
+    value: int = 0
+
+    def is_complete(self, required: int) -> bool:
+        return self.value == required
+
+
+Wait = tuple[Barrier | Semaphore, int]
+Role = Generator[Wait, None, None]
 
 
 def run(roles: Iterable[Role], rng: random.Random) -> bool:
@@ -39,7 +73,7 @@ def run(roles: Iterable[Role], rng: random.Random) -> bool:
 
     Each iteration runs a random role for one or two steps, or until it has to wait.
     """
-    waits: dict[Role, tuple[Barrier, int] | None] = dict.fromkeys(roles)
+    waits: dict[Role, Wait | None] = dict.fromkeys(roles)
     while waits:
         able = [role for role, wait in waits.items() if wait is None or wait[0].is_complete(wait[1])]
         if not able:

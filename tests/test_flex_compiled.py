@@ -18,6 +18,8 @@ from kit.decoding import Shape
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+import flashbwd
+from flashbwd.flex import graph_operator
 from flashbwd.integrations import inductor
 
 SHAPE = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=75, seqlen_k=101, head_dim=8, head_dim_v=5)
@@ -122,6 +124,23 @@ def test_a_mask_can_lack_the_lists_of_full_blocks() -> None:
     dense = decoding.dense_mask(mask_mod, SHAPE, "cpu")
     want = torch.autograd.grad(loss(*decoding.oracle(SHAPE, *same, None, dense)), same)
     torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_request_for_determinism_reaches_the_operator(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = graph_operator.gradients
+
+    def gradients(*arguments: Any) -> Any:
+        asked.append(arguments[9])
+        return real(*arguments)
+
+    monkeypatch.setattr(graph_operator, "gradients", gradients)
+    inputs = leaves(*SHAPE.tensors(torch.float64))
+    options: Any = {"enable_gqa": True, "deterministic": deterministic}
+    compiled = Compiled(lambda *tensors: flashbwd.flex_attention(*tensors, **options))
+    torch.autograd.grad(compiled(*inputs).sum(), inputs)
+    assert (operator_of(compiled).args[-1], asked) == (deterministic, [deterministic])
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["out", "lse"])

@@ -19,6 +19,7 @@ from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kept, tensors_of
 from flashbwd.flex.forward import forward
 from flashbwd.flex.gradients import gradients
+from flashbwd.flex.graph_operator import DETERMINISTIC
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.modifications import captured_of, name_of
 from flashbwd.reference.decoding import DecodingCall
@@ -122,7 +123,8 @@ def flex_attention(
     kernel_options : mapping, optional
         Options of PyTorch's forward kernel.
     deterministic : bool
-        Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it.
+        Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it. In a
+        compiled model it applies to backwards that this library computes (:func:`flashbwd.enable`).
 
     Returns
     -------
@@ -140,8 +142,9 @@ def flex_attention(
     """
     _arguments.flag("deterministic", deterministic)
     if is_dynamo_compiling():
+        options = {**(kernel_options or {}), **({DETERMINISTIC: True} if deterministic else {})}
         results: Tensor | tuple[Tensor, Tensor] = pytorch_flex_attention(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options or None
         )
         return results
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)

@@ -24,8 +24,11 @@ from flashbwd.mods.in_graph import as_outside, bound
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import Mod
 
-__all__ = ["GraphMask", "call_of"]
+__all__ = ["DETERMINISTIC", "GraphMask", "call_of"]
 
+# The kernel option by which flashbwd.flex_attention asks for deterministic gradients in a compiled graph. PyTorch's
+# kernels do not read it. Its forward drops options that begin with "bwd_".
+DETERMINISTIC = "bwd_FLASHBWD_DETERMINISTIC"
 _NAME = "flex_attention_backward_in_graph"
 _ENTRIES = 64  # most block masks whose lists are remembered at a time
 _remembered: ByStorage[KernelLists | None] = ByStorage(_ENTRIES)
@@ -151,8 +154,8 @@ class _Refusal:
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, Tensor[] mask, "
     "SymInt[] block_size, str mask_mod, Tensor[] mask_captures, SymInt[] mask_numbers, int[] mask_number_positions, "
-    "str score_mod, Tensor[] score_captures, bool[] wanted, float scale, bool remember, int[] orders) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)"
+    "str score_mod, Tensor[] score_captures, bool[] wanted, float scale, bool remember, int[] orders, "
+    "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)"
 )
 _Grads = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
@@ -177,6 +180,7 @@ def _backward(
     scale: float,
     remember: bool,
     orders: list[int],
+    deterministic: bool,
 ) -> _Grads:
     """Compute the gradients of query, key, value and the wanted ones of the tensors that ``score_mod`` captures.
 
@@ -188,6 +192,8 @@ def _backward(
         Whether the storages of the block mask stay what they are between calls.
     orders : list of int
         The dimensions of dq, dk and dv, from the outermost to the innermost in memory. They are dense in this order.
+    deterministic : bool
+        Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it.
     """
     captures = [c.detach().requires_grad_(w) for c, w in zip(score_captures, wanted, strict=True)]
     of_mask = (mask, block_size, mask_mod, mask_captures, mask_numbers, mask_number_positions)
@@ -196,7 +202,7 @@ def _backward(
     given = None if dout is None else _aligned(dout)
     dlse = None if dlse is None else dlse.contiguous()
     leaves = [capture for capture in captures if capture.requires_grad]
-    order = torch.are_deterministic_algorithms_enabled()
+    order = deterministic or torch.are_deterministic_algorithms_enabled()
     lists_of, refusal = _lists_of if remember else _made_lists_of, _Refusal(query)
     with as_outside():
         dq, dk, dv, found = gradients(
@@ -212,7 +218,7 @@ def _backward(
 
 
 def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> _Grads:
-    captures, wanted, *_, orders = rest[11:]
+    captures, wanted, *_, orders, _ = rest[11:]
     dq, dk, dv = (
         like.new_empty_strided(like.shape, _dense_strides(like.shape, orders[4 * i : 4 * i + 4]))
         for i, like in enumerate((query, key, value))

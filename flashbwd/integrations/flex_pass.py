@@ -120,12 +120,18 @@ def _check_backend(call: dict[str, Any], mask: Mask, score: Score) -> None:
         raise DeclinedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
     dlse = None if call["grad_logsumexp"] is None else lse
     try:
-        _plan(call["scale"], mask, score, (out, query, key, value, out, lse, dlse))
+        _plan(call["scale"], mask, score, (out, query, key, value, out, lse, dlse), _is_deterministic(call))
     except UnsupportedError as reason:
         raise DeclinedError(str(reason)) from None
 
 
-def _plan(scale: float, mask: Mask, score: Score, tensors: Sequence[Tensor | None]) -> None:
+def _is_deterministic(call: dict[str, Any]) -> bool:
+    return bool(call["kernel_options"].get(graph_operator.DETERMINISTIC))
+
+
+def _plan(
+    scale: float, mask: Mask, score: Score, tensors: Sequence[Tensor | None], deterministic: bool = False
+) -> None:
     """Raise UnsupportedError unless a kernel computes the backward, as far as this does not depend on values.
 
     Parameters
@@ -149,7 +155,7 @@ def _plan(scale: float, mask: Mask, score: Score, tensors: Sequence[Tensor | Non
             scale,
         )
         wanted = [capture for capture, want in zip(score_captures, score.wanted, strict=True) if want]
-        kernel = backends.choose(call, query, key, value, wanted, False, _any_lists)
+        kernel = backends.choose(call, query, key, value, wanted, deterministic, _any_lists)
         device = query.device.index or 0
     seqlen_q, seqlen_k = (t.shape[2] for t in tensors[1:3] if t is not None)
     if kernel.slopes is not None and not statically_known_true(seqlen_k - seqlen_q == kernel.slopes.alibi.offset):
@@ -196,6 +202,7 @@ def _replace(graph: fx.Graph, node: Node, call: dict[str, Any], mask: Mask, scor
             *(score.text, score.captures, score.wanted, call["scale"]),
             all(map(_is_input, (*mask.lists, *mask.captures))),
             orders,
+            _is_deterministic(call),
         )
         ours = graph.call_function(_OURS, args)
     *gradients, captured = node.meta["val"]

@@ -1,33 +1,49 @@
-"""A host simulation of the sm90 kernel for large head dimensions. All clusters must end, for all work tiles and every
-order of execution, and must have added to every dq tile once per work tile that visits it."""
+"""Host simulations of the sm90 kernels. All CTAs must end, for all work tiles and every order of execution, and must
+have added to every dq tile once per work tile that visits it."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import large_head_dim, main_loop
 from kit.barriers import run
-from kit.large_head_dim import Config, Grid
+from kit.cta import Grid
 
-CONFIGS = {
-    "features to 128": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=2, ctas=1, atoms=2, features=True),
-    "192, 128": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=2, ctas=2, atoms=3),
-    "192, 192": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=1, ctas=2, atoms=3),
-    "features to 192": Config(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=1, ctas=2, atoms=3, features=True),
-    "256": Config(stages=2, dout_stages=1, ds_buffers=1, dq_buffers=1, ctas=2, atoms=4),
-    "features to 256": Config(stages=2, dout_stages=1, ds_buffers=1, dq_buffers=1, ctas=2, atoms=4, features=True),
+Large, Main = large_head_dim.Config, main_loop.Config
+ALONE = Large(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=2, ctas=1, atoms=2, features=True)
+PAIR = Large(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=1, ctas=2, atoms=3)
+PAIR_256 = Large(stages=2, dout_stages=1, ds_buffers=1, dq_buffers=1, ctas=2, atoms=4)
+LARGE = {
+    "features to 128": ALONE,
+    "192, 128": replace(PAIR, dq_buffers=2),
+    "192, 192": PAIR,
+    "features to 192": replace(PAIR, features=True),
+    "256": PAIR_256,
+    "features to 256": replace(PAIR_256, features=True),
 }
+MAIN = {
+    "32": Main(stages=4, dout_stages=3, by_queries=True, ds_buffers=1),
+    "32, short loops": Main(),
+    "64": Main(orders_scores=True, early_iterations=2),
+    "96": Main(early_dv=True, early_iterations=2),
+    "128": Main(early_dv=True, orders_scores=True, early_iterations=2),
+    "128, not early": Main(early_dv=True, orders_scores=True),
+}
+LAST_WRITES = ["64", "128", "128, not early"]
+Bands = list[tuple[int, int]]
 BANDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=6)
 RANDOM = st.randoms(use_true_random=False)
 
 
-def bands(ends: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+def tiles_of(bands: Bands) -> list[tuple[int, ...]]:
     """The query blocks of work tiles: ranges, of which many are empty."""
-    return [tuple(range(begin, end)) for begin, end in ends]
+    return [tuple(range(begin, end)) for begin, end in bands]
 
 
 def ascending(tiles: list[tuple[int, ...]]) -> Callable[[int, int], int]:
@@ -41,89 +57,130 @@ def descending(tiles: list[tuple[int, ...]]) -> Callable[[int, int], int]:
 def ring(size: int, static: bool = True) -> Grid:
     """A wave with a staggered start.
 
-    Work tile n visits query blocks n, n + 1, ..., n - 1 (mod size), and adds to each
-    after those that begin behind it.
+    Work tile n visits query blocks n, n + 1, ..., n - 1 (mod size), and adds to each after those that begin behind it.
     """
     tiles = [tuple((number + i) % size for i in range(size)) for number in range(size)]
     return Grid(tiles, lambda number, query_block: (query_block - number) % size, size, static)
 
 
-def ends(config: Config, grid: Grid, rng: random.Random) -> bool:
-    return run(grid.roles(config), rng)
+def ends(config: Large | Main, grid: Grid, rng: random.Random) -> bool:
+    if isinstance(config, Main):
+        return run(main_loop.main_loop_roles(config, grid), rng)
+    return run(large_head_dim.large_head_dim_roles(config, grid), rng)
 
 
-def check_adds(config: Config, grid: Grid) -> None:
+def check_adds(grid: Grid, ctas: int = 1, middle_in_order: bool = True) -> None:
+    """Every dq tile has one add of each work tile that visits it; the first stores; counted adds are in order."""
     visits = {block: [n for n, tile in enumerate(grid.tiles) if block in tile] for tile in grid.tiles for block in tile}
-    want = {(block, rank): numbers for block, numbers in visits.items() for rank in range(config.ctas)}
+    want = {(block, rank): numbers for block, numbers in visits.items() for rank in range(ctas)}
     assert {tile: sorted(numbers) for tile, numbers in grid.adds.items()} == want
     assert sorted(grid.stores) == sorted(want)
-    if (before := grid.adds_before) is not None:
-        for (block, _), numbers in grid.adds.items():
-            assert [before(number, block) for number in numbers] == list(range(len(numbers)))
+    if (before := grid.adds_before) is None:
+        return
+    for (block, _), numbers in grid.adds.items():
+        order = [before(number, block) for number in numbers]
+        if middle_in_order:
+            assert order == list(range(len(order)))
+        else:
+            assert order[0] == 0
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# ---- the kernel for large head dimensions ----
+
+
+@pytest.mark.parametrize("name", LARGE)
 @settings(max_examples=15)
-@given(ends_of=BANDS, clusters=st.integers(1, 3), rng=RANDOM)
-def test_unordered_adds_end_and_are_complete(
-    name: str, ends_of: list[tuple[int, int]], clusters: int, rng: random.Random
+@given(bands=BANDS, clusters=st.integers(1, 3), ordered=st.booleans(), rng=RANDOM)
+def test_clusters_end_and_add_completely(
+    name: str, bands: Bands, clusters: int, ordered: bool, rng: random.Random
 ) -> None:
-    grid = Grid(bands(ends_of), clusters=clusters)
-    assert ends(CONFIGS[name], grid, rng)
-    check_adds(CONFIGS[name], grid)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=15)
-@given(ends_of=BANDS, clusters=st.integers(1, 3), rng=RANDOM)
-def test_ordered_adds_end_and_keep_their_order(
-    name: str, ends_of: list[tuple[int, int]], clusters: int, rng: random.Random
-) -> None:
-    tiles = bands(ends_of)
-    grid = Grid(tiles, ascending(tiles), clusters)
-    assert ends(CONFIGS[name], grid, rng)
-    check_adds(CONFIGS[name], grid)
+    tiles = tiles_of(bands)
+    grid = Grid(tiles, ascending(tiles) if ordered else None, clusters)
+    assert ends(LARGE[name], grid, rng)
+    check_adds(grid, LARGE[name].ctas)
 
 
 @settings(max_examples=15)
 @given(size=st.integers(1, 5), rng=RANDOM)
 def test_a_wave_with_a_staggered_start_ends_and_keeps_its_order(size: int, rng: random.Random) -> None:
     grid = ring(size)
-    assert ends(CONFIGS["256"], grid, rng)
-    check_adds(CONFIGS["256"], grid)
+    assert ends(PAIR_256, grid, rng)
+    check_adds(grid, ctas=2)
 
 
-# ---- planted faults, which show that the simulation can find a deadlock ----
+# ---- the kernel with two consumer warpgroups ----
+
+
+@pytest.mark.parametrize("name", MAIN)
+@settings(max_examples=15)
+@given(BANDS, st.integers(1, 3), st.booleans(), st.booleans(), st.booleans(), RANDOM)
+def test_ctas_end_and_add_completely(
+    name: str, bands: Bands, ctas: int, ordered: bool, tma_dkdv: bool, poisoned: bool, rng: random.Random
+) -> None:
+    tiles = tiles_of(bands)
+    grid = Grid(tiles, ascending(tiles) if ordered else None, ctas)
+    assert ends(replace(MAIN[name], tma_dkdv=tma_dkdv, poisoned=poisoned), grid, rng)
+    check_adds(grid)
+
+
+@pytest.mark.parametrize("name", LAST_WRITES)
+@settings(max_examples=15)
+@given(BANDS, st.integers(1, 3), st.booleans(), st.booleans(), st.booleans(), st.booleans(), RANDOM)
+def test_ctas_whose_last_add_can_write_dq_end_and_add_completely(
+    name: str,
+    bands: Bands,
+    ctas: int,
+    finishes: bool,
+    first_and_last: bool,
+    tma_dkdv: bool,
+    poisoned: bool,
+    rng: random.Random,
+) -> None:
+    tiles = tiles_of(bands)
+    grid = Grid(tiles, ascending(tiles), ctas)
+    options = {"finishes": finishes, "first_and_last": first_and_last, "tma_dkdv": tma_dkdv, "poisoned": poisoned}
+    assert ends(replace(MAIN[name], last_writes_dq=True, **options), grid, rng)
+    check_adds(grid, middle_in_order=not first_and_last)
+
+
+# ---- planted faults, which show that the simulations can find a deadlock ----
 
 
 @pytest.mark.parametrize("steps", [[2, 0, 0], [0, 0, 1], [1, 0, 2], [0, 0, 0, 0]], ids=str)
 def test_the_simulation_finds_the_deadlock_of_empty_work_tiles_that_arrive(steps: list[int]) -> None:
-    config = replace(CONFIGS["features to 128"], zero_tiles_arrive=True)
     tiles = [tuple(range(count)) for count in steps]
-    results = [ends(config, Grid(tiles), random.Random(seed)) for seed in range(300)]
+    faulty = replace(ALONE, zero_tiles_arrive=True)
+    results = [ends(faulty, Grid(tiles), random.Random(seed)) for seed in range(300)]
     assert not all(results)
     assert any(results)
 
 
-def test_the_simulation_finds_the_deadlock_of_adds_that_wait_for_later_work_tiles() -> None:
+@pytest.mark.parametrize("config", [PAIR_256, MAIN["128"], replace(MAIN["128"], last_writes_dq=True)], ids=str)
+def test_the_simulation_finds_the_deadlock_of_adds_that_wait_for_later_work_tiles(config: Any) -> None:
     tiles = [(0, 1)] * 4
-    assert not ends(CONFIGS["256"], Grid(tiles, descending(tiles)), random.Random(0))
+    assert not ends(config, Grid(tiles, descending(tiles)), random.Random(0))
 
 
 def test_the_simulation_finds_the_deadlock_of_a_staggered_start_from_a_counter() -> None:
     """A cluster may take two work tiles of a wave, of which the first waits for the second."""
-    results = [ends(CONFIGS["256"], ring(2, static=False), random.Random(seed)) for seed in range(100)]
+    results = [ends(PAIR_256, ring(2, static=False), random.Random(seed)) for seed in range(100)]
     assert not all(results)
 
 
 def test_the_simulation_finds_the_deadlock_of_adds_that_are_published_too_late() -> None:
-    assert not ends(replace(CONFIGS["256"], publishes_late=True), ring(4), random.Random(0))
+    assert not ends(replace(PAIR_256, publishes_late=True), ring(4), random.Random(0))
 
 
-@pytest.mark.parametrize("field", ["dq_buffers", "ds_buffers"])
-def test_the_simulation_runs_with_more_buffers_too(field: str) -> None:
-    config = replace(CONFIGS["256"], **{field: 3})
-    tiles = [(0, 1, 2), (), (1, 2), (0,)]
-    grid = Grid(tiles, clusters=2)
-    assert ends(config, grid, random.Random(0))
-    check_adds(config, grid)
+def test_the_simulation_finds_the_deadlock_of_consumers_that_zero_rows_after_they_wait_for_scores() -> None:
+    """One consumer waits until the other has zeroed its rows with it, and that one for the first one's signal."""
+    faulty = replace(MAIN["128"], poisoned=True, zeros_after_signal=True)
+    assert not ends(faulty, Grid([(0, 1, 2)]), random.Random(0))
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_the_simulation_finds_a_product_that_still_reads_an_overwritten_ds(name: str) -> None:
+    """With one buffer of dS that both consumers write, a product of the iteration before still reads it."""
+    faulty = replace(MAIN[name], ds_buffers=1, by_queries=False)
+    with pytest.raises(AssertionError, match="a product still reads dS"):
+        for seed in range(100):
+            ends(faulty, Grid([(0, 1, 2, 3)]), random.Random(seed))

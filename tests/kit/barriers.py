@@ -55,6 +55,30 @@ class BytesBarrier(Barrier):
 
 
 @dataclass
+class NamedBarrier:
+    """A named barrier (``bar.arrive`` and ``bar.sync``): all participants arrive, and some of them wait."""
+
+    count: int
+    phase: int = field(default=0, init=False)
+    arrived: set[object] = field(default_factory=set, init=False)
+
+    def arrive(self, participant: object) -> None:
+        assert participant not in self.arrived, f"{participant} arrives twice at one phase"
+        self.arrived.add(participant)
+        if len(self.arrived) == self.count:
+            self.arrived.clear()
+            self.phase += 1
+
+    def sync(self, participant: object) -> Role:
+        parity = self.phase % 2
+        self.arrive(participant)
+        yield self, parity
+
+    def is_complete(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+@dataclass
 class Semaphore:
     """An integer in global memory. A wait ends when it has exactly the required value."""
 
@@ -64,7 +88,17 @@ class Semaphore:
         return self.value == required
 
 
-Wait = tuple[Barrier | Semaphore, int]
+@dataclass(frozen=True)
+class AtLeast:
+    """A wait for a semaphore that ends when it has the required value or a larger one."""
+
+    semaphore: Semaphore
+
+    def is_complete(self, required: int) -> bool:
+        return self.semaphore.value >= required
+
+
+Wait = tuple[Barrier | NamedBarrier | Semaphore | AtLeast, int]
 Role = Generator[Wait, None, None]
 
 
@@ -85,7 +119,7 @@ def run(roles: Iterable[Role], rng: random.Random) -> bool:
             except StopIteration:
                 del waits[role]
                 break
-            barrier, parity = waits[role]  # type: ignore[misc]
-            if not barrier.is_complete(parity):
+            barrier, value = waits[role]  # type: ignore[misc]
+            if not barrier.is_complete(value):
                 break
     return True

@@ -18,7 +18,7 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t& config, void (*kernel)(Param
 }
 
 // Compute capability 9.0 and later: the kernel may start before the previous launch on the stream has finished
-// (programmatic dependent launch). It must call wait_on_dependent_grids() before it uses data of that launch.
+// (programmatic dependent launch). It must call wait_for_previous_launch() before it uses data of that launch.
 inline cudaLaunchAttribute programmatic_dependent_launch() {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -6,14 +6,14 @@ namespace flashbwd {
 
 // Waits until the previous launch has finished and its writes are visible. Returns at once if the launches do not
 // overlap.
-__device__ __forceinline__ void wait_on_dependent_grids() {
+__device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Allows the next launch to start once every CTA of this one has called this function or exited.
-__device__ __forceinline__ void launch_dependent_grids() {
+__device__ __forceinline__ void allow_next_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
   const int slots = p.splits / p.cluster;
   const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + row;
 
-  wait_for_previous();
+  wait_for_previous_launch();
   // There are few slots, so every warp reduces the statistics of all of them.
   const auto [largest, base, sum] = reduce_slot_stats(stats, slots, all_rows);
 

@@ -102,14 +102,15 @@ __device__ __forceinline__ uint32 pack_16bit(float low, float high) {
 }
 
 // Programmatic dependent launch: the next kernel on the stream may start when every CTA has called this or has exited.
-// That kernel must call wait_for_previous() before it reads this kernel's results. Before sm_90, both do nothing.
-__device__ __forceinline__ void launch_dependents() {
+// That kernel must call wait_for_previous_launch() before it reads this kernel's results. Before sm_90, both do
+// nothing.
+__device__ __forceinline__ void allow_next_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void wait_for_previous() {
+__device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif

@@ -77,7 +77,7 @@ class SplitKv {
       partial.prefetch_first(p.partial, split, p.splits);
       full.prefetch_first(p.full, split, p.splits);
     }
-    wait_for_previous();
+    wait_for_previous_launch();
 
     const KeyTileList<kKeys> list = key_tile_list<kKeys, Mod>(p, partial, full);
     const int begin = begin_of_split(list.total, split, p.splits);
@@ -88,7 +88,7 @@ class SplitKv {
       ring.load(!next.at_end(), next.tile(), stage);
       next.advance();
     }
-    launch_dependents();  // the next kernel (combine, or the next call) still waits for this grid before it reads
+    allow_next_launch();  // the next kernel (combine, or the next call) still waits for this grid before it reads
 
     // The arrays are not members: nvcc 13 optimizes addresses less if the object contains arrays.
     QueryRows q;

@@ -128,7 +128,7 @@ class BackwardRows {
       if (has_epilogue_inputs) fetch_epilogue_inputs(row);
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
-    launch_dependents();
+    allow_next_launch();
     if (a.partial != nullptr) {
       write_partial<kVectors, kElements>(a, reinterpret_cast<float*>(smem + a.tile.stages_offset), dgamma, dbeta);
     }

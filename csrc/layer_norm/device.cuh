@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../common/launch_overlap.cuh"
 #include "config.h"
 
 namespace flashbwd::layer_norm {
@@ -308,20 +309,13 @@ inline __device__ void cluster_barrier() {
           : "memory");
 }
 
-// Programmatic dependent launch: the next kernel may start when all CTAs have called launch_dependents() or exited. It
-// calls wait_for_prerequisites() before it reads this kernel's results.
-inline __device__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
-inline __device__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-
-#else  // before sm_90 there are neither clusters nor dependent launches; the host requests none
+#else  // before sm_90 there are no clusters; the host requests none
 
 constexpr bool kHasClusters = false;
 inline __device__ void wait(uint32_t, uint32_t) {}
 inline __device__ void arrive_expecting(uint32_t, int) {}
 inline __device__ void store_to_peer(uint32_t, uint32_t, int, float2) {}
 inline __device__ void cluster_barrier() { __syncthreads(); }
-inline __device__ void launch_dependents() {}
-inline __device__ void wait_for_prerequisites() {}
 
 #endif
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kFinalizeColumns* kFinalizeRows)
   if (target == nullptr) return;
   const float* source = a.partial + which * a.partial_columns + column;
   double sum = 0.;  // its rounding error is negligible next to that of the partial sums
-  wait_for_prerequisites();
+  wait_for_previous_launch();
   if (column < a.columns) {
 #pragma unroll 1
     for (int first = threadIdx.y; first < a.workers; first += kFinalizeRows * kFinalizeLoads) {

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kDqPostprocessThreads)
   sum_slots(a.threads, SlotRows{accumulator, 0, w.row_stride, 1, w.dq_permuted}, p.softmax_scale, live, dq,
             p.dq.seq_stride, sequence.rows_q - first_row, p.head_dim);
   // A later launch waits only for this kernel, so this kernel must not end before the main kernel.
-  if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_on_dependent_grids();
+  if (a.finished.counts != nullptr && blockIdx.x == gridDim.x - 1) wait_for_previous_launch();
 }
 
 struct PartialSumsArguments {

@@ -86,8 +86,8 @@ int32_t rows_of_flag(const AttentionBackwardParams& params) {
   return (kOverlappedThreads >> overlapped_lanes_log2(params)) * kOverlappedRows;
 }
 
-PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const LseDelta& lse_delta) {
-  PreprocessFlags flags;
+RowsReadyFlags rows_ready_flags(const AttentionBackwardParams& params, const LseDelta& lse_delta) {
+  RowsReadyFlags flags;
   const int32_t rows = rows_of_flag(params);
   flags.words = reinterpret_cast<int32_t*>(lse_delta.lse_log2) +
                 2 * LseDelta::rows(false, params.batch, params.heads, params.seqlen_q, 0);
@@ -97,7 +97,7 @@ PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const Ls
 }
 
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
-                              const LseDelta& lse_delta, void* stream, const RowsReady& ready) {
+                              const LseDelta& lse_delta, void* stream, const RowsReadyWriter& ready) {
   PreprocessArguments arguments;
   arguments.params = params;
   arguments.workspace = workspace_init(params, workspace);

@@ -19,7 +19,7 @@ struct HeadsFinished {
 
 // Compute capability 9.0 and later: the main kernel starts while the preprocess is still writing lse and delta, and
 // waits for each block of rows that it needs.
-struct RowsReady {
+struct RowsReadyWriter {
   // (batch * heads, flags_per_head); kRowsReady once the block of rows is written. null: no overlap
   uint8_t* flags = nullptr;
   int32_t flags_per_head = 0;   // a multiple of 4, at least the number of row blocks
@@ -28,14 +28,14 @@ struct RowsReady {
 };
 constexpr uint32_t kRowsReady = 255;
 // The same flags as the main kernel reads them. They are stored after lse and delta. Dense inputs only.
-PreprocessFlags preprocess_flags(const AttentionBackwardParams& params, const LseDelta& lse_delta);
+RowsReadyFlags rows_ready_flags(const AttentionBackwardParams& params, const LseDelta& lse_delta);
 
 // True if every row starts at a multiple of `bytes`.
 bool rows_aligned(const HeadsView& view, int64_t element_bytes, int64_t bytes);
 
 // Each function launches on `stream`, a cudaStream_t, and returns null or an error message.
 const char* launch_preprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace,
-                              const LseDelta& lse_delta, void* stream, const RowsReady& ready = {});
+                              const LseDelta& lse_delta, void* stream, const RowsReadyWriter& ready = {});
 const char* launch_dq_postprocess(const AttentionBackwardParams& params, const WorkspaceLayout& workspace, void* stream,
                                   const HeadsFinished& finished = {});
 

@@ -27,7 +27,7 @@ struct PreprocessArguments {
   AttentionBackwardParams params;
   WorkspaceInit workspace;
   LseDelta lse_delta;
-  RowsReady ready;
+  RowsReadyWriter ready;
   uint32_t row_blocks = 0;  // CTAs per (batch, head)
   int32_t lanes_log2 = 0;   // log2 of the threads per row
   bool vectors = false;     // rows of out and dout can be loaded 16 bytes at a time
@@ -85,7 +85,7 @@ __device__ __forceinline__ void dot_rows(float (&sums)[kPreprocessRows], const T
 template <typename T>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const __grid_constant__ PreprocessArguments a) {
   const AttentionBackwardParams& p = a.params;
-  launch_dependent_grids();
+  allow_next_launch();
 
   // Consecutive CTAs process consecutive heads of the same rows. These are adjacent in (batch, seq, head, dim) memory,
   // which makes the DRAM accesses more sequential.
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kOverlappedThreads, 1)
   init_workspace<kOverlappedThreads>(a.workspace, blockIdx.x, gridDim.x);
   __threadfence();
   __syncthreads();  // all writes so far are visible to the next launch
-  launch_dependent_grids();
+  allow_next_launch();
   if (blockIdx.x >= blocks) return;
   OverlappedRows<T> rows(a);
   rows.begin(RowBlock(a, blockIdx.x));

@@ -1,5 +1,5 @@
 // The flags that an overlapped preprocess sets when it has written lse and delta, as the main kernel reads them.
-// RowsReady in launch.h describes the same flags for the preprocess.
+// RowsReadyWriter in launch.h describes the same flags for the preprocess.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ inline int64_t rows_ready_words(bool packed, int64_t batch, int64_t heads, int64
 }
 
 // Words of four flags each.
-struct PreprocessFlags {
+struct RowsReadyFlags {
   int32_t* words = nullptr;    // null: the preprocess does not overlap
   int32_t rows_log2 = 0;       // log2 of the rows per flag
   int32_t flags_per_head = 0;  // a multiple of four

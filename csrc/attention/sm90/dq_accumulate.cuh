@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../../common/ordered.cuh"
-#include "../pre_post/dq_boxes.cuh"
+#include "dq_boxes.cuh"
 #include "dq_semaphores.cuh"
 #include "kernel_params.h"
 #include "traits.cuh"

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     if constexpr (Traits::kBias) prefetch_tensor_map(&params.maps.bias);
     Traits::init_barriers(smem);
   }
-  if (params.preprocess.words == nullptr) wait_on_dependent_grids();
-  launch_dependent_grids();
+  if (params.preprocess.words == nullptr) wait_for_previous_launch();
+  allow_next_launch();
   if constexpr (Traits::kDrops) {
     const PhiloxArguments& philox = params.attention.philox;
     if (threadIdx.x == 0) {
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     } else {
       consume(std::integral_constant<int, Traits::kDqColumns>());
     }
-    wait_on_dependent_grids();  // later launches wait for this one only
+    wait_for_previous_launch();  // later launches wait for this one only
   }
 }
 

@@ -54,7 +54,7 @@ struct KernelParams {
   Schedule schedule;
   int32_t* tiles_taken = nullptr;  // dynamic dispatch: the counter of work tiles, zero at the start
   LseDelta lse_delta;
-  PreprocessFlags preprocess;  // no words: all rows are written before the kernel starts
+  RowsReadyFlags preprocess;  // no words: all rows are written before the kernel starts
   DqParams dq;
   KeyGradient dk, dv;
   bool tma_dkdv = false;  // TMA stores dk and dv, except where a tile holds rows of another sequence

@@ -127,7 +127,7 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   if (kernel.has_semaphores) {
     params->dq.semaphores = zeroed + kernel.zeroed.semaphore_offset / static_cast<int64_t>(sizeof(int32_t));
   }
-  if (params->schedule.preprocess_ctas > 0) params->preprocess = preprocess_flags(p, params->lse_delta);
+  if (params->schedule.preprocess_ctas > 0) params->preprocess = rows_ready_flags(p, params->lse_delta);
   FeatureParams& features = params->features;
   const int64_t scratch = kernel.bias_gradient.zeroed
                               ? plan.workspace.semaphore_offset + kernel.zeroed.bias_gradient_offset
@@ -174,8 +174,8 @@ const char* finish_dq(const AttentionPlan& plan, const KernelParams& params, voi
   return launch_dq_postprocess(p, plan.workspace, stream, {params.dq.finished, adds, tile.block_n});
 }
 
-RowsReady rows_ready(const KernelParams& params) {
-  const PreprocessFlags& flags = params.preprocess;
+RowsReadyWriter rows_ready(const KernelParams& params) {
+  const RowsReadyFlags& flags = params.preprocess;
   const Schedule& s = params.schedule;
   if (s.preprocess_ctas == 0) return {};
   return {reinterpret_cast<uint8_t*>(flags.words), flags.flags_per_head, s.heads_per_group, s.preprocess_ctas};

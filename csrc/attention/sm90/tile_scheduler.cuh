@@ -77,7 +77,7 @@ struct WorkTile : ListedLoop<kListed_> {
   int32_t end_head;
   int32_t key_block;
   int32_t first_key;
-  int32_t first_flag, last_flag;  // of the rows that it needs, see PreprocessFlags
+  int32_t first_flag, last_flag;  // of the rows that it needs, see RowsReadyFlags
   TilesInWave in_wave;            // its position in its wave, if adds go by waves
   bool descending;                // the query loop goes from the last query block to the first
   bool reversed;                  // Schedule::reversed holds for this tile

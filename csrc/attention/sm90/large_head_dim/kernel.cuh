@@ -49,8 +49,8 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
     prefetch_tensor_maps(params.maps);
     Traits::init_barriers(smem);
   }
-  if (params.preprocess.words == nullptr) wait_on_dependent_grids();
-  launch_dependent_grids();
+  if (params.preprocess.words == nullptr) wait_for_previous_launch();
+  allow_next_launch();
   cluster_sync();  // the other CTA has initialized its barriers
 
   if (warpgroup == 0) {
@@ -94,8 +94,8 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
       if (work.iterations > 0) QueryGradients<Traits>::run(params, smem, work, rank, count);
     });
   }
-  cluster_sync();             // the other CTA no longer writes to this one
-  wait_on_dependent_grids();  // later launches wait for this one only
+  cluster_sync();              // the other CTA no longer writes to this one
+  wait_for_previous_launch();  // later launches wait for this one only
 }
 
 }  // namespace flashbwd::sm90::large_head_dim

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "../../pre_post/bias_gradient_writer.cuh"
-#include "../../pre_post/dq_boxes.cuh"
+#include "../dq_boxes.cuh"
 #include "consumer.cuh"
 #include "features.cuh"
 

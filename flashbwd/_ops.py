@@ -37,13 +37,21 @@ def _load(name: str) -> None:
     loaded.append(name)
 
 
+def _why_missing() -> str:
+    """Return why the package has no libraries, and what to do about it."""
+    tree = _PACKAGE.parent
+    if (tree / "setup.py").is_file():
+        return (
+            f"Python imported the source tree {tree}, which is not built. To use an installed flashbwd, start Python "
+            f"in another folder. To use the source tree, run `python setup.py build_ext --inplace` in {tree}."
+        )
+    return "the package was not built. Run `pip install .` in the source tree of flashbwd."
+
+
 def _load_libraries() -> None:
     _load("_C")
     if "_C" not in loaded:
-        raise ImportError(
-            f"flashbwd: {_PACKAGE / '_C.so'} is missing: the package was not built. "
-            "Run `pip install --no-build-isolation .`, or `python setup.py build_ext --inplace` in a source tree."
-        )
+        raise ImportError(f"flashbwd: {_PACKAGE / '_C.so'} is missing: {_why_missing()}")
     if torch.version.cuda is None:
         not_loaded["_C_cuda"] = "this PyTorch was built without CUDA"
         return

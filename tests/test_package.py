@@ -18,6 +18,7 @@ from kit import cases, inputs
 from support import run
 
 import flashbwd
+from flashbwd import _ops
 
 
 def python(program: str) -> str:
@@ -30,6 +31,17 @@ def test_importing_starts_no_cuda_and_no_compiler() -> None:
     heavy = "[m for m in ('torch._inductor.codecache', 'matplotlib', 'transformers') if m in sys.modules]"
     before = f"import sys, torch; before = {heavy}"
     assert python(f"{before}; import flashbwd; print(torch.cuda.is_initialized(), {heavy} == before)") == "False True"
+
+
+def test_an_import_from_a_source_tree_without_libraries_names_both_fixes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "setup.py").touch()
+    monkeypatch.setattr(_ops, "_PACKAGE", tmp_path / "flashbwd")
+    monkeypatch.setattr(_ops, "loaded", [])
+    monkeypatch.setattr(_ops, "not_loaded", {})
+    with pytest.raises(ImportError, match=r"start Python in another folder.*`python setup\.py build_ext --inplace`"):
+        _ops._load_libraries()
 
 
 def test_modules_form_no_import_cycle() -> None:

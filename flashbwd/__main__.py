@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flashbwd",
+        allow_abbrev=False,
         description="Without a command: describe this machine, show which backend ten common shapes use and why, check "
         "their gradients against float64, compare their speed with PyTorch's, and, on a GPU, show what "
         "flashbwd.enable() takes over in a Transformers model. Paste the output into a bug report. Exit status 1 if a "
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command")
     bench_parser = commands.add_parser(
         "bench",
+        allow_abbrev=False,  # a subparser does not inherit it
         help="compare a suite of cases with PyTorch's kernels; writes JSON, a Markdown table and plots",
         description="Compare a suite of cases with PyTorch's kernels on this machine's GPU, or on the CPU if it has no "
         "GPU. Every gradient is checked. Exit status 1 if a gradient of flashbwd is wrong, 3 if the run ended early: "

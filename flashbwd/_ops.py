@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flashbwd import _arguments, reference
+from flashbwd import _arguments, _refusals, reference
 from flashbwd._autograd import OperatorLibrary, may_be_refused
 from flashbwd.options import AttentionOptions
 
@@ -111,7 +111,7 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(message) from None
         refusal = _last_refusal().decode()
         if refusal and str(caught).startswith(refusal):
-            raise ValueError(refusal) from None
+            raise ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs)) from None
         raise
 
 

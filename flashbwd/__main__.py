@@ -16,6 +16,7 @@ import torch
 from flashbwd.bench import bug_report, machine, report, results, runner, suites
 from flashbwd.bench.measure import Settings
 
+SUITES = ("attention", "layer_norm", "decoding", "block", "flex", "scale", "all")
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
 PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # on a GPU: pause before a short slot; length of a slot with a settled clock
 
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add = bench_parser.add_argument
     add(
         "--suite",
-        choices=("attention", "layer_norm", "decoding", "block", "flex", "scale", "all"),
+        choices=SUITES,
         default="all",
         help="scale: attention split over all GPUs, or over two processes on the CPU; not part of all",
     )
@@ -93,12 +94,17 @@ def bench(options: argparse.Namespace) -> int:
     device = machine.default_device()
     earlier = None if options.compare is None else results.load(options.compare)
     settings = settings_of(options, device)
+    cases = suites.suite(options.suite, device.type, options.quick)
+    if not cases:
+        runnable = ", ".join(name for name in SUITES if name == "scale" or suites.suite(name, device.type))
+        print(
+            f"flashbwd: suite {options.suite} has no cases for a machine without a GPU. These suites run on a CPU: "
+            f"{runnable}",
+            file=sys.stderr,
+        )
+        return 2
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
-    chosen = [
-        case
-        for case in suites.suite(options.suite, device.type, options.quick)
-        if any(text in f"{case.table}: {case.name}" for text in texts)
-    ]
+    chosen = [case for case in cases if any(text in f"{case.table}: {case.name}" for text in texts)]
     if not chosen:
         print(f"flashbwd: no case of suite {options.suite} contains {options.cases!r}", file=sys.stderr)
         return 2

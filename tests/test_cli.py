@@ -195,6 +195,14 @@ def test_bench_reports_that_no_case_matches(tmp_path, capsys):
     assert "nothing like it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("suite", ["block", "flex"])
+def test_bench_of_a_suite_without_cpu_cases_names_the_suites_that_run_on_a_cpu(suite, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "default_device", lambda: torch.device("cpu"))
+    assert cli.main(["bench", "--suite", suite]) == 2
+    expected = f"suite {suite} has no cases for a machine without a GPU. These suites run on a CPU: "
+    assert f"{expected}attention, layer_norm, decoding, scale, all\n" in capsys.readouterr().err
+
+
 def test_results_go_into_the_source_tree_or_the_current_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "SOURCE_TREE", ROOT)
     assert cli.default_directory() == ROOT / "benchmarks" / "results"

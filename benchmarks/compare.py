@@ -219,7 +219,9 @@ def summary(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("builds", nargs="+", metavar="NAME=PATH")
     suites = ("attention", "layer_norm", "decoding", "block", "flex")
     parser.add_argument("--suite", default="attention", choices=suites)

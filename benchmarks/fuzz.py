@@ -236,7 +236,9 @@ def report(tally: Tally, backend: str, seed: int, seconds: float) -> dict[str, A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--backend", choices=BACKENDS, required=True)
     parser.add_argument("--calls", type=int, default=20_000, help="number of calls that must finish (default 20000)")
     parser.add_argument("--seed", type=int, help="number of the first call (default: random)")

@@ -251,7 +251,9 @@ def budget_of_a_stage(text: str) -> tuple[str, float]:
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("out", type=Path, help="folder for logs, results and the archive")
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage; may be repeated")
     parser.add_argument("--concurrent", action="store_true", help=f"run {', '.join(CONCURRENT)} at the same time")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -33,6 +34,7 @@ from build_tools.toolchain import (
 )
 
 BUDGET = ROOT / "build_tools" / "budget.json"
+ENVIRONMENT = ROOT / "flashbwd" / "_environment.py"  # run as a file, because the package imports torch
 OUT = Path("build/native")  # relative to ROOT, in which ninja runs
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10, the oldest version that can load the libraries
 GB_PER_NVCC_JOB = 5
@@ -182,6 +184,8 @@ class NativeBuild:
         self.cutlass: Path | None = None
         if shutil.which(cxx()) is None:
             raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or set CXX to another compiler")
+        for complaint in runpy.run_path(str(ENVIRONMENT))["complaints"]():
+            print(f"WARNING: {complaint}", file=sys.stderr)
         print(f"flashbwd: torch {self.torch.version} (CUDA {self.torch.cuda}) in {self.torch.root}")
         if not cuda_wanted():
             why = (

@@ -181,7 +181,9 @@ def plot(path: Path, prompt: int, times: dict[str, list[float]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Generate tokens on a growing cache with flex_decoding.")
+    parser = argparse.ArgumentParser(
+        description="Generate tokens on a growing cache with flex_decoding.", allow_abbrev=False
+    )
     parser.add_argument("--prompt", type=int, help="tokens in the cache before the first step")
     parser.add_argument("--steps", type=int, default=32, help="tokens to generate (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -202,7 +202,9 @@ def lengths(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--steps", type=int, help="training steps of each run")
     parser.add_argument("--lengths", type=lengths, metavar="N,N,...", help="sequence lengths to time")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")

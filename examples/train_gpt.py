@@ -267,7 +267,9 @@ def plot(path: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--steps", type=int, default=Config.steps, help="training steps of each run (%(default)s)")
     parser.add_argument(
         "--seed", type=int, default=Config.seed, help="seed of weights, batches and sample (%(default)s)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashbwd import _dropout_add_norm_operators, _norm_operators  # noqa: F401 (they register operators)
+from flashbwd import _dropout_add_norm_operators, _environment, _norm_operators  # noqa: F401 (they register operators)
 from flashbwd.attention import (
     AttentionGrads,
     Plan,
@@ -80,3 +80,5 @@ __all__ = [
     "stats",
     "use_backend",
 ]
+
+_environment.warn_about_unknown_variables()

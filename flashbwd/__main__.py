@@ -16,6 +16,7 @@ import torch
 from flashbwd.bench import bug_report, machine, report, results, runner, suites
 from flashbwd.bench.measure import Settings
 
+SUITES = ("attention", "layer_norm", "decoding", "block", "flex", "scale", "all")
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
 PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # on a GPU: pause before a short slot; length of a slot with a settled clock
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flashbwd",
+        allow_abbrev=False,
         description="Without a command: describe this machine, show which backend ten common shapes use and why, check "
         "their gradients against float64, compare their speed with PyTorch's, and, on a GPU, show what "
         "flashbwd.enable() takes over in a Transformers model. Paste the output into a bug report. Exit status 1 if a "
@@ -39,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command")
     bench_parser = commands.add_parser(
         "bench",
+        allow_abbrev=False,  # a subparser does not inherit it
         help="compare a suite of cases with PyTorch's kernels; writes JSON, a Markdown table and plots",
         description="Compare a suite of cases with PyTorch's kernels on this machine's GPU, or on the CPU if it has no "
         "GPU. Every gradient is checked. Exit status 1 if a gradient of flashbwd is wrong, 3 if the run ended early: "
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add = bench_parser.add_argument
     add(
         "--suite",
-        choices=("attention", "layer_norm", "decoding", "block", "flex", "scale", "all"),
+        choices=SUITES,
         default="all",
         help="scale: attention split over all GPUs, or over two processes on the CPU; not part of all",
     )
@@ -91,12 +94,17 @@ def bench(options: argparse.Namespace) -> int:
     device = machine.default_device()
     earlier = None if options.compare is None else results.load(options.compare)
     settings = settings_of(options, device)
+    cases = suites.suite(options.suite, device.type, options.quick)
+    if not cases:
+        runnable = ", ".join(name for name in SUITES if name == "scale" or suites.suite(name, device.type))
+        print(
+            f"flashbwd: suite {options.suite} has no cases for a machine without a GPU. These suites run on a CPU: "
+            f"{runnable}",
+            file=sys.stderr,
+        )
+        return 2
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
-    chosen = [
-        case
-        for case in suites.suite(options.suite, device.type, options.quick)
-        if any(text in f"{case.table}: {case.name}" for text in texts)
-    ]
+    chosen = [case for case in cases if any(text in f"{case.table}: {case.name}" for text in texts)]
     if not chosen:
         print(f"flashbwd: no case of suite {options.suite} contains {options.cases!r}", file=sys.stderr)
         return 2

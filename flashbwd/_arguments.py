@@ -119,9 +119,14 @@ def is_about_types(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or any(words in str(error) for words in _ABOUT_TYPES)
 
 
+def by_name(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given arguments of an operator by name."""
+    return dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+
+
 def misfit(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return a message about the first argument that does not fit the operator's schema; None if all of them fit."""
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    given = by_name(schema, args, kwargs)
     for argument in schema.arguments:
         kind = str(argument.type)
         if argument.name not in given:

@@ -33,8 +33,10 @@ class RngState(NamedTuple):
 _backend = "auto"
 
 
-@contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
+_BACKENDS = ("auto", "sm90", "sm80", "reference")
+
+
+def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
     """Force a backend inside a ``with`` block. A call that it does not support raises ``ValueError`` with the reason.
 
     Parameters
@@ -46,10 +48,17 @@ def use_backend(name: str) -> Iterator[None]:
     Raises
     ------
     ValueError
-        If ``name`` is not a string.
+        If there is no backend ``name``.
     """
     if not isinstance(name, str):
         raise ValueError(f"flashbwd: backend is {_arguments.came(name)}, expected a string")
+    if name not in _BACKENDS:
+        raise ValueError(f'flashbwd: backend is "{name}", expected "auto", "sm90", "sm80" or "reference"')
+    return _forced(name)
+
+
+@contextlib.contextmanager
+def _forced(name: str) -> Iterator[None]:
     before = _backend
     _set_backend(name)
     try:

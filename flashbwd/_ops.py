@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flashbwd import _arguments, reference
+from flashbwd import _arguments, _refusals, reference
 from flashbwd._autograd import OperatorLibrary, may_be_refused
 from flashbwd.options import AttentionOptions
 
@@ -37,13 +37,21 @@ def _load(name: str) -> None:
     loaded.append(name)
 
 
+def _why_missing() -> str:
+    """Return why the package has no libraries, and what to do about it."""
+    tree = _PACKAGE.parent
+    if (tree / "setup.py").is_file():
+        return (
+            f"Python imported the source tree {tree}, which is not built. To use an installed flashbwd, start Python "
+            f"in another folder. To use the source tree, run `python setup.py build_ext --inplace` in {tree}."
+        )
+    return "the package was not built. Run `pip install .` in the source tree of flashbwd."
+
+
 def _load_libraries() -> None:
     _load("_C")
     if "_C" not in loaded:
-        raise ImportError(
-            f"flashbwd: {_PACKAGE / '_C.so'} is missing: the package was not built. "
-            "Run `pip install --no-build-isolation .`, or `python setup.py build_ext --inplace` in a source tree."
-        )
+        raise ImportError(f"flashbwd: {_PACKAGE / '_C.so'} is missing: {_why_missing()}")
     if torch.version.cuda is None:
         not_loaded["_C_cuda"] = "this PyTorch was built without CUDA"
         return
@@ -103,7 +111,7 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(message) from None
         refusal = _last_refusal().decode()
         if refusal and str(caught).startswith(refusal):
-            raise ValueError(refusal) from None
+            raise ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs)) from None
         raise
 
 

@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"flashbwd: num_kv_heads is {kv_heads}, expected a divisor of num_heads, {num_heads}")
         if not 0.0 <= _arguments.number("dropout_p", dropout_p) < 1.0:
             raise ValueError(f"flashbwd: dropout_p is {dropout_p}, expected a number in [0, 1)")
-        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
         self.causal, self.window_size, self.dropout_p = causal, window_size, dropout_p
         width = (num_heads + 2 * kv_heads) * self.head_dim
@@ -84,7 +84,13 @@ class SelfAttention(nn.Module):
         -------
         Tensor
             x's shape.
+
+        Raises
+        ------
+        ValueError
+            If x does not have the shape or the dtype of this layer.
         """
+        self._check_input(x, packed=cu_seqlens is not None)
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
         out = attention(
@@ -100,6 +106,18 @@ class SelfAttention(nn.Module):
             max_seqlen_k=max_seqlen,
         )
         return self.proj(out.flatten(-2))
+
+    def _check_input(self, x: Tensor, packed: bool) -> None:
+        shape = _arguments.tensor("x", x).shape
+        if len(shape) != (2 if packed else 3) or shape[-1] != self.embed_dim:
+            layout = "(total, {}) with cu_seqlens" if packed else "(batch, seqlen, {}), or cu_seqlens for a packed x"
+            raise ValueError(f"flashbwd: x has shape {tuple(shape)}, expected {layout.format(self.embed_dim)}")
+        # A subclass or a replacement of nn.Linear, for example by FSDP or a quantizer, may convert x itself.
+        if type(self.qkv) is not nn.Linear or x.dtype == self.qkv.weight.dtype:
+            return
+        if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+            came, expected = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, self.qkv.weight.dtype))
+            raise ValueError(f"flashbwd: x is {came}, expected the parameters' {expected}")
 
     def extra_repr(self) -> str:
         return (

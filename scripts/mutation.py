@@ -399,7 +399,9 @@ def limits(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("names", nargs="*", help=f"modules, or groups: {', '.join(GROUPS)} (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default 0)")
     parser.add_argument("--sample", type=int, default=40, help="mutants per group (default 40)")

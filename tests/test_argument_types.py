@@ -202,8 +202,7 @@ FUNCTIONS = {
          "scale": "decoding_scale", "enable_gqa": "flag", "return_lse": "flag", "kernel_options": "options",
          "return_aux": "aux"},
     ),
-    "use_backend": Function(lambda name: flashbwd.use_backend(name).__enter__(), {"name": "reference"},
-                            {"name": "name"}),
+    "use_backend": Function(flashbwd.use_backend, {"name": "reference"}, {"name": "name"}),
     "enable": Function(flashbwd.enable, {}, {"attention": "flag", "norms": "flag"}),
     "stats": Function(flashbwd.stats, {}, {"reset": "flag"}),
 }  # fmt: skip

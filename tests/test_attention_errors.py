@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,9 @@ TABLE: dict[str, tuple[str, Change, str]] = {
     "v_length": ("dense", put(v=torch.zeros(2, 8, 2, 6)), "v has shape (2, 8, 2, 6), expected (2, 7, 2, 6)"),
     "v_heads": ("dense", put(v=torch.zeros(2, 7, 4, 6)), "v has shape (2, 7, 4, 6), expected (2, 7, 2, 6)"),
     "out_shape": ("dense", put(out=torch.zeros(2, 5, 4, 8)), "out has shape (2, 5, 4, 8), expected (2, 5, 4, 6)"),
-    "dout_shape": ("dense", put(dout=torch.zeros(2, 4, 5, 6)), "dout has shape (2, 4, 5, 6), expected (2, 5, 4, 6)"),
+    "dout_shape": ("dense", put(dout=torch.zeros(2, 4, 5, 6)), "dout has shape (2, 4, 5, 6), expected (2, 5, 4, 6)"
+                   "; its shape fits (batch, heads, seqlen, head_dim), "
+                   "the layout of scaled_dot_product_attention: pass dout.transpose(1, 2)"),
     "k_shape_varlen": ("varlen", put(k=torch.zeros(9, 2, 9)), "k has shape (9, 2, 9), expected (9, 2, 8)"),
     "v_rows_varlen": ("varlen", put(v=torch.zeros(8, 2, 6)), "v has shape (8, 2, 6), expected (9, 2, 6)"),
     "out_shape_varlen": ("varlen", put(out=torch.zeros(8, 4, 8)), "out has shape (8, 4, 8), expected (8, 4, 6)"),
@@ -250,6 +253,56 @@ def test_the_unchanged_arguments_of_the_table_are_accepted() -> None:
         flashbwd.attention_backward(**base(name))
 
 
+# Tensors in the layout of scaled_dot_product_attention, and the same tensors in the layout of this library.
+Q, K, LSE = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 8, 16), torch.zeros(2, 4, 8)
+RIGHT_Q, RIGHT_K = Q.transpose(1, 2), K.transpose(1, 2)
+backward = flashbwd.attention_backward
+
+# A call, and the beginning of its refusal.
+OTHER_LAYOUT: dict[str, tuple[Callable[[], Any], str]] = {
+    "lengths": (lambda: flashbwd.attention(Q, K[:, :, :7], K[:, :, :7]), "k has 7 heads, which does not divide q's 8"),
+    "bias": (lambda: flashbwd.attention(Q, K, K, attn_bias=torch.zeros(1, 4, 8, 8)),
+             "attn_bias has shape (1, 4, 8, 8), expected (2, 8, 4, 2)"),
+    "slopes": (lambda: flashbwd.attention(Q, K, K, alibi_slopes=LSE[..., 0]),
+               "alibi_slopes has shape (2, 4), expected (8,) or (2, 8)"),
+    "sink": (lambda: flashbwd.attention(Q, K, K, sink=torch.zeros(4)), "sink has shape (4,), expected (8,)"),
+    "softmax_lse": (lambda: backward(Q, Q, K, K, Q, LSE), "softmax_lse has shape (2, 4, 8), expected (2, 8, 4)"),
+    "v": (lambda: flashbwd.attention(RIGHT_Q, RIGHT_K, K), "v has shape (2, 2, 8, 16), expected (2, 8, 2, 16)"),
+    "out": (lambda: backward(RIGHT_Q, RIGHT_Q, RIGHT_K, RIGHT_K, Q, LSE),
+            "out has shape (2, 4, 8, 16), expected (2, 8, 4, 16)"),
+    "dq": (lambda: backward(RIGHT_Q, RIGHT_Q, RIGHT_K, RIGHT_K, RIGHT_Q, LSE, dq=torch.zeros_like(Q)),
+           "dq has shape (2, 4, 8, 16), expected q's (2, 8, 4, 16)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUT)
+def test_shapes_that_fit_the_layout_of_sdpa_are_refused_with_a_hint(name: str) -> None:
+    call, message = OTHER_LAYOUT[name]
+    with pytest.raises(ValueError, match=rf"^flashbwd: {re.escape(message)}.*scaled_dot_product_attention: pass "):
+        call()
+
+
+def test_wrong_heads_in_the_right_layout_give_no_hint() -> None:
+    q, k = torch.zeros(2, 128, 8, 16), torch.zeros(2, 128, 3, 16)
+    with pytest.raises(ValueError, match=r"which does not divide q's 8$"):
+        flashbwd.attention(q, k, k)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dout", "softmax_lse"])
+def test_the_refusal_of_an_fp8_tensor_names_its_dtype(name: str) -> None:
+    arguments = base("dense")
+    arguments[name] = arguments[name].to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=rf"^flashbwd: {name} is float8_e4m3fn, expected float"):
+        flashbwd.attention_backward(**arguments)
+
+
+def test_the_refusal_of_fp8_by_the_forward_names_the_dtype_and_the_supported_ones() -> None:
+    x = torch.zeros(2, 5, 4, 8).to(torch.float8_e5m2)
+    expected = "^flashbwd: q is float8_e5m2, expected float16, bfloat16, float32 or float64$"
+    with pytest.raises(ValueError, match=expected):
+        flashbwd.attention(x, x, x)
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_tensor_on_another_device_is_refused(name: str) -> None:
     arguments = base(DEVICES[name])
@@ -294,14 +347,10 @@ def test_a_forced_backend_that_cannot_run_gives_the_reason() -> None:
         flashbwd.attention_backward(**base("dense"))
 
 
-def test_an_unknown_backend_is_refused() -> None:
-    with (
-        flashbwd.use_backend("sm75"),
-        pytest.raises(
-            ValueError, match=r'^flashbwd: backend is "sm75", expected "auto", "sm90", "sm80" or "reference"$'
-        ),
-    ):
-        flashbwd.attention_backward(**base("dense"))
+def test_an_unknown_backend_is_refused_before_any_call() -> None:
+    message = r'^flashbwd: backend is "sm75", expected "auto", "sm90", "sm80" or "reference"$'
+    with pytest.raises(ValueError, match=message):
+        flashbwd.use_backend("sm75")
 
 
 def test_a_forced_backend_is_forgotten_after_an_error() -> None:

@@ -97,6 +97,15 @@ def test_the_list_of_gpus_selects_the_targets(
     assert native.chosen_architectures(SM90) == sm90
 
 
+def test_a_build_warns_of_an_unknown_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASHBWD_CUDA", "0")
+    monkeypatch.setenv("FLASHBWD_CUDA_ARCH", "9.0")
+    native.NativeBuild()
+    assert "the environment variable FLASHBWD_CUDA_ARCH is unknown" in capsys.readouterr().err
+
+
 def test_an_unknown_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHBWD_CUDA_ARCHS", "Hopper")
     with pytest.raises(toolchain.BuildError, match="names 'Hopper', expected architectures"):

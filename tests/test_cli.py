@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from dataclasses import replace
@@ -62,6 +63,22 @@ def test_help_runs_as_a_module():
 def test_a_full_run_on_a_gpu_has_cool_slots_and_slots_with_a_settled_clock(device, arguments, settings):
     options = cli._parser().parse_args(["bench", *arguments])
     assert cli.settings_of(options, torch.device(device)) == settings
+
+
+def test_every_parser_refuses_abbreviated_options():
+    """A script that abbreviates an option would change its meaning when a new option begins with the same letters."""
+    paths = [
+        path for folder in ("flashbwd", "benchmarks", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    calls = [
+        node
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".ArgumentParser", ".add_parser"))
+    ]
+    assert len(calls) >= 11
+    for call in calls:
+        assert "allow_abbrev=False" in [ast.unparse(keyword) for keyword in call.keywords], ast.unparse(call)
 
 
 def test_the_help_of_bench_lists_the_options(capsys):
@@ -176,6 +193,14 @@ def test_bench_resumes_after_the_case_that_broke_the_device(monkeypatch, tmp_pat
 def test_bench_reports_that_no_case_matches(tmp_path, capsys):
     assert cli.main(["bench", "--cases", "nothing like it", "--out", str(tmp_path)]) == 2
     assert "nothing like it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", ["block", "flex"])
+def test_bench_of_a_suite_without_cpu_cases_names_the_suites_that_run_on_a_cpu(suite, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "default_device", lambda: torch.device("cpu"))
+    assert cli.main(["bench", "--suite", suite]) == 2
+    expected = f"suite {suite} has no cases for a machine without a GPU. These suites run on a CPU: "
+    assert f"{expected}attention, layer_norm, decoding, scale, all\n" in capsys.readouterr().err
 
 
 def test_results_go_into_the_source_tree_or_the_current_folder(monkeypatch, tmp_path):

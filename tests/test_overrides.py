@@ -239,6 +239,13 @@ def test_stats_list_the_operators_and_can_be_reset(rms_norm: OnCPU) -> None:
     assert flashbwd.stats()["aten::_fused_rms_norm_backward"] == flashbwd.OperatorStats(0, {})
 
 
+def test_printed_stats_of_a_machine_without_a_gpu_say_why_nothing_was_taken_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "Nothing was taken over: " in str(flashbwd.stats(reset=True))
+
+
 def assert_same_arguments(passed: Sequence[Any], given: Sequence[Any]) -> None:
     for actual, expected in zip(passed, given, strict=True):
         if isinstance(expected, Tensor):

@@ -18,6 +18,7 @@ from kit import cases, inputs
 from support import run
 
 import flashbwd
+from flashbwd import _environment, _ops
 
 
 def python(program: str) -> str:
@@ -30,6 +31,35 @@ def test_importing_starts_no_cuda_and_no_compiler() -> None:
     heavy = "[m for m in ('torch._inductor.codecache', 'matplotlib', 'transformers') if m in sys.modules]"
     before = f"import sys, torch; before = {heavy}"
     assert python(f"{before}; import flashbwd; print(torch.cuda.is_initialized(), {heavy} == before)") == "False True"
+
+
+def test_importing_warns_once_of_an_unknown_variable_and_of_no_known_one() -> None:
+    names = ["FLASHBWD_CACHE_DIRS", *_environment.BUILD, *_environment.RUN, *_environment.TESTS]
+    program = f"import os; os.environ.update(dict.fromkeys({names}, '1')); import warnings\n"
+    program += "with warnings.catch_warnings(record=True) as caught:\n    warnings.simplefilter('always')\n"
+    program += "    import flashbwd\nprint([str(each.message).partition(' is')[0] for each in caught])"
+    assert python(program) == "['flashbwd: the environment variable FLASHBWD_CACHE_DIRS']"
+
+
+def test_every_variable_that_the_code_reads_is_known() -> None:
+    """Parses every source file for the names of variables, so it also finds those that tests and the build read."""
+    root, read = Path(__file__).resolve().parents[1], set()
+    reading = re.compile(r"""(?:environ\b|getenv\(|names_from_env\()[^\n"']*["'](FLASHBWD_\w+)""")
+    for folder in ("flashbwd", "build_tools", "tests", "benchmarks", "scripts", "examples"):
+        for path in (root / folder).rglob("*.py"):
+            read |= set(reading.findall(path.read_text(encoding="utf-8")))
+    assert read == {*_environment.BUILD, *_environment.RUN, *_environment.TESTS}
+
+
+def test_an_import_from_a_source_tree_without_libraries_names_both_fixes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "setup.py").touch()
+    monkeypatch.setattr(_ops, "_PACKAGE", tmp_path / "flashbwd")
+    monkeypatch.setattr(_ops, "loaded", [])
+    monkeypatch.setattr(_ops, "not_loaded", {})
+    with pytest.raises(ImportError, match=r"start Python in another folder.*`python setup\.py build_ext --inplace`"):
+        _ops._load_libraries()
 
 
 def test_modules_form_no_import_cycle() -> None:

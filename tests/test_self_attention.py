@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from kit import oracle
@@ -56,3 +58,27 @@ def test_dropout_is_applied_only_in_training() -> None:
 def test_sizes_that_do_not_fit_are_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flashbwd.SelfAttention(16, **arguments)
+
+
+SEQLENS = {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32), "max_seqlen": 5}
+
+
+@pytest.mark.parametrize(
+    ("x", "lengths", "message"),
+    [
+        (torch.zeros(5, 16), {}, "x has shape (5, 16), expected (batch, seqlen, 16), or cu_seqlens for a packed x"),
+        (torch.zeros(1, 5, 16), SEQLENS, "x has shape (1, 5, 16), expected (total, 16) with cu_seqlens"),
+        (torch.zeros(1, 5, 8), {}, "x has shape (1, 5, 8), expected (batch, seqlen, 16), or cu_seqlens for a packed x"),
+        (torch.zeros(1, 5, 16).half(), {}, "x is float16, expected the parameters' float32"),
+        (None, {}, "x is None, expected a tensor"),
+    ],
+)
+def test_an_input_that_does_not_fit_the_layer_is_refused(x: Tensor, lengths: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^flashbwd: {re.escape(message)}$"):
+        flashbwd.SelfAttention(16, 2)(x, **lengths)
+
+
+def test_autocast_accepts_an_input_of_another_dtype() -> None:
+    layer, x = flashbwd.SelfAttention(16, 2), torch.randn(1, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x.bfloat16()), layer(x.bfloat16().float()))

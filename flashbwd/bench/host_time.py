@@ -142,7 +142,7 @@ def first_call_of_a_process(name: str, cache: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashbwd.bench.host_time")
+    parser = argparse.ArgumentParser(prog="python -m flashbwd.bench.host_time", allow_abbrev=False)
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--only")
     options = parser.parse_args(arguments)

@@ -42,6 +42,20 @@ class OperatorStats(NamedTuple):
     fallbacks: dict[str, int]
 
 
+class _Stats(dict[str, OperatorStats]):
+    """The counts of each operator. If there are none because there is no GPU, the printed form says so."""
+
+    def __str__(self) -> str:
+        counts = super().__str__()
+        if torch.cuda.is_available() or any(stats != (0, {}) for stats in self.values()):
+            return counts
+        no_gpu = "PyTorch finds no CUDA device" if torch.version.cuda else "this PyTorch was built without CUDA"
+        return (
+            f"{counts}\nNothing was taken over: {no_gpu}, and flashbwd.enable() replaces only CUDA kernels. "
+            "On the CPU, PyTorch's own backwards run, and they are not counted."
+        )
+
+
 @functools.cache
 def _use_up_the_warning() -> None:
     """Trigger and suppress PyTorch's warning about the first kernel that a process replaces.
@@ -235,10 +249,10 @@ def stats(*, reset: bool = False) -> dict[str, OperatorStats]:
     -------
     dict of str to OperatorStats
         By the operator's name: ``"aten::..."`` or ``"higher_order::flex_attention_backward"``. A call in a CUDA graph
-        is counted once, at capture.
+        is counted once, at capture. On a machine without a GPU, ``print`` also shows why nothing was counted.
     """
     _arguments.flag("reset", reset)
-    return {override.qualified_name: override.stats(reset=reset) for override in _REPLACED.values()}
+    return _Stats((override.qualified_name, override.stats(reset=reset)) for override in _REPLACED.values())
 
 
 def _offer_to_torch() -> None:

@@ -10,7 +10,8 @@
 All three start from the same random weights and see the same batches of the Python language reference, one token per
 byte. Their loss curves must agree within the tolerance stated below; otherwise the exit status is 1. Then the script
 measures the time and the peak memory of a step over a range of sequence lengths, with the same number of tokens per
-batch. Without a GPU the overrides have nothing to replace, so that run is skipped.
+batch. Without a GPU the overrides have nothing to replace, so that run is skipped. The script needs Transformers
+(`pip install transformers`); with matplotlib, it also plots its results.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flashbwd
@@ -131,8 +131,13 @@ class Trainer:
 
 def losses_of(trainer: Trainer, name: str) -> list[float]:
     """The loss of every step of a training run."""
-    config = trainer.config
-    return [trainer.step(config.length).item() for _ in tqdm(range(config.steps), desc=name, unit="step")]
+    steps = trainer.config.steps
+    losses = []
+    for step in range(steps):
+        losses.append(trainer.step(trainer.config.length).item())
+        if step % max(1, steps // 10) == 0 or step == steps - 1:
+            print(f"{name:>10}: step {step + 1} of {steps}, loss {losses[-1]:.3f}", flush=True)
+    return losses
 
 
 def measure(trainers: dict[str, Trainer], length: int) -> dict[str, dict[str, float | None]]:
@@ -171,9 +176,15 @@ def table(ablation: dict[int, dict[str, dict[str, float | None]]]) -> str:
 
 
 def plot(path: Path, curves: dict[str, list[float]], ablation: dict[int, dict[str, dict[str, float | None]]]) -> None:
-    """Plot the loss curves, and the time and (if known) the memory of a step over the sequence length."""
-    import matplotlib
+    """Plot the loss curves, and the time and (if known) the memory of a step over the sequence length.
 
+    Without matplotlib, say how to install it.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: it needs matplotlib (in flashbwd's clone: pip install '.[bench]')")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -195,6 +206,7 @@ def plot(path: Path, curves: dict[str, list[float]], ablation: dict[int, dict[st
         axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    print(f"wrote {path}")
 
 
 def lengths(text: str) -> tuple[int, ...]:
@@ -241,9 +253,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ablation": ablation,
         "overridden": overridden,
     }
-    (options.out / "finetune_transformers.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(options.out / "finetune_transformers.png", curves, ablation)
-
     for name, losses in curves.items():
         print(f"{name:>10}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
@@ -251,6 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, stats in overridden.items():
         print(f"{name}: {stats['hits']} calls by flashbwd's kernels, by PyTorch's {stats['fallbacks'] or 'none'}")
     print("the runs agree" if agree else "FAILED: the runs do not agree")
+    path = options.out / "finetune_transformers.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+    plot(path.with_suffix(".png"), curves, ablation)
     return 0 if agree else 1
 
 

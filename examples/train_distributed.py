@@ -9,8 +9,9 @@
 With GPUs, each process uses one GPU, communicates over NCCL and trains in bf16. Without GPUs, the processes communicate
 over gloo and train in fp32 on the CPU. Sequences are split by PyTorch's ``context_parallel`` or, with ``--ring
 flashbwd``, by flashbwd's ``context_parallel_attention``. PyTorch's needs GPUs and does not combine with tensor
-parallelism. All other distributed code is PyTorch's: ``fully_shard`` and ``parallelize_module``. Both loss curves are
-plotted in the folder ``out``. The exit status is 1 if the run disagrees with that on one device.
+parallelism. All other distributed code is PyTorch's: ``fully_shard`` and ``parallelize_module``. With matplotlib, the
+script also plots both loss curves in the folder ``out``. The exit status is 1 if the run disagrees with that on one
+device.
 """
 
 from __future__ import annotations
@@ -384,8 +385,6 @@ def compare(
     }
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"train_distributed_{options.parallel.replace(',', '_')}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    plot(path.with_suffix(".png"), one_losses, losses)
     split = ", ".join(f"{axis} {size}" for axis, size in used.items()) or "nothing split"
     ring = f", sequences by {options.ring}" if "context" in used else ""
     print(f"{split}{ring} ({device.type}, {dtype}): loss {losses[0]:.3f} -> {losses[-1]:.3f} in {seconds:.1f} s")
@@ -393,15 +392,20 @@ def compare(
     print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
     for name, stats in overridden.items():
         print(f"{name}: {stats['hits']} calls by flashbwd's kernels, by PyTorch's {stats['fallbacks'] or 'none'}")
-    print(f"wrote {path} and {path.with_suffix('.png').name}")
     print("the two runs agree" if agree else "FAILED: the two runs do not agree")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+    plot(path.with_suffix(".png"), one_losses, losses)
     return agree
 
 
 def plot(path: Path, one: list[float], several: list[float]) -> None:
-    """Draw both loss curves."""
-    import matplotlib
-
+    """Draw both loss curves, if matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: it needs matplotlib (in flashbwd's clone: pip install '.[bench]')")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -414,6 +418,7 @@ def plot(path: Path, one: list[float], several: list[float]) -> None:
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

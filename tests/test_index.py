@@ -520,7 +520,7 @@ PAIRS: dict[str, Any] = {
 
 
 @given(**PAIRS, group=st.integers(1, 12), spare_blocks=st.integers(0, 3))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_waves_of_mirrored_pairs_add_in_order_and_never_deadlock(
     workers: int,
     heads: int,

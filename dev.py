@@ -76,11 +76,11 @@ def install() -> None:
         if torch := [line for line in requirements if line.startswith("torch")]:
             size = "0.2 GB" if torch[-1].endswith("+cpu") else "2.7 GB with CUDA's libraries"
             print(f"installing {torch[-1]}, a download of about {size}", flush=True)
-        run("-m", "pip", "install", *requirements)
+        run("-m", "pip", "install", *requirements)  # not quiet: it shows how far the download is
     run("setup.py", "-q", "build_ext", "--inplace")
     if changed:
         print("installing what the tests and the demo need", flush=True)
-        editable = ("-m", "pip", "install", "--no-build-isolation", "-e")
+        editable = ("-m", "pip", "install", "--quiet", "--no-build-isolation", "-e")
         if not succeeds(*editable, ".[test]"):
             print("pip failed, perhaps without a network: continuing with the installed packages", flush=True)
             run(*editable, ".", "--no-deps")
@@ -90,8 +90,10 @@ def install() -> None:
 def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036
         sys.exit(f"flashbwd needs Python 3.10 or newer, this is {sys.version.split()[0]}")
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+    if len(sys.argv) < 2:
         sys.exit(__doc__)
+    if sys.argv[1] not in COMMANDS:
+        sys.exit(f"dev.py: unknown command {sys.argv[1]!r}, expected {', '.join(COMMANDS)}")
     command, arguments = sys.argv[1], sys.argv[2:]
     if not MADE.exists():
         make_environment()

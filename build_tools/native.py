@@ -199,7 +199,8 @@ class NativeBuild:
         else:
             self.toolkit = self._toolkit(self.torch.cuda)
             self.cutlass = find_cutlass()
-        self.families = chosen_families() if self.toolkit else {}
+        families = chosen_families()  # refuses an unknown family even in a build without kernels
+        self.families = families if self.toolkit else {}
 
     @staticmethod
     def _toolkit(cuda: str) -> CudaToolkit:

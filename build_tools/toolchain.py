@@ -62,8 +62,10 @@ def named_architectures() -> list[str]:
 
 def cuda_wanted() -> bool:
     """Return whether this build has kernels: FLASHBWD_CUDA if set, else whether GPUs are named or present."""
-    if asked := os.environ.get("FLASHBWD_CUDA", "").lower():
-        return asked not in ("0", "off", "false", "no")
+    if asked := os.environ.get("FLASHBWD_CUDA", ""):
+        if asked not in ("0", "1"):
+            raise BuildError(f"FLASHBWD_CUDA is {asked!r}, expected 0 or 1")
+        return asked == "1"
     return bool(_asked_architectures()) or any(gpu >= OLDEST_GPU for gpu in gpus())
 
 

@@ -171,6 +171,7 @@ def plot(path: Path, prompt: int, times: dict[str, list[float]], title: str) -> 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for (name, values), color in zip(times.items(), ("C3", "0.6"), strict=True):
         axes.plot(range(prompt + 2, prompt + 2 + len(values)), values, color=color, label=name)
@@ -220,7 +221,6 @@ def main(argv: list[str] | None = None) -> int:
     print(f"tokens that agree: {same:.1%}" if agree else f"FAILED: only {same:.1%} of the tokens agree")
     if not on_gpu:
         print("The speeds above say nothing about the kernels: on a CPU, flashbwd runs its reference backend.")
-    options.out.mkdir(parents=True, exist_ok=True)
     plot(options.out / "decode.png", prompt, times, f"Decoding step, {config.batch} sequences ({device.type}, {dtype})")
     return 0 if agree else 1
 

@@ -115,7 +115,9 @@ def attention(
     """Differentiable softmax attention: PyTorch's forward where it supports the case, and this library's backward.
 
     Cases without a forward in PyTorch use the reference forward. Under ``torch.autocast`` q, k and v are cast as in
-    PyTorch's own attention. Gradients flow to q, k, v, attn_bias and sink, and also from the returned LSE. Double
+    PyTorch's own attention. Tensors are (batch, sequence, heads, head dimension); those of
+    ``scaled_dot_product_attention`` need ``transpose(1, 2)``, and most calls in its order cannot be told from valid
+    ones. Gradients flow to q, k, v, attn_bias and sink, and also from the returned LSE. Double
     backward raises ``RuntimeError``.
 
     Parameters

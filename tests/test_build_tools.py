@@ -97,6 +97,19 @@ def test_the_list_of_gpus_selects_the_targets(
     assert native.chosen_architectures(SM90) == sm90
 
 
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHBWD_CUDA", "maybe")
+    with pytest.raises(toolchain.BuildError, match="FLASHBWD_CUDA is 'maybe', expected 0 or 1"):
+        toolchain.cuda_wanted()
+
+
+def test_a_build_without_kernels_refuses_an_unknown_family_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHBWD_CUDA", "0")
+    monkeypatch.setenv("FLASHBWD_FAMILIES", "attention_sm91")
+    with pytest.raises(toolchain.BuildError, match="FLASHBWD_FAMILIES names 'attention_sm91'"):
+        native.NativeBuild()
+
+
 def test_a_build_warns_of_an_unknown_variable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,8 +51,8 @@ class _Stats(dict[str, OperatorStats]):
             return counts
         no_gpu = "PyTorch finds no CUDA device" if torch.version.cuda else "this PyTorch was built without CUDA"
         return (
-            f"{counts}\nNothing was taken over: {no_gpu}, and flashbwd.enable() replaces only CUDA kernels. "
-            "On the CPU, PyTorch's own backwards run, and they are not counted."
+            f"Nothing was taken over: {no_gpu}, and flashbwd.enable() replaces only CUDA kernels. "
+            f"On the CPU, PyTorch's own backwards run, and they are not counted.\n{counts}"
         )
 
 

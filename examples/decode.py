@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     config = Config()
     model = Model(config).to(device, dtype).requires_grad_(False)
-    # On the CPU, PyTorch's compiled kernel for one query does not support a block mask, so PyTorch's operators run.
+    # PyTorch's compiled CPU kernel for one query supports no block mask. The backend "eager" runs PyTorch's operators.
     peer = torch.compile(flex_attention, backend="inductor" if on_gpu else "eager")
     runs: dict[str, Callable[..., Any]] = {"flashbwd": flashbwd.flex_decoding, "PyTorch flex_attention": peer}
     tokens: dict[str, Tensor] = {}

@@ -142,9 +142,10 @@ def flex_attention(
     """
     _arguments.flag("deterministic", deterministic)
     if is_dynamo_compiling():
-        options = {**(kernel_options or {}), **({DETERMINISTIC: True} if deterministic else {})}
+        if deterministic:
+            kernel_options = {**(kernel_options or {}), DETERMINISTIC: True}
         results: Tensor | tuple[Tensor, Tensor] = pytorch_flex_attention(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options or None
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
         )
         return results
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)

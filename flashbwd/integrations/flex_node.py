@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention.flex_attention import BlockMask
 
+from flashbwd.flex.graph_operator import DETERMINISTIC
 from flashbwd.mods.in_graph import text_of
 
 __all__ = ["AFTER_PYTORCH", "DeclinedError", "Mask", "Node", "Score", "call_of", "mask_of", "score_of"]
@@ -68,7 +69,7 @@ class Score:
 
 
 def call_of(node: Node) -> dict[str, Any]:
-    """Return the arguments by name."""
+    """Return the arguments by name, the fields of ``block_mask`` by name too, and ``deterministic``, an option."""
     parameters = list(inspect.signature(type(AFTER_PYTORCH).__call__).parameters)[1:]
     if tuple(parameters) != _ARGUMENTS:
         raise DeclinedError("this PyTorch's flex_attention_backward has other arguments than the known ones")
@@ -78,6 +79,7 @@ def call_of(node: Node) -> dict[str, Any]:
     if unknown := set(fields) - _FIELDS_OF_MASK:
         raise DeclinedError(f"this PyTorch's block_mask has unknown fields: {', '.join(sorted(unknown))}")
     call["block_mask"] = dict(zip(fields, call["block_mask"], strict=True))
+    call["deterministic"] = bool(call["kernel_options"].get(DETERMINISTIC))
     if type(call["scale"]) is not float:
         raise DeclinedError("scale is not a constant")
     options = call["kernel_options"]

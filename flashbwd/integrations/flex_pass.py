@@ -120,13 +120,9 @@ def _check_backend(call: dict[str, Any], mask: Mask, score: Score) -> None:
         raise DeclinedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
     dlse = None if call["grad_logsumexp"] is None else lse
     try:
-        _plan(call["scale"], mask, score, (out, query, key, value, out, lse, dlse), _is_deterministic(call))
+        _plan(call["scale"], mask, score, (out, query, key, value, out, lse, dlse), call["deterministic"])
     except UnsupportedError as reason:
         raise DeclinedError(str(reason)) from None
-
-
-def _is_deterministic(call: dict[str, Any]) -> bool:
-    return bool(call["kernel_options"].get(graph_operator.DETERMINISTIC))
 
 
 def _plan(
@@ -202,7 +198,7 @@ def _replace(graph: fx.Graph, node: Node, call: dict[str, Any], mask: Mask, scor
             *(score.text, score.captures, score.wanted, call["scale"]),
             all(map(_is_input, (*mask.lists, *mask.captures))),
             orders,
-            _is_deterministic(call),
+            call["deterministic"],
         )
         ours = graph.call_function(_OURS, args)
     *gradients, captured = node.meta["val"]

@@ -57,7 +57,6 @@ class Add:
 
     semaphore: Semaphore | None = None
     required: int = STORED
-    may_begin: bool = True
 
 
 def ring(buffers: int, count: int) -> list[Barrier]:
@@ -107,11 +106,13 @@ class Cta:
             yield from body(work)
             self.work_empty[slot].arrive()
 
+    def semaphore(self, query_block: int) -> Semaphore:
+        return self.grid.semaphores.setdefault((query_block, self.rank), Semaphore())
+
     def next_add(self, work: WorkTile, query_block: int) -> Add:
-        semaphore = self.grid.semaphores.setdefault((query_block, self.rank), Semaphore())
         before = self.grid.adds_before
         required = STORED if before is None else before(work.number, query_block)
-        return Add(semaphore, required, semaphore.is_complete(required))
+        return Add(self.semaphore(query_block), required)
 
     def begin_add(self, add: Add, work: WorkTile, query_block: int) -> Role:
         assert add.semaphore is not None

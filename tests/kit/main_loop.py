@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from kit.barriers import AtLeast, Barrier, NamedBarrier, Role, Semaphore, Wait
+from kit.barriers import AtLeast, Barrier, NamedBarrier, Role, Wait
 from kit.cta import ADDERS, Add, Cta, Grid, WorkTile, ring, stage
 
 CONSUMERS = 2
@@ -140,9 +140,6 @@ class MainLoopCta(Cta):
         assert self.grid.adds_before is not None
         visitors = sum(query_block in queries for queries in self.grid.tiles)
         return self.config.finishes and self.grid.adds_before(work.number, query_block) == visitors - 1
-
-    def semaphore(self, query_block: int) -> Semaphore:
-        return self.grid.semaphores.setdefault((query_block, 0), Semaphore())
 
     def required(self, work: WorkTile, query_block: int) -> int:
         assert self.grid.adds_before is not None

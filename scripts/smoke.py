@@ -1,7 +1,8 @@
 """Checks an installation in seconds.
 
 Compares the gradients of attention and LayerNorm with float64 autograd of the plain formula, and checks that PyTorch's
-operators can be overridden and restored. Needs only the package and torch, so it runs wherever a wheel is installed.
+operators and the pass of its compiler can be replaced and restored. Needs only the package and torch, so it runs
+wherever a wheel is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch._inductor import config
 
 import flashbwd
 
@@ -51,16 +53,19 @@ def layer_norm() -> None:
 
 
 def overrides() -> None:
-    names = [name.removeprefix("aten::") for name in flashbwd.stats()]
+    operators = [name for name in flashbwd.stats() if name.startswith("aten::")]
+    assert operators
 
     def dispatcher() -> list[str]:
-        return [torch._C._dispatch_dump(f"aten::{name}") for name in names]
+        return [torch._C._dispatch_dump(name) for name in operators]
 
-    before = dispatcher()
+    before, passes = dispatcher(), config.post_grad_custom_pre_pass
     with flashbwd.enable():
         expected = torch.version.cuda is not None
         assert all((now != was) is expected for now, was in zip(dispatcher(), before, strict=True))
+        assert config.post_grad_custom_pre_pass is not passes, "compiled models would keep PyTorch's flex_attention"
     assert dispatcher() == before, "the end of enable() did not restore PyTorch's kernels"
+    assert config.post_grad_custom_pre_pass is passes, "the end of enable() left its pass in PyTorch's compiler"
 
 
 def main() -> None:

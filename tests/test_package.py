@@ -62,6 +62,12 @@ def test_an_import_from_a_source_tree_without_libraries_names_both_fixes(
         _ops._load_libraries()
 
 
+def test_the_check_of_an_installation_passes() -> None:
+    script = Path(__file__).resolve().parents[1] / "scripts" / "smoke.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_modules_form_no_import_cycle() -> None:
     """Imports within functions count too, because they hide a cycle without breaking it."""
     root = Path(flashbwd.__file__).parent

@@ -14,6 +14,7 @@ from typing import ClassVar
 from setuptools import Command, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
@@ -55,6 +56,19 @@ class BuildLibraries(build_ext):
         self.extensions = [extension for extension in self.extensions if extension.name in built]
 
 
+class BuildPython(build_py):
+    """Adds the headers of the kernels, which NVRTC needs at run time. A source tree has them already."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            headers = (path for pattern in ("*.h", "*.cuh") for path in (ROOT / "csrc").rglob(pattern))
+            for path in headers:
+                target = Path(self.build_lib, "flashbwd", path.relative_to(ROOT))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target)
+
+
 class BuildTestModules(Command):
     """Builds tests/csrc into tests/_built."""
 
@@ -85,5 +99,10 @@ class AnyPythonWheel(bdist_wheel):
 
 setup(
     ext_modules=[Extension(f"flashbwd.{name}", []) for name in ("_C", "_C_cuda")],
-    cmdclass={"build_ext": BuildLibraries, "build_test_modules": BuildTestModules, "bdist_wheel": AnyPythonWheel},
+    cmdclass={
+        "bdist_wheel": AnyPythonWheel,
+        "build_ext": BuildLibraries,
+        "build_py": BuildPython,
+        "build_test_modules": BuildTestModules,
+    },
 )

@@ -69,15 +69,15 @@ def test_tensors_of_another_device_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"),
+    ("header", "name", "limit"),
     [
-        ("kMaxDims", captures.MAX_DIMS),
-        ("kMaxCaptured", captures.MAX_CAPTURED),
-        ("kModRowBytes", operators.ROW_BYTES),
+        ("mods/captured_tensor.h", "kMaxDims", captures.MAX_DIMS),
+        ("mods/captured_tensor.h", "kMaxCaptured", captures.MAX_CAPTURED),
+        ("decoding/params.h", "kModRowBytes", operators.ROW_BYTES),
     ],
 )
-def test_limits_in_python_equal_those_of_the_kernels(name: str, limit: int) -> None:
-    found = re.search(rf"constexpr int {name} = (\d+);", (CSRC / "decoding" / "params.h").read_text())
+def test_limits_in_python_equal_those_of_the_kernels(header: str, name: str, limit: int) -> None:
+    found = re.search(rf"constexpr int {name} = (\d+);", (CSRC / header).read_text())
     assert found is not None
     assert int(found[1]) == limit
 

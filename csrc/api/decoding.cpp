@@ -15,7 +15,6 @@
 #include "../common/check.h"
 #include "../decoding/call.h"
 #include "../decoding/launch.h"
-#include "../decoding/source.h"
 #include "cuda_backend.h"
 #include "tensors.h"
 
@@ -344,12 +343,6 @@ void decoding_shared_bytes(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = boxed<int64_t>(shared_bytes(head_dim, rows, warps, static_cast<int>(reader.read<int64_t>())));
 }
 
-void decoding_source_operator(StableIValue* stack, uint64_t, uint64_t) { stack[0] = boxed(decoding_source()); }
-
-void decoding_mod_functions_operator(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = boxed(decoding_mod_functions());
-}
-
 }  // namespace
 }  // namespace flashbwd
 
@@ -367,8 +360,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def("decoding_refusal(int device) -> str");
   m.def("decoding_tile(Tensor q, Tensor k, Tensor v) -> (int head_dim, int rows, int warps, bool aligned)");
   m.def("decoding_shared_bytes(int head_dim, int rows, int warps, int element_bytes) -> int");
-  m.def("decoding_source() -> str");
-  m.def("decoding_mod_functions() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) {
@@ -383,6 +374,4 @@ STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
   m.impl("decoding_add_kernel", flashbwd::decoding_add_kernel);
   m.impl("decoding_refusal", flashbwd::decoding_refusal);
   m.impl("decoding_shared_bytes", flashbwd::decoding_shared_bytes);
-  m.impl("decoding_source", flashbwd::decoding_source_operator);
-  m.impl("decoding_mod_functions", flashbwd::decoding_mod_functions_operator);
 }

@@ -7,7 +7,6 @@
 #include "../common/check.h"
 #include "../decoding/call.h"
 #include "../decoding/launch.h"
-#include "../decoding/source.h"
 #include "cuda_backend.h"
 #include "decoding.h"
 #include "tensors.h"
@@ -110,10 +109,6 @@ void decoding_backward_tile(StableIValue* stack, uint64_t, uint64_t) {
   stack[2] = boxed<int64_t>(backward_shared_bytes(head_dim, static_cast<int>(size_of(call.q.dtype))));
 }
 
-void decoding_backward_source_operator(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = boxed(decoding_backward_source());
-}
-
 }  // namespace
 }  // namespace flashbwd
 
@@ -126,12 +121,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   m.def(
       "decoding_backward_tile(Tensor dout, Tensor q, Tensor k, Tensor v) "
       "-> (int head_dim, bool aligned, int shared_bytes)");
-  m.def("decoding_backward_source() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CUDA, m) { m.impl("decoding_backward", flashbwd::decoding_backward); }
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, CompositeExplicitAutograd, m) {
   m.impl("decoding_backward_tile", flashbwd::decoding_backward_tile);
-  m.impl("decoding_backward_source", flashbwd::decoding_backward_source_operator);
 }

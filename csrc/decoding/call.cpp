@@ -82,7 +82,7 @@ bool kernel_takes(const DecodingCall& call) {
   }
   if (k.sizes[0] != 1 && k.sizes[0] != q.sizes[0]) return false;
   if (q.sizes[1] % k.sizes[1] != 0 || (q.sizes[1] != k.sizes[1] && !call.enable_gqa)) return false;
-  if (call.captured.size() > DecodingParams::kMaxCaptured) return false;
+  if (call.captured.size() > kMaxCaptured) return false;
   for (const TensorDesc& tensor : call.captured) {
     if (tensor.dim > CapturedTensor::kMaxDims || tensor.device != q.device) return false;
   }

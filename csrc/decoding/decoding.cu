@@ -1,8 +1,8 @@
 // Launchers of the prebuilt kernels and of kernels compiled at run time.
+#include "../common/launch_driver.h"
 #include "combine.cuh"
 #include "kernels.h"
 #include "launch.h"
-#include "launch_driver.h"
 #include "sum_slots.cuh"
 
 namespace flashbwd {

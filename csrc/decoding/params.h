@@ -1,16 +1,10 @@
-// Parameters of the decoding kernels. nvcc, g++ and, at run time, NVRTC compile this file, so it must not include a
-// header.
+// Parameters of the decoding kernels. nvcc, g++ and, at run time, NVRTC compile this file, so it includes
+// only headers of csrc/.
 #pragma once
 
-namespace flashbwd {
+#include "../mods/captured_tensor.h"
 
-// A tensor that a modification captured.
-struct CapturedTensor {
-  static constexpr int kMaxDims = 5;
-  const void* data;
-  long long strides[kMaxDims];  // elements
-  int sizes[kMaxDims];          // to wrap negative indices
-};
+namespace flashbwd {
 
 // Built-in modifications (those that every build has kernels for), encoded as numbers. flashbwd/mods/built_in.py fills
 // these structs in the order of their members.
@@ -62,7 +56,6 @@ struct BlockList {
 };
 
 struct DecodingParams {
-  static constexpr int kMaxCaptured = 16;
   const void* q;      // (B, H, Sq, D)
   const void* k;      // (B, Hkv, Sk, D)
   const void* v;      // (B, Hkv, Sk, Dv)

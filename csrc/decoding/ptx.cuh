@@ -1,11 +1,12 @@
-// PTX wrappers of the decoding kernels. NVRTC compiles this file too, so it includes no header.
+// PTX wrappers of the decoding kernels. NVRTC compiles this file too, so it includes only headers of
+// csrc/.
 #pragma once
+
+#include "../mods/scalars.cuh"
 
 #ifdef __CUDACC__
 
 namespace flashbwd {
-
-using uint32 = unsigned int;
 
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
@@ -89,18 +90,6 @@ __device__ __forceinline__ void store_shared(uint32 shared, const uint32 (&words
                : "memory");
 }
 
-// Rounds two floats to 16 bits and packs them into one register, `low` in the low half.
-template <bool kBFloat16>
-__device__ __forceinline__ uint32 pack_16bit(float low, float high) {
-  uint32 packed;
-  if constexpr (kBFloat16) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
 // Programmatic dependent launch: the next kernel on the stream may start when every CTA has called this or has exited.
 // That kernel must call wait_for_previous_launch() before it reads this kernel's results. Before sm_90, both do
 // nothing.
@@ -135,39 +124,6 @@ __device__ __forceinline__ float2 load_cluster(uint32 shared, int rank) {
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
 #endif
   return x;
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Returns tanh(x): a Taylor series near 0, else 1 - 2 / (exp(2 |x|) + 1). The relative error is below 1e-6, and the
-// cost is a fifth of that of tanhf.
-__device__ __forceinline__ float tanh_of(float x) {
-  constexpr float kTwoLog2e = 2.8853900817779268f;
-  const float x2 = x * x;
-  const float series = x * (1.f + x2 * (-1.f / 3 + x2 * (2.f / 15 + x2 * (-17.f / 315))));
-  const float large = 1.f - __fdividef(2.f, exp2_approx(fabsf(x) * kTwoLog2e) + 1.f);
-  return x2 < 0.03f ? series : copysignf(large, x);
-}
-
-__device__ __forceinline__ float float_of_half(unsigned short bits) {
-  float x;
-  asm("cvt.f32.f16 %0, %1;\n" : "=f"(x) : "h"(bits));
-  return x;
-}
-
-__device__ __forceinline__ float float_of_bfloat16(unsigned short bits) {
-  return __uint_as_float(static_cast<uint32>(bits) << 16);
-}
-
-// The value in the low (0) or high (1) half of a packed register.
-template <bool kBFloat16, int kHalf>
-__device__ __forceinline__ float unpack_16bit(uint32 packed) {
-  const unsigned short bits = static_cast<unsigned short>(packed >> (16 * kHalf));
-  return kBFloat16 ? float_of_bfloat16(bits) : float_of_half(bits);
 }
 
 }  // namespace flashbwd

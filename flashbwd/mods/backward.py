@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor
 
 from flashbwd.mods import nvrtc
-from flashbwd.mods.captures import CannotEmitError, Captures, Recent, Slots
 from flashbwd.mods.derivative import emit_gradient
+from flashbwd.mods.gradients import GradientSources
 from flashbwd.mods.kernels import NoKernelError, modification_of
 from flashbwd.mods.operators import c_element
-from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import DecodingCall, block_states
-from flashbwd.reference.modifications import Mod
 
 _NAME = "flashbwd_decoding_backward"
 _THREADS = 128
@@ -32,16 +29,7 @@ class _Tile:
     shared_bytes: int
 
 
-@dataclass(eq=False)
-class _Gradient:
-    """CUDA source of the modifications and their derivative, as :func:`emit_gradient` returns them."""
-
-    source: str
-    slots: dict[int, int]  # position among the tensors that get a gradient -> slot among the kernel's captured tensors
-
-
-# (Key of the functions, positions of the tensors that get a gradient) -> source, and positions of the captured tensors.
-_known: Recent[tuple[_Gradient, list[int]]] = Recent(256)
+_sources = GradientSources(emit_gradient)
 
 
 def run_backward(
@@ -83,7 +71,7 @@ def run_backward(
         if built_in is not None and built_in[0].source is None:
             number, tensors = built_in[0].number, built_in[1]
         else:
-            known, tensors = _gradient_of(*mods, captured)
+            known, tensors = _sources.of(*mods, captured)
             kernel = _kernel(known.source, tile)
             slots = known.slots
     states = None if mask is None else block_states(mask, key.shape[2]).contiguous()
@@ -121,36 +109,11 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _gradient_of(
-    score_mod: Mod | None, mask_mod: Mod | None, differentiable: Sequence[Tensor]
-) -> tuple[_Gradient, list[Tensor]]:
-    """Return the source of the modifications and their derivative, and the tensors that they capture in this call."""
-    captures = Captures(score_mod, mask_mod)
-    chosen = tuple(captures.position(tensor) for tensor in differentiable)
-    key = None if captures.key is None or None in chosen else (captures.key, chosen)
-    found = None if key is None else _known.get(key)
-    if found is not None:
-        return found[0], [captures.tensors[position] for position in found[1]]
-    slots = Slots(captures)
-    try:
-        score = None if score_mod is None else trace("score_mod", score_mod, True)
-        mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
-        source, gradient_slots = emit_gradient(score, mask, slots, list(differentiable))
-    except CannotEmitError as error:
-        raise NoKernelError(str(error)) from error
-    known = _Gradient(source, gradient_slots)
-    positions = slots.positions()
-    if key is not None and positions is not None:
-        _known.put(key, (known, positions))
-    return known, slots.tensors()
-
-
 def backward_source(mod: str, head_dim: int, dtype: torch.dtype, aligned: bool) -> str:
-    """Return the complete CUDA source of a backward kernel, without any include."""
-    source = torch.ops.flashbwd.decoding_backward_source() + mod
-    source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
+    """As :func:`~flashbwd.mods.kernels.kernel_source`, for the backward."""
     arguments = f"{head_dim}, {c_element(dtype)}, {str(aligned).lower()}, flashbwd::Mod"
-    return f"""{source}
+    return f"""{nvrtc.includes("decoding/backward.cuh", "decoding/mod.cuh", "mods/functions.cuh")}
+{mod}
 extern "C" __global__ void __launch_bounds__({_THREADS}, 1)
     {_NAME}(const __grid_constant__ flashbwd::DecodingBackwardParams p) {{
   extern __shared__ __align__(128) unsigned char shared[];

@@ -376,8 +376,7 @@ def emit(score: Trace | None, mask: Trace | None, slots: Slots) -> str:
 
 def struct_of(has_score: bool, has_mask: bool, params: str, score: str, mask: str, more: str) -> str:
     """Return ``struct Mod`` with the given function bodies, and with ``more`` before these functions."""
-    return f"""{torch.ops.flashbwd.decoding_mod_functions()}
-namespace flashbwd {{
+    return f"""namespace flashbwd {{
 struct Mod : AnyMod {{
   static constexpr bool kHasScoreMod = {str(has_score).lower()};
   static constexpr bool kHasMask = {str(has_mask).lower()};

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -140,12 +139,11 @@ def _same_modification(source: str | None, integers: list[int], floats: list[flo
 
 
 def kernel_source(mod: str, tile: Tile) -> str:
-    """Return the complete CUDA source of a kernel, without any include."""
-    source = torch.ops.flashbwd.decoding_source() + mod
-    source = re.sub(r"^#(include|pragma once).*$", "", source, flags=re.MULTILINE)
+    """Return the complete CUDA source of a kernel. It includes files of :func:`~flashbwd.mods.nvrtc.header_folder`."""
     sizes = f"{tile.head_dim}, {tile.rows}, {tile.warps}"
     arguments = f"{sizes}, {c_element(tile.dtype)}, {str(tile.aligned).lower()}, flashbwd::Mod"
-    return f"""{source}
+    return f"""{nvrtc.includes("decoding/split_kv.cuh", "mods/functions.cuh")}
+{mod}
 extern "C" __global__ void __launch_bounds__({tile.warps * 32}, 1)
     {_NAME}(const __grid_constant__ flashbwd::DecodingParams p) {{
   extern __shared__ __align__(128) unsigned char shared[];

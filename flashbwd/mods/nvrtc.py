@@ -11,12 +11,15 @@ import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# Headers that NVRTC lacks. The kernels need little of them, and get it from csrc/nvrtc/standard.h.
+_STANDARD = ("algorithm", "array", "cmath", "cstdint", "string", "type_traits", "cuda.h", "cuda_bf16.h", "cuda_fp16.h")
+_STANDARD_HEADERS = dict.fromkeys(_STANDARD, '#include "nvrtc/standard.h"\n')
 
 
 class CompilationError(Exception):
@@ -82,19 +85,52 @@ def nvrtc_version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def compile_source(source: str, options: Sequence[str]) -> bytes:
-    """Compile to a cubin. ``options`` must name a real architecture (sm_XY)."""
+@functools.cache
+def header_folder() -> Path:
+    """Return the folder of the kernels' headers: in an installed package, or beside it in a source tree.
+
+    Raises
+    ------
+    CompilationError
+        If the installation lacks them.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if (folder / "nvrtc" / "standard.h").is_file():
+            return folder
+    raise CompilationError(f"{package} has no folder csrc with the headers of the kernels; install flashbwd again")
+
+
+@functools.cache
+def header_digest() -> str:
+    """Return the SHA-256 of all headers of the kernels, for the keys of what is compiled with them."""
+    digest = hashlib.sha256()
+    for path in sorted(header_folder().rglob("*.h*")) + sorted(header_folder().rglob("*.cuh")):
+        digest.update(str(path.relative_to(header_folder())).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_source(source: str, options: Sequence[str], headers: Mapping[str, str] = _STANDARD_HEADERS) -> bytes:
+    """Compile to a cubin.
+
+    Parameters
+    ----------
+    options : sequence of str
+        Must name a real architecture (sm_XY).
+    headers : mapping of str to str
+        Texts of the headers that the source includes by these names, besides the files in the include folders.
+    """
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
 
     def call(function: str, *arguments: object) -> int:
         return getattr(nvrtc, function)(*arguments)
 
-    if call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"flashbwd.cu", 0, None, None):
+    count, texts, names = len(headers), *(_strings(x) for x in (headers.values(), headers))
+    if call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"flashbwd.cu", count, texts, names):
         raise CompilationError("NVRTC could not be started")
     try:
-        flags = [option.encode() for option in options]
-        failed = call("nvrtcCompileProgram", program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+        failed = call("nvrtcCompileProgram", program, len(options), _strings(options))
         size = ctypes.c_size_t()
         if failed:
             call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
@@ -107,6 +143,11 @@ def compile_source(source: str, options: Sequence[str]) -> bytes:
         return cubin.raw
     finally:
         call("nvrtcDestroyProgram", ctypes.byref(program))
+
+
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
 
 
 def cubin_of(source: str, options: Sequence[str]) -> bytes:
@@ -148,10 +189,21 @@ _loaded: dict[tuple[bytes, str, int], int] = {}  # never shrinks, because kernel
 _lock = threading.Lock()
 
 
-def kernel_of(source: str, name: str, shared_bytes: int, device: int) -> int:
+def kernel_of(
+    source: str,
+    name: str,
+    shared_bytes: int,
+    device: int,
+    architecture: str | None = None,
+) -> int:
     """Return the CUkernel ``name`` of a source on a device. It is compiled and loaded at the first call.
 
     The kernel stays loaded until the process ends, because captured CUDA graphs may use it.
+
+    Parameters
+    ----------
+    architecture : str, optional
+        As "sm_90a". Default: that of the device, without features of that device alone.
 
     Raises
     ------
@@ -162,14 +214,21 @@ def kernel_of(source: str, name: str, shared_bytes: int, device: int) -> int:
     with _lock:
         if key not in _loaded:
             major, minor = torch.cuda.get_device_capability(device)
+            options = compiler_options(architecture or f"sm_{major}{minor}")
             with torch.cuda.device(device):
-                _loaded[key] = load_kernel(cubin_of(source, options_for((major, minor))), name, shared_bytes)
+                _loaded[key] = load_kernel(cubin_of(source, options), name, shared_bytes)
         return _loaded[key]
 
 
-def options_for(capability: tuple[int, int]) -> list[str]:
-    major, minor = capability
-    return [f"--gpu-architecture=sm_{major}{minor}", "-std=c++17", "-default-device", "--fmad=true"]
+def includes(*names: str) -> str:
+    """Return the first lines of a source that includes these headers. They change whenever a header changes."""
+    return "\n".join([f"// headers {header_digest()}", *(f'#include "{name}"' for name in names)])
+
+
+def compiler_options(architecture: str) -> list[str]:
+    """Return the options for a real architecture (sm_XY)."""
+    folder = f"--include-path={header_folder()}"
+    return [f"--gpu-architecture={architecture}", "-std=c++17", "-default-device", "--fmad=true", folder]
 
 
 def load_kernel(cubin: bytes, name: str, shared_bytes: int) -> int:

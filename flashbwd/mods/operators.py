@@ -1,4 +1,4 @@
-"""The operators that a modification may call, as C++ expressions that use csrc/decoding/mod_functions.cuh."""
+"""The operators that a modification may call, as C++ expressions that use csrc/mods/functions.cuh."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compiles emitted modifications, and the kernels' built-in ones, for the host with a C++ compiler.
 
-The functions of csrc/decoding/mod_functions.cuh and built_in.cuh are compiled unchanged, after a prelude that defines
-the few intrinsics and declarations that only nvcc and NVRTC know.
+The functions of csrc/mods/functions.cuh and csrc/decoding/built_in.cuh are compiled unchanged, after a prelude that
+defines the few intrinsics and declarations that only nvcc and NVRTC know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashbwd.mods.derivative import emit_gradient
 from flashbwd.mods.emit import emit
 from flashbwd.mods.trace import trace
 
-DECODING = Path(__file__).parent.parent.parent / "csrc" / "decoding"
+MODS, DECODING = (Path(__file__).parent.parent.parent / "csrc" / name for name in ("mods", "decoding"))
 
 _PRELUDE = r"""
 #include <cmath>
@@ -86,7 +86,7 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
 """
 
 _GRADIENTS = """
-static void* gradients[flashbwd::DecodingParams::kMaxCaptured];
+static void* gradients[flashbwd::kMaxCaptured];
 extern "C" void set_gradient(int slot, void* to) { gradients[slot] = to; }
 static float ds = 1.f;
 static bool first = true;
@@ -147,12 +147,13 @@ def _plain(text: str) -> str:
 def _support() -> list[str]:
     tanh = re.search(
         r"^__device__ __forceinline__ float tanh_of\(.*?^}\n",
-        (DECODING / "ptx.cuh").read_text(),
+        (MODS / "scalars.cuh").read_text(),
         re.DOTALL | re.MULTILINE,
     )
     assert tanh is not None
-    headers = [_plain((DECODING / name).read_text()) for name in ("params.h", "backward_params.h", "mod.cuh")]
-    return [_PRELUDE, tanh.group(), "}", *headers, _plain(torch.ops.flashbwd.decoding_mod_functions())]
+    names = (MODS / "captured_tensor.h", *(DECODING / name for name in ("params.h", "backward_params.h", "mod.cuh")))
+    headers = [_plain(path.read_text()) for path in names]
+    return [_PRELUDE, tanh.group(), "}", *headers, _plain((MODS / "functions.cuh").read_text())]
 
 
 class HostMods:

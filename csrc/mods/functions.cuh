@@ -1,7 +1,8 @@
-// Device functions that generated modifications call. NVRTC compiles this file too, so it includes no header.
+// Device functions that generated modifications call. NVRTC compiles this file too, so it includes only
+// headers of csrc/.
 #pragma once
 
-#include "ptx.cuh"
+#include "scalars.cuh"
 
 #ifdef __CUDACC__
 

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <utility>
 
-#include "../common/capture.h"
+#include "capture.h"
 
 namespace flashbwd {
 
@@ -30,7 +30,8 @@ inline CUlaunchConfig config_of(dim3 grid, unsigned threads, unsigned bytes, voi
 struct LaunchForm {
   int device = 0;
   int cluster = 1;
-  bool overlaps = false;  // programmatic dependent launch; the kernel must itself wait for the previous grid
+  bool overlaps = false;     // programmatic dependent launch; the kernel must itself wait for the previous grid
+  bool cooperative = false;  // all CTAs run at the same time
 };
 
 // Looks up a driver API function, to avoid linking libcuda.
@@ -43,7 +44,7 @@ Function* driver_function(const char* name) {
 }
 
 // The driver API needs a current context. A new thread has none until the runtime API sets one.
-inline cudaError_t begin_context(int device) {
+inline cudaError_t begin_context_on(int device) {
   static thread_local bool begun = false;
   if (begun) return cudaSuccess;
   const AllowedInCapture allowed;
@@ -56,9 +57,9 @@ inline cudaError_t begin_context(int device) {
 inline cudaError_t launch_with_driver(const void* params, void* kernel, CUlaunchConfig config, LaunchForm form) {
   static const auto launch = driver_function<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx");
   if (launch == nullptr) return cudaErrorUnknown;
-  const cudaError_t error = begin_context(form.device);
+  const cudaError_t error = begin_context_on(form.device);
   if (error != cudaSuccess) return error;
-  CUlaunchAttribute attributes[2] = {};
+  CUlaunchAttribute attributes[3] = {};
   config.attrs = attributes;
   if (form.cluster > 1) {
     CUlaunchAttribute& cluster = attributes[config.numAttrs++];
@@ -69,6 +70,11 @@ inline cudaError_t launch_with_driver(const void* params, void* kernel, CUlaunch
     CUlaunchAttribute& overlap = attributes[config.numAttrs++];
     overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     overlap.value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (form.cooperative) {
+    CUlaunchAttribute& cooperative = attributes[config.numAttrs++];
+    cooperative.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    cooperative.value.cooperative = 1;
   }
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult result = launch(&config, static_cast<CUfunction>(kernel), arguments, nullptr);

@@ -1,0 +1,16 @@
+// The tensors that a modification (score_mod or mask_mod) captures, as kernels read them. NVRTC compiles this file too,
+// so it includes no header.
+#pragma once
+
+namespace flashbwd {
+
+constexpr int kMaxCaptured = 16;  // tensors per kernel
+
+struct CapturedTensor {
+  static constexpr int kMaxDims = 5;
+  const void* data;
+  long long strides[kMaxDims];  // elements
+  int sizes[kMaxDims];          // to wrap negative indices
+};
+
+}  // namespace flashbwd

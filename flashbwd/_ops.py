@@ -182,6 +182,7 @@ def _attention_backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return *(torch.empty_like(call[name]) for name in ("q", "k", "v")), *_optional_gradients(call)
 
 
+@register_fake("score_mod_attention_backward", "q")
 @register_fake("block_mask_attention_backward", "q")
 def _block_mask_attention_backward_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any

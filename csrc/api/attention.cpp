@@ -9,6 +9,7 @@
 
 #include "../attention/plan.h"
 #include "../attention/problem.h"
+#include "../attention/tensor_checks.h"
 #include "../common/check.h"
 #include "attention_call.h"
 #include "cuda_backend.h"
@@ -67,18 +68,20 @@ void run_reference(const AttentionCall& call, const AttentionProblem& problem, c
 }
 
 void run_kernel(const AttentionCall& call, const AttentionProblem& problem, const AttentionPlan& plan,
-                const Outputs& outputs) {
+                const CompiledScoreMod* score_mod, const Outputs& outputs) {
   const CudaBackend& cuda = *cuda_backend();
+  void* const stream = cuda.current_stream(problem.device.index);
   const AttentionLauncher launch = plan.backend == "sm90" ? cuda.attention_sm90 : cuda.attention_sm80;
   const AttentionBackwardParams params =
       make_params(call.arguments, problem, describe(outputs.dbias), describe(outputs.dsink));
-  const char* error = launch(params, plan, cuda.current_stream(problem.device.index));
+  const char* error = score_mod == nullptr ? launch(params, plan, stream)
+                                           : cuda.attention_sm90_score_mod(params, plan, *score_mod, stream);
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 
 // Runs a call that has been checked and planned. outputs.dq, dk and dv must be allocated.
 void run(AttentionCall& call, const AttentionProblem& problem, const AttentionPlan& plan, Outputs& outputs,
-         bool heads_first = false) {
+         bool heads_first = false, const CompiledScoreMod* score_mod = nullptr) {
   std::unique_ptr<torch::stable::accelerator::DeviceGuard> guard;
   if (problem.device.type == DeviceType::kCUDA) {
     guard = std::make_unique<torch::stable::accelerator::DeviceGuard>(problem.device.index);
@@ -106,7 +109,7 @@ void run(AttentionCall& call, const AttentionProblem& problem, const AttentionPl
     for (TensorDesc* tensor : {&a.dq, &a.dk, &a.dv}) swap_heads_and_rows(tensor);
   }
   a.workspace = describe(outputs.workspace);
-  run_kernel(call, problem, plan, outputs);
+  run_kernel(call, problem, plan, score_mod, outputs);
 }
 
 // The schemas return Tensor, not Tensor?, so an output that was not requested is an empty tensor.
@@ -143,6 +146,20 @@ struct BlockMaskCall {
     read_options(reader, kOfBackward, call, call.arguments);
   }
 
+  // Computes dq, dk and dv and returns them on the stack.
+  void run(StableIValue* stack, const CompiledScoreMod* score_mod) {
+    const AttentionProblem problem = check();
+    Outputs outputs{new_like(call.q), new_like(call.k), new_like(call.v), {}, {}, {}};
+    const bool empty = problem.batch == 0 || problem.heads == 0;
+    if (!empty) {
+      const AttentionPlan plan = plan_attention(problem, device_info(problem.device));
+      flashbwd::run(call, problem, plan, outputs, false, score_mod);
+    }
+    stack[0] = boxed(outputs.dq);
+    stack[1] = boxed(outputs.dk);
+    stack[2] = boxed(outputs.dv);
+  }
+
   AttentionProblem check() {
     call.describe_tensors();
     call.arguments.block_lists = describe(lists);
@@ -154,21 +171,57 @@ struct BlockMaskCall {
 
 void block_mask_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
-  BlockMaskCall masked(reader);
-  const AttentionProblem problem = masked.check();
-  AttentionCall& call = masked.call;
-  Outputs outputs{new_like(call.q), new_like(call.k), new_like(call.v), {}, {}, {}};
-  const bool empty = problem.batch == 0 || problem.heads == 0;
-  if (!empty) run(call, problem, plan_attention(problem, device_info(problem.device)), outputs);
-  stack[0] = boxed(outputs.dq);
-  stack[1] = boxed(outputs.dk);
-  stack[2] = boxed(outputs.dv);
+  BlockMaskCall(reader).run(stack, nullptr);
 }
 
+// Fills the slots of the tensors that a score_mod captures, and of those of its gradients.
+void set_captured(const std::vector<Tensor>& captured, const std::vector<Tensor>& gradients,
+                  const std::vector<int64_t>& slots, Device device, CompiledScoreMod* score_mod) {
+  check(captured.size() <= kMaxCaptured, "captured has ", captured.size(), " tensors, expected at most ", kMaxCaptured);
+  check(gradients.size() == slots.size(), "gradient_slots has ", slots.size(),
+        " elements, expected one for each of the ", gradients.size(), " gradients");
+  for (size_t i = 0; i < captured.size(); ++i) {
+    const TensorDesc tensor = describe(captured[i]);
+    check(tensor.dim <= CapturedTensor::kMaxDims && tensor.device == device, "captured tensor ", i, " has ", tensor.dim,
+          " dimensions on ", name_of(tensor.device), ", expected at most ", CapturedTensor::kMaxDims, " on ",
+          name_of(device));
+    score_mod->captured[i].data = tensor.data;
+    for (int d = 0; d < tensor.dim; ++d) {
+      score_mod->captured[i].strides[d] = tensor.strides[d];
+      score_mod->captured[i].sizes[d] = static_cast<int>(tensor.sizes[d]);
+    }
+  }
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    check(slots[i] >= 0 && slots[i] < static_cast<int64_t>(captured.size()), "gradient_slots holds ", slots[i],
+          ", expected the number of one of the ", captured.size(), " captured tensors");
+    const TensorDesc gradient = describe(gradients[i]);
+    check(is_contiguous(gradient) && gradient.device == device && gradient.numel() == captured[slots[i]].numel(),
+          "gradient ", i, " has shape ", shape_of(gradient), " on ", name_of(gradient.device),
+          ", expected a contiguous tensor with the elements of its captured tensor on ", name_of(device));
+    score_mod->gradients[slots[i]] = gradient.data;
+  }
+}
+
+void score_mod_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentReader reader(stack);
+  BlockMaskCall masked(reader);
+  const auto captured = reader.read<std::vector<Tensor>>();
+  const auto gradients = reader.read<std::vector<Tensor>>();
+  const auto slots = reader.read<std::vector<int64_t>>();
+  CompiledScoreMod score_mod;
+  score_mod.kernel = reinterpret_cast<void*>(reader.read<int64_t>());
+  check(score_mod.kernel != nullptr, "kernel is 0, expected the handle of a compiled kernel");
+  set_captured(captured, gradients, slots, describe(masked.call.q).device, &score_mod);
+  masked.call.arguments.has_score_mod = true;
+  masked.run(stack, &score_mod);
+}
+
+template <bool kScoreMod>
 void plan_block_mask_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   BlockMaskCall masked(reader);
   const int64_t plan_device = reader.read<int64_t>();
+  masked.call.arguments.has_score_mod = kScoreMod;
   masked.call.arguments.plan_only = true;
   stack[0] = boxed(to_json(plan_for(masked.check(), plan_device)));
 }
@@ -294,6 +347,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
       flashbwd::option_schema(flashbwd::kOfBackward);
   define("block_mask_attention_backward" + block_mask + ") -> (Tensor dq, Tensor dk, Tensor dv)");
   define("plan_block_mask_attention_backward" + block_mask + ", int plan_device=-1) -> str");
+  // The same with a score_mod that was compiled for the call's tile and dtype. `kernel` is its CUkernel. The kernel
+  // adds to `gradients`, which belong to the captured tensors number `gradient_slots`.
+  define("score_mod_attention_backward" + block_mask +
+         ", *, Tensor[] captured, Tensor(a!)[] gradients, int[] gradient_slots, int kernel) -> "
+         "(Tensor dq, Tensor dk, Tensor dv)");
+  define("plan_score_mod_attention_backward" + block_mask + ", int plan_device=-1) -> str");
   define("check_attention_inputs(Tensor q, Tensor k, Tensor v" + flashbwd::option_schema(flashbwd::kOfForward) +
          ") -> ()");
   // Implemented in Python with torch operators; the operators above call it if the plan chose the reference backend.
@@ -302,14 +361,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
          "Tensor(e!)? dsink) -> ()");
 }
 
-#define FLASHBWD_IMPLEMENT(key)                                                                 \
-  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                                                 \
-    m.impl("attention_backward", flashbwd::attention_backward);                                 \
-    m.impl("attention_backward_out", flashbwd::attention_backward_out);                         \
-    m.impl("plan_attention_backward", flashbwd::plan_attention_backward);                       \
-    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);                         \
-    m.impl("block_mask_attention_backward", flashbwd::block_mask_attention_backward);           \
-    m.impl("plan_block_mask_attention_backward", flashbwd::plan_block_mask_attention_backward); \
+#define FLASHBWD_IMPLEMENT(key)                                                                        \
+  STABLE_TORCH_LIBRARY_IMPL(flashbwd, key, m) {                                                        \
+    m.impl("attention_backward", flashbwd::attention_backward);                                        \
+    m.impl("attention_backward_out", flashbwd::attention_backward_out);                                \
+    m.impl("plan_attention_backward", flashbwd::plan_attention_backward);                              \
+    m.impl("check_attention_inputs", flashbwd::check_attention_inputs);                                \
+    m.impl("block_mask_attention_backward", flashbwd::block_mask_attention_backward);                  \
+    m.impl("plan_block_mask_attention_backward", flashbwd::plan_block_mask_attention_backward<false>); \
+    m.impl("score_mod_attention_backward", flashbwd::score_mod_attention_backward);                    \
+    m.impl("plan_score_mod_attention_backward", flashbwd::plan_block_mask_attention_backward<true>);   \
   }
 
 FLASHBWD_IMPLEMENT(CPU)
@@ -317,5 +378,6 @@ FLASHBWD_IMPLEMENT(CUDA)
 
 STABLE_TORCH_LIBRARY_IMPL(flashbwd, Meta, m) {
   m.impl("plan_attention_backward", flashbwd::plan_attention_backward);
-  m.impl("plan_block_mask_attention_backward", flashbwd::plan_block_mask_attention_backward);
+  m.impl("plan_block_mask_attention_backward", flashbwd::plan_block_mask_attention_backward<false>);
+  m.impl("plan_score_mod_attention_backward", flashbwd::plan_block_mask_attention_backward<true>);
 }

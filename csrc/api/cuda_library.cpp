@@ -103,6 +103,14 @@ const char* launch_in_capture_too(const AttentionBackwardParams& params, const A
   return kLaunch(params, plan, stream);
 }
 
+#ifdef FLASHBWD_BUILT_ATTENTION_SM90
+const char* launch_score_mod_in_capture_too(const AttentionBackwardParams& params, const AttentionPlan& plan,
+                                            const CompiledScoreMod& score_mod, void* stream) {
+  const AllowedInCapture allowed;
+  return sm90::run_score_mod(params, plan, score_mod, stream);
+}
+#endif
+
 struct Installer {
   Installer() {
     CudaBackend backend;
@@ -117,6 +125,7 @@ struct Installer {
 #endif
 #ifdef FLASHBWD_BUILT_ATTENTION_SM90
     backend.attention_sm90 = launch_in_capture_too<sm90::run>;
+    backend.attention_sm90_score_mod = launch_score_mod_in_capture_too;
 #endif
 #ifdef FLASHBWD_BUILT_DECODING
     backend.decoding = run_decoding;

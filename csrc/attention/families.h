@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../common/types.h"
+#include "../mods/captured_tensor.h"
 #include "params.h"
 #include "plan.h"
 #include "problem.h"
@@ -25,9 +26,20 @@ struct AttentionFamily {
 // Launches on `stream`. Returns null, or a message that stays valid until the next call on this thread.
 using AttentionLauncher = const char* (*)(const AttentionBackwardParams&, const AttentionPlan&, void* stream);
 
+// A score_mod that NVRTC compiled into a kernel (flashbwd/flex/generated.py), and the tensors that it reads and adds
+// to.
+struct CompiledScoreMod {
+  void* kernel = nullptr;  // CUkernel for the dtype and the tile of the plan
+  CapturedTensor captured[kMaxCaptured] = {};
+  void* gradients[kMaxCaptured] = {};
+};
+
 namespace sm90 {
 extern const AttentionFamily kFamily;
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream);  // only in _C_cuda
+// As run(), for a problem with has_score_mod.
+const char* run_score_mod(const AttentionBackwardParams& params, const AttentionPlan& plan,
+                          const CompiledScoreMod& score_mod, void* stream);
 }  // namespace sm90
 
 namespace sm80 {

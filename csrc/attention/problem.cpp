@@ -284,6 +284,7 @@ void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
         "block_lists came with a causal mask or a window, expected a block mask that holds them");
   check(!a.sink, "block_lists came with a sink, expected none");
   p->has_block_mask = true;
+  p->has_score_mod = a.has_score_mod;
   p->block_mask_covers = a.block_mask_covers;
   p->block_bits_words = a.block_bits.sizes[1];
 }

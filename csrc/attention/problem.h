@@ -38,6 +38,7 @@ struct AttentionArguments : OptionalTensors<TensorDesc> {
   TensorDesc dq, dk, dv, workspace;  // passed by the caller, or undefined
   TensorDesc block_lists, block_entries, block_bits;  // of a block mask (params.h), or undefined
   bool block_mask_covers = false;                     // every query block of every head is in a list
+  bool has_score_mod = false;                         // generated and compiled at run time (families.h)
   bool plan_only = false;  // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
 };
 
@@ -111,6 +112,7 @@ struct AttentionProblem {
   bool bias_has_rows = false;  // 16-byte aligned rows of q's dtype, contiguous keys, not broadcast over queries or keys
   bool bias_of_keys = false;   // every query has the same bias
   bool has_block_mask = false;
+  bool has_score_mod = false;  // AttentionArguments::has_score_mod
   bool block_mask_covers = false;
   int64_t block_bits_words = 0;  // 32-bit words of a tile of bits; 0 if the mask has none
   bool has_alibi = false;

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
+from flashbwd.flex.generated import GeneratedScoreMod, generated
 from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists, UnsupportedError
 from flashbwd.flex.score_change import Alibi, ScoreChange, Slopes, score_change_of
 from flashbwd.reference.decoding import DecodingCall
@@ -19,7 +20,8 @@ from flashbwd.reference.modifications import accumulator
 
 __all__ = ["KernelCall", "ListsOf", "choose"]
 
-# (block_mask, tensors that mask_mod captures, query, key, value, deterministic) -> lists, or None if too large
+# (block_mask, tensors that mask_mod captures, query, key, value, deterministic) -> lists, or None if too large. Without
+# a block_mask, the lists show every pair.
 ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tensor, bool], KernelLists | None]
 
 _REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
@@ -37,6 +39,8 @@ class KernelCall:
         Of the block mask, if there is one.
     slopes : Slopes, optional
         Of ALiBi.
+    score_mod : GeneratedScoreMod, optional
+        That is compiled at run time.
     """
 
     operator: Any
@@ -44,6 +48,7 @@ class KernelCall:
     options: dict[str, Any]
     lists: KernelLists | None
     slopes: Slopes | None = None
+    score_mod: GeneratedScoreMod | None = None
 
     def plan(
         self,
@@ -68,15 +73,21 @@ class KernelCall:
 
     def gradients(
         self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv, with the shapes and strides of the inputs.
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return dq, dk and dv, with the shapes and strides of the inputs, and the gradients of captured tensors.
 
-        The arguments are those of :func:`flashbwd.flex_attention_backward`, and have been checked. Raises
-        :class:`UnsupportedError` if no kernel takes them, for example because of their alignment.
+        The latter are float32, or float64 for float64 tensors. The arguments are those of
+        :func:`flashbwd.flex_attention_backward`, and have been checked. Raises :class:`UnsupportedError` if no kernel
+        takes them, for example because of their alignment.
         """
-        grads = self._run(self.operator, dout, query, key, value, out, lse, dlse)
+        compiled: dict[str, Any] = {}
+        of_captured: list[Tensor] = []
+        if self.score_mod is not None:
+            plan = self.plan(dout, query, key, value, out, lse, dlse)  # refuses before anything is compiled
+            compiled, of_captured = self.score_mod.operands(query, plan["tile"][0])
+        grads = self._run(self.operator, dout, query, key, value, out, lse, dlse, **compiled)
         dq, dk, dv = (_rows_first(x) for x in grads[:3])
-        return dq, dk, dv
+        return dq, dk, dv, of_captured
 
     def _run(
         self,
@@ -89,6 +100,7 @@ class KernelCall:
         lse: Tensor,
         dlse: Tensor | None,
         plan_device: int | None = None,
+        **compiled: Any,
     ) -> Any:
         """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -97,7 +109,7 @@ class KernelCall:
         statistics = accumulator(query.dtype)
         dout, out = (_with_unit_stride(x.to(query.dtype)) for x in (dout, out))
         tensors = [_rows_first(x) for x in (dout, query, key, value, out)]
-        options = self.options | {"dlse": None if dlse is None else dlse.to(statistics)}
+        options = self.options | compiled | {"dlse": None if dlse is None else dlse.to(statistics)}
         if plan_device is not None:
             options["plan_device"] = plan_device
         if self.slopes is not None and plan_device is not None:  # a plan reads only the shape
@@ -138,15 +150,13 @@ def choose(
     """
     if not query.is_cuda:
         raise UnsupportedError("query is on the CPU")
-    if captured:
-        raise UnsupportedError("score_mod captures a tensor that requires a gradient")
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
     if key.shape[0] != query.shape[0]:
         raise UnsupportedError("key and value are broadcast over the batch")
-    change = ScoreChange() if call.score_mod is None else score_change_of(call.score_mod)
+    change = ScoreChange() if call.score_mod is None else None if captured else score_change_of(call.score_mod)
     if change is None:
-        raise UnsupportedError("score_mod is neither a softcap nor ALiBi")
+        return _compiled_call(call, query, key, value, captured, deterministic, lists_of)
     slopes = None
     if call.score_mod is not None and change.alibi is not None:
         _check_distance(change.alibi, query.shape[2], key.shape[2], call.block_mask is not None)
@@ -155,14 +165,44 @@ def choose(
     ops = torch.ops.flashbwd
     if call.block_mask is None:
         return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None, slopes)
-    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
-        raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
-    lists = lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
-    if lists is None:
-        raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
+    lists = _lists(lists_of, call.block_mask, call.mask_captured, query, key, value, deterministic)
     if change.alibi is not None and not change.alibi.absolute and not lists.hides_above_diagonal:
         raise UnsupportedError("score_mod is ALiBi without an absolute value, and block_mask shows later keys")
     return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists, slopes)
+
+
+def _lists(lists_of: ListsOf, block_mask: Any, captured: Sequence[Tensor], *call: Any) -> KernelLists:
+    query, _, value, _ = call
+    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
+        raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
+    lists = lists_of(block_mask, captured, *call)
+    if lists is None:
+        raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
+    return lists
+
+
+def _compiled_call(
+    call: DecodingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: list[Tensor],
+    deterministic: bool,
+    lists_of: ListsOf,
+) -> KernelCall:
+    """Return the call of a kernel that is compiled with ``score_mod`` at run time."""
+    assert call.score_mod is not None
+    score_mod = generated(call.score_mod, captured, deterministic)
+    lists = _lists(lists_of, call.block_mask, call.mask_captured, query, key, value, deterministic)
+    options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+    ops = torch.ops.flashbwd
+    return KernelCall(
+        ops.score_mod_attention_backward,
+        ops.plan_score_mod_attention_backward,
+        options,
+        lists,
+        score_mod=score_mod,
+    )
 
 
 def _check_distance(alibi: Alibi, seqlen_q: int, seqlen_k: int, is_masked: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -9,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flashbwd.flex import diagonal
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lists, kernel_tile
@@ -77,8 +78,19 @@ def lists_of(
     return kept(block_mask, key, read, lambda: key_block_lists(block_mask, sizes, tile, limit))
 
 
+@functools.lru_cache(maxsize=32)
+def visible_everywhere(seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockMask:
+    """Return a block mask that hides nothing: one full block."""
+    none, one = (torch.full((1, 1, 1), count, dtype=torch.int32, device=device) for count in (0, 1))
+    index = none.unsqueeze(-1)
+    size = (-(-seqlen_q // 128) * 128, -(-seqlen_k // 128) * 128)
+    return BlockMask.from_kv_blocks(
+        none, index, one, index, BLOCK_SIZE=size, mask_mod=noop_mask, seq_lengths=(seqlen_q, seqlen_k)
+    )
+
+
 def kernel_lists_of(
-    block_mask: BlockMask,
+    block_mask: BlockMask | None,
     mask_captured: Sequence[Tensor],
     query: Tensor,
     key: Tensor,
@@ -88,8 +100,11 @@ def kernel_lists_of(
     """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
 
     None if the bits of the BlockMask would exceed the limit on memory. Raises UnsupportedError during a graph capture,
-    which cannot compute them. ``mask_captured`` are the tensors that ``mask_mod`` captures.
+    which cannot compute them. Without a BlockMask, every pair is visible. ``mask_captured`` are the tensors that
+    ``mask_mod`` captures.
     """
+    if block_mask is None:
+        block_mask = visible_everywhere(query.shape[2], key.shape[2], query.device)
     key_of_call, make = kernel_lists_maker(block_mask, query, key, value, deterministic)
     name = ("kernel lists", *key_of_call, block_mask.mask_mod)
     return keep_for_graph(kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make))

@@ -50,7 +50,13 @@ def gradients(
     try:
         kernel = backends.choose(call, q, k, v, captured, deterministic, lists_of)
         given = torch.zeros_like(out) if dout is None else dout.detach()
-        return *kernel.gradients(given, q, k, v, out.detach(), lse.detach(), dlse), []
+        *grads, found = kernel.gradients(given, q, k, v, out.detach(), lse.detach(), dlse)
+        return (
+            grads[0],
+            grads[1],
+            grads[2],
+            [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)],
+        )
     except UnsupportedError as reason:
         on_refusal(reason)
     with torch.no_grad(), arguments.without_autocast(query.device):

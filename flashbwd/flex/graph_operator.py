@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashbwd import _ops
 from flashbwd.flex import counts
-from flashbwd.flex.cache import keep_for_graph, kernel_lists_maker
+from flashbwd.flex.cache import keep_for_graph, kernel_lists_maker, kernel_lists_of
 from flashbwd.flex.gradients import gradients
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.storages import ByStorage
@@ -89,18 +89,22 @@ def call_of(
 
 
 def _lists_of(
-    mask: GraphMask, captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, deterministic: bool
 ) -> KernelLists | None:
     """As :func:`~flashbwd.flex.cache.kernel_lists_of`, for the tensors of a graph."""
+    if mask is None:
+        return kernel_lists_of(None, (), query, key, value, deterministic)
     key_of_call, make = kernel_lists_maker(mask, query, key, value, deterministic)
     identity = (*key_of_call, mask.BLOCK_SIZE, mask.mask_mod.identity)  # type: ignore[attr-defined]
     return keep_for_graph(_remembered.get(identity, [*mask.query_lists(), *captured], make))
 
 
 def _made_lists_of(
-    mask: GraphMask, captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, deterministic: bool
 ) -> KernelLists | None:
     """As :func:`_lists_of`, but computed in each call."""
+    if mask is None:
+        return kernel_lists_of(None, (), query, key, value, deterministic)
     _, make = kernel_lists_maker(mask, query, key, value, deterministic)
     return keep_for_graph(make())
 

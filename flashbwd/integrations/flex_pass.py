@@ -179,7 +179,7 @@ def _any_lists(
     shapes = ((1, 1, -(-key.shape[2] // tile.keys), 4), (1, 4), (1, 4 * tile.queries))
     with unset_fake_temporarily():
         lists, entries, bits = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
-    hides_above = hides_above_diagonal(mask.mask_mod, key.shape[2] - query.shape[2])
+    hides_above = mask is not None and hides_above_diagonal(mask.mask_mod, key.shape[2] - query.shape[2])
     return KernelLists(lists, entries, bits, covers=False, hides_above_diagonal=hides_above)
 
 

@@ -223,6 +223,17 @@ class Derivative:
         self._add(node.args[0], active, f"({' && '.join(inside)} ? {gradient} : 0)")
 
 
+def _bodies(score: Trace, slots: Slots, differentiable: list[Tensor]) -> tuple[str, str, dict[int, int]]:
+    """Return the bodies of ``score_mod`` and ``score_gradient``, and what :func:`emit_gradient` returns second."""
+    score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
+    emitter = Emitter("score_mod", score, slots)
+    output = emitter.forward(SCORE_PARAMETERS)
+    derivative = Derivative(emitter, differentiable)
+    result = derivative.run(output, "ds")
+    gradient = "\n    ".join([*emitter.lines, f"return static_cast<float>({result});"])
+    return score_body, gradient, derivative.slots
+
+
 def emit_gradient(
     score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]
 ) -> tuple[str, dict[int, int]]:
@@ -242,13 +253,7 @@ def emit_gradient(
     score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
     gradient_slots: dict[int, int] = {}
     if score is not None:
-        score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
-        emitter = Emitter("score_mod", score, slots)
-        output = emitter.forward(SCORE_PARAMETERS)
-        derivative = Derivative(emitter, differentiable)
-        result = derivative.run(output, "ds")
-        gradient_slots = derivative.slots
-        gradient = "\n    ".join([*emitter.lines, f"return static_cast<float>({result});"])
+        score_body, gradient, gradient_slots = _bodies(score, slots, differentiable)
     if mask is not None:
         mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
     params = "DecodingBackwardParams"
@@ -258,3 +263,32 @@ def emit_gradient(
   }}
 """
     return struct_of(score is not None, mask is not None, params, score_body, mask_body, function), gradient_slots
+
+
+def emit_score_gradient(
+    score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]
+) -> tuple[str, dict[int, int]]:
+    """As :func:`emit_gradient`, for the attention kernel of csrc/attention/sm90/score_mod/generated.cuh.
+
+    That kernel reads the bits of a block mask, so ``mask`` is None.
+    """
+    assert score is not None
+    assert mask is None
+    score_body, gradient, gradient_slots = _bodies(score, slots, differentiable)
+    parameters = "const sm90::GeneratedParams& p, float score, int b, int h, int q, int k"
+    return (
+        f"""namespace flashbwd {{
+struct Mod {{
+  static constexpr bool* near = nullptr;
+  static constexpr bool kCapturedGradients = {str(bool(gradient_slots)).lower()};
+  __device__ static float score_mod({parameters}) {{
+    {score_body}
+  }}
+  __device__ static float score_gradient({parameters}, float ds, bool first) {{
+    {gradient}
+  }}
+}};
+}}  // namespace flashbwd
+""",
+        gradient_slots,
+    )

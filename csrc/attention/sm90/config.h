@@ -13,6 +13,7 @@ namespace flashbwd::sm90 {
 constexpr int kConsumerWarpgroups = 2;
 constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+constexpr int kSharedMemoryBytes = 227 * 1024;  // most that a CTA can have
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
@@ -34,6 +35,7 @@ constexpr uint32_t kFlashDropout = 16;      // the mask of FlashAttention-2 (sco
 constexpr uint32_t kEfficientDropout = 32;  // the mask of PyTorch's memory-efficient forward
 constexpr uint32_t kBlockMask = 64;         // query loops and bits of a block mask (tile_mask.cuh)
 constexpr uint32_t kAny = kBlockMask - 1;   // all bits below, by run-time branches (large_head_dim/)
+constexpr uint32_t kGenerated = 128;        // a score_mod that is compiled at run time (score_mod/generated.cuh)
 }  // namespace feature
 
 struct Tile {
@@ -80,6 +82,8 @@ constexpr Tile kTiles[] = {
     {128, 128, 64, 128, 2, 2, 1, false, feature::kBlockMask},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kBlockMask | feature::kSoftcap | feature::kShifts},
     {128, 128, 64, 128, 2, 2, 1, false, feature::kBlockMask | feature::kSoftcap | feature::kShifts},
+    {64, 64, 128, 128, 2, 2, 1, false, feature::kBlockMask | feature::kGenerated},
+    {128, 128, 64, 128, 2, 2, 1, false, feature::kBlockMask | feature::kGenerated},
     {128, 128, 64, 64, 2, 2, 1, false, feature::kAny},   // 64 + 32 registers, 186 KB; smaller head dimensions too
     {192, 192, 64, 128, 2, 2, 2, false, feature::kAny},  // 96 + 32 registers, 226 KB
     {256, 256, 64, 128, 2, 1, 2, false, feature::kAny},  // 128 + 32 registers, 226 KB

@@ -11,8 +11,9 @@
 
 namespace flashbwd::sm90 {
 
+// The body of a kernel. `params` is the kernel's __grid_constant__ parameter.
 template <typename Traits>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ KernelParams params) {
+__device__ __forceinline__ void backward(const KernelParams& params) {
   extern __shared__ __align__(1024) uint8_t storage[];
   typename Traits::SharedStorage& smem = *reinterpret_cast<typename Traits::SharedStorage*>(storage);
   using Producer = sm90::Producer<Traits>;
@@ -74,6 +75,11 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     }
     wait_for_previous_launch();  // later launches wait for this one only
   }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ KernelParams params) {
+  backward<Traits>(params);
 }
 
 }  // namespace flashbwd::sm90

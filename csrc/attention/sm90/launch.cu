@@ -3,9 +3,12 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "../../common/hopper.cuh"
+#include "../../common/launch_driver.h"
 #include "../../common/tensor_map.h"
 #include "../dropout.h"
 #include "../families.h"
@@ -14,6 +17,7 @@
 #include "../pre_post/launch.h"
 #include "../pre_post/sink_gradient.h"
 #include "config.h"
+#include "generated_params.h"
 #include "kernel_params.h"
 #include "layout.h"
 
@@ -158,8 +162,26 @@ const char* dispatch_head_dim(int tile_index, const KernelParams& params, void* 
   return dispatch<T, 32, 64, 80, 96, 128, 192, 256>(tile_index, params, stream);
 }
 
-const char* launch_kernel_of(const AttentionPlan& plan, const KernelParams& params, void* stream) {
+const char* launch_score_mod(const CompiledScoreMod& score_mod, const KernelParams& params, void* stream) {
+  GeneratedParams all;
+  static_cast<KernelParams&>(all) = params;
+  std::copy(std::begin(score_mod.captured), std::end(score_mod.captured), all.captured);
+  std::copy(std::begin(score_mod.gradients), std::end(score_mod.gradients), all.gradients);
+  LaunchForm form;
+  form.overlaps = true;
+  form.cooperative = params.schedule.dispatch == Dispatch::kStatic;
+  cudaError_t error = cudaGetDevice(&form.device);
+  if (error == cudaSuccess) {
+    const CUlaunchConfig config = config_of(dim3(params.schedule.wave_size), kThreads, kSharedMemoryBytes, stream);
+    error = launch_with_driver(&all, score_mod.kernel, config, form);
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+const char* launch_kernel_of(const AttentionPlan& plan, const CompiledScoreMod* score_mod, const KernelParams& params,
+                             void* stream) {
   if (params.schedule.work_tiles == 0) return nullptr;
+  if (score_mod != nullptr) return launch_score_mod(*score_mod, params, stream);
   return params.attention.dtype == DType::kBFloat16 ? dispatch_head_dim<__nv_bfloat16>(plan.config, params, stream)
                                                     : dispatch_head_dim<__half>(plan.config, params, stream);
 }
@@ -181,9 +203,8 @@ RowsReadyWriter rows_ready(const KernelParams& params) {
   return {reinterpret_cast<uint8_t*>(flags.words), flags.flags_per_head, s.heads_per_group, s.preprocess_ctas};
 }
 
-}  // namespace
-
-const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan, void* stream) {
+const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan,
+                const CompiledScoreMod* score_mod, void* stream) {
   const Tile& tile = kTiles[plan.config];
   const BiasGradientScratch& scratch = plan.sm90.bias_gradient;
   if (!begin_context()) return "the thread's current device has no context";
@@ -198,7 +219,7 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
   if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream, rows_ready(params))) {
     return error;
   }
-  if (const char* error = launch_kernel_of(plan, params, stream)) return error;
+  if (const char* error = launch_kernel_of(plan, score_mod, params, stream)) return error;
   if (const char* error = finish_dq(plan, params, stream)) return error;
   if (params.schedule.gqa_splits > 1) {
     for (const PartialSums& sums : {PartialSums{params.dk.view, p.dk, p.dk_dtype, p.head_dim},
@@ -208,6 +229,17 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
   }
   if (const char* error = launch_reduce_bias_gradient(p, bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.lse_delta, stream);
+}
+
+}  // namespace
+
+const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
+  return run(params, plan, nullptr, stream);
+}
+
+const char* run_score_mod(const AttentionBackwardParams& params, const AttentionPlan& plan,
+                          const CompiledScoreMod& score_mod, void* stream) {
+  return run(params, plan, &score_mod, stream);
 }
 
 }  // namespace flashbwd::sm90

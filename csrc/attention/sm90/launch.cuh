@@ -11,7 +11,7 @@ namespace flashbwd::sm90 {
 template <typename Traits>
 const char* launch_kernel(void (*kernel)(KernelParams), int threads, const KernelParams& params, void* stream) {
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(kSharedBytes <= 227 * 1024, "the tile does not fit in shared memory");
+  static_assert(kSharedBytes <= kSharedMemoryBytes, "the tile does not fit in shared memory");
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
@@ -55,13 +55,13 @@ const char* launch_tile(const KernelParams& params, void* stream) {
   return launch_kernel<T, kTileIndex, false, false>(params, stream);
 }
 
-// Compiles a kernel for each row of kTiles with this head dimension, from row kTileIndex on.
+// Compiles a kernel for each row of kTiles with this head dimension, from row kTileIndex on; none for generated ones.
 template <typename T, int kHeadDim, int kTileIndex>
 const char* launch(int tile_index, const KernelParams& params, void* stream) {
   if constexpr (kTileIndex == kNumTiles) {
     return "sm90: no such tile";
   } else {
-    if constexpr (kTiles[kTileIndex].head_dim == kHeadDim) {
+    if constexpr (kTiles[kTileIndex].head_dim == kHeadDim && !has(kTiles[kTileIndex], feature::kGenerated)) {
       if (tile_index == kTileIndex) return launch_tile<T, kTileIndex>(params, stream);
     }
     return launch<T, kHeadDim, kTileIndex + 1>(tile_index, params, stream);

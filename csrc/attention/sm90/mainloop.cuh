@@ -212,7 +212,7 @@ struct Mainloop {
     const QueryValues<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
     const float* const first_delta = &smem.delta[stage][own_query + pair];
     tile_mask.load(*this);
-    const ScoreMod mod(*this);
+    ScoreMod mod(*this);
     if constexpr (ScoreMod::kDeltaFirst) {
       for_each_query<0, kBlockM / 2>(QueryValues<0>(first_delta), [&](int i, float row) { dp[0][i] = row; });
     }

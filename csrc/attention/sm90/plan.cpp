@@ -14,8 +14,6 @@
 namespace flashbwd::sm90 {
 namespace {
 
-constexpr int64_t kSharedMemoryBytes = 227 * 1024;
-
 // True if each warpgroup takes half of the queries. At head dimension 32 this is 5 % faster with 8 iterations of 128
 // queries per work tile, and 4 to 9 % slower with 4.
 bool splits_queries(const AttentionProblem& problem) { return queries_seen(problem) >= 1024; }
@@ -43,6 +41,7 @@ bool can_copy_bias(const AttentionProblem& problem) {
 uint32_t features_of(const AttentionProblem& problem) {
   const bool biases_keys = problem.bias_of_keys && !problem.need_dbias;
   uint32_t features = problem.has_block_mask ? feature::kBlockMask : 0;
+  if (problem.has_score_mod) features |= feature::kGenerated;
   if (problem.softcap > 0.0) features |= feature::kSoftcap;
   if (problem.has_alibi) features |= feature::kShifts;
   if (problem.has_bias) {

@@ -40,15 +40,17 @@ struct Traits {
   // Faster at head dimensions 64 and 128, slower at 80 and 96.
   static constexpr bool kOrdersScores = kHeadDim == 64 || kHeadDim == 128;
   // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower.
-  static constexpr int kEarlyLse = kBlockM > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
+  static constexpr bool kGenerated = has(kTile, feature::kGenerated);
+  static constexpr int kEarlyLse = kGenerated ? 2 : kBlockM > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
   static constexpr int kEarlyDelta = 2;
   static constexpr bool kEfficientDropout = has(kTile, feature::kEfficientDropout);
   static constexpr bool kDrops = has(kTile, feature::kFlashDropout | feature::kEfficientDropout);
   static constexpr bool kBias = copies_bias(kTile);
   static constexpr bool kBlockMask = has(kTile, feature::kBlockMask);
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
-  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias none fits.
-  static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias;
+  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias or a generated score_mod
+  // none fits.
+  static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias && !kGenerated;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");

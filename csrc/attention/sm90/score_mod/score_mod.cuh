@@ -5,6 +5,7 @@
 
 #include "bias.cuh"
 #include "dropout.cuh"
+#include "generated.cuh"
 #include "scores.cuh"
 
 namespace flashbwd::sm90 {
@@ -17,7 +18,9 @@ using ScoresWithoutDropout =
                                                              ShiftedScores<Traits>, PlainScores<Traits>>>>;
 
 template <typename Traits>
-using ScoreMod = std::conditional_t<Traits::kDrops, DroppedScores<Traits, ScoresWithoutDropout<Traits>>,
-                                    ScoresWithoutDropout<Traits>>;
+using ScoreMod =
+    std::conditional_t<has(Traits::kTile, feature::kGenerated), GeneratedScores<Traits>,
+                       std::conditional_t<Traits::kDrops, DroppedScores<Traits, ScoresWithoutDropout<Traits>>,
+                                          ScoresWithoutDropout<Traits>>>;
 
 }  // namespace flashbwd::sm90

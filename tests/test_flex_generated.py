@@ -1,0 +1,253 @@
+"""A score_mod that NVRTC compiles into the sm90 kernel: which calls get it, its source, its lists, and the operator."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kit.compiler import needs_nvrtc
+from kit.host import load_host
+from test_attention_sm90_plan import plan_of
+from test_flex_lists import dense
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashbwd.flex import backends, generated
+from flashbwd.flex.cache import kernel_lists_of, visible_everywhere
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
+from flashbwd.flex.lists import key_block_lists
+from flashbwd.flex.tile import Tile
+from flashbwd.mods import nvrtc
+from flashbwd.mods.captures import Captures, Slots
+from flashbwd.mods.derivative import emit_gradient, emit_score_gradient
+from flashbwd.mods.trace import trace
+from flashbwd.reference.decoding import DecodingCall
+
+Mod = Callable[..., Tensor]
+TABLE = torch.linspace(-1, 1, 4 * 255).view(4, 255)
+RATES = torch.linspace(0.1, 1, 4, dtype=torch.bfloat16)
+
+MODS: dict[str, tuple[Mod, list[Tensor]]] = {  # and the captured tensors that get a gradient
+    "relative_bias": (lambda s, b, h, q, k: s + TABLE[h, q - k + 127], []),
+    "trained_relative_bias": (lambda s, b, h, q, k: s + TABLE[h, q - k + 127], [TABLE]),
+    "cap_and_slope": (lambda s, b, h, q, k: 20 * torch.tanh(s / 20) - RATES[h] * (q - k).abs(), []),
+    "trained_scale": (lambda s, b, h, q, k: torch.where(q > k, s * RATES[h], torch.sin(s)), [RATES]),
+}
+
+
+def emitted(name: str) -> str:
+    mod, differentiable = MODS[name]
+    return emit_score_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)[0]
+
+
+# ---- which calls ----
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHBWD_COMPILE_SCORE_MODS", "1")
+
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[Callable[..., Tensor]]:
+    """Makes tensors that pretend to be on a GPU."""
+    with FakeTensorMode():
+        yield lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def any_lists(*_: Any) -> KernelLists:
+    empty = torch.empty(0)
+    return KernelLists(empty, empty, empty, covers=True)
+
+
+def choose(tensor: Callable[..., Tensor], mod: Mod, captured: list[Tensor], **options: Any) -> backends.KernelCall:
+    q, k, v = (tensor(2, 4, 300, 64) for _ in range(3))
+    call = DecodingCall(mod, None, 0.125)
+    return backends.choose(call, q, k, v, captured, options.get("deterministic", False), any_lists)
+
+
+def doubled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s * 2
+
+
+def test_a_score_mod_is_compiled_only_if_the_variable_asks_for_it(
+    on_a_gpu: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"neither a softcap nor ALiBi \(FLASHBWD_COMPILE_SCORE_MODS=1 compiles"):
+        choose(on_a_gpu, doubled, [])
+    monkeypatch.setenv("FLASHBWD_COMPILE_SCORE_MODS", "1")
+    call = choose(on_a_gpu, doubled, [])
+    assert call.operator is torch.ops.flashbwd.score_mod_attention_backward
+    assert call.score_mod is not None
+    assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_softcap_keeps_the_kernel_of_the_build(on_a_gpu: Callable[..., Tensor]) -> None:
+    call = choose(on_a_gpu, lambda s, b, h, q, k: 5 * torch.tanh(s / 5), [])
+    assert (call.operator, call.score_mod) == (torch.ops.flashbwd.attention_backward, None)
+
+
+@pytest.mark.usefixtures("wanted")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_captured_tensors_are_not_deterministic(
+    on_a_gpu: Callable[..., Tensor], deterministic: bool
+) -> None:
+    bias = on_a_gpu(4)
+    mod = lambda s, b, h, q, k: s + bias[h]  # noqa: E731
+    if deterministic:
+        with pytest.raises(UnsupportedError, match="added atomically, but determinism was requested"):
+            choose(on_a_gpu, mod, [bias], deterministic=True)
+    else:
+        call = choose(on_a_gpu, mod, [bias])
+        assert call.score_mod is not None
+        assert call.score_mod.gradient.slots == {0: 0}
+    assert choose(on_a_gpu, mod, [], deterministic=deterministic).score_mod is not None
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_score_mod_that_cannot_be_written_as_cuda_is_refused_with_the_reason(
+    on_a_gpu: Callable[..., Tensor],
+) -> None:
+    with pytest.raises(UnsupportedError, match="captures a tensor on cpu"):
+        choose(on_a_gpu, MODS["relative_bias"][0], [])
+
+
+@pytest.fixture(scope="module")
+def host() -> ModuleType:
+    return load_host()
+
+
+MASKED = {"has_block_mask": True, "has_score_mod": True}
+
+
+@pytest.mark.parametrize(("head_dim", "tile"), [(40, (128, 128)), (64, (128, 128)), (72, (64, 128)), (128, (64, 128))])
+def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
+    changes = {"head_dim": head_dim, "head_dim_v": head_dim, "block_bits_words": 4 * tile[0]}
+    plan = plan_of(host, **MASKED, **changes)
+    assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", *tile)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"softcap": 30.0}, "it has no tile with these features"),
+        ({"has_alibi": True}, "it has no tile with these features"),
+        ({"head_dim": 160, "head_dim_v": 160}, "it takes a block mask up to head dimension 128"),
+    ],
+)
+def test_a_plan_refuses_what_no_generated_kernel_computes(
+    host: ModuleType, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan_of(host, **MASKED, **changes)
+
+
+# ---- the source ----
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_the_function_and_its_derivative_are_those_that_flex_decoding_runs(name: str) -> None:
+    """Other tests compare that source with autograd."""
+    mod, differentiable = MODS[name]
+    of_decoding, _ = emit_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)
+    bodies = [body.rpartition("\n  }")[0] for body in emitted(name).split(") {\n")[1:]]
+    assert len(bodies) == 2
+    assert all(body in of_decoding for body in bodies)
+    assert ("kCapturedGradients = true" in emitted(name)) == bool(differentiable)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", MODS)
+def test_a_kernel_compiles_without_the_toolkit_or_a_gpu(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    source = generated.kernel_source(emitted(name), head_dim, dtype)
+    assert nvrtc.compile_source(source, nvrtc.compiler_options(generated.ARCHITECTURE))
+
+
+def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = generated.kernel_source("", 64, torch.float16)
+    folder = tmp_path / "csrc"
+    shutil.copytree(nvrtc.header_folder(), folder, ignore=shutil.ignore_patterns("*.cu", "*.cpp"))
+    with (folder / "common" / "hopper.cuh").open("a") as file:
+        file.write("\n")
+    monkeypatch.setattr(nvrtc, "header_folder", lambda: folder)
+    nvrtc.header_digest.cache_clear()
+    try:
+        assert generated.kernel_source("", 64, torch.float16) != before
+    finally:
+        nvrtc.header_digest.cache_clear()
+
+
+def test_an_installation_without_headers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "flashbwd" / "mods" / "nvrtc.py"))
+    with pytest.raises(nvrtc.CompilationError, match=r"flashbwd has no folder csrc .*; install flashbwd again"):
+        nvrtc.header_folder.__wrapped__()
+
+
+# ---- the lists of a call without a block mask ----
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 128), (130, 257), (300, 128)])
+@pytest.mark.parametrize("queries", [64, 128])
+def test_without_a_block_mask_every_pair_is_visible(lengths: tuple[int, int], queries: int) -> None:
+    sizes = (1, 1, *lengths)
+    mask = visible_everywhere(*lengths, torch.device("cpu"))
+    lists = key_block_lists(mask, sizes, Tile(queries=queries))
+    assert dense(lists, sizes).all()
+    whole = (lengths[0] // queries) * (lengths[1] // 128)
+    assert (lists.bit_tiles < 0).sum() == whole  # only tiles that reach beyond a sequence read bits
+
+
+def test_lists_without_a_block_mask_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    q, k, v = (torch.zeros(1, 2, 100, 64) for _ in range(3))
+    lists = kernel_lists_of(None, (), q, k, v, False)
+    assert lists is not None
+    assert lists.covers
+    assert kernel_lists_of(None, (), q, k, v, False) is lists
+
+
+# ---- the operator ----
+
+
+def run_operator(**changes: Any) -> None:
+    q, k, v, out, dout = (torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16) for _ in range(5))
+    lists = torch.zeros(1, 1, 1, 4, dtype=torch.int32)
+    entries, bits = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 512, dtype=torch.int32)
+    options: dict[str, Any] = {"captured": [], "gradients": [], "gradient_slots": [], "kernel": 1} | changes
+    torch.ops.flashbwd.score_mod_attention_backward(
+        dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kernel": 0}, "kernel is 0, expected the handle of a compiled kernel"),
+        ({"captured": [TABLE] * 17}, "captured has 17 tensors, expected at most 16"),
+        (
+            {"captured": [torch.zeros(1, 1, 1, 1, 1, 1)]},
+            "captured tensor 0 has 6 dimensions on cpu, expected at most 5",
+        ),
+        ({"captured": [TABLE], "gradients": [TABLE]}, "gradient_slots has 0 elements, expected one for each of the 1"),
+        (
+            {"captured": [TABLE], "gradients": [TABLE], "gradient_slots": [1]},
+            "gradient_slots holds 1, expected the number of one of the 1 captured tensors",
+        ),
+        (
+            {"captured": [TABLE], "gradients": [TABLE[:2]], "gradient_slots": [0]},
+            r"gradient 0 has shape \(2, 255\) on cpu, expected a contiguous tensor with the elements of its captured",
+        ),
+        ({}, "no kernel takes this call with a block mask; sm90: q is on the CPU"),
+    ],
+)
+def test_the_operator_names_the_argument_that_it_refuses(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_operator(**changes)

@@ -1,0 +1,232 @@
+"""The sm90 kernel with a score_mod that is compiled at run time agrees with float64 autograd of the plain formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from kit.tolerance import Blocks
+from test_flex_kernel import Case, mask_mod, oracle_device
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import flashbwd
+
+pytestmark = pytest.mark.gpu
+Mod = Callable[..., Tensor]
+NAMES = ("dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def _compiles_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("score_mods are compiled for compute capability 9.0")
+    monkeypatch.setenv("FLASHBWD_COMPILE_SCORE_MODS", "1")
+
+
+def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
+    """A score_mod, and its captured tensors that get a gradient. The values are the same on every device."""
+    generator = torch.Generator().manual_seed(11)
+    length = case.seqlen_q + case.seqlen_k
+    table = (torch.randn(case.heads, length, generator=generator) * 0.5).to(device)
+    rates = torch.rand(case.batch, case.heads, generator=generator).to(device, torch.bfloat16)
+    scales = (1 + torch.rand(case.heads, generator=generator)).to(device)
+    keys = torch.randn(case.seqlen_k, generator=generator).to(device)
+    shift = case.seqlen_k - 1
+    mods: dict[str, tuple[Mod, list[Tensor]]] = {
+        "relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], []),
+        "cap_and_slope": (lambda s, b, h, i, j: 8 * torch.tanh(s / 8) - rates[b, h] * (i - j).abs() / 16, []),
+        "branches": (lambda s, b, h, i, j: torch.where(i > j, s.sigmoid() * 4, torch.sin(s) + s), []),
+        "hides": (lambda s, b, h, i, j: torch.where((i - j).abs() < 170, s, -float("inf")), []),
+        "trained_relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], [table]),
+        "trained_scale": (lambda s, b, h, i, j: s * scales[h] + keys[j] * rates[b, h], [scales, keys]),
+    }
+    mod, differentiable = mods[name]
+    for tensor in differentiable:
+        tensor.requires_grad_()
+    return mod, differentiable
+
+
+@dataclass
+class Problem:
+    case: Case
+    name: str
+    inputs: list[Tensor]  # query, key, value
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    mask: Tensor  # (B, H, Sq, Sk)
+    block_mask: BlockMask | None
+
+    def run(self, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor, dict[str | int, Tensor]]:
+        mod, _ = score_mod(self.name, self.case, "cuda")
+        options: dict[str, Any] = {"score_mod": mod, "block_mask": self.block_mask, "enable_gqa": True}
+        plan = flashbwd.plan_flex_attention_backward(
+            self.dout, *self.inputs, self.out, self.lse, deterministic=deterministic, **options
+        )
+        assert plan.backend == "sm90", plan.reasons
+        return flashbwd.flex_attention_backward(
+            self.dout, *self.inputs, self.out, self.lse, dlse=self.dlse, deterministic=deterministic, **options
+        )
+
+
+def scores(case: Case, name: str, q: Tensor, k: Tensor, on: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The scores, the modified scores in float64, and the captured tensors that get a gradient."""
+    mod, captured = score_mod(name, case, on)
+    keys = k.repeat_interleave(case.heads // case.heads_kv, 1)
+    s = ((q @ keys.transpose(-1, -2)).double() * case.head_dim**-0.5).requires_grad_()
+    index = [torch.arange(n, device=on).view([-1 if a == at else 1 for a in range(4)]) for at, n in enumerate(s.shape)]
+    return s, mod(s, *index).expand(s.shape), captured
+
+
+def build(case: Case, name: str) -> Problem:
+    torch.manual_seed(3)
+    d, dv = case.head_dim, case.head_dim_v or case.head_dim
+
+    def random(heads: int, rows: int, columns: int) -> Tensor:
+        memory = torch.randn(case.batch, rows, heads, columns, device="cuda", dtype=case.dtype)
+        return memory.transpose(1, 2)
+
+    q, dout = random(case.heads, case.seqlen_q, d), random(case.heads, case.seqlen_q, dv)
+    k, v = random(case.heads_kv, case.seqlen_k, d), random(case.heads_kv, case.seqlen_k, dv)
+    mod = mask_mod(case.mask, case)
+    sizes = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    index = [
+        torch.arange(n, device="cuda").view([-1 if a == at else 1 for a in range(4)]) for at, n in enumerate(sizes)
+    ]
+    mask = mod(*index).expand(sizes)
+    block_mask = None
+    if case.mask != "full":
+        block_mask = create_block_mask(mod, *sizes, device="cuda", BLOCK_SIZE=case.block_size)
+    on = oracle_device(case)
+    with torch.no_grad():
+        _, t, _ = scores(case, name, q.to(on).double(), k.to(on).double(), on)
+    t = t.detach().masked_fill(~mask.to(on), -float("inf"))
+    lse = t.logsumexp(-1)
+    p = (t - lse[..., None]).exp().nan_to_num(0.0)
+    out = (p @ v.to(on).double().repeat_interleave(case.heads // case.heads_kv, 1)).cuda()
+    dlse = torch.randn_like(lse, dtype=torch.float32).cuda() if case.dlse else None
+    out = out.transpose(1, 2).to(case.dtype).transpose(1, 2)
+    return Problem(case, name, [q, k, v], dout, out, lse.float().cuda(), dlse, mask, block_mask)
+
+
+def plain(p: Problem, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """dq, dk and dv, and the gradients of captured tensors, by the plain formula in a dtype."""
+    case, on = p.case, oracle_device(p.case)
+    dout, q, k, v, out = (x.to(on, dtype) for x in (p.dout, *p.inputs, p.out))
+    mask, group = p.mask.to(on), case.heads // case.heads_kv
+    s, t, captured = scores(case, p.name, q, k, on)
+    weighted = mask & (t.detach() > -float("inf"))
+    lse = p.lse.to(on).double().masked_fill(~weighted.any(-1), 0.0)
+    prob = (t.detach() - lse[..., None]).exp().masked_fill(~weighted, 0.0)
+    delta = (dout.double() * out.double()).sum(-1)
+    if p.dlse is not None:
+        delta = delta - p.dlse.to(on).double()
+    values = v.repeat_interleave(group, 1)
+    dt = (prob * ((dout @ values.transpose(-1, -2)).double() - delta[..., None])).masked_fill(~weighted, 0.0)
+    ds, *of_captured = torch.autograd.grad(t, [s, *captured], dt)
+    prob, ds = prob.to(dtype), ds.masked_fill(~weighted, 0.0).to(dtype)
+    scale, keys = case.head_dim**-0.5, k.repeat_interleave(group, 1)
+    dq = ds @ keys * scale
+    dk = (ds.transpose(-1, -2) @ q * scale).unflatten(1, (case.heads_kv, group)).sum(2)
+    dv = (prob.transpose(-1, -2) @ dout).unflatten(1, (case.heads_kv, group)).sum(2)
+    return [x.cuda() for x in (dq, dk, dv)], [x.cuda() for x in of_captured]
+
+
+def check(p: Problem, grads: tuple[Any, ...]) -> None:
+    (exact, captured), (low, _) = plain(p, torch.float64), plain(p, p.case.dtype)
+    for name, actual, of_exact, of_low in zip(NAMES, grads[:3], exact, low, strict=True):
+        expected = of_exact.transpose(1, 2)
+        blocks = Blocks(name, expected, p.case.dtype, softcap=True)
+        rounded = expected.to(p.case.dtype)
+        blocks.check(actual.transpose(1, 2), blocks.limits(blocks.errors([of_low.transpose(1, 2), rounded])))
+    for found, want in zip(grads[3].values(), captured, strict=True):
+        error = (found.double() - want.double()).norm() / want.double().norm()
+        assert error < 0.02, f"gradient of a captured tensor of shape {tuple(want.shape)}: relative error {error:.4f}"
+
+
+def small(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.sanitizer)
+
+
+CASES = [
+    ("relative_bias", Case("full")),
+    ("relative_bias", Case("causal", head_dim=64)),
+    small("relative_bias", Case("random_pairs", seqlen_q=260, seqlen_k=385, head_dim=48, dtype=torch.float16)),
+    ("relative_bias", Case("random_blocks", seqlen_q=1024, seqlen_k=640)),
+    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000)),
+    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=64, heads_kv=1, dlse=True)),
+    ("cap_and_slope", Case("full", seqlen_q=1, seqlen_k=1, head_dim=64)),
+    ("branches", Case("prefix", seqlen_q=777, seqlen_k=777, head_dim=96)),
+    ("branches", Case("full", seqlen_q=515, seqlen_k=515, head_dim=64, dtype=torch.float16)),
+    ("hides", Case("full", seqlen_q=600, seqlen_k=600)),
+    ("hides", Case("causal", seqlen_q=600, seqlen_k=600, head_dim=64)),
+    ("trained_relative_bias", Case("causal")),
+    ("trained_relative_bias", Case("full", seqlen_q=300, seqlen_k=260, head_dim=64)),
+    small("trained_relative_bias", Case("window", seqlen_q=257, seqlen_k=257, head_dim=64, dtype=torch.float16)),
+    ("trained_scale", Case("documents", seqlen_q=1000, seqlen_k=1000)),
+    small("trained_scale", Case("random_pairs", seqlen_q=300, seqlen_k=384, head_dim=80)),
+    ("trained_scale", Case("random_blocks", seqlen_q=640, seqlen_k=1024, head_dim=64, heads=6, heads_kv=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_sm90_gradients_agree_with_the_plain_formula(name: str, case: Case) -> None:
+    p = build(case, name)
+    check(p, p.run())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sm90_deterministic_results_are_right_and_repeat_bit_for_bit(head_dim: int) -> None:
+    p = build(Case("random_blocks", seqlen_q=1024, seqlen_k=1024, head_dim=head_dim, heads=8), "relative_bias")
+    first = p.run(deterministic=True)
+    check(p, first)
+    for _ in range(20):
+        again = p.run(deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["relative_bias", "trained_relative_bias"])
+def test_sm90_does_not_read_invisible_blocks(name: str, head_dim: int) -> None:
+    p = build(Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4), name)
+    for x in p.inputs[1:]:
+        x[:, :, :128] = float("nan")  # no query sees the first block of keys
+    for x in (p.dout, p.inputs[0], p.out):
+        x[:, :, :128] = float("nan")  # the first block of queries sees no key
+    *grads, captured = p.run()
+    assert all(x.isfinite().all() for x in (*grads, *captured.values()))
+
+
+def test_sm90_calls_can_be_captured_in_a_graph_after_the_first_call() -> None:
+    p = build(Case("documents", seqlen_q=1024, seqlen_k=1024), "relative_bias")
+    mod, _ = score_mod(p.name, p.case, "cuda")
+    options: dict[str, Any] = {"score_mod": mod, "block_mask": p.block_mask, "enable_gqa": True, "deterministic": True}
+
+    def run() -> Any:
+        return flashbwd.flex_attention_backward(p.dout, *p.inputs, p.out, p.lse, **options)
+
+    expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for x in found[:3]:
+        x.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected[:3], found[:3], strict=True))
+
+
+def test_sm90_autograd_gives_the_gradients_of_captured_tensors() -> None:
+    case = Case("prefix", seqlen_q=515, seqlen_k=515)
+    p = build(case, "trained_scale")
+    mod, captured = score_mod(p.name, case, "cuda")
+    inputs = [x.detach().requires_grad_() for x in p.inputs]
+    out = flashbwd.flex_attention(*inputs, score_mod=mod, block_mask=p.block_mask, enable_gqa=True)
+    *grads, scales, keys = torch.autograd.grad(out, [*inputs, *captured], p.dout)
+    check(p, (*grads, {0: scales, 1: keys}))

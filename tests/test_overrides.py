@@ -246,6 +246,18 @@ def test_printed_stats_of_a_machine_without_a_gpu_say_why_nothing_was_taken_over
     assert "Nothing was taken over: " in str(flashbwd.stats(reset=True))
 
 
+def test_printed_stats_have_a_line_for_each_operator_and_for_each_reason() -> None:
+    stats = overrides._Stats(
+        {"aten::a": overrides.OperatorStats(3, {}), "aten::b": overrides.OperatorStats(0, {"no": 2, "slow": 5})}
+    )
+    assert str(stats).splitlines() == [
+        "aten::a: 3 by flashbwd, 0 by PyTorch",
+        "aten::b: 0 by flashbwd, 7 by PyTorch",
+        "    2: no",
+        "    5: slow",
+    ]
+
+
 def assert_same_arguments(passed: Sequence[Any], given: Sequence[Any]) -> None:
     for actual, expected in zip(passed, given, strict=True):
         if isinstance(expected, Tensor):

@@ -43,10 +43,17 @@ class OperatorStats(NamedTuple):
 
 
 class _Stats(dict[str, OperatorStats]):
-    """The counts of each operator. If there are none because there is no GPU, the printed form says so."""
+    """The counts of each operator. Printed, they take one line per operator and one per reason.
+
+    If there are none because there is no GPU, the printed form says so.
+    """
 
     def __str__(self) -> str:
-        counts = super().__str__()
+        lines: list[str] = []
+        for name, (hits, fallbacks) in self.items():
+            lines.append(f"{name}: {hits} by flashbwd, {sum(fallbacks.values())} by PyTorch")
+            lines += [f"    {count}: {reason}" for reason, count in fallbacks.items()]
+        counts = "\n".join(lines)
         if torch.cuda.is_available() or any(stats != (0, {}) for stats in self.values()):
             return counts
         no_gpu = "PyTorch finds no CUDA device" if torch.version.cuda else "this PyTorch was built without CUDA"

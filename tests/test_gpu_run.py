@@ -323,7 +323,11 @@ def test_gpu_run_finds_files_that_name_a_mark_or_a_gpu_target(steps):
     """In one file, tests get the mark from the targets of tests/support.py. The other file names the mark."""
     files = steps.Selection("gpu and not much_memory", "").files
     assert {"tests/test_attention_features.py", "tests/test_sanitizer.py"} <= set(files)
-    assert steps.Selection("gpu and sanitizer", "").files == ["tests/test_flex_kernel.py", "tests/test_sanitizer.py"]
+    assert steps.Selection("gpu and sanitizer", "").files == [
+        "tests/test_flex_kernel.py",
+        "tests/test_flex_score_mods.py",
+        "tests/test_sanitizer.py",
+    ]
     assert "tests/test_sizes.py" in steps.Selection("gpu and much_memory", "").files
 
 

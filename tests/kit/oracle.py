@@ -15,6 +15,15 @@ from torch import Tensor
 Causal = bool | str
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """The product of matrices in their dtype: 16-bit products are summed in fp32, and the sum is rounded once.
+
+    PyTorch does the same on the CPU, but multiplies float16 matrices element by element.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
 @dataclass(frozen=True)
 class AttentionResult:
     """Forward values and gradients, in the shapes of the inputs.
@@ -156,7 +165,7 @@ def attention(
         qs = ql[at_q].transpose(0, 1)  # (H, seqlen_q, D)
         ks = kl[at_k].transpose(0, 1).repeat_interleave(heads // heads_kv, dim=0)  # (H, seqlen_k, D)
         vs = vl[at_k].transpose(0, 1).repeat_interleave(heads // heads_kv, dim=0)  # (H, seqlen_k, Dv)
-        s = scale * (qs @ ks.transpose(1, 2))
+        s = scale * product(qs, ks.transpose(1, 2))
         if softcap > 0:
             s = softcap * torch.tanh(s / softcap)
         seen = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device).expand(heads, seqlen_q, seqlen_k)
@@ -179,7 +188,7 @@ def attention(
         p = torch.softmax(s, dim=-1)[..., :seqlen_k].masked_fill(blind[..., None], 0.0)
         if keep is not None:
             p = p * (keep[b].to(q.device).to(dtype) * keep_scale)
-        o = (p @ vs).transpose(0, 1)  # (seqlen_q, H, Dv)
+        o = product(p, vs).transpose(0, 1)  # (seqlen_q, H, Dv)
         row_lse = torch.logsumexp(s, dim=-1)  # (H, seqlen_q)
         outputs.append(o)
         grad_outputs.append(dout[at_q].to(dtype))
@@ -254,7 +263,7 @@ def attention_from_lse(
             continue
         qs, dos, os_ = (x[at_q].transpose(0, 1).to(dtype) for x in (q, dout, out))  # (H, seqlen_q, .)
         ks, vs = (x[at_k].transpose(0, 1).repeat_interleave(group, dim=0).to(dtype) for x in (k, v))
-        s = scale * (qs @ ks.transpose(1, 2))
+        s = scale * product(qs, ks.transpose(1, 2))
         t = torch.tanh(s / softcap) if softcap > 0 else torch.zeros_like(s)
         if softcap > 0:
             s = softcap * t
@@ -274,7 +283,7 @@ def attention_from_lse(
         if dlse is not None:
             delta = delta - dlse[at_rows].to(dtype)
         delta = delta.masked_fill(blind, 0.0)
-        ds = p * ((dos @ vs.transpose(1, 2)) * z - delta[..., None])
+        ds = p * (product(dos, vs.transpose(1, 2)) * z - delta[..., None])
         if dbias is not None:
             _add_reduced(dbias[b if dbias.shape[0] > 1 else 0], ds)
         if dsink is not None and sink is not None:
@@ -286,9 +295,9 @@ def attention_from_lse(
         ds, pz = ds * (1 - t * t), p * z
         if operands is not None:
             ds, pz = ds.to(operands).to(dtype), pz.to(operands).to(dtype)
-        dvs = pz.transpose(1, 2) @ dos  # (H, seqlen_k, Dv)
-        dq[at_q] = (scale * ds @ ks).transpose(0, 1)
-        dks = scale * ds.transpose(1, 2) @ qs
+        dvs = product(pz.transpose(1, 2), dos)  # (H, seqlen_k, Dv)
+        dq[at_q] = product(scale * ds, ks).transpose(0, 1)
+        dks = product(scale * ds.transpose(1, 2), qs)
         dk[at_k] = dks.reshape(heads_kv, group, seqlen_k, -1).sum(dim=1).transpose(0, 1)
         dv[at_k] = dvs.reshape(heads_kv, group, seqlen_k, -1).sum(dim=1).transpose(0, 1)
         empty[at_rows] = blind

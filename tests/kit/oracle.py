@@ -179,13 +179,17 @@ def attention(
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
             s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)
         blind = ~seen.any(dim=-1)  # (H, seqlen_q): rows that see no key
-        s = s.masked_fill(~seen, -torch.inf)
+        if not bool(seen.all()):
+            s = s.masked_fill(~seen, -torch.inf)
         dead = blind  # rows without a finite score, which must not pass on a gradient
         if logit is not None:
             s = torch.cat([s, logit[:, None, None].expand(heads, seqlen_q, 1)], dim=-1)
             dead = blind & (logit.detach() == -torch.inf)[:, None]
-        s = s.masked_fill(dead[..., None], 0.0)
-        p = torch.softmax(s, dim=-1)[..., :seqlen_k].masked_fill(blind[..., None], 0.0)
+        if bool(dead.any()):
+            s = s.masked_fill(dead[..., None], 0.0)
+        p = torch.softmax(s, dim=-1)[..., :seqlen_k]
+        if bool(blind.any()):
+            p = p.masked_fill(blind[..., None], 0.0)
         if keep is not None:
             p = p * (keep[b].to(q.device).to(dtype) * keep_scale)
         o = product(p, vs).transpose(0, 1)  # (seqlen_q, H, Dv)
@@ -264,8 +268,8 @@ def attention_from_lse(
         qs, dos, os_ = (x[at_q].transpose(0, 1).to(dtype) for x in (q, dout, out))  # (H, seqlen_q, .)
         ks, vs = (x[at_k].transpose(0, 1).repeat_interleave(group, dim=0).to(dtype) for x in (k, v))
         s = scale * product(qs, ks.transpose(1, 2))
-        t = torch.tanh(s / softcap) if softcap > 0 else torch.zeros_like(s)
-        if softcap > 0:
+        t = torch.tanh(s / softcap) if softcap > 0 else None
+        if t is not None:
             s = softcap * t
         seen = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device).expand(heads, seqlen_q, seqlen_k)
         if attn_bias is not None:
@@ -278,12 +282,13 @@ def attention_from_lse(
         blind = ~seen.any(dim=-1)
         stat = lse[at_rows].masked_fill(blind, 0.0)  # (H, seqlen_q), in its own dtype
         p = torch.exp(s - stat[..., None].to(torch.promote_types(dtype, stat.dtype))).to(dtype).masked_fill(~seen, 0.0)
-        z = torch.ones_like(p) if keep is None else keep[b].to(q.device).to(dtype) * keep_scale
+        z = None if keep is None else keep[b].to(q.device).to(dtype) * keep_scale
         delta = (dos * os_).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse[at_rows].to(dtype)
         delta = delta.masked_fill(blind, 0.0)
-        ds = p * (product(dos, vs.transpose(1, 2)) * z - delta[..., None])
+        dp = product(dos, vs.transpose(1, 2))
+        ds = p * ((dp if z is None else dp * z) - delta[..., None])
         if dbias is not None:
             _add_reduced(dbias[b if dbias.shape[0] > 1 else 0], ds)
         if dsink is not None and sink is not None:
@@ -292,7 +297,7 @@ def attention_from_lse(
             if dlse is not None:  # the LSE of a row without keys is the sink
                 keyless = dlse[at_rows].to(dtype).masked_fill(~blind, 0.0).sum(dim=-1)
                 dsink += keyless.masked_fill(sink == -torch.inf, 0.0)
-        ds, pz = ds * (1 - t * t), p * z
+        ds, pz = ds if t is None else ds * (1 - t * t), p if z is None else p * z
         if operands is not None:
             ds, pz = ds.to(operands).to(dtype), pz.to(operands).to(dtype)
         dvs = product(pz.transpose(1, 2), dos)  # (H, seqlen_k, Dv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 
 import pytest
 import torch
@@ -15,19 +16,24 @@ from flashbwd.flex.tile import Tile
 KEYS = 128
 
 
-def words_of_tile(row: torch.Tensor, queries: int) -> torch.Tensor:
-    """The mask (queries, 128) in the words of the 256 consumer threads, by the layout of wgmma accumulators."""
-    words = [int(word) & 0xFFFFFFFF for word in row]
-    mask = torch.zeros(queries, KEYS, dtype=torch.bool)
+@cache
+def bits_of_pairs(queries: int) -> torch.Tensor:
+    """The bit of each pair (queries, 128) in the words of 256 consumer threads, by the layout of wgmma accumulators."""
+    bits = torch.full((queries, KEYS), -1)
     per_thread = queries // 64
     for thread in range(256):
         key = thread // 32 * 16 + thread % 32 // 4
         query = thread % 4 * 2
         for value in range(queries // 2):  # value i of a thread in the accumulator of 64 keys and all queries
             i = value % 4 // 2 * (queries // 4) + value // 4 * 2 + value % 2
-            bit = words[thread * per_thread + i // 32] >> i % 32 & 1
-            mask[value // 4 * 8 + query + value % 2, key + value % 4 // 2 * 8] = bool(bit)
-    return mask
+            bits[value // 4 * 8 + query + value % 2, key + value % 4 // 2 * 8] = thread * per_thread * 32 + i
+    return bits
+
+
+def mask_of_tile(row: torch.Tensor, queries: int) -> torch.Tensor:
+    """The mask (queries, 128) in the words of a tile."""
+    bits = bits_of_pairs(queries)
+    return (row.long()[bits // 32] >> bits % 32 & 1).bool()
 
 
 def mask_of(lists: KernelLists, sizes: tuple[int, int, int, int], heads_kv: int, queries: int) -> torch.Tensor:
@@ -39,7 +45,7 @@ def mask_of(lists: KernelLists, sizes: tuple[int, int, int, int], heads_kv: int,
             plane = lists.lists[b % lists.lists.shape[0], h % lists.lists.shape[1]]
             for key_block, first, count, _ in plane.tolist():
                 for m, member, tile, _ in lists.entries[first : first + count].tolist():
-                    part = torch.ones(queries, KEYS) if tile < 0 else words_of_tile(lists.bits[tile], queries)
+                    part = torch.ones(queries, KEYS) if tile < 0 else mask_of_tile(lists.bits[tile], queries)
                     rows, columns = (
                         slice(m * queries, (m + 1) * queries),
                         slice(key_block * KEYS, (key_block + 1) * KEYS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ LEVELLED = LongCase(4096)
 ONE_SIGN = LongCase(4096, causal=False, values="one_sign")
 
 
-@lru_cache(maxsize=None)  # the tests below share their inputs and the gradients of a right kernel
+@cache  # the tests below share their inputs and the gradients of a right kernel
 def build(case: LongCase, dtype: torch.dtype) -> LongInputs:
     return long.build(case, dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def right_kernel(case: LongCase, dtype: torch.dtype) -> long.Gradients:
     return long.as_a_kernel(build(case, dtype))
 

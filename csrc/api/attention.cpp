@@ -11,6 +11,7 @@
 #include "../attention/problem.h"
 #include "../attention/tensor_checks.h"
 #include "../common/check.h"
+#include "../mods/describe_captured.h"
 #include "attention_call.h"
 #include "cuda_backend.h"
 
@@ -185,11 +186,7 @@ void set_captured(const std::vector<Tensor>& captured, const std::vector<Tensor>
     check(tensor.dim <= CapturedTensor::kMaxDims && tensor.device == device, "captured tensor ", i, " has ", tensor.dim,
           " dimensions on ", name_of(tensor.device), ", expected at most ", CapturedTensor::kMaxDims, " on ",
           name_of(device));
-    score_mod->captured[i].data = tensor.data;
-    for (int d = 0; d < tensor.dim; ++d) {
-      score_mod->captured[i].strides[d] = tensor.strides[d];
-      score_mod->captured[i].sizes[d] = static_cast<int>(tensor.sizes[d]);
-    }
+    score_mod->captured[i] = describe_captured(tensor);
   }
   for (size_t i = 0; i < gradients.size(); ++i) {
     check(slots[i] >= 0 && slots[i] < static_cast<int64_t>(captured.size()), "gradient_slots holds ", slots[i],

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "../mods/describe_captured.h"
+
 namespace flashbwd {
 namespace {
 
@@ -131,12 +133,7 @@ DecodingParams params_of(const DecodingCall& call, DecodingTile tile) {
   p.q_block = static_cast<int>(std::min(std::max<int64_t>(call.mask_shape[0], 1), kLargestBlock));
   p.kv_block = static_cast<int>(std::min(std::max<int64_t>(call.mask_shape[1], 1), kLargestBlock));
   for (size_t i = 0; i < call.captured.size(); ++i) {
-    const TensorDesc& tensor = call.captured[i];
-    p.captured[i].data = tensor.data;
-    for (int d = 0; d < tensor.dim; ++d) {
-      p.captured[i].strides[d] = tensor.strides[d];
-      p.captured[i].sizes[d] = static_cast<int>(tensor.sizes[d]);
-    }
+    p.captured[i] = describe_captured(call.captured[i]);
   }
   return p;
 }

@@ -154,55 +154,37 @@ def choose(
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
     if key.shape[0] != query.shape[0]:
         raise UnsupportedError("key and value are broadcast over the batch")
+    ops = torch.ops.flashbwd
     change = ScoreChange() if call.score_mod is None else None if captured else score_change_of(call.score_mod)
     if change is None:
-        return _compiled_call(call, query, key, value, captured, deterministic, lists_of)
+        assert call.score_mod is not None
+        score_mod = generated(call.score_mod, captured, deterministic)
+        lists = _lists(lists_of, call, query, key, value, deterministic)
+        options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+        plan = ops.plan_score_mod_attention_backward
+        return KernelCall(ops.score_mod_attention_backward, plan, options, lists, score_mod=score_mod)
     slopes = None
     if call.score_mod is not None and change.alibi is not None:
         _check_distance(change.alibi, query.shape[2], key.shape[2], call.block_mask is not None)
         slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
     options = {"softmax_scale": float(call.scale), "softcap": change.softcap, "deterministic": deterministic}
-    ops = torch.ops.flashbwd
     if call.block_mask is None:
         return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None, slopes)
-    lists = _lists(lists_of, call.block_mask, call.mask_captured, query, key, value, deterministic)
+    lists = _lists(lists_of, call, query, key, value, deterministic)
     if change.alibi is not None and not change.alibi.absolute and not lists.hides_above_diagonal:
         raise UnsupportedError("score_mod is ALiBi without an absolute value, and block_mask shows later keys")
     return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists, slopes)
 
 
-def _lists(lists_of: ListsOf, block_mask: Any, captured: Sequence[Tensor], *call: Any) -> KernelLists:
-    query, _, value, _ = call
+def _lists(
+    lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+) -> KernelLists:
     if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
         raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
-    lists = lists_of(block_mask, captured, *call)
+    lists = lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
     return lists
-
-
-def _compiled_call(
-    call: DecodingCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    captured: list[Tensor],
-    deterministic: bool,
-    lists_of: ListsOf,
-) -> KernelCall:
-    """Return the call of a kernel that is compiled with ``score_mod`` at run time."""
-    assert call.score_mod is not None
-    score_mod = generated(call.score_mod, captured, deterministic)
-    lists = _lists(lists_of, call.block_mask, call.mask_captured, query, key, value, deterministic)
-    options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
-    ops = torch.ops.flashbwd
-    return KernelCall(
-        ops.score_mod_attention_backward,
-        ops.plan_score_mod_attention_backward,
-        options,
-        lists,
-        score_mod=score_mod,
-    )
 
 
 def _check_distance(alibi: Alibi, seqlen_q: int, seqlen_k: int, is_masked: bool) -> None:

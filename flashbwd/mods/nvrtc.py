@@ -11,7 +11,7 @@ import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ import torch
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # Headers that NVRTC lacks. The kernels need little of them, and get it from csrc/nvrtc/standard.h.
 _STANDARD = ("algorithm", "array", "cmath", "cstdint", "string", "type_traits", "cuda.h", "cuda_bf16.h", "cuda_fp16.h")
-_STANDARD_HEADERS = dict.fromkeys(_STANDARD, '#include "nvrtc/standard.h"\n')
 
 
 class CompilationError(Exception):
@@ -105,29 +104,21 @@ def header_folder() -> Path:
 def header_digest() -> str:
     """Return the SHA-256 of all headers of the kernels, for the keys of what is compiled with them."""
     digest = hashlib.sha256()
-    for path in sorted(header_folder().rglob("*.h*")) + sorted(header_folder().rglob("*.cuh")):
+    for path in sorted(header_folder().rglob("*.h")) + sorted(header_folder().rglob("*.cuh")):
         digest.update(str(path.relative_to(header_folder())).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def compile_source(source: str, options: Sequence[str], headers: Mapping[str, str] = _STANDARD_HEADERS) -> bytes:
-    """Compile to a cubin.
-
-    Parameters
-    ----------
-    options : sequence of str
-        Must name a real architecture (sm_XY).
-    headers : mapping of str to str
-        Texts of the headers that the source includes by these names, besides the files in the include folders.
-    """
+def compile_source(source: str, options: Sequence[str]) -> bytes:
+    """Compile to a cubin. ``options`` must name a real architecture (sm_XY)."""
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
 
     def call(function: str, *arguments: object) -> int:
         return getattr(nvrtc, function)(*arguments)
 
-    count, texts, names = len(headers), *(_strings(x) for x in (headers.values(), headers))
-    if call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"flashbwd.cu", count, texts, names):
+    headers = _strings(['#include "nvrtc/standard.h"\n'] * len(_STANDARD)), _strings(_STANDARD)
+    if call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"flashbwd.cu", len(_STANDARD), *headers):
         raise CompilationError("NVRTC could not be started")
     try:
         failed = call("nvrtcCompileProgram", program, len(options), _strings(options))

@@ -25,12 +25,13 @@ __device__ __forceinline__ void sum_rows(const CombineSplitsArguments& a, const 
   const int32_t rows = min(a.params.attention.seqlen_k - first_key - first_row, kCombineRows);
   const int64_t cta_vectors = int64_t{a.block_n} * row_vectors;
   const float4* const source = reinterpret_cast<const float4*>(target.partial_sums) +
-                               split_tile * int64_t{a.params.splits} * cta_vectors + int64_t{first_row} * row_vectors;
+                               split_tile * int64_t{a.params.schedule.split_tiles.splits} * cta_vectors +
+                               int64_t{first_row} * row_vectors;
   const int64_t first = found.batch * target.view.batch_stride + found.head * target.view.head_stride +
                         int64_t{first_key + first_row} * target.view.seq_stride;
   for (int32_t i = threadIdx.x; i < rows * row_vectors; i += kCombineThreads) {
     float4 sum = source[i];
-    for (int32_t split = 1; split < a.params.splits; ++split) {
+    for (int32_t split = 1; split < a.params.schedule.split_tiles.splits; ++split) {
       const float4 partial = source[i + split * cta_vectors];
       sum.x += partial.x;
       sum.y += partial.y;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   const auto split_tile = static_cast<int32_t>(blockIdx.x);
   const auto first_row = static_cast<int32_t>(blockIdx.y) * kCombineRows;
   const WorkTileIndex found =
-      work_tile_at(a.params, static_cast<int32_t>(a.params.unsplit_work_tiles) + split_tile, a.block_n);
+      work_tile_at(a.params, static_cast<int32_t>(a.params.schedule.unsplit_work_tiles) + split_tile, a.block_n);
   const bool is_dv = blockIdx.z != 0;
   sum_rows(a, is_dv ? a.params.dv : a.params.dk, is_dv ? a.dv_vectors : a.dk_vectors, found, split_tile, first_row);
 }

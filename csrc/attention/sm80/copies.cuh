@@ -18,7 +18,7 @@ struct Copies {
   static __device__ __forceinline__ void fetch_work_tile(const KernelParams& params, SharedStorage& smem) {
     WorkTile& work = smem.next_work;
     smem.source.exists = false;
-    if (Traits::kWholeHeads && smem.work.exists && smem.work.key_block + 1 < params.key_blocks) {
+    if (Traits::kWholeHeads && smem.work.exists && smem.work.key_block + 1 < params.schedule.key_blocks) {
       work = smem.work;
       work.set_key_block(work.key_block + 1, Traits::kBlockM, Traits::kBlockN, 0, 1);
       if (work.num_iterations() > 0) set_source(params, smem, work, QueryIteration(work));
@@ -27,8 +27,8 @@ struct Copies {
     do {
       // CTAs take work tiles in increasing order, so no CTA waits for a work tile that no CTA has taken yet.
       auto index = static_cast<uint32_t>(atomicAdd(params.work_tile_counter, 1));
-      if constexpr (Traits::kWholeHeads) index *= params.key_blocks;
-      if (index >= params.num_work_tiles) {
+      if constexpr (Traits::kWholeHeads) index *= params.schedule.key_blocks;
+      if (index >= params.schedule.num_work_tiles()) {
         work.exists = false;
         return;
       }
@@ -39,8 +39,8 @@ struct Copies {
 
   // Whether the first tiles of the next work tile are loaded during the last iteration of this one.
   static __device__ __forceinline__ bool loads_ahead(const KernelParams& params, const SharedStorage& smem) {
-    return (Traits::kRefills || (Traits::kLoadsAhead && params.loads_ahead)) && smem.work.num_iterations() > 0 &&
-           smem.source.exists;
+    return (Traits::kRefills || (Traits::kLoadsAhead && params.schedule.loads_ahead)) &&
+           smem.work.num_iterations() > 0 && smem.source.exists;
   }
   // Called by one thread: switches to the next work tile's stage and, if `loaded`, to its k and v buffers.
   static __device__ __forceinline__ void switch_buffers(SharedStorage& smem, bool loaded) {

@@ -126,7 +126,8 @@ struct DqTile {
                                     int32_t query_block) {
     constexpr int kTileFloats = Traits::kBlockM * Traits::kHeadDim;
     const int32_t head_of_cta = static_cast<int32_t>(blockIdx.x) * work.heads_per_kv + head % work.heads_per_kv;
-    float* const tile = params.dq_tiles + (int64_t{head_of_cta} * params.query_blocks + query_block) * kTileFloats;
+    float* const tile =
+        params.dq_tiles + (int64_t{head_of_cta} * params.schedule.query_blocks + query_block) * kTileFloats;
     sums = reinterpret_cast<float4*>(tile) + threadIdx.x;
     const BlockRange seen = key_blocks(work.visibility, query_block, Traits::kBlockM, Traits::kBlockN);
     first = work.key_block == seen.begin;

@@ -6,6 +6,7 @@
 #include "../params.h"
 #include "../pre_post/bias_gradient.h"
 #include "../pre_post/lse_delta.h"
+#include "schedule.h"
 
 namespace flashbwd::sm80 {
 
@@ -34,15 +35,9 @@ struct KernelParams {
   LseDelta lse_delta;
   float* dq_accumulator = nullptr;  // one slot per sequence, see workspace.h
   int64_t dq_row_stride = 0;
-  bool dq_blocks = false;          // see dq_block_offset in index/dq_layout.h
-  int64_t num_work_tiles = 0;      // a split work tile counts once per CTA
-  int64_t unsplit_work_tiles = 0;  // these precede the split work tiles
-  int32_t splits = 1;              // CTAs per split work tile
-  bool packed_work_tiles = false;  // work tiles follow cu_seqlens_k; otherwise every sequence has `key_blocks`
-  int32_t key_blocks = 0;          // of the longest sequence
-  int32_t query_blocks = 0;
-  int32_t swizzle_heads = 1;     // KV heads per head swizzle group, see dense_work_tile
-  bool swizzle_batches = false;  // a group has the same head of all batches, not all heads of a batch
+  bool dq_blocks = false;  // see dq_block_offset in index/dq_layout.h
+  Schedule schedule;
+  bool swizzle_batches = false;  // a head swizzle group has the same head of all batches, not all heads of a batch
   // True if the rows can be copied 16 bytes at a time.
   bool q_aligned = false, k_aligned = false, v_aligned = false, dout_aligned = false;
   GradientTarget dk, dv;
@@ -51,10 +46,8 @@ struct KernelParams {
   // (num_ctas, heads per KV head, query_blocks, block_m * head_dim of the tile).
   float* dq_tiles = nullptr;
   GradientTarget dq;
-  bool loads_ahead = false;  // see loads_ahead in config.h
 
   int32_t* work_tile_counter = nullptr;  // number of work tiles taken; kWholeHeads: of KV heads taken
-  int32_t num_ctas = 0;                  // grid size
   // Deterministic: a semaphore per (head, query block) that counts the key blocks that have added to its dq. Null: key
   // blocks add in any order.
   int32_t* dq_semaphores = nullptr;

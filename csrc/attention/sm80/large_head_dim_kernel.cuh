@@ -15,11 +15,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) large_kernel(const __grid
     if (threadIdx.x == 0) {
       // CTAs take work tiles in increasing order, so no CTA waits for a work tile that no CTA has taken yet.
       smem.work_index = atomicAdd(params.work_tile_counter, 1);
-      if (smem.work_index < params.num_work_tiles)
+      if (smem.work_index < params.schedule.num_work_tiles())
         smem.work = WorkTile(params, smem.work_index, Traits::kBlockM, Traits::kBlockN);
     }
     __syncthreads();  // thread 0 has written the work tile
-    if (smem.work_index >= params.num_work_tiles) return;
+    if (smem.work_index >= params.schedule.num_work_tiles()) return;
     if (smem.work.exists) {
       LargeMainloop<Traits>::run(params, smem, smem.work);
       if constexpr (Traits::kFeatures) Epilogue<Traits>::zero_bias_gradient(params, smem.work);

@@ -36,7 +36,8 @@ GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t colum
 }
 
 // Sums dk and dv of split work tiles over their CTAs.
-const char* launch_combine_splits(const KernelParams& params, const SplitTiles& split, const Tile& tile, void* stream) {
+const char* launch_combine_splits(const KernelParams& params, const Tile& tile, void* stream) {
+  const SplitTiles& split = params.schedule.split_tiles;
   if (split.count == 0) return nullptr;
   const auto vectors = [](const GradientTarget& target) {
     return rows_aligned(target.view, size_of(target.dtype), 4 * size_of(target.dtype));
@@ -52,21 +53,6 @@ const char* launch_combine_splits(const KernelParams& params, const SplitTiles& 
 
 uint8_t* workspace_at(const AttentionBackwardParams& p, int64_t offset) {
   return static_cast<uint8_t*>(p.workspace) + offset;
-}
-
-void encode_work_tiles(const Schedule& schedule, KernelParams* params) {
-  const AttentionBackwardParams& p = params->attention;
-  params->num_work_tiles = schedule.num_work_tiles();
-  params->unsplit_work_tiles = schedule.unsplit_work_tiles;
-  params->splits = schedule.split_tiles.splits;
-  params->packed_work_tiles = schedule.packed_work_tiles;
-  params->key_blocks = schedule.key_blocks;
-  params->query_blocks = schedule.query_blocks;
-  params->swizzle_heads = schedule.swizzle_heads;
-  // Batches that share a bias read it, and add to its gradient, while it is in L2.
-  params->swizzle_batches = !schedule.packed_work_tiles && p.bias.data != nullptr && p.bias.batch_stride == 0;
-  params->num_ctas = schedule.num_ctas;
-  params->loads_ahead = schedule.loads_ahead;
 }
 
 // The accumulator of dq, and the counters and semaphores in the zeroed region.
@@ -132,7 +118,9 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   KernelParams params;
   params.attention = p;
   params.lse_delta = lse_delta_of(p, plan.workspace);
-  encode_work_tiles(plan.sm80.schedule, &params);
+  params.schedule = plan.sm80.schedule;
+  // Batches that share a bias read it, and add to its gradient, while it is in L2.
+  params.swizzle_batches = !params.schedule.packed_work_tiles && p.bias.data != nullptr && p.bias.batch_stride == 0;
   encode_dq(plan, &params);
   encode_gradients(plan, &params);
   encode_bias(plan, &params);
@@ -161,7 +149,8 @@ const char* add_bias_gradient_unordered(const BiasGradientScratch& scratch, Kern
 
 // The kernel that supports the features of the call. Whether 16-byte vectors can load a bias and store its gradient
 // depends on the caller's pointers, so the launch decides between the bias kernels.
-Variant variant_of(const Schedule& schedule, const KernelParams& params, const Tile& tile) {
+Variant variant_of(const KernelParams& params, const Tile& tile) {
+  const Schedule& schedule = params.schedule;
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
   if (schedule.whole_heads) return Variant::kWholeHeads;
@@ -192,8 +181,8 @@ const char* dispatch(int tile_index, const KernelParams& params, Variant variant
 }
 
 const char* launch_main(const AttentionPlan& plan, const KernelParams& params, void* stream) {
-  if (params.num_work_tiles == 0) return nullptr;
-  const Variant variant = variant_of(plan.sm80.schedule, params, kTiles[plan.config]);
+  if (params.schedule.num_work_tiles() == 0) return nullptr;
+  const Variant variant = variant_of(params, kTiles[plan.config]);
   switch (params.attention.dtype) {
     case DType::kBFloat16:
       return dispatch<__nv_bfloat16>(plan.config, params, variant, stream);
@@ -218,8 +207,7 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
   }
   if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream)) return error;
   if (const char* error = launch_main(plan, params, stream)) return error;
-  if (const char* error = launch_combine_splits(params, schedule.split_tiles, kTiles[plan.config], stream))
-    return error;
+  if (const char* error = launch_combine_splits(params, kTiles[plan.config], stream)) return error;
   if (!schedule.whole_heads) {
     if (const char* error = launch_dq_postprocess(p, plan.workspace, stream)) return error;
   }

@@ -14,7 +14,7 @@ inline const char* launch_persistent(void (*kernel)(KernelParams), const KernelP
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(params.num_ctas));
+    config.gridDim = dim3(static_cast<unsigned>(params.schedule.num_ctas));
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
@@ -35,7 +35,7 @@ const char* launch_kernel_variant(const KernelParams& params, void* stream) {
     using KernelTraits = Traits<T, kTileIndex, kVariant, M>;
     constexpr int kSharedBytes = sizeof(typename KernelTraits::SharedStorage);
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
-    const int more_keys = KernelTraits::kLoadsAhead && params.loads_ahead ? keys_bytes(kTile) : 0;
+    const int more_keys = KernelTraits::kLoadsAhead && params.schedule.loads_ahead ? keys_bytes(kTile) : 0;
     return launch_persistent(backward_kernel<KernelTraits>, params, KernelTraits::kThreads, kSharedBytes + more_keys,
                              stream);
   }

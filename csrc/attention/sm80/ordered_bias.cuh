@@ -28,7 +28,7 @@ struct BiasOrder {
     }
   }
   __device__ __forceinline__ int32_t tile(const KernelParams& params, const WorkTile& work, int32_t query_block) const {
-    return (plane * params.key_blocks + work.key_block) * params.query_blocks + query_block;
+    return (plane * params.schedule.key_blocks + work.key_block) * params.schedule.query_blocks + query_block;
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../../common/macros.h"
 #include "config.h"
 
 namespace flashbwd {
@@ -18,7 +19,7 @@ namespace flashbwd::sm80 {
 struct SplitTiles {
   int64_t count = 0;
   int32_t splits = 1;
-  int64_t ctas() const { return count * splits; }
+  FLASHBWD_HOST_DEVICE int64_t ctas() const { return count * splits; }
 };
 
 struct Schedule {
@@ -38,7 +39,7 @@ struct Schedule {
   int32_t num_ctas = 0;            // grid size
 
   // A split work tile counts once per CTA.
-  int64_t num_work_tiles() const { return unsplit_work_tiles + split_tiles.ctas(); }
+  FLASHBWD_HOST_DEVICE int64_t num_work_tiles() const { return unsplit_work_tiles + split_tiles.ctas(); }
 };
 
 Schedule choose_schedule(const AttentionProblem& problem, const Tile& tile, const DeviceInfo& device);

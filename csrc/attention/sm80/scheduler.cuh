@@ -13,11 +13,13 @@ namespace flashbwd::sm80 {
 // Maps key block `index` of the call to (batch, KV head, key block).
 __device__ __forceinline__ WorkTileIndex work_tile_at(const KernelParams& params, int32_t index, int32_t block_n) {
   const AttentionBackwardParams& p = params.attention;
-  if (params.packed_work_tiles) {
-    return varlen_work_tile(index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n,
-                            [swizzle_heads = int64_t{params.swizzle_heads}](int32_t) { return swizzle_heads; });
+  if (params.schedule.packed_work_tiles) {
+    return varlen_work_tile(
+        index, p.cu_seqlens_k, p.batch, p.heads_kv, block_n,
+        [swizzle_heads = int64_t{params.schedule.swizzle_heads}](int32_t) { return swizzle_heads; });
   }
-  const WorkTileIndex found = dense_work_tile(index, p.batch, p.heads_kv, params.key_blocks, params.swizzle_heads);
+  const WorkTileIndex found =
+      dense_work_tile(index, p.batch, p.heads_kv, params.schedule.key_blocks, params.schedule.swizzle_heads);
   if (!params.swizzle_batches) return found;
   const int32_t head = found.batch * p.heads_kv + found.head;
   return {head % p.batch, head / p.batch, found.key_block};
@@ -44,10 +46,10 @@ struct WorkTile {
     const AttentionBackwardParams& p = params.attention;
     // The CTAs of one key block have consecutive indices, so the indices of all earlier key blocks are smaller.
     int32_t split = 0, splits = 1;
-    const auto whole = static_cast<int32_t>(params.unsplit_work_tiles);
+    const auto whole = static_cast<int32_t>(params.schedule.unsplit_work_tiles);
     if (index >= whole) {
       split_cta = index - whole;
-      splits = params.splits;
+      splits = params.schedule.split_tiles.splits;
       split = split_cta % splits;
       index = whole + split_cta / splits;
     }
@@ -120,7 +122,7 @@ struct DqSemaphore {
                          int32_t block_m, int32_t block_n) {
     const AttentionBackwardParams& p = params.attention;
     const int64_t first = p.cu_seqlens_q != nullptr ? first_block(work.sequence.begin_q, work.batch, block_m)
-                                                    : int64_t{work.batch} * params.query_blocks;
+                                                    : int64_t{work.batch} * params.schedule.query_blocks;
     counter = params.dq_semaphores + head * params.semaphores_per_head + first + query_block;
     number = adds_before_ascending(key_blocks(work.visibility, query_block, block_m, block_n), work.key_block);
   }

@@ -141,9 +141,7 @@ inline __device__ void begin_add(const KernelParams& params, DqAdd& add) {
   if (add.semaphore < 0) return;
   int32_t* const semaphore = params.dq.semaphores + add.semaphore;
   if (params.schedule.counts_adds()) {
-    if (!add.may_begin) {
-      while (load_acquire(semaphore) != add.required) __nanosleep(32);
-    }
+    if (!add.may_begin) return await_adds_before(params, add);
   } else {
     add.stores = !add.may_begin && atomicMax(semaphore, kArrived) == kNoAdd;
     if (add.stores) return;

@@ -390,7 +390,8 @@ if len(list(folder.glob("?"))) == 3: (folder / f"{name} met all").touch()
 sys.exit(name == "b")"""
     work = [(replace(TINY, table=name), peers.Peer("peer", lambda *_: None, ahead=True)) for name in "abc"]
 
-    def command(case, peer):
+    def command(share):
+        ((case, _),) = share
         return [sys.executable, "-c", wait, str(tmp_path), case.table]
 
     ahead.compile_ahead(work, at_once=3, command=command)

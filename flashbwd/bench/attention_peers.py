@@ -364,7 +364,7 @@ ATTENTION_PEERS: tuple[Peer, ...] = (
     Peer(FLASH + DETERMINISTIC, torch_flash_deterministic),
     Peer(CUDNN, torch_cudnn),
     Peer(CUDNN_HEADS_FIRST, torch_cudnn_heads_first),
-    Peer(FLEX, flex, compiled=True),
+    Peer(FLEX, flex, compiled=True, ahead=True),
     Peer(CPU_FLASH, torch_cpu_flash, devices=("cpu",)),
     Peer("torch math", torch_math, devices=("cpu",)),
     Peer(SM90, ours("sm90")),

@@ -1,6 +1,7 @@
 """Compares random attention-backward calls with float64, with a watchdog that reports calls that never end.
 
     python benchmarks/fuzz.py --backend sm90 --calls 20000 --out fuzz.json
+    python benchmarks/fuzz.py --backend flex --calls 2500         FlexAttention on the kernels
     python benchmarks/fuzz.py --backend sm90 --call 123456        repeat one call and print its arguments
 
 Worker processes share one device. Each worker reports when a call begins and how it ended. If a worker reports nothing
@@ -13,6 +14,7 @@ Exit status: 0 if all calls ran and agree with float64; 1 if a call hung, raised
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -21,12 +23,28 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("sm90", "sm80", "reference")
+
+@dataclass(frozen=True)
+class Backend:
+    """Where random calls run. ``module`` draws them, runs them and judges the results."""
+
+    module: str = "fuzz_reference"
+    device: str = "cuda"
+    patience_s: float = 20.0  # for one call
+
+
+BACKENDS = {
+    "sm90": Backend(),
+    "sm80": Backend(),
+    "reference": Backend(device="cpu"),
+    "flex": Backend("fuzz_flex_reference", patience_s=60.0),  # the first call with a score_mod compiles a kernel
+    "flex_reference": Backend("fuzz_flex_reference", "cpu"),
+}
 STRIDE = 1 << 20  # difference between the first call numbers of two workers
 STARTUP_S = 60.0  # extra time for the imports of a worker
 MOST_FAILURES = 20  # the run ends after this number of failures
@@ -165,47 +183,40 @@ def say(**message: Any) -> None:
 
 def work(backend: str, first: int, one: bool) -> None:
     """Run calls from number ``first`` on until the process is killed, or only one call."""
-    import fuzz_calls
-    import fuzz_reference
     import torch
 
-    import flashbwd
-
-    device = torch.device("cpu" if backend == "reference" else "cuda")
+    os.environ["FLASHBWD_COMPILE_SCORE_MODS"] = "1"  # delete this line when generated score_mods no longer need it
+    calls = importlib.import_module(BACKENDS[backend].module)
+    device = torch.device(BACKENDS[backend].device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
     side = torch.cuda.Stream() if device.type == "cuda" else None
     factor = torch.randn(2048, 2048, device=device)
-    before: dict[str, Any] | None = None
+    before: Callable[[], Any] | None = None
 
-    def occupy(call: fuzz_calls.Call) -> None:
+    def occupy(beside: str) -> None:
         """Start work on a second stream, which runs concurrently with the call."""
-        if side is None or call.beside == "nothing":
+        if side is None or beside == "nothing":
             return
-        with torch.cuda.stream(side), flashbwd.use_backend(backend):
-            if call.beside == "products":
+        with torch.cuda.stream(side):
+            if beside == "products":
                 for _ in range(4):
                     torch.mm(factor, factor)
             elif before is not None:
-                flashbwd.attention_backward(**before)
+                before()
 
     number = first
     while True:
         say(number=number, begins=True)
-        call = fuzz_calls.draw(number, backend)
-        problem = fuzz_reference.build(call, device)
-        try:
-            with flashbwd.use_backend(backend):
-                options = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
-                flashbwd.plan_attention_backward(**options)
-        except ValueError as error:
-            say(number=number, refused=str(error))
+        call = calls.draw(number, backend)
+        problem = calls.build(call, device)
+        refused = calls.refusal(problem, backend)
+        if refused is not None:
+            say(number=number, refused=refused)
         else:
-            occupy(call)
-            with flashbwd.use_backend(backend):
-                gradients = flashbwd.attention_backward(**problem.arguments)
-            ratios = fuzz_reference.worst(problem, gradients)
-            before = {n: t for n, t in problem.arguments.items() if n not in ("dq", "dk", "dv")}
+            occupy(call.beside)
+            ratios = calls.worst(problem, calls.gradients(problem, backend))
+            before = calls.repeat(problem, backend)
             bad = {name: ratio for name, ratio in ratios.items() if not ratio <= 1.0}
             failure = f"error over limit {bad} in {call.describe()}" if bad else ""
             worst = {f"{call.dtype} {name}": ratio for name, ratio in ratios.items()}
@@ -243,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=20_000, help="number of calls that must finish (default 20000)")
     parser.add_argument("--seed", type=int, help="number of the first call (default: random)")
     parser.add_argument("--workers", type=int, default=14, help="processes that share the device, at most 16")
-    parser.add_argument("--patience-s", type=float, default=20.0, help="seconds for one call (default 20)")
+    parser.add_argument("--patience-s", type=float, help="seconds for one call (default 20, or 60 if calls compile)")
     parser.add_argument("--budget-s", type=float, default=600.0)
     parser.add_argument("--out", type=Path, help="JSON file for the summary")
     parser.add_argument("--call", type=int, help="run only this call, in this process, and print its arguments")
@@ -254,16 +265,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     if options.call is not None:
-        import fuzz_calls
-
-        print(json.dumps(fuzz_calls.draw(options.call, options.backend).describe(), indent=1))
+        calls = importlib.import_module(BACKENDS[options.backend].module)
+        print(json.dumps(calls.draw(options.call, options.backend).describe(), indent=1))
         work(options.backend, options.call, one=True)
         return 0
     seed = random.randrange(1 << 40) if options.seed is None else options.seed
     print(f"{options.backend}, seed {seed}", flush=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--backend", options.backend, "--work"]
     begin = time.monotonic()
-    tally = Watchdog(command, options.workers, options.calls, options.patience_s, options.budget_s).run(seed)
+    patience_s = BACKENDS[options.backend].patience_s if options.patience_s is None else options.patience_s
+    tally = Watchdog(command, options.workers, options.calls, patience_s, options.budget_s).run(seed)
     summary = report(tally, options.backend, seed, time.monotonic() - begin)
     print(json.dumps(summary, indent=1))
     if options.out:

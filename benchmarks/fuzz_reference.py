@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from fuzz_calls import DTYPES, Call  # noqa: E402
+from fuzz_calls import DTYPES, Call, draw  # noqa: E402
 from kit import dropout as masks  # noqa: E402
 
 import flashbwd  # noqa: E402
+
+__all__ = ["Problem", "build", "draw", "gradients", "refusal", "repeat", "visible", "worst"]
 
 # Relative error of one rounding. fp32 has the error of TF32, because products of fp32 may use TF32.
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-11}
@@ -282,6 +284,36 @@ def _arguments(call: Call, x: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def _without_outputs(problem: Problem) -> dict[str, Any]:
+    return {name: value for name, value in problem.arguments.items() if name not in ("dq", "dk", "dv")}
+
+
+def refusal(problem: Problem, backend: str) -> str | None:
+    """Return why the backend does not compute a call, or None if it does."""
+    try:
+        with flashbwd.use_backend(backend):
+            flashbwd.plan_attention_backward(**_without_outputs(problem))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def gradients(problem: Problem, backend: str) -> Any:
+    with flashbwd.use_backend(backend):
+        return flashbwd.attention_backward(**problem.arguments)
+
+
+def repeat(problem: Problem, backend: str) -> Callable[[], Any]:
+    """Return a function that computes the call again, with other outputs."""
+    arguments = _without_outputs(problem)
+
+    def run() -> Any:
+        with flashbwd.use_backend(backend):
+            return flashbwd.attention_backward(**arguments)
+
+    return run
+
+
 def worst(problem: Problem, gradients: Any) -> dict[str, float]:
     """Return the largest ratio of error to limit of each gradient; inf if an element is NaN."""
     results = {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv, "bias": gradients.dbias}
@@ -291,6 +323,11 @@ def worst(problem: Problem, gradients: Any) -> dict[str, float]:
         got = results[name].double().reshape(expected.shape)
         if got.numel() == 0:
             continue
-        ratio = (got - expected).abs() / problem.limits[name]
-        found[f"d{name}"] = float(torch.where(ratio.isnan(), torch.inf, ratio).max())
+        found[f"d{name}"] = largest_ratio(got, expected, problem.limits[name])
     return found
+
+
+def largest_ratio(got: Tensor, expected: Tensor, limits: Tensor) -> float:
+    """Return the largest ratio of error to limit; inf if an element is NaN."""
+    ratio = (got - expected).abs() / limits
+    return float(torch.where(ratio.isnan(), torch.inf, ratio).max())

@@ -64,7 +64,7 @@ class Plan:
     select: str = ""  # pytest's -k
     seed: int = 0  # seed of the property tests
     step_tests: int = 0  # minimum tests per step; 0 puts all tests that may share the GPU into one step
-    fuzz_calls: int = 20_000  # random calls per kernel family
+    fuzz_calls: int = 20_000  # random calls per kernel family; an eighth of it for FlexAttention
     quick: bool = False  # the short benchmark grid
 
 
@@ -252,9 +252,16 @@ def sanitizer_steps(plan: Plan) -> Iterator[Step]:
 
 
 def fuzz_steps(plan: Plan) -> Iterator[Step]:
-    """Yield steps that run random attention calls of each kernel family. fuzz.py has its own watchdog."""
-    for backend in ("sm90", "sm80"):
-        command = [sys.executable, "benchmarks/fuzz.py", "--backend", backend, "--calls", str(plan.fuzz_calls)]
+    """Yield steps that run random attention calls of each kernel family. fuzz.py has its own watchdog.
+
+    FlexAttention has fewer calls, because many of them compile a kernel.
+    """
+    for backend, calls in (
+        ("sm90", plan.fuzz_calls),
+        ("sm80", plan.fuzz_calls),
+        ("flex", max(1, plan.fuzz_calls // 8)),
+    ):
+        command = [sys.executable, "benchmarks/fuzz.py", "--backend", backend, "--calls", str(calls)]
         command += ["--workers", str(plan.jobs["fuzz"]), "--out", str(plan.out / f"fuzz-{backend}.json")]
         yield Step("fuzz", backend, command, by_fuzz)
 

@@ -101,6 +101,22 @@ def test_the_backward_function_names_the_gradients_of_captured_tensors() -> None
     torch.testing.assert_close((*got[:3], got.captured["factor"], got.captured["other"]), want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_captured_16_bit_tensors_are_not_summed_in_16_bits(dtype: torch.dtype) -> None:
+    """Each bucket gets the gradients of 32,768 pairs."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 1, 512, 32) for _ in range(3)]
+    grads = []
+    for bias in torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=torch.float64):
+        bias.requires_grad_()
+        tensors = [t.to(torch.promote_types(bias.dtype, torch.float32)) for t in inputs]
+        out, _ = attend(tensors, lambda s, b, h, i, j, bias=bias: s + bias[(i - j) % 8])
+        grads.append(
+            torch.autograd.grad(out, bias, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))[0]
+        )
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
+
+
 @pytest.mark.parametrize("dirt", [NAN, float("inf")])
 def test_blocks_in_neither_list_are_not_read(dirt: float) -> None:
     """Query block 1 and key block 0 contain NaN or infinity. All other query blocks see only key blocks 1 and 2."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.reference.modifications import GatherByIndex, LeavesFor, Mod, accumulator, run_mod, vectorised
+from flashbwd.reference.modifications import GatherByIndex, LeavesFor, Mod, accumulator, run_mod, sum_dtype, vectorised
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # states of a block of the mask
 
@@ -295,7 +295,7 @@ def decoding_backward(
     """
     x = _Operands(call, q, k, v)
     dq, dk, dv = (torch.zeros_like(t, dtype=x.dtype) for t in (q, k, v))
-    dcaptured = [torch.zeros_like(t, dtype=t.dtype) for t in captured]
+    dcaptured = [torch.zeros_like(t, dtype=sum_dtype(t)) for t in captured]
     leaves = LeavesFor(captured)
     delta = x.q.new_zeros(lse.shape, dtype=x.dtype)
     if dout is not None:
@@ -331,7 +331,7 @@ def decoding_backward(
         ds = x.fold(ds) * call.scale
         dq[:, :, rows] += x.unfold(ds @ x.keys(x.k, tile, visible))
         _add(dk[:, :, keys], ds.mT @ x.rows(x.q, tile, visible))
-    return dq, dk, dv, dcaptured
+    return dq, dk, dv, [total.to(t.dtype) for total, t in zip(dcaptured, captured, strict=True)]
 
 
 def _through_mod(

@@ -60,15 +60,19 @@ class CapturedTensors(GatherByIndex):
         return result
 
 
+_GATHERS = (Tensor.__getitem__, torch.ops.aten.index, torch.ops.aten.index.Tensor)
+
+
 class LeavesFor(TorchFunctionMode):
     """Replaces each of these tensors by a leaf when a function reads it.
 
-    The gradient of a captured tensor then stops at the leaf, even if another captured tensor was its input.
+    The gradient of a captured tensor then stops at the leaf, even if another captured tensor was its input. The leaves
+    of 16-bit tensors are float32, and elements are rounded after they are gathered, so that no sum is made in 16 bits.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self._leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in tensors}
+        self._leaves = {id(t): t.detach().to(sum_dtype(t)).requires_grad_() for t in tensors}
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._leaves[id(tensor)] for tensor in tensors]
@@ -76,8 +80,19 @@ class LeavesFor(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(Tensor, lambda t: self._leaves.get(id(t), t), (args, kwargs or {}))
+        if func in _GATHERS and id(args[0]) in self._leaves:
+            return func(self._leaves[id(args[0])], *args[1:]).to(args[0].dtype)
+        args, kwargs = tree_map_only(Tensor, self._leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        leaf = self._leaves.get(id(tensor))
+        return tensor if leaf is None else leaf.to(tensor.dtype)
+
+
+def sum_dtype(captured: Tensor) -> torch.dtype:
+    """Return the dtype in which the gradient of a captured tensor is summed."""
+    return torch.promote_types(captured.dtype, torch.float32)
 
 
 def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -18,9 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flashbwd.flex import backends
+from flashbwd.flex import backends, cache
 from flashbwd.flex.diagonal import hides_above
-from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.score_change import Slopes, hides_above_diagonal, score_change_of
 from flashbwd.flex.tile import Tile
@@ -254,6 +253,16 @@ def _without_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The score_mods that were compiled at run time: they capture tensors on the CPU, so they cannot be compiled."""
+    mods: list[Any] = []
+    real = cache.visible_everywhere
+    monkeypatch.setattr(cache, "visible_everywhere", lambda queries, keys, _: real(queries, keys, CPU))
+    monkeypatch.setattr(backends, "generated", lambda mod, *_: mods.append(mod))
+    return mods
+
+
 def chosen(mod: Any, seqlen_q: int, seqlen_k: int, mask: Any = None) -> backends.KernelCall:
     """The kernel call for tensors on a GPU, with the lists of a mask on the CPU."""
     with FakeTensorMode():
@@ -271,29 +280,32 @@ def test_an_absolute_distance_needs_no_mask() -> None:
     assert torch.equal(call.slopes.tensor(CPU), SLOPES)
 
 
-def test_a_signed_distance_needs_a_mask_that_hides_later_keys() -> None:
+def test_a_signed_distance_is_compiled_without_a_mask_that_hides_later_keys(compiled: list[Any]) -> None:
     signed = FORMS["keys_minus_queries"][0]
     call = chosen(signed, 100, 100, block_mask(PROVABLE["documents"][0], 100, 100))
     assert call.lists is not None and call.lists.hides_above_diagonal and call.slopes is not None
-    with pytest.raises(UnsupportedError, match="block_mask shows later keys"):
-        chosen(signed, 100, 100, block_mask(PROVABLE["next_key"][0], 100, 100))
-    with pytest.raises(UnsupportedError, match="no block_mask hides later keys"):
-        chosen(signed, 100, 100)
+    assert compiled == []
+    for mask in (block_mask(PROVABLE["next_key"][0], 100, 100), None):
+        call = chosen(signed, 100, 100, mask)
+        assert call.operator is torch.ops.flashbwd.score_mod_attention_backward and call.slopes is None
+        assert "softcap" not in call.options
+    assert compiled == [signed, signed]
 
 
-def test_distances_must_align_the_last_query_with_the_last_key() -> None:
+def test_distances_that_do_not_align_the_last_query_with_the_last_key_are_compiled(compiled: list[Any]) -> None:
     plain, shifted = FORMS["absolute"][0], (lambda s, b, h, q, k: s - SLOPES[h] * (q + 40 - k).abs())
-    assert chosen(shifted, 100, 140).slopes is not None
+    assert chosen(shifted, 100, 140).slopes is not None and compiled == []
     for mod, lengths in ((plain, (100, 140)), (shifted, (100, 100)), (shifted, (140, 100))):
-        with pytest.raises(UnsupportedError, match=r"expected q_idx \+ -?\d+ - kv_idx \(Sk - Sq\)"):
-            chosen(mod, *lengths)
+        assert chosen(mod, *lengths).slopes is None
+    assert compiled == [plain, shifted, shifted]
 
 
-def test_lists_know_the_diagonal_of_unequal_lengths() -> None:
+def test_lists_know_the_diagonal_of_unequal_lengths(compiled: list[Any]) -> None:
     mod = lambda s, b, h, q, k: s + SLOPES[h] * (k - q - 40)  # noqa: E731
-    assert chosen(mod, 100, 140, block_mask(lambda b, h, q, k: q + 40 >= k, 100, 140)).lists is not None
-    with pytest.raises(UnsupportedError, match="block_mask shows later keys"):
-        chosen(mod, 100, 140, block_mask(lambda b, h, q, k: q + 41 >= k, 100, 140))
+    assert chosen(mod, 100, 140, block_mask(lambda b, h, q, k: q + 40 >= k, 100, 140)).slopes is not None
+    assert compiled == []
+    assert chosen(mod, 100, 140, block_mask(lambda b, h, q, k: q + 41 >= k, 100, 140)).slopes is None
+    assert compiled == [mod]
 
 
 def test_a_plan_reads_only_the_shape_of_the_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,11 +320,11 @@ def test_a_plan_reads_only_the_shape_of_the_slopes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_in_a_graph_the_numbers_of_queries_and_keys_must_change_together(
+def test_a_graph_is_also_planned_with_the_compiled_kernel_if_only_one_length_may_change(
     together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned: list[Any] = []
-    monkeypatch.setattr(backends.KernelCall, "plan", lambda *arguments: planned.append(arguments))
+    planned: list[backends.KernelCall] = []
+    monkeypatch.setattr(backends.KernelCall, "plan", lambda call, *_: planned.append(call))
     indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
     text = text_of("score_mod", make_fx(FORMS["number"][0])(torch.zeros(()), *indices))
     shapes = ShapeEnv(duck_shape=False)
@@ -323,9 +335,5 @@ def test_in_a_graph_the_numbers_of_queries_and_keys_must_change_together(
         lse = torch.empty(B, H, seqlen_q, device="cuda")
     tensors = (query, query, key, key, query, lse, None)
     score = flex_node.Score(text, [], [])
-    if together:
-        flex_pass._plan(0.1, flex_node._NO_MASK, score, tensors)
-        assert len(planned) == 1
-    else:
-        with pytest.raises(UnsupportedError, match="Sk - Sq may change"):
-            flex_pass._plan(0.1, flex_node._NO_MASK, score, tensors)
+    flex_pass._plan(0.1, flex_node._NO_MASK, score, tensors)
+    assert [call.score_mod is None for call in planned] == ([True] if together else [True, False])

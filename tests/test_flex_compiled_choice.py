@@ -101,6 +101,16 @@ def test_a_call_that_a_kernel_computes_is_replaced(masked: bool, planned: list[A
     assert lse.shape == (2, 4, 96) and lse.dtype == torch.float32 and dlse is None
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_any_other_score_mod_is_replaced_and_compiled(masked: bool, planned: list[Any]) -> None:
+    compiled = attention(lambda s, b, h, i, j: s * 2 + (i - j), masked)
+    run(compiled, leaves(SHAPE))
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (1, 0)
+    ((call, _),) = planned
+    assert call.operator is torch.ops.flashbwd.score_mod_attention_backward
+    assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
+
+
 slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 ALIBI: dict[str, Mod] = {
     "captured": lambda s, b, h, i, j: s + slopes[h] * (j - i),
@@ -137,12 +147,6 @@ def test_alibi_is_replaced_and_gets_its_slopes(name: str, planned: list[Any], mo
 bias = torch.zeros(4, requires_grad=True)
 SMALL = Shape(batch=1, seqlen_q=24, seqlen_k=24)  # PyTorch's dense backward runs a cast element by element
 DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "score_mod": ("score_mod is neither a softcap nor ALiBi", {"mod": lambda s, b, h, i, j: s * 2}),
-    "alibi_without_mask": (
-        "no block_mask hides later keys",
-        {"mod": ALIBI["captured"], "masked": False, "shape": SMALL},
-    ),
-    "alibi_of_lengths": ("expected q_idx + 0 - kv_idx", {"mod": lambda s, b, h, i, j: s - (i + 3 - j).abs()}),
     "captured": (
         "captures a tensor that requires a gradient",
         {"mod": lambda s, b, h, i, j: s + bias[h], "shape": SMALL},
@@ -182,8 +186,9 @@ def test_pytorch_keeps_masked_calls_if_inductor_records_cuda_graphs(planned: lis
     with config.patch({"triton.cudagraphs": True}):
         run(attention(), leaves(SHAPE))
         run(attention(masked=False), leaves(SHAPE))
+        run(attention(lambda s, b, h, i, j: s * 2, masked=False), leaves(SHAPE))
     assert len(planned) == 1
-    assert counted() == (1, {"CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')": 1})
+    assert counted() == (1, {"CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')": 2})
 
 
 def test_a_graph_in_cpp_stays(planned: list[Any]) -> None:

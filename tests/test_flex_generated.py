@@ -50,7 +50,7 @@ def emitted(name: str) -> str:
 
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHBWD_COMPILE_SCORE_MODS", "1")
+    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
 
 
 @pytest.fixture
@@ -75,19 +75,23 @@ def doubled(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s * 2
 
 
-def test_a_score_mod_is_compiled_only_if_the_variable_asks_for_it(
-    on_a_gpu: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UnsupportedError, match=r"neither a softcap nor ALiBi \(FLASHBWD_COMPILE_SCORE_MODS=1 compiles"):
-        choose(on_a_gpu, doubled, [])
-    monkeypatch.setenv("FLASHBWD_COMPILE_SCORE_MODS", "1")
+def test_any_score_mod_is_compiled(on_a_gpu: Callable[..., Tensor]) -> None:
     call = choose(on_a_gpu, doubled, [])
     assert call.operator is torch.ops.flashbwd.score_mod_attention_backward
     assert call.score_mod is not None
     assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
 
 
-@pytest.mark.usefixtures("wanted")
+def test_gradients_of_captured_tensors_need_the_variable(
+    on_a_gpu: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bias = on_a_gpu(4)
+    with pytest.raises(UnsupportedError, match="captures a tensor that requires a gradient"):
+        choose(on_a_gpu, lambda s, b, h, q, k: s + bias[h], [bias])
+    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
+    assert choose(on_a_gpu, lambda s, b, h, q, k: s + bias[h], [bias]).score_mod is not None
+
+
 def test_a_softcap_keeps_the_kernel_of_the_build(on_a_gpu: Callable[..., Tensor]) -> None:
     call = choose(on_a_gpu, lambda s, b, h, q, k: 5 * torch.tanh(s / 5), [])
     assert (call.operator, call.score_mod) == (torch.ops.flashbwd.attention_backward, None)
@@ -110,7 +114,6 @@ def test_gradients_of_captured_tensors_are_not_deterministic(
     assert choose(on_a_gpu, mod, [], deterministic=deterministic).score_mod is not None
 
 
-@pytest.mark.usefixtures("wanted")
 def test_a_score_mod_that_cannot_be_written_as_cuda_is_refused_with_the_reason(
     on_a_gpu: Callable[..., Tensor],
 ) -> None:

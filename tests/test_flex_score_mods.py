@@ -24,7 +24,7 @@ NAMES = ("dq", "dk", "dv")
 def _compiles_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("score_mods are compiled for compute capability 9.0")
-    monkeypatch.setenv("FLASHBWD_COMPILE_SCORE_MODS", "1")
+    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
 
 
 def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:

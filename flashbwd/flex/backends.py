@@ -14,7 +14,7 @@ from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.generated import GeneratedScoreMod, generated
 from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists, UnsupportedError
-from flashbwd.flex.score_change import Alibi, ScoreChange, Slopes, score_change_of
+from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import accumulator
 
@@ -143,10 +143,16 @@ def choose(
     captured: list[Tensor],
     deterministic: bool,
     lists_of: ListsOf = kernel_lists_of,
+    recognise: bool = True,
 ) -> KernelCall:
     """Return the kernel call that computes a backward. Raises :class:`UnsupportedError` if there is none.
 
     By default, the lists of a block mask are computed once per BlockMask.
+
+    Parameters
+    ----------
+    recognise : bool
+        Use the kernels of the build for a softcap and ALiBi. Otherwise every score_mod is compiled at run time.
     """
     if not query.is_cuda:
         raise UnsupportedError("query is on the CPU")
@@ -155,25 +161,40 @@ def choose(
     if key.shape[0] != query.shape[0]:
         raise UnsupportedError("key and value are broadcast over the batch")
     ops = torch.ops.flashbwd
-    change = ScoreChange() if call.score_mod is None else None if captured else score_change_of(call.score_mod)
-    if change is None:
-        assert call.score_mod is not None
-        score_mod = generated(call.score_mod, captured, deterministic)
-        lists = _lists(lists_of, call, query, key, value, deterministic)
-        options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
-        plan = ops.plan_score_mod_attention_backward
-        return KernelCall(ops.score_mod_attention_backward, plan, options, lists, score_mod=score_mod)
+    options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+    change = _change_of_build(call, query, key) if recognise and not captured else None
     slopes = None
-    if call.score_mod is not None and change.alibi is not None:
-        _check_distance(change.alibi, query.shape[2], key.shape[2], call.block_mask is not None)
-        slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
-    options = {"softmax_scale": float(call.scale), "softcap": change.softcap, "deterministic": deterministic}
-    if call.block_mask is None:
-        return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None, slopes)
+    if change is not None:
+        options["softcap"] = change.softcap
+        if call.score_mod is not None and change.alibi is not None:
+            slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
+        if call.block_mask is None:
+            return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None, slopes)
+        lists = _lists(lists_of, call, query, key, value, deterministic)
+        if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
+            plan = ops.plan_block_mask_attention_backward
+            return KernelCall(ops.block_mask_attention_backward, plan, options, lists, slopes)
+        del options["softcap"]
+    assert call.score_mod is not None
+    score_mod = generated(call.score_mod, captured, deterministic)
     lists = _lists(lists_of, call, query, key, value, deterministic)
-    if change.alibi is not None and not change.alibi.absolute and not lists.hides_above_diagonal:
-        raise UnsupportedError("score_mod is ALiBi without an absolute value, and block_mask shows later keys")
-    return KernelCall(ops.block_mask_attention_backward, ops.plan_block_mask_attention_backward, options, lists, slopes)
+    plan = ops.plan_score_mod_attention_backward
+    return KernelCall(ops.score_mod_attention_backward, plan, options, lists, score_mod=score_mod)
+
+
+def _change_of_build(call: DecodingCall, query: Tensor, key: Tensor) -> ScoreChange | None:
+    """Return what score_mod computes, if the kernels of the build compute the same.
+
+    The distance of their ALiBi aligns the last query with the last key, and is an absolute value.
+    """
+    if call.score_mod is None:
+        return ScoreChange()
+    change = score_change_of(call.score_mod)
+    if change is None or change.alibi is None:
+        return change
+    aligned = change.alibi.offset == key.shape[2] - query.shape[2]
+    # With a block mask, no absolute value is needed if the mask hides later keys.
+    return change if aligned and (change.alibi.absolute or call.block_mask is not None) else None
 
 
 def _lists(
@@ -185,14 +206,3 @@ def _lists(
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
     return lists
-
-
-def _check_distance(alibi: Alibi, seqlen_q: int, seqlen_k: int, is_masked: bool) -> None:
-    """Refuse distances that the kernels do not compute. They align the last query with the last key."""
-    if alibi.offset != seqlen_k - seqlen_q:
-        raise UnsupportedError(
-            f"score_mod is ALiBi with the distance q_idx + {alibi.offset} - kv_idx, "
-            f"expected q_idx + {seqlen_k - seqlen_q} - kv_idx (Sk - Sq)"
-        )
-    if not alibi.absolute and not is_masked:
-        raise UnsupportedError("score_mod is ALiBi without an absolute value, and no block_mask hides later keys")

@@ -116,8 +116,6 @@ def _check_backend(call: dict[str, Any], mask: Mask, score: Score) -> None:
 
     if config.cpp_wrapper:
         raise DeclinedError("Inductor's cpp_wrapper calls no operators in Python")
-    if mask.lists and config.triton.cudagraphs:
-        raise DeclinedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
     dlse = None if call["grad_logsumexp"] is None else lse
     try:
         _plan(call["scale"], mask, score, (out, query, key, value, out, lse, dlse), call["deterministic"])
@@ -135,6 +133,8 @@ def _plan(
     tensors : sequence of Tensor
         dout, query, key, value, out, lse and dlse.
     """
+    from torch._inductor import config
+
     with unset_fake_temporarily(), FakeTensorMode():
         query, key, value = (_like(t) for t in tensors[1:4] if t is not None)
         captures, score_captures = ([_like(_value(n)) for n in nodes] for nodes in (mask.captures, score.captures))
@@ -151,15 +151,25 @@ def _plan(
             scale,
         )
         wanted = [capture for capture, want in zip(score_captures, score.wanted, strict=True) if want]
-        kernel = backends.choose(call, query, key, value, wanted, deterministic, _any_lists)
+        kernels = [backends.choose(call, query, key, value, wanted, deterministic, _any_lists)]
+        if _may_need_another(kernels[0], *tensors[1:3]):
+            kernels.append(backends.choose(call, query, key, value, wanted, deterministic, _any_lists, recognise=False))
         device = query.device.index or 0
-    seqlen_q, seqlen_k = (t.shape[2] for t in tensors[1:3] if t is not None)
-    if kernel.slopes is not None and not statically_known_true(seqlen_k - seqlen_q == kernel.slopes.alibi.offset):
-        raise UnsupportedError("score_mod is ALiBi, and Sk - Sq may change")
+    if config.triton.cudagraphs and any(kernel.lists is not None for kernel in kernels):
+        raise UnsupportedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
     with unset_fake_temporarily():
         metas: list[Any] = [None if t is None else _like(t, torch.device("meta")) for t in tensors]
         dout, query, key, value, out, lse, dlse = metas
-        kernel.plan(dout, query, key, value, out, lse, dlse, device)
+        for kernel in kernels:
+            kernel.plan(dout, query, key, value, out, lse, dlse, device)
+
+
+def _may_need_another(kernel: backends.KernelCall, query: Tensor | None, key: Tensor | None) -> bool:
+    """Return whether another kernel computes the call if Sk - Sq changes, because ALiBi's distance does not follow."""
+    assert query is not None and key is not None
+    if kernel.slopes is None:
+        return False
+    return not statically_known_true(key.shape[2] - query.shape[2] == kernel.slopes.alibi.offset)
 
 
 def _like(tensor: Tensor, device: torch.device | None = None) -> Tensor:

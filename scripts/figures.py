@@ -35,7 +35,8 @@ MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)
 # The newest complete run of each suite. benchmarks/results holds only these runs.
 H100 = "nvidia-h100-80gb-hbm3"
 FILES = {
-    "attention": f"{H100}-attention-20261123-101529",
+    "attention": f"{H100}-attention-20261128-133234",
+    "attention_features": f"{H100}-attention_features-20261123-101529",
     "layer_norm": f"{H100}-layer_norm-20261121-173447",
     "block": f"{H100}-block-20261121-205230",
     "decoding": f"{H100}-decoding-20261121-210638",
@@ -43,10 +44,13 @@ FILES = {
 }
 
 
+ATTENTION = ("attention", "attention_features")
+
+
 @functools.lru_cache
-def measured(suite: str) -> tuple[CaseResult, ...]:
-    """Return the results of a suite."""
-    return tuple(results.load(RESULTS / f"{FILES[suite]}.json").results)
+def measured(*suites: str) -> tuple[CaseResult, ...]:
+    """Return the results of suites."""
+    return tuple(result for suite in suites for result in results.load(RESULTS / f"{FILES[suite]}.json").results)
 
 
 # ---- selecting ------------------------------------------------------------------------------------
@@ -87,7 +91,7 @@ def matches(result: CaseResult, where: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a summary: every case of a suite that ``where`` selects and that both peers ran.
+    """A line of a summary: every case of the suites that ``where`` selects and that both peers ran.
 
     Names of properties in braces in ``heading`` are replaced by the values of that property in the selected cases.
     """
@@ -97,12 +101,12 @@ class Row:
     over: str  # a peer, or ANY_PEER
     over_in_words: str
     where: dict[str, Any] = field(default_factory=dict)
-    suite: str = "attention"
+    suites: tuple[str, ...] = ATTENTION
 
     def selected(self, figure: str = COOL) -> list[tuple[CaseResult, Ratio]]:
-        where = PLAIN | self.where if self.suite == "attention" else self.where
+        where = PLAIN | self.where if self.suites == ATTENTION else self.where
         chosen = []
-        for result in measured(self.suite):
+        for result in measured(*self.suites):
             over = result.fastest_peer() if self.over == cases.ANY_PEER else self.over
             if over and matches(result, where) and (ratio := result.ratio(self.ours, over, figure)):
                 chosen.append((result, ratio))
@@ -153,6 +157,7 @@ _WINDOW: dict[str, Any] = {"window": lambda window: window is not None}
 ORDERED = SM90 + cases.DETERMINISTIC
 _IN_WORDS = {
     CUDNN: "cuDNN's backward",
+    cases.CUDNN_HEADS_FIRST: "cuDNN's backward",
     FLASH: "FlashAttention-2's backward",
     EFFICIENT: "the memory-efficient backward",
 }
@@ -202,7 +207,7 @@ SUMMARY = [
     _row("sm80, D {head_dim}", SM80, EFFICIENT, head_dim=lambda d: d > 256),
     _row("sm80, {dtype}, D {head_dim}", SM80, EFFICIENT, dtype="fp32"),
     *(
-        Row(heading, cases.NORM, cases.COPY, "a device copy of the same bytes", {"table": tables}, "layer_norm")
+        Row(heading, cases.NORM, cases.COPY, "a device copy of the same bytes", {"table": tables}, ("layer_norm",))
         for heading, tables in (
             ("LayerNorm and RMSNorm backward, {rows} rows", {"layer_norm", "layer_norm_untuned", "rms_norm"}),
             ("with dropout and residual, {rows} rows", {"layer_norm_dropout"}),
@@ -215,21 +220,21 @@ SUMMARY = [
         cases.ANY_PEER,
         "the fastest of PyTorch, Inductor and Liger",
         {"table": "layer_norm_few_rows"},
-        "layer_norm",
+        ("layer_norm",),
     ),
-    Row("a training step of a block of {model}, eager", cases.BLOCK, cases.TORCH_BLOCK, "PyTorch", {}, "block"),
-    Row("the same, compiled", cases.BLOCK_COMPILED, cases.TORCH_BLOCK_COMPILED, "PyTorch", {}, "block"),
+    Row("a training step of a block of {model}, eager", cases.BLOCK, cases.TORCH_BLOCK, "PyTorch", {}, ("block",)),
+    Row("the same, compiled", cases.BLOCK_COMPILED, cases.TORCH_BLOCK_COMPILED, "PyTorch", {}, ("block",)),
     Row(
         "decoding, {seqlen_q} query", cases.DECODING, cases.SDPA, "PyTorch's SDPA",
-        {"table": "decoding", "seqlen_q": 1}, "decoding",
+        {"table": "decoding", "seqlen_q": 1}, ("decoding",),
     ),
     Row(
         "decoding, {seqlen_q} queries", cases.DECODING, cases.ANY_PEER, "the fastest of PyTorch's",
-        {"table": "decoding", "seqlen_q": lambda n: n > 1}, "decoding",
+        {"table": "decoding", "seqlen_q": lambda n: n > 1}, ("decoding",),
     ),
     Row(
         "decoding's backward", cases.DECODING, cases.ANY_PEER, "the fastest of PyTorch's",
-        {"table": "decoding_backward"}, "decoding",
+        {"table": "decoding_backward"}, ("decoding",),
     ),
 ]  # fmt: skip
 
@@ -246,16 +251,20 @@ HEADLINE = {
 
 
 def headline() -> str:
-    """Return a table of each case of HEADLINE with the fastest other kernel that ran it."""
-    of_name = {result.name: result for result in measured("attention")}
+    """Return a table of each case of HEADLINE with the fastest other kernel that ran it.
+
+    The figures are those of a settled clock if the case has them.
+    """
+    of_name = {result.name: result for result in measured(*ATTENTION)}
     rows = []
     for words, name in HEADLINE.items():
         result = of_name[name]
-        peer = result.fastest_peer()
+        figure = SUSTAINED if result.peers[SM90].has(SUSTAINED) else COOL
+        peer = result.fastest_peer(figure)
         assert peer is not None
         kernel = _IN_WORDS[peer].removeprefix("the ").removesuffix("'s backward").removesuffix(" backward")
-        rates = [f"{result.rate(which):.0f}" for which in (peer, SM90)]
-        rows.append([words, kernel, *rates, f"{result.ratio(SM90, peer).median:.2f}"])  # type: ignore[union-attr]
+        rates = [f"{result.rate(which, figure):.0f}" for which in (peer, SM90)]
+        rows.append([words, kernel, *rates, f"{result.ratio(SM90, peer, figure).median:.2f}"])  # type: ignore[union-attr]
     return table(["gradient of attention", "best alternative", "its TFLOP/s", "flashbwd, TFLOP/s", "ratio"], rows)
 
 
@@ -308,10 +317,10 @@ def times(suite: str) -> str:
     return table(["gradient of", "PyTorch, ms", "flashbwd, ms", "speedup"], rows)
 
 
-def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> str:
+def every_case(suites: Sequence[str], ours: str, others: Sequence[str], **where: Any) -> str:
     """Return a line per case: the rate of each peer, and the ratio over the first correct peer of ``others``."""
     rows = []
-    for result in measured(suite):
+    for result in measured(*suites):
         mine = result.peers.get(ours)
         if not matches(result, where) or mine is None or not mine.timed:
             continue
@@ -320,7 +329,7 @@ def every_case(suite: str, ours: str, others: Sequence[str], **where: Any) -> st
         ratios = ((name, result.ratio(ours, name)) for name in timed)
         over = next(([name, str(ratio)] for name, ratio in ratios if ratio), ["-", "-"])
         rows.append([result.name, *rates, f"{result.rate(ours):.4g}", *over])
-    unit = next(result.unit for result in measured(suite) if matches(result, where))
+    unit = next(result.unit for result in measured(*suites) if matches(result, where))
     return table([f"case, {unit} of", *others, ours, "over", "median ratio (range)"], rows)
 
 
@@ -334,7 +343,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "blocks": lambda: table(
         ["training step", "over", "speed, as a ratio", "cases"],
         (
-            Row(f"{{model}}, S {{seqlen}}, {how}", ours, over, "PyTorch", {"name": result.name}, "block").cells()
+            Row(f"{{model}}, S {{seqlen}}, {how}", ours, over, "PyTorch", {"name": result.name}, ("block",)).cells()
             for result in measured("block")
             for how, ours, over in (
                 ("eager", cases.BLOCK, cases.TORCH_BLOCK),
@@ -342,20 +351,20 @@ BLOCKS: dict[str, Callable[[], str]] = {
             )
         ),
     ),
-    "sm90": lambda: every_case("attention", SM90, [CUDNN, FLASH, EFFICIENT, SM80, ORDERED], table=_PLAIN_TABLES),
+    "sm90": lambda: every_case(ATTENTION, SM90, [CUDNN, FLASH, EFFICIENT, SM80, ORDERED], table=_PLAIN_TABLES),
     "sm90-flash-dropout": lambda: every_case(
-        "attention", SM90, [FLASH, CUDNN, SM80], table="dropout", dropout_layout="flash"
+        ATTENTION, SM90, [FLASH, CUDNN, SM80], table="dropout", dropout_layout="flash"
     ),
     "sm90-efficient-dropout": lambda: every_case(
-        "attention", SM90, [EFFICIENT, CUDNN, SM80], table="dropout", dropout_layout="efficient"
+        ATTENTION, SM90, [EFFICIENT, CUDNN, SM80], table="dropout", dropout_layout="efficient"
     ),
-    "sm90-scores": lambda: every_case("attention", SM90, [EFFICIENT, SM80], table={"bias", "scores"}),
-    "sm80": lambda: every_case("attention", SM80, [FLASH, EFFICIENT, SM80 + cases.DETERMINISTIC]),
-    "layer-norm": lambda: every_case("layer_norm", cases.NORM, [cases.COPY, "torch native", "Inductor", "Liger"]),
+    "sm90-scores": lambda: every_case(ATTENTION, SM90, [EFFICIENT, SM80], table={"bias", "scores"}),
+    "sm80": lambda: every_case(ATTENTION, SM80, [FLASH, EFFICIENT, SM80 + cases.DETERMINISTIC]),
+    "layer-norm": lambda: every_case(["layer_norm"], cases.NORM, [cases.COPY, "torch native", "Inductor", "Liger"]),
     "decoding": lambda: every_case(
-        "decoding", cases.DECODING, [cases.SDPA, "flex", "flex max-autotune", *cases.DECODING_FORMS]
+        ["decoding"], cases.DECODING, [cases.SDPA, "flex", "flex max-autotune", *cases.DECODING_FORMS]
     ),
-    "reference": lambda: every_case("cpu", cases.REFERENCE, [cases.CPU_FLASH, "torch math"], table="cpu"),
+    "reference": lambda: every_case(["cpu"], cases.REFERENCE, [cases.CPU_FLASH, "torch math"], table="cpu"),
 }
 
 # ---- pages ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def test_figures_of_a_page_are_those_of_the_result_files(page):
 
 
 @pytest.mark.parametrize(
-    ("figure", "wrong"), [("1.16 to 1.70", "3.16 to 9.70"), ("| 38 |", "| 36 |"), ("0.28", "0.82")]
+    ("figure", "wrong"), [("1.15 to 1.94", "3.15 to 9.94"), ("| 38 |", "| 36 |"), ("0.28", "0.82")]
 )
 def test_another_figure_in_a_block_is_a_problem(figure, wrong):
     text = BENCHMARKS.read_text()
@@ -56,17 +56,19 @@ def test_versions_and_code_are_no_figures():
 
 
 def test_a_row_of_the_readme_has_the_fastest_other_kernel():
+    case_of_row = "bf16 B2 S8192 H16 D128 causal"  # with a settled clock
     rates = {}
     for case in json.loads((ROOT / "benchmarks" / "results" / f"{figures.FILES['attention']}.json").read_text())[
         "results"
     ]:
-        if case["name"] == "bf16 B2 S8192 H16 D128 causal":
-            timed = {name: peer for name, peer in case["peers"].items() if peer["times_ms"] and "torch" in name}
-            rates = {n: p["work"] / statistics.median(p["times_ms"]) for n, p in timed.items()}
-    assert max(rates, key=rates.__getitem__) == "torch cuDNN"
+        if case["name"] == case_of_row:
+            timed = {name: peer for name, peer in case["peers"].items() if peer["sustained_ms"] and "torch" in name}
+            rates = {n: p["work"] / statistics.median(p["sustained_ms"]) for n, p in timed.items()}
+    fastest = max(rates, key=rates.__getitem__)
+    assert fastest.startswith("torch cuDNN")
     rows = [line.split(" | ") for line in figures.headline().splitlines()[2:]]
     assert len(rows) == 6
-    assert rows[1][1:3] == ["cuDNN", f"{rates['torch cuDNN'] / 1e9:.0f}"]
+    assert rows[1][1:3] == ["cuDNN", f"{rates[fastest] / 1e9:.0f}"]
     assert all(float(row[4].rstrip(" |")) == pytest.approx(int(row[3]) / int(row[2]), rel=0.05) for row in rows)
 
 
@@ -88,12 +90,17 @@ def raw_ratios(stem: str, ours: str, over: str) -> dict[str, float]:
 
 def test_a_row_has_the_least_and_the_greatest_of_its_heading():
     """The row of sm80 has D 96, full, the least of D 64 to 256."""
-    ratios = raw_ratios(figures.FILES["attention"], "flashbwd sm80", "torch flash")
+    ratios = {
+        name: ratio
+        for suite in figures.ATTENTION
+        for name, ratio in raw_ratios(figures.FILES[suite], "flashbwd sm80", "torch flash").items()
+    }
     plain = re.compile(r"(bf16|fp16) B\d+ S\d+ H\d+ D(64|80|96|112|128|160|192|256) (full|causal)")
     counted = [ratio for name, ratio in ratios.items() if plain.fullmatch(name)]
     assert f"{min(counted):.2f}" == f"{ratios['bf16 B4 S4096 H16 D96 full']:.2f}"
     span = f"{min(counted):.2f} to {max(counted):.2f}"
-    assert f"| sm80, D 64 to 256 | FlashAttention-2's backward | {span} | {len(counted)} |" in BENCHMARKS.read_text()
+    row = next(line for line in BENCHMARKS.read_text().splitlines() if line.startswith("| sm80, D 64 to 256 |"))
+    assert row.endswith(f"| {span} | {len(counted)} |")
 
 
 def test_a_row_of_blocks_has_every_model():
@@ -106,7 +113,12 @@ def test_a_row_of_blocks_has_every_model():
 
 
 def test_every_case_with_a_bar_over_a_peer_is_counted_by_a_row_of_the_summary():
-    counted = {(row.suite, row.ours, result.name) for row in figures.SUMMARY for result, _ in row.selected()}
+    counted = {
+        (suite, row.ours, result.name)
+        for row in figures.SUMMARY
+        for suite in row.suites
+        for result, _ in row.selected()
+    }
     for suite in figures.FILES.keys() - {"cpu"}:
         for result in figures.measured(suite):
             for bar in result.bars:
@@ -115,7 +127,7 @@ def test_every_case_with_a_bar_over_a_peer_is_counted_by_a_row_of_the_summary():
 
 
 def test_figures_of_a_settled_clock_come_first(monkeypatch):
-    rows = [row for row in figures.SUMMARY if row.suite == "decoding"]
+    rows = [row for row in figures.SUMMARY if row.suites == ("decoding",)]
     monkeypatch.setattr(figures, "SUMMARY", rows)
     results = copy.deepcopy(figures.measured("decoding"))
     for result in results:
@@ -124,7 +136,7 @@ def test_figures_of_a_settled_clock_come_first(monkeypatch):
     few = results[0].peers.values()
     for peer in few:
         peer.eager_ms = [5.0]
-    monkeypatch.setattr(figures, "measured", lambda suite: results)
+    monkeypatch.setattr(figures, "measured", lambda *suites: results)
     header, _, first, *_ = figures.summary().splitlines()
     assert header == "| kernel and cases | over | settled clock | short slots | eager, with the host | cases |"
     assert first == "| decoding, 1 query | PyTorch's SDPA | 1.50 | 1.00 to 1.06 | 1.00 (1 of them) | 8 |"
@@ -207,16 +219,16 @@ def test_a_table_of_every_case_leaves_out_cases_that_this_library_did_not_run(mo
     one, two, three = copy.deepcopy(figures.measured("layer_norm")[:3])
     del one.peers[figures.cases.NORM]
     two.peers[figures.cases.NORM].times_ms = []
-    monkeypatch.setattr(figures, "measured", lambda suite: (one, two, three))
-    _, _, *rows = figures.every_case("layer_norm", figures.cases.NORM, ["torch native"]).splitlines()
+    monkeypatch.setattr(figures, "measured", lambda *suites: (one, two, three))
+    _, _, *rows = figures.every_case(["layer_norm"], figures.cases.NORM, ["torch native"]).splitlines()
     assert [row.split(" |")[0] for row in rows] == [f"| {three.name}"]
 
 
 def test_a_peer_that_did_not_run_a_case_has_no_rate_and_no_ratio(monkeypatch):
     (one,) = copy.deepcopy(figures.measured("layer_norm")[:1])
     del one.peers["torch native"]
-    monkeypatch.setattr(figures, "measured", lambda suite: (one,))
-    _, _, row = figures.every_case("layer_norm", figures.cases.NORM, ["torch native"]).splitlines()
+    monkeypatch.setattr(figures, "measured", lambda *suites: (one,))
+    _, _, row = figures.every_case(["layer_norm"], figures.cases.NORM, ["torch native"]).splitlines()
     assert re.fullmatch(rf"\| {re.escape(one.name)} \| - \| \S+ \| - \| - \|", row)
 
 
@@ -228,7 +240,7 @@ def test_a_time_has_three_digits_and_never_an_exponent(monkeypatch, ms, shown):
     one.peers[peer].times_ms, one.peers[ours].times_ms = [4 * ms] * 5, [ms] * 5
     one.peers[peer].work = one.peers[ours].work = 1e9
     one.peers = {name: one.peers[name] for name in (peer, ours)}
-    monkeypatch.setattr(figures, "measured", lambda suite: (one,))
+    monkeypatch.setattr(figures, "measured", lambda *suites: (one,))
     row = figures.times("cpu").splitlines()[2]
     assert row.split(" | ")[2:] == [shown, "4 |"]
 

@@ -557,5 +557,12 @@ def test_gpu_run_runs_sanitizer_steps_at_the_same_time(gpu_run, monkeypatch, tmp
 
 def test_gpu_run_measures_every_suite(steps):
     suites = list(steps.bench_steps(_plan(steps, quick=True)))
-    assert [step.name for step in suites] == ["attention", "layer_norm", "decoding", "block", "flex"]
+    assert [step.name for step in suites] == [
+        "attention",
+        "attention_features",
+        "layer_norm",
+        "decoding",
+        "block",
+        "flex",
+    ]
     assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

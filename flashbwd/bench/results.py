@@ -97,14 +97,14 @@ class CaseResult:
         b = max(right, key=lambda peer: statistics.median(peer.rates(figure)))
         return Ratio.of([x / y for x, y in zip(a.rates(figure), b.rates(figure), strict=True)])
 
-    def fastest_peer(self) -> str | None:
+    def fastest_peer(self, figure: str = COOL) -> str | None:
         """Return the fastest peer with correct gradients that does not belong to this library."""
         others = [
             name
             for name, peer in self.peers.items()
-            if peer.status == OK and peer.timed and not name.startswith("flashbwd") and name != COPY
+            if peer.status == OK and peer.has(figure) and not name.startswith("flashbwd") and name != COPY
         ]
-        return max(others, key=self.rate, default=None)
+        return max(others, key=lambda name: self.rate(name, figure), default=None)
 
     def verdict(self, bar: Bar) -> Verdict:
         """Return whether a bar is reached. Times with a settled clock decide if they were measured."""
@@ -115,11 +115,14 @@ class CaseResult:
             rate = self.rate(bar.ours, SUSTAINED if ours.has(SUSTAINED) else COOL)
             value: Ratio | None = Ratio(rate, rate, rate)
         else:
-            over = self.fastest_peer() if bar.over == ANY_PEER else bar.over
-            value = None if over is None else self.ratio(bar.ours, over, SUSTAINED) or self.ratio(bar.ours, over)
+            value = self._ratio_of(bar, SUSTAINED) or self._ratio_of(bar, COOL)
         if value is None:
             return Verdict(bar, None, None)
         return Verdict(bar, value, ours.status == OK and value.median >= bar.at_least)
+
+    def _ratio_of(self, bar: Bar, figure: str) -> Ratio | None:
+        over = self.fastest_peer(figure) if bar.over == ANY_PEER else bar.over
+        return None if over is None else self.ratio(bar.ours, over, figure)
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,15 @@ SMOKE_CASES: dict[str, tuple[Case, ...]] = {
 
 
 def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
-    """Return the cases of suite ``name`` on ``device`` ("cuda" or "cpu")."""
-    attention: tuple[Case, ...] = ATTENTION_CASES if device == "cuda" else CPU_ATTENTION_CASES
+    """Return the cases of suite ``name`` on ``device`` ("cuda" or "cpu").
+
+    On a GPU, "attention" has the main table, and "attention_features" all other tables. Each takes about ten minutes.
+    """
+    attention: tuple[Case, ...] = CPU_ATTENTION_CASES
+    features: tuple[Case, ...] = ()
+    if device == "cuda":
+        attention = tuple(case for case in ATTENTION_CASES if case.table == "main")
+        features = tuple(case for case in ATTENTION_CASES if case.table != "main")
     norms: tuple[Case, ...] = NORM_CASES if device == "cuda" else CPU_NORM_CASES
     decoding: tuple[Case, ...] = CPU_DECODING_CASES
     if device == "cuda":
@@ -195,8 +202,16 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
         decoding = (*decoding[:3], *decoding[len(DECODING_CASES) :][:1])
         blocks = tuple(case for case in blocks if isinstance(case, BlockCase) and case.width < 4096)
         attention = tuple(case for case in attention if isinstance(case, AttentionCase) and _is_quick(case))
+        features = tuple(case for case in features if isinstance(case, AttentionCase) and _is_quick(case))
         norms = tuple(case for case in norms if isinstance(case, NormCase) and case.columns in (1024, 4096, 16384))
-    chosen = {"attention": attention, "layer_norm": norms, "decoding": decoding, "block": blocks, "flex": flex}
+    chosen = {
+        "attention": attention,
+        "attention_features": features,
+        "layer_norm": norms,
+        "decoding": decoding,
+        "block": blocks,
+        "flex": flex,
+    }
     return sum(chosen.values(), ()) if name == "all" else chosen[name]
 
 

@@ -54,6 +54,7 @@ class Call:
     dout: bool
     dlse: bool
     deterministic: bool
+    broadcast: bool  # keys and values have a batch of one
     beside: str  # concurrent work on a second stream: "nothing", "products" or "calls"
 
     @property
@@ -64,6 +65,7 @@ class Call:
         found += ["lists by batch or head"] if self.lists_by_batch or self.lists_by_head else []
         found += ["unequal blocks"] if self.block_q != self.block_k else []
         found += ["poisoned"] if self.poisoned else []
+        found += ["broadcast"] if self.broadcast else []
         found += ["dlse"] if self.dlse else []
         found += [] if self.dout else ["only dlse"]
         found += ["deterministic"] if self.deterministic else []
@@ -97,12 +99,14 @@ def draw(number: int, backend: str) -> Call:
     block_k = block_q if not one_in(5) else rng.choice(BLOCKS)
     layouts = tuple(rng.choice(LAYOUTS) for _ in range(5))
     dout = not one_in(30)
+    poisoned = mask in (*LISTS, "nothing") and one_in(2)
     return Call(
         number, dtype, batch, heads, heads // group, length_q, length_k, head_dim, head_dim_v,
         rng.choice([None, None, 0.05, 0.2]), score, mod, trains, mask,
         mask if mask in FROM_PAIRS else rng.choice(PAIRS), block_q, block_k, one_in(3), one_in(3),
-        mask in (*LISTS, "nothing") and one_in(2), layouts, dout, not dout or one_in(4),
-        one_in(3) and not trains, rng.choice(["nothing", "nothing", "nothing", "products", "calls"]),
+        poisoned, layouts, dout, not dout or one_in(4),
+        one_in(3) and not trains, batch > 1 and not poisoned and one_in(4),
+        rng.choice(["nothing", "nothing", "nothing", "products", "calls"]),
     )  # fmt: skip
 
 

@@ -108,8 +108,9 @@ def build(call: Call, device: torch.device) -> Problem:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, generator=generator).to(DTYPES[call.dtype])
 
-    x = {"query": normal(b, h, i, call.head_dim), "key": normal(b, hk, j, call.head_dim)}
-    x |= {"value": normal(b, hk, j, call.head_dim_v), "dout": normal(b, h, i, call.head_dim_v)}
+    batch_kv = 1 if call.broadcast else b
+    x = {"query": normal(b, h, i, call.head_dim), "key": normal(batch_kv, hk, j, call.head_dim)}
+    x |= {"value": normal(batch_kv, hk, j, call.head_dim_v), "dout": normal(b, h, i, call.head_dim_v)}
     if not call.dout:
         x["dout"].zero_()
     dlse = torch.randn(b, h, i, device=device, generator=generator) if call.dlse else None
@@ -164,6 +165,7 @@ class _Oracle:
         self.lse = lse.float()
         self.expected: dict[str, Tensor] = {}
         self.spread: dict[str, Tensor] = {}  # sums of error magnitudes
+        self.of_batches: dict[str, Tensor] = {}  # magnitudes of what a kernel rounds before it sums the batches
         self._backward(dlse, {name: tensors[name].shape for name in self.tables})
 
     def _probabilities(self, lse: Tensor) -> Tensor:
@@ -213,12 +215,13 @@ class _Oracle:
 
     def _add(self, sums: dict[str, Tensor], ds: Tensor, q: Tensor, k: Tensor, p: Tensor, dout: Tensor) -> None:
         """Write the products that give dq, dk and dv."""
-
-        def of_keys(gradient: Tensor) -> Tensor:
-            return gradient.unflatten(1, (self.call.heads_kv, -1)).sum(2)
-
-        sums["dq"], sums["dk"] = self.scale * (ds @ k), self.scale * of_keys(ds.mT @ q)
-        sums["dv"] = of_keys(p.mT @ dout)
+        of_query_heads = {"dk": self.scale * (ds.mT @ q), "dv": p.mT @ dout}
+        sums["dq"] = self.scale * (ds @ k)
+        for name, gradient in of_query_heads.items():
+            by_batch = gradient.unflatten(1, (self.call.heads_kv, -1)).sum(2)
+            sums[name] = by_batch.sum(0, keepdim=True) if self.call.broadcast else by_batch
+            if sums is self.expected and self.call.broadcast:
+                self.of_batches[name] = by_batch.abs().sum(0, keepdim=True)
 
     def limits(self) -> dict[str, Tensor]:
         """Return the largest allowed error of each element of the gradients."""
@@ -226,7 +229,7 @@ class _Oracle:
         for name, error in self.spread.items():
             dtype = self.tables[name].dtype if name in self.tables else self.call.dtype
             last = ROUNDING[dtype] if dtype != "fp32" else SMALL
-            size = self.expected[name].abs()
+            size = self.expected[name].abs() + self.of_batches.get(name, 0.0)
             limits[name] = 1.5 * error + last * size + 1e-6 + SMALL * size + SUBNORMAL[dtype]
         return limits
 

@@ -254,7 +254,6 @@ def test_a_call_on_a_gpu_without_a_block_mask_goes_to_the_kernels_of_attention(m
     ("call", "key", "captured", "reason"),
     [
         (DecodingCall(None, None, 1.0, prescale=True), on_a_gpu(), [], "PRESCALE_QK rounds the query"),
-        (DecodingCall(None, None, 1.0), on_a_gpu(1), [], "key and value are broadcast over the batch"),
         (
             DecodingCall(lambda s, b, h, i, j: s * 2, None, 1.0),
             on_a_gpu(),
@@ -263,7 +262,7 @@ def test_a_call_on_a_gpu_without_a_block_mask_goes_to_the_kernels_of_attention(m
         ),
         (DecodingCall(None, None, 1.0), torch.empty(2, 4, 75, 64), [], "query is on the CPU"),
     ],
-    ids=["prescale", "broadcast", "captured", "cpu"],
+    ids=["prescale", "captured", "cpu"],
 )
 def test_the_reference_computes_a_call_without_a_kernel(
     call: DecodingCall, key: Tensor, captured: list[Tensor], reason: str

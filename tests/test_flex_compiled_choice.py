@@ -151,7 +151,6 @@ DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
         "captures a tensor that requires a gradient",
         {"mod": lambda s, b, h, i, j: s + bias[h], "shape": SMALL},
     ),
-    "broadcast": ("are broadcast over the batch", {"shape": Shape(batch_kv=1, seqlen_q=96, seqlen_k=96)}),
     "head_dim": ("head dimensions of at most 128", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=160)}),
     "prescale": ("PRESCALE_QK rounds the query", {"kernel_options": {"PRESCALE_QK": True}}),
     "backend": ("asks for BACKEND 'FLASH'", {"kernel_options": {"BACKEND": "FLASH"}}),

@@ -40,6 +40,7 @@ def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
         "relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], []),
         "cap_and_slope": (lambda s, b, h, i, j: 8 * torch.tanh(s / 8) - rates[b, h] * (i - j).abs() / 16, []),
         "branches": (lambda s, b, h, i, j: torch.where(i > j, s.sigmoid() * 4, torch.sin(s) + s), []),
+        "signed_alibi": (lambda s, b, h, i, j: s + scales[h] / 16 * (j - i), []),
         "hides": (lambda s, b, h, i, j: torch.where((i - j).abs() < 170, s, -float("inf")), []),
         "trained_relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], [table]),
         "trained_scale": (lambda s, b, h, i, j: s * scales[h] + keys[j] * rates[b, h], [scales, keys]),
@@ -163,6 +164,7 @@ CASES = [
     ("cap_and_slope", Case("full", seqlen_q=1, seqlen_k=1, head_dim=64)),
     ("branches", Case("prefix", seqlen_q=777, seqlen_k=777, head_dim=96)),
     ("branches", Case("full", seqlen_q=515, seqlen_k=515, head_dim=64, dtype=torch.float16)),
+    ("signed_alibi", Case("prefix", seqlen_q=300, seqlen_k=300, head_dim=64)),  # later keys are visible
     ("hides", Case("full", seqlen_q=600, seqlen_k=600)),
     ("hides", Case("causal", seqlen_q=600, seqlen_k=600, head_dim=64)),
     ("trained_relative_bias", Case("causal")),

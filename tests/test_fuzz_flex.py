@@ -26,7 +26,15 @@ import fuzz_flex_reference as flex
 from fuzz_flex_calls import MASKS, MODS, Call, draw
 
 CPU = torch.device("cpu")
-OTHERS = ["captured gradients", "grouped heads", "lists by batch or head", "unequal blocks", "poisoned", "dlse"]
+OTHERS = [
+    "captured gradients",
+    "grouped heads",
+    "lists by batch or head",
+    "unequal blocks",
+    "poisoned",
+    "broadcast",
+    "dlse",
+]
 OTHERS += ["only dlse", "deterministic", "beside calls", "beside products"]
 FEATURES = [f"mask {name}" for name in MASKS] + [f"score {name}" for name in fuzz_flex_calls.SCORES[:4]] + OTHERS
 

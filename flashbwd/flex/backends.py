@@ -74,7 +74,7 @@ class KernelCall:
     def gradients(
         self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return dq, dk and dv, with the shapes and strides of the inputs, and the gradients of captured tensors.
+        """Return dq, dk and dv, with the shapes of the inputs, and the gradients of captured tensors.
 
         The latter are float32, or float64 for float64 tensors. The arguments are those of
         :func:`flashbwd.flex_attention_backward`, and have been checked. Raises :class:`UnsupportedError` if no kernel
@@ -86,7 +86,7 @@ class KernelCall:
             plan = self.plan(dout, query, key, value, out, lse, dlse)  # refuses before anything is compiled
             compiled, of_captured = self.score_mod.operands(query, plan["tile"][0])
         grads = self._run(self.operator, dout, query, key, value, out, lse, dlse, **compiled)
-        dq, dk, dv = (_rows_first(x) for x in grads[:3])
+        dq, dk, dv = (_like_input(grad, x) for grad, x in zip(grads[:3], (query, key, value), strict=True))
         return dq, dk, dv, of_captured
 
     def _run(
@@ -103,12 +103,10 @@ class KernelCall:
         **compiled: Any,
     ) -> Any:
         """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.shape[3] > 1 and tensor.stride(3) != 1:
-                raise UnsupportedError(f"the last dimension of {name} has stride {tensor.stride(3)}, expected 1")
         statistics = accumulator(query.dtype)
-        dout, out = (_with_unit_stride(x.to(query.dtype)) for x in (dout, out))
-        tensors = [_rows_first(x) for x in (dout, query, key, value, out)]
+        uses_tma = self.lists is not None
+        dout, out = (x.to(query.dtype) for x in (dout, out))
+        tensors = [_for_kernel(x, query.shape[0], uses_tma) for x in (dout, query, key, value, out)]
         options = self.options | compiled | {"dlse": None if dlse is None else dlse.to(statistics)}
         if plan_device is not None:
             options["plan_device"] = plan_device
@@ -125,14 +123,31 @@ class KernelCall:
             raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
 
 
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Copy a tensor whose last dimension is not contiguous, such as the expanded gradient of a sum."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+_TMA_BYTES = 16  # pointers and strides are multiples of it
 
 
-def _rows_first(tensor: Tensor) -> Tensor:
-    """View (B, H, S, D) as (B, S, H, D), or the reverse."""
-    return tensor.transpose(1, 2)
+def _for_kernel(tensor: Tensor, batch: int, uses_tma: bool) -> Tensor:
+    """View (B or 1, H, S, D) as (B, S, H, D). Copies what a kernel cannot load, such as the expanded gradient of a sum.
+
+    For TMA, the columns are padded with zeros, which change neither the products nor the other columns' gradients.
+    """
+    broadcast = tensor.shape[0] < batch
+    rows = tensor.expand(batch, -1, -1, -1).transpose(1, 2)
+    padding = -rows.shape[3] * rows.element_size() % _TMA_BYTES // rows.element_size() if uses_tma else 0
+    if padding:
+        return torch.nn.functional.pad(rows, (0, padding))
+    aligned = rows.shape[3] == 1 or rows.stride(3) == 1
+    if uses_tma:
+        byte_strides = (stride * rows.element_size() for stride in rows.stride()[:3])
+        aligned = aligned and not any(stride % _TMA_BYTES for stride in byte_strides)
+        aligned = aligned and (rows.is_meta or rows.data_ptr() % _TMA_BYTES == 0)
+    return rows.clone(memory_format=torch.contiguous_format) if broadcast or not aligned else rows
+
+
+def _like_input(grad: Tensor, like: Tensor) -> Tensor:
+    """View a gradient (B, S, H, D), maybe with padded columns, as that of an input. Sum it over a broadcast batch."""
+    grad = grad.transpose(1, 2)[..., : like.shape[3]]
+    return grad if grad.shape[0] == like.shape[0] else grad.sum(0, keepdim=True, dtype=torch.float32).to(grad.dtype)
 
 
 def choose(
@@ -158,8 +173,6 @@ def choose(
         raise UnsupportedError("query is on the CPU")
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
-    if key.shape[0] != query.shape[0]:
-        raise UnsupportedError("key and value are broadcast over the batch")
     ops = torch.ops.flashbwd
     options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
     change = _change_of_build(call, query, key) if recognise and not captured else None

@@ -127,13 +127,6 @@ def _in_order(grad: Tensor, like: Tensor, order: Sequence[int]) -> Tensor:
     return like.new_empty_strided(like.shape, strides).copy_(grad)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """Return a copy if the kernels would refuse where the tensor begins, or the stride of its last dimension."""
-    if not tensor.is_cuda or (tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 class _Refusal:
     """Counts a call that the reference has to compute on a GPU, and warns about it.
 
@@ -202,15 +195,13 @@ def _backward(
     captures = [c.detach().requires_grad_(w) for c, w in zip(score_captures, wanted, strict=True)]
     of_mask = (mask, block_size, mask_mod, mask_captures, mask_numbers, mask_number_positions)
     call = call_of((query.shape[2], key.shape[2]), *of_mask, score_mod, captures, scale)
-    q, k, v, aligned_out = (_aligned(tensor) for tensor in (query, key, value, out))
-    given = None if dout is None else _aligned(dout)
     dlse = None if dlse is None else dlse.contiguous()
     leaves = [capture for capture in captures if capture.requires_grad]
     order = deterministic or torch.are_deterministic_algorithms_enabled()
     lists_of, refusal = _lists_of if remember else _made_lists_of, _Refusal(query)
     with as_outside():
         dq, dk, dv, found = gradients(
-            call, q, k, v, aligned_out, lse.contiguous(), given, dlse, leaves, order, lists_of, refusal
+            call, query, key, value, out, lse.contiguous(), dout, dlse, leaves, order, lists_of, refusal
         )
     if not refusal.counted:
         counts.compiled.hit()

@@ -10,7 +10,7 @@ import torch
 
 from flashbwd.bench import contenders, errors, flex_peers, peers, report, results, runner
 from flashbwd.bench.attention_inputs import AttentionInputs
-from flashbwd.bench.cases import FLEX, FLEX_TUNED, MASKS, OURS_FLEX, PLAIN, FlexCase
+from flashbwd.bench.cases import FLEX, FLEX_TUNED, MASKS, OURS_FLEX, PLAIN, RELATIVE_BIAS, FlexCase
 from flashbwd.bench.flex_cases import FLEX_CASES, visible_pairs
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.suites import suite
@@ -22,7 +22,7 @@ TINY = FlexCase("flex", 2, 40, 4, 2, 16, "causal", documents=3, window=9, dtype=
 
 def test_the_suite_has_every_row_once() -> None:
     assert suite("flex", "cuda") == FLEX_CASES
-    assert len({case.name for case in FLEX_CASES}) == len(FLEX_CASES) == 28
+    assert len({case.name for case in FLEX_CASES}) == len(FLEX_CASES) == 30
     assert all(case.batch * case.seqlen == 16384 and case.dtype == "bf16" for case in FLEX_CASES)
     assert {(c.heads, c.heads_kv, c.head_dim) for c in FLEX_CASES} == {(16, 16, 128), (32, 32, 64), (32, 8, 128)}
     assert sum(case.tuned for case in FLEX_CASES) == 2
@@ -40,9 +40,15 @@ def test_the_suite_has_every_row_once() -> None:
     ],
 )
 def test_bars_are_those_of_the_mask(mask: str, dim: int, over: str, ratio: float) -> None:
-    chosen = [case for case in FLEX_CASES if (case.mask, case.head_dim) == (mask, dim)]
+    chosen = [c for c in FLEX_CASES if (c.mask, c.head_dim) == (mask, dim) and c.score != RELATIVE_BIAS]
     assert chosen
     assert {(b.ours, b.over, b.at_least) for case in chosen for b in case.bars} == {(OURS_FLEX, over, ratio)}
+
+
+def test_a_relative_bias_has_a_bar_over_pytorchs_kernel() -> None:
+    bars = [case.bars for case in FLEX_CASES if case.score == RELATIVE_BIAS]
+    assert len(bars) == 2
+    assert {(b.ours, b.over, b.at_least) for of_case in bars for b in of_case} == {(OURS_FLEX, FLEX, 1.5)}
 
 
 def test_the_peers_are_pytorch_this_library_and_the_plain_kernel() -> None:
@@ -63,7 +69,10 @@ def test_every_mask_of_the_suite_has_the_number_of_pairs_that_its_lengths_say() 
         assert sum(case.lengths) == case.seqlen and min(case.lengths) > 0
 
 
-@pytest.mark.parametrize("mask, score", [*((mask, "") for mask in MASKS), ("causal", "softcap"), ("causal", "ALiBi")])
+@pytest.mark.parametrize(
+    "mask, score",
+    [*((mask, "") for mask in MASKS), *(("causal", score) for score in ("softcap", "ALiBi", RELATIVE_BIAS))],
+)
 def test_the_oracle_agrees_with_the_reference(mask: str, score: str) -> None:
     case = replace(TINY, mask=mask, score=score)
     found = runner.run_case(case, CPU, FAST, [peers.Peer("flashbwd", flex_peers.ours(reference=True))], sets=1)
@@ -78,9 +87,9 @@ def test_a_case_without_a_kernel_is_unsupported_and_a_wrong_gradient_is_wrong(mo
     computed: list[int] = []
     reference = errors.attention_reference
 
-    def counted(*arguments: Any) -> errors.AttentionReference:
+    def counted(*arguments: Any, **options: Any) -> errors.AttentionReference:
         computed.append(1)
-        return reference(*arguments)
+        return reference(*arguments, **options)
 
     monkeypatch.setattr(errors, "attention_reference", counted)
 

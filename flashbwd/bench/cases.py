@@ -39,6 +39,7 @@ FLEX_TUNED = "flex autotuned"
 OURS_FLEX = "flashbwd flex"
 PLAIN = "flashbwd plain"  # attention_backward with the same mask given as arguments
 MASKS = ("causal", "documents", "prefix", "window")  # of FlexAttention
+RELATIVE_BIAS = "relative bias"  # a captured table, by query head and distance
 SOFTCAP = 30.0
 CPU_FLASH = "torch CPU flash"
 COPY = "device copy"
@@ -286,7 +287,7 @@ class FlexCase:
     heads_kv: int
     head_dim: int
     mask: str
-    score: str = ""  # "", "softcap" or "ALiBi"
+    score: str = ""  # "", "softcap", "ALiBi" or RELATIVE_BIAS
     documents: int = 1
     window: int = 1024
     dtype: str = "bf16"

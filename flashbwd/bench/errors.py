@@ -55,11 +55,15 @@ class AttentionReference:
 
 
 def attention_reference(
-    case: AttentionCase, x: attention_inputs.AttentionInputs, prepared: Prepared, visible: Tensor | None = None
+    case: AttentionCase,
+    x: attention_inputs.AttentionInputs,
+    prepared: Prepared,
+    visible: Tensor | None = None,
+    relative: Tensor | None = None,
 ) -> AttentionReference:
     """Return the float64 gradients of the checked slices. ``prepared`` is used only for its dropout mask.
 
-    ``visible`` (S, S) replaces the mask of the case.
+    ``visible`` (S, S) replaces the mask of the case. ``relative`` (H, 2 S - 1) is added by distance.
     """
     found = AttentionReference([], {})
     group = case.heads // case.heads_kv
@@ -81,6 +85,7 @@ def attention_reference(
             visible=visible,
             softcap=case.softcap,
             slopes=None if x.alibi_slopes is None else x.alibi_slopes[heads],
+            relative=None if relative is None else relative[heads],
             bias=None if x.bias is None else x.bias[bias_b, heads],
             keep=masks[b][:, heads].transpose(0, 1) if b in masks else None,
             dropout_p=case.dropout_p,

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import flashbwd
 from flashbwd.bench import attention_peers
 from flashbwd.bench.attention_inputs import AttentionInputs
-from flashbwd.bench.cases import DETERMINISTIC, FLEX, FLEX_TUNED, OURS_FLEX, PLAIN, SOFTCAP, FlexCase
-from flashbwd.bench.flex_cases import mask_of
+from flashbwd.bench.cases import DETERMINISTIC, FLEX, FLEX_TUNED, OURS_FLEX, PLAIN, RELATIVE_BIAS, SOFTCAP, FlexCase
+from flashbwd.bench.flex_cases import mask_of, relative_bias
 from flashbwd.bench.peers import Peer, Prepared, refuse
 
 
@@ -30,9 +30,15 @@ def _options(case: FlexCase, x: AttentionInputs) -> dict[str, Any]:
         assert slopes is not None
         return s - slopes[h] * (i - j).abs()
 
+    table = relative_bias(case, x.q.device)
+
+    def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert table is not None
+        return s + table[h, i - j + case.seqlen - 1]
+
     mask = mask_of(case, x.q.device)
     return {
-        "score_mod": {"": None, "softcap": softcap, "ALiBi": alibi}[case.score],
+        "score_mod": {"": None, "softcap": softcap, "ALiBi": alibi, RELATIVE_BIAS: biased}[case.score],
         "block_mask": create_block_mask(mask, None, None, case.seqlen, case.seqlen, device=str(x.q.device)),
         "enable_gqa": case.heads != case.heads_kv,
     }
@@ -105,6 +111,7 @@ def ours(deterministic: bool = False, reference: bool = False) -> Callable[[Flex
 def plain(case: FlexCase, x: AttentionInputs) -> Prepared:
     """Prepare attention_backward, with the mask and the modification of the score as arguments."""
     refuse(case.mask not in ("causal", "window"), "attention_backward has no argument for this mask")
+    refuse(case.score == RELATIVE_BIAS, "attention_backward has no argument for a relative bias")
     prepared = attention_peers.ours("sm90")(case.dense, x)
     start = _now(x)
     with prepared.scope():

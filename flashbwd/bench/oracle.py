@@ -24,6 +24,7 @@ def attention_slice(
     visible: Tensor | None = None,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    relative: Tensor | None = None,
     bias: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -44,6 +45,8 @@ def attention_slice(
         0 means no softcap.
     slopes : (G,), optional
         ALiBi slopes: slope * |i + Sk - Sq - j| is subtracted from the scores.
+    relative : (G, Sq + Sk - 1), optional
+        Column i - j + Sk - 1 is added to the scores.
     bias : (G, Sq, Sk), optional
     keep : (G, Sq, Sk) bool, optional
         The dropout mask. Kept elements are scaled by 1 / (1 - dropout_p), the others are zeroed.
@@ -77,6 +80,8 @@ def attention_slice(
             last = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (sk - sq)
             if slopes is not None:
                 scores = scores - slopes[g].double() * (last - columns).abs()
+            if relative is not None:
+                scores = scores + relative[g].double()[last + (sq - 1) - columns]
             seen = None if visible is None else visible[rows]
             if visible is None and causal:
                 seen = columns <= last

@@ -26,7 +26,7 @@ from flashbwd.bench.cases import (
     FlexCase,
 )
 from flashbwd.bench.contenders import SEED, make_inputs, peers_of
-from flashbwd.bench.flex_cases import visible_pairs
+from flashbwd.bench.flex_cases import relative_bias, visible_pairs
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
 from flashbwd.bench.results import FAILED, OK, UNSUPPORTED, WRONG, CaseResult, PeerResult, Report, load
@@ -135,8 +135,10 @@ def _checked(
         if isinstance(case, AttentionCase | FlexCase):
             dense = case.dense if isinstance(case, FlexCase) else case
             if not references:
-                visible = visible_pairs(case, device) if isinstance(case, FlexCase) else None
-                references.append(errors.attention_reference(dense, x, prepared, visible))
+                of_flex: dict[str, Any] = {}
+                if isinstance(case, FlexCase):
+                    of_flex = {"visible": visible_pairs(case, device), "relative": relative_bias(case, device)}
+                references.append(errors.attention_reference(dense, x, prepared, **of_flex))
             found = errors.attention_errors(dense, x, prepared, grads, references[0])
             if dense.dropout_p > 0:
                 references.clear()

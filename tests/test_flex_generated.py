@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,9 +41,12 @@ MODS: dict[str, tuple[Mod, list[Tensor]]] = {  # and the captured tensors that g
 }
 
 
-def emitted(name: str) -> str:
-    mod, differentiable = MODS[name]
+def source_of(mod: Mod, differentiable: list[Tensor]) -> str:
     return emit_score_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)[0]
+
+
+def emitted(name: str) -> str:
+    return source_of(*MODS[name])
 
 
 # ---- which calls ----
@@ -156,13 +160,40 @@ def test_a_plan_refuses_what_no_generated_kernel_computes(
 
 @pytest.mark.parametrize("name", MODS)
 def test_the_function_and_its_derivative_are_those_that_flex_decoding_runs(name: str) -> None:
-    """Other tests compare that source with autograd."""
+    """Other tests compare that source with autograd. Only here, a warp may add its sum."""
     mod, differentiable = MODS[name]
     of_decoding, _ = emit_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)
-    bodies = [body.rpartition("\n  }")[0] for body in emitted(name).split(") {\n")[1:]]
+    by_lane = re.sub(r"add_of_warp\((.*), first \? (.*) : 0\);", r"if (first) atomicAdd(\1, \2);", emitted(name))
+    bodies = [body.rpartition("\n  }")[0] for body in by_lane.split(") {\n")[1:]]
     assert len(bodies) == 2
     assert all(body in of_decoding for body in bodies)
     assert ("kCapturedGradients = true" in emitted(name)) == bool(differentiable)
+
+
+COLUMNS = torch.tensor([3, 1, 2, 0])
+BY_BATCH = torch.ones(2, 4, dtype=torch.float64)
+SCALAR = torch.tensor(0.5)
+
+
+@pytest.mark.parametrize(
+    ("mod", "captured", "by_warp"),
+    [
+        (lambda s, b, h, q, k: s * RATES[h], RATES, True),
+        (lambda s, b, h, q, k: s + (q - k) * BY_BATCH[b, h // 2 + 1], BY_BATCH, True),
+        (lambda s, b, h, q, k: torch.tanh(s) * SCALAR, SCALAR, True),
+        (lambda s, b, h, q, k: s * RATES[COLUMNS[h]], RATES, True),
+        (lambda s, b, h, q, k: s * RATES[COLUMNS[k % 4]], RATES, False),
+        (lambda s, b, h, q, k: s * RATES[q % 4], RATES, False),
+        (lambda s, b, h, q, k: s + TABLE[h, k], TABLE, False),
+        (lambda s, b, h, q, k: s * RATES[(s > 0).int()], RATES, False),
+    ],
+    ids=["head", "batch", "scalar", "index of head", "index of key", "query", "head and key", "score"],
+)
+def test_a_warp_adds_its_sum_if_only_batch_and_head_select_an_element(
+    mod: Mod, captured: Tensor, by_warp: bool
+) -> None:
+    source = source_of(mod, [captured])
+    assert (source.count("add_of_warp("), source.count("atomicAdd(")) == ((1, 0) if by_warp else (0, 1))
 
 
 @needs_nvrtc

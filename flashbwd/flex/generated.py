@@ -28,6 +28,16 @@ ARCHITECTURE = "sm_90a"  # the kernel needs instructions that only this one has
 _NAME = "flashbwd_score_mod_backward"
 _SHARED_BYTES = 227 * 1024  # kSharedMemoryBytes in csrc/attention/sm90/config.h
 _C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+# Many pairs may share an element, and an element takes one atomic addition at a time.
+_ADD_OF_WARP = """namespace flashbwd {
+// Called by all lanes of a warp with the same address.
+template <typename T>
+__device__ __forceinline__ void add_of_warp(T* address, T value) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
+  if (threadIdx.x % 32 == 0 && value != 0) atomicAdd(address, value);
+}
+}  // namespace flashbwd"""
 _sources = GradientSources(emit_score_gradient)
 
 
@@ -96,6 +106,7 @@ def kernel_source(mod: str, head_dim: int, dtype: torch.dtype) -> str:
         64 or 128: the head dimension of the tile.
     """
     return f"""{nvrtc.includes("mods/functions.cuh", "attention/sm90/generated_kernel.cuh")}
+{_ADD_OF_WARP}
 {mod}
 extern "C" __global__ void __launch_bounds__(flashbwd::sm90::kThreads, 1)
     {_NAME}(const __grid_constant__ flashbwd::sm90::GeneratedParams params) {{

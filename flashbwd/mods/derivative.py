@@ -71,11 +71,15 @@ class Derivative:
         Emitter of ``score_mod``, whose ``forward`` has been called.
     captured : list of Tensor
         Captured tensors that get a gradient.
+    by_warp : bool
+        All lanes of a warp compute the derivative together, for one batch index and one head. If these alone select an
+        element of a captured tensor, the lines call ``add_of_warp``, which adds the sum of the lanes.
     """
 
-    def __init__(self, emitter: Emitter, captured: list[Tensor]) -> None:
+    def __init__(self, emitter: Emitter, captured: list[Tensor], by_warp: bool) -> None:
         self.emitter = emitter
         self.captured = captured
+        self.by_warp = by_warp
         self.gradients: dict[fx.Node, list[str]] = {}
         self.slots: dict[int, int] = {}  # position in ``captured`` -> slot among the kernel's captured tensors
 
@@ -129,7 +133,20 @@ class Derivative:
         self.slots[position] = selected.slot
         kind = self._type(node)
         element = f"static_cast<{kind}*>(p.gradients[{selected.slot}]) + {selected.contiguous_offset()}"
-        self.emitter.lines.append(f"if (first) atomicAdd({element}, static_cast<{kind}>({gradient}));")
+        value = f"static_cast<{kind}>({gradient})"
+        if self.by_warp and not self._varies_in_a_warp(node):
+            self.emitter.lines.append(f"add_of_warp({element}, first ? {value} : 0);")
+        else:
+            self.emitter.lines.append(f"if (first) atomicAdd({element}, {value});")
+
+    def _varies_in_a_warp(self, node: fx.Node) -> bool:
+        """Return whether a value depends on more than the batch index and the head."""
+        names = (n for n in self.emitter.trace.graph.nodes if n.op == "placeholder")
+        varying = {n for n, name in zip(names, SCORE_PARAMETERS, strict=True) if name not in ("b", "h")}
+        for other in self.emitter.trace.graph.nodes:  # in the order of computation
+            if any(source in varying for source in other.all_input_nodes):
+                varying.add(other)
+        return node in varying
 
     def _through(self, node: Any, gradient: str, active: set[Any]) -> None:
         name = str(node.target).removeprefix("aten.").split(".")[0]
@@ -223,12 +240,12 @@ class Derivative:
         self._add(node.args[0], active, f"({' && '.join(inside)} ? {gradient} : 0)")
 
 
-def _bodies(score: Trace, slots: Slots, differentiable: list[Tensor]) -> tuple[str, str, dict[int, int]]:
+def _bodies(score: Trace, slots: Slots, differentiable: list[Tensor], by_warp: bool) -> tuple[str, str, dict[int, int]]:
     """Return the bodies of ``score_mod`` and ``score_gradient``, and what :func:`emit_gradient` returns second."""
     score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
     emitter = Emitter("score_mod", score, slots)
     output = emitter.forward(SCORE_PARAMETERS)
-    derivative = Derivative(emitter, differentiable)
+    derivative = Derivative(emitter, differentiable, by_warp)
     result = derivative.run(output, "ds")
     gradient = "\n    ".join([*emitter.lines, f"return static_cast<float>({result});"])
     return score_body, gradient, derivative.slots
@@ -253,7 +270,7 @@ def emit_gradient(
     score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
     gradient_slots: dict[int, int] = {}
     if score is not None:
-        score_body, gradient, gradient_slots = _bodies(score, slots, differentiable)
+        score_body, gradient, gradient_slots = _bodies(score, slots, differentiable, by_warp=False)
     if mask is not None:
         mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
     params = "DecodingBackwardParams"
@@ -274,7 +291,7 @@ def emit_score_gradient(
     """
     assert score is not None
     assert mask is None
-    score_body, gradient, gradient_slots = _bodies(score, slots, differentiable)
+    score_body, gradient, gradient_slots = _bodies(score, slots, differentiable, by_warp=True)
     parameters = "const sm90::GeneratedParams& p, float score, int b, int h, int q, int k"
     return (
         f"""namespace flashbwd {{

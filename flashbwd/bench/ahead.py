@@ -58,7 +58,8 @@ def _compile(case: Case, peer: Peer, device: torch.device) -> None:
     prepared = peer.prepare(case, make_inputs(case, device, SEED))
     with prepared.scope():
         prepared.backward()
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def main() -> None:

@@ -150,7 +150,7 @@ def ours(case: NormCase, x: NormInputs) -> Prepared:
 
 NORM_PEERS: tuple[Peer, ...] = (
     Peer("torch native", torch_native, devices=("cuda", "cpu")),
-    Peer("Inductor", inductor, devices=("cuda", "cpu"), compiled=True),
+    Peer("Inductor", inductor, devices=("cuda", "cpu"), compiled=True, ahead=True),
     Peer("Liger", liger),
     Peer(COPY, device_copy, devices=("cuda", "cpu")),
     Peer(NORM, ours, devices=("cuda", "cpu")),

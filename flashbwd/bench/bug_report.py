@@ -57,6 +57,7 @@ def machine_lines(where: machine.Machine) -> list[str]:
         f"flashbwd {flashbwd.__version__} on {where.device if where.kind == 'cuda' else 'the CPU'}",
         f"  {', '.join(versions)}",
         f"  {', '.join(_packages()) or 'none of ' + ', '.join(PACKAGES) + ' is installed'}",
+        f"  package {machine.PACKAGE}",
         f"  {where.platform}; CPU {where.cpu}, {where.threads} threads",
         f"  libraries: {'; '.join(libraries)}",
     ]

@@ -60,7 +60,7 @@ class Config:
 
 CONFIGS = {
     "cuda": Config(layers=4, heads=4, width=256, context=4096, batch=4, block=128, steps=200),
-    "cpu": Config(layers=2, heads=4, width=128, context=256, batch=4, block=64, steps=50),
+    "cpu": Config(layers=2, heads=4, width=128, context=256, batch=4, block=64, steps=40),
 }
 
 

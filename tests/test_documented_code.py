@@ -110,6 +110,18 @@ def right_gradients_of_the_llama(names: Names, printed: str) -> None:
         torch.testing.assert_close(got[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
+def right_gradients_of_the_packed_llama(names: Names, printed: str) -> None:
+    """The loss is the mean over the tokens after the first; the documents do not see each other."""
+    model = names["model"]
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.set_attn_implementation("eager")
+    logits = torch.cat([model(input_ids=document[None]).logits[0] for document in names["documents"]])
+    torch.nn.functional.cross_entropy(logits[:-1], names["tokens"][0, 1:]).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
 def right_gradients_of_the_shards(names: Names, printed: str) -> None:
     assert printed == "(Shard(dim=2),) (Shard(dim=2),)\n"
     q, k, v = (names[name].full_tensor().detach().double() for name in "qkv")
@@ -235,6 +247,7 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/integrations.md-1": right_gradients_of_the_compiled_model,
     "docs/integrations.md-2": right_gradients_of_the_shards,
     "docs/integrations.md-3": right_gradients_of_the_llama,
+    "docs/integrations.md-4": right_gradients_of_the_packed_llama,
     "docs/tutorials/bias_gradients.md-0": right_gradient_of_the_bias,
     "docs/tutorials/decoding.md-0": scores_of_the_keys_in_use,
     "docs/tutorials/deterministic.md-0": equal_gradients,

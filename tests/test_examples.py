@@ -38,6 +38,11 @@ def train_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def train_packed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("train_packed", monkeypatch)
+
+
+@pytest.fixture
 def distributed_example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("train_distributed", monkeypatch)
 
@@ -68,6 +73,7 @@ def without_plotting(tmp_path: Path) -> dict[str, str]:
     ("example", "options", "verdict"),
     [
         ("train_gpt", ["--steps", "2"], "the two runs agree"),
+        ("train_packed", ["--steps", "1"], "the two runs agree"),
         ("decode", ["--steps", "3", "--prompt", "300"], "tokens that agree: 100.0%"),
     ],
 )
@@ -115,6 +121,51 @@ def test_train_gpt_fails_if_a_gradient_is_one_percent_off(
     operators = train_gpt.Operators(right.name, attention, right.layer_norm)
     monkeypatch.setattr(train_gpt, "flashbwd_operators", lambda: operators)
     assert train_gpt.main(["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_train_packed_agrees_with_torch_and_writes_its_results(device: str, tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "train_packed.py", "--steps", "3", "--device", device, "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "train_packed.json").read_text())
+    assert result["agree"] and result["sparsity"] > 50
+    assert f"{result['plan']['backend']} backend" in done.stdout
+    assert [len(run["losses"]) for run in result["runs"].values()] == [3, 3]
+    assert (tmp_path / "train_packed.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("tolerance", ["LOSS_TOLERANCE", "GRADIENT_TOLERANCE"])
+def test_train_packed_fails_if_an_error_exceeds_its_tolerance(
+    tolerance: str, train_packed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_packed, tolerance, dict.fromkeys(getattr(train_packed, tolerance), -1.0))
+    assert train_packed.main(["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert not json.loads((tmp_path / "train_packed.json").read_text())["agree"]
+
+
+def test_train_packed_fails_if_a_gradient_is_one_percent_off(
+    train_packed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, wrong = flashbwd.flex_attention, scaled_gradient(1.01)
+    monkeypatch.setattr(flashbwd, "flex_attention", lambda q, k, v, **options: right(wrong(q), k, v, **options))
+    assert train_packed.main(["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1
+
+
+def test_train_packed_keeps_documents_apart(train_packed: ModuleType) -> None:
+    """The mean loss of a batch is the same if each document is computed alone."""
+    config = train_packed.CONFIGS["cpu"]
+    model = train_packed.build(config, train_packed.flashbwd_method(config), torch.device("cpu"))
+    batch = train_packed.pack(train_packed.document_stream(config), config)
+    packed, losses = train_packed.loss_of(model, batch), []
+    tensors = (batch.ids, batch.targets, batch.documents, batch.positions)
+    for row, documents in enumerate(batch.documents):
+        for document in documents.unique():
+            own = documents == document
+            assert torch.equal(batch.positions[row, own], torch.arange(int(own.sum())))
+            alone = train_packed.Batch(*(tensor[row : row + 1, own] for tensor in tensors))
+            losses += [train_packed.loss_of(model, alone)] * (int(own.sum()) - 1)
+    torch.testing.assert_close(packed, torch.stack(losses).mean())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,4 @@
-"""Integration with Hugging Face Transformers: an attention implementation, and norms with this library's gradients.
+"""Integration with Hugging Face Transformers: attention implementations, and norms with this library's gradients.
 
 Importing this module does not import transformers; :func:`register` does.
 """
@@ -16,22 +16,31 @@ from torch import Tensor, nn
 from flashbwd.attention import attention
 from flashbwd.layer_norm import LayerNorm, RMSNorm, rms_norm
 
-__all__ = ["NAME", "attention_forward", "register", "swap_norms"]
+__all__ = ["FLEX_NAME", "NAME", "attention_forward", "register", "swap_norms"]
 
-#: The value of ``attn_implementation`` that selects this library.
+#: The value of ``attn_implementation`` that selects :func:`flashbwd.attention`.
 NAME = "flashbwd"
+#: The value of ``attn_implementation`` that selects :func:`flashbwd.flex_attention`. Transformers treats a name with
+#: "flash" as FlashAttention, which refuses chunked masks. It checks that a model supports FlexAttention if the name
+#: contains "flex_attention".
+FLEX_NAME = "flex_attention_bwd"
 
 
 def register() -> None:
-    """Register ``attn_implementation="flashbwd"`` with Transformers; a second call has no effect.
+    """Register both attention implementations with Transformers; a second call has no effect.
 
-    Models then create padding masks as for FlashAttention: no mask if nothing is padded, else (batch, keys) booleans.
+    With ``attn_implementation="flashbwd"``, models create padding masks as for FlashAttention: no mask if nothing is
+    padded, else (batch, keys) booleans. With ``"flex_attention_bwd"``, they create a BlockMask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
     from transformers.masking_utils import flash_attention_mask
 
+    from flashbwd.integrations import transformers_flex
+
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionInterface.register(FLEX_NAME, transformers_flex.attention_forward)
+    AttentionMaskInterface.register(FLEX_NAME, transformers_flex.block_mask)
     # Transformers 5 treats every name that contains "flash" as a kernel that it has to download.
     lookup = getattr(modeling_utils, "lazy_import_flash_attention", None)
     if lookup is not None and not isinstance(lookup, _LookupOfOthers):
@@ -56,8 +65,11 @@ class _Packing(NamedTuple):
     max_seqlen: int
 
 
-class _OncePerTensor:
-    """Caches a function's result for the last tensor argument, because all layers of a model pass the same tensor."""
+class OncePerTensor:
+    """Caches a function's result for the last tensor argument, because all layers of a model pass the same tensor.
+
+    It caches nothing for inference tensors, which do not count the writes to them.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -65,6 +77,8 @@ class _OncePerTensor:
         functools.update_wrapper(self, function)
 
     def __call__(self, tensor: Tensor, *args: Any) -> Any:
+        if tensor.is_inference():
+            return self._function(tensor, *args)
         key = (tensor._version, *args)
         if self._last is not None and self._last[0]() is tensor and self._last[1] == key:
             return self._last[2]
@@ -79,14 +93,14 @@ def _packing(starts: Tensor, rows: Tensor | None) -> _Packing:
     return _Packing(rows, cu_seqlens, int(cu_seqlens.diff().max()))
 
 
-@_OncePerTensor
+@OncePerTensor
 def _unpadded(mask: Tensor, length: int) -> _Packing:
     """Return the packing of the rows without padding, from the last ``length`` columns of a (batch, keys) mask."""
     kept = mask[:, -length:]
     return _packing(nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)), kept.flatten().nonzero().squeeze(1))
 
 
-@_OncePerTensor
+@OncePerTensor
 def _packed(position_ids: Tensor, batch: int) -> _Packing | None:
     """Return the packing of the sequences in (batch, queries) positions; None if every row is one sequence."""
     positions = position_ids.expand(batch, -1)

@@ -63,11 +63,13 @@ class Compiled:
         The rewritten backward graphs.
     """
 
-    def __init__(self, function: Callable[..., Any], rewrite: Rewrite | None = None, **options: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], rewrite: Rewrite | None = None, *, fullgraph: bool = True, **options: Any
+    ) -> None:
         self.graphs: list[fx.GraphModule] = []
         self.rewrite = flex_pass.replace_flex_backwards if rewrite is None else rewrite
         backend = aot_autograd(fw_compiler=_as_it_is, bw_compiler=self._backward, decompositions=select_decomp_table())
-        self._call = torch.compile(function, backend=backend, fullgraph=True, **options)
+        self._call = torch.compile(function, backend=backend, fullgraph=fullgraph, **options)
 
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)

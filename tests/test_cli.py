@@ -101,12 +101,12 @@ def test_check_describes_the_machine_and_the_plans_and_passes(capsys):
     assert shown.count("right") == len(SHAPES) + 1  # once per shape, and once in the verdict
 
 
-@pytest.mark.usefixtures("_few_cpu_shapes")
 def test_the_description_says_from_where_the_package_is_imported():
     lines = bug_report.machine_lines(machine.describe(torch.device("cpu")))
     assert f"  package {Path(flashbwd.__file__).parent}" in lines
 
 
+@pytest.mark.usefixtures("_few_cpu_shapes")
 def test_check_on_a_cpu_makes_inputs_once_and_compares_only_this_library_with_float64(monkeypatch):
     monkeypatch.setattr(measure, "input_sets", lambda input_bytes, device: 64)  # as many as for the cache of a server
     counts = {"make_inputs": 0, "attention_errors": 0, "norm_errors": 0}

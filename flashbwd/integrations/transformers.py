@@ -5,8 +5,6 @@ Importing this module does not import transformers; :func:`register` does.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,16 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from flashbwd.attention import attention
+from flashbwd.integrations import transformers_flex
+from flashbwd.integrations.transformers_shared import FLEX_NAME, NAME, OncePerTensor
 from flashbwd.layer_norm import LayerNorm, RMSNorm, rms_norm
 
 __all__ = ["FLEX_NAME", "NAME", "attention_forward", "register", "swap_norms"]
-
-#: The value of ``attn_implementation`` that selects :func:`flashbwd.attention`.
-NAME = "flashbwd"
-#: The value of ``attn_implementation`` that selects :func:`flashbwd.flex_attention`. Transformers treats a name with
-#: "flash" as FlashAttention, which refuses chunked masks. It checks that a model supports FlexAttention if the name
-#: contains "flex_attention".
-FLEX_NAME = "flex_attention_bwd"
 
 
 def register() -> None:
@@ -34,8 +27,6 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
     from transformers.masking_utils import flash_attention_mask
-
-    from flashbwd.integrations import transformers_flex
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
@@ -63,28 +54,6 @@ class _Packing(NamedTuple):
     rows: Tensor | None  # indices of the rows without padding; None means all rows
     cu_seqlens: Tensor
     max_seqlen: int
-
-
-class OncePerTensor:
-    """Caches a function's result for the last tensor argument, because all layers of a model pass the same tensor.
-
-    It caches nothing for inference tensors, which do not count the writes to them.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._last: tuple[weakref.ref[Tensor], tuple[Any, ...], Any] | None = None
-        functools.update_wrapper(self, function)
-
-    def __call__(self, tensor: Tensor, *args: Any) -> Any:
-        if tensor.is_inference():
-            return self._function(tensor, *args)
-        key = (tensor._version, *args)
-        if self._last is not None and self._last[0]() is tensor and self._last[1] == key:
-            return self._last[2]
-        result = self._function(tensor, *args)
-        self._last = (weakref.ref(tensor), key, result)
-        return result
 
 
 def _packing(starts: Tensor, rows: Tensor | None) -> _Packing:

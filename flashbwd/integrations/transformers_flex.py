@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._triton import has_triton
 
 from flashbwd.flex.attention import flex_attention
-from flashbwd.integrations.transformers import FLEX_NAME, NAME, OncePerTensor
+from flashbwd.integrations.transformers_shared import FLEX_NAME, NAME, OncePerTensor
 
 __all__ = ["attention_forward", "block_mask"]
 

@@ -149,7 +149,8 @@ def test_the_loss_can_use_only_one_of_the_two_results(used: int) -> None:
     compiled = Compiled(lambda q, k, v: attend(q, k, v)[used])
     grads = torch.autograd.grad(compiled(*inputs).sin().sum(), inputs, materialize_grads=True)
     dout, dlse = operator_of(compiled).args[5:7]
-    assert (dout is None, dlse is None) == (used == 1, used == 0)
+    if torch.__version__ >= "2.11":  # earlier, PyTorch passes zeros for the result that is not used
+        assert (dout is None, dlse is None) == (used == 1, used == 0)
     want = decoding.oracle(SHAPE, *same)[used].sin().sum()
     expected = torch.autograd.grad(want, same, materialize_grads=True)
     torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
@@ -205,7 +206,7 @@ def test_gradients_have_the_strides_of_pytorchs(layout: str) -> None:
     for rewrite in (None, lambda graph: None):
         out, _ = Compiled(attend, rewrite)(*inputs)
         found.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
-        strides.append([grad.stride() for grad in found[-1]])
+        strides.append([[n for n, size in zip(g.stride(), g.shape, strict=True) if size > 1] for g in found[-1]])
     assert strides[0] == strides[1]
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
 

@@ -392,8 +392,13 @@ def test_a_transformers_without_block_masks_is_named_in_the_error(monkeypatch: p
 
 
 def test_a_model_without_flex_attention_is_refused_by_transformers() -> None:
+    class Other(transformers.LlamaForCausalLM):
+        _supports_flex_attn = False
+
+    integration.register()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     with pytest.raises(ValueError, match="does not support an attention implementation through torch's flex_attention"):
-        build("GPTJForCausalLM", FLEX, vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+        Other._from_config(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes), attn_implementation=FLEX)
 
 
 # ---- on a GPU, in bf16, where the kernels run ----

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_attention
 
 from flashbwd import _arguments
@@ -145,10 +145,9 @@ def flex_attention(
     if is_dynamo_compiling():
         if deterministic:
             kernel_options = {**(kernel_options or {}), DETERMINISTIC: True}
-        results: Tensor | tuple[Tensor, Tensor] = pytorch_flex_attention(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
-        )
-        return results
+        options = {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None}
+        results = pytorch_flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
+        return (results[0], results[1].lse) if return_lse else results
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)
     query, key, value = arguments.autocast(query, key, value)
     call, captured, read = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)

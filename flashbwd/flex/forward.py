@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_attention
 
 from flashbwd._autograd import transforms_are_active
@@ -27,18 +28,34 @@ def forward(
     if pytorch_has_a_kernel(query):
         from torch._dynamo import config
 
-        compiled: Any = torch.compile(pytorch_flex_attention, dynamic=None)
-        mods = (call.score_mod, call.block_mask, call.scale, True, True)
+        compiled: Any = torch.compile(_pytorchs_forward, dynamic=None)
         options = None if kernel_options is None else dict(kernel_options)
         # PyTorch's limit of 8 versions of a function would run the ninth score_mod unfused, which ignores block lists.
         with config.patch(recompile_limit=2**31 - 1, accumulated_recompile_limit=2**31 - 1):
-            out, lse = compiled(query, key, value, *mods, options)
+            out, lse = compiled(query, key, value, call.score_mod, call.block_mask, call.scale, options)
         return out, lse
     with arguments.without_autocast(query.device):
         out, lse, _ = decoding_forward(call, query, key, value)
     if transforms_are_active():  # vmap may batch out but not query, and a batched tensor can't be copied into query's
         return out.to(query.dtype), lse
     return shaped_like_query(query, value.shape[3]).copy_(out), lse
+
+
+def _pytorchs_forward(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float, options: Any
+) -> tuple[Tensor, Tensor]:
+    results: Any = pytorch_flex_attention(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa=True,
+        kernel_options=options,
+        return_aux=AuxRequest(lse=True),
+    )
+    return results[0], results[1].lse
 
 
 def pytorch_has_a_kernel(query: Tensor) -> bool:

@@ -22,24 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz_flex_calls import Call, draw
 from fuzz_flex_masks import mask_of
 from fuzz_flex_mods import DTYPES, ScoreMod, Table, score_mod_of
-from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, largest_ratio
+from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, Problem, largest_ratio
 
 import flashbwd
 
-__all__ = ["build", "draw", "gradients", "refusal", "repeat", "worst"]
+__all__ = ["Problem", "build", "draw", "gradients", "refusal", "repeat", "worst"]
 
 ADD = 2.0**-24  # relative error of one fp32 addition
 DEVIATIONS = 3.0  # largest sum of independent errors, in units of the root of the sum of the squares of their bounds
-
-
-@dataclass
-class Problem:
-    """Arguments of a call, its float64 gradients, and the largest allowed error of each element."""
-
-    call: Call
-    arguments: dict[str, Any]
-    expected: dict[str, Tensor]
-    limits: dict[str, Tensor]
 
 
 class _Elements:

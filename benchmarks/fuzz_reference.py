@@ -35,7 +35,7 @@ SUBNORMAL = {"bf16": 0.0, "fp16": 2.0**-24, "fp32": 0.0}  # absolute error of ro
 class Problem:
     """Arguments of a call, its float64 gradients, and the largest allowed error of each element."""
 
-    call: Call
+    call: Any  # of fuzz_calls or fuzz_flex_calls
     arguments: dict[str, Any]
     expected: dict[str, Tensor]
     limits: dict[str, Tensor]

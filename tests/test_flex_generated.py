@@ -23,6 +23,7 @@ from flashbwd.flex.cache import kernel_lists_of, visible_everywhere
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
+from flashbwd.integrations import inductor
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.derivative import emit_gradient, emit_score_gradient
@@ -94,6 +95,13 @@ def test_gradients_of_captured_tensors_need_the_variable(
         choose(on_a_gpu, lambda s, b, h, q, k: s + bias[h], [bias])
     monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
     assert choose(on_a_gpu, lambda s, b, h, q, k: s + bias[h], [bias]).score_mod is not None
+
+
+def test_a_graph_for_other_settings_of_captured_gradients_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHBWD_CAPTURED_GRADIENTS", raising=False)
+    key = inductor.FlexGradients().uuid()
+    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
+    assert inductor.FlexGradients().uuid() != key
 
 
 def test_a_softcap_keeps_the_kernel_of_the_build(on_a_gpu: Callable[..., Tensor]) -> None:

@@ -178,16 +178,15 @@ def choose(
     change = _change_of_build(call, query, key) if recognise and not captured else None
     slopes = None
     if change is not None:
-        options["softcap"] = change.softcap
+        of_build = options | {"softcap": change.softcap}
         if call.score_mod is not None and change.alibi is not None:
             slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
         if call.block_mask is None:
-            return KernelCall(ops.attention_backward, ops.plan_attention_backward, options, None, slopes)
+            return KernelCall(ops.attention_backward, ops.plan_attention_backward, of_build, None, slopes)
         lists = _lists(lists_of, call, query, key, value, deterministic)
         if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
             plan = ops.plan_block_mask_attention_backward
-            return KernelCall(ops.block_mask_attention_backward, plan, options, lists, slopes)
-        del options["softcap"]
+            return KernelCall(ops.block_mask_attention_backward, plan, of_build, lists, slopes)
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
     lists = _lists(lists_of, call, query, key, value, deterministic)

@@ -20,9 +20,9 @@ from flashbwd.mods import nvrtc
 from flashbwd.mods.derivative import emit_score_gradient
 from flashbwd.mods.gradients import Gradient, GradientSources
 from flashbwd.mods.kernels import NoKernelError
-from flashbwd.reference.modifications import Mod
+from flashbwd.reference.modifications import Mod, sum_dtype
 
-__all__ = ["ARCHITECTURE", "GeneratedScoreMod", "generated"]
+__all__ = ["ARCHITECTURE", "GeneratedScoreMod", "captured_gradients_wanted", "generated"]
 
 ARCHITECTURE = "sm_90a"  # the kernel needs instructions that only this one has
 _NAME = "flashbwd_score_mod_backward"
@@ -67,10 +67,7 @@ class GeneratedScoreMod:
         queries : int
             Queries per tile of the plan: 128 for the tile of head dimension 64, and 64 for that of 128.
         """
-        gradients = [
-            torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32), device=t.device)
-            for t in self.differentiable
-        ]
+        gradients = [torch.zeros(t.shape, dtype=sum_dtype(t), device=t.device) for t in self.differentiable]
         head_dim = 64 if queries == 128 else 128
         slots = self.gradient.slots
         arguments = {
@@ -82,10 +79,14 @@ class GeneratedScoreMod:
         return arguments, gradients
 
 
+def captured_gradients_wanted() -> bool:
+    """Return whether kernels may compute gradients of captured tensors: by atomic additions, maybe slowly."""
+    return os.environ.get("FLASHBWD_CAPTURED_GRADIENTS", "0") == "1"
+
+
 def generated(score_mod: Mod, differentiable: Sequence[Tensor], deterministic: bool) -> GeneratedScoreMod:
     """Return ``score_mod`` as CUDA. Raises :class:`UnsupportedError` if that is not possible, or not wanted."""
-    # The kernel adds every pair's share atomically, which takes long if all pairs share a few elements.
-    if differentiable and os.environ.get("FLASHBWD_CAPTURED_GRADIENTS", "0") != "1":
+    if differentiable and not captured_gradients_wanted():
         raise UnsupportedError("score_mod captures a tensor that requires a gradient")
     if differentiable and deterministic:
         raise UnsupportedError("gradients of captured tensors are added atomically, but determinism was requested")

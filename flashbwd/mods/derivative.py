@@ -6,6 +6,7 @@ equally between equal arguments, clamp passes it on at its bounds, and the gradi
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -134,19 +135,20 @@ class Derivative:
         kind = self._type(node)
         element = f"static_cast<{kind}*>(p.gradients[{selected.slot}]) + {selected.contiguous_offset()}"
         value = f"static_cast<{kind}>({gradient})"
-        if self.by_warp and not self._varies_in_a_warp(node):
+        if self.by_warp and node not in self._varying_in_a_warp:
             self.emitter.lines.append(f"add_of_warp({element}, first ? {value} : 0);")
         else:
             self.emitter.lines.append(f"if (first) atomicAdd({element}, {value});")
 
-    def _varies_in_a_warp(self, node: fx.Node) -> bool:
-        """Return whether a value depends on more than the batch index and the head."""
+    @functools.cached_property
+    def _varying_in_a_warp(self) -> set[fx.Node]:
+        """The values that depend on more than the batch index and the head."""
         names = (n for n in self.emitter.trace.graph.nodes if n.op == "placeholder")
         varying = {n for n, name in zip(names, SCORE_PARAMETERS, strict=True) if name not in ("b", "h")}
         for other in self.emitter.trace.graph.nodes:  # in the order of computation
             if any(source in varying for source in other.all_input_nodes):
                 varying.add(other)
-        return node in varying
+        return varying
 
     def _through(self, node: Any, gradient: str, active: set[Any]) -> None:
         name = str(node.target).removeprefix("aten.").split(".")[0]

@@ -413,11 +413,10 @@ def test_under_a_mask_ordered_adds_take_no_longer_than_the_longest_query_loop(ti
 
 @given(blocks_apart=st.integers(1, 8), query_blocks=st.integers(1, 6000))
 @settings(max_examples=500, deadline=None)
-def test_staggered_starts_have_a_constant_distance(blocks_apart: int, query_blocks: int) -> None:
+def test_staggered_starts_have_a_constant_distance_until_they_begin_again(blocks_apart: int, query_blocks: int) -> None:
     starts = [host.staggered_start(n, blocks_apart, query_blocks) for n in range(3000)]
-    assert all(0 <= start < query_blocks for start in starts)
-    apart = [(after - before) % query_blocks for before, after in itertools.pairwise(starts)]
-    assert apart == [blocks_apart % query_blocks] * len(apart)
+    once = [start for start in range(0, query_blocks, blocks_apart) if start + blocks_apart <= query_blocks] or [0]
+    assert starts == list(itertools.islice(itertools.cycle(once), len(starts)))
 
 
 # Waves of a static scheduler
@@ -606,7 +605,7 @@ def ring_waves(workers: int, heads: int, head_group: int, key_blocks: int, query
         assert wave.before + wave.rank == number
         start = host.staggered_start(wave.rank, apart, query_blocks)
         loop = [(start + i) % query_blocks for i in range(query_blocks)]
-        work_tiles.append((head, [(m, host.adds_before_in_ring(wave, m, apart)) for m in loop]))
+        work_tiles.append((head, [(m, host.adds_before_in_ring(wave, m, apart, query_blocks)) for m in loop]))
     return Waves(workers, work_tiles)
 
 
@@ -615,16 +614,14 @@ def ring_waves(workers: int, heads: int, head_group: int, key_blocks: int, query
     heads=st.integers(1, 5),
     head_group=st.integers(1, 5),
     key_blocks=st.integers(1, 30),
-    spare_query_blocks=st.integers(0, 60),
+    query_blocks=st.integers(1, 60),
+    apart=st.integers(1, 5),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=1000, deadline=None)
 def test_waves_of_a_staggered_start_add_in_order_and_never_deadlock(
-    workers: int, heads: int, head_group: int, key_blocks: int, spare_query_blocks: int, seed: int
+    workers: int, heads: int, head_group: int, key_blocks: int, query_blocks: int, apart: int, seed: int
 ) -> None:
-    at_once = min(key_blocks, workers)
-    query_blocks = at_once + spare_query_blocks
-    apart = max((query_blocks - 1) // max(at_once - 1, 1), 1)  # the largest distance for which all starts differ
     waves = ring_waves(workers, heads, head_group, key_blocks, query_blocks, apart)
     assert_adds_are_numbered(waves)
     assert waves.run(random.Random(seed))
@@ -633,6 +630,11 @@ def test_waves_of_a_staggered_start_add_in_order_and_never_deadlock(
 
 def test_in_a_wave_of_a_staggered_start_no_key_block_waits() -> None:
     assert ring_waves(16, 2, 1, 32, 40, 2).makespan() == 2 * 2 * 40
+
+
+def test_key_blocks_that_share_a_start_wait_once_for_each_of_them() -> None:
+    assert ring_waves(16, 1, 1, 16, 32, 4).makespan() == 32 + 1
+    assert ring_waves(16, 2, 1, 32, 32, 4).makespan() == 2 * 2 * 32 + 1
 
 
 # The order of work

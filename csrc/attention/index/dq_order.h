@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "arithmetic.h"
+#include "query_loop.h"
 #include "visibility.h"
 
 namespace flashbwd {
@@ -52,13 +53,22 @@ FLASHBWD_HOST_DEVICE constexpr TilesInWave tiles_in_wave(int32_t index, int32_t 
   return {(index - first) / stride - rank, rank, rank + 1 + after};
 }
 
-// Ring order, for full masks with a staggered start: rank r starts at query block r * blocks_apart, a start of its own,
-// and wraps around. The key blocks of a wave add to query tile m in the order in which their loops reach it. So an add
-// of iteration i waits only for earlier waves and for adds of earlier iterations.
-FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_in_ring(const TilesInWave& wave, int32_t m, int32_t blocks_apart) {
-  const int32_t nearest = static_cast<int32_t>(at_most(m / blocks_apart, wave.size - 1));  // starts last before m
-  const int32_t earlier = nearest - wave.rank;
-  return wave.before + (earlier >= 0 ? earlier : earlier + wave.size);
+// Ring order, for full masks with a staggered start: rank r begins at the start numbered r % starts, and wraps around.
+// The key blocks of a wave add to query tile m in the order in which their loops reach it; those with the same start
+// add by rank. So an add of iteration i waits only for earlier waves, for adds of earlier iterations, and for adds of
+// iteration i of lower ranks.
+FLASHBWD_HOST_DEVICE constexpr int32_t adds_before_in_ring(const TilesInWave& wave, int32_t m, int32_t blocks_apart,
+                                                           int32_t num_query_blocks) {
+  const int32_t starts = staggered_starts(blocks_apart, num_query_blocks);
+  const int32_t own = wave.rank % starts;
+  const int32_t nearest = static_cast<int32_t>(at_most(m / blocks_apart, starts - 1));  // the last start up to m
+  // How many key blocks of the wave begin at a start below `start`.
+  const auto below = [&](int32_t start) {
+    return wave.size / starts * start + static_cast<int32_t>(at_most(wave.size % starts, start));
+  };
+  // The loops that begin after the own start, up to the nearest one, reach m first.
+  const int32_t earlier = below(nearest + 1) - below(own + 1) + (nearest < own ? wave.size : 0);
+  return wave.before + earlier + wave.rank / starts;
 }
 
 // Mirrored pairs, which balance causal masks. With P pairs per head, pair p is key block num_key_blocks - P + p, from

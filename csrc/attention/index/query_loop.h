@@ -52,11 +52,16 @@ struct QueryLoopPosition {
   }
 };
 
-// Staggered start: the query block at which the loop of key block n begins, if all key blocks see all query blocks. Key
-// blocks that run side by side are consecutive, so they add to different dq tiles, and those that they read at one time
-// are a window of the head.
+// Staggered start: the loops of the key blocks of a head begin at one of these query blocks, 0, blocks_apart, 2 *
+// blocks_apart and so on, if all key blocks see all query blocks.
+FLASHBWD_HOST_DEVICE constexpr int32_t staggered_starts(int32_t blocks_apart, int32_t num_query_blocks) {
+  return static_cast<int32_t>(at_least(num_query_blocks / blocks_apart, 1));
+}
+
+// Where the loop of key block n begins. Key blocks that run side by side are consecutive, so they add to different dq
+// tiles, and those that they read at one time are a window of the head.
 FLASHBWD_HOST_DEVICE constexpr int32_t staggered_start(int32_t n, int32_t blocks_apart, int32_t num_query_blocks) {
-  return static_cast<int32_t>(int64_t{n} * blocks_apart % num_query_blocks);
+  return n % staggered_starts(blocks_apart, num_query_blocks) * blocks_apart;
 }
 
 // How many CTAs should share the loop of a key block. There are `work_tiles` key blocks with `mean` iterations on

@@ -49,7 +49,8 @@ template <typename WorkTile>
 __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const WorkTile& work, int32_t query_block,
                                                const BlockRange& key_blocks) {
   if (WorkTile::kStaggers && params.schedule.query_blocks_apart > 0) {
-    return adds_before_in_ring(work.in_wave, query_block, params.schedule.query_blocks_apart);
+    return adds_before_in_ring(work.in_wave, query_block, params.schedule.query_blocks_apart,
+                               params.schedule.query_blocks);
   }
   const int32_t key_block = work.first_key / WorkTile::kKeys;
   if (!WorkTile::kByHeads && params.schedule.mirrored_pairs) {  // heads are outermost in windows only

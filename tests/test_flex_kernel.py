@@ -307,8 +307,10 @@ def test_the_public_function_runs_the_kernel_that_its_plan_names(head_dim: int, 
 
 
 def test_keys_and_values_of_one_batch_get_the_sum_of_the_gradients() -> None:
-    p, block_mask = public_problem(Case("documents", seqlen_q=500, seqlen_k=500, head_dim=64))
-    dout, q, k, v, _ = p.tensors
+    case = Case("documents", seqlen_q=500, seqlen_k=500, head_dim=64)
+    dout, q, k, v, _ = build(case).tensors
+    # PyTorch takes keys of one batch only beside a mask of all batches.
+    block_mask = create_block_mask(mask_mod("documents", case), case.batch, None, 500, 500, device="cuda")
     leaves = [x.detach().requires_grad_() for x in (q, k[:1], v[:1])]
     repeated = [leaves[0], *(x.expand(q.shape[0], -1, -1, -1) for x in leaves[1:])]
     found, expected = (

@@ -185,7 +185,6 @@ def work(backend: str, first: int, one: bool) -> None:
     """Run calls from number ``first`` on until the process is killed, or only one call."""
     import torch
 
-    os.environ["FLASHBWD_CAPTURED_GRADIENTS"] = "1"  # of FlexAttention, on kernels
     calls = importlib.import_module(BACKENDS[backend].module)
     device = torch.device(BACKENDS[backend].device)
     if device.type == "cuda":

@@ -595,7 +595,7 @@ def test_every_schedule_covers_its_work_and_groups_whole_heads(
     assert schedule.wave_size * ctas <= 132 and (schedule.wave_size > 0) == (schedule.work_tiles > 0)
     waves = schedule.mirrored_pairs or schedule.query_blocks_apart > 0
     assert (schedule.dispatch == host.Dispatch.kStatic) == (deterministic and waves)
-    if deterministic and schedule.query_blocks_apart > 0:  # few of the key blocks that run at the same time share a start
+    if deterministic and schedule.query_blocks_apart > 0:  # few key blocks that run at the same time share a start
         starts = schedule.query_blocks // schedule.query_blocks_apart
         assert min(key_blocks, 66) <= starts * (2 if key_blocks <= 66 else 1)
     assert (schedule.dq_order == host.DqOrder.kOrdered) == deterministic

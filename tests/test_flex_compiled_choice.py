@@ -111,6 +111,16 @@ def test_any_other_score_mod_is_replaced_and_compiled(masked: bool, planned: lis
     assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
 
 
+def test_a_score_mod_with_a_captured_tensor_that_requires_a_gradient_is_replaced(planned: list[Any]) -> None:
+    bias = torch.zeros(4, requires_grad=True)
+    compiled = attention(lambda s, b, h, i, j: s + bias[h])
+    inputs = leaves(SHAPE)
+    torch.autograd.grad(compiled(*inputs).float().sin().sum(), [*inputs, bias])
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (1, 0)
+    ((call, _),) = planned
+    assert call.score_mod.gradient.slots == {0: 0}
+
+
 slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 ALIBI: dict[str, Mod] = {
     "captured": lambda s, b, h, i, j: s + slopes[h] * (j - i),
@@ -144,13 +154,7 @@ def test_alibi_is_replaced_and_gets_its_slopes(name: str, planned: list[Any], mo
     torch.testing.assert_close(run_kernel, [SLOPES[name]])
 
 
-bias = torch.zeros(4, requires_grad=True)
-SMALL = Shape(batch=1, seqlen_q=24, seqlen_k=24)  # PyTorch's dense backward runs a cast element by element
 DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "captured": (
-        "captures a tensor that requires a gradient",
-        {"mod": lambda s, b, h, i, j: s + bias[h], "shape": SMALL},
-    ),
     "head_dim": ("head dimensions of at most 128", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=160)}),
     "prescale": ("PRESCALE_QK rounds the query", {"kernel_options": {"PRESCALE_QK": True}}),
     "backend": ("asks for BACKEND 'FLASH'", {"kernel_options": {"BACKEND": "FLASH"}}),

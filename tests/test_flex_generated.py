@@ -23,7 +23,6 @@ from flashbwd.flex.cache import kernel_lists_of, visible_everywhere
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
-from flashbwd.integrations import inductor
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.derivative import emit_gradient, emit_score_gradient
@@ -51,11 +50,6 @@ def emitted(name: str) -> str:
 
 
 # ---- which calls ----
-
-
-@pytest.fixture
-def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
 
 
 @pytest.fixture
@@ -87,29 +81,11 @@ def test_any_score_mod_is_compiled(on_a_gpu: Callable[..., Tensor]) -> None:
     assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
 
 
-def test_gradients_of_captured_tensors_need_the_variable(
-    on_a_gpu: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bias = on_a_gpu(4)
-    with pytest.raises(UnsupportedError, match="captures a tensor that requires a gradient"):
-        choose(on_a_gpu, lambda s, b, h, q, k: s + bias[h], [bias])
-    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
-    assert choose(on_a_gpu, lambda s, b, h, q, k: s + bias[h], [bias]).score_mod is not None
-
-
-def test_a_graph_for_other_settings_of_captured_gradients_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASHBWD_CAPTURED_GRADIENTS", raising=False)
-    key = inductor.FlexGradients().uuid()
-    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
-    assert inductor.FlexGradients().uuid() != key
-
-
 def test_a_softcap_keeps_the_kernel_of_the_build(on_a_gpu: Callable[..., Tensor]) -> None:
     call = choose(on_a_gpu, lambda s, b, h, q, k: 5 * torch.tanh(s / 5), [])
     assert (call.operator, call.score_mod) == (torch.ops.flashbwd.attention_backward, None)
 
 
-@pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_of_captured_tensors_are_not_deterministic(
     on_a_gpu: Callable[..., Tensor], deterministic: bool
@@ -168,40 +144,24 @@ def test_a_plan_refuses_what_no_generated_kernel_computes(
 
 @pytest.mark.parametrize("name", MODS)
 def test_the_function_and_its_derivative_are_those_that_flex_decoding_runs(name: str) -> None:
-    """Other tests compare that source with autograd. Only here, a warp may add its sum."""
+    """Other tests compare that source with autograd. Only here, gradients of captured tensors go through sums."""
     mod, differentiable = MODS[name]
     of_decoding, _ = emit_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)
-    by_lane = re.sub(r"add_of_warp\((.*), first \? (.*) : 0\);", r"if (first) atomicAdd(\1, \2);", emitted(name))
-    bodies = [body.rpartition("\n  }")[0] for body in by_lane.split(") {\n")[1:]]
+    to_memory = re.sub(r"sums\.sum\d+\.add\(first, ", "if (first) atomicAdd(", emitted(name))
+    bodies = [body.rpartition("\n  }")[0] for body in to_memory.split(") {\n")[1:]]
     assert len(bodies) == 2
     assert all(body in of_decoding for body in bodies)
     assert ("kCapturedGradients = true" in emitted(name)) == bool(differentiable)
 
 
-COLUMNS = torch.tensor([3, 1, 2, 0])
-BY_BATCH = torch.ones(2, 4, dtype=torch.float64)
-SCALAR = torch.tensor(0.5)
-
-
-@pytest.mark.parametrize(
-    ("mod", "captured", "by_warp"),
-    [
-        (lambda s, b, h, q, k: s * RATES[h], RATES, True),
-        (lambda s, b, h, q, k: s + (q - k) * BY_BATCH[b, h // 2 + 1], BY_BATCH, True),
-        (lambda s, b, h, q, k: torch.tanh(s) * SCALAR, SCALAR, True),
-        (lambda s, b, h, q, k: s * RATES[COLUMNS[h]], RATES, True),
-        (lambda s, b, h, q, k: s * RATES[COLUMNS[k % 4]], RATES, False),
-        (lambda s, b, h, q, k: s * RATES[q % 4], RATES, False),
-        (lambda s, b, h, q, k: s + TABLE[h, k], TABLE, False),
-        (lambda s, b, h, q, k: s * RATES[(s > 0).int()], RATES, False),
-    ],
-    ids=["head", "batch", "scalar", "index of head", "index of key", "query", "head and key", "score"],
-)
-def test_a_warp_adds_its_sum_if_only_batch_and_head_select_an_element(
-    mod: Mod, captured: Tensor, by_warp: bool
-) -> None:
-    source = source_of(mod, [captured])
-    assert (source.count("add_of_warp("), source.count("atomicAdd(")) == ((1, 0) if by_warp else (0, 1))
+def test_each_access_to_a_captured_tensor_has_a_sum_that_is_finished() -> None:
+    double = torch.ones(4, dtype=torch.float64)
+    source = source_of(lambda s, b, h, q, k: s * RATES[h] + TABLE[h, k] + double[q % 4] * RATES[k % 4], [RATES, double])
+    assert sorted(re.findall(r"GradientSum<(\w+)> (sum\d);", source)) == sorted(
+        [("float", name) for name in re.findall(r"(sum\d)\.add\(first, static_cast<float\*>", source)]
+        + [("double", name) for name in re.findall(r"(sum\d)\.add\(first, static_cast<double\*>", source)]
+    )
+    assert sorted(re.findall(r"(sum\d)\.finish\(\);", source)) == ["sum0", "sum1", "sum2"]
 
 
 @needs_nvrtc

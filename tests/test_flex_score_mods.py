@@ -21,10 +21,9 @@ NAMES = ("dq", "dk", "dv")
 
 
 @pytest.fixture(autouse=True)
-def _compiles_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def _compiles_on_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("score_mods are compiled for compute capability 9.0")
-    monkeypatch.setenv("FLASHBWD_CAPTURED_GRADIENTS", "1")
 
 
 def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:

@@ -7,15 +7,20 @@
 #ifdef __CUDACC__
 
 namespace flashbwd {
+// No kernel writes a captured tensor, so the compiler may read an element once for several uses.
 template <typename T>
 __device__ __forceinline__ T load_captured(const void* data, long long at) {
-  return static_cast<const T*>(data)[at];
+  return __ldg(static_cast<const T*>(data) + at);
+}
+template <>
+__device__ __forceinline__ bool load_captured<bool>(const void* data, long long at) {
+  return __ldg(static_cast<const unsigned char*>(data) + at) != 0;
 }
 __device__ __forceinline__ float load_half(const void* data, long long at) {
-  return float_of_half(static_cast<const unsigned short*>(data)[at]);
+  return float_of_half(__ldg(static_cast<const unsigned short*>(data) + at));
 }
 __device__ __forceinline__ float load_bfloat16(const void* data, long long at) {
-  return float_of_bfloat16(static_cast<const unsigned short*>(data)[at]);
+  return float_of_bfloat16(__ldg(static_cast<const unsigned short*>(data) + at));
 }
 __device__ __forceinline__ float round_half(float x) {
   return float_of_half(static_cast<unsigned short>(pack_16bit<false>(x, 0.f)));

@@ -7,7 +7,6 @@ one that shows everything.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,22 +21,12 @@ from flashbwd.mods.gradients import Gradient, GradientSources
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.reference.modifications import Mod, sum_dtype
 
-__all__ = ["ARCHITECTURE", "GeneratedScoreMod", "captured_gradients_wanted", "generated"]
+__all__ = ["ARCHITECTURE", "GeneratedScoreMod", "generated"]
 
 ARCHITECTURE = "sm_90a"  # the kernel needs instructions that only this one has
 _NAME = "flashbwd_score_mod_backward"
 _SHARED_BYTES = 227 * 1024  # kSharedMemoryBytes in csrc/attention/sm90/config.h
 _C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-# Many pairs may share an element, and an element takes one atomic addition at a time.
-_ADD_OF_WARP = """namespace flashbwd {
-// Called by all lanes of a warp with the same address.
-template <typename T>
-__device__ __forceinline__ void add_of_warp(T* address, T value) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-  if (threadIdx.x % 32 == 0 && value != 0) atomicAdd(address, value);
-}
-}  // namespace flashbwd"""
 _sources = GradientSources(emit_score_gradient)
 
 
@@ -79,15 +68,8 @@ class GeneratedScoreMod:
         return arguments, gradients
 
 
-def captured_gradients_wanted() -> bool:
-    """Return whether kernels may compute gradients of captured tensors: by atomic additions, maybe slowly."""
-    return os.environ.get("FLASHBWD_CAPTURED_GRADIENTS", "0") == "1"
-
-
 def generated(score_mod: Mod, differentiable: Sequence[Tensor], deterministic: bool) -> GeneratedScoreMod:
-    """Return ``score_mod`` as CUDA. Raises :class:`UnsupportedError` if that is not possible, or not wanted."""
-    if differentiable and not captured_gradients_wanted():
-        raise UnsupportedError("score_mod captures a tensor that requires a gradient")
+    """Return ``score_mod`` as CUDA. Raises :class:`UnsupportedError` if that is not possible."""
     if differentiable and deterministic:
         raise UnsupportedError("gradients of captured tensors are added atomically, but determinism was requested")
     try:
@@ -106,8 +88,7 @@ def kernel_source(mod: str, head_dim: int, dtype: torch.dtype) -> str:
     head_dim : int
         64 or 128: the head dimension of the tile.
     """
-    return f"""{nvrtc.includes("mods/functions.cuh", "attention/sm90/generated_kernel.cuh")}
-{_ADD_OF_WARP}
+    return f"""{nvrtc.includes("mods/functions.cuh", "mods/gradient_sum.cuh", "attention/sm90/generated_kernel.cuh")}
 {mod}
 extern "C" __global__ void __launch_bounds__(flashbwd::sm90::kThreads, 1)
     {_NAME}(const __grid_constant__ flashbwd::sm90::GeneratedParams params) {{

@@ -6,7 +6,6 @@ equally between equal arguments, clamp passes it on at its bounds, and the gradi
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -72,15 +71,15 @@ class Derivative:
         Emitter of ``score_mod``, whose ``forward`` has been called.
     captured : list of Tensor
         Captured tensors that get a gradient.
-    by_warp : bool
-        All lanes of a warp compute the derivative together, for one batch index and one head. If these alone select an
-        element of a captured tensor, the lines call ``add_of_warp``, which adds the sum of the lanes.
+    in_sums : bool
+        The lines add gradients of captured tensors to the members of ``sums`` (``sums_struct``) instead of to memory.
     """
 
-    def __init__(self, emitter: Emitter, captured: list[Tensor], by_warp: bool) -> None:
+    def __init__(self, emitter: Emitter, captured: list[Tensor], in_sums: bool) -> None:
         self.emitter = emitter
         self.captured = captured
-        self.by_warp = by_warp
+        self.in_sums = in_sums
+        self.sums: list[str] = []  # C++ type of each sum
         self.gradients: dict[fx.Node, list[str]] = {}
         self.slots: dict[int, int] = {}  # position in ``captured`` -> slot among the kernel's captured tensors
 
@@ -135,20 +134,17 @@ class Derivative:
         kind = self._type(node)
         element = f"static_cast<{kind}*>(p.gradients[{selected.slot}]) + {selected.contiguous_offset()}"
         value = f"static_cast<{kind}>({gradient})"
-        if self.by_warp and node not in self._varying_in_a_warp:
-            self.emitter.lines.append(f"add_of_warp({element}, first ? {value} : 0);")
+        if self.in_sums:
+            self.emitter.lines.append(f"sums.sum{len(self.sums)}.add(first, {element}, {value});")
+            self.sums.append(kind)
         else:
             self.emitter.lines.append(f"if (first) atomicAdd({element}, {value});")
 
-    @functools.cached_property
-    def _varying_in_a_warp(self) -> set[fx.Node]:
-        """The values that depend on more than the batch index and the head."""
-        names = (n for n in self.emitter.trace.graph.nodes if n.op == "placeholder")
-        varying = {n for n, name in zip(names, SCORE_PARAMETERS, strict=True) if name not in ("b", "h")}
-        for other in self.emitter.trace.graph.nodes:  # in the order of computation
-            if any(source in varying for source in other.all_input_nodes):
-                varying.add(other)
-        return varying
+    def sums_struct(self) -> str:
+        """Return ``struct Sums``, with a ``GradientSum`` for each access to a captured tensor that gets a gradient."""
+        members = "".join(f"    GradientSum<{kind}> sum{i};\n" for i, kind in enumerate(self.sums))
+        finish = " ".join(f"sum{i}.finish();" for i in range(len(self.sums)))
+        return f"  struct Sums {{\n{members}    __device__ void finish() {{ {finish} }}\n  }};\n"
 
     def _through(self, node: Any, gradient: str, active: set[Any]) -> None:
         name = str(node.target).removeprefix("aten.").split(".")[0]
@@ -242,15 +238,17 @@ class Derivative:
         self._add(node.args[0], active, f"({' && '.join(inside)} ? {gradient} : 0)")
 
 
-def _bodies(score: Trace, slots: Slots, differentiable: list[Tensor], by_warp: bool) -> tuple[str, str, dict[int, int]]:
-    """Return the bodies of ``score_mod`` and ``score_gradient``, and what :func:`emit_gradient` returns second."""
+def _bodies(
+    score: Trace, slots: Slots, differentiable: list[Tensor], in_sums: bool = False
+) -> tuple[str, str, Derivative]:
+    """Return the bodies of ``score_mod`` and ``score_gradient``, and the derivative that wrote the latter."""
     score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
     emitter = Emitter("score_mod", score, slots)
     output = emitter.forward(SCORE_PARAMETERS)
-    derivative = Derivative(emitter, differentiable, by_warp)
+    derivative = Derivative(emitter, differentiable, in_sums)
     result = derivative.run(output, "ds")
     gradient = "\n    ".join([*emitter.lines, f"return static_cast<float>({result});"])
-    return score_body, gradient, derivative.slots
+    return score_body, gradient, derivative
 
 
 def emit_gradient(
@@ -272,7 +270,8 @@ def emit_gradient(
     score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
     gradient_slots: dict[int, int] = {}
     if score is not None:
-        score_body, gradient, gradient_slots = _bodies(score, slots, differentiable, by_warp=False)
+        score_body, gradient, derivative = _bodies(score, slots, differentiable)
+        gradient_slots = derivative.slots
     if mask is not None:
         mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
     params = "DecodingBackwardParams"
@@ -293,21 +292,21 @@ def emit_score_gradient(
     """
     assert score is not None
     assert mask is None
-    score_body, gradient, gradient_slots = _bodies(score, slots, differentiable, by_warp=True)
+    score_body, gradient, derivative = _bodies(score, slots, differentiable, in_sums=True)
     parameters = "const sm90::GeneratedParams& p, float score, int b, int h, int q, int k"
     return (
         f"""namespace flashbwd {{
 struct Mod {{
   static constexpr bool* near = nullptr;
-  static constexpr bool kCapturedGradients = {str(bool(gradient_slots)).lower()};
-  __device__ static float score_mod({parameters}) {{
+  static constexpr bool kCapturedGradients = {str(bool(derivative.slots)).lower()};
+{derivative.sums_struct()}  __device__ static float score_mod({parameters}) {{
     {score_body}
   }}
-  __device__ static float score_gradient({parameters}, float ds, bool first) {{
+  __device__ static float score_gradient({parameters}, float ds, bool first, Sums& sums) {{
     {gradient}
   }}
 }};
 }}  // namespace flashbwd
 """,
-        gradient_slots,
+        derivative.slots,
     )

@@ -46,6 +46,7 @@ static inline unsigned __float_as_uint(float f) { unsigned i; memcpy(&i, &f, 4);
 static inline float rsqrt(float x) { return 1 / sqrt(x); }
 static inline double rsqrt(double x) { return 1 / sqrt(x); }
 template <typename T> static inline void atomicAdd(T* at, T x) { *at += x; }
+template <typename T> static inline T __ldg(const T* from) { return *from; }
 #define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 namespace flashbwd {
 using uint32 = unsigned;

@@ -2,8 +2,8 @@
 // a block mask, whose bits also hide what is beyond the sequences.
 //
 // Mod::score_mod(p, score, b, h, q, k) returns the modified score, and Mod::score_gradient(p, score, b, h, q, k, ds,
-// adds) the gradient of `score` for a gradient `ds` of the modified score. If `adds`, the latter also adds to the
-// gradients of captured tensors.
+// adds, sums) the gradient of `score` for a gradient `ds` of the modified score. If `adds`, the latter also adds to the
+// gradients of captured tensors; Mod::Sums has a GradientSum (csrc/mods/gradient_sum.cuh) for each.
 #pragma once
 
 #include "../generated_params.h"
@@ -45,10 +45,10 @@ struct GeneratedFunction {
   }
 
   // The gradient of softmax_scale * product. A pair without weight has none, whatever its derivative is.
-  __device__ __forceinline__ float gradient(int v, float product, float gradient) const {
+  __device__ __forceinline__ float gradient(int v, float product, float gradient, typename Mod::Sums& sums) const {
     const bool adds = Mod::kCapturedGradients && gradient != 0.f;
-    const float scaled =
-        Mod::score_gradient(p, product * p.attention.softmax_scale, batch, head, query(v), key(v), gradient, adds);
+    const float scaled = Mod::score_gradient(p, product * p.attention.softmax_scale, batch, head, query(v), key(v),
+                                             gradient, adds, sums);
     return gradient == 0.f ? 0.f : scaled;
   }
 
@@ -99,6 +99,7 @@ struct GeneratedScores : PlainScores<Traits> {
   // p16 becomes P in values kBegin to kEnd, and unless kAdds, S becomes P times the derivative.
   template <int kBegin, int kEnd, typename Lse>
   __device__ __forceinline__ void weigh(Scores& s, Operand& p16, const Lse& lse) {
+    [[maybe_unused]] typename Traits::Mod::Sums unused;
 #pragma unroll
     for (int v = kBegin; v < kEnd; v += 2) {
       const float2 rows = lse[v / 4];
@@ -106,7 +107,7 @@ struct GeneratedScores : PlainScores<Traits> {
       p16[0][v / 2] = pack2<T>(p[0], p[1]);
       if constexpr (!kAdds) {
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) s[0][v + odd] = function.gradient(v + odd, s[0][v + odd], p[odd]);
+        for (int odd = 0; odd < 2; ++odd) s[0][v + odd] = function.gradient(v + odd, s[0][v + odd], p[odd], unused);
       }
     }
   }
@@ -115,6 +116,7 @@ struct GeneratedScores : PlainScores<Traits> {
   template <typename Lse, typename Delta>
   __device__ __forceinline__ void add_gradients(const Scores& s, Operand& p16, Scores& dp, const Lse& lse,
                                                 const Delta& delta) {
+    typename Traits::Mod::Sums sums;
 #pragma unroll
     for (int v = 0; v < Base::kValues; v += 2) {
       function.forget();
@@ -126,9 +128,10 @@ struct GeneratedScores : PlainScores<Traits> {
       for (int odd = 0; odd < 2; ++odd) {
         float& value = dp[0][v + odd];
         const float change = kDeltaFirst ? -value : value - (odd == 0 ? delta_pair.x : delta_pair.y);
-        value = function.gradient(v + odd, s[0][v + odd], p[odd] * change);
+        value = function.gradient(v + odd, s[0][v + odd], p[odd] * change, sums);
       }
     }
+    sums.finish();
   }
 };
 

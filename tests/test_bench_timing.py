@@ -29,7 +29,7 @@ class PretendedGpu:
 
     def __init__(self) -> None:
         self.now = self.busy = 0.0
-        self.millijoules = self.seen_millijoules = 0.0
+        self.millijoules = self.seen_millijoules = self.seen_at = 0.0
         self.last: object = None
         self.counts: Counter[object] = Counter()
         self.rests: list[float] = []
@@ -67,7 +67,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
             self.at, self.millijoules = pretended.now, pretended.millijoules
 
         def synchronize(self) -> None:
-            pretended.seen_millijoules = self.millijoules
+            pretended.seen_millijoules, pretended.seen_at = self.millijoules, self.at
 
         def elapsed_time(self, end: Event) -> float:
             return end.at - self.at
@@ -125,13 +125,14 @@ def test_short_slots_start_cool_and_long_slots_have_a_settled_clock(gpu):
 
 
 class PretendedCounter(EnergyCounter):
-    """A counter that is always up to date."""
+    """A counter that is always up to date or, if ``late``, lacks the energy since the last update (throttled)."""
 
-    def __init__(self, gpu: PretendedGpu, update_ms: float) -> None:
-        self.gpu, self.update_ms, self.sole_use_checks = gpu, update_ms, 0
+    def __init__(self, gpu: PretendedGpu, update_ms: float, late: bool = False) -> None:
+        self.gpu, self.update_ms, self.late, self.sole_use_checks = gpu, update_ms, late, 0
 
     def millijoules(self) -> int:
-        return int(self.gpu.seen_millijoules)
+        missing = self.gpu.seen_at % self.update_ms * WATTS / 2 if self.late else 0.0
+        return int(self.gpu.seen_millijoules - missing)
 
     def require_sole_use(self) -> None:
         self.sole_use_checks += 1
@@ -159,6 +160,16 @@ def test_energy_is_that_of_the_timed_half_over_its_calls(gpu, update_ms, timed_m
     assert counter.sole_use_checks == 1
     # A warm-up, a pilot of 2, 5 bursts of 20, 6 slots of 1 + 30, and the slots with a settled clock.
     assert gpu.counts["a"] == 3 + 100 + 6 * 31 + measure.SUSTAINED_ROUNDS * (250 + timed_ms)
+
+
+def test_a_late_counter_is_wrong_by_at_most_the_error_that_is_stated(gpu):
+    counter = PretendedCounter(gpu, 37.0, late=True)
+    settings = Settings(6, 30.0, 50.0, 500.0, energy=True)
+    timing = measure.interleaved({"a": gpu.peer("a", 1.3)}, GPU, settings, counter=counter)["a"]
+    true = 1.3 * WATTS / 1e3
+    errors = [abs(joules / true - 1) for joules in timing.joules]
+    assert max(errors) > 1e-4  # the counter was late
+    assert all(error <= stated for error, stated in zip(errors, timing.energy_error, strict=True))
 
 
 def test_energy_of_a_replay_is_divided_by_its_calls(gpu, monkeypatch):

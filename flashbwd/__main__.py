@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from flashbwd.bench import bug_report, machine, report, results, runner, suites
+from flashbwd.bench.energy import EnergyError
 from flashbwd.bench.measure import Settings
 
 SUITES = ("attention", "attention_features", "layer_norm", "decoding", "block", "flex", "scale", "all")
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         help="interleaved rounds, at least 5 (default 7), rounded up to a multiple of the number of peers",
     )
     add("--slot-ms", type=float, help="minimum duration of one peer's slot in a round, in milliseconds (default 30)")
+    add(
+        "--energy",
+        action="store_true",
+        help="also measure the joules of a call with a settled clock, from the GPU's energy counter; needs a GPU that "
+        "nothing else uses, and the package nvidia-ml-py (pip install flashbwd[energy])",
+    )
     add("--budget-s", type=float, default=float("inf"), help="start no new case after this many seconds")
     add("--resume", action="store_true", help="continue the newest unfinished file in --out")
     return parser
@@ -79,17 +86,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
-    """Return how long to measure. A GPU also gets pauses and slots with a settled clock, except with --quick."""
+    """Return how long to measure. A GPU also gets pauses and slots with a settled clock, except with --quick.
+
+    Energy is measured in slots with a settled clock, also with --quick.
+    """
     rounds = options.rounds if options.rounds is not None else (5 if options.quick else 7)
     slot_ms = options.slot_ms if options.slot_ms is not None else (10.0 if options.quick else 30.0)
+    if options.quick and options.energy:
+        return Settings(rounds, slot_ms, 0.0, SUSTAINED_MS, energy=True)
     if device.type != "cuda" or options.quick:
-        return Settings(rounds, slot_ms)
-    return Settings(rounds, slot_ms, PAUSE_MS, SUSTAINED_MS)
+        return Settings(rounds, slot_ms, energy=options.energy)
+    return Settings(rounds, slot_ms, PAUSE_MS, SUSTAINED_MS, energy=options.energy)
 
 
 def bench(options: argparse.Namespace) -> int:
     """Run a suite and write its report."""
     if options.suite == "scale":
+        if options.energy:
+            print("flashbwd: --energy measures one GPU, so it does not support suite scale", file=sys.stderr)
+            return 2
         return bench_scale(options)
     device = machine.default_device()
     earlier = None if options.compare is None else results.load(options.compare)
@@ -128,21 +143,31 @@ def bench(options: argparse.Namespace) -> int:
     except runner.DeviceLostError as lost:
         print(f"{lost}\n{path} has the results so far; --resume continues with the next case", file=sys.stderr)
         return STOPPED_EARLY
+    except EnergyError as error:
+        saved = f"\n{path} has the results so far; --resume continues with the next case" if path.exists() else ""
+        print(f"{error}{saved}", file=sys.stderr)
+        return STOPPED_EARLY if saved else 2
+    write_report(found, path, options.compare, earlier)
+    if found.wrong():
+        return 1
+    return 0 if found.complete else STOPPED_EARLY
+
+
+def write_report(found: results.Report, path: Path, compare: Path | None, earlier: results.Report | None) -> None:
+    """Write the Markdown file and the plots beside ``path``, and print the tables."""
     path.with_suffix(".md").write_text(report.markdown(found, earlier))
     images = report.plots(found, path.with_suffix(""))
     for table, members in report.by_table(found).items():
-        print("\n\n".join(filter(None, [f"\n{table.replace('_', ' ')}", report.rates(members), report.bars(members)])))
+        parts = [report.rates(members), report.bars(members), report.energy(members), report.host_times(members)]
+        print("\n\n".join(filter(None, [f"\n{table.replace('_', ' ')}", *parts])))
     if earlier is not None:
-        print(f"\ncompared with {options.compare}\n{report.changes_table(results.compare(earlier, found))}")
+        print(f"\ncompared with {compare}\n{report.changes_table(results.compare(earlier, found))}")
     print(f"\n{report.bar_summary(found)}")
     print(f"written: {path}, {path.with_suffix('.md').name}, {len(images)} plots")
     if not images:
         print("no plots: they need matplotlib (pip install flashbwd[bench])")
     for line in found.wrong():
         print(f"WRONG: {line}", file=sys.stderr)
-    if found.wrong():
-        return 1
-    return 0 if found.complete else STOPPED_EARLY
 
 
 def bench_scale(options: argparse.Namespace) -> int:

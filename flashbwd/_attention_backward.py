@@ -166,7 +166,7 @@ def attention_backward(
         max_seqlen_k=max_seqlen_k,
         deterministic=deterministic,
     )
-    options["allow_tf32"] = _ops.allow_tf32(q)
+    options = _ops.without_defaults(options | {"allow_tf32": _ops.allow_tf32(q)})
     if workspace is None and dq is None and dk is None and dv is None:
         dq, dk, dv, dbias, dsink = _ops.call_below_autograd(
             torch.ops.flashbwd.attention_backward, dout, q, k, v, out, softmax_lse, **options

@@ -103,16 +103,27 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return operator(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as caught:
-        error, _failure.error = getattr(_failure, "error", None), None
-        if error is not None:
-            raise error from None
-        about_types = _arguments.is_about_types(caught)
-        if about_types and (message := _arguments.misfit(operator.default._schema, args, kwargs)):
-            raise ValueError(message) from None
-        refusal = _last_refusal().decode()
-        if refusal and str(caught).startswith(refusal):
-            raise ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs)) from None
-        raise
+        error = _explained(caught, operator, args, kwargs)
+        if error is None:
+            raise
+        raise error from None
+
+
+def _explained(
+    caught: Exception, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> BaseException | None:
+    """Return the exception to raise in place of the one that an operator raised; None if that one is right."""
+    error, _failure.error = getattr(_failure, "error", None), None
+    if error is not None:
+        original: BaseException = error
+        return original
+    about_types = _arguments.is_about_types(caught)
+    if about_types and (message := _arguments.misfit(operator.default._schema, args, kwargs)):
+        return ValueError(message)
+    refusal = _last_refusal().decode()
+    if refusal and str(caught).startswith(refusal):
+        return ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs))
+    return None
 
 
 def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,8 +133,14 @@ def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if torch.compiler.is_compiling() or may_be_refused(args, kwargs):
         return call(operator, *args, **kwargs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return call(operator, *args, **kwargs)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError) as caught:
+        error = _explained(caught, operator, args, kwargs)
+        if error is None:
+            raise
+        raise error from None
 
 
 def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -160,6 +177,22 @@ implement_reference("attention_backward_reference", _attention_backward_referenc
 
 _SCHEMA = torch.ops.flashbwd.attention_backward.default._schema
 _ARGUMENTS = [argument.name for argument in _SCHEMA.arguments]
+_DEFAULTS = {argument.name: argument.default_value for argument in _SCHEMA.arguments}
+
+
+def without_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an attention backward that differ from the operator's defaults.
+
+    PyTorch takes about 0.3 us to read an option that a caller passes. Only floats and strings are compared by value, so
+    that an option of a wrong type reaches the operator, which refuses it.
+    """
+    if torch.compiler.is_compiling():
+        return options
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not (default := _DEFAULTS[name]) and (type(value) not in (float, str) or value != default)
+    }
 
 
 def _bind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

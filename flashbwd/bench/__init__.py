@@ -14,12 +14,14 @@ ahead           compiles slow peers in parallel processes before the measurement
 oracle          float64 gradients of the naive formula, on slices
 errors          error of each peer's gradients against the oracle
 measure         timing: interleaved rounds, CUDA events or graphs; memory, ceilings
+energy          the energy counter of a GPU
 machine         GPU or CPU, driver, versions, commit, hash of the kernel sources
 results         records, JSON files, bars, comparison with an earlier file
 report          Markdown tables and plots
 acceptance      the record of GPU tests and compute-sanitizer that a release needs
 runner          the loop over cases, with a time budget and resumption
-host_time       host time of flex_decoding calls
+host_time       host time of flex_decoding calls and of small backwards
+backward_time   the rows of host_time for small backwards
 override_time   host time that the overrides of PyTorch's operators add
 =============== ===========================================================================
 

@@ -52,6 +52,7 @@ BLOCK = "flashbwd eager"
 BLOCK_COMPILED = "flashbwd compiled"
 ANY_PEER = "fastest peer"
 VARIANTS = {CUDNN: (CUDNN, CUDNN_HEADS_FIRST)}  # variants of a peer; the fastest one counts
+HOST_BAR = 1.2  # largest host time of a backward over that of PyTorch's for the same work
 DETERMINISTIC = " deterministic"  # suffix of a peer's name
 
 

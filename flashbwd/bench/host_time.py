@@ -7,6 +7,7 @@ and a launch) and SDPA. A first call is the first call of a new process; its tim
 creation of the inputs.
 
 ``--warm`` skips the first calls. ``--only NAME`` prints the time of the first call of one row, in milliseconds.
+``--backward`` measures small backwards of attention and norms instead (``backward_time``), also on a CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashbwd
+from flashbwd.bench import backward_time, machine
 from flashbwd.bench.measure import host_bursts
 
 SEQLEN_K, PAGE = 8192, 128
@@ -145,7 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m flashbwd.bench.host_time", allow_abbrev=False)
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--only")
+    parser.add_argument("--backward", action="store_true")
     options = parser.parse_args(arguments)
+    if options.backward:
+        backward_time.main(machine.default_device())
+        return
     if options.only:
         print(first_call(options.only))
         return

@@ -9,11 +9,13 @@ zeroing of a call.
 On CUDA, slots are timed with events. The first call of a slot is not counted: while it runs, the host launches the
 other calls, and it absorbs the one-time cost of switching to another peer's memory. If a call is so short that its
 launch would dominate the time, a slot replays a CUDA graph of it. The report then also contains the time of eager
-calls, which includes the host, and the host time of one call. If all inputs fit into the cache, calls rotate among
+calls, which includes the host. The host time of a call is measured in bursts that start with an idle GPU and fit into
+its launch queue, so the host never waits for the GPU. If all inputs fit into the cache, calls rotate among
 several sets of inputs.
 
 A card at its power limit lowers its clock over a few tenths of a second, so there are two figures: cool (short slots,
-each after a pause) and sustained (long slots, of which the second half is timed).
+each after a pause) and sustained (long slots, of which the second half is timed). The energy of a call is measured in
+the sustained slots, between two readings of the GPU's energy counter.
 """
 
 from __future__ import annotations
@@ -24,17 +26,21 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashbwd.bench.energy import EnergyCounter
 from flashbwd.bench.peers import Prepared
 
 GRAPH_BELOW_MS = 0.15  # includes host time: launching a call of 50 us of device time often takes 100 us
 FEWEST_ROUNDS = 5
+HOST_ROUNDS = 5
+HOST_CALLS = 30  # most calls per burst, so that their kernels fit into the launch queue, which holds about 1000
+HOST_BURST_MS = 20.0  # GPU time after which a burst ends; one call at least
 SUSTAINED_ROUNDS = 3  # rounds of slots with a settled clock, which are long and vary little
 CPU_CACHE_BYTES = 2**25  # used if the system does not report the size
 
@@ -53,12 +59,15 @@ class Settings:
         Time in milliseconds for which a GPU rests before each slot.
     sustained_ms
         Length in milliseconds of the slots with a settled clock, of which the second half is timed; 0 for none.
+    energy
+        Whether every peer also gets slots with a settled clock in which its energy is measured.
     """
 
     rounds: int = 7
     slot_ms: float = 30.0
     pause_ms: float = 0.0
     sustained_ms: float = 0.0
+    energy: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < FEWEST_ROUNDS:
@@ -68,14 +77,29 @@ class Settings:
         """Return the number of rounds for this number of peers. It is a multiple of the number of peers (``order``)."""
         return math.ceil(self.rounds / max(peers, 1)) * max(peers, 1)
 
+    def slots_of(self, peers: int) -> int:
+        """Return the number of slots of this number of peers that a progress bar counts."""
+        return peers * (self.rounds_of(peers) + (SUSTAINED_ROUNDS if self.energy else 0))
+
 
 @dataclass(frozen=True)
 class Timing:
     times_ms: list[float]  # time of one call, one value per round
     method: str  # "events", "graph" or "clock"
-    host_us: float | None  # host time of one call, if calls are short
+    host_us: float | None  # host time of one call on a GPU
     eager_ms: list[float] = field(default_factory=list)  # time of one call without the graph, one value per round
     sustained_ms: list[float] = field(default_factory=list)  # time of one call with a settled clock, one per round
+    joules: list[float] = field(default_factory=list)  # energy of one call with a settled clock, one per round
+    energy_error: list[float] = field(default_factory=list)  # largest error of each of ``joules``, as a fraction
+
+
+@dataclass(frozen=True)
+class Metered:
+    """Time and energy of one call in one slot, and the largest error of the energy as a fraction."""
+
+    ms: float
+    joules: float
+    error: float
 
 
 class Timer:
@@ -113,16 +137,31 @@ class Timer:
         last.synchronize()
         return first.elapsed_time(last) / repeats
 
-    def host_us(self, call: Callable[[], Any]) -> float:
-        """Return the median of the microseconds until a call returns, if the device is idle before the call."""
-        times = []
-        for _ in range(20):
-            self.synchronize()
-            start = time.perf_counter()
+    def metered_slot(
+        self, calls: Iterator[Callable[[], Any]], repeats: int, lead: int, counter: EnergyCounter
+    ) -> Metered:
+        """Measure ``repeats`` calls after ``lead`` calls that are not counted.
+
+        The counter is read when the GPU has finished the last call that is not counted. The first counted calls are
+        launched before, so that the GPU does not wait for the reading.
+        """
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        for call in itertools.islice(calls, lead):
             call()
-            times.append((time.perf_counter() - start) * 1e6)
-        self.synchronize()
-        return statistics.median(times)
+        first.record()
+        ahead = max(1, repeats // 200)
+        for call in itertools.islice(calls, ahead):
+            call()
+        first.synchronize()
+        before = counter.millijoules()
+        for call in itertools.islice(calls, repeats - ahead):
+            call()
+        last.record()
+        last.synchronize()
+        joules = counter.joules_since(before)
+        slot_ms = first.elapsed_time(last)
+        return Metered(slot_ms / repeats, joules / repeats, counter.update_ms / slot_ms)
 
 
 def host_bursts(call: Callable[[], Any], bursts: int, calls: int) -> list[float]:
@@ -164,7 +203,6 @@ class _Runner:
         self.eager: Iterator[Callable[[], Any]] = itertools.cycle(self.backwards)
         self.eager_repeats = 1
         self.method = method
-        self.host_us: float | None = None
         self.capturable = sets[0].capturable
 
     def slot(self, timer: Timer) -> float:
@@ -183,10 +221,25 @@ class _Runner:
         with self.scope():
             return timer.slot(self.calls, repeats, lead=repeats) / self.backwards_a_call
 
+    def metered_slot(self, timer: Timer, slot_ms: float, call_ms: float, counter: EnergyCounter) -> Metered:
+        """Measure one backward as ``sustained_slot`` does. The timed half is longer if the counter requires it."""
+        lead, repeats = (
+            repeats_for(half_ms, call_ms * self.backwards_a_call)
+            for half_ms in (slot_ms / 2, counter.timed_ms(slot_ms / 2))
+        )
+        with self.scope():
+            slot = timer.metered_slot(self.calls, repeats, lead, counter)
+        return replace(slot, ms=slot.ms / self.backwards_a_call, joules=slot.joules / self.backwards_a_call)
+
+    def host_us(self, call_ms: float) -> float:
+        """Return the host time of one backward without the graph, in microseconds, from one burst of calls."""
+        calls = max(1, min(HOST_CALLS, int(HOST_BURST_MS / max(call_ms, 1e-3))))
+        with self.scope():
+            return host_bursts(self.backwards[0], 1, calls)[0]
+
     def use_graph(self, timer: Timer) -> None:
         """Replay a CUDA graph of all sets from now on. A peer that cannot be captured is still timed eagerly."""
         with self.scope():
-            self.host_us = timer.host_us(self.backwards[0])
             if not self.capturable:
                 return
             try:
@@ -203,10 +256,12 @@ def interleaved(
     settings: Settings,
     tick: Callable[[], None] = lambda: None,
     sustained: Collection[str] = (),
+    counter: EnergyCounter | None = None,
 ) -> dict[str, Timing]:
     """Time every peer, each given as one ``Prepared`` per set of inputs; ``tick`` is called after each slot.
 
     Peers named in ``sustained`` are also timed with a settled clock, if ``settings`` request it and no call is short.
+    With a ``counter``, all peers are, and their energy is measured in the same slots.
     """
     timer = Timer(device)
     runners = {name: _Runner(sets, "events" if timer.cuda else "clock") for name, sets in peers.items()}
@@ -222,21 +277,53 @@ def interleaved(
             runner.eager_repeats = repeats_for(settings.slot_ms, pilots[name])
             pilots[name] = runner.slot(timer)
         runner.repeats = repeats_for(settings.slot_ms, pilots[name] * runner.backwards_a_call)
-    timings = {name: Timing([], runner.method, runner.host_us) for name, runner in runners.items()}
     gc.collect()
+    host_us = _host_times(runners, pilots) if timer.cuda else dict.fromkeys(runners)
+    timings = {name: Timing([], runner.method, host_us[name]) for name, runner in runners.items()}
     for name in in_rounds(list(runners), settings):
         timer.pause(settings.pause_ms)
         timings[name].times_ms.append(runners[name].slot(timer))
         if runners[name].method == "graph":
             timings[name].eager_ms.append(runners[name].eager_slot(timer))
         tick()
-    if timer.cuda and settings.sustained_ms > 0 and not short:
-        names = [name for name in runners if name in sustained]
-        for turn in range(SUSTAINED_ROUNDS):
-            for name in order(names, turn):
-                slot = runners[name].sustained_slot(timer, settings.sustained_ms, pilots[name])
-                timings[name].sustained_ms.append(slot)
+    if timer.cuda and settings.sustained_ms > 0 and (counter is not None or not short):
+        chosen = [name for name in runners if counter is not None or name in sustained]
+        _settled_rounds({name: runners[name] for name in chosen}, timings, timer, settings, tick, counter)
     return timings
+
+
+def _host_times(runners: Mapping[str, _Runner], call_ms: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the median host time of a call of each peer, in microseconds, from interleaved bursts."""
+    bursts: dict[str, list[float]] = {name: [] for name in runners}
+    for turn in range(HOST_ROUNDS):
+        for name in order(list(runners), turn):
+            bursts[name].append(runners[name].host_us(call_ms[name]))
+    return {name: statistics.median(times) for name, times in bursts.items()}
+
+
+def _settled_rounds(
+    runners: Mapping[str, _Runner],
+    timings: Mapping[str, Timing],
+    timer: Timer,
+    settings: Settings,
+    tick: Callable[[], None],
+    counter: EnergyCounter | None,
+) -> None:
+    """Time peers with a settled clock and, with a counter, measure their energy."""
+    for turn in range(SUSTAINED_ROUNDS):
+        for name in order(list(runners), turn):
+            timing = timings[name]
+            call_ms = statistics.median(timing.times_ms)
+            if counter is None:
+                timing.sustained_ms.append(runners[name].sustained_slot(timer, settings.sustained_ms, call_ms))
+                continue
+            slot = runners[name].metered_slot(timer, settings.sustained_ms, call_ms, counter)
+            timing.sustained_ms.append(slot.ms)
+            timing.joules.append(slot.joules)
+            timing.energy_error.append(slot.error)
+            tick()
+    if counter is not None:
+        counter.require_sole_use()
 
 
 def repeats_for(slot_ms: float, call_ms: float) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashbwd.bench.cases import BLOCK_SLOT_MS, COPY
+from flashbwd.bench.cases import BLOCK_SLOT_MS, COPY, HOST_BAR
 from flashbwd.bench.results import COOL, EAGER, OK, SUSTAINED, CaseResult, Change, Report, Verdict, compare
 
 
@@ -81,6 +82,47 @@ def bars(results: Sequence[CaseResult]) -> str:
         for key, verdicts in rows.items()
     ]
     return table(header, cells) if cells else ""
+
+
+def host_times(results: Sequence[CaseResult]) -> str:
+    """Return a table of the host times of eager calls; empty if none was measured, as on the CPU."""
+    peers = [name for name in timed_peers(results) if any(r.peers[name].host_us for r in results if name in r.peers)]
+
+    def cell(result: CaseResult, name: str) -> str:
+        measured = result.peers.get(name)
+        if measured is None or measured.host_us is None:
+            return "-"
+        ratio = result.host_ratio(name) if name.startswith("flashbwd") else None
+        if ratio is None:
+            return f"{measured.host_us:.0f}"
+        return f"{measured.host_us:.0f} ({ratio:.2f}{' MISSED' if ratio > HOST_BAR else ''})"
+
+    header = [f"host time in us (over PyTorch's, at most {HOST_BAR:g}) of", *peers]
+    return table(header, [[r.name, *(cell(r, name) for name in peers)] for r in results]) if peers else ""
+
+
+def energy(results: Sequence[CaseResult]) -> str:
+    """Return a table of the energy of a call beside its rate with a settled clock; empty if it was not measured."""
+    rows = []
+    for result in results:
+        for name, peer in result.peers.items():
+            if not (peer.has(SUSTAINED) and peer.joules):
+                continue
+            joules, seconds = statistics.median(peer.joules), statistics.median(peer.sustained_ms) / 1e3
+            ratio, error = result.energy_ratio(name), max(peer.energy_error)
+            rows.append(
+                [
+                    result.name,
+                    name,
+                    rate_cell(result, name, SUSTAINED),
+                    f"{joules:.4g}",
+                    "-" if ratio is None else str(ratio),
+                    f"{joules / seconds:.0f}",
+                    f"{100 * error:.1f} %",
+                ]
+            )
+    header = ["case", "peer", results[0].unit, "J/call", "over the fastest peer's", "W", "error at most"]
+    return table(header, rows) if rows else ""
 
 
 def details(results: Sequence[CaseResult]) -> str:
@@ -165,6 +207,12 @@ def slots(report: Report) -> str:
         text += f", each after a pause of {pause_ms:g} ms"
     if sustained_ms := report.settings.get("sustained_ms"):
         text += f"; with a settled clock, the second half of {sustained_ms:g} ms"
+    if report.settings.get("energy"):
+        counter = report.machine["energy_counter"]
+        text += (
+            f", or as long as the energy counter needs, which is updated every {counter['update_ms']:.0f} ms "
+            f"(joules include the power of an idle GPU, which was {counter['idle_watts']:.0f} W)"
+        )
     return text
 
 
@@ -188,7 +236,7 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
         )
     groups = by_table(report)
     for name, results in groups.items():
-        parts += [f"## {name.replace('_', ' ')}", rates(results), bars(results)]
+        parts += [f"## {name.replace('_', ' ')}", rates(results), bars(results), energy(results), host_times(results)]
     if earlier is not None:
         parts += [
             f"## Compared with {earlier.date}, commit {earlier.machine['commit']}",
@@ -206,17 +254,24 @@ def markdown(report: Report, earlier: Report | None = None) -> str:
 
 
 def plots(report: Report, stem: Path) -> list[Path]:
-    """Write one PNG per table, named ``stem``-TABLE.png, and return their paths; none without matplotlib."""
+    """Write one PNG per table, named ``stem``-TABLE.png, and return their paths; none without matplotlib.
+
+    If the energy of calls was measured, ``stem``-energy.png shows it for all cases.
+    """
     try:
         import matplotlib
     except ImportError:
         return []
     matplotlib.use("Agg")
+    figures = {
+        name: _lines(results) if name in _PANELS else _bars(results, CaseResult.rate, results[0].unit)
+        for name, results in by_table(report).items()
+        if timed_peers(results)
+    }
+    if metered := [result for result in report.results if any(map(result.energy_ratio, result.peers))]:
+        figures["energy"] = _bars(metered, _energy_ratio, "joules of a call over those of the fastest peer", SUSTAINED)
     written = []
-    for name, results in by_table(report).items():
-        if not timed_peers(results):
-            continue
-        figure = _lines(results) if name in _PANELS else _bars(results)
+    for name, figure in figures.items():
         figure.suptitle(f"{name.replace('_', ' ')}, {report.machine['device']}, torch {report.machine['torch']}")
         path = stem.with_name(f"{stem.name}-{name}.png")
         figure.savefig(path, dpi=110)
@@ -267,20 +322,27 @@ def _lines(results: Sequence[CaseResult]) -> Any:
     return figure
 
 
-def _bars(results: Sequence[CaseResult]) -> Any:
+def _energy_ratio(result: CaseResult, peer: str) -> float:
+    ratio = result.energy_ratio(peer)
+    return 0.0 if ratio is None else ratio.median
+
+
+def _bars(
+    results: Sequence[CaseResult], value: Callable[[CaseResult, str], float], unit: str, figure_of: str = COOL
+) -> Any:
     from matplotlib.figure import Figure
 
-    peers = timed_peers(results)
+    peers = timed_peers(results, figure_of)
     height = 0.8 / len(peers)
     figure = Figure(figsize=(10, 1 + len(results) * max(0.4, 0.14 * len(peers))), layout="constrained")
     axes = figure.add_subplot()
     for number, peer in enumerate(peers):
-        positions = [i + number * height for i, r in enumerate(results) if peer in r.peers and r.peers[peer].timed]
-        values = [r.rate(peer) for r in results if peer in r.peers and r.peers[peer].timed]
+        shown = [(i, r) for i, r in enumerate(results) if peer in r.peers and r.peers[peer].has(figure_of)]
+        positions, values = [i + number * height for i, _ in shown], [value(r, peer) for _, r in shown]
         axes.barh(positions, values, height, label=peer, color=f"C{number}", hatch=None if "flashbwd" in peer else "//")
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(results))], [r.name for r in results], fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlabel(results[0].unit)
+    axes.set_xlabel(unit)
     axes.grid(axis="x", alpha=0.3)
     axes.margins(y=0.01)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashbwd.bench.cases import ANY_PEER, COPY, VARIANTS, Bar
+from flashbwd.bench.cases import (
+    ANY_PEER,
+    BLOCK,
+    BLOCK_COMPILED,
+    COPY,
+    TORCH_BLOCK,
+    TORCH_BLOCK_COMPILED,
+    VARIANTS,
+    Bar,
+)
 
 SCHEMA = 1
 
@@ -29,8 +38,9 @@ class PeerResult:
     """One peer on one case.
 
     ``times_ms``, ``sustained_ms`` and ``eager_ms`` have one value per round; the last two are empty if they were not
-    measured. ``errors`` is ||g - ref|| / ||ref|| of each gradient on the checked slices. ``work`` is the work of one
-    call in FLOPs or bytes.
+    measured. ``joules`` is the energy of one call in the slots of ``sustained_ms``. ``energy_error`` is the largest
+    error of each of these values because of the interval of the GPU's counter, as a fraction. ``errors`` is
+    ||g - ref|| / ||ref|| of each gradient on the checked slices. ``work`` is the work of one call in FLOPs or bytes.
     """
 
     status: str
@@ -47,6 +57,8 @@ class PeerResult:
     eager_ms: list[float] = field(default_factory=list)
     sustained_ms: list[float] = field(default_factory=list)
     first_ms: float | None = None  # the first call, with compilation and the lists of its mask
+    joules: list[float] = field(default_factory=list)
+    energy_error: list[float] = field(default_factory=list)
 
     @property
     def timed(self) -> bool:
@@ -96,6 +108,28 @@ class CaseResult:
             return None
         b = max(right, key=lambda peer: statistics.median(peer.rates(figure)))
         return Ratio.of([x / y for x, y in zip(a.rates(figure), b.rates(figure), strict=True)])
+
+    def host_ratio(self, name: str) -> float | None:
+        """Return the host time of a peer over the least of PyTorch's operators; None if either was not measured.
+
+        PyTorch's compiled flex_attention counts if no operator computes the case. Blocks are compared with the same
+        kind of model.
+        """
+        measured = {peer: found.host_us for peer, found in self.peers.items() if found.host_us is not None}
+        same = {BLOCK: TORCH_BLOCK, BLOCK_COMPILED: TORCH_BLOCK_COMPILED}.get(name)
+        others = [peer for peer in measured if peer.startswith("torch") and same in (None, peer)]
+        others = others or [peer for peer in measured if peer.startswith("flex")]
+        if name not in measured or not others:
+            return None
+        return measured[name] / min(measured[peer] for peer in others)
+
+    def energy_ratio(self, name: str) -> Ratio | None:
+        """Return the joules of a peer over those of the fastest foreign peer; None if they were not measured."""
+        fastest = self.fastest_peer(SUSTAINED)
+        if fastest is None or not self.peers[name].joules or not self.peers[fastest].joules:
+            return None
+        pairs = zip(self.peers[name].joules, self.peers[fastest].joules, strict=True)
+        return Ratio.of([ours / others for ours, others in pairs])
 
     def fastest_peer(self, figure: str = COOL) -> str | None:
         """Return the fastest peer with correct gradients that does not belong to this library."""

@@ -26,6 +26,7 @@ from flashbwd.bench.cases import (
     FlexCase,
 )
 from flashbwd.bench.contenders import SEED, make_inputs, peers_of
+from flashbwd.bench.energy import EnergyCounter
 from flashbwd.bench.flex_cases import relative_bias, visible_pairs
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.peers import Peer, Prepared, UnsupportedCaseError
@@ -50,11 +51,16 @@ def run_case(
     ceilings: dict[str, float] | None = None,
     tick: Callable[[], None] = lambda: None,
     sets: int | None = None,
+    counter: EnergyCounter | None = None,
 ) -> CaseResult:
-    """Prepare, check and time each of ``peers`` on one case. By default, the input sets together exceed the cache."""
+    """Prepare, check and time each of ``peers`` on one case. By default, the input sets together exceed the cache.
+
+    With a ``counter``, the energy of all peers is measured too.
+    """
     if isinstance(case, BlockCase):
         slot_ms = max(settings.slot_ms, BLOCK_SLOT_MS)  # long enough for the clock to settle
-        settings = dataclasses.replace(settings, slot_ms=slot_ms, pause_ms=0.0, sustained_ms=0.0)
+        sustained_ms = 0.0 if counter is None else slot_ms
+        settings = dataclasses.replace(settings, slot_ms=slot_ms, pause_ms=0.0, sustained_ms=sustained_ms)
     sets = sets or measure.input_sets(case.input_bytes, device)
     inputs = [make_inputs(case, device, SEED + n) for n in range(sets)]
     results: dict[str, PeerResult] = {}
@@ -88,7 +94,7 @@ def run_case(
     references.clear()  # frees their memory before the timing
     if ready:
         try:
-            timings = measure.interleaved(ready, device, settings, tick, sustained_peers(case, list(ready)))
+            timings = measure.interleaved(ready, device, settings, tick, sustained_peers(case, list(ready)), counter)
         except Exception as error:
             for name in ready:
                 results[name] = PeerResult(FAILED, f"this or another peer raised while timed: {_first_line(error)}")
@@ -96,11 +102,8 @@ def run_case(
                 raise DeviceLostError(f"flashbwd: the GPU is unusable: {_first_line(error)}", found) from error
             raise
         for name, timing in timings.items():
-            results[name].times_ms = timing.times_ms
-            results[name].method = timing.method
-            results[name].host_us = timing.host_us
-            results[name].eager_ms = timing.eager_ms
-            results[name].sustained_ms = timing.sustained_ms
+            for figure, value in vars(timing).items():
+                setattr(results[name], figure, value)
     return found
 
 
@@ -222,7 +225,10 @@ def run_suite(
     ------
     DeviceLostError
         If a peer makes the device unusable.
+    EnergyError
+        If ``settings.energy`` is true and the energy of a call cannot be measured.
     """
+    counter = EnergyCounter(device) if settings.energy else None  # while the GPU is idle
     deadline = time.monotonic() + budget_s
     report = load(path) if path.exists() else None
     if report is None:
@@ -232,10 +238,12 @@ def run_suite(
             machine.describe(device).as_dict(),
             dataclasses.asdict(settings),
         )
+        if counter is not None:
+            report.machine["energy_counter"] = {"update_ms": counter.update_ms, "idle_watts": counter.idle_watts}
     done = report.by_name()
     left = [case for case in cases if f"{case.table}: {case.name}" not in done]
     counts = [len(peers_of(case, device, only)) for case in left]
-    slots = sum(count * settings.rounds_of(count) for count in counts)
+    slots = sum(map(settings.slots_of, counts))
     work = [(case, peer) for case in left for peer in peers_of(case, device, only) if peer.ahead]
     if len(work) > 1:
         in_order = sorted(work, key=lambda pair: pair[1].name, reverse=True)  # slow, autotuned peers first
@@ -248,12 +256,12 @@ def run_suite(
             peers = peers_of(case, device, only)
             bar.begin(case.name)
             try:
-                report.results.append(run_case(case, device, settings, peers, ceilings, bar.tick))
+                report.results.append(run_case(case, device, settings, peers, ceilings, bar.tick, None, counter))
             except DeviceLostError as lost:
                 report.results.append(lost.result)  # a resumed run then continues after this case
                 report.save(path)
                 raise
-            bar.finish(len(peers) * settings.rounds_of(len(peers)))
+            bar.finish(settings.slots_of(len(peers)))
             report.save(path)
             gc.collect()
             if gc.get_freeze_count() == 0:  # compiler modules, which would cost 0.2 s in every later collection

@@ -48,11 +48,13 @@ class Call:
     deterministic: bool
     wide_dq: bool
     interleaved: bool  # q, k and v are views of one buffer if their shapes allow it
+    key_mask: bool  # dense calls only; k and v of hidden keys are NaN
     beside: str  # concurrent work on a second stream: "nothing", "products" or "calls"
 
     @property
     def features(self) -> list[str]:
-        names = ["packed", "softcap", "bias", "alibi", "sink", "dlse", "dropout", "deterministic", "wide_dq"]
+        names = ["packed", "softcap", "bias", "key_mask", "alibi", "sink", "dlse", "dropout", "deterministic"]
+        names += ["wide_dq"]
         found = [name for name in names if getattr(self, name)]
         found += ["causal"] if self.causal else []
         found += ["window"] if self.window != (-1, -1) else []
@@ -118,5 +120,6 @@ def draw(number: int, backend: str) -> Call:
     return Call(
         number, rng.choice(BACKEND_DTYPES[backend]), packed, tuple(q), tuple(k), used, heads, heads // group, head_dim,
         head_dim_v, causal, window, softcap, bias, one_in(5), one_in(6), one_in(8), one_in(6), one_in(4), dropout,
-        one_in(3), one_in(6), one_in(4), rng.choice(["nothing", "nothing", "nothing", "products", "calls"]),
+        one_in(3), one_in(6), one_in(4), not packed and one_in(4),
+        rng.choice(["nothing", "nothing", "nothing", "products", "calls"]),
     )  # fmt: skip

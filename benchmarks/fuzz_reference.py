@@ -91,6 +91,9 @@ def build(call: Call, device: torch.device) -> Problem:
         x["slopes"] = torch.rand(call.heads, device=device, generator=generator)
     if call.sink:
         x["sink"] = normal(call.heads, to=torch.float32)
+    if call.key_mask:  # one sequence in five sees no key
+        shown = torch.rand(batch, longest_k, device=device, generator=generator) < 0.7
+        x["key_mask"] = shown & (torch.rand(batch, 1, device=device, generator=generator) < 0.8)
     if call.dlse:
         x["dlse"] = normal(call.heads, total_q, to=torch.float32)
     return _with_reference(call, x)
@@ -129,6 +132,8 @@ def _sequence(call: Call, x: dict[str, Any], index: int, rows: slice, keys: slic
         bias = x["bias"][index if x["bias"].shape[0] > 1 else 0].double()
         scores = scores + bias[:, : n if bias.shape[1] > 1 else 1, : used if bias.shape[2] > 1 else 1]
     scores = scores.masked_fill(~visible(call, n, used, q.device), -torch.inf)
+    if call.key_mask:
+        scores = scores.masked_fill(~x["key_mask"][index, :used], -torch.inf)
     blind = ~(scores > -torch.inf).any(-1)
     return _Sequence(index, rows, keys, q, k, v, dout, scores, tanh, blind)
 
@@ -239,6 +244,9 @@ def _with_reference(call: Call, x: dict[str, Any]) -> Problem:
     for index, rows, keys, used in _sequences(call):
         reference.add(_sequence(call, x, index, rows, slice(keys.start, keys.start + used)))
     x["out"], x["lse"] = reference.out, reference.lse
+    if call.key_mask:
+        for name in "kv":
+            x[name][~x["key_mask"].flatten()] = torch.nan
     return Problem(call, _arguments(call, x), reference.expected, reference.limits())
 
 
@@ -272,7 +280,7 @@ def _arguments(call: Call, x: dict[str, Any]) -> dict[str, Any]:
         dlse = None if dlse is None else dlse.view(rows).transpose(0, 1)
     arguments |= {**dense, "softmax_lse": lse, "dlse": dlse, "causal": call.causal, "window_size": call.window}
     arguments |= {"softcap": call.softcap, "deterministic": call.deterministic, "attn_bias": x.get("bias")}
-    arguments |= {"alibi_slopes": x.get("slopes"), "sink": x.get("sink")}
+    arguments |= {"alibi_slopes": x.get("slopes"), "sink": x.get("sink"), "key_mask": x.get("key_mask")}
     if call.used_k is not None:
         arguments["seqused_k"] = int32(list(call.used_k))
     if call.dropout:

@@ -39,6 +39,7 @@ from flashbwd.norm_backward import (
     rms_norm_backward_from_output,
 )
 from flashbwd.self_attention import SelfAttention
+from flashbwd.triangle import triangle_attention
 
 __version__ = "0.1.0"
 
@@ -78,6 +79,7 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_backward_from_output",
     "stats",
+    "triangle_attention",
     "use_backend",
 ]
 

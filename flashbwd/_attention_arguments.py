@@ -104,6 +104,14 @@ def default_scale(q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
 
 
+def autocast_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype in which attention computes: autocast's if it is enabled and q is not float64, else q's."""
+    kind = q.device.type
+    if kind == "meta" or q.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return q.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def _deterministic(asked: bool) -> bool:
     return _arguments.flag("deterministic", asked) or torch.are_deterministic_algorithms_enabled()
 

@@ -45,6 +45,7 @@ def attention_backward(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attn_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -69,7 +70,7 @@ def attention_backward(
         s     = scale * q @ k.T                       # scale = softmax_scale
         c     = 1 - tanh(s / softcap)**2              # with softcap only
         s     = softcap * tanh(s / softcap)           # with softcap only
-        p     = exp(s + bias + alibi - lse)           # 0 where masked
+        p     = exp(s + bias + alibi - lse)           # 0 where masked, also by key_mask
         z     = 1 / (1 - dropout_p) where dropout kept the element, else 0
         delta = rowsum(dout * out) - dlse
         ds    = p * (z * (dout @ v.T) - delta)
@@ -106,6 +107,9 @@ def attention_backward(
     attn_bias : Tensor, optional
         Added to the scores. Shape (B, H, Sq, Sk), or (B, H, max_seqlen_q, max_seqlen_k) for packed inputs; any
         dimension may be 1. q's dtype or float32. Passing it requests dbias.
+    key_mask : Tensor, (B, Sk), bool, optional
+        True where a key is visible to all queries and heads of its batch entry. Hidden keys get zero dk, dv and dbias;
+        k, v and attn_bias may hold NaN there. Any strides. Packed inputs have ``seqused_k`` instead.
     alibi_slopes : Tensor, (H,) or (B, H), float32, optional
         Adds ``-slope * |i + off - j|`` to the score of query i and key j, with ``off = Sk - Sq`` of its
         sequence (0 for ``"top_left"``). The slopes get no gradient.
@@ -153,6 +157,7 @@ def attention_backward(
         window_size=window_size,
         softcap=softcap,
         attn_bias=attn_bias,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sink=sink,
         dlse=dlse,

@@ -31,7 +31,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     varlen = options.cu_seqlens_q is not None
     same_length = not varlen and q.shape[1] == k.shape[1]
     windowed = options.window != (-1, -1)
-    plain = bias is None and q.shape[-1] == v.shape[-1]
+    plain = bias is None and options.key_mask is None and q.shape[-1] == v.shape[-1]
     if q.device.type == "cpu":
         full_rows = not windowed and (causal != "bottom_right" or same_length)
         if plain and full_rows and not varlen and options.dropout_p == 0.0:
@@ -98,7 +98,13 @@ def _fits_efficient(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
         and v.shape[-1] % 8 == 0
         and (options.causal != "bottom_right" or k.shape[1] >= q.shape[1])
         and (bias is None or (bias.dtype == q.dtype and bias.shape[-1] == k.shape[1]))
+        # Its float32 products split numbers into two parts, which turns the -inf of _hide_keys into NaN.
+        and not (options.key_mask is not None and q.dtype == torch.float32 and _shared_by_batches(q, bias))
     )
+
+
+def _shared_by_batches(q: Tensor, bias: Tensor | None) -> bool:
+    return bias is not None and q.shape[0] > 1 and (bias.shape[0] == 1 or bias.stride(0) == 0)
 
 
 def dropout_layout(forward: str) -> str:
@@ -133,13 +139,7 @@ def run(forward: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
         )
         out, lse = out.transpose(1, 2), lse.view(lse.shape[:3])  # older PyTorch: (B, H, Sq, 1)
     elif forward == "torch_efficient":
-        mask = ("none", "top_left", "bottom_right").index(causal)
-        bias = options.attn_bias
-        bias = None if bias is None else _aligned(bias).expand(q.shape[0], q.shape[2], q.shape[1], -1)
-        out, lse, *_ = _aten._efficient_attention_forward(
-            q, k, v, bias, None, None, None, None, 0.0, mask, True, scale=softmax_scale
-        )
-        lse = lse[..., : q.shape[1]]  # (B, H, roundup(Sq, 32))
+        out, lse = _efficient(q, k, v, options, softmax_scale)
     else:
         out, lse, rng, _, _ = _aten._flash_attention_forward(
             q,
@@ -160,6 +160,58 @@ def run(forward: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     if sink is not None:
         out, lse = _add_sink(out, lse, sink)
     return out.contiguous(), lse.contiguous(), rng
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Run PyTorch's memory-efficient forward."""
+    mask = ("none", "top_left", "bottom_right").index(options.causal)
+    rows, bias, dead = q.shape[1], options.attn_bias, None
+    if options.key_mask is not None:
+        dead = _rows_without_keys(options.key_mask, rows, options.causal)
+        q, k, v, bias = _hide_keys(q, k, v, bias, options.key_mask)
+    bias = None if bias is None else _aligned(bias).expand(q.shape[0], q.shape[2], rows, -1)
+    out, lse, *_ = _aten._efficient_attention_forward(
+        q, k, v, bias, None, None, None, None, 0.0, mask, True, scale=softmax_scale
+    )
+    lse = lse[..., :rows]  # (B, H, roundup(Sq, 32))
+    if dead is not None:
+        out = out.masked_fill(dead[:, :, None, None], 0.0)
+        lse = lse.masked_fill(dead[:, None], -torch.inf)
+    return out, lse
+
+
+def _hide_keys(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return operands whose scores of hidden keys are -inf. Hidden keys, values and biases may hold NaN.
+
+    If batches share the bias, a copy per batch would take too much memory. Then q and k get 8 more columns, whose
+    product is 0 or -inf.
+    """
+    hidden = key_mask.logical_not()
+    k, v = (x.masked_fill(hidden[:, :, None, None], 0.0) for x in (k, v))
+    if not _shared_by_batches(q, bias):
+        bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
+        return q, k, v, bias.masked_fill(hidden[:, None, None], -torch.inf)
+    assert bias is not None
+    bias = bias[:1].masked_fill(hidden.all(0), -torch.inf)
+    column = torch.zeros_like(hidden, dtype=k.dtype).masked_fill_(hidden, -torch.inf)
+    column = column[:, :, None, None].expand(*k.shape[:-1], 1)
+    k = torch.cat([k, column, k.new_zeros(*k.shape[:-1], 7)], -1)
+    q = torch.cat([q, q.new_ones(*q.shape[:-1], 1), q.new_zeros(*q.shape[:-1], 7)], -1)
+    return q, k, v, bias
+
+
+def _rows_without_keys(key_mask: Tensor, rows: int, causal: str) -> Tensor:
+    """Return the rows that see no key because of a key mask and a causal mask, (B, Sq or 1) bool."""
+    keys = key_mask.shape[1]
+    first = key_mask.to(torch.uint8).argmax(1, keepdim=True).masked_fill(~key_mask.any(1, keepdim=True), keys)
+    if causal == "none":
+        return first == keys
+    offset = keys - rows if causal == "bottom_right" else 0
+    return first > torch.arange(rows, device=key_mask.device) + offset
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashbwd import _arguments, _forward, _ops
-from flashbwd._attention_arguments import RngState, default_scale, operator_options, use_backend
+from flashbwd._attention_arguments import RngState, autocast_dtype, default_scale, operator_options, use_backend
 from flashbwd._attention_backward import AttentionGrads, attention_backward
 from flashbwd._attention_plan import Plan, plan_attention_backward
 
@@ -34,6 +34,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attn_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -57,6 +58,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attn_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -80,6 +82,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attn_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -102,6 +105,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attn_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -125,7 +129,7 @@ def attention(
     q : Tensor, (B, Sq, H, D) or packed (total_q, H, D)
     k : Tensor, (B, Sk, Hkv, D) or (total_k, Hkv, D)
     v : Tensor, (B, Sk, Hkv, Dv) or (total_k, Hkv, Dv)
-    softmax_scale, causal, window_size, softcap, attn_bias, alibi_slopes, sink
+    softmax_scale, causal, window_size, softcap, attn_bias, key_mask, alibi_slopes, sink
         As for :func:`attention_backward`. ``sink`` adds one logit per query head to the softmax denominator; it has no
         value row.
     dropout_p : float
@@ -153,8 +157,7 @@ def attention(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _arguments.tensor(name, tensor)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
+        q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
     _arguments.flag("return_lse", return_lse)
     options = operator_options(
         q,
@@ -163,6 +166,7 @@ def attention(
         window_size=window_size,
         softcap=softcap,
         attn_bias=attn_bias,
+        key_mask=key_mask,
         alibi_slopes=alibi_slopes,
         sink=sink,
         dropout_p=dropout_p,

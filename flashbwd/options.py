@@ -19,6 +19,7 @@ class AttentionOptions(NamedTuple):
     """
 
     attn_bias: Tensor | None = None
+    key_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
     dlse: Tensor | None = None

@@ -82,7 +82,13 @@ def attention_inputs(packed: bool = False) -> Arguments:
                 "max_seqlen_k": 5}  # fmt: skip
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 6)
     return {"q": q, "k": k, "v": v, "attn_bias": torch.randn(1, 1, 5, 7), "alibi_slopes": torch.ones(4),
-            "sink": torch.zeros(4)}  # fmt: skip
+            "sink": torch.zeros(4), "key_mask": torch.ones(2, 7, dtype=torch.bool)}  # fmt: skip
+
+
+def triangle_inputs() -> Arguments:
+    q, k, v = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 4, 7, 8), torch.randn(2, 3, 4, 7, 6)
+    mask = torch.ones(2, 3, 1, 1, 7, dtype=torch.bool)
+    return {"q": q, "k": k, "v": v, "bias": torch.randn(2, 1, 4, 5, 7), "mask": mask}
 
 
 def attention_backward_inputs(packed: bool = False) -> Arguments:
@@ -102,7 +108,7 @@ SCALARS = {
 }
 SEQUENCES = {"cu_seqlens_q": "tensor", "cu_seqlens_k": "tensor", "max_seqlen_q": "tensor", "max_seqlen_k": "tensor"}
 QKV = {"q": "q", "k": "tensor", "v": "tensor"}
-OPTIONAL = dict.fromkeys(("attn_bias", "alibi_slopes", "sink"), "tensor?")
+OPTIONAL = dict.fromkeys(("attn_bias", "key_mask", "alibi_slopes", "sink"), "tensor?")
 BACKWARD = dict.fromkeys(("dout", "out", "softmax_lse"), "tensor") | {
     "dlse": "tensor?",
     "dropout_p": "p",
@@ -135,6 +141,10 @@ FUNCTIONS = {
         attention_inputs(),
         QKV | OPTIONAL | SCALARS | {"dropout_p": "p", "return_lse": "flag", "max_seqlen_q": "length",
          "max_seqlen_k": "length"},
+    ),
+    "triangle_attention": Function(
+        flashbwd.triangle_attention, triangle_inputs(), dict.fromkeys(("q", "k", "v", "bias"), "tensor")
+        | {"mask": "tensor?", "scale": "scale"},
     ),
     "attention_packed": Function(flashbwd.attention, attention_inputs(True), QKV | PACKED),
     "attention_backward": Function(

@@ -25,13 +25,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "unequal_head_dims": {"head_dim": 3, "head_dim_v": 5},
     "bias": {"bias": "bhqk"},
     "bias_broadcast": {"bias": "1h1k"},
+    "key_mask": {"key_mask": "random", "heads": 4, "heads_kv": 2},
+    "key_mask_of_no_key": {"key_mask": "empty", "bias": "1hqk", "sink": "finite", "causal": True},
     "alibi": {"alibi": "batch"},
     "sink": {"sink": "finite"},
     "varlen": {"seqlens_q": (3, 0, 5), "seqlens_k": (4, 2, 5), "causal": True},
     "varlen_bias_sink": {"seqlens_q": (3, 5), "seqlens_k": (4, 5), "bias": "bhqk", "sink": "finite"},
     "everything": {"causal": True, "softcap": 2.0, "bias": "b1qk", "sink": "finite", "alibi": "heads", "heads": 4},
 }
-FORWARD = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+FORWARD = ("softmax_scale", "causal", "window_size", "softcap", "key_mask", "alibi_slopes")
+FORWARD += ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def small(name: str, dtype: torch.dtype = torch.float64) -> inputs.Inputs:

@@ -167,6 +167,16 @@ TABLE: dict[str, tuple[str, Change, str]] = {
                           "attn_bias has shape (1, 4, 8, 9), expected (2, 4, 5, 7) where any dimension may be 1"),
     "bias_dtype": ("dense", put(attn_bias=torch.zeros(1, 1, 5, 7, dtype=torch.bool)),
                    "attn_bias is bool, expected q's float32 or float32"),
+    "key_mask_dtype": ("dense", put(key_mask=torch.ones(2, 7)), "key_mask is float32, expected bool"),
+    "key_mask_dim": ("dense", put(key_mask=torch.ones(2, 1, 1, 7, dtype=torch.bool)),
+                     "key_mask has shape (2, 1, 1, 7), expected (2, 7)"),
+    "key_mask_batch": ("dense", put(key_mask=torch.ones(1, 7, dtype=torch.bool)),
+                       "key_mask has shape (1, 7), expected (2, 7)"),
+    "key_mask_keys": ("dense", put(key_mask=torch.ones(2, 5, dtype=torch.bool)),
+                      "key_mask has shape (2, 5), expected (2, 7)"),
+    "key_mask_varlen": ("varlen", put(key_mask=torch.ones(2, 7, dtype=torch.bool)),
+                        "key_mask came with cu_seqlens_q and cu_seqlens_k, expected it without them: packed sequences "
+                        "have seqused_k"),
     "slopes_dtype": ("dense", put(alibi_slopes=torch.zeros(4, dtype=torch.float64)),
                      "alibi_slopes is float64, expected float32"),
     "slopes_shape": ("dense", put(alibi_slopes=torch.zeros(2)),
@@ -366,7 +376,19 @@ def test_an_unknown_option_of_the_plan_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["heads", "k_dtype", "causal", "window_left", "bias_shape", "slopes_shape", "softcap_negative", "no_cu_seqlens_k"],
+    [
+        "heads",
+        "k_dtype",
+        "causal",
+        "window_left",
+        "bias_shape",
+        "slopes_shape",
+        "softcap_negative",
+        "no_cu_seqlens_k",
+        "key_mask_dtype",
+        "key_mask_keys",
+        "key_mask_varlen",
+    ],
 )
 def test_the_forward_refuses_with_the_message_of_the_backward(name: str) -> None:
     base_name, change, message = TABLE[name]

@@ -149,6 +149,13 @@ ON_A_GPU = {
     "odd": dataclasses.replace(DENSE, head_dim=36, head_dim_v=36),
     "bias": dataclasses.replace(DENSE, bias="1hqk"),
     "causal_bias": dataclasses.replace(DENSE, bias="bhqk", causal=True, seqlen_k=90),
+    "key_mask": dataclasses.replace(DENSE, key_mask="empty"),
+    "key_mask_causal": dataclasses.replace(DENSE, key_mask="empty", causal=True, seqlen_k=90),
+    "key_mask_top_left": dataclasses.replace(DENSE, key_mask="random", causal="top_left", sink="finite"),
+    "key_mask_bias": dataclasses.replace(DENSE, key_mask="empty", bias="bhqk", bias_hides_rows=True),
+    "key_mask_shared_bias": dataclasses.replace(DENSE, key_mask="empty", bias="1hqk", bias_hides_rows=True),
+    "key_mask_shared_bias_causal": dataclasses.replace(DENSE, key_mask="random", bias="11qk", causal=True),
+    "key_mask_window": dataclasses.replace(DENSE, key_mask="random", window_size=(9, 0)),
     "column_bias": dataclasses.replace(DENSE, bias="bhq1"),
     "sink": dataclasses.replace(DENSE, sink="finite", causal=True),
     "sink_and_empty_rows": dataclasses.replace(DENSE, sink="finite", seqlen_q=90, causal=True),
@@ -186,6 +193,11 @@ FORWARDS = {
     ("unequal", "sm90"): "torch_efficient",
     ("odd", "sm90"): "reference",
     ("bias", "sm90"): "torch_efficient",
+    ("key_mask", "sm90"): "torch_efficient",
+    ("key_mask_causal", "sm80"): "torch_efficient",
+    ("key_mask_bias", "sm90"): "torch_efficient",
+    ("key_mask_shared_bias", "sm90"): "torch_efficient",
+    ("key_mask_window", "sm90"): "reference",
     ("column_bias", "sm90"): "reference",
     ("sink", "sm90"): "torch_cudnn",
     ("sink_and_empty_rows", "sm90"): "torch_flash",
@@ -233,7 +245,7 @@ def call_on_gpu(case: cases.Case) -> tuple[Tensor, Tensor, Tensor, AttentionOpti
     call = dict(x.arguments) | {"causal": causal, "deterministic": False, "dropout_p": 0.0}
     call |= {"window_left": case.window_size[0], "window_right": case.window_size[1], "softmax_scale": 0.125}
     with FakeTensorMode():
-        for tensor in ("q", "k", "v", "attn_bias"):
+        for tensor in ("q", "k", "v", "attn_bias", "key_mask"):
             if (given := call[tensor]) is not None:
                 call[tensor] = torch.empty(given.shape, dtype=given.dtype, device="cuda")
     options = AttentionOptions(**{name: call[name] for name in _forward.OPTIONS if name in call})
@@ -241,7 +253,8 @@ def call_on_gpu(case: cases.Case) -> tuple[Tensor, Tensor, Tensor, AttentionOpti
 
 
 LEAVES = ("q", "k", "v", "attn_bias", "sink")
-OPTIONS = ("causal", "window_size", "softcap", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+OPTIONS = ("causal", "window_size", "softcap", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
+OPTIONS += ("max_seqlen_k",)
 
 
 @pytest.mark.gpu

@@ -80,7 +80,7 @@ def test_random_cases_of_aligned_rows_agree_with_the_oracle(
     case = dataclasses.replace(case, head_dim=8 * head_dims[0], head_dim_v=8 * head_dims[1], layout="contiguous")
     x = inputs.build(case, dtype, device, seed)
     if refusal(x, backend) is not None:
-        case = dataclasses.replace(case, softcap=0.0, bias=None, alibi=None, dropout_p=0.0)
+        case = dataclasses.replace(case, softcap=0.0, bias=None, key_mask=None, alibi=None, dropout_p=0.0)
         x = inputs.build(case, dtype, device, seed)
         assume(refusal(x, backend) is None)
     x.check(*run(x, backend))

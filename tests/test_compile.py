@@ -92,7 +92,16 @@ def test_dynamic_shapes_compile_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["heads_4to2", "bias_bh1k", "varlen_seqused", "dropout_flash_half_causal", "sink", "dlse_sink_causal"]
+    "name",
+    [
+        "heads_4to2",
+        "bias_bh1k",
+        "varlen_seqused",
+        "dropout_flash_half_causal",
+        "sink",
+        "dlse_sink_causal",
+        "key_mask_bias_shared",
+    ],
 )
 def test_attention_backward_compiles_with_the_same_results(name: str) -> None:
     arguments = arguments_of(inputs.build(cases.BY_NAME[name], torch.float32))

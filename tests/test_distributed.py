@@ -134,6 +134,21 @@ def test_alibi_slopes_go_with_their_batches_and_heads(two: Ranks, dim: int, per_
     two.run(_attention_with_slopes, dim, per_batch)
 
 
+def _attention_with_key_mask(dim: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    key_mask = random(2, 14, seed=5) < 0
+    placements: dict[str, Placement] = dict.fromkeys(("q", "k", "v", "out"), Shard(dim))
+    if dim == 0:
+        placements["key_mask"] = Shard(0)
+    grads = compare(attend, attention_tensors() | {"key_mask": key_mask}, placements, mesh)
+    assert all(grad.placements == (Shard(dim),) for grad in grads.values())
+
+
+@pytest.mark.parametrize("dim", [0, 2], ids=["batch", "heads"])
+def test_a_key_mask_goes_with_its_batches(two: Ranks, dim: int) -> None:
+    two.run(_attention_with_key_mask, dim)
+
+
 def _attention_by_rows() -> None:
     mesh = init_device_mesh("cpu", (2,))
     placements = dict.fromkeys(("q", "k", "v", "out"), Shard(1))

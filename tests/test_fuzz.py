@@ -42,14 +42,16 @@ def test_the_reference_agrees_with_the_autograd_oracle(packed: bool) -> None:
         problem = fuzz_reference.build(replace(call, dtype="fp32", bias_float32=True), CPU)
         a = problem.arguments
         names = ["causal", "window_size", "softcap", "attn_bias", "alibi_slopes", "sink", "dlse", "seqused_k"]
-        names += ["cu_seqlens_q", "cu_seqlens_k"]
+        names += ["cu_seqlens_q", "cu_seqlens_k", "key_mask"]
         want = oracle.attention(a["q"], a["k"], a["v"], a["dout"], **{name: a.get(name) for name in names})
         for name in "qkv":
             expected = getattr(want, f"d{name}").reshape(problem.expected[name].shape)
             torch.testing.assert_close(problem.expected[name], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("feature", ["bias", "sink", "softcap", "dlse", "alibi", "dropout", "packed", "seqused_k"])
+@pytest.mark.parametrize(
+    "feature", ["bias", "sink", "softcap", "dlse", "alibi", "dropout", "packed", "seqused_k", "key_mask"]
+)
 def test_every_feature_is_drawn_and_right_gradients_pass(feature: str) -> None:
     drawn = calls(lambda call: feature in call.features, 4)
     assert len(drawn) == 4

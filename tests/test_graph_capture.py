@@ -49,6 +49,7 @@ def features(name: str) -> dict[str, Any]:
         "plain": dict,
         "softcap": lambda: {"softcap": 3.0},
         "bias": lambda: {"attn_bias": cuda(1, 4, 40, 50)},
+        "key_mask": lambda: {"key_mask": cuda(2, 50, dtype=torch.bool), "sink": cuda(4)},
         "alibi": lambda: {"alibi_slopes": cuda(2, 4)},
         "sink": lambda: {"sink": cuda(4)},
     }
@@ -56,7 +57,7 @@ def features(name: str) -> dict[str, Any]:
     return options | {"causal": "bottom_right", "max_seqlen_q": 40, "max_seqlen_k": 50} | extras[name]()
 
 
-FEATURES = ["plain", "softcap", "bias", "alibi", "sink"]
+FEATURES = ["plain", "softcap", "bias", "key_mask", "alibi", "sink"]
 has_fake_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch has no CUDA tensors to imitate")
 
 

@@ -28,6 +28,9 @@ SAMPLES: dict[str, cases.Case] = {
     "varlen_alibi": cases.Case(
         "v", seqlens_q=(3, 5), seqlens_k=(4, 2), head_dim=4, head_dim_v=4, alibi="batch", causal="top_left"
     ),
+    "key_mask_bias": cases.Case(
+        "k", seqlen_q=5, seqlen_k=7, head_dim=4, head_dim_v=4, bias="1hqk", key_mask="empty", key_mask_layout="strided"
+    ),
     "dropout": cases.Case("d", seqlen_q=5, seqlen_k=7, head_dim=4, head_dim_v=4, dropout_p=0.3),
     "strided": cases.Case("s", seqlen_q=5, seqlen_k=5, head_dim=4, head_dim_v=4, layout="packed_qkv"),
     "empty": cases.Case("e", seqlen_q=0, seqlen_k=7, head_dim=4, head_dim_v=4),
@@ -45,8 +48,9 @@ def operator_options(x: inputs.Inputs) -> dict[str, Any]:
         "window_right": right,
         "dropout_p": a["dropout_p"],
     }
-    same = ("attn_bias", "alibi_slopes", "sink", "dlse", "cu_seqlens_q", "cu_seqlens_k", "softcap", "deterministic")
-    options |= {name: a[name] for name in (*same, "max_seqlen_q", "max_seqlen_k") if name in a}
+    same = ["attn_bias", "key_mask", "alibi_slopes", "sink", "dlse", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q"]
+    same += ["max_seqlen_k", "softcap", "deterministic"]
+    options |= {name: a[name] for name in same if name in a}
     if (state := x.rng_state()) is not None:
         seed, offset, layout = state
         options |= {"rng_seed": torch.tensor(seed), "rng_offset": torch.tensor(offset), "rng_layout": layout}
@@ -86,10 +90,10 @@ def test_attention_passes_opcheck(name: str) -> None:
         o["dropout_p"] = 0.0
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     scale = q.shape[-1] ** -0.5 if o["softmax_scale"] is None else o["softmax_scale"]
-    positional = (q, k, v, o["attn_bias"], o["alibi_slopes"], o["sink"], o["cu_seqlens_q"], o["cu_seqlens_k"], scale)
+    tensors = [o[name] for name in ("attn_bias", "key_mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k")]
     rest = (o["causal"], o["window_left"], o["window_right"], o["softcap"], o["dropout_p"])
     lengths = (o.get("max_seqlen_q"), o.get("max_seqlen_k"))
-    torch.library.opcheck(ops.attention.default, (*positional, *rest, *lengths, False, "auto"))
+    torch.library.opcheck(ops.attention.default, (q, k, v, *tensors, scale, *rest, *lengths, False, "auto"))
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -87,13 +88,15 @@ EVERYTHING = cases.Case(
     "everything", heads=4, seqlens_q=(5, 3), seqlens_k=(7, 2), head_dim=8, head_dim_v=8,
     bias="bhqk", alibi="batch", sink="finite", dlse=True, dropout_p=0.5,
 )  # fmt: skip
-INPUTS = ("q", "k", "v", "out", "dout", "softmax_lse", "attn_bias", "alibi_slopes", "sink", "dlse", "cu_seqlens_q",
-          "cu_seqlens_k", "seqused_q", "seqused_k", "rng_state.seed", "rng_state.offset")  # fmt: skip
+DENSE = dataclasses.replace(EVERYTHING, seqlens_q=None, seqlens_k=None, seqlen_q=5, seqlen_k=7, key_mask="random")
+INPUTS = ("q", "k", "v", "out", "dout", "softmax_lse", "attn_bias", "key_mask", "alibi_slopes", "sink", "dlse",
+          "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "rng_state.seed", "rng_state.offset")  # fmt: skip
 
 
 def with_gradients_around(name: str, output: str) -> dict[str, Any]:
     """Arguments whose input ``name`` lies in the middle of the memory of ``output``."""
-    arguments = arguments_of(inputs.build(EVERYTHING, torch.float32))
+    case = DENSE if name == "key_mask" else EVERYTHING
+    arguments = arguments_of(inputs.build(case, torch.float32))
     arguments |= {
         "seqused_q": torch.tensor([5, 3], dtype=torch.int32),
         "seqused_k": torch.tensor([7, 2], dtype=torch.int32),

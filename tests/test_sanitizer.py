@@ -63,6 +63,8 @@ ATTENTION = [
         "heads_6to2",
         "bias_1hqk",
         "bias_bhq1",
+        "key_mask_bias_shared_odd",
+        "key_mask_wide_all",
         "wide_bias",
         "wide_varlen",
         "wide_odd_strides",

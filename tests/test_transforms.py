@@ -43,6 +43,10 @@ DROPOUT = {"x": X, "residual": X * 2, "gamma": GAMMA}
 # Each public function of tensors, with its differentiable arguments. GRADIENTS has the functions that give gradients.
 DIFFERENTIABLE: dict[str, tuple[Function, dict[str, Tensor]]] = {
     "attention": (flashbwd.attention, attention_inputs()),
+    "attention_key_mask": (
+        lambda **a: flashbwd.attention(**a, key_mask=torch.tensor([[True, False, True, True, False]] * 2)),
+        attention_inputs(),
+    ),
     "attention_lse": (lambda **a: flashbwd.attention(**a, return_lse=True, causal=True), attention_inputs()),
     "layer_norm": (flashbwd.layer_norm, NORM),
     "layer_norm_from_output": (lambda **a: flashbwd.layer_norm(**a, memory_efficient=True), NORM),

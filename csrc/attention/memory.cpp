@@ -17,6 +17,7 @@ void check_memory(const AttentionArguments& a) {
       {"dout", &a.dout},
       {"softmax_lse", &a.softmax_lse},
       {"attn_bias", &a.attn_bias},
+      {"key_mask", &a.key_mask},
       {"alibi_slopes", &a.alibi_slopes},
       {"sink", &a.sink},
       {"dlse", &a.dlse},

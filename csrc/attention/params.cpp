@@ -36,6 +36,11 @@ BiasView bias_view(const TensorDesc& t) {
   return {t.data, t.dtype, stride(0), stride(1), stride(2), stride(3)};
 }
 
+KeyMaskView key_mask_view(const TensorDesc& t) {
+  if (!t) return {};
+  return {static_cast<const uint8_t*>(t.data), t.strides[0], t.strides[1]};
+}
+
 BlockMaskView block_mask_view(const AttentionArguments& a) {
   BlockMaskView view;
   if (!a.block_lists) return view;
@@ -107,6 +112,7 @@ AttentionBackwardParams make_params(const AttentionArguments& a, const Attention
   params.window_right = static_cast<int32_t>(p.window_right);
   params.bias = bias_view(a.attn_bias);
   params.dbias = bias_view(dbias);
+  params.key_mask = key_mask_view(a.key_mask);
   params.alibi_slopes = pointer_to<const float>(a.alibi_slopes);
   if (a.alibi_slopes.dim == 2) params.alibi_batch_stride = a.alibi_slopes.strides[0];
   params.block_mask = block_mask_view(a);

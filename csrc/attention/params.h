@@ -37,6 +37,13 @@ struct BiasView {
   int64_t col_stride = 0;
 };
 
+// A (batch, key) view of bools: the keys that the queries of a sequence see. Strides count elements.
+struct KeyMaskView {
+  const uint8_t* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t key_stride = 0;
+};
+
 // The query loops of all key blocks, as a block mask lists them. Lists are in the order in which work tiles are handed
 // out: list i of a (batch, KV head) is the i-th work tile.
 struct KeyBlockList {
@@ -114,8 +121,9 @@ struct AttentionBackwardParams {
   int32_t window_left = -1;                         // -1: unbounded. A causal mask has window_right 0.
   int32_t window_right = -1;
 
-  BiasView bias;   // data is null if there is no bias
-  BiasView dbias;  // data is null if not requested; same shape and dtype as bias
+  BiasView bias;         // data is null if there is no bias
+  BiasView dbias;        // data is null if not requested; same shape and dtype as bias
+  KeyMaskView key_mask;  // data is null if all keys are visible
   const float* alibi_slopes = nullptr;
   int64_t alibi_batch_stride = 0;  // 0: all batches use the same slope per head
   BlockMaskView block_mask;

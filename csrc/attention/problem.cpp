@@ -186,6 +186,17 @@ void check_bias(const AttentionArguments& a, AttentionProblem* p) {
                      bias.sizes[3] == full[3] && (bias.strides[3] == 1 || full[3] == 1) && aligned_16(bias);
 }
 
+void check_key_mask(const AttentionArguments& a, AttentionProblem* p) {
+  if (!a.key_mask) return;
+  check(!p->varlen,
+        "key_mask came with cu_seqlens_q and cu_seqlens_k, expected it without them: packed sequences have "
+        "seqused_k");
+  check_dtype("key_mask", a.key_mask, DType::kBool, "");
+  check_device("key_mask", a.key_mask, p->device);
+  check_shape("key_mask", a.key_mask, {p->batch, p->seqlen_k});
+  p->has_key_mask = true;
+}
+
 void check_per_head(const AttentionArguments& a, AttentionProblem* p) {
   if (a.alibi_slopes) {
     const TensorDesc& slopes = a.alibi_slopes;
@@ -283,6 +294,7 @@ void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
   check(p->window_left < 0 && p->window_right < 0,
         "block_lists came with a causal mask or a window, expected a block mask that holds them");
   check(!a.sink, "block_lists came with a sink, expected none");
+  check(!a.key_mask, "block_lists came with key_mask, expected a block mask that holds it");
   p->has_block_mask = true;
   p->has_score_mod = a.has_score_mod;
   p->block_mask_covers = a.block_mask_covers;
@@ -338,6 +350,7 @@ AttentionProblem check_attention(const AttentionArguments& a) {
   check_mask(a, &p);
   check_scalars(a, &p);
   check_bias(a, &p);
+  check_key_mask(a, &p);
   check_per_head(a, &p);
   check_dropout(a, &p);
   check_block_mask(a, &p);

@@ -14,7 +14,7 @@ namespace flashbwd {
 // The tensors that a call may have. T is their type: TensorDesc here, a torch tensor in csrc/api.
 template <typename T>
 struct OptionalTensors {
-  T attn_bias, alibi_slopes, sink, dlse;
+  T attn_bias, key_mask, alibi_slopes, sink, dlse;
   T rng_seed, rng_offset;
   T cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
 };
@@ -51,6 +51,7 @@ enum OptionOf : unsigned { kOfBackward = 0, kOfForward = 1, kOfReference = 2 };
 template <typename... Structs, typename Visit>
 void for_each_tensor(Visit visit) {
   visit("attn_bias", kOfForward | kOfReference, &Structs::attn_bias...);
+  visit("key_mask", kOfForward | kOfReference, &Structs::key_mask...);
   visit("alibi_slopes", kOfForward | kOfReference, &Structs::alibi_slopes...);
   visit("sink", kOfForward | kOfReference, &Structs::sink...);
   visit("dlse", kOfReference, &Structs::dlse...);
@@ -115,6 +116,7 @@ struct AttentionProblem {
   bool has_score_mod = false;  // AttentionArguments::has_score_mod
   bool block_mask_covers = false;
   int64_t block_bits_words = 0;  // 32-bit words of a tile of bits; 0 if the mask has none
+  bool has_key_mask = false;
   bool has_alibi = false;
   bool has_sink = false;
   bool has_dlse = false;

@@ -130,7 +130,7 @@ def _attention_placements(call: Call) -> Iterator[Placements]:
         return Shard(dim) if bias is not None and bias.shape[dim] > 1 else Replicate()
 
     if q.ndim == 4:
-        tensors = ("dout", "q", "k", "v", "out", "softmax_lse", "dlse", "seqused_q", "seqused_k")
+        tensors = ("dout", "q", "k", "v", "out", "softmax_lse", "dlse", "seqused_q", "seqused_k", "key_mask")
         of_each = Shard(0) if slopes is not None and slopes.ndim == 2 else Replicate()
         yield dict.fromkeys(tensors, Shard(0)) | {"attn_bias": bias_by(0), "alibi_slopes": of_each}
 

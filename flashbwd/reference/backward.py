@@ -117,7 +117,7 @@ def _task_backward(call: Call, task: Task) -> tuple[KeySide | None, Tensor | Non
     options, span, band, cut, chunk = call.options, task.span, task.band, task.cut, task.chunk
     key_side = KeySide(call, task)
     scratch = Scratch(call, task)
-    terms = AdditiveTerms.of(span, chunk, band, options.attn_bias, options.alibi_slopes, call.dtype)
+    terms = AdditiveTerms.of(span, chunk, band, options, call.dtype)
     dq_heads = chunk.of_queries(span.queries(call.dq))
     sink_share: Tensor | None = None
 

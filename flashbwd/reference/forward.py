@@ -49,7 +49,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
         tasks, threads = split_into_tasks(spans, q, k, options.causal, options.window)
 
         def run(task: Task) -> None:
-            terms = AdditiveTerms.of(task.span, task.chunk, task.band, options.attn_bias, options.alibi_slopes, dtype)
+            terms = AdditiveTerms.of(task.span, task.chunk, task.band, options, dtype)
             _task_forward(q, k, v, out, lse, task, terms, scale, options.softcap, options.sink, dropout)
 
         run_all([functools.partial(run, task) for task in tasks], threads)
@@ -74,7 +74,10 @@ def _task_forward(
     dtype, items = lse.dtype, chunk.items
     key0, key1 = band.keys(band.rows)
     keys = operand(chunk.of_keys(span.keys(k))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, D)
-    values = operand(chunk.of_keys(span.keys(v))[:, :, key0:key1], dtype).flatten(0, 1)  # (items, keys, Dv)
+    values = operand(chunk.of_keys(span.keys(v))[:, :, key0:key1], dtype)
+    if terms.hidden_keys is not None:  # NaN there would reach the output
+        values.masked_fill_(terms.hidden_keys[..., key0:key1].mT, 0.0)
+    values = values.flatten(0, 1)  # (items, keys, Dv)
     tile = keys.new_empty(items * cut.block_q * chunk.group * cut.block_k)
     out_heads = chunk.of_queries(span.queries(out))  # (batches, query heads, sq, Dv)
     lse_heads = chunk.of_plane(span.statistics(lse))  # (batches, query heads, sq)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashbwd.options import AttentionOptions
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Task
-from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, operand, sees_nothing
+from flashbwd.reference.scores import LOG2E, Dropout, accumulation_dtype, hidden_keys, operand, sees_nothing
 from flashbwd.reference.spans import narrow
 
 
@@ -140,6 +140,10 @@ class KeySide:
         self._call, self._task = call, task
         self._first, self._last = task.band.keys(task.band.rows)
         k, v = self._seen(call.k), self._seen(call.v)
+        hidden = hidden_keys(task.span, call.options)
+        if hidden is not None:  # NaN there would reach dq
+            hidden = narrow(task.chunk.of_plane(hidden), 3, self._first, self._last - self._first).mT
+            k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
         self._k = operand(k, call.dtype, column=None if call.options.softcap else 1.0).flatten(0, 1)
         self._v = operand(v, call.dtype, column=None if call.dropout else 1.0).flatten(0, 1)
         self._k_factor = self._k[..., : k.shape[-1]] if call.narrow is None else k.contiguous().flatten(0, 1)

@@ -71,21 +71,21 @@ def operand(rows: Tensor, dtype: torch.dtype, scale: float = 1.0, column: Tensor
 
 
 class AdditiveTerms(NamedTuple):
-    """Bias and ALiBi terms of one chunk."""
+    """Bias and ALiBi terms of one chunk, and the keys that a key mask hides."""
 
     bias: Tensor | None  # broadcasts to (batches, query heads, sq, sk)
+    hidden_keys: Tensor | None  # (batches, 1, 1, sk) bool, True where hidden
     minus_slopes: Tensor | None  # (batches or 1, query heads, 1, 1), in units of ln 2
     band: Band
 
     @staticmethod
-    def of(
-        span: Span, chunk: Chunk, band: Band, bias: Tensor | None, slopes: Tensor | None, dtype: torch.dtype
-    ) -> AdditiveTerms:
+    def of(span: Span, chunk: Chunk, band: Band, options: AttentionOptions, dtype: torch.dtype) -> AdditiveTerms:
+        bias, slopes, hidden = options.attn_bias, options.alibi_slopes, hidden_keys(span, options)
         if bias is not None:
             bias = chunk.of_plane(span.plane(bias))
         if slopes is not None:
             slopes = chunk.of_plane(span.batch_rows(slopes)).to(dtype).mul(-LOG2E)[:, :, None, None]
-        return AdditiveTerms(bias, slopes, band)
+        return AdditiveTerms(bias, None if hidden is None else chunk.of_plane(hidden), slopes, band)
 
     def add_(self, tile: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> None:
         """Add to a (batches, query heads, rows, cols) tile of scores."""
@@ -95,17 +95,19 @@ class AdditiveTerms(NamedTuple):
             diagonal = arange(rows, tile.device).add_(self.band.offset)
             distance = (diagonal[:, None] - arange(cols, tile.device)).abs_().to(tile.dtype)
             tile.addcmul_(distance, self.minus_slopes)
+        if self.hidden_keys is not None:
+            tile.masked_fill_(bias_tile(self.hidden_keys, rows, cols), -torch.inf)
 
     def dead_rows(self, rows: tuple[int, int], block_k: int) -> Tensor | None:
-        """Return which rows have a bias of -inf at every visible key; None without bias.
+        """Return the rows in which every visible key is hidden by the key mask or has a bias of -inf.
 
-        The shape is (batches or 1, heads or 1, rows, 1).
+        The shape is (batches or 1, heads or 1, rows, 1). Returns None without a key mask and a bias.
         """
-        if self.bias is None:
+        if self.bias is None and self.hidden_keys is None:
             return None
         alive = None
         for cols in self.band.tiles(rows, block_k):
-            part = bias_tile(self.bias, rows, cols)
+            part = self._bias_of_shown_keys(rows, cols)
             hidden = self.band.hidden(rows, cols, part.device)
             if hidden is not None:
                 part = part.masked_fill(hidden, -torch.inf)
@@ -113,6 +115,21 @@ class AdditiveTerms(NamedTuple):
             alive = highest if alive is None else alive | highest
         assert alive is not None
         return alive.logical_not().expand(-1, -1, rows[1] - rows[0], -1)
+
+    def _bias_of_shown_keys(self, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+        """Return a tile of the bias, or zeros without one, with -inf at the keys that the key mask hides."""
+        hidden = None if self.hidden_keys is None else bias_tile(self.hidden_keys, rows, cols)
+        if self.bias is not None:
+            part = bias_tile(self.bias, rows, cols)
+            return part if hidden is None else part.masked_fill(hidden, -torch.inf)
+        assert hidden is not None
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def hidden_keys(span: Span, options: AttentionOptions) -> Tensor | None:
+    """Return the keys of a span that the key mask hides, (batches, 1, 1, sk) bool; None without a key mask."""
+    mask = options.key_mask
+    return None if mask is None else span.plane(mask[:, None, None]).logical_not()
 
 
 def bias_tile(plane: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:

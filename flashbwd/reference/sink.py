@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashbwd.reference.blocks import Band
 from flashbwd.reference.operands import Call
-from flashbwd.reference.scores import AdditiveTerms, sees_nothing
+from flashbwd.reference.scores import AdditiveTerms, hidden_keys, sees_nothing
 from flashbwd.reference.spans import Span
 
 BLOCK = 1024  # queries and keys per tile of the bias
@@ -34,11 +34,12 @@ def keyless_sink_gradient(call: Call, spans: Iterable[Span]) -> Tensor:
 
 
 def _keyless_rows(call: Call, span: Span) -> Tensor:
-    """Return rows in which every key is masked or has a bias of -inf: (batches or 1, H or 1, sq) bool."""
+    """Return rows in which every key is masked or has a bias of -inf, as bool: (batches or 1, H or 1, sq)."""
     options = call.options
     band = Band.of(span.sq, span.sk, options.causal, *options.window)
     first, last = band.rows
-    terms = AdditiveTerms(None if options.attn_bias is None else span.plane(options.attn_bias), None, band)
+    bias = None if options.attn_bias is None else span.plane(options.attn_bias)
+    terms = AdditiveTerms(bias, hidden_keys(span, options), None, band)
     blocks = [(row, min(row + BLOCK, last)) for row in range(first, last, BLOCK)]
     hidden = [terms.dead_rows(block, BLOCK) for block in blocks]
     inside = [block.squeeze(-1) for block in hidden if block is not None]

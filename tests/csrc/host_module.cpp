@@ -157,6 +157,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("bias_broadcast_col", &AttentionProblem::bias_broadcast_col)
       .def_readwrite("bias_has_rows", &AttentionProblem::bias_has_rows)
       .def_readwrite("bias_of_keys", &AttentionProblem::bias_of_keys)
+      .def_readwrite("has_key_mask", &AttentionProblem::has_key_mask)
       .def_readwrite("has_alibi", &AttentionProblem::has_alibi)
       .def_readwrite("has_block_mask", &AttentionProblem::has_block_mask)
       .def_readwrite("has_score_mod", &AttentionProblem::has_score_mod)

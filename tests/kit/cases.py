@@ -20,6 +20,9 @@ DOUT_LAYOUTS = ("same", "expanded_scalar", "expanded_row")
 LSE_FORMS = ("rows", "rows1", "padded")  # (B, H, Sq) | (B, H, Sq, 1) | (B, H, roundup(Sq, 32))
 BIAS_LAYOUTS = ("contiguous", "padded", "expanded")  # padded: rows start at 16 bytes; expanded: batches share memory
 RNG_LAYOUTS = ("flash", "efficient32", "efficient64")
+# None: no mask. "random": about half of the keys; "padding": the first keys, another number in each sequence; "empty":
+# random, and no key of the first sequence.
+KEY_MASKS = (None, "random", "padding", "empty")
 LEAST = -(2.0 - 2.0**-7) * 2.0**127  # the lowest finite bfloat16 number; -inf in float16
 
 
@@ -30,7 +33,7 @@ class Case:
     ``seqlens_*`` are physical lengths, ``seqused_*`` logical ones. ``bias`` gives the shape of attn_bias in (B, H, Sq,
     Sk), with "1" for a broadcast dimension: "bhqk", "1h1k". ``bias_floor`` replaces -inf in the bias. ``empty_lse`` is
     the LSE of rows that see no key. max_seqlen_* exceed the longest sequence by ``slack``. ``trailing`` rows follow the
-    last sequence.
+    last sequence. ``key_mask`` is one of KEY_MASKS; dense cases only.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Case:
     bias_layout: str = "contiguous"
     bias_hides_rows: bool = False  # -inf in some rows of the bias, and in some single entries
     bias_floor: float = float("-inf")
+    key_mask: str | None = None
+    key_mask_layout: str = "contiguous"  # "strided": no stride is 1; "expanded": sequences share the memory
     alibi: str | None = None  # "heads": (H,), "batch": (B, H)
     sink: str | None = None  # "finite", or "minus_inf" with -inf for head 0
     dlse: bool = False
@@ -328,6 +333,52 @@ def _dropout() -> list[Case]:
     return cases
 
 
+def _key_masks() -> list[Case]:
+    base = Case("base", heads=4, heads_kv=2, seqlen_q=37, seqlen_k=70, key_mask="random")
+    lengths = [(5, 1), (63, 63), (64, 64), (65, 65), (127, 127), (128, 128), (131, 129), (97, 257), (5, 0), (0, 5)]
+    cases = [replace(base, name=f"key_mask_{q}x{k}", seqlen_q=q, seqlen_k=k) for q, k in lengths]
+    cases += [replace(base, name=f"key_mask_{kind}", key_mask=kind, dlse=True) for kind in KEY_MASKS if kind]
+    cases += [replace(base, name=f"key_mask_{layout}", key_mask_layout=layout) for layout in ("strided", "expanded")]
+    cases += [replace(base, name=f"key_mask_head_dim_{d}", head_dim=d, head_dim_v=d) for d in (33, 64, 96, 128, 160)]
+    cases += [
+        replace(base, name=f"key_mask_empty_lse_{value}", key_mask="empty", empty_lse=value, head_dim=64, dlse=True)
+        for value in (float("-inf"), 0.0)
+    ]
+    tiles = replace(base, seqlen_q=200, seqlen_k=328, key_mask="empty", head_dim=64, head_dim_v=64)
+    return [
+        *cases,
+        replace(base, name="key_mask_causal", causal=True),
+        replace(base, name="key_mask_top_left_window", causal="top_left", window_size=(9, -1)),
+        replace(base, name="key_mask_window", seqlen_q=300, seqlen_k=290, window_size=(30, 20)),
+        replace(base, name="key_mask_softcap", softcap=1.5, causal=True),
+        replace(base, name="key_mask_alibi", alibi="batch"),
+        replace(base, name="key_mask_sink", key_mask="empty", sink="finite", dlse=True),
+        replace(base, name="key_mask_sink_lse_0", key_mask="empty", sink="finite", dlse=True, empty_lse=0.0),
+        replace(base, name="key_mask_sink_minus_inf", key_mask="empty", sink="minus_inf", dlse=True, causal=True),
+        replace(base, name="key_mask_seqused", seqused_q=(37, 20), seqused_k=(70, 41), bias="bhqk"),
+        replace(base, name="key_mask_odd_strides", layout="odd_strides", head_dim=24),
+        replace(base, name="key_mask_batch_0", batch=0),
+        replace(tiles, name="key_mask_tiles"),
+        replace(tiles, name="key_mask_deterministic", deterministic=True, causal=True),
+        replace(tiles, name="key_mask_group", heads=6, heads_kv=2, head_dim=128, key_mask="padding"),
+        replace(tiles, name="key_mask_bias", bias="bhqk", bias_hides_rows=True, sink="finite", dlse=True),
+        replace(tiles, name="key_mask_bias_shared", bias="1hqk", batch=3, head_dim=32, head_dim_v=32),
+        replace(tiles, name="key_mask_bias_shared_odd", bias="1hqk", seqlen_k=327, head_dim=32, head_dim_v=32),
+        replace(tiles, name="key_mask_bias_shared_deterministic", bias="1hqk", deterministic=True),
+        replace(tiles, name="key_mask_bias_shared_long", bias="1hqk", seqlen_q=700, heads=2, head_dim=128),
+        replace(tiles, name="key_mask_bias_of_keys", bias="b11k", causal=True),
+        replace(tiles, name="key_mask_bias_columns", bias="1hq1"),
+        replace(tiles, name="key_mask_bias_float32", bias="1hqk", bias_float32=True, softcap=2.0),
+        replace(tiles, name="key_mask_dropout_flash", dropout_p=0.3, causal=True),
+        replace(tiles, name="key_mask_dropout_efficient64", dropout_p=0.2, rng_layout="efficient64", bias="1hqk"),
+        replace(tiles, name="key_mask_192", head_dim=192, head_dim_v=128, bias="b1qk"),
+        replace(tiles, name="key_mask_256", head_dim=256, head_dim_v=256, causal=True),
+        replace(tiles, name="key_mask_wide", head_dim=320, head_dim_v=320, heads=2, causal=True),
+        replace(tiles, name="key_mask_wide_all", head_dim=512, head_dim_v=264, heads=2, bias="1hqk", softcap=2.0,
+                dropout_p=0.1, alibi="heads", sink="finite", layout="odd_strides"),
+    ]  # fmt: skip
+
+
 def _varlens() -> list[Case]:
     return [
         _varlen("varlen_one", (65,)),
@@ -375,6 +426,7 @@ CASES: tuple[Case, ...] = tuple(
     + _masks()
     + _score_features()
     + _dropout()
+    + _key_masks()
     + _varlens()
     + _memory()
 )
@@ -442,6 +494,8 @@ def any_case(draw: st.DrawFn, max_seqlen: int = 80, max_head_dim: int = 40) -> C
         bias_layout=draw(st.sampled_from(BIAS_LAYOUTS)),
         bias_hides_rows=draw(st.booleans()),
         bias_floor=floor,
+        key_mask=None if varlen else draw(st.sampled_from((None, None, *KEY_MASKS))),
+        key_mask_layout=draw(st.sampled_from(["contiguous", "strided", "expanded"])),
         alibi=draw(st.sampled_from([None, None, "heads", "batch"])),
         sink=draw(st.sampled_from([None, None, "finite", "minus_inf"])),
         dlse=draw(st.booleans()),

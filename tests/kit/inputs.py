@@ -235,6 +235,7 @@ def _numbers(case: Case, seed: int) -> dict[str, Any]:
         "sink": sink,
         "dlse": normal(*statistics) if case.dlse else None,
         "keep": keep,
+        "key_mask": _key_mask(case, generator),
     }
 
 
@@ -262,6 +263,7 @@ def _values(case: Case, dtype: torch.dtype, seed: int) -> dict[str, Any]:
         "window_size": case.window_size,
         "softcap": case.softcap,
         "attn_bias": rounded("attn_bias", torch.float32 if case.bias_float32 and dtype != torch.float64 else dtype),
+        "key_mask": drawn["key_mask"],
         "alibi_slopes": None if slopes is None else slopes.abs() * 0.1,
         "sink": rounded("sink", lse_dtype(dtype)),
         "dlse": rounded("dlse", lse_dtype(dtype)),
@@ -296,8 +298,27 @@ def _bias(case: Case, generator: torch.Generator) -> Tensor | None:
     return bias
 
 
+def _key_mask(case: Case, generator: torch.Generator) -> Tensor | None:
+    """(B, Sk) bool; with the layout "expanded", all sequences have the mask of the first."""
+    if case.key_mask is None:
+        return None
+    keys = torch.arange(case.seqlen_k)
+    if case.key_mask == "padding":
+        used = torch.randint(case.seqlen_k + 1, (case.batch, 1), generator=generator)
+        mask = keys < used
+    else:
+        mask = torch.rand(case.batch, case.seqlen_k, generator=generator) < 0.5
+        if case.key_mask == "empty":
+            mask[:1] = False
+    return mask[:1].expand_as(mask).clone() if case.key_mask_layout == "expanded" else mask
+
+
 def _poison(case: Case, canonical: dict[str, Any]) -> None:
-    """NaN outside the logical lengths: rows of q, k, v, dout, out, lse, dlse, and entries of the bias."""
+    """NaN outside the logical lengths: rows of q, k, v, dout, out, lse, dlse, and entries of the bias.
+
+    Also NaN at the keys that the key mask hides: rows of k and v, and entries of the bias if they are hidden in all
+    sequences that share it.
+    """
     spans = {"q": (case.physical_q, case.logical_q), "k": (case.physical_k, case.logical_k)}
     of_q = ["q", "out", "lse", "dlse"] + (["dout"] if case.dout_layout == "same" else [])
     for names, (physical, logical) in ((of_q, spans["q"]), (["k", "v"], spans["k"])):
@@ -314,9 +335,16 @@ def _poison(case: Case, canonical: dict[str, Any]) -> None:
                 start += n
             if case.varlen:
                 rows[start:] = torch.nan  # the rows after the last sequence
-    bias = canonical["attn_bias"]
+    bias, mask = canonical["attn_bias"], canonical["key_mask"]
+    if mask is not None:
+        for name in ("k", "v"):
+            canonical[name][~mask] = torch.nan
     if bias is None:
         return
+    if mask is not None and bias.shape[3] > 1:
+        shared = bias.shape[0] == 1 or case.bias_layout == "expanded"
+        shown = mask.any(0, keepdim=True).expand(bias.shape[0], -1) if shared else mask
+        bias.masked_fill_(~shown[:, None, None], torch.nan)
     logical_pairs = list(zip(case.logical_q, case.logical_k, strict=True))
     if bias.shape[0] == 1 < case.batch_size or case.bias_layout == "expanded":
         logical_pairs = [(max(case.logical_q), max(case.logical_k))] * bias.shape[0]
@@ -349,6 +377,8 @@ def _arguments(case: Case, canonical: dict[str, Any], device: torch.device) -> d
     if bias is not None:
         bias = moved(bias.where(bias != -torch.inf, case.bias_floor))
     arguments["attn_bias"] = None if bias is None else lay_out_bias(case.bias_layout, bias)
+    mask = moved(canonical["key_mask"])
+    arguments["key_mask"] = None if mask is None else lay_out_mask(case.key_mask_layout, mask)
     for name, argument in (("lse", "softmax_lse"), ("dlse", "dlse")):
         x = canonical[name]
         arguments[argument] = None if x is None else moved(lse_in_form(case, x))
@@ -401,6 +431,17 @@ def lay_out_bias(layout: str, x: Tensor) -> Tensor:
         columns = x.shape[-1]
         wide = torch.full((*x.shape[:-1], roundup(columns + 1, 16)), torch.nan, dtype=x.dtype, device=x.device)
         return wide[..., :columns].copy_(x)
+    if layout == "expanded":
+        return x[:1].clone().expand_as(x)
+    assert layout == "contiguous", layout
+    return x
+
+
+def lay_out_mask(layout: str, x: Tensor) -> Tensor:
+    """The values of x, (B, Sk), as a view of memory. Unused bytes are True."""
+    if layout == "strided":
+        memory = torch.ones(x.shape[1], 2 * x.shape[0], dtype=torch.bool, device=x.device)
+        return memory[:, ::2].T.copy_(x)
     if layout == "expanded":
         return x[:1].clone().expand_as(x)
     assert layout == "contiguous", layout

@@ -70,6 +70,12 @@ def _sequences(
         yield _Sequence(b, rows(q, cu_seqlens_q, seqused_q, b), rows(k, cu_seqlens_k, seqused_k, b))
 
 
+def _shown(key_mask: Tensor | None, b: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """The keys of sequence b that the mask shows. The formulas are computed as if there were no other keys."""
+    keys = torch.arange(seqlen_k, device=device)
+    return keys if key_mask is None else keys[key_mask[b, :seqlen_k]]
+
+
 def visible_pairs(
     seqlen_q: int, seqlen_k: int, causal: Causal, window_size: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
@@ -115,6 +121,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attn_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -130,7 +137,7 @@ def attention(
 
     ``keep`` holds one (H, seqlen_q, seqlen_k) bool tensor per sequence (logical lengths), e.g. from dropout.keep_masks.
     Kept weights are multiplied by ``keep_scale``. ``dlse`` has the shape of AttentionResult.lse. All values outside the
-    logical lengths may be NaN.
+    logical lengths, and those of keys that ``key_mask`` (B, Sk) hides, may be NaN.
     """
     varlen = cu_seqlens_q is not None
     heads, heads_kv = q.shape[-2], k.shape[-2]
@@ -153,11 +160,12 @@ def attention(
         b = sequence.index
         seqlen_q, seqlen_k = sequence.q.stop - sequence.q.start, sequence.k.stop - sequence.k.start
         at_q = (sequence.q,) if varlen else (b, sequence.q)
-        at_k = (sequence.k,) if varlen else (b, sequence.k)
+        cols = _shown(key_mask, b, seqlen_k, q.device)
+        at_k = (sequence.k,) if varlen else (b, sequence.k) if key_mask is None else (b, cols)
         at_rows = (slice(None), sequence.q) if varlen else (b, slice(None), sequence.q)
         if logit is not None:
             lse[at_rows] = logit.detach()[:, None]
-        if seqlen_q == 0 or seqlen_k == 0:
+        if seqlen_q == 0 or len(cols) == 0:
             if logit is not None and dlse is not None:
                 outputs.append(logit[:, None].expand(heads, seqlen_q))
                 grad_outputs.append(dlse[at_rows].to(dtype).masked_fill((logit.detach() == -torch.inf)[:, None], 0.0))
@@ -168,16 +176,16 @@ def attention(
         s = scale * product(qs, ks.transpose(1, 2))
         if softcap > 0:
             s = softcap * torch.tanh(s / softcap)
-        seen = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device).expand(heads, seqlen_q, seqlen_k)
+        seen = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device)[:, cols].expand(heads, -1, -1)
         if attn_bias is not None:
             at = b if attn_bias.shape[0] > 1 else 0
             bias_leaves.append((at, leaf(attn_bias[at : at + 1])))
-            mine = _bias_of(bias_leaves[-1][1], 0, seqlen_q, seqlen_k, heads)
+            mine = _bias_of(bias_leaves[-1][1], 0, seqlen_q, seqlen_k, heads)[..., cols]
             s = s + mine
             seen = seen & (mine.detach() != -torch.inf)
         if alibi_slopes is not None:
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
-            s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)
+            s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)[..., cols]
         blind = ~seen.any(dim=-1)  # (H, seqlen_q): rows that see no key
         if not bool(seen.all()):
             s = s.masked_fill(~seen, -torch.inf)
@@ -187,11 +195,11 @@ def attention(
             dead = blind & (logit.detach() == -torch.inf)[:, None]
         if bool(dead.any()):
             s = s.masked_fill(dead[..., None], 0.0)
-        p = torch.softmax(s, dim=-1)[..., :seqlen_k]
+        p = torch.softmax(s, dim=-1)[..., : len(cols)]
         if bool(blind.any()):
             p = p.masked_fill(blind[..., None], 0.0)
         if keep is not None:
-            p = p * (keep[b].to(q.device).to(dtype) * keep_scale)
+            p = p * (keep[b].to(q.device)[..., cols].to(dtype) * keep_scale)
         o = product(p, vs).transpose(0, 1)  # (seqlen_q, H, Dv)
         row_lse = torch.logsumexp(s, dim=-1)  # (H, seqlen_q)
         outputs.append(o)
@@ -229,6 +237,7 @@ def attention_from_lse(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     attn_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -259,9 +268,10 @@ def attention_from_lse(
         b = sequence.index
         seqlen_q, seqlen_k = sequence.q.stop - sequence.q.start, sequence.k.stop - sequence.k.start
         at_q = (sequence.q,) if varlen else (b, sequence.q)
-        at_k = (sequence.k,) if varlen else (b, sequence.k)
+        cols = _shown(key_mask, b, seqlen_k, q.device)
+        at_k = (sequence.k,) if varlen else (b, sequence.k) if key_mask is None else (b, cols)
         at_rows = (slice(None), sequence.q) if varlen else (b, slice(None), sequence.q)
-        if seqlen_q == 0 or seqlen_k == 0:
+        if seqlen_q == 0 or len(cols) == 0:
             if dsink is not None and sink is not None and dlse is not None:
                 dsink += dlse[at_rows].to(dtype).sum(dim=-1).masked_fill(sink == -torch.inf, 0.0)
             continue
@@ -271,18 +281,18 @@ def attention_from_lse(
         t = torch.tanh(s / softcap) if softcap > 0 else None
         if t is not None:
             s = softcap * t
-        seen = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device).expand(heads, seqlen_q, seqlen_k)
+        seen = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device)[:, cols].expand(heads, -1, -1)
         if attn_bias is not None:
-            mine = _bias_of(attn_bias.detach().to(dtype), b, seqlen_q, seqlen_k, heads)
+            mine = _bias_of(attn_bias.detach().to(dtype), b, seqlen_q, seqlen_k, heads)[..., cols]
             s = s + mine
             seen = seen & (mine != -torch.inf)
         if alibi_slopes is not None:
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
-            s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)
+            s = s + alibi_bias(slopes.to(dtype), seqlen_q, seqlen_k, causal)[..., cols]
         blind = ~seen.any(dim=-1)
         stat = lse[at_rows].masked_fill(blind, 0.0)  # (H, seqlen_q), in its own dtype
         p = torch.exp(s - stat[..., None].to(torch.promote_types(dtype, stat.dtype))).to(dtype).masked_fill(~seen, 0.0)
-        z = None if keep is None else keep[b].to(q.device).to(dtype) * keep_scale
+        z = None if keep is None else keep[b].to(q.device)[..., cols].to(dtype) * keep_scale
         delta = (dos * os_).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse[at_rows].to(dtype)
@@ -290,7 +300,9 @@ def attention_from_lse(
         dp = product(dos, vs.transpose(1, 2))
         ds = p * ((dp if z is None else dp * z) - delta[..., None])
         if dbias is not None:
-            _add_reduced(dbias[b if dbias.shape[0] > 1 else 0], ds)
+            ds_of_all = torch.zeros(heads, seqlen_q, seqlen_k, dtype=ds.dtype, device=ds.device)
+            ds_of_all[..., cols] = ds
+            _add_reduced(dbias[b if dbias.shape[0] > 1 else 0], ds_of_all)
         if dsink is not None and sink is not None:
             share = torch.exp(sink[:, None].to(dtype) - stat.to(dtype)).masked_fill(blind, 0.0)
             dsink -= (share * delta).sum(dim=-1)
@@ -303,8 +315,8 @@ def attention_from_lse(
         dvs = product(pz.transpose(1, 2), dos)  # (H, seqlen_k, Dv)
         dq[at_q] = product(scale * ds, ks).transpose(0, 1)
         dks = product(scale * ds.transpose(1, 2), qs)
-        dk[at_k] = dks.reshape(heads_kv, group, seqlen_k, -1).sum(dim=1).transpose(0, 1)
-        dv[at_k] = dvs.reshape(heads_kv, group, seqlen_k, -1).sum(dim=1).transpose(0, 1)
+        dk[at_k] = dks.reshape(heads_kv, group, len(cols), -1).sum(dim=1).transpose(0, 1)
+        dv[at_k] = dvs.reshape(heads_kv, group, len(cols), -1).sum(dim=1).transpose(0, 1)
         empty[at_rows] = blind
     return AttentionResult(out, lse, empty, dq, dk, dv, None if dbias is None else dbias.to(dtype), dsink)
 

@@ -23,6 +23,7 @@ CAPABILITY = "it needs compute capability "
 NOT_BUILT = "this build holds no "
 DTYPE = "it takes float16"
 EMPTY = "nothing to launch for an empty batch"
+KEY_MASK = "it does not take key_mask"
 SOFTCAP_AND_BIAS_GRADIENT = "it does not compute the gradient of attn_bias together with softcap"
 WIDE_BIAS_GRADIENT = "it does not take the gradient of attn_bias at head dimensions above 192"
 HEAD_DIMENSION = "it has no tile with these features for head dimensions"
@@ -73,6 +74,8 @@ def declared_refusals(
             reasons.append(SOFTCAP_AND_BIAS_GRADIENT)
         if widest > WIDEST_SM90_BIAS_GRADIENT:
             reasons.append(WIDE_BIAS_GRADIENT)
+    if arguments.get("key_mask") is not None:
+        reasons.append(KEY_MASK)
     if not all(_in_pieces_of_16_bytes(arguments[name]) for name in COPIED):
         reasons.append(ALIGNMENT)
     if _numbers_of_dropout(arguments) > EFFICIENT32_NUMBERS:

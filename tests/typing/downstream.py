@@ -11,6 +11,8 @@ import flashbwd
 def train(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out: Tensor = flashbwd.attention(q, k, v, causal="top_left", window_size=(128, 0))
     out, lse = flashbwd.attention(q, k, v, return_lse=True)
+    pairs: Tensor = flashbwd.triangle_attention(q, k, v, lse, mask=None, scale=0.5)
+    print(pairs.shape)
     grads: flashbwd.AttentionGrads = flashbwd.attention_backward(out, q, k, v, out, lse)
     bias: Tensor | None = grads.dbias
     plan: flashbwd.Plan = flashbwd.plan_attention_backward(out, q, k, v, out, lse)

@@ -18,14 +18,17 @@ __device__ float bias_value(const BiasView& bias, int64_t index) {
   return to_float(static_cast<const __half*>(bias.data)[index]);
 }
 
-// True if every key that the row sees has a bias of -inf. For other rows the loop usually ends at the first key.
-__device__ bool hidden_by_bias(const AttentionBackwardParams& p, const Visibility& visibility, int32_t batch,
-                               int32_t head, int32_t row) {
-  if (p.bias.data == nullptr) return false;
+// True if the key mask hides every key that the row sees, or the key's bias is -inf. For other rows the loop usually
+// ends at the first key.
+__device__ bool all_keys_hidden(const AttentionBackwardParams& p, const Visibility& visibility, int32_t batch,
+                                int32_t head, int32_t row) {
+  if (p.bias.data == nullptr && p.key_mask.data == nullptr) return false;
+  const uint8_t* const shown = p.key_mask.data + batch * p.key_mask.batch_stride;
   const int64_t first = batch * p.bias.batch_stride + head * p.bias.head_stride + row * p.bias.row_stride;
   const BlockRange keys = key_blocks(visibility, row, 1, 1);
   for (int32_t key = keys.begin; key < keys.end; ++key) {
-    if (bias_value(p.bias, first + key * p.bias.col_stride) != -INFINITY) return false;
+    if (p.key_mask.data != nullptr && shown[key * p.key_mask.key_stride] == 0) continue;
+    if (p.bias.data == nullptr || bias_value(p.bias, first + key * p.bias.col_stride) != -INFINITY) return false;
   }
   return true;
 }
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int32_t row = threadIdx.x; row < sequence.seqlen_q && sink > -INFINITY; row += kThreads) {
       const float lse = lse_delta.lse_log2[first + row];
       // The preprocess wrote +inf if the row sees no key, or if sees_nothing() is true for its LSE.
-      if (lse == INFINITY || hidden_by_bias(p, visibility, batch, head, row)) {
+      if (lse == INFINITY || all_keys_hidden(p, visibility, batch, head, row)) {
         sum += lse_gradient(p, sequence, batch, head, row);
       } else {
         sum -= exp2f(sink - lse) * lse_delta.delta[first + row];

@@ -49,7 +49,7 @@ enum class Variant : int32_t {
   kLoadsAhead,   // plain attention; see has_loads_ahead
   kWholeHeads,   // plain attention; a CTA processes all key blocks of a head, see has_whole_heads
   kBias,         // only a bias that 16-byte vectors load; its gradient is stored as vectors or added in fp32
-  kAllFeatures,  // bias, ALiBi, softcap, dropout
+  kAllFeatures,  // bias, key mask, ALiBi, softcap, dropout
   kSharedBias,   // as kBias, but heads that share a bias add to its gradient, in a fixed order or in any order
   kFirstStores,  // plain attention; the first key block of a query tile stores dq, see has_first_stores
 };

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "key_mask.cuh"
 #include "loads.cuh"
 #include "traits.cuh"
 
@@ -98,19 +99,26 @@ struct Copies {
   // Copies the keys of `work` to `offset` bytes after smem.k.
   static __device__ __forceinline__ void load_keys(const KernelParams& params, SharedStorage& smem,
                                                    const WorkTile& work, int32_t offset) {
-    load_key_rows(params.attention.k, params.attention.head_dim, params.k_aligned, work, smem.k + offset);
+    const HeadsView& k = params.attention.k;
+    if constexpr (Traits::kVariant == Variant::kAllFeatures) {
+      const ShownKeys shown(params.attention.key_mask, work.batch, work.key_block * Traits::kBlockN);
+      load_key_rows(k, params.attention.head_dim, params.k_aligned, work, smem.k + offset, shown);
+    } else {
+      load_key_rows(k, params.attention.head_dim, params.k_aligned, work, smem.k + offset, AllRows());
+    }
   }
   // Copies the values of `work` to `offset` bytes after smem.v.
   static __device__ __forceinline__ void load_values(const KernelParams& params, SharedStorage& smem,
                                                      const WorkTile& work, int32_t offset) {
-    load_key_rows(params.attention.v, params.attention.head_dim_v, params.v_aligned, work, smem.v + offset);
+    load_key_rows(params.attention.v, params.attention.head_dim_v, params.v_aligned, work, smem.v + offset, AllRows());
   }
+  template <typename Wanted>
   static __device__ __forceinline__ void load_key_rows(const HeadsView& view, int32_t columns, bool aligned,
-                                                       const WorkTile& work, uint8_t* tile) {
+                                                       const WorkTile& work, uint8_t* tile, const Wanted& wanted) {
     const int32_t first = work.key_block * Traits::kBlockN;
     load_tile<Traits, Traits::kBlockN>(
         tile, head_rows<const T>(view, work.batch, work.head_kv, work.sequence.begin_k + first), view.seq_stride,
-        work.sequence.seqlen_k - first, columns, aligned);
+        work.sequence.seqlen_k - first, columns, aligned, wanted);
   }
 
   // Called by one thread: sets the source of the tiles of `iteration`.

@@ -1,5 +1,5 @@
-// Scores with bias, ALiBi, softcap and dropout. Each feature is a separate pass over the tile, so that an unused
-// feature costs only one branch per tile. The kernels with only a bias have a shorter path of their own.
+// Scores with bias, key mask, ALiBi, softcap and dropout. Each feature is a separate pass over the tile, so that an
+// unused feature costs only one branch per tile. The kernels with only a bias have a shorter path of their own.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include "bias.cuh"
 #include "dq.cuh"
 #include "dropout.cuh"
+#include "key_mask.cuh"
 #include "ordered_bias.cuh"
 #include "scores.cuh"
 
@@ -32,7 +33,8 @@ struct Features {
 
   const KernelParams& params;
   const WorkTile& work;
-  DropoutMask<Traits> mask;  // of the current tile
+  const uint32_t* key_bits = nullptr;  // see KeyBits; only if kAll
+  DropoutMask<Traits> mask;            // of the current tile
 
   __device__ __forceinline__ Features(const KernelParams& params, const WorkTile& work) : params(params), work(work) {}
 
@@ -114,9 +116,12 @@ struct Features {
       add_alibi(head, query_block, scale, s);
       scale = 1.f;
     }
-    if (!work.interior.contains(query_block)) {
+    const bool partial = !work.interior.contains(query_block);
+    const uint32_t keys = p.key_mask.data != nullptr ? KeyBits<Traits>::load(key_bits) : ~0u;
+    if (partial || keys != ~0u) {
       Position::for_each([&](int mt, int nt, int e) { s[mt][nt][e] *= scale; });
-      Position::mask(work, query_block, -INFINITY, s);
+      if (partial) Position::mask(work, query_block, -INFINITY, s);
+      if (keys != ~0u) hide_keys(keys, s);
       scale = 1.f;
     }
     if (p.dropout_p > 0.f) {
@@ -126,6 +131,13 @@ struct Features {
     }
     take_bias_gradient(head, query_block, dp);
     if (p.softcap > 0.f) multiply_by_cap_factor(ds, dp);
+  }
+
+  static __device__ __forceinline__ void hide_keys(uint32_t bits, Accumulator& s) {
+    const uint32_t own = bits >> Traits::lane() / 4;  // bit n: the thread's first key + n
+    Position::for_each([&](int mt, int nt, int e) {
+      s[mt][nt][e] = (own >> Position::key(mt, e) & 1) != 0 ? s[mt][nt][e] : -INFINITY;
+    });
   }
 
   // dp becomes ds.

@@ -48,6 +48,10 @@ struct LargeMainloop : Mainloop<Traits> {
     }
 
     typename Base::ScoreWork scores(params, work);
+    if constexpr (Traits::kVariant == Variant::kAllFeatures) {
+      KeyBits<Traits>::store(params, work, smem.key_bits);
+      scores.key_bits = smem.key_bits;
+    }
     OperandStream<Traits> stream(params, smem, work);
 #pragma unroll 1
     for (QueryIteration iteration(work); iteration.index < num_iterations; iteration.advance(work)) {

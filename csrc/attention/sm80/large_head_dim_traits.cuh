@@ -66,6 +66,7 @@ struct LargeTraits {
     alignas(16) float delta[kBlockM];
     WorkTile work;
     int32_t work_index;
+    uint32_t key_bits[kVariant == Variant::kAllFeatures ? kThreads / 32 : 1];  // see KeyBits
   };
 };
 
@@ -168,11 +169,22 @@ struct OperandStream {
     copy_async_commit();
   }
 
-  template <int kRowBytes, int kRows>
+  template <int kRowBytes, int kRows, typename Wanted = AllRows>
   __device__ __forceinline__ void load_rows(uint8_t* to, const HeadsView& view, int32_t head, int64_t first_row,
-                                            int32_t rows, int32_t column, int32_t columns, bool aligned) const {
+                                            int32_t rows, int32_t column, int32_t columns, bool aligned,
+                                            const Wanted& wanted = {}) const {
     load_tile<OperandRows<Traits, kRowBytes>, kRows>(to, head_rows<const T>(view, work.batch, head, first_row) + column,
-                                                     view.seq_stride, rows, columns - column, aligned);
+                                                     view.seq_stride, rows, columns - column, aligned, wanted);
+  }
+
+  // For load_rows: the rows that the key mask shows if the rows are keys, otherwise all.
+  __device__ __forceinline__ auto wanted_rows(bool keys) const {
+    if constexpr (Traits::kVariant == Variant::kAllFeatures) {
+      if (!keys) return ShownKeys();
+      return ShownKeys(params.attention.key_mask, work.batch, work.key_block * Traits::kBlockN);
+    } else {
+      return AllRows();
+    }
   }
 
   // (kBlockN, kHeadDim) of k or v, then (kBlockM, kHeadDim) of q or dout.
@@ -183,9 +195,9 @@ struct OperandStream {
     const int32_t first_key = work.key_block * Traits::kBlockN;
     const int32_t first_query = next.iteration.query_block(work) * Traits::kBlockM;
     const int32_t queries = work.sequence.seqlen_q - first_query;
-    load_rows<Traits::kRowBytes, Traits::kBlockN>(stage, values ? p.v : p.k, work.head_kv,
-                                                  work.sequence.begin_k + first_key, work.sequence.seqlen_k - first_key,
-                                                  column, columns, values ? params.v_aligned : params.k_aligned);
+    load_rows<Traits::kRowBytes, Traits::kBlockN>(
+        stage, values ? p.v : p.k, work.head_kv, work.sequence.begin_k + first_key, work.sequence.seqlen_k - first_key,
+        column, columns, values ? params.v_aligned : params.k_aligned, wanted_rows(!values));
     load_rows<Traits::kRowBytes, Traits::kBlockM>(stage + Traits::kBlockN * Traits::kRowBytes, values ? p.dout : p.q,
                                                   next.iteration.head, work.sequence.begin_q + first_query, queries,
                                                   column, columns, values ? params.dout_aligned : params.q_aligned);
@@ -224,7 +236,8 @@ struct OperandStream {
         values ? p.head_dim_v : p.head_dim,
         keys     ? params.k_aligned
         : values ? params.dout_aligned
-                 : params.q_aligned);
+                 : params.q_aligned,
+        wanted_rows(keys));
   }
 };
 

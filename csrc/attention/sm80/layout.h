@@ -47,8 +47,10 @@ struct KernelPlan {
   PartialRegion partial;
 };
 
-// No ALiBi, softcap or dropout.
-inline bool has_only_bias(const AttentionProblem& p) { return !p.has_alibi && p.softcap <= 0.0 && p.dropout_p <= 0.0; }
+// No key mask, ALiBi, softcap or dropout.
+inline bool has_only_bias(const AttentionProblem& p) {
+  return !p.has_key_mask && !p.has_alibi && p.softcap <= 0.0 && p.dropout_p <= 0.0;
+}
 
 // The number of (batch, head) that share a bias.
 inline int64_t bias_sharers(const AttentionProblem& p) {

@@ -25,11 +25,17 @@ __device__ __forceinline__ T* head_rows(const HeadsView& view, int32_t batch, in
   return static_cast<T*>(view.data) + batch * view.batch_stride + head * view.head_stride + first_row * view.seq_stride;
 }
 
-// Copies kRows rows, of which the first `rows` exist and have `columns` elements. Zeros fill the rest. If not
-// `aligned`, the copy is element by element.
-template <typename Traits, int kRows, typename T>
+// For load_tile: all rows are wanted.
+struct AllRows {
+  static constexpr __device__ bool all() { return true; }
+  constexpr __device__ bool operator()(int32_t) const { return true; }
+};
+
+// Copies kRows rows, of which the first `rows` exist and have `columns` elements. Zeros fill the rest, and the rows for
+// which `wanted(row)` is false. If not `aligned`, the copy is element by element.
+template <typename Traits, int kRows, typename T, typename Wanted = AllRows>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_t stride, int32_t rows, int32_t columns,
-                                          bool aligned) {
+                                          bool aligned, const Wanted& wanted = {}) {
   using Swizzle = VectorSwizzle<Traits::kRowBytes, sizeof(T) == 4>;
   constexpr int kVectors = Traits::kRowBytes / 16;  // per row
   constexpr int kElements = 16 / sizeof(T);         // per vector
@@ -47,7 +53,7 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_
   };
   const int64_t pass_stride = kPassRows * stride;
   const T* pointer = source + first_row * stride + vector * kElements;
-  if (aligned && rows >= kRows && columns >= kVectors * kElements) {
+  if (aligned && wanted.all() && rows >= kRows && columns >= kVectors * kElements) {
 #pragma unroll
     for (int row = 0; row < kRows; row += kPassRows, pointer += pass_stride) {
 #pragma unroll
@@ -64,7 +70,7 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_
 #pragma unroll
       for (int group = 0; group < kVectors / kGroup; ++group) {
         const int32_t elements = max(min(left - group * kGroupElements, kElements), 0);
-        const bool exists = first_row + row < rows && elements > 0;
+        const bool exists = first_row + row < rows && elements > 0 && wanted(first_row + row);
         copy_async_16(address(row) + group * kGroupBytes, exists ? pointer + group * kGroupElements : source,
                       exists ? elements * static_cast<int32_t>(sizeof(T)) : 0);
       }
@@ -78,7 +84,7 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, const T* source, int64_
       alignas(16) T values[kElements];
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        const bool exists = first_row + row < rows && e < left - group * kGroupElements;
+        const bool exists = first_row + row < rows && e < left - group * kGroupElements && wanted(first_row + row);
         values[e] = exists ? pointer[group * kGroupElements + e] : from_float<T>(0.f);
       }
       *reinterpret_cast<uint4*>(tile + Swizzle::offset(first_row + row, vector + group * kGroup)) =

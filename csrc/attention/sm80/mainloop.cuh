@@ -44,6 +44,10 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
     }
     const AttentionBackwardParams& p = params.attention;
     ScoreWork scores(params, work);
+    if constexpr (Traits::kVariant == Variant::kAllFeatures) {
+      KeyBits<Traits>::store(params, work, smem.key_bits);
+      scores.key_bits = smem.key_bits;
+    }
     if constexpr (Traits::kStages > 1) {
       if (threadIdx.x == 0) advance(params, smem, 0);
       copy_async_wait<0>();

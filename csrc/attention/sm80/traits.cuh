@@ -79,6 +79,7 @@ struct Traits {
     // Two stages. Each barrier completes once per iteration, when all threads have arrived. A thread arrives when its
     // copies have landed, when it has stored ds (and p), and when it is done with the tiles and ds of the iteration.
     SplitBarrier tiles_loaded, scores_stored, done;
+    uint32_t key_bits[kVariant == Variant::kAllFeatures ? kThreads / 32 : 1];  // see KeyBits
   };
 };
 

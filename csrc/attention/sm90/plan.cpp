@@ -75,6 +75,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   if (!is_16bit(problem.dtype)) return std::string("it takes float16 and bfloat16, got ") + name_of(problem.dtype);
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
+  if (problem.has_key_mask) return "it does not take key_mask";
   if (problem.need_dbias && problem.softcap > 0.0)
     return "it does not compute the gradient of attn_bias together with softcap";
   if (problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kEfficient32 &&

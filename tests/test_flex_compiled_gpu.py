@@ -146,16 +146,20 @@ def test_gradients_agree_with_float64_and_the_right_backward_ran(name: str) -> N
         tolerance.assert_close(got, want, [plain.double()], f"gradient {i}", softcap=case.mod is softcap)
 
 
-def test_a_learned_bias_keeps_pytorchs_backward() -> None:
-    bias = torch.randn(4, device="cuda", requires_grad=True)
+def test_a_learned_scale_gets_its_gradient() -> None:
+    rates = torch.rand(4, device="cuda", requires_grad=True)
     q, k, v = Case("causal").inputs()
     compiled = torch.compile(
-        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h], enable_gqa=True),
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s * rates[h], enable_gqa=True),
         options=inductor.options(),
     )
-    (got,) = torch.autograd.grad(compiled(q, k, v).float().sum(), [bias])
-    assert got.shape == bias.shape and bool(got.isfinite().all())
-    assert counted() == (0, {"score_mod captures a tensor that requires a gradient": 1})
+    (got,) = torch.autograd.grad(compiled(q, k, v).float().sin().sum(), [rates])
+    assert counted() == (1, {})
+    exact = rates.detach().double().requires_grad_()
+    keys, values = (x.detach().double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q.detach().double() @ keys.mT * q.shape[-1] ** -0.5 * exact[:, None, None]
+    (want,) = torch.autograd.grad((scores.softmax(-1) @ values).sin().sum(), [exact])
+    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02 * float(want.abs().max()))
 
 
 def two_layers(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:

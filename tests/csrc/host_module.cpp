@@ -141,7 +141,8 @@ void bind_problem(py::module_& m) {
       .value("kInt32", DType::kInt32)
       .value("kInt64", DType::kInt64)
       .value("kUInt64", DType::kUInt64)
-      .value("kUInt8", DType::kUInt8);
+      .value("kUInt8", DType::kUInt8)
+      .value("kBool", DType::kBool);
   py::class_<AttentionProblem>(m, "AttentionProblem")
       .def(py::init<>())
       .def_readwrite("dtype", &AttentionProblem::dtype)

@@ -66,7 +66,7 @@ def device_info(host: ModuleType, **values: Any) -> Any:
 
 
 _DTYPES = {"float16": "kFloat16", "bfloat16": "kBFloat16", "float32": "kFloat32", "float64": "kFloat64"}
-_DTYPES |= {"int32": "kInt32", "int64": "kInt64", "uint64": "kUInt64", "uint8": "kUInt8"}
+_DTYPES |= {"int32": "kInt32", "int64": "kInt64", "uint64": "kUInt64", "uint8": "kUInt8", "bool": "kBool"}
 
 
 @contextmanager

@@ -38,8 +38,8 @@ from flashbwd.norm_backward import (
     rms_norm_backward,
     rms_norm_backward_from_output,
 )
+from flashbwd.pair_bias import evoformer_attention, triangle_attention
 from flashbwd.self_attention import SelfAttention
-from flashbwd.triangle import triangle_attention
 
 __version__ = "0.1.0"
 
@@ -67,6 +67,7 @@ __all__ = [
     "dropout_add_rms_norm",
     "dropout_add_rms_norm_backward",
     "enable",
+    "evoformer_attention",
     "flex_attention",
     "flex_attention_backward",
     "flex_decoding",

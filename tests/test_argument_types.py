@@ -91,6 +91,11 @@ def triangle_inputs() -> Arguments:
     return {"q": q, "k": k, "v": v, "bias": torch.randn(2, 1, 4, 5, 7), "mask": mask}
 
 
+def evoformer_inputs() -> Arguments:
+    q, k, v = torch.randn(2, 3, 5, 4, 8), torch.randn(2, 3, 5, 4, 8), torch.randn(2, 3, 5, 4, 6)
+    return {"q": q, "k": k, "v": v}
+
+
 def attention_backward_inputs(packed: bool = False) -> Arguments:
     given = attention_inputs(packed)
     out, lse = flashbwd.attention(**given, return_lse=True)
@@ -145,6 +150,9 @@ FUNCTIONS = {
     "triangle_attention": Function(
         flashbwd.triangle_attention, triangle_inputs(), dict.fromkeys(("q", "k", "v", "bias"), "tensor")
         | {"mask": "tensor?", "scale": "scale"},
+    ),
+    "evoformer_attention": Function(
+        flashbwd.evoformer_attention, evoformer_inputs(), dict.fromkeys(("q", "k", "v"), "tensor"),
     ),
     "attention_packed": Function(flashbwd.attention, attention_inputs(True), QKV | PACKED),
     "attention_backward": Function(

@@ -181,6 +181,14 @@ def right_gradient_of_the_triangle_bias(names: Names, printed: str) -> None:
     close(names["bias"].grad[0], want.dbias.double(), 1e-4)
 
 
+def right_gradient_of_the_evoformer_pairs(names: Names, printed: str) -> None:
+    assert printed == "torch.Size([1, 1, 4, 16, 16])\n"
+    q, k, v, out = (names[name].detach()[0] for name in ("q", "k", "v", "out"))
+    shown, bias = names["hidden"][0, :, 0, 0] == 0, names["pairs"].detach()[0]
+    want = oracle.attention(q, k, v, 2 * out, attn_bias=bias, key_mask=shown)
+    close(names["pairs"].grad[0], want.dbias.double(), 1e-4)
+
+
 def scores_of_the_keys_in_use(names: Names, printed: str) -> None:
     assert printed == "torch.Size([2, 8, 1, 64])\n"
     query, key, value, slopes = (names[name].double() for name in ("query", "key", "value", "slopes"))
@@ -258,6 +266,7 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/integrations.md-4": right_gradients_of_the_packed_llama,
     "docs/tutorials/bias_gradients.md-0": right_gradient_of_the_bias,
     "docs/tutorials/bias_gradients.md-1": right_gradient_of_the_triangle_bias,
+    "docs/tutorials/bias_gradients.md-2": right_gradient_of_the_evoformer_pairs,
     "docs/tutorials/decoding.md-0": scores_of_the_keys_in_use,
     "docs/tutorials/deterministic.md-0": equal_gradients,
     "docs/tutorials/flex_attention.md-0": right_gradient_within_documents,

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "--energy",
         action="store_true",
         help="also measure the joules of a call with a settled clock, from the GPU's energy counter; needs a GPU that "
-        "nothing else uses, and the package nvidia-ml-py (pip install flashbwd[energy])",
+        "nothing else uses, and the package nvidia-ml-py (pip install nvidia-ml-py)",
     )
     add("--budget-s", type=float, default=float("inf"), help="start no new case after this many seconds")
     add("--resume", action="store_true", help="continue the newest unfinished file in --out")
@@ -165,7 +165,7 @@ def write_report(found: results.Report, path: Path, compare: Path | None, earlie
     print(f"\n{report.bar_summary(found)}")
     print(f"written: {path}, {path.with_suffix('.md').name}, {len(images)} plots")
     if not images:
-        print("no plots: they need matplotlib (pip install flashbwd[bench])")
+        print("no plots: they need matplotlib (pip install matplotlib)")
     for line in found.wrong():
         print(f"WRONG: {line}", file=sys.stderr)
 

@@ -109,7 +109,7 @@ def attention_backward(
         dimension may be 1. q's dtype or float32. Passing it requests dbias.
     key_mask : Tensor, (B, Sk), bool, optional
         True where a key is visible to all queries and heads of its batch entry. Hidden keys get zero dk, dv and dbias;
-        k, v and attn_bias may hold NaN there. Any strides. Packed inputs have ``seqused_k`` instead.
+        k, v and attn_bias may hold NaN there. Any strides. Dense inputs only.
     alibi_slopes : Tensor, (H,) or (B, H), float32, optional
         Adds ``-slope * |i + off - j|`` to the score of query i and key j, with ``off = Sk - Sq`` of its
         sequence (0 for ``"top_left"``). The slopes get no gradient.

@@ -175,8 +175,8 @@ TABLE: dict[str, tuple[str, Change, str]] = {
     "key_mask_keys": ("dense", put(key_mask=torch.ones(2, 5, dtype=torch.bool)),
                       "key_mask has shape (2, 5), expected (2, 7)"),
     "key_mask_varlen": ("varlen", put(key_mask=torch.ones(2, 7, dtype=torch.bool)),
-                        "key_mask came with cu_seqlens_q and cu_seqlens_k, expected it without them: packed sequences "
-                        "have seqused_k"),
+                        "key_mask came with cu_seqlens_q and cu_seqlens_k, expected it without them: pack only the "
+                        "keys that the mask shows"),
     "slopes_dtype": ("dense", put(alibi_slopes=torch.zeros(4, dtype=torch.float64)),
                      "alibi_slopes is float64, expected float32"),
     "slopes_shape": ("dense", put(alibi_slopes=torch.zeros(2)),

@@ -147,7 +147,7 @@ def test_the_function_and_its_derivative_are_those_that_flex_decoding_runs(name:
     """Other tests compare that source with autograd. Only here, gradients of captured tensors go through sums."""
     mod, differentiable = MODS[name]
     of_decoding, _ = emit_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)
-    to_memory = re.sub(r"sums\.sum\d+\.add\(first, ", "if (first) atomicAdd(", emitted(name))
+    to_memory = re.sub(r"sums\.sum\d+\.add\(adds, ", "if (adds) atomicAdd(", emitted(name))
     bodies = [body.rpartition("\n  }")[0] for body in to_memory.split(") {\n")[1:]]
     assert len(bodies) == 2
     assert all(body in of_decoding for body in bodies)
@@ -158,8 +158,8 @@ def test_each_access_to_a_captured_tensor_has_a_sum_that_is_finished() -> None:
     double = torch.ones(4, dtype=torch.float64)
     source = source_of(lambda s, b, h, q, k: s * RATES[h] + TABLE[h, k] + double[q % 4] * RATES[k % 4], [RATES, double])
     assert sorted(re.findall(r"GradientSum<(\w+)> (sum\d);", source)) == sorted(
-        [("float", name) for name in re.findall(r"(sum\d)\.add\(first, static_cast<float\*>", source)]
-        + [("double", name) for name in re.findall(r"(sum\d)\.add\(first, static_cast<double\*>", source)]
+        [("float", name) for name in re.findall(r"(sum\d)\.add\(adds, static_cast<float\*>", source)]
+        + [("double", name) for name in re.findall(r"(sum\d)\.add\(adds, static_cast<double\*>", source)]
     )
     assert sorted(re.findall(r"(sum\d)\.finish\(\);", source)) == ["sum0", "sum1", "sum2"]
 

@@ -189,8 +189,8 @@ void check_bias(const AttentionArguments& a, AttentionProblem* p) {
 void check_key_mask(const AttentionArguments& a, AttentionProblem* p) {
   if (!a.key_mask) return;
   check(!p->varlen,
-        "key_mask came with cu_seqlens_q and cu_seqlens_k, expected it without them: packed sequences have "
-        "seqused_k");
+        "key_mask came with cu_seqlens_q and cu_seqlens_k, expected it without them: pack only the keys that the "
+        "mask shows");
   check_dtype("key_mask", a.key_mask, DType::kBool, "");
   check_device("key_mask", a.key_mask, p->device);
   check_shape("key_mask", a.key_mask, {p->batch, p->seqlen_k});

@@ -5,7 +5,7 @@
 
 namespace flashbwd {
 
-// Adds to *element in global memory if `adds`. Without a branch, which would cost more than the addition.
+// Adds to *element in global memory if `adds`. The instruction is predicated: a branch would cost more than it.
 __device__ __forceinline__ void add_to_global(bool adds, float* element, float value) {
   asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p red.relaxed.gpu.global.add.f32 [%0], %1;}" ::"l"(element),
                "f"(value), "r"(static_cast<int>(adds)));
@@ -15,10 +15,10 @@ __device__ __forceinline__ void add_to_global(bool adds, double* element, double
                "d"(value), "r"(static_cast<int>(adds)));
 }
 
-// What a thread adds to one captured tensor, for the pairs of queries and keys that it handles one after another. Many
-// pairs may share an element, as with one scale per head or a relative bias that is cut off, and atomic additions to an
-// element take their turns. So consecutive additions to one element are added in registers first, and the lanes of a
-// warp whose last element is the same add once.
+// What a thread adds to one captured tensor in one iteration, pair after pair. Many pairs may share an element, as with
+// one scale per head or a relative bias that is cut off, and atomic additions to one element are serialised. So a
+// thread sums consecutive additions to one element in registers, and if all lanes of a warp end with the same element,
+// the warp adds once.
 template <typename T>
 class GradientSum {
  public:
@@ -31,7 +31,7 @@ class GradientSum {
     element_ = element;
   }
 
-  // Adds what is left to memory. Called once, by all lanes of a warp.
+  // Adds what is left to memory. Called by all lanes of a warp at the end of an iteration.
   __device__ __forceinline__ void finish() {
     const auto address = reinterpret_cast<unsigned long long>(element_);
     const unsigned lanes = __ballot_sync(~0u, address != 0);

@@ -147,7 +147,7 @@ def _library() -> Any:
         import pynvml
     except ImportError as error:
         raise EnergyError(
-            "flashbwd: --energy needs the package nvidia-ml-py, which is not installed (pip install flashbwd[energy])"
+            "flashbwd: --energy needs the package nvidia-ml-py, which is not installed (pip install nvidia-ml-py)"
         ) from error
     try:
         pynvml.nvmlInit()

@@ -145,10 +145,12 @@ def first_call_of_a_process(name: str, cache: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m flashbwd.bench.host_time", allow_abbrev=False)
-    parser.add_argument("--warm", action="store_true")
-    parser.add_argument("--only")
-    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--warm", action="store_true", help="skip the first calls")
+    parser.add_argument("--only", metavar="NAME", help="print the time of the first call of one row, in milliseconds")
+    parser.add_argument("--backward", action="store_true", help="compare small backwards with PyTorch's instead")
     options = parser.parse_args(arguments)
+    if not options.backward and not torch.cuda.is_available():
+        parser.error("flex_decoding is timed on a GPU, and there is none; only --backward also runs on a CPU")
     if options.backward:
         backward_time.main(machine.default_device())
         return

@@ -122,7 +122,10 @@ class Derivative:
             self.gradients.setdefault(node, []).append(f"static_cast<{self._type(node)}>({expression})")
 
     def _store(self, node: Any, gradient: str) -> None:
-        """Write an atomic add to one element of a captured tensor's gradient. The gradient is contiguous."""
+        """Append the addition to one element of a captured tensor's gradient, which is contiguous.
+
+        It goes to ``sums`` if ``in_sums``, and otherwise atomically to memory.
+        """
         selected = self.emitter.captured[node]
         whole = node
         while whole.op != "get_attr":
@@ -135,10 +138,10 @@ class Derivative:
         element = f"static_cast<{kind}*>(p.gradients[{selected.slot}]) + {selected.contiguous_offset()}"
         value = f"static_cast<{kind}>({gradient})"
         if self.in_sums:
-            self.emitter.lines.append(f"sums.sum{len(self.sums)}.add(first, {element}, {value});")
+            self.emitter.lines.append(f"sums.sum{len(self.sums)}.add(adds, {element}, {value});")
             self.sums.append(kind)
         else:
-            self.emitter.lines.append(f"if (first) atomicAdd({element}, {value});")
+            self.emitter.lines.append(f"if (adds) atomicAdd({element}, {value});")
 
     def sums_struct(self) -> str:
         """Return ``struct Sums``, with a ``GradientSum`` for each access to a captured tensor that gets a gradient."""
@@ -276,7 +279,7 @@ def emit_gradient(
         mask_body = Emitter("mask_mod", mask, slots).run(MASK_PARAMETERS, torch.bool)
     params = "DecodingBackwardParams"
     function = f"""  __device__ static float score_gradient(
-      const {params}& p, float score, int b, int h, int q, int k, float ds, bool first) {{
+      const {params}& p, float score, int b, int h, int q, int k, float ds, bool adds) {{
     {gradient}
   }}
 """
@@ -302,7 +305,7 @@ struct Mod {{
 {derivative.sums_struct()}  __device__ static float score_mod({parameters}) {{
     {score_body}
   }}
-  __device__ static float score_gradient({parameters}, float ds, bool first, Sums& sums) {{
+  __device__ static float score_gradient({parameters}, float ds, bool adds, Sums& sums) {{
     {gradient}
   }}
 }};

@@ -58,8 +58,8 @@ FLASHBWD_HOST_DEVICE constexpr int32_t staggered_starts(int32_t blocks_apart, in
   return static_cast<int32_t>(at_least(num_query_blocks / blocks_apart, 1));
 }
 
-// Where the loop of key block n begins. Key blocks that run side by side are consecutive, so they add to different dq
-// tiles, and those that they read at one time are a window of the head.
+// Where the loop of key block n begins. Key blocks that run side by side are consecutive, so most of them add to
+// different dq tiles, and the query blocks that they read at one time are a window of the head.
 FLASHBWD_HOST_DEVICE constexpr int32_t staggered_start(int32_t n, int32_t blocks_apart, int32_t num_query_blocks) {
   return n % staggered_starts(blocks_apart, num_query_blocks) * blocks_apart;
 }

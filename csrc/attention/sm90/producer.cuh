@@ -123,8 +123,9 @@ struct Producer {
     params.preprocess.wait(work.first_flag, work.last_flag);
   }
 
-  // The last key block of a wave starts furthest on, so it is the first to load the query blocks from there to the end,
-  // and in ring order the others add to them after it. Prefetches them to L2, so that it does not wait for memory.
+  // If a head has more key blocks than run at the same time, the last key block of a wave starts furthest on. It is the
+  // first to load the query blocks from there to the end, and in ring order the others add to them after it. Prefetches
+  // them to L2, so that it does not wait for memory. In other calls this does no harm.
   static __device__ __forceinline__ void prefetch_queries(const KernelParams& params, const WorkTile& work,
                                                           int32_t query_block, int32_t query_row, int64_t first_row,
                                                           int32_t head, int32_t batch) {

@@ -44,7 +44,7 @@ struct Schedule {
 
   // The query loop
   bool heads_outermost = false;    // all query blocks of a query head, then the next head; else heads are innermost
-  int32_t query_blocks_apart = 0;  // staggered start: each key block starts so many query blocks after the one before
+  int32_t query_blocks_apart = 0;  // staggered start: distance of the starts of neighbouring key blocks; 0: none
   bool fetches_early = false;      // a CTA takes its next work tile before it has loaded all of the current one
 
   // dq

@@ -3,7 +3,7 @@
 //
 // Mod::score_mod(p, score, b, h, q, k) returns the modified score, and Mod::score_gradient(p, score, b, h, q, k, ds,
 // adds, sums) the gradient of `score` for a gradient `ds` of the modified score. If `adds`, the latter also adds to the
-// gradients of captured tensors; Mod::Sums has a GradientSum (csrc/mods/gradient_sum.cuh) for each.
+// gradients of captured tensors; Mod::Sums has a GradientSum (csrc/mods/gradient_sum.cuh) for each access.
 #pragma once
 
 #include "../generated_params.h"
@@ -38,18 +38,19 @@ struct GeneratedFunction {
     return at_most(first_key + v % 4 / 2 * 8, p.attention.seqlen_k - 1);
   }
 
-  // `product`: of q and k. lse: of the query, in units of log2.
+  // `product`: of q and k. lse_log2: of the query, in units of log2.
   __device__ __forceinline__ float probability(int v, float product, float lse_log2) const {
     const float score = Mod::score_mod(p, product * p.attention.softmax_scale, batch, head, query(v), key(v));
     return visible(v) ? exp2_approximate(score * kLog2E - lse_log2) : 0.f;
   }
 
-  // The gradient of softmax_scale * product. A pair without weight has none, whatever its derivative is.
-  __device__ __forceinline__ float gradient(int v, float product, float gradient, typename Mod::Sums& sums) const {
-    const bool adds = Mod::kCapturedGradients && gradient != 0.f;
-    const float scaled = Mod::score_gradient(p, product * p.attention.softmax_scale, batch, head, query(v), key(v),
-                                             gradient, adds, sums);
-    return gradient == 0.f ? 0.f : scaled;
+  // The gradient of softmax_scale * product, for a gradient `ds` of the modified score. If that is 0, as for a hidden
+  // pair, the result is 0 even if the derivative is infinite.
+  __device__ __forceinline__ float gradient(int v, float product, float ds, typename Mod::Sums& sums) const {
+    const bool adds = Mod::kCapturedGradients && ds != 0.f;
+    const float scaled =
+        Mod::score_gradient(p, product * p.attention.softmax_scale, batch, head, query(v), key(v), ds, adds, sums);
+    return ds == 0.f ? 0.f : scaled;
   }
 
   // Makes the compiler compute what depends on the indices again from here on, instead of holding it in registers.
@@ -57,14 +58,14 @@ struct GeneratedFunction {
 };
 
 // S becomes P times the derivative, as in CappedScores. With gradients of captured tensors S stays, because these need
-// the gradient of each modified score.
+// dS, which is known only after dP.
 template <typename Traits>
 struct GeneratedScores : PlainScores<Traits> {
   using Base = PlainScores<Traits>;
   using typename Base::Operand, typename Base::Scores, typename Base::T;
   static constexpr bool kDeltaFirst = Base::kDeltaFirst;
   static constexpr bool kAdds = Traits::Mod::kCapturedGradients;
-  // Values whose P is computed under dP: with 128 queries, registers do not hold all.
+  // Values whose P is computed while the tensor cores compute dP: with 128 queries, registers do not hold all.
   static constexpr int kUnderDp = Traits::kEarlyDv ? Base::kValues : kAdds ? 0 : Base::kValues / 2;
 
   GeneratedFunction<Traits> function;

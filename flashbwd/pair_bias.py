@@ -116,7 +116,7 @@ def _with_bias_of_keys(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tupl
     precise = torch.promote_types(k.dtype, torch.float32)
     quotient = (bias.to(precise) / scale).clamp(min=torch.finfo(k.dtype).min)
     high = quotient.to(k.dtype)
-    low = (quotient - high).detach().to(k.dtype)  # what a 16-bit number does not hold
+    low = (quotient - high).to(k.dtype)  # what a 16-bit number does not hold
     columns = torch.stack([high, low], -1)[:, :, 0, 0, :, None].expand(*k.shape[:-1], 2)
     ones = q.new_ones(*q.shape[:-1], 2)
     return (

@@ -79,8 +79,8 @@ def test_a_low_bias_hides_keys(lowest: float, target: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_bias_of_keys_is_not_rounded_to_16_bits_again(dtype: torch.dtype) -> None:
-    """With a head dimension of 8, the scale is not a power of 2. All other operands are exact."""
-    bias = torch.tensor([3.3, -2.7, 1.9, 5.1], dtype=dtype).reshape(1, 1, 1, 1, 4)
+    """With a head dimension of 8, the scale is not a power of 2. The biases and all other operands are exact."""
+    bias = torch.tensor([50.25, 48.5, 49.75, 51.0], dtype=dtype).reshape(1, 1, 1, 1, 4)
     q = torch.zeros(1, 1, 4, 1, 8, dtype=dtype)
     values = torch.eye(4, dtype=dtype).reshape(1, 1, 4, 1, 4)
     out = flashbwd.evoformer_attention(q, q, values, [bias, torch.zeros(1, 1, 1, 4, 4, dtype=dtype)])

@@ -156,7 +156,7 @@ def test_pytorchs_device_is_found_by_uuid_whatever_its_number(nvml, monkeypatch,
 
 def test_without_the_package_the_message_says_what_to_install(nvml, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes the import fail
-    with pytest.raises(EnergyError, match=r"nvidia-ml-py, which is not installed \(pip install flashbwd\[energy\]\)"):
+    with pytest.raises(EnergyError, match=r"nvidia-ml-py, which is not installed \(pip install nvidia-ml-py\)"):
         EnergyCounter(GPU)
 
 

@@ -154,7 +154,13 @@ def test_alibi_is_replaced_and_gets_its_slopes(name: str, planned: list[Any], mo
     torch.testing.assert_close(run_kernel, [SLOPES[name]])
 
 
+SMALL = Shape(batch=1, seqlen_q=24, seqlen_k=24)  # PyTorch's dense backward runs a cast element by element
+PAIRS = torch.zeros(24, 24, requires_grad=True)
 DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "pairs": (
+        "PyTorch's kernel is faster if a captured tensor with an element per pair learns",
+        {"mod": lambda s, b, h, i, j: s + PAIRS[i, j], "shape": SMALL},
+    ),
     "head_dim": ("head dimensions of at most 128", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=160)}),
     "prescale": ("PRESCALE_QK rounds the query", {"kernel_options": {"PRESCALE_QK": True}}),
     "backend": ("asks for BACKEND 'FLASH'", {"kernel_options": {"BACKEND": "FLASH"}}),

@@ -198,10 +198,21 @@ def _hide_keys(
     assert bias is not None
     bias = bias[:1].masked_fill(hidden.all(0), -torch.inf)
     column = torch.zeros_like(hidden, dtype=k.dtype).masked_fill_(hidden, -torch.inf)
-    column = column[:, :, None, None].expand(*k.shape[:-1], 1)
-    k = torch.cat([k, column, k.new_zeros(*k.shape[:-1], 7)], -1)
-    q = torch.cat([q, q.new_ones(*q.shape[:-1], 1), q.new_zeros(*q.shape[:-1], 7)], -1)
+    q, k = with_columns(q, k, column[:, :, None, None].expand(*k.shape[:-1], 1))
     return q, k, v, bias
+
+
+def with_columns(q: Tensor, k: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and k with 8 more columns, whose product is the sum of up to 8 ``columns`` of k.
+
+    Kernels load rows in vectors of 8 elements, so a head dimension should be a multiple of 8.
+    """
+    count = columns.shape[-1]
+    ones = q.new_ones(*q.shape[:-1], count)
+    return (
+        torch.cat([q, ones, q.new_zeros(*q.shape[:-1], 8 - count)], -1),
+        torch.cat([k, columns, k.new_zeros(*k.shape[:-1], 8 - count)], -1),
+    )
 
 
 def _rows_without_keys(key_mask: Tensor, rows: int, causal: str) -> Tensor:

@@ -103,27 +103,16 @@ def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return operator(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as caught:
-        error = _explained(caught, operator, args, kwargs)
-        if error is None:
-            raise
-        raise error from None
-
-
-def _explained(
-    caught: Exception, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> BaseException | None:
-    """Return the exception to raise in place of the one that an operator raised; None if that one is right."""
-    error, _failure.error = getattr(_failure, "error", None), None
-    if error is not None:
-        original: BaseException = error
-        return original
-    about_types = _arguments.is_about_types(caught)
-    if about_types and (message := _arguments.misfit(operator.default._schema, args, kwargs)):
-        return ValueError(message)
-    refusal = _last_refusal().decode()
-    if refusal and str(caught).startswith(refusal):
-        return ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs))
-    return None
+        error, _failure.error = getattr(_failure, "error", None), None
+        if error is not None:
+            raise error from None
+        about_types = _arguments.is_about_types(caught)
+        if about_types and (message := _arguments.misfit(operator.default._schema, args, kwargs)):
+            raise ValueError(message) from None
+        refusal = _last_refusal().decode()
+        if refusal and str(caught).startswith(refusal):
+            raise ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs)) from None
+        raise
 
 
 def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,14 +122,8 @@ def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if torch.compiler.is_compiling() or may_be_refused(args, kwargs):
         return call(operator, *args, **kwargs)
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError) as caught:
-        error = _explained(caught, operator, args, kwargs)
-        if error is None:
-            raise
-        raise error from None
+    with torch._C._AutoDispatchBelowAutograd():
+        return call(operator, *args, **kwargs)
 
 
 def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

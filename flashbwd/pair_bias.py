@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashbwd import _arguments
 from flashbwd._attention_arguments import autocast_dtype
+from flashbwd._forward import with_columns
 from flashbwd.attention import attention
 
 
@@ -112,17 +113,13 @@ def evoformer_attention(q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor
 
 
 def _with_bias_of_keys(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return q and k with more columns, whose product is ``bias / scale``. TMA and vectors need multiples of 8."""
+    """Return q and k with more columns, whose product is ``bias / scale``."""
     precise = torch.promote_types(k.dtype, torch.float32)
     quotient = (bias.to(precise) / scale).clamp(min=torch.finfo(k.dtype).min)
     high = quotient.to(k.dtype)
     low = (quotient - high).to(k.dtype)  # what a 16-bit number does not hold
     columns = torch.stack([high, low], -1)[:, :, 0, 0, :, None].expand(*k.shape[:-1], 2)
-    ones = q.new_ones(*q.shape[:-1], 2)
-    return (
-        torch.cat([q, ones, q.new_zeros(*q.shape[:-1], 6)], -1),
-        torch.cat([k, columns, k.new_zeros(*k.shape[:-1], 6)], -1),
-    )
+    return with_columns(q, k, columns)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float | None) -> Tensor:

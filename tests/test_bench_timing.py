@@ -95,9 +95,9 @@ def test_the_extra_time_of_a_call_after_another_peer_is_not_counted(gpu):
     assert gpu.counts == {"a": 3 + 5 * 10 + 6 * 6, "b": 3 + 5 * 6 + 6 * 5}
 
 
-@pytest.mark.parametrize("sets", [1, 3])
-def test_a_replay_counts_as_one_call_per_input_set(gpu, monkeypatch, sets):
-    """A call takes 0.05 ms on the host if it is launched by itself, and 0.01 ms on the GPU in a replay."""
+@pytest.fixture
+def _graphs(gpu, monkeypatch):
+    """A call of a replay takes 0.01 ms on the GPU."""
 
     class Graph:
         def __init__(self, calls: list[object]) -> None:
@@ -107,6 +107,12 @@ def test_a_replay_counts_as_one_call_per_input_set(gpu, monkeypatch, sets):
             gpu.run("a", 0.01, self.count)
 
     monkeypatch.setattr(measure, "capture", Graph)
+
+
+@pytest.mark.parametrize("sets", [1, 3])
+@pytest.mark.usefixtures("_graphs")
+def test_a_replay_counts_as_one_call_per_input_set(gpu, sets):
+    """A call takes 0.05 ms on the host if it is launched by itself."""
     timing = measure.interleaved({"a": gpu.peer("a", 0.05, sets)}, GPU, Settings(6, 1.0, 1.0))["a"]
     assert timing.method == "graph"
     assert timing.times_ms == pytest.approx([0.01] * 6)
@@ -172,15 +178,8 @@ def test_a_late_counter_is_wrong_by_at_most_the_error_that_is_stated(gpu):
     assert all(error <= stated for error, stated in zip(errors, timing.energy_error, strict=True))
 
 
-def test_energy_of_a_replay_is_divided_by_its_calls(gpu, monkeypatch):
-    class Graph:
-        def __init__(self, calls: list[object]) -> None:
-            self.count = len(calls)
-
-        def replay(self) -> None:
-            gpu.run("a", 0.01, self.count)
-
-    monkeypatch.setattr(measure, "capture", Graph)
+@pytest.mark.usefixtures("_graphs")
+def test_energy_of_a_replay_is_divided_by_its_calls(gpu):
     peers, settings = {"a": gpu.peer("a", 0.05, 3)}, Settings(6, 1.0, 1.0, 500.0, energy=True)
     timing = measure.interleaved(peers, GPU, settings, counter=PretendedCounter(gpu, 1.0))["a"]
     assert timing.method == "graph"

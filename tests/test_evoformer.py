@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.targets import TARGETS, TOLERANCE
 from torch import Tensor
 
 import flashbwd
 
 SHAPES = [(1, 5, 9, 4), (2, 3, 33, 2), (3, 1, 65, 2), (2, 4, 1, 1), (1, 2, 129, 2)]
 SHAPES += [(0, 2, 3, 1), (2, 0, 3, 1), (2, 2, 0, 1)]
-TARGETS = [
-    pytest.param(("cpu", torch.float64), id="cpu-float64"),
-    pytest.param(("cpu", torch.bfloat16), id="cpu-bfloat16"),
-    pytest.param(("cuda", torch.bfloat16), id="cuda-bfloat16", marks=pytest.mark.gpu),
-    pytest.param(("cuda", torch.float16), id="cuda-float16", marks=pytest.mark.gpu),
-    pytest.param(("cuda", torch.float32), id="cuda-float32", marks=pytest.mark.gpu),
-]
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 HIDDEN = -1e9
 
 

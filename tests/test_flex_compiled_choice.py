@@ -158,7 +158,7 @@ SMALL = Shape(batch=1, seqlen_q=24, seqlen_k=24)  # PyTorch's dense backward run
 PAIRS = torch.zeros(24, 24, requires_grad=True)
 DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs": (
-        "PyTorch's kernel is faster if a captured tensor with an element per pair learns",
+        "PyTorch's kernel is faster for the gradient of a tensor with an element per pair",
         {"mod": lambda s, b, h, i, j: s + PAIRS[i, j], "shape": SMALL},
     ),
     "head_dim": ("head dimensions of at most 128", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=160)}),

@@ -152,7 +152,7 @@ def _plan(
         )
         wanted = [capture for capture, want in zip(score_captures, score.wanted, strict=True) if want]
         if any(tensor.numel() >= query.shape[2] * key.shape[2] for tensor in wanted):
-            raise UnsupportedError("PyTorch's kernel is faster if a captured tensor with an element per pair learns")
+            raise UnsupportedError("PyTorch's kernel is faster for the gradient of a tensor with an element per pair")
         kernels = [backends.choose(call, query, key, value, wanted, deterministic, _any_lists)]
         if _may_need_another(kernels[0], *tensors[1:3]):
             kernels.append(backends.choose(call, query, key, value, wanted, deterministic, _any_lists, recognise=False))

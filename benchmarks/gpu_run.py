@@ -12,6 +12,8 @@ the finished steps. With ``--resume``, a run continues where an earlier run was 
 can be resumed one by one. Outcomes of other kernel sources or libraries are discarded. If only the commit differs,
 failed steps run again and passed ones stay; the record lists the commits.
 
+On a machine with several GPUs, every step uses another one as its first GPU, and so does every test process.
+
 The property tests of the stage ``tests`` draw their examples from a seed, which is new in every run. The run prints the
 seed, and ``OUT/state.json`` and the record contain it. A resumed run keeps the seed.
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -64,7 +67,17 @@ class Outcome:
 # ---- running --------------------------------------------------------------------------------------
 
 
-def run(step: Step, out: Path, seconds: float) -> Outcome:
+def devices_from(first: int) -> dict[str, str]:
+    """Return an environment in which device 0 is GPU ``first`` (modulo the GPUs), followed by all others."""
+    import torch
+
+    count = torch.cuda.device_count()
+    devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    first %= max(1, len(devices))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first:] + devices[:first])} if count > 1 else {}
+
+
+def run(step: Step, out: Path, seconds: float, first_device: int = 0) -> Outcome:
     """Run a step for at most ``seconds``; its output goes to its log."""
     command = list(step.command)
     if step.stage in ("bench", "fuzz"):
@@ -72,7 +85,7 @@ def run(step: Step, out: Path, seconds: float) -> Outcome:
     if shutil.which(command[0]) is None:
         return Outcome(FAILED, 0.0, f"{command[0]} is not on the PATH")
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **step.environment, "PYTHONPATH": search}
+    environment = {**os.environ, **devices_from(first_device), **step.environment, "PYTHONPATH": search}
     environment["FLASHBWD_TEST_SUMMARY"] = str(out / "summaries" / f"{file_name(step.title)}.json")
     log = out / "logs" / step.log_name
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +179,8 @@ class State:
 class Stage:
     """Runs the steps of a stage until its time is used up. The time starts with the first step."""
 
+    _started = itertools.count()  # steps of all stages
+
     def __init__(self, name: str, state: State, plan: Plan, budget_s: float) -> None:
         self.name, self.state, self.plan, self.budget_s = name, state, plan, budget_s
         self.deadline: float | None = None
@@ -178,7 +193,7 @@ class Stage:
             self.state.record(step.title, Outcome(LEFT, 0.0, "not started: the time of the stage is used up"))
             return
         print(f"{step.title} ...", flush=True)
-        outcome = run(step, self.plan.out, seconds)
+        outcome = run(step, self.plan.out, seconds, next(self._started))
         print(f"{step.title}: {outcome.status} in {outcome.seconds:.0f} s, {outcome.detail}", flush=True)
         self.state.record(step.title, outcome)
 

@@ -40,6 +40,14 @@ if platform.libc_ver()[0] == "glibc":
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(option, AT_MOST)
 
+# Workers of pytest-xdist share all GPUs: each of them has another GPU as device 0. CUDA is not initialized yet.
+if WORKER := os.environ.get("PYTEST_XDIST_WORKER"):
+    _count = torch.cuda.device_count()
+    _devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count)))).split(",")
+    if _count > 1:
+        _first = int(WORKER.removeprefix("gw")) % len(_devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_devices[_first:] + _devices[:_first])
+
 KEPT_BYTES = 2**29  # GPU memory that a worker may keep cached between tests
 
 

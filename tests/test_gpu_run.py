@@ -434,7 +434,7 @@ def test_a_resumed_concurrent_run_repeats_no_step(gpu_run, monkeypatch, tmp_path
 def test_a_stage_has_a_budget_of_its_own(gpu_run, monkeypatch, tmp_path):
     given = {}
 
-    def run(step, out, seconds):
+    def run(step, out, seconds, first_device):
         given[step.stage] = seconds
         return gpu_run.Outcome("passed")
 
@@ -458,7 +458,7 @@ def test_the_time_of_a_stage_covers_all_its_steps(gpu_run, monkeypatch, tmp_path
     monkeypatch.setattr(gpu_run.time, "monotonic", lambda: now[0])
     given = []
 
-    def run(step, out, seconds):
+    def run(step, out, seconds, first_device):
         given.append(seconds)
         now[0] += 60.0
         return gpu_run.Outcome("passed")

@@ -42,9 +42,10 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 from gpu_steps import FAILED, INCOMPLETE, LEFT, LIBRARIES, Plan, Step, file_name, shared_jobs, steps_of  # noqa: E402
+from kit.gpu_lock import devices_from  # noqa: E402
 
 STAGES = ("check", "tests", "sanitizer", "fuzz", "bench")
 CONCURRENT = ("tests", "sanitizer", "fuzz")  # stages that do not measure time
@@ -67,16 +68,6 @@ class Outcome:
 # ---- running --------------------------------------------------------------------------------------
 
 
-def devices_from(first: int) -> dict[str, str]:
-    """Return an environment in which device 0 is GPU ``first`` (modulo the GPUs), followed by all others."""
-    import torch
-
-    count = torch.cuda.device_count()
-    devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
-    first %= max(1, len(devices))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first:] + devices[:first])} if count > 1 else {}
-
-
 def run(step: Step, out: Path, seconds: float, first_device: int = 0) -> Outcome:
     """Run a step for at most ``seconds``; its output goes to its log."""
     command = list(step.command)
@@ -85,7 +76,7 @@ def run(step: Step, out: Path, seconds: float, first_device: int = 0) -> Outcome
     if shutil.which(command[0]) is None:
         return Outcome(FAILED, 0.0, f"{command[0]} is not on the PATH")
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **devices_from(first_device), **step.environment, "PYTHONPATH": search}
+    environment = {**os.environ, **devices_from(first_device, number_of_gpus()), **step.environment, "PYTHONPATH": search}
     environment["FLASHBWD_TEST_SUMMARY"] = str(out / "summaries" / f"{file_name(step.title)}.json")
     log = out / "logs" / step.log_name
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -115,10 +106,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def has_gpu() -> bool:
+def number_of_gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 def identity() -> dict[str, object]:
@@ -290,7 +281,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="seed of the property tests (default: random, or the resumed run's)")
     parser.add_argument("--select", default="", help="only tests that match this pytest -k expression")
     options = parser.parse_args(arguments)
-    if not has_gpu():
+    if number_of_gpus() == 0:
         parser.error("no CUDA device: every GPU test would be skipped")
     return options
 

@@ -26,9 +26,9 @@ REFUSED_AS_DECLARED = "refused as declared: "  # first words of the reason of an
 STACKS_AFTER_S = 90  # a test that runs longer, for example because it hangs, prints its stack
 PROPERTY_PROFILE = "random"  # hypothesis profile in tests/conftest.py
 TOOLS_AT_ONCE = 3  # a step of the sanitizer stage runs one tool on a share of the tests
-MUCH_MEMORY = "much_memory"  # marks tests that need up to 70 GiB
+ALONE = "alone"  # marks tests that need up to 70 GiB, or all GPUs of the machine
 # Mark -> text that each file with such a test contains. Targets of tests/support.py add the mark gpu to their tests.
-WORDS = {"gpu": r"mark\.gpu|TARGETS", "sanitizer": r"mark\.sanitizer", MUCH_MEMORY: r"mark\.much_memory"}
+WORDS = {"gpu": r"mark\.gpu|TARGETS", "sanitizer": r"mark\.sanitizer", ALONE: r"mark\.alone"}
 
 
 def file_name(title: str) -> str:
@@ -191,21 +191,22 @@ def groups_of(counts: dict[str, int], least: int) -> Iterator[list[str]]:
 
 
 def test_steps(plan: Plan) -> Iterator[Step]:
-    """Yield one step for the tests that need much memory, alone on the GPU, and one or more for all other tests.
+    """Yield one step for the tests that run alone on the GPUs, and one or more for all other tests.
 
-    Tests that need much memory are skipped if the contexts and caches of other processes take it. Tests are collected
-    in advance only if their number matters, because collection takes as long as 100 tests.
+    Tests that need much memory are skipped if the contexts and caches of other processes take it. NCCL's kernels wait
+    for each other, so beside other work on the GPUs such a test can take minutes. Tests are collected in advance only
+    if their number matters, because collection takes as long as 100 tests.
     """
-    little, much = (Selection(f"gpu and {mark}", plan.select) for mark in (f"not {MUCH_MEMORY}", MUCH_MEMORY))
+    little, much = (Selection(f"gpu and {mark}", plan.select) for mark in (f"not {ALONE}", ALONE))
     if not plan.select and not plan.step_tests:
-        yield _test_step(plan, much, "much memory", much.files)
+        yield _test_step(plan, much, ALONE, much.files)
         yield _test_step(plan, little, "all others", little.files)
         return
     found = {selection: Counter(test.split("::")[0] for test in selection.tests()) for selection in (much, little)}
     if not any(found.values()):
         yield little.step_without_tests("tests")
     if found[much]:
-        yield _test_step(plan, much, "much memory", list(found[much]))
+        yield _test_step(plan, much, ALONE, list(found[much]))
     least = plan.step_tests or sum(found[little].values())
     for files in groups_of(found[little], least):
         name = files[0] if len(files) == 1 else f"{files[0]} to {Path(files[-1]).name}"
@@ -213,7 +214,7 @@ def test_steps(plan: Plan) -> Iterator[Step]:
 
 
 def _test_step(plan: Plan, selection: Selection, name: str, files: list[str]) -> Step:
-    alone = selection.marks.endswith(f"and {MUCH_MEMORY}")
+    alone = selection.marks.endswith(f"and {ALONE}")
     report = plan.out / "reports" / f"{file_name(name)}.xml"
     command = [sys.executable, "-m", "pytest", *selection.arguments, "-q", f"--junitxml={report}", *files]
     command += [f"--hypothesis-seed={plan.seed}", "-o", f"faulthandler_timeout={STACKS_AFTER_S}", "--durations=20"]

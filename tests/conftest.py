@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from kit.gpu_lock import GpuLock
+from kit.gpu_lock import GpuLock, devices_from
 from kit.summary import Summary, take_ratios
 
 # Each profile sets derandomize. Otherwise, hypothesis takes it from its own CI profile if the variable CI is set.
@@ -40,13 +40,9 @@ if platform.libc_ver()[0] == "glibc":
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(option, AT_MOST)
 
-# Workers of pytest-xdist share all GPUs: each of them has another GPU as device 0. CUDA is not initialized yet.
-if WORKER := os.environ.get("PYTEST_XDIST_WORKER"):
-    _count = torch.cuda.device_count()
-    _devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count)))).split(",")
-    if _count > 1:
-        _first = int(WORKER.removeprefix("gw")) % len(_devices)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_devices[_first:] + _devices[:_first])
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # "gw3", or None in the process that starts the workers
+if WORKER is not None:
+    os.environ.update(devices_from(int(WORKER.removeprefix("gw")), torch.cuda.device_count()))
 
 KEPT_BYTES = 2**29  # GPU memory that a worker may keep cached between tests
 
@@ -80,6 +76,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     SUMMARY.add(report)
+    path = os.environ.get("FLASHBWD_TEST_SUMMARY")
+    if report.failed and path and WORKER is None:  # written at once, because a run that is stopped prints no failures
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).with_suffix(".failures.txt").open("a") as file:
+            file.write(f"{report.nodeid}, {report.when}\n{report.longreprtext}\n\n")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -93,7 +94,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("FLASHBWD_TEST_SUMMARY")
-    if path and not hasattr(session.config, "workerinput"):  # pytest-xdist workers report to their parent
+    if path and WORKER is None:  # workers report to the process that starts them
         SUMMARY.write(Path(path), time.monotonic() - STARTED)
 
 
@@ -114,12 +115,12 @@ def _deterministic_mode_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _gpu_memory_is_free(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests marked much_memory run alone on the GPU; workers free their cached memory if it is large."""
+    """Tests marked alone run alone on the GPUs; workers free their cached memory if it is large."""
     if not (torch.cuda.is_available() and request.node.get_closest_marker("gpu")):
         yield
         return
     lock = GpuLock(Path(tempfile.gettempdir()) / f"flashbwd-gpu-tests-{os.getuid()}")
-    alone = request.node.get_closest_marker("much_memory")
+    alone = request.node.get_closest_marker("alone")
     with lock.exclusive() if alone else lock.shared():
         yield
         if torch.cuda.memory_reserved() > KEPT_BYTES:

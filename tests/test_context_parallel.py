@@ -150,6 +150,7 @@ def _ring_on_gpus(forward: str, heads_kv: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("forward", OPERATORS)
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_a_kernel_of_this_library_runs_every_step_of_a_ring_of_gpus(

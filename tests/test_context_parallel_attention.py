@@ -255,6 +255,7 @@ def _on_gpus(lengths: tuple[int, ...], window: tuple[int, int], deterministic: b
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("window", [(-1, -1), (200, -1)], ids=["causal", "sliding"])
 @pytest.mark.parametrize("lengths", [(2048,), (100, 0, 1500, 7, 900)], ids=["one", "packed"])

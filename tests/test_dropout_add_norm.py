@@ -196,7 +196,7 @@ def test_gradients_of_many_rows_agree_with_the_definition(rows: int, columns: in
 
 
 @pytest.mark.gpu
-@pytest.mark.much_memory
+@pytest.mark.alone
 def test_gradients_are_right_beyond_2_to_31_elements() -> None:
     rows, columns, p = 2**18 + 1, 8192, 0.25
     torch.manual_seed(0)

@@ -7,7 +7,9 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 import tarfile
 from dataclasses import replace
@@ -15,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from kit import summary
+from kit import gpu_lock, summary
 
 from flashbwd.bench import acceptance, machine
 
@@ -35,7 +37,7 @@ def gpu_run(monkeypatch) -> ModuleType:
         monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
     monkeypatch.setattr(module, "LIBRARIES", ("__init__.py",))  # a file that always exists
-    monkeypatch.setattr(module, "has_gpu", lambda: True)
+    monkeypatch.setattr(module, "number_of_gpus", lambda: 1)
     monkeypatch.setattr(module, "identity", lambda: {"commit": "c"})
     return module
 
@@ -78,6 +80,43 @@ def test_gpu_run_stops_a_step_at_its_time_limit(gpu_run, tmp_path):
     endless = _python(gpu_run, "endless", "import time; time.sleep(1000)")
     outcome = gpu_run.run(endless, tmp_path, 0.5)
     assert (outcome.status, outcome.detail) == (gpu_run.LEFT, "stopped after 0 s")
+
+
+def test_every_step_has_another_gpu_as_device_0(gpu_run, monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpu_run, "number_of_gpus", lambda: 3)
+    show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    _steps(gpu_run, monkeypatch, *(_python(gpu_run, str(i), show) for i in range(4)))
+    gpu_run.main([str(tmp_path), "--stage", "check"])
+    shown = [(tmp_path / "logs" / f"check-{i}.log").read_text().strip() for i in range(4)]
+    assert sorted(set(shown)) == ["0,1,2", "1,2,0", "2,0,1"]
+    assert shown[0] == shown[3]
+
+
+def test_the_gpus_of_a_process_are_among_those_that_it_may_use(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert gpu_lock.devices_from(3, 2) == {"CUDA_VISIBLE_DEVICES": "7,4"}
+    assert gpu_lock.devices_from(3, 1) == {}
+
+
+FAILURES = """
+import os, pathlib
+def test_that_fails():
+    assert 6 * 7 == 40
+def test_that_reads_what_failed():
+    told = pathlib.Path(os.environ["FLASHBWD_TEST_SUMMARY"]).with_suffix(".failures.txt").read_text()
+    assert "test_that_fails" in told and "6 * 7" in told
+"""
+
+
+def test_a_failure_is_written_before_the_run_ends(tmp_path):
+    (tmp_path / "test_it.py").write_text(FAILURES)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    environment["FLASHBWD_TEST_SUMMARY"] = str(tmp_path / "summaries" / "it.json")
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "--rootdir", str(tmp_path), "-q", "test_it.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "1 failed, 1 passed" in ended.stdout, ended.stdout + ended.stderr
 
 
 def test_gpu_run_records_the_seconds_of_a_step(gpu_run, monkeypatch, tmp_path):
@@ -224,7 +263,7 @@ def test_gpu_run_recognises_declared_refusals_as_the_tests_write_them(steps):
 
 def test_gpu_run_fails_without_a_gpu(gpu_run, monkeypatch, tmp_path, capsys):
     _steps(gpu_run, monkeypatch)
-    monkeypatch.setattr(gpu_run, "has_gpu", lambda: False)
+    monkeypatch.setattr(gpu_run, "number_of_gpus", lambda: 0)
     with pytest.raises(SystemExit) as stopped:
         gpu_run.main([str(tmp_path / "out")])
     assert stopped.value.code == 2
@@ -267,10 +306,10 @@ FILES = {f"tests/test_{n}.py": count for n, count in enumerate((3, 700, 1, 450, 
 
 
 def _collects(steps, monkeypatch, much: int = 0) -> None:
-    """Make collection find FILES, and ``much`` tests that need much memory in the first file."""
+    """Make collection find FILES, and ``much`` tests that run alone in the first file."""
     tests = [f"{file}::test_y[{n}]" for file, count in FILES.items() for n in range(count)]
     large = [f"tests/test_0.py::test_large[{n}]" for n in range(much)]
-    found = {"gpu and not much_memory": tests, "gpu and much_memory": large}
+    found = {"gpu and not alone": tests, "gpu and alone": large}
     monkeypatch.setattr(steps.Selection, "tests", lambda self: found.get(self.marks, []))
 
 
@@ -289,29 +328,29 @@ def _marks(step) -> str:
 
 
 @pytest.mark.parametrize("step_tests", [0, 500])
-def test_gpu_run_runs_tests_that_need_much_memory_alone_in_one_process(steps, monkeypatch, step_tests):
+def test_gpu_run_runs_tests_marked_alone_first_and_in_one_process(steps, monkeypatch, step_tests):
     _collects(steps, monkeypatch, much=2)
     first, *others = steps.test_steps(_plan(steps, step_tests=step_tests))
     assert first.alone
-    assert _marks(first) == "gpu and much_memory"
+    assert _marks(first) == "gpu and alone"
     assert "-n" not in first.command
     for step in others:
         assert not step.alone
-        assert _marks(step) == "gpu and not much_memory"
+        assert _marks(step) == "gpu and not alone"
         assert step.command[step.command.index("-n") + 1] == "4"
 
 
-def test_gpu_run_has_no_step_for_much_memory_if_no_such_test_is_selected(steps, monkeypatch):
+def test_gpu_run_has_no_step_for_tests_marked_alone_if_none_is_selected(steps, monkeypatch):
     _collects(steps, monkeypatch)
-    assert [_marks(step) for step in steps.test_steps(_plan(steps, select="x"))] == ["gpu and not much_memory"]
+    assert [_marks(step) for step in steps.test_steps(_plan(steps, select="x"))] == ["gpu and not alone"]
 
 
 def test_gpu_run_collects_no_tests_beforehand_if_one_step_runs_all(steps, monkeypatch):
     monkeypatch.setattr(steps.Selection, "tests", lambda self: pytest.fail("collected"))
-    assert [step.name for step in steps.test_steps(_plan(steps))] == ["much memory", "all others"]
+    assert [step.name for step in steps.test_steps(_plan(steps))] == ["alone", "all others"]
 
 
-@pytest.mark.parametrize("marks", ["gpu and not much_memory", "gpu and much_memory", "gpu and sanitizer"])
+@pytest.mark.parametrize("marks", ["gpu and not alone", "gpu and alone", "gpu and sanitizer"])
 def test_gpu_run_finds_every_file_with_tests_of_the_given_marks(steps, marks, request):
     """Checks the files that this pytest session collected."""
     wanted = [word for word in marks.split(" and ") if not word.startswith("not ")]
@@ -321,14 +360,14 @@ def test_gpu_run_finds_every_file_with_tests_of_the_given_marks(steps, marks, re
 
 def test_gpu_run_finds_files_that_name_a_mark_or_a_gpu_target(steps):
     """In one file, tests get the mark from the targets of tests/support.py. The other file names the mark."""
-    files = steps.Selection("gpu and not much_memory", "").files
+    files = steps.Selection("gpu and not alone", "").files
     assert {"tests/test_attention_features.py", "tests/test_sanitizer.py"} <= set(files)
     assert steps.Selection("gpu and sanitizer", "").files == [
         "tests/test_flex_kernel.py",
         "tests/test_flex_score_mods.py",
         "tests/test_sanitizer.py",
     ]
-    assert "tests/test_sizes.py" in steps.Selection("gpu and much_memory", "").files
+    assert "tests/test_sizes.py" in steps.Selection("gpu and alone", "").files
 
 
 def test_gpu_run_gives_every_step_of_tests_the_seed(steps, monkeypatch):

@@ -483,7 +483,7 @@ MOST_BYTES_PER_TENSOR = 2**33 + 2**16  # for each of x, dz and dx
 
 
 @pytest.mark.gpu
-@pytest.mark.much_memory
+@pytest.mark.alone
 def test_gradients_of_many_rows_agree_at_every_width() -> None:
     """The sizes that are too large for the other tests: up to 2^18 + 1 rows of 16384 16-bit columns."""
     most = 0
@@ -501,14 +501,14 @@ def test_gradients_of_many_rows_agree_at_every_width() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.much_memory
+@pytest.mark.alone
 def test_unaligned_rows_beyond_2_to_31_elements_have_right_gradients() -> None:
     check_by_blocks(2**18 + 1, 8192, bf16, "odd_stride")
     torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu
-@pytest.mark.much_memory
+@pytest.mark.alone
 @pytest.mark.parametrize("columns", [65536, 131072])
 def test_the_widest_rows_beyond_2_to_31_elements_have_right_gradients(columns: int) -> None:
     """All rows of x share memory except for 16 bytes per row, and so do the rows of dz. Only dx takes 34 or 69 GB."""
@@ -535,7 +535,7 @@ def test_rows_with_gaps_are_not_copied() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.much_memory
+@pytest.mark.alone
 def test_the_forward_is_right_beyond_2_to_31_elements() -> None:
     x = torch.randn(2**18 + 1, 8192, device="cuda", dtype=bf16)
     gamma, beta = (torch.randn(8192, device="cuda", dtype=bf16) for _ in range(2))

@@ -164,7 +164,7 @@ def test_gradients_of_many_rows_and_of_wide_rows_agree_with_the_definition(rows:
 
 
 @pytest.mark.gpu
-@pytest.mark.much_memory
+@pytest.mark.alone
 def test_gradients_are_right_beyond_2_to_31_elements() -> None:
     case = replace(BASE, z=bf16, gamma=fp32)
     rows, columns = 2**18 + 1, 8192

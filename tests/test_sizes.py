@@ -41,7 +41,7 @@ def test_gradients_of_more_than_65535_batches_are_right(target: Target) -> None:
     run_copies(case, target, 66_000)
 
 
-@pytest.mark.much_memory
+@pytest.mark.alone
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
 def test_gradients_of_tensors_with_more_than_2_to_31_elements_are_right(target: Target) -> None:
     need_memory(70)
@@ -52,7 +52,7 @@ def test_gradients_of_tensors_with_more_than_2_to_31_elements_are_right(target: 
     run_copies(case, target, copies)
 
 
-@pytest.mark.much_memory
+@pytest.mark.alone
 @pytest.mark.parametrize("target", SIXTEEN_BIT)
 def test_gradients_of_packed_rows_beyond_2_to_31_elements_are_right(target: Target) -> None:
     """There are so many packed sequences that the last one begins after 2^31 elements."""
@@ -91,7 +91,7 @@ def test_gradients_of_packed_rows_beyond_2_to_31_elements_are_right(target: Targ
         x.check(grads.dq[here], grads.dk[here], grads.dv[here], None, None)
 
 
-@pytest.mark.much_memory
+@pytest.mark.alone
 @pytest.mark.parametrize("target", [t for t in CPU_TARGETS if "bfloat16" in str(t.id)] + GPU_TARGETS)
 @pytest.mark.parametrize("which", ["batch", "row", "head"])
 def test_gradients_with_strides_beyond_32_bits_are_right(which: str, target: Target) -> None:

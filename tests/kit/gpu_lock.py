@@ -1,11 +1,24 @@
-"""A lock that lets test processes share a GPU, or use it alone."""
+"""How test processes share the GPUs of a machine: each starts with another one, and a lock lets one run alone."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def devices_from(first: int, count: int) -> dict[str, str]:
+    """Return an environment in which device 0 is GPU ``first`` modulo ``count``, followed by all others.
+
+    It has an effect in processes that have not used CUDA yet. With fewer than two GPUs it is empty.
+    """
+    if count < 2:
+        return {}
+    devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    first %= len(devices)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first:] + devices[:first])}
 
 
 class GpuLock:

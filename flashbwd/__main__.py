@@ -177,7 +177,8 @@ def bench_scale(options: argparse.Namespace) -> int:
     where = machine.default_device()
     name = machine.describe(where).device
     directory = options.out or default_directory()
-    path = runner.result_path(directory, scale.SUITE + ("-quick" if options.quick else ""), name)
+    suite = f"{scale.SUITE}_{scale.devices()}"  # a machine has one result per number of devices
+    path = runner.result_path(directory, suite + ("-quick" if options.quick else ""), name)
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     if not scale.chosen_cases(options.quick, texts):
         print(f"flashbwd: no case of suite {scale.SUITE} contains {options.cases!r}", file=sys.stderr)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashbwd.bench import cases, results
 from flashbwd.bench.cases import CUDNN, EFFICIENT, FLASH, SM80, SM90
 from flashbwd.bench.results import COOL, EAGER, SUSTAINED, CaseResult, Ratio
+from flashbwd.bench.scale_cases import ONE_FLASHBWD, OURS, RINGS
 from scripts import scale_memory
 from scripts.loose_figures import loose_figures
 
@@ -35,12 +36,14 @@ MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)
 # The newest complete run of each suite. benchmarks/results holds only these runs.
 H100 = "nvidia-h100-80gb-hbm3"
 FILES = {
-    "attention": f"{H100}-attention-20261128-133234",
+    "attention": f"{H100}-attention-20261128-204517",
     "attention_features": f"{H100}-attention_features-20261123-101529",
-    "layer_norm": f"{H100}-layer_norm-20261121-173447",
+    "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",
     "decoding": f"{H100}-decoding-20261121-210638",
     "cpu": "amd-epyc-all-20261121-015643",
+    "scale_2": "nvidia-h200-scale_2-20261128-211445",
+    "scale_4": "nvidia-h200-scale_4-20261128-211048",
 }
 
 
@@ -167,6 +170,8 @@ def _row(heading: str, ours: str, over: str, **where: Any) -> Row:
     return Row(heading, ours, over, _IN_WORDS.get(over, "the sm80 kernel"), where)
 
 
+SCALE = ("scale_2", "scale_4")
+
 SUMMARY = [
     _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=_MAIN),
     _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=lambda d: d not in _MAIN),
@@ -235,6 +240,21 @@ SUMMARY = [
     Row(
         "decoding's backward", cases.DECODING, cases.ANY_PEER, "the fastest of PyTorch's",
         {"table": "decoding_backward"}, ("decoding",),
+    ),
+    *(
+        Row(
+            f"a step split over {{devices}} GPUs by {ring}, {{seqlen}} tokens", f"flashbwd {ring}", f"torch {ring}",
+            "PyTorch's backward with the same exchange", {"table": "scale"}, SCALE,
+        )
+        for ring in RINGS
+    ),
+    *(
+        Row(
+            f"a step split over {{devices}} GPUs by {peer.removeprefix('flashbwd ')}, {{seqlen}} tokens", peer,
+            ONE_FLASHBWD, "one GPU", {"devices": devices}, SCALE,
+        )
+        for peer in (*(f"flashbwd {ring}" for ring in RINGS), OURS)
+        for devices in (2, 4)
     ),
 ]  # fmt: skip
 
@@ -333,12 +353,44 @@ def every_case(suites: Sequence[str], ours: str, others: Sequence[str], **where:
     return table([f"case, {unit} of", *others, ours, "over", "median ratio (range)"], rows)
 
 
+def scaling(packed: bool) -> str:
+    """Return a line per case and peer of the runs on several GPUs."""
+    rows = []
+    for result in measured(*SCALE):
+        if (result.table == "scale_packed") != packed:
+            continue
+        devices, seqlen = result.case["devices"], result.case["seqlen"]
+        for peer in (*(f"flashbwd {ring}" for ring in RINGS), OURS):
+            if (found := result.peers.get(peer)) is None:
+                continue
+            stock = result.ratio(peer, peer.replace("flashbwd", "torch"))
+            alone = result.ratio(peer, ONE_FLASHBWD)
+            assert alone is not None
+            assert found.extra_bytes is not None
+            rows.append(
+                [
+                    str(devices),
+                    f"{seqlen // 1024}k",
+                    f"{seqlen // devices // 1024}k",
+                    peer.removeprefix("flashbwd "),
+                    f"{found.median_ms:.4g}",
+                    f"{alone.median / devices:.2f}",
+                    "-" if stock is None else f"{stock.median:.2f}",
+                    f"{found.extra_bytes / 2**30:.1f}",
+                ]
+            )
+    header = ["GPUs", "tokens", "per GPU", "exchange", "ms", "efficiency", "speed over PyTorch's backward", "GiB"]
+    return table(header, rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "summary": summary,
     "missed": missed,
     "runs": runs,
     "cpu": lambda: times("cpu"),
+    "scale": lambda: scaling(packed=False),
+    "scale-packed": lambda: scaling(packed=True),
     "scale-memory": lambda: table(scale_memory.HEADER, scale_memory.rows_of_table()),
     "blocks": lambda: table(
         ["training step", "over", "speed, as a ratio", "cases"],

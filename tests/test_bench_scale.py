@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashbwd.__main__ import main
-from flashbwd.bench import results, scale, scale_cases
+from flashbwd.bench import results, scale, scale_cases, scale_peers
 from flashbwd.bench.cases import Bar
 from flashbwd.bench.results import OK, CaseResult, PeerResult
 from flashbwd.bench.scale_cases import ONE_FLASHBWD, ONE_TORCH, OURS, WITHOUT_EXCHANGE
@@ -68,3 +68,16 @@ def test_the_bars_apply_from_64k_tokens_per_device() -> None:
 
 def test_a_case_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     assert main(["bench", "--suite", "scale", "--cases", "no such case", "--out", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("rows", [0, 3, 8, 20])
+def test_without_exchange_the_rows_that_arrive_are_copies_of_the_own_rows(rows: int) -> None:
+    sent, arriving = torch.arange(1.0, 17.0).view(8, 2), torch.full((rows, 2), torch.nan)
+    scale_peers._copy_own_rows(arriving, sent, [rows], [8], async_op=True).wait()
+    assert torch.equal(arriving, torch.cat([sent, sent, sent])[:rows])
+
+
+def test_without_exchange_a_device_that_sends_nothing_gets_zeros() -> None:
+    arriving = torch.full((4, 2), torch.nan)
+    scale_peers._copy_own_rows(arriving, torch.empty(0, 2), [4], [0])
+    assert torch.equal(arriving, torch.zeros(4, 2))

@@ -10,6 +10,7 @@ from typing import Any
 
 from flashbwd.bench.cases import BLOCK_SLOT_MS, COPY, HOST_BAR
 from flashbwd.bench.results import COOL, EAGER, OK, SUSTAINED, CaseResult, Change, Report, Verdict, compare
+from flashbwd.bench.scale_cases import WITHOUT_EXCHANGE
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -304,7 +305,7 @@ def _lines(results: Sequence[CaseResult]) -> Any:
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(6.5 * columns, 3.6 * rows), layout="constrained")
-    peers = timed_peers(results)
+    peers = [peer for peer in timed_peers(results) if not peer.endswith(WITHOUT_EXCHANGE)]
     for index, (panel, members) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, columns, index + 1)
         for number, peer in enumerate(peers):
@@ -318,7 +319,7 @@ def _lines(results: Sequence[CaseResult]) -> Any:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         if index == 0:
-            figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+            figure.legend(loc="outside lower center", ncols=2 * columns, fontsize="small")
     return figure
 
 

@@ -76,7 +76,12 @@ def run(step: Step, out: Path, seconds: float, first_device: int = 0) -> Outcome
     if shutil.which(command[0]) is None:
         return Outcome(FAILED, 0.0, f"{command[0]} is not on the PATH")
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **devices_from(first_device, number_of_gpus()), **step.environment, "PYTHONPATH": search}
+    environment = {
+        **os.environ,
+        **devices_from(first_device, number_of_gpus()),
+        **step.environment,
+        "PYTHONPATH": search,
+    }
     environment["FLASHBWD_TEST_SUMMARY"] = str(out / "summaries" / f"{file_name(step.title)}.json")
     log = out / "logs" / step.log_name
     log.parent.mkdir(parents=True, exist_ok=True)

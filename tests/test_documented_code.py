@@ -218,6 +218,19 @@ def right_attention_of_packed_documents(names: Names, printed: str) -> None:
         close(names[name[1]].grad, names["split"].take(getattr(want, name)), 1e-5)
 
 
+def right_attention_of_a_split_prefix(names: Names, printed: str) -> None:
+    """The gathered output and the gradients equal those of one device for this mask."""
+    rows = names["hidden"].detach().double()
+    q, k, v = (rows.clone().requires_grad_() for _ in range(3))
+    index = torch.arange(1024)
+    visible = (index[:, None] >= index) | (index < 300)
+    want = (q @ k.transpose(2, 3) / 4.0).masked_fill(~visible, -torch.inf).softmax(-1) @ v
+    want.sum().backward()
+    close(names["whole"], want, 1e-5)
+    for name, whole in (("q", q), ("k", k), ("v", v)):
+        close(names[name].grad, names["split"].take(whole.grad, 2), 1e-5)
+
+
 def gradients_of_squares(names: Names, wanted: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
     """The gradient of the sum of squares of softmax(score(q k^T)) v in a float64 tensor, by autograd."""
     q, k, v = (names[name].detach().double() for name in ("q", "k", "v"))
@@ -276,6 +289,7 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/tutorials/packed_documents.md-0": packed_output_of_each_document,
     "docs/tutorials/transformers.md-0": losses_that_fall,
     "docs/scale.md-0": right_attention_of_packed_documents,
+    "docs/scale.md-1": right_attention_of_a_split_prefix,
     "docs/workspace.md-0": right_gradients_in_the_workspace,
 }
 NEEDED_PACKAGES = ("flash_attn", "transformers")

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -167,11 +168,8 @@ class _Done:
 
 def _with_its_own_rows(peer: ScalePeer) -> ScalePeer:
     def step() -> tuple[Tensor, ...]:
-        exchange, dist.all_to_all_single = dist.all_to_all_single, _copy_own_rows
-        try:
+        with mock.patch.object(dist, "all_to_all_single", _copy_own_rows):
             return peer.step()
-        finally:
-            dist.all_to_all_single = exchange
 
     return replace(peer, step=step)
 

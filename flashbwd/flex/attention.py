@@ -150,7 +150,7 @@ def flex_attention(
         return (results[0], results[1].lse) if return_lse else results
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)
     query, key, value = arguments.autocast(query, key, value)
-    call, captured, read = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    call, captured, read = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
     wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured))
     if wants_gradients and block_mask is not None:
         arguments.check_query_lists(block_mask)
@@ -213,7 +213,7 @@ def flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
+    call, captured, _ = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
     if block_mask is not None:
         arguments.check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
@@ -247,7 +247,7 @@ def plan_flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured, _ = _checked_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
+    call, captured, _ = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
     if block_mask is not None:
         arguments.check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
@@ -264,7 +264,7 @@ def plan_flex_attention_backward(
 # ---- the computation ----
 
 
-def _checked_call(
+def check_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from flashbwd import _arguments
 from flashbwd.attention import attention, attention_backward
 from flashbwd.integrations.context_plan import Call, Plan, Range, plan
-from flashbwd.integrations.context_split import ContextSplit, check_rows
+from flashbwd.integrations.context_split import ContextSplit, RowSplit, check_rows
 
 _KV_HEAD_GROUPS = 4  # groups of KV heads that are exchanged one after another, if there are as many KV heads
 
@@ -129,7 +129,7 @@ class _ContextParallel(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)  # the other devices need this one in the exchange
         work = plan(split.bounds, split.window, split.chunks, split.rank)
-        exact = _accumulator_dtype(q)
+        exact = accumulator_dtype(q)
         dq = torch.empty_like(q)
         dkv = torch.zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1], dtype=exact, device=k.device)
         returning: list[tuple[slice, Exchange]] = []
@@ -147,14 +147,14 @@ class _ContextParallel(torch.autograd.Function):
                     "dlse": None if dlse is None else dlse[:, heads, rows],
                 }
                 grads[:, of_keys] += _backward(call, key, value, of_rows | statistics, options)
-            returning.append((kv_heads, _send_back(grads, split, work)))
+            returning.append((kv_heads, send_back(grads, split, work)))
         for kv_heads, exchange in returning:
-            _add_returned(dkv[:, :, kv_heads], exchange.wait(), work)
+            add_returned(dkv[:, :, kv_heads], exchange.wait(), work)
         dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
         return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv), None, None
 
 
-def _accumulator_dtype(tensor: Tensor) -> torch.dtype:
+def accumulator_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -214,7 +214,7 @@ def _backward(
 
     ``of_rows`` holds the rows of dout, q, out, softmax_lse, dlse and dq, by the names of ``attention_backward``.
     """
-    dkv = torch.empty(*k.shape[:-1], k.shape[-1] + v.shape[-1], dtype=_accumulator_dtype(k), device=k.device)
+    dkv = torch.empty(*k.shape[:-1], k.shape[-1] + v.shape[-1], dtype=accumulator_dtype(k), device=k.device)
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
     tensors: dict[str, Any] = {**of_rows, "k": k, "v": v, "dk": dk, "dv": dv}
     lengths = _lengths(call, k.device)
@@ -236,9 +236,9 @@ class Exchange:
     work: Any
 
     @staticmethod
-    def start(sent: Tensor, arrivals: Sequence[int], departures: Sequence[int], split: ContextSplit) -> Exchange:
+    def start(sent: Tensor, arrivals: Sequence[int], leaving: Sequence[int], split: RowSplit) -> Exchange:
         arriving = sent.new_empty(sum(arrivals), *sent.shape[1:])
-        sizes = (list(arrivals), list(departures))
+        sizes = (list(arrivals), list(leaving))
         work = dist.all_to_all_single(arriving, sent, *sizes, group=split.mesh.get_group(), async_op=True)
         return Exchange(sent, arriving, work)
 
@@ -259,29 +259,29 @@ def _received(k: Tensor, v: Tensor, heads: int, split: ContextSplit, work: Plan)
 
     def start(group: int) -> Exchange:
         kv = torch.cat([x[:, :, cuts[group] : cuts[group + 1]] for x in (k, v)], dim=-1).transpose(0, 1)
-        sent = _rows_of(kv, [rows for theirs in work.sent for rows in theirs])
-        return Exchange.start(sent, work.counts, _departures(work), split)
+        sent = rows_of(kv, [rows for theirs in work.sent for rows in theirs])
+        return Exchange.start(sent, work.counts, departures(work), split)
 
     exchange = start(0)
     for group in range(count):
         arriving = exchange
         if group + 1 < count:
             exchange = start(group + 1)
-        kv = _rows_of(arriving.wait(), work.received).transpose(0, 1)
+        kv = rows_of(arriving.wait(), work.received).transpose(0, 1)
         of_group = heads // heads_kv
         yield slice(cuts[group] * of_group, cuts[group + 1] * of_group), kv
 
 
-def _rows_of(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
+def rows_of(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
     """Return the rows in ``ranges``, one range after another, as a contiguous tensor."""
     return torch.cat([tensor[start:stop] for start, stop in ranges] or [tensor[:0]])
 
 
-def _departures(work: Plan) -> list[int]:
+def departures(work: Plan) -> list[int]:
     return [sum(stop - start for start, stop in theirs) for theirs in work.sent]
 
 
-def _send_back(grads: Tensor, split: ContextSplit, work: Plan) -> Exchange:
+def send_back(grads: Tensor, split: RowSplit, work: Plan) -> Exchange:
     """Send the gradients of received rows (B, needed rows, ...) to the devices that hold these rows."""
     rows_first = grads.transpose(0, 1)
     sent = rows_first.new_empty(rows_first.shape)
@@ -289,10 +289,10 @@ def _send_back(grads: Tensor, split: ContextSplit, work: Plan) -> Exchange:
     for start, stop in work.received:
         sent[start:stop] = rows_first[first : first + stop - start]
         first += stop - start
-    return Exchange.start(sent, _departures(work), work.counts, split)
+    return Exchange.start(sent, departures(work), work.counts, split)
 
 
-def _add_returned(grads: Tensor, returned: Tensor, work: Plan) -> None:
+def add_returned(grads: Tensor, returned: Tensor, work: Plan) -> None:
     """Add what every device returned to the gradients of this device's rows, in the order of the devices."""
     first = 0
     for theirs in work.sent:

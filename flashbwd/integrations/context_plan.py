@@ -9,8 +9,8 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,17 +77,25 @@ def visible_bounds(bounds: Sequence[int], window: tuple[int, int]) -> tuple[torc
 def balanced_chunks(bounds: tuple[int, ...], window: tuple[int, int], size: int) -> tuple[tuple[Range, ...], ...]:
     """Return ranges of rows for each of ``size`` devices, with almost equal lengths and almost equal attention work.
 
-    The function cuts the sequence into equally long chunks and gives every device equally many of them. For a long
-    causal sequence, each device gets the usual pair of one early and one late chunk.
+    For a long causal sequence, each device gets the usual pair of one early and one late chunk.
     """
     first, last = visible_bounds(bounds, window)
-    work = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (last - first + 1).cumsum(0)])
-    total = bounds[-1]
+    return balanced(last - first + 1, size)
+
+
+def balanced(work: torch.Tensor, size: int) -> tuple[tuple[Range, ...], ...]:
+    """Return ranges of items for each of ``size`` devices, with almost equally many items and almost equal work.
+
+    The function cuts the items into equally long chunks and gives every device equally many of them. ``work`` is int64,
+    one element per item, on the CPU.
+    """
+    sums = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), work.cumsum(0)])
+    total = len(work)
     best: tuple[float, list[list[int]], list[int]] | None = None
     for per_device in _CHUNKS_PER_DEVICE:
         count = per_device * size
         cuts = [total * i // count for i in range(count + 1)]
-        chunks = work[torch.tensor(cuts, device="cpu")].diff().tolist()
+        chunks = sums[torch.tensor(cuts, device="cpu")].diff().tolist()
         owned = _assign(chunks, size)
         largest = max(sum(chunks[i] for i in mine) for mine in owned)
         imbalance = largest * size / max(1, sum(chunks))
@@ -97,7 +105,7 @@ def balanced_chunks(bounds: tuple[int, ...], window: tuple[int, int], size: int)
             break
     assert best is not None
     _, owned, cuts = best
-    return tuple(tuple(_joined((cuts[i], cuts[i + 1]) for i in sorted(mine))) for mine in owned)
+    return tuple(joined((cuts[i], cuts[i + 1]) for i in sorted(mine)) for mine in owned)
 
 
 def _assign(work: Sequence[int], size: int) -> list[list[int]]:
@@ -112,20 +120,17 @@ def _assign(work: Sequence[int], size: int) -> list[list[int]]:
     return owned
 
 
-def _joined(ranges: Iterator[Range]) -> Iterator[Range]:
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Join ranges that touch or overlap, and drop empty ones. The ranges must be ordered by their starts."""
-    current: Range | None = None
+    found: list[Range] = []
     for start, stop in ranges:
         if start == stop:
             continue
-        if current is not None and start <= current[1]:
-            current = current[0], max(current[1], stop)
-            continue
-        if current is not None:
-            yield current
-        current = start, stop
-    if current is not None:
-        yield current
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 # ---- the keys that queries read ----
@@ -176,7 +181,13 @@ def _groups(segments: Iterator[_Segment], window: tuple[int, int]) -> Iterator[t
 @functools.lru_cache(maxsize=256)
 def plan(bounds: tuple[int, ...], window: tuple[int, int], chunks: tuple[tuple[Range, ...], ...], rank: int) -> Plan:
     """Plan the exchange and the calls of one device."""
-    needed = [_needed(bounds, window, mine) for mine in chunks]
+    needed = tuple(_needed(bounds, window, mine) for mine in chunks)
+    calls = tuple(_calls(bounds, window, chunks[rank], needed[rank]))
+    return replace(exchange_of(needed, chunks, rank), calls=calls)
+
+
+def exchange_of(needed: tuple[tuple[Range, ...], ...], chunks: tuple[tuple[Range, ...], ...], rank: int) -> Plan:
+    """Plan the exchange of one device, without calls. ``needed`` holds the ranges of keys that each device reads."""
     arrivals: list[tuple[Range, Range]] = []  # rows of the sequence, and their range among the arriving rows
     counts = []
     arrived = 0
@@ -191,14 +202,14 @@ def plan(bounds: tuple[int, ...], window: tuple[int, int], chunks: tuple[tuple[R
         tuple(_local(chunks[rank], _intersection(theirs, chunks[rank])) for theirs in needed),
         tuple(where for _, where in arrivals),
         tuple(counts),
-        tuple(_calls(bounds, window, chunks[rank], needed[rank])),
+        (),
     )
 
 
 def _needed(bounds: Sequence[int], window: tuple[int, int], chunks: Sequence[Range]) -> tuple[Range, ...]:
     """Return the ranges of keys that the queries in ``chunks`` see."""
     keys = sorted(segment.keys for chunk in chunks for segment in _segments(chunk, bounds, window))
-    return tuple(_joined(iter(keys)))
+    return joined(keys)
 
 
 def _intersection(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:

@@ -17,27 +17,21 @@ from flashbwd.integrations.context_plan import Range, balanced_chunks
 
 
 @dataclass(frozen=True)
-class ContextSplit:
-    """The rows of a sequence that each device of a mesh dimension holds; made by :func:`split_context`.
+class RowSplit:
+    """The rows of a sequence that each device of a mesh dimension holds.
 
     Attributes
     ----------
     mesh : DeviceMesh
         One-dimensional.
-    bounds : tuple of int
-        Cumulative lengths of the documents, from 0 to the number of rows.
-    packed : bool
-        True if the rows are packed documents, and q, k and v have no batch dimension.
-    window : (int, int)
-        Number of visible keys to the left and right of the diagonal; -1 is unbounded.
+    total : int
+        Number of rows of the whole sequence.
     chunks : tuple of tuple of (int, int)
         For each device, the ranges of rows that it holds, in the order of the sequence.
     """
 
     mesh: DeviceMesh
-    bounds: tuple[int, ...]
-    packed: bool
-    window: tuple[int, int]
+    total: int
     chunks: tuple[tuple[Range, ...], ...]
 
     @property
@@ -51,20 +45,14 @@ class ContextSplit:
 
     def rows(self, device: torch.device | str | None = None) -> Tensor:
         """Return the index in the whole sequence of each row that this device holds, (rows,) int64."""
-        return self.take(torch.arange(self.bounds[-1], device=device))
-
-    def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the position in its document of each row of this device, (rows,) int64, for rotary embeddings."""
-        bounds = torch.tensor(self.bounds, device=device)
-        starts = bounds[:-1].repeat_interleave(bounds.diff(), output_size=self.bounds[-1])
-        return self.rows(device) - self.take(starts)
+        return self.take(torch.arange(self.total, device=device))
 
     def take(self, whole: Tensor, dim: int = 0) -> Tensor:
         """Return this device's rows of a tensor that holds the rows of the whole sequence along ``dim``.
 
         Differentiable with respect to ``whole``.
         """
-        check_rows("whole", whole, dim, self.bounds[-1])
+        check_rows("whole", whole, dim, self.total)
         rows = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks[self.rank]]
         return torch.cat(rows, dim) if rows else whole.narrow(dim, 0, 0)
 
@@ -81,13 +69,38 @@ class ContextSplit:
         padded[: len(rows_first)] = rows_first
         gathered = [torch.empty_like(padded) for _ in self.chunks]
         dist.all_gather(gathered, padded, group=self.mesh.get_group())
-        whole = rows_first.new_empty(self.bounds[-1], *rows_first.shape[1:])
+        whole = rows_first.new_empty(self.total, *rows_first.shape[1:])
         for rows, chunks in zip(gathered, self.chunks, strict=True):
             first = 0
             for start, stop in chunks:
                 whole[start:stop] = rows[first : first + stop - start]
                 first += stop - start
         return whole.movedim(0, dim)
+
+
+@dataclass(frozen=True)
+class ContextSplit(RowSplit):
+    """The rows of a sequence, or of packed documents, that each device holds; made by :func:`split_context`.
+
+    Attributes
+    ----------
+    bounds : tuple of int
+        Cumulative lengths of the documents, from 0 to the number of rows.
+    packed : bool
+        True if the rows are packed documents, and q, k and v have no batch dimension.
+    window : (int, int)
+        Number of visible keys to the left and right of the diagonal; -1 is unbounded.
+    """
+
+    bounds: tuple[int, ...]
+    packed: bool
+    window: tuple[int, int]
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the position in its document of each row of this device, (rows,) int64, for rotary embeddings."""
+        bounds = torch.tensor(self.bounds, device=device)
+        starts = bounds[:-1].repeat_interleave(bounds.diff(), output_size=self.total)
+        return self.rows(device) - self.take(starts)
 
 
 def split_context(
@@ -127,17 +140,22 @@ def split_context(
     ValueError
         If an argument is invalid. The message names the argument, its value and what was expected.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"flashbwd: mesh is {_arguments.came(mesh)}, expected a DeviceMesh")
-    if mesh.ndim != 1:
-        raise ValueError(f"flashbwd: mesh has {mesh.ndim} dimensions, expected 1: select one, such as mesh['context']")
+    check_mesh(mesh)
     if (seqlen is None) == (cu_seqlens is None):
         both = "both are given" if seqlen is not None else "neither is given"
         raise ValueError(f"flashbwd: seqlen and cu_seqlens: {both}, expected one of them")
     bounds = _bounds_of(cu_seqlens) if cu_seqlens is not None else (0, _length("seqlen", seqlen))
     left, right = _window(window_size)
     window = (left, 0 if _arguments.flag("causal", causal) else right)
-    return ContextSplit(mesh, bounds, cu_seqlens is not None, window, balanced_chunks(bounds, window, mesh.size()))
+    chunks = balanced_chunks(bounds, window, mesh.size())
+    return ContextSplit(mesh, bounds[-1], chunks, bounds, cu_seqlens is not None, window)
+
+
+def check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"flashbwd: mesh is {_arguments.came(mesh)}, expected a DeviceMesh")
+    if mesh.ndim != 1:
+        raise ValueError(f"flashbwd: mesh has {mesh.ndim} dimensions, expected 1: select one, such as mesh['context']")
 
 
 def _length(name: str, value: Any) -> int:

@@ -8,6 +8,7 @@ a bias or sinks that broadcast) are partial sums. DTensor gathers tensors with a
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,18 +18,34 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 if TYPE_CHECKING:
+    from flashbwd.integrations.context_flex import BlockMaskSplit, context_parallel_flex_attention, split_block_mask
     from flashbwd.integrations.context_parallel import context_parallel_attention
     from flashbwd.integrations.context_split import ContextSplit, split_context
 
-__all__ = ["ContextSplit", "context_parallel_attention", "register", "split_context"]
+# Name -> module. These import torch.distributed, which ``import flashbwd`` must not do.
+_LAZY = {
+    "BlockMaskSplit": "context_flex",
+    "ContextSplit": "context_split",
+    "context_parallel_attention": "context_parallel",
+    "context_parallel_flex_attention": "context_flex",
+    "split_block_mask": "context_flex",
+    "split_context": "context_split",
+}
+
+__all__ = [
+    "BlockMaskSplit",
+    "ContextSplit",
+    "context_parallel_attention",
+    "context_parallel_flex_attention",
+    "register",
+    "split_block_mask",
+    "split_context",
+]
 
 
 def __getattr__(name: str) -> Any:
-    # These import torch.distributed, which ``import flashbwd`` must not do.
-    if name in __all__:
-        from flashbwd.integrations import context_parallel, context_split
-
-        return getattr(context_parallel if name == "context_parallel_attention" else context_split, name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"flashbwd.integrations.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

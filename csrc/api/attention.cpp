@@ -249,7 +249,7 @@ Tensor empty_padded_rows(const Tensor& bias) {
   const int64_t last = bias.dim() - 1;
   std::vector<int64_t> sizes(bias.sizes().begin(), bias.sizes().end());
   sizes[last] = (sizes[last] + kAlignment - 1) / kAlignment * kAlignment;
-  Tensor padded = torch::stable::new_empty(bias, {sizes.data(), sizes.size()});
+  Tensor padded = new_empty(bias, {sizes.data(), sizes.size()}, bias.scalar_type());
   return torch::stable::narrow(padded, last, 0, bias.size(last));
 }
 
@@ -299,7 +299,7 @@ void check_attention_inputs(StableIValue* stack, uint64_t, uint64_t) {
 
 AttentionGradients attention_backward_or_refusal(AttentionCall& call, bool heads_first, bool contiguous_grads) {
   const auto empty = [&](const Tensor& like) {
-    return contiguous_grads ? torch::stable::new_empty(like, like.sizes()) : new_like(like);
+    return contiguous_grads ? new_empty(like, like.sizes(), like.scalar_type()) : new_like(like);
   };
   AttentionArguments& a = call.arguments;
   try {

@@ -44,7 +44,7 @@ struct Results {
 Tensor new_statistics(const Tensor& x) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = 1;
-  return torch::stable::new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
+  return new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
 }
 
 // Allocates the results and runs the CUDA kernel, or the C++ loops on a CPU.
@@ -53,7 +53,7 @@ Results run_kernel(ForwardCall& call, LayerNormForwardParams params) {
   const bool on_cuda = a.x.device.type == DeviceType::kCUDA;
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (on_cuda) guard.emplace(a.x.device.index);
-  Results results{torch::stable::empty_like(call.x), std::nullopt,
+  Results results{new_like(call.x), std::nullopt,
                   a.rms ? new_empty(call.x, {0}, DType::kFloat32) : new_statistics(call.x), new_statistics(call.x)};
   const Rows x = with_one_row_stride(call.x);
   params.x = x.tensor.data_ptr();
@@ -63,7 +63,7 @@ Results run_kernel(ForwardCall& call, LayerNormForwardParams params) {
   params.z_row_stride = z.stride;
   std::optional<Rows> residual, h;
   if (call.residual.has_value()) {
-    results.h = torch::stable::empty_like(*call.residual);
+    results.h = new_like(*call.residual);
     residual = with_one_row_stride(*call.residual);
     h = with_one_row_stride(*results.h);
     params.residual = residual->tensor.data_ptr();

@@ -83,8 +83,21 @@ ScalarType scalar_type_of(DType dtype) {
   refuse("no scalar type for ", name_of(dtype));
 }
 
-Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype) {
-  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, scalar_type_of(dtype));
+Tensor new_empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
+  const auto dims = static_cast<int32_t>(sizes.size());
+  check(dims <= TensorDesc::kMaxDims, "a tensor has ", dims, " dimensions, expected at most ", TensorDesc::kMaxDims);
+  std::array<int64_t, TensorDesc::kMaxDims> strides{};
+  int64_t stride = 1;
+  for (int32_t i = dims - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  int32_t device_type = 0;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes.data(), strides.data(), static_cast<int32_t>(dtype),
+                                                  device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
 }
 
 Tensor new_like(const Tensor& tensor) {

@@ -16,6 +16,7 @@
 
 namespace flashbwd {
 
+using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -38,8 +39,11 @@ TensorDesc describe(const std::optional<Tensor>& tensor);  // undefined for null
 int32_t dtype_number(AtenTensorHandle tensor);
 ScalarType scalar_type_of(DType dtype);
 
-// An uninitialised tensor on `like`'s device.
-Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
+// An uninitialised contiguous tensor on `like`'s device, made without a dispatcher call, which takes longer.
+Tensor new_empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType dtype);
+inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype) {
+  return new_empty(like, IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), scalar_type_of(dtype));
+}
 template <size_t kDims>
 OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims>& sizes,
                           const std::array<int64_t, kDims>& strides, DType dtype) {

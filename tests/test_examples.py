@@ -252,7 +252,7 @@ def test_a_split_that_does_not_fit_the_devices_is_an_error(
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("parallel", ["fsdp", "tensor", "context", "fsdp,context", "tensor,context"])
+@pytest.mark.parametrize("parallel", ["fsdp", "tensor", "context", "fsdp,tensor", "fsdp,context", "tensor,context"])
 def test_train_distributed_on_several_gpus_agrees_with_one(parallel: str, count: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")

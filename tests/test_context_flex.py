@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from kit import tolerance
-from kit.ranks import Ranks
+from kit.ranks import Ranks, gpu_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -268,10 +268,7 @@ def test_each_error_names_the_argument(two: Ranks, name: str) -> None:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
-    with Ranks(request.param, tmp_path_factory.mktemp("ranks"), backend="nccl") as processes:
-        yield processes
+    yield from gpu_ranks(request, tmp_path_factory)
 
 
 def _on_gpus() -> None:

@@ -126,10 +126,7 @@ def test_every_step_of_a_ring_calls_the_override(tmp_path: Any) -> None:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks.Ranks]:
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
-    with ranks.Ranks(request.param, tmp_path_factory.mktemp("ranks"), backend="nccl") as processes:
-        yield processes
+    yield from ranks.gpu_ranks(request, tmp_path_factory)
 
 
 OPERATORS = {

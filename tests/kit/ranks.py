@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 
@@ -27,6 +28,14 @@ def _work(rank: int, size: int, backend: str, store: str, pipe: Connection) -> N
         except BaseException:
             pipe.send(traceback.format_exc())
     torch.distributed.destroy_process_group()
+
+
+def gpu_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """The body of a fixture whose parameter is the number of processes, each with a GPU of its own."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    with Ranks(request.param, tmp_path_factory.mktemp("ranks"), backend="nccl") as processes:
+        yield processes
 
 
 class Ranks:

@@ -207,6 +207,7 @@ def result_of(parallel: str, out: Path) -> dict[str, Any]:
         ("fsdp", 2, {"fsdp": 2, "context": 1, "tensor": 1}),
         ("tensor", 2, {"fsdp": 1, "context": 1, "tensor": 2}),
         ("context", 2, {"fsdp": 1, "context": 2, "tensor": 1}),
+        ("tensor,context", 4, {"fsdp": 1, "context": 2, "tensor": 2}),
         ("fsdp,tensor,context", 8, {"fsdp": 2, "context": 2, "tensor": 2}),
     ],
 )

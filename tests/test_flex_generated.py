@@ -129,7 +129,7 @@ def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, til
     [
         ({"softcap": 30.0}, "it has no tile with these features"),
         ({"has_alibi": True}, "it has no tile with these features"),
-        ({"head_dim": 160, "head_dim_v": 160}, "it takes a block mask up to head dimension 128"),
+        ({"head_dim": 160, "head_dim_v": 160}, "it has no tile with these features for head dimensions 160 and 160"),
     ],
 )
 def test_a_plan_refuses_what_no_generated_kernel_computes(

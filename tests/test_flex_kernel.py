@@ -236,6 +236,16 @@ CASES = [
     Case("documents", heads=32, heads_kv=32, seqlen_q=2048, seqlen_k=2048, head_dim=64),
     Case("random_blocks", heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048),
     Case("random_blocks", dlse=True, head_dim=64),
+    # a cluster of two CTAs per key block
+    Case("causal", head_dim=192),
+    small(Case("documents", head_dim=192, head_dim_v=128)),
+    Case("window", seqlen_q=1025, seqlen_k=1025, head_dim=160, heads_kv=4),
+    small(Case("random_pairs", seqlen_q=300, seqlen_k=384, head_dim=256, dtype=torch.float16)),
+    Case("random_blocks", seqlen_q=640, seqlen_k=1024, head_dim=256, heads=6, heads_kv=2),
+    Case("by_head", seqlen_q=513, seqlen_k=511, heads=4, heads_kv=1, head_dim=192),
+    Case("full", seqlen_q=65, seqlen_k=63, head_dim=256, head_dim_v=200),
+    Case("nothing", seqlen_q=200, seqlen_k=200, head_dim=256),
+    Case("documents", dlse=True, head_dim=256, heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048),
 ]
 
 
@@ -246,7 +256,7 @@ def test_sm90_gradients_agree_with_the_plain_formula(case: Case, deterministic: 
     check(p, p.run(deterministic=deterministic))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_deterministic_results_repeat_bit_for_bit(head_dim: int) -> None:
     p = build(Case("random_blocks", seqlen_q=2048, seqlen_k=2048, head_dim=head_dim, heads=8))
     first = p.run(deterministic=True)
@@ -254,7 +264,7 @@ def test_deterministic_results_repeat_bit_for_bit(head_dim: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, p.run(deterministic=True), strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_the_kernel_does_not_read_invisible_blocks(head_dim: int) -> None:
     case = Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4)
     p = build(case)

@@ -83,9 +83,6 @@ struct StoreWarps {
   }
 
  private:
-  static __device__ __forceinline__ int32_t adds_before(const ListIterator& it) { return it.entry.adds_before; }
-  static __device__ __forceinline__ int32_t adds_before(const QueryIterator&) { return 0; }
-
   template <int kBuffer>
   static __device__ __forceinline__ void store_dq_of_tile(const KernelParams& params, SharedStorage& smem,
                                                           const WorkTile& work, int32_t lane) {
@@ -108,7 +105,7 @@ struct StoreWarps {
       } else {
         offer_buffer<kBuffer>(lane);
         if (lane == 0) {
-          next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), adds_before(it));
+          next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), listed_adds_before(it));
           // Counted adds may wait for the adds before them while dq is not ready yet.
           if (params.schedule.counts_adds()) begin_add(params, add);
         }

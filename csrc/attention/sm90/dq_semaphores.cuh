@@ -44,6 +44,10 @@ struct DqAdd {
   bool is_last = false;  // the last add to the tile, which writes dq
 };
 
+// The number of adds before that of an iteration, if a block mask lists it.
+__device__ __forceinline__ int32_t listed_adds_before(const ListIterator& it) { return it.entry.adds_before; }
+__device__ __forceinline__ int32_t listed_adds_before(const QueryIterator&) { return 0; }
+
 // The number of adds to dq tile `query_block` before that of `work`. `key_blocks` attend to the tile.
 template <typename WorkTile>
 __device__ __forceinline__ int32_t adds_before(const KernelParams& params, const WorkTile& work, int32_t query_block,

@@ -83,10 +83,6 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
     return "PyTorch's 32-bit dropout counter wraps around, because seqlen_q * seqlen_k is above 2**32";
   }
   if (problem.has_block_mask) {
-    if (std::max(problem.head_dim, problem.head_dim_v) > 128) {
-      return "it takes a block mask up to head dimension 128, got " + number(problem.head_dim) + " and " +
-             number(problem.head_dim_v);
-    }
     if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
     if (problem.has_bias) return "it takes no attn_bias with a block mask";
   }

@@ -28,21 +28,34 @@ struct Consumer {
   using QueryColumns = KMajorOperand<Traits::kQueryAtomBytes>;
   using QueryRows = MnMajorOperand<Traits::kQueryAtomBytes>;
   static constexpr bool kFewRegisters = Traits::kHeadDim > 192;
+  using Iterator = std::conditional_t<Traits::kBlockMask, ListedIterator<Traits::kStages>,
+                                      std::conditional_t<kFewRegisters, SmallQueryIterator<WorkTile>, QueryIterator>>;
 
   const KernelParams& params;
   SharedStorage& smem;
   const WorkTile& work;
-  std::conditional_t<kFewRegisters, SmallQueryIterator<WorkTile>, QueryIterator> it{work};
+  Iterator it = first_iteration();
   int32_t thread = threadIdx.x % kWarpgroupThreads;
   int32_t warp = thread / 32;
   int32_t lane = thread % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
 
+  __device__ __forceinline__ Iterator first_iteration() const {
+    if constexpr (Traits::kBlockMask) {
+      return TileMask<Traits>::first_iteration(smem, work);
+    } else {
+      return Iterator(work);
+    }
+  }
+
   // Read from shared memory each time, because registers are few.
   __device__ __forceinline__ bool is_last() const { return it.index + 1 == work.first_index + work.iterations; }
 
   // True if rows of this tile belong to no sequence, and must be zeroed before a product reads them.
-  __device__ bool is_poisoned(int32_t valid, int32_t rows) const { return params.rows_may_be_poisoned && valid < rows; }
+  // With a block mask, tensors are dense, and TMA loads zeros past their end.
+  __device__ bool is_poisoned(int32_t valid, int32_t rows) const {
+    return !Traits::kBlockMask && params.rows_may_be_poisoned && valid < rows;
+  }
   __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
   __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - it.query_block() * kBlockM; }
 

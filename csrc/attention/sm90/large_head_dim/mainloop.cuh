@@ -22,6 +22,7 @@ struct Probabilities : Consumer<Traits> {
   static constexpr int kBlockM = Traits::kBlockM;
 
   static constexpr int kOperandRegisters = 4 * std::max(Traits::kKeySteps, 1);  // of k, see Traits::kKeySteps
+  uint32_t visible = ~0u;  // block masks: a bit for each score of this thread (BitMask)
   // At head dimension 256 the outstanding operands leave no registers for it.
   static constexpr bool kMaskUnderS = Traits::kHeadDimV <= 192;
 
@@ -78,10 +79,18 @@ struct Probabilities : Consumer<Traits> {
       zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kWarpgroupThreads>(
           smem.q[stage], this->valid_queries(), kProbabilityBarrier);
     }
+    if constexpr (Traits::kBlockMask) load_visible();
     if constexpr (Traits::kFeatures) score_tile().start(s);
     product<T, Traits::kHeadDim / 16, Traits::kKeySteps, Traits::kFeatures, typename Base::KeyColumns,
             typename Base::QueryColumns>(s, k_operand, not_hoisted(smem_address(smem.k)),
                                          not_hoisted(smem_address(smem.q[stage])));
+  }
+
+  // The loader has left the entry beside q. A tile of bits has the words of both CTAs, as tile_mask.cuh orders them.
+  __device__ __forceinline__ void load_visible() {
+    const int32_t tile = it.entry().bits;
+    const int64_t word = int64_t{tile} * kConsumerThreads + rank_in_cluster() * kWarpgroupThreads + thread;
+    visible = tile >= 0 ? __ldg(params.attention.block_mask.bits + word) : ~0u;
   }
 
   __device__ __forceinline__ ScoreTile<Traits> score_tile() const {
@@ -110,7 +119,9 @@ struct Probabilities : Consumer<Traits> {
       const BlockRange interior = work.interior;
       exponentiate(s, QueryValues<0>(&smem.lse_log2[stage][pair]), params.attention.softmax_scale * kLog2E);
       mbarrier_arrive(&smem.q_empty[stage]);
-      if (!interior.contains(it.query_block())) {
+      if constexpr (Traits::kBlockMask) {
+        if (visible != ~0u) keep_visible(s, [&](int half) { return visible >> 16 * half; });
+      } else if (!interior.contains(it.query_block())) {
         const TileVisibility tile(work.visibility, work.first_key, it.query_block() * kBlockM);
         mask<kBlockM>(s, tile, warp * 16 + lane / 4, pair);
       }
@@ -269,7 +280,7 @@ struct QueryGradients {
       zero_invalid_rows<Traits::kOtherAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k_other, valid, kDqBarrier);
     }
 #pragma unroll 1
-    for (QueryIterator it(work); it.index < it.end; it.advance(work)) {
+    for (typename Traits::WorkTile::Iterator it(work); it.index < it.end; it.advance(work)) {
       const int32_t buffer = DsRing::stage(it.index);
       const BlockRange atoms = Traits::atoms_of(rank, it.query_block());
       mbarrier_wait(&smem.ds_full[buffer], DsRing::phase(it.index));

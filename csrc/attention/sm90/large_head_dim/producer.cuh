@@ -120,14 +120,14 @@ struct Producer {
                                                           int32_t& count, uint32_t& phases) {
     using DqRing = Ring<Traits::kDqBuffers>;
     DqAdd add;
-    for (QueryIterator it(work); it.index < it.end; it.advance(work)) {
+    for (typename WorkTile::Iterator it(work); it.index < it.end; it.advance(work)) {
       const BlockRange atoms = Traits::atoms_of(rank, it.query_block());
       if (it.index % kDqAdders != adder) {
         count += atoms.size();
         continue;
       }
       const DqRows rows = dq_rows(params, work, it.head(), it.query_block() * Traits::kBlockM);
-      next_add<Traits>(params, add, work, rank, it.head(), it.query_block());
+      next_add<Traits>(params, add, work, rank, it.head(), it.query_block(), listed_adds_before(it));
       // Counted adds may wait for the adds before them while dq is not ready yet.
       if (params.schedule.counts_adds()) begin_add(params, add);
 #pragma unroll 1

@@ -19,7 +19,8 @@ template <typename T_, int kTileIndex, bool kByHeads>
 struct Traits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   using T = T_;
-  static constexpr bool kFeatures = kTile.features != 0;
+  static constexpr bool kFeatures = !has_plain_scores(kTile);
+  static constexpr bool kBlockMask = has(kTile, feature::kBlockMask);
   static constexpr bool kBiasGradient = kFeatures && has_bias_gradient(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.head_dim_v;
@@ -72,7 +73,7 @@ struct Traits {
   }
   static __device__ int32_t first_other_atom(int32_t rank) { return rank == 0 ? 0 : kAtoms / 2; }
 
-  using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads>;
+  using WorkTile = sm90::WorkTile<kBlockM, kTile.block_n, kByHeads, staggers_start(kTile) && !kByHeads, kBlockMask>;
   static_assert(!WorkTile::kStaggers || kDqBuffers == 1,
                 "with two buffers, key blocks must visit query tiles in one order");
 
@@ -110,6 +111,7 @@ struct Traits {
     uint64_t ds_other_full[kDsBuffers];                  // a thread of dq arrives, the other CTA sends bytes
     uint64_t dq_full[kDqAdders][kDqBuffers];             // per adder: every warp of dq arrives
     uint64_t dq_empty[kDqBuffers];                       // the thread that has added arrives
+    QueryBlockEntry listed[kBlockMask ? kStages : 1];    // block masks: what the stages of q hold
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {
